@@ -1,0 +1,6 @@
+"""Backends by name; the class is imported when one is chosen."""
+
+BACKENDS = {
+    "embedded": "tinkercloud.embedded.backend:EmbeddedBackend",
+    "fake": "tinkercloud.backends.fake:FakeBackend",
+}

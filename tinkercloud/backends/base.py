@@ -1,0 +1,92 @@
+"""The whole contract between the services and whatever computes.
+
+A backend holds *models* (a tenant's trainable weights and optimizer) and *versions* (immutable
+published weights that sampling reads). Who calls promises: at most one operation of one model at a
+time, in `seq_id` order (its lane); operations of different models, and samples, come concurrently.
+All input was validated against `ServedModel` and `losses.LOSSES` before it came here.
+
+Errors: `ModelStateLost` for a model, `VersionLost` for a version that the backend does not hold
+(any more), `EngineDied` when the computing process ends underway, `UserError` for what only the
+backend can know. Anything else that escapes is a defect and fails the future as category "server".
+"""
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+from tinkercloud.core.types import (
+    AdamParams,
+    LoraSpec,
+    SampleOutput,
+    SampleRequest,
+    ServedModel,
+    TrainBatch,
+    TrainOutput,
+    WeightsSource,
+)
+
+
+class Backend(ABC):
+    """About ten methods; every one may take seconds and none may block the event loop."""
+
+    @abstractmethod
+    async def start(self) -> tuple[ServedModel, ...]:
+        """Bring the backend up and return what it serves, the default model first.
+
+        Raises ConfigError when a model cannot be served.
+        """
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """Release everything. Calls still underway fail with EngineDied."""
+
+    @abstractmethod
+    async def create_model(self, model_id: str, base_model: str, lora: LoraSpec) -> None:
+        """A fresh model: B = 0, so it starts as the base model; step 0."""
+
+    @abstractmethod
+    async def load_model(
+        self, model_id: str, base_model: str, directory: Path, *, with_optimizer: bool
+    ) -> LoraSpec:
+        """A model from a checkpoint folder, replacing a model of that id.
+
+        Returns the checkpoint's LoraSpec. Without the optimizer it starts at step 0.
+        """
+
+    @abstractmethod
+    async def delete_model(self, model_id: str) -> None:
+        """Forget a model; unknown ids are ignored. Published versions stay."""
+
+    @abstractmethod
+    async def forward_backward(self, model_id: str, batch: TrainBatch) -> TrainOutput:
+        """Add the gradient of the summed loss to the model's accumulator (unless forward_only).
+
+        All or nothing: when it fails, the accumulator is as before.
+        """
+
+    @abstractmethod
+    async def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
+        """One AdamW step on the accumulated gradient, then clear it.
+
+        Returns metrics with `unclipped_grad_l2:mean`. A gradient that is not finite raises
+        UserError, clears the accumulator and leaves the weights unchanged.
+        """
+
+    @abstractmethod
+    async def save_model(self, model_id: str, directory: Path, *, with_optimizer: bool) -> None:
+        """Write the model's files into an existing, empty folder (the caller renames it)."""
+
+    @abstractmethod
+    async def publish(self, source: WeightsSource) -> str:
+        """Make an immutable weights version for sampling; returns its id."""
+
+    @abstractmethod
+    async def release(self, version: str) -> None:
+        """No new samples will come for this version; samples underway finish. Unknown ids are ignored."""
+
+    @abstractmethod
+    async def sample(self, version: str, request: SampleRequest) -> SampleOutput:
+        """Sample. The result is a pure function of (weights, prompt, params, seed, sample index)."""
+
+    @abstractmethod
+    def stats(self) -> dict[str, float | int | str]:
+        """A cheap snapshot for health pages; never blocks."""

@@ -1,0 +1,1 @@
+"""Decisions that need no HTTP and no tensors: conversion, ordering, types."""

@@ -1,0 +1,174 @@
+"""Internal types: what services hand to backends and get back. numpy only, no torch.
+
+Axes: N tokens of a datum, K alternative targets, P prompt tokens, S sampled tokens.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+StopReason = Literal["stop", "length"]
+
+LORA_ALPHA = 32.0
+"""Fixed, as in the hosted service's published recipe: W' = W + (alpha / rank) B A."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A base model that the backend offers."""
+
+    name: str
+    architecture: str  # "llama", "qwen2", "qwen3"
+    max_context_length: int  # tokens
+    vocab_size: int
+    num_parameters: int
+    tokenizer_path: Path | None  # a Hugging Face tokenizer folder; None where there is none (fake)
+    eos_token_ids: tuple[int, ...]
+    dtype: str  # "float32" | "bfloat16"
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSpec:
+    """rank 0 means full-parameter training (the other fields are then without effect)."""
+
+    rank: int
+    seed: int
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+    alpha: float = LORA_ALPHA
+
+
+@dataclass(frozen=True, slots=True)
+class Datum:
+    """One training sequence.
+
+    tokens: int32 (N,). inputs: `target_tokens` int64 (N,) or (N, K); the other keys float32, each
+    of the shape that its loss asks for. Position i of `tokens` predicts `target_tokens[i]`.
+    """
+
+    tokens: NDArray[np.int32]
+    inputs: Mapping[str, NDArray]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainBatch:
+    """Checked input of forward_backward; loss_fn is a key of `losses.LOSSES`, config is complete."""
+
+    data: tuple[Datum, ...]
+    loss_fn: str
+    loss_fn_config: Mapping[str, float] = field(default_factory=dict)
+    forward_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOutput:
+    """outputs[i] belongs to data[i]: `logprobs` float32 shaped like its target_tokens, and for
+    cross_entropy `elementwise_loss`. metrics: `loss:sum` and others with exactly one colon."""
+
+    outputs: tuple[Mapping[str, NDArray[np.float32]], ...]
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class AdamParams:
+    """Defaults of the wire specification, section 8."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """max_tokens None: up to the context limit. seed None was replaced by a drawn one before this.
+
+    stop_strings / stop_token_ids: from the request. use_eos: False only for the explicit `stop=[]`.
+    top_k -1: no limit. temperature 0: greedy, ties to the lowest id.
+    """
+
+    max_tokens: int | None
+    seed: int  # 0 <= seed < 2**64
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    stop_strings: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    use_eos: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """prompt int32 (P,), P >= 1. prompt_logprobs_last_n None: all. *_k 0: not wanted.
+    target_prompt_logprobs int64 (P-1, K), -1 = skip; row i scores position i+1."""
+
+    prompt: NDArray[np.int32]
+    num_samples: int
+    params: SamplingParams
+    prompt_logprobs: bool = False
+    prompt_logprobs_last_n: int | None = None
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    target_prompt_logprobs: NDArray[np.int64] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Topk:
+    """token_ids int32 (length, k), logprobs float32 (length, k); unscored rows: 0 / -99999.0."""
+
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledSequence:
+    """tokens int32 (S,) with the stop token; logprobs float32 (S,) under the law sampled from."""
+
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    stop_reason: StopReason
+    topk: Topk | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOutput:
+    """prompt_logprobs float32 (P,), NaN where not scored (always at 0).
+    target_prompt_logprobs float32 (P-1, K), 0.0 where -1 was asked."""
+
+    sequences: tuple[SampledSequence, ...]
+    prompt_logprobs: NDArray[np.float32] | None = None
+    topk_prompt_logprobs: Topk | None = None
+    target_prompt_logprobs: NDArray[np.float32] | None = None
+    prompt_cache_hit_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FromBase:
+    """Publish the untouched base model."""
+
+    base_model: str
+
+
+@dataclass(frozen=True, slots=True)
+class FromModel:
+    """Publish a model's weights as they are after all operations so far."""
+
+    model_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class FromCheckpoint:
+    """Publish what a checkpoint folder holds."""
+
+    base_model: str
+    directory: Path
+
+
+WeightsSource = FromBase | FromModel | FromCheckpoint

@@ -1,0 +1,139 @@
+"""The exception tree of the server. Every class carries what a client needs to be told.
+
+    TinkercloudError            status 500, category "server"
+    +-- UserError               status 400, category "user": the request is at fault
+    |   +-- NotFound            status 404
+    |   |   +-- ModelNotFound, BaseModelNotServed, SessionNotFound, SamplerNotFound, CheckpointNotFound
+    |   +-- Unauthorized        status 401
+    |   +-- PayloadTooLarge     status 413
+    |   +-- SessionFinished     status 410
+    |   +-- FutureUnknown       status 404 (training) or 410 (sampling)
+    |   +-- InvalidRequest      status 422 at the door, category "user" inside a future
+    +-- ServerFault             status 503: ours; the request may be right
+    |   +-- ModelStateLost, VersionLost, EngineDied
+    +-- ConfigError             raised before the server listens; never reaches HTTP
+
+`status` is used when the error ends an HTTP request, `category` when it ends a future
+(wire specification 4.2). 409 is never used: clients retry it for minutes.
+"""
+
+from typing import ClassVar, Literal
+
+Category = Literal["user", "server", "unknown"]
+
+
+class TinkercloudError(Exception):
+    """Base of everything the server raises on purpose."""
+
+    status: ClassVar[int] = 500
+    category: ClassVar[Category] = "server"
+
+
+class UserError(TinkercloudError):
+    """The request cannot be served as it is; the text says what to change."""
+
+    status = 400
+    category = "user"
+
+
+class InvalidRequest(UserError):
+    """Wrong shapes, unknown losses, values out of range."""
+
+    status = 422
+
+
+class NotFound(UserError):
+    """Something named in the request does not exist (or is not the caller's)."""
+
+    status = 404
+
+
+class ModelNotFound(NotFound):
+    def __init__(self, model_id: str):
+        super().__init__(f"model {model_id!r} does not exist; create it with create_model first")
+
+
+class BaseModelNotServed(NotFound):
+    """A base model that this server does not serve. status 400: a 404 would read as a wrong URL."""
+
+    status = 400
+
+    def __init__(self, name: str, served: tuple[str, ...]):
+        super().__init__(
+            f"base model {name!r} is not served here; served: {', '.join(served) or 'none'}. "
+            f"Start the server with --model {name}=PATH to add it"
+        )
+
+
+class SessionNotFound(NotFound):
+    def __init__(self, session_id: str):
+        super().__init__(f"session {session_id!r} does not exist")
+
+
+class SessionFinished(UserError):
+    """410 stops the client's heartbeat loop (wire specification 2)."""
+
+    status = 410
+
+    def __init__(self, session_id: str):
+        super().__init__(f"session {session_id!r} was finished; start a new one")
+
+
+class SamplerNotFound(NotFound):
+    def __init__(self, sampler_id: str):
+        super().__init__(f"sampling session {sampler_id!r} does not exist")
+
+
+class CheckpointNotFound(NotFound):
+    def __init__(self, path: str):
+        super().__init__(f"checkpoint {path!r} does not exist")
+
+
+class Unauthorized(UserError):
+    status = 401
+
+
+class PayloadTooLarge(UserError):
+    status = 413
+
+
+class FutureUnknown(UserError):
+    """404 for training; 410 for sampling, which makes the client sample anew (specification 4.4)."""
+
+    def __init__(self, request_id: str, *, sampling: bool):
+        super().__init__(f"request {request_id!r} is unknown or its result has expired")
+        self.sampling = sampling
+
+
+class ServerFault(TinkercloudError):
+    """Our fault; the same request may succeed later."""
+
+    status = 503
+
+
+class EngineDied(ServerFault):
+    """The compute process ended while it held this request."""
+
+
+class ModelStateLost(ServerFault):
+    """The model's weights were only in memory, and that memory is gone."""
+
+    def __init__(self, model_id: str):
+        super().__init__(
+            f"the weights of model {model_id!r} were in memory when the engine or the server "
+            "restarted; go on from your last checkpoint with create_training_client_from_state"
+        )
+
+
+class VersionLost(ServerFault):
+    """A published weights version that the backend no longer holds."""
+
+    def __init__(self, version: str):
+        super().__init__(
+            f"weights version {version!r} was in memory when the engine or the server restarted; "
+            "publish it again with save_weights_for_sampler"
+        )
+
+
+class ConfigError(TinkercloudError):
+    """A setting that cannot work; raised before the server listens."""

@@ -1,0 +1,48 @@
+"""Losses by name. This table needs no torch, so that requests are checked before any computing.
+
+Each file defines `loss(logprobs, inputs, config) -> Tensor`: per-element loss of ONE datum, same
+shape as `logprobs` (N,) or (N, K), whose sum is the datum's contribution to `loss:sum`.
+`logprobs` is the policy's log-probability of each target (requires grad), `inputs` the datum's
+tensors, `config` complete. Formulas: wire specification, section 7.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class LossSpec:
+    """target: "module:function". inputs: required float32 inputs besides target_tokens, shaped like
+    target_tokens. defaults: the loss_fn_config keys that are known, with their values.
+    multi_target: whether target_tokens may be (N, K)."""
+
+    target: str
+    inputs: tuple[str, ...]
+    defaults: Mapping[str, float] = field(default_factory=dict)
+    multi_target: bool = False
+
+
+_RL = ("logprobs", "advantages")
+
+LOSSES: dict[str, LossSpec] = {
+    "cross_entropy": LossSpec(
+        "tinkercloud.losses.cross_entropy:loss", ("weights",), multi_target=True
+    ),
+    "importance_sampling": LossSpec("tinkercloud.losses.importance_sampling:loss", _RL),
+    "ppo": LossSpec(
+        "tinkercloud.losses.ppo:loss",
+        _RL,
+        {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+    ),
+    "cispo": LossSpec(
+        "tinkercloud.losses.cispo:loss",
+        _RL,
+        {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
+    ),
+    "dro": LossSpec("tinkercloud.losses.dro:loss", _RL, {"beta": 0.05}),
+    "gspo": LossSpec(
+        "tinkercloud.losses.gspo:loss",
+        (*_RL, "sequence_ratio_mask"),
+        {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+    ),
+}
