@@ -1,0 +1,1 @@
+"""SQLite under `data_dir`: keys, sessions, models, checkpoints, samplers, futures."""

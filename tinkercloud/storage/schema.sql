@@ -1,0 +1,80 @@
+-- One file, `data_dir/tinkercloud.db`. Times are seconds since the epoch (REAL), JSON is TEXT.
+-- Every row that belongs to somebody carries `user`; queries without it are maintenance only.
+
+CREATE TABLE IF NOT EXISTS keys (
+    key_id      TEXT PRIMARY KEY,
+    user        TEXT NOT NULL,
+    sha256      BLOB NOT NULL UNIQUE,
+    created_at  REAL NOT NULL
+);
+
+CREATE TABLE IF NOT EXISTS sessions (
+    session_id     TEXT PRIMARY KEY,
+    user           TEXT NOT NULL,
+    created_at     REAL NOT NULL,
+    heartbeat_at   REAL NOT NULL,
+    finished_at    REAL,
+    finish_reason  TEXT,
+    details        TEXT NOT NULL          -- {"tags", "user_metadata", "project_id", "display_name"}
+);
+CREATE INDEX IF NOT EXISTS sessions_by_user ON sessions (user, created_at);
+
+CREATE TABLE IF NOT EXISTS models (
+    model_id         TEXT PRIMARY KEY,    -- "{session_id}:train:{model_seq_id}"
+    user             TEXT NOT NULL,
+    session_id       TEXT NOT NULL,
+    base_model       TEXT NOT NULL,
+    lora             TEXT NOT NULL,       -- {"rank", "seed", "train_attn", "train_mlp", "train_unembed"}
+    user_metadata    TEXT NOT NULL,       -- string -> string
+    created_at       REAL NOT NULL,
+    last_request_at  REAL NOT NULL,
+    deleted          INTEGER NOT NULL DEFAULT 0
+);
+CREATE INDEX IF NOT EXISTS models_by_user ON models (user, created_at);
+CREATE INDEX IF NOT EXISTS models_by_session ON models (session_id);
+
+CREATE TABLE IF NOT EXISTS checkpoints (
+    model_id       TEXT NOT NULL,
+    segment        TEXT NOT NULL,         -- "weights" | "sampler_weights"
+    name           TEXT NOT NULL,
+    user           TEXT NOT NULL,
+    directory      TEXT NOT NULL,         -- relative to data_dir; a new one at every overwrite
+    base_model     TEXT NOT NULL,
+    lora           TEXT NOT NULL,
+    with_optimizer INTEGER NOT NULL,
+    size_bytes     INTEGER NOT NULL,
+    user_metadata  TEXT NOT NULL,
+    created_at     REAL NOT NULL,
+    expires_at     REAL,
+    PRIMARY KEY (model_id, segment, name)
+);
+CREATE INDEX IF NOT EXISTS checkpoints_by_user ON checkpoints (user, created_at);
+
+CREATE TABLE IF NOT EXISTS samplers (
+    sampler_id  TEXT PRIMARY KEY,
+    user        TEXT NOT NULL,
+    session_id  TEXT NOT NULL,
+    kind        TEXT NOT NULL,            -- "base" | "checkpoint" | "snapshot" | "inflight"
+    base_model  TEXT NOT NULL,
+    model_id    TEXT,                     -- snapshot, inflight: whose weights
+    model_path  TEXT,                     -- checkpoint: as the client named it
+    directory   TEXT,                     -- checkpoint: what that name meant at creation
+    created_at  REAL NOT NULL
+);
+CREATE INDEX IF NOT EXISTS samplers_by_session ON samplers (session_id);
+
+CREATE TABLE IF NOT EXISTS futures (
+    request_id   TEXT PRIMARY KEY,
+    user         TEXT NOT NULL,
+    kind         TEXT NOT NULL,           -- "ForwardBackward", "OptimStep", "Sample", ...
+    dedup_key    TEXT UNIQUE,             -- what makes a repeated request the same request
+    model_id     TEXT,
+    seq_id       INTEGER,
+    status       TEXT NOT NULL,           -- "pending" | "completed" | "failed"
+    content_type TEXT,
+    body         BLOB,                    -- the result; a failure is {"error", "category"}
+    created_at   REAL NOT NULL,
+    finished_at  REAL
+);
+CREATE INDEX IF NOT EXISTS futures_by_finish ON futures (finished_at);
+CREATE INDEX IF NOT EXISTS futures_by_model ON futures (model_id, seq_id);
