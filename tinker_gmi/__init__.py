@@ -1,0 +1,1 @@
+"""tinker_gmi: a light Python client of the Tinker training API."""

@@ -1,0 +1,265 @@
+"""Request bodies, in the order of the wire specification's endpoint table (section 3)."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from tinker_gmi.tensors import Datum, ModelInput, TensorData
+from tinker_gmi.wire_model import WireModel
+
+ModelID = str
+SamplingClientKind = Literal["snapshot", "inflight"]
+LossFnType = str
+"""A loss by its name: cross_entropy, importance_sampling, ppo, cispo, dro, gspo, ...
+
+Any string on the wire: an unknown loss fails its future with the list of those known."""
+
+
+class ClientConfigRequest(WireModel):
+    """Body of client/config and client/dynamic_config."""
+
+    sdk_version: str = ""
+
+
+class AuthTokenRequest(WireModel):
+    """Body of auth/token: an empty object."""
+
+
+class CreateSessionRequest(WireModel):
+    tags: list[str] = Field(default_factory=list)
+    user_metadata: dict[str, Any] | None = None
+    sdk_version: str = ""
+    project_id: str | None = None
+    display_name: str | None = None
+    type: Literal["create_session"] = "create_session"
+
+
+class SessionHeartbeatRequest(WireModel):
+    session_id: str
+    type: Literal["session_heartbeat"] = "session_heartbeat"
+
+
+class FinishReason(WireModel):
+    type: str  # "success" | "errored" | "interrupted"
+
+
+class FinishSessionRequest(WireModel):
+    reason: FinishReason
+    detail: str | None = None
+
+    def to_json_dict(self) -> dict[str, Any]:
+        """Here a None is sent (specification 2.5)."""
+        return self.model_dump(mode="json")
+
+
+class TelemetrySendRequest(WireModel):
+    """Anything is accepted."""
+
+    events: list[Any] = Field(default_factory=list)
+    platform: str | None = None
+    sdk_version: str | None = None
+    session_id: str | None = None
+    process_uuid: str | None = None
+
+
+class LoraConfig(WireModel):
+    """rank 0 means full-parameter training (an extension of this server)."""
+
+    rank: int = 32
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+def _adamw() -> dict[str, Any]:
+    return {"type": "adamw"}
+
+
+class CreateModelRequest(WireModel):
+    session_id: str
+    model_seq_id: int
+    base_model: str
+    user_metadata: dict[str, Any] | None = None
+    lora_config: LoraConfig | None = None
+    optimizer_config: dict[str, Any] = Field(default_factory=_adamw)
+    type: Literal["create_model"] = "create_model"
+
+
+class LoadWeightsRequest(WireModel):
+    """Either session_id + model_seq_id (creates the model), or model_id + seq_id (legacy)."""
+
+    path: str
+    optimizer: bool = False
+    session_id: str | None = None
+    model_seq_id: int | None = None
+    model_id: str | None = None
+    seq_id: int | None = None
+    base_model: str | None = None
+    user_metadata: dict[str, Any] | None = None
+    optimizer_config: dict[str, Any] | None = None
+    weights_access_token: str | None = Field(default=None, repr=False)
+    type: Literal["load_weights"] = "load_weights"
+
+    @property
+    def creates_model(self) -> bool:
+        return self.session_id is not None and self.model_seq_id is not None
+
+
+class GetInfoRequest(WireModel):
+    model_id: str
+    type: Literal["get_info"] = "get_info"
+
+
+class ForwardBackwardInput(WireModel):
+    data: list[Datum]
+    loss_fn: LossFnType
+    loss_fn_config: dict[str, float | str] | None = None
+
+
+class ForwardBackwardRequest(WireModel):
+    """JSON form of older SDKs and of curl; current SDKs send protobuf."""
+
+    model_id: str
+    forward_backward_input: ForwardBackwardInput
+    seq_id: int | None = None
+
+
+class ForwardRequest(WireModel):
+    """JSON form of older SDKs and of curl; current SDKs send forward_backward with a flag."""
+
+    model_id: str
+    forward_input: ForwardBackwardInput
+    seq_id: int | None = None
+
+
+class AdamParams(WireModel):
+    """AdamW with decoupled weight decay; grad_clip_norm 0 does not clip."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class OptimStepRequest(WireModel):
+    """adam_params for adamw; optimizer_params, with a `type`, for other optimizers."""
+
+    model_id: str
+    seq_id: int | None = None
+    adam_params: AdamParams | None = None
+    optimizer_params: dict[str, Any] | None = None
+    type: Literal["optim_step"] = "optim_step"
+
+
+class SaveWeightsRequest(WireModel):
+    model_id: str
+    path: str | None = None  # a name, not a file path
+    seq_id: int | None = None
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, Any] | None = None
+    type: Literal["save_weights"] = "save_weights"
+
+
+class SaveWeightsForSamplerRequest(WireModel):
+    """Named (path), or ephemeral (sampling_session_seq_id)."""
+
+    model_id: str
+    path: str | None = None
+    sampling_session_seq_id: int | None = None
+    kind: SamplingClientKind = "snapshot"
+    seq_id: int | None = None
+    ttl_seconds: int | None = None
+    user_metadata: dict[str, Any] | None = None
+    type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
+
+
+class CreateSamplingSessionRequest(WireModel):
+    session_id: str
+    sampling_session_seq_id: int
+    base_model: str | None = None
+    model_path: str | None = None
+    type: Literal["create_sampling_session"] = "create_sampling_session"
+
+
+class CreateSamplingClientRequest(WireModel):
+    """The create_sampling_client endpoint for curl: without a session the server makes one."""
+
+    base_model: str | None = None
+    model_path: str | None = None
+    session_id: str | None = None
+
+
+class JoinSamplingSessionRequest(WireModel):
+    sampling_session_id: str
+    type: Literal["join_sampling_session"] = "join_sampling_session"
+
+
+class SamplingParams(WireModel):
+    """stop: None stops at EOS, [] never stops before max_tokens. max_tokens None: up to the
+    context limit. seed: any integer."""
+
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | list[int] | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+
+
+class SampleRequest(WireModel):
+    """One of sampling_session_id, model_path, base_model names the weights."""
+
+    prompt: ModelInput
+    sampling_params: SamplingParams = Field(default_factory=SamplingParams)
+    num_samples: int = 1
+    base_model: str | None = None
+    model_path: str | None = None
+    sampling_session_id: str | None = None
+    seq_id: int | None = None
+    prompt_logprobs: bool | None = None
+    prompt_logprobs_last_n: int | None = None
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    target_prompt_logprobs: TensorData | None = None
+    prompt_alt_tokens_k: int = 0
+    record_stability_info: bool | None = None
+    type: Literal["sample"] = "sample"
+
+
+class FutureRetrieveRequest(WireModel):
+    request_id: str
+    allow_metadata_only: bool = False
+
+
+class CancelFutureRequest(WireModel):
+    request_id: str
+
+
+class WeightsInfoRequest(WireModel):
+    tinker_path: str
+
+
+class SetTtlRequest(WireModel):
+    ttl_seconds: int | None = None
+
+    def to_json_dict(self) -> dict[str, Any]:
+        """Here a None is sent: it clears the limit."""
+        return self.model_dump(mode="json")
+
+
+class DeleteModelRequest(WireModel):
+    """Frees a model's state; its checkpoints stay."""
+
+    model_id: str
+    type: Literal["delete_model", "unload_model"] = "delete_model"
+
+
+class CleanupFuturesRequest(WireModel):
+    """Forget finished results: those listed, or all of a model's. Pending ones are kept."""
+
+    request_ids: list[str] | None = None
+    model_id: str | None = None
