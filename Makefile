@@ -1,0 +1,70 @@
+# make demo      install, then watch a model learn
+# make test      install, lint, all tests but the slow ones
+# make test-all  the slow ones too
+# make help      the rest
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+BIN := .venv/bin
+INSTALLED := .venv/installed
+MODEL := .tinkercloud/models/SmolLM2-135M-Instruct.Q4_1.gguf
+PYTEST := $(BIN)/python -m pytest
+
+# Weights, keys and checkpoints of this checkout stay in this checkout.
+export TINKERCLOUD_DATA_DIR := $(CURDIR)/.tinkercloud
+export TINKER_TELEMETRY := 0
+export HF_HUB_OFFLINE := 1
+
+.PHONY: help install lint format test test-all demo serve bench docs proto clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
+
+install: $(INSTALLED) $(MODEL) ## .venv with everything pinned, and the small model
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; set PYTHON=..." >&2; exit 2; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@touch $@
+
+$(MODEL): | $(INSTALLED)
+	$(BIN)/tinkercloud fetch smollm2
+
+lint: $(INSTALLED) ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright
+
+format: $(INSTALLED) ## rewrite the sources in the house style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: install lint ## lint and every test but the slow ones
+	$(PYTEST) -m 'not slow'
+
+test-all: install lint ## lint and every test
+	$(PYTEST)
+
+demo: install ## SFT and RL on a real model, live, under ten minutes
+	$(BIN)/python cookbook/demo.py
+
+serve: install ## the server on 127.0.0.1:8700
+	$(BIN)/tinkercloud serve
+
+bench: install ## service overhead on the fake backend, and docs/benchmarks.md
+	$(BIN)/python benchmarks/service_overhead.py --json benchmarks/results/service_overhead.json
+	$(BIN)/python benchmarks/render.py
+
+proto: $(INSTALLED) ## regenerate the protobuf module
+	$(BIN)/python -m grpc_tools.protoc -I tinkercloud/wire --python_out=tinkercloud/wire \
+		tinkercloud/wire/tinker.proto
+
+clean: ## remove the environment, caches and data of this checkout
+	rm -rf .venv .tinkercloud .pytest_cache .ruff_cache build dist *.egg-info
+	find tinkercloud tinker_gmi tests cookbook benchmarks -name __pycache__ -prune -exec rm -rf {} +

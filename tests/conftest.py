@@ -1,0 +1,43 @@
+"""Fixtures that every folder of tests may use."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import serving
+from tinkercloud.fetch import find_model
+
+# Before any test module imports the SDK or transformers, which read these once.
+os.environ.update(serving.QUIET)
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """The weights of SmolLM2-135M-Instruct, as `make install` puts them."""
+    found = find_model("smollm2") or find_model("smollm2", serving.ROOT / ".tinkercloud")
+    if found is None:
+        pytest.fail("the SmolLM2 weights are not here; run `make install`", pytrace=False)
+    return found
+
+
+@pytest.fixture
+def free_port() -> int:
+    return serving.free_port()
+
+
+@pytest.fixture(scope="module")
+def fake_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[serving.Server]:
+    """One server on the fake backend for a module; a test that stops it starts its own instead."""
+    data_dir = tmp_path_factory.mktemp("server") / "data"
+    with serving.start_server("--backend", "fake", data_dir=data_dir) as server:
+        yield server
+
+
+@pytest.fixture
+def sdk_server(fake_server: serving.Server, monkeypatch: pytest.MonkeyPatch) -> serving.Server:
+    """`fake_server`, with the environment by which the SDK finds it."""
+    for name, value in fake_server.sdk_environment.items():
+        monkeypatch.setenv(name, value)
+    return fake_server
