@@ -1,0 +1,184 @@
+"""GGUF files of the Llama, Qwen2 and Qwen3 families, under Hugging Face names."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from math import log, prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tinkercloud.architectures.config import ArchitectureConfig, from_hf
+from tinkercloud.embedded.gguf_file import GGUFFile
+from tinkercloud.errors import ConfigError
+
+_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_BLOCK = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_FACTORS = "rope_freqs.weight"
+_ELEMENTS_AT_ONCE = 1 << 22  # dequantised in float32 at a time
+
+
+def gguf_config(file: GGUFFile) -> ArchitectureConfig:
+    """Raises ConfigError for what is missing or not supported."""
+    metadata, tensors = file.metadata, file.tensors
+    kind = metadata.get("general.architecture")
+    if kind not in _CLASSES:
+        raise ConfigError(f"GGUF architecture {kind!r} is not supported: {', '.join(_CLASSES)} are")
+    if "token_embd.weight" not in tensors:
+        raise ConfigError(f"{file.path.name} has no token_embd.weight")
+    own = {
+        key.removeprefix(f"{kind}."): value
+        for key, value in metadata.items()
+        if key.startswith(f"{kind}.")
+    }
+    try:
+        raw = _as_hf(own, metadata) | _head_sizes(own)
+    except KeyError as error:
+        raise ConfigError(f"{file.path.name} has no {kind}.{error.args[0]}") from error
+    raw["architectures"] = [_CLASSES[kind]]
+    raw["vocab_size"] = tensors["token_embd.weight"].shape[0]
+    raw["tie_word_embeddings"] = "output.weight" not in tensors
+    config = replace(
+        from_hf(raw),
+        attention_bias="blk.0.attn_q.bias" in tensors,
+        output_bias="blk.0.attn_output.bias" in tensors,
+        mlp_bias="blk.0.ffn_gate.bias" in tensors,
+    )
+    return _with_factors(file, config)
+
+
+def hf_name(name: str) -> str | None:
+    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj`; biases keep their `.bias`."""
+    stem, _, suffix = name.rpartition(".")
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+    if match and match[2] in _BLOCK:
+        stem = f"model.layers.{match[1]}.{_BLOCK[match[2]]}"
+    elif stem in _TOP:
+        stem = _TOP[stem]
+    else:
+        return None
+    return {"weight": stem, "bias": f"{stem}.bias"}.get(suffix)
+
+
+def gguf_shapes(file: GGUFFile) -> dict[str, tuple[int, ...]]:
+    """What the file holds, by our names; tensors of unknown names under their own."""
+    return {
+        hf_name(name) or name: entry.shape
+        for name, entry in file.tensors.items()
+        if name != _FACTORS
+    }
+
+
+def gguf_weights(
+    file: GGUFFile, config: ArchitectureConfig, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """(our name, tensor on the CPU), one after the other."""
+    for name in file.tensors:
+        target = hf_name(name)
+        if target is None:
+            continue
+        tensor = _dequantised(file, name, dtype)
+        if config.model_type == "llama":
+            tensor = _unpermuted(target, tensor, config)
+        yield target, tensor
+
+
+def _dequantised(file: GGUFFile, name: str, dtype: torch.dtype) -> Tensor:
+    """Row by row in blocks, so that a large float32 copy never exists beside a small target."""
+    shape = file.tensors[name].shape
+    num_rows, width = prod(shape[:-1]), shape[-1]
+    tensor = torch.empty((num_rows, width), dtype=dtype)
+    step = max(1, _ELEMENTS_AT_ONCE // width)
+    for start in range(0, num_rows, step):
+        # A writable copy: some kinds come back as a view of the read-only file.
+        rows = torch.from_numpy(file.rows(name, start, min(start + step, num_rows)).copy())
+        tensor[start : start + step] = rows
+    return tensor.view(shape)
+
+
+def _unpermuted(name: str, tensor: Tensor, config: ArchitectureConfig) -> Tensor:
+    """llama.cpp interleaves the two rotary halves of q and k in Llama files; put them apart."""
+    if ".q_proj" in name:
+        heads = config.num_heads
+    elif ".k_proj" in name:
+        heads = config.num_kv_heads
+    else:
+        return tensor
+    pairs = tensor.unflatten(0, (heads, config.head_dim // 2, 2))
+    return pairs.transpose(1, 2).reshape(tensor.shape)
+
+
+def _as_hf(own: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    eos_keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+    eos = [metadata.get(f"tokenizer.ggml.{key}") for key in eos_keys]
+    context = own["context_length"]
+    if own.get("expert_count", 0):
+        raise ConfigError(f"{own['expert_count']} experts: mixtures of experts are not supported")
+    if 0 < own.get("attention.sliding_window", 0) < context:
+        raise ConfigError("sliding-window attention is in use; only full attention is supported")
+    return {
+        "hidden_size": own["embedding_length"],
+        "intermediate_size": own["feed_forward_length"],
+        "num_hidden_layers": own["block_count"],
+        "rms_norm_eps": own["attention.layer_norm_rms_epsilon"],
+        "max_position_embeddings": context,
+        "rope_parameters": {"rope_theta": own.get("rope.freq_base"), **_rope_scaling(own)},
+        "eos_token_id": list(dict.fromkeys(token for token in eos if token is not None)),
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+    }
+
+
+def _head_sizes(own: Mapping[str, Any]) -> dict[str, Any]:
+    heads = own["attention.head_count"]
+    kv_heads = own.get("attention.head_count_kv", heads)
+    if isinstance(heads, list) or isinstance(kv_heads, list):
+        raise ConfigError("head counts that differ between layers are not supported")
+    size = own.get("attention.key_length", own["embedding_length"] // max(heads, 1))
+    rotated = own.get("rope.dimension_count", size)
+    if own.get("attention.value_length", size) != size or rotated != size:
+        raise ConfigError("value heads or rotary dimensions that differ from the key heads")
+    return {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": size}
+
+
+def _rope_scaling(own: Mapping[str, Any]) -> dict[str, Any]:
+    kind = own.get("rope.scaling.type", "linear" if "rope.scale_linear" in own else "none")
+    factor = own.get("rope.scaling.factor", own.get("rope.scale_linear", 1.0))
+    if kind == "none" or (kind == "linear" and factor in (0.0, 1.0)):
+        return {}
+    scaling = {"rope_type": kind, "factor": factor}
+    if (original := own.get("rope.scaling.original_context_length")) is not None:
+        scaling["original_max_position_embeddings"] = original
+    for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
+        if own.get(f"rope.scaling.{theirs}"):
+            scaling[ours] = own[f"rope.scaling.{theirs}"]
+    extra = own.get("rope.scaling.yarn_attn_factor", own.get("rope.scaling.attn_factor"))
+    if kind == "yarn" and extra:
+        # llama.cpp multiplies this onto the paper's magnitude; Hugging Face replaces it.
+        scaling["attention_factor"] = extra * (0.1 * log(factor) + 1.0 if factor > 1 else 1.0)
+    return scaling
+
+
+def _with_factors(file: GGUFFile, config: ArchitectureConfig) -> ArchitectureConfig:
+    """Llama 3.1 files carry their scaling as one divisor per frequency."""
+    if _FACTORS not in file.tensors:
+        return config
+    if config.rope_scaling is not None:
+        raise ConfigError(f"{file.path.name} has both rope_freqs.weight and a rotary scaling")
+    factors = tuple(file.rows(_FACTORS, 0, 1)[0].tolist())
+    if len(factors) != config.head_dim // 2 or not all(factor > 0 for factor in factors):
+        raise ConfigError(f"{file.path.name}: rope_freqs.weight does not fit the head size")
+    return replace(config, rope_scaling={"rope_type": "factors", "factors": factors})

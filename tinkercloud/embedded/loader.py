@@ -1,0 +1,153 @@
+"""Weights and config of a base model: a Hugging Face folder (safetensors) or one GGUF file.
+
+Weights go by Hugging Face names without the ".weight" suffix: "model.layers.0.self_attn.q_proj",
+its bias "model.layers.0.self_attn.q_proj.bias", "model.embed_tokens", "model.norm", "lm_head".
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from tinkercloud.architectures.config import ArchitectureConfig, from_hf, token_ids
+from tinkercloud.embedded.gguf_file import GGUFFile
+from tinkercloud.embedded.gguf_loader import gguf_config, gguf_shapes, gguf_weights
+from tinkercloud.errors import ConfigError
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_NAMED_AT_MOST = 8  # tensors listed in an error
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """weights["lm_head"] is the same tensor object as weights["model.embed_tokens"] when tied."""
+
+    config: ArchitectureConfig
+    weights: dict[str, Tensor]
+
+
+def read_config(path: Path) -> ArchitectureConfig:
+    """The config alone, without reading weights. Raises ConfigError."""
+    if is_gguf(path):
+        return gguf_config(GGUFFile(path))
+    config = from_hf(_read_json(path / "config.json"))
+    generation = path / "generation_config.json"
+    if not generation.is_file():
+        return config
+    more = token_ids(_read_json(generation).get("eos_token_id"))
+    return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *more))))
+
+
+def load_model(path: Path, dtype: torch.dtype, device: torch.device | str) -> LoadedModel:
+    """Everything, converted tensor by tensor to `dtype`. Raises ConfigError listing what is
+    missing, unexpected or of the wrong shape."""
+    config = read_config(path)
+    if is_gguf(path):
+        file = GGUFFile(path)
+        _check_shapes(path, config, gguf_shapes(file))
+        named = gguf_weights(file, config, dtype)
+    else:
+        files = _tensor_files(path)
+        _check_shapes(path, config, _safetensors_shapes(path, config, files))
+        named = _safetensors_weights(path, config, files, dtype)
+    weights = {name: tensor.to(device) for name, tensor in named}
+    if config.tie_word_embeddings:
+        weights["lm_head"] = weights["model.embed_tokens"]
+    return LoadedModel(config, weights)
+
+
+def is_gguf(path: Path) -> bool:
+    """A file is taken for GGUF, a folder for Hugging Face. Raises ConfigError for neither."""
+    if not path.exists():
+        raise ConfigError(f"no model at {path}")
+    return path.is_file()
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} does not hold a JSON object")
+    return content
+
+
+def _tensor_files(folder: Path) -> list[str]:
+    """File names that hold the weights. Pickled weights are never opened."""
+    if (folder / _SINGLE).is_file():
+        return [_SINGLE]
+    if not (folder / _INDEX).is_file():
+        raise ConfigError(f"{folder} has neither {_SINGLE} nor {_INDEX}; other files are not read")
+    files = sorted(set(_read_json(folder / _INDEX).get("weight_map", {}).values()))
+    for name in files:
+        if Path(name).name != name or not (folder / name).is_file():
+            raise ConfigError(f"{_INDEX} names {name!r}, which is not in {folder}")
+    return files
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{path} is not a whole safetensors file: {error}") from error
+
+
+def _our_name(name: str, config: ArchitectureConfig) -> str | None:
+    """None for what old or tied checkpoints carry and nobody needs."""
+    if name.endswith(".rotary_emb.inv_freq"):
+        return None
+    if name == "lm_head.weight" and config.tie_word_embeddings:
+        return None
+    return name.removesuffix(".weight")
+
+
+def _safetensors_shapes(
+    folder: Path, config: ArchitectureConfig, files: list[str]
+) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        with _open(folder / file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - not a dict
+                if (ours := _our_name(name, config)) is not None:
+                    shapes[ours] = tuple(tensors.get_slice(name).get_shape())
+    return shapes
+
+
+def _safetensors_weights(
+    folder: Path, config: ArchitectureConfig, files: list[str], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    for file in files:
+        with _open(folder / file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - not a dict
+                if (ours := _our_name(name, config)) is not None:
+                    yield ours, tensors.get_tensor(name).to(dtype)
+
+
+def _check_shapes(
+    path: Path, config: ArchitectureConfig, found: Mapping[str, tuple[int, ...]]
+) -> None:
+    expected = config.weight_shapes()
+    wrong = [
+        f"{name} is {found[name]}, not {shape}"
+        for name, shape in expected.items()
+        if name in found and found[name] != shape
+    ]
+    faults = {
+        "missing": sorted(expected.keys() - found.keys()),
+        "unexpected": sorted(found.keys() - expected.keys()),
+        "of the wrong shape": wrong,
+    }
+    texts = [f"{kind}: {_listed(names)}" for kind, names in faults.items() if names]
+    if texts:
+        raise ConfigError(f"the tensors in {path} do not fit its config; {'; '.join(texts)}")
+
+
+def _listed(names: list[str]) -> str:
+    rest = len(names) - _NAMED_AT_MOST
+    return ", ".join(names[:_NAMED_AT_MOST]) + (f" and {rest} more" if rest > 0 else "")
