@@ -1,0 +1,77 @@
+"""The embedded backend: every method is a call into the engine process."""
+
+from pathlib import Path
+
+from tinkercloud.backends.base import Backend
+from tinkercloud.config import Config
+from tinkercloud.core.types import (
+    AdamParams,
+    LoraSpec,
+    SampleOutput,
+    SampleRequest,
+    ServedModel,
+    TrainBatch,
+    TrainOutput,
+    WeightsSource,
+)
+from tinkercloud.embedded.host import EngineHost
+from tinkercloud.embedded.protocol import EngineSettings
+from tinkercloud.errors import ConfigError
+
+
+class EmbeddedBackend(Backend):
+    """One engine process on this machine; see `embedded.worker` for what runs in it."""
+
+    def __init__(self, config: Config):
+        if not config.models:
+            raise ConfigError("no model to serve; pass --model NAME=PATH or `tinkercloud fetch`")
+        engine = config.engine
+        settings = EngineSettings(
+            models=tuple((m.name, m.path) for m in config.models),
+            dtype=config.dtype,
+            cache_dir=config.data_dir / "cache",
+            threads=engine.threads,
+            max_batch=engine.max_batch,
+            kv_cache_bytes=engine.kv_cache_bytes,
+            microbatch_tokens=engine.microbatch_tokens,
+        )
+        self._host = EngineHost(settings, engine.restart_limit)
+
+    async def start(self) -> tuple[ServedModel, ...]:
+        return await self._host.start()
+
+    async def stop(self) -> None:
+        await self._host.stop()
+
+    async def create_model(self, model_id: str, base_model: str, lora: LoraSpec) -> None:
+        await self._host.call("create_model", model_id, base_model, lora)
+
+    async def load_model(
+        self, model_id: str, base_model: str, directory: Path, *, with_optimizer: bool
+    ) -> LoraSpec:
+        return await self._host.call("load_model", model_id, base_model, directory, with_optimizer)
+
+    async def delete_model(self, model_id: str) -> None:
+        await self._host.call("delete_model", model_id)
+
+    async def forward_backward(self, model_id: str, batch: TrainBatch) -> TrainOutput:
+        return await self._host.call("forward_backward", model_id, batch)
+
+    async def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
+        return await self._host.call("optim_step", model_id, params)
+
+    async def save_model(self, model_id: str, directory: Path, *, with_optimizer: bool) -> None:
+        await self._host.call("save_model", model_id, directory, with_optimizer)
+
+    async def publish(self, source: WeightsSource) -> str:
+        return await self._host.call("publish", source)
+
+    async def release(self, version: str) -> None:
+        await self._host.call("release", version)
+
+    async def sample(self, version: str, request: SampleRequest) -> SampleOutput:
+        return await self._host.call("sample", version, request)
+
+    def stats(self) -> dict[str, float | int | str]:
+        own = {"engine_alive": int(self._host.alive), "engine_restarts": self._host.num_restarts}
+        return {**self._host.engine_stats, **own}

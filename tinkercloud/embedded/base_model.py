@@ -1,0 +1,41 @@
+"""A base model in memory: configuration, frozen weights, tokenizer, device."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from tinkercloud.architectures import load_architecture
+from tinkercloud.architectures.config import ArchitectureConfig
+from tinkercloud.embedded.loader import load_model
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModel:
+    """weights: tensors by Hugging Face module name; frozen, shared by all models and versions."""
+
+    name: str
+    config: ArchitectureConfig
+    architecture: object  # an architectures.* class: hidden(), layer(), rotary(), unembed()
+    weights: dict[str, Tensor]
+    decoder: Tokenizer | None
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def load(
+        cls, name: str, path: Path, tokenizer_path: Path | None, dtype: torch.dtype,
+        device: torch.device,
+    ) -> "BaseModel":  # fmt: skip
+        loaded = load_model(path, dtype, device)
+        architecture = load_architecture(loaded.config.name)(loaded.config, device)
+        decoder = None
+        if tokenizer_path is not None:
+            decoder = Tokenizer.from_file(str(tokenizer_path / "tokenizer.json"))
+        return cls(name, loaded.config, architecture, loaded.weights, decoder, dtype, device)
+
+    def tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.device)

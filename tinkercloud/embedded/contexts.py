@@ -1,0 +1,212 @@
+"""What an architecture's forward pass reads its weights through, for training and for sampling.
+
+Axes: T packed rows (several sequences, no padding between them), M = T padded to ROW_TILE,
+D hidden, Hq/Hkv heads, Dh head size, V vocabulary.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tinkercloud.embedded.lora import Adapter
+
+ROW_TILE = 8
+"""Matrix products of the sampler get a multiple of this many rows. A BLAS picks its kernel by the
+number of rows; with whole tiles a row's result does not depend on how many rows come with it
+(`tests/numerics/test_row_invariance.py` measures this on the machine at hand)."""
+
+
+def pad_rows(num_rows: int) -> int:
+    """The next multiple of ROW_TILE."""
+    return -(-num_rows // ROW_TILE) * ROW_TILE
+
+
+def lora_delta(x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """(alpha / rank) B A x in float32, cast to x's dtype. x (T, in) -> (T, out)."""
+    return (F.linear(F.linear(x.float(), a), b) * scale).to(x.dtype)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Causal attention inside each packed sequence. q (T, Hq, Dh), k and v (T, Hkv, Dh)."""
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:
+        k = k.repeat_interleave(groups, dim=1)
+        v = v.repeat_interleave(groups, dim=1)
+    parts = []
+    for qs, ks, vs in zip(
+        q.split(list(lengths)), k.split(list(lengths)), v.split(list(lengths)), strict=True
+    ):
+        out = F.scaled_dot_product_attention(
+            qs.transpose(0, 1)[None], ks.transpose(0, 1)[None], vs.transpose(0, 1)[None],
+            is_causal=True,
+        )  # fmt: skip
+        parts.append(out[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+class TrainContext:
+    """Reads a model's weights with gradients: adapters beside frozen ones, or trainable ones.
+
+    weights: the base's tensors by name. adapter and scale: the LoRA part, or None. full: trainable
+    float32 weights by name that replace the base's, cast to the base's dtype, or None.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        lengths: Sequence[int],
+        *,
+        adapter: Adapter | None = None,
+        scale: float = 1.0,
+        full: Mapping[str, Tensor] | None = None,
+    ):
+        self._base = weights
+        self._adapter = adapter or {}
+        self._scale = scale
+        self._full = full or {}
+        self._lengths = lengths
+        self._dtype = weights["model.embed_tokens"].dtype
+
+    def _weight(self, name: str) -> Tensor | None:
+        if name in self._full:
+            return self._full[name].to(self._dtype)
+        return self._base.get(name)
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        y = F.linear(x, self._weight(name), self._weight(f"{name}.bias"))
+        if name in self._adapter:
+            y = y + lora_delta(x, *self._adapter[name], self._scale)
+        return y
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self._weight("model.embed_tokens"))
+
+    def norm_weight(self, name: str) -> Tensor:
+        return self._weight(name)
+
+    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return causal_attention(q, k, v, self._lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Rows of one adapter. rows None: all rows of the batch; else int64 indices, padded to a
+    multiple of ROW_TILE by repeating the first, `num_rows` of them real."""
+
+    adapter: Adapter
+    scale: float
+    rows: Tensor | None
+    num_rows: int
+
+
+def segments_of(
+    adapters: Sequence[tuple[Adapter, float] | None], device: torch.device
+) -> list[Segment]:
+    """Group rows by adapter; rows with None read the bare base."""
+    by_adapter: dict[int, list[int]] = {}
+    for row, entry in enumerate(adapters):
+        if entry is not None:
+            by_adapter.setdefault(id(entry[0]), []).append(row)
+    segments = []
+    for rows in by_adapter.values():
+        adapter, scale = adapters[rows[0]]  # type: ignore[misc]
+        if len(rows) == len(adapters):
+            segments.append(Segment(adapter, scale, None, len(rows)))
+            continue
+        padded = rows + [rows[0]] * (pad_rows(len(rows)) - len(rows))
+        index = torch.tensor(padded, device=device)
+        segments.append(Segment(adapter, scale, index, len(rows)))
+    return segments
+
+
+class SampleContext:
+    """Reads the weights of published versions for a batch of rows; subclasses give attention."""
+
+    def __init__(self, weights: Mapping[str, Tensor], segments: Sequence[Segment]):
+        self._base = weights
+        self._segments = segments
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        y = F.linear(x, self._base[name], self._base.get(f"{name}.bias"))
+        for segment in self._segments:
+            if name not in segment.adapter:
+                continue
+            a, b = segment.adapter[name]
+            if segment.rows is None:
+                y += lora_delta(x, a, b, segment.scale)
+            else:
+                delta = lora_delta(x[segment.rows], a, b, segment.scale)
+                real = segment.num_rows
+                y[segment.rows[:real]] += delta[:real]
+        return y
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self._base["model.embed_tokens"])
+
+    def norm_weight(self, name: str) -> Tensor:
+        return self._base[name]
+
+    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        raise AssertionError("a SampleContext is used through its subclasses")
+
+
+class PrefillContext(SampleContext):
+    """Causal attention over packed prompts, keeping keys and values.
+
+    Rows past sum(lengths) are padding. `past[i]` holds what sequence i has cached per layer, keys
+    and values (Hkv, P, Dh) each, and grows by the chunk.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        segments: Sequence[Segment],
+        lengths: Sequence[int],
+        past: Sequence[list[tuple[Tensor, Tensor]]],
+    ):
+        super().__init__(weights, segments)
+        self._lengths = list(lengths)
+        self._past = past
+
+    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        groups = q.shape[1] // k.shape[1]
+        out = torch.zeros_like(q)
+        start = 0
+        for length, past in zip(self._lengths, self._past, strict=True):
+            rows = slice(start, start + length)
+            keys, values = self._extend(past, layer, k[rows], v[rows])
+            out[rows] = _chunk_attention(q[rows], keys, values, groups)
+            start += length
+        return out
+
+    @staticmethod
+    def _extend(
+        past: list[tuple[Tensor, Tensor]], layer: int, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = k.transpose(0, 1), v.transpose(0, 1)
+        if layer < len(past):
+            keys = torch.cat([past[layer][0], keys], dim=1)
+            values = torch.cat([past[layer][1], values], dim=1)
+            past[layer] = (keys, values)
+        else:
+            past.append((keys.contiguous(), values.contiguous()))
+        return keys, values
+
+
+def _chunk_attention(q: Tensor, keys: Tensor, values: Tensor, groups: int) -> Tensor:
+    """q (n, Hq, Dh), the last n positions of keys (Hkv, P, Dh) -> (n, Hq, Dh)."""
+    num_new, total = q.shape[0], keys.shape[1]
+    if groups > 1:
+        keys = keys.repeat_interleave(groups, dim=0)
+        values = values.repeat_interleave(groups, dim=0)
+    mask = None
+    if num_new != total:
+        last_seen = torch.arange(total - num_new, total, device=q.device)[:, None]
+        mask = torch.arange(total, device=q.device)[None] <= last_seen
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None], keys[None], values[None], attn_mask=mask, is_causal=mask is None
+    )
+    return out[0].transpose(0, 1)

@@ -1,0 +1,45 @@
+"""What to compute on: device, number type, cores."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from tinkercloud.errors import ConfigError
+
+
+def choose_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto`: bfloat16 where the device multiplies it natively, else float32 (on a CPU without
+    such instructions bfloat16 is several times slower than float32)."""
+    if name == "auto":
+        return torch.bfloat16 if _native_bfloat16(device) else torch.float32
+    try:
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+    except KeyError:
+        raise ConfigError(f"dtype {name!r} is not one of auto, float32, bfloat16") from None
+
+
+def _native_bfloat16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    try:
+        flags = Path("/proc/cpuinfo").read_text(errors="replace")
+    except OSError:
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def usable_cores() -> int:
+    """Cores this process may use: its affinity, and its cgroup's CPU quota where one is set."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return cores
+    if quota == "max":
+        return cores
+    return max(1, min(cores, round(int(quota) / int(period))))

@@ -1,0 +1,96 @@
+"""LoRA adapters: which modules, how they begin, how they look on disk (PEFT's format).
+
+y = W x + (alpha / rank) B A x, with A (rank, in) and B (out, rank) in float32 whatever the base's
+dtype (Hu et al. 2021). A ~ U(-1/sqrt(in), 1/sqrt(in)), B = 0, so a fresh adapter changes nothing.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tinkercloud.core.types import LoraSpec
+from tinkercloud.errors import UserError
+
+_PREFIX = "base_model.model."
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+
+Adapter = dict[str, tuple[Tensor, Tensor]]
+"""module name -> (A, B)."""
+
+
+def wanted_modules(spec: LoraSpec, shapes: Mapping[str, tuple[int, int]]) -> list[str]:
+    """Names of the linear modules that `spec` adapts, in the order of `shapes`."""
+    leaves = (_ATTENTION if spec.train_attn else ()) + (_MLP if spec.train_mlp else ())
+    return [
+        name
+        for name in shapes
+        if name.rsplit(".", 1)[-1] in leaves or (name == "lm_head" and spec.train_unembed)
+    ]
+
+
+def fresh_adapter(
+    spec: LoraSpec, shapes: Mapping[str, tuple[int, int]], device: torch.device
+) -> Adapter:
+    """A new adapter. `shapes`: module -> (out, in). Drawn on the CPU: a seed means one adapter."""
+    generator = torch.Generator().manual_seed(spec.seed % 2**63)
+    adapter: Adapter = {}
+    for name in wanted_modules(spec, shapes):
+        out_features, in_features = shapes[name]
+        a = torch.empty(spec.rank, in_features).uniform_(-1, 1, generator=generator)
+        a *= in_features**-0.5
+        adapter[name] = (a.to(device), torch.zeros(out_features, spec.rank, device=device))
+    return adapter
+
+
+def save_adapter(adapter: Adapter, spec: LoraSpec, base_model: str, directory: Path) -> None:
+    """Write PEFT's two files; PEFT loads them as they are."""
+    tensors = {}
+    for name, (a, b) in adapter.items():
+        tensors[f"{_PREFIX}{name}.lora_A.weight"] = a.detach().cpu().contiguous()
+        tensors[f"{_PREFIX}{name}.lora_B.weight"] = b.detach().cpu().contiguous()
+    save_file(tensors, directory / ADAPTER_FILE, metadata={"format": "pt"})
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": spec.rank,
+        "lora_alpha": spec.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "target_modules": sorted({name.rsplit(".", 1)[-1] for name in adapter}),
+    }
+    (directory / ADAPTER_CONFIG_FILE).write_text(json.dumps(config, indent=2))
+
+
+def load_adapter(
+    directory: Path, spec: LoraSpec, shapes: Mapping[str, tuple[int, int]], device: torch.device
+) -> Adapter:
+    """Read what `save_adapter` wrote; raises UserError when it does not fit the base model."""
+    tensors = load_file(directory / ADAPTER_FILE)
+    adapter: Adapter = {}
+    for name in wanted_modules(spec, shapes):
+        try:
+            a = tensors.pop(f"{_PREFIX}{name}.lora_A.weight")
+            b = tensors.pop(f"{_PREFIX}{name}.lora_B.weight")
+        except KeyError as missing:
+            raise UserError(f"the checkpoint has no tensor {missing}") from None
+        out_features, in_features = shapes[name]
+        if a.shape != (spec.rank, in_features) or b.shape != (out_features, spec.rank):
+            raise UserError(
+                f"the checkpoint's adapter for {name} is {tuple(b.shape)} x {tuple(a.shape)}; "
+                f"this base model needs ({out_features}, {spec.rank}) x ({spec.rank}, {in_features})"
+            )
+        adapter[name] = (a.float().to(device), b.float().to(device))
+    if tensors:
+        raise UserError(f"the checkpoint has tensors this base model lacks: {sorted(tensors)[:3]}")
+    return adapter

@@ -1,0 +1,118 @@
+"""From logits to tokens: warping, position-keyed noise, log-probabilities.
+
+Sampling is Gumbel-max with counter-based noise: the token at absolute position t of sample s is
+argmax_x log p_t(x) + g(seed, s, t, x), a pure function of its arguments (design: "seeded
+sample-and-match"). Nothing of the surrounding batch enters, so a verifier can check by equality.
+
+Axes: B rows, V vocabulary, k wanted entries.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_UINT32_SCALE = 2.0**-32
+
+
+@dataclass(frozen=True, slots=True)
+class RowParams:
+    """What one row of a batch is sampled with; `position` is the absolute index being drawn."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    sample_index: int
+    position: int
+
+
+def gumbel_noise(seed: int, sample_index: int, position: int, vocab_size: int) -> Tensor:
+    """Standard Gumbel noise, float32 (V,), keyed by (seed, sample_index, position).
+
+    Philox4x64 (Salmon et al. 2011) with key (seed, sample_index), counter (block, position, 0, 0).
+    u = (n + 1/2) 2^-32 keeps its relative precision near 0, where -log1p(-u) decides who wins.
+    """
+    bits = np.random.Philox(
+        key=np.array([seed, sample_index], dtype=np.uint64),
+        counter=np.array([0, position, 0, 0], dtype=np.uint64),
+    )
+    words = bits.random_raw((vocab_size + 1) // 2).view(np.uint32)[:vocab_size]
+    u = torch.from_numpy(words.astype(np.float32))
+    u.add_(0.5).mul_(_UINT32_SCALE)
+    return u.neg_().log1p_().neg_().log_().neg_()
+
+
+def lowest_argmax(values: Tensor) -> Tensor:
+    """argmax over the last axis, ties to the lowest index (torch leaves ties open)."""
+    best = values.amax(-1, keepdim=True)
+    ids = torch.arange(values.shape[-1], device=values.device)
+    return torch.where(values == best, ids, values.shape[-1]).amin(-1)
+
+
+def keep_mask(logprobs: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Tokens that top-k, then top-p leave, bool (V,); logprobs (V,) after temperature.
+
+    top-p keeps the smallest set whose mass reaches top_p, the token that crosses it included;
+    equal probabilities are ordered by id.
+    """
+    order = torch.sort(logprobs, descending=True, stable=True).indices
+    if top_k > 0:
+        order = order[:top_k]
+    if top_p < 1.0:
+        probs = torch.softmax(logprobs[order].double(), -1)
+        before = probs.cumsum(-1) - probs
+        order = order[before < top_p]
+    mask = torch.zeros_like(logprobs, dtype=torch.bool)
+    mask[order] = True
+    return mask
+
+
+def warp(logits: Tensor, rows: list[RowParams]) -> Tensor:
+    """Log-probabilities of the law each row is sampled from, float32 (B, V).
+
+    Temperature, then top-k, then top-p, renormalised. Temperature 0 leaves the plain softmax.
+    """
+    logits = logits.float()
+    if any(r.temperature not in (0.0, 1.0) for r in rows):
+        scale = [1.0 / r.temperature if r.temperature > 0 else 1.0 for r in rows]
+        logits = logits * torch.tensor(scale, device=logits.device)[:, None]
+    logprobs = torch.log_softmax(logits, -1)
+    for i, row in enumerate(rows):
+        if row.temperature > 0 and (row.top_k > 0 or row.top_p < 1.0):
+            kept = keep_mask(logprobs[i], row.top_k, row.top_p)
+            masked = logprobs[i].masked_fill(~kept, float("-inf"))
+            logprobs[i] = torch.log_softmax(masked, -1)
+    return logprobs
+
+
+def sample(logits: Tensor, rows: list[RowParams]) -> tuple[Tensor, Tensor, Tensor]:
+    """logits (B, V) -> tokens int64 (B,), their log-probabilities float32 (B,), the law (B, V)."""
+    logprobs = warp(logits, rows)
+    scores = logprobs
+    if any(r.temperature > 0 for r in rows):
+        scores = logprobs.clone()
+        vocab_size = logits.shape[-1]
+        for i, row in enumerate(rows):
+            if row.temperature > 0:
+                noise = gumbel_noise(row.seed, row.sample_index, row.position, vocab_size)
+                scores[i] += noise.to(scores.device, non_blocking=True)
+    tokens = lowest_argmax(scores)
+    return tokens, logprobs.gather(-1, tokens[:, None])[:, 0], logprobs
+
+
+def topk_rows(logprobs: Tensor, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """The k best of every row, ties to the lower id: ids int32 (B, k), logprobs float32 (B, k).
+
+    Rows with fewer than k tokens of non-zero probability are filled with token 0 / -99999.0.
+    """
+    k_there = min(k, logprobs.shape[-1])
+    values, ids = torch.sort(logprobs, dim=-1, descending=True, stable=True)
+    values, ids = values[:, :k_there].cpu().numpy(), ids[:, :k_there].cpu().numpy()
+    out_ids = np.zeros((len(ids), k), np.int32)
+    out_values = np.full((len(ids), k), -99999.0, np.float32)
+    there = np.isfinite(values)
+    out_ids[:, :k_there][there] = ids[there]
+    out_values[:, :k_there][there] = values[there]
+    return out_ids, out_values

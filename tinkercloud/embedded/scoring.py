@@ -1,0 +1,82 @@
+"""Log-probabilities of prompts: of each token, of the k best, of given targets.
+
+Axes: P prompt tokens, n rows of one prefill chunk, V vocabulary, K targets per position.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tinkercloud.core.types import SampleRequest, Topk
+from tinkercloud.embedded.contexts import pad_rows
+from tinkercloud.embedded.sampler import topk_rows
+
+UNSCORED_LOGPROB = -99999.0
+_ROWS_AT_ONCE = 128
+
+
+class PromptScores:
+    """Collects what a request wants to know about its prompt while the chunks go by."""
+
+    def __init__(self, request: SampleRequest):
+        self._prompt = request.prompt
+        length = len(request.prompt)
+        wanted = request.prompt_logprobs or request.topk_prompt_logprobs > 0
+        last_n = request.prompt_logprobs_last_n
+        self._first = length
+        if wanted:
+            self._first = 1 if last_n is None else max(1, length - last_n)
+        self.logprobs = np.full(length, np.nan, np.float32) if request.prompt_logprobs else None
+        self.topk: Topk | None = None
+        if request.topk_prompt_logprobs > 0:
+            shape = (length, request.topk_prompt_logprobs)
+            self.topk = Topk(np.zeros(shape, np.int32), np.full(shape, UNSCORED_LOGPROB, np.float32))
+        self._targets = request.target_prompt_logprobs
+        self.target_logprobs = (
+            np.zeros(self._targets.shape, np.float32) if self._targets is not None else None
+        )
+
+    @staticmethod
+    def wanted(request: SampleRequest) -> bool:
+        return (
+            request.prompt_logprobs
+            or request.topk_prompt_logprobs > 0
+            or request.target_prompt_logprobs is not None
+        )
+
+    def add(self, start: int, hidden: Tensor, unembed: Callable[[Tensor], Tensor]) -> None:
+        """hidden (n, D): rows of positions start..start+n-1; row i predicts position i + 1.
+
+        Plain softmax, whatever the sampling temperature.
+        """
+        stop = min(start + hidden.shape[0], len(self._prompt) - 1)
+        if self._targets is None:
+            start, hidden = self._skip_unscored(start, hidden)
+        for row in range(start, stop, _ROWS_AT_ONCE):
+            rows = hidden[row - start : min(row + _ROWS_AT_ONCE, stop) - start]
+            padded = torch.zeros(pad_rows(len(rows)), rows.shape[1], dtype=rows.dtype).to(rows)
+            padded[: len(rows)] = rows
+            logprobs = torch.log_softmax(unembed(padded)[: len(rows)].float(), -1)
+            self._record(row + 1, logprobs)
+
+    def _skip_unscored(self, start: int, hidden: Tensor) -> tuple[int, Tensor]:
+        first_row = max(start, self._first - 1)
+        return first_row, hidden[first_row - start :]
+
+    def _record(self, position: int, logprobs: Tensor) -> None:
+        """logprobs (n, V) of positions position..position+n-1."""
+        end = position + len(logprobs)
+        scored = slice(max(position, self._first), end)
+        rows = logprobs[scored.start - position :]
+        if self.logprobs is not None and len(rows):
+            tokens = torch.from_numpy(self._prompt[scored].astype(np.int64)).to(rows.device)
+            self.logprobs[scored] = rows.gather(-1, tokens[:, None])[:, 0].cpu().numpy()
+        if self.topk is not None and len(rows):
+            ids, values = topk_rows(rows, self.topk.token_ids.shape[1])
+            self.topk.token_ids[scored], self.topk.logprobs[scored] = ids, values
+        if self.target_logprobs is not None:
+            wanted = torch.from_numpy(self._targets[position - 1 : end - 1]).to(logprobs.device)
+            values = logprobs.gather(-1, wanted.clamp(min=0)).masked_fill(wanted < 0, 0.0)
+            self.target_logprobs[position - 1 : end - 1] = values.cpu().numpy()

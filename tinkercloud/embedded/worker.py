@@ -1,0 +1,256 @@
+"""The engine process: one thread owns the device and alternates sampling with training.
+
+Run as `python -m tinkercloud.embedded.worker FD` by `embedded.host`. Messages come through a
+reader thread into a queue and leave through a writer thread; every tensor belongs to the worker.
+"""
+
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tinkercloud.core.types import SampleOutput, ServedModel
+from tinkercloud.embedded.base_model import BaseModel
+from tinkercloud.embedded.device import choose_device, choose_dtype, usable_cores
+from tinkercloud.embedded.engine import SamplingEngine
+from tinkercloud.embedded.loader import read_config
+from tinkercloud.embedded.models import ModelStore
+from tinkercloud.embedded.protocol import (
+    Call,
+    EngineSettings,
+    Ready,
+    Result,
+    StartFailed,
+    Stats,
+    encode_error,
+    pack,
+    receive,
+)
+from tinkercloud.embedded.tokenizer import ensure_tokenizer_folder
+from tinkercloud.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Training:
+    """A forward_backward underway."""
+
+    call_id: int
+    micro_batches: Generator[None, None, Any]
+
+
+class Worker:
+    """Owns the models, the sampling engine and the device."""
+
+    def __init__(self, settings: EngineSettings, send: Callable[[object], None]):
+        self._send = send
+        self._engine = SamplingEngine(
+            max_batch=settings.max_batch, kv_cache_bytes=settings.kv_cache_bytes
+        )
+        self._settings = settings
+        self._models: ModelStore | None = None
+        self._training: deque[_Training] = deque()
+        self._inbox: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._last_stats_s = 0.0
+
+    def start(self) -> tuple[ServedModel, ...]:
+        """Read every model's configuration, load the default model."""
+        settings = self._settings
+        device = choose_device()
+        dtype = choose_dtype(settings.dtype, device)
+        torch.set_num_threads(settings.threads or usable_cores())
+        served, loaders = [], {}
+        for name, path in settings.models:
+            config = read_config(path)
+            tokenizer = ensure_tokenizer_folder(path, settings.cache_dir)
+            served.append(
+                ServedModel(
+                    name, config.model_type, config.max_position_embeddings, config.vocab_size,
+                    config.num_parameters, tokenizer, config.eos_token_ids,
+                    str(dtype).removeprefix("torch."),
+                )
+            )  # fmt: skip
+            loaders[name] = (path, tokenizer)
+
+        def load(name: str) -> BaseModel:
+            path, tokenizer = loaders[name]
+            return BaseModel.load(name, path, tokenizer, dtype, device)
+
+        self._models = ModelStore(load, settings.microbatch_tokens)
+        self._models.base(served[0].name)
+        return tuple(served)
+
+    def run(self) -> None:
+        """Until the other end is gone (None in the inbox)."""
+        while True:
+            idle = not self._engine.busy and not self._training
+            if idle:
+                self._report(force=True)
+            if not self._take_messages(block=idle):
+                return
+            self._serve_samples()
+            self._train_a_little()
+            self._report()
+
+    def put(self, message: Call | None) -> None:
+        """Called by the reader thread."""
+        self._inbox.put(message)
+
+    # ---- messages
+
+    def _take_messages(self, *, block: bool) -> bool:
+        while True:
+            try:
+                call = self._inbox.get(block=block)
+            except queue.Empty:
+                return True
+            if call is None:
+                return False
+            self._handle(call)
+            block = False
+
+    def _handle(self, call: Call) -> None:
+        assert self._models is not None
+        try:
+            if call.method == "sample":
+                version, request = call.args
+                self._engine.submit(self._models.version(version), request, self._replier(call.id))
+                return
+            if call.method == "forward_backward":
+                steps = self._models.forward_backward(*call.args)
+                self._training.append(_Training(call.id, steps))
+                return
+            if call.method == "release":
+                self._engine.forget(*call.args)
+            value = getattr(self._models, call.method)(*call.args)
+        except Exception as error:  # noqa: BLE001 - every call is answered, whatever went wrong
+            self._answer_error(call.id, error)
+        else:
+            self._send(Result(call.id, value))
+
+    def _replier(self, call_id: int) -> Callable[[SampleOutput | BaseException], None]:
+        def reply(outcome: SampleOutput | BaseException) -> None:
+            if isinstance(outcome, BaseException):
+                self._answer_error(call_id, outcome)
+            else:
+                self._send(Result(call_id, outcome))
+
+        return reply
+
+    def _answer_error(self, call_id: int, error: BaseException) -> None:
+        name, text = encode_error(error)
+        if name == "TinkercloudError":
+            log.error("call %s failed", call_id, exc_info=error)
+        self._send(Result(call_id, error=(name, text)))
+
+    # ---- work
+
+    def _serve_samples(self, budget_s: float = 0.0) -> None:
+        """At least one step; more until the budget is used."""
+        until = time.monotonic() + budget_s
+        while self._engine.busy:
+            try:
+                self._engine.step()
+            except Exception as error:  # noqa: BLE001 - the engine's requests fail, it goes on
+                log.exception("a sampling step failed")
+                self._engine.fail_all(error)
+            if time.monotonic() >= until:
+                return
+            self._take_samples_waiting()
+
+    def _take_samples_waiting(self) -> None:
+        # Messages are taken in order; a stop (None) must not be lost, so it is put back.
+        if not self._inbox.empty() and not self._take_messages(block=False):
+            self._inbox.put(None)
+
+    def _train_a_little(self) -> None:
+        """One micro-batch of the oldest forward_backward, then as much time for samples."""
+        if not self._training:
+            return
+        job = self._training[0]
+        began = time.monotonic()
+        try:
+            next(job.micro_batches)
+        except StopIteration as finished:
+            self._training.popleft()
+            self._send(Result(job.call_id, finished.value))
+        except Exception as error:  # noqa: BLE001 - the call is answered, the engine goes on
+            self._training.popleft()
+            self._answer_error(job.call_id, error)
+        self._training.rotate(-1)
+        if self._engine.busy:
+            self._serve_samples(time.monotonic() - began)
+
+    def _report(self, *, force: bool = False) -> None:
+        now = time.monotonic()
+        if not force and now - self._last_stats_s < 1.0:
+            return
+        self._last_stats_s = now
+        assert self._models is not None
+        self._send(
+            Stats(
+                {
+                    "sampling_running": self._engine.num_running,
+                    "sampling_waiting": self._engine.num_waiting,
+                    "training_waiting": len(self._training),
+                    "tokens_sampled": self._engine.num_tokens_sampled,
+                    **self._models.counts(),
+                }
+            )
+        )
+
+
+def _writer(sock: socket.socket, outbox: "queue.SimpleQueue[object]") -> None:
+    try:
+        while True:
+            sock.sendall(pack(outbox.get()))
+    except OSError:
+        os._exit(0)
+
+
+def _reader(sock: socket.socket, worker: Worker) -> None:
+    try:
+        while isinstance(message := receive(sock), Call):
+            worker.put(message)
+    except OSError:
+        log.warning("lost the server process")
+    worker.put(None)
+    # The worker may be deep in a computation whose result nobody will read.
+    time.sleep(3.0)
+    os._exit(0)
+
+
+def main(fd: int) -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
+    # Ctrl-C reaches the whole process group; the server decides when the engine ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sock = socket.socket(fileno=fd)
+    settings = receive(sock)
+    if not isinstance(settings, EngineSettings):
+        return
+    outbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+    worker = Worker(settings, outbox.put)
+    try:
+        served = worker.start()
+    except (ConfigError, OSError) as error:
+        sock.sendall(pack(StartFailed(str(error))))
+        return
+    threading.Thread(target=_writer, args=(sock, outbox), name="writer", daemon=True).start()
+    outbox.put(Ready(served))
+    threading.Thread(target=_reader, args=(sock, worker), name="reader", daemon=True).start()
+    worker.run()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
