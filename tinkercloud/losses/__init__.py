@@ -6,8 +6,17 @@ shape as `logprobs` (N,) or (N, K), whose sum is the datum's contribution to `lo
 tensors, `config` complete. Formulas: wire specification, section 7.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from tinkercloud.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    Loss = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, float]], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,3 +55,11 @@ LOSSES: dict[str, LossSpec] = {
         {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
     ),
 }
+
+
+def load_loss(name: str) -> "Loss":
+    """The function of the loss `name`; imports torch. Raises InvalidRequest for an unknown one."""
+    if name not in LOSSES:
+        raise InvalidRequest(f"unknown loss {name!r}; known: {', '.join(LOSSES)}")
+    module, _, attribute = LOSSES[name].target.partition(":")
+    return getattr(import_module(module), attribute)
