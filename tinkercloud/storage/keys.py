@@ -48,7 +48,7 @@ class KeyStore:
         self._connection.close()
 
     def ensure_first_key(self) -> str | None:
-        """A key for the user "default" where there is no key at all; its only plaintext, or None."""
+        """Where there is no key at all, one for the user "default": its plaintext. Else None."""
         if self._connection.execute("SELECT 1 FROM keys LIMIT 1").fetchone():
             return None
         return self.add(DEFAULT_USER)

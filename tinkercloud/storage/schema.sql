@@ -28,7 +28,7 @@ CREATE TABLE IF NOT EXISTS models (
     user_metadata    TEXT NOT NULL,       -- string -> string
     created_at       REAL NOT NULL,
     last_request_at  REAL NOT NULL,
-    deleted          INTEGER NOT NULL DEFAULT 0
+    state            TEXT NOT NULL        -- "live" | "failed" | "deleted"
 );
 CREATE INDEX IF NOT EXISTS models_by_user ON models (user, created_at);
 CREATE INDEX IF NOT EXISTS models_by_session ON models (session_id);
@@ -38,7 +38,7 @@ CREATE TABLE IF NOT EXISTS checkpoints (
     segment        TEXT NOT NULL,         -- "weights" | "sampler_weights"
     name           TEXT NOT NULL,
     user           TEXT NOT NULL,
-    directory      TEXT NOT NULL,         -- relative to data_dir; a new one at every overwrite
+    directory      TEXT NOT NULL UNIQUE,  -- relative to data_dir; a new one at every overwrite
     base_model     TEXT NOT NULL,
     lora           TEXT NOT NULL,
     with_optimizer INTEGER NOT NULL,

@@ -1,0 +1,257 @@
+"""Accepts requests, runs them, keeps what became of them.
+
+A request is acknowledged when its row is on disk, then runs, then its outcome is on disk, then
+whoever waits is woken. Training requests of one model share a lane and run one at a time in
+`seq_id` order; everything else runs at once.
+"""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from tinkercloud.core.lane import LaneOrder, Verdict
+from tinkercloud.errors import FutureUnknown, ServerFault, TinkercloudError
+from tinkercloud.storage.futures import RESTARTED, FuturesStorage, Outcome, Ticket, failed
+
+logger = logging.getLogger(__name__)
+
+Work = Callable[[], Awaitable[Outcome]]
+
+SAMPLING_KIND = "Sample"
+CHUNK_KINDS = frozenset({"ForwardBackward", "Forward"})
+_TRAIN_PREFIX, _SAMPLE_PREFIX = "train-", "sample-"
+
+TOO_LATE = failed(
+    "this request arrived after later operations of its model had run; it was not executed, so "
+    "send it again with a new seq_id",
+    "user",
+)
+STOPPED = failed("the server was stopped before this operation finished", "server")
+DEFECT = "the server failed on this operation in a way that it should not; see the server's log"
+
+
+def is_sampling(request_id: str) -> bool:
+    """Request ids say what they are, so that a forgotten one can still be answered rightly."""
+    return request_id.startswith(_SAMPLE_PREFIX)
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    request_id: str
+    ticket: Ticket
+    acknowledged: asyncio.Future[str] = field(repr=False)
+    finished: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
+    outcome: Outcome | None = field(default=None, repr=False)
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    order: LaneOrder[tuple[_Pending, Work]]
+    changed: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
+    last_arrival: float = 0.0  # monotonic
+    worker: asyncio.Task[None] | None = None
+
+
+class TaskManager:
+    """gap_grace_s: how long early forward_backwards wait for missing numbers."""
+
+    def __init__(self, futures: FuturesStorage, *, gap_grace_s: float):
+        self._futures = futures
+        self._gap_grace_s = gap_grace_s
+        self._pending: dict[str, _Pending] = {}
+        self._by_key: dict[str, _Pending] = {}
+        self._lanes: dict[tuple[str, str], _Lane] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = False
+
+    async def start(self) -> None:
+        """Settle what the previous process left pending."""
+        await self._futures.fail_pending(RESTARTED)
+
+    async def close(self) -> None:
+        """Stop all work; what has not finished fails with category "server"."""
+        self._closing = True
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        left = list(self._pending.values())
+        await asyncio.gather(*(self._finish(pending, STOPPED) for pending in left))
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending)
+
+    # accepting
+
+    async def submit(self, ticket: Ticket, work: Work) -> str:
+        """Acknowledge and run at once, beside everything else. Returns the request id."""
+        pending, is_new = await self._accept(ticket)
+        if is_new:
+            self._spawn(self._run(pending, work), f"run {pending.request_id}")
+        return pending.request_id
+
+    async def submit_in_lane(self, ticket: Ticket, work: Work) -> str:
+        """Acknowledge and run in the lane of ticket.model_id, at its seq_id.
+
+        seq_id None: after everything that has arrived so far. Returns the request id.
+        """
+        assert ticket.model_id is not None
+        lane = await self._lane(ticket.user, ticket.model_id)
+        ticket = _numbered(ticket, lane)
+        pending, is_new = await self._accept(ticket)
+        if is_new:
+            assert ticket.seq_id is not None
+            lane.order.push(
+                ticket.seq_id, (pending, work), is_chunk=ticket.kind in CHUNK_KINDS
+            )
+            lane.last_arrival = time.monotonic()
+            lane.changed.set()
+            if lane.worker is None or lane.worker.done():
+                lane.worker = self._spawn(self._serve(lane), f"lane {ticket.model_id}")
+        return pending.request_id
+
+    async def drain(self, user: str, model_id: str) -> None:
+        """Wait until the lane is empty, then forget it."""
+        lane = self._lanes.get((user, model_id))
+        if lane is not None and lane.worker is not None:
+            await asyncio.wait([lane.worker])
+        self._lanes.pop((user, model_id), None)
+
+    def spawn(self, work: Awaitable[None], name: str) -> None:
+        """Run something that nobody waits for; it ends with the manager."""
+        self._spawn(work, name)
+
+    async def _accept(self, ticket: Ticket) -> tuple[_Pending, bool]:
+        """The request's record, and whether it is new. Durable when this returns."""
+        if self._closing:
+            raise ServerFault("the server is shutting down")
+        key = ticket.dedup_key
+        twin = self._by_key.get(key) if key is not None else None
+        if twin is not None:
+            await asyncio.shield(twin.acknowledged)
+            return twin, False
+        prefix = _SAMPLE_PREFIX if ticket.kind == SAMPLING_KIND else _TRAIN_PREFIX
+        loop = asyncio.get_running_loop()
+        pending = _Pending(prefix + uuid.uuid4().hex, ticket, loop.create_future())
+        if key is not None:
+            self._by_key[key] = pending  # before the first await, so that a twin finds it
+        try:
+            is_new = await self._record(pending)
+        except BaseException as error:
+            self._forget(pending)
+            if not isinstance(error, Exception):
+                pending.acknowledged.cancel()
+                raise
+            pending.acknowledged.set_exception(error)
+            pending.acknowledged.exception()  # retrieved: no twin need be waiting
+            raise
+        pending.acknowledged.set_result(pending.request_id)
+        if not is_new:
+            self._forget(pending)
+        return pending, is_new
+
+    async def _record(self, pending: _Pending) -> bool:
+        """Write the row; False where an earlier request has the key (its id is taken over)."""
+        key = pending.ticket.dedup_key
+        earlier = await self._futures.find(key) if key is not None else None
+        if earlier is not None:
+            pending.request_id = earlier
+            return False
+        await self._futures.add(pending.request_id, pending.ticket)
+        self._pending[pending.request_id] = pending
+        return True
+
+    def _forget(self, pending: _Pending) -> None:
+        self._pending.pop(pending.request_id, None)
+        key = pending.ticket.dedup_key
+        if key is not None and self._by_key.get(key) is pending:
+            del self._by_key[key]
+
+    async def _lane(self, user: str, model_id: str) -> _Lane:
+        lane = self._lanes.get((user, model_id))
+        if lane is None:
+            highest = await self._futures.highest_seq_id(user, model_id)
+            fresh = _Lane(LaneOrder(0 if highest is None else highest + 1))
+            lane = self._lanes.setdefault((user, model_id), fresh)
+        return lane
+
+    # running
+
+    def _spawn(self, work: Awaitable[None], name: str) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        task.set_name(name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _serve(self, lane: _Lane) -> None:
+        """Run the lane until nothing waits in it."""
+        while len(lane.order):
+            lane.changed.clear()
+            patience_s = lane.last_arrival + self._gap_grace_s - time.monotonic()
+            popped = lane.order.pop(give_up=patience_s <= 0)
+            if popped is None:
+                await _wait(lane.changed, patience_s)
+                continue
+            (pending, work), verdict = popped
+            if verdict is Verdict.TOO_LATE:
+                await self._finish(pending, TOO_LATE)
+            else:
+                await self._run(pending, work)
+
+    async def _run(self, pending: _Pending, work: Work) -> None:
+        try:
+            outcome = await work()
+        except asyncio.CancelledError:
+            await asyncio.shield(self._finish(pending, STOPPED))
+            raise
+        except TinkercloudError as error:
+            logger.info("%s failed: %s", pending.request_id, error)
+            outcome = failed(str(error), error.category)
+        except Exception:  # whatever a backend may throw: the waiting client must hear of it
+            logger.exception("%s (%s) failed", pending.request_id, pending.ticket.kind)
+            outcome = failed(DEFECT, "server")
+        await self._finish(pending, outcome)
+
+    async def _finish(self, pending: _Pending, outcome: Outcome) -> None:
+        if pending.outcome is not None:
+            return
+        pending.outcome = outcome
+        try:
+            await self._futures.finish(pending.request_id, outcome)
+        finally:  # even where the disk is full, who waits is answered
+            self._forget(pending)
+            pending.finished.set()
+
+    # waiting
+
+    async def wait(self, request_id: str, user: str, hold_s: float) -> Outcome | None:
+        """The outcome, waited for at most hold_s; None: still pending.
+
+        Raises FutureUnknown. The database is not read while the request is pending.
+        """
+        pending = self._pending.get(request_id)
+        if pending is not None and pending.ticket.user == user:
+            await _wait(pending.finished, hold_s)
+            return pending.outcome if pending.finished.is_set() else None
+        outcome = await self._futures.outcome(request_id, user)
+        if outcome is None:
+            raise FutureUnknown(request_id, sampling=is_sampling(request_id))
+        return outcome
+
+
+def _numbered(ticket: Ticket, lane: _Lane) -> Ticket:
+    seq_id = lane.order.number(ticket.seq_id)
+    return Ticket(ticket.user, ticket.kind, ticket.dedup_key, ticket.model_id, seq_id)
+
+
+async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return

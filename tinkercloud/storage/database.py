@@ -1,0 +1,138 @@
+"""One SQLite file, one writer task. Writes queue up and are committed in groups.
+
+A group is whatever arrived while the previous commit ran, so that a hundred concurrent submissions
+cost a few disk flushes instead of a hundred. `write` returns when its group is on disk.
+"""
+
+import asyncio
+import logging
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+
+import aiosqlite
+
+from tinkercloud.errors import ServerFault
+from tinkercloud.storage.keys import prepare_database_file, schema
+
+logger = logging.getLogger(__name__)
+
+Value = str | bytes | int | float | None
+Row = sqlite3.Row
+MAX_GROUP = 1000  # statements per commit, so that one commit stays well below a second
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Write:
+    sql: str
+    values: tuple[Value, ...]
+    done: asyncio.Future[None] = field(repr=False)
+
+
+class Database:
+    """Reads see every write that has returned. num_reads, num_commits: counters for tests."""
+
+    def __init__(self, writer: aiosqlite.Connection, reader: aiosqlite.Connection):
+        self._writer = writer
+        self._reader = reader
+        self._queue: asyncio.Queue[_Write | None] = asyncio.Queue()
+        self._closed = False
+        self._task = asyncio.create_task(self._write_until_closed(), name="database writer")
+        self.num_reads = 0
+        self.num_commits = 0
+
+    @classmethod
+    async def open(cls, data_dir: Path) -> "Database":
+        """The database of data_dir, made where missing."""
+        path = prepare_database_file(data_dir)
+        writer = await _connect(path)
+        await writer.executescript(schema())
+        reader = await _connect(path)
+        await reader.execute("PRAGMA query_only = ON")
+        return cls(writer, reader)
+
+    async def close(self) -> None:
+        """Commit what is queued, then close. Later writes raise ServerFault."""
+        self._closed = True
+        self._queue.put_nowait(None)
+        await self._task
+        await self._reader.close()
+        await self._writer.close()
+
+    async def write(self, sql: str, *values: Value) -> None:
+        """Execute one statement; return when it is durable. sqlite3.Error of its own only."""
+        if self._closed:
+            raise ServerFault("the server is shutting down")
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.put_nowait(_Write(sql, values, done))
+        await done
+
+    async def all(self, sql: str, *values: Value) -> list[Row]:
+        self.num_reads += 1
+        return list(await self._reader.execute_fetchall(sql, values))
+
+    async def one(self, sql: str, *values: Value) -> Row | None:
+        rows = await self.all(sql, *values)
+        return rows[0] if rows else None
+
+    async def _write_until_closed(self) -> None:
+        closing = False
+        while not closing:
+            first = await self._queue.get()
+            group = [] if first is None else [first]
+            closing = first is None
+            while len(group) < MAX_GROUP and not self._queue.empty():
+                write = self._queue.get_nowait()
+                if write is None:
+                    closing = True
+                else:
+                    group.append(write)
+            await self._commit(group)
+
+    async def _commit(self, group: Sequence[_Write]) -> None:
+        try:
+            await self._execute(group)
+        except sqlite3.Error as error:
+            if len(group) > 1:  # only the faulty statement may fail, not its neighbours
+                for write in group:
+                    await self._commit([write])
+                return
+            logger.exception("a database write failed")
+            _settle(group, error)
+        else:
+            _settle(group, None)
+
+    async def _execute(self, group: Sequence[_Write]) -> None:
+        if not group:
+            return
+        self.num_commits += 1
+        await self._writer.execute("BEGIN IMMEDIATE")
+        try:
+            for sql, run in groupby(group, key=lambda write: write.sql):
+                await self._writer.executemany(sql, [write.values for write in run])
+            await self._writer.execute("COMMIT")
+        except sqlite3.Error:
+            if self._writer.in_transaction:
+                await self._writer.execute("ROLLBACK")
+            raise
+
+
+def _settle(group: Sequence[_Write], error: sqlite3.Error | None) -> None:
+    for write in group:
+        if write.done.done():  # its caller was cancelled; the row is written all the same
+            continue
+        if error is None:
+            write.done.set_result(None)
+        else:
+            write.done.set_exception(error)
+
+
+async def _connect(path: Path) -> aiosqlite.Connection:
+    connection = await aiosqlite.connect(path, isolation_level=None, timeout=30.0)
+    connection.row_factory = sqlite3.Row
+    await connection.execute("PRAGMA journal_mode = WAL")
+    # FULL: an acknowledgement outlives a power cut, not only the process
+    await connection.execute("PRAGMA synchronous = FULL")
+    return connection

@@ -1,0 +1,130 @@
+"""Requests and their outcomes. A row is written before work begins and again when it ends."""
+
+import json
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+from tinkercloud.errors import Category
+from tinkercloud.storage.database import Database
+
+JSON_TYPE = "application/json"
+PROTOBUF_TYPE = "application/x-protobuf"
+Status = Literal["completed", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What a request is, apart from its work.
+
+    kind: the client's name of it ("ForwardBackward", ...). dedup_key: two requests with the same
+    key are one request. model_id and seq_id: its place in a lane, where it has one.
+    """
+
+    user: str
+    kind: str
+    dedup_key: str | None = None
+    model_id: str | None = None
+    seq_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A finished request: the bytes to answer with, as they are."""
+
+    status: Status
+    content_type: str
+    body: bytes
+
+
+def completed_json(value: dict[str, object]) -> Outcome:
+    """A JSON result. Values that JSON has no word for (NaN, Infinity) are our defect."""
+    assert "error" not in value, "the client reads a top-level `error` as failure"
+    return Outcome("completed", JSON_TYPE, json.dumps(value, allow_nan=False).encode())
+
+
+def completed_protobuf(body: bytes) -> Outcome:
+    return Outcome("completed", PROTOBUF_TYPE, body)
+
+
+def failed(text: str, category: Category) -> Outcome:
+    body = json.dumps({"error": text, "category": category}).encode()
+    return Outcome("failed", JSON_TYPE, body)
+
+
+RESTARTED = failed(
+    "the server restarted before this operation finished; its effect is lost, so go on from your "
+    "last checkpoint",
+    "server",
+)
+
+
+class FuturesStorage:
+    """All times are taken here, so that expiry has one clock."""
+
+    def __init__(self, database: Database):
+        self._database = database
+
+    async def add(self, request_id: str, ticket: Ticket) -> None:
+        """Acknowledge: durable when this returns."""
+        await self._database.write(
+            "INSERT INTO futures (request_id, user, kind, dedup_key, model_id, seq_id, status,"
+            " created_at) VALUES (?, ?, ?, ?, ?, ?, 'pending', ?)",
+            *(request_id, ticket.user, ticket.kind, ticket.dedup_key),
+            *(ticket.model_id, ticket.seq_id, time.time()),
+        )
+
+    async def finish(self, request_id: str, outcome: Outcome) -> None:
+        await self._database.write(
+            "UPDATE futures SET status = ?, content_type = ?, body = ?, finished_at = ?"
+            " WHERE request_id = ?",
+            *(outcome.status, outcome.content_type, outcome.body, time.time(), request_id),
+        )
+
+    async def outcome(self, request_id: str, user: str) -> Outcome | None:
+        """None: unknown, somebody else's, expired, or not finished."""
+        row = await self._database.one(
+            "SELECT status, content_type, body FROM futures"
+            " WHERE request_id = ? AND user = ? AND status != 'pending'",
+            *(request_id, user),
+        )
+        return None if row is None else Outcome(row["status"], row["content_type"], row["body"])
+
+    async def find(self, dedup_key: str) -> str | None:
+        """The request id that already has this key."""
+        row = await self._database.one(
+            "SELECT request_id FROM futures WHERE dedup_key = ?", dedup_key
+        )
+        return None if row is None else row["request_id"]
+
+    async def highest_seq_id(self, user: str, model_id: str) -> int | None:
+        """Of everything acknowledged for a model."""
+        row = await self._database.one(
+            "SELECT MAX(seq_id) AS top FROM futures WHERE model_id = ? AND user = ?",
+            *(model_id, user),
+        )
+        return None if row is None else row["top"]
+
+    async def fail_pending(self, outcome: Outcome) -> None:
+        """At start: whatever was pending was in the memory of a process that is gone."""
+        await self._database.write(
+            "UPDATE futures SET status = ?, content_type = ?, body = ?, finished_at = ?"
+            " WHERE status = 'pending'",
+            *(outcome.status, outcome.content_type, outcome.body, time.time()),
+        )
+
+    async def expire(self, ttl_s: float) -> None:
+        """Delete results that were finished more than ttl_s ago."""
+        await self._database.write(
+            "DELETE FROM futures WHERE finished_at < ?", time.time() - ttl_s
+        )
+
+    async def delete_finished(self, user: str, older_than_s: float) -> int:
+        """Delete the user's results that were finished at least older_than_s ago; how many."""
+        before = time.time() - older_than_s
+        where = "user = ? AND finished_at <= ?"
+        row = await self._database.one(
+            f"SELECT COUNT(*) AS num FROM futures WHERE {where}", user, before
+        )
+        await self._database.write(f"DELETE FROM futures WHERE {where}", user, before)
+        return 0 if row is None else row["num"]

@@ -1,0 +1,254 @@
+"""Models, checkpoints and samplers: everything about them except the weights."""
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Literal
+
+from tinkercloud.storage.database import Database, Row
+
+ModelState = Literal["live", "failed", "deleted"]
+Segment = Literal["weights", "sampler_weights"]
+SamplerKind = Literal["base", "checkpoint", "snapshot", "inflight"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoraRecord:
+    """How a model is trained; rank 0 is full-parameter training."""
+
+    rank: int
+    seed: int
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    model_id: str
+    user: str
+    session_id: str
+    base_model: str
+    lora: LoraRecord
+    user_metadata: Mapping[str, str]
+    created_at: float
+    last_request_at: float
+    state: ModelState = "live"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """directory: relative to the data folder. expires_at None: kept until deleted."""
+
+    model_id: str
+    segment: Segment
+    name: str
+    user: str
+    directory: str
+    base_model: str
+    lora: LoraRecord
+    with_optimizer: bool
+    size_bytes: int
+    user_metadata: Mapping[str, str]
+    created_at: float
+    expires_at: float | None = None
+
+    @property
+    def checkpoint_id(self) -> str:
+        return f"{self.segment}/{self.name}"
+
+    @property
+    def tinker_path(self) -> str:
+        return f"tinker://{self.model_id}/{self.checkpoint_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """A sampling session. model_id: of a snapshot or inflight one. directory: of a checkpoint."""
+
+    sampler_id: str
+    user: str
+    session_id: str
+    kind: SamplerKind
+    base_model: str
+    model_id: str | None = None
+    model_path: str | None = None
+    directory: str | None = None
+
+
+def _model(row: Row) -> Model:
+    fields = dict(row)
+    fields["lora"] = LoraRecord(**json.loads(row["lora"]))
+    fields["user_metadata"] = json.loads(row["user_metadata"])
+    return Model(**fields)
+
+
+def _checkpoint(row: Row) -> Checkpoint:
+    fields = dict(row)
+    fields["lora"] = LoraRecord(**json.loads(row["lora"]))
+    fields["user_metadata"] = json.loads(row["user_metadata"])
+    fields["with_optimizer"] = bool(row["with_optimizer"])
+    return Checkpoint(**fields)
+
+
+def _sampler(row: Row) -> Sampler:
+    fields = dict(row)
+    del fields["created_at"]
+    return Sampler(**fields)
+
+
+_ALIVE = "(expires_at IS NULL OR expires_at > ?)"
+
+
+class MetadataStorage:
+    """Reads take the user and show nothing of anybody else's; expired checkpoints do not exist."""
+
+    def __init__(self, database: Database):
+        self._database = database
+
+    # models
+
+    async def put_model(self, model: Model) -> None:
+        await self._database.write(
+            "INSERT OR REPLACE INTO models (model_id, user, session_id, base_model, lora,"
+            " user_metadata, created_at, last_request_at, state)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            *(model.model_id, model.user, model.session_id, model.base_model),
+            *(json.dumps(asdict(model.lora)), json.dumps(dict(model.user_metadata))),
+            *(model.created_at, model.last_request_at, model.state),
+        )
+
+    async def model(self, model_id: str, user: str) -> Model | None:
+        row = await self._database.one(
+            "SELECT * FROM models WHERE model_id = ? AND user = ?", model_id, user
+        )
+        return None if row is None else _model(row)
+
+    async def set_model_state(self, model_id: str, state: ModelState) -> None:
+        await self._database.write(
+            "UPDATE models SET state = ? WHERE model_id = ?", state, model_id
+        )
+
+    async def set_model_lora(self, model_id: str, lora: LoraRecord) -> None:
+        await self._database.write(
+            "UPDATE models SET lora = ? WHERE model_id = ?", json.dumps(asdict(lora)), model_id
+        )
+
+    async def touch_model(self, model_id: str) -> None:
+        await self._database.write(
+            "UPDATE models SET last_request_at = ? WHERE model_id = ?", time.time(), model_id
+        )
+
+    async def models(self, user: str, limit: int, offset: int) -> list[Model]:
+        """Newest first; deleted ones too (their checkpoints may live), failed ones not."""
+        rows = await self._database.all(
+            "SELECT * FROM models WHERE user = ? AND state != 'failed'"
+            " ORDER BY created_at DESC, model_id LIMIT ? OFFSET ?",
+            *(user, limit, offset),
+        )
+        return [_model(row) for row in rows]
+
+    async def num_models(self, user: str) -> int:
+        row = await self._database.one(
+            "SELECT COUNT(*) AS num FROM models WHERE user = ? AND state != 'failed'", user
+        )
+        return 0 if row is None else row["num"]
+
+    async def models_of_session(self, session_id: str, user: str) -> list[Model]:
+        rows = await self._database.all(
+            "SELECT * FROM models WHERE session_id = ? AND user = ? AND state != 'failed'"
+            " ORDER BY created_at, model_id",
+            *(session_id, user),
+        )
+        return [_model(row) for row in rows]
+
+    # checkpoints
+
+    async def put_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Also replaces one of the same name: readers see the old row or the new one."""
+        c = checkpoint
+        await self._database.write(
+            "INSERT OR REPLACE INTO checkpoints (model_id, segment, name, user, directory,"
+            " base_model, lora, with_optimizer, size_bytes, user_metadata, created_at, expires_at)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            *(c.model_id, c.segment, c.name, c.user, c.directory, c.base_model),
+            *(json.dumps(asdict(c.lora)), int(c.with_optimizer), c.size_bytes),
+            *(json.dumps(dict(c.user_metadata)), c.created_at, c.expires_at),
+        )
+
+    async def checkpoint(
+        self, model_id: str, segment: str, name: str, user: str
+    ) -> Checkpoint | None:
+        row = await self._database.one(
+            "SELECT * FROM checkpoints WHERE model_id = ? AND segment = ? AND name = ?"
+            f" AND user = ? AND {_ALIVE}",
+            *(model_id, segment, name, user, time.time()),
+        )
+        return None if row is None else _checkpoint(row)
+
+    async def checkpoints(
+        self, user: str, limit: int, offset: int, model_id: str | None = None
+    ) -> list[Checkpoint]:
+        """Newest first; of one model or of all."""
+        rows = await self._database.all(
+            f"SELECT * FROM checkpoints WHERE user = ? AND {_ALIVE} AND (? IS NULL OR model_id = ?)"
+            " ORDER BY created_at DESC, model_id, segment, name LIMIT ? OFFSET ?",
+            *(user, time.time(), model_id, model_id, limit, offset),
+        )
+        return [_checkpoint(row) for row in rows]
+
+    async def num_checkpoints(self, user: str) -> int:
+        row = await self._database.one(
+            f"SELECT COUNT(*) AS num FROM checkpoints WHERE user = ? AND {_ALIVE}",
+            *(user, time.time()),
+        )
+        return 0 if row is None else row["num"]
+
+    async def set_expiry(self, checkpoint: Checkpoint, expires_at: float | None) -> Checkpoint:
+        await self._database.write(
+            "UPDATE checkpoints SET expires_at = ? WHERE directory = ?",
+            *(expires_at, checkpoint.directory),
+        )
+        return replace(checkpoint, expires_at=expires_at)
+
+    async def delete_checkpoint(self, checkpoint: Checkpoint) -> None:
+        await self._database.write(
+            "DELETE FROM checkpoints WHERE directory = ?", checkpoint.directory
+        )
+
+    async def expired_checkpoints(self) -> list[Checkpoint]:
+        """Of all users: for maintenance."""
+        rows = await self._database.all(
+            "SELECT * FROM checkpoints WHERE expires_at <= ?", time.time()
+        )
+        return [_checkpoint(row) for row in rows]
+
+    async def checkpoint_directories(self) -> set[str]:
+        """Of all users: for maintenance."""
+        rows = await self._database.all("SELECT directory FROM checkpoints")
+        return {row["directory"] for row in rows}
+
+    # samplers
+
+    async def put_sampler(self, sampler: Sampler) -> None:
+        s = sampler
+        await self._database.write(
+            "INSERT OR IGNORE INTO samplers (sampler_id, user, session_id, kind, base_model,"
+            " model_id, model_path, directory, created_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            *(s.sampler_id, s.user, s.session_id, s.kind, s.base_model),
+            *(s.model_id, s.model_path, s.directory, time.time()),
+        )
+
+    async def sampler(self, sampler_id: str, user: str) -> Sampler | None:
+        row = await self._database.one(
+            "SELECT * FROM samplers WHERE sampler_id = ? AND user = ?", sampler_id, user
+        )
+        return None if row is None else _sampler(row)
+
+    async def samplers_of_session(self, session_id: str, user: str) -> list[Sampler]:
+        rows = await self._database.all(
+            "SELECT * FROM samplers WHERE session_id = ? AND user = ? ORDER BY created_at",
+            *(session_id, user),
+        )
+        return [_sampler(row) for row in rows]
