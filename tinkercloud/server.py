@@ -1,0 +1,145 @@
+"""The listening process: its socket, its limits, its start and its end."""
+
+import asyncio
+import logging
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tinkercloud.config import Config
+from tinkercloud.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 2048  # a client opens hundreds of connections at once (wire specification, section 1)
+KEEP_ALIVE_S = 75
+GRACE_S = 3  # how long open requests may take to end after Ctrl-C
+MAX_HEAD_BYTES = 64 * 1024
+
+
+def listen(config: Config) -> socket.socket:
+    """A bound socket; ConfigError when the address is taken or not this machine's."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((config.host, config.port))
+        # At once, so that a second server fails here and not after loading its models.
+        bound.listen(BACKLOG)
+    except OSError as error:
+        bound.close()
+        reason = error.strerror or str(error)
+        raise ConfigError(
+            f"cannot listen on {config.host} port {config.port}: {reason}; "
+            "choose another with --host and --port (--port 0: any free one)"
+        ) from error
+    bound.setblocking(False)
+    return bound
+
+
+def base_url(bound: socket.socket) -> str:
+    """Where a client on this machine finds it."""
+    host, port = bound.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def run(app: ASGIApp, config: Config, bound: socket.socket, on_ready: Callable[[], None]) -> None:
+    """Serve until SIGINT or SIGTERM. on_ready is called when the application has started.
+
+    ConfigError when the application refuses to start with one.
+    """
+    raise_open_files_limit()
+    watched = _StartupWatch(app)
+    server = _Server(_uvicorn_config(watched, config), on_ready)
+    try:
+        asyncio.run(server.serve(sockets=[bound]))
+    except SystemExit:
+        if watched.refusal is None:
+            raise
+        raise watched.refusal from None
+
+
+def raise_open_files_limit() -> None:
+    """Every held poll is a connection; the usual soft limit of 1024 is soon reached."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except (OSError, ValueError) as error:
+            logger.warning("at most %d connections: cannot raise the limit: %s", soft, error)
+
+
+def _uvicorn_config(app: ASGIApp, config: Config) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        loop="asyncio",
+        http="h11",
+        ws="none",
+        lifespan="on",
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=GRACE_S,
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        server_header=False,
+        log_level=config.log_level,
+    )
+
+
+class _Server(uvicorn.Server):
+    """Tells when it is ready, and takes a signal as a wish to end, not as a failure."""
+
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]):
+        super().__init__(config)
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit and not self.started:
+            sys.exit(128 + sig)  # asked twice while the application was still starting
+        self.force_exit = self.should_exit and sig == signal.SIGINT
+        self.should_exit = True
+
+
+class _StartupWatch:
+    """Passes everything through; keeps the ConfigError that ended the start, without its stack."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+        self.refusal: ConfigError | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan":
+            await self._app(scope, receive, send)
+            return
+        held: list[dict[str, Any]] = []
+
+        async def pass_on(message: Message) -> None:
+            # Starlette reports the failure, stack and all, before it lets the exception go.
+            if message["type"] == "lifespan.startup.failed":
+                held.append(dict(message))
+            else:
+                await send(message)
+
+        try:
+            await self._app(scope, receive, pass_on)
+        except ConfigError as refusal:
+            self.refusal = refusal
+            await send({"type": "lifespan.startup.failed", "message": ""})
+        except BaseException:
+            for message in held:
+                await send(message)
+            raise
