@@ -16,6 +16,6 @@ def loss(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, fl
 
 def importance_ratio(logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
     """r (N,), with gradient; 1 without gradient where the advantage is 0."""
-    # Prompt positions carry a placeholder for q: the ratio there may overflow, and 0 * inf is not 0.
+    # Prompt positions carry a placeholder for q: r there may overflow, and 0 * inf is not 0.
     delta = torch.where(inputs["advantages"] == 0, 0.0, logprobs - inputs["logprobs"])
     return delta.exp()
