@@ -6,7 +6,6 @@ Axes: N tokens of a datum, K alternative targets.
 import base64
 import binascii
 import importlib
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -23,7 +22,7 @@ from pydantic import (
 )
 
 from tinker_gmi.wire_model import WireModel
-from tinkercloud.wire.codec import densify_csr
+from tinkercloud.wire.codec import check_csr, densify_csr, reshaped
 
 if TYPE_CHECKING:
     import torch
@@ -71,17 +70,13 @@ class TensorData(WireModel):
     def _check_shape(self) -> Self:
         if (self.sparse_crow_indices is None) != (self.sparse_col_indices is None):
             raise ValueError("sparse_crow_indices and sparse_col_indices come as a pair")
-        if self.shape is not None and any(size < 0 for size in self.shape):
-            raise ValueError(f"shape {self.shape} has a negative size")
-        if self.sparse_crow_indices is not None:
+        if self.is_sparse:
             self.values = self.values.reshape(-1)
-            self.to_numpy()  # refuses bad indices at birth
+            check_csr(*self._csr())
         elif self.shape is None:
             self.shape = list(self.values.shape)
-        elif math.prod(self.shape) != self.values.size:
-            raise ValueError(f"{self.values.size} numbers do not fill shape {self.shape}")
         else:
-            self.values = self.values.reshape(self.shape)
+            self.values = reshaped(self.values.reshape(-1), tuple(self.shape))
         return self
 
     @field_serializer("values")
@@ -137,15 +132,17 @@ class TensorData(WireModel):
         )
 
     def to_numpy(self) -> NDArray[Any]:
-        """Dense, float32 or int64. Raises ValueError on inconsistent sparse indices."""
-        if self.sparse_crow_indices is None or self.sparse_col_indices is None:
-            return self.values
-        return densify_csr(
-            self.values,
-            _as_dtype(self.sparse_crow_indices, "int64"),
-            _as_dtype(self.sparse_col_indices, "int64"),
-            tuple(self.shape or ()),
-        )
+        """Dense, float32 or int64."""
+        return densify_csr(*self._csr()) if self.is_sparse else self.values
+
+    @property
+    def is_sparse(self) -> bool:
+        return self.sparse_crow_indices is not None
+
+    def _csr(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], tuple[int, ...]]:
+        crow = _as_dtype(self.sparse_crow_indices, "int64")
+        columns = _as_dtype(self.sparse_col_indices, "int64")
+        return self.values, crow, columns, tuple(self.shape or ())
 
     def to_torch(self) -> "torch.Tensor":
         """Dense, torch.float32 or torch.int64."""
