@@ -1,0 +1,36 @@
+"""Write docs/benchmarks.md from benchmarks/results/*.json."""
+
+from pathlib import Path
+
+from report import Report
+
+HERE = Path(__file__).resolve().parent
+TARGET = HERE.parent / "docs" / "benchmarks.md"
+
+HEAD = """# Benchmarks
+
+Made by `benchmarks/render.py` from `benchmarks/results/`; every table names the command that
+measured it. The figures are those of the machine that is named, at the date that is named; run the
+command for yours. Every request is counted, failed ones too.
+"""
+
+
+def main() -> None:
+    reports = [Report.read(path) for path in sorted((HERE / "results").glob("*.json"))]
+    TARGET.write_text("\n".join([HEAD, *map(section, reports)]), encoding="utf-8")
+    print(f"{TARGET.relative_to(HERE.parent)}: {len(reports)} results")
+
+
+def section(report: Report) -> str:
+    machine = report.machine
+    where = f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB"
+    versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
+    measured = f"Measured {report.date} on {where} ({machine['system']}); {versions}."
+    return (
+        f"## {report.title}\n\n{report.about}\n\n```sh\n{report.command}\n```\n\n"
+        f"{report.table()}\n\n{measured}\n"
+    )
+
+
+if __name__ == "__main__":
+    main()
