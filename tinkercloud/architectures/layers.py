@@ -103,7 +103,8 @@ def _yarn_frequencies(
     if low == high:
         high += 0.001  # a step instead of a division by zero
     ramp = ((torch.arange(size // 2, dtype=torch.float32) - low) / (high - low)).clamp(0.0, 1.0)
-    return ramp / (scaling["factor"] * powers) + (1 - ramp) / powers
+    kept = 1 - ramp
+    return 1.0 / (scaling["factor"] * powers) * (1 - kept) + 1.0 / powers * kept
 
 
 def _yarn_magnitude(scaling: Mapping[str, Any]) -> float:
