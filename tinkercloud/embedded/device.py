@@ -35,7 +35,9 @@ def _native_bfloat16(device: torch.device) -> bool:
 
 def usable_cores() -> int:
     """Cores this process may use: its affinity, and its cgroup's CPU quota where one is set."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
     except (OSError, ValueError):

@@ -218,9 +218,9 @@ class SamplingEngine:
         )
         entries = [j.version.entry for j, n in zip(jobs, lengths, strict=True) for _ in range(n)]
         entries += [entries[-1]] * (len(tokens) - total)
-        context = PrefillContext(
-            jobs[0].version.weights, segments_of(entries, base.device), lengths, [j.past for j in jobs]
-        )
+        segments = segments_of(entries, base.device)
+        past = [j.past for j in jobs]
+        context = PrefillContext(jobs[0].version.weights, segments, lengths, past)
         hidden = base.architecture.hidden(context, base.tensor(tokens), base.tensor(positions))
         start = 0
         for job, length in zip(jobs, lengths, strict=True):

@@ -85,10 +85,11 @@ def load_adapter(
         except KeyError as missing:
             raise UserError(f"the checkpoint has no tensor {missing}") from None
         out_features, in_features = shapes[name]
-        if a.shape != (spec.rank, in_features) or b.shape != (out_features, spec.rank):
+        needed = ((out_features, spec.rank), (spec.rank, in_features))
+        if (b.shape, a.shape) != needed:
             raise UserError(
                 f"the checkpoint's adapter for {name} is {tuple(b.shape)} x {tuple(a.shape)}; "
-                f"this base model needs ({out_features}, {spec.rank}) x ({spec.rank}, {in_features})"
+                f"this base model needs {needed[0]} x {needed[1]}"
             )
         adapter[name] = (a.float().to(device), b.float().to(device))
     if tensors:

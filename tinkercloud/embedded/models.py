@@ -113,12 +113,9 @@ class ModelStore:
                 base = self.base(base_model)
                 spec, adapter, full, _ = checkpoints.load_weights(base, directory)
         if adapter is not None:
-            return Version(
-                version_id, base, base.weights, _copied(adapter), spec.alpha / spec.rank
-            )
-        weights = with_tied_head(base, full)
-        copies = {n: t.detach().to(base.dtype, copy=True) for n, t in weights.items()}
-        return Version(version_id, base, copies, None, 1.0)
+            return Version(version_id, base, base.weights, _copied(adapter), spec.alpha / spec.rank)
+        copies = {n: t.detach().to(base.dtype, copy=True) for n, t in full.items()}
+        return Version(version_id, base, with_tied_head(base, copies), None, 1.0)
 
 
 def _copied(adapter: Adapter) -> Adapter:

@@ -54,7 +54,7 @@ class AdamW:
         correction2 = math.sqrt(1 - hyper.beta2**self.num_steps)
         if hyper.weight_decay:
             param.mul_(1 - hyper.learning_rate * hyper.weight_decay)
-        # eps 0 and a gradient that has always been 0 would be 0/0: the update of such a weight is 0.
+        # eps 0 and a gradient that was always 0 would be 0/0: such a weight does not move.
         denominator = (v.sqrt() / correction2).add_(hyper.eps)
         if hyper.eps == 0:
             denominator.masked_fill_(denominator == 0, 1.0)

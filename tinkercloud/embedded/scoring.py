@@ -32,7 +32,8 @@ class PromptScores:
         self.topk: Topk | None = None
         if request.topk_prompt_logprobs > 0:
             shape = (length, request.topk_prompt_logprobs)
-            self.topk = Topk(np.zeros(shape, np.int32), np.full(shape, UNSCORED_LOGPROB, np.float32))
+            unscored = np.full(shape, UNSCORED_LOGPROB, np.float32)
+            self.topk = Topk(np.zeros(shape, np.int32), unscored)
         self._targets = request.target_prompt_logprobs
         self.target_logprobs = (
             np.zeros(self._targets.shape, np.float32) if self._targets is not None else None

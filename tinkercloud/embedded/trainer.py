@@ -152,8 +152,8 @@ def _micro_batch(
         value = elementwise.double().sum()
         if not torch.isfinite(value):
             raise UserError(
-                f"the {batch.loss_fn} loss of datum {first + i} is {float(value)}; its gradient "
-                "was dropped. Check its logprobs, advantages and weights"
+                f"the {batch.loss_fn} loss of datum {first + i} is {float(value.detach())}; the "
+                "gradient of this call was dropped. Check logprobs, advantages and weights"
             )
         losses.append(value)
         output = {"logprobs": logprobs.detach().float().cpu().numpy()}

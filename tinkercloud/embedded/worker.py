@@ -162,7 +162,7 @@ class Worker:
         while self._engine.busy:
             try:
                 self._engine.step()
-            except Exception as error:  # noqa: BLE001 - the engine's requests fail, it goes on
+            except Exception as error:
                 log.exception("a sampling step failed")
                 self._engine.fail_all(error)
             if time.monotonic() >= until:

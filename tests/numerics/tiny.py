@@ -1,0 +1,120 @@
+"""A tiny random Llama, saved by transformers, and the ways tests drive our engine with it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tinkercloud.core.types import (
+    Datum,
+    SampleOutput,
+    SampleRequest,
+    SamplingParams,
+    TrainBatch,
+    TrainOutput,
+)
+from tinkercloud.embedded.base_model import BaseModel
+from tinkercloud.embedded.engine import SamplingEngine
+from tinkercloud.embedded.models import ModelStore
+
+EOS = 256
+VOCAB = 260
+
+
+def write_tiny_model(folder: Path, seed: int = 0) -> Path:
+    """Two layers, grouped heads, a byte-level tokenizer: token i < 256 is one byte."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=48, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=6, num_key_value_heads=2, max_position_embeddings=1024,
+        eos_token_id=EOS, bos_token_id=257, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        # Flat random logits would hide faults: make the distributions peaked.
+        model.lm_head.weight.mul_(20)
+    model.save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {c: i for i, c in enumerate(alphabet)} | {"<eos>": 256, "<bos>": 257}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def open_store(folder: Path, dtype: torch.dtype = torch.float32, tokens: int = 1024) -> ModelStore:
+    """A ModelStore that serves the folder as "tiny"."""
+    device = torch.device("cpu")
+    return ModelStore(lambda name: BaseModel.load(name, folder, folder, dtype, device), tokens)
+
+
+def reference(folder: Path) -> LlamaForCausalLM:
+    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+class Sampler:
+    """A SamplingEngine run to its end for every call."""
+
+    def __init__(self, store: ModelStore, **limits: int):
+        self.store = store
+        self.engine = SamplingEngine(**{"max_batch": 64, "kv_cache_bytes": 2**30} | limits)
+
+    def run(self, requests: Mapping[str, tuple[str, SampleRequest]]) -> dict[str, SampleOutput]:
+        """name -> (version, request); all of them at once."""
+        outputs: dict[str, SampleOutput | BaseException] = {}
+        for name, (version, request) in requests.items():
+            self.engine.submit(
+                self.store.version(version), request, lambda o, n=name: outputs.__setitem__(n, o)
+            )
+        while self.engine.busy:
+            self.engine.step()
+        return outputs
+
+    def one(self, version: str, request: SampleRequest) -> SampleOutput:
+        return self.run({"only": (version, request)})["only"]
+
+
+def ask(prompt: list[int], n: int = 1, max_tokens: int = 8, **more: object) -> SampleRequest:
+    """A SampleRequest; keyword arguments go to SamplingParams or, failing that, the request."""
+    own = {k: more.pop(k) for k in list(more) if k in SamplingParams.__dataclass_fields__}
+    params = SamplingParams(max_tokens=max_tokens, **{"seed": 0} | own)
+    return SampleRequest(np.array(prompt, np.int32), n, params, **more)
+
+
+def random_prompt(length: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 256, length).tolist()
+
+
+def supervised(length: int, seed: int, weight: float = 1.0) -> Datum:
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, 256, length + 1)
+    weights = np.full(length, weight, np.float32)
+    weights[: length // 3] = 0
+    return Datum(
+        tokens[:-1].astype(np.int32),
+        {"target_tokens": tokens[1:].astype(np.int64), "weights": weights},
+    )
+
+
+def train(
+    store: ModelStore, model_id: str, data: list[Datum], loss: str = "cross_entropy", **more: object
+) -> TrainOutput:
+    """Keyword arguments go to TrainBatch."""
+    steps = store.forward_backward(model_id, TrainBatch(tuple(data), loss, **more))
+    while True:
+        try:
+            next(steps)
+        except StopIteration as finished:
+            return finished.value
+
+
+def grads(store: ModelStore, model_id: str) -> dict[str, torch.Tensor]:
+    return {n: g.clone() for n, g in store._model(model_id).grads.items()}
+
+
+def params(store: ModelStore, model_id: str) -> dict[str, torch.Tensor]:
+    return {n: p.detach().clone() for n, p in store._model(model_id).params.items()}
