@@ -127,7 +127,6 @@ def _config(arguments: dict[str, object]) -> Config:
 def _serve(arguments: dict[str, object]) -> int:
     # Here, because the other commands need no web server.
     from tinkercloud import server
-    from tinkercloud.app import create_app
 
     config = _config(arguments)
     _check_backend(config)
@@ -140,6 +139,8 @@ def _serve(arguments: dict[str, object]) -> int:
         url = server.base_url(bound)
         config = _with_models(config)
         _introduce(config, url)
+        from tinkercloud.app import create_app
+
         server.run(create_app(config), config, bound, lambda: _say(f"ready: {url}"))
     return 0
 
@@ -186,16 +187,18 @@ def _keys_command(config: Config, verb: str) -> str:
 
 
 def _models(arguments: dict[str, object]) -> int:
+    from tinkercloud.embedded.device import choose_device, choose_dtype
     from tinkercloud.embedded.loader import read_config
 
     config = _config(arguments)
+    dtype = str(choose_dtype(config.dtype, choose_device())).removeprefix("torch.")
     served = config.models or _default_sources(config)
     rows = [("NAME", "ARCHITECTURE", "PARAMETERS", "CONTEXT", "DTYPE", "PATH")]
     for model in served:
         read = read_config(model.path)
         size = f"{read.num_parameters / 1e6:.0f}M"
         context = str(read.max_position_embeddings)
-        rows.append((model.name, read.model_type, size, context, config.dtype, str(model.path)))
+        rows.append((model.name, read.model_type, size, context, dtype, str(model.path)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         _say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
