@@ -26,6 +26,8 @@ _MODEL_TYPES = {
     "Qwen3ForCausalLM": "qwen3",
 }
 
+_MOST_LAYERS = 4096  # a damaged file must not make us list billions of tensors
+
 
 @dataclass(frozen=True, slots=True)
 class ArchitectureConfig:
@@ -70,6 +72,8 @@ class ArchitectureConfig:
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.num_layers > _MOST_LAYERS:
+            raise ConfigError(f"num_layers is {self.num_layers}; at most {_MOST_LAYERS} make sense")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key/value heads"

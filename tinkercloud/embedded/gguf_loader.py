@@ -49,6 +49,8 @@ def gguf_config(file: GGUFFile) -> ArchitectureConfig:
         raw = _as_hf(own, metadata) | _head_sizes(own)
     except KeyError as error:
         raise ConfigError(f"{file.path.name} has no {kind}.{error.args[0]}") from error
+    except TypeError as error:
+        raise ConfigError(f"{file.path.name}: metadata of the wrong kind: {error}") from error
     raw["architectures"] = [_CLASSES[kind]]
     raw["vocab_size"] = tensors["token_embd.weight"].shape[0]
     raw["tie_word_embeddings"] = "output.weight" not in tensors
