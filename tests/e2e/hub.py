@@ -1,0 +1,142 @@
+"""A working directory shaped like the model hub, so that stock recipes find all they ask it for.
+
+transformers and datasets take a relative directory before they think of the network. With a
+process started in `build_hub(...)`, the hub names below are directories: tokenizers, and small
+data sets written here, each with the columns and splits of the one that it stands for.
+"""
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+MODEL = "Qwen/Qwen3-4B-Instruct-2507"
+"""A name for which the cookbook knows a renderer (ChatML) that SmolLM2's tokenizer can follow."""
+
+CONVERSATIONS = "conversations.jsonl"
+LANGUAGES = "languages.jsonl"
+
+Row = Mapping[str, Any]
+
+_CAPITALS = {
+    "France": "Paris",
+    "Italy": "Rome",
+    "Spain": "Madrid",
+    "Portugal": "Lisbon",
+    "Austria": "Vienna",
+    "Greece": "Athens",
+    "Poland": "Warsaw",
+    "Norway": "Oslo",
+    "Japan": "Tokyo",
+    "Egypt": "Cairo",
+    "Kenya": "Nairobi",
+    "Peru": "Lima",
+    "Cuba": "Havana",
+    "Chile": "Santiago",
+    "Canada": "Ottawa",
+    "Ireland": "Dublin",
+}
+_SENTENCES = {
+    "en": ("The cat is on the roof.", "We go to the river with them."),
+    "de": ("Die Katze ist auf dem Dach.", "Wir gehen nicht an den Fluss."),
+    "fr": ("Le chat est sur le toit.", "Nous allons avec eux pour le pain."),
+    "es": ("El gato no es de la casa.", "Gracias por la carta y el pan."),
+}
+
+
+def build_hub(root: Path, tokenizer: Path) -> Path:
+    """`root`, filled: MODEL's tokenizer copied from the folder `tokenizer`, and the data sets."""
+    shutil.copytree(tokenizer, root / MODEL)
+    for name, write in _DATASETS.items():
+        write(root / name)
+    _write_rows(root / CONVERSATIONS, _chats())
+    _write_rows(root / LANGUAGES, _languages())
+    return root
+
+
+def _no_robots(folder: Path) -> None:
+    chats = list(_chats())
+    _write_rows(folder / "train.jsonl", chats)
+    _write_rows(folder / "test.jsonl", chats[:2])
+
+
+def _gsm8k(folder: Path) -> None:
+    """Questions that a very small model answers right often, but not always."""
+    rows = [
+        {
+            "question": f"Ann has {number} pens. Say only \\boxed{{{number}}}.",
+            "answer": f"Ann has {number} pens.\n#### {number}",
+        }
+        for number in range(2, 10)
+    ]
+    _write_rows(folder / "main" / "train.jsonl", rows)
+    _write_rows(folder / "main" / "test.jsonl", rows[:2])
+    splits = {split: f"main/{split}.jsonl" for split in ("train", "test")}
+    _write_card(folder, "main", splits)
+
+
+def _hh_rlhf(folder: Path) -> None:
+    rows = [
+        {
+            "chosen": _hh_dialogue(country, f"The capital of {country} is {city}."),
+            "rejected": _hh_dialogue(country, "I would rather not say anything about that."),
+        }
+        for country, city in _CAPITALS.items()
+    ]
+    _write_rows(folder / "train.jsonl", rows)
+    _write_rows(folder / "test.jsonl", rows[:2])
+
+
+def _deepmath(folder: Path) -> None:
+    rows = [
+        {"question": f"Find the derivative of x^{n} at x = 1.", "final_answer": str(n)}
+        for n in range(2, 10)
+    ]
+    _write_rows(folder / "train.jsonl", rows)
+
+
+_DATASETS = {
+    "HuggingFaceH4/no_robots": _no_robots,
+    "openai/gsm8k": _gsm8k,
+    "Anthropic/hh-rlhf": _hh_rlhf,
+    "zwhe99/DeepMath-103K": _deepmath,
+}
+
+
+def _chats() -> Iterable[Row]:
+    for country, city in _CAPITALS.items():
+        question = f"What is the capital of {country}?"
+        yield _chat(question, f"The capital of {country} is {city}.")
+
+
+def _languages() -> Iterable[Row]:
+    """A prompt distilled away: the text alone, then the label that a long prompt would give."""
+    for label, sentences in _SENTENCES.items():
+        for sentence in sentences:
+            yield _chat(sentence, label)
+
+
+def _chat(question: str, answer: str) -> Row:
+    messages = [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": answer},
+    ]
+    return {"prompt": question, "messages": messages}
+
+
+def _hh_dialogue(country: str, answer: str) -> str:
+    return f"\n\nHuman: What is the capital of {country}?\n\nAssistant: {answer}"
+
+
+def _write_rows(path: Path, rows: Iterable[Row]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def _write_card(folder: Path, config: str, splits: Mapping[str, str]) -> None:
+    """The README that tells `datasets` which files a named configuration has."""
+    lines = ["---", "configs:", f"- config_name: {config}", "  data_files:"]
+    for split, path in splits.items():
+        lines += [f"  - split: {split}", f"    path: {path}"]
+    (folder / "README.md").write_text("\n".join([*lines, "---", ""]), encoding="utf-8")
