@@ -38,7 +38,13 @@ from tinkercloud.core.types import (
     TrainOutput,
     WeightsSource,
 )
-from tinkercloud.errors import BaseModelNotServed, EngineDied, ModelStateLost, UserError, VersionLost
+from tinkercloud.errors import (
+    BaseModelNotServed,
+    EngineDied,
+    ModelStateLost,
+    UserError,
+    VersionLost,
+)
 
 TINY = ServedModel(
     name="fake/tiny",
@@ -335,16 +341,16 @@ def _read(directory: Path) -> _Model:
 
 def _check_fits(saved: _Model, base: _Base) -> None:
     if saved.table.shape != base.fresh_table().shape:
-        raise UserError(f"this checkpoint of {saved.base_model!r} does not fit {base.served.name!r}")
+        raise UserError(
+            f"this checkpoint of {saved.base_model!r} does not fit {base.served.name!r}"
+        )
 
 
 # sampling
 
 
 def _sample(version: _Version, request: SampleRequest) -> SampleOutput:
-    sequences = tuple(
-        _sequence(version, request, index) for index in range(request.num_samples)
-    )
+    sequences = tuple(_sequence(version, request, index) for index in range(request.num_samples))
     prompt = request.prompt
     after = version.base.logprobs(version.table, prompt[:-1])  # (P-1, V): row i scores i+1
     return SampleOutput(
@@ -377,9 +383,7 @@ def _prompt_topk(after: Floats, request: SampleRequest) -> Topk | None:
     return Topk(ids, values)
 
 
-def _prompt_targets(
-    after: Floats, targets: NDArray[np.int64] | None
-) -> NDArray[np.float32] | None:
+def _prompt_targets(after: Floats, targets: NDArray[np.int64] | None) -> NDArray[np.float32] | None:
     if targets is None:
         return None
     scored = np.take_along_axis(after, np.maximum(targets, 0), axis=1)

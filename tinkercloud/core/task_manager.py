@@ -105,9 +105,7 @@ class TaskManager:
         pending, is_new = await self._accept(ticket)
         if is_new:
             assert ticket.seq_id is not None
-            lane.order.push(
-                ticket.seq_id, (pending, work), is_chunk=ticket.kind in CHUNK_KINDS
-            )
+            lane.order.push(ticket.seq_id, (pending, work), is_chunk=ticket.kind in CHUNK_KINDS)
             lane.last_arrival = time.monotonic()
             lane.changed.set()
             if lane.worker is None or lane.worker.done():

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -115,16 +116,18 @@ class FuturesStorage:
 
     async def expire(self, ttl_s: float) -> None:
         """Delete results that were finished more than ttl_s ago."""
-        await self._database.write(
-            "DELETE FROM futures WHERE finished_at < ?", time.time() - ttl_s
-        )
+        await self._database.write("DELETE FROM futures WHERE finished_at < ?", time.time() - ttl_s)
 
-    async def delete_finished(self, user: str, older_than_s: float) -> int:
-        """Delete the user's results that were finished at least older_than_s ago; how many."""
-        before = time.time() - older_than_s
-        where = "user = ? AND finished_at <= ?"
-        row = await self._database.one(
-            f"SELECT COUNT(*) AS num FROM futures WHERE {where}", user, before
+    async def delete_finished(
+        self, user: str, request_ids: Sequence[str] | None, model_id: str | None
+    ) -> int:
+        """Delete results of the user: those named, or all of a model's, or all. How many."""
+        names = None if request_ids is None else json.dumps(list(request_ids))
+        where = (
+            "user = ? AND status != 'pending' AND (? IS NULL OR model_id = ?)"
+            " AND (? IS NULL OR request_id IN (SELECT value FROM json_each(?)))"
         )
-        await self._database.write(f"DELETE FROM futures WHERE {where}", user, before)
-        return 0 if row is None else row["num"]
+        values = (user, model_id, model_id, names, names)
+        rows = await self._database.all(f"SELECT request_id FROM futures WHERE {where}", *values)
+        await self._database.write(f"DELETE FROM futures WHERE {where}", *values)
+        return len(rows)

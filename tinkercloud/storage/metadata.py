@@ -110,8 +110,9 @@ class MetadataStorage:
     # models
 
     async def put_model(self, model: Model) -> None:
+        """Nothing happens where there is one of that id: a repeated request."""
         await self._database.write(
-            "INSERT OR REPLACE INTO models (model_id, user, session_id, base_model, lora,"
+            "INSERT OR IGNORE INTO models (model_id, user, session_id, base_model, lora,"
             " user_metadata, created_at, last_request_at, state)"
             " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             *(model.model_id, model.user, model.session_id, model.base_model),
@@ -180,10 +181,18 @@ class MetadataStorage:
     async def checkpoint(
         self, model_id: str, segment: str, name: str, user: str
     ) -> Checkpoint | None:
+        found = await self.checkpoint_even_expired(model_id, segment, name, user)
+        alive = found is not None and (found.expires_at is None or found.expires_at > time.time())
+        return found if alive else None
+
+    async def checkpoint_even_expired(
+        self, model_id: str, segment: str, name: str, user: str
+    ) -> Checkpoint | None:
+        """For who is about to replace it."""
         row = await self._database.one(
             "SELECT * FROM checkpoints WHERE model_id = ? AND segment = ? AND name = ?"
-            f" AND user = ? AND {_ALIVE}",
-            *(model_id, segment, name, user, time.time()),
+            " AND user = ?",
+            *(model_id, segment, name, user),
         )
         return None if row is None else _checkpoint(row)
 
@@ -223,11 +232,6 @@ class MetadataStorage:
             "SELECT * FROM checkpoints WHERE expires_at <= ?", time.time()
         )
         return [_checkpoint(row) for row in rows]
-
-    async def checkpoint_directories(self) -> set[str]:
-        """Of all users: for maintenance."""
-        rows = await self._database.all("SELECT directory FROM checkpoints")
-        return {row["directory"] for row in rows}
 
     # samplers
 

@@ -1,0 +1,107 @@
+"""Puts the server together: storage, backend, services, routes."""
+
+import importlib
+import logging
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from tinkercloud.backends import BACKENDS
+from tinkercloud.backends.base import Backend
+from tinkercloud.config import Config
+from tinkercloud.errors import ConfigError, FutureUnknown, TinkercloudError
+from tinkercloud.middleware import Authenticator, AuthMiddleware, BodyMiddleware
+from tinkercloud.routers import ROUTERS
+from tinkercloud.routers.deps import json_answer
+from tinkercloud.routers.validation import readable
+from tinkercloud.services.catalog import Catalog
+from tinkercloud.services.container import build_services
+from tinkercloud.storage.database import Database
+from tinkercloud.storage.keys import KeyStore
+
+logger = logging.getLogger(__name__)
+
+
+def create_app(
+    config: Config,
+    backend: Backend | None = None,
+    *,
+    client_config: Mapping[str, object] | None = None,
+) -> FastAPI:
+    """The ASGI application. backend None: the one that config names.
+
+    client_config: flags to send to official clients (wire specification 2.1); the default sends
+    none, so that they keep their own defaults.
+    """
+    chosen = load_backend(config) if backend is None else backend
+    authenticator = Authenticator(required=config.auth)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        database = await Database.open(config.data_dir)
+        authenticator.keys = KeyStore(config.data_dir)
+        try:
+            catalog = Catalog(await chosen.start())
+            try:
+                services = build_services(config, client_config or {}, chosen, catalog, database)
+                await services.start()
+                app.state.services = services
+                try:
+                    yield
+                finally:
+                    await services.close()
+            finally:
+                await chosen.stop()
+        finally:
+            authenticator.keys.close()
+            await database.close()
+
+    # no documentation pages: the API is described in docs/, and pages would need their own key
+    app = FastAPI(title="tinkercloud", openapi_url=None, lifespan=lifespan)
+    app.add_middleware(BodyMiddleware, max_body_bytes=config.max_body_bytes)
+    app.add_middleware(AuthMiddleware, authenticator=authenticator)  # added last, runs first
+    for router in ROUTERS:
+        app.include_router(router)
+    app.add_exception_handler(TinkercloudError, _named_error)
+    app.add_exception_handler(RequestValidationError, _invalid_request)
+    app.add_exception_handler(HTTPException, _http_error)
+    return app
+
+
+def load_backend(config: Config) -> Backend:
+    """The backend that config names; ConfigError when there is none of that name."""
+    if config.backend not in BACKENDS:
+        raise ConfigError(f"backend {config.backend!r} is not known; known: {', '.join(BACKENDS)}")
+    module, _, name = BACKENDS[config.backend].partition(":")
+    backend = getattr(importlib.import_module(module), name)(config)
+    assert isinstance(backend, Backend)
+    return backend
+
+
+async def _named_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, TinkercloudError)
+    status = error.status
+    if isinstance(error, FutureUnknown):
+        status = 410 if error.sampling or _asks_for_sample(request) else 404
+    if status >= 500:
+        logger.error("%s %s: %s", request.method, request.url.path, error)
+    return json_answer({"detail": str(error)}, status)
+
+
+def _asks_for_sample(request: Request) -> bool:
+    return request.headers.get("x-tinker-request-type") == "Sample"
+
+
+async def _invalid_request(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return json_answer({"detail": readable(error.errors())}, 422)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    response = json_answer({"detail": error.detail}, error.status_code)
+    response.headers.update(error.headers or {})
+    return response

@@ -1,0 +1,305 @@
+"""From the wire's data to checked core types. Everything a client can get wrong is named here.
+
+Axes: N tokens of a datum, K alternative targets, P prompt tokens, V vocabulary.
+"""
+
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tinker_gmi.types import Datum as JsonDatum
+from tinker_gmi.types import EncodedTextChunk, ModelInput
+from tinker_gmi.types import SampleRequest as JsonSampleRequest
+from tinker_gmi.types import SamplingParams as JsonSamplingParams
+from tinkercloud.core.types import (
+    Datum,
+    SampleRequest,
+    SamplingParams,
+    ServedModel,
+    TrainBatch,
+)
+from tinkercloud.errors import InvalidRequest
+from tinkercloud.losses import LOSSES, LossSpec
+
+MAX_SAMPLES = 1024
+MAX_TOPK_CELLS = 2**24  # positions times k of one answer
+GREEDY_BELOW = 1e-6  # a temperature under it would only overflow
+
+
+class WireDatum(Protocol):
+    """chunks: int32 arrays; anything else is a chunk that is not text, with its `kind`."""
+
+    @property
+    def chunks(self) -> Sequence[object]: ...
+
+    @property
+    def inputs(self) -> Mapping[str, NDArray]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RawBatch:
+    """A forward_backward request as it came, by protobuf or JSON; nothing is checked yet."""
+
+    data: Sequence[WireDatum]
+    loss_fn: str
+    loss_fn_config: Mapping[str, float | str]
+    forward_only: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """About how much there is to check."""
+        arrays = [a for d in self.data for a in (*d.chunks, *d.inputs.values())]
+        return sum(a.nbytes for a in arrays if isinstance(a, np.ndarray))
+
+
+@dataclass(frozen=True, slots=True)
+class _NotText:
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class _PlainDatum:
+    chunks: Sequence[object]
+    inputs: Mapping[str, NDArray]
+
+
+def raw_datum(datum: JsonDatum) -> WireDatum:
+    """The JSON form, in the shape of the protobuf form."""
+    inputs = {name: tensor.to_numpy() for name, tensor in datum.loss_fn_inputs.items()}
+    return _PlainDatum(_chunks(datum.model_input), inputs)
+
+
+def _chunks(model_input: ModelInput) -> list[object]:
+    return [
+        _token_ids(chunk.tokens) if isinstance(chunk, EncodedTextChunk) else _NotText(chunk.type)
+        for chunk in model_input.chunks
+    ]
+
+
+def _token_ids(tokens: Sequence[int]) -> NDArray[np.int64]:
+    try:
+        return np.array(tokens, dtype=np.int64)
+    except OverflowError:
+        raise InvalidRequest("a token id does not fit in 64 bits") from None
+
+
+class DataConverter:
+    """Checks against one served model; every fault raises InvalidRequest with where and why."""
+
+    def __init__(self, served: ServedModel):
+        self._served = served
+
+    def train_batch(self, raw: RawBatch) -> TrainBatch:
+        spec = LOSSES.get(raw.loss_fn)
+        if spec is None:
+            known = ", ".join(LOSSES)
+            raise InvalidRequest(f"loss_fn {raw.loss_fn!r} is not known; known: {known}")
+        if not raw.data:
+            raise InvalidRequest("data is empty; send at least one datum")
+        config = _loss_config(raw, spec)
+        data = tuple(
+            self._datum(f"datum {index}", datum, raw.loss_fn, spec)
+            for index, datum in enumerate(raw.data)
+        )
+        return TrainBatch(data, raw.loss_fn, config, raw.forward_only)
+
+    def _datum(self, where: str, datum: WireDatum, loss_fn: str, spec: LossSpec) -> Datum:
+        tokens = self._tokens(where, datum.chunks)
+        if len(tokens) > self._served.max_context_length:
+            raise InvalidRequest(
+                f"{where} has {len(tokens)} tokens; {self._served.name} takes at most "
+                f"{self._served.max_context_length}"
+            )
+        _check_names(where, datum.inputs, loss_fn, spec)
+        targets = self._targets(where, datum.inputs["target_tokens"], len(tokens), spec)
+        inputs: dict[str, NDArray] = {"target_tokens": targets}
+        for name in spec.inputs:
+            inputs[name] = _floats(f"{where}, input {name!r}", datum.inputs[name], targets.shape)
+        return Datum(tokens, inputs)
+
+    def _tokens(self, where: str, chunks: Sequence[object]) -> NDArray[np.int32]:
+        parts: list[NDArray] = []
+        for chunk in chunks:
+            if not isinstance(chunk, np.ndarray):
+                kind = getattr(chunk, "kind", "unknown")
+                raise InvalidRequest(
+                    f"{where} has a chunk of kind {kind!r}; {self._served.name} takes text only"
+                )
+            parts.append(chunk)
+        tokens = np.concatenate(parts) if parts else np.empty(0, np.int64)
+        if tokens.size == 0:
+            raise InvalidRequest(f"{where} has no tokens")
+        self._check_ids(where, tokens)
+        return tokens.astype(np.int32)
+
+    def _check_ids(self, where: str, ids: NDArray, lowest: int = 0) -> None:
+        wrong = ids[(ids < lowest) | (ids >= self._served.vocab_size)]
+        if wrong.size:
+            raise InvalidRequest(
+                f"{where}: token id {int(wrong[0])} is outside the vocabulary of "
+                f"{self._served.name} (0..{self._served.vocab_size - 1})"
+            )
+
+    def _targets(
+        self, where: str, targets: NDArray, num_tokens: int, spec: LossSpec
+    ) -> NDArray[np.int64]:
+        where = f"{where}, input 'target_tokens'"
+        if targets.dtype.kind not in "iu":
+            raise InvalidRequest(f"{where} must be integers, not {targets.dtype.name}")
+        allowed = (1, 2) if spec.multi_target else (1,)
+        if targets.ndim not in allowed or len(targets) != num_tokens or targets.size == 0:
+            shapes = "(N,) or (N, K)" if spec.multi_target else "(N,)"
+            raise InvalidRequest(
+                f"{where} has shape {targets.shape}; it must be {shapes} with N = {num_tokens}, "
+                "the number of input tokens"
+            )
+        self._check_ids(where, targets)
+        return targets.astype(np.int64)
+
+    # sampling
+
+    def sample_request(self, body: JsonSampleRequest) -> SampleRequest:
+        _check_unsupported(body)
+        prompt = self._tokens("the prompt", _chunks(body.prompt))
+        room = self._served.max_context_length - len(prompt)
+        if room < 1:
+            raise InvalidRequest(
+                f"the prompt has {len(prompt)} tokens; {self._served.name} holds "
+                f"{self._served.max_context_length} with at least one to sample"
+            )
+        self._check_topk("topk_prompt_logprobs", body.topk_prompt_logprobs, len(prompt))
+        params = self._params(body.sampling_params)
+        num_sampled = body.num_samples * min(room, params.max_tokens or room)
+        self._check_topk("topk_sample_logprobs", body.topk_sample_logprobs, num_sampled)
+        return SampleRequest(
+            prompt,
+            body.num_samples,
+            params,
+            prompt_logprobs=bool(body.prompt_logprobs),
+            prompt_logprobs_last_n=_last_n(body.prompt_logprobs_last_n, len(prompt)),
+            topk_prompt_logprobs=body.topk_prompt_logprobs,
+            topk_sample_logprobs=body.topk_sample_logprobs,
+            target_prompt_logprobs=self._prompt_targets(body, len(prompt)),
+        )
+
+    def _params(self, params: JsonSamplingParams) -> SamplingParams:
+        _check_params(params)
+        seed = secrets.randbits(64) if params.seed is None else params.seed % 2**64
+        strings, ids = _stop(params.stop)
+        self._check_ids("stop", np.array(ids, dtype=np.int64))
+        top_k = -1 if params.top_k >= self._served.vocab_size else params.top_k
+        return SamplingParams(
+            params.max_tokens,
+            seed,
+            temperature=0.0 if params.temperature < GREEDY_BELOW else params.temperature,
+            top_k=top_k,
+            top_p=params.top_p,
+            stop_strings=strings,
+            stop_token_ids=ids,
+            use_eos=params.stop != [],
+        )
+
+    def _check_topk(self, name: str, k: int, length: int) -> None:
+        highest = min(self._served.vocab_size, MAX_TOPK_CELLS // max(length, 1))
+        if not 0 <= k <= highest:
+            raise InvalidRequest(f"{name} is {k}; it must lie in 0..{highest} here")
+
+    def _prompt_targets(
+        self, body: JsonSampleRequest, prompt_length: int
+    ) -> NDArray[np.int64] | None:
+        if body.target_prompt_logprobs is None:
+            return None
+        where = "target_prompt_logprobs"
+        targets = body.target_prompt_logprobs.to_numpy()
+        if targets.dtype.kind not in "iu" or targets.ndim != 2 or targets.shape[1] == 0:
+            raise InvalidRequest(f"{where} must be int64 of shape (P - 1, K)")
+        if len(targets) != prompt_length - 1:
+            raise InvalidRequest(
+                f"{where} has {len(targets)} rows; a prompt of {prompt_length} tokens needs "
+                f"{prompt_length - 1}"
+            )
+        self._check_ids(where, targets, lowest=-1)
+        return targets.astype(np.int64)
+
+
+def _loss_config(raw: RawBatch, spec: LossSpec) -> dict[str, float]:
+    config = dict(spec.defaults)
+    for name, value in raw.loss_fn_config.items():
+        if name not in config:
+            known = ", ".join(config) or "none"
+            raise InvalidRequest(
+                f"loss_fn_config {name!r} is not known to {raw.loss_fn}; known: {known}"
+            )
+        if isinstance(value, str) or not math.isfinite(value):
+            raise InvalidRequest(f"loss_fn_config {name!r} must be a finite number, not {value!r}")
+        config[name] = float(value)
+    if config.get("clip_low_threshold", 0.0) > config.get("clip_high_threshold", math.inf):
+        raise InvalidRequest("clip_low_threshold is above clip_high_threshold")
+    return config
+
+
+def _check_names(where: str, inputs: Mapping[str, NDArray], loss_fn: str, spec: LossSpec) -> None:
+    wanted = ("target_tokens", *spec.inputs)
+    missing = [name for name in wanted if name not in inputs]
+    unknown = sorted(set(inputs) - set(wanted))
+    if missing or unknown:
+        fault = f"lacks {missing}" if missing else f"has unknown {unknown}"
+        raise InvalidRequest(
+            f"{where} {fault} in loss_fn_inputs; {loss_fn} takes exactly {list(wanted)}"
+        )
+
+
+def _floats(where: str, values: NDArray, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    if values.shape != shape:
+        raise InvalidRequest(f"{where} has shape {values.shape}; target_tokens has {shape}")
+    if not np.isfinite(values).all():
+        raise InvalidRequest(f"{where} has values that are not finite")
+    return values.astype(np.float32)
+
+
+def _check_unsupported(body: JsonSampleRequest) -> None:
+    if body.prompt_alt_tokens_k:
+        raise InvalidRequest("prompt_alt_tokens_k is not supported by this server")
+    if body.record_stability_info:
+        raise InvalidRequest("record_stability_info is not supported by this server")
+    if not 1 <= body.num_samples <= MAX_SAMPLES:
+        raise InvalidRequest(f"num_samples is {body.num_samples}; it must lie in 1..{MAX_SAMPLES}")
+
+
+def _last_n(last_n: int | None, prompt_length: int) -> int | None:
+    if last_n is not None and not 1 <= last_n <= prompt_length - 1:
+        raise InvalidRequest(
+            f"prompt_logprobs_last_n is {last_n}; for a prompt of {prompt_length} tokens it must "
+            f"lie in 1..{prompt_length - 1}"
+        )
+    return last_n
+
+
+def _check_params(params: JsonSamplingParams) -> None:
+    if params.max_tokens is not None and params.max_tokens < 1:
+        raise InvalidRequest(f"max_tokens is {params.max_tokens}; it must be at least 1")
+    if not (math.isfinite(params.temperature) and params.temperature >= 0):
+        raise InvalidRequest(f"temperature is {params.temperature}; it must be finite and >= 0")
+    if not 0 < params.top_p <= 1:
+        raise InvalidRequest(f"top_p is {params.top_p}; it must lie in (0, 1]")
+    if params.top_k != -1 and params.top_k < 1:
+        raise InvalidRequest(f"top_k is {params.top_k}; it must be at least 1, or -1 for no limit")
+
+
+def _stop(stop: str | list[str] | list[int] | None) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """(strings, token ids)"""
+    if stop is None:
+        return (), ()
+    stops = [stop] if isinstance(stop, str) else stop
+    if "" in stops:
+        raise InvalidRequest("stop has an empty string")
+    strings = tuple(item for item in stops if isinstance(item, str))
+    ids = tuple(item for item in stops if not isinstance(item, str))
+    if any(abs(token) >= 2**63 for token in ids):
+        raise InvalidRequest("a token id in stop does not fit in 64 bits")
+    return strings, ids

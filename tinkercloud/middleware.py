@@ -1,0 +1,190 @@
+"""What every request passes before any route is looked up: authentication, then its body."""
+
+import asyncio
+import json
+import zlib
+from collections.abc import Callable
+from typing import Protocol
+
+import zstandard
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tinkercloud.errors import PayloadTooLarge, UserError
+from tinkercloud.routers.deps import USER_KEY
+from tinkercloud.storage.keys import DEFAULT_USER, KeyStore
+
+PIECE_BYTES = 64 * 1024
+
+
+class Authenticator:
+    """Who a key belongs to. Without authentication everybody is the default user."""
+
+    def __init__(self, *, required: bool):
+        self._required = required
+        self.keys: KeyStore | None = None  # opened when the server starts
+
+    def user_of(self, headers: Headers) -> str | None:
+        if not self._required:
+            return DEFAULT_USER
+        key = headers.get("x-api-key")
+        if key is None:
+            scheme, _, key = headers.get("authorization", "").partition(" ")
+            key = key.strip() if scheme.lower() == "bearer" else ""
+        return self.keys.user_of(key) if self.keys is not None and key else None
+
+
+class AuthMiddleware:
+    """Answers 401 before a route is looked up or a byte of the body is read."""
+
+    def __init__(self, app: ASGIApp, authenticator: Authenticator):
+        self._app = app
+        self._authenticator = authenticator
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            raise AssertionError(f"no {scope['type']} here")
+        user = self._authenticator.user_of(Headers(scope=scope))
+        if user is None:
+            text = "this server needs an API key: send it as X-API-Key (TINKER_API_KEY=tml-...)"
+            await refuse(send, 401, text)
+            return
+        scope[USER_KEY] = user
+        await self._app(scope, receive, send)
+
+
+class BodyMiddleware:
+    """Reads the body within limits and hands it on decompressed."""
+
+    def __init__(self, app: ASGIApp, max_body_bytes: int):
+        self._app = app
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD"):
+            await self._app(scope, receive, send)
+            return
+        try:
+            body = await self._body(Headers(scope=scope), receive)
+        except UserError as error:
+            await refuse(send, error.status, str(error))
+            return
+        if body is None:  # the client went away
+            return
+        headers = MutableHeaders(scope=scope)
+        del headers["content-encoding"]
+        headers["content-length"] = str(len(body))
+        await self._app(scope, _replay(body, receive), send)
+
+    async def _body(self, headers: Headers, receive: Receive) -> bytes | None:
+        declared = headers.get("content-length", "0")
+        if declared.isdecimal() and int(declared) > self._max_body_bytes:
+            raise self._too_large()
+        body = bytearray()
+        more = True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+            if len(body) > self._max_body_bytes:
+                raise self._too_large()
+        return await self._decoded(bytes(body), headers.get("content-encoding", "identity"))
+
+    async def _decoded(self, body: bytes, encoding: str) -> bytes:
+        encoding = encoding.strip().lower()
+        if encoding in ("", "identity") or not body:
+            return body
+        inflate = _DECODERS.get(encoding)
+        if inflate is None:
+            raise UserError(f"content encoding {encoding!r} is not taken; send zstd or gzip")
+        plain = await asyncio.to_thread(_inflated, inflate(), body, self._max_body_bytes)
+        if plain is None:
+            raise self._too_large()
+        return plain
+
+    def _too_large(self) -> PayloadTooLarge:
+        return PayloadTooLarge(f"the body exceeds {self._max_body_bytes} bytes")
+
+
+class _Inflater(Protocol):
+    """feed: the plain bytes of a piece. done: whether the stream came to its end."""
+
+    def feed(self, piece: bytes) -> bytes: ...
+
+    @property
+    def done(self) -> bool: ...
+
+
+class _Gzip:
+    def __init__(self) -> None:
+        self._stream = zlib.decompressobj(wbits=31)
+
+    def feed(self, piece: bytes) -> bytes:
+        return self._stream.decompress(piece)
+
+    @property
+    def done(self) -> bool:
+        return self._stream.eof
+
+
+class _Zstd:
+    def __init__(self) -> None:
+        self._stream = zstandard.ZstdDecompressor(max_window_size=2**27).decompressobj()
+
+    def feed(self, piece: bytes) -> bytes:
+        return self._stream.decompress(piece)
+
+    @property
+    def done(self) -> bool:
+        return self._stream.eof
+
+
+_DECODERS: dict[str, Callable[[], _Inflater]] = {"gzip": _Gzip, "zstd": _Zstd}
+
+
+def _inflated(inflater: _Inflater, body: bytes, limit: int) -> bytes | None:
+    """None: more than limit bytes. Pieces are small, so a bomb never comes to its full size."""
+    plain = bytearray()
+    try:
+        for start in range(0, len(body), _PIECE):
+            if inflater.done:
+                break
+            plain += inflater.feed(body[start : start + _PIECE])
+            if len(plain) > limit:
+                return None
+    except (zlib.error, zstandard.ZstdError) as error:
+        raise UserError(f"the compressed body cannot be read: {error}") from None
+    if not inflater.done:
+        raise UserError("the compressed body ends too early")
+    return bytes(plain)
+
+
+_PIECE = 1024  # 1 kB of zstd can hold some tens of MB at most
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    sent = False
+
+    async def replay() -> Message:
+        nonlocal sent
+        if sent:
+            return await receive()
+        sent = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay
+
+
+async def refuse(send: Send, status: int, text: str) -> None:
+    body = json.dumps({"detail": text}).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

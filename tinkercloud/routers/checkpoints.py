@@ -1,0 +1,25 @@
+"""Saving weights, and what is known about them."""
+
+from fastapi import APIRouter, Response
+
+from tinker_gmi.types import SaveWeightsForSamplerRequest, SaveWeightsRequest, WeightsInfoRequest
+from tinkercloud.routers.deps import JsonRoute, ServicesDep, UserDep, answer
+
+router = APIRouter(prefix="/api/v1", route_class=JsonRoute)
+
+
+@router.post("/save_weights")
+async def save_weights(body: SaveWeightsRequest, user: UserDep, services: ServicesDep) -> Response:
+    return answer(await services.training.save_weights(user, body))
+
+
+@router.post("/save_weights_for_sampler")
+async def save_weights_for_sampler(
+    body: SaveWeightsForSamplerRequest, user: UserDep, services: ServicesDep
+) -> Response:
+    return answer(await services.training.save_weights_for_sampler(user, body))
+
+
+@router.post("/weights_info")
+async def weights_info(body: WeightsInfoRequest, user: UserDep, services: ServicesDep) -> Response:
+    return answer(await services.checkpoints.weights_info(user, body.tinker_path))

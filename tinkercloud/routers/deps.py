@@ -1,0 +1,85 @@
+"""What handlers are given, and how they answer."""
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any
+
+from fastapi import Depends, Query, Request, Response
+from fastapi.routing import APIRoute
+
+from tinker_gmi.types import WireModel
+from tinkercloud.errors import PayloadTooLarge, UserError
+from tinkercloud.services.container import Services
+from tinkercloud.services.rest_service import MAX_LIMIT
+
+USER_KEY = "tinkercloud.user"  # where authentication leaves the user in the ASGI scope
+INLINE_BYTES = 64 * 1024  # larger bodies are parsed off the event loop
+MAX_JSON_BYTES = 64 * 1024 * 1024  # of requests that carry no tensors
+
+
+def answer(body: WireModel, status_code: int = 200) -> Response:
+    return json_answer(body.to_json_dict(), status_code)
+
+
+def json_answer(body: object, status_code: int = 200) -> Response:
+    content = json.dumps(body, allow_nan=False)
+    return Response(content, status_code, media_type="application/json")
+
+
+def parse_json(body: bytes) -> Any:
+    """Any JSON value that can travel back as text; UserError otherwise."""
+    try:
+        value = json.loads(body)
+        if b"\\ud" in body or b"\\uD" in body:  # half a surrogate pair is no text
+            json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deep" if isinstance(error, RecursionError) else str(error)[:200]
+        raise UserError(f"the body is not JSON: {reason}") from None
+    return value
+
+
+class _JsonRequest(Request):
+    async def json(self) -> Any:
+        body = await self.body()
+        if len(body) > MAX_JSON_BYTES:
+            raise PayloadTooLarge(f"a JSON body may have {MAX_JSON_BYTES} bytes here")
+        if len(body) <= INLINE_BYTES:
+            return _parsed(body)
+        return await asyncio.to_thread(_parsed, body)
+
+
+def _parsed(body: bytes) -> Any:
+    try:
+        return parse_json(body)
+    except UserError as error:
+        # the framework reports this kind as a fault of the request
+        raise json.JSONDecodeError(str(error), "", 0) from None
+
+
+class JsonRoute(APIRoute):
+    """Parses large bodies beside the event loop, so that others are answered meanwhile."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handler(request: Request) -> Response:
+            return await handle(_JsonRequest(request.scope, request.receive))
+
+        return handler
+
+
+async def services(request: Request) -> Services:
+    found = request.app.state.services
+    assert isinstance(found, Services)
+    return found
+
+
+async def user(request: Request) -> str:
+    return request.scope[USER_KEY]
+
+
+ServicesDep = Annotated[Services, Depends(services)]
+UserDep = Annotated[str, Depends(user)]
+LimitDep = Annotated[int, Query(ge=0, le=MAX_LIMIT)]
+OffsetDep = Annotated[int, Query(ge=0, le=2**62)]

@@ -1,0 +1,98 @@
+"""Listings: what `RestClient` and the `tinker` command line read and change."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Response
+
+from tinker_gmi.types import GetServerCapabilitiesResponse, SetTtlRequest, SupportedModel
+from tinkercloud.routers.deps import (
+    JsonRoute,
+    LimitDep,
+    OffsetDep,
+    ServicesDep,
+    UserDep,
+    answer,
+    json_answer,
+)
+from tinkercloud.services.rest_service import tinker_path
+
+router = APIRouter(prefix="/api/v1", route_class=JsonRoute)
+
+
+@router.get("/get_server_capabilities")
+async def capabilities(services: ServicesDep) -> Response:
+    models = [
+        SupportedModel(
+            model_name=served.name,
+            max_context_length=served.max_context_length,
+            trainable=True,
+            sampleable=True,
+        )
+        for served in services.catalog
+    ]
+    return answer(GetServerCapabilitiesResponse(supported_models=models))
+
+
+@router.get("/training_runs")
+async def training_runs(
+    user: UserDep, services: ServicesDep, limit: LimitDep = 20, offset: OffsetDep = 0
+) -> Response:
+    return answer(await services.rest.training_runs(user, limit, offset))
+
+
+@router.get("/training_runs/{run_id}")
+async def training_run(run_id: str, user: UserDep, services: ServicesDep) -> Response:
+    return answer(await services.rest.training_run(user, run_id))
+
+
+@router.get("/training_runs/{run_id}/checkpoints")
+async def checkpoints_of_run(run_id: str, user: UserDep, services: ServicesDep) -> Response:
+    return answer(await services.rest.checkpoints_of_run(user, run_id))
+
+
+@router.get("/checkpoints")
+async def checkpoints(
+    user: UserDep, services: ServicesDep, limit: LimitDep = 100, offset: OffsetDep = 0
+) -> Response:
+    return answer(await services.rest.checkpoints(user, limit, offset))
+
+
+async def checkpoint_path(run_id: str, segment: str, name: str) -> str:
+    return tinker_path(run_id, f"{segment}/{name}")
+
+
+CheckpointPathDep = Annotated[str, Depends(checkpoint_path)]
+
+
+# {segment}/{name}: a checkpoint id has a slash, and clients send it as it is
+@router.delete("/training_runs/{run_id}/checkpoints/{segment}/{name}")
+async def delete_checkpoint(
+    path: CheckpointPathDep, user: UserDep, services: ServicesDep
+) -> Response:
+    await services.checkpoints.delete(user, path)
+    return Response(status_code=204)
+
+
+@router.put("/training_runs/{run_id}/checkpoints/{segment}/{name}/ttl")
+async def set_ttl(
+    path: CheckpointPathDep, body: SetTtlRequest, user: UserDep, services: ServicesDep
+) -> Response:
+    await services.checkpoints.set_ttl(user, path, body.ttl_seconds)
+    return Response(status_code=204)
+
+
+@router.get("/sessions")
+async def sessions(
+    user: UserDep, services: ServicesDep, limit: LimitDep = 20, offset: OffsetDep = 0
+) -> Response:
+    found = await services.sessions.list(user, limit, offset)
+    return json_answer({"sessions": [session.session_id for session in found]})
+
+
+@router.get("/sessions/{session_id}")
+async def session(session_id: str, user: UserDep, services: ServicesDep) -> Response:
+    found = await services.sessions.get(user, session_id)
+    runs, samplers = await services.rest.session_contents(user, session_id)
+    view = {"training_run_ids": runs, "sampler_ids": samplers}
+    extras = {name: found.details.get(name) for name in ("user_metadata", "display_name")}
+    return json_answer(view | {name: value for name, value in extras.items() if value is not None})

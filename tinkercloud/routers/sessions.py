@@ -1,0 +1,59 @@
+"""Start-up, heartbeats and the end of a client."""
+
+from fastapi import APIRouter, Response
+
+from tinker_gmi.types import (
+    ClientConfigRequest,
+    ClientDynamicConfigResponse,
+    CreateSessionRequest,
+    CreateSessionResponse,
+    FinishSessionRequest,
+    FinishSessionResponse,
+    SessionHeartbeatRequest,
+    SessionHeartbeatResponse,
+    TelemetryResponse,
+    TelemetrySendRequest,
+)
+from tinkercloud.routers.deps import JsonRoute, ServicesDep, UserDep, answer, json_answer
+
+router = APIRouter(prefix="/api/v1", route_class=JsonRoute)
+
+
+@router.post("/client/config")
+async def client_config(body: ClientConfigRequest, services: ServicesDep) -> Response:
+    return json_answer(dict(services.client_config))
+
+
+@router.post("/client/dynamic_config")
+async def dynamic_config(body: ClientConfigRequest) -> Response:
+    return answer(ClientDynamicConfigResponse())
+
+
+@router.post("/create_session")
+async def create_session(
+    body: CreateSessionRequest, user: UserDep, services: ServicesDep
+) -> Response:
+    details = body.model_dump(include={"tags", "user_metadata", "project_id", "display_name"})
+    session_id = await services.sessions.create(user, details)
+    return answer(CreateSessionResponse(session_id=session_id))
+
+
+@router.post("/session_heartbeat")
+async def heartbeat(
+    body: SessionHeartbeatRequest, user: UserDep, services: ServicesDep
+) -> Response:
+    await services.sessions.heartbeat(user, body.session_id)
+    return answer(SessionHeartbeatResponse())
+
+
+@router.post("/sessions/{session_id}/finish")
+async def finish(
+    session_id: str, body: FinishSessionRequest, user: UserDep, services: ServicesDep
+) -> Response:
+    await services.sessions.finish(user, session_id, body.reason.type)
+    return answer(FinishSessionResponse())
+
+
+@router.post("/telemetry")
+async def telemetry(body: TelemetrySendRequest) -> Response:
+    return answer(TelemetryResponse())

@@ -1,0 +1,87 @@
+"""Checkpoint folders on disk: sealed with hashes, moved into place whole, verified before use."""
+
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from pathlib import Path
+
+from tinkercloud.errors import ServerFault
+
+MANIFEST = "manifest.json"
+TEMPORARY_PREFIX = ".tmp-"
+HASH_CHUNK_BYTES = 1024 * 1024
+
+
+def new_temporary(parent: Path) -> Path:
+    """A fresh folder beside the place where the checkpoint will be."""
+    directory = parent / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
+    directory.mkdir(parents=True)
+    return directory
+
+
+def seal(directory: Path, about: dict[str, object]) -> int:
+    """Write the manifest and flush every file to disk; the size of the whole in bytes."""
+    files = {
+        str(path.relative_to(directory)): {
+            "sha256": _sha256(path),
+            "size_bytes": path.stat().st_size,
+        }
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+    manifest = directory / MANIFEST
+    manifest.write_text(json.dumps({"format": 1, **about, "files": files}, indent=1))
+    for path in (*directory.rglob("*"), directory):
+        _flush(path)
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+
+def move_into_place(temporary: Path, target: Path) -> None:
+    """Rename; afterwards the folder is at target even through a power cut."""
+    temporary.rename(target)
+    _flush(target.parent)
+
+
+def verify(directory: Path) -> None:
+    """Raises ServerFault unless every file is as it was sealed."""
+    try:
+        manifest = json.loads((directory / MANIFEST).read_text())
+        for name, expected in manifest["files"].items():
+            if _sha256(directory / name) != expected["sha256"]:
+                raise ServerFault(f"file {name!r} of this checkpoint is not as it was saved")
+    except (OSError, ValueError, KeyError) as error:
+        raise ServerFault(f"this checkpoint cannot be read: {type(error).__name__}") from error
+
+
+def remove(directory: Path) -> None:
+    """Gone or already not there; empty parents of it are tidied up to two levels."""
+    shutil.rmtree(directory, ignore_errors=True)
+    for parent in list(directory.parents)[:2]:
+        try:
+            parent.rmdir()
+        except OSError:
+            return
+
+
+def remove_temporaries(root: Path) -> None:
+    """What a killed process left half written."""
+    for directory in root.glob(f"*/*/*/{TEMPORARY_PREFIX}*"):
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(HASH_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

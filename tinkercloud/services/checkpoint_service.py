@@ -1,0 +1,192 @@
+"""Checkpoints: saving, naming, finding, expiring.
+
+On disk: data_dir/checkpoints/MODEL/SEGMENT/NAME/GENERATION. The database row says which generation
+is the checkpoint, so that replacing one is a single row update.
+"""
+
+import asyncio
+import re
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import get_args
+
+from tinker_gmi.types import WeightsInfoResponse
+from tinkercloud.backends.base import Backend
+from tinkercloud.errors import CheckpointNotFound, InvalidRequest
+from tinkercloud.services import checkpoint_files
+from tinkercloud.services.numbers import checked
+from tinkercloud.storage.metadata import Checkpoint, MetadataStorage, Model, Segment
+
+FOLDER = "checkpoints"
+SCHEME = "tinker://"
+SEGMENTS: tuple[str, ...] = get_args(Segment)
+MAX_TTL_S = 315_360_000  # ten years
+_NAME = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """name: of the checkpoint, not yet checked. ttl_s None: kept until deleted."""
+
+    segment: Segment
+    name: str
+    ttl_s: int | None = None
+    overwrite: bool = False
+    user_metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+def check_name(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise InvalidRequest(
+            f"checkpoint name {name!r} is not allowed: 1 to 128 of A-Z a-z 0-9 . _ - and no "
+            "leading dot"
+        )
+    return name
+
+
+def check_ttl(ttl_s: int | None) -> int | None:
+    return None if ttl_s is None else checked("ttl_seconds", ttl_s, lowest=1, highest=MAX_TTL_S)
+
+
+def parse_path(path: str) -> tuple[str, str, str]:
+    """(model_id, segment, name) of exactly tinker://MODEL/SEGMENT/NAME."""
+    parts = path.removeprefix(SCHEME).split("/")
+    if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in SEGMENTS:
+        raise InvalidRequest(
+            f"{path!r} is no checkpoint path; one reads tinker://MODEL/SEGMENT/NAME with SEGMENT "
+            f"one of {', '.join(SEGMENTS)}"
+        )
+    return parts[0], parts[1], check_name(parts[2])
+
+
+class CheckpointService:
+    def __init__(self, backend: Backend, metadata: MetadataStorage, data_dir: Path):
+        self._backend = backend
+        self._metadata = metadata
+        self._data_dir = data_dir
+
+    async def start(self) -> None:
+        root = self._data_dir / FOLDER
+        await asyncio.to_thread(checkpoint_files.remove_temporaries, root)
+
+    # saving: called in the model's lane, so never twice at once for one model
+
+    async def save(self, model: Model, options: SaveOptions) -> Checkpoint:
+        """Write the model as it is now; InvalidRequest where the name is taken."""
+        check_name(options.name)
+        check_ttl(options.ttl_s)
+        old = await self._metadata.checkpoint_even_expired(
+            model.model_id, options.segment, options.name, model.user
+        )
+        now = time.time()
+        expired = old is not None and old.expires_at is not None and old.expires_at <= now
+        if old is not None and not expired and not options.overwrite:
+            raise InvalidRequest(
+                f"checkpoint {old.tinker_path} exists already; choose another name or set overwrite"
+            )
+        checkpoint = await self._write(model, options, now)
+        await self._metadata.put_checkpoint(checkpoint)
+        if old is not None:
+            await asyncio.to_thread(checkpoint_files.remove, self._data_dir / old.directory)
+        return checkpoint
+
+    async def _write(self, model: Model, options: SaveOptions, now: float) -> Checkpoint:
+        parent = Path(FOLDER, model.model_id, options.segment, options.name)
+        with_optimizer = options.segment == "weights"
+        about: dict[str, object] = {
+            "model_id": model.model_id,
+            "base_model": model.base_model,
+            "lora": asdict(model.lora),
+            "with_optimizer": with_optimizer,
+            "created_at": now,
+        }
+        target = parent / uuid.uuid4().hex[:12]
+        place = self._data_dir / parent
+        temporary = await asyncio.to_thread(checkpoint_files.new_temporary, place)
+        try:
+            await self._backend.save_model(model.model_id, temporary, with_optimizer=with_optimizer)
+            size_bytes = await asyncio.to_thread(checkpoint_files.seal, temporary, about)
+            destination = self._data_dir / target
+            await asyncio.to_thread(checkpoint_files.move_into_place, temporary, destination)
+        except BaseException:  # also when cancelled: nothing half written stays
+            checkpoint_files.remove(temporary)
+            raise
+        return Checkpoint(
+            model_id=model.model_id,
+            segment=options.segment,
+            name=options.name,
+            user=model.user,
+            directory=str(target),
+            base_model=model.base_model,
+            lora=model.lora,
+            with_optimizer=with_optimizer,
+            size_bytes=size_bytes,
+            user_metadata=options.user_metadata,
+            created_at=now,
+            expires_at=None if options.ttl_s is None else now + options.ttl_s,
+        )
+
+    # finding
+
+    async def resolve(self, user: str, path: str) -> Checkpoint:
+        """Raises InvalidRequest or CheckpointNotFound."""
+        model_id, segment, name = parse_path(path)
+        checkpoint = await self._metadata.checkpoint(model_id, segment, name, user)
+        if checkpoint is None:
+            raise CheckpointNotFound(path)
+        return checkpoint
+
+    async def verified(self, checkpoint: Checkpoint) -> Path:
+        """Its folder, after the hashes were checked."""
+        return await self.verified_directory(checkpoint.directory)
+
+    async def verified_directory(self, directory: str) -> Path:
+        """The same, for a folder relative to the data folder."""
+        path = self._data_dir / directory
+        await asyncio.to_thread(checkpoint_files.verify, path)
+        return path
+
+    async def list(
+        self, user: str, limit: int, offset: int, model_id: str | None = None
+    ) -> list[Checkpoint]:
+        return await self._metadata.checkpoints(user, limit, offset, model_id)
+
+    async def num_checkpoints(self, user: str) -> int:
+        return await self._metadata.num_checkpoints(user)
+
+    async def weights_info(self, user: str, path: str) -> WeightsInfoResponse:
+        checkpoint = await self.resolve(user, path)
+        lora = checkpoint.lora
+        return WeightsInfoResponse(
+            base_model=checkpoint.base_model,
+            is_lora=lora.rank > 0,
+            lora_rank=lora.rank,
+            train_unembed=lora.train_unembed,
+            train_mlp=lora.train_mlp,
+            train_attn=lora.train_attn,
+            optimizer_config={"type": "adamw"},
+        )
+
+    # changing
+
+    async def delete(self, user: str, path: str) -> None:
+        checkpoint = await self.resolve(user, path)
+        await self._remove(checkpoint)
+
+    async def set_ttl(self, user: str, path: str, ttl_s: int | None) -> None:
+        check_ttl(ttl_s)
+        checkpoint = await self.resolve(user, path)
+        expires_at = None if ttl_s is None else time.time() + ttl_s
+        await self._metadata.set_expiry(checkpoint, expires_at)
+
+    async def remove_expired(self) -> None:
+        for checkpoint in await self._metadata.expired_checkpoints():
+            await self._remove(checkpoint)
+
+    async def _remove(self, checkpoint: Checkpoint) -> None:
+        # the row first: a row without files would be a promise that cannot be kept
+        await self._metadata.delete_checkpoint(checkpoint)
+        await asyncio.to_thread(checkpoint_files.remove, self._data_dir / checkpoint.directory)

@@ -1,0 +1,94 @@
+"""All services of one running server, wired to each other."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tinkercloud.backends.base import Backend
+from tinkercloud.config import Config
+from tinkercloud.core.task_manager import TaskManager
+from tinkercloud.services.catalog import Catalog
+from tinkercloud.services.checkpoint_service import CheckpointService
+from tinkercloud.services.foundation import Foundation
+from tinkercloud.services.model_service import ModelService
+from tinkercloud.services.rest_service import RestService
+from tinkercloud.services.sampling_service import SamplingService
+from tinkercloud.services.session_service import SessionService
+from tinkercloud.services.training_service import TrainingService
+from tinkercloud.storage.database import Database
+from tinkercloud.storage.futures import FuturesStorage
+from tinkercloud.storage.metadata import MetadataStorage
+from tinkercloud.storage.session_storage import SessionStorage
+
+logger = logging.getLogger(__name__)
+
+SHORTEST_SWEEP_S, LONGEST_SWEEP_S = 0.05, 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What handlers reach. client_config: flags for client/config; empty: the client's defaults."""
+
+    config: Config
+    client_config: Mapping[str, object]
+    backend: Backend
+    catalog: Catalog
+    database: Database
+    futures: FuturesStorage
+    tasks: TaskManager
+    sessions: SessionService
+    models: ModelService
+    checkpoints: CheckpointService
+    sampling: SamplingService
+    training: TrainingService
+    rest: RestService
+
+    async def start(self) -> None:
+        await self.tasks.start()
+        await self.checkpoints.start()
+        self.tasks.spawn(self._sweep_forever(), "expiry")
+
+    async def close(self) -> None:
+        """Work first, so that nothing reaches for what is closed after it."""
+        await self.tasks.close()
+        await self.sampling.close()
+
+    async def _sweep_forever(self) -> None:
+        ttl_s = self.config.result_ttl_s
+        while True:
+            await self.futures.expire(ttl_s)
+            await self.checkpoints.remove_expired()
+            await asyncio.sleep(min(max(ttl_s / 4, SHORTEST_SWEEP_S), LONGEST_SWEEP_S))
+
+
+def build_services(
+    config: Config,
+    client_config: Mapping[str, object],
+    backend: Backend,
+    catalog: Catalog,
+    database: Database,
+) -> Services:
+    futures = FuturesStorage(database)
+    metadata = MetadataStorage(database)
+    tasks = TaskManager(futures, gap_grace_s=config.gap_grace_s)
+    sessions = SessionService(SessionStorage(database))
+    checkpoints = CheckpointService(backend, metadata, config.data_dir)
+    foundation = Foundation(backend, catalog, metadata, tasks, sessions, checkpoints)
+    sampling = SamplingService(foundation)
+    models = ModelService(foundation)
+    return Services(
+        config=config,
+        client_config=client_config,
+        backend=backend,
+        catalog=catalog,
+        database=database,
+        futures=futures,
+        tasks=tasks,
+        sessions=sessions,
+        models=models,
+        checkpoints=checkpoints,
+        sampling=sampling,
+        training=TrainingService(foundation, models, sampling),
+        rest=RestService(metadata, checkpoints),
+    )

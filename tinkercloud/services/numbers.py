@@ -1,0 +1,31 @@
+"""Numbers that clients count by, and the keys that make a repeated request the same request."""
+
+from tinkercloud.errors import InvalidRequest
+
+MAX_TRAIN_SEQ_ID = 2**31 - 1  # int32 in the protobuf form
+MAX_SEQ_ID = 2**63 - 1  # sampling clients count in steps of 10**9 per clone
+
+
+def checked(name: str, value: int, *, lowest: int, highest: int = MAX_SEQ_ID) -> int:
+    if not lowest <= value <= highest:
+        raise InvalidRequest(f"{name} is {value}; it must lie in {lowest}..{highest}")
+    return value
+
+
+def train_seq_id(seq_id: int | None) -> int | None:
+    """None: the sender does not count; the request goes to the end of the line."""
+    if seq_id is None:
+        return None
+    return checked("seq_id", seq_id, lowest=1, highest=MAX_TRAIN_SEQ_ID)
+
+
+def train_key(user: str, model_id: str, seq_id: int | None) -> str | None:
+    return None if seq_id is None else f"train|{user}|{model_id}|{seq_id}"
+
+
+def create_key(user: str, model_id: str) -> str:
+    return f"create|{user}|{model_id}"
+
+
+def sample_key(user: str, sampler_id: str, seq_id: int | None) -> str | None:
+    return None if seq_id is None else f"sample|{user}|{sampler_id}|{seq_id}"

@@ -1,0 +1,97 @@
+"""What listings show: models as training runs, checkpoints with their paths."""
+
+from datetime import UTC, datetime
+
+from tinker_gmi.types import (
+    CHECKPOINT_SEGMENTS,
+    CheckpointsListResponse,
+    Cursor,
+    TrainingRun,
+    TrainingRunsResponse,
+)
+from tinker_gmi.types import Checkpoint as CheckpointView
+from tinkercloud.errors import ModelNotFound
+from tinkercloud.services.checkpoint_service import SCHEME, CheckpointService
+from tinkercloud.storage.metadata import Checkpoint, MetadataStorage, Model
+
+MAX_LIMIT = 1000
+ALL = -1  # SQLite's word for no limit
+
+
+class RestService:
+    def __init__(self, metadata: MetadataStorage, checkpoints: CheckpointService):
+        self._metadata = metadata
+        self._checkpoints = checkpoints
+
+    async def training_runs(self, user: str, limit: int, offset: int) -> TrainingRunsResponse:
+        models = await self._metadata.models(user, limit, offset)
+        total = await self._metadata.num_models(user)
+        return TrainingRunsResponse(
+            training_runs=[await self._run(model) for model in models],
+            cursor=Cursor(offset=offset, limit=limit, total_count=total),
+        )
+
+    async def training_run(self, user: str, run_id: str) -> TrainingRun:
+        return await self._run(await self._require(user, run_id))
+
+    async def _require(self, user: str, run_id: str) -> Model:
+        model = await self._metadata.model(run_id, user)
+        if model is None or model.state == "failed":
+            raise ModelNotFound(run_id)
+        return model
+
+    async def _run(self, model: Model) -> TrainingRun:
+        saved = await self._checkpoints.list(model.user, ALL, 0, model.model_id)
+        training = next((c for c in saved if c.segment == "weights"), None)
+        sampler = next((c for c in saved if c.segment == "sampler_weights"), None)
+        return TrainingRun(
+            training_run_id=model.model_id,
+            base_model=model.base_model,
+            model_owner=model.user,
+            is_lora=model.lora.rank > 0,
+            lora_rank=model.lora.rank,
+            last_request_time=_time(model.last_request_at),
+            last_checkpoint=None if training is None else checkpoint_view(training),
+            last_sampler_checkpoint=None if sampler is None else checkpoint_view(sampler),
+            user_metadata=dict(model.user_metadata),
+        )
+
+    async def checkpoints_of_run(self, user: str, run_id: str) -> CheckpointsListResponse:
+        await self._require(user, run_id)
+        found = await self._checkpoints.list(user, ALL, 0, run_id)
+        return CheckpointsListResponse(checkpoints=[checkpoint_view(c) for c in found])
+
+    async def checkpoints(self, user: str, limit: int, offset: int) -> CheckpointsListResponse:
+        found = await self._checkpoints.list(user, limit, offset)
+        total = await self._checkpoints.num_checkpoints(user)
+        return CheckpointsListResponse(
+            checkpoints=[checkpoint_view(c) for c in found],
+            cursor=Cursor(offset=offset, limit=limit, total_count=total),
+        )
+
+    async def session_contents(self, user: str, session_id: str) -> tuple[list[str], list[str]]:
+        """(training run ids, sampler ids); ephemeral samplers are not listed."""
+        models = await self._metadata.models_of_session(session_id, user)
+        samplers = await self._metadata.samplers_of_session(session_id, user)
+        listed = [s.sampler_id for s in samplers if s.kind in ("base", "checkpoint")]
+        return [model.model_id for model in models], listed
+
+
+def tinker_path(run_id: str, checkpoint_id: str) -> str:
+    return f"{SCHEME}{run_id}/{checkpoint_id}"
+
+
+def checkpoint_view(checkpoint: Checkpoint) -> CheckpointView:
+    return CheckpointView(
+        checkpoint_id=checkpoint.checkpoint_id,
+        checkpoint_type=CHECKPOINT_SEGMENTS[checkpoint.segment],
+        time=_time(checkpoint.created_at),
+        tinker_path=checkpoint.tinker_path,
+        size_bytes=checkpoint.size_bytes,
+        user_metadata=dict(checkpoint.user_metadata),
+        expires_at=None if checkpoint.expires_at is None else _time(checkpoint.expires_at),
+    )
+
+
+def _time(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)

@@ -1,0 +1,206 @@
+"""Sampling sessions, the weights versions behind them, and samples.
+
+A sampler names one immutable version. Samplers of one checkpoint, or of one base model, share it;
+such versions can be published again after a restart. What an ephemeral save published lives in the
+backend's memory only.
+"""
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable
+
+from tinker_gmi.types import (
+    CreateSamplingClientRequest,
+    CreateSamplingSessionRequest,
+    GetSamplerResponse,
+    SampleRequest,
+    UntypedAPIFuture,
+)
+from tinkercloud.core.data_converter import MAX_SAMPLES
+from tinkercloud.core.task_manager import SAMPLING_KIND
+from tinkercloud.core.types import FromBase, FromCheckpoint, FromModel, SampleOutput
+from tinkercloud.core.types import SampleRequest as CoreSampleRequest
+from tinkercloud.errors import InvalidRequest, SamplerNotFound, VersionLost
+from tinkercloud.services.foundation import Foundation
+from tinkercloud.services.numbers import checked, sample_key
+from tinkercloud.services.version_store import VersionStore
+from tinkercloud.storage.futures import Outcome, Ticket, completed_protobuf
+from tinkercloud.storage.metadata import Model, Sampler, SamplerKind
+from tinkercloud.wire.codec import encode_sample_output
+
+INLINE_TOKENS = 4096  # longer prompts are checked off the event loop
+
+
+class SamplingService:
+    def __init__(self, foundation: Foundation):
+        self._backend = foundation.backend
+        self._catalog = foundation.catalog
+        self._metadata = foundation.metadata
+        self._tasks = foundation.tasks
+        self._sessions = foundation.sessions
+        self._checkpoints = foundation.checkpoints
+        self._versions = VersionStore(self._backend)
+        self._samplers: dict[tuple[str, str], Sampler] = {}
+        self._sessions.when_finished(self._release_session)
+
+    async def close(self) -> None:
+        await self._versions.close()
+
+    # sampling sessions
+
+    async def create(self, user: str, body: CreateSamplingSessionRequest) -> str:
+        """The id of a sampler for a base model or a checkpoint (which wins, if both are given)."""
+        await self._sessions.require_open(user, body.session_id)
+        number = checked("sampling_session_seq_id", body.sampling_session_seq_id, lowest=0)
+        sampler_id = f"{body.session_id}:sample:{number}"
+        return await self._add(user, sampler_id, body.session_id, body.base_model, body.model_path)
+
+    async def create_alone(self, user: str, body: CreateSamplingClientRequest) -> str:
+        """The same without counting, in a session of its own where none is given."""
+        session_id = body.session_id
+        if session_id is None:
+            session_id = await self._sessions.create(user, {"tags": ["sampling"]})
+        await self._sessions.require_open(user, session_id)
+        sampler_id = f"{session_id}:sample:{uuid.uuid4().hex}"
+        return await self._add(user, sampler_id, session_id, body.base_model, body.model_path)
+
+    async def _add(
+        self,
+        user: str,
+        sampler_id: str,
+        session_id: str,
+        base_model: str | None,
+        model_path: str | None,
+    ) -> str:
+        if model_path is not None:
+            checkpoint = await self._checkpoints.resolve(user, model_path)
+            name = self._catalog.get(base_model or checkpoint.base_model).name
+            sampler = Sampler(
+                *(sampler_id, user, session_id, "checkpoint", name),
+                model_path=model_path,
+                directory=checkpoint.directory,
+            )
+        elif base_model is not None:
+            name = self._catalog.get(base_model).name
+            sampler = Sampler(sampler_id, user, session_id, "base", name)
+        else:
+            raise InvalidRequest("a sampling session needs base_model or model_path")
+        await self._metadata.put_sampler(sampler)
+        return sampler_id
+
+    async def publish_model(self, model: Model, number: int, kind: SamplerKind) -> str:
+        """An ephemeral sampler of the model as it is now; called in the model's lane.
+
+        inflight: all such samplers of a model follow its latest inflight save.
+        """
+        checked("sampling_session_seq_id", number, lowest=0)
+        sampler_id = f"{model.session_id}:sample:{number}"
+        sampler = Sampler(
+            *(sampler_id, model.user, model.session_id, kind, model.base_model),
+            model_id=model.model_id,
+        )
+        version = await self._backend.publish(FromModel(model.model_id))
+        await self._metadata.put_sampler(sampler)
+        await self._versions.put(_version_key(sampler), version)
+        return sampler_id
+
+    async def info(self, user: str, sampler_id: str) -> GetSamplerResponse:
+        sampler = await self.require(user, sampler_id)
+        return GetSamplerResponse(
+            sampler_id=sampler.sampler_id,
+            base_model=sampler.base_model,
+            model_path=sampler.model_path,
+        )
+
+    async def require(self, user: str, sampler_id: str) -> Sampler:
+        """Raises SamplerNotFound."""
+        sampler = self._samplers.get((user, sampler_id))
+        if sampler is None:
+            sampler = await self._metadata.sampler(sampler_id, user)
+            if sampler is None:
+                raise SamplerNotFound(sampler_id)
+            self._samplers[user, sampler_id] = sampler
+        return sampler
+
+    # samples
+
+    async def sample(self, user: str, body: SampleRequest) -> UntypedAPIFuture:
+        """Acknowledge one sampling request with an id for each sequence to come."""
+        checked("num_samples", body.num_samples, lowest=1, highest=MAX_SAMPLES)
+        if body.seq_id is not None:
+            checked("seq_id", body.seq_id, lowest=0)
+        sampler = await self._sampler_of(user, body)
+        key = sample_key(user, sampler.sampler_id, body.seq_id)
+
+        async def work() -> Outcome:
+            await self._sessions.require_open(user, sampler.session_id)
+            request = await self._checked(sampler, body)
+            return completed_protobuf(encode_sample_output(await self._sample(sampler, request)))
+
+        request_id = await self._tasks.submit(Ticket(user, SAMPLING_KIND, key), work)
+        ids = [f"{request_id}:{index}" for index in range(body.num_samples)]
+        return UntypedAPIFuture(request_id=request_id, sample_sequence_ids=ids)
+
+    async def _sampler_of(self, user: str, body: SampleRequest) -> Sampler:
+        """The named sampler; for a bare base_model or model_path one that is not recorded."""
+        if body.sampling_session_id is not None:
+            return await self.require(user, body.sampling_session_id)
+        if body.base_model is None and body.model_path is None:
+            raise InvalidRequest("asample needs sampling_session_id, model_path or base_model")
+        # one recorded sampler per weights, not one per request
+        meaning = body.base_model
+        if body.model_path is not None:
+            meaning = (await self._checkpoints.resolve(user, body.model_path)).directory
+        place = f"direct:{body.base_model}:{meaning}"
+        known = self._samplers.get((user, place))
+        if known is not None:
+            return known
+        wanted = CreateSamplingClientRequest(base_model=body.base_model, model_path=body.model_path)
+        sampler = await self.require(user, await self.create_alone(user, wanted))
+        return self._samplers.setdefault((user, place), sampler)
+
+    async def _checked(self, sampler: Sampler, body: SampleRequest) -> CoreSampleRequest:
+        converter = self._catalog.converter(sampler.base_model)
+        num_tokens = sum(len(getattr(chunk, "tokens", ())) for chunk in body.prompt.chunks)
+        if num_tokens <= INLINE_TOKENS and body.target_prompt_logprobs is None:
+            return converter.sample_request(body)
+        return await asyncio.to_thread(converter.sample_request, body)
+
+    async def _sample(self, sampler: Sampler, request: CoreSampleRequest) -> SampleOutput:
+        key, publish = _version_key(sampler), self._publisher(sampler)
+        version = await self._versions.get(key, sampler.sampler_id, publish)
+        try:
+            return await self._backend.sample(version, request)
+        except VersionLost:  # the engine began anew; what can be published again is
+            await self._versions.drop(key, version)
+            version = await self._versions.get(key, sampler.sampler_id, publish)
+            return await self._backend.sample(version, request)
+
+    def _publisher(self, sampler: Sampler) -> Callable[[], Awaitable[str]]:
+        async def publish() -> str:
+            if sampler.kind == "base":
+                return await self._backend.publish(FromBase(sampler.base_model))
+            if sampler.directory is None:
+                raise VersionLost(sampler.sampler_id)
+            directory = await self._checkpoints.verified_directory(sampler.directory)
+            return await self._backend.publish(FromCheckpoint(sampler.base_model, directory))
+
+        return publish
+
+    async def _release_session(self, user: str, session_id: str) -> None:
+        for sampler in await self._metadata.samplers_of_session(session_id, user):
+            self._samplers.pop((user, sampler.sampler_id), None)
+            await self._versions.leave(_version_key(sampler), sampler.sampler_id)
+
+
+def _version_key(sampler: Sampler) -> str:
+    """Samplers with the same key sample the same version."""
+    match sampler.kind:
+        case "base":
+            return f"base|{sampler.base_model}"
+        case "checkpoint":
+            return f"checkpoint|{sampler.base_model}|{sampler.directory}"
+        case "snapshot":
+            return f"snapshot|{sampler.sampler_id}"
+        case "inflight":
+            return f"inflight|{sampler.model_id}"

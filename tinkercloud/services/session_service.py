@@ -1,0 +1,58 @@
+"""Sessions: the client process on the other side, alive while it beats."""
+
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+
+from tinkercloud.errors import SessionFinished, SessionNotFound
+from tinkercloud.storage.session_storage import Session, SessionStorage
+
+OnFinish = Callable[[str, str], Awaitable[None]]
+
+
+class SessionService:
+    """on_finish listeners get (user, session_id) once a session has ended."""
+
+    def __init__(self, sessions: SessionStorage):
+        self._sessions = sessions
+        self._open: set[tuple[str, str]] = set()  # known to be open: spares a read per request
+        self._on_finish: list[OnFinish] = []
+
+    def when_finished(self, listener: OnFinish) -> None:
+        self._on_finish.append(listener)
+
+    async def create(self, user: str, details: Mapping[str, object]) -> str:
+        session_id = str(uuid.uuid4())  # no slash: it becomes part of checkpoint paths
+        await self._sessions.add(session_id, user, dict(details))
+        self._open.add((user, session_id))
+        return session_id
+
+    async def heartbeat(self, user: str, session_id: str) -> None:
+        await self.require_open(user, session_id)
+        await self._sessions.heartbeat(session_id)
+
+    async def finish(self, user: str, session_id: str, reason: str) -> None:
+        """Again finishing is allowed and changes nothing."""
+        session = await self.get(user, session_id)
+        if session.finished_at is not None:
+            return
+        await self._sessions.finish(session_id, reason)
+        self._open.discard((user, session_id))
+        for listener in self._on_finish:
+            await listener(user, session_id)
+
+    async def get(self, user: str, session_id: str) -> Session:
+        session = await self._sessions.get(session_id, user)
+        if session is None:
+            raise SessionNotFound(session_id)
+        return session
+
+    async def list(self, user: str, limit: int, offset: int) -> list[Session]:
+        return await self._sessions.list(user, limit, offset)
+
+    async def require_open(self, user: str, session_id: str) -> None:
+        """Raises SessionNotFound or SessionFinished."""
+        if (user, session_id) in self._open:
+            return
+        if (await self.get(user, session_id)).finished_at is not None:
+            raise SessionFinished(session_id)
+        self._open.add((user, session_id))

@@ -1,0 +1,151 @@
+"""Training: everything that runs in a model's lane after its creation."""
+
+import asyncio
+import math
+from dataclasses import asdict
+
+from pydantic import ValidationError
+
+from tinker_gmi.types import AdamParams as JsonAdamParams
+from tinker_gmi.types import (
+    OptimStepRequest,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsRequest,
+    UntypedAPIFuture,
+)
+from tinkercloud.core.data_converter import RawBatch
+from tinkercloud.core.types import AdamParams, TrainBatch
+from tinkercloud.errors import InvalidRequest, ModelNotFound, UserError
+from tinkercloud.services.checkpoint_service import SaveOptions
+from tinkercloud.services.foundation import Foundation
+from tinkercloud.services.model_service import ModelService, stringified
+from tinkercloud.services.numbers import train_key, train_seq_id
+from tinkercloud.services.sampling_service import SamplingService
+from tinkercloud.storage.futures import Outcome, Ticket, completed_json, completed_protobuf
+from tinkercloud.storage.metadata import Model
+from tinkercloud.wire.codec import encode_train_output
+
+INLINE_BYTES = 64 * 1024  # larger batches are checked off the event loop
+
+
+class TrainingService:
+    def __init__(self, foundation: Foundation, models: ModelService, sampling: SamplingService):
+        self._backend = foundation.backend
+        self._catalog = foundation.catalog
+        self._tasks = foundation.tasks
+        self._checkpoints = foundation.checkpoints
+        self._models = models
+        self._sampling = sampling
+
+    async def forward_backward(
+        self, user: str, model_id: str, seq_id: int | None, raw: RawBatch
+    ) -> UntypedAPIFuture:
+        """Always acknowledged: a refused chunk would leave the client waiting for its turn."""
+        kind = "Forward" if raw.forward_only else "ForwardBackward"
+        model = await self._models.find(user, model_id)
+        if model is None:
+            return await self.refuse(user, kind, model_id, seq_id, ModelNotFound(model_id))
+
+        async def work() -> Outcome:
+            batch = await self._checked(model, raw)
+            output = await self._backend.forward_backward(model_id, batch)
+            return completed_protobuf(encode_train_output(output))
+
+        return await self._models.submit(model, kind, seq_id, work)
+
+    async def refuse(
+        self, user: str, kind: str, model_id: str, seq_id: int | None, error: UserError
+    ) -> UntypedAPIFuture:
+        """Acknowledge a request whose future fails; its number counts as used."""
+
+        async def work() -> Outcome:
+            raise error
+
+        model = await self._models.find(user, model_id)
+        if model is not None:
+            return await self._models.submit(model, kind, seq_id, work)
+        key = train_key(user, model_id, train_seq_id(seq_id))
+        request_id = await self._tasks.submit(Ticket(user, kind, key), work)
+        return UntypedAPIFuture(request_id=request_id, model_id=model_id)
+
+    async def knows_model(self, user: str, model_id: str) -> bool:
+        return await self._models.find(user, model_id) is not None
+
+    async def _checked(self, model: Model, raw: RawBatch) -> TrainBatch:
+        converter = self._catalog.converter(model.base_model)
+        if raw.num_bytes <= INLINE_BYTES:
+            return converter.train_batch(raw)
+        return await asyncio.to_thread(converter.train_batch, raw)
+
+    async def optim_step(self, user: str, body: OptimStepRequest) -> UntypedAPIFuture:
+        model = await self._models.require(user, body.model_id)
+
+        async def work() -> Outcome:
+            metrics = await self._backend.optim_step(model.model_id, adam_params(body))
+            finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+            return completed_json({"metrics": finite, "type": "optim_step"})
+
+        return await self._models.submit(model, "OptimStep", body.seq_id, work)
+
+    async def save_weights(self, user: str, body: SaveWeightsRequest) -> UntypedAPIFuture:
+        model = await self._models.require(user, body.model_id)
+
+        async def work() -> Outcome:
+            if body.path is None:
+                raise InvalidRequest("save_weights needs a name in `path`")
+            options = SaveOptions(
+                "weights",
+                body.path,
+                body.ttl_seconds,
+                body.overwrite,
+                stringified(body.user_metadata),
+            )
+            saved = await self._checkpoints.save(model, options)
+            return completed_json({"path": saved.tinker_path, "type": "save_weights"})
+
+        return await self._models.submit(model, "SaveWeights", body.seq_id, work)
+
+    async def save_weights_for_sampler(
+        self, user: str, body: SaveWeightsForSamplerRequest
+    ) -> UntypedAPIFuture:
+        """Named: a checkpoint. Ephemeral: a sampling session in one step."""
+        model = await self._models.require(user, body.model_id)
+
+        async def work() -> Outcome:
+            result: dict[str, object] = {"type": "save_weights_for_sampler"}
+            if body.path is not None:
+                metadata = stringified(body.user_metadata)
+                options = SaveOptions(
+                    "sampler_weights", body.path, body.ttl_seconds, user_metadata=metadata
+                )
+                result["path"] = (await self._checkpoints.save(model, options)).tinker_path
+            elif body.sampling_session_seq_id is not None:
+                result["sampling_session_id"] = await self._sampling.publish_model(
+                    model, body.sampling_session_seq_id, body.kind
+                )
+            else:
+                raise InvalidRequest(
+                    "save_weights_for_sampler needs `path` or `sampling_session_seq_id`"
+                )
+            return completed_json(result)
+
+        return await self._models.submit(model, "SaveWeightsForSampler", body.seq_id, work)
+
+
+def adam_params(body: OptimStepRequest) -> AdamParams:
+    """Raises InvalidRequest."""
+    sent = body.adam_params or JsonAdamParams()
+    if body.optimizer_params is not None:
+        family = body.optimizer_params.get("type", "adamw")
+        if family not in ("adam", "adamw"):
+            raise InvalidRequest(f"optimizer {family!r} in optimizer_params: this model has adamw")
+        try:
+            sent = JsonAdamParams.model_validate(body.optimizer_params)
+        except ValidationError as error:
+            raise InvalidRequest(f"optimizer_params: {error.errors()[0]['msg']}") from None
+    params = AdamParams(**sent.model_dump())
+    for name, value in asdict(params).items():
+        highest = 1.0 if name in ("beta1", "beta2") else math.inf
+        if not 0 <= value < highest:
+            raise InvalidRequest(f"adam_params.{name} is {value}; it must lie in [0, {highest})")
+    return params

@@ -1,0 +1,76 @@
+"""Which published version stands behind which key, and who still uses it."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from tinkercloud.backends.base import Backend
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    version: asyncio.Future[str]
+    users: set[str] = field(default_factory=set)
+
+
+class VersionStore:
+    """Publishes a key's version when it is first asked for, once however many ask."""
+
+    def __init__(self, backend: Backend):
+        self._backend = backend
+        self._entries: dict[str, _Entry] = {}
+
+    async def close(self) -> None:
+        """Stop publishing. The versions themselves end with the backend."""
+        futures = [entry.version for entry in self._entries.values()]
+        self._entries.clear()
+        for future in futures:
+            future.cancel()
+        await asyncio.gather(*futures, return_exceptions=True)
+
+    async def put(self, key: str, version: str) -> None:
+        """Set a key's version; the one that it replaces is released."""
+        ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        ready.set_result(version)
+        old = self._entries.get(key)
+        self._entries[key] = _Entry(ready, set() if old is None else old.users)
+        if old is not None:
+            await self._release(old)
+
+    async def get(self, key: str, user: str, publish: Callable[[], Awaitable[str]]) -> str:
+        """The version behind key, published now if there is none. user: who uses it from now."""
+        entry = self._entries.get(key)
+        if entry is None:
+            task = asyncio.ensure_future(publish())
+            task.set_name(f"publish {key}")
+            entry = self._entries[key] = _Entry(task)
+        entry.users.add(user)
+        try:
+            return await asyncio.shield(entry.version)
+        except Exception:
+            self._forget(key, entry)
+            raise
+
+    async def drop(self, key: str, version: str) -> None:
+        """Forget a version that the backend has lost, unless it was replaced meanwhile."""
+        entry = self._entries.get(key)
+        if entry is not None and entry.version.done() and entry.version.result() == version:
+            self._forget(key, entry)
+
+    async def leave(self, key: str, user: str) -> None:
+        """One user less; the last one's leaving releases the version."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return
+        entry.users.discard(user)
+        if not entry.users:
+            self._forget(key, entry)
+            await self._release(entry)
+
+    def _forget(self, key: str, entry: _Entry) -> None:
+        if self._entries.get(key) is entry:
+            del self._entries[key]
+
+    async def _release(self, entry: _Entry) -> None:
+        if entry.version.done() and entry.version.exception() is None:
+            await self._backend.release(entry.version.result())
