@@ -19,6 +19,8 @@ PYTEST := $(BIN)/python -m pytest
 export TINKERCLOUD_DATA_DIR := $(CURDIR)/.tinkercloud
 export TINKER_TELEMETRY := 0
 export HF_HUB_OFFLINE := 1
+# Threads that wait sleep: tests run a server and a client on the same cores.
+export OMP_WAIT_POLICY := PASSIVE
 
 .PHONY: help install lint format test test-all demo serve bench docs proto clean
 

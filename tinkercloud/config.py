@@ -93,6 +93,15 @@ def default_data_dir() -> Path:
     return Path(given).expanduser().absolute() if given else Config().data_dir
 
 
+def engine_environment() -> dict[str, str]:
+    """The environment of the engine process.
+
+    Its OpenMP threads sleep while they wait for each other. The default is to spin, which makes
+    every matrix product several times slower as soon as another process wants the same cores.
+    """
+    return {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """One leaf of the tree. kind: its type annotation."""

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from typing import Any
 
+from tinkercloud.config import engine_environment
 from tinkercloud.core.types import ServedModel
 from tinkercloud.embedded.protocol import (
     HEADER,
@@ -89,8 +90,9 @@ class EngineHost:
         with theirs:
             fd = theirs.fileno()
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "tinkercloud.embedded.worker", str(fd), pass_fds=(fd,)
-            )
+                sys.executable, "-m", "tinkercloud.embedded.worker", str(fd),
+                pass_fds=(fd,), env=engine_environment(),
+            )  # fmt: skip
         reader, self._writer = await asyncio.open_connection(sock=ours)
         self._writer.write(pack(self._settings))
         try:
