@@ -150,9 +150,12 @@ class JoinSamplingSessionResponse(WireModel):
 
 
 class GetSamplerResponse(WireModel):
+    """tokenizer_id is an extension: the tokenizer to load, where base_model does not name it."""
+
     sampler_id: str
     base_model: str
     model_path: str | None = None
+    tokenizer_id: str | None = None
 
 
 class RequestErrorCategory(StrEnum):

@@ -101,7 +101,7 @@ class TensorData(WireModel):
     def from_numpy(cls, array: NDArray[Any]) -> Self:
         """Floats become float32, integers int64."""
         dtype: TensorDtype = "float32" if array.dtype.kind == "f" else "int64"
-        return cls(dtype=dtype, shape=list(array.shape), values=array)
+        return cls(dtype=dtype, shape=list(array.shape), data=array)
 
     @classmethod
     def from_torch(cls, tensor: "torch.Tensor") -> Self:
@@ -126,7 +126,7 @@ class TensorData(WireModel):
         return cls(
             dtype="float32" if dense.dtype.kind == "f" else "int64",
             shape=list(dense.shape),
-            values=dense[rows, columns],
+            data=dense[rows, columns],
             sparse_crow_indices=crow.tolist(),
             sparse_col_indices=columns.tolist(),
         )
@@ -328,4 +328,4 @@ def _to_tensor(key: str, value: Any) -> Any:
     array = np.asarray(value)
     inferred: TensorDtype = "float32" if array.dtype.kind == "f" else "int64"
     dtype = inferred if isinstance(value, np.ndarray) else INPUT_DTYPES.get(key, inferred)
-    return TensorData(dtype=dtype, shape=list(array.shape), values=array)
+    return TensorData(dtype=dtype, shape=list(array.shape), data=array)

@@ -13,7 +13,7 @@ from tinkercloud.wire import tinker_pb2 as pb
 MAX_ELEMENTS = 2**28
 MAX_AXES = 8  # bounds the work of multiplying sizes out
 
-_ITEM_TYPES = {
+_ITEM_TYPES: dict[int, np.dtype] = {
     pb.DTYPE_FLOAT32: np.dtype("<f4"),
     pb.DTYPE_INT64: np.dtype("<i8"),
     pb.DTYPE_INT32: np.dtype("<i4"),

@@ -1,0 +1,59 @@
+"""One asyncio loop in a daemon thread: everything that waits runs there."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """Runs coroutines for callers of any thread; starts at first use, ends with `close`."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._changing = threading.Lock()
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
+        return asyncio.run_coroutine_threadsafe(coroutine, self._running())
+
+    def call_soon(self, function: Callable[..., object], *arguments: object) -> None:
+        self._running().call_soon_threadsafe(function, *arguments)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def close(self) -> None:
+        """Cancel what still runs and end the thread. Not to be called from the loop itself."""
+        with self._changing:
+            self._closed = True
+            if self._loop is None or self._thread is None or self._loop.is_closed():
+                return
+            asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        with self._changing:
+            if self._closed:
+                raise RuntimeError("this client was closed")
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(
+                    target=self._loop.run_forever, name="tinker_gmi", daemon=True
+                )
+                self._thread.start()
+            return self._loop
+
+
+async def _cancel_others() -> None:
+    others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

@@ -1,0 +1,49 @@
+"""Results that are still to come, for synchronous and asynchronous callers alike."""
+
+import asyncio
+from collections.abc import Generator
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class APIFuture(Generic[T]):
+    """`result()` blocks; `await` does not. Both may be used, from any thread, any number of times.
+
+    A timeout ends the waiting, not the operation.
+    """
+
+    def __init__(self, future: "Future[T]"):
+        self._future = future
+
+    def result(self, timeout: float | None = None) -> T:
+        """Raises TimeoutError after `timeout` seconds, or what the operation raised."""
+        return self._future.result(timeout)
+
+    async def result_async(self, timeout: float | None = None) -> T:  # noqa: ASYNC109 - the official name
+        async with asyncio.timeout(timeout):
+            # Shielded: a waiter that gives up must not cancel the operation for the others.
+            return await asyncio.shield(asyncio.wrap_future(self._future))
+
+    async def coroutine(self) -> T:
+        return await self.result_async()
+
+    def future(self) -> "Future[T]":
+        """The concurrent future behind it, for `concurrent.futures.wait` and the like."""
+        return self._future
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self.result_async().__await__()
+
+
+class ClientFuture(APIFuture[T]):
+    """A client that is being made. Used as the client itself, it waits until that is ready."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # copy and pickle look for these; they must not block
+            raise AttributeError(name)
+        return getattr(self.result(), name)

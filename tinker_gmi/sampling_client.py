@@ -1,0 +1,179 @@
+"""SamplingClient: samples from one version of the weights."""
+
+import itertools
+from typing import Any
+
+import httpx
+
+from tinker_gmi.conversions import sample_response
+from tinker_gmi.errors import APIResponseValidationError, APIStatusError
+from tinker_gmi.futures import APIFuture
+from tinker_gmi.session import HTTP_GONE, Session
+from tinker_gmi.tokenizer import load_tokenizer
+from tinker_gmi.transport import decoder, is_protobuf
+from tinker_gmi.types import (
+    CreateSamplingSessionRequest,
+    CreateSamplingSessionResponse,
+    GetSamplerResponse,
+    ModelInput,
+    SampleRequest,
+    SampleResponse,
+    SamplingParams,
+    TensorData,
+    UntypedAPIFuture,
+)
+from tinkercloud.wire import codec
+
+MAX_RESUBMISSIONS = 5
+
+
+class SamplingClient:
+    """Samples from the weights as they were when this client was made. Calls have no order among
+    each other; many may be under way."""
+
+    def __init__(
+        self,
+        session: Session,
+        sampling_session_id: str,
+        base_model: str,
+        tokenizer_id: str | None = None,
+    ):
+        self._session = session
+        self._sampling_session_id = sampling_session_id
+        self._base_model = base_model
+        self._tokenizer_id = tokenizer_id
+        self._seq_ids = itertools.count()
+
+    @property
+    def sampling_session_id(self) -> str:
+        return self._sampling_session_id
+
+    def sample(  # noqa: PLR0913 - the official signature
+        self,
+        prompt: ModelInput,
+        num_samples: int,
+        sampling_params: SamplingParams,
+        include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
+        topk_sample_logprobs: int = 0,
+        target_prompt_logprobs: TensorData | None = None,
+        prompt_logprobs_last_n: int | None = None,
+    ) -> APIFuture[SampleResponse]:
+        """`num_samples` continuations. target_prompt_logprobs: int64 (P-1, K), -1 to skip; row i
+        scores position i + 1."""
+        request = SampleRequest(
+            prompt=prompt,
+            num_samples=num_samples,
+            sampling_params=sampling_params,
+            sampling_session_id=self._sampling_session_id,
+            prompt_logprobs=include_prompt_logprobs,
+            topk_prompt_logprobs=topk_prompt_logprobs,
+            topk_sample_logprobs=topk_sample_logprobs,
+            target_prompt_logprobs=target_prompt_logprobs,
+            prompt_logprobs_last_n=prompt_logprobs_last_n,
+        )
+        return self._session.submit(self._sample(request))
+
+    async def sample_async(  # noqa: PLR0913 - the official signature
+        self,
+        prompt: ModelInput,
+        num_samples: int,
+        sampling_params: SamplingParams,
+        include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
+        topk_sample_logprobs: int = 0,
+        target_prompt_logprobs: TensorData | None = None,
+        prompt_logprobs_last_n: int | None = None,
+    ) -> SampleResponse:
+        return await self.sample(
+            prompt,
+            num_samples,
+            sampling_params,
+            include_prompt_logprobs,
+            topk_prompt_logprobs,
+            topk_sample_logprobs,
+            target_prompt_logprobs,
+            prompt_logprobs_last_n,
+        )
+
+    def compute_logprobs(self, prompt: ModelInput) -> APIFuture[list[float | None]]:
+        """log p(token | those before it) for each prompt token; None for the first."""
+        return self._session.submit(self._prompt_logprobs(prompt))
+
+    async def compute_logprobs_async(self, prompt: ModelInput) -> list[float | None]:
+        return await self.compute_logprobs(prompt)
+
+    def get_base_model(self) -> str:
+        return self._base_model
+
+    async def get_base_model_async(self) -> str:
+        return self._base_model
+
+    def get_tokenizer(self) -> Any:
+        """Needs transformers."""
+        return load_tokenizer(self._tokenizer_id or self._base_model)
+
+    async def _prompt_logprobs(self, prompt: ModelInput) -> list[float | None]:
+        request = SampleRequest(
+            prompt=prompt,
+            sampling_params=SamplingParams(max_tokens=1),
+            sampling_session_id=self._sampling_session_id,
+            prompt_logprobs=True,
+        )
+        logprobs = (await self._sample(request)).prompt_logprobs
+        if logprobs is None:
+            raise APIResponseValidationError("the server sent no prompt_logprobs")
+        return logprobs
+
+    async def _sample(self, request: SampleRequest) -> SampleResponse:
+        """A 410 means that the server has lost the request: it is made anew, under a new number."""
+        for attempt in itertools.count(1):
+            try:
+                return await self._sample_once(request)
+            except APIStatusError as error:
+                if error.status_code != HTTP_GONE or attempt > MAX_RESUBMISSIONS:
+                    raise
+        raise AssertionError("the loop ends by return or raise")
+
+    async def _sample_once(self, request: SampleRequest) -> SampleResponse:
+        numbered = request.model_copy(update={"seq_id": next(self._seq_ids)})
+        transport = self._session.transport
+        accepted = await transport.post("asample", numbered, UntypedAPIFuture, patient=True)
+        ids = accepted.sample_sequence_ids or []
+        return await transport.retrieve(
+            accepted.request_id, lambda response: _decode_sample(response, ids), protobuf=True
+        )
+
+
+async def open_sampling_client(
+    session: Session, *, model_path: str | None = None, base_model: str | None = None
+) -> SamplingClient:
+    """Create a sampling session from saved weights or from a base model."""
+    if (model_path is None) == (base_model is None):
+        raise ValueError("give either model_path or base_model")
+    request = CreateSamplingSessionRequest(
+        session_id=await session.session_id(),
+        sampling_session_seq_id=session.next_sampling_session_seq_id(),
+        model_path=model_path,
+        base_model=base_model,
+    )
+    created = await session.transport.post(
+        "create_sampling_session", request, CreateSamplingSessionResponse
+    )
+    sampler = await session.transport.get(
+        f"samplers/{created.sampling_session_id}", GetSamplerResponse
+    )
+    return SamplingClient(
+        session, created.sampling_session_id, sampler.base_model, sampler.tokenizer_id
+    )
+
+
+def _decode_sample(response: httpx.Response, sequence_ids: list[str]) -> SampleResponse:
+    if not is_protobuf(response):
+        return decoder(SampleResponse)(response)
+    output = codec.decode_sample_output(response.content)
+    if sequence_ids and len(sequence_ids) != len(output.sequences):
+        raise APIResponseValidationError(
+            f"{len(sequence_ids)} samples were promised, {len(output.sequences)} came"
+        )
+    return sample_response(output, sequence_ids)

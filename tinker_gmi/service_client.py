@@ -1,0 +1,237 @@
+"""ServiceClient: the way in."""
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from tinker_gmi import settings
+from tinker_gmi.futures import ClientFuture
+from tinker_gmi.sampling_client import SamplingClient, open_sampling_client
+from tinker_gmi.session import Session
+from tinker_gmi.training_client import TrainingClient
+from tinker_gmi.transport import RetryPolicy, Transport
+from tinker_gmi.types import (
+    CreateModelRequest,
+    CreateModelResponse,
+    CreateSessionRequest,
+    GetInfoRequest,
+    GetInfoResponse,
+    GetServerCapabilitiesResponse,
+    LoadWeightsRequest,
+    LoadWeightsResponse,
+    LoraConfig,
+)
+from tinkercloud import __version__
+
+
+class ServiceClient:
+    """Makes training and sampling clients. Contacts the server at first use.
+
+    base_url: else TINKER_BASE_URL, else a server on this machine. api_key: else TINKER_API_KEY;
+    any text. http_transport replaces the network, in tests for example.
+
+    Calls without `_async` return futures or, for clients, a future that is also the client. Close
+    it, or use it as a context manager.
+    """
+
+    def __init__(  # noqa: PLR0913 - the official signature, and two arguments for tests
+        self,
+        user_metadata: Mapping[str, str] | None = None,
+        project_id: str | None = None,
+        *,
+        display_name: str | None = None,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        http_transport: httpx.AsyncBaseTransport | None = None,
+        retry: RetryPolicy | None = None,
+    ):
+        request = CreateSessionRequest(
+            user_metadata=None if user_metadata is None else dict(user_metadata),
+            sdk_version=__version__,
+            project_id=project_id,
+            display_name=display_name,
+        )
+        transport = Transport(
+            settings.base_url(base_url),
+            settings.api_key(api_key),
+            f"tinker_gmi/{__version__}",
+            http_transport,
+            retry,
+        )
+        self._session = Session(transport, request)
+
+    def get_server_capabilities(self) -> GetServerCapabilitiesResponse:
+        return self._session.submit(self._capabilities()).result()
+
+    async def get_server_capabilities_async(self) -> GetServerCapabilitiesResponse:
+        return await self._session.submit(self._capabilities())
+
+    def create_lora_training_client(  # noqa: PLR0913 - the official signature
+        self,
+        base_model: str,
+        rank: int = 32,
+        seed: int | None = None,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        train_unembed: bool = True,
+        user_metadata: Mapping[str, Any] | None = None,
+    ) -> ClientFuture[TrainingClient]:
+        """A fresh model on `base_model`. rank 0: all parameters, no LoRA (this server only)."""
+        lora = LoraConfig(
+            rank=rank,
+            seed=seed,
+            train_mlp=train_mlp,
+            train_attn=train_attn,
+            train_unembed=train_unembed,
+        )
+        making = self._create(base_model, lora, _optional_dict(user_metadata))
+        return ClientFuture(self._session.submit(making).future())
+
+    async def create_lora_training_client_async(  # noqa: PLR0913 - the official signature
+        self,
+        base_model: str,
+        rank: int = 32,
+        seed: int | None = None,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        train_unembed: bool = True,
+        user_metadata: Mapping[str, Any] | None = None,
+    ) -> TrainingClient:
+        return await self.create_lora_training_client(
+            base_model, rank, seed, train_mlp, train_attn, train_unembed, user_metadata
+        )
+
+    def create_training_client_from_state(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: Mapping[str, Any] | None = None,
+        weights_access_token: str | None = None,
+    ) -> ClientFuture[TrainingClient]:
+        """A new model with saved weights and a fresh optimizer."""
+        return self._from_state(
+            path, base_model, user_metadata, weights_access_token, optimizer=False
+        )
+
+    async def create_training_client_from_state_async(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: Mapping[str, Any] | None = None,
+        weights_access_token: str | None = None,
+    ) -> TrainingClient:
+        return await self.create_training_client_from_state(
+            path, base_model, user_metadata, weights_access_token
+        )
+
+    def create_training_client_from_state_with_optimizer(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: Mapping[str, Any] | None = None,
+        weights_access_token: str | None = None,
+    ) -> ClientFuture[TrainingClient]:
+        """A new model that goes on as the saved one would have."""
+        return self._from_state(
+            path, base_model, user_metadata, weights_access_token, optimizer=True
+        )
+
+    async def create_training_client_from_state_with_optimizer_async(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: Mapping[str, Any] | None = None,
+        weights_access_token: str | None = None,
+    ) -> TrainingClient:
+        return await self.create_training_client_from_state_with_optimizer(
+            path, base_model, user_metadata, weights_access_token
+        )
+
+    def create_sampling_client(
+        self, model_path: str | None = None, base_model: str | None = None
+    ) -> ClientFuture[SamplingClient]:
+        """A sampler of saved weights, or of a base model as it is."""
+        opening = open_sampling_client(self._session, model_path=model_path, base_model=base_model)
+        return ClientFuture(self._session.submit(opening).future())
+
+    async def create_sampling_client_async(
+        self, model_path: str | None = None, base_model: str | None = None
+    ) -> SamplingClient:
+        return await self.create_sampling_client(model_path, base_model)
+
+    def close(self, status: str = "success", detail: str | None = None) -> None:
+        """End the session; status: "success", "errored" or "interrupted". What is still under way
+        is cancelled here. Idempotent."""
+        self._session.close(status, detail)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        elif issubclass(kind, KeyboardInterrupt):
+            self.close("interrupted")
+        else:
+            self.close("errored", f"{kind.__name__}: {error}")
+
+    async def _capabilities(self) -> GetServerCapabilitiesResponse:
+        return await self._session.transport.get(
+            "get_server_capabilities", GetServerCapabilitiesResponse
+        )
+
+    async def _create(
+        self, base_model: str, lora: LoraConfig, user_metadata: dict[str, Any] | None
+    ) -> TrainingClient:
+        request = CreateModelRequest(
+            session_id=await self._session.session_id(),
+            model_seq_id=self._session.next_model_seq_id(),
+            base_model=base_model,
+            user_metadata=user_metadata,
+            lora_config=lora,
+        )
+        made = await self._session.post_and_wait("create_model", request, CreateModelResponse)
+        return await self._training_client(made.model_id)
+
+    def _from_state(
+        self,
+        path: str,
+        base_model: str | None,
+        user_metadata: Mapping[str, Any] | None,
+        weights_access_token: str | None,
+        *,
+        optimizer: bool,
+    ) -> ClientFuture[TrainingClient]:
+        request = LoadWeightsRequest(
+            path=path,
+            optimizer=optimizer,
+            base_model=base_model,
+            user_metadata=_optional_dict(user_metadata),
+            weights_access_token=weights_access_token,
+        )
+        return ClientFuture(self._session.submit(self._load(request)).future())
+
+    async def _load(self, request: LoadWeightsRequest) -> TrainingClient:
+        session_id = await self._session.session_id()
+        model_seq_id = self._session.next_model_seq_id()
+        addressed = request.replace(session_id=session_id, model_seq_id=model_seq_id)
+        await self._session.post_and_wait("load_weights", addressed, LoadWeightsResponse)
+        # By rule; the reply need not name it (specification 3.1).
+        return await self._training_client(f"{session_id}:train:{model_seq_id}")
+
+    async def _training_client(self, model_id: str) -> TrainingClient:
+        info = await self._session.transport.post(
+            "get_info", GetInfoRequest(model_id=model_id), GetInfoResponse
+        )
+        return TrainingClient(self._session, info)
+
+
+def _optional_dict(mapping: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    return None if mapping is None else dict(mapping)

@@ -1,0 +1,181 @@
+"""One client process at one server: the loop, the transport, the session and its counters."""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import httpx
+
+from tinker_gmi.errors import APIError, APIStatusError, NotFoundError
+from tinker_gmi.event_loop import LoopThread
+from tinker_gmi.futures import APIFuture
+from tinker_gmi.transport import Call, Transport, decoder
+from tinker_gmi.types import (
+    ClientConfigRequest,
+    ClientConfigResponse,
+    CreateSessionRequest,
+    CreateSessionResponse,
+    FinishReason,
+    FinishSessionRequest,
+    SessionHeartbeatRequest,
+    SessionHeartbeatResponse,
+    UntypedAPIFuture,
+    WireModel,
+)
+
+T = TypeVar("T")
+ModelT = TypeVar("ModelT", bound=WireModel)
+
+HEARTBEAT_PERIOD_S = 10.0
+HTTP_GONE = 410
+
+logger = logging.getLogger("tinker_gmi")
+
+
+class Session:
+    """Started by the first call that needs it; shared by all clients of one ServiceClient.
+
+    Its attributes are touched by coroutines of its own loop only.
+    """
+
+    def __init__(self, transport: Transport, request: CreateSessionRequest):
+        self.transport = transport
+        self.config = ClientConfigResponse()
+        self._loop = LoopThread()
+        self._request = request
+        self._starting: asyncio.Task[str] | None = None
+        self._heartbeat: asyncio.Task[None] | None = None
+        self._model_seq_ids = itertools.count()
+        self._sampling_session_seq_ids = itertools.count()
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> APIFuture[T]:
+        """Run a coroutine in the session's loop."""
+        return APIFuture(self._submit(coroutine))
+
+    def _submit(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
+        try:
+            return self._loop.submit(coroutine)
+        except RuntimeError:
+            coroutine.close()  # never awaited: the client was closed
+            raise
+
+    def lane(self) -> "Lane":
+        return Lane(self._loop)
+
+    async def session_id(self) -> str:
+        """Starts the session at first use. Concurrent callers share one start."""
+        if self._starting is None or _failed(self._starting):
+            self._starting = asyncio.create_task(self._start())
+        return await asyncio.shield(self._starting)
+
+    def next_model_seq_id(self) -> int:
+        return next(self._model_seq_ids)
+
+    def next_sampling_session_seq_id(self) -> int:
+        return next(self._sampling_session_seq_ids)
+
+    async def result(self, request_id: str, reply: type[ModelT]) -> ModelT:
+        """The JSON result of an acknowledged request."""
+        return await self.transport.retrieve(request_id, decoder(reply))
+
+    async def post_and_wait(self, path: str, body: WireModel, reply: type[ModelT]) -> ModelT:
+        """Submit work and wait for its JSON result."""
+        accepted = await self.transport.post(path, body, UntypedAPIFuture)
+        return await self.result(accepted.request_id, reply)
+
+    def close(self, status: str, detail: str | None) -> None:
+        """Tell the server, then end the loop; what still waits is cancelled. Idempotent."""
+        if self._loop.closed:
+            return
+        try:
+            self._submit(self._finish(status, detail)).result()
+        finally:
+            self._loop.close()
+
+    async def _start(self) -> str:
+        version = ClientConfigRequest(sdk_version=self._request.sdk_version)
+        try:
+            self.config = await self.transport.post("client/config", version, ClientConfigResponse)
+        except NotFoundError:
+            logger.debug("the server has no client/config; the defaults hold")
+        reply = await self.transport.post("create_session", self._request, CreateSessionResponse)
+        for level, text in (
+            (logging.INFO, reply.info_message),
+            (logging.WARNING, reply.warning_message),
+            (logging.ERROR, reply.error_message),
+        ):
+            if text:
+                logger.log(level, "%s", text)
+        self._heartbeat = asyncio.create_task(self._beat(reply.session_id))
+        return reply.session_id
+
+    async def _beat(self, session_id: str) -> None:
+        body = SessionHeartbeatRequest(session_id=session_id)
+        while True:
+            await asyncio.sleep(HEARTBEAT_PERIOD_S)
+            try:
+                await self.transport.post("session_heartbeat", body, SessionHeartbeatResponse)
+            except APIStatusError as error:
+                if error.status_code == HTTP_GONE:
+                    return
+                logger.warning("heartbeat: %s", error)
+            except APIError as error:
+                logger.warning("heartbeat: %s", error)
+
+    async def _finish(self, status: str, detail: str | None) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
+        if self._starting is not None and self._starting.done() and not _failed(self._starting):
+            body = FinishSessionRequest(reason=FinishReason(type=status), detail=detail)
+            path = f"sessions/{self._starting.result()}/finish"
+            content = body.model_dump_json().encode()
+            try:
+                await self.transport.send_once(Call("POST", path, content, timeout_s=10.0))
+            except (APIError, httpx.HTTPError) as error:
+                logger.warning("the session could not be finished: %s", error)
+        await self.transport.close()
+
+
+class Lane:
+    """The requests of one model, posted one after another in the order of submission.
+
+    An operation owns the lane until it returns, which is when the server has acknowledged what it
+    posted; results are waited for outside. Numbers are given out at posting time, so an operation
+    that fails before it posts leaves no gap.
+    """
+
+    def __init__(self, loop: LoopThread):
+        self._loop = loop
+        self._queue: asyncio.Queue[tuple[Callable[[], Awaitable[Any]], Future[Any]]] = (
+            asyncio.Queue()
+        )
+        self._seq_ids = itertools.count(1)  # 0 is the creation of the model
+        self._worker = loop.submit(self._run())
+
+    def submit(self, operation: Callable[[], Awaitable[T]]) -> "Future[T]":
+        """Queue an operation; from any thread."""
+        outcome: Future[T] = Future()
+        self._loop.call_soon(self._queue.put_nowait, (operation, outcome))
+        return outcome
+
+    def next_seq_id(self) -> int:
+        """To be called by the operation that owns the lane."""
+        return next(self._seq_ids)
+
+    async def _run(self) -> None:
+        while True:
+            operation, outcome = await self._queue.get()
+            try:
+                outcome.set_result(await operation())
+            except asyncio.CancelledError:
+                outcome.cancel()
+                raise
+            except Exception as error:  # noqa: BLE001 - handed to whoever waits for the outcome
+                outcome.set_exception(error)
+
+
+def _failed(task: "asyncio.Task[Any]") -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)

@@ -1,0 +1,15 @@
+"""Where the server is and who is asking: arguments first, then the environment."""
+
+import os
+
+DEFAULT_BASE_URL = "http://127.0.0.1:8700"
+
+
+def base_url(argument: str | None) -> str:
+    """The argument, else TINKER_BASE_URL, else a server on this machine."""
+    return argument or os.environ.get("TINKER_BASE_URL") or DEFAULT_BASE_URL
+
+
+def api_key(argument: str | None) -> str | None:
+    """The argument, else TINKER_API_KEY; any key will do, what it is worth the server decides."""
+    return argument or os.environ.get("TINKER_API_KEY") or None

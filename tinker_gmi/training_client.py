@@ -1,0 +1,354 @@
+"""TrainingClient: the operations on one model."""
+
+import asyncio
+import dataclasses
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import httpx
+
+from tinker_gmi.conversions import (
+    check_sparse_growth,
+    forward_backward_output,
+    merged,
+    split_for_requests,
+    wire_datum,
+)
+from tinker_gmi.custom_loss import (
+    CustomLossFn,
+    LocalLoss,
+    differentiate,
+    forward_data,
+    with_local_metrics,
+)
+from tinker_gmi.errors import TinkerError
+from tinker_gmi.futures import APIFuture, ClientFuture
+from tinker_gmi.sampling_client import SamplingClient, open_sampling_client
+from tinker_gmi.session import Session
+from tinker_gmi.tokenizer import load_tokenizer
+from tinker_gmi.transport import decoder, is_protobuf
+from tinker_gmi.types import (
+    AdamParams,
+    Datum,
+    ForwardBackwardOutput,
+    GetInfoResponse,
+    LossFnType,
+    OptimStepRequest,
+    OptimStepResponse,
+    SamplingClientKind,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsForSamplerResponse,
+    SaveWeightsRequest,
+    SaveWeightsResponse,
+    UntypedAPIFuture,
+    WireModel,
+)
+from tinkercloud.wire import codec
+
+ModelT = TypeVar("ModelT", bound=WireModel)
+LossFnConfig = Mapping[str, float | str]
+
+MAX_DATUMS_PER_REQUEST = 1024
+MAX_BYTES_PER_REQUEST = 5_000_000
+
+
+class TrainingClient:
+    """Trains one model. Operations run on the server in the order in which they are called here;
+    a call returns at once, so that several can be under way.
+
+    A batch of more than 1024 datums or 5 MB goes as several requests whose gradients add up. If
+    one of them fails, the gradient of the others has been added.
+    """
+
+    def __init__(self, session: Session, info: GetInfoResponse):
+        self._session = session
+        self._info = info
+        self._lane = session.lane()
+
+    @property
+    def model_id(self) -> str:
+        return self._info.model_id
+
+    # ---- gradients
+
+    def forward(
+        self,
+        data: Sequence[Datum],
+        loss_fn: LossFnType,
+        loss_fn_config: LossFnConfig | None = None,
+    ) -> APIFuture[ForwardBackwardOutput]:
+        """The loss and log-probabilities, without a gradient."""
+        batch = self._batch(data, loss_fn, loss_fn_config, forward_only=True)
+        return self._results(self._lane.submit(lambda: self._post_batch(batch)))
+
+    def forward_backward(
+        self,
+        data: Sequence[Datum],
+        loss_fn: LossFnType,
+        loss_fn_config: LossFnConfig | None = None,
+    ) -> APIFuture[ForwardBackwardOutput]:
+        """Add the gradient of the loss, a plain sum over tokens and datums, to what is there."""
+        batch = self._batch(data, loss_fn, loss_fn_config)
+        return self._results(self._lane.submit(lambda: self._post_batch(batch)))
+
+    def forward_backward_custom(
+        self, data: Sequence[Datum], loss_fn: CustomLossFn
+    ) -> APIFuture[ForwardBackwardOutput]:
+        """forward_backward with a loss computed here: `loss_fn(data, logprobs)` returns a torch
+        scalar and metrics. It costs one more forward pass. Needs torch."""
+        datums = list(data)
+        forward = self._batch(forward_data(datums), "cross_entropy", None, forward_only=True)
+        posted = self._lane.submit(lambda: self._post_custom(datums, loss_fn, forward))
+        return self._session.submit(self._collect_custom(posted))
+
+    async def forward_async(
+        self,
+        data: Sequence[Datum],
+        loss_fn: LossFnType,
+        loss_fn_config: LossFnConfig | None = None,
+    ) -> APIFuture[ForwardBackwardOutput]:
+        return self.forward(data, loss_fn, loss_fn_config)
+
+    async def forward_backward_async(
+        self,
+        data: Sequence[Datum],
+        loss_fn: LossFnType,
+        loss_fn_config: LossFnConfig | None = None,
+    ) -> APIFuture[ForwardBackwardOutput]:
+        return self.forward_backward(data, loss_fn, loss_fn_config)
+
+    async def forward_backward_custom_async(
+        self, data: Sequence[Datum], loss_fn: CustomLossFn
+    ) -> APIFuture[ForwardBackwardOutput]:
+        return self.forward_backward_custom(data, loss_fn)
+
+    # ---- steps
+
+    def optim_step(
+        self,
+        optim_params: AdamParams | Mapping[str, Any] | None = None,
+        *,
+        adam_params: AdamParams | None = None,
+    ) -> APIFuture[OptimStepResponse]:
+        """One step with the gradient so far, which is then cleared. A mapping with a `type` is for
+        optimizers other than AdamW."""
+        if optim_params is not None and adam_params is not None:
+            raise ValueError("give optim_params or adam_params, not both")
+        params = adam_params if optim_params is None else optim_params
+        if params is None:
+            raise TypeError("optim_step needs AdamParams")
+        body = OptimStepRequest(
+            model_id=self.model_id,
+            adam_params=params if isinstance(params, AdamParams) else None,
+            optimizer_params=None if isinstance(params, AdamParams) else dict(params),
+        )
+        return self._ordered("optim_step", body, OptimStepResponse)
+
+    async def optim_step_async(
+        self,
+        optim_params: AdamParams | Mapping[str, Any] | None = None,
+        *,
+        adam_params: AdamParams | None = None,
+    ) -> APIFuture[OptimStepResponse]:
+        return self.optim_step(optim_params, adam_params=adam_params)
+
+    # ---- checkpoints
+
+    def save_state(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        overwrite: bool = False,
+        user_metadata: Mapping[str, str] | None = None,
+    ) -> APIFuture[SaveWeightsResponse]:
+        """Weights and optimizer state, to go on training from."""
+        body = SaveWeightsRequest(
+            model_id=self.model_id,
+            path=name,
+            ttl_seconds=ttl_seconds,
+            overwrite=overwrite,
+            user_metadata=None if user_metadata is None else dict(user_metadata),
+        )
+        return self._ordered("save_weights", body, SaveWeightsResponse)
+
+    async def save_state_async(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        overwrite: bool = False,
+        user_metadata: Mapping[str, str] | None = None,
+    ) -> APIFuture[SaveWeightsResponse]:
+        return self.save_state(name, ttl_seconds, overwrite, user_metadata)
+
+    def save_weights_for_sampler(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        user_metadata: Mapping[str, str] | None = None,
+    ) -> APIFuture[SaveWeightsForSamplerResponse]:
+        """Weights only, to sample from."""
+        body = SaveWeightsForSamplerRequest(
+            model_id=self.model_id,
+            path=name,
+            ttl_seconds=ttl_seconds,
+            user_metadata=None if user_metadata is None else dict(user_metadata),
+        )
+        return self._ordered("save_weights_for_sampler", body, SaveWeightsForSamplerResponse)
+
+    async def save_weights_for_sampler_async(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        user_metadata: Mapping[str, str] | None = None,
+    ) -> APIFuture[SaveWeightsForSamplerResponse]:
+        return self.save_weights_for_sampler(name, ttl_seconds, user_metadata)
+
+    # ---- samplers
+
+    def save_weights_and_get_sampling_client(
+        self, name: str | None = None, *, kind: SamplingClientKind = "snapshot"
+    ) -> ClientFuture[SamplingClient]:
+        """A sampler of the weights as they are after the calls so far. Without a name nothing is
+        kept beyond the session."""
+        body = SaveWeightsForSamplerRequest(model_id=self.model_id, path=name, kind=kind)
+        if name is None:
+            body.sampling_session_seq_id = self._session.next_sampling_session_seq_id()
+        saved = self._ordered("save_weights_for_sampler", body, SaveWeightsForSamplerResponse)
+        return ClientFuture(self._session.submit(self._open_sampler(saved)).future())
+
+    async def save_weights_and_get_sampling_client_async(
+        self, name: str | None = None, *, kind: SamplingClientKind = "snapshot"
+    ) -> SamplingClient:
+        return await self.save_weights_and_get_sampling_client(name, kind=kind)
+
+    def create_sampling_client(self, model_path: str) -> ClientFuture[SamplingClient]:
+        """A sampler of saved weights."""
+        opening = open_sampling_client(self._session, model_path=model_path)
+        return ClientFuture(self._session.submit(opening).future())
+
+    async def create_sampling_client_async(self, model_path: str) -> SamplingClient:
+        return await self.create_sampling_client(model_path)
+
+    async def _open_sampler(
+        self, saved: APIFuture[SaveWeightsForSamplerResponse]
+    ) -> SamplingClient:
+        reply = await saved
+        if reply.sampling_session_id is None:
+            return await open_sampling_client(self._session, model_path=reply.path)
+        return SamplingClient(
+            self._session,
+            reply.sampling_session_id,
+            self._info.model_data.model_name or "",
+            self._info.model_data.tokenizer_id,
+        )
+
+    # ---- about the model
+
+    def get_info(self) -> GetInfoResponse:
+        """As it was when this client was made; no request."""
+        return self._info
+
+    async def get_info_async(self) -> GetInfoResponse:
+        return self._info
+
+    def get_tokenizer(self) -> Any:
+        """Needs transformers."""
+        tokenizer_id = self._info.model_data.tokenizer_id or self._info.model_data.model_name
+        if tokenizer_id is None:
+            raise TinkerError(f"the server names no tokenizer for model {self.model_id!r}")
+        return load_tokenizer(tokenizer_id)
+
+    # ---- requests
+
+    def _ordered(self, path: str, body: Any, reply: type[ModelT]) -> APIFuture[ModelT]:
+        posted = self._lane.submit(lambda: self._post(path, body))
+
+        async def wait() -> ModelT:
+            return await self._session.result(await asyncio.wrap_future(posted), reply)
+
+        return self._session.submit(wait())
+
+    async def _post(self, path: str, body: Any) -> str:
+        """The request id. Retries repeat the same number, so the server executes once."""
+        numbered = body.replace(seq_id=self._lane.next_seq_id())
+        accepted = await self._session.transport.post(path, numbered, UntypedAPIFuture)
+        return accepted.request_id
+
+    def _batch(
+        self,
+        data: Sequence[Datum],
+        loss_fn: LossFnType,
+        config: LossFnConfig | None,
+        *,
+        forward_only: bool = False,
+    ) -> list[codec.ForwardBackwardRequest]:
+        """The requests of one call, without their numbers."""
+        if not data:
+            raise ValueError("data is empty")
+        check_sparse_growth(data)
+        datums = [wire_datum(datum) for datum in data]
+        for index, datum in enumerate(datums):
+            if any(isinstance(chunk, codec.UnsupportedChunk) for chunk in datum.chunks):
+                raise ValueError(f"datum {index}: only text can be trained on")
+        limits = self._session.config
+        chunks = split_for_requests(
+            datums,
+            limits.fwdbwd_max_chunk_len or MAX_DATUMS_PER_REQUEST,
+            limits.fwdbwd_max_chunk_bytes_count or MAX_BYTES_PER_REQUEST,
+        )
+        return [
+            codec.ForwardBackwardRequest(
+                self.model_id, 0, tuple(chunk), loss_fn, dict(config or {}), forward_only
+            )
+            for chunk in chunks
+        ]
+
+    async def _post_batch(self, batch: list[codec.ForwardBackwardRequest]) -> list[str]:
+        """The request ids, in order."""
+        request_ids = []
+        for request in batch:
+            numbered = dataclasses.replace(request, seq_id=self._lane.next_seq_id())
+            accepted = await self._session.transport.post_protobuf(
+                "forward_backward",
+                codec.encode_forward_backward_request(numbered),
+                UntypedAPIFuture,
+            )
+            request_ids.append(accepted.request_id)
+        return request_ids
+
+    def _results(self, posted: "Future[list[str]]") -> APIFuture[ForwardBackwardOutput]:
+        async def wait() -> ForwardBackwardOutput:
+            return await self._collect(await asyncio.wrap_future(posted))
+
+        return self._session.submit(wait())
+
+    async def _collect(self, request_ids: list[str]) -> ForwardBackwardOutput:
+        retrieve = self._session.transport.retrieve
+        polls = [retrieve(i, _decode_output, protobuf=True) for i in request_ids]
+        return merged(await asyncio.gather(*polls))
+
+    async def _post_custom(
+        self,
+        data: list[Datum],
+        loss_fn: CustomLossFn,
+        forward: list[codec.ForwardBackwardRequest],
+    ) -> tuple[list[str], LocalLoss]:
+        """Owns the lane until the backward pass is acknowledged: what the caller submitted
+        meanwhile must come after it."""
+        output = await self._collect(await self._post_batch(forward))
+        local = await asyncio.to_thread(differentiate, data, loss_fn, output)
+        backward = self._batch(local.data, "cross_entropy", None)
+        return await self._post_batch(backward), local
+
+    async def _collect_custom(
+        self, posted: "Future[tuple[list[str], LocalLoss]]"
+    ) -> ForwardBackwardOutput:
+        request_ids, local = await asyncio.wrap_future(posted)
+        return with_local_metrics(await self._collect(request_ids), local)
+
+
+def _decode_output(response: httpx.Response) -> ForwardBackwardOutput:
+    if is_protobuf(response):
+        return forward_backward_output(codec.decode_train_output(response.content))
+    return decoder(ForwardBackwardOutput)(response)
