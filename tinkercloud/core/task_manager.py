@@ -50,6 +50,8 @@ class _Pending:
 @dataclass(slots=True, eq=False)
 class _Lane:
     order: LaneOrder[tuple[_Pending, Work]]
+    first_here: int  # from this number on, `seen` says whether a request is new; no need to look
+    seen: set[int] = field(default_factory=set, repr=False)
     changed: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
     last_arrival: float = 0.0  # monotonic
     worker: asyncio.Task[None] | None = None
@@ -102,9 +104,11 @@ class TaskManager:
         assert ticket.model_id is not None
         lane = await self._lane(ticket.user, ticket.model_id)
         ticket = _numbered(ticket, lane)
-        pending, is_new = await self._accept(ticket)
+        assert ticket.seq_id is not None
+        certainly_new = ticket.seq_id >= lane.first_here and ticket.seq_id not in lane.seen
+        lane.seen.add(ticket.seq_id)
+        pending, is_new = await self._accept(ticket, look=not certainly_new)
         if is_new:
-            assert ticket.seq_id is not None
             lane.order.push(ticket.seq_id, (pending, work), is_chunk=ticket.kind in CHUNK_KINDS)
             lane.last_arrival = time.monotonic()
             lane.changed.set()
@@ -123,8 +127,11 @@ class TaskManager:
         """Run something that nobody waits for; it ends with the manager."""
         self._spawn(work, name)
 
-    async def _accept(self, ticket: Ticket) -> tuple[_Pending, bool]:
-        """The request's record, and whether it is new. Durable when this returns."""
+    async def _accept(self, ticket: Ticket, *, look: bool = True) -> tuple[_Pending, bool]:
+        """The request's record, and whether it is new. On record when this returns.
+
+        look False: no earlier request can have the key, so the database is not asked.
+        """
         if self._closing:
             raise ServerFault("the server is shutting down")
         key = ticket.dedup_key
@@ -138,7 +145,7 @@ class TaskManager:
         if key is not None:
             self._by_key[key] = pending  # before the first await, so that a twin finds it
         try:
-            is_new = await self._record(pending)
+            is_new = await self._record(pending, look=look)
         except BaseException as error:
             self._forget(pending)
             if not isinstance(error, Exception):
@@ -152,10 +159,10 @@ class TaskManager:
             self._forget(pending)
         return pending, is_new
 
-    async def _record(self, pending: _Pending) -> bool:
+    async def _record(self, pending: _Pending, *, look: bool) -> bool:
         """Write the row; False where an earlier request has the key (its id is taken over)."""
         key = pending.ticket.dedup_key
-        earlier = await self._futures.find(key) if key is not None else None
+        earlier = await self._futures.find(key) if look and key is not None else None
         if earlier is not None:
             pending.request_id = earlier
             return False
@@ -173,7 +180,8 @@ class TaskManager:
         lane = self._lanes.get((user, model_id))
         if lane is None:
             highest = await self._futures.highest_seq_id(user, model_id)
-            fresh = _Lane(LaneOrder(0 if highest is None else highest + 1))
+            first = 0 if highest is None else highest + 1
+            fresh = _Lane(LaneOrder(first), first)
             lane = self._lanes.setdefault((user, model_id), fresh)
         return lane
 

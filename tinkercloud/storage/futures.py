@@ -67,7 +67,7 @@ class FuturesStorage:
         self._database = database
 
     async def add(self, request_id: str, ticket: Ticket) -> None:
-        """Acknowledge: durable when this returns."""
+        """Acknowledge: it outlives the process when this returns."""
         await self._database.write(
             "INSERT INTO futures (request_id, user, kind, dedup_key, model_id, seq_id, status,"
             " created_at) VALUES (?, ?, ?, ?, ?, ?, 'pending', ?)",

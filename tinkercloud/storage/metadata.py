@@ -169,7 +169,7 @@ class MetadataStorage:
     async def put_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Also replaces one of the same name: readers see the old row or the new one."""
         c = checkpoint
-        await self._database.write(
+        await self._database.write_through(
             "INSERT OR REPLACE INTO checkpoints (model_id, segment, name, user, directory,"
             " base_model, lora, with_optimizer, size_bytes, user_metadata, created_at, expires_at)"
             " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -215,14 +215,14 @@ class MetadataStorage:
         return 0 if row is None else row["num"]
 
     async def set_expiry(self, checkpoint: Checkpoint, expires_at: float | None) -> Checkpoint:
-        await self._database.write(
+        await self._database.write_through(
             "UPDATE checkpoints SET expires_at = ? WHERE directory = ?",
             *(expires_at, checkpoint.directory),
         )
         return replace(checkpoint, expires_at=expires_at)
 
     async def delete_checkpoint(self, checkpoint: Checkpoint) -> None:
-        await self._database.write(
+        await self._database.write_through(
             "DELETE FROM checkpoints WHERE directory = ?", checkpoint.directory
         )
 
