@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from tests.numerics.networks import (
     FAMILIES,
@@ -16,6 +16,8 @@ from tests.numerics.networks import (
 from tinkercloud.architectures.config import from_hf
 from tinkercloud.architectures.layers import rms_norm, rotary_frequencies, rotate, swiglu
 from tinkercloud.architectures.llama import Llama
+from tinkercloud.embedded.gguf_file import GGUFFile
+from tinkercloud.embedded.gguf_tokenizer import build_tokenizer
 from tinkercloud.embedded.loader import load_model, read_config
 
 TOLERANCE = 2e-5
@@ -201,12 +203,12 @@ def test_frequencies_of_plain_rope_are_powers_of_theta(tmp_path):
 
 def test_smollm2_from_gguf_equals_transformers_on_real_text(smollm2_gguf: Path):
     folder, name = str(smollm2_gguf.parent), smollm2_gguf.name
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
+    tokenizer = build_tokenizer(GGUFFile(smollm2_gguf).metadata)
     texts = [
         "The capital of France is Paris. In 1889 it built a tower 300 metres high.",
         "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n",
     ]
-    sequences = [tokenizer(text, return_tensors="pt")["input_ids"][0] for text in texts]
+    sequences = [torch.tensor(tokenizer.encode(text).ids) for text in texts]
     reference = AutoModelForCausalLM.from_pretrained(
         folder, gguf_file=name, dtype=torch.float32
     ).eval()

@@ -39,7 +39,10 @@ def read_config(path: Path) -> ArchitectureConfig:
     generation = path / "generation_config.json"
     if not generation.is_file():
         return config
-    more = token_ids(_read_json(generation).get("eos_token_id"))
+    try:
+        more = token_ids(_read_json(generation).get("eos_token_id"))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{generation} has a wrong eos_token_id: {error}") from error
     return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *more))))
 
 
@@ -84,7 +87,10 @@ def _tensor_files(folder: Path) -> list[str]:
         return [_SINGLE]
     if not (folder / _INDEX).is_file():
         raise ConfigError(f"{folder} has neither {_SINGLE} nor {_INDEX}; other files are not read")
-    files = sorted(set(_read_json(folder / _INDEX).get("weight_map", {}).values()))
+    places = _read_json(folder / _INDEX).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        raise ConfigError(f"{folder / _INDEX} has no weight_map of file names")
+    files = sorted(set(places.values()))
     for name in files:
         if Path(name).name != name or not (folder / name).is_file():
             raise ConfigError(f"{_INDEX} names {name!r}, which is not in {folder}")
