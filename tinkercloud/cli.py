@@ -141,7 +141,12 @@ def _serve(arguments: dict[str, object]) -> int:
         _introduce(config, url)
         from tinkercloud.app import create_app
 
-        server.run(create_app(config), config, bound, lambda: _say(f"ready: {url}"))
+        app = create_app(config)
+        hooks = server.Hooks(
+            ready=lambda: _say(f"ready: {url}"),
+            stopping=lambda: app.state.services.tasks.close(),
+        )
+        server.run(app, config, bound, hooks)
     return 0
 
 

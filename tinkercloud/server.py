@@ -6,7 +6,8 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -52,14 +53,20 @@ def base_url(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def run(app: ASGIApp, config: Config, bound: socket.socket, on_ready: Callable[[], None]) -> None:
-    """Serve until SIGINT or SIGTERM. on_ready is called when the application has started.
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """ready: the application has started. stopping: the server stops; end what requests wait for,
+    so that held polls are answered and their connections close."""
 
-    ConfigError when the application refuses to start with one.
-    """
+    ready: Callable[[], None]
+    stopping: Callable[[], Awaitable[None]]
+
+
+def run(app: ASGIApp, config: Config, bound: socket.socket, hooks: Hooks) -> None:
+    """Serve until SIGINT or SIGTERM. ConfigError when the application refuses to start with one."""
     raise_open_files_limit()
     watched = _StartupWatch(app)
-    server = _Server(_uvicorn_config(watched, config), on_ready)
+    server = _Server(_uvicorn_config(watched, config), hooks)
     try:
         asyncio.run(server.serve(sockets=[bound]))
     except SystemExit:
@@ -99,13 +106,21 @@ def _uvicorn_config(app: ASGIApp, config: Config) -> uvicorn.Config:
 class _Server(uvicorn.Server):
     """Tells when it is ready, and takes a signal as a wish to end, not as a failure."""
 
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]):
+    def __init__(self, config: uvicorn.Config, hooks: Hooks):
         super().__init__(config)
-        self._on_ready = on_ready
+        self._hooks = hooks
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._on_ready()
+        self._hooks.ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for listener in self.servers:
+            listener.close()
+        try:
+            await self._hooks.stopping()
+        finally:
+            await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit and not self.started:
