@@ -13,14 +13,14 @@ from tinkercloud.backends import BACKENDS
 from tinkercloud.backends.base import Backend
 from tinkercloud.config import Config
 from tinkercloud.errors import ConfigError, FutureUnknown, TinkercloudError
-from tinkercloud.middleware import Authenticator, AuthMiddleware, BodyMiddleware
 from tinkercloud.routers import ROUTERS
 from tinkercloud.routers.deps import json_answer
-from tinkercloud.routers.validation import readable
+from tinkercloud.routers.middleware import Authenticator, AuthMiddleware, BodyMiddleware
+from tinkercloud.services.bodies import readable
 from tinkercloud.services.catalog import Catalog
 from tinkercloud.services.container import build_services
 from tinkercloud.storage.database import Database
-from tinkercloud.storage.keys import KeyStore
+from tinkercloud.storage.keys import DEFAULT_USER, KeyStore
 
 logger = logging.getLogger(__name__)
 
@@ -37,12 +37,12 @@ def create_app(
     none, so that they keep their own defaults.
     """
     chosen = load_backend(config) if backend is None else backend
-    authenticator = Authenticator(required=config.auth)
+    authenticator = Authenticator(everybody=None if config.auth else DEFAULT_USER)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         database = await Database.open(config.data_dir)
-        authenticator.keys = KeyStore(config.data_dir)
+        keys = authenticator.keys = KeyStore(config.data_dir)
         try:
             catalog = Catalog(await chosen.start())
             try:
@@ -56,7 +56,7 @@ def create_app(
             finally:
                 await chosen.stop()
         finally:
-            authenticator.keys.close()
+            keys.close()
             await database.close()
 
     # no documentation pages: the API is described in docs/, and pages would need their own key

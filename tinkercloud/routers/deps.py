@@ -10,6 +10,7 @@ from fastapi.routing import APIRoute
 
 from tinker_gmi.types import WireModel
 from tinkercloud.errors import PayloadTooLarge, UserError
+from tinkercloud.services.bodies import parse_json
 from tinkercloud.services.container import Services
 from tinkercloud.services.rest_service import MAX_LIMIT
 
@@ -25,18 +26,6 @@ def answer(body: WireModel, status_code: int = 200) -> Response:
 def json_answer(body: object, status_code: int = 200) -> Response:
     content = json.dumps(body, allow_nan=False)
     return Response(content, status_code, media_type="application/json")
-
-
-def parse_json(body: bytes) -> Any:
-    """Any JSON value that can travel back as text; UserError otherwise."""
-    try:
-        value = json.loads(body)
-        if b"\\ud" in body or b"\\uD" in body:  # half a surrogate pair is no text
-            json.dumps(value, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
-        reason = "nested too deep" if isinstance(error, RecursionError) else str(error)[:200]
-        raise UserError(f"the body is not JSON: {reason}") from None
-    return value
 
 
 class _JsonRequest(Request):

@@ -13,7 +13,7 @@ from tinker_gmi.types import (
 )
 from tinkercloud.errors import InvalidRequest
 from tinkercloud.routers.deps import JsonRoute, ServicesDep, UserDep, answer
-from tinkercloud.routers.validation import readable
+from tinkercloud.services.bodies import readable
 
 router = APIRouter(prefix="/api/v1", route_class=JsonRoute)
 

@@ -11,6 +11,7 @@ from tinkercloud.core.task_manager import TaskManager
 from tinkercloud.services.catalog import Catalog
 from tinkercloud.services.checkpoint_service import CheckpointService
 from tinkercloud.services.foundation import Foundation
+from tinkercloud.services.future_service import FutureService
 from tinkercloud.services.model_service import ModelService
 from tinkercloud.services.rest_service import RestService
 from tinkercloud.services.sampling_service import SamplingService
@@ -43,6 +44,7 @@ class Services:
     sampling: SamplingService
     training: TrainingService
     rest: RestService
+    results: FutureService
 
     async def start(self) -> None:
         await self.tasks.start()
@@ -91,4 +93,5 @@ def build_services(
         sampling=sampling,
         training=TrainingService(foundation, models, sampling),
         rest=RestService(metadata, checkpoints),
+        results=FutureService(tasks, futures, config.hold_s),
     )

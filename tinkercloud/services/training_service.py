@@ -16,6 +16,7 @@ from tinker_gmi.types import (
 from tinkercloud.core.data_converter import RawBatch
 from tinkercloud.core.types import AdamParams, TrainBatch
 from tinkercloud.errors import InvalidRequest, ModelNotFound, UserError
+from tinkercloud.services.bodies import TrainingCall
 from tinkercloud.services.checkpoint_service import SaveOptions
 from tinkercloud.services.foundation import Foundation
 from tinkercloud.services.model_service import ModelService, stringified
@@ -37,39 +38,35 @@ class TrainingService:
         self._models = models
         self._sampling = sampling
 
-    async def forward_backward(
-        self, user: str, model_id: str, seq_id: int | None, raw: RawBatch
-    ) -> UntypedAPIFuture:
-        """Always acknowledged: a refused chunk would leave the client waiting for its turn."""
-        kind = "Forward" if raw.forward_only else "ForwardBackward"
-        model = await self._models.find(user, model_id)
+    async def forward_backward(self, user: str, call: TrainingCall) -> UntypedAPIFuture:
+        """Acknowledged even when it must fail: a refused chunk would leave the client waiting.
+
+        Raises UserError for faulty data of an unknown model: then nobody can be waiting.
+        """
+        kind = "Forward" if call.raw.forward_only else "ForwardBackward"
+        model = await self._models.find(user, call.model_id)
         if model is None:
-            return await self.refuse(user, kind, model_id, seq_id, ModelNotFound(model_id))
+            return await self._refuse(user, kind, call)
 
         async def work() -> Outcome:
-            batch = await self._checked(model, raw)
-            output = await self._backend.forward_backward(model_id, batch)
+            if call.fault is not None:
+                raise InvalidRequest(call.fault)
+            batch = await self._checked(model, call.raw)
+            output = await self._backend.forward_backward(model.model_id, batch)
             return completed_protobuf(encode_train_output(output))
 
-        return await self._models.submit(model, kind, seq_id, work)
+        return await self._models.submit(model, kind, call.seq_id, work)
 
-    async def refuse(
-        self, user: str, kind: str, model_id: str, seq_id: int | None, error: UserError
-    ) -> UntypedAPIFuture:
-        """Acknowledge a request whose future fails; its number counts as used."""
+    async def _refuse(self, user: str, kind: str, call: TrainingCall) -> UntypedAPIFuture:
+        if call.fault is not None or not call.model_id:
+            raise UserError(call.fault or "the request names no model_id")
 
         async def work() -> Outcome:
-            raise error
+            raise ModelNotFound(call.model_id)
 
-        model = await self._models.find(user, model_id)
-        if model is not None:
-            return await self._models.submit(model, kind, seq_id, work)
-        key = train_key(user, model_id, train_seq_id(seq_id))
+        key = train_key(user, call.model_id, train_seq_id(call.seq_id))
         request_id = await self._tasks.submit(Ticket(user, kind, key), work)
-        return UntypedAPIFuture(request_id=request_id, model_id=model_id)
-
-    async def knows_model(self, user: str, model_id: str) -> bool:
-        return await self._models.find(user, model_id) is not None
+        return UntypedAPIFuture(request_id=request_id, model_id=call.model_id)
 
     async def _checked(self, model: Model, raw: RawBatch) -> TrainBatch:
         converter = self._catalog.converter(model.base_model)

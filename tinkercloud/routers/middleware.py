@@ -12,21 +12,24 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinkercloud.errors import PayloadTooLarge, UserError
 from tinkercloud.routers.deps import USER_KEY
-from tinkercloud.storage.keys import DEFAULT_USER, KeyStore
 
 PIECE_BYTES = 64 * 1024
 
 
-class Authenticator:
-    """Who a key belongs to. Without authentication everybody is the default user."""
+class KeyLookup(Protocol):
+    def user_of(self, key: str) -> str | None: ...
 
-    def __init__(self, *, required: bool):
-        self._required = required
-        self.keys: KeyStore | None = None  # opened when the server starts
+
+class Authenticator:
+    """Who a key belongs to. everybody: the user of every request, where no keys are asked for."""
+
+    def __init__(self, *, everybody: str | None):
+        self._everybody = everybody
+        self.keys: KeyLookup | None = None  # opened when the server starts
 
     def user_of(self, headers: Headers) -> str | None:
-        if not self._required:
-            return DEFAULT_USER
+        if self._everybody is not None:
+            return self._everybody
         key = headers.get("x-api-key")
         if key is None:
             scheme, _, key = headers.get("authorization", "").partition(" ")

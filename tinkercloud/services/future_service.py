@@ -1,0 +1,42 @@
+"""Results: waiting for them, showing them, forgetting them."""
+
+import json
+from typing import Any
+
+from tinker_gmi.types import CleanupFuturesRequest, FutureStatusResponse
+from tinkercloud.core.task_manager import TaskManager, is_sampling
+from tinkercloud.storage.futures import PROTOBUF_TYPE, FuturesStorage, Outcome
+from tinkercloud.wire.json_view import sample_output_json, train_output_json
+
+
+class FutureService:
+    """hold_s: the longest wait of one call."""
+
+    def __init__(self, tasks: TaskManager, futures: FuturesStorage, hold_s: float):
+        self._tasks = tasks
+        self._futures = futures
+        self._hold_s = hold_s
+
+    async def wait(self, user: str, request_id: str) -> Outcome | None:
+        """None: still pending after hold_s. Raises FutureUnknown."""
+        return await self._tasks.wait(request_id, user, self._hold_s)
+
+    async def status(self, user: str, request_id: str, wait_s: float) -> FutureStatusResponse:
+        """The same as one JSON object, whatever the result's own form."""
+        outcome = await self._tasks.wait(request_id, user, min(wait_s, self._hold_s))
+        if outcome is None:
+            return FutureStatusResponse(request_id=request_id, status="pending")
+        return FutureStatusResponse(
+            request_id=request_id, status=outcome.status, result=_json_view(request_id, outcome)
+        )
+
+    async def cleanup(self, user: str, body: CleanupFuturesRequest) -> int:
+        """How many finished results were forgotten."""
+        return await self._futures.delete_finished(user, body.request_ids, body.model_id)
+
+
+def _json_view(request_id: str, outcome: Outcome) -> dict[str, Any]:
+    if outcome.content_type != PROTOBUF_TYPE:
+        return json.loads(outcome.body)
+    view = sample_output_json if is_sampling(request_id) else train_output_json
+    return view(outcome.body)
