@@ -34,7 +34,7 @@ class LoopThread:
             self._closed = True
             if self._loop is None or self._thread is None or self._loop.is_closed():
                 return
-            asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result()
+            asyncio.run_coroutine_threadsafe(cancel_other_tasks(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
@@ -52,7 +52,8 @@ class LoopThread:
             return self._loop
 
 
-async def _cancel_others() -> None:
+async def cancel_other_tasks() -> None:
+    """Cancel all tasks of the running loop but the caller's, and wait until they have ended."""
     others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     for task in others:
         task.cancel()

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import httpx
 
 from tinker_gmi.errors import APIError, APIStatusError, NotFoundError
-from tinker_gmi.event_loop import LoopThread
+from tinker_gmi.event_loop import LoopThread, cancel_other_tasks
 from tinker_gmi.futures import APIFuture
 from tinker_gmi.transport import Call, Transport, decoder
 from tinker_gmi.types import (
@@ -126,8 +126,7 @@ class Session:
                 logger.warning("heartbeat: %s", error)
 
     async def _finish(self, status: str, detail: str | None) -> None:
-        if self._heartbeat is not None:
-            self._heartbeat.cancel()
+        await cancel_other_tasks()  # before the transport goes, or they would fail on it
         if self._starting is not None and self._starting.done() and not _failed(self._starting):
             body = FinishSessionRequest(reason=FinishReason(type=status), detail=detail)
             path = f"sessions/{self._starting.result()}/finish"
@@ -168,10 +167,12 @@ class Lane:
     async def _run(self) -> None:
         while True:
             operation, outcome = await self._queue.get()
+            if not outcome.set_running_or_notify_cancel():
+                continue  # nobody waits for it any more, and nothing was posted
             try:
                 outcome.set_result(await operation())
             except asyncio.CancelledError:
-                outcome.cancel()
+                outcome.set_exception(RuntimeError("this client was closed"))
                 raise
             except Exception as error:  # noqa: BLE001 - handed to whoever waits for the outcome
                 outcome.set_exception(error)

@@ -13,8 +13,10 @@ from pydantic import ValidationError
 
 from tinker_gmi.errors import (
     APIConnectionError,
+    APIError,
     APIResponseValidationError,
     APITimeoutError,
+    RateLimitError,
     RequestFailedError,
     status_error,
 )
@@ -106,35 +108,35 @@ class Transport:
         deadline = time.monotonic() + self.retry.give_up_s
         attempt = 0
         while True:
-            response, error = await self._try(call)
-            if error is None:
-                return response
-            backpressure = call.patient and getattr(error, "status_code", None) == 429
+            outcome = await self._try(call)
+            if isinstance(outcome, httpx.Response):
+                return outcome
+            backpressure = call.patient and isinstance(outcome, RateLimitError)
             if time.monotonic() >= deadline and not backpressure:
-                raise error
+                raise outcome
             await asyncio.sleep(self.retry.delay_s(attempt))
             attempt += 1
 
     async def send_once(self, call: Call) -> httpx.Response:
         """Without retries."""
-        response, error = await self._try(call)
-        if error is not None:
-            raise error
-        return response
+        outcome = await self._try(call)
+        if isinstance(outcome, httpx.Response):
+            return outcome
+        raise outcome
 
-    async def _try(self, call: Call) -> "tuple[httpx.Response, None] | tuple[None, Exception]":
+    async def _try(self, call: Call) -> httpx.Response | APIError:
         """A good response, or an error worth a retry; raises those that are not."""
         try:
             response = await self._request(call)
         except httpx.TimeoutException as error:
-            return None, APITimeoutError(f"{call.path}: no answer in time ({error!r})")
+            return APITimeoutError(f"{call.path}: no answer in time ({error!r})")
         except httpx.TransportError as error:
-            return None, APIConnectionError(f"{call.path}: {error!r}")
+            return APIConnectionError(f"{call.path}: {error!r}")
         if response.is_success:
-            return response, None
+            return response
         failure = status_error(response.status_code, _body(response))
         if response.status_code in (408, 429) or response.status_code >= 500:
-            return None, failure
+            return failure
         raise failure
 
     async def _request(self, call: Call) -> httpx.Response:

@@ -548,6 +548,33 @@ def test_closing_ends_what_still_waits(api: MockApi) -> None:
     assert future.future().cancelled()
 
 
+def test_a_cancelled_call_that_was_not_posted_is_never_posted(
+    api: MockApi, training: tinker.TrainingClient
+) -> None:
+    api.script["forward_backward"] = [503] * 8
+    first = training.forward_backward([datum()], "cross_entropy")
+    second = training.optim_step(ADAM)
+    third = training.save_state("a")
+    while not api.bodies("forward_backward"):
+        time.sleep(0.001)
+    assert second.future().cancel()
+    third.result(timeout=10)
+    first.result(timeout=10)
+    assert api.seq_ids() == [("forward_backward", 1)] * 9 + [("save_weights", 2)]
+
+
+def test_a_cancelled_call_that_was_posted_leaves_the_lane_in_order(
+    api: MockApi, training: tinker.TrainingClient
+) -> None:
+    api.script["retrieve_future"] = [408] * 5
+    first = training.optim_step(ADAM)
+    while not api.bodies("optim_step"):
+        time.sleep(0.001)
+    first.future().cancel()
+    training.optim_step(ADAM).result(timeout=10)
+    assert api.seq_ids() == [("optim_step", 1), ("optim_step", 2)]
+
+
 def test_the_heartbeat_survives_trouble_and_stops_when_the_session_is_gone(
     api: MockApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
