@@ -222,26 +222,23 @@ async def through_sdk(base_model: str, volume: Volume) -> list[Row]:
     import tinker  # here, because it reads the environment
 
     service = tinker.ServiceClient()
-    training = await service.create_lora_training_client_async(base_model=base_model, rank=8)
-    sampling = await service.create_sampling_client_async(base_model=base_model)
-    turn = asyncio.Lock()
+    training = await service.create_lora_training_client(base_model=base_model, rank=8)
+    sampling = await service.create_sampling_client(base_model=base_model)
     adam = tinker.AdamParams(learning_rate=1e-4)
     prompt = tinker.ModelInput.from_ints(tokens().tolist())
     datum = tinker.Datum(model_input=prompt, loss_fn_inputs=sdk_inputs(tinker))
     params = tinker.SamplingParams(max_tokens=MAX_TOKENS, seed=1, temperature=1.0)
 
     async def optim_step() -> None:
-        async with turn:
-            future = await training.optim_step_async(adam)
-        assert np.isfinite((await future).metrics["unclipped_grad_l2:mean"])
+        result = await training.optim_step(adam)
+        assert np.isfinite(result.metrics["unclipped_grad_l2:mean"])
 
     async def forward_backward() -> None:
-        async with turn:
-            future = await training.forward_backward_async([datum], "cross_entropy")
-        assert "loss:sum" in (await future).metrics
+        result = await training.forward_backward([datum], "cross_entropy")
+        assert "loss:sum" in result.metrics
 
     async def sample() -> None:
-        result = await sampling.sample_async(prompt, num_samples=1, sampling_params=params)
+        result = await sampling.sample(prompt, num_samples=1, sampling_params=params)
         assert len(result.sequences) == 1
 
     rows = await measure("SDK", "optim_step", optim_step, volume)

@@ -174,6 +174,15 @@ class TestServe:
             assert server.api_key == first
             assert http.get("/api/v1/get_server_capabilities").status_code == 200
 
+    def test_a_small_answer_does_not_wait_for_an_acknowledgement(self, fake_server):
+        times_s = []
+        with fake_server.http() as http:
+            for _ in range(40):
+                began = time.perf_counter()
+                http.get("/api/v1/healthz")
+                times_s.append(time.perf_counter() - began)
+        assert min(times_s[5:]) < 0.02  # delayed acknowledgements would make each one 0.04
+
     def test_the_data_directory_holds_no_key_in_clear(self, fake_server):
         stored = [path for path in fake_server.data_dir.rglob("*") if path.is_file()]
         assert stored
