@@ -63,9 +63,12 @@ bench: install ## service overhead on the fake backend, and docs/benchmarks.md
 	$(BIN)/python benchmarks/service_overhead.py --json benchmarks/results/service_overhead.json
 	$(BIN)/python benchmarks/render.py
 
-proto: $(INSTALLED) ## regenerate the protobuf module
-	$(BIN)/python -m grpc_tools.protoc -I tinkercloud/wire --python_out=tinkercloud/wire \
-		tinkercloud/wire/tinker.proto
+# protoc 25: its code carries no runtime version check, so it serves protobuf 5, 6 and 7.
+proto: ## regenerate the protobuf module
+	$(PYTHON) -m venv .venv/protoc
+	.venv/protoc/bin/python -m pip install --quiet 'grpcio-tools==1.62.3' 'setuptools<81'
+	.venv/protoc/bin/python -W ignore -m grpc_tools.protoc -I tinkercloud/wire \
+		--python_out=tinkercloud/wire --pyi_out=tinkercloud/wire tinkercloud/wire/tinker.proto
 
 clean: ## remove the environment, caches and data of this checkout
 	rm -rf .venv .tinkercloud .pytest_cache .ruff_cache build dist *.egg-info
