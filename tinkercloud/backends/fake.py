@@ -323,11 +323,12 @@ def _adamw(model: _Model, gradient: Floats, params: AdamParams) -> _Model:
 
 def _write(model: _Model, directory: Path, *, with_optimizer: bool) -> None:
     about = {"lora": asdict(model.lora), "base_model": model.base_model, "step": model.step}
-    arrays = {"table": model.table}
+    arrays: dict[str, NDArray] = {"table": model.table}
     if with_optimizer:
         arrays |= {"first": model.first, "second": model.second}
     header = np.frombuffer(json.dumps(about).encode(), dtype=np.uint8)
-    np.savez(directory / STATE_FILE, about=header, **arrays)
+    arrays["about"] = header
+    np.savez(directory / STATE_FILE, allow_pickle=False, **arrays)
 
 
 def _read(directory: Path) -> _Model:

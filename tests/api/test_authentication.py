@@ -1,0 +1,90 @@
+"""Every route asks for a key, by construction."""
+
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+from fastapi.routing import APIRoute
+
+from tests.api.harness import Api, serving
+
+UNKNOWN_PATHS = ["/", "/docs", "/redoc", "/openapi.json", "/api/v1/nothing", "/health/x"]
+
+
+def routes(api: Api) -> list[tuple[str, str]]:
+    """(method, path) of everything the application can answer."""
+    found = [
+        (method, route.path)
+        for route in _flat(api.app.routes)
+        for method in route.methods
+    ]
+    assert len(found) > 30
+    return found
+
+
+def _flat(items) -> list[APIRoute]:
+    flat: list[APIRoute] = []
+    for item in items:
+        inner = getattr(item, "routes", None) or getattr(
+            getattr(item, "original_router", None), "routes", None
+        )
+        flat += _flat(inner) if inner else [item] if isinstance(item, APIRoute) else []
+    return flat
+
+
+@pytest.mark.parametrize("headers", [{}, {"X-API-Key": "tml-wrong"}, {"Authorization": "Bearer "}])
+async def test_every_route_refuses_a_request_without_a_valid_key(
+    api: Api, headers: dict[str, str]
+) -> None:
+    stranger = httpx.AsyncClient(
+        transport=httpx.ASGITransport(app=api.app), base_url="http://server", headers=headers
+    )
+    for method, path in [*routes(api), *(("GET", path) for path in UNKNOWN_PATHS)]:
+        response = await stranger.request(method, path)
+        assert response.status_code == 401, (method, path)
+        assert "X-API-Key" in (response.json()["detail"] if method != "HEAD" else "X-API-Key")
+
+
+async def test_the_body_of_a_stranger_is_not_read(api: Api) -> None:
+    async def body() -> AsyncIterator[bytes]:
+        raise AssertionError("the body was read")
+        yield b""
+
+    stranger = httpx.AsyncClient(
+        transport=httpx.ASGITransport(app=api.app), base_url="http://server"
+    )
+    assert (await stranger.post("/api/v1/asample", content=body())).status_code == 401
+
+
+async def test_a_key_works_as_a_bearer_token(api: Api) -> None:
+    client = httpx.AsyncClient(
+        transport=httpx.ASGITransport(app=api.app),
+        base_url="http://server",
+        headers={"Authorization": f"Bearer {api.key}"},
+    )
+    assert (await client.get("/api/v1/healthz")).json() == {"status": "ok"}
+
+
+async def test_with_a_key_there_are_no_documentation_pages(api: Api) -> None:
+    for path in UNKNOWN_PATHS:
+        assert (await api.http.get(path)).status_code == 404, path
+
+
+async def test_keys_do_not_appear_in_the_log(
+    api: Api, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    await api.post("create_model", session_id="none", model_seq_id=0, base_model="x")
+    await api.result(await api.forward_backward("none", 1))
+    assert api.key not in caplog.text
+
+
+async def test_without_authentication_everybody_is_the_default_user(tmp_path: Path) -> None:
+    async with serving(tmp_path, auth=False) as api:
+        model_id = await api.model()
+        runs = (await api.get("training_runs")).json()["training_runs"]
+    assert [(run["training_run_id"], run["model_owner"]) for run in runs] == [
+        (model_id, "default")
+    ]

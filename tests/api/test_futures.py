@@ -1,0 +1,182 @@
+"""Acknowledgement, waiting, results, and what survives."""
+
+import asyncio
+import time
+from pathlib import Path
+
+from tests.api.harness import Api, serving
+from tinkercloud.backends.fake import FakeBackend
+from tinkercloud.config import Config
+
+
+def slow(tmp_path: Path, latency_s: float) -> FakeBackend:
+    return FakeBackend(Config(data_dir=tmp_path), latency_s=latency_s)
+
+
+async def test_a_pending_result_is_answered_408_after_the_hold(tmp_path: Path) -> None:
+    async with serving(tmp_path, backend=slow(tmp_path, 0.3), hold_s=0.05) as api:
+        session_id = await api.session()
+        accepted = await api.ok(
+            "create_model", session_id=session_id, model_seq_id=0, base_model="fake/tiny"
+        )
+        response = await api.retrieve(accepted["request_id"])
+        assert response.status_code == 408
+        assert response.json() == {
+            "type": "try_again",
+            "request_id": accepted["request_id"],
+            "queue_state": "active",
+        }
+        assert (await api.result(accepted))["type"] == "create_model"
+
+
+async def test_the_long_poll_wakes_at_once_and_leaves_the_database_alone(tmp_path: Path) -> None:
+    async with serving(tmp_path) as api:
+        model_id = await api.model()
+        release = asyncio.Event()
+        finished_at = 0.0
+        run = api.services.backend.optim_step
+
+        async def held(model_id, params):
+            nonlocal finished_at
+            await release.wait()
+            result = await run(model_id, params)
+            finished_at = time.monotonic()
+            return result
+
+        api.services.backend.optim_step = held  # type: ignore[method-assign]
+        accepted = await api.optim_step(model_id, 1)
+        poll = asyncio.create_task(api.retrieve(accepted["request_id"]))
+        await asyncio.sleep(0.05)
+        database = api.services.database
+        before = (database.num_reads, database.num_commits)
+        await asyncio.sleep(0.2)
+        assert (database.num_reads, database.num_commits) == before
+        assert not poll.done()
+        release.set()
+        assert (await poll).status_code == 200
+        assert time.monotonic() - finished_at < 0.05 * 4  # 50 ms, with room for a busy machine
+        assert database.num_reads == before[0]
+
+
+async def test_a_result_can_be_read_again(api: Api) -> None:
+    model_id = await api.model()
+    accepted = await api.optim_step(model_id, 1)
+    first = await api.result(accepted)
+    assert await api.result(accepted) == first
+    assert set(first["metrics"]) == {"unclipped_grad_l2:mean"}
+
+
+async def test_an_unknown_training_request_is_404_and_a_sampling_one_410(api: Api) -> None:
+    assert (await api.retrieve("train-00")).status_code == 404
+    assert (await api.retrieve("sample-00")).status_code == 410
+    assert (await api.retrieve("x", **{"X-Tinker-Request-Type": "Sample"})).status_code == 410
+    assert (await api.retrieve("x", **{"X-Tinker-Request-Type": "OptimStep"})).status_code == 404
+
+
+async def test_results_belong_to_who_asked_for_them(api: Api) -> None:
+    bob = api.as_user("bob")
+    accepted = await api.optim_step(await api.model(), 1)
+    await api.result(accepted)
+    assert (await bob.retrieve(accepted["request_id"])).status_code == 404
+
+
+async def test_a_pending_result_is_hidden_from_others_too(tmp_path: Path) -> None:
+    async with serving(tmp_path, backend=slow(tmp_path, 0.3)) as api:
+        session_id = await api.session()
+        accepted = await api.ok(
+            "create_model", session_id=session_id, model_seq_id=0, base_model="fake/tiny"
+        )
+        assert (await api.as_user("bob").retrieve(accepted["request_id"])).status_code == 404
+
+
+async def test_results_survive_a_restart(tmp_path: Path) -> None:
+    async with serving(tmp_path) as api:
+        accepted = await api.forward_backward(await api.model(), 1)
+        before = await api.retrieve(accepted["request_id"])
+    async with serving(tmp_path) as api:
+        after = await api.retrieve(accepted["request_id"])
+    assert (after.status_code, after.content) == (200, before.content)
+    assert after.headers["content-type"] == "application/x-protobuf"
+
+
+async def test_a_stop_fails_what_is_pending(tmp_path: Path) -> None:
+    async with serving(tmp_path, backend=slow(tmp_path, 0.2)) as api:
+        model_id = await api.model()
+        running, queued = [await api.optim_step(model_id, seq_id) for seq_id in (1, 2)]
+    async with serving(tmp_path) as api:
+        for accepted in (running, queued):
+            assert "server was stopped" in await api.failure(accepted, "server")
+
+
+async def test_what_a_killed_server_left_pending_is_failed_at_start(tmp_path: Path) -> None:
+    async with serving(tmp_path) as api:
+        accepted = await api.optim_step(await api.model(), 1)
+        await api.result(accepted)
+        await api.services.database.write("UPDATE futures SET status = 'pending', body = NULL")
+    async with serving(tmp_path) as api:
+        assert "server restarted before" in await api.failure(accepted, "server")
+
+
+async def test_results_expire(tmp_path: Path) -> None:
+    async with serving(tmp_path, result_ttl_s=0.2) as api:
+        accepted = await api.optim_step(await api.model(), 1)
+        await api.result(accepted)
+        async with asyncio.timeout(5):
+            while (await api.retrieve(accepted["request_id"])).status_code != 404:
+                await asyncio.sleep(0.02)
+
+
+async def test_cleanup_forgets_the_named_results_of_the_caller_only(api: Api) -> None:
+    bob = api.as_user("bob")
+    accepted = await api.optim_step(await api.model(), 1)
+    await api.result(accepted)
+    names = {"request_ids": [accepted["request_id"]]}
+    assert (await bob.ok("cleanup_futures", **names))["num_deleted"] == 0
+    assert (await api.retrieve(accepted["request_id"])).status_code == 200
+    assert (await api.ok("cleanup_futures", **names))["num_deleted"] == 1
+    assert (await api.retrieve(accepted["request_id"])).status_code == 404
+
+
+async def test_cleanup_of_a_model_leaves_other_models_alone(api: Api) -> None:
+    kept, dropped = [await api.optim_step(await api.model(), 1) for _ in range(2)]
+    for accepted in (kept, dropped):
+        await api.result(accepted)
+    await api.ok("cleanup_futures", model_id=dropped["model_id"])
+    assert (await api.retrieve(dropped["request_id"])).status_code == 404
+    assert (await api.retrieve(kept["request_id"])).status_code == 200
+
+
+async def test_the_path_form_tells_pending_completed_and_failed(tmp_path: Path) -> None:
+    async with serving(tmp_path, backend=slow(tmp_path, 0.1)) as api:
+        model_id = await api.model()
+        good = (await api.optim_step(model_id, 1))["request_id"]
+        bad = (await api.forward_backward(model_id, 2, loss_fn="nonsense"))["request_id"]
+        assert (await api.get(f"retrieve_future/{good}")).json() == {
+            "request_id": good,
+            "status": "pending",
+            "result": None,
+        }
+        done = (await api.get(f"retrieve_future/{good}", wait_s=5)).json()
+        assert (done["status"], done["result"]["type"]) == ("completed", "optim_step")
+        failed = (await api.http.post(f"/api/v1/retrieve_future/{bad}?wait_s=5")).json()
+        assert (failed["status"], failed["result"]["category"]) == ("failed", "user")
+
+
+async def test_the_path_form_shows_protobuf_results_as_json(api: Api) -> None:
+    session_id = await api.session()
+    trained = await api.forward_backward(await api.model(session_id), 1)
+    train = (await api.get(f"retrieve_future/{trained['request_id']}", wait_s=5)).json()["result"]
+    [fields] = train["loss_fn_outputs"]
+    assert fields["logprobs"]["shape"] == [4]
+    total = train["metrics"]["loss:sum"] + sum(fields["logprobs"]["data"])
+    assert abs(total) < 1e-4
+    sampled = await api.sample(await api.sampler(session_id), prompt_logprobs=True)
+    sample = (await api.get(f"retrieve_future/{sampled['request_id']}", wait_s=5)).json()["result"]
+    assert len(sample["sequences"][0]["tokens"]) == 2
+    assert sample["prompt_logprobs"][0] is None
+    assert len(sample["prompt_logprobs"]) == 3
+
+
+async def test_the_path_form_refuses_unknown_requests(api: Api) -> None:
+    assert (await api.get("retrieve_future/train-0")).status_code == 404
+    assert (await api.get("retrieve_future/train-0", wait_s="nan")).status_code in (404, 422)
