@@ -79,13 +79,13 @@ class Api:
     def services(self) -> Services:
         return self.app.state.services
 
-    async def post(self, path: str, **body: Any) -> httpx.Response:
+    async def post(self, path: str, /, **body: Any) -> httpx.Response:
         return await self.http.post(f"/api/v1/{path}", json=body)
 
     async def get(self, path: str, **params: Any) -> httpx.Response:
         return await self.http.get(f"/api/v1/{path}", params=params)
 
-    async def ok(self, path: str, **body: Any) -> dict[str, Any]:
+    async def ok(self, path: str, /, **body: Any) -> dict[str, Any]:
         response = await self.post(path, **body)
         assert response.status_code == 200, response.text
         return response.json()
@@ -96,11 +96,8 @@ class Api:
     async def model(self, session_id: str | None = None, number: int = 0, **fields: Any) -> str:
         """A model that is ready to train."""
         session_id = session_id or await self.session()
-        accepted = await self.ok(
-            "create_model",
-            **{"session_id": session_id, "model_seq_id": number, "base_model": "fake/tiny"},
-            **fields,
-        )
+        body = {"session_id": session_id, "model_seq_id": number, "base_model": "fake/tiny"}
+        accepted = await self.ok("create_model", **(body | fields))
         assert (await self.result(accepted))["model_id"] == accepted["model_id"]
         return accepted["model_id"]
 
