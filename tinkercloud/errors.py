@@ -3,7 +3,8 @@
     TinkercloudError            status 500, category "server"
     +-- UserError               status 400, category "user": the request is at fault
     |   +-- NotFound            status 404
-    |   |   +-- ModelNotFound, BaseModelNotServed, SessionNotFound, SamplerNotFound, CheckpointNotFound
+    |   |   +-- ModelNotFound, BaseModelNotServed, SessionNotFound, SamplerNotFound,
+    |   |       CheckpointNotFound
     |   +-- Unauthorized        status 401
     |   +-- PayloadTooLarge     status 413
     |   +-- SessionFinished     status 410
@@ -98,7 +99,7 @@ class PayloadTooLarge(UserError):
 
 
 class FutureUnknown(UserError):
-    """404 for training; 410 for sampling, which makes the client sample anew (specification 4.4)."""
+    """404 for training; 410 for sampling: the client then samples anew (specification 4.4)."""
 
     def __init__(self, request_id: str, *, sampling: bool):
         super().__init__(f"request {request_id!r} is unknown or its result has expired")

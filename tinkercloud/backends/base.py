@@ -81,11 +81,11 @@ class Backend(ABC):
 
     @abstractmethod
     async def release(self, version: str) -> None:
-        """No new samples will come for this version; samples underway finish. Unknown ids are ignored."""
+        """No new samples will come for it; those underway finish. Unknown ids are ignored."""
 
     @abstractmethod
     async def sample(self, version: str, request: SampleRequest) -> SampleOutput:
-        """Sample. The result is a pure function of (weights, prompt, params, seed, sample index)."""
+        """A pure function of (weights, prompt, params, seed, sample index)."""
 
     @abstractmethod
     def stats(self) -> dict[str, float | int | str]:

@@ -7,7 +7,7 @@ import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +38,7 @@ class WireDatum(Protocol):
     def chunks(self) -> Sequence[object]: ...
 
     @property
-    def inputs(self) -> Mapping[str, NDArray]: ...
+    def inputs(self) -> Mapping[str, NDArray[Any]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class _NotText:
 @dataclass(frozen=True, slots=True)
 class _PlainDatum:
     chunks: Sequence[object]
-    inputs: Mapping[str, NDArray]
+    inputs: Mapping[str, NDArray[Any]]
 
 
 def raw_datum(datum: JsonDatum) -> WireDatum:
@@ -117,27 +117,27 @@ class DataConverter:
             )
         _check_names(where, datum.inputs, loss_fn, spec)
         targets = self._targets(where, datum.inputs["target_tokens"], len(tokens), spec)
-        inputs: dict[str, NDArray] = {"target_tokens": targets}
+        inputs: dict[str, NDArray[Any]] = {"target_tokens": targets}
         for name in spec.inputs:
             inputs[name] = _floats(f"{where}, input {name!r}", datum.inputs[name], targets.shape)
         return Datum(tokens, inputs)
 
     def _tokens(self, where: str, chunks: Sequence[object]) -> NDArray[np.int32]:
-        parts: list[NDArray] = []
+        parts: list[NDArray[Any]] = []
         for chunk in chunks:
             if not isinstance(chunk, np.ndarray):
                 kind = getattr(chunk, "kind", "unknown")
                 raise InvalidRequest(
                     f"{where} has a chunk of kind {kind!r}; {self._served.name} takes text only"
                 )
-            parts.append(chunk)
+            parts.append(cast("NDArray[Any]", chunk))
         tokens = np.concatenate(parts) if parts else np.empty(0, np.int64)
         if tokens.size == 0:
             raise InvalidRequest(f"{where} has no tokens")
         self._check_ids(where, tokens)
         return tokens.astype(np.int32)
 
-    def _check_ids(self, where: str, ids: NDArray, lowest: int = 0) -> None:
+    def _check_ids(self, where: str, ids: NDArray[Any], lowest: int = 0) -> None:
         wrong = ids[(ids < lowest) | (ids >= self._served.vocab_size)]
         if wrong.size:
             raise InvalidRequest(
@@ -146,7 +146,7 @@ class DataConverter:
             )
 
     def _targets(
-        self, where: str, targets: NDArray, num_tokens: int, spec: LossSpec
+        self, where: str, targets: NDArray[Any], num_tokens: int, spec: LossSpec
     ) -> NDArray[np.int64]:
         where = f"{where}, input 'target_tokens'"
         if targets.dtype.kind not in "iu":
@@ -243,7 +243,9 @@ def _loss_config(raw: RawBatch, spec: LossSpec) -> dict[str, float]:
     return config
 
 
-def _check_names(where: str, inputs: Mapping[str, NDArray], loss_fn: str, spec: LossSpec) -> None:
+def _check_names(
+    where: str, inputs: Mapping[str, NDArray[Any]], loss_fn: str, spec: LossSpec
+) -> None:
     wanted = ("target_tokens", *spec.inputs)
     missing = [name for name in wanted if name not in inputs]
     unknown = sorted(set(inputs) - set(wanted))
@@ -254,7 +256,7 @@ def _check_names(where: str, inputs: Mapping[str, NDArray], loss_fn: str, spec: 
         )
 
 
-def _floats(where: str, values: NDArray, shape: tuple[int, ...]) -> NDArray[np.float32]:
+def _floats(where: str, values: NDArray[Any], shape: tuple[int, ...]) -> NDArray[np.float32]:
     if values.shape != shape:
         raise InvalidRequest(f"{where} has shape {values.shape}; target_tokens has {shape}")
     if not np.isfinite(values).all():

@@ -6,7 +6,7 @@ Axes: N tokens of a datum, K alternative targets, P prompt tokens, S sampled tok
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,16 +52,16 @@ class Datum:
     """
 
     tokens: NDArray[np.int32]
-    inputs: Mapping[str, NDArray]
+    inputs: Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """Checked input of forward_backward; loss_fn is a key of `losses.LOSSES`, config is complete."""
+    """Checked input of forward_backward; loss_fn is a key of `LOSSES`, its config complete."""
 
     data: tuple[Datum, ...]
     loss_fn: str
-    loss_fn_config: Mapping[str, float] = field(default_factory=dict)
+    loss_fn_config: Mapping[str, float] = field(default_factory=dict[str, float])
     forward_only: bool = False
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tinkercloud.architectures import load_architecture
 from tinkercloud.architectures.config import ArchitectureConfig
+from tinkercloud.architectures.llama import Llama
 from tinkercloud.embedded.loader import load_model
 
 
@@ -19,7 +20,7 @@ class BaseModel:
 
     name: str
     config: ArchitectureConfig
-    architecture: object  # an architectures.* class: hidden(), layer(), rotary(), unembed()
+    architecture: Llama  # or one of its descendants
     weights: dict[str, Tensor]
     decoder: Tokenizer | None
     dtype: torch.dtype

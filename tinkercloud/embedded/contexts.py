@@ -70,13 +70,15 @@ class TrainContext:
         self._lengths = lengths
         self._dtype = weights["model.embed_tokens"].dtype
 
-    def _weight(self, name: str) -> Tensor | None:
-        if name in self._full:
-            return self._full[name].to(self._dtype)
-        return self._base.get(name)
+    def _weight(self, name: str) -> Tensor:
+        return self._full[name].to(self._dtype) if name in self._full else self._base[name]
+
+    def _bias(self, name: str) -> Tensor | None:
+        path = f"{name}.bias"
+        return self._weight(path) if path in self._full or path in self._base else None
 
     def linear(self, name: str, x: Tensor) -> Tensor:
-        y = F.linear(x, self._weight(name), self._weight(f"{name}.bias"))
+        y = F.linear(x, self._weight(name), self._bias(name))
         if name in self._adapter:
             y = y + lora_delta(x, *self._adapter[name], self._scale)
         return y

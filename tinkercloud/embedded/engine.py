@@ -85,6 +85,11 @@ class _Job:
         wanted = self.request.params.max_tokens
         return room if wanted is None else min(wanted, room)
 
+    def prompt_state(self) -> _Prefilled:
+        """Only once the whole prompt has been read."""
+        assert self.prefilled is not None
+        return self.prefilled
+
 
 @dataclass(slots=True)
 class _Running:
@@ -257,7 +262,7 @@ class SamplingEngine:
             if full and self.num_running:
                 break
             running = _Running(job, job.next_sample)
-            lane.cache.add(job.prefilled.past, len(job.request.prompt) + 1)
+            lane.cache.add(job.prompt_state().past, len(job.request.prompt) + 1)
             lane.running.append(running)
             fresh.setdefault(id(job.version.weights), []).append(running)
             job.next_sample += 1
@@ -267,7 +272,7 @@ class SamplingEngine:
             self._first_tokens(self._lanes[key], sequences)
 
     def _first_tokens(self, lane: _Lane, fresh: list[_Running]) -> None:
-        hidden = [r.job.prefilled.last_hidden for r in fresh]
+        hidden = [r.job.prompt_state().last_hidden for r in fresh]
         hidden += [hidden[-1]] * (pad_rows(len(hidden)) - len(hidden))
         versions = [r.job.version for r in fresh]
         versions += [versions[-1]] * (len(hidden) - len(fresh))

@@ -114,6 +114,7 @@ class ModelStore:
                 spec, adapter, full, _ = checkpoints.load_weights(base, directory)
         if adapter is not None:
             return Version(version_id, base, base.weights, _copied(adapter), spec.alpha / spec.rank)
+        assert full is not None, "a model has an adapter or full weights"
         copies = {n: t.detach().to(base.dtype, copy=True) for n, t in full.items()}
         return Version(version_id, base, with_tied_head(base, copies), None, 1.0)
 

@@ -77,7 +77,7 @@ class PromptScores:
         if self.topk is not None and len(rows):
             ids, values = topk_rows(rows, self.topk.token_ids.shape[1])
             self.topk.token_ids[scored], self.topk.logprobs[scored] = ids, values
-        if self.target_logprobs is not None:
+        if self.target_logprobs is not None and self._targets is not None:
             wanted = torch.from_numpy(self._targets[position - 1 : end - 1]).to(logprobs.device)
             values = logprobs.gather(-1, wanted.clamp(min=0)).masked_fill(wanted < 0, 0.0)
             self.target_logprobs[position - 1 : end - 1] = values.cpu().numpy()

@@ -35,7 +35,7 @@ class SaveOptions:
     name: str
     ttl_s: int | None = None
     overwrite: bool = False
-    user_metadata: Mapping[str, str] = field(default_factory=dict)
+    user_metadata: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def check_name(name: str) -> str:
