@@ -16,10 +16,21 @@ class LoopThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._tasks: set[asyncio.Task[Any] | None] = set()
         self._changing = threading.Lock()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
-        return asyncio.run_coroutine_threadsafe(coroutine, self._running())
+        return asyncio.run_coroutine_threadsafe(self._held(coroutine), self._running())
+
+    async def _held(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        # A loop refers to its tasks weakly: one that waits for nothing but its own objects (a lane
+        # whose client was dropped) would be destroyed underway by the garbage collector.
+        task = asyncio.current_task()
+        self._tasks.add(task)
+        try:
+            return await coroutine
+        finally:
+            self._tasks.discard(task)
 
     def call_soon(self, function: Callable[..., object], *arguments: object) -> None:
         self._running().call_soon_threadsafe(function, *arguments)
