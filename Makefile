@@ -22,7 +22,7 @@ export HF_HUB_OFFLINE := 1
 # Threads that wait sleep: tests run a server and a client on the same cores.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: help install lint format test test-all demo serve bench docs proto clean
+.PHONY: help install lint format test test-all demo serve bench proto clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12

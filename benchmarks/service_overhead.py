@@ -303,7 +303,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--quick", action="store_true", help="a tenth of the operations")
     given = parser.parse_args()
-    volume = Volume(5, 50, 200) if given.quick else Volume(50, 500, 2000)
+    volume = Volume(5, 50, 200) if given.quick else Volume(50, 300, 1000)
     rows = asyncio.run(run(volume))
     report = Report(
         title="Service overhead",
