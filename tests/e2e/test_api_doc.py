@@ -1,0 +1,82 @@
+"""Every command of docs/api.md, in order, in one shell, against a real server on real weights."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.clients import MODEL
+from tests.serving import ROOT, start_server
+
+PAGE = ROOT / "docs" / "api.md"
+MARK = "----- block {} -----"
+
+
+def blocks() -> list[str]:
+    return re.findall(r"^```bash\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+
+
+@pytest.fixture(scope="module")
+def outputs(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[dict]]:
+    """What each block printed: a list of JSON values per block."""
+    if shutil.which("curl") is None:
+        pytest.fail("these tests run curl, which is not installed", pytrace=False)
+    script = "set -euo pipefail\n" + "\n".join(
+        f"echo; echo '{MARK.format(i)}'\n{block}" for i, block in enumerate(blocks())
+    )
+    data_dir = tmp_path_factory.mktemp("doc") / "data"
+    with start_server("--model", f"{MODEL}={smollm2_gguf}", data_dir=data_dir) as server:
+        done = subprocess.run(
+            ["bash", "-c", script],
+            env={**os.environ, **server.sdk_environment},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr
+    parts = re.split(r"----- block \d+ -----\n", done.stdout)[1:]
+    return [_json_values(part) for part in parts]
+
+
+def _json_values(text: str) -> list[dict]:
+    decoder, values, at = json.JSONDecoder(), [], 0
+    while (start := text.find("{", at)) >= 0:
+        value, at = decoder.raw_decode(text, start)
+        values.append(value)
+    return values
+
+
+def completed(outputs: list[list[dict]]) -> list[dict]:
+    return [v["result"] for part in outputs for v in part if v.get("status") == "completed"]
+
+
+def test_no_command_of_the_page_fails(outputs: list[list[dict]]) -> None:
+    assert len(outputs) == len(blocks())
+    statuses = [v["status"] for part in outputs for v in part if "status" in v]
+    assert set(statuses) == {"ok", "completed"}
+
+
+def test_the_training_step_gives_a_loss_and_a_gradient_norm(outputs: list[list[dict]]) -> None:
+    losses = [r["metrics"]["loss:sum"] for r in completed(outputs) if "loss:sum" in str(r)]
+    assert len(losses) == 2
+    assert all(0 < loss < 100 for loss in losses)
+    norms = [
+        r["metrics"]["unclipped_grad_l2:mean"] for r in completed(outputs) if "grad" in str(r)
+    ]
+    assert norms[0] > 0
+
+
+def test_the_samples_have_tokens_and_logprobs(outputs: list[list[dict]]) -> None:
+    first, second = (r for r in completed(outputs) if "sequences" in r)
+    assert [len(s["tokens"]) == len(s["logprobs"]) for s in first["sequences"]] == [True, True]
+    assert second["prompt_logprobs"][0] is None
+    assert len(second["prompt_logprobs"]) == 3
+
+
+def test_the_checkpoint_is_listed(outputs: list[list[dict]]) -> None:
+    listings = [v["checkpoints"] for part in outputs for v in part if "checkpoints" in v]
+    assert [c["checkpoint_id"] for listing in listings for c in listing] == ["weights/first"] * 2
