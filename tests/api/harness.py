@@ -30,9 +30,12 @@ WAIT_S = 10.0
 
 
 def wire_datum(
-    tokens: Sequence[int] = (1, 2, 3, 4), weights: Sequence[float] | None = None, **inputs: Any
+    tokens: Sequence[int] = (1, 2, 3, 4), weights: Any = None, **inputs: Any
 ) -> WireDatum:
-    """cross_entropy data: each token predicts its successor; inputs replace or add arrays."""
+    """cross_entropy data: each token predicts its successor.
+
+    inputs replace or add arrays; a plain 0 leaves that input out.
+    """
     numbers = np.array(tokens, dtype=np.int32)
     arrays = {
         "target_tokens": np.array([*tokens[1:], 5], dtype=np.int64),
@@ -164,7 +167,8 @@ class Api:
         weights = weights or {"base_model": "fake/tiny"}
         made = await self.ok(
             "create_sampling_session",
-            **{"session_id": session_id, "sampling_session_seq_id": number},
+            session_id=session_id,
+            sampling_session_seq_id=number,
             **weights,
         )
         return made["sampling_session_id"]

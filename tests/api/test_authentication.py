@@ -15,11 +15,7 @@ UNKNOWN_PATHS = ["/", "/docs", "/redoc", "/openapi.json", "/api/v1/nothing", "/h
 
 def routes(api: Api) -> list[tuple[str, str]]:
     """(method, path) of everything the application can answer."""
-    found = [
-        (method, route.path)
-        for route in _flat(api.app.routes)
-        for method in route.methods
-    ]
+    found = [(method, route.path) for route in _flat(api.app.routes) for method in route.methods]
     assert len(found) > 30
     return found
 
@@ -72,9 +68,7 @@ async def test_with_a_key_there_are_no_documentation_pages(api: Api) -> None:
         assert (await api.http.get(path)).status_code == 404, path
 
 
-async def test_keys_do_not_appear_in_the_log(
-    api: Api, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_keys_do_not_appear_in_the_log(api: Api, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     await api.post("create_model", session_id="none", model_seq_id=0, base_model="x")
     await api.result(await api.forward_backward("none", 1))
@@ -85,6 +79,4 @@ async def test_without_authentication_everybody_is_the_default_user(tmp_path: Pa
     async with serving(tmp_path, auth=False) as api:
         model_id = await api.model()
         runs = (await api.get("training_runs")).json()["training_runs"]
-    assert [(run["training_run_id"], run["model_owner"]) for run in runs] == [
-        (model_id, "default")
-    ]
+    assert [(run["training_run_id"], run["model_owner"]) for run in runs] == [(model_id, "default")]

@@ -140,7 +140,9 @@ async def test_a_path_that_names_no_checkpoint_is_refused(api: Api, path: str) -
     await save(api, model_id, 1)
     response = await api.post(
         "load_weights",
-        **{"session_id": await api.session(), "model_seq_id": 0, "optimizer": False},
+        session_id=await api.session(),
+        model_seq_id=0,
+        optimizer=False,
         path=path.format(m=model_id),
     )
     assert response.status_code in (404, 422)

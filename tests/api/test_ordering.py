@@ -208,7 +208,8 @@ async def test_chunks_of_one_batch_add_up(api: Api) -> None:
 async def test_forward_only_leaves_no_gradient(api: Api) -> None:
     model_id = await api.model()
     response = await api.http.post(
-        "/api/v1/forward_backward", content=body_of(model_id, 1, forward_only=True),
+        "/api/v1/forward_backward",
+        content=body_of(model_id, 1, forward_only=True),
         headers=PROTOBUF,
     )
     content = (await api.retrieve(response.json()["request_id"])).content
