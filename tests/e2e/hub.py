@@ -7,7 +7,7 @@ data sets written here, each with the columns and splits of the one that it stan
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,19 @@ _CAPITALS = {
     "Ireland": "Dublin",
 }
 _SENTENCES = {
-    "en": ("The cat is on the roof.", "We go to the river with them."),
-    "de": ("Die Katze ist auf dem Dach.", "Wir gehen nicht an den Fluss."),
-    "fr": ("Le chat est sur le toit.", "Nous allons avec eux pour le pain."),
-    "es": ("El gato no es de la casa.", "Gracias por la carta y el pan."),
+    "English": ("The cat is on the roof.", "We go to the river with them."),
+    "German": ("Die Katze ist auf dem Dach.", "Wir gehen nicht an den Fluss."),
+    "French": ("Le chat est sur le toit.", "Nous allons avec eux pour le pain."),
+    "Spanish": ("El gato no es de la casa.", "Gracias por la carta y el pan."),
 }
+
+# Two answered turns inside a question, in the renderer's own marks: without them SmolLM2 does not
+# put its answer into a box, and every reward is the same.
+_ANSWERED = "".join(
+    f"What is {n}? Provide a numerical answer without units, written inside \\boxed{{}}."
+    f"<|im_end|>\n<|im_start|>assistant\n\\boxed{{{n}}}<|im_end|>\n<|im_start|>user\n"
+    for n in (22, 47)
+)
 
 
 def build_hub(root: Path, tokenizer: Path) -> Path:
@@ -62,13 +70,10 @@ def _no_robots(folder: Path) -> None:
 
 
 def _gsm8k(folder: Path) -> None:
-    """Questions that a very small model answers right often, but not always."""
+    """Questions that a very small model answers right about half of the time."""
     rows = [
-        {
-            "question": f"Ann has {number} pens. Say only \\boxed{{{number}}}.",
-            "answer": f"Ann has {number} pens.\n#### {number}",
-        }
-        for number in range(2, 10)
+        {"question": f"{_ANSWERED}What is {n}?", "answer": f"It is {n}.\n#### {n}"}
+        for n in range(10, 18)
     ]
     _write_rows(folder / "main" / "train.jsonl", rows)
     _write_rows(folder / "main" / "test.jsonl", rows[:2])
@@ -104,20 +109,21 @@ _DATASETS = {
 }
 
 
-def _chats() -> Iterable[Row]:
+def _chats() -> Iterator[Row]:
     for country, city in _CAPITALS.items():
         question = f"What is the capital of {country}?"
-        yield _chat(question, f"The capital of {country} is {city}.")
+        yield chat(question, f"The capital of {country} is {city}.")
 
 
-def _languages() -> Iterable[Row]:
+def _languages() -> Iterator[Row]:
     """A prompt distilled away: the text alone, then the label that a long prompt would give."""
     for label, sentences in _SENTENCES.items():
         for sentence in sentences:
-            yield _chat(sentence, label)
+            yield chat(sentence, label)
 
 
-def _chat(question: str, answer: str) -> Row:
+def chat(question: str, answer: str) -> Row:
+    """One exchange, as the data sets of conversations hold it."""
     messages = [
         {"role": "user", "content": question},
         {"role": "assistant", "content": answer},

@@ -1,0 +1,163 @@
+"""The stock `tinker-cookbook` recipes that run here, and how one is run.
+
+A recipe is a process of its own, started by the command that its documentation gives, in a hub
+directory (see hub.py), with the server named by the SDK's environment variables alone.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.hub import CONVERSATIONS, LANGUAGES, MODEL
+
+PACKAGE = "tinker_cookbook.recipes"
+CHATML = "renderer_name=qwen3_instruct"
+
+# As the recipes' loggers write them: "name:line [LEVEL] text".
+_LOGGED = re.compile(r"\[(WARNING|ERROR|CRITICAL)\]|Traceback \(most recent call last\)")
+# What a recipe says about itself; none of it is about the server.
+_EXPECTED = ("all advantages zero",)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """module: below PACKAGE. tells: how the recipe is told where to log, if not as most are."""
+
+    title: str
+    module: str
+    num_steps: int
+    arguments: tuple[str, ...]
+    asks_before_overwriting: bool = True
+
+    def command(self, log_dir: Path) -> list[str]:
+        named = [f"model_name={MODEL}", f"log_path={log_dir}", f"max_steps={self.num_steps}"]
+        if self.asks_before_overwriting:
+            named.append("behavior_if_log_dir_exists=raise")
+        return [sys.executable, "-m", f"{PACKAGE}.{self.module}", *named, *self.arguments]
+
+
+RECIPES = {
+    "arithmetic_rl": Recipe(
+        "arithmetic RL",
+        "math_rl.train",
+        3,
+        ("env=arithmetic", "groups_per_batch=2", "group_size=4", "max_tokens=5", "lora_rank=8",
+         "eval_every=0", "save_every=0"),
+    ),
+    "sl_loop": Recipe(
+        "supervised loop",
+        "sl_loop",
+        3,
+        ("lora_rank=8", "batch_size=4", "max_length=64", "save_every=0"),
+        asks_before_overwriting=False,
+    ),
+    "rl_loop": Recipe(
+        "RL loop",
+        "rl_loop",
+        3,
+        ("lora_rank=8", "batch_size=2", "group_size=4", "max_tokens=8", "save_every=0"),
+        asks_before_overwriting=False,
+    ),
+    "chat_sft": Recipe(
+        "chat SFT",
+        "chat_sl.train",
+        3,
+        (f"dataset={CONVERSATIONS}", "lora_rank=8", "batch_size=4", "max_length=64",
+         "save_every=2", "eval_every=0"),
+    ),
+    "prompt_distillation": Recipe(
+        "prompt distillation",
+        "prompt_distillation.train",
+        2,
+        (f"file_path={LANGUAGES}", "lora_rank=8", "batch_size=4", "max_length=64",
+         "save_every=0", "eval_every=0"),
+    ),
+    "dpo": Recipe(
+        "DPO",
+        "preference.dpo.train",
+        2,
+        ("dataset=hhh", "batch_size=2", "max_length=64", "learning_rate=1e-4"),
+    ),
+    "on_policy_distillation": Recipe(
+        "on-policy distillation",
+        "distillation.on_policy_distillation",
+        2,
+        (f"teacher_model={MODEL}", "dataset=deepmath", "groups_per_batch=2", "group_size=2",
+         "max_tokens=8", "lora_rank=8", "eval_every=0", "save_every=0"),
+    ),
+    "guess_number": Recipe(
+        "multi-turn RL: guess the number",
+        "multiplayer_rl.guess_number.train",
+        1,
+        (CHATML, "batch_size=1", "group_size=2", "max_tokens=8", "eval_every=0", "save_every=0"),
+    ),
+    "shorter": Recipe(
+        "preference RL: shorter",
+        "preference.shorter.train",
+        1,
+        (CHATML, "batch_size=1", "group_size=4", "max_tokens=8", "eval_every=0"),
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a recipe that ended well left behind. metrics, checkpoints: one dict for each line."""
+
+    recipe: Recipe
+    output: str
+    wall_s: float
+    metrics: list[dict[str, Any]]
+    checkpoints: list[dict[str, Any]]
+
+    @property
+    def complaints(self) -> list[str]:
+        """Lines that warn of something, but for what is expected."""
+        lines = [line for line in self.output.splitlines() if _LOGGED.search(line)]
+        return [line for line in lines if not any(text in line for text in _EXPECTED)]
+
+
+class RecipeFailed(AssertionError):
+    """The text ends with what the recipe wrote."""
+
+
+def run_recipe(recipe: Recipe, hub: Path, environment: Mapping[str, str], limit_s: float) -> Run:
+    """Run it to its end; RecipeFailed when it fails or takes longer than `limit_s`.
+
+    environment: what a client of the server needs. The recipe logs below `hub`, once.
+    """
+    log_dir = hub / "runs" / recipe.module
+    output = hub / f"{recipe.module}.log"
+    began = time.perf_counter()
+    with output.open("wb") as log:
+        try:
+            status = subprocess.run(
+                recipe.command(log_dir),
+                cwd=hub, env=_environment(hub, environment), stdin=subprocess.DEVNULL,
+                stdout=log, stderr=subprocess.STDOUT, timeout=limit_s, check=False,
+            ).returncode  # fmt: skip
+        except subprocess.TimeoutExpired:
+            status = f"none within {limit_s:.0f} s"
+    wall_s = time.perf_counter() - began
+    text = output.read_text(encoding="utf-8", errors="replace")
+    if status != 0:
+        raise RecipeFailed(f"{recipe.module}: exit status {status}; it wrote:\n{text[-8000:]}")
+    checkpoints = read_lines(log_dir / "checkpoints.jsonl")
+    return Run(recipe, text, wall_s, read_lines(log_dir / "metrics.jsonl"), checkpoints)
+
+
+def _environment(hub: Path, client: Mapping[str, str]) -> dict[str, str]:
+    """The client's variables over ours; caches stay in the hub, so that nothing is found twice."""
+    private = {"HF_HOME": str(hub / ".cache"), "TINKER_COOKBOOK_RUNS_DIR": str(hub / "runs")}
+    return {**os.environ, **private, "PYTHONUNBUFFERED": "1", **client}
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

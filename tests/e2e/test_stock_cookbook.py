@@ -1,0 +1,271 @@
+"""Recipes of the official cookbook, unmodified, against a real server on real weights.
+
+A recipe that exits with status 0 may have learned nothing: each test also reads what the recipe
+measured, and asks the server for what it saved.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+import tinker
+from tinker_cookbook import renderers
+from tinker_cookbook.tokenizer_utils import get_tokenizer
+
+from tests.e2e.hub import MODEL, build_hub, chat
+from tests.e2e.recipes import RECIPES, Run, run_recipe
+from tests.serving import Server, start_server
+from tinkercloud.embedded.tokenizer import ensure_tokenizer_folder
+
+LIMIT_S = 500.0
+FEW_TOKENS = tinker.SamplingParams(max_tokens=4, temperature=0.0)
+
+# The sampler's and the trainer's log-probabilities of the same tokens, in float32.
+KL_V1 = 1e-3
+KL_V2 = 1e-6
+
+
+@dataclass(frozen=True)
+class Kitchen:
+    server: Server
+    hub: Path
+    client: tinker.ServiceClient
+    rest: tinker.RestClient
+
+    def cook(self, name: str) -> Run:
+        """The run of a recipe: every step measured, nobody complained."""
+        run = run_recipe(RECIPES[name], self.hub, self.server.sdk_environment, LIMIT_S)
+        assert [row["step"] for row in run.metrics] == list(range(run.recipe.num_steps))
+        assert run.complaints == []
+        assert " ERROR " not in self.server.output()
+        assert "Traceback" not in self.server.output()
+        return run
+
+    @cached_property
+    def renderer(self) -> renderers.Renderer:
+        return renderers.get_renderer("qwen3_instruct", get_tokenizer(str(self.hub / MODEL)))
+
+    def score(self, sampler: tinker.SamplingClient, question: str, answer: str) -> float:
+        """log p(answer | question), the end of the turn included."""
+        messages = chat(question, answer)["messages"]
+        tokens, weights = self.renderer.build_supervised_example(messages)
+        logprobs = sampler.compute_logprobs(tokens).result()
+        pairs = zip(logprobs[1:], weights[1:].tolist(), strict=True)
+        return sum(logprob for logprob, weight in pairs if weight)
+
+
+@pytest.fixture(scope="module")
+def kitchen(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kitchen]:
+    root = tmp_path_factory.mktemp("cookbook")
+    tokenizer = ensure_tokenizer_folder(smollm2_gguf, root / "tokenizers")
+    assert tokenizer is not None
+    hub = build_hub(root / "hub", tokenizer)
+    served = ("--model", f"{MODEL}={smollm2_gguf}", "--dtype", "float32")
+    with start_server(*served, data_dir=root / "data") as server:
+        named = {"base_url": server.base_url, "api_key": server.api_key}
+        with tinker.ServiceClient(**named) as client:
+            yield Kitchen(server, hub, client, tinker.RestClient(**named))
+
+
+def finite(run: Run, *names: str) -> list[list[float]]:
+    """One list for each name: its value at each step, all of them finite numbers."""
+    columns = [[float(row[name]) for row in run.metrics] for name in names]
+    assert all(math.isfinite(value) for column in columns for value in column)
+    return columns
+
+
+def assert_sampler_and_trainer_agree(run: Run) -> None:
+    first, second, entropies = finite(
+        run, "optim/kl_sample_train_v1", "optim/kl_sample_train_v2", "optim/entropy"
+    )
+    assert max(map(abs, first)) < KL_V1
+    assert max(second) < KL_V2
+    assert min(entropies) > 0
+
+
+def assert_saved(kitchen: Kitchen, run: Run, *names: str, rank: int = 8) -> tinker.SamplingClient:
+    """All that the recipe says it saved is there, and the last of it samples."""
+    assert [record["name"] for record in run.checkpoints] == list(names)
+    rest = kitchen.rest
+    for record in run.checkpoints:
+        paths = record["state_path"], record["sampler_path"]
+        for info in [rest.get_weights_info_by_tinker_path(path).result() for path in paths]:
+            assert (info.base_model, info.is_lora, info.lora_rank) == (MODEL, True, rank)
+        training_run = rest.get_training_run_by_tinker_path(paths[0]).result()
+        listed = rest.list_checkpoints(training_run.training_run_id).result().checkpoints
+        assert set(paths) <= {checkpoint.tinker_path for checkpoint in listed}
+    sampler = kitchen.client.create_sampling_client(
+        model_path=run.checkpoints[-1]["sampler_path"]
+    ).result()
+    prompt = tinker.ModelInput.from_ints([1, 520, 9531, 198])
+    assert len(sampler.sample(prompt, 1, FEW_TOKENS).result().sequences[0].tokens) > 0
+    return sampler
+
+
+def assert_learned(kitchen: Kitchen, run: Run, question: str, answer: str, *names: str) -> None:
+    """The saved weights hold a trained answer for more probable than the base model does."""
+    trained = assert_saved(kitchen, run, *names)
+    base = kitchen.client.create_sampling_client(base_model=MODEL).result()
+    before, after = (kitchen.score(sampler, question, answer) for sampler in (base, trained))
+    assert after > before + 0.02
+
+
+def test_arithmetic_rl_runs_and_its_sampler_agrees_with_its_trainer(kitchen: Kitchen) -> None:
+    run = kitchen.cook("arithmetic_rl")
+    assert_sampler_and_trainer_agree(run)
+    rewards, episodes, tokens = finite(
+        run, "env/all/reward/total", "env/all/total_episodes", "env/all/total_ac_tokens"
+    )
+    assert all(-0.1 <= reward <= 1.0 for reward in rewards)
+    assert episodes == [8.0, 8.0, 8.0]
+    assert all(8 <= count <= 40 for count in tokens)
+    assert_saved(kitchen, run, "final")
+
+
+TEMPERATURES = (0.5, 0.7, 1.0, 1.2, 1.8)
+
+
+def test_sampled_logprobs_keep_the_temperature_law(kitchen: Kitchen) -> None:
+    """log p_T(i) - log p_T(j) = (log p_1(i) - log p_1(j)) / T for all sampled tokens i, j."""
+    sampler = kitchen.client.create_sampling_client(base_model=MODEL).result()
+    prompt = kitchen.renderer.tokenizer.encode("The best way to travel is by")
+    drawn = {t: first_tokens(sampler, prompt, t, num_samples=24) for t in TEMPERATURES}
+    plain = plain_logprobs(sampler, prompt, sorted(set().union(*drawn.values())))
+    for temperature, logprobs in drawn.items():
+        assert len(logprobs) >= 2
+        # The law for all pairs at once: the same offset (the normaliser) for every token.
+        offsets = [logprob - plain[token] / temperature for token, logprob in logprobs.items()]
+        assert max(offsets) - min(offsets) < 1e-3
+        if temperature == 1.0:
+            assert max(map(abs, offsets)) < 1e-3
+
+
+def test_logprobs_within_a_sample_are_those_of_each_next_token(kitchen: Kitchen) -> None:
+    sampler = kitchen.client.create_sampling_client(base_model=MODEL).result()
+    prompt = kitchen.renderer.tokenizer.encode("The best way to travel is by")
+    params = tinker.SamplingParams(max_tokens=6, temperature=0.5, seed=42)
+    whole = sampler.sample(tinker.ModelInput.from_ints(prompt), 1, params).result().sequences[0]
+    assert whole.logprobs is not None
+    differences = []
+    for length, (token, logprob) in enumerate(zip(whole.tokens, whole.logprobs, strict=True)):
+        after = first_tokens(sampler, [*prompt, *whole.tokens[:length]], 0.5, num_samples=16)
+        if token in after:
+            differences.append(abs(after[token] - logprob))
+    assert len(differences) >= 2
+    assert max(differences) < 1e-3
+
+
+def first_tokens(
+    sampler: tinker.SamplingClient, prompt: list[int], temperature: float, num_samples: int
+) -> dict[int, float]:
+    """The tokens drawn after the prompt, each with the log-probability that was reported."""
+    params = tinker.SamplingParams(max_tokens=1, temperature=temperature, seed=7)
+    drawn = sampler.sample(tinker.ModelInput.from_ints(prompt), num_samples, params).result()
+    return {s.tokens[0]: s.logprobs[0] for s in drawn.sequences if s.logprobs}
+
+
+def plain_logprobs(
+    sampler: tinker.SamplingClient, prompt: list[int], tokens: list[int]
+) -> dict[int, float]:
+    """log p(token | prompt) under the model's own softmax, each scored as part of a prompt."""
+    scored = [
+        sampler.compute_logprobs(tinker.ModelInput.from_ints([*prompt, token])) for token in tokens
+    ]
+    logprobs = (future.result()[-1] for future in scored)
+    return {token: lp for token, lp in zip(tokens, logprobs, strict=True) if lp is not None}
+
+
+@pytest.mark.slow
+def test_supervised_loop_learns_its_data(kitchen: Kitchen) -> None:
+    run = kitchen.cook("sl_loop")
+    losses, norms, sizes = finite(run, "train_mean_nll", "unclipped_grad_l2:mean", "num_sequences")
+    assert all(0 < loss < 5 for loss in losses)
+    assert min(norms) > 0
+    assert sizes == [4.0, 4.0, 4.0]
+    trained = ("What is the capital of Norway?", "The capital of Norway is Oslo.")
+    assert_learned(kitchen, run, *trained, "final")
+
+
+@pytest.mark.slow
+def test_rl_loop_finds_rewards_and_trains_on_them(kitchen: Kitchen) -> None:
+    run = kitchen.cook("rl_loop")
+    (rewards,) = finite(run, "reward/total")
+    assert all(0 <= reward <= 1 for reward in rewards)
+    assert sum(rewards) > 0
+    norms = [row.get("unclipped_grad_l2:mean", 0.0) for row in run.metrics]
+    assert max(norms) > 0
+    assert all(map(math.isfinite, norms))
+    assert_saved(kitchen, run, "final")
+
+
+@pytest.mark.slow
+def test_chat_sft_learns_and_can_be_continued_from_its_checkpoint(kitchen: Kitchen) -> None:
+    run = kitchen.cook("chat_sft")
+    losses, norms = finite(run, "train_mean_nll", "unclipped_grad_l2:mean")
+    assert losses[2] < losses[0]
+    assert min(norms) > 0
+    trained = ("What is the capital of Peru?", "The capital of Peru is Lima.")
+    assert_learned(kitchen, run, *trained, "000002", "final")
+    state_path = run.checkpoints[-1]["state_path"]
+    resumed = kitchen.client.create_training_client_from_state_with_optimizer(state_path).result()
+    assert resumed.optim_step(tinker.AdamParams(learning_rate=0.0)).result() is not None
+    assert resumed.get_info().model_data.model_name == MODEL
+
+
+@pytest.mark.slow
+def test_prompt_distillation_learns_the_labels(kitchen: Kitchen) -> None:
+    run = kitchen.cook("prompt_distillation")
+    losses, norms = finite(run, "train_mean_nll", "unclipped_grad_l2:mean")
+    assert all(0 < loss < 20 for loss in losses)
+    assert min(norms) > 0
+    assert_learned(kitchen, run, "The cat is on the roof.", "English", "final")
+
+
+@pytest.mark.slow
+def test_dpo_starts_where_policy_and_reference_are_one(kitchen: Kitchen) -> None:
+    run = kitchen.cook("dpo")
+    losses, margins, _ = finite(run, "dpo_loss", "margin", "test/nll")
+    # The reference is scored by the sampler, the policy by the trainer: at the first step all that
+    # can part them is what makes the two disagree.
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-4)
+    assert margins[0] == pytest.approx(0, abs=1e-3)
+    assert losses[1] < losses[0]
+    assert_saved(kitchen, run, "final", rank=32)
+
+
+@pytest.mark.slow
+def test_on_policy_distillation_from_oneself_starts_at_no_distance(kitchen: Kitchen) -> None:
+    run = kitchen.cook("on_policy_distillation")
+    assert_sampler_and_trainer_agree(run)
+    distances, norms = finite(run, "teacher_kl", "unclipped_grad_l2:mean")
+    assert distances[0] == pytest.approx(0, abs=1e-4)
+    assert distances[1] != distances[0]
+    assert norms[0] < 0.1
+    assert_saved(kitchen, run, "final")
+
+
+@pytest.mark.slow
+def test_guess_the_number_plays_several_turns(kitchen: Kitchen) -> None:
+    run = kitchen.cook("guess_number")
+    assert_sampler_and_trainer_agree(run)
+    episodes, turns, rewards = finite(
+        run, "env/all/total_episodes", "env/all/total_turns", "env/all/reward/total"
+    )
+    assert episodes == [2.0]
+    assert 2 < turns[0] <= 20
+    assert -10 <= rewards[0] <= 1
+    assert_saved(kitchen, run, "final", rank=32)
+
+
+@pytest.mark.slow
+def test_preference_rl_trains_on_comparisons(kitchen: Kitchen) -> None:
+    run = kitchen.cook("shorter")
+    assert_sampler_and_trainer_agree(run)
+    first, second, norms = finite(run, "kl_pre_post_v1", "kl_pre_post_v2", "unclipped_grad_l2:mean")
+    assert abs(first[0]) < 0.5
+    assert 0 < second[0] < 0.5
+    assert norms[0] > 0
+    assert_saved(kitchen, run, "final", rank=32)
