@@ -1,39 +1,42 @@
 """A backend for documentation, tests and client development: deterministic, in memory, no torch.
 
-It is a real, if tiny, language model: the logits after token t are a fixed row chosen by t plus a
-trainable row chosen by `t mod NUM_BUCKETS`. So it learns, accumulates gradients, keeps Adam state,
-publishes immutable versions and samples by position-keyed noise, all exactly and at once.
-A token's text is its number followed by a space.
-
-Axes: N tokens of a datum, K alternative targets, P prompt tokens, V vocabulary, B buckets.
+It is a real, if tiny, language model (`fake_model`): it learns, accumulates gradients, keeps Adam
+state, publishes immutable versions and samples by position-keyed noise, all exactly and at once.
 """
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tinkercloud.backends.base import Backend
+from tinkercloud.backends.fake_model import (
+    NUM_BUCKETS,
+    BaseWeights,
+    ModelState,
+    Published,
+    adamw,
+    check_fits,
+    draw_samples,
+    read_state,
+    train,
+    write_state,
+)
 from tinkercloud.config import Config
 from tinkercloud.core.types import (
     AdamParams,
-    Datum,
     FromBase,
     FromCheckpoint,
     FromModel,
     LoraSpec,
-    SampledSequence,
     SampleOutput,
     SampleRequest,
-    SamplingParams,
     ServedModel,
-    Topk,
     TrainBatch,
     TrainOutput,
     WeightsSource,
@@ -56,56 +59,9 @@ TINY = ServedModel(
     eos_token_ids=(2,),
     dtype="float32",
 )
-NUM_BUCKETS = 16
-BASE_RANK = 8
-STATE_FILE = "fake_model.npz"
 INLINE_TOKENS = 256  # more than this many are computed off the event loop
 
-Floats = NDArray[np.float64]
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Base:
-    """The frozen part: logits (V,) after token t are left[t] @ right."""
-
-    served: ServedModel
-    left: Floats
-    right: Floats
-
-    @classmethod
-    def of(cls, served: ServedModel) -> "_Base":
-        noise = np.random.Generator(np.random.Philox(key=served.vocab_size))
-        left = noise.normal(size=(served.vocab_size, BASE_RANK))
-        return cls(served, left, noise.normal(size=(BASE_RANK, served.vocab_size)))
-
-    def logprobs(self, table: Floats, tokens: NDArray) -> Floats:
-        """(N, V): row i is the log-probability of every token after tokens[i]."""
-        # not a matrix product: that would start threads, and round differently by batch size
-        logits = np.einsum("nr,rv->nv", self.left[tokens], self.right)
-        return _log_softmax(logits + table[tokens % NUM_BUCKETS])
-
-    def fresh_table(self) -> Floats:
-        return np.zeros((NUM_BUCKETS, self.served.vocab_size))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Model:
-    """Never changed in place, so that a published version may share its table."""
-
-    base_model: str
-    lora: LoraSpec
-    table: Floats  # (B, V)
-    first: Floats  # Adam's moments
-    second: Floats
-    step: int = 0
-    gradient: Floats | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Version:
-    base: _Base
-    table: Floats = field(repr=False)
 
 
 class FakeBackend(Backend):
@@ -113,10 +69,10 @@ class FakeBackend(Backend):
 
     def __init__(self, config: Config, *, latency_s: float = 0.0):
         served = [TINY, *(_served(source.name, source.path) for source in config.models)]
-        self._bases = {model.name: _Base.of(model) for model in served}
+        self._bases = {model.name: BaseWeights.of(model) for model in served}
         self._latency_s = latency_s
-        self._models: dict[str, _Model] = {}
-        self._versions: dict[str, _Version] = {}
+        self._models: dict[str, ModelState] = {}
+        self._versions: dict[str, Published] = {}
         self._numbers = count()
         self._stopped = False
 
@@ -130,14 +86,14 @@ class FakeBackend(Backend):
     async def create_model(self, model_id: str, base_model: str, lora: LoraSpec) -> None:
         await self._pause()
         table = self._base(base_model).fresh_table()
-        self._models[model_id] = _Model(base_model, lora, table, table, table)
+        self._models[model_id] = ModelState(base_model, lora, table, table, table)
 
     async def load_model(
         self, model_id: str, base_model: str, directory: Path, *, with_optimizer: bool
     ) -> LoraSpec:
         await self._pause()
-        saved = _read(directory)
-        _check_fits(saved, self._base(base_model))
+        saved = read_state(directory)
+        check_fits(saved, self._base(base_model))
         if not with_optimizer:
             zeros = np.zeros_like(saved.table)
             saved = replace(saved, first=zeros, second=zeros, step=0)
@@ -152,7 +108,7 @@ class FakeBackend(Backend):
         model = self._model(model_id)
         base = self._base(model.base_model)
         num_tokens = sum(len(datum.tokens) for datum in batch.data)
-        output, gradient = await _compute(num_tokens, lambda: _train(base, model.table, batch))
+        output, gradient = await _compute(num_tokens, lambda: train(base, model.table, batch))
         if not batch.forward_only:
             total = gradient if model.gradient is None else model.gradient + gradient
             self._models[model_id] = replace(model, gradient=total)
@@ -169,26 +125,26 @@ class FakeBackend(Backend):
             raise UserError("the gradient is not finite; it was dropped, the weights are unchanged")
         if params.grad_clip_norm > 0:
             gradient = gradient * min(1.0, params.grad_clip_norm / (norm + 1e-6))
-        self._models[model_id] = _adamw(model, gradient, params)
+        self._models[model_id] = adamw(model, gradient, params)
         return {"unclipped_grad_l2:mean": norm}
 
     async def save_model(self, model_id: str, directory: Path, *, with_optimizer: bool) -> None:
         await self._pause()
-        _write(self._model(model_id), directory, with_optimizer=with_optimizer)
+        write_state(self._model(model_id), directory, with_optimizer=with_optimizer)
 
     async def publish(self, source: WeightsSource) -> str:
         await self._pause()
         match source:
             case FromBase(base_model):
                 base = self._base(base_model)
-                version = _Version(base, base.fresh_table())
+                version = Published(base, base.fresh_table())
             case FromModel(model_id):
                 model = self._model(model_id)
-                version = _Version(self._base(model.base_model), model.table)
+                version = Published(self._base(model.base_model), model.table)
             case FromCheckpoint(base_model, directory):
-                saved = _read(directory)
-                _check_fits(saved, self._base(base_model))
-                version = _Version(self._base(base_model), saved.table)
+                saved = read_state(directory)
+                check_fits(saved, self._base(base_model))
+                version = Published(self._base(base_model), saved.table)
         name = f"fake-version-{next(self._numbers)}"
         self._versions[name] = version
         return name
@@ -203,7 +159,7 @@ class FakeBackend(Backend):
         await self._pause()
         max_tokens = request.params.max_tokens
         num_tokens = len(request.prompt) + request.num_samples * (max_tokens or INLINE_TOKENS)
-        return await _compute(num_tokens, lambda: _sample(held, request))
+        return await _compute(num_tokens, lambda: draw_samples(held, request))
 
     def stats(self) -> dict[str, float | int | str]:
         return {
@@ -217,12 +173,12 @@ class FakeBackend(Backend):
         if self._stopped:
             raise EngineDied("the fake backend was stopped")
 
-    def _base(self, name: str) -> _Base:
+    def _base(self, name: str) -> BaseWeights:
         if name not in self._bases:
             raise BaseModelNotServed(name, tuple(self._bases))
         return self._bases[name]
 
-    def _model(self, model_id: str) -> _Model:
+    def _model(self, model_id: str) -> ModelState:
         if model_id not in self._models:
             raise ModelStateLost(model_id)
         return self._models[model_id]
@@ -243,202 +199,4 @@ def _served(name: str, path: Path) -> ServedModel:
         vocab_size=vocab_size,
         num_parameters=NUM_BUCKETS * vocab_size,
         tokenizer_path=path if path.is_dir() else None,
-    )
-
-
-# training
-
-
-def _log_softmax(logits: Floats) -> Floats:
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-
-
-def _train(base: _Base, table: Floats, batch: TrainBatch) -> tuple[TrainOutput, Floats]:
-    gradient = np.zeros_like(table)
-    outputs: list[dict[str, NDArray[np.float32]]] = []
-    total = 0.0
-    for datum in batch.data:
-        logprobs = base.logprobs(table, datum.tokens)
-        targets = datum.inputs["target_tokens"].reshape(len(datum.tokens), -1)  # (N, K)
-        scored = np.take_along_axis(logprobs, targets, axis=1)
-        shaped = scored.reshape(datum.inputs["target_tokens"].shape)
-        loss, slope = _loss(batch.loss_fn, shaped, datum, batch.loss_fn_config)
-        total += float(loss.sum())
-        gradient += _backward(logprobs, targets, slope.reshape(targets.shape), datum.tokens)
-        fields = {"logprobs": shaped.astype(np.float32)}
-        if batch.loss_fn == "cross_entropy":
-            fields["elementwise_loss"] = loss.astype(np.float32)
-        outputs.append(fields)
-    return TrainOutput(tuple(outputs), {"loss:sum": total}), gradient
-
-
-def _backward(logprobs: Floats, targets: NDArray, slope: Floats, tokens: NDArray) -> Floats:
-    """d loss / d table (B, V), from slope = d loss / d log-probability of each target (N, K)."""
-    by_logit = -np.exp(logprobs) * slope.sum(axis=1, keepdims=True)
-    rows = np.arange(len(tokens))[:, None]
-    np.add.at(by_logit, (rows, targets), slope)
-    gradient = np.zeros((NUM_BUCKETS, logprobs.shape[1]))
-    np.add.at(gradient, tokens % NUM_BUCKETS, by_logit)
-    return gradient
-
-
-def _loss(
-    name: str, logprobs: Floats, datum: Datum, config: Mapping[str, float]
-) -> tuple[Floats, Floats]:
-    """Elementwise loss and its derivative by logprobs (wire specification, section 7)."""
-    if name == "cross_entropy":
-        weights = datum.inputs["weights"].astype(np.float64)
-        return -weights * logprobs, -weights
-    behaviour = datum.inputs["logprobs"].astype(np.float64)
-    advantages = datum.inputs["advantages"].astype(np.float64)
-    difference = logprobs - behaviour
-    if name == "dro":
-        penalty = 0.5 * config["beta"] * difference**2
-        return penalty - logprobs * advantages, config["beta"] * difference - advantages
-    ratio = np.exp(difference)
-    if name == "importance_sampling":
-        return -ratio * advantages, -ratio * advantages
-    if name == "gspo":
-        mask = datum.inputs["sequence_ratio_mask"] != 0
-        mean = difference[mask].mean() if mask.any() else 0.0
-        ratio = np.full_like(difference, np.exp(mean))
-    clipped = np.clip(ratio, config["clip_low_threshold"], config["clip_high_threshold"])
-    if name == "cispo":
-        return -clipped * logprobs * advantages, -clipped * advantages
-    plain, bounded = ratio * advantages, clipped * advantages
-    return -np.minimum(plain, bounded), np.where(plain <= bounded, -plain, 0.0)
-
-
-def _adamw(model: _Model, gradient: Floats, params: AdamParams) -> _Model:
-    step = model.step + 1
-    first = params.beta1 * model.first + (1 - params.beta1) * gradient
-    second = params.beta2 * model.second + (1 - params.beta2) * gradient**2
-    mean = first / (1 - params.beta1**step)
-    root = np.sqrt(second / (1 - params.beta2**step)) + params.eps
-    table = model.table * (1 - params.learning_rate * params.weight_decay)
-    table = table - params.learning_rate * mean / root
-    return replace(model, table=table, first=first, second=second, step=step)
-
-
-def _write(model: _Model, directory: Path, *, with_optimizer: bool) -> None:
-    about = {"lora": asdict(model.lora), "base_model": model.base_model, "step": model.step}
-    arrays: dict[str, NDArray] = {"table": model.table}
-    if with_optimizer:
-        arrays |= {"first": model.first, "second": model.second}
-    header = np.frombuffer(json.dumps(about).encode(), dtype=np.uint8)
-    arrays["about"] = header
-    np.savez(directory / STATE_FILE, allow_pickle=False, **arrays)
-
-
-def _read(directory: Path) -> _Model:
-    with np.load(directory / STATE_FILE, allow_pickle=False) as file:
-        about = json.loads(file["about"].tobytes())
-        table = file["table"]
-        first = file["first"] if "first" in file else np.zeros_like(table)
-        second = file["second"] if "second" in file else np.zeros_like(table)
-    lora = LoraSpec(**about["lora"])
-    return _Model(about["base_model"], lora, table, first, second, about["step"])
-
-
-def _check_fits(saved: _Model, base: _Base) -> None:
-    if saved.table.shape != base.fresh_table().shape:
-        raise UserError(
-            f"this checkpoint of {saved.base_model!r} does not fit {base.served.name!r}"
-        )
-
-
-# sampling
-
-
-def _sample(version: _Version, request: SampleRequest) -> SampleOutput:
-    sequences = tuple(_sequence(version, request, index) for index in range(request.num_samples))
-    prompt = request.prompt
-    after = version.base.logprobs(version.table, prompt[:-1])  # (P-1, V): row i scores i+1
-    return SampleOutput(
-        sequences,
-        prompt_logprobs=_prompt_logprobs(after, request) if request.prompt_logprobs else None,
-        topk_prompt_logprobs=_prompt_topk(after, request),
-        target_prompt_logprobs=_prompt_targets(after, request.target_prompt_logprobs),
-    )
-
-
-def _prompt_logprobs(after: Floats, request: SampleRequest) -> NDArray[np.float32]:
-    scored = np.full(len(request.prompt), np.nan, dtype=np.float32)
-    scored[1:] = after[np.arange(len(after)), request.prompt[1:]]
-    if request.prompt_logprobs_last_n is not None:
-        scored[: -request.prompt_logprobs_last_n] = np.nan
-    return scored
-
-
-def _prompt_topk(after: Floats, request: SampleRequest) -> Topk | None:
-    k = request.topk_prompt_logprobs
-    if k == 0:
-        return None
-    rows = _topk(after, k)
-    unscored = Topk(np.zeros((1, k), np.int32), np.full((1, k), -99999.0, np.float32))
-    ids = np.concatenate([unscored.token_ids, rows.token_ids])
-    values = np.concatenate([unscored.logprobs, rows.logprobs])
-    if request.prompt_logprobs_last_n is not None:
-        ids[: -request.prompt_logprobs_last_n] = 0
-        values[: -request.prompt_logprobs_last_n] = -99999.0
-    return Topk(ids, values)
-
-
-def _prompt_targets(after: Floats, targets: NDArray[np.int64] | None) -> NDArray[np.float32] | None:
-    if targets is None:
-        return None
-    scored = np.take_along_axis(after, np.maximum(targets, 0), axis=1)
-    return np.where(targets < 0, 0.0, scored).astype(np.float32)
-
-
-def _topk(logprobs: Floats, k: int) -> Topk:
-    ids = np.argsort(-logprobs, axis=-1, kind="stable")[:, :k]
-    return Topk(ids.astype(np.int32), np.take_along_axis(logprobs, ids, 1).astype(np.float32))
-
-
-def _law(logprobs: Floats, params: SamplingParams) -> Floats:
-    """(V,) log-probabilities after temperature, top_k, top_p; -inf where excluded."""
-    law = _log_softmax(logprobs / params.temperature)
-    order = np.argsort(-law, kind="stable")
-    keep = len(order) if params.top_k == -1 else params.top_k
-    if params.top_p < 1.0:
-        before = np.cumsum(np.exp(law[order])) - np.exp(law[order])
-        keep = min(keep, int((before < params.top_p).sum()))
-    law[order[max(keep, 1) :]] = -np.inf
-    return _log_softmax(law)
-
-
-def _draw(logprobs: Floats, params: SamplingParams, place: tuple[int, int]) -> tuple[int, Floats]:
-    """A token and the law that it was drawn from; noise is keyed by (sample, position)."""
-    if params.temperature == 0:
-        return int(np.argmax(logprobs)), logprobs
-    law = _law(logprobs, params)
-    key = np.array([params.seed, (place[0] << 32) | place[1]], dtype=np.uint64)
-    noise = np.random.Generator(np.random.Philox(key=key)).gumbel(size=len(law))
-    return int(np.argmax(law + noise)), law
-
-
-def _sequence(version: _Version, request: SampleRequest, index: int) -> SampledSequence:
-    params, served = request.params, version.base.served
-    room = served.max_context_length - len(request.prompt)
-    limit = room if params.max_tokens is None else min(params.max_tokens, room)
-    stops = frozenset((*params.stop_token_ids, *(served.eos_token_ids if params.use_eos else ())))
-    token, text, stopped = int(request.prompt[-1]), "", False
-    tokens: list[int] = []
-    laws: list[Floats] = []
-    while len(tokens) < limit and not stopped:
-        after = version.base.logprobs(version.table, np.array([token]))[0]
-        token, law = _draw(after, params, (index, len(request.prompt) + len(tokens)))
-        tokens.append(token)
-        laws.append(law)
-        text += f"{token} "
-        stopped = token in stops or any(stop in text for stop in params.stop_strings)
-    scored = [law[token] for law, token in zip(laws, tokens, strict=True)]
-    k = request.topk_sample_logprobs
-    return SampledSequence(
-        np.array(tokens, dtype=np.int32),
-        np.array(scored, dtype=np.float32),
-        "stop" if stopped else "length",
-        _topk(np.stack(laws), k) if k else None,
     )

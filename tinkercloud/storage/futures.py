@@ -54,8 +54,8 @@ def failed(text: str, category: Category) -> Outcome:
 
 
 RESTARTED = failed(
-    "the server restarted before this operation finished; its effect is lost, so go on from your "
-    "last checkpoint",
+    "the server restarted before this operation finished and its effect is lost; send a sample "
+    "again, and go on with training from your last checkpoint",
     "server",
 )
 

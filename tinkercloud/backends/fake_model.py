@@ -1,0 +1,277 @@
+"""The language model behind the fake backend: tiny, exact, numpy only.
+
+The logits after token t are a fixed row chosen by t plus a trainable row chosen by
+`t mod NUM_BUCKETS`. A token's text is its number followed by a space.
+
+Axes: N tokens of a datum, K alternative targets, P prompt tokens, V vocabulary, B buckets.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tinkercloud.core.types import (
+    AdamParams,
+    Datum,
+    LoraSpec,
+    SampledSequence,
+    SampleOutput,
+    SampleRequest,
+    SamplingParams,
+    ServedModel,
+    Topk,
+    TrainBatch,
+    TrainOutput,
+)
+from tinkercloud.errors import UserError
+
+NUM_BUCKETS = 16
+BASE_RANK = 8
+STATE_FILE = "fake_model.npz"
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BaseWeights:
+    """The frozen part: logits (V,) after token t are left[t] @ right."""
+
+    served: ServedModel
+    left: Floats
+    right: Floats
+
+    @classmethod
+    def of(cls, served: ServedModel) -> "BaseWeights":
+        noise = np.random.Generator(np.random.Philox(key=served.vocab_size))
+        left = noise.normal(size=(served.vocab_size, BASE_RANK))
+        return cls(served, left, noise.normal(size=(BASE_RANK, served.vocab_size)))
+
+    def logprobs(self, table: Floats, tokens: NDArray) -> Floats:
+        """(N, V): row i is the log-probability of every token after tokens[i]."""
+        # not a matrix product: that would start threads, and round differently by batch size
+        logits = np.einsum("nr,rv->nv", self.left[tokens], self.right)
+        return _log_softmax(logits + table[tokens % NUM_BUCKETS])
+
+    def fresh_table(self) -> Floats:
+        return np.zeros((NUM_BUCKETS, self.served.vocab_size))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelState:
+    """Never changed in place, so that a published version may share its table."""
+
+    base_model: str
+    lora: LoraSpec
+    table: Floats  # (B, V)
+    first: Floats  # Adam's moments
+    second: Floats
+    step: int = 0
+    gradient: Floats | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Published:
+    base: BaseWeights
+    table: Floats = field(repr=False)
+
+
+# training
+
+
+def _log_softmax(logits: Floats) -> Floats:
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+def train(base: BaseWeights, table: Floats, batch: TrainBatch) -> tuple[TrainOutput, Floats]:
+    gradient = np.zeros_like(table)
+    outputs: list[dict[str, NDArray[np.float32]]] = []
+    total = 0.0
+    for datum in batch.data:
+        logprobs = base.logprobs(table, datum.tokens)
+        targets = datum.inputs["target_tokens"].reshape(len(datum.tokens), -1)  # (N, K)
+        scored = np.take_along_axis(logprobs, targets, axis=1)
+        shaped = scored.reshape(datum.inputs["target_tokens"].shape)
+        loss, slope = _loss(batch.loss_fn, shaped, datum, batch.loss_fn_config)
+        total += float(loss.sum())
+        gradient += _backward(logprobs, targets, slope.reshape(targets.shape), datum.tokens)
+        fields = {"logprobs": shaped.astype(np.float32)}
+        if batch.loss_fn == "cross_entropy":
+            fields["elementwise_loss"] = loss.astype(np.float32)
+        outputs.append(fields)
+    return TrainOutput(tuple(outputs), {"loss:sum": total}), gradient
+
+
+def _backward(logprobs: Floats, targets: NDArray, slope: Floats, tokens: NDArray) -> Floats:
+    """d loss / d table (B, V), from slope = d loss / d log-probability of each target (N, K)."""
+    by_logit = -np.exp(logprobs) * slope.sum(axis=1, keepdims=True)
+    rows = np.arange(len(tokens))[:, None]
+    np.add.at(by_logit, (rows, targets), slope)
+    gradient = np.zeros((NUM_BUCKETS, logprobs.shape[1]))
+    np.add.at(gradient, tokens % NUM_BUCKETS, by_logit)
+    return gradient
+
+
+def _loss(
+    name: str, logprobs: Floats, datum: Datum, config: Mapping[str, float]
+) -> tuple[Floats, Floats]:
+    """Elementwise loss and its derivative by logprobs (wire specification, section 7)."""
+    if name == "cross_entropy":
+        weights = datum.inputs["weights"].astype(np.float64)
+        return -weights * logprobs, -weights
+    behaviour = datum.inputs["logprobs"].astype(np.float64)
+    advantages = datum.inputs["advantages"].astype(np.float64)
+    difference = logprobs - behaviour
+    if name == "dro":
+        penalty = 0.5 * config["beta"] * difference**2
+        return penalty - logprobs * advantages, config["beta"] * difference - advantages
+    ratio = np.exp(difference)
+    if name == "importance_sampling":
+        return -ratio * advantages, -ratio * advantages
+    if name == "gspo":
+        mask = datum.inputs["sequence_ratio_mask"] != 0
+        mean = difference[mask].mean() if mask.any() else 0.0
+        ratio = np.full_like(difference, np.exp(mean))
+    clipped = np.clip(ratio, config["clip_low_threshold"], config["clip_high_threshold"])
+    if name == "cispo":
+        return -clipped * logprobs * advantages, -clipped * advantages
+    plain, bounded = ratio * advantages, clipped * advantages
+    return -np.minimum(plain, bounded), np.where(plain <= bounded, -plain, 0.0)
+
+
+def adamw(model: ModelState, gradient: Floats, params: AdamParams) -> ModelState:
+    step = model.step + 1
+    first = params.beta1 * model.first + (1 - params.beta1) * gradient
+    second = params.beta2 * model.second + (1 - params.beta2) * gradient**2
+    mean = first / (1 - params.beta1**step)
+    root = np.sqrt(second / (1 - params.beta2**step)) + params.eps
+    table = model.table * (1 - params.learning_rate * params.weight_decay)
+    table = table - params.learning_rate * mean / root
+    return replace(model, table=table, first=first, second=second, step=step)
+
+
+def write_state(model: ModelState, directory: Path, *, with_optimizer: bool) -> None:
+    about = {"lora": asdict(model.lora), "base_model": model.base_model, "step": model.step}
+    arrays: dict[str, NDArray] = {"table": model.table}
+    if with_optimizer:
+        arrays |= {"first": model.first, "second": model.second}
+    header = np.frombuffer(json.dumps(about).encode(), dtype=np.uint8)
+    arrays["about"] = header
+    np.savez(directory / STATE_FILE, allow_pickle=False, **arrays)
+
+
+def read_state(directory: Path) -> ModelState:
+    with np.load(directory / STATE_FILE, allow_pickle=False) as file:
+        about = json.loads(file["about"].tobytes())
+        table = file["table"]
+        first = file["first"] if "first" in file else np.zeros_like(table)
+        second = file["second"] if "second" in file else np.zeros_like(table)
+    lora = LoraSpec(**about["lora"])
+    return ModelState(about["base_model"], lora, table, first, second, about["step"])
+
+
+def check_fits(saved: ModelState, base: BaseWeights) -> None:
+    if saved.table.shape != base.fresh_table().shape:
+        raise UserError(
+            f"this checkpoint of {saved.base_model!r} does not fit {base.served.name!r}"
+        )
+
+
+# sampling
+
+
+def draw_samples(version: Published, request: SampleRequest) -> SampleOutput:
+    sequences = tuple(_sequence(version, request, index) for index in range(request.num_samples))
+    prompt = request.prompt
+    after = version.base.logprobs(version.table, prompt[:-1])  # (P-1, V): row i scores i+1
+    return SampleOutput(
+        sequences,
+        prompt_logprobs=_prompt_logprobs(after, request) if request.prompt_logprobs else None,
+        topk_prompt_logprobs=_prompt_topk(after, request),
+        target_prompt_logprobs=_prompt_targets(after, request.target_prompt_logprobs),
+    )
+
+
+def _prompt_logprobs(after: Floats, request: SampleRequest) -> NDArray[np.float32]:
+    scored = np.full(len(request.prompt), np.nan, dtype=np.float32)
+    scored[1:] = after[np.arange(len(after)), request.prompt[1:]]
+    if request.prompt_logprobs_last_n is not None:
+        scored[: -request.prompt_logprobs_last_n] = np.nan
+    return scored
+
+
+def _prompt_topk(after: Floats, request: SampleRequest) -> Topk | None:
+    k = request.topk_prompt_logprobs
+    if k == 0:
+        return None
+    rows = _topk(after, k)
+    unscored = Topk(np.zeros((1, k), np.int32), np.full((1, k), -99999.0, np.float32))
+    ids = np.concatenate([unscored.token_ids, rows.token_ids])
+    values = np.concatenate([unscored.logprobs, rows.logprobs])
+    if request.prompt_logprobs_last_n is not None:
+        ids[: -request.prompt_logprobs_last_n] = 0
+        values[: -request.prompt_logprobs_last_n] = -99999.0
+    return Topk(ids, values)
+
+
+def _prompt_targets(after: Floats, targets: NDArray[np.int64] | None) -> NDArray[np.float32] | None:
+    if targets is None:
+        return None
+    scored = np.take_along_axis(after, np.maximum(targets, 0), axis=1)
+    return np.where(targets < 0, 0.0, scored).astype(np.float32)
+
+
+def _topk(logprobs: Floats, k: int) -> Topk:
+    ids = np.argsort(-logprobs, axis=-1, kind="stable")[:, :k]
+    return Topk(ids.astype(np.int32), np.take_along_axis(logprobs, ids, 1).astype(np.float32))
+
+
+def _law(logprobs: Floats, params: SamplingParams) -> Floats:
+    """(V,) log-probabilities after temperature, top_k, top_p; -inf where excluded."""
+    law = _log_softmax(logprobs / params.temperature)
+    order = np.argsort(-law, kind="stable")
+    keep = len(order) if params.top_k == -1 else params.top_k
+    if params.top_p < 1.0:
+        before = np.cumsum(np.exp(law[order])) - np.exp(law[order])
+        keep = min(keep, int((before < params.top_p).sum()))
+    law[order[max(keep, 1) :]] = -np.inf
+    return _log_softmax(law)
+
+
+def _draw(logprobs: Floats, params: SamplingParams, place: tuple[int, int]) -> tuple[int, Floats]:
+    """A token and the law that it was drawn from; noise is keyed by (sample, position)."""
+    if params.temperature == 0:
+        return int(np.argmax(logprobs)), logprobs
+    law = _law(logprobs, params)
+    key = np.array([params.seed, (place[0] << 32) | place[1]], dtype=np.uint64)
+    noise = np.random.Generator(np.random.Philox(key=key)).gumbel(size=len(law))
+    return int(np.argmax(law + noise)), law
+
+
+def _sequence(version: Published, request: SampleRequest, index: int) -> SampledSequence:
+    params, served = request.params, version.base.served
+    room = served.max_context_length - len(request.prompt)
+    limit = room if params.max_tokens is None else min(params.max_tokens, room)
+    stops = frozenset((*params.stop_token_ids, *(served.eos_token_ids if params.use_eos else ())))
+    token, text, stopped = int(request.prompt[-1]), "", False
+    tokens: list[int] = []
+    laws: list[Floats] = []
+    while len(tokens) < limit and not stopped:
+        after = version.base.logprobs(version.table, np.array([token]))[0]
+        token, law = _draw(after, params, (index, len(request.prompt) + len(tokens)))
+        tokens.append(token)
+        laws.append(law)
+        text += f"{token} "
+        stopped = token in stops or any(stop in text for stop in params.stop_strings)
+    scored = [law[token] for law, token in zip(laws, tokens, strict=True)]
+    k = request.topk_sample_logprobs
+    return SampledSequence(
+        np.array(tokens, dtype=np.int32),
+        np.array(scored, dtype=np.float32),
+        "stop" if stopped else "length",
+        _topk(np.stack(laws), k) if k else None,
+    )
