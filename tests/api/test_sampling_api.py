@@ -308,3 +308,31 @@ async def test_create_sampling_client_needs_no_session(api: Api) -> None:
     counted = {"session_id": session_id, "sampling_session_seq_id": 4, "base_model": "fake/tiny"}
     made = await api.ok("create_sampling_client", **counted)
     assert made["sampling_session_id"] == f"{session_id}:sample:4"
+
+
+async def test_a_sampler_id_never_changes_its_weights(api: Api) -> None:
+    session_id = await api.session()
+    model_id = await api.model(session_id)
+    sampler_id = await api.sampler(session_id, 0)
+    assert await api.sampler(session_id, 0) == sampler_id  # the same request again
+    body = {"model_id": model_id, "sampling_session_seq_id": 0}
+    accepted = await api.ok("save_weights_for_sampler", **body, seq_id=1)
+    assert "exists already" in await api.failure(accepted)
+    saved = await api.ok("save_weights_for_sampler", model_id=model_id, path="s", seq_id=2)
+    path = (await api.result(saved))["path"]
+    other = {"session_id": session_id, "sampling_session_seq_id": 0, "model_path": path}
+    assert (await api.post("create_sampling_session", **other)).status_code == 422
+
+
+async def test_a_deleted_checkpoint_is_sampled_while_its_version_lives(tmp_path: Path) -> None:
+    async with serving(tmp_path) as api:
+        model_id = await api.model()
+        saved = await api.ok("save_weights_for_sampler", model_id=model_id, path="s", seq_id=1)
+        path = (await api.result(saved))["path"]
+        sampler_id = await api.sampler(await api.session(), model_path=path)
+        before = await probe(api, sampler_id)
+        url = f"/api/v1/training_runs/{model_id}/checkpoints/sampler_weights/s"
+        assert (await api.http.delete(url)).status_code == 204
+        assert await probe(api, sampler_id) == before
+    async with serving(tmp_path) as api:
+        assert "does not exist" in await api.failure(await api.sample(sampler_id))

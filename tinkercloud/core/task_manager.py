@@ -229,6 +229,8 @@ class TaskManager:
         pending.outcome = outcome
         try:
             await self._futures.finish(pending.request_id, outcome)
+        except Exception:  # a full disk, say: the lane must go on
+            logger.exception("the outcome of %s was not recorded", pending.request_id)
         finally:  # even where the disk is full, who waits is answered
             self._forget(pending)
             pending.finished.set()

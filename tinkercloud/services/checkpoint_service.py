@@ -144,8 +144,10 @@ class CheckpointService:
         return await self.verified_directory(checkpoint.directory)
 
     async def verified_directory(self, directory: str) -> Path:
-        """The same, for a folder relative to the data folder."""
+        """The same, for a folder relative to the data folder. Raises CheckpointNotFound."""
         path = self._data_dir / directory
+        if not path.is_dir():  # deleted, or replaced by another of its name
+            raise CheckpointNotFound(directory)
         await asyncio.to_thread(checkpoint_files.verify, path)
         return path
 

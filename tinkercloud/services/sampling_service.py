@@ -85,8 +85,16 @@ class SamplingService:
             sampler = Sampler(sampler_id, user, session_id, "base", name)
         else:
             raise InvalidRequest("a sampling session needs base_model or model_path")
+        return await self._record(sampler)
+
+    async def _record(self, sampler: Sampler) -> str:
+        """Recording the same sampler again changes nothing; another under its id is refused."""
         await self._metadata.put_sampler(sampler)
-        return sampler_id
+        if await self.require(sampler.user, sampler.sampler_id) != sampler:
+            raise InvalidRequest(
+                f"sampling session {sampler.sampler_id!r} exists with other weights; count on"
+            )
+        return sampler.sampler_id
 
     async def publish_model(self, model: Model, number: int, kind: SamplerKind) -> str:
         """An ephemeral sampler of the model as it is now; called in the model's lane.
@@ -99,8 +107,10 @@ class SamplingService:
             *(sampler_id, model.user, model.session_id, kind, model.base_model),
             model_id=model.model_id,
         )
+        if await self._metadata.sampler(sampler_id, model.user) is not None:
+            raise InvalidRequest(f"sampling session {sampler_id!r} exists already; count on")
         version = await self._backend.publish(FromModel(model.model_id))
-        await self._metadata.put_sampler(sampler)
+        await self._record(sampler)
         await self._versions.put(_version_key(sampler), version)
         return sampler_id
 

@@ -1,0 +1,158 @@
+"""Outcomes are written whatever happens to the work."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tinkercloud.core.task_manager import TaskManager
+from tinkercloud.errors import FutureUnknown, ServerFault, UserError
+from tinkercloud.storage.database import Database
+from tinkercloud.storage.futures import FuturesStorage, Outcome, Ticket, completed_json
+
+TICKET = Ticket("ann", "OptimStep", "key")
+
+
+@pytest.fixture
+async def database(tmp_path: Path) -> AsyncIterator[Database]:
+    database = await Database.open(tmp_path)
+    yield database
+    await database.close()
+
+
+@pytest.fixture
+async def tasks(database: Database) -> AsyncIterator[TaskManager]:
+    tasks = TaskManager(FuturesStorage(database), gap_grace_s=0.1)
+    await tasks.start()
+    yield tasks
+    await tasks.close()
+
+
+async def done() -> Outcome:
+    return completed_json({"x": 1})
+
+
+async def forever() -> Outcome:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+def error_of(outcome: Outcome | None) -> dict[str, str]:
+    assert outcome is not None
+    assert outcome.status == "failed"
+    return json.loads(outcome.body)
+
+
+async def test_work_that_raises_our_error_fails_with_its_category(tasks: TaskManager) -> None:
+    for error in (UserError("yours"), ServerFault("ours")):
+
+        async def work(error: Exception = error) -> Outcome:
+            raise error
+
+        request_id = await tasks.submit(Ticket("ann", "OptimStep"), work)
+        told = error_of(await tasks.wait(request_id, "ann", 5))
+        assert told == {"error": str(error), "category": error.category}
+
+
+async def test_cancelled_work_still_has_an_outcome(tasks: TaskManager) -> None:
+    async def work() -> Outcome:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        return await forever()
+
+    request_id = await tasks.submit(TICKET, work)
+    assert error_of(await tasks.wait(request_id, "ann", 5))["category"] == "server"
+
+
+async def test_closing_writes_outcomes_for_all_that_is_pending(
+    tasks: TaskManager, database: Database
+) -> None:
+    running = await tasks.submit(Ticket("ann", "Sample"), forever)
+    lane = [
+        await tasks.submit_in_lane(Ticket("ann", "OptimStep", None, "m", n), forever)
+        for n in (1, 2)
+    ]
+    held = await tasks.submit_in_lane(Ticket("ann", "ForwardBackward", None, "n", 9), forever)
+    await tasks.close()
+    assert tasks.num_pending == 0
+    for request_id in (running, *lane, held):
+        outcome = await FuturesStorage(database).outcome(request_id, "ann")
+        assert "stopped" in error_of(outcome)["error"]
+    with pytest.raises(ServerFault):
+        await tasks.submit(TICKET, done)
+
+
+async def test_every_task_has_a_name(tasks: TaskManager) -> None:
+    await tasks.submit(Ticket("ann", "Sample"), forever)
+    await tasks.submit_in_lane(Ticket("ann", "OptimStep", None, "m", 1), forever)
+    names = [task.get_name() for task in asyncio.all_tasks() - {asyncio.current_task()}]
+    assert {name.split()[0] for name in names} >= {"run", "lane", "database"}
+
+
+async def test_a_twin_waits_for_the_acknowledgement_of_the_first(tasks: TaskManager) -> None:
+    ids = await asyncio.gather(*(tasks.submit(TICKET, done) for _ in range(5)))
+    assert len(set(ids)) == 1
+
+
+async def test_a_failed_acknowledgement_leaves_nothing_behind(
+    tasks: TaskManager, database: Database
+) -> None:
+    await database.write("ALTER TABLE futures RENAME TO gone")
+    results = await asyncio.gather(
+        *(tasks.submit(TICKET, done) for _ in range(3)), return_exceptions=True
+    )
+    assert all(isinstance(result, Exception) for result in results)
+    assert tasks.num_pending == 0
+    await database.write("ALTER TABLE gone RENAME TO futures")
+    request_id = await tasks.submit(TICKET, done)
+    assert (await tasks.wait(request_id, "ann", 5)) == await done()
+
+
+async def test_a_lane_goes_on_when_the_database_cannot_take_a_result(
+    tasks: TaskManager, database: Database
+) -> None:
+    proceed = asyncio.Event()
+
+    async def work() -> Outcome:
+        await proceed.wait()
+        return await done()
+
+    ids = [
+        await tasks.submit_in_lane(Ticket("ann", "OptimStep", None, "m", n), work) for n in (1, 2)
+    ]
+    await database.write("ALTER TABLE futures RENAME TO gone")
+    waiting = [asyncio.create_task(tasks.wait(request_id, "ann", 5)) for request_id in ids]
+    await asyncio.sleep(0)
+    proceed.set()
+    assert await asyncio.gather(*waiting) == [await done(), await done()]
+    await database.write("ALTER TABLE gone RENAME TO futures")
+
+
+async def test_an_operation_runs_after_the_one_before_it_ended(tasks: TaskManager) -> None:
+    events: list[str] = []
+
+    def work(name: str):
+        async def run() -> Outcome:
+            events.append(f"{name} begins")
+            await asyncio.sleep(0.01)
+            events.append(f"{name} ends")
+            return await done()
+
+        return run
+
+    ids = [
+        await tasks.submit_in_lane(Ticket("ann", "OptimStep", None, "m", n), work(str(n)))
+        for n in (1, 2)
+    ]
+    for request_id in ids:
+        await tasks.wait(request_id, "ann", 5)
+    assert events == ["1 begins", "1 ends", "2 begins", "2 ends"]
+
+
+async def test_nobody_elses_request_can_be_waited_for(tasks: TaskManager) -> None:
+    request_id = await tasks.submit(TICKET, forever)
+    with pytest.raises(FutureUnknown):
+        await tasks.wait(request_id, "bob", 0)
