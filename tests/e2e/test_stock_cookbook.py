@@ -113,6 +113,13 @@ def assert_learned(kitchen: Kitchen, run: Run, question: str, answer: str, *name
     assert after > before + 0.02
 
 
+def test_a_warning_counts_as_a_complaint_whatever_its_colour() -> None:
+    told = "tinker.lib:12 [\x1b[92mINFO\x1b[0m] fine\ntinker.lib:13 [\x1b[93mWARNING\x1b[0m] slow\n"
+    expected = "__main__:9 [WARNING] Batch 0: all advantages zero, skipping training step\n"
+    run = Run(RECIPES["rl_loop"], told + expected, 0.0, [], [])
+    assert run.complaints == ["tinker.lib:13 [WARNING] slow"]
+
+
 def test_arithmetic_rl_runs_and_its_sampler_agrees_with_its_trainer(kitchen: Kitchen) -> None:
     run = kitchen.cook("arithmetic_rl")
     assert_sampler_and_trainer_agree(run)

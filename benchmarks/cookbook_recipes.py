@@ -1,0 +1,148 @@
+"""How long the official cookbook's recipes take here, unmodified, from command to exit.
+
+One server process with SmolLM2-135M-Instruct in float32; the recipes run one after another, each
+as the process that its documentation starts. What they check is in tests/e2e; here they are timed.
+The baseline is the same command asked for its `--help`: Python, the imports, and no work.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from report import Report, versions
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.e2e.hub import MODEL, build_hub  # noqa: E402
+from tests.e2e.recipes import RECIPES, Recipe, RecipeFailed, Run, run_recipe  # noqa: E402
+from tests.serving import Server, start_server  # noqa: E402
+from tinkercloud.embedded.tokenizer import ensure_tokenizer_folder  # noqa: E402
+from tinkercloud.fetch import find_model  # noqa: E402
+
+LIMIT_S = 1800.0
+WELL = "well"
+COLUMNS = (
+    "recipe",
+    "steps",
+    "wall s",
+    "imports s (baseline)",
+    "s per step",
+    "load before",
+    "ended",
+)
+STEP_TIMES = ("time/total", "time_total", "batch_time")
+"""What the recipes call the seconds that a step took, the first that a recipe has."""
+
+
+@dataclass(frozen=True)
+class Row:
+    recipe: Recipe
+    wall_s: float
+    imports_s: float
+    step_s: float | None
+    load: float
+    ended: str
+
+    def cells(self) -> tuple[str | int | float, ...]:
+        step = "-" if self.step_s is None else round(self.step_s, 1)
+        times = (round(self.wall_s, 1), round(self.imports_s, 1), step)
+        return (self.recipe.title, self.recipe.num_steps, *times, round(self.load, 1), self.ended)
+
+
+def measure(recipe: Recipe, hub: Path, server: Server) -> Row:
+    """One recipe; one that fails has a row too, with the time until it failed."""
+    load = os.getloadavg()[0]
+    imports_s = import_time(recipe, hub, server)
+    began = time.perf_counter()
+    try:
+        run = run_recipe(recipe, hub, server.sdk_environment, LIMIT_S)
+    except RecipeFailed as failure:
+        print(failure, file=sys.stderr)
+        wall_s = time.perf_counter() - began
+        return Row(recipe, wall_s, imports_s, None, load, "failed")
+    return Row(recipe, run.wall_s, imports_s, step_time(run), load, WELL)
+
+
+def import_time(recipe: Recipe, hub: Path, server: Server) -> float:
+    """Seconds until the recipe could say how it is called."""
+    command = [*recipe.command(hub / "unused")[:3], "--help"]
+    environment = {**os.environ, **server.sdk_environment}
+    began = time.perf_counter()
+    done = subprocess.run(command, cwd=hub, env=environment, capture_output=True, check=False)
+    seconds = time.perf_counter() - began
+    # chz ends with status 1 after its help: what it said tells more.
+    assert b"model_name" in done.stdout + done.stderr, done.stderr.decode()
+    return seconds
+
+
+def step_time(run: Run) -> float:
+    """Mean seconds of a step, as the recipe itself measured them."""
+    seconds = [next(row[name] for name in STEP_TIMES if name in row) for row in run.metrics]
+    return sum(seconds) / len(seconds)
+
+
+def weights() -> Path:
+    found = find_model("smollm2") or find_model("smollm2", ROOT / ".tinkercloud")
+    if found is None:
+        sys.exit("the SmolLM2 weights are not here; run `make install`")
+    return found
+
+
+def run_all(recipes: Sequence[Recipe]) -> list[Row]:
+    rows = []
+    with tempfile.TemporaryDirectory() as scratch:
+        root, gguf = Path(scratch), weights()
+        tokenizer = ensure_tokenizer_folder(gguf, root / "tokenizers")
+        assert tokenizer is not None
+        hub = build_hub(root / "hub", tokenizer)
+        served = ("--model", f"{MODEL}={gguf}", "--dtype", "float32")
+        with start_server(*served, data_dir=root / "data") as server:
+            for recipe in recipes:
+                rows.append(measure(recipe, hub, server))
+                print(*rows[-1].cells(), sep="\t", flush=True)
+    return rows
+
+
+def report(rows: Sequence[Row]) -> Report:
+    return Report(
+        title="Stock cookbook recipes",
+        about=(
+            "The official `tinker-cookbook` recipes, unmodified, against one server with "
+            "SmolLM2-135M-Instruct in float32, each in the small setting of "
+            "`tests/e2e/recipes.py`. Wall time is from the command to its exit and includes the "
+            "baseline: the same command asked for its help, which only imports. Load is the "
+            "machine's one-minute load average before the recipe began; other work on the machine "
+            "shows there and in the times. Recipes run in the order of the table."
+        ),
+        command="python benchmarks/cookbook_recipes.py",
+        columns=COLUMNS,
+        rows=[row.cells() for row in rows],
+        versions=versions("tinker", "tinker-cookbook", "torch", "transformers"),
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("recipes", nargs="*", metavar="RECIPE", help=", ".join(RECIPES))
+    parser.add_argument("--json", type=Path, help="write the result here")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.recipes) - set(RECIPES):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    chosen = [RECIPES[name] for name in arguments.recipes or RECIPES]
+    rows = run_all(chosen)
+    result = report(rows)
+    print(result.table())
+    if arguments.json:
+        result.write(arguments.json)
+    return 1 if any(row.ended != WELL for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
