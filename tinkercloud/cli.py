@@ -34,6 +34,7 @@ HELP = {
     "engine.threads": "threads that compute; auto: the cores this process may use",
     "engine.max_batch": "sequences decoded together",
     "engine.kv_cache_bytes": "memory for keys and values; K, M, G count in 1024",
+    "engine.version_cache_bytes": "memory for published versions; the rest wait on disk",
     "engine.microbatch_tokens": "tokens per training micro-batch",
     "engine.restart_limit": "engine restarts within ten minutes before giving up",
 }

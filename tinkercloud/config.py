@@ -42,11 +42,18 @@ class EngineConfig:
     threads: int | None = None
     max_batch: int = 64  # sequences decoded together
     kv_cache_bytes: int = 2 * 1024**3
+    version_cache_bytes: int = 1024**3  # published versions kept in memory, the rest on disk
     microbatch_tokens: int = 1024  # tokens per training micro-batch
     restart_limit: int = 5  # engine restarts within ten minutes before giving up
 
     def __post_init__(self) -> None:
-        for name in ("threads", "max_batch", "kv_cache_bytes", "microbatch_tokens"):
+        for name in (
+            "threads",
+            "max_batch",
+            "kv_cache_bytes",
+            "version_cache_bytes",
+            "microbatch_tokens",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"engine.{name} must be at least 1, not {value}")

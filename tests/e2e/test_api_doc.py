@@ -64,9 +64,7 @@ def test_the_training_step_gives_a_loss_and_a_gradient_norm(outputs: list[list[d
     losses = [r["metrics"]["loss:sum"] for r in completed(outputs) if "loss:sum" in str(r)]
     assert len(losses) == 2
     assert all(0 < loss < 100 for loss in losses)
-    norms = [
-        r["metrics"]["unclipped_grad_l2:mean"] for r in completed(outputs) if "grad" in str(r)
-    ]
+    norms = [r["metrics"]["unclipped_grad_l2:mean"] for r in completed(outputs) if "grad" in str(r)]
     assert norms[0] > 0
 
 

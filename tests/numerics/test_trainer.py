@@ -386,3 +386,36 @@ def test_model_checkpoint_and_trainer_agree_on_logprobs(
 def test_an_unknown_model_has_lost_its_state(store: ModelStore) -> None:
     with pytest.raises(ModelStateLost, match="create_training_client_from_state"):
         store.optim_step("never", STEP)
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_versions_beyond_the_memory_limit_go_to_disk_and_come_back(folder: Path, rank: int) -> None:
+    roomy, tight = open_store(folder), open_store(folder, versions_bytes=1)
+    texts: dict[str, list[list[int]]] = {}
+    for name, store in (("roomy", roomy), ("tight", tight)):
+        store.create_model("m", "tiny", LoraSpec(rank=rank, seed=3))
+        versions = []
+        for seed in range(3):
+            train(store, "m", [supervised(20, seed)])
+            store.optim_step("m", STEP)
+            versions.append(store.publish(FromModel("m")))
+        request = ask(random_prompt(10, 1), max_tokens=20, use_eos=False)
+        texts[name] = [
+            Sampler(store).one(v, request).sequences[0].tokens.tolist() for v in versions
+        ]
+        for version in versions[:2]:
+            store.release(version)
+    assert texts["tight"] == texts["roomy"]
+    assert (roomy.counts()["versions_on_disk"], tight.counts()["versions_on_disk"]) == (0, 0)
+    assert tight.counts()["versions"] == 1
+
+
+def test_released_versions_leave_no_file(folder: Path) -> None:
+    store = open_store(folder, versions_bytes=1)
+    store.create_model("m", "tiny", LoraSpec(rank=4, seed=3))
+    versions = [store.publish(FromModel("m")) for _ in range(4)]
+    spilled = store._versions._folder
+    assert len(list(spilled.iterdir())) == store.counts()["versions_on_disk"] == 3
+    for version in versions:
+        store.release(version)
+    assert list(spilled.iterdir()) == []

@@ -1,5 +1,6 @@
 """A tiny random Llama, saved by transformers, and the ways tests drive our engine with it."""
 
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from tinkercloud.core.types import (
 from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.engine import SamplingEngine
 from tinkercloud.embedded.models import ModelStore
+from tinkercloud.embedded.version_cache import VersionCache
 
 EOS = 256
 VOCAB = 260
@@ -46,10 +48,14 @@ def write_tiny_model(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def open_store(folder: Path, dtype: torch.dtype = torch.float32, tokens: int = 1024) -> ModelStore:
+def open_store(folder: Path, tokens: int = 1024, versions_bytes: int = 2**30) -> ModelStore:
     """A ModelStore that serves the folder as "tiny"."""
-    device = torch.device("cpu")
-    return ModelStore(lambda name: BaseModel.load(name, folder, folder, dtype, device), tokens)
+
+    def load(name: str) -> BaseModel:
+        return BaseModel.load(name, folder, folder, torch.float32, torch.device("cpu"))
+
+    versions = VersionCache(Path(tempfile.mkdtemp(dir=folder)), versions_bytes)
+    return ModelStore(load, tokens, versions)
 
 
 def reference(folder: Path) -> LlamaForCausalLM:

@@ -51,11 +51,14 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x (T, H, Dh) by cos and sin (T, Dh / 2), in float32; Dh is in two halves."""
-    first, second = x.float().chunk(2, dim=-1)
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.to(x.dtype)
+    """Rotate x (T, H, Dh) by cos and sin (T, Dh / 2); halves as Hugging Face pairs them.
+
+    In x's own number type, as Hugging Face does it: in bfloat16 the rounding of this product is
+    part of what other implementations of the same weights compute.
+    """
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos.to(x.dtype).unsqueeze(1), sin.to(x.dtype).unsqueeze(1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def rotary_frequencies(config: ArchitectureConfig) -> tuple[Tensor, float]:

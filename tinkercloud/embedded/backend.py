@@ -33,6 +33,7 @@ class EmbeddedBackend(Backend):
             threads=engine.threads,
             max_batch=engine.max_batch,
             kv_cache_bytes=engine.kv_cache_bytes,
+            version_cache_bytes=engine.version_cache_bytes,
             microbatch_tokens=engine.microbatch_tokens,
         )
         self._host = EngineHost(settings, engine.restart_limit)

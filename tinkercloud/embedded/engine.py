@@ -44,6 +44,15 @@ class Version:
     scale: float
 
     @property
+    def own_bytes(self) -> int:
+        """What it holds beside the shared base."""
+        if self.adapter is not None:
+            return sum(a.nbytes + b.nbytes for a, b in self.adapter.values())
+        if self.weights is self.base.weights:
+            return 0
+        return sum({id(t): t.nbytes for t in self.weights.values()}.values())
+
+    @property
     def entry(self) -> tuple[Adapter, float] | None:
         return (self.adapter, self.scale) if self.adapter is not None else None
 

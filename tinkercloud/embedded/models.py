@@ -19,18 +19,24 @@ from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.engine import Version
 from tinkercloud.embedded.lora import Adapter, fresh_adapter
 from tinkercloud.embedded.trainer import TrainableModel, full_parameters, with_tied_head
-from tinkercloud.errors import ModelStateLost, VersionLost
+from tinkercloud.embedded.version_cache import VersionCache
+from tinkercloud.errors import ModelStateLost
 
 
 class ModelStore:
     """Base models are loaded at their first use and shared, frozen, by everything made of them."""
 
-    def __init__(self, load_base: Callable[[str], BaseModel], microbatch_tokens: int):
+    def __init__(
+        self,
+        load_base: Callable[[str], BaseModel],
+        microbatch_tokens: int,
+        versions: VersionCache,
+    ):
         self._load_base = load_base
         self._microbatch_tokens = microbatch_tokens
         self._bases: dict[str, BaseModel] = {}
         self._models: dict[str, TrainableModel] = {}
-        self._versions: dict[str, Version] = {}
+        self._versions = versions
 
     def base(self, name: str) -> BaseModel:
         if name not in self._bases:
@@ -42,6 +48,7 @@ class ModelStore:
             "base_models_loaded": len(self._bases),
             "models": len(self._models),
             "versions": len(self._versions),
+            "versions_on_disk": self._versions.num_on_disk,
         }
 
     # ---- models
@@ -89,17 +96,14 @@ class ModelStore:
     def publish(self, source: WeightsSource) -> str:
         """Ids are never used twice, not even by another engine process."""
         version_id = f"v-{uuid.uuid4().hex[:16]}"
-        self._versions[version_id] = self._version_of(version_id, source)
+        self._versions.put(self._version_of(version_id, source))
         return version_id
 
     def release(self, version_id: str) -> None:
-        self._versions.pop(version_id, None)
+        self._versions.drop(version_id)
 
     def version(self, version_id: str) -> Version:
-        try:
-            return self._versions[version_id]
-        except KeyError:
-            raise VersionLost(version_id) from None
+        return self._versions.get(version_id)
 
     def _version_of(self, version_id: str, source: WeightsSource) -> Version:
         match source:

@@ -27,6 +27,7 @@ class EngineSettings:
     threads: int | None
     max_batch: int
     kv_cache_bytes: int
+    version_cache_bytes: int
     microbatch_tokens: int
 
 

@@ -37,6 +37,7 @@ from tinkercloud.embedded.protocol import (
     receive,
 )
 from tinkercloud.embedded.tokenizer import ensure_tokenizer_folder
+from tinkercloud.embedded.version_cache import VersionCache
 from tinkercloud.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -87,7 +88,8 @@ class Worker:
             path, tokenizer = loaders[name]
             return BaseModel.load(name, path, tokenizer, dtype, device)
 
-        self._models = ModelStore(load, settings.microbatch_tokens)
+        versions = VersionCache(settings.cache_dir / "versions", settings.version_cache_bytes)
+        self._models = ModelStore(load, settings.microbatch_tokens, versions)
         self._models.base(served[0].name)
         return tuple(served)
 

@@ -1,0 +1,158 @@
+"""What only shows with real weights: bfloat16, response times under load, an engine that dies."""
+
+import math
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tinker
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.e2e.clients import MODEL, Client, logprobs_of
+from tests.serving import Server, start_server
+from tinkercloud.embedded.tokenizer import ensure_tokenizer_folder
+
+TEXT = (
+    "A lighthouse keeper writes down the weather every morning: wind from the west, rain before "
+    "noon, and one ship that never answers the lamp."
+)
+
+
+@pytest.fixture(scope="module")
+def text(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> list[int]:
+    folder = ensure_tokenizer_folder(smollm2_gguf, tmp_path_factory.mktemp("tokenizer"))
+    return AutoTokenizer.from_pretrained(folder).encode(TEXT)
+
+
+@contextmanager
+def serving(gguf: Path, dtype: str, folder: Path) -> Iterator[Server]:
+    arguments = ("--model", f"{MODEL}={gguf}", "--dtype", dtype)
+    with start_server(*arguments, data_dir=folder / "data") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def server(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(smollm2_gguf, "float32", tmp_path_factory.mktemp("server")) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[Client]:
+    client = Client.connect(tinker, server)
+    yield client
+    client.close()
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-4), ("bfloat16", 2e-2)])
+def test_trainer_sampler_and_transformers_agree(
+    dtype: str, limit: float, text: list[int], smollm2_gguf: Path, tmp_path: Path
+) -> None:
+    """Mean |d| of log-probabilities, a fresh adapter; transformers computes in `dtype` too."""
+    reference = AutoModelForCausalLM.from_pretrained(
+        smollm2_gguf.parent, gguf_file=smollm2_gguf.name, dtype=getattr(torch, dtype)
+    ).eval()
+    with torch.no_grad():
+        law = torch.log_softmax(reference(torch.tensor([text])).logits[0].double(), -1)
+    theirs = law[:-1].gather(-1, torch.tensor(text[1:])[:, None])[:, 0].numpy()
+    with serving(smollm2_gguf, dtype, tmp_path) as server:
+        client = Client.connect(tinker, server)
+        model = client.model()
+        trained = logprobs_of(model.forward([client.supervised(text)], "cross_entropy").result())
+        sampler = model.save_weights_and_get_sampling_client().result()
+        sampled = np.array(sampler.compute_logprobs(client.prompt(text)).result()[1:])
+        client.close()
+    distances = {
+        "trainer, sampler": np.abs(trained - sampled).mean(),
+        "trainer, transformers": np.abs(trained - theirs).mean(),
+        "sampler, transformers": np.abs(sampled - theirs).mean(),
+    }
+    assert max(distances.values()) < limit, distances
+
+
+def test_the_api_answers_in_milliseconds_while_the_engine_computes(
+    client: Client, server: Server, text: list[int]
+) -> None:
+    model = client.model()
+    training = model.forward_backward([client.supervised(text)] * 40, "cross_entropy")
+    times_ms = []
+    with server.http() as http:
+        http.get("/health")
+        for _ in range(60):
+            began = time.monotonic()
+            assert http.get("/health").status_code == 200
+            times_ms.append(1000 * (time.monotonic() - began))
+            time.sleep(0.01)
+    assert float(np.median(times_ms)) < 20, sorted(times_ms)[-10:]
+    training.result()
+
+
+def test_samples_are_served_while_a_model_trains(
+    client: Client, server: Server, text: list[int]
+) -> None:
+    model, sampler = client.model(), client.base_sampler()
+    with ThreadPoolExecutor(1) as pool:
+        training = pool.submit(
+            model.forward_backward([client.supervised(text * 4)] * 12, "cross_entropy").result
+        )
+        answered = 0
+        while not training.done():
+            client.sample(sampler, text[:8], max_tokens=2)
+            answered += 1
+        assert math.isfinite(training.result().metrics["loss:sum"])
+    assert answered >= 3
+
+
+def test_when_the_engine_dies_nothing_hangs_and_sampling_goes_on(
+    client: Client, server: Server, text: list[int]
+) -> None:
+    model = client.model()
+    state = model.save_state("before").result().path
+    named = model.save_weights_for_sampler("before").result().path
+    sampler = client.service.create_sampling_client(model_path=named).result()
+    client.sample(sampler, text[:8], max_tokens=2)
+    doomed = model.forward_backward([client.supervised(text * 4)] * 20, "cross_entropy")
+    os.kill(_engine_pid(server), signal.SIGKILL)
+    with pytest.raises(tinker.RequestFailedError, match="engine") as raised:
+        doomed.result()
+    assert str(getattr(raised.value.category, "value", raised.value.category)).lower() == "server"
+    assert len(client.sample(sampler, text[:8], max_tokens=2)[0].tokens) <= 2
+    with pytest.raises(tinker.RequestFailedError, match="create_training_client_from_state"):
+        model.optim_step(client.adam()).result()
+    resumed = client.service.create_training_client_from_state(state).result()
+    output = client.train(resumed, [client.supervised(text)])
+    assert math.isfinite(output.metrics["loss:sum"])
+
+
+def _engine_pid(server: Server) -> int:
+    """The server's child that runs the engine."""
+    assert server.process is not None
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text()
+    for pid in children.split():
+        if re.search(r"embedded[./]worker", Path(f"/proc/{pid}/cmdline").read_text()):
+            return int(pid)
+    raise AssertionError("the server has no engine process")
+
+
+def test_training_underway_when_the_server_is_killed_fails_after_its_restart(
+    client: Client, server: Server, text: list[int]
+) -> None:
+    model = client.model()
+    done = model.forward_backward([client.supervised(text)], "cross_entropy")
+    done.result()
+    doomed = model.forward_backward([client.supervised(text * 4)] * 20, "cross_entropy")
+    time.sleep(0.5)  # acknowledged, not finished
+    server.restart(how=signal.SIGKILL)
+    with pytest.raises(
+        tinker.RequestFailedError, match="restarted before this operation"
+    ) as raised:
+        doomed.result()
+    assert str(getattr(raised.value.category, "value", raised.value.category)).lower() == "server"
