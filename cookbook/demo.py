@@ -1,0 +1,179 @@
+"""A server, a real model, and two ways to teach it, in one go: `make demo`.
+
+Starts `tinkercloud serve` on a free port with data of its own, then runs sft.py and rl.py against
+it through the official `tinker` client, and leaves a picture of both curves.
+"""
+
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+START_LIMIT_S = 120.0
+STOP_LIMIT_S = 15.0
+TITLE = "SmolLM2-135M-Instruct on this machine, trained over the Tinker API"
+
+# Before the client is imported, which reads them then: nothing leaves this machine.
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "NO_PROXY": "127.0.0.1,localhost",
+    "TINKER_TELEMETRY": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+class DemoError(Exception):
+    """Its text is what the user reads."""
+
+
+@dataclass(frozen=True)
+class Server:
+    base_url: str
+    api_key: str
+
+
+def main() -> int:
+    args = _parser().parse_args()
+    # An ended demo ends its server, however it is ended.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    start_s = time.monotonic()
+    try:
+        with tempfile.TemporaryDirectory(prefix="tinkercloud-demo-") as scratch:
+            weights = fetch_model()
+            with serve(Path(scratch), weights) as server:
+                picture = teach(server, args)
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        return 130
+    except DemoError as error:
+        print(f"\ndemo: {error}", file=sys.stderr)
+        return 1
+    print(f"\ndone in {time.monotonic() - start_s:.0f} s; both curves: {picture}")
+    print(farewell())
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Watch a model learn.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("demo-out"), help="folder for the results")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sft-steps", type=int, default=10)
+    parser.add_argument("--rl-steps", type=int, default=15)
+    return parser
+
+
+def teach(server: Server, args: argparse.Namespace) -> Path:
+    """Both recipes by the official client, as their commands would run them; the picture's path."""
+    import rl
+    import sft
+    import tinker
+    from lib import plot
+
+    common = ["--sdk", "tinker", "--base-url", server.base_url, "--api-key", server.api_key]
+    common += ["--seed", str(args.seed)]
+    try:
+        heading("1. Supervised fine-tuning: one-digit sums, answered as JSON")
+        first = sft.run(sft.parser().parse_args([*common, "--steps", str(args.sft_steps)]))
+        heading("2. Reinforcement learning: which of two numbers is larger, by reward")
+        options = [first.state_path, *common, "--steps", str(args.rl_steps)]
+        second = rl.run(rl.parser().parse_args(options))
+    except tinker.TinkerError as error:
+        raise DemoError(f"the server refused or was lost: {error}") from error
+    for run in (first, second):
+        run.save(args.out)
+    return plot.draw(args.out / "demo.png", [first, second], TITLE).absolute()
+
+
+def fetch_model() -> Path:
+    """The weights' path; fetched when they are not here, which the server would do as well."""
+    command = [sys.executable, "-m", "tinkercloud", "fetch", "smollm2"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    found = re.search(r"^(.*) is here and whole$", done.stdout, re.M)
+    if done.returncode != 0 or found is None:
+        raise DemoError(done.stdout.strip() or "the weights could not be fetched")
+    return Path(found[1])
+
+
+@contextmanager
+def serve(scratch: Path, weights: Path) -> Iterator[Server]:
+    """A server for the length of the block, with data of its own in `scratch`."""
+    from lib.options import MODEL
+
+    command = [sys.executable, "-m", "tinkercloud", "serve", "--port", "0"]
+    command += ["--data-dir", str(scratch / "data"), "--model", f"{MODEL}={weights}"]
+    # Settings of the user's own server must not reach this one.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TINKERCLOUD_")}
+    log = scratch / "server.log"
+    with log.open("wb") as sink:
+        # In a session of its own, so that Ctrl-C reaches only this process, which then ends it.
+        process = subprocess.Popen(
+            command, stdout=sink, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+    try:
+        server = await_ready(process, log)
+        print(f"serving {MODEL} at {server.base_url}", flush=True)
+        yield server
+    except DemoError as error:
+        raise DemoError(f"{error}\nThe server's last lines:\n{tail(log)}") from error
+    finally:
+        stop(process)
+
+
+def await_ready(process: "subprocess.Popen[bytes]", log: Path) -> Server:
+    deadline_s = time.monotonic() + START_LIMIT_S
+    while True:
+        written = log.read_text(errors="replace")
+        url = re.search(r"^ready: (http://\S+)", written, re.M)
+        key = re.search(r"^export TINKER_API_KEY=(\S+)", written, re.M)
+        if url and key:
+            return Server(url[1], key[1])
+        if process.poll() is not None:
+            raise DemoError(f"the server ended with status {process.returncode}")
+        if time.monotonic() > deadline_s:
+            raise DemoError(f"the server was not ready after {START_LIMIT_S:.0f} s")
+        time.sleep(0.1)
+
+
+def stop(process: "subprocess.Popen[bytes]") -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def tail(log: Path, num_lines: int = 15) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:])
+
+
+def heading(text: str) -> None:
+    print(f"\n{text}\n{'─' * len(text)}", flush=True)
+
+
+def farewell() -> str:
+    command = Path(sys.executable).parent / "tinkercloud"
+    shown = command if command.is_file() else f"{sys.executable} -m tinkercloud"
+    return f"""
+Your own scripts, written for `tinker`, run on your own server:
+
+  {shown} serve
+
+It prints the two lines that point them at it, the key on its first start:
+
+  export TINKER_BASE_URL=http://127.0.0.1:8700
+  export TINKER_API_KEY=tml-..."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

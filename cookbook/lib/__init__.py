@@ -1,0 +1,1 @@
+"""What the recipes share: the task, chat formatting, progress, pictures."""

@@ -1,0 +1,23 @@
+"""Text to tokens and back, by the chat template of the model's own tokenizer."""
+
+from typing import Any
+
+
+def prompt_tokens(tokenizer: Any, question: str) -> list[int]:
+    """A question by a user, up to where the assistant's answer begins.
+
+    The system message is empty: SmolLM2's template would add its own twenty tokens to every
+    sequence otherwise.
+    """
+    messages = [{"role": "system", "content": ""}, {"role": "user", "content": question}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def answer_tokens(tokenizer: Any, answer: str) -> list[int]:
+    """What the assistant should say, with the token that ends its turn."""
+    return [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
+
+
+def answer_text(tokenizer: Any, tokens: list[int]) -> str:
+    return tokenizer.decode(tokens, skip_special_tokens=True)

@@ -1,0 +1,66 @@
+"""The options that all recipes have."""
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+from lib.run import Run
+
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+BASE_URL = "http://127.0.0.1:8700"
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """sdk, base_url, api_key, seed and out; what is particular to a recipe it adds itself."""
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    made.add_argument(
+        "--sdk",
+        type=_sdk,
+        default="tinker_gmi",
+        metavar="{tinker_gmi,tinker}",
+        help="the client: this project's or the official one",
+    )
+    made.add_argument(
+        "--base-url",
+        default=os.environ.get("TINKER_BASE_URL", BASE_URL),
+        help="the server; else TINKER_BASE_URL",
+    )
+    made.add_argument(
+        "--api-key",
+        default=os.environ.get("TINKER_API_KEY"),
+        help="its key; else TINKER_API_KEY",
+    )
+    made.add_argument("--seed", type=int, default=0, help="of batches and samples")
+    made.add_argument("--out", type=Path, help="folder for the figures (JSON) and a picture (PNG)")
+    return made
+
+
+def main(recipe: Callable[[argparse.Namespace], Run], parser: argparse.ArgumentParser) -> None:
+    """Run a recipe as a command: figures and picture into --out, failures as one line."""
+    args = parser.parse_args()
+    if args.api_key is None:
+        parser.error("give --api-key or set TINKER_API_KEY; `tinkercloud serve` prints both")
+    try:
+        run = recipe(args)
+    except (args.sdk.TinkerError, OSError) as error:
+        sys.exit(f"{parser.prog}: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    if args.out is not None:
+        # Here, so that a recipe without a picture needs no matplotlib.
+        from lib import plot
+
+        print(f"figures: {run.save(args.out)}")
+        print(f"picture: {plot.draw(args.out / f'{run.name}.png', [run])}")
+
+
+def _sdk(name: str) -> ModuleType:
+    if name not in ("tinker_gmi", "tinker"):
+        raise argparse.ArgumentTypeError(f"{name!r} is not tinker_gmi or tinker")
+    return importlib.import_module(name)

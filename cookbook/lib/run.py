@@ -1,0 +1,27 @@
+"""What a recipe leaves: its curve, the held-out results before and after, the saved weights."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lib.evaluation import Evaluation
+
+
+@dataclass(frozen=True)
+class Run:
+    """values[i] belongs to step i + 1, spread[i] is its standard error where there is one."""
+
+    name: str  # "sft" | "rl"
+    measure: str  # what the values are
+    values: list[float]
+    spread: list[float] | None
+    before: Evaluation
+    after: Evaluation
+    state_path: str  # tinker://..., loads with create_training_client_from_state
+
+    def save(self, folder: Path) -> Path:
+        """NAME.json in the folder, which is made."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{self.name}.json"
+        path.write_text(json.dumps(asdict(self), indent=1, ensure_ascii=False), encoding="utf-8")
+        return path

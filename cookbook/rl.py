@@ -1,0 +1,128 @@
+"""Reinforcement learning: "Which is larger, 37 or 52?", and a reward for the right answer.
+
+The model starts from what sft.py saved: it knows the form of an answer from sums, but is never
+shown an answer to a question like this. It samples a group of answers to each problem; an answer's advantage
+is its reward minus the mean of its group (GRPO without division by the deviation), and the
+importance_sampling loss makes the better ones likelier.
+"""
+
+# P problems in a batch, G samples of each (a group), T tokens of one sequence
+
+import argparse
+from typing import Any
+
+import numpy as np
+from lib import chat, options, tasks
+from lib.evaluation import MAX_TOKENS, evaluate
+from lib.progress import Progress, show
+from lib.run import Run
+
+
+def parser() -> argparse.ArgumentParser:
+    made = options.parser("Improve a model by a reward.")
+    made.add_argument("state", help="the weights to start from, tinker://..., printed by sft.py")
+    made.add_argument("--steps", type=int, default=15)
+    made.add_argument("--problems", type=int, default=12, help="per step")
+    made.add_argument("--group-size", type=int, default=8, help="samples of each problem")
+    made.add_argument("--learning-rate", type=float, default=3e-4)
+    return made
+
+
+def run(args: argparse.Namespace) -> Run:
+    tinker = args.sdk  # the same as `import tinker_gmi as tinker`, or `import tinker`
+    with tinker.ServiceClient(base_url=args.base_url, api_key=args.api_key) as service:
+        training = service.create_training_client_from_state(args.state).result()
+        tokenizer = training.get_tokenizer()
+        split = tasks.comparisons()
+
+        sampler = training.save_weights_and_get_sampling_client().result()
+        before = evaluate(tinker, sampler, tokenizer, split.held_out)
+        show("before RL", before)
+
+        means, errors = [], []
+        progress = Progress("RL ", args.steps)
+        batches = tasks.batches(split.train, args.problems, args.seed)
+        for step in range(args.steps):
+            problems_P = next(batches)
+            prompts_P_T = [chat.prompt_tokens(tokenizer, p.question) for p in problems_P]
+            futures_P = [
+                sampler.sample(
+                    prompt=tinker.ModelInput.from_ints(prompt_T),
+                    num_samples=args.group_size,
+                    sampling_params=tinker.SamplingParams(
+                        max_tokens=MAX_TOKENS, seed=seed_of(args, step, i)
+                    ),
+                )
+                for i, prompt_T in enumerate(prompts_P_T)
+            ]
+            samples_P_G = [future.result().sequences for future in futures_P]
+            rewards_P_G = np.array(
+                [
+                    [tasks.grade(problem, chat.answer_text(tokenizer, s.tokens)) for s in samples_G]
+                    for problem, samples_G in zip(problems_P, samples_P_G, strict=True)
+                ]
+            )
+            advantages_P_G = rewards_P_G - rewards_P_G.mean(axis=1, keepdims=True)
+            data = make_data(tinker, prompts_P_T, samples_P_G, advantages_P_G)
+            loss = 0.0
+            if data:  # there is nothing to learn where all groups are all right or all wrong
+                # All three are sent before the first is waited for.
+                backward = training.forward_backward(data, "importance_sampling")
+                update = training.optim_step(tinker.AdamParams(learning_rate=args.learning_rate))
+                publication = training.save_weights_and_get_sampling_client()
+                loss = backward.result().metrics["loss:sum"]
+                update.result()
+                sampler = publication.result()
+            means.append(float(rewards_P_G.mean()))
+            errors.append(float(rewards_P_G.mean(axis=1).std() / len(problems_P) ** 0.5))
+            progress.step(step + 1, reward=means[-1], loss=loss)
+
+        saving = training.save_state("rl")
+        after = evaluate(tinker, sampler, tokenizer, split.held_out)
+        show("after RL", after)
+        path = saving.result().path
+        print(f"weights: {path}", flush=True)
+        return Run("rl", "mean reward", means, errors, before, after, path)
+
+
+def seed_of(args: argparse.Namespace, step: int, index: int) -> int:
+    """A seed of its own for every problem of every step, so that a run can be repeated."""
+    return (args.seed * args.steps + step) * args.problems + index
+
+
+def make_data(
+    tinker: Any,
+    prompts_P_T: list[list[int]],
+    samples_P_G: list[list[Any]],
+    advantages_P_G: np.ndarray,
+) -> list[Any]:
+    """Advantages are divided by P * G, so that the loss is a mean over samples.
+
+    Samples without advantage add nothing to the gradient and are left out.
+    """
+    return [
+        make_datum(tinker, prompt_T, sample, advantage / advantages_P_G.size)
+        for prompt_T, samples_G, advantages_G in zip(
+            prompts_P_T, samples_P_G, advantages_P_G, strict=True
+        )
+        for sample, advantage in zip(samples_G, advantages_G, strict=True)
+        if advantage != 0
+    ]
+
+
+def make_datum(tinker: Any, prompt_T: list[int], sample: Any, advantage: float) -> Any:
+    """Position i predicts token i + 1: the prompt's positions but its last get advantage 0."""
+    tokens_T = prompt_T + list(sample.tokens)
+    unscored = [0.0] * (len(prompt_T) - 1)
+    return tinker.Datum(
+        model_input=tinker.ModelInput.from_ints(tokens_T[:-1]),
+        loss_fn_inputs={
+            "target_tokens": tokens_T[1:],
+            "logprobs": unscored + list(sample.logprobs),
+            "advantages": unscored + [advantage] * len(sample.tokens),
+        },
+    )
+
+
+if __name__ == "__main__":
+    options.main(run, parser())

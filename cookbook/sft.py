@@ -1,0 +1,85 @@
+"""Supervised fine-tuning: show the model one-digit sums with their answers as JSON.
+
+Before, SmolLM2 chats about "3 + 4"; after ten steps it answers {"answer": 7}, also for sums that it
+was never shown. The weights are saved; rl.py goes on from them.
+"""
+
+# B sequences in a batch, T tokens of one sequence
+
+import argparse
+
+from lib import chat, options, tasks
+from lib.evaluation import evaluate
+from lib.progress import Progress, show
+from lib.run import Run
+
+
+def parser() -> argparse.ArgumentParser:
+    made = options.parser("Teach a model by examples.")
+    made.add_argument("--model", default=options.MODEL, help="base model, as the server names it")
+    made.add_argument("--steps", type=int, default=10)
+    made.add_argument("--batch-size", type=int, default=16)
+    made.add_argument("--learning-rate", type=float, default=5e-4)
+    made.add_argument("--rank", type=int, default=16, help="of the LoRA adapter")
+    return made
+
+
+def run(args: argparse.Namespace) -> Run:
+    tinker = args.sdk  # the same as `import tinker_gmi as tinker`, or `import tinker`
+    with tinker.ServiceClient(base_url=args.base_url, api_key=args.api_key) as service:
+        training = service.create_lora_training_client(
+            args.model, rank=args.rank, seed=args.seed
+        ).result()
+        tokenizer = training.get_tokenizer()
+        split = tasks.sums()
+
+        sampler = training.save_weights_and_get_sampling_client().result()
+        before = evaluate(tinker, sampler, tokenizer, split.held_out)
+        show("before SFT", before)
+
+        losses = []
+        progress = Progress("SFT", args.steps)
+        batches = tasks.batches(split.train, args.batch_size, args.seed)
+        for step in range(args.steps):
+            examples_B_T = [tokenize(tokenizer, problem) for problem in next(batches)]
+            data_B = make_data(tinker, examples_B_T)
+            # Both are sent before either is waited for: the server is never idle in between.
+            backward = training.forward_backward(data_B, "cross_entropy")
+            update = training.optim_step(tinker.AdamParams(learning_rate=args.learning_rate))
+            losses.append(backward.result().metrics["loss:sum"])
+            update.result()
+            progress.step(step + 1, loss=losses[-1])
+
+        saving = training.save_state("sft")
+        sampler = training.save_weights_and_get_sampling_client().result()
+        after = evaluate(tinker, sampler, tokenizer, split.held_out)
+        show("after SFT", after)
+        path = saving.result().path
+        print(f"weights: {path}", flush=True)
+        return Run("sft", "loss per answer token (nats)", losses, None, before, after, path)
+
+
+def tokenize(tokenizer: object, problem: tasks.Problem) -> tuple[list[int], list[float]]:
+    """(tokens_T, weights_T): weight 1 on what the assistant says, 0 on what it is asked."""
+    prompt = chat.prompt_tokens(tokenizer, problem.question)
+    answer = chat.answer_tokens(tokenizer, problem.answer)
+    return prompt + answer, [0.0] * len(prompt) + [1.0] * len(answer)
+
+
+def make_data(tinker: object, examples_B_T: list[tuple[list[int], list[float]]]) -> list[object]:
+    """The server adds up weighted token losses, so weights that sum to one make their mean."""
+    num_answer_tokens = sum(sum(weights_T) for _, weights_T in examples_B_T)
+    return [
+        tinker.Datum(
+            model_input=tinker.ModelInput.from_ints(tokens_T[:-1]),
+            loss_fn_inputs={
+                "target_tokens": tokens_T[1:],
+                "weights": [weight / num_answer_tokens for weight in weights_T[1:]],
+            },
+        )
+        for tokens_T, weights_T in examples_B_T
+    ]
+
+
+if __name__ == "__main__":
+    options.main(run, parser())
