@@ -59,8 +59,9 @@ demo: install ## SFT and RL on a real model, live, under ten minutes
 serve: install ## the server on 127.0.0.1:8700
 	$(BIN)/tinkercloud serve
 
-bench: install ## service overhead on the fake backend, and docs/benchmarks.md
+bench: install ## all benchmarks, about six minutes, and docs/benchmarks.md
 	$(BIN)/python benchmarks/service_overhead.py --json benchmarks/results/service_overhead.json
+	$(BIN)/python benchmarks/cookbook_recipes.py --json benchmarks/results/cookbook_recipes.json
 	$(BIN)/python benchmarks/render.py
 
 # protoc 25: its code carries no runtime version check, so it serves protobuf 5, 6 and 7.

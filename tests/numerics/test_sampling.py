@@ -28,7 +28,6 @@ from tinkercloud.embedded.sampler import (
     keep_mask,
     lowest_argmax,
     sample,
-    warp,
 )
 from tinkercloud.errors import VersionLost
 
@@ -326,9 +325,9 @@ def test_sampled_frequencies_follow_the_law() -> None:
     """Chi-square over 20,000 independent keys; the 99.99 % point of 9 degrees is 33.7."""
     logits = torch.linspace(-2, 2, 10)
     rows = [RowParams(0.8, -1, 1.0, s % 7, s // 7 % 50, s // 350) for s in range(20_000)]
-    tokens, _, logprobs = sample(logits.expand(len(rows), -1), rows)
-    expected = logprobs[0].double().exp() * len(rows)
-    counts = torch.bincount(tokens, minlength=10).double()
+    drawn = sample(logits.expand(len(rows), -1), rows)
+    expected = torch.softmax(logits.double() / 0.8, -1) * len(rows)
+    counts = torch.bincount(drawn.tokens, minlength=10).double()
     assert float(((counts - expected) ** 2 / expected).sum()) < 33.7
 
 
@@ -363,10 +362,17 @@ def test_top_k_and_top_p_keep_what_the_definition_keeps(top_k: int, top_p: float
 
 def test_reported_logprobs_obey_the_temperature_law() -> None:
     logits = torch.randn(1, 30, generator=torch.Generator().manual_seed(2))
-    at = {t: warp(logits, [RowParams(t, -1, 1.0, 0, 0, 0)])[0] for t in (1.0, 0.5, 2.0)}
+    at = {t: sample(logits, [RowParams(t, -1, 1.0, 0, 0, 0)]).law(0)[0] for t in (1.0, 0.5, 2.0)}
     for temperature, logprobs in at.items():
         ours = logprobs[3] - logprobs[8]
         assert float(ours) == pytest.approx(float(at[1.0][3] - at[1.0][8]) / temperature, rel=1e-4)
+
+
+def test_reported_logprobs_are_unbiased_over_a_large_vocabulary() -> None:
+    logits = 4 * torch.randn(8, 49152, generator=torch.Generator().manual_seed(3))
+    drawn = sample(logits, [RowParams(1.0, -1, 1.0, i, 0, 0) for i in range(8)])
+    exact = torch.log_softmax(logits.double(), -1).gather(-1, drawn.tokens[:, None])[:, 0]
+    assert float((drawn.logprobs.double() - exact).abs().max()) < 4e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

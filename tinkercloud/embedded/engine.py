@@ -308,15 +308,15 @@ class SamplingEngine:
 
     def _draw(self, lane: _Lane, rows: list[_Running], logits: Tensor) -> None:
         """Sample one token per row, record it, finish what ended."""
-        tokens, logprobs, law = sample(logits, [r.row_params() for r in rows])
+        drawn = sample(logits, [r.row_params() for r in rows])
         self.num_tokens_sampled += len(rows)
-        drawn = zip(rows, tokens.tolist(), logprobs.tolist(), strict=True)
-        for i, (running, token, logprob) in enumerate(drawn):
+        tokens, logprobs = drawn.tokens.tolist(), drawn.logprobs.tolist()
+        for i, (running, token, logprob) in enumerate(zip(rows, tokens, logprobs, strict=True)):
             running.tokens.append(token)
             running.logprobs.append(logprob)
             k = running.job.request.topk_sample_logprobs
             if k:
-                running.topk.append(topk_rows(law[i : i + 1], k))
+                running.topk.append(topk_rows(drawn.law(i), k))
         for running in rows:
             stopped = running.job.stop_rule.ends(running.tokens)
             if stopped or len(running.tokens) >= running.job.max_tokens:

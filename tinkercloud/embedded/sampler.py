@@ -52,7 +52,8 @@ def lowest_argmax(values: Tensor) -> Tensor:
 
 
 def keep_mask(logprobs: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Tokens that top-k, then top-p leave, bool (V,); logprobs (V,) after temperature.
+    """Tokens that top-k, then top-p leave, bool (V,); logprobs (V,) after temperature, up to a
+    constant.
 
     top-p keeps the smallest set whose mass reaches top_p, the token that crosses it included;
     equal probabilities are ordered by id.
@@ -70,36 +71,56 @@ def keep_mask(logprobs: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def warp(logits: Tensor, rows: list[RowParams]) -> Tensor:
-    """Log-probabilities of the law each row is sampled from, float32 (B, V).
+    """Log-weights of the law each row is sampled from, float32 (B, V): its log-probabilities up to
+    one constant per row, -inf for what cannot be drawn.
 
-    Temperature, then top-k, then top-p, renormalised. Temperature 0 leaves the plain softmax.
+    Temperature, then top-k, then top-p. Temperature 0 leaves the plain logits.
     """
-    logits = logits.float()
+    weights = logits.float()
     if any(r.temperature not in (0.0, 1.0) for r in rows):
         scale = [1.0 / r.temperature if r.temperature > 0 else 1.0 for r in rows]
-        logits = logits * torch.tensor(scale, device=logits.device)[:, None]
-    logprobs = torch.log_softmax(logits, -1)
-    for i, row in enumerate(rows):
-        if row.temperature > 0 and (row.top_k > 0 or row.top_p < 1.0):
-            kept = keep_mask(logprobs[i], row.top_k, row.top_p)
-            masked = logprobs[i].masked_fill(~kept, float("-inf"))
-            logprobs[i] = torch.log_softmax(masked, -1)
-    return logprobs
+        weights = weights * torch.tensor(scale, device=logits.device)[:, None]
+    cut = [i for i, r in enumerate(rows) if r.temperature > 0 and (r.top_k > 0 or r.top_p < 1.0)]
+    if cut and weights is logits:
+        weights = weights.clone()
+    for i in cut:
+        kept = keep_mask(weights[i], rows[i].top_k, rows[i].top_p)
+        weights[i].masked_fill_(~kept, float("-inf"))
+    return weights
 
 
-def sample(logits: Tensor, rows: list[RowParams]) -> tuple[Tensor, Tensor, Tensor]:
-    """logits (B, V) -> tokens int64 (B,), their log-probabilities float32 (B,), the law (B, V)."""
-    logprobs = warp(logits, rows)
-    scores = logprobs
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """tokens int64 (B,), their log-probabilities float32 (B,) under the law sampled from, which is
+    `weights` (B, V) - `norms` (B,)."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    weights: Tensor
+    norms: Tensor
+
+    def law(self, row: int) -> Tensor:
+        """Log-probabilities of one row, (1, V)."""
+        return self.weights[row : row + 1] - self.norms[row]
+
+
+def sample(logits: Tensor, rows: list[RowParams]) -> Drawn:
+    """One token per row of logits (B, V)."""
+    weights = warp(logits, rows)
+    scores = weights
     if any(r.temperature > 0 for r in rows):
-        scores = logprobs.clone()
+        scores = weights.clone()
         vocab_size = logits.shape[-1]
         for i, row in enumerate(rows):
             if row.temperature > 0:
                 noise = gumbel_noise(row.seed, row.sample_index, row.position, vocab_size)
                 scores[i] += noise.to(scores.device, non_blocking=True)
     tokens = lowest_argmax(scores)
-    return tokens, logprobs.gather(-1, tokens[:, None])[:, 0], logprobs
+    # Not torch.log_softmax: its float32 sum of V terms is biased by about 1e-5 at V = 49152 on a
+    # CPU. logsumexp is what the trainer uses, and agrees with float64 to 3e-6.
+    norms = torch.logsumexp(weights, -1)
+    logprobs = weights.gather(-1, tokens[:, None])[:, 0] - norms
+    return Drawn(tokens, logprobs, weights, norms)
 
 
 def topk_rows(logprobs: Tensor, k: int) -> tuple[np.ndarray, np.ndarray]:

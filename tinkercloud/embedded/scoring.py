@@ -59,7 +59,8 @@ class PromptScores:
             rows = hidden[row - start : min(row + _ROWS_AT_ONCE, stop) - start]
             padded = torch.zeros(pad_rows(len(rows)), rows.shape[1], dtype=rows.dtype).to(rows)
             padded[: len(rows)] = rows
-            logprobs = torch.log_softmax(unembed(padded)[: len(rows)].float(), -1)
+            logits = unembed(padded)[: len(rows)].float()
+            logprobs = logits - torch.logsumexp(logits, -1, keepdim=True)
             self._record(row + 1, logprobs)
 
     def _skip_unscored(self, start: int, hidden: Tensor) -> tuple[int, Tensor]:
