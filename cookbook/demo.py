@@ -67,8 +67,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, default=Path("demo-out"), help="folder for the results")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sft-steps", type=int, default=10)
-    parser.add_argument("--rl-steps", type=int, default=15)
+    parser.add_argument("--sft-steps", type=int, default=8)
+    parser.add_argument("--rl-steps", type=int, default=10)
     return parser
 
 
@@ -114,6 +114,7 @@ def serve(scratch: Path, weights: Path) -> Iterator[Server]:
     # Settings of the user's own server must not reach this one.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TINKERCLOUD_")}
     log = scratch / "server.log"
+    print(f"starting a server for {MODEL} ...", flush=True)
     with log.open("wb") as sink:
         # In a session of its own, so that Ctrl-C reaches only this process, which then ends it.
         process = subprocess.Popen(
@@ -121,7 +122,7 @@ def serve(scratch: Path, weights: Path) -> Iterator[Server]:
         )
     try:
         server = await_ready(process, log)
-        print(f"serving {MODEL} at {server.base_url}", flush=True)
+        print(f"serving at {server.base_url}", flush=True)
         yield server
     except DemoError as error:
         raise DemoError(f"{error}\nThe server's last lines:\n{tail(log)}") from error

@@ -1,9 +1,9 @@
 """Reinforcement learning: "Which is larger, 37 or 52?", and a reward for the right answer.
 
 The model starts from what sft.py saved: it knows the form of an answer from sums, but is never
-shown an answer to a question like this. It samples a group of answers to each problem; an answer's advantage
-is its reward minus the mean of its group (GRPO without division by the deviation), and the
-importance_sampling loss makes the better ones likelier.
+shown an answer to a question like this. It samples a group of answers to each problem; an answer's
+advantage is its reward minus the mean of its group (GRPO without division by the deviation), and
+the importance_sampling loss makes the better ones likelier.
 """
 
 # P problems in a batch, G samples of each (a group), T tokens of one sequence
@@ -21,7 +21,7 @@ from lib.run import Run
 def parser() -> argparse.ArgumentParser:
     made = options.parser("Improve a model by a reward.")
     made.add_argument("state", help="the weights to start from, tinker://..., printed by sft.py")
-    made.add_argument("--steps", type=int, default=15)
+    made.add_argument("--steps", type=int, default=10)
     made.add_argument("--problems", type=int, default=12, help="per step")
     made.add_argument("--group-size", type=int, default=8, help="samples of each problem")
     made.add_argument("--learning-rate", type=float, default=3e-4)
@@ -34,9 +34,10 @@ def run(args: argparse.Namespace) -> Run:
         training = service.create_training_client_from_state(args.state).result()
         tokenizer = training.get_tokenizer()
         split = tasks.comparisons()
+        held_out = split.held_out[: args.held_out]
 
         sampler = training.save_weights_and_get_sampling_client().result()
-        before = evaluate(tinker, sampler, tokenizer, split.held_out)
+        before = evaluate(tinker, sampler, tokenizer, held_out)
         show("before RL", before)
 
         means, errors = [], []
@@ -78,7 +79,7 @@ def run(args: argparse.Namespace) -> Run:
             progress.step(step + 1, reward=means[-1], loss=loss)
 
         saving = training.save_state("rl")
-        after = evaluate(tinker, sampler, tokenizer, split.held_out)
+        after = evaluate(tinker, sampler, tokenizer, held_out)
         show("after RL", after)
         path = saving.result().path
         print(f"weights: {path}", flush=True)

@@ -1,7 +1,7 @@
 """Supervised fine-tuning: show the model one-digit sums with their answers as JSON.
 
-Before, SmolLM2 chats about "3 + 4"; after ten steps it answers {"answer": 7}, also for sums that it
-was never shown. The weights are saved; rl.py goes on from them.
+Before, SmolLM2 chats about "3 + 4"; after eight steps it answers {"answer": 7}, also for sums that
+it was never shown. The weights are saved; rl.py goes on from them.
 """
 
 # B sequences in a batch, T tokens of one sequence
@@ -17,7 +17,7 @@ from lib.run import Run
 def parser() -> argparse.ArgumentParser:
     made = options.parser("Teach a model by examples.")
     made.add_argument("--model", default=options.MODEL, help="base model, as the server names it")
-    made.add_argument("--steps", type=int, default=10)
+    made.add_argument("--steps", type=int, default=8)
     made.add_argument("--batch-size", type=int, default=16)
     made.add_argument("--learning-rate", type=float, default=5e-4)
     made.add_argument("--rank", type=int, default=16, help="of the LoRA adapter")
@@ -32,9 +32,10 @@ def run(args: argparse.Namespace) -> Run:
         ).result()
         tokenizer = training.get_tokenizer()
         split = tasks.sums()
+        held_out = split.held_out[: args.held_out]
 
         sampler = training.save_weights_and_get_sampling_client().result()
-        before = evaluate(tinker, sampler, tokenizer, split.held_out)
+        before = evaluate(tinker, sampler, tokenizer, held_out)
         show("before SFT", before)
 
         losses = []
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> Run:
 
         saving = training.save_state("sft")
         sampler = training.save_weights_and_get_sampling_client().result()
-        after = evaluate(tinker, sampler, tokenizer, split.held_out)
+        after = evaluate(tinker, sampler, tokenizer, held_out)
         show("after SFT", after)
         path = saving.result().path
         print(f"weights: {path}", flush=True)

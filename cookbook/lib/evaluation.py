@@ -1,4 +1,4 @@
-"""How well a model answers held-out sums."""
+"""How well a model answers held-out problems."""
 
 from dataclasses import dataclass
 from types import ModuleType

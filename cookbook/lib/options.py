@@ -15,7 +15,7 @@ BASE_URL = "http://127.0.0.1:8700"
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """sdk, base_url, api_key, seed and out; what is particular to a recipe it adds itself."""
+    """What every recipe has; what is particular to one it adds itself."""
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -37,6 +37,7 @@ def parser(description: str) -> argparse.ArgumentParser:
         help="its key; else TINKER_API_KEY",
     )
     made.add_argument("--seed", type=int, default=0, help="of batches and samples")
+    made.add_argument("--held-out", type=int, default=32, help="problems asked before and after")
     made.add_argument("--out", type=Path, help="folder for the figures (JSON) and a picture (PNG)")
     return made
 

@@ -73,8 +73,8 @@ def _add_rewards(axes: Any, run: Run, steps: np.ndarray, values: np.ndarray) -> 
         linewidth=0, label="± standard error over its problems",
     )  # fmt: skip
     axes.plot(
-        [0, len(steps)], [run.before.accuracy, run.after.accuracy], linestyle=":", color=INK,
-        marker="D", markersize=7, label="held-out, before and after",
+        [0, len(steps)], [run.before.accuracy, run.after.accuracy], linestyle="none", color=INK,
+        marker="D", markersize=7, clip_on=False, zorder=3, label="held-out, before and after",
     )  # fmt: skip
     axes.set_ylim(0, 1)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))

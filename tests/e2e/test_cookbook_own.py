@@ -1,0 +1,140 @@
+"""Our own recipes, as commands, against a real server on SmolLM2, with both clients."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.serving import QUIET, ROOT, Server, start_server
+
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+STATE = re.compile(r"^weights: (tinker://\S+)$", re.M)
+LIMIT_S = 300.0
+
+
+@pytest.fixture(scope="module")
+def server(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    data_dir = tmp_path_factory.mktemp("server") / "data"
+    with start_server("--model", f"{MODEL}={smollm2_gguf}", data_dir=data_dir) as server:
+        yield server
+
+
+def recipe(server: Server, name: str, *arguments: str, ok: bool = True) -> str:
+    """What `cookbook/NAME.py` printed; it must succeed, or fail when not ok."""
+    environment = {**os.environ, **server.sdk_environment, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "cookbook" / f"{name}.py"), *arguments],
+        env=environment, capture_output=True, text=True, timeout=LIMIT_S, cwd=ROOT,
+    )  # fmt: skip
+    assert (done.returncode == 0) == ok, done.stdout + done.stderr
+    return done.stdout if ok else done.stderr
+
+
+def figures(folder: Path, name: str) -> dict[str, object]:
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def is_picture(path: Path) -> bool:
+    return path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5_000
+
+
+QUICK_SFT = ("--steps", "3", "--batch-size", "4", "--held-out", "4")
+QUICK_RL = ("--steps", "2", "--problems", "2", "--group-size", "4", "--held-out", "4")
+
+
+@pytest.mark.parametrize("sdk", ["tinker_gmi", "tinker"])
+def test_the_recipes_train_with_either_client(server: Server, sdk: str, tmp_path: Path):
+    said = recipe(server, "sft", "--sdk", sdk, *QUICK_SFT, "--out", str(tmp_path))
+    losses = figures(tmp_path, "sft")["values"]
+    assert losses[-1] < losses[0] - 1
+    assert is_picture(tmp_path / "sft.png")
+
+    state = STATE.search(said)[1]
+    said = recipe(server, "rl", state, "--sdk", sdk, *QUICK_RL, "--out", str(tmp_path))
+    rewards = figures(tmp_path, "rl")["values"]
+    assert len(rewards) == 2
+    assert all(0 <= reward <= 1 for reward in rewards)
+    assert is_picture(tmp_path / "rl.png")
+    assert STATE.search(said)[1] != state
+
+
+def test_a_recipe_repeats_itself_by_its_seed(server: Server, tmp_path: Path):
+    curves = []
+    for folder in (tmp_path / "one", tmp_path / "two"):
+        recipe(server, "sft", "--steps", "2", *QUICK_SFT[2:], "--seed", "7", "--out", str(folder))
+        run = figures(folder, "sft")
+        curves.append((run["values"], run["after"]))
+    assert curves[0] == curves[1]
+
+
+@pytest.mark.parametrize("sdk", ["tinker_gmi", "tinker"])
+def test_a_model_that_is_not_served_is_named_in_one_line(server: Server, sdk: str):
+    said = recipe(server, "sft", "--sdk", sdk, "--model", "nobody/nothing", ok=False)
+    assert "nobody/nothing" in said
+    assert "Traceback" not in said
+
+
+@pytest.fixture
+def demo_environment(smollm2_gguf: Path, tmp_path: Path) -> dict[str, str]:
+    """The weights where `make install` puts them, below a data directory of the test's own."""
+    models = tmp_path / "data" / "models"
+    models.mkdir(parents=True)
+    (models / smollm2_gguf.name).symlink_to(smollm2_gguf)
+    place = {"TINKERCLOUD_DATA_DIR": str(tmp_path / "data"), "TMPDIR": str(tmp_path)}
+    return {**os.environ, **QUIET, **place, "PYTHONPATH": str(ROOT)}
+
+
+def start_demo(environment: dict[str, str], out: Path) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-u", str(ROOT / "cookbook" / "demo.py"), "--out", str(out)],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def answers(port: str) -> bool:
+    """Whether anything listens there."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", int(port))) == 0
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_demo_ends_its_server_and_leaves_nothing(
+    demo_environment: dict[str, str], tmp_path: Path, how: signal.Signals
+):
+    demo = start_demo(demo_environment, tmp_path / "out")
+    said = demo.stdout.readline() + demo.stdout.readline()
+    port = re.search(r"^serving at http://127.0.0.1:(\d+)", said, re.M)[1]
+    assert answers(port)
+    time.sleep(1.0)
+    demo.send_signal(how)
+    rest = demo.communicate(timeout=60)[0]
+    assert demo.returncode == 128 + how
+    assert not answers(port)
+    assert "Traceback" not in rest
+    assert not list(tmp_path.glob("tinkercloud-demo-*"))
+
+
+@pytest.mark.slow
+def test_the_demo_learns_both_tasks_and_leaves_a_picture(
+    demo_environment: dict[str, str], tmp_path: Path
+):
+    out = tmp_path / "out"
+    demo = start_demo(demo_environment, out)
+    said = demo.communicate(timeout=1800)[0]
+    assert demo.returncode == 0, said
+    sft, rl = figures(out, "sft"), figures(out, "rl")
+    assert sft["values"][-1] < 0.2 * sft["values"][0]
+    assert sft["before"]["accuracy"] < 0.1
+    assert sft["after"]["accuracy"] > 0.7
+    assert sum(rl["values"][-3:]) > sum(rl["values"][:3]) + 0.6
+    assert rl["after"]["accuracy"] > rl["before"]["accuracy"] + 0.3
+    assert is_picture(out / "demo.png")
+    assert "TINKER_BASE_URL" in said
