@@ -43,6 +43,7 @@ async def test_a_sampler_describes_itself(api: Api) -> None:
     assert (await api.get(f"samplers/{sampler_id}")).json() == {
         "sampler_id": sampler_id,
         "base_model": "fake/tiny",
+        "tokenizer_id": "fake/tiny",
     }
 
 

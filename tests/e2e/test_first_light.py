@@ -371,6 +371,19 @@ def test_an_over_long_prompt_fails_its_sample_only(client: Client) -> None:
     assert len(client.sample(sampler, [5, 6, 7], max_tokens=2)[0].tokens) <= 2
 
 
+def test_our_client_tokenizes_without_a_network(server: Server, tokenizer) -> None:
+    """The official one guesses its sampler's tokenizer from the model's name, on a hub."""
+    ours = Client.connect(tinker_gmi, server)
+    model = ours.model()
+    path = model.save_weights_for_sampler("tokenizer").result().path
+    for sampler in (
+        ours.service.create_sampling_client(model_path=path).result(),
+        model.save_weights_and_get_sampling_client().result(),
+    ):
+        assert sampler.get_tokenizer().encode(TEXT) == tokenizer.encode(TEXT)
+    ours.close()
+
+
 def test_a_model_that_is_not_served_is_refused_with_the_list(client: Client) -> None:
     """9"""
     with pytest.raises(client.sdk.BadRequestError, match=MODEL):

@@ -27,6 +27,14 @@ class Catalog:
             raise BaseModelNotServed(name, self.names)
         return self._served[name]
 
+    def tokenizer_id(self, name: str) -> str:
+        """What a client gives to AutoTokenizer: a folder, or the model's name where there is none.
+
+        Raises BaseModelNotServed.
+        """
+        served = self.get(name)
+        return served.name if served.tokenizer_path is None else str(served.tokenizer_path)
+
     def converter(self, name: str) -> DataConverter:
         """Raises BaseModelNotServed (a model of an earlier run may name one no longer served)."""
         self.get(name)

@@ -162,7 +162,7 @@ class ModelService:
     async def get_info(self, user: str, model_id: str) -> GetInfoResponse:
         model = await self.require(user, model_id)
         served = self._catalog.get(model.base_model)
-        tokenizer = served.name if served.tokenizer_path is None else str(served.tokenizer_path)
+        tokenizer = self._catalog.tokenizer_id(served.name)
         return GetInfoResponse(
             model_id=model_id,
             model_data=ModelData(

@@ -120,6 +120,7 @@ class SamplingService:
             sampler_id=sampler.sampler_id,
             base_model=sampler.base_model,
             model_path=sampler.model_path,
+            tokenizer_id=self._catalog.tokenizer_id(sampler.base_model),
         )
 
     async def require(self, user: str, sampler_id: str) -> Sampler:
