@@ -41,7 +41,7 @@ $(MODEL): | $(INSTALLED)
 lint: $(INSTALLED) ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/basedpyright --pythonpath $(BIN)/python
+	$(BIN)/basedpyright --project . --pythonpath $(BIN)/python
 
 format: $(INSTALLED) ## rewrite the sources in the house style
 	$(BIN)/ruff check --fix .
