@@ -53,7 +53,16 @@ def _panel(axes: Any, run: Run) -> None:
     steps = np.arange(len(run.values))  # a value is measured before its step's update
     values = np.array(run.values)
     colour = COLOURS[run.name]
-    axes.plot(steps, values, color=colour, linewidth=2, marker="o", markersize=4, label="a step")
+    axes.plot(
+        steps,
+        values,
+        color=colour,
+        linewidth=2,
+        marker="o",
+        markersize=4,
+        label="a step",
+        clip_on=False,
+    )
     axes.set_title(HEADINGS[run.name], loc="left", fontsize=11.5, pad=24)
     axes.text(0, 1.03, _change(run), transform=axes.transAxes, color=GREY)
     axes.set_xlabel("optimizer steps taken")
@@ -76,7 +85,7 @@ def _add_rewards(axes: Any, run: Run, steps: np.ndarray, values: np.ndarray) -> 
         [0, len(steps)], [run.before.accuracy, run.after.accuracy], linestyle="none", color=INK,
         marker="D", markersize=7, clip_on=False, zorder=3, label="held-out, before and after",
     )  # fmt: skip
-    axes.set_ylim(0, 1)
+    axes.set_ylim(0, 1.02)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.legend(loc="lower right", frameon=False, fontsize=9)
 

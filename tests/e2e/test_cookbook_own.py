@@ -46,8 +46,8 @@ def is_picture(path: Path) -> bool:
     return path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5_000
 
 
-QUICK_SFT = ("--steps", "3", "--batch-size", "4", "--held-out", "4")
-QUICK_RL = ("--steps", "2", "--problems", "2", "--group-size", "4", "--held-out", "4")
+QUICK_SFT = ("--steps", "3", "--batch-size", "4", "--held-out", "2")
+QUICK_RL = ("--steps", "2", "--problems", "2", "--group-size", "4", "--held-out", "2")
 
 
 @pytest.mark.parametrize("sdk", ["tinker_gmi", "tinker"])
@@ -69,7 +69,7 @@ def test_the_recipes_train_with_either_client(server: Server, sdk: str, tmp_path
 def test_a_recipe_repeats_itself_by_its_seed(server: Server, tmp_path: Path):
     curves = []
     for folder in (tmp_path / "one", tmp_path / "two"):
-        recipe(server, "sft", "--steps", "2", *QUICK_SFT[2:], "--seed", "7", "--out", str(folder))
+        recipe(server, "sft", *QUICK_SFT, "--steps", "2", "--seed", "7", "--out", str(folder))
         run = figures(folder, "sft")
         curves.append((run["values"], run["after"]))
     assert curves[0] == curves[1]
