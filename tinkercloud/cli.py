@@ -1,6 +1,7 @@
 """The command line: `tinkercloud serve | models | fetch | keys | version`."""
 
 import argparse
+import asyncio
 import logging
 import os
 import shlex
@@ -134,17 +135,17 @@ def _serve(arguments: dict[str, object]) -> int:
     logging.basicConfig(
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    if config.log_level != "debug":
-        logging.getLogger("uvicorn").setLevel(logging.WARNING)
     with closing(server.listen(config)) as bound:
         url = server.base_url(bound)
         config = _with_models(config)
-        _introduce(config, url)
+        for model in config.models:
+            _say(f"serving {model.name} from {model.path}")
+        _say(f"data in {config.data_dir}")
         from tinkercloud.app import create_app
 
         app = create_app(config)
         hooks = server.Hooks(
-            ready=lambda: _say(f"ready: {url}"),
+            ready=lambda: _welcome(config, url),
             stopping=lambda: app.state.services.tasks.close(),
         )
         server.run(app, config, bound, hooks)
@@ -167,18 +168,18 @@ def _with_models(config: Config) -> Config:
     return replace(config, models=(ModelSource(model.serve_as, path),))
 
 
-def _introduce(config: Config, url: str) -> None:
-    for model in config.models:
-        _say(f"serving {model.name} from {model.path}")
-    _say(f"data in {config.data_dir}")
-    key = _first_key(config) if config.auth else ANY_KEY
+async def _welcome(config: Config, url: str) -> None:
+    """Only once the server serves: a first key that is shown above an error would be lost."""
+    # In a thread: the server's own writer, on this loop, may hold the database.
+    key = await asyncio.to_thread(_first_key, config) if config.auth else ANY_KEY
     if key is None:
         _say(f"keys exist already; another one: {_keys_command(config, 'add')}")
         _say(f"export TINKER_BASE_URL={url}")
-        return
-    if config.auth:
-        _say("a first API key was made; it is shown this once and kept as a hash only:")
-    _say(f"export TINKER_BASE_URL={url}\nexport TINKER_API_KEY={key}")
+    else:
+        if config.auth:
+            _say("a first API key was made; it is shown this once and kept as a hash only:")
+        _say(f"export TINKER_BASE_URL={url}\nexport TINKER_API_KEY={key}")
+    _say(f"ready: {url}")
 
 
 def _first_key(config: Config) -> str | None:

@@ -60,7 +60,7 @@ class Hooks:
     """ready: the application has started. stopping: the server stops; end what requests wait for,
     so that held polls are answered and their connections close."""
 
-    ready: Callable[[], None]
+    ready: Callable[[], Awaitable[None]]
     stopping: Callable[[], Awaitable[None]]
 
 
@@ -101,7 +101,7 @@ def _uvicorn_config(app: ASGIApp, config: Config) -> uvicorn.Config:
         timeout_graceful_shutdown=GRACE_S,
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         server_header=False,
-        log_level=config.log_level,
+        log_level="debug" if config.log_level == "debug" else "warning",
     )
 
 
@@ -114,7 +114,7 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._hooks.ready()
+        await self._hooks.ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for listener in self.servers:
