@@ -34,7 +34,15 @@ def text(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> list[i
 
 @contextmanager
 def serving(gguf: Path, dtype: str, folder: Path) -> Iterator[Server]:
-    arguments = ("--model", f"{MODEL}={gguf}", "--dtype", dtype)
+    # Small micro-batches: samples are served between them.
+    arguments = (
+        "--model",
+        f"{MODEL}={gguf}",
+        "--dtype",
+        dtype,
+        "--engine-microbatch-tokens",
+        "256",
+    )
     with start_server(*arguments, data_dir=folder / "data") as server:
         yield server
 
@@ -101,7 +109,7 @@ def test_samples_are_served_while_a_model_trains(
     model, sampler = client.model(), client.base_sampler()
     with ThreadPoolExecutor(1) as pool:
         training = pool.submit(
-            model.forward_backward([client.supervised(text * 4)] * 12, "cross_entropy").result
+            model.forward_backward([client.supervised(text * 4)] * 16, "cross_entropy").result
         )
         answered = 0
         while not training.done():

@@ -70,9 +70,6 @@ def _value(answer):
 
 def test_supervised_steps_lower_the_loss(client: Client, text: list[int]) -> None:
     """17.1"""
-    assert MODEL in [
-        m.model_name for m in client.service.get_server_capabilities().supported_models
-    ]
     model = client.model()
     info = _value(model.get_info())
     assert (info.model_data.model_name, info.is_lora, info.lora_rank) == (MODEL, True, 8)
@@ -163,6 +160,8 @@ def test_checkpoints_are_listed_and_sampled_by_path(
     assert [(c.checkpoint_id, c.checkpoint_type) for c in found] == [
         ("sampler_weights/listed", "sampler")
     ]
+    served = rest.get_server_capabilities().result().supported_models
+    assert [m.model_name for m in served] == [MODEL]
     sampler = official.service.create_sampling_client(model_path=path).result()
     assert len(official.sample(sampler, text[:5], max_tokens=3)[0].tokens) <= 3
 
