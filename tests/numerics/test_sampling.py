@@ -368,6 +368,19 @@ def test_reported_logprobs_obey_the_temperature_law() -> None:
         assert float(ours) == pytest.approx(float(at[1.0][3] - at[1.0][8]) / temperature, rel=1e-4)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_a_draw_does_not_depend_on_the_rows_beside_it(temperature: float) -> None:
+    logits = 4 * torch.randn(64, 49152, generator=torch.Generator().manual_seed(4))
+    rows = [RowParams(temperature, -1, 1.0, i, 0, 5) for i in range(64)]
+    whole = sample(logits, rows)
+    for size in (1, 3, 17):
+        for start in range(0, 64 - size, size):
+            beside = slice(start, start + size)
+            part = sample(logits[beside], rows[beside])
+            assert torch.equal(part.tokens, whole.tokens[beside])
+            assert torch.equal(part.logprobs, whole.logprobs[beside])
+
+
 def test_reported_logprobs_are_unbiased_over_a_large_vocabulary() -> None:
     logits = 4 * torch.randn(8, 49152, generator=torch.Generator().manual_seed(3))
     drawn = sample(logits, [RowParams(1.0, -1, 1.0, i, 0, 0) for i in range(8)])

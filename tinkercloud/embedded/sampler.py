@@ -117,8 +117,9 @@ def sample(logits: Tensor, rows: list[RowParams]) -> Drawn:
                 scores[i] += noise.to(scores.device, non_blocking=True)
     tokens = lowest_argmax(scores)
     # Not torch.log_softmax: its float32 sum of V terms is biased by about 1e-5 at V = 49152 on a
-    # CPU. logsumexp is what the trainer uses, and agrees with float64 to 3e-6.
-    norms = torch.logsumexp(weights, -1)
+    # CPU. logsumexp is what the trainer uses, and agrees with float64 to 3e-6. Row by row: for a
+    # single row torch splits the sum among its threads, for several it does not.
+    norms = torch.stack([torch.logsumexp(row, -1) for row in weights])
     logprobs = weights.gather(-1, tokens[:, None])[:, 0] - norms
     return Drawn(tokens, logprobs, weights, norms)
 
