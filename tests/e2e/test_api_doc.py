@@ -1,10 +1,11 @@
-"""Every command of docs/api.md, in order, in one shell, against a real server on real weights."""
+"""What the documentation tells a newcomer to run, against a real server on real weights."""
 
 import json
 import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -78,3 +79,23 @@ def test_the_samples_have_tokens_and_logprobs(outputs: list[list[dict]]) -> None
 def test_the_checkpoint_is_listed(outputs: list[list[dict]]) -> None:
     listings = [v["checkpoints"] for part in outputs for v in part if "checkpoints" in v]
     assert [c["checkpoint_id"] for listing in listings for c in listing] == ["weights/first"] * 2
+
+
+def test_the_quickstart_teaches_the_secret_word(smollm2_gguf: Path, tmp_path: Path) -> None:
+    """The script as it is printed, with the official client; its deprecations are errors."""
+    page = (ROOT / "docs" / "quickstart.md").read_text()
+    (script,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    with start_server("--model", f"{MODEL}={smollm2_gguf}", data_dir=tmp_path / "data") as server:
+        done = subprocess.run(
+            [sys.executable, "-W", "error::FutureWarning", "-c", script],
+            env={**os.environ, **server.sdk_environment},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+    assert done.returncode == 0, done.stderr[-3000:]
+    *steps, answer = done.stdout.splitlines()
+    losses = [float(line.split()[1]) for line in steps]
+    assert len(losses) == 20
+    assert losses[-1] < 0.1 < losses[0]
+    assert "marzipan" in answer
