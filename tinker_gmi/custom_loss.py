@@ -52,7 +52,7 @@ def differentiate(
     ]
     loss, metrics = loss_fn(data, logprobs)
     loss.sum().backward()
-    weighted = []
+    weighted: list[Datum] = []
     for index, (datum, logprob) in enumerate(zip(data, logprobs, strict=True)):
         if logprob.grad is None:
             raise ValueError(f"the loss does not depend on the logprobs of datum {index}")

@@ -18,7 +18,7 @@ TinkerError
 +-- RequestFailedError              accepted, and failed while it ran (category, request_id)
 """
 
-from typing import Any
+from typing import Any, cast
 
 from tinker_gmi.types import RequestErrorCategory
 
@@ -122,5 +122,5 @@ _BY_STATUS: dict[int, type[APIStatusError]] = {
 def status_error(status_code: int, body: Any) -> APIStatusError:
     """The error of a status; its text carries the server's `detail`."""
     default = InternalServerError if status_code >= 500 else APIStatusError
-    detail = body.get("detail", body) if isinstance(body, dict) else body
+    detail = cast("dict[str, Any]", body).get("detail", body) if isinstance(body, dict) else body
     return _BY_STATUS.get(status_code, default)(f"HTTP {status_code}: {detail}", status_code, body)

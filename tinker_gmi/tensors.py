@@ -7,7 +7,7 @@ import base64
 import binascii
 import importlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -253,7 +253,7 @@ def _expected(expected_tokens: int | None) -> int:
 
 def _chunk_type(value: Any) -> str | None:
     if isinstance(value, Mapping):
-        return str(value.get("type", "encoded_text"))
+        return str(cast("Mapping[str, Any]", value).get("type", "encoded_text"))
     return getattr(value, "type", None)
 
 
@@ -316,12 +316,13 @@ class Datum(WireModel):
     def _to_tensors(cls, value: Any) -> Any:
         if not isinstance(value, Mapping):
             return value
-        return {key: _to_tensor(str(key), item) for key, item in value.items()}
+        items = cast("Mapping[Any, Any]", value).items()
+        return {key: _to_tensor(str(key), item) for key, item in items}
 
 
 def _to_tensor(key: str, value: Any) -> Any:
     if isinstance(value, TensorData | Mapping):
-        return value
+        return cast("Any", value)
     if hasattr(value, "detach"):  # torch, which is not imported for this
         sparse = key in ("target_tokens", "weights")
         return TensorData.from_torch_sparse(value) if sparse else TensorData.from_torch(value)

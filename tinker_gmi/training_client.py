@@ -306,7 +306,7 @@ class TrainingClient:
 
     async def _post_batch(self, batch: list[codec.ForwardBackwardRequest]) -> list[str]:
         """The request ids, in order."""
-        request_ids = []
+        request_ids: list[str] = []
         for request in batch:
             numbered = dataclasses.replace(request, seq_id=self._lane.next_seq_id())
             accepted = await self._session.transport.post_protobuf(

@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import httpx
 from pydantic import ValidationError
@@ -200,16 +200,21 @@ def is_protobuf(response: httpx.Response) -> bool:
     return PROTOBUF in response.headers.get("content-type", "")
 
 
+def _json_object(response: httpx.Response) -> dict[str, Any]:
+    """Empty for protobuf and for anything but an object."""
+    body = None if is_protobuf(response) else _body(response)
+    return cast("dict[str, Any]", body) if isinstance(body, dict) else {}
+
+
 def _is_pending(response: httpx.Response) -> bool:
     if response.status_code == 408:
         return True
-    body = None if is_protobuf(response) else _body(response)
-    return isinstance(body, dict) and body.get("type") == "try_again"
+    return _json_object(response).get("type") == "try_again"
 
 
 def _final(response: httpx.Response, request_id: str, decode: Callable[[httpx.Response], T]) -> T:
-    body = None if is_protobuf(response) else _body(response)
-    if isinstance(body, dict) and "error" in body:
+    body = _json_object(response)
+    if "error" in body:
         failed = RequestFailedResponse.model_validate({**body, "error": str(body["error"])})
         raise RequestFailedError(failed.error, request_id, failed.category)
     return decode(response)

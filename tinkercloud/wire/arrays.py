@@ -4,6 +4,7 @@ Everything that comes from outside is checked here before memory is asked for.
 """
 
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +33,7 @@ def item_type(dtype: int) -> np.dtype:
     return _ITEM_TYPES[dtype]
 
 
-def from_bytes(data: bytes, dtype: int) -> NDArray:
+def from_bytes(data: bytes, dtype: int) -> NDArray[Any]:
     """A writable 1-D array: int32 widened to int64, bfloat16 to float32."""
     stored = plain_from_bytes(data, item_type(dtype))
     if dtype == pb.DTYPE_BFLOAT16:
@@ -40,14 +41,14 @@ def from_bytes(data: bytes, dtype: int) -> NDArray:
     return stored.astype(np.float32 if dtype == pb.DTYPE_FLOAT32 else np.int64)
 
 
-def plain_from_bytes(data: bytes, dtype: np.dtype) -> NDArray:
+def plain_from_bytes(data: bytes, dtype: np.dtype) -> NDArray[Any]:
     """A read-only 1-D view of the bytes."""
     if len(data) % dtype.itemsize:
         raise WireError(f"{len(data)} bytes are no whole number of {dtype.name} values")
     return np.frombuffer(data, dtype=dtype)
 
 
-def stored(array: NDArray) -> tuple[NDArray, "pb.DType"]:
+def stored(array: NDArray[Any]) -> tuple[NDArray[Any], "pb.DType"]:
     """The array as it travels (float32 or int64, C order) and the name of its dtype."""
     if array.dtype.kind == "f":
         return np.ascontiguousarray(array, dtype="<f4"), pb.DTYPE_FLOAT32
@@ -68,7 +69,7 @@ def num_elements(shape: tuple[int, ...]) -> int:
     return total
 
 
-def reshaped(flat: NDArray, shape: tuple[int, ...]) -> NDArray:
+def reshaped(flat: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
     """Raises WireError where the numbers do not fill the shape exactly."""
     if num_elements(shape) != flat.size:
         raise WireError(f"{flat.size} numbers do not fill shape {list(shape)}")
@@ -76,7 +77,7 @@ def reshaped(flat: NDArray, shape: tuple[int, ...]) -> NDArray:
 
 
 def check_csr(
-    values: NDArray,
+    values: NDArray[Any],
     crow_indices: NDArray[np.int64],
     col_indices: NDArray[np.int64],
     shape: tuple[int, ...],
@@ -96,11 +97,11 @@ def check_csr(
 
 
 def densify_csr(
-    values: NDArray,
+    values: NDArray[Any],
     crow_indices: NDArray[np.int64],
     col_indices: NDArray[np.int64],
     shape: tuple[int, ...],
-) -> NDArray:
+) -> NDArray[Any]:
     """A dense array of `shape` (rows, columns) from CSR parts; unlisted entries are 0.
 
     Raises WireError as check_csr does.
@@ -123,7 +124,7 @@ def _row_counts(crow_indices: NDArray[np.int64], rows: int, num_values: int) -> 
     return counts
 
 
-def tensor_from_message(message: "pb.Tensor") -> NDArray:
+def tensor_from_message(message: "pb.Tensor") -> NDArray[Any]:
     """Dense float32 or int64 of the message's shape; 1-D where it has none."""
     shape = tuple(message.shape)
     encoding = message.WhichOneof("encoding")
@@ -139,7 +140,7 @@ def tensor_from_message(message: "pb.Tensor") -> NDArray:
     return reshaped(flat, shape) if shape else flat
 
 
-def write_tensor(message: "pb.Tensor", array: NDArray) -> None:
+def write_tensor(message: "pb.Tensor", array: NDArray[Any]) -> None:
     """Fill `message` with a dense tensor."""
     travelling, message.dtype = stored(array)
     message.dense = travelling.tobytes()

@@ -72,7 +72,7 @@ class WireDatum:
     """chunks: int32 token arrays in order. inputs: dense float32 or int64, any shape."""
 
     chunks: tuple[NDArray[np.int32] | UnsupportedChunk, ...]
-    inputs: Mapping[str, NDArray]
+    inputs: Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ def encode_train_output(output: TrainOutput) -> bytes:
 def decode_train_output(body: bytes) -> TrainOutput:
     """Outputs in the order of the request's datums; int32 widened to int64, bfloat16 to float32."""
     message = _parse(pb.ForwardBackwardOutput, body)
-    outputs: list[Mapping[str, NDArray]] = []
+    outputs: list[Mapping[str, NDArray[Any]]] = []
     for record in message.loss_fn_outputs:
         outputs.extend(_decode_record(record))
         if len(outputs) > MAX_PARTS:
@@ -266,9 +266,9 @@ def _write_datum(message: "pb.Datum", datum: WireDatum) -> None:
         write_tensor(message.loss_fn_inputs[name], np.asarray(array))
 
 
-def _equal_runs(outputs: Iterable[Mapping[str, NDArray]]) -> list[list[Mapping[str, NDArray]]]:
+def _equal_runs(outputs: Iterable[Mapping[str, NDArray[Any]]]) -> list[list[Mapping[str, NDArray]]]:
     """Split into runs whose trailing shapes and dtypes agree; order is kept."""
-    runs: list[list[Mapping[str, NDArray]]] = []
+    runs: list[list[Mapping[str, NDArray[Any]]]] = []
     previous: dict[str, Any] | None = None
     for datum in outputs:
         layout = {n: (np.shape(a)[1:], np.asarray(a).dtype.kind) for n, a in datum.items()}
@@ -290,7 +290,7 @@ def _write_batch(message: "pb.BatchedTensor", arrays: list[NDArray]) -> None:
     message.trailing_shape.extend(arrays[0].shape[1:])
 
 
-def _decode_record(record: "pb.ArrayRecord") -> list[Mapping[str, NDArray]]:
+def _decode_record(record: "pb.ArrayRecord") -> list[Mapping[str, NDArray[Any]]]:
     fields = {name: _decode_batch(name, batch) for name, batch in record.fields.items()}
     counts = {len(arrays) for arrays in fields.values()}
     # num_datums 0 beside fields: a sender from before that field existed.
