@@ -116,8 +116,10 @@ async def test_a_late_chunk_fails_when_a_step_ran_past_it(api: Api) -> None:
 async def test_two_models_do_not_wait_for_each_other(tmp_path: Path) -> None:
     async with serving(tmp_path, gap_grace_s=60.0) as api:
         blocked, free = await api.model(), await api.model()
-        await api.forward_backward(blocked, 2)
+        held = await api.forward_backward(blocked, 2)
         await api.train(free, 1)
+        status = await api.get(f"retrieve_future/{held['request_id']}")
+        assert status.json()["status"] == "pending"
 
 
 async def test_a_repeated_create_model_is_the_same_request(api: Api) -> None:

@@ -10,16 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.numerics.tiny import ask, random_prompt, supervised, write_tiny_model
+from tests.numerics.tiny import ask, random_prompt, supervised
 from tinkercloud.config import Config, EngineConfig, ModelSource
 from tinkercloud.core.types import AdamParams, FromBase, FromModel, LoraSpec, TrainBatch
 from tinkercloud.embedded.backend import EmbeddedBackend
 from tinkercloud.errors import ConfigError, EngineDied, ModelStateLost, UserError, VersionLost
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
 def config(folder: Path, tmp_path: Path, **engine: int) -> Config:

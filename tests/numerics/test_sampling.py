@@ -12,12 +12,10 @@ from tests.numerics.tiny import (
     VOCAB,
     Sampler,
     ask,
-    open_store,
     random_prompt,
     reference,
     supervised,
     train,
-    write_tiny_model,
 )
 from tinkercloud.core.types import AdamParams, FromBase, FromModel, LoraSpec
 from tinkercloud.embedded import engine as engine_module
@@ -30,16 +28,6 @@ from tinkercloud.embedded.sampler import (
     sample,
 )
 from tinkercloud.errors import VersionLost
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture
-def store(folder: Path) -> ModelStore:
-    return open_store(folder)
 
 
 @pytest.fixture

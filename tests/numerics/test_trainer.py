@@ -19,24 +19,12 @@ from tests.numerics.tiny import (
     reference,
     supervised,
     train,
-    write_tiny_model,
 )
 from tinkercloud.core.types import AdamParams, Datum, FromBase, FromCheckpoint, FromModel, LoraSpec
 from tinkercloud.embedded import trainer
 from tinkercloud.embedded.models import ModelStore
 from tinkercloud.embedded.optimizer import AdamW
 from tinkercloud.errors import ModelStateLost, UserError
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture
-def store(folder: Path) -> ModelStore:
-    return open_store(folder)
-
 
 DATA = [supervised(n, n) for n in (5, 17, 1, 40)]
 STEP = AdamParams(learning_rate=0.01)

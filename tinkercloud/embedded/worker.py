@@ -177,20 +177,19 @@ class Worker:
             self._inbox.put(None)
 
     def _train_a_little(self) -> None:
-        """One micro-batch of the oldest forward_backward, then as much time for samples."""
+        """One micro-batch of the call whose turn it is, then as much time for samples."""
         if not self._training:
             return
-        job = self._training[0]
+        job = self._training.popleft()
         began = time.monotonic()
         try:
             next(job.micro_batches)
         except StopIteration as finished:
-            self._training.popleft()
             self._send(Result(job.call_id, finished.value))
         except Exception as error:  # noqa: BLE001 - the call is answered, the engine goes on
-            self._training.popleft()
             self._answer_error(job.call_id, error)
-        self._training.rotate(-1)
+        else:
+            self._training.append(job)
         if self._engine.busy:
             self._serve_samples(time.monotonic() - began)
 

@@ -1,0 +1,18 @@
+"""The tiny random model that the engine's tests share."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.numerics.tiny import open_store, write_tiny_model
+from tinkercloud.embedded.models import ModelStore
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def store(folder: Path) -> ModelStore:
+    return open_store(folder)
