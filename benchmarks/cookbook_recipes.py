@@ -23,8 +23,8 @@ sys.path.insert(0, str(ROOT))
 from tests.e2e.hub import MODEL, build_hub  # noqa: E402
 from tests.e2e.recipes import RECIPES, Recipe, RecipeFailed, run_recipe  # noqa: E402
 from tests.serving import Server, start_server  # noqa: E402
-from tinkercloud.embedded.tokenizer import ensure_tokenizer_folder  # noqa: E402
 from tinkercloud.fetch import find_model  # noqa: E402
+from tinkercloud.weights.tokenizer import ensure_tokenizer_folder  # noqa: E402
 
 LIMIT_S = 1800.0
 WELL = "well"

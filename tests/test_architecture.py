@@ -31,15 +31,21 @@ RULES = {
     "core": "config core.types errors losses storage tinker_gmi wire",
     "backends.base": "core.types errors",
     "backends": "backends.base config core.types errors losses",
-    "embedded": "architectures backends.base config core.types errors losses",
+    "weights": "architectures core.types errors",
+    "decoding": "core.types",
+    "embedded": "architectures backends.base config core.types decoding errors losses weights",
+    "cluster": "backends.base config core core.types decoding errors losses weights",
     "services": "backends.base config core core.types errors losses storage tinker_gmi wire",
     "routers": "config core core.types errors services tinker_gmi wire",
     "middleware": "errors routers storage",
 }
 # Third-party package -> the rooms that may import it (tinker_gmi takes torch by name, at need).
 THIRD_PARTY = {
-    "torch": "architectures embedded losses",
-    **dict.fromkeys(("gguf", "safetensors", "tokenizers", "transformers"), "embedded"),
+    "torch": "architectures cluster decoding embedded losses weights",
+    **dict.fromkeys(("megatron", "ray", "sglang", "sglang_router"), "cluster"),
+    **dict.fromkeys(
+        ("gguf", "safetensors", "tokenizers", "transformers"), "cluster embedded weights"
+    ),
     **dict.fromkeys(("sqlite3", "aiosqlite"), "storage"),
     **dict.fromkeys(("fastapi", "starlette"), "app middleware routers server"),
     "uvicorn": "server",

@@ -195,7 +195,7 @@ def _keys_command(config: Config, verb: str) -> str:
 
 def _models(arguments: dict[str, object]) -> int:
     from tinkercloud.embedded.device import choose_device, choose_dtype
-    from tinkercloud.embedded.loader import read_config
+    from tinkercloud.weights.loader import read_config
 
     config = _config(arguments)
     dtype = str(choose_dtype(config.dtype, choose_device())).removeprefix("torch.")

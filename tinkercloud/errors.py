@@ -7,6 +7,7 @@
     |   |       CheckpointNotFound
     |   +-- Unauthorized        status 401
     |   +-- PayloadTooLarge     status 413
+    |   +-- PlanRefused         status 400: a model cannot be trained on these GPUs
     |   +-- SessionFinished     status 410
     |   +-- FutureUnknown       status 404 (training) or 410 (sampling)
     |   +-- InvalidRequest      status 422 at the door, category "user" inside a future
@@ -64,6 +65,14 @@ class BaseModelNotServed(NotFound):
             f"base model {name!r} is not served here; served: {', '.join(served) or 'none'}. "
             f"Start the server with --model {name}=PATH to add it"
         )
+
+
+class PlanRefused(UserError):
+    """No plan for this model on these GPUs. `reasons`: every fact that stands against one."""
+
+    def __init__(self, reasons: tuple[str, ...]):
+        super().__init__("; ".join(reasons))
+        self.reasons = reasons
 
 
 class SessionNotFound(NotFound):

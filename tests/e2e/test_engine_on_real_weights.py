@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.e2e.clients import MODEL, Client, logprobs_of
 from tests.serving import Server, start_server
-from tinkercloud.embedded.tokenizer import ensure_tokenizer_folder
+from tinkercloud.weights.tokenizer import ensure_tokenizer_folder
 
 TEXT = (
     "A lighthouse keeper writes down the weather every morning: wind from the west, rain before "

@@ -18,7 +18,7 @@ from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tests.e2e.hub import MODEL, build_hub, chat
 from tests.e2e.recipes import RECIPES, Run, run_recipe
 from tests.serving import Server, start_server
-from tinkercloud.embedded.tokenizer import ensure_tokenizer_folder
+from tinkercloud.weights.tokenizer import ensure_tokenizer_folder
 
 LIMIT_S = 500.0
 FEW_TOKENS = tinker.SamplingParams(max_tokens=4, temperature=0.0)

@@ -14,7 +14,7 @@ from gguf.quants import dequantize, quantize
 from torch import Tensor
 
 from tinkercloud.architectures import load_architecture
-from tinkercloud.embedded.loader import LoadedModel
+from tinkercloud.weights.loader import LoadedModel
 
 SIZES = {
     "vocab_size": 96,

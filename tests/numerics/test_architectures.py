@@ -16,9 +16,9 @@ from tests.numerics.networks import (
 from tinkercloud.architectures.config import from_hf
 from tinkercloud.architectures.layers import rms_norm, rotary_frequencies, rotate, swiglu
 from tinkercloud.architectures.llama import Llama
-from tinkercloud.embedded.gguf_file import GGUFFile
-from tinkercloud.embedded.gguf_tokenizer import build_tokenizer
-from tinkercloud.embedded.loader import load_model, read_config
+from tinkercloud.weights.gguf_file import GGUFFile
+from tinkercloud.weights.gguf_tokenizer import build_tokenizer
+from tinkercloud.weights.loader import load_model, read_config
 
 TOLERANCE = 2e-5
 

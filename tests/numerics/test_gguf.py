@@ -18,9 +18,9 @@ from tests.numerics.networks import (
     write_gguf,
 )
 from tinkercloud.architectures.layers import rotary_frequencies
-from tinkercloud.embedded.gguf_file import GGUFFile
-from tinkercloud.embedded.loader import load_model, read_config
 from tinkercloud.errors import ConfigError
+from tinkercloud.weights.gguf_file import GGUFFile
+from tinkercloud.weights.loader import load_model, read_config
 
 KINDS = [Kind.F32, Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0]
 
@@ -71,7 +71,7 @@ def test_large_tensors_are_dequantised_in_blocks_without_a_seam(tmp_path, monkey
     reference = random_network("Llama")
     file = write_gguf(reference, tmp_path / "model.gguf", Kind.Q8_0)
     whole = load_model(file, torch.bfloat16, "cpu").weights
-    monkeypatch.setattr("tinkercloud.embedded.gguf_loader._ELEMENTS_AT_ONCE", 64 * 5)
+    monkeypatch.setattr("tinkercloud.weights.gguf_loader._ELEMENTS_AT_ONCE", 64 * 5)
     blocks = load_model(file, torch.bfloat16, "cpu").weights
     assert all(torch.equal(whole[name], blocks[name]) for name in whole)
 

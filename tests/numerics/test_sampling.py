@@ -18,15 +18,15 @@ from tests.numerics.tiny import (
     train,
 )
 from tinkercloud.core.types import AdamParams, FromBase, FromModel, LoraSpec
-from tinkercloud.embedded import engine as engine_module
-from tinkercloud.embedded.models import ModelStore
-from tinkercloud.embedded.sampler import (
+from tinkercloud.decoding.sampler import (
     RowParams,
     gumbel_noise,
     keep_mask,
     lowest_argmax,
     sample,
 )
+from tinkercloud.embedded import engine as engine_module
+from tinkercloud.embedded.models import ModelStore
 from tinkercloud.errors import VersionLost
 
 

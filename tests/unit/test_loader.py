@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.numerics.networks import random_network
-from tinkercloud.embedded.loader import load_model, read_config
 from tinkercloud.errors import ConfigError
+from tinkercloud.weights.loader import load_model, read_config
 
 
 @pytest.fixture

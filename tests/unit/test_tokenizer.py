@@ -10,9 +10,9 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from tinkercloud.embedded.gguf_tokenizer import build_tokenizer
-from tinkercloud.embedded.tokenizer import ensure_tokenizer_folder
 from tinkercloud.errors import ConfigError
+from tinkercloud.weights.gguf_tokenizer import build_tokenizer
+from tinkercloud.weights.tokenizer import ensure_tokenizer_folder
 
 TEXTS = [
     "Hello, world!",
@@ -103,7 +103,7 @@ def test_transformers_reads_the_folder_and_its_template(smollm2_folder, smollm2)
 
 def test_a_byte_level_folder_is_written_without_transformers(smollm2_gguf, tmp_path):
     code = (
-        "import sys, pathlib; from tinkercloud.embedded.tokenizer import ensure_tokenizer_folder; "
+        "import sys, pathlib; from tinkercloud.weights.tokenizer import ensure_tokenizer_folder; "
         "ensure_tokenizer_folder(*map(pathlib.Path, sys.argv[1:])); "
         "sys.exit('transformers' in sys.modules or 'torch' in sys.modules)"
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 from tinkercloud.architectures import load_architecture
 from tinkercloud.architectures.config import ArchitectureConfig
 from tinkercloud.architectures.llama import Llama
-from tinkercloud.embedded.loader import load_model
+from tinkercloud.weights.loader import load_model
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinkercloud.embedded.lora import Adapter
+from tinkercloud.weights.adapters import Adapter
 
 ROW_TILE = 8
 """Matrix products of the sampler get a multiple of this many rows. A BLAS picks its kernel by the

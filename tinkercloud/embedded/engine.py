@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from tinkercloud.core.types import SampledSequence, SampleOutput, SampleRequest, Topk
+from tinkercloud.decoding.sampler import RowParams, sample, topk_rows
+from tinkercloud.decoding.stops import StopRule
 from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.contexts import PrefillContext, SampleContext, pad_rows, segments_of
 from tinkercloud.embedded.kv_cache import DecodeContext, SlotCache
-from tinkercloud.embedded.lora import Adapter
-from tinkercloud.embedded.sampler import RowParams, sample, topk_rows
 from tinkercloud.embedded.scoring import PromptScores
-from tinkercloud.embedded.stops import StopRule
+from tinkercloud.weights.adapters import Adapter
 
 PREFILL_CHUNK = 512
 """Chunk boundaries inside a prompt. Fixed: a boundary that moved with the load would change the

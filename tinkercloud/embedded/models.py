@@ -17,10 +17,10 @@ from tinkercloud.core.types import (
 from tinkercloud.embedded import checkpoints, trainer
 from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.engine import Version
-from tinkercloud.embedded.lora import Adapter, fresh_adapter
 from tinkercloud.embedded.trainer import TrainableModel, full_parameters, with_tied_head
 from tinkercloud.embedded.version_cache import VersionCache
 from tinkercloud.errors import ModelStateLost
+from tinkercloud.weights.adapters import Adapter, fresh_adapter
 
 
 class ModelStore:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tinkercloud.core.types import SampleRequest, Topk
+from tinkercloud.decoding.sampler import topk_rows
 from tinkercloud.embedded.contexts import pad_rows
-from tinkercloud.embedded.sampler import topk_rows
 
 UNSCORED_LOGPROB = -99999.0
 _ROWS_AT_ONCE = 128

@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from tinkercloud.core.types import AdamParams, Datum, LoraSpec, TrainBatch, TrainOutput
 from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.contexts import TrainContext
-from tinkercloud.embedded.lora import Adapter
 from tinkercloud.embedded.optimizer import AdamW
 from tinkercloud.errors import UserError
 from tinkercloud.losses import load_loss
+from tinkercloud.weights.adapters import Adapter
 
 LOGIT_ROWS = 256
 """Rows whose [rows, V] logits exist at one time, in the forward and in the backward pass."""

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tinkercloud.embedded.engine import Version
-from tinkercloud.embedded.lora import Adapter
 from tinkercloud.embedded.trainer import with_tied_head
 from tinkercloud.errors import VersionLost
+from tinkercloud.weights.adapters import Adapter
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,6 @@ from tinkercloud.core.types import SampleOutput, ServedModel
 from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.device import choose_device, choose_dtype, usable_cores
 from tinkercloud.embedded.engine import SamplingEngine
-from tinkercloud.embedded.loader import read_config
 from tinkercloud.embedded.models import ModelStore
 from tinkercloud.embedded.protocol import (
     Call,
@@ -36,9 +35,10 @@ from tinkercloud.embedded.protocol import (
     pack,
     receive,
 )
-from tinkercloud.embedded.tokenizer import ensure_tokenizer_folder
 from tinkercloud.embedded.version_cache import VersionCache
 from tinkercloud.errors import ConfigError
+from tinkercloud.weights.loader import read_config
+from tinkercloud.weights.tokenizer import ensure_tokenizer_folder
 
 log = logging.getLogger(__name__)
 

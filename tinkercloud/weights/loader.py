@@ -15,9 +15,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tinkercloud.architectures.config import ArchitectureConfig, from_hf, token_ids
-from tinkercloud.embedded.gguf_file import GGUFFile
-from tinkercloud.embedded.gguf_loader import gguf_config, gguf_shapes, gguf_weights
 from tinkercloud.errors import ConfigError
+from tinkercloud.weights.gguf_file import GGUFFile
+from tinkercloud.weights.gguf_loader import gguf_config, gguf_shapes, gguf_weights
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _NAMED_AT_MOST = 8  # tensors listed in an error

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tinkercloud.embedded.gguf_file import GGUFFile
-from tinkercloud.embedded.gguf_tokenizer import build_tokenizer, tokenizer_config
 from tinkercloud.errors import ConfigError
+from tinkercloud.weights.gguf_file import GGUFFile
+from tinkercloud.weights.gguf_tokenizer import build_tokenizer, tokenizer_config
 
 _FORMAT = 1  # of the folders written here; a change makes all cached ones stale
 

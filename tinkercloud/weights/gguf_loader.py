@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tinkercloud.architectures.config import ArchitectureConfig, from_hf
-from tinkercloud.embedded.gguf_file import GGUFFile
 from tinkercloud.errors import ConfigError
+from tinkercloud.weights.gguf_file import GGUFFile
 
 _CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}

@@ -1,0 +1,1 @@
+"""From logits to tokens, and where an answer stops: shared by every sampler."""

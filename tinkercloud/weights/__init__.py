@@ -1,0 +1,1 @@
+"""Base models, adapters and checkpoints as files: what every backend reads and writes."""
