@@ -1,5 +1,6 @@
 # make demo      install, then watch a model learn
 # make test      install, lint, all tests but the slow ones
+# make test-cluster  the cluster backend on real Ray, Megatron-core and SGLang, without a GPU
 # make test-all  the slow ones too
 # make help      the rest
 
@@ -14,6 +15,9 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 MODEL := .tinkercloud/models/SmolLM2-135M-Instruct.Q4_1.gguf
 PYTEST := $(BIN)/python -m pytest
+# SGLang has an environment of its own: its pins are not ours.
+SGLANG := .venv-sglang
+SGLANG_PINS := tests/cluster/requirements-sglang.txt
 
 # Weights, keys and checkpoints of this checkout stay in this checkout.
 export TINKERCLOUD_DATA_DIR := $(CURDIR)/.tinkercloud
@@ -22,7 +26,7 @@ export HF_HUB_OFFLINE := 1
 # Threads that wait sleep: tests run a server and a client on the same cores.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: help install lint format test test-all demo serve bench proto clean
+.PHONY: help install lint format test test-cluster test-all demo serve bench proto clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -47,11 +51,22 @@ format: $(INSTALLED) ## rewrite the sources in the house style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test: install lint ## lint and every test but the slow ones
-	$(PYTEST) -m 'not slow'
+$(SGLANG)/installed: $(SGLANG_PINS)
+	$(PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@touch $@
 
-test-all: install lint ## lint and every test
+test: install lint ## lint and every test but the slow ones and the cluster's
+	$(PYTEST) -m 'not slow' --ignore=tests/cluster
+
+test-cluster: install $(SGLANG)/installed ## the cluster backend on its real engines, on a CPU
+	$(PYTEST) -m 'not slow' tests/cluster
+	TINKERCLOUD_TEST_BACKEND=cluster $(PYTEST) tests/e2e/test_first_light.py -k 'not ours'
+
+test-all: install lint $(SGLANG)/installed ## lint and every test
 	$(PYTEST)
+	TINKERCLOUD_TEST_BACKEND=cluster $(PYTEST) tests/e2e/test_first_light.py
 
 demo: install ## SFT and RL on a real model, live, under ten minutes
 	$(BIN)/python cookbook/demo.py
@@ -72,5 +87,5 @@ proto: ## regenerate the protobuf module
 		--python_out=tinkercloud/wire --pyi_out=tinkercloud/wire tinkercloud/wire/tinker.proto
 
 clean: ## remove the environment, caches and data of this checkout
-	rm -rf .venv .tinkercloud .pytest_cache .ruff_cache build dist *.egg-info
+	rm -rf .venv $(SGLANG) .tinkercloud .pytest_cache .ruff_cache build dist *.egg-info
 	find tinkercloud tinker_gmi tests cookbook benchmarks -name __pycache__ -prune -exec rm -rf {} +

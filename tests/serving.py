@@ -133,6 +133,16 @@ def start_server(
             server.stop()
 
 
+def backend_arguments() -> tuple[str, ...]:
+    """Flags of the backend that TINKERCLOUD_TEST_BACKEND names; without it, the default one."""
+    backend = os.environ.get("TINKERCLOUD_TEST_BACKEND", "embedded")
+    if backend == "cluster":
+        from tests.cluster.cpu.serving import cluster_arguments
+
+        return cluster_arguments()
+    return ("--backend", backend)
+
+
 def free_port() -> int:
     """A port that nobody listened on a moment ago."""
     with socket.socket() as probe:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import tinker_gmi
 from tests.e2e.clients import CHAT, MODEL, Client, logprobs_of
-from tests.serving import Server, start_server
+from tests.serving import Server, backend_arguments, start_server
 
 TEXT = "The first light over the harbour was the colour of a copper coin left in the rain."
 
@@ -23,9 +23,8 @@ TEXT = "The first light over the harbour was the colour of a copper coin left in
 @pytest.fixture(scope="module")
 def server(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     data_dir = tmp_path_factory.mktemp("server") / "data"
-    with start_server(
-        "--model", f"{MODEL}={smollm2_gguf}", "--dtype", "float32", data_dir=data_dir
-    ) as server:
+    model = ("--model", f"{MODEL}={smollm2_gguf}", "--dtype", "float32")
+    with start_server(*model, *backend_arguments(), data_dir=data_dir) as server:
         yield server
 
 
