@@ -1,0 +1,47 @@
+"""SGLang's server on a machine without a GPU: the product's entry after what a CPU lacks.
+
+Run as a script, so that this folder (with its `sgl_kernel`) leads the module path, here and in the
+processes that SGLang spawns: they import this file again.
+"""
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def _define_torchvision_operators() -> None:
+    """SGLang imports torchvision, whose CPU build for another torch defines none."""
+    for name in ("nms", "qnms"):
+        torch.library.define(
+            f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+        )
+
+
+def _unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(make)
+    def plain(*args: Any, **kwargs: Any) -> torch.Tensor:
+        kwargs.pop("pin_memory", None)
+        return make(*args, **kwargs)
+
+    return plain
+
+
+def _ignore_pinning() -> None:
+    """torch refuses to pin memory without an accelerator; SGLang's adapters ask for it always."""
+    for name in ("empty", "zeros", "ones", "full", "tensor", "empty_like", "zeros_like", "arange"):
+        setattr(torch, name, _unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[method-assign]
+
+
+os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+_define_torchvision_operators()
+_ignore_pinning()
+torch.set_num_threads(1)
+
+from tinkercloud.cluster import sglang_entry  # noqa: E402
+
+if __name__ == "__main__":
+    sglang_entry.main()

@@ -1,0 +1,1 @@
+"""Many machines: Ray places, Megatron-core trains, SGLang samples."""
