@@ -10,6 +10,7 @@ from typing import Any, Literal
 GIB = 1024**3
 
 Recompute = Literal["none", "full"]
+Dtype = Literal["bfloat16", "float32"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Wishes:
     recompute: Recompute | None = None
     microbatch_tokens: int | None = None
     rollout_tp: int | None = None  # GPUs per sampling engine
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Dtype = "bfloat16"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ class MegatronArguments:
     rope_scaling: bool = False  # llama3's, with low 1, high 4, original length 8192
     rope_scaling_factor: float = 8.0
     seq_len_interpolation_factor: float | None = None
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Dtype = "bfloat16"
     # layout
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
@@ -161,7 +162,7 @@ class SglangArguments:
     max_lora_rank: int | None
     max_loras_per_batch: int | None
     lora_target_modules: tuple[str, ...]
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Dtype = "bfloat16"
 
 
 @dataclass(frozen=True, slots=True)

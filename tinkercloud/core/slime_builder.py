@@ -1,0 +1,229 @@
+"""`SlimeArgumentBuilder`: from a Hugging Face config, GPUs and wishes to a plan, or a refusal.
+
+A pure function: no file, clock, environment or randomness. The search is over all layouts; it keeps
+those that are legal (`layouts.faults`) and fit (`memory_estimate`), and takes the cheapest
+(`layouts.cost`), the least parallel among equals.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tinkercloud.core import memory_estimate as memory
+from tinkercloud.core.engine_arguments import megatron_arguments, sglang_arguments
+from tinkercloud.core.layouts import candidates, cost, faults
+from tinkercloud.core.model_shape import ModelShape
+from tinkercloud.core.model_table import read_shape, untrainable
+from tinkercloud.core.plan import GIB, ClusterShape, Layout, Plan, Wishes
+from tinkercloud.core.plan_reasons import Search, explain
+from tinkercloud.core.rollout_plan import Rollout, rollout_choices
+from tinkercloud.errors import PlanRefused
+
+DEFAULT_SEQ_LEN = 8192
+MOST_GPUS = 4096  # in the search for how many would do
+
+
+@dataclass(frozen=True, slots=True)
+class SlimeArgumentBuilder:
+    """Plans for one cluster."""
+
+    cluster: ClusterShape
+
+    def build(self, config: Mapping[str, Any], wishes: Wishes | None = None) -> Plan:
+        """The plan for the network of a `config.json`.
+
+        Wishes are kept as they are, or PlanRefused says why they cannot be. It says everything that
+        stands against a plan: the architecture, sizes that do not divide, memory that is missing.
+        """
+        wishes = wishes or Wishes()
+        if found := _senseless(self.cluster, wishes):
+            raise PlanRefused(tuple(found))
+        shape = read_shape(config)
+        max_seq_len = wishes.max_seq_len or min(shape.max_positions, DEFAULT_SEQ_LEN)
+        if found := [*untrainable(shape, max_seq_len), *_too_long(shape, max_seq_len)]:
+            raise PlanRefused(tuple(found))
+        question = _Question(shape, self.cluster, wishes, max_seq_len)
+        rollouts = rollout_choices(shape, self.cluster, wishes, max_seq_len)
+        search, rollout = question.best(rollouts)
+        if rollout is not None and search.chosen is not None:
+            return question.plan(search, search.chosen, rollout)
+        missing = question.shortage(search)
+        if isinstance(rollouts, str):
+            missing.append(rollouts)
+        raise PlanRefused((*missing, *question.advice()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """One network, one cluster, one set of wishes."""
+
+    shape: ModelShape
+    cluster: ClusterShape
+    wishes: Wishes
+    max_seq_len: int
+
+    def best(self, rollouts: list[Rollout] | str) -> tuple[Search, Rollout | None]:
+        """The first engines beside which some layout fits, and the search that found it."""
+        search = self.search(0)
+        if isinstance(rollouts, str) or not search.fits:
+            return search, None
+        for rollout in rollouts:
+            search = self.search(rollout.weights if rollout.layout.colocated else 0)
+            if search.fits:
+                return search, rollout
+        return search, None
+
+    def search(self, beside: int) -> Search:
+        """Every legal layout, measured. Where none fits, the one that lacks least is chosen.
+
+        beside: bytes of an engine's weights that lie on the same GPU while new ones are sent.
+        """
+        colocated = self.wishes.rollout_gpus == 0
+        room = memory.usable_bytes(self.cluster) - memory.processes_bytes(colocated)
+        legal: dict[Layout, memory.Training] = {}
+        illegal: dict[Layout, list[str]] = {}
+        for layout in candidates(self.shape, self.cluster, self.wishes, self.max_seq_len):
+            found = faults(self.shape, self.cluster, self.wishes, layout, self.max_seq_len)
+            if found:
+                illegal[layout] = found
+            else:
+                legal[layout] = self.held(layout)
+        need = {layout: max(h.total, h.syncing + beside) for layout, h in legal.items()}
+        costs = {layout: self.cost(layout) for layout in legal}
+
+        def by_cost(one: Layout) -> tuple[float, ...]:
+            return (costs[one], one.pp, one.tp, one.cp, one.ep)
+
+        def by_need(one: Layout) -> tuple[float, ...]:
+            return (need[one], *by_cost(one))
+
+        fitting = [layout for layout in legal if need[layout] <= room]
+        chosen = min(fitting, key=by_cost) if fitting else min(legal, key=by_need, default=None)
+        return Search(room, chosen, legal, need, costs, illegal)
+
+    def held(self, layout: Layout) -> memory.Training:
+        return memory.training(self.shape, layout, self.wishes.lora_rank, self.wishes.dtype)
+
+    def cost(self, layout: Layout) -> float:
+        return cost(self.shape, self.cluster, layout, lora=self.wishes.lora_rank is not None)
+
+    def shortage(self, search: Search) -> list[str]:
+        """Why there is no layout: what the least faulty one lacks."""
+        if search.chosen is None:
+            return min(search.illegal.values(), key=len)
+        held, layout = search.memory[search.chosen], search.chosen
+        if search.fits:
+            return []
+        where = (
+            f"where it needs least (tp {layout.tp}, pp {layout.pp}, cp {layout.cp}, "
+            f"ep {layout.ep}, recompute {layout.recompute}"
+        )
+        if held.total <= search.room:
+            return [
+                f"sending weights needs {_gib(search.need[layout])} of each GPU {where}: weights "
+                f"of trainer and engine, and a bucket between them), and has {_gib(search.room)}; "
+                "GPUs set aside for sampling would help"
+            ]
+        return [
+            f"training needs {_gib(held.total)} of each GPU {where}: weights "
+            f"{_gib(held.weights)}, gradients and optimizer "
+            f"{_gib(held.gradients + held.optimizer + held.adapters)}, activations "
+            f"{_gib(held.activations)}), and has {_gib(search.room)}"
+        ]
+
+    def advice(self) -> list[str]:
+        """How many GPUs of this kind would do, if any number does."""
+        gpus = self.cluster.gpus
+        while (gpus := 2 * gpus) <= MOST_GPUS:
+            rollout_gpus = self.wishes.rollout_gpus * gpus // self.cluster.gpus
+            wishes = replace(self.wishes, rollout_gpus=rollout_gpus)
+            larger = replace(self, cluster=replace(self.cluster, gpus=gpus), wishes=wishes)
+            rollouts = rollout_choices(self.shape, larger.cluster, wishes, self.max_seq_len)
+            if larger.best(rollouts)[1] is not None:
+                return [f"{gpus} such GPUs would do"]
+        return []
+
+    def plan(self, search: Search, layout: Layout, rollout: Rollout) -> Plan:
+        shape, wishes, rank = self.shape, self.wishes, self.wishes.lora_rank
+        held, colocated = search.memory[layout], rollout.layout.colocated
+        sglang = sglang_arguments(shape, self.cluster, rollout.layout, self.max_seq_len, wishes)
+        return Plan(
+            architecture=shape.architecture,
+            parameters=shape.parameters,
+            active_parameters=shape.active_parameters,
+            trained_parameters=_trained(shape, rank),
+            cluster=self.cluster,
+            layout=layout,
+            rollout=rollout.layout,
+            lora_rank=rank,
+            expert_lora_rank=memory.expert_rank(shape, rank) if rank and shape.experts else None,
+            max_seq_len=self.max_seq_len,
+            logits_chunk_tokens=memory.LOGITS_CHUNK_TOKENS,
+            distributed_optimizer=True,
+            usable_bytes=memory.usable_bytes(self.cluster),
+            phases=(
+                memory.training_phase(held, colocated=colocated),
+                memory.sync_phase(held, rollout.weights, colocated=colocated),
+                memory.sampling_phase(
+                    self.cluster,
+                    rollout.weights,
+                    rollout.adapters,
+                    rollout.cache,
+                    colocated=colocated,
+                ),
+            ),
+            megatron=megatron_arguments(shape, layout, self.max_seq_len, wishes.dtype),
+            sglang=sglang,
+            reasons=explain(shape, self.cluster, wishes, search, sglang),
+        )
+
+
+def _trained(shape: ModelShape, lora_rank: int | None) -> int:
+    if lora_rank is None:
+        return shape.parameters
+    count = shape.head(shape.vocab_size).rank_adapter(lora_rank, 1, 1)
+    for experts in shape.expert_layers:
+        for linear in shape.linears(experts):
+            rank = memory.expert_rank(shape, lora_rank) if linear.expert else lora_rank
+            count += linear.rank_adapter(rank, 1, 1) if linear.adapted else 0
+    return count
+
+
+def _senseless(cluster: ClusterShape, wishes: Wishes) -> list[str]:
+    """Figures that no cluster and no wish can have."""
+    figures = {
+        "gpus": cluster.gpus,
+        "gpus per node": cluster.gpus_per_node,
+        "GPU memory": cluster.gpu_memory_bytes,
+        "LoRA rank": wishes.lora_rank,
+        "max sequence length": wishes.max_seq_len,
+        "tokens of a micro-batch": wishes.microbatch_tokens,
+        **{
+            name: getattr(wishes, name)
+            for name in ("tp", "pp", "cp", "ep", "etp", "dp", "rollout_tp")
+        },
+    }
+    found = [
+        f"{name} must be at least 1, not {value}"
+        for name, value in figures.items()
+        if value is not None and value < 1
+    ]
+    if cluster.gpus > MOST_GPUS:
+        found.append(f"{cluster.gpus} GPUs: plans are made for {MOST_GPUS} at most")
+    if not found and cluster.gpus > cluster.gpus_per_node and cluster.gpus % cluster.gpus_per_node:
+        found.append(f"{cluster.gpus} GPUs are no whole nodes of {cluster.gpus_per_node}")
+    if not 0 <= wishes.rollout_gpus < max(1, cluster.gpus):
+        found.append(
+            f"{wishes.rollout_gpus} of {cluster.gpus} GPUs cannot be set aside for sampling"
+        )
+    return found
+
+
+def _too_long(shape: ModelShape, max_seq_len: int) -> list[str]:
+    if max_seq_len <= shape.max_positions:
+        return []
+    return [f"sequences of {max_seq_len} tokens: the network knows {shape.max_positions} positions"]
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f} GiB"
