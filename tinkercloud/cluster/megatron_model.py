@@ -89,7 +89,30 @@ def build_model(arguments: MegatronArguments, hooks: RankHooks) -> Any:
         rope_scaling_factor=arguments.rope_scaling_factor,
         seq_len_interpolation_factor=arguments.seq_len_interpolation_factor,
     )
+    _mark_shards(model)
     return model.to(hooks.device)
+
+
+def _mark_shards(model: Any) -> None:
+    """Megatron marks the parameters that ranks share out while it initialises them, which we skip.
+
+    Unmarked, they would count on the first tensor-parallel rank only in a gradient's norm.
+    """
+    from megatron.core.tensor_parallel import layers
+
+    axes = {
+        layers.ColumnParallelLinear: 0,
+        layers.VocabParallelEmbedding: 0,
+        layers.RowParallelLinear: 1,
+    }
+    for module in model.modules():
+        axis = next((axis for kind, axis in axes.items() if isinstance(module, kind)), None)
+        if axis is None:
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            is_cut = name == "weight" or axis == 0
+            if is_cut and not hasattr(parameter, "tensor_model_parallel"):
+                layers.set_tensor_model_parallel_attributes(parameter, True, axis, 1)
 
 
 def torch_dtype(arguments: MegatronArguments) -> torch.dtype:

@@ -11,7 +11,7 @@ split a parameter; each undoes the other.
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -207,8 +207,9 @@ class WeightMap:
                 return Entry(name, ("model.norm.weight",), "whole", False, Whole())
             case ["decoder", "layers", index, rest]:
                 layer = model.decoder.layers[int(index)].layer_number - 1
-                if (found := self._in_layer(name, rest, f"model.layers.{layer}.")) is not None:
-                    return found
+                found = self._in_layer(name, rest, f"model.layers.{layer}.")
+                if found is not None:
+                    return _as_built(found, model)
         raise ConfigError(f"no Hugging Face tensor is known for Megatron's {name}")
 
     def _vocabulary(self, name: str, whole: str) -> Entry:
@@ -237,15 +238,14 @@ class WeightMap:
         if linear == "linear_proj":
             inner = heads * ((a.v_head_dim or 0) if a.multi_latent_attention else a.kv_channels)
             return Entry(name, (f"{path}o_proj.weight",), "tp", False, Columns(inner))
-        whole = {
-            "linear_q_down_proj": "q_a_proj",
-            "linear_kv_down_proj": "kv_a_proj_with_mqa",
-        }
-        if linear in whole:
-            return Entry(name, (f"{path}{whole[linear]}.weight",), "whole", False, Whole())
         query = heads * ((a.qk_head_dim or 0) + (a.qk_pos_emb_head_dim or 0))
         key_value = heads * ((a.qk_head_dim or 0) + (a.v_head_dim or 0))
         rows = {
+            "linear_q_down_proj": ("q_a_proj", a.q_lora_rank or 0),
+            "linear_kv_down_proj": (
+                "kv_a_proj_with_mqa",
+                (a.kv_lora_rank or 0) + (a.qk_pos_emb_head_dim or 0),
+            ),
             "linear_q_proj": ("q_proj", query),
             "linear_q_up_proj": ("q_b_proj", query),
             "linear_kv_up_proj": ("kv_b_proj", key_value),
@@ -282,6 +282,15 @@ class WeightMap:
             both = (f"{path}{names.gate}.weight", f"{path}{names.up}.weight")
             return Entry(name, both, "etp", True, Rows(size))
         return Entry(name, (f"{path}{names.down}.weight",), "etp", True, Columns(size))
+
+
+def _as_built(entry: Entry, model: Any) -> Entry:
+    """The down projections of latent attention are whole in one layer kind, cut in the other."""
+    if "_down_proj" not in entry.parameter:
+        return entry
+    assert isinstance(entry.form, Rows)
+    is_whole = len(model.get_parameter(entry.parameter)) == entry.form.rows
+    return replace(entry, split="whole", form=Whole()) if is_whole else entry
 
 
 def named_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:

@@ -123,9 +123,9 @@ def _patch_megatron() -> None:
     # 0.16.1 names it without importing it when Transformer Engine is missing.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
-    # It asks whether a linear is Transformer Engine's; without that package the class is None.
+    # It asks whether a linear is Transformer Engine's; without that package the name is no class.
     for name in ("TELinear", "TEColumnParallelLinear", "TERowParallelLinear"):
-        if getattr(multi_latent_attention, name, object) is None:
+        if not isinstance(getattr(multi_latent_attention, name, None), type):
             setattr(multi_latent_attention, name, type(name, (), {}))
     token_dispatcher.maybe_move_tensor_to_cpu = _as_it_is
 

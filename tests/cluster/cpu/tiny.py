@@ -44,6 +44,7 @@ LATENT = {
     "routed_scaling_factor": 1.5, "norm_topk_prob": True, "num_key_value_heads": 4,
     "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
     "v_head_dim": 16, "head_dim": 8,
+    "rms_norm_eps": 1e-6,  # what its inner norms have, whatever the config says
 }  # fmt: skip
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
