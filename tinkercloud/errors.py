@@ -12,7 +12,7 @@
     |   +-- FutureUnknown       status 404 (training) or 410 (sampling)
     |   +-- InvalidRequest      status 422 at the door, category "user" inside a future
     +-- ServerFault             status 503: ours; the request may be right
-    |   +-- ModelStateLost, VersionLost, EngineDied
+    |   +-- ModelStateLost, VersionLost, EngineDied, CapacityTimeout, TrainingRewound
     +-- ConfigError             raised before the server listens; never reaches HTTP
 
 `status` is used when the error ends an HTTP request, `category` when it ends a future
@@ -123,6 +123,14 @@ class ServerFault(TinkercloudError):
 
 class EngineDied(ServerFault):
     """The compute process ended while it held this request."""
+
+
+class CapacityTimeout(ServerFault):
+    """No GPUs became free in time."""
+
+
+class TrainingRewound(ServerFault):
+    """The model is back at a saved state that is older than what was acknowledged."""
 
 
 class ModelStateLost(ServerFault):
