@@ -3,7 +3,8 @@
 Where both share GPUs (colocated), one cycle is
 
     sampling -> offload(rollout) -> onload(train) -> training -> offload(train)
-             -> onload(weights) -> update_weights -> onload(cuda_graph) -> onload(kv_cache) -> sampling
+             -> onload(weights) -> update_weights -> onload(cuda_graph) -> onload(kv_cache)
+             -> sampling
 
 so that trainer and engines are never resident together, and weights arrive before the caches that
 are computed from them. Apart (separated), both stay, and only update_weights happens. A set of

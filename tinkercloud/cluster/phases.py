@@ -141,7 +141,7 @@ class Turns:
             self._changing, self._current = True, None
             try:
                 await self._change(phase)
-            except Exception as error:  # whoever waits for this phase must hear of it
+            except Exception as error:  # noqa: BLE001 - who waits for it must hear of it
                 self._refuse(phase, error)
                 return
             finally:
