@@ -165,6 +165,10 @@ def ray(address: str, data_dir: str, distributions: str) -> dict[str, Any]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if port.isdigit():
+        # Ray itself tries for minutes.
+        socket.create_connection((host, int(port)), timeout=10).close()
     where: dict[str, Any] = {"address": address or "local"}
     if not address:
         where |= {"num_cpus": 1, "include_dashboard": False}
