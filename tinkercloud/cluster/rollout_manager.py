@@ -1,0 +1,449 @@
+"""RolloutManager: the SGLang engines of one model, and who may sample when.
+
+Lives in the API process; every engine is a Ray actor that owns one server process. A request is
+admitted while the gate is open and an engine serves that has its adapter and its weights. The gate
+closes for `pause`, `offload` and weight updates, after which nothing runs; because a sample is a
+pure function of its request, one that an engine dropped (it died, or was told to abort) is simply
+sent again, to whichever engine serves then.
+
+An engine that dies is started anew in its place, with all adapters and, where `restore` is given,
+the current weights; until then, and for weights that it does not hold, it does not serve.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tinkercloud.cluster.engine_client import EngineClient, EngineRefused, everywhere
+from tinkercloud.cluster.engine_record import Engine, EngineStarter
+from tinkercloud.cluster.generate import Aborted, Served
+from tinkercloud.cluster.placement import Slot
+from tinkercloud.cluster.rollout_router import RolloutRouter
+from tinkercloud.core.plan import SglangArguments
+from tinkercloud.core.types import LoraSpec, SampleOutput, SampleRequest
+from tinkercloud.errors import EngineDied, VersionLost
+
+logger = logging.getLogger(__name__)
+
+BASE = "base"
+"""The name of the weights that engines start with."""
+
+TAGS = ("weights", "kv_cache", "cuda_graph")
+_RESTART_WINDOW_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSettings:
+    """name: of the model, for logs and actors. command: starts SGLang's server, see
+    `sglang_entry`. options: more of SGLang's own, speculative ones for example; they come last and
+    win. host None: each node's address in the cluster."""
+
+    name: str
+    model_path: Path
+    arguments: SglangArguments
+    eos_token_ids: tuple[int, ...]
+    log_dir: Path
+    command: tuple[str, ...]
+    kv_tokens: int | None = None
+    options: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    host: str | None = None
+    router: bool = True
+    start_timeout_s: float = 900.0
+    request_timeout_s: float = 3600.0
+    health_interval_s: float = 10.0
+    health_timeout_s: float = 60.0
+    health_failures: int = 3  # in a row, before an engine counts as dead
+    restart_limit: int = 5  # of one engine within ten minutes
+
+    @property
+    def served(self) -> Served:
+        return Served(self.arguments.context_length, self.eos_token_ids)
+
+
+class RolloutManager:
+    """places: per engine the slots of its GPUs, in rank order; () outside a placement group.
+
+    restore: given the name of weights, a Hugging Face folder that holds them.
+    """
+
+    def __init__(
+        self,
+        settings: RolloutSettings,
+        places: Sequence[Sequence[Slot]],
+        restore: Callable[[str], Awaitable[Path]] | None = None,
+    ):
+        self._settings = settings
+        self._starter = EngineStarter(settings)
+        self._engines = [Engine(index, tuple(place)) for index, place in enumerate(places)]
+        self._restore = restore
+        self._router = (
+            RolloutRouter(settings.host or "127.0.0.1", settings.log_dir / "router.log")
+            if settings.router
+            else None
+        )
+        self._adapters: dict[str, Path] = {}
+        self._weights = BASE
+        self._closed: set[str] = set()  # why nobody is admitted
+        self._running = 0
+        self._changed = asyncio.Condition()
+        self._turn = asyncio.Lock()  # one change of the engines at a time
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stopping = False
+        self._num_samples = 0
+
+    # ---- life
+
+    async def start(self) -> None:
+        """Bring all engines up, or none. Raises EngineDied with the end of the log that tells."""
+        try:
+            if self._router is not None:
+                await self._router.start()
+            await _all(self._revive(engine) for engine in self._engines)
+        except BaseException:
+            await asyncio.shield(self.stop())
+            raise
+        self._background(self._watch(), "watch")
+
+    async def stop(self) -> None:
+        """End every engine; requests underway fail with EngineDied."""
+        self._stopping = True
+        await self._tell()
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await _all(self._starter.end(engine) for engine in self._engines)
+        if self._router is not None:
+            await self._router.stop()
+
+    def get_router_address(self) -> str:
+        """Of SGLang's router in front of the engines; without a router, the first engine's."""
+        return self._router.url if self._router is not None else self.engine_urls()[0]
+
+    def engine_urls(self) -> tuple[str, ...]:
+        """Of the engines that are up, in order."""
+        return tuple(client.url for client in self._clients())
+
+    def weight_version(self) -> str:
+        """The name of the weights that engines hold or are to hold; BASE at first."""
+        return self._weights
+
+    def stats(self) -> dict[str, int | str]:
+        return {
+            "engines": len(self._engines),
+            "engines_serving": sum(engine.serving for engine in self._engines),
+            "engine_restarts": sum(max(0, engine.starts - 1) for engine in self._engines),
+            "adapters": len(self._adapters),
+            "running": self._running,
+            "samples": self._num_samples,
+            "weights": self._weights,
+            "closed_for": ", ".join(sorted(self._closed)),
+        }
+
+    # ---- sampling
+
+    async def generate(
+        self, adapter: str | None, request: SampleRequest, weights: str | None = None
+    ) -> SampleOutput:
+        """adapter None: the engines' own weights. weights: which these must be; None: any.
+
+        Raises VersionLost when the adapter is not loaded or the weights are others, UserError for
+        what the engine refuses, EngineDied when no engine comes to serve it in time.
+        """
+        deadline = time.monotonic() + self._settings.request_timeout_s
+        while True:
+            engine = await self._admit(adapter, weights, deadline)
+            try:
+                left = deadline - time.monotonic()
+                output = await engine.up.sample(adapter, request, max(1.0, left))
+                self._num_samples += request.num_samples
+                return output
+            except Aborted:
+                logger.info("%s: a request was put back", self._settings.name)
+            except EngineDied as died:
+                if time.monotonic() >= deadline or self._stopping:
+                    raise
+                logger.warning("%s: %s", self._settings.name, died)
+                self._suspect(engine)
+            finally:
+                engine.running -= 1
+                self._running -= 1
+                await self._tell()
+
+    async def _admit(self, adapter: str | None, weights: str | None, deadline: float) -> Engine:
+        def able() -> Engine | None:
+            if self._stopping:
+                raise EngineDied(f"the engines of {self._settings.name} are being stopped")
+            if adapter is not None and adapter not in self._adapters:
+                raise VersionLost(adapter)
+            if weights not in (None, self._weights):
+                raise VersionLost(str(weights))
+            if self._engines and all(engine.given_up for engine in self._engines):
+                raise EngineDied(f"no engine of {self._settings.name} could be kept alive")
+            here = [e for e in self._engines if e.serves(adapter, weights)]
+            return min(here, key=lambda e: e.running) if here and not self._closed else None
+
+        async with self._changed:
+            try:
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    await self._changed.wait_for(able)
+            except TimeoutError:
+                raise EngineDied(
+                    f"no engine of {self._settings.name} could take the request in time"
+                ) from None
+            engine = able()
+            assert engine is not None
+            engine.running += 1
+            self._running += 1
+            return engine
+
+    # ---- the gate
+
+    async def pause(self, *, abort: bool = False) -> None:
+        """Admit nobody; returns when nothing runs. abort: what runs is put back, not awaited."""
+        await self._close("pause", abort=abort)
+
+    async def resume(self) -> None:
+        """Undo `pause`."""
+        await self._open("pause")
+
+    async def flush_cache(self) -> None:
+        """Forget cached prompts. Nothing may run."""
+        await everywhere(self._clients(), "/flush_cache")
+
+    async def _close(self, why: str, *, abort: bool = False) -> None:
+        self._closed.add(why)
+        await self._tell()
+        if abort:
+            await everywhere(self._clients(), "/abort_request", {"abort_all": True})
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._running == 0)
+
+    async def _open(self, why: str) -> None:
+        self._closed.discard(why)
+        await self._tell()
+
+    async def _tell(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    # ---- adapters
+
+    @staticmethod
+    def supports_adapter(spec: LoraSpec, arguments: SglangArguments) -> bool:
+        """Whether the engines can serve such an adapter beside others; else serve its weights
+        merged."""
+        wanted = {"lm_head"} if spec.train_unembed else set[str]()
+        wanted |= {"q_proj", "k_proj", "v_proj", "o_proj"} if spec.train_attn else set()
+        wanted |= {"gate_proj", "up_proj", "down_proj"} if spec.train_mlp else set()
+        return (
+            arguments.enable_lora
+            and 0 < spec.rank <= (arguments.max_lora_rank or 0)
+            and wanted <= set(arguments.lora_target_modules)
+        )
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """On every engine; the folder (PEFT's format) must stay, restarted engines read it again.
+
+        Raises EngineRefused, and then no engine keeps it.
+        """
+        async with self._turn:
+            self._adapters[name] = folder
+            try:
+                await _all(_load(engine, name, folder) for engine in self._up())
+            except BaseException:
+                del self._adapters[name]
+                await asyncio.shield(_all(_unload(engine, name) for engine in self._up()))
+                raise
+        await self._tell()
+
+    async def unload_adapter(self, name: str) -> None:
+        """Requests underway with it finish first. Unknown names are ignored."""
+        async with self._turn:
+            if self._adapters.pop(name, None) is None:
+                return
+            await self._tell()
+            await _all(_unload(engine, name) for engine in self._up())
+
+    # ---- memory
+
+    async def offload(self, tags: Sequence[str] = TAGS, *, abort: bool = False) -> int:
+        """Admit nobody, and free these parts of GPU memory; the bytes freed."""
+        async with self._turn:
+            await self._close("offload", abort=abort)
+            before = await self._memory_used()
+            await _all(_release(engine, tags) for engine in self._up())
+            return max(0, before - await self._memory_used())
+
+    async def onload(self, tags: Sequence[str] = TAGS) -> int:
+        """Bring them back; the bytes taken. Samples are admitted once every part is there.
+
+        An engine that died meanwhile is started here, with all parts: not while it was offloaded,
+        when its memory was another's.
+        """
+        async with self._turn:
+            before = await self._memory_used()
+            lost = [engine for engine in self._engines if engine.client is None]
+            here = self._up()
+            await _all([*(_restore(e, tags) for e in here), *(self._revive(e) for e in lost)])
+            taken = max(0, await self._memory_used() - before)
+            if not any(engine.released for engine in self._engines):
+                await self._open("offload")
+            return taken
+
+    async def _memory_used(self) -> int:
+        return sum(await asyncio.gather(*(self._starter.memory_used(e) for e in self._up())))
+
+    # ---- weights
+
+    @asynccontextmanager
+    async def updating(self, weights: str) -> AsyncIterator[list[EngineClient]]:
+        """The engines, idle, while their weights are replaced by `weights`.
+
+        When the block raises, no engine is trusted any more: all are started anew. So an engine
+        never serves weights half replaced.
+        """
+        async with self._turn:
+            await self._close("update")
+            try:
+                clients = self._clients()
+                await everywhere(clients, "/pause_generation", {"mode": "retract"})
+                yield clients
+                await self._weights_are(self._up(), weights)
+                await everywhere(clients, "/continue_generation", {"torch_empty_cache": False})
+                self._weights = weights
+            except BaseException:
+                for engine in self._up():
+                    self._lose(engine)
+                raise
+            finally:
+                await self._open("update")
+
+    async def _weights_are(self, engines: Sequence[Engine], weights: str) -> None:
+        clients = [engine.up for engine in engines]
+        if not any("kv_cache" in engine.released for engine in engines):
+            await everywhere(clients, "/flush_cache")
+        body = {"new_version": weights, "abort_all_requests": False}
+        await everywhere(clients, "/update_weight_version", body)
+        for engine in engines:
+            engine.weights = weights
+
+    # ---- engines that come and go
+
+    def _up(self) -> list[Engine]:
+        return [engine for engine in self._engines if engine.client is not None]
+
+    def _clients(self) -> list[EngineClient]:
+        return [engine.up for engine in self._up()]
+
+    async def _revive(self, engine: Engine) -> None:
+        """Start it, and make it what the others are. Raises EngineDied, EngineRefused."""
+        await self._starter.start(engine)
+        try:
+            for name, folder in self._adapters.items():
+                await _load(engine, name, folder)
+            engine.weights = BASE
+            if self._weights != BASE and self._restore is not None:
+                folder = await self._restore(self._weights)
+                await engine.up.call("/update_weights_from_disk", {"model_path": str(folder)})
+                await self._weights_are([engine], self._weights)
+            if self._router is not None:
+                await self._router.add(engine.up.url)
+        except BaseException:
+            await asyncio.shield(self._starter.end(engine))
+            raise
+        engine.serving = True
+        await self._tell()
+
+    def _lose(self, engine: Engine) -> None:
+        """It serves no more; it is ended and, unless offloaded, started anew in the background."""
+        if engine.client is not None and not self._stopping:
+            engine.serving = False
+            self._background(self._replace(engine), f"replace engine {engine.index}")
+
+    async def _replace(self, engine: Engine) -> None:
+        async with self._turn:
+            offloaded = bool(engine.released) or "offload" in self._closed
+            if engine.client is None or engine.serving:
+                return
+            if self._router is not None:
+                await self._router.remove(engine.client.url)
+            await self._starter.end(engine)
+            while not offloaded and not engine.serving and not engine.given_up:
+                if engine.count_restart(_RESTART_WINDOW_S) > self._settings.restart_limit:
+                    engine.given_up = True
+                    break
+                try:
+                    await self._revive(engine)
+                except (EngineDied, EngineRefused) as error:
+                    logger.error("%s: engine %d: %s", self._settings.name, engine.index, error)
+        await self._tell()
+
+    def _suspect(self, engine: Engine) -> None:
+        self._background(self._check(engine), f"check engine {engine.index}")
+
+    async def _check(self, engine: Engine) -> None:
+        client = engine.client
+        if client is None or not engine.serving:
+            return
+        alive = await self._starter.running(engine)
+        if alive and not self._closed:
+            alive = await client.healthy(self._settings.health_timeout_s)
+            engine.failures = 0 if alive else engine.failures + 1
+            alive = alive or engine.failures < self._settings.health_failures
+        if not alive and engine.client is client:
+            logger.warning("%s: engine %d is lost", self._settings.name, engine.index)
+            self._lose(engine)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self._settings.health_interval_s)
+            await _all(self._check(engine) for engine in self._engines)
+
+    def _background(self, work: Any, what: str) -> None:
+        task = asyncio.create_task(work, name=f"{self._settings.name}: {what}")
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("%s failed", task.get_name(), exc_info=task.exception())
+
+
+async def _all(work: Any) -> None:
+    """Await everything, then raise the first error: nothing is left running unseen."""
+    for result in await asyncio.gather(*work, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
+
+
+async def _load(engine: Engine, name: str, folder: Path) -> None:
+    await engine.up.call("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+    engine.adapters.add(name)
+
+
+async def _unload(engine: Engine, name: str) -> None:
+    if name in engine.adapters:
+        engine.adapters.discard(name)
+        await engine.up.call("/unload_lora_adapter", {"lora_name": name})
+
+
+async def _release(engine: Engine, tags: Sequence[str]) -> None:
+    wanted = [tag for tag in tags if tag not in engine.released]
+    if wanted:
+        engine.released.update(wanted)
+        await engine.up.call("/release_memory_occupation", {"tags": wanted})
+
+
+async def _restore(engine: Engine, tags: Sequence[str]) -> None:
+    # SGLang dies of a tag that it did not release.
+    wanted = [tag for tag in tags if tag in engine.released]
+    if wanted:
+        await engine.up.call("/resume_memory_occupation", {"tags": wanted})
+        engine.released.difference_update(wanted)
