@@ -26,7 +26,7 @@ HELP = {
     "data_dir": "where models, keys, results and checkpoints live",
     "models": "NAME=PATH of a Hugging Face folder or GGUF file; repeatable",
     "dtype": "type of the base weights: auto, float32, bfloat16",
-    "backend": "what computes: embedded, fake",
+    "backend": "what computes: embedded, cluster, fake",
     "auth": "whether requests need a key",
     "log_level": "debug, info, warning or error",
     "hold_s": "seconds that a poll is held before it answers that nothing is there yet",
@@ -39,6 +39,29 @@ HELP = {
     "engine.version_cache_bytes": "memory for published versions; the rest wait on disk",
     "engine.microbatch_tokens": "tokens per training micro-batch",
     "engine.restart_limit": "engine restarts within ten minutes before giving up",
+    "cluster.ray_address": "Ray to use: host:port, ray://host:port; auto: one on this machine",
+    "cluster.gpus": "GPUs of one model, or of all adapters of one base; auto: all that Ray has",
+    "cluster.gpus_per_node": "GPUs of one machine",
+    "cluster.gpu_memory_bytes": "memory of one GPU",
+    "cluster.rollout_gpus": "of these GPUs, how many only sample; 0: all train and sample in turn",
+    "cluster.tp": "tensor-parallel size",
+    "cluster.pp": "pipeline-parallel size",
+    "cluster.cp": "context-parallel size",
+    "cluster.ep": "expert-parallel size",
+    "cluster.dp": "data-parallel size",
+    "cluster.rollout_tp": "GPUs of one sampling engine",
+    "cluster.lora_rank": "largest rank of an adapter",
+    "cluster.max_seq_len": "longest sequence in tokens",
+    "cluster.microbatch_tokens": "tokens per training micro-batch",
+    "cluster.strategy": "PACK: few nodes; SPREAD: many",
+    "cluster.device": "cuda or cpu",
+    "cluster.prepare": "module:function that training processes call first",
+    "cluster.sglang_command": "command that starts a sampling engine",
+    "cluster.sglang_args": "more options for SGLang, as one text; they win over the plan's",
+    "cluster.placement_timeout_s": "seconds that a model waits for GPUs",
+    "cluster.start_timeout_s": "seconds that training processes or engines may take to start",
+    "cluster.operation_timeout_s": "seconds without progress after which training counts as hung",
+    "cluster.sample_timeout_s": "seconds that a sample may take",
 }
 
 
@@ -120,7 +143,7 @@ def _add_settings(parser: argparse.ArgumentParser, known: dict[str, Setting]) ->
             )
         else:
             metavar = setting.name.rpartition(".")[2].upper()
-            parser.add_argument(setting.flag, dest=setting.name, metavar=metavar, help=told)
+            parser.add_argument(*setting.flags, dest=setting.name, metavar=metavar, help=told)
 
 
 def _shown(setting: Setting) -> str:

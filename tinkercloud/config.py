@@ -62,6 +62,49 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """The cluster backend. What is None is left to the planner, or to Ray.
+
+    gpus: of one full-parameter model, or of all adapters of one base together. prepare: names a
+    function "module:function" that every training process calls first (see cluster.megatron_model).
+    """
+
+    ray_address: str | None = None
+    gpus: int | None = None
+    gpus_per_node: int = 8
+    gpu_memory_bytes: int = 80 * 1024**3
+    rollout_gpus: int = 0  # of `gpus`, for sampling alone; 0: training and sampling take turns
+    tp: int | None = None
+    pp: int | None = None
+    cp: int | None = None
+    ep: int | None = None
+    dp: int | None = None
+    rollout_tp: int | None = None
+    lora_rank: int = 32
+    max_seq_len: int | None = None
+    microbatch_tokens: int | None = None
+    strategy: Literal["PACK", "SPREAD"] = "PACK"
+    device: Literal["cuda", "cpu"] = "cuda"
+    prepare: str | None = None
+    sglang_command: str | None = None
+    sglang_args: str | None = None
+    placement_timeout_s: float = 3600.0
+    start_timeout_s: float = 1800.0
+    operation_timeout_s: float = 1800.0
+    sample_timeout_s: float = 3600.0
+
+    def __post_init__(self) -> None:
+        for item in dataclasses.fields(self):
+            value, lowest = getattr(self, item.name), 0 if item.name == "rollout_gpus" else 1
+            if isinstance(value, int) and value < lowest:
+                raise ConfigError(f"cluster.{item.name} must be at least {lowest}, not {value}")
+            if isinstance(value, float) and not value > 0:
+                raise ConfigError(f"cluster.{item.name} must be above 0, not {value}")
+        if self.prepare is not None and ":" not in self.prepare:
+            raise ConfigError(f"cluster.prepare is {self.prepare!r}, not module:function")
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """Everything `tinkercloud serve` can be told. models empty: the default model."""
 
@@ -78,6 +121,7 @@ class Config:
     max_body_bytes: int = 1024**3
     result_ttl_s: float = 24 * 3600.0  # how long a finished result is kept
     engine: EngineConfig = field(default_factory=EngineConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -120,6 +164,11 @@ class Setting:
     @property
     def flag(self) -> str:
         return "--model" if self.name == "models" else "--" + re.sub(r"[._]", "-", self.name)
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The flag, and the shorter one by which it is asked for everywhere else."""
+        return (self.flag, *(("--ray-address",) if self.name == "cluster.ray_address" else ()))
 
     @property
     def variable(self) -> str:

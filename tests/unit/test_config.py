@@ -56,6 +56,9 @@ def test_every_setting_can_be_given_by_its_variable(setting):
         "backend": "fake",
         "auth": "no",
         "log_level": "debug",
+        "cluster.strategy": "SPREAD",
+        "cluster.device": "cpu",
+        "cluster.prepare": "module:function",
     }.get(setting.name, "77")
     config = load_config({}, {setting.variable: text})
     branch, _, leaf = setting.name.rpartition(".")
