@@ -148,13 +148,15 @@ def _qwen3_moe(figures: Figures) -> ModelShape:
     bias = figures.flag("attention_bias")
     head_dim = figures.maybe("head_dim")
     own = {} if head_dim is None else {"head_dim": head_dim}
+    # transformers 5 writes the second name.
+    named = "num_experts" if "num_experts" in figures.config else "num_local_experts"
     return _dense(
         figures,
         qkv_bias=bias,
         output_bias=bias,
         qk_norm=True,
         window=_qwen_window(figures),
-        experts=_experts(figures, "num_experts", normalised=figures.flag("norm_topk_prob")),
+        experts=_experts(figures, named, normalised=figures.flag("norm_topk_prob")),
         expert_layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
         **own,
     )
