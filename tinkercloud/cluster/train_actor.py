@@ -1,0 +1,90 @@
+"""One rank as a Ray actor: its work runs in a thread of its own, so that the actor answers.
+
+Errors come back as values. Ray would pickle them, which the classes of our tree, that build their
+text themselves, do not survive.
+"""
+
+import asyncio
+import logging
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from tinkercloud import errors
+from tinkercloud.cluster.rank_types import RankSettings
+from tinkercloud.cluster.rollout_engine import free_port
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """value, or an error: its class in `errors` ("" for any other), its text, its traceback."""
+
+    value: Any = None
+    error: tuple[str, str, str] | None = None
+
+
+class TrainActor:
+    """Everything of the rank happens in one thread, in the order of the calls: what a rank sets up
+    for its thread stays set up."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rank")
+        self._rank: Any = None
+        self._num_done = 0
+
+    async def endpoint(self) -> str:
+        """Where ranks may meet on this node; torch.distributed's init_method."""
+        import ray.util
+
+        address = ray.util.get_node_ip_address()
+        return f"tcp://{address}:{free_port(address)}"
+
+    async def start(self, rank_class: str, settings: RankSettings) -> Answer:
+        """rank_class: "module:Class", made with the settings."""
+
+        def make() -> None:
+            module, _, name = rank_class.partition(":")
+            self._rank = getattr(import_module(module), name)(settings)
+
+        return await self._run(make)
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Answer:
+        return await self._run(lambda: getattr(self._rank, method)(*args, **kwargs))
+
+    async def progress(self) -> int:
+        """Grows while the rank gets somewhere; a rank may count steps of its own."""
+        return self._num_done + getattr(self._rank, "progress", 0)
+
+    async def lifetime(self) -> None:
+        """Never returns: its caller learns of this actor's death at once."""
+        await asyncio.Event().wait()
+
+    async def _run(self, work: Callable[[], Any]) -> Answer:
+        loop = asyncio.get_running_loop()
+        try:
+            return Answer(await loop.run_in_executor(self._thread, work))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the caller raises it
+            return Answer(error=_encoded(error))
+        finally:
+            self._num_done += 1
+
+
+def _encoded(error: Exception) -> tuple[str, str, str]:
+    trace = "".join(traceback.format_exception(error))
+    if isinstance(error, errors.TinkercloudError):
+        return type(error).__name__, str(error), trace
+    return "", f"{type(error).__name__}: {error}", trace
+
+
+def decoded(error: tuple[str, str, str]) -> errors.TinkercloudError:
+    """An error of our tree as it was raised; EngineDied for any other."""
+    name, text, _ = error
+    kind = getattr(errors, name, errors.EngineDied)
+    rebuilt = kind.__new__(kind)
+    Exception.__init__(rebuilt, text)
+    return rebuilt
