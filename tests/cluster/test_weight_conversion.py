@@ -184,7 +184,8 @@ def test_a_folder_that_does_not_fit_its_config_is_refused_with_the_names(tmp_pat
     changed = {
         "missing": {k: t for k, t in tensors.items() if k != name},
         "unexpected": {**tensors, "model.layers.0.extra.weight": torch.zeros(2)},
-        "of the wrong shape": {**tensors, name: torch.zeros(64, 64)},
+        "too small": {**tensors, name: torch.zeros(64, 64)},
+        "too large": {**tensors, name: torch.zeros(256, 64)},
     }
     folders = []
     for what, content in changed.items():
@@ -197,8 +198,9 @@ def test_a_folder_that_does_not_fit_its_config_is_refused_with_the_names(tmp_pat
     (told,) = spawn.run(refused, 1, tiny_plan(whole, 1), [*folders, empty])
     assert "missing: " + name in told[0]
     assert "unexpected: model.layers.0.extra.weight" in told[1]
-    assert name in told[2]
-    assert "no safetensors" in told[3]
+    assert f"{name} is (64, 64), not (128, 64)" in told[2]
+    assert f"{name} is (256, 64), not (128, 64)" in told[3]
+    assert "no safetensors" in told[4]
 
 
 def test_bfloat16_weights_come_back_bitwise(tmp_path):

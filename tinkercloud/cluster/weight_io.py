@@ -237,20 +237,16 @@ def _places(folder: Path) -> dict[str, str]:
 def load_base(model: Any, catalogue: Catalogue, folder: Path) -> None:
     """Set every weight of this rank's network from a Hugging Face folder, cast to its dtype.
 
-    Raises ConfigError listing what is missing, of another shape, or (seen by all ranks) unused.
+    Raises ConfigError, the same on all ranks, listing what is missing, unused, or of another shape.
     """
     files = HuggingFaceFolder(folder)
     _check_names(catalogue, files, folder)
+    _check_shapes(catalogue, files, folder)
 
     def put(parameter: str, shard: Tensor) -> None:
-        target = catalogue.tensors[parameter]
-        if target.shape != shard.shape:
-            names = ", ".join(catalogue.entries[parameter].names)
-            raise ConfigError(
-                f"{names} in {folder} gives {tuple(shard.shape)} for {parameter}, "
-                f"which is {tuple(target.shape)}"
-            )
         with torch.no_grad():
+            target = catalogue.tensors[parameter]
+            assert target.shape == shard.shape, f"{parameter} is mapped wrongly"
             target.copy_(shard)
 
     load_full(catalogue, lambda name: files[name], put)
@@ -273,6 +269,18 @@ def _check_names(catalogue: Catalogue, files: HuggingFaceFolder, folder: Path) -
     texts = [f"{kind}: {_listed(names)}" for kind, names in faults.items() if names]
     if texts:
         raise ConfigError(f"the tensors in {folder} do not fit its config; {'; '.join(texts)}")
+
+
+def _check_shapes(catalogue: Catalogue, files: HuggingFaceFolder, folder: Path) -> None:
+    """A slice of a tensor that is too large would fit, so that whole shapes are compared."""
+    faults = []
+    for item in catalogue.items:
+        for name, shape in item.shapes.items():
+            found = tuple(files[name].get_shape())
+            if found != tuple(shape):
+                faults.append(f"{name} is {found}, not {tuple(shape)}")
+    if faults:
+        raise ConfigError(f"the tensors in {folder} do not fit its config; {_listed(faults)}")
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -316,5 +324,6 @@ class HuggingFaceWriter:
         index = {"metadata": {"total_size": self._num_bytes}, "weight_map": self._places}
         (self._folder / _INDEX).write_text(json.dumps(index, indent=2))
         for path in self._base.iterdir():
-            if path.suffix in (".json", ".txt", ".model", ".jinja") and path.name != _INDEX:
+            is_index = path.name.endswith(".index.json")  # of the base's own weight files
+            if path.suffix in (".json", ".txt", ".model", ".jinja") and not is_index:
                 shutil.copy(path, self._folder / path.name)
