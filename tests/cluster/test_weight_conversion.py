@@ -15,6 +15,7 @@ from tests.cluster.cpu import spawn
 from tests.cluster.cpu.tiny import KINDS, write_model
 from tests.cluster.plans import tiny_plan
 from tinkercloud.core.plan import Plan
+from tinkercloud.weights.huggingface import ensure_hf_folder
 
 EXPERTS = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3")
 PLANS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -212,3 +213,18 @@ def test_bfloat16_weights_come_back_bitwise(tmp_path):
     original = load_file(folder / "model.safetensors")
     exported = load_file(tmp_path / "out" / "narrow" / "model-00001.safetensors")
     assert all(torch.equal(exported[k], t.bfloat16()) for k, t in original.items())
+
+
+def test_the_small_model_on_two_stages_computes_as_transformers(smollm2_gguf, tmp_path):
+    """Real weights, tied, unpacked from a GGUF file; their logits are about 20, hence the 5e-5."""
+    folder = ensure_hf_folder(smollm2_gguf, tmp_path / "cache")
+    (tmp_path / "out" / "small").mkdir(parents=True)
+    found = [("small", folder, tiny_plan(folder, 2, pp=2))]
+    answers = spawn.run(converted, 2, found, tmp_path / "out")
+    told = answers[0]["small"] or answers[1]["small"]
+    for i, expected in enumerate(theirs(folder)):
+        np.testing.assert_allclose(told[i]["logprobs"], expected, atol=5e-5)
+    exported = load_file(tmp_path / "out" / "small" / "model-00001.safetensors")
+    original = load_file(folder / "model-00000.safetensors")
+    assert exported.keys() == original.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in original.items())

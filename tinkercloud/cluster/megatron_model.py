@@ -73,6 +73,7 @@ def build_model(arguments: MegatronArguments, hooks: RankHooks) -> Any:
     from megatron.core.models.gpt import GPTModel
 
     config = transformer_config(arguments, hooks)
+    rotary_base: Any = arguments.rotary_base  # Megatron annotates an int, and computes with floats
     model = GPTModel(
         config=config,
         transformer_layer_spec=_layer_spec(config, hooks),
@@ -84,7 +85,7 @@ def build_model(arguments: MegatronArguments, hooks: RankHooks) -> Any:
         share_embeddings_and_output_weights=not arguments.untie_embeddings_and_output_weights,
         position_embedding_type="rope",
         rotary_percent=arguments.rotary_percent,
-        rotary_base=arguments.rotary_base,
+        rotary_base=rotary_base,
         rope_scaling=arguments.rope_scaling,
         rope_scaling_factor=arguments.rope_scaling_factor,
         seq_len_interpolation_factor=arguments.seq_len_interpolation_factor,
