@@ -48,10 +48,9 @@ class Engine:
             raise EngineDied(f"engine {self.index} is not up")
         return self.client
 
-    def serves(self, adapter: str | None, weights: str | None) -> bool:
-        if not self.serving or self.client is None or self.released:
-            return False
-        return adapter in self.adapters if adapter is not None else weights in (None, self.weights)
+    def serves(self, adapter: str | None, weights: str) -> bool:
+        here = self.serving and self.client is not None and not self.released
+        return here and weights == self.weights and (adapter is None or adapter in self.adapters)
 
     def count_restart(self, window_s: float) -> int:
         """Restarts within the window, this one included."""

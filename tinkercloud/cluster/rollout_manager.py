@@ -23,6 +23,7 @@ from tinkercloud.cluster.engine_client import EngineClient, EngineRefused, every
 from tinkercloud.cluster.engine_record import Engine, EngineStarter
 from tinkercloud.cluster.generate import Aborted, Served
 from tinkercloud.cluster.placement import Slot
+from tinkercloud.cluster.rollout_gate import Gate
 from tinkercloud.cluster.rollout_router import RolloutRouter
 from tinkercloud.core.plan import SglangArguments
 from tinkercloud.core.types import LoraSpec, SampleOutput, SampleRequest
@@ -89,9 +90,7 @@ class RolloutManager:
         )
         self._adapters: dict[str, Path] = {}
         self._weights = BASE
-        self._closed: set[str] = set()  # why nobody is admitted
-        self._running = 0
-        self._changed = asyncio.Condition()
+        self._gate = Gate()
         self._turn = asyncio.Lock()  # one change of the engines at a time
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
@@ -113,7 +112,7 @@ class RolloutManager:
     async def stop(self) -> None:
         """End every engine; requests underway fail with EngineDied."""
         self._stopping = True
-        await self._tell()
+        await self._gate.tell()
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -129,6 +128,10 @@ class RolloutManager:
         """Of the engines that are up, in order."""
         return tuple(client.url for client in self._clients())
 
+    def engines_by_index(self) -> dict[int, str]:
+        """Engine number (its place's) -> URL, of those that are up."""
+        return {engine.index: engine.up.url for engine in self._up()}
+
     def weight_version(self) -> str:
         """The name of the weights that engines hold or are to hold; BASE at first."""
         return self._weights
@@ -139,10 +142,10 @@ class RolloutManager:
             "engines_serving": sum(engine.serving for engine in self._engines),
             "engine_restarts": sum(max(0, engine.starts - 1) for engine in self._engines),
             "adapters": len(self._adapters),
-            "running": self._running,
+            "running": self._gate.running,
             "samples": self._num_samples,
             "weights": self._weights,
-            "closed_for": ", ".join(sorted(self._closed)),
+            "closed_for": ", ".join(sorted(self._gate.reasons)),
         }
 
     # ---- sampling
@@ -157,10 +160,10 @@ class RolloutManager:
         """
         deadline = time.monotonic() + self._settings.request_timeout_s
         while True:
-            engine = await self._admit(adapter, weights, deadline)
+            engine = await self._gate.enter(lambda: self._choose(adapter, weights), deadline)
             try:
-                left = deadline - time.monotonic()
-                output = await engine.up.sample(adapter, request, max(1.0, left))
+                left_s = max(1.0, deadline - time.monotonic())
+                output = await engine.up.sample(adapter, request, left_s)
                 self._num_samples += request.num_samples
                 return output
             except Aborted:
@@ -171,36 +174,22 @@ class RolloutManager:
                 logger.warning("%s: %s", self._settings.name, died)
                 self._suspect(engine)
             finally:
-                engine.running -= 1
-                self._running -= 1
-                await self._tell()
+                await self._gate.leave(engine)
 
-    async def _admit(self, adapter: str | None, weights: str | None, deadline: float) -> Engine:
-        def able() -> Engine | None:
-            if self._stopping:
-                raise EngineDied(f"the engines of {self._settings.name} are being stopped")
-            if adapter is not None and adapter not in self._adapters:
-                raise VersionLost(adapter)
-            if weights not in (None, self._weights):
-                raise VersionLost(str(weights))
-            if self._engines and all(engine.given_up for engine in self._engines):
-                raise EngineDied(f"no engine of {self._settings.name} could be kept alive")
-            here = [e for e in self._engines if e.serves(adapter, weights)]
-            return min(here, key=lambda e: e.running) if here and not self._closed else None
-
-        async with self._changed:
-            try:
-                async with asyncio.timeout(deadline - time.monotonic()):
-                    await self._changed.wait_for(able)
-            except TimeoutError:
-                raise EngineDied(
-                    f"no engine of {self._settings.name} could take the request in time"
-                ) from None
-            engine = able()
-            assert engine is not None
-            engine.running += 1
-            self._running += 1
-            return engine
+    def _choose(self, adapter: str | None, weights: str | None) -> Engine | None:
+        """The least busy engine that can; None: wait. Raises when waiting would be in vain."""
+        if self._stopping:
+            raise EngineDied(f"the engines of {self._settings.name} are being stopped")
+        if adapter is not None and adapter not in self._adapters:
+            raise VersionLost(adapter)
+        if weights not in (None, self._weights):
+            raise VersionLost(str(weights))
+        if all(engine.given_up for engine in self._engines):
+            raise EngineDied(f"no engine of {self._settings.name} could be kept alive")
+        if all(e.given_up or (e.serving and e.weights != self._weights) for e in self._engines):
+            raise VersionLost(self._weights)
+        able = [e for e in self._engines if e.serves(adapter, self._weights)]
+        return min(able, key=lambda engine: engine.running, default=None)
 
     # ---- the gate
 
@@ -210,27 +199,17 @@ class RolloutManager:
 
     async def resume(self) -> None:
         """Undo `pause`."""
-        await self._open("pause")
+        await self._gate.open("pause")
 
     async def flush_cache(self) -> None:
         """Forget cached prompts. Nothing may run."""
         await everywhere(self._clients(), "/flush_cache")
 
     async def _close(self, why: str, *, abort: bool = False) -> None:
-        self._closed.add(why)
-        await self._tell()
+        await self._gate.shut(why)
         if abort:
             await everywhere(self._clients(), "/abort_request", {"abort_all": True})
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._running == 0)
-
-    async def _open(self, why: str) -> None:
-        self._closed.discard(why)
-        await self._tell()
-
-    async def _tell(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+        await self._gate.empty()
 
     # ---- adapters
 
@@ -260,14 +239,14 @@ class RolloutManager:
                 del self._adapters[name]
                 await asyncio.shield(_all(_unload(engine, name) for engine in self._up()))
                 raise
-        await self._tell()
+        await self._gate.tell()
 
     async def unload_adapter(self, name: str) -> None:
         """Requests underway with it finish first. Unknown names are ignored."""
         async with self._turn:
             if self._adapters.pop(name, None) is None:
                 return
-            await self._tell()
+            await self._gate.tell()
             await _all(_unload(engine, name) for engine in self._up())
 
     # ---- memory
@@ -293,7 +272,7 @@ class RolloutManager:
             await _all([*(_restore(e, tags) for e in here), *(self._revive(e) for e in lost)])
             taken = max(0, await self._memory_used() - before)
             if not any(engine.released for engine in self._engines):
-                await self._open("offload")
+                await self._gate.open("offload")
             return taken
 
     async def _memory_used(self) -> int:
@@ -312,6 +291,8 @@ class RolloutManager:
             await self._close("update")
             try:
                 clients = self._clients()
+                if not clients:
+                    raise EngineDied(f"no engine of {self._settings.name} is up")
                 await everywhere(clients, "/pause_generation", {"mode": "retract"})
                 yield clients
                 await self._weights_are(self._up(), weights)
@@ -320,9 +301,11 @@ class RolloutManager:
             except BaseException:
                 for engine in self._up():
                     self._lose(engine)
+                # They wait for their turn before anybody who comes later.
+                await asyncio.sleep(0)
                 raise
             finally:
-                await self._open("update")
+                await self._gate.open("update")
 
     async def _weights_are(self, engines: Sequence[Engine], weights: str) -> None:
         clients = [engine.up for engine in engines]
@@ -358,7 +341,7 @@ class RolloutManager:
             await asyncio.shield(self._starter.end(engine))
             raise
         engine.serving = True
-        await self._tell()
+        await self._gate.tell()
 
     def _lose(self, engine: Engine) -> None:
         """It serves no more; it is ended and, unless offloaded, started anew in the background."""
@@ -368,7 +351,7 @@ class RolloutManager:
 
     async def _replace(self, engine: Engine) -> None:
         async with self._turn:
-            offloaded = bool(engine.released) or "offload" in self._closed
+            offloaded = bool(engine.released) or "offload" in self._gate.reasons
             if engine.client is None or engine.serving:
                 return
             if self._router is not None:
@@ -382,7 +365,7 @@ class RolloutManager:
                     await self._revive(engine)
                 except (EngineDied, EngineRefused) as error:
                     logger.error("%s: engine %d: %s", self._settings.name, engine.index, error)
-        await self._tell()
+        await self._gate.tell()
 
     def _suspect(self, engine: Engine) -> None:
         self._background(self._check(engine), f"check engine {engine.index}")
@@ -392,7 +375,7 @@ class RolloutManager:
         if client is None or not engine.serving:
             return
         alive = await self._starter.running(engine)
-        if alive and not self._closed:
+        if alive and not self._gate.reasons:
             alive = await client.healthy(self._settings.health_timeout_s)
             engine.failures = 0 if alive else engine.failures + 1
             alive = alive or engine.failures < self._settings.health_failures

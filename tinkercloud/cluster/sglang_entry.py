@@ -16,13 +16,17 @@ from sglang.srt.layers.sampler import register_sampler_backend
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from tinkercloud.cluster import sglang_sampler as law
+from tinkercloud.cluster import sglang_weights as weights
 
 _BATCH = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
+_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _REQUEST = "sglang.srt.managers.schedule_batch.Req"
 
 
 def register() -> None:
-    """The sampler, and hooks that carry its parameters through SGLang's batches.
+    """The sampler, and hooks that carry its parameters through SGLang's batches; and
+    hooks that note which weights arrive.
 
     Under SGLang's own names for its samplers: a request without a law is sampled by whichever of
     them the server was given. SGLang applies the hooks when a process loads its plugins.
@@ -36,8 +40,16 @@ def register() -> None:
     }
     for method, hook in after.items():
         HookRegistry.register(f"{_BATCH}.{method}", hook, HookType.REPLACE)
-    HookRegistry.register(f"{_BATCH}.copy_for_forward", law.copy_with_rows, HookType.AROUND)
-    HookRegistry.register(f"{_REQUEST}._check_token_based_finish", law.check_stop, HookType.AROUND)
+    around = {
+        f"{_BATCH}.copy_for_forward": law.copy_with_rows,
+        f"{_REQUEST}._check_token_based_finish": law.check_stop,
+        f"{_UPDATER}.begin_weight_update": weights.forget,
+        f"{_UPDATER}.update_weights_from_tensor": weights.note_tensors,
+        f"{_UPDATER}.load_weights_from_distributed": weights.note_broadcast,
+        f"{_RUNNER}.check_weights": weights.tell,
+    }
+    for target, hook in around.items():
+        HookRegistry.register(target, hook, HookType.AROUND)
 
 
 def main() -> None:

@@ -1,0 +1,97 @@
+"""Real SGLang servers on a CPU, for tests: which Python runs them, and what keeps them small."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.numerics.tiny import EOS, write_tiny_model
+from tinkercloud.cluster.rollout_manager import RolloutSettings
+from tinkercloud.core.plan import SglangArguments
+
+ROOT = Path(__file__).resolve().parents[3]
+CONTEXT = 1024
+LORA_MODULES = (
+    *("q_proj", "k_proj", "v_proj", "o_proj"),
+    *("gate_proj", "up_proj", "down_proj", "lm_head"),
+)
+# SGLang's default kernels for attention and adapters need a GPU.
+CPU_OPTIONS = (
+    *("--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule"),
+    *("--lora-backend", "torch_native"),
+)
+
+
+def sglang_python() -> str:
+    """The interpreter that has SGLang."""
+    variable = "TINKERCLOUD_TEST_SGLANG_PYTHON"
+    path = os.environ.get(variable, str(ROOT / ".venv-sglang/bin/python"))
+    if not Path(path).exists():
+        pytest.fail(
+            f"there is no {path}: `make test-cluster` installs SGLang there (or name another "
+            f"interpreter in {variable})",
+            pytrace=False,
+        )
+    return path
+
+
+def sglang_command() -> tuple[str, ...]:
+    return (sglang_python(), str(ROOT / "tests/cluster/cpu/sglang/serve.py"))
+
+
+def sglang_environment() -> dict[str, str]:
+    return {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def arguments(**changes: Any) -> SglangArguments:
+    given: dict[str, Any] = {
+        "tp_size": 1,
+        "nnodes": 1,
+        "mem_fraction_static": 0.3,
+        "context_length": CONTEXT,
+        "max_running_requests": 8,
+        "enable_memory_saver": False,
+        "enable_weights_cpu_backup": False,
+        "enable_lora": True,
+        "max_lora_rank": 16,
+        "max_loras_per_batch": 4,
+        "lora_target_modules": LORA_MODULES,
+        "dtype": "float32",
+    }
+    return SglangArguments(**given | changes)
+
+
+def settings(model: Path, logs: Path, **changes: Any) -> RolloutSettings:
+    """Keyword arguments go to RolloutSettings; `more_options` come after the CPU's."""
+    more: Sequence[str] = changes.pop("more_options", ())
+    given: dict[str, Any] = {
+        "name": "tiny",
+        "model_path": model,
+        "arguments": arguments(),
+        "eos_token_ids": (EOS,),
+        "log_dir": logs,
+        "command": sglang_command(),
+        "kv_tokens": 4096,
+        "options": (*CPU_OPTIONS, *more),
+        "environment": sglang_environment(),
+        "host": "127.0.0.1",
+        "start_timeout_s": 120.0,
+        "request_timeout_s": 120.0,
+        "health_interval_s": 2.0,
+    }
+    return RolloutSettings(**given | changes)
+
+
+def write_served_model(folder: Path, seed: int = 0) -> Path:
+    """The tiny model, with what SGLang wants to know of its tokenizer."""
+    write_tiny_model(folder, seed)
+    described = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<eos>",
+        "bos_token": "<bos>",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(described))
+    return folder
