@@ -1,5 +1,6 @@
 """The command line, run in this process where that is possible and as a process where it serves."""
 
+import json
 import re
 import signal
 import socket
@@ -267,3 +268,41 @@ def test_the_manual_and_the_readme_name_no_missing_page():
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / Path(target)).exists(), f"{page.name} names {target}"
+
+
+def test_plan_prints_sizes_memory_and_reasons(run):
+    config_file = str(ROOT / "tests/unit/configs/Llama-3.1-8B.json")
+    status, out, err = run("plan", config_file, "--gpus", "8", "--tp", "2")
+    assert (status, err) == (0, "")
+    for part in ("8.03B parameters", "tp 2, pp 1", "training", "sync", "sampling", "as asked for"):
+        assert part in out
+
+
+def test_plan_speaks_json_to_programs(run, tmp_path):
+    source = ROOT / "tests/unit/configs/Qwen3-0.6B.json"
+    (tmp_path / "config.json").write_bytes(source.read_bytes())
+    status, out, _ = run("plan", str(tmp_path), "--gpus", "1", "--full", "--json")
+    assert status == 0
+    assert json.loads(out)["parameters"] == 596_049_920
+    assert json.loads(out)["lora_rank"] is None
+
+
+def test_plan_tells_every_reason_of_a_refusal(run):
+    config_file = str(ROOT / "tests/unit/configs/gpt-oss-20b.json")
+    status, out, err = run("plan", config_file, "--gpus", "8")
+    assert (status, out) == (2, "")
+    assert [line[:30] for line in err.splitlines()] == ["tinkercloud: GptOssForCausalLM"] * 2
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "{", "[" * 100_000])
+def test_plan_refuses_a_file_that_is_no_config(run, tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    status, _, err = run("plan", str(tmp_path), "--gpus", "8")
+    assert status == 2
+    assert err.startswith("tinkercloud: ")
+    assert err.count("\n") == 1
+
+
+def test_plan_refuses_what_is_neither_folder_nor_config(run):
+    status, _, err = run("plan", "model.gguf", "--gpus", "8")
+    assert (status, "neither a folder" in err) == (2, True)

@@ -7,6 +7,7 @@ Korthikanti et al. (arXiv:2205.05198, section 4); the optimizer's state follows 
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from tinkercloud.core.model_shape import Linear, ModelShape
 from tinkercloud.core.plan import GIB, ClusterShape, Layout, MemoryPhase
@@ -94,7 +95,11 @@ def training(
     shape: ModelShape, layout: Layout, lora_rank: int | None, dtype: str = "bfloat16"
 ) -> Training:
     """Of the pipeline stage that holds most."""
-    every = [_stage(shape, layout, lora_rank, dtype, one) for one in stages(shape, layout.pp)]
+    # Of equal stages the first has most micro-batches under way; the last has the output layer.
+    kinds: dict[tuple[int, int, bool], Stage] = {}
+    for one in stages(shape, layout.pp):
+        kinds.setdefault((one.dense, one.experts, one.index == layout.pp - 1), one)
+    every = [_stage(shape, layout, lora_rank, dtype, one) for one in kinds.values()]
     return max(every, key=lambda one: one.total)
 
 
@@ -132,10 +137,8 @@ def stage_parameters(shape: ModelShape, layout: Layout, stage: Stage) -> tuple[i
     for kind, layers in ((False, stage.dense), (True, stage.experts)):
         if not layers:
             continue
-        for linear in shape.linears(kind):
-            own = layers * _rank_parameters(linear, layout)
-            dense, experts = (dense, experts + own) if linear.expert else (dense + own, experts)
-        dense += layers * shape.vectors(kind)
+        own, of_experts = _layer_parameters(shape, kind, layout.tp, layout.ep, layout.etp)
+        dense, experts = dense + layers * own, experts + layers * of_experts
     table = padded_vocab(shape, layout.tp) // layout.tp * shape.hidden
     first, last = stage.index == 0, stage.index == layout.pp - 1
     # A tied table on both ends of a pipeline lies on both.
@@ -143,8 +146,12 @@ def stage_parameters(shape: ModelShape, layout: Layout, stage: Stage) -> tuple[i
     return dense + tables * table + (shape.hidden if last else 0), experts
 
 
-def _rank_parameters(linear: Linear, layout: Layout) -> int:
-    return linear.rank_parameters(layout.etp if linear.expert else layout.tp, layout.ep)
+@lru_cache(maxsize=1024)  # a search asks for the same few again and again
+def _layer_parameters(shape: ModelShape, kind: bool, tp: int, ep: int, etp: int) -> tuple[int, int]:
+    linears = shape.linears(kind)
+    experts = sum(one.rank_parameters(etp, ep) for one in linears if one.expert)
+    dense = sum(one.rank_parameters(tp, ep) for one in linears if not one.expert)
+    return dense + shape.vectors(kind), experts
 
 
 def stage_adapters(
@@ -153,17 +160,27 @@ def stage_adapters(
     """(all but experts', experts') adapter parameters on one rank of a stage."""
     dense = experts = 0
     for kind, layers in ((False, stage.dense), (True, stage.experts)):
-        for linear in shape.linears(kind) if layers else ():
-            if not linear.adapted:
-                continue
-            if linear.expert:
-                rank = expert_rank(shape, lora_rank)
-                experts += layers * linear.rank_adapter(rank, layout.etp, layout.ep)
-            else:
-                dense += layers * linear.rank_adapter(lora_rank, layout.tp, layout.ep)
+        if layers:
+            own, of_experts = _layer_adapters(
+                shape, kind, lora_rank, layout.tp, layout.ep, layout.etp
+            )
+            dense, experts = dense + layers * own, experts + layers * of_experts
     if stage.index == layout.pp - 1:
         head = shape.head(padded_vocab(shape, layout.tp))
         dense += head.rank_adapter(lora_rank, layout.tp, layout.ep)
+    return dense, experts
+
+
+@lru_cache(maxsize=1024)
+def _layer_adapters(  # noqa: PLR0913 - the key of a cache
+    shape: ModelShape, kind: bool, lora_rank: int, tp: int, ep: int, etp: int
+) -> tuple[int, int]:
+    dense = experts = 0
+    for linear in shape.linears(kind):
+        if linear.adapted and linear.expert:
+            experts += linear.rank_adapter(expert_rank(shape, lora_rank), etp, ep)
+        elif linear.adapted:
+            dense += linear.rank_adapter(lora_rank, tp, ep)
     return dense, experts
 
 

@@ -21,6 +21,7 @@ from tinkercloud.errors import PlanRefused
 
 DEFAULT_SEQ_LEN = 8192
 MOST_GPUS = 4096  # in the search for how many would do
+_SIZES = ("tp", "pp", "cp", "ep", "etp", "dp", "rollout_tp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class SlimeArgumentBuilder:
 
         Wishes are kept as they are, or PlanRefused says why they cannot be. It says everything that
         stands against a plan: the architecture, sizes that do not divide, memory that is missing.
+        Nodes whose number divides badly may be left idle: `Plan.cluster` is what is used.
         """
         wishes = wishes or Wishes()
         if found := _senseless(self.cluster, wishes):
@@ -47,6 +49,8 @@ class SlimeArgumentBuilder:
         search, rollout = question.best(rollouts)
         if rollout is not None and search.chosen is not None:
             return question.plan(search, search.chosen, rollout)
+        if fewer := question.on_fewer_nodes():
+            return fewer
         missing = question.shortage(search)
         if isinstance(rollouts, str):
             missing.append(rollouts)
@@ -64,22 +68,39 @@ class _Question:
 
     def best(self, rollouts: list[Rollout] | str) -> tuple[Search, Rollout | None]:
         """The first engines beside which some layout fits, and the search that found it."""
-        search = self.search(0)
+        legal, illegal = self.measured()
+        search = self.search(legal, illegal, 0)
         if isinstance(rollouts, str) or not search.fits:
             return search, None
         for rollout in rollouts:
-            search = self.search(rollout.weights if rollout.layout.colocated else 0)
+            beside = rollout.weights if rollout.layout.colocated else 0
+            search = self.search(legal, illegal, beside)
             if search.fits:
                 return search, rollout
         return search, None
 
-    def search(self, beside: int) -> Search:
-        """Every legal layout, measured. Where none fits, the one that lacks least is chosen.
+    def on_fewer_nodes(self) -> Plan | None:
+        """A plan that leaves nodes idle, the fewest, unless sizes were asked for."""
+        if any(getattr(self.wishes, name) is not None for name in _SIZES):
+            return None
+        node, gpus = self.cluster.gpus_per_node, self.cluster.gpus
+        near = range(gpus - node, max(0, gpus - 9 * node), -node)
+        far = (node * 2**power for power in range(12, -1, -1) if node * 2**power < gpus)
+        for number in (*near, *far):
+            if number <= self.wishes.rollout_gpus:
+                continue
+            cluster = replace(self.cluster, gpus=number)
+            smaller = replace(self, cluster=cluster)
+            rollouts = rollout_choices(self.shape, cluster, self.wishes, self.max_seq_len)
+            search, rollout = smaller.best(rollouts)
+            if rollout is not None and search.chosen is not None:
+                plan = smaller.plan(search, search.chosen, rollout)
+                idle = f"{gpus - number} of {gpus} GPUs idle: no layout on all of them fits"
+                return replace(plan, reasons=(*plan.reasons, idle))
+        return None
 
-        beside: bytes of an engine's weights that lie on the same GPU while new ones are sent.
-        """
-        colocated = self.wishes.rollout_gpus == 0
-        room = memory.usable_bytes(self.cluster) - memory.processes_bytes(colocated)
+    def measured(self) -> tuple[dict[Layout, memory.Training], dict[Layout, list[str]]]:
+        """Every layout: what the legal ones hold, what is wrong with the others."""
         legal: dict[Layout, memory.Training] = {}
         illegal: dict[Layout, list[str]] = {}
         for layout in candidates(self.shape, self.cluster, self.wishes, self.max_seq_len):
@@ -88,6 +109,20 @@ class _Question:
                 illegal[layout] = found
             else:
                 legal[layout] = self.held(layout)
+        return legal, illegal
+
+    def search(
+        self,
+        legal: dict[Layout, memory.Training],
+        illegal: dict[Layout, list[str]],
+        beside: int,
+    ) -> Search:
+        """The cheapest layout that fits, or where none does, the one that lacks least.
+
+        beside: bytes of an engine's weights that lie on the same GPU while new ones are sent.
+        """
+        colocated = self.wishes.rollout_gpus == 0
+        room = memory.usable_bytes(self.cluster) - memory.processes_bytes(colocated)
         need = {layout: max(h.total, h.syncing + beside) for layout, h in legal.items()}
         costs = {layout: self.cost(layout) for layout in legal}
 
@@ -198,10 +233,7 @@ def _senseless(cluster: ClusterShape, wishes: Wishes) -> list[str]:
         "LoRA rank": wishes.lora_rank,
         "max sequence length": wishes.max_seq_len,
         "tokens of a micro-batch": wishes.microbatch_tokens,
-        **{
-            name: getattr(wishes, name)
-            for name in ("tp", "pp", "cp", "ep", "etp", "dp", "rollout_tp")
-        },
+        **{name: getattr(wishes, name) for name in _SIZES},
     }
     found = [
         f"{name} must be at least 1, not {value}"

@@ -185,6 +185,11 @@ class TaskManager:
             lane = self._lanes.setdefault((user, model_id), fresh)
         return lane
 
+    def model_of(self, request_id: str) -> str | None:
+        """The model that a pending request is for; None where there is none."""
+        pending = self._pending.get(request_id)
+        return None if pending is None else pending.ticket.model_id
+
     # running
 
     def _spawn(self, work: Awaitable[None], name: str) -> asyncio.Task[None]:
