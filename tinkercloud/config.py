@@ -71,7 +71,7 @@ class ClusterConfig:
 
     ray_address: str | None = None
     gpus: int | None = None
-    gpus_per_node: int = 8
+    gpus_per_node: int | None = None
     gpu_memory_bytes: int = 80 * 1024**3
     rollout_gpus: int = 0  # of `gpus`, for sampling alone; 0: training and sampling take turns
     tp: int | None = None
@@ -142,6 +142,13 @@ def default_data_dir() -> Path:
     """Where data lives when only the environment has a say."""
     given = os.environ.get(ENV_PREFIX + "DATA_DIR")
     return Path(given).expanduser().absolute() if given else Config().data_dir
+
+
+def quiet_ray() -> None:
+    """Before Ray is imported: it reports nothing to anyone, and leaves GPUs visible to whom it
+    gives none (as it will by itself one day, and warns of until then)."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 
 def engine_environment() -> dict[str, str]:

@@ -120,7 +120,7 @@ async def test_a_cancelled_caller_leaves_nothing_and_blocks_nobody():
 
 @pytest.mark.parametrize("step", ["_until_created", "_probe"])
 async def test_a_fault_at_any_step_leaves_no_group(monkeypatch, step):
-    async def broken(*args: object) -> None:
+    async def broken(*_: object) -> None:
         raise RuntimeError("injected")
 
     placer = Placer()

@@ -12,7 +12,7 @@ import ipaddress
 import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -124,11 +124,17 @@ def in_rank_order(bundles: Sequence[Bundle]) -> tuple[Bundle, ...]:
     return tuple(sorted(bundles, key=place))
 
 
-class Placer:
-    """Hands out GPUs, first come first served."""
+async def _nothing() -> None:
+    """Nobody can make room."""
 
-    def __init__(self) -> None:
+
+class Placer:
+    """Hands out GPUs, first come first served. make_room: asked again and again while the first
+    in the queue finds too few."""
+
+    def __init__(self, make_room: Callable[[], Awaitable[None]] = _nothing) -> None:
         self._turn = asyncio.Lock()
+        self._make_room = make_room
 
     async def take(
         self, request: Request, waiting: Callable[[str | None], None] = lambda reason: None
@@ -141,7 +147,7 @@ class Placer:
             async with asyncio.timeout_at(_loop_time(deadline)):
                 async with self._turn:
                     waiting(f"waiting until {what} are free")
-                    return await _take(request)
+                    return await _take(request, self._make_room)
         except TimeoutError:
             raise CapacityTimeout(
                 f"{request.name} got no {what} within {request.timeout_s:g} s (the setting "
@@ -160,7 +166,8 @@ class Placer:
         request = placement.request
         try:
             async with asyncio.timeout(request.timeout_s):
-                await _until_created(placement.group, lambda: waiting("waiting for a lost node"))
+                waiting("waiting for nodes in place of lost ones")
+                await _until_created(placement.group, self._make_room)
                 return Placement(placement.group, await _probe(placement.group, request), request)
         except TimeoutError:
             raise CapacityTimeout(
@@ -176,11 +183,11 @@ async def release(placement: Placement) -> None:
     await _remove(placement.group)
 
 
-async def _take(request: Request) -> Placement:
+async def _take(request: Request, make_room: Callable[[], Awaitable[None]]) -> Placement:
     begun = time.monotonic()
     group = await _ask_for(request)
     try:
-        await _until_created(group)
+        await _until_created(group, make_room)
         bundles = await _probe(group, request)
     except BaseException:
         await asyncio.shield(_remove(group))
@@ -213,13 +220,11 @@ async def _ask_for(request: Request) -> "PlacementGroup":
         raise
 
 
-async def _until_created(
-    group: "PlacementGroup", waiting: Callable[[], None] = lambda: None
-) -> None:
+async def _until_created(group: "PlacementGroup", make_room: Callable[[], Awaitable[None]]) -> None:
     """Polls: Ray's waiting call blocks its thread, which a cancelled caller could not leave."""
     while not await asyncio.to_thread(_is_created, group):
-        waiting()
-        await asyncio.to_thread(group.wait, POLL_S)
+        if not await asyncio.to_thread(group.wait, POLL_S):
+            await make_room()
 
 
 def _is_created(group: "PlacementGroup") -> bool:

@@ -12,7 +12,9 @@ forward_backward must not be applied to a model without that gradient.)
 
 import asyncio
 import logging
+import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -114,7 +116,8 @@ class RayTrainGroup:
         if self._models.pop(model_id, None) is not None:
             await self._points.forget(model_id)
         if self.alive:
-            await self._call("delete", model_id)
+            with suppress(EngineDied):  # then it is gone as well
+                await self._call("delete", model_id)
 
     async def export(
         self, model_id: str | None, folder: Path, *, form: Literal["adapter", "merged"]
@@ -123,6 +126,15 @@ class RayTrainGroup:
         if model_id is not None:
             self._known(model_id)
         await self._call("export", model_id, folder, form=form)
+
+    async def merge(self, checkpoint: Path, folder: Path) -> None:
+        """A Hugging Face folder of the base with a checkpoint's adapter merged in."""
+        passing = f"merging {uuid.uuid4().hex}"
+        await self._call("load", passing, checkpoint, with_optimizer=False)
+        try:
+            await self._call("export", passing, folder, form="merged")
+        finally:
+            await self._call("delete", passing)
 
     async def checksum(self, model_id: str | None) -> str:
         return (await self._call("checksum", model_id))[0]

@@ -8,7 +8,6 @@ from tinker_gmi.types import (
     CleanupFuturesRequest,
     CleanupFuturesResponse,
     FutureRetrieveRequest,
-    TryAgainResponse,
 )
 from tinkercloud.routers.deps import JsonRoute, ServicesDep, UserDep, answer, json_answer
 
@@ -22,7 +21,7 @@ async def retrieve_future(
     """408 while pending: the client asks again at once and in silence."""
     outcome = await services.results.wait(user, body.request_id)
     if outcome is None:
-        return answer(TryAgainResponse(request_id=body.request_id), 408)
+        return answer(services.results.try_again(body.request_id), 408)
     return Response(outcome.body, media_type=outcome.content_type)
 
 

@@ -93,5 +93,5 @@ def build_services(
         sampling=sampling,
         training=TrainingService(foundation, models, sampling),
         rest=RestService(metadata, checkpoints),
-        results=FutureService(tasks, futures, config.hold_s),
+        results=FutureService(backend, tasks, futures, config.hold_s),
     )

@@ -3,7 +3,8 @@
 import json
 from typing import Any
 
-from tinker_gmi.types import CleanupFuturesRequest, FutureStatusResponse
+from tinker_gmi.types import CleanupFuturesRequest, FutureStatusResponse, TryAgainResponse
+from tinkercloud.backends.base import Backend
 from tinkercloud.core.task_manager import TaskManager, is_sampling
 from tinkercloud.storage.futures import PROTOBUF_TYPE, FuturesStorage, Outcome
 from tinkercloud.wire.json_view import sample_output_json, train_output_json
@@ -12,7 +13,10 @@ from tinkercloud.wire.json_view import sample_output_json, train_output_json
 class FutureService:
     """hold_s: the longest wait of one call."""
 
-    def __init__(self, tasks: TaskManager, futures: FuturesStorage, hold_s: float):
+    def __init__(
+        self, backend: Backend, tasks: TaskManager, futures: FuturesStorage, hold_s: float
+    ):
+        self._backend = backend
         self._tasks = tasks
         self._futures = futures
         self._hold_s = hold_s
@@ -20,6 +24,16 @@ class FutureService:
     async def wait(self, user: str, request_id: str) -> Outcome | None:
         """None: still pending after hold_s. Raises FutureUnknown."""
         return await self._tasks.wait(request_id, user, self._hold_s)
+
+    def try_again(self, request_id: str) -> TryAgainResponse:
+        """What to tell whoever waits for a pending request: whether it waits for capacity."""
+        model_id = self._tasks.model_of(request_id)
+        reason = None if model_id is None else self._backend.queue_state(model_id)
+        if reason is None:
+            return TryAgainResponse(request_id=request_id)
+        return TryAgainResponse(
+            request_id=request_id, queue_state="paused_capacity", queue_state_reason=reason
+        )
 
     async def status(self, user: str, request_id: str, wait_s: float) -> FutureStatusResponse:
         """The same as one JSON object, whatever the result's own form."""

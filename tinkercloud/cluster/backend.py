@@ -1,0 +1,327 @@
+"""The cluster backend: Ray places, Megatron-core trains, SGLang samples.
+
+A base model's adapters share one pool of GPUs, which stays; a full-parameter model has a pool of
+its own, which ends with it. Pools start at first need. Published versions lie on disk and outlive
+pools: those of a model whose pool is gone are sampled from its base's.
+
+This file runs in the API process: no torch; Ray is imported when the backend starts.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tinkercloud.backends.base import Backend
+from tinkercloud.cluster import folders
+from tinkercloud.cluster.base_models import BaseModel, BaseModels
+from tinkercloud.cluster.placement import Placer
+from tinkercloud.cluster.pool import ModelPool
+from tinkercloud.cluster.ray_session import RaySession
+from tinkercloud.cluster.restore_points import STATE_FILE, link_tree
+from tinkercloud.cluster.rollout_manager import RolloutManager
+from tinkercloud.cluster.versions import Version, VersionFolders, new_id, remove
+from tinkercloud.config import Config
+from tinkercloud.core.types import (
+    AdamParams,
+    FromBase,
+    FromCheckpoint,
+    FromModel,
+    LoraSpec,
+    SampleOutput,
+    SampleRequest,
+    ServedModel,
+    TrainBatch,
+    TrainOutput,
+    WeightsSource,
+)
+from tinkercloud.errors import (
+    BaseModelNotServed,
+    ConfigError,
+    ModelStateLost,
+    UserError,
+    VersionLost,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    base: BaseModel
+    spec: LoraSpec
+    pool: ModelPool
+
+
+@dataclass(slots=True)
+class _Published:
+    version: Version
+    users: int = 0
+    released: bool = False
+
+
+class ClusterBackend(Backend):
+    """See the module."""
+
+    def __init__(self, config: Config):
+        if not config.models:
+            raise ConfigError("no model to serve; pass --model NAME=PATH or `tinkercloud fetch`")
+        self._config = config
+        self._ray = RaySession(config.cluster)
+        self._placer = Placer(self._make_room)
+        self._folders = VersionFolders(config.data_dir / "cluster" / "versions")
+        self._planner: BaseModels | None = None
+        self._bases: dict[str, BaseModel] = {}
+        self._base_pools: dict[str, ModelPool] = {}  # by base model, for adapters
+        self._own_pools: dict[str, ModelPool] = {}  # by model id, of full-parameter models
+        self._models: dict[str, _Model] = {}
+        self._coming: dict[str, ModelPool] = {}  # models that are being made
+        self._versions: dict[str, _Published] = {}
+
+    # ---- life
+
+    async def start(self) -> tuple[ServedModel, ...]:
+        shape = await self._ray.start()
+        try:
+            await asyncio.to_thread(self._folders.clear)
+            self._planner = BaseModels(self._config, shape)
+            for source in self._config.models:
+                self._bases[source.name] = await self._planner.read(source)
+        except BaseException:
+            await self._ray.stop()
+            raise
+        return tuple(base.served for base in self._bases.values())
+
+    async def stop(self) -> None:
+        pools = [*self._base_pools.values(), *self._own_pools.values()]
+        self._base_pools, self._own_pools = {}, {}
+        self._models.clear()
+        self._versions.clear()
+        ended = await asyncio.gather(*(pool.close() for pool in pools), return_exceptions=True)
+        for error in ended:
+            if isinstance(error, BaseException):
+                logger.error("a pool did not end as it should", exc_info=error)
+        await self._ray.stop()
+
+    def stats(self) -> dict[str, float | int | str]:
+        found: dict[str, float | int | str] = {
+            "backend": "cluster",
+            "models": len(self._models),
+            "versions": len(self._versions),
+            "pools": len(self._base_pools) + len(self._own_pools),
+        }
+        for name, pool in {**self._base_pools, **self._own_pools}.items():
+            found |= {f"{name}: {key}": value for key, value in pool.stats().items()}
+        return found
+
+    def queue_state(self, model_id: str) -> str | None:
+        pool = self._coming.get(model_id)
+        if pool is None and model_id in self._models:
+            pool = self._models[model_id].pool
+        return None if pool is None else pool.waiting
+
+    # ---- models
+
+    async def create_model(self, model_id: str, base_model: str, lora: LoraSpec) -> None:
+        base = self._base(base_model)
+        _check_rank(lora, base)
+        async with self._making(model_id, base, lora) as pool:
+            await pool.train(lambda group: group.create(model_id, lora))
+
+    async def load_model(
+        self, model_id: str, base_model: str, directory: Path, *, with_optimizer: bool
+    ) -> LoraSpec:
+        base = self._base(base_model)
+        spec = await asyncio.to_thread(_spec_of, directory)
+        _check_rank(spec, base)
+        async with self._making(model_id, base, spec) as pool:
+            return await pool.train(
+                lambda group: group.load(model_id, directory, with_optimizer=with_optimizer)
+            )
+
+    @asynccontextmanager
+    async def _making(
+        self, model_id: str, base: BaseModel, spec: LoraSpec
+    ) -> AsyncIterator[ModelPool]:
+        """The pool for a model; one that was opened for it ends when the block fails."""
+        old = self._models.get(model_id)
+        pool = self._pool_for(model_id, base, spec)
+        if old is not None and old.pool is not pool:
+            await self.delete_model(model_id)
+        self._coming[model_id], was_open = pool, pool.is_open
+        try:
+            yield pool
+        except BaseException:
+            if pool.is_idle and not was_open:
+                await asyncio.shield(self._end(pool))
+            raise
+        finally:
+            self._coming.pop(model_id, None)
+        self._models[model_id] = _Model(base, spec, pool)
+
+    async def delete_model(self, model_id: str) -> None:
+        model = self._models.pop(model_id, None)
+        if model is None:
+            return
+        if self._own_pools.get(model_id) is model.pool:
+            await self._end(model.pool)
+            return
+        await model.pool.group.delete(model_id)
+
+    async def forward_backward(self, model_id: str, batch: TrainBatch) -> TrainOutput:
+        pool = self._model(model_id).pool
+        if batch.forward_only:
+            return await pool.train(lambda group: group.forward_only(model_id, batch))
+        return await pool.train(lambda group: group.forward_backward_only(model_id, batch))
+
+    async def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
+        pool = self._model(model_id).pool
+        return await pool.train(lambda group: group.apply_optimizer_step(model_id, params))
+
+    async def save_model(self, model_id: str, directory: Path, *, with_optimizer: bool) -> None:
+        pool = self._model(model_id).pool
+        await pool.train(
+            lambda group: group.save(model_id, directory, with_optimizer=with_optimizer)
+        )
+
+    # ---- versions
+
+    async def publish(self, source: WeightsSource) -> str:
+        version_id = new_id()
+        try:
+            match source:
+                case FromBase(base_model):
+                    version = Version(version_id, self._base(base_model).name)
+                case FromModel(model_id):
+                    version = await self._export(version_id, model_id)
+                case FromCheckpoint(base_model, directory):
+                    version = await self._unpack(version_id, self._base(base_model), directory)
+        except BaseException:
+            await asyncio.to_thread(remove, self._folders.place(version_id))
+            raise
+        self._versions[version_id] = _Published(version)
+        return version_id
+
+    async def release(self, version: str) -> None:
+        published = self._versions.pop(version, None)
+        if published is not None:
+            published.released = True
+            if not published.users:
+                await self._retire(published.version)
+
+    async def sample(self, version: str, request: SampleRequest) -> SampleOutput:
+        published = self._versions.get(version)
+        if published is None:
+            raise VersionLost(version)
+        published.users += 1
+        try:
+            return await self._pool_of(published.version).sample(published.version, request)
+        finally:
+            published.users -= 1
+            if published.released and not published.users:
+                await asyncio.shield(self._retire(published.version))
+
+    async def _export(self, version_id: str, model_id: str) -> Version:
+        model = self._model(model_id)
+        is_adapter = _serves_as_adapter(model.base, model.spec)
+        folder = await asyncio.to_thread(self._folders.make, version_id)
+        form = "adapter" if is_adapter else "merged"
+        await model.pool.train(lambda group: group.export(model_id, folder, form=form))
+        owner = model_id if model_id in self._own_pools else None
+        return Version(version_id, model.base.name, folder, is_adapter, owner)
+
+    async def _unpack(self, version_id: str, base: BaseModel, directory: Path) -> Version:
+        """A version of its own: the checkpoint may be deleted while it is sampled."""
+        spec = await asyncio.to_thread(_spec_of, directory)
+        is_adapter = _serves_as_adapter(base, spec)
+        place = self._folders.place(version_id)
+        if is_adapter:
+            await asyncio.to_thread(link_tree, directory, place)
+            return Version(version_id, base.name, place, is_adapter=True)
+        await asyncio.to_thread(self._folders.make, version_id)
+        if spec.rank == 0:
+            await folders.run(folders.whole_folder, base.folder, directory, place)
+        else:
+            _check_rank(spec, base)
+            pool = self._base_pool(base)
+            await pool.train(lambda group: group.merge(directory, place))
+        return Version(version_id, base.name, place)
+
+    async def _retire(self, version: Version) -> None:
+        pools = [*self._base_pools.values(), *self._own_pools.values()]
+        holders = [pool for pool in pools if pool.engines.knows(version)]
+        for pool in holders:
+            await pool.engines.retire(version)
+        if not holders:
+            await asyncio.to_thread(remove, version.folder)
+
+    # ---- pools
+
+    def _pool_for(self, model_id: str, base: BaseModel, spec: LoraSpec) -> ModelPool:
+        if spec.rank > 0:
+            return self._base_pool(base)
+        if model_id not in self._own_pools:
+            assert self._planner is not None
+            plan = self._planner.plan(base.hf_config, None)
+            settings = self._planner.pool_settings(model_id, base, plan)
+            self._own_pools[model_id] = ModelPool(settings, self._placer)
+        return self._own_pools[model_id]
+
+    def _base_pool(self, base: BaseModel) -> ModelPool:
+        if base.name not in self._base_pools:
+            assert self._planner is not None, "the backend was started"
+            settings = self._planner.pool_settings(base.name, base, base.plan)
+            self._base_pools[base.name] = ModelPool(settings, self._placer)
+        return self._base_pools[base.name]
+
+    def _pool_of(self, version: Version) -> ModelPool:
+        own = self._own_pools.get(version.owner or "")
+        return own if own is not None else self._base_pool(self._base(version.base_model))
+
+    async def _make_room(self) -> None:
+        """Somebody waits for GPUs: a pool that nobody uses gives its own back."""
+        for pool in list(self._base_pools.values()):
+            if pool.is_open and pool.is_idle:
+                logger.info("an idle pool gives its GPUs to others")
+                await asyncio.shield(self._end(pool))
+                return
+
+    async def _end(self, pool: ModelPool) -> None:
+        for pools in (self._base_pools, self._own_pools):
+            for name in [name for name, one in pools.items() if one is pool]:
+                del pools[name]
+        await pool.close()
+
+    def _base(self, name: str) -> BaseModel:
+        if name not in self._bases:
+            raise BaseModelNotServed(name, tuple(self._bases))
+        return self._bases[name]
+
+    def _model(self, model_id: str) -> _Model:
+        if model_id not in self._models:
+            raise ModelStateLost(model_id)
+        return self._models[model_id]
+
+
+def _check_rank(spec: LoraSpec, base: BaseModel) -> None:
+    largest = base.plan.lora_rank or 0
+    if spec.rank > largest:
+        raise UserError(
+            f"rank {spec.rank} is more than this server planned memory for: {largest} at most "
+            "(the setting cluster.lora_rank)"
+        )
+
+
+def _serves_as_adapter(base: BaseModel, spec: LoraSpec) -> bool:
+    return spec.rank > 0 and RolloutManager.supports_adapter(spec, base.plan.sglang)
+
+
+def _spec_of(directory: Path) -> LoraSpec:
+    """Raises UserError when the folder holds no checkpoint."""
+    try:
+        return LoraSpec(**json.loads((directory / STATE_FILE).read_text())["lora"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"not a checkpoint of this server: {error}") from None

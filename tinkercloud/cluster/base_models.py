@@ -1,0 +1,130 @@
+"""Base models of the cluster backend: their folders, what clients are told, and plans for them."""
+
+import asyncio
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tinkercloud.cluster import folders
+from tinkercloud.cluster.placement import Request, num_bundles
+from tinkercloud.cluster.pool import PoolSettings
+from tinkercloud.cluster.rank_actors import GroupSettings
+from tinkercloud.cluster.rollout_manager import RolloutSettings
+from tinkercloud.config import ClusterConfig, Config, ModelSource
+from tinkercloud.core.plan import ClusterShape, Plan, Wishes
+from tinkercloud.core.slime_builder import SlimeArgumentBuilder
+from tinkercloud.core.types import ServedModel
+from tinkercloud.errors import ConfigError, PlanRefused
+
+Dtype = Literal["bfloat16", "float32"]
+ENGINE_ENTRY = "tinkercloud.cluster.sglang_entry"
+_SIZES = ("max_seq_len", "rollout_gpus", "tp", "pp", "cp", "ep", "dp", "rollout_tp")
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModel:
+    """plan: for the adapters of this base. served.dtype: of weights, on ranks and engines."""
+
+    folder: Path
+    hf_config: Mapping[str, Any]
+    plan: Plan
+    served: ServedModel
+
+    @property
+    def name(self) -> str:
+        return self.served.name
+
+
+class BaseModels:
+    """Reads folders, makes plans. shape: of the GPUs that each model may use."""
+
+    def __init__(self, config: Config, shape: ClusterShape):
+        self._config = config
+        self._builder = SlimeArgumentBuilder(shape)
+        self._dtype: Dtype = weights_dtype(config)
+
+    async def read(self, source: ModelSource) -> BaseModel:
+        """Raises ConfigError: for files that cannot be read, and for what cannot be planned."""
+        cache_dir = self._config.data_dir / "cache"
+        folder = await folders.run(folders.hf_folder, source.path, cache_dir, self._dtype)
+        hf_config = await asyncio.to_thread(folders.read_json, folder / "config.json")
+        try:
+            plan = self.plan(hf_config, self._config.cluster.lora_rank)
+        except PlanRefused as refused:
+            raise ConfigError(f"{source.name}: {refused}") from refused
+        served = ServedModel(
+            name=source.name,
+            architecture=str(hf_config.get("model_type", plan.architecture)),
+            max_context_length=plan.max_seq_len,
+            vocab_size=plan.megatron.vocab_size,
+            num_parameters=plan.parameters,
+            tokenizer_path=folder if (folder / "tokenizer.json").is_file() else None,
+            eos_token_ids=await asyncio.to_thread(_eos_token_ids, folder, hf_config),
+            dtype=self._dtype,
+        )
+        return BaseModel(folder, hf_config, plan, served)
+
+    def plan(self, hf_config: Mapping[str, Any], lora_rank: int | None) -> Plan:
+        """lora_rank None: full-parameter training. Raises PlanRefused."""
+        own = self._config.cluster
+        wished = {name: getattr(own, name) for name in (*_SIZES, "microbatch_tokens")}
+        wishes = Wishes(lora_rank=lora_rank, dtype=self._dtype, **wished)
+        return self._builder.build(hf_config, wishes)
+
+    def pool_settings(self, name: str, base: BaseModel, plan: Plan) -> PoolSettings:
+        """name: of the pool; it names its folders too."""
+        own, data_dir = self._config.cluster, self._config.data_dir
+        group = GroupSettings(
+            name=name,
+            plan=plan,
+            base_model=base.name,
+            folder=base.folder,
+            state_dir=data_dir / "cluster" / "models" / _file_name(name),
+            prepare=own.prepare,
+            timeout_s=own.operation_timeout_s,
+            start_timeout_s=own.start_timeout_s,
+        )
+        rollout = RolloutSettings(
+            name=name,
+            model_path=base.folder,
+            arguments=plan.sglang,
+            eos_token_ids=base.served.eos_token_ids,
+            log_dir=data_dir / "cluster" / "logs" / _file_name(name),
+            command=engine_command(own),
+            kv_tokens=plan.rollout.kv_tokens,
+            options=tuple(shlex.split(own.sglang_args or "")),
+            start_timeout_s=own.start_timeout_s,
+            request_timeout_s=own.sample_timeout_s,
+        )
+        request = Request(
+            name, num_bundles(plan), own.strategy, own.device, own.placement_timeout_s
+        )
+        return PoolSettings(group, rollout, request)
+
+
+def weights_dtype(config: Config) -> Dtype:
+    if config.dtype != "auto":
+        return config.dtype
+    return "bfloat16" if config.cluster.device == "cuda" else "float32"
+
+
+def engine_command(config: ClusterConfig) -> tuple[str, ...]:
+    if config.sglang_command is None:
+        return (sys.executable, "-m", ENGINE_ENTRY)
+    return tuple(shlex.split(config.sglang_command))
+
+
+def _eos_token_ids(folder: Path, hf_config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Of both files: chat models name the end of a turn in the second only."""
+    found = folders.token_ids(hf_config.get("eos_token_id"))
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        found += folders.token_ids(folders.read_json(generation).get("eos_token_id"))
+    return tuple(dict.fromkeys(found))
+
+
+def _file_name(name: str) -> str:
+    return "".join(c if c.isalnum() or c in "-_." else "_" for c in name)

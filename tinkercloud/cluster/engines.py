@@ -1,0 +1,196 @@
+"""The sampling side of a pool: engines that are started at first need, their weights and adapters.
+
+Engines keep as many adapters as `slots` allows; those used longest ago make room, and come back
+from disk when they are sampled again. What a released version left on disk goes when no engine
+could ask for it any more, not even one that is being restarted.
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from tinkercloud.cluster.memory import WEIGHTS
+from tinkercloud.cluster.placement import Slot
+from tinkercloud.cluster.rollout_manager import BASE, RolloutManager, RolloutSettings
+from tinkercloud.cluster.versions import Version, remove
+from tinkercloud.cluster.weight_sync import load_weights
+from tinkercloud.core.types import SampleOutput, SampleRequest
+from tinkercloud.errors import EngineDied, VersionLost
+
+logger = logging.getLogger(__name__)
+
+Places = Sequence[Sequence[Slot]]
+
+
+class Engines:
+    """A RolloutSide. places: per engine the slots of its GPUs; asked at every start of all."""
+
+    def __init__(
+        self, settings: RolloutSettings, places: Callable[[], Awaitable[Places]], *, slots: int
+    ):
+        self._settings = settings
+        self._places = places
+        self._manager: RolloutManager | None = None
+        self._adapters = Adapters(slots)
+        self._folders: dict[str, Path] = {BASE: settings.model_path}
+        self._retired: set[str] = set()  # whole weights of released versions
+        self._weights_lost = False
+        self._num_starts = 0
+
+    @property
+    def alive(self) -> bool:
+        return self._manager is not None
+
+    def stats(self) -> dict[str, float | int | str]:
+        own: dict[str, float | int | str] = {
+            "engine_starts": self._num_starts,
+            "adapters_loaded": len(self._adapters),
+        }
+        return own if self._manager is None else {**self._manager.stats(), **own}
+
+    # ---- memory
+
+    async def onload(self, tags: Sequence[str]) -> int:
+        if self._manager is not None:
+            return await self._manager.onload(tags)
+        manager = RolloutManager(self._settings, await self._places(), self._folder_of)
+        self._num_starts += 1
+        await manager.start()
+        self._manager, self._weights_lost = manager, False
+        return 0
+
+    async def offload(self, tags: Sequence[str]) -> int:
+        freed = await self._up().offload(tags)
+        if WEIGHTS in tags and not self._settings.arguments.enable_weights_cpu_backup:
+            self._weights_lost = True
+        return freed
+
+    async def update_weights(self, weights: str) -> int:
+        manager = self._up()
+        if weights == manager.weight_version() and not self._weights_lost:
+            return 0
+        folder = await self._folder_of(weights)
+        await load_weights(manager, weights, folder)
+        self._weights_lost = False
+        await self._tidy()
+        return await asyncio.to_thread(_weight_bytes, folder)
+
+    async def discard(self) -> None:
+        manager, self._manager = self._manager, None
+        self._adapters.clear()
+        if manager is not None:
+            await manager.stop()
+        await self._tidy()
+
+    # ---- sampling
+
+    async def sample(self, version: Version, request: SampleRequest) -> SampleOutput:
+        """The caller sees to it that the engines hold `version.weights`."""
+        manager = self._up()
+        if version.adapter is None:
+            return await manager.generate(None, request, weights=version.weights)
+        async with self._adapters.use(manager, version):
+            return await manager.generate(version.adapter, request)
+
+    def know(self, version: Version) -> None:
+        """Before the engines are asked for its weights."""
+        if version.folder is not None and not version.is_adapter:
+            self._folders[version.id] = version.folder
+
+    def knows(self, version: Version) -> bool:
+        """Whether these engines may hold it, or ask for its files."""
+        return version.id in self._folders or version.id in self._adapters
+
+    async def retire(self, version: Version) -> None:
+        """Nobody will sample it any more: remove its files as soon as that is safe."""
+        if version.is_adapter:
+            await self._adapters.retire(version)
+        elif version.id in self._folders:
+            self._retired.add(version.id)
+            await self._tidy()
+        else:
+            await asyncio.to_thread(remove, version.folder)
+
+    async def _tidy(self) -> None:
+        held = self._manager.weight_version() if self._manager is not None else BASE
+        for name in self._retired - {held}:
+            self._retired.discard(name)
+            await asyncio.to_thread(remove, self._folders.pop(name, None))
+
+    async def _folder_of(self, weights: str) -> Path:
+        if weights not in self._folders:
+            raise VersionLost(weights)
+        return self._folders[weights]
+
+    def _up(self) -> RolloutManager:
+        if self._manager is None:
+            raise EngineDied(f"the engines of {self._settings.name} are not running")
+        return self._manager
+
+
+class Adapters:
+    """Which adapters the engines hold: at most `slots`, unless more are sampled at this moment."""
+
+    def __init__(self, slots: int):
+        self._slots = slots
+        self._users: OrderedDict[str, int] = OrderedDict()  # loaded ones, the last used at the end
+        self._retired: dict[str, Version] = {}
+        self._turn = asyncio.Lock()
+
+    def __len__(self) -> int:
+        return len(self._users)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._users
+
+    def clear(self) -> None:
+        """The engines are gone, and what they held."""
+        self._users.clear()
+        for version in self._retired.values():
+            remove(version.folder)
+        self._retired.clear()
+
+    @asynccontextmanager
+    async def use(self, manager: RolloutManager, version: Version) -> AsyncIterator[None]:
+        """Loaded for the length of the block."""
+        async with self._turn:
+            await self._load(manager, version)
+            self._users[version.id] += 1
+            self._users.move_to_end(version.id)
+        try:
+            yield
+        finally:
+            if version.id in self._users:  # else the engines were discarded meanwhile
+                self._users[version.id] -= 1
+
+    async def retire(self, version: Version) -> None:
+        """Loaded ones are unloaded at the next use of another, when the engines are awake."""
+        async with self._turn:
+            if version.id in self._users:
+                self._retired[version.id] = version
+            else:
+                await asyncio.to_thread(remove, version.folder)
+
+    async def _load(self, manager: RolloutManager, version: Version) -> None:
+        for name in [name for name in self._retired if not self._users.get(name)]:
+            await self._unload(manager, name)
+            await asyncio.to_thread(remove, self._retired.pop(name).folder)
+        if version.id in self._users:
+            return
+        idle = [name for name, users in self._users.items() if not users]
+        for name in idle[: max(0, len(self._users) - self._slots + 1)]:
+            await self._unload(manager, name)
+        assert version.folder is not None
+        await manager.load_adapter(version.id, version.folder)
+        self._users[version.id] = 0
+
+    async def _unload(self, manager: RolloutManager, name: str) -> None:
+        self._users.pop(name, None)
+        await manager.unload_adapter(name)
+
+
+def _weight_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))

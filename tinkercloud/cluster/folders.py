@@ -1,0 +1,98 @@
+"""Work on weight files, run by Ray in worker processes: the API process has no torch."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tinkercloud.errors import ConfigError, TinkercloudError, UserError
+
+FULL_FILE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+
+async def run(function: Any, *args: Any) -> Any:
+    """Call a function of this module in a worker. Raises the error of our tree that it raised."""
+    import ray
+    from ray.exceptions import RayTaskError
+
+    try:
+        return await ray.remote(function).options(num_cpus=0, max_retries=0).remote(*args)
+    except RayTaskError as error:
+        if isinstance(error.cause, TinkercloudError):
+            raise error.cause from None
+        raise
+
+
+def hf_folder(path: Path, cache_dir: Path, dtype: str) -> Path:
+    """A Hugging Face folder of a base model, unpacked from GGUF where it is one.
+
+    Raises ConfigError.
+    """
+    import torch
+
+    from tinkercloud.weights.huggingface import ensure_hf_folder
+
+    if not path.exists():
+        raise ConfigError(f"no model at {path}")
+    return ensure_hf_folder(path, cache_dir, getattr(torch, dtype))
+
+
+def whole_folder(base: Path, checkpoint: Path, target: Path) -> None:
+    """A full-parameter checkpoint as a Hugging Face folder for engines, in the base's dtypes.
+
+    One file of the base at a time. Raises UserError when it is not a checkpoint of this base.
+    """
+    import json
+
+    from safetensors import SafetensorError, safe_open
+    from safetensors.torch import save_file
+
+    tied = json.loads((base / "config.json").read_text()).get("tie_word_embeddings", False)
+    try:
+        with safe_open(checkpoint / FULL_FILE, "pt") as trained:
+            names = frozenset(trained.keys())
+            for path in sorted(base.glob("*.safetensors")):
+                with safe_open(path, "pt") as file:
+                    tensors = {
+                        name: _trained(trained, names, name, file.get_tensor(name), tied=tied)
+                        for name in file.keys()  # noqa: SIM118 - not a dict
+                    }
+                save_file(tensors, target / path.name, metadata={"format": "pt"})
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"the checkpoint cannot be read: {error}") from None
+    for path in base.iterdir():
+        if path.is_file() and path.suffix in (".json", ".txt", ".model"):
+            shutil.copy(path, target / path.name)
+
+
+def _trained(trained: Any, names: frozenset[str], name: str, base: Any, *, tied: bool) -> Any:
+    """Our files name weights by their module alone."""
+    ours = name.removesuffix(".weight")
+    if tied and ours == "lm_head":
+        ours = "model.embed_tokens"
+    if ours not in names:
+        return base  # what is not trained: buffers
+    tensor = trained.get_tensor(ours)
+    if tensor.shape != base.shape:
+        raise UserError(f"the checkpoint's {ours} is not this base model's")
+    return tensor.to(base.dtype).contiguous()
+
+
+def token_ids(raw: object) -> tuple[int, ...]:
+    """The `eos_token_id` of Hugging Face files: null, one id or a list of ids."""
+    listed = raw if isinstance(raw, list) else [raw]
+    return tuple(one for one in listed if isinstance(one, int) and not isinstance(one, bool))
+
+
+def read_json(path: Path) -> Mapping[str, Any]:
+    """Raises ConfigError."""
+    import json
+
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} does not hold a JSON object")
+    return content

@@ -1,0 +1,174 @@
+"""ModelPool: the GPUs of one base's adapters, or of one full-parameter model, and what runs there.
+
+A pool takes its placement group at first need. Ranks and engines start when their phase first
+comes, and start anew after a failure when it next comes. Closing gives everything back.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from tinkercloud.cluster.engines import Engines
+from tinkercloud.cluster.phases import Phases
+from tinkercloud.cluster.placement import (
+    Placement,
+    Placer,
+    Request,
+    Slot,
+    release,
+    rollout_indices,
+    train_indices,
+)
+from tinkercloud.cluster.rank_actors import GroupSettings
+from tinkercloud.cluster.rollout_manager import RolloutSettings
+from tinkercloud.cluster.train_group import RayTrainGroup
+from tinkercloud.cluster.versions import Version
+from tinkercloud.core.plan import Plan
+from tinkercloud.core.types import SampleOutput, SampleRequest
+from tinkercloud.errors import EngineDied
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+# The plan's slots are those on the GPUs; engines keep further adapters in host memory.
+HOST_SLOTS_PER_SLOT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSettings:
+    group: GroupSettings
+    rollout: RolloutSettings
+    request: Request
+
+    @property
+    def plan(self) -> Plan:
+        return self.group.plan
+
+
+class ModelPool:
+    """waiting: why there are no GPUs yet, in words for a user."""
+
+    def __init__(self, settings: PoolSettings, placer: Placer):
+        plan = settings.plan
+        self._settings = settings
+        self._placer = placer
+        self._placement: Placement | None = None
+        self._is_whole = True  # False: nodes may have been lost since the placement was probed
+        self._opening = asyncio.Lock()
+        self._closed = False
+        slots = HOST_SLOTS_PER_SLOT * (plan.sglang.max_loras_per_batch or 1)
+        self.group = RayTrainGroup(settings.group, self._train_slots)
+        self.engines = Engines(settings.rollout, self._rollout_places, slots=slots)
+        self.phases = Phases(self.group, self.engines, colocated=plan.rollout.colocated)
+        self.waiting: str | None = None
+        self.num_active = 0
+
+    @property
+    def plan(self) -> Plan:
+        return self._settings.plan
+
+    @property
+    def is_open(self) -> bool:
+        return self._placement is not None
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing would be lost if it were closed: versions are on disk."""
+        return not self.num_active and not self.group.model_ids
+
+    def stats(self) -> dict[str, float | int | str]:
+        return {**self.group.stats(), **self.engines.stats(), **self.phases.stats()}
+
+    async def train(self, operation: Callable[[RayTrainGroup], Awaitable[Result]]) -> Result:
+        """Run it while the ranks are up. Raises EngineDied when they die underway."""
+        self.num_active += 1
+        try:
+            await self._open()
+            for _ in range(2):
+                async with self.phases.training():
+                    if self.group.alive:
+                        return await self._watched(operation)
+                    await self._lose_train()  # they died since the last operation
+            raise EngineDied(f"the ranks of {self._settings.group.name} keep dying")
+        finally:
+            self.num_active -= 1
+
+    async def _watched(self, operation: Callable[[RayTrainGroup], Awaitable[Result]]) -> Result:
+        try:
+            return await operation(self.group)
+        finally:
+            if not self.group.alive:
+                await asyncio.shield(self._lose_train())
+
+    async def _lose_train(self) -> None:
+        self._is_whole = False
+        await self.phases.lose_train()
+
+    async def sample(self, version: Version, request: SampleRequest) -> SampleOutput:
+        """Engines that were given up are started anew, once."""
+        self.num_active += 1
+        try:
+            await self._open()
+            self.engines.know(version)
+            try:
+                return await self._sample(version, request)
+            except EngineDied as died:
+                if self._closed:
+                    raise
+                logger.warning("%s: sampling again: %s", self._settings.group.name, died)
+            return await self._sample(version, request)
+        finally:
+            self.num_active -= 1
+
+    async def _sample(self, version: Version, request: SampleRequest) -> SampleOutput:
+        async with self.phases.sampling(version.weights):
+            try:
+                return await self.engines.sample(version, request)
+            except EngineDied:
+                self._is_whole = False
+                await asyncio.shield(self.phases.lose_rollout())
+                raise
+
+    async def close(self) -> None:
+        """End everything and give the GPUs back; models are forgotten."""
+        self._closed = True
+        await self.phases.close()
+        try:
+            await asyncio.gather(self.group.close(), self.engines.discard())
+        finally:
+            placement, self._placement = self._placement, None
+            if placement is not None:
+                await release(placement)
+
+    # ---- GPUs
+
+    async def _open(self) -> None:
+        async with self._opening:
+            if self._closed:
+                raise EngineDied(f"the GPUs of {self._settings.group.name} were given back")
+            if self._placement is None:
+                taken = await self._placer.take(self._settings.request, self._say)
+                if self._closed:
+                    await release(taken)
+                    raise EngineDied(f"the GPUs of {self._settings.group.name} were given back")
+                self._placement = taken
+
+    def _say(self, reason: str | None) -> None:
+        self.waiting = reason
+
+    async def _whole(self) -> Placement:
+        assert self._placement is not None, "the pool has its GPUs before anything starts"
+        if not self._is_whole:
+            self._placement = await self._placer.restore(self._placement, self._say)
+            self._is_whole = True
+        return self._placement
+
+    async def _train_slots(self) -> Sequence[Slot]:
+        return (await self._whole()).slots(train_indices(self.plan))
+
+    async def _rollout_places(self) -> list[list[Slot]]:
+        slots = (await self._whole()).slots(rollout_indices(self.plan))
+        tp = self.plan.rollout.tp
+        return [slots[first : first + tp] for first in range(0, len(slots), tp)]
