@@ -60,9 +60,9 @@ def tiny_plan(  # noqa: PLR0913 - one keyword for each size of a layout
 def _megatron(config: dict[str, Any], layout: Layout, dtype: str) -> MegatronArguments:
     heads, vocab = config["num_attention_heads"], config["vocab_size"]
     experts: dict[str, Any] = {}
-    if "num_experts" in config:
+    if num_experts := config.get("num_experts") or config.get("num_local_experts"):
         experts = {
-            "num_moe_experts": config["num_experts"],
+            "num_moe_experts": num_experts,
             "moe_ffn_hidden_size": config["moe_intermediate_size"],
             "moe_router_topk": config["num_experts_per_tok"],
             "moe_layer_freq": (1,) * config["num_hidden_layers"],

@@ -6,6 +6,7 @@ through checkpoints, which both backends write in one format. A step with learni
 """
 
 import hashlib
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,8 @@ Op = tuple[Any, ...]
 """("create", id, LoraSpec), ("fb" | "forward", id, TrainBatch), ("step", id, AdamParams),
 ("save" | "load", id, folder, with_optimizer), ("delete", id), ("offload",), ("onload",),
 ("export", id, folder, form), ("checksum", id), ("stats",), ("base",): a hash of the network's own
-parameters, ("buckets", id): the merged weights."""
+parameters, ("buckets", id): the merged weights, ("poison", id): a gradient that is not finite,
+("sizes",): bytes that the network's parameters hold."""
 
 SHOW_GRADIENT = AdamParams(learning_rate=0.0, beta1=0.0, beta2=0.0, eps=1.0)
 
@@ -77,23 +79,41 @@ def _config(loss: str) -> dict[str, float]:
 # ---- Megatron
 
 
-def on_rank(  # noqa: PLR0913 - spawn passes them one by one
-    rank: int,
-    world: int,
-    init_method: str,
-    plan: Plan,
-    folder: Path,
-    script: list[Op],
-    resident: int,
-) -> list[Any]:
+@dataclass(frozen=True)
+class Job:
+    """A script on the ranks of a plan. resident: adapters in device memory at one time."""
+
+    plan: Plan
+    folder: Path
+    script: list[Op]
+    resident: int = 4
+
+
+def on_rank(rank: int, world: int, init_method: str, meeting: Path, jobs: list[Job]) -> list[Any]:
+    """One job after the other in one process: starting it costs more than most scripts."""
+    from tests.cluster.cpu import uneven
+    from tests.cluster.cpu.ranks import prepare
+
+    prepare()
+    uneven.install()
+    return [_do(job, rank, world, f"file://{meeting}/{i}") for i, job in enumerate(jobs)]
+
+
+def _do(job: Job, rank: int, world: int, init_method: str) -> list[Any]:
+    from megatron.core import parallel_state
+
     from tinkercloud.cluster.train_rank import MegatronRank
 
     settings = RankSettings(
-        rank, world, init_method, plan, "tiny", folder, "tests.cluster.cpu.ranks:prepare", 120.0,
-        resident,
+        rank, world, init_method, job.plan, "tiny", job.folder, "tests.cluster.cpu.ranks:prepare",
+        timeout_s=120.0, resident_adapters=job.resident,
     )  # fmt: skip
     own = MegatronRank(settings)
-    return [_tried(_rank_op, own, op) for op in script]
+    results = [_tried(_rank_op, own, op) for op in job.script]
+    torch.distributed.barrier()
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+    return results
 
 
 def _tried(function: Any, *args: Any) -> Any:
@@ -125,6 +145,12 @@ def _rank_op(own: Any, op: Op) -> Any:  # noqa: C901 - a table
             return {n: t.clone() for b in own.weight_buckets(name, 10_000) for n, t in b}
         case ("base",):
             return _hash(own._network)
+        case ("poison", name):
+            for gradient in own._models.get(name).optimizer.gradient_tensors():
+                gradient[:1] = float("nan")
+            return None
+        case ("sizes",):
+            return sum(p.untyped_storage().nbytes() for p in own._network.parameters())
         case (simple, *args):
             return getattr(own, simple)(*args)
 
@@ -137,18 +163,22 @@ def _hash(network: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
-def play(plan: Plan, folder: Path, script: list[Op], resident: int = 4) -> list[Any]:
-    """The script on the plan's ranks: merged outputs, and what all ranks must agree on, once."""
+def play(jobs: dict[str, Job], limit_s: float = 600.0) -> dict[str, list[Any]]:
+    """Jobs of equally many ranks: merged outputs, and what all ranks must agree on, once."""
     from tests.cluster.cpu import spawn
 
-    world = plan.layout.world
-    by_rank = spawn.run(on_rank, world, plan, folder, script, resident)
-    return [_one([own[i] for own in by_rank], op) for i, op in enumerate(script)]
+    (world,) = {job.plan.layout.world for job in jobs.values()}
+    with tempfile.TemporaryDirectory() as meeting:
+        by_rank = spawn.run(on_rank, world, Path(meeting), list(jobs.values()), limit_s=limit_s)
+    return {
+        name: [_one([own[k][i] for own in by_rank], op) for i, op in enumerate(job.script)]
+        for k, (name, job) in enumerate(jobs.items())
+    }
 
 
 def _one(results: list[Any], op: Op) -> Any:
     if any(isinstance(r, Failed) for r in results):
-        assert len(set(results)) == 1, f"ranks disagree: {results}"
+        assert all(r == results[0] for r in results), f"ranks disagree: {results}"
         return results[0]
     if op[0] in ("fb", "forward"):
         return merge_outputs(results)
@@ -157,7 +187,7 @@ def _one(results: list[Any], op: Op) -> Any:
     if op[0] == "buckets":
         for other in results[1:]:
             assert all(torch.equal(t, other[n]) for n, t in results[0].items())
-    return results if op[0] in ("stats", "offload", "onload", "base") else results[0]
+    return results if op[0] in ("stats", "offload", "onload", "base", "sizes") else results[0]
 
 
 # ---- the embedded backend
