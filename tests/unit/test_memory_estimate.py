@@ -79,10 +79,10 @@ def test_experts_are_shared_out_over_their_own_replicas():
     assert held.optimizer == 12 * dense // 8 + 12 * experts // 2
 
 
-def test_adapters_take_sixteen_bytes_a_parameter_and_freeze_the_rest():
+def test_adapters_of_four_models_are_held_and_freeze_the_rest():
     held = memory.training(shape("Llama-3.1-8B"), ONE, 32)
     layer = 2 * 8192 + 2 * 5120 + 3 * 18432
-    assert held.adapters == 16 * 32 * (32 * layer + 4096 + 128256)
+    assert held.adapters == (4 * 16 + 4) * 32 * (32 * layer + 4096 + 128256)
     assert held.gradients == held.optimizer == 0
 
 

@@ -18,6 +18,7 @@ PROCESS_BYTES = GIB  # a CUDA context with its kernels, and the communicators
 LOGITS_CHUNK_TOKENS = 1024  # rows of logits that exist at a time
 LOGITS_ELEMENT_BYTES = 12  # logits, their float32 copy, its gradient: 2 + 4 + 4, and the exponent's
 EXPERT_IMBALANCE = 1.5  # tokens of the busiest rank over the mean
+RESIDENT_ADAPTERS = 4  # models whose adapters stay on the GPU; those of others wait on the host
 SYNC_BUCKET_BYTES = GIB  # whole tensors on their way to the engines
 GRAPH_BYTES = 512 * MIB
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
@@ -116,7 +117,8 @@ def _stage(
         optimizer = _shared(state, layout, dense, experts)
     else:
         own, of_experts = stage_adapters(shape, layout, lora_rank, stage)
-        adapters = 8 * (own + of_experts) + _shared(8, layout, own, of_experts)
+        each = 8 * (own + of_experts) + _shared(8, layout, own, of_experts)
+        adapters = RESIDENT_ADAPTERS * each + 4 * (own + of_experts)
     return Training(
         weights=size * (dense + experts),
         gradients=gradients,
