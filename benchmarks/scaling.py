@@ -221,8 +221,8 @@ TAIL = """MFU counts a step's own FLOPs, without recomputation, over the peak of
   arithmetic, is what a 235B network with experts would wait for; overlap, which this model leaves
   out, matters most there.
 - This model and the planner's simpler rules do not always agree: for adapters on the 235B network,
-  a GPU does more where experts stay inside a node (64 GPUs, ep 8) than with what the planner takes at
-  512 (ep 16). `--pp 4 --ep 8` asks for the former there too.
+  a GPU does more where experts stay inside a node (64 GPUs, ep 8) than with what the planner takes
+  at 512 (ep 16). `--pp 4 --ep 8` asks for the former there too.
 - Sending whole weights of a 235B network takes seconds in every step; adapters take none to
   speak of.
 """
