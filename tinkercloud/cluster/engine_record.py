@@ -3,16 +3,16 @@
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from tinkercloud.cluster.engine_client import EngineClient
 from tinkercloud.cluster.placement import ROLLOUT_SHARE, Slot
 from tinkercloud.cluster.rollout_engine import Launch, RolloutEngine, server_options
+from tinkercloud.cluster.rollout_settings import RolloutSettings
 from tinkercloud.errors import EngineDied
-
-if TYPE_CHECKING:
-    from tinkercloud.cluster.rollout_manager import RolloutSettings
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,30 @@ class Engine:
         here = self.serving and self.client is not None and not self.released
         return here and weights == self.weights and (adapter is None or adapter in self.adapters)
 
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        body = {"lora_name": name, "lora_path": str(folder)}
+        await self.up.call("/load_lora_adapter", body)
+        self.adapters.add(name)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unknown names are ignored."""
+        if name in self.adapters:
+            self.adapters.discard(name)
+            await self.up.call("/unload_lora_adapter", {"lora_name": name})
+
+    async def release(self, tags: Sequence[str]) -> None:
+        wanted = [tag for tag in tags if tag not in self.released]
+        if wanted:
+            self.released.update(wanted)
+            await self.up.call("/release_memory_occupation", {"tags": wanted})
+
+    async def bring_back(self, tags: Sequence[str]) -> None:
+        """SGLang dies of a tag that it did not release: those are left out."""
+        wanted = [tag for tag in tags if tag in self.released]
+        if wanted:
+            await self.up.call("/resume_memory_occupation", {"tags": wanted})
+            self.released.difference_update(wanted)
+
     def count_restart(self, window_s: float) -> int:
         """Restarts within the window, this one included."""
         now = time.monotonic()
@@ -62,7 +86,7 @@ class Engine:
 class EngineStarter:
     """Starts and ends the actors of engines: one per node that an engine spans."""
 
-    def __init__(self, settings: "RolloutSettings"):
+    def __init__(self, settings: RolloutSettings):
         self._settings = settings
 
     async def start(self, engine: Engine) -> None:

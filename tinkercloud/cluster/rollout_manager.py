@@ -13,18 +13,18 @@ the current weights; until then, and for weights that it does not hold, it does 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tinkercloud.cluster.engine_client import EngineClient, EngineRefused, everywhere
 from tinkercloud.cluster.engine_record import Engine, EngineStarter
-from tinkercloud.cluster.generate import Aborted, Served
+from tinkercloud.cluster.generate import Aborted
 from tinkercloud.cluster.placement import Slot
 from tinkercloud.cluster.rollout_gate import Gate
 from tinkercloud.cluster.rollout_router import RolloutRouter
+from tinkercloud.cluster.rollout_settings import RolloutSettings
 from tinkercloud.core.plan import SglangArguments
 from tinkercloud.core.types import LoraSpec, SampleOutput, SampleRequest
 from tinkercloud.errors import EngineDied, VersionLost
@@ -36,35 +36,8 @@ BASE = "base"
 
 TAGS = ("weights", "kv_cache", "cuda_graph")
 _RESTART_WINDOW_S = 600.0
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutSettings:
-    """name: of the model, for logs and actors. command: starts SGLang's server, see
-    `sglang_entry`. options: more of SGLang's own, speculative ones for example; they come last and
-    win. host None: each node's address in the cluster."""
-
-    name: str
-    model_path: Path
-    arguments: SglangArguments
-    eos_token_ids: tuple[int, ...]
-    log_dir: Path
-    command: tuple[str, ...]
-    kv_tokens: int | None = None
-    options: tuple[str, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict[str, str])
-    host: str | None = None
-    router: bool = True
-    start_timeout_s: float = 900.0
-    request_timeout_s: float = 3600.0
-    health_interval_s: float = 10.0
-    health_timeout_s: float = 60.0
-    health_failures: int = 3  # in a row, before an engine counts as dead
-    restart_limit: int = 5  # of one engine within ten minutes
-
-    @property
-    def served(self) -> Served:
-        return Served(self.arguments.context_length, self.eos_token_ids)
+# One more death under the same request, and it may be the request that kills.
+_DEATHS_OF_A_REQUEST = 2
 
 
 class RolloutManager:
@@ -159,6 +132,7 @@ class RolloutManager:
         what the engine refuses, EngineDied when no engine comes to serve it in time.
         """
         deadline = time.monotonic() + self._settings.request_timeout_s
+        deaths = 0
         while True:
             engine = await self._gate.enter(lambda: self._choose(adapter, weights), deadline)
             try:
@@ -169,10 +143,11 @@ class RolloutManager:
             except Aborted:
                 logger.info("%s: a request was put back", self._settings.name)
             except EngineDied as died:
-                if time.monotonic() >= deadline or self._stopping:
+                deaths += 1
+                if deaths > _DEATHS_OF_A_REQUEST or self._stopping:
                     raise
                 logger.warning("%s: %s", self._settings.name, died)
-                self._suspect(engine)
+                await self._check(engine, patience=0)
             finally:
                 await self._gate.leave(engine)
 
@@ -234,10 +209,10 @@ class RolloutManager:
         async with self._turn:
             self._adapters[name] = folder
             try:
-                await _all(_load(engine, name, folder) for engine in self._up())
+                await _all(engine.load_adapter(name, folder) for engine in self._up())
             except BaseException:
                 del self._adapters[name]
-                await asyncio.shield(_all(_unload(engine, name) for engine in self._up()))
+                await asyncio.shield(_all(engine.unload_adapter(name) for engine in self._up()))
                 raise
         await self._gate.tell()
 
@@ -247,7 +222,7 @@ class RolloutManager:
             if self._adapters.pop(name, None) is None:
                 return
             await self._gate.tell()
-            await _all(_unload(engine, name) for engine in self._up())
+            await _all(engine.unload_adapter(name) for engine in self._up())
 
     # ---- memory
 
@@ -256,7 +231,7 @@ class RolloutManager:
         async with self._turn:
             await self._close("offload", abort=abort)
             before = await self._memory_used()
-            await _all(_release(engine, tags) for engine in self._up())
+            await _all(engine.release(tags) for engine in self._up())
             return max(0, before - await self._memory_used())
 
     async def onload(self, tags: Sequence[str] = TAGS) -> int:
@@ -269,7 +244,7 @@ class RolloutManager:
             before = await self._memory_used()
             lost = [engine for engine in self._engines if engine.client is None]
             here = self._up()
-            await _all([*(_restore(e, tags) for e in here), *(self._revive(e) for e in lost)])
+            await _all([*(e.bring_back(tags) for e in here), *(self._revive(e) for e in lost)])
             taken = max(0, await self._memory_used() - before)
             if not any(engine.released for engine in self._engines):
                 await self._gate.open("offload")
@@ -329,10 +304,10 @@ class RolloutManager:
         await self._starter.start(engine)
         try:
             for name, folder in self._adapters.items():
-                await _load(engine, name, folder)
+                await engine.load_adapter(name, folder)
             engine.weights = BASE
-            if self._weights != BASE and self._restore is not None:
-                folder = await self._restore(self._weights)
+            folder = await self._folder_of_weights()
+            if folder is not None:
                 await engine.up.call("/update_weights_from_disk", {"model_path": str(folder)})
                 await self._weights_are([engine], self._weights)
             if self._router is not None:
@@ -342,6 +317,16 @@ class RolloutManager:
             raise
         engine.serving = True
         await self._gate.tell()
+
+    async def _folder_of_weights(self) -> Path | None:
+        """Where an engine that starts gets the current weights; None: it keeps the base's."""
+        if self._weights == BASE or self._restore is None:
+            return None
+        try:
+            return await self._restore(self._weights)
+        except VersionLost:
+            logger.warning("%s: weights %s are nowhere", self._settings.name, self._weights)
+            return None
 
     def _lose(self, engine: Engine) -> None:
         """It serves no more; it is ended and, unless offloaded, started anew in the background."""
@@ -367,10 +352,8 @@ class RolloutManager:
                     logger.error("%s: engine %d: %s", self._settings.name, engine.index, error)
         await self._gate.tell()
 
-    def _suspect(self, engine: Engine) -> None:
-        self._background(self._check(engine), f"check engine {engine.index}")
-
-    async def _check(self, engine: Engine) -> None:
+    async def _check(self, engine: Engine, patience: int) -> None:
+        """Part with the engine when its process ended, or health checks failed beyond patience."""
         client = engine.client
         if client is None or not engine.serving:
             return
@@ -378,7 +361,7 @@ class RolloutManager:
         if alive and not self._gate.reasons:
             alive = await client.healthy(self._settings.health_timeout_s)
             engine.failures = 0 if alive else engine.failures + 1
-            alive = alive or engine.failures < self._settings.health_failures
+            alive = alive or engine.failures <= patience
         if not alive and engine.client is client:
             logger.warning("%s: engine %d is lost", self._settings.name, engine.index)
             self._lose(engine)
@@ -386,7 +369,8 @@ class RolloutManager:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(self._settings.health_interval_s)
-            await _all(self._check(engine) for engine in self._engines)
+            patience = self._settings.health_failures - 1
+            await _all(self._check(engine, patience) for engine in self._engines)
 
     def _background(self, work: Any, what: str) -> None:
         task = asyncio.create_task(work, name=f"{self._settings.name}: {what}")
@@ -404,29 +388,3 @@ async def _all(work: Any) -> None:
     for result in await asyncio.gather(*work, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result
-
-
-async def _load(engine: Engine, name: str, folder: Path) -> None:
-    await engine.up.call("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
-    engine.adapters.add(name)
-
-
-async def _unload(engine: Engine, name: str) -> None:
-    if name in engine.adapters:
-        engine.adapters.discard(name)
-        await engine.up.call("/unload_lora_adapter", {"lora_name": name})
-
-
-async def _release(engine: Engine, tags: Sequence[str]) -> None:
-    wanted = [tag for tag in tags if tag not in engine.released]
-    if wanted:
-        engine.released.update(wanted)
-        await engine.up.call("/release_memory_occupation", {"tags": wanted})
-
-
-async def _restore(engine: Engine, tags: Sequence[str]) -> None:
-    # SGLang dies of a tag that it did not release.
-    wanted = [tag for tag in tags if tag in engine.released]
-    if wanted:
-        await engine.up.call("/resume_memory_occupation", {"tags": wanted})
-        engine.released.difference_update(wanted)

@@ -11,6 +11,7 @@ from typing import Any
 
 from tinkercloud.core.types import SamplingParams
 from tinkercloud.decoding.stops import StopRule
+from tinkercloud.errors import UserError
 
 _LAW = "tinkercloud"
 _STOP_IDS = "tinkercloud_stop_ids"
@@ -33,8 +34,10 @@ def custom_params(
 ) -> dict[str, Any]:
     """For JSON: scalars, lists and one level of mapping are all that SGLang passes on.
 
-    The seed is text: JSON numbers above 2**63 are not every parser's.
+    The seed is text: JSON numbers above 2**63 are not every parser's. Raises UserError.
     """
+    if not 0 <= params.seed < 2**64:
+        raise UserError(f"a seed lies between 0 and 2**64 - 1, {params.seed} does not")
     law = Law(params.temperature, params.top_k, params.top_p, params.seed, sample_index)
     stop_ids = set(params.stop_token_ids) | (set(eos_ids) if params.use_eos else set())
     return {

@@ -1,15 +1,22 @@
 """Real SGLang servers on a CPU, for tests: which Python runs them, and what keeps them small."""
 
+import asyncio
 import json
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import psutil
 import pytest
+import torch
+from transformers import LlamaForCausalLM
 
 from tests.numerics.tiny import EOS, write_tiny_model
-from tinkercloud.cluster.rollout_manager import RolloutSettings
+from tinkercloud.cluster.rollout_manager import RolloutManager
+from tinkercloud.cluster.rollout_settings import RolloutSettings
 from tinkercloud.core.plan import SglangArguments
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -95,3 +102,31 @@ def write_served_model(folder: Path, seed: int = 0) -> Path:
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(described))
     return folder
+
+
+def logprobs(model: LlamaForCausalLM, tokens: Sequence[int]) -> np.ndarray:
+    """transformers' log-probabilities of tokens[1:], float32."""
+    ids = torch.tensor([list(tokens)])
+    with torch.no_grad():
+        scores = model(ids).logits[0, :-1].double().log_softmax(-1)
+    return scores.gather(-1, ids[0, 1:, None])[:, 0].float().numpy()
+
+
+def processes(manager: RolloutManager, index: int = 0) -> list[psutil.Process]:
+    """Of an engine: its actor's, the guard, SGLang's server and what it started."""
+    import ray
+
+    guard = psutil.Process(ray.get(manager._engines[index].actors[0].process_id.remote()))
+    actor = guard.parent()
+    assert actor is not None
+    return [actor, guard, *guard.children(recursive=True)]
+
+
+async def gone(killed: Sequence[psutil.Process], within_s: float = 30.0) -> bool:
+    """Whether all of them end in time."""
+    deadline = time.monotonic() + within_s
+    while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in killed):
+        if time.monotonic() > deadline:
+            return False
+        await asyncio.sleep(0.2)
+    return True

@@ -41,7 +41,11 @@ _define_torchvision_operators()
 _ignore_pinning()
 torch.set_num_threads(1)
 
+import unembedding  # noqa: E402
+
 from tinkercloud.cluster import sglang_entry  # noqa: E402
+
+unembedding.register()
 
 if __name__ == "__main__":
     sglang_entry.main()
