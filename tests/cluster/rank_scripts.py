@@ -159,7 +159,7 @@ def _hash(network: torch.nn.Module) -> str:
     digest = hashlib.sha256()
     for name, parameter in network.named_parameters():
         digest.update(name.encode())
-        digest.update(parameter.detach().contiguous().flatten().view(torch.uint8).numpy())
+        digest.update(parameter.detach().clone().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
 
 

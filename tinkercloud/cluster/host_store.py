@@ -5,6 +5,7 @@ communication buckets) stays valid and needs no new pointer when it comes back.
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -61,6 +62,21 @@ class HostStore:
             torch.cuda.synchronize()
         self._away.clear()
         return total
+
+    @contextmanager
+    def borrowed(self, tensors: Iterable[Tensor]) -> Iterator[None]:
+        """Those of the tensors that are away are on the device for the block, to be read only."""
+        wanted = {tensor.untyped_storage()._cdata for tensor in tensors}
+        lent = [part for part in self._away if part[0]._cdata in wanted]
+        try:
+            for storage, size, copy in lent:
+                storage.resize_(size)
+                view = _bytes(storage)
+                view.zero_() if copy is None else view.copy_(copy)
+            yield
+        finally:
+            for storage, _, _ in lent:
+                storage.resize_(0)
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:

@@ -94,11 +94,14 @@ class LoraModels(Models):
     def delete(self, model_id: str) -> None:
         self._models.pop(model_id, None)
 
-    def get(self, model_id: str) -> RankModel:
+    def find(self, model_id: str) -> RankModel:
         if model_id not in self._models:
             raise ModelStateLost(model_id)
+        return self._models[model_id]
+
+    def get(self, model_id: str) -> RankModel:
+        model = self.find(model_id)
         self._models.move_to_end(model_id)
-        model = self._models[model_id]
         if model.store.is_away:
             self._make_room()
             model.store.onload()
@@ -135,7 +138,7 @@ class LoraModels(Models):
             own = catalogue.tensors[name]
             is_tied_head = name == "output_layer.weight" and self._is_tied
             if name not in places or is_tied_head:
-                return own
+                return own.clone()
             return _merged(own, *places[name], pairs)
 
         yield from full_tensors(catalogue, shard, bucket_bytes)
@@ -154,7 +157,8 @@ class LoraModels(Models):
         stage = parallel_state.get_pipeline_model_parallel_world_size() - 1
         shape = (arguments.vocab_size, arguments.hidden_size)
         alone: Catalogue = copy.copy(self.rank.catalogue)
-        alone.items = [Item(stage, None, entry, {"lm_head.weight": shape})]
+        dtype = next(network.parameters()).dtype
+        alone.items = [Item(stage, None, entry, {"lm_head.weight": shape}, dtype)]
 
         def shard(name: str) -> Tensor:
             head = next(site for site in self._sites if site.name == "output_layer")
@@ -176,7 +180,7 @@ class LoraModels(Models):
 
 def _merged(own: Tensor, site: Site, block: int, pairs: dict[str, Pair]) -> Tensor:
     delta = weight_delta(site, block, pairs)
-    return own if delta is None else (own.float() + delta).to(own.dtype)
+    return own.clone() if delta is None else (own.float() + delta).to(own.dtype)
 
 
 def _untie(path: Path) -> None:

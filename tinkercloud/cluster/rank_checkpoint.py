@@ -207,7 +207,8 @@ def save_whole(
         file = TensorFile(path, shapes) if together.is_first else None
     error: OSError | None = None
     for kind, prefix in kinds.items():
-        for bucket in full_tensors(catalogue, partial(_read, model, kind), _BUCKET_BYTES):
+        read = partial(_read, model, kind)
+        for bucket in full_tensors(catalogue, read, _BUCKET_BYTES, dtype=torch.float32):
             # All ranks gather on even when the first one's disk is full: nobody waits in vain.
             if file is not None and error is None:
                 error = _written(file, prefix, bucket)
@@ -219,7 +220,7 @@ def save_whole(
 
 
 def _read(model: RankModel, kind: Kind, name: str) -> Tensor:
-    return model.optimizer.read(name, kind)
+    return model.optimizer.read(name, kind).clone()
 
 
 def _written(file: TensorFile, prefix: str, bucket: Bucket) -> OSError | None:

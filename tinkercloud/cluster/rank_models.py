@@ -71,12 +71,17 @@ class Models(ABC):
         """The model, in device memory. Raises ModelStateLost."""
 
     @abstractmethod
+    def find(self, model_id: str) -> RankModel:
+        """The model, wherever its tensors are. Raises ModelStateLost."""
+
+    @abstractmethod
     def active(self, model: RankModel | None) -> AbstractContextManager[None]:
         """The network computes as this model (None: as the base)."""
 
     @abstractmethod
     def buckets(self, model: RankModel | None, bucket_bytes: int) -> Iterator[Bucket]:
-        """Whole weights of the model by Hugging Face names, on every rank."""
+        """Whole weights of the model by Hugging Face names, on every rank; copies, which do not
+        move with training."""
 
     @abstractmethod
     def export(self, model: RankModel | None, folder: Path, form: Form) -> None: ...

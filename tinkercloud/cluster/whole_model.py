@@ -108,6 +108,9 @@ class WholeModel(Models):
             raise ModelStateLost(model_id)
         return self._model
 
+    def find(self, model_id: str) -> RankModel:
+        return self.get(model_id)
+
     @contextmanager
     def active(self, model: RankModel | None) -> Iterator[None]:
         assert model is not None or self._is_base, "the base was trained over"
@@ -116,7 +119,9 @@ class WholeModel(Models):
     def buckets(self, model: RankModel | None, bucket_bytes: int) -> Iterator[Bucket]:
         assert model is not None or self._is_base, "the base was trained over"
         tensors = self.rank.catalogue.tensors
-        yield from full_tensors(self.rank.catalogue, tensors.__getitem__, bucket_bytes)
+        yield from full_tensors(
+            self.rank.catalogue, lambda name: tensors[name].detach().clone(), bucket_bytes
+        )
 
     def export(self, model: RankModel | None, folder: Path, form: Form) -> None:
         if form == "adapter":
