@@ -18,6 +18,7 @@ from tinkercloud.cluster.host_store import HostStore, bytes_of
 from tinkercloud.cluster.megatron_model import build_model, initialize, load_hooks
 from tinkercloud.cluster.rank_types import RankOutput, RankSettings
 from tinkercloud.cluster.weight_io import Bucket, Catalogue, load_base
+from tinkercloud.cluster.weight_sync import Sent, Transfer
 from tinkercloud.core.types import AdamParams, LoraSpec, TrainBatch
 from tinkercloud.weights.checkpoints import (
     TrainingState,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["MegatronRank", "RankOutput", "RankSettings"]
 
 Form = Literal["adapter", "merged"]
+BUCKET_BYTES = 256 * 1024**2  # of a weight transfer
 
 
 class MegatronRank:
@@ -150,13 +152,28 @@ class MegatronRank:
         model = None if model_id is None else self._models.get(model_id)
         self._models.export(model, folder, form=form)
 
+    def send_weights(self, model_id: str, transfer: Transfer) -> Sent:
+        """Give the model's whole weights, adapters merged in, to engines.
+
+        Offloaded ranks may be asked too: what is sent is on the device meanwhile, nothing else.
+        """
+        from tinkercloud.cluster.weight_sender import send
+
+        model = self._models.find(model_id)
+        network = [*self._network.parameters(), *self._network.buffers()]
+        with (
+            self._store.borrowed(network),
+            model.store.borrowed([*network, *model.optimizer.parameter_tensors()]),
+        ):
+            return send(self._models.buckets(model, BUCKET_BYTES), transfer)
+
     def checksum(self, model_id: str | None) -> str:
         """SHA-256 of names and bytes of `weight_buckets`, the same on every rank."""
         digest = hashlib.sha256()
         for bucket in self.weight_buckets(model_id, 64 * 1024**2):
             for name, tensor in bucket:
                 digest.update(name.encode())
-                digest.update(tensor.contiguous().flatten().view(torch.uint8).cpu().numpy())
+                digest.update(tensor.contiguous().flatten().view(torch.uint8).cpu().numpy().data)
         return digest.hexdigest()
 
     # ---- memory
