@@ -132,8 +132,8 @@ class _Finder:
         self._model, self._arguments = model, arguments
         self._shapes = {**dense_shapes(arguments), **expert_shapes(arguments)}
         self._shapes["lm_head"] = (arguments.padded_vocab_size, arguments.hidden_size)
-        self._tp = parallel_state.get_tensor_model_parallel_group()
-        self._etp = parallel_state.get_expert_tensor_parallel_group()
+        self._tp: Any = parallel_state.get_tensor_model_parallel_group()
+        self._etp: Any = parallel_state.get_expert_tensor_parallel_group()
 
     def layer(self, name: str, layer: Any) -> Iterator[Site]:
         number = layer.layer_number - 1

@@ -47,8 +47,8 @@ class BatchRunner:
 
     def __init__(self, model: Any, plan: Plan, device: torch.device, control: ProcessGroup):
         self._model, self._plan, self._device, self._control = model, plan, device, control
-        self._tp = parallel_state.get_tensor_model_parallel_group()
-        self._cp = parallel_state.get_context_parallel_group()
+        self._tp: Any = parallel_state.get_tensor_model_parallel_group()
+        self._cp: Any = parallel_state.get_context_parallel_group()
         self._dp_rank = parallel_state.get_data_parallel_rank()
         self._reports = (
             parallel_state.is_pipeline_last_stage()

@@ -22,6 +22,7 @@ from tinkercloud.core.types import AdamParams
 from tinkercloud.errors import UserError
 
 Kind = Literal["weight", "exp_avg", "exp_avg_sq"]
+_many: Any = torch  # operations on lists of tensors, public in all but name
 _ELEMENTS_AT_ONCE = 2**26
 """Elements that one batch of the update makes temporary copies of."""
 
@@ -55,23 +56,23 @@ class _ShardedAdam(torch.optim.AdamW):
         hyper, steps = self.hyper, self.num_steps
         grads = [p.grad for p in params]
         if self.scale != 1.0:
-            grads = torch._foreach_mul(grads, self.scale)
+            grads = _many._foreach_mul(grads, self.scale)
         m = [self.state[p]["exp_avg"] for p in params]
         v = [self.state[p]["exp_avg_sq"] for p in params]
-        torch._foreach_mul_(m, hyper.beta1)
-        torch._foreach_mul_(v, hyper.beta2)
-        torch._foreach_add_(m, grads, alpha=1 - hyper.beta1)
-        torch._foreach_addcmul_(v, grads, grads, value=1 - hyper.beta2)
+        _many._foreach_mul_(m, hyper.beta1)
+        _many._foreach_mul_(v, hyper.beta2)
+        _many._foreach_add_(m, grads, alpha=1 - hyper.beta1)
+        _many._foreach_addcmul_(v, grads, grads, value=1 - hyper.beta2)
         if hyper.weight_decay:
-            torch._foreach_mul_(params, 1 - hyper.learning_rate * hyper.weight_decay)
-        denominator = torch._foreach_sqrt(v)
-        torch._foreach_div_(denominator, math.sqrt(1 - hyper.beta2**steps))
-        torch._foreach_add_(denominator, hyper.eps)
+            _many._foreach_mul_(params, 1 - hyper.learning_rate * hyper.weight_decay)
+        denominator = _many._foreach_sqrt(v)
+        _many._foreach_div_(denominator, math.sqrt(1 - hyper.beta2**steps))
+        _many._foreach_add_(denominator, hyper.eps)
         if hyper.eps == 0:  # a gradient that was always 0 would be 0/0: such a weight does not move
             for d in denominator:
                 d.masked_fill_(d == 0, 1.0)
         size = -hyper.learning_rate / (1 - hyper.beta1**steps)
-        torch._foreach_addcdiv_(params, m, denominator, value=size)
+        _many._foreach_addcdiv_(params, m, denominator, value=size)
 
 
 def _batches(params: list[Tensor]) -> Iterator[list[Tensor]]:
@@ -120,7 +121,7 @@ class RankOptimizer:
             grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False
         )
         assert config.calculate_per_token_loss, "gradients must not be averaged"
-        self.ddp = DistributedDataParallel(config, ddp_config, module)
+        self.ddp: Any = DistributedDataParallel(config, ddp_config, module)
         self._join_gradients = join_gradients
         self._snapshot_on_host = snapshot_on_host
         self._snapshot: list[Tensor] | None = None
@@ -142,8 +143,9 @@ class RankOptimizer:
             optimizer="adam", lr=0.0, bf16=config.params_dtype == torch.bfloat16,
             params_dtype=config.params_dtype, use_distributed_optimizer=True,
         )  # fmt: skip
+        make: Any = DistributedOptimizer
         with torch.no_grad():  # its shards are views that need no gradient themselves
-            optimizer = DistributedOptimizer(
+            optimizer = make(
                 _ShardedAdam(params),
                 options,
                 None,
@@ -164,7 +166,7 @@ class RankOptimizer:
         names = {id(p): n for n, p in self.params.items()}
         shards: dict[str, Shard] = {}
         for optimizer in self._optimizers:
-            adam = optimizer.optimizer
+            adam: Any = optimizer.optimizer
             adam.state.clear()
             pairs = list(_main_shards(optimizer))
             exp_avg, exp_avg_sq = _zeros([m for _, m in pairs]), _zeros([m for _, m in pairs])
@@ -234,7 +236,7 @@ class RankOptimizer:
 
     def _apply(self, hyper: AdamParams, scale: float) -> None:
         for optimizer in self._optimizers:
-            adam = optimizer.optimizer
+            adam: Any = optimizer.optimizer
             adam.hyper, adam.scale, adam.num_steps = hyper, scale, self.num_steps
             optimizer.step_with_ready_grads()
         self.ddp.start_param_sync()
@@ -254,7 +256,7 @@ class RankOptimizer:
         ]
         square = torch.zeros(1, dtype=torch.float64, device=torch.cuda.current_device())
         if parts:
-            square += torch.stack(torch._foreach_norm(parts)).double().square().sum()
+            square += torch.stack(_many._foreach_norm(parts)).double().square().sum()
         dist.all_reduce(square)
         return math.sqrt(float(square))
 

@@ -14,7 +14,8 @@ class Together:
     """group: of all ranks, for tensors in host memory (gloo)."""
 
     def __init__(self) -> None:
-        self.group: ProcessGroup = dist.new_group(backend="gloo")
+        group: Any = dist.new_group(backend="gloo")
+        self.group: ProcessGroup = group
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     @property
