@@ -82,7 +82,7 @@ def _megatron(config: dict[str, Any], layout: Layout, dtype: str) -> MegatronArg
         padded_vocab_size=-(-vocab // (8 * layout.tp)) * 8 * layout.tp,
         max_sequence_length=config["max_position_embeddings"],
         untie_embeddings_and_output_weights=not config["tie_word_embeddings"],
-        rotary_base=config["rope_parameters"]["rope_theta"],
+        rotary_base=config.get("rope_parameters", config)["rope_theta"],
         dtype=dtype,  # type: ignore[arg-type]
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
