@@ -210,7 +210,7 @@ async def test_a_failed_sync_leaves_the_weights_from_before(bench, other, fault)
         await underway
     np.testing.assert_array_equal(await waiting, before)
     assert bench.manager.weight_version() == old
-    assert bench.manager.stats()["engine_restarts"] == restarts + 1
+    assert bench.manager.stats()["engine_restarts"] > restarts
 
 
 def corrupted(buckets: list[Bucket]) -> Callable[[Transfer], Awaitable[Sent]]:

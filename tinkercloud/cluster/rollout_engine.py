@@ -1,5 +1,6 @@
 """One SGLang server process, owned by one Ray actor: it starts, watches and ends with it."""
 
+import random
 import shlex
 import socket
 import subprocess
@@ -19,6 +20,7 @@ LOG_LINES = 40
 # SGLang keeps a few tokens of the context to itself; with these the whole length can be used.
 CONTEXT_RESERVE = 8
 _POLL_S = 0.5
+_PORTS = (21000, 32000)
 _STOP_S = 25.0
 
 
@@ -70,6 +72,7 @@ class RolloutEngine:
     def __init__(self, launch: Launch):
         self._launch = launch
         self._process: subprocess.Popen[bytes] | None = None
+        self._log_start = 0
 
     def start(self) -> str:
         """The server's URL once it generates. Raises EngineDied with the end of its log."""
@@ -82,10 +85,10 @@ class RolloutEngine:
                 if self._launch.wait:
                     self._await_health(url)
                 return url
-            except EngineDied as died:
+            except EngineDied:
                 self.stop()
                 # Between choosing a port and binding it, somebody else may have taken it.
-                if attempt == 2 or "address already in use" not in str(died):
+                if attempt == 2 or not self._port_was_taken():
                     raise
         raise AssertionError("unreachable")
 
@@ -132,6 +135,7 @@ class RolloutEngine:
         if launch.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, launch.gpus))
         with launch.log_path.open("ab") as log:
+            self._log_start = log.tell()
             log.write(f"$ {shlex.join(command)}\n".encode())
             log.flush()
             self._process = subprocess.Popen(
@@ -155,15 +159,27 @@ class RolloutEngine:
             f"the SGLang server did not answer within {timeout_s:g} s; {self._log_end()}"
         )
 
+    def _port_was_taken(self) -> bool:
+        log = self._launch.log_path.read_bytes()[self._log_start :]
+        return b"address already in use" in log
+
     def _log_end(self) -> str:
         lines = self._launch.log_path.read_text(errors="replace").splitlines()[-LOG_LINES:]
         return f"the end of {self._launch.log_path}:\n" + "\n".join(lines)
 
 
 def free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
+    """Below the range from which the kernel takes ports for outgoing connections: a server binds
+    its port many seconds after it was chosen."""
+    for _ in range(100):
+        port = random.randrange(*_PORTS)
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+            return port
+    raise EngineDied(f"{host} has no free port from {_PORTS[0]} to {_PORTS[1]}")
 
 
 def _node_address() -> str:

@@ -81,9 +81,9 @@ def main() -> int:
     record, *command = sys.argv[1:]
     place = command.index("--port") + 1
     port, host = int(command[place]), command[command.index("--host") + 1]
+    inner = port + 1  # below the kernel's own range, as the outer one
     with socket.socket() as probe:
-        probe.bind((host, 0))
-        inner = probe.getsockname()[1]
+        probe.bind((host, inner))
     command[place] = str(inner)
     server = subprocess.Popen(command)
     _Proxy.backend, _Proxy.record = (host, inner), Path(record)
