@@ -21,8 +21,9 @@ from tinkercloud.cluster.base_models import BaseModel, BaseModels
 from tinkercloud.cluster.placement import Placer
 from tinkercloud.cluster.pool import ModelPool
 from tinkercloud.cluster.ray_session import RaySession
-from tinkercloud.cluster.restore_points import STATE_FILE, link_tree
+from tinkercloud.cluster.restore_points import STATE_FILE, link_files
 from tinkercloud.cluster.rollout_manager import RolloutManager
+from tinkercloud.cluster.train_group import RayTrainGroup
 from tinkercloud.cluster.versions import Version, VersionFolders, new_id, remove
 from tinkercloud.config import Config
 from tinkercloud.core.types import (
@@ -47,6 +48,8 @@ from tinkercloud.errors import (
 )
 
 logger = logging.getLogger(__name__)
+
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +232,14 @@ class ClusterBackend(Backend):
         is_adapter = _serves_as_adapter(model.base, model.spec)
         folder = await asyncio.to_thread(self._folders.make, version_id)
         form = "adapter" if is_adapter else "merged"
-        await model.pool.train(lambda group: group.export(model_id, folder, form=form))
+        live = model.pool.live
+
+        async def export(group: RayTrainGroup) -> None:
+            await group.export(model_id, folder, form=form)
+            if not is_adapter:
+                live.published(version_id, model_id)
+
+        await model.pool.train(export)
         owner = model_id if model_id in self._own_pools else None
         return Version(version_id, model.base.name, folder, is_adapter, owner)
 
@@ -239,7 +249,8 @@ class ClusterBackend(Backend):
         is_adapter = _serves_as_adapter(base, spec)
         place = self._folders.place(version_id)
         if is_adapter:
-            await asyncio.to_thread(link_tree, directory, place)
+            # Not the optimizer's file: SGLang would read it as weights.
+            await asyncio.to_thread(link_files, directory, place, ADAPTER_FILES)
             return Version(version_id, base.name, place, is_adapter=True)
         await asyncio.to_thread(self._folders.make, version_id)
         if spec.rank == 0:

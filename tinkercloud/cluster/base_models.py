@@ -4,7 +4,7 @@ import asyncio
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from tinkercloud.cluster.pool import PoolSettings
 from tinkercloud.cluster.rank_actors import GroupSettings
 from tinkercloud.cluster.rollout_manager import RolloutSettings
 from tinkercloud.config import ClusterConfig, Config, ModelSource
-from tinkercloud.core.plan import ClusterShape, Plan, Wishes
+from tinkercloud.core.plan import ClusterShape, Plan, SglangArguments, Wishes
 from tinkercloud.core.slime_builder import SlimeArgumentBuilder
 from tinkercloud.core.types import ServedModel
 from tinkercloud.errors import ConfigError, PlanRefused
@@ -90,7 +90,7 @@ class BaseModels:
         rollout = RolloutSettings(
             name=name,
             model_path=base.folder,
-            arguments=plan.sglang,
+            arguments=self._engine_arguments(plan),
             eos_token_ids=base.served.eos_token_ids,
             log_dir=data_dir / "cluster" / "logs" / _file_name(name),
             command=engine_command(own),
@@ -103,6 +103,12 @@ class BaseModels:
             name, num_bundles(plan), own.strategy, own.device, own.placement_timeout_s
         )
         return PoolSettings(group, rollout, request)
+
+    def _engine_arguments(self, plan: Plan) -> SglangArguments:
+        """SGLang's memory saver is CUDA's; elsewhere there is nothing to hand over."""
+        if self._config.cluster.device == "cuda":
+            return plan.sglang
+        return replace(plan.sglang, enable_memory_saver=False, enable_weights_cpu_backup=False)
 
 
 def weights_dtype(config: Config) -> Dtype:

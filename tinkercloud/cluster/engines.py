@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from tinkercloud.cluster.live_weights import LiveWeights
 from tinkercloud.cluster.memory import WEIGHTS
 from tinkercloud.cluster.placement import Slot
 from tinkercloud.cluster.rollout_manager import BASE, RolloutManager, RolloutSettings
@@ -26,13 +27,21 @@ Places = Sequence[Sequence[Slot]]
 
 
 class Engines:
-    """A RolloutSide. places: per engine the slots of its GPUs; asked at every start of all."""
+    """A RolloutSide. places: per engine the slots of its GPUs; asked at every start of all. live:
+    what the trainer still holds. slots: adapters that engines keep."""
 
     def __init__(
-        self, settings: RolloutSettings, places: Callable[[], Awaitable[Places]], *, slots: int
+        self,
+        settings: RolloutSettings,
+        places: Callable[[], Awaitable[Places]],
+        live: LiveWeights,
+        *,
+        slots: int,
     ):
         self._settings = settings
         self._places = places
+        self._live = live
+        self._num_updates = {"disk": 0, "tensor": 0, "broadcast": 0}
         self._manager: RolloutManager | None = None
         self._adapters = Adapters(slots)
         self._folders: dict[str, Path] = {BASE: settings.model_path}
@@ -48,6 +57,7 @@ class Engines:
         own: dict[str, float | int | str] = {
             "engine_starts": self._num_starts,
             "adapters_loaded": len(self._adapters),
+            **{f"weights_by_{how}": count for how, count in self._num_updates.items()},
         }
         return own if self._manager is None else {**self._manager.stats(), **own}
 
@@ -64,7 +74,8 @@ class Engines:
 
     async def offload(self, tags: Sequence[str]) -> int:
         freed = await self._up().offload(tags)
-        if WEIGHTS in tags and not self._settings.arguments.enable_weights_cpu_backup:
+        own = self._settings.arguments
+        if WEIGHTS in tags and own.enable_memory_saver and not own.enable_weights_cpu_backup:
             self._weights_lost = True
         return freed
 
@@ -73,10 +84,18 @@ class Engines:
         if weights == manager.weight_version() and not self._weights_lost:
             return 0
         folder = await self._folder_of(weights)
-        await load_weights(manager, weights, folder)
+        async with self._live.holding(weights) as model_id:
+            if model_id is None:
+                how = "disk"
+                await load_weights(manager, weights, folder)
+                num_bytes = await asyncio.to_thread(_weight_bytes, folder)
+            else:
+                how = str(self._live.how)
+                num_bytes = (await self._live.send(manager, weights, model_id)).num_bytes
+        self._num_updates[how] += 1
         self._weights_lost = False
         await self._tidy()
-        return await asyncio.to_thread(_weight_bytes, folder)
+        return num_bytes
 
     async def discard(self) -> None:
         manager, self._manager = self._manager, None
@@ -118,6 +137,7 @@ class Engines:
         held = self._manager.weight_version() if self._manager is not None else BASE
         for name in self._retired - {held}:
             self._retired.discard(name)
+            self._live.forget(name)
             await asyncio.to_thread(remove, self._folders.pop(name, None))
 
     async def _folder_of(self, weights: str) -> Path:

@@ -7,10 +7,12 @@ comes, and start anew after a failure when it next comes. Closing gives everythi
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import TypeVar
 
 from tinkercloud.cluster.engines import Engines
+from tinkercloud.cluster.live_weights import LiveWeights
 from tinkercloud.cluster.phases import Phases
 from tinkercloud.cluster.placement import (
     Placement,
@@ -60,7 +62,8 @@ class ModelPool:
         self._closed = False
         slots = HOST_SLOTS_PER_SLOT * (plan.sglang.max_loras_per_batch or 1)
         self.group = RayTrainGroup(settings.group, self._train_slots)
-        self.engines = Engines(settings.rollout, self._rollout_places, slots=slots)
+        self.live = LiveWeights(self.group, plan, settings.request.device, self._training)
+        self.engines = Engines(settings.rollout, self._rollout_places, self.live, slots=slots)
         self.phases = Phases(self.group, self.engines, colocated=plan.rollout.colocated)
         self.waiting: str | None = None
         self.num_active = 0
@@ -94,6 +97,9 @@ class ModelPool:
             raise EngineDied(f"the ranks of {self._settings.group.name} keep dying")
         finally:
             self.num_active -= 1
+
+    def _training(self) -> AbstractAsyncContextManager[None]:
+        return self.phases.training()
 
     async def _watched(self, operation: Callable[[RayTrainGroup], Awaitable[Result]]) -> Result:
         try:

@@ -110,6 +110,10 @@ class RankActors:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def endpoint(self) -> str:
+        """A free address on rank 0's node, "tcp://host:port"."""
+        return await self._unless_dead(_future(self._actors[0].endpoint.remote()))
+
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """The ranks' results, in rank order. An argument that is an ObjectRef is resolved there.
 

@@ -10,11 +10,13 @@ import json
 import os
 import shutil
 import uuid
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
 from tinkercloud.core.types import LoraSpec
+from tinkercloud.errors import UserError
 
 STATE_FILE = "training_state.json"
 
@@ -32,7 +34,8 @@ class RestorePoint:
 class KnownModel:
     """unsaved: training since the point, acknowledged or underway when the ranks died.
     gradient: something is accumulated, which no checkpoint holds. rewound: what its next operation
-    must be told. lost: it could not be brought back."""
+    must be told. lost: it could not be brought back. weights: another object for other weights.
+    turn: held by whoever changes them, or needs them unchanged."""
 
     spec: LoraSpec
     point: RestorePoint
@@ -40,6 +43,8 @@ class KnownModel:
     gradient: bool = False
     rewound: str | None = None
     lost: bool = False
+    weights: object = field(default_factory=object)
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 BEGINNING = RestorePoint(None, False, "its beginning: no checkpoint of it was saved")
@@ -54,7 +59,7 @@ class RestorePoints:
     async def keep(self, model_id: str, checkpoint: Path, *, with_optimizer: bool) -> RestorePoint:
         """Take over a checkpoint's files."""
         target = self._of(model_id) / uuid.uuid4().hex[:12]
-        await asyncio.to_thread(_link, checkpoint, target)
+        await asyncio.to_thread(_link_all, checkpoint, target)
         steps = await asyncio.to_thread(_steps, target)
         name = "/".join(checkpoint.parts[-3:-1])
         at = f"step {steps}" if with_optimizer else "weights alone"
@@ -74,23 +79,20 @@ class RestorePoints:
         return self._root / quote(model_id, safe="")
 
 
-def link_tree(source: Path, target: Path) -> None:
-    """target must not exist; its parents are made."""
-    _link(source, target)
-
-
-def _link(source: Path, target: Path) -> None:
+def link_files(source: Path, target: Path, names: Iterable[str]) -> None:
+    """Into a new folder. Raises UserError where one is missing."""
     target.mkdir(parents=True)
-    for path in source.rglob("*"):
-        place = target / path.relative_to(source)
-        if path.is_dir():
-            place.mkdir(parents=True, exist_ok=True)
-            continue
-        place.parent.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        if not (source / name).is_file():
+            raise UserError(f"the checkpoint has no {name}")
         try:
-            os.link(path, place)
+            os.link(source / name, target / name)
         except OSError:  # another file system, or one without links
-            shutil.copy2(path, place)
+            shutil.copy2(source / name, target / name)
+
+
+def _link_all(source: Path, target: Path) -> None:
+    link_files(source, target, [path.name for path in source.iterdir() if path.is_file()])
 
 
 def _steps(folder: Path) -> int:

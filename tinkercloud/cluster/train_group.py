@@ -13,8 +13,8 @@ forward_backward must not be applied to a model without that gradient.)
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from tinkercloud.cluster.placement import Slot
 from tinkercloud.cluster.rank_actors import GroupSettings, RankActors
 from tinkercloud.cluster.rank_types import merge_outputs
 from tinkercloud.cluster.restore_points import BEGINNING, KnownModel, RestorePoints
+from tinkercloud.cluster.weight_sync import Sent, Transfer
 from tinkercloud.core.types import AdamParams, LoraSpec, TrainBatch, TrainOutput
 from tinkercloud.errors import EngineDied, ModelStateLost, TinkercloudError, TrainingRewound
 
@@ -98,7 +99,8 @@ class RayTrainGroup:
         await self._know(model_id, KnownModel(spec, BEGINNING))
 
     async def load(self, model_id: str, folder: Path, *, with_optimizer: bool) -> LoraSpec:
-        spec = (await self._call("load", model_id, folder, with_optimizer=with_optimizer))[0]
+        async with self.unchanged(model_id):
+            spec = (await self._call("load", model_id, folder, with_optimizer=with_optimizer))[0]
         point = await self._points.keep(model_id, folder, with_optimizer=with_optimizer)
         await self._know(model_id, KnownModel(spec, point))
         return spec
@@ -155,12 +157,39 @@ class RayTrainGroup:
 
     async def apply_optimizer_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
         model = self._known(model_id)
-        async with _Training(model):
+        async with model.turn, _Training(model):
+            model.weights = object()
             try:
                 metrics = (await self._call("apply_optimizer_step", model_id, params))[0]
             finally:
                 model.gradient = False  # a refused gradient is dropped too
         return metrics
+
+    # ---- weights for engines
+
+    def state_of(self, model_id: str) -> object | None:
+        """The same object as long as the model's weights are the same; None: they are not here."""
+        model = self._models.get(model_id)
+        return None if model is None or model.lost or model.rewound else model.weights
+
+    @asynccontextmanager
+    async def unchanged(self, model_id: str) -> AsyncIterator[None]:
+        """The ranks do not change the model's weights for the length of the block, unless they
+        die; what would waits."""
+        model = self._models.get(model_id)
+        async with model.turn if model is not None else nullcontext():
+            yield
+
+    async def endpoint(self) -> tuple[str, int]:
+        """A free address and port on the node of rank 0."""
+        if self._ranks is None:
+            raise EngineDied(f"the ranks of {self._settings.name} are not running")
+        host, _, port = (await self._ranks.endpoint()).removeprefix("tcp://").rpartition(":")
+        return host, int(port)
+
+    async def send_weights(self, model_id: str, transfer: Transfer) -> Sent:
+        """Every rank sends its part to the engines; also while they are offloaded."""
+        return (await self._call("send_weights", model_id, transfer))[0]
 
     # ---- inside
 
@@ -209,6 +238,7 @@ class RayTrainGroup:
             model.lost = True
             return
         if model.unsaved:
+            model.weights = object()
             model.rewound = (
                 f"the training processes of model {model_id!r} died, and it was restored to "
                 f"{point.label}. Training since then is lost; this operation was not executed. "

@@ -1,0 +1,314 @@
+"""The whole backend on its real engines: Ray, Megatron-core over gloo on two ranks, SGLang behind
+a recorder, colocated on CPU bundles, with a tiny Llama."""
+
+import asyncio
+import shlex
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from tests.cluster.cpu.engines import (
+    CPU_OPTIONS,
+    sglang_command,
+    sglang_environment,
+    write_served_model,
+)
+from tests.cluster.cpu.recorder import calls, recorded
+from tests.cluster.ray_cluster import groups_alive, one_node, settled
+from tests.numerics.tiny import ask, random_prompt, supervised
+from tinkercloud.cluster.backend import ClusterBackend
+from tinkercloud.config import ClusterConfig, Config, ModelSource
+from tinkercloud.core.types import (
+    AdamParams,
+    FromBase,
+    FromCheckpoint,
+    FromModel,
+    LoraSpec,
+    SampleOutput,
+    TrainBatch,
+)
+from tinkercloud.errors import EngineDied, ModelStateLost, TrainingRewound, UserError, VersionLost
+
+SPEC = LoraSpec(rank=8, seed=3)
+FULL = LoraSpec(rank=0, seed=0)
+DATA = TrainBatch(tuple(supervised(12 + i, i) for i in range(3)), "cross_entropy")
+PROMPT = random_prompt(9, 1)
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray() -> Iterator[None]:
+    with one_node(cpus=4):
+        yield
+
+
+@dataclass
+class Cluster:
+    backend: ClusterBackend
+    config: Config
+    record: Path
+
+    async def step(self, model_id: str, learning_rate: float = 5e-3) -> float:
+        """The loss before the step."""
+        output = await self.backend.forward_backward(model_id, DATA)
+        await self.backend.optim_step(model_id, AdamParams(learning_rate=learning_rate))
+        return output.metrics["loss:sum"]
+
+    async def loss(self, model_id: str) -> float:
+        batch = replace(DATA, forward_only=True)
+        return (await self.backend.forward_backward(model_id, batch)).metrics["loss:sum"]
+
+    async def scores(self, version: str) -> np.ndarray:
+        """The version's log-probabilities of the first datum's targets."""
+        datum = DATA.data[0]
+        tokens = [*datum.tokens.tolist(), int(datum.inputs["target_tokens"][-1])]
+        request = ask(tokens, max_tokens=1, temperature=0.0, prompt_logprobs=True)
+        output = await self.backend.sample(version, request)
+        assert output.prompt_logprobs is not None
+        return output.prompt_logprobs[1:]
+
+    async def trained_scores(self, model_id: str) -> np.ndarray:
+        batch = replace(DATA, forward_only=True)
+        return (await self.backend.forward_backward(model_id, batch)).outputs[0]["logprobs"]
+
+    async def saved(self, model_id: str, folder: Path, **options: bool) -> Path:
+        await asyncio.to_thread(folder.mkdir, parents=True)
+        await self.backend.save_model(model_id, folder, **({"with_optimizer": True} | options))
+        return folder
+
+    def pool_of(self, model_id: str):
+        return self.backend._models[model_id].pool
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    root = tmp_path_factory.mktemp("cluster")
+    (root / "model").mkdir()
+    model = write_served_model(root / "model")
+    record = root / "calls.jsonl"
+    environment = [f"{name}={value}" for name, value in sglang_environment().items()]
+    engine = ("env", *environment, *sglang_command())
+    own = ClusterConfig(
+        gpus=2,
+        gpu_memory_bytes=16 * 1024**3,
+        tp=2,
+        rollout_tp=1,
+        lora_rank=16,
+        max_seq_len=256,
+        device="cpu",
+        prepare="tests.cluster.cpu.ranks:prepare",
+        sglang_command=shlex.join(recorded(record, engine)),
+        sglang_args=shlex.join((*CPU_OPTIONS, "--max-total-tokens", "2048")),
+        placement_timeout_s=300.0,
+        start_timeout_s=240.0,
+        operation_timeout_s=120.0,
+        sample_timeout_s=120.0,
+    )
+    config = Config(
+        data_dir=root / "data", models=(ModelSource("tiny", model),), backend="cluster", cluster=own
+    )
+    backend = ClusterBackend(config)
+    (served,) = await backend.start()
+    assert (served.vocab_size, served.max_context_length, served.dtype) == (260, 256, "float32")
+    assert served.eos_token_ids == (256,)
+    yield Cluster(backend, config, record)
+    await backend.stop()
+    assert await asyncio.to_thread(settled), groups_alive()
+
+
+async def test_a_fresh_adapter_samples_as_the_base_and_as_it_trains(cluster: Cluster):
+    backend = cluster.backend
+    await backend.create_model("m", "tiny", SPEC)
+    version = await backend.publish(FromModel("m"))
+    base = await backend.publish(FromBase("tiny"))
+    trained = await cluster.trained_scores("m")
+    np.testing.assert_allclose(await cluster.scores(version), trained, atol=1e-4)
+    np.testing.assert_allclose(await cluster.scores(base), trained, atol=1e-4)
+
+
+async def test_training_lowers_the_loss_and_the_sampler_follows_when_published(cluster: Cluster):
+    backend = cluster.backend
+    losses = [await cluster.step("m") for _ in range(3)]
+    assert losses[2] < losses[1] < losses[0]
+    version = await backend.publish(FromModel("m"))
+    np.testing.assert_allclose(
+        await cluster.scores(version), await cluster.trained_scores("m"), atol=1e-3
+    )
+
+
+async def test_an_older_version_answers_with_older_weights_to_the_bit(cluster: Cluster):
+    backend = cluster.backend
+    older = await backend.publish(FromModel("m"))
+    before = await cluster.scores(older)
+    await cluster.step("m")
+    newer = await backend.publish(FromModel("m"))
+    after = await cluster.scores(newer)
+    assert np.abs(after - before).max() > 1e-3
+    np.testing.assert_array_equal(await cluster.scores(older), before)
+
+
+async def test_samples_of_a_seed_are_the_same_whatever_runs_beside_them(cluster: Cluster):
+    backend = cluster.backend
+    version = await backend.publish(FromModel("m"))
+    base = await backend.publish(FromBase("tiny"))
+    request = ask(PROMPT, n=2, max_tokens=6, seed=11)
+    alone = await backend.sample(version, request)
+    *_, among = await asyncio.gather(
+        *(backend.sample(base, ask(PROMPT, max_tokens=4, seed=i)) for i in range(3)),
+        cluster.loss("m"),  # training takes its turn between them
+        backend.sample(version, request),
+    )
+    assert _tokens(alone) == _tokens(among)
+    assert len({tuple(tokens) for tokens in _tokens(alone)}) == 2
+
+
+def _tokens(output: SampleOutput) -> list[list[int]]:
+    return [sequence.tokens.tolist() for sequence in output.sequences]
+
+
+async def test_engines_gave_way_in_the_order_of_the_card(cluster: Cluster):
+    """Seen by the recorder: all parts are released; weights come first, the cache last."""
+    moves = [
+        (call["path"].partition("_")[0], tuple(call["body"]["tags"]))
+        for call in calls(cluster.record, "/release_memory_occupation", "/resume_memory_occupation")
+    ]
+    release = ("/release", ("kv_cache", "cuda_graph", "weights"))
+    resumes = [("/resume", (tag,)) for tag in ("weights", "cuda_graph", "kv_cache")]
+    assert len(moves) >= 8
+    for index, move in enumerate(moves):
+        assert move == [release, *resumes][index % 4]
+
+
+async def test_nothing_is_generated_while_the_trainer_has_the_gpus(cluster: Cluster):
+    asked = [call["path"] for call in calls(cluster.record)]
+    for before, path in pairwise(asked):
+        if path == "/generate":
+            assert before not in ("/release_memory_occupation",)
+    released = False
+    for call in calls(cluster.record):
+        if call["path"] == "/release_memory_occupation":
+            released = True
+        elif call["path"] == "/resume_memory_occupation" and call["body"]["tags"] == ["kv_cache"]:
+            released = False
+        assert not (released and call["path"] == "/generate")
+
+
+async def test_a_checkpoint_resumes_and_can_be_sampled(cluster: Cluster, tmp_path: Path):
+    backend = cluster.backend
+    folder = await cluster.saved("m", tmp_path / "weights" / "name" / "files")
+    version = await backend.publish(FromCheckpoint("tiny", folder))
+    spec = await backend.load_model("resumed", "tiny", folder, with_optimizer=True)
+    assert spec == SPEC
+    np.testing.assert_allclose(
+        await cluster.scores(version), await cluster.trained_scores("resumed"), atol=1e-3
+    )
+    assert await cluster.step("resumed") == await cluster.step("m")
+    assert await cluster.loss("resumed") == pytest.approx(await cluster.loss("m"), rel=1e-6)
+    await backend.delete_model("resumed")
+    with pytest.raises(ModelStateLost):
+        await backend.optim_step("resumed", AdamParams())
+
+
+async def test_more_versions_than_engines_keep_all_answer(cluster: Cluster):
+    backend = cluster.backend
+    cluster.pool_of("m").engines._adapters._slots = 2
+    versions = []
+    for _ in range(4):
+        versions.append(await backend.publish(FromModel("m")))
+        await cluster.step("m", learning_rate=1e-2)
+    first = [await cluster.scores(version) for version in versions]
+    again = [await cluster.scores(version) for version in versions]
+    np.testing.assert_array_equal(first, again)
+    assert backend.stats()["tiny: adapters_loaded"] == 2
+    assert len({float(scores.sum()) for scores in first}) == 4
+
+
+async def test_a_released_version_is_gone_from_the_engines_and_from_disk(cluster: Cluster):
+    backend = cluster.backend
+    released = await backend.publish(FromModel("m"))
+    folder = cluster.config.data_dir / "cluster" / "versions" / released
+    await cluster.scores(released)
+    assert folder.is_dir()
+    await backend.release(released)
+    with pytest.raises(VersionLost):
+        await cluster.scores(released)
+    await cluster.scores(await backend.publish(FromModel("m")))
+    assert not folder.exists()
+    unloaded = [call["body"]["lora_name"] for call in calls(cluster.record, "/unload_lora_adapter")]
+    assert released in unloaded
+
+
+async def test_input_that_only_the_backend_can_refuse_is_the_users(cluster: Cluster, tmp_path):
+    with pytest.raises(UserError, match="rank 17"):
+        await cluster.backend.create_model("big", "tiny", LoraSpec(rank=17, seed=0))
+    with pytest.raises(UserError, match="not a checkpoint"):
+        await cluster.backend.load_model("none", "tiny", tmp_path, with_optimizer=False)
+    await cluster.loss("m")
+
+
+async def test_a_rank_that_dies_costs_one_operation_and_a_warning(cluster: Cluster, tmp_path):
+    """Training goes on from the checkpoint; what was published is not touched."""
+    import ray
+
+    backend = cluster.backend
+    published = await backend.publish(FromModel("m"))
+    scores = await cluster.scores(published)
+    await cluster.saved("m", tmp_path / "weights" / "kept" / "files")
+    saved = await cluster.loss("m")
+    await cluster.step("m")
+    underway = asyncio.create_task(cluster.loss("m"))
+    await asyncio.sleep(0.02)
+    ray.kill(cluster.pool_of("m").group._ranks._actors[1])
+    with pytest.raises(EngineDied):
+        await underway
+        await cluster.loss("m")  # where the rank was faster than its end
+    with pytest.raises(TrainingRewound, match="weights/kept"):
+        await cluster.loss("m")
+    assert await cluster.loss("m") == pytest.approx(saved, rel=1e-6)
+    np.testing.assert_array_equal(await cluster.scores(published), scores)
+
+
+async def test_full_parameter_models_have_gpus_of_their_own_until_they_are_deleted(
+    cluster: Cluster, tmp_path: Path
+):
+    """Fills the cluster: a second one waits, says so, and gets its turn."""
+    backend = cluster.backend
+    await backend.create_model("full", "tiny", FULL)
+    assert sorted(groups_alive()) == ["full", "tiny"]
+    fresh = await cluster.loss("full")
+    losses = [await cluster.step("full", 1e-3) for _ in range(2)]
+    assert losses[0] == pytest.approx(fresh, rel=1e-6)
+    assert losses[1] < losses[0]
+
+    second = asyncio.create_task(backend.create_model("second", "tiny", FULL))
+    async with asyncio.timeout(20):
+        while backend.queue_state("second") is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    await asyncio.sleep(1.5)
+    assert not second.done()
+    assert backend.queue_state("second") == "waiting until 2 CPU bundles are free"
+
+    version = await backend.publish(FromModel("full"))
+    trained = await cluster.trained_scores("full")
+    np.testing.assert_allclose(await cluster.scores(version), trained, atol=1e-3)
+    folder = await cluster.saved("full", tmp_path / "weights" / "full" / "files")
+    await backend.delete_model("full")
+    await asyncio.wait_for(second, 200)
+    assert backend.queue_state("second") is None
+    assert await cluster.loss("second") == pytest.approx(fresh, rel=1e-6)
+    await backend.delete_model("second")
+
+    # What it published outlives it, beside the base's adapters and the base itself.
+    base = await backend.publish(FromBase("tiny"))
+    again = await backend.publish(FromCheckpoint("tiny", folder))
+    untrained = await cluster.scores(base)
+    np.testing.assert_allclose(await cluster.scores(version), trained, atol=1e-3)
+    np.testing.assert_allclose(await cluster.scores(again), trained, atol=1e-3)
+    np.testing.assert_array_equal(await cluster.scores(base), untrained)
+    assert np.abs(untrained - trained).max() > 1e-3

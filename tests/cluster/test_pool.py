@@ -1,0 +1,191 @@
+"""Pools of the backend on real Ray, with ranks of a model that can be checked by hand and engines
+that cannot start: what fails leaves nothing, what waits gets its turn."""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.cluster.cpu.tiny import PLAIN, SIZES
+from tests.cluster.ray_cluster import free_cpus, groups_alive, one_node, settled, total_cpus
+from tinkercloud.cluster import placement
+from tinkercloud.cluster.backend import ClusterBackend
+from tinkercloud.cluster.base_models import BaseModels
+from tinkercloud.config import ClusterConfig, Config, ModelSource
+from tinkercloud.core.types import (
+    AdamParams,
+    Datum,
+    FromBase,
+    LoraSpec,
+    SampleRequest,
+    SamplingParams,
+    TrainBatch,
+)
+from tinkercloud.errors import CapacityTimeout, EngineDied, ModelStateLost, UserError
+
+SPEC = LoraSpec(rank=4, seed=1)
+FULL = LoraSpec(rank=0, seed=0)
+ONE = Datum(
+    np.ones(1, np.int32),
+    {"target_tokens": np.full(1, 5, np.int64), "weights": np.ones(1, np.float32)},
+)
+BATCH = TrainBatch((ONE,), "cross_entropy")
+SAMPLE = SampleRequest(np.ones(2, np.int32), 1, SamplingParams(max_tokens=1, seed=0))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray() -> Iterator[None]:
+    with one_node(cpus=2):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    yield
+    assert settled(), f"left behind: {groups_alive()}, {free_cpus()} of {total_cpus()} CPUs free"
+
+
+@pytest.fixture
+def faults(tmp_path: Path) -> Path:
+    folder = tmp_path / "faults"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+async def backend(tmp_path: Path, faults: Path, monkeypatch) -> AsyncIterator[ClusterBackend]:
+    """Two bases; two ranks for each pool, and room for one pool."""
+    llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        config = {**SIZES, **llama, "rope_parameters": PLAIN}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    plain = BaseModels.pool_settings
+
+    def with_tiny_ranks(self: BaseModels, *args):
+        made = plain(self, *args)
+        environment = {"TINY_FAULTS": str(faults)}
+        rank_class = "tests.cluster.ray_ranks:TinyRank"
+        return replace(
+            made, group=replace(made.group, rank_class=rank_class, environment=environment)
+        )
+
+    monkeypatch.setattr(BaseModels, "pool_settings", with_tiny_ranks)
+    own = ClusterConfig(
+        gpus=2, dp=2, tp=1, gpu_memory_bytes=16 * 1024**3, max_seq_len=128, device="cpu",
+        sglang_command=f"{sys.executable} -c \"raise SystemExit('no engine here')\"",
+        placement_timeout_s=20.0, start_timeout_s=60.0, operation_timeout_s=30.0,
+        sample_timeout_s=5.0,
+    )  # fmt: skip
+    models = tuple(ModelSource(name, tmp_path / name) for name in ("a", "b"))
+    made = ClusterBackend(Config(data_dir=tmp_path / "data", models=models, cluster=own))
+    await made.start()
+    yield made
+    await made.stop()
+
+
+async def train(backend: ClusterBackend, model_id: str) -> float:
+    output = await backend.forward_backward(model_id, BATCH)
+    await backend.optim_step(model_id, AdamParams(learning_rate=0.1))
+    return output.metrics["loss:sum"]
+
+
+async def until_waiting(backend: ClusterBackend, model_id: str) -> str:
+    async with asyncio.timeout(15):
+        while (reason := backend.queue_state(model_id)) is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    return reason
+
+
+@pytest.mark.parametrize("spec", [SPEC, FULL], ids=["adapter", "full"])
+@pytest.mark.parametrize(
+    "fault", ["placement", "start-1-die", "start-0-raise", "create-1-raise", "create-0-die"]
+)
+async def test_a_fault_at_any_step_of_creation_leaves_nothing_and_the_next_one_works(
+    backend: ClusterBackend, faults: Path, monkeypatch, fault: str, spec: LoraSpec
+):
+    async def broken(*_: object) -> None:
+        raise RuntimeError("injected")
+
+    if fault != "placement":
+        (faults / fault).touch()
+    with monkeypatch.context() as patch:
+        if fault == "placement":
+            patch.setattr(placement, "_probe", broken)
+        with pytest.raises((EngineDied, RuntimeError)):
+            await backend.create_model("m", "a", spec)
+    assert await asyncio.to_thread(settled), groups_alive()
+    with pytest.raises(ModelStateLost):
+        await train(backend, "m")
+    await backend.create_model("m", "a", spec)
+    assert await train(backend, "m") > await train(backend, "m")
+
+
+async def test_a_refused_model_costs_its_neighbours_nothing(backend: ClusterBackend, faults: Path):
+    await backend.create_model("first", "a", SPEC)
+    losses = [await train(backend, "first")]
+    for rank in (0, 1):
+        (faults / f"create-{rank}-refuse").touch()
+    with pytest.raises(UserError, match="refused"):
+        await backend.create_model("second", "a", SPEC)
+    losses += [await train(backend, "first")]
+    assert losses[1] < losses[0]
+    assert backend.stats()["a: rank_restarts"] == 0
+
+
+async def test_a_cancelled_creation_leaves_nothing(backend: ClusterBackend, faults: Path):
+    (faults / "start-1-hang").touch()
+    creating = asyncio.create_task(backend.create_model("m", "a", SPEC))
+    await asyncio.sleep(3.0)
+    creating.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await creating
+    assert await asyncio.to_thread(settled), groups_alive()
+
+
+async def test_a_model_waits_says_why_and_gets_its_turn_when_another_is_deleted(
+    backend: ClusterBackend,
+):
+    await backend.create_model("first", "a", FULL)
+    second = asyncio.create_task(backend.create_model("second", "b", SPEC))
+    await until_waiting(backend, "second")
+    await asyncio.sleep(1.5)
+    assert backend.queue_state("second") == "waiting until 2 CPU bundles are free"
+    await train(backend, "first")
+    assert not second.done()
+    await backend.delete_model("first")
+    await asyncio.wait_for(second, 60)
+    assert backend.queue_state("second") is None
+    await train(backend, "second")
+
+
+async def test_a_model_that_waits_too_long_fails_with_the_reason(backend: ClusterBackend):
+    await backend.create_model("first", "a", FULL)
+    with pytest.raises(CapacityTimeout, match="got no 2 CPU bundles within 20 s"):
+        await backend.create_model("second", "a", FULL)
+    await train(backend, "first")
+
+
+async def test_a_base_without_models_gives_its_gpus_to_whoever_waits(backend: ClusterBackend):
+    await backend.create_model("first", "a", SPEC)
+    await backend.delete_model("first")
+    assert groups_alive() == ["a"]
+    await asyncio.wait_for(backend.create_model("second", "b", SPEC), 60)
+    assert groups_alive() == ["b"]
+
+
+async def test_an_engine_that_cannot_start_fails_its_samples_and_not_the_training(
+    backend: ClusterBackend,
+):
+    await backend.create_model("m", "a", SPEC)
+    version = await backend.publish(FromBase("a"))
+    first = await train(backend, "m")
+    with pytest.raises(EngineDied, match="no engine here"):
+        await backend.sample(version, SAMPLE)
+    assert await train(backend, "m") < first
+    assert backend.stats()["a: rank_restarts"] == 0
