@@ -133,14 +133,18 @@ def start_server(
             server.stop()
 
 
+def tested_backend() -> str:
+    """What TINKERCLOUD_TEST_BACKEND names; without it, the default one."""
+    return os.environ.get("TINKERCLOUD_TEST_BACKEND", "embedded")
+
+
 def backend_arguments() -> tuple[str, ...]:
-    """Flags of the backend that TINKERCLOUD_TEST_BACKEND names; without it, the default one."""
-    backend = os.environ.get("TINKERCLOUD_TEST_BACKEND", "embedded")
-    if backend == "cluster":
+    """Flags of the tested backend."""
+    if tested_backend() == "cluster":
         from tests.cluster.cpu.serving import cluster_arguments
 
         return cluster_arguments()
-    return ("--backend", backend)
+    return ("--backend", tested_backend())
 
 
 def free_port() -> int:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import tinker_gmi
 from tests.e2e.clients import CHAT, MODEL, Client, logprobs_of
-from tests.serving import Server, backend_arguments, start_server
+from tests.serving import Server, backend_arguments, start_server, tested_backend
 
 TEXT = "The first light over the harbour was the colour of a copper coin left in the rain."
 
@@ -284,7 +284,9 @@ def test_the_same_seed_gives_the_same_tokens_alone_and_among_sixteen(
     (among,) = client.sample(sampler, prompt, **wanted)
     assert [len(f.result().sequences) for f in others] == [1] * 16
     assert list(among.tokens) == list(alone.tokens)
-    assert list(among.logprobs) == list(alone.logprobs)
+    # SGLang's kernels on a CPU may add in another order for another batch.
+    allowed = 0.0 if tested_backend() == "embedded" else 1e-5
+    np.testing.assert_allclose(among.logprobs, alone.logprobs, atol=allowed, rtol=0)
 
 
 def test_an_overfitted_text_is_recited_from_every_kind_of_sampler(
