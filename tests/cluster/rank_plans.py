@@ -28,12 +28,14 @@ def tiny_plan(  # noqa: PLR0913 - one keyword for each size of a layout
     etp: int = 1,
     dp: int = 1,
     recompute: bool = False,
+    sequence_parallel: bool = True,
     dtype: str = "float32",
     tokens: int = MICROBATCH_TOKENS,
 ) -> Plan:
-    """Sequence parallelism wherever there are tensor-parallel ranks."""
+    """sequence_parallel: where there are tensor-parallel ranks."""
     config = json.loads((folder / "config.json").read_text())
-    layout = Layout(tp, pp, cp, ep, etp, dp, tp > 1, "full" if recompute else "none", tokens)
+    recomputed, split = "full" if recompute else "none", sequence_parallel and tp > 1
+    layout = Layout(tp, pp, cp, ep, etp, dp, split, recomputed, tokens)
     return Plan(
         architecture=config["architectures"][0],
         parameters=0,

@@ -19,6 +19,7 @@ CLIP = AdamParams(1e-2, eps=1.0, weight_decay=0.1, grad_clip_norm=0.5)
 KINDS = ("llama", "llama_tied", "qwen3", "qwen3_moe")
 TWO: dict[str, tuple[str, dict[str, int]]] = {
     "tp2": ("llama", {"tp": 2}),
+    "tp2 plain": ("llama", {"tp": 2, "sequence_parallel": 0}),
     "dp2": ("llama", {"dp": 2}),
     "pp2": ("qwen3", {"pp": 2}),
     "cp2": ("qwen3", {"cp": 2}),

@@ -68,6 +68,7 @@ class LoraModels(Models):
     def _new(self, spec: LoraSpec, ranks: dict[str, int]) -> RankModel:
         """A model that nobody finds yet; its tensors are 0."""
         self._check_rank(spec)
+        self._make_room()
         slot = AdapterSlot(spec, ranks, self._sites, self._device)
         optimizer = RankOptimizer(
             slot,
@@ -89,7 +90,6 @@ class LoraModels(Models):
     def _add(self, model_id: str, model: RankModel) -> None:
         self._models.pop(model_id, None)
         self._models[model_id] = model
-        self._make_room()
 
     def delete(self, model_id: str) -> None:
         self._models.pop(model_id, None)
@@ -108,10 +108,9 @@ class LoraModels(Models):
         return model
 
     def _make_room(self) -> None:
-        """Park those used longest ago. The last one is in use, or about to be."""
-        others = [m for m in list(self._models.values())[:-1] if not m.store.is_away]
-        keep = self.rank.settings.resident_adapters - 1
-        for model in others[: max(0, len(others) - keep)]:
+        """For one more in device memory: park those used longest ago."""
+        here = self.here()
+        for model in here[: max(0, len(here) + 1 - self.rank.settings.resident_adapters)]:
             model.offload()
 
     def here(self) -> list[RankModel]:

@@ -1,5 +1,6 @@
 """What all ranks do as one: agree on failures, bring tensors to the first rank."""
 
+import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -31,7 +32,7 @@ class Together:
             yield
         except Exception as caught:  # noqa: BLE001 - raised again below, on every rank
             error = caught
-        for found in self.all(error):
+        for found in self.all(_portable(error)):
             if found is not None:
                 raise error or found
 
@@ -58,3 +59,12 @@ class Together:
                     yield name, tensor
                 elif rank == self.rank:
                     dist.send(own[name].contiguous(), 0, group=self.group)
+
+
+def _portable(error: Exception | None) -> Exception | None:
+    """The error, or, where its kind does not survive a journey, one that says the same."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - whatever a foreign class does when pickled
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
