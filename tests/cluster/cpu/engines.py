@@ -85,8 +85,8 @@ def settings(model: Path, logs: Path, **changes: Any) -> RolloutSettings:
         "options": (*CPU_OPTIONS, *more),
         "environment": sglang_environment(),
         "host": "127.0.0.1",
-        "start_timeout_s": 120.0,
-        "request_timeout_s": 120.0,
+        "start_timeout_s": 400.0,  # the machine may have other things to do
+        "request_timeout_s": 400.0,
         "health_interval_s": 2.0,
     }
     return RolloutSettings(**given | changes)
