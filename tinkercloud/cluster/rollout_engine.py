@@ -53,6 +53,8 @@ def server_options(
         *("--max-running-requests", str(arguments.max_running_requests)),
         *("--skip-server-warmup", "--sleep-on-idle"),
     ]
+    if not (model_path / "tokenizer.json").is_file():
+        options.append("--skip-tokenizer-init")  # ids come in and go out all the same
     if kv_tokens is not None:
         options += ["--max-total-tokens", str(kv_tokens)]
     if arguments.enable_memory_saver:
@@ -144,6 +146,8 @@ class RolloutEngine:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,
+                # Ray kills a dead worker's process group; the guard must live to clear up.
+                start_new_session=True,
             )
 
     def _await_health(self, url: str) -> None:
