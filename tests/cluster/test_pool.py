@@ -102,9 +102,17 @@ async def until_waiting(backend: ClusterBackend, model_id: str) -> str:
     return reason
 
 
-@pytest.mark.parametrize("spec", [SPEC, FULL], ids=["adapter", "full"])
 @pytest.mark.parametrize(
-    "fault", ["placement", "start-1-die", "start-0-raise", "create-1-raise", "create-0-die"]
+    ("fault", "spec"),
+    [
+        ("placement", SPEC),
+        ("start-1-die", SPEC),
+        ("start-0-raise", SPEC),
+        ("create-1-raise", SPEC),
+        ("placement", FULL),
+        ("create-0-die", FULL),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"rank {value.rank}",
 )
 async def test_a_fault_at_any_step_of_creation_leaves_nothing_and_the_next_one_works(
     backend: ClusterBackend, faults: Path, monkeypatch, fault: str, spec: LoraSpec
