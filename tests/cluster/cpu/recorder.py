@@ -5,8 +5,10 @@ serves H:P itself, hands every request on and writes a line per request to RECOR
 `calls`.
 """
 
+import ctypes
 import http.client
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 600.0
+_PR_SET_PDEATHSIG = 1
 
 
 def recorded(record: Path, command: tuple[str, ...]) -> tuple[str, ...]:
@@ -77,6 +80,11 @@ class _Proxy(BaseHTTPRequestHandler):
         """Silence: the record is the log."""
 
 
+def _die_with_parent() -> None:
+    """Of the single thread that starts the server below."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def main() -> int:
     record, *command = sys.argv[1:]
     place = command.index("--port") + 1
@@ -85,7 +93,7 @@ def main() -> int:
     with socket.socket() as probe:
         probe.bind((host, inner))
     command[place] = str(inner)
-    server = subprocess.Popen(command)
+    server = subprocess.Popen(command, preexec_fn=_die_with_parent)
     _Proxy.backend, _Proxy.record = (host, inner), Path(record)
     proxy = ThreadingHTTPServer((host, port), _Proxy)
     threading.Thread(target=proxy.serve_forever, daemon=True).start()
