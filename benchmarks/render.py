@@ -28,8 +28,17 @@ def section(report: Report) -> str:
     measured = f"Measured {report.date} on {where} ({machine['system']}); {versions}."
     return (
         f"## {report.title}\n\n{report.about}\n\n```sh\n{report.command}\n```\n\n"
-        f"{report.table()}\n\n{measured}\n"
+        f"{report.table()}\n\n{targets(report)}{measured}\n"
     )
+
+
+def targets(report: Report) -> str:
+    lines = [
+        f"- {'met' if one['met'] else '**missed**'}: {one['name']}, {one['value']} "
+        f"(target {one['target']})"
+        for one in report.targets
+    ]
+    return "\n".join(lines) + "\n\n" if lines else ""
 
 
 if __name__ == "__main__":

@@ -45,7 +45,8 @@ def _processor() -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """about: Markdown paragraphs. rows: one cell for each column."""
+    """about: Markdown paragraphs. rows: one cell for each column. targets: what was aimed at, each
+    with name, value, target (a text) and met."""
 
     title: str
     about: str
@@ -55,6 +56,7 @@ class Report:
     versions: Mapping[str, str]
     machine: Mapping[str, Cell] = field(default_factory=machine)
     date: str = field(default_factory=lambda: datetime.now(UTC).strftime("%Y-%m-%d"))
+    targets: Sequence[Mapping[str, Cell]] = ()
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -67,6 +67,8 @@ class RankActors:
         self._died = asyncio.Event()
         self._lifetimes: list[asyncio.Future[Any]] = []
         self.dead: str | None = None
+        self.num_calls = 0
+        self.busy_ms = 0.0  # the slowest rank's own time, summed over the calls
 
     @classmethod
     async def start(cls, settings: GroupSettings, slots: Sequence[Slot]) -> "RankActors":
@@ -125,6 +127,8 @@ class RankActors:
             asked = [_future(actor.call.remote(method, *args, **kwargs)) for actor in self._actors]
             answers = await self._collect(method, asked)
         failed = [answer.error for answer in answers if answer.error is not None]
+        self.num_calls += 1
+        self.busy_ms += max(answer.ms for answer in answers)
         if not failed:
             return [answer.value for answer in answers]
         if len(failed) < len(answers) or not all(_is_harmless(error) for error in failed):

@@ -6,6 +6,7 @@ text themselves, do not survive.
 
 import asyncio
 import logging
+import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,10 +23,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """value, or an error: its class in `errors` ("" for any other), its text, its traceback."""
+    """value, or an error: its class in `errors` ("" for any other), its text, its traceback.
+    ms: what the rank itself took."""
 
     value: Any = None
     error: tuple[str, str, str] | None = None
+    ms: float = 0.0
 
 
 class TrainActor:
@@ -66,8 +69,14 @@ class TrainActor:
 
     async def _run(self, work: Callable[[], Any]) -> Answer:
         loop = asyncio.get_running_loop()
+
+        def timed() -> Answer:
+            begun = time.perf_counter()
+            value = work()
+            return Answer(value, ms=1000 * (time.perf_counter() - begun))
+
         try:
-            return Answer(await loop.run_in_executor(self._thread, work))
+            return await loop.run_in_executor(self._thread, timed)
         except Exception as error:  # noqa: BLE001 - whatever it is, the caller raises it
             return Answer(error=_encoded(error))
         finally:

@@ -56,6 +56,8 @@ class RayTrainGroup:
             "ranks": self._settings.plan.layout.world if self.alive else 0,
             "rank_restarts": max(0, self._num_starts - 1),
             "models": len(self._models),
+            "rank_calls": self._ranks.num_calls if self._ranks else 0,
+            "rank_busy_ms": round(self._ranks.busy_ms, 3) if self._ranks else 0.0,
         }
 
     # ---- memory: this is a TrainSide

@@ -1,0 +1,243 @@
+"""What Ray and the service cost on top of Megatron's own time, on two ranks without a GPU.
+
+The same forward_backward, one at a time, through the backend in this process (Ray alone), and
+through a server by plain HTTP (Ray and service). Megatron's own time is the slower rank's, measured
+inside the ranks in the same run; the rest of the wall time is the overhead. Log-probabilities are
+compared with transformers' first.
+"""
+
+import argparse
+import asyncio
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import httpx
+import numpy as np
+from report import Cell, Report, versions
+from service_overhead import PROTO, post, retrieve
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+from tests.cluster.cpu.serving import cluster_arguments  # noqa: E402
+from tests.cluster.cpu.tiny import write_model  # noqa: E402
+from tests.serving import Server, start_server  # noqa: E402
+from tinkercloud.cluster.backend import ClusterBackend  # noqa: E402
+from tinkercloud.config import load_config  # noqa: E402
+from tinkercloud.core.types import Datum, LoraSpec, TrainBatch  # noqa: E402
+from tinkercloud.wire import codec  # noqa: E402
+
+MODEL, RANK = "tiny", 8
+SHAPES = ((1, 32), (8, 64), (64, 128))  # datums, tokens of each
+COLUMNS = (
+    *("through", "datums", "tokens", "count", "wall p50 ms", "ranks p50 ms"),
+    *("overhead p50 ms", "overhead p99 ms"),
+)
+TARGET_MS = 10.0
+
+
+@dataclass(frozen=True)
+class Row:
+    through: str
+    datums: int
+    tokens: int
+    wall_ms: np.ndarray
+    ranks_ms: np.ndarray
+
+    @property
+    def overhead_ms(self) -> np.ndarray:
+        return self.wall_ms - self.ranks_ms
+
+    def cells(self) -> tuple[Cell, ...]:
+        def p(values: np.ndarray, q: float) -> float:
+            return round(float(np.quantile(values, q)), 2)
+
+        figures = (p(self.wall_ms, 0.5), p(self.ranks_ms, 0.5))
+        return (
+            *(self.through, self.datums, self.tokens, len(self.wall_ms), *figures),
+            *(p(self.overhead_ms, 0.5), p(self.overhead_ms, 0.99)),
+        )
+
+
+def batch(datums: int, length: int) -> TrainBatch:
+    generator = np.random.default_rng(datums)
+    data = []
+    for _ in range(datums):
+        tokens = generator.integers(3, 250, length + 1).astype(np.int32)
+        inputs = {
+            "target_tokens": tokens[1:].astype(np.int64),
+            "weights": np.ones(length, np.float32),
+        }
+        data.append(Datum(tokens[:-1], inputs))
+    return TrainBatch(tuple(data), "cross_entropy")
+
+
+async def measured(
+    through: str,
+    work: TrainBatch,
+    operation: Callable[[], Awaitable[None]],
+    busy_ms: Callable[[], Awaitable[float]],
+    repeats: int,
+) -> Row:
+    walls, ranks = [], []
+    for i in range(repeats + 3):
+        before = await busy_ms()
+        begun = time.perf_counter()
+        await operation()
+        wall = 1e3 * (time.perf_counter() - begun)
+        if i >= 3:  # the first ones warm up
+            walls.append(wall)
+            ranks.append(await busy_ms() - before)
+    tokens = sum(len(datum.tokens) for datum in work.data)
+    return Row(through, len(work.data), tokens, np.array(walls), np.array(ranks))
+
+
+async def through_ray(folder: Path, data_dir: Path, repeats: int) -> list[Row]:
+    flags = dict(flag.removeprefix("--").split("=", 1) for flag in cluster_arguments(ranks=2, dp=2))
+    names = {"backend": flags.pop("backend")} | {
+        f"cluster.{name.removeprefix('cluster-').replace('-', '_')}": value
+        for name, value in flags.items()
+    }
+    config = load_config({**names, "models": [f"{MODEL}={folder}"], "data_dir": data_dir}, {})
+    backend = ClusterBackend(config)
+    await backend.start()
+    rows = []
+    try:
+        await backend.create_model("m", MODEL, LoraSpec(rank=RANK, seed=1))
+
+        async def busy_ms() -> float:
+            return float(backend.stats()[f"{MODEL}: rank_busy_ms"])
+
+        for shape in SHAPES:
+            work = batch(*shape)
+            output = await backend.forward_backward("m", work)
+            check(folder, work, [each["logprobs"] for each in output.outputs])
+
+            async def operation(work: TrainBatch = work) -> None:
+                await backend.forward_backward("m", work)
+
+            rows.append(await measured("Ray", work, operation, busy_ms, repeats))
+    finally:
+        await backend.stop()
+    return rows
+
+
+def check(folder: Path, work: TrainBatch, logprobs: list[np.ndarray]) -> None:
+    """Against transformers: a fast wrong answer is worth nothing."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.from_numpy(np.stack([datum.tokens for datum in work.data]).astype(np.int64))
+    targets = torch.from_numpy(np.stack([datum.inputs["target_tokens"] for datum in work.data]))
+    with torch.no_grad():
+        scores = torch.log_softmax(model(ids).logits, -1).gather(-1, targets[..., None])[..., 0]
+    np.testing.assert_allclose(np.stack(logprobs), scores.numpy(), atol=1e-4)
+
+
+async def through_service(server: Server, repeats: int) -> list[Row]:
+    rows = []
+    async with httpx.AsyncClient(
+        base_url=server.base_url,
+        headers={"X-API-Key": server.api_key},
+        timeout=300,
+        trust_env=False,
+    ) as http:
+        session = await post(http, "create_session", sdk_version="0.38.0", tags=[])
+        created = await post(
+            http,
+            "create_model",
+            session_id=session["session_id"],
+            base_model=MODEL,
+            model_seq_id=0,
+            lora_config={"rank": RANK},
+        )
+        model_id = (await retrieve(http, created["request_id"])).json()["model_id"]
+        numbers = count(1)
+
+        async def busy_ms() -> float:
+            stats = (await http.get("/health")).json()["backend"]
+            return float(stats[f"{MODEL}: rank_busy_ms"])
+
+        for shape in SHAPES:
+            work = batch(*shape)
+
+            async def operation(work: TrainBatch = work) -> None:
+                request = codec.ForwardBackwardRequest(
+                    model_id=model_id,
+                    seq_id=next(numbers),
+                    data=tuple(codec.WireDatum((d.tokens,), d.inputs) for d in work.data),
+                    loss_fn="cross_entropy",
+                )
+                answer = await http.post(
+                    "/api/v1/forward_backward",
+                    content=codec.encode_forward_backward_request(request),
+                    headers={"Content-Type": PROTO},
+                )
+                answer.raise_for_status()
+                result = await retrieve(http, answer.json()["request_id"], accept=PROTO)
+                output = codec.decode_train_output(result.content)
+                assert len(output.outputs) == len(work.data)
+
+            rows.append(await measured("Ray and service", work, operation, busy_ms, repeats))
+    return rows
+
+
+async def run(repeats: int) -> list[Row]:
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        folder = write_model("llama", root / "model")
+        rows = await through_ray(folder, root / "ray", repeats)
+        flags = ("--model", f"{MODEL}={folder}", "--dtype", "float32")
+        with start_server(
+            *flags, *cluster_arguments(ranks=2, dp=2), data_dir=root / "service" / "data"
+        ) as server:
+            rows += await through_service(server, repeats)
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the result here")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the operations")
+    given = parser.parse_args()
+    rows = asyncio.run(run(10 if given.quick else 100))
+    report = Report(
+        title="Cluster overhead",
+        about=ABOUT,
+        command="python benchmarks/cluster_overhead.py" + (" --quick" if given.quick else ""),
+        columns=COLUMNS,
+        rows=[row.cells() for row in rows],
+        versions=versions("tinkercloud", "ray", "megatron-core", "torch", "transformers"),
+        targets=[target(row) for row in rows],
+    )
+    print(report.table())
+    for one in report.targets:
+        print(f"{'met' if one['met'] else 'MISSED'}: {one['name']}: {one['value']} ms")
+    if given.json is not None:
+        report.write(given.json)
+    return 0
+
+
+def target(row: Row) -> dict[str, Cell]:
+    value = round(float(np.median(row.overhead_ms)), 2)
+    name = f"{row.through}, {row.datums} datums: overhead p50"
+    return {"name": name, "value": value, "target": f"< {TARGET_MS:g} ms", "met": value < TARGET_MS}
+
+
+ABOUT = """\
+A tiny Llama on two data-parallel Megatron ranks over gloo, each an actor of a Ray on the same
+machine; forward_backward one at a time. *ranks* is the slower rank's own time, measured inside it;
+the overhead is all the rest of the wall time: the batch into the object store, the calls, the
+answers, and for the second half HTTP, SQLite and protobuf on both sides. Ranks, server and client
+share the cores."""
+
+if __name__ == "__main__":
+    sys.exit(main())
