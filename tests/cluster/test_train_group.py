@@ -322,7 +322,8 @@ async def test_offload_and_onload_keep_the_ranks_and_tell_bytes(bench: Bench):
     group = await started(bench)
     assert await group.offload() == RANKS * 1000
     assert await group.onload() == RANKS * 1000
-    assert bench.group.stats() == {"ranks": RANKS, "rank_restarts": 0, "models": 1}
+    expected = {"ranks": RANKS, "rank_restarts": 0, "models": 1}
+    assert bench.group.stats().items() >= expected.items()
 
 
 # ---- failing to start

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tinkercloud.backends.base import Backend
 from tinkercloud.cluster import folders
-from tinkercloud.cluster.base_models import BaseModel, BaseModels
+from tinkercloud.cluster.base_models import MODELS_FOLDER, BaseModel, BaseModels
 from tinkercloud.cluster.placement import Placer
 from tinkercloud.cluster.pool import ModelPool
 from tinkercloud.cluster.ray_session import RaySession
@@ -90,6 +90,7 @@ class ClusterBackend(Backend):
         shape = await self._ray.start()
         try:
             await asyncio.to_thread(self._folders.clear)
+            await asyncio.to_thread(remove, self._config.data_dir / MODELS_FOLDER)
             self._planner = BaseModels(self._config, shape)
             for source in self._config.models:
                 self._bases[source.name] = await self._planner.read(source)

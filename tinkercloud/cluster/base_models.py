@@ -20,6 +20,7 @@ from tinkercloud.core.types import ServedModel
 from tinkercloud.errors import ConfigError, PlanRefused
 
 Dtype = Literal["bfloat16", "float32"]
+MODELS_FOLDER = Path("cluster", "models")  # restore points; of no use to a later server
 ENGINE_ENTRY = "tinkercloud.cluster.sglang_entry"
 _SIZES = ("max_seq_len", "rollout_gpus", "tp", "pp", "cp", "ep", "dp", "rollout_tp")
 
@@ -82,7 +83,7 @@ class BaseModels:
             plan=plan,
             base_model=base.name,
             folder=base.folder,
-            state_dir=data_dir / "cluster" / "models" / _file_name(name),
+            state_dir=data_dir / MODELS_FOLDER / _file_name(name),
             prepare=own.prepare,
             timeout_s=own.operation_timeout_s,
             start_timeout_s=own.start_timeout_s,
