@@ -74,8 +74,9 @@ demo: install ## SFT and RL on a real model, live, under ten minutes
 serve: install ## the server on 127.0.0.1:8700
 	$(BIN)/tinkercloud serve
 
-bench: install ## all benchmarks, about six minutes, and docs/benchmarks.md
+bench: install $(SGLANG)/installed ## all benchmarks, about eight minutes, and docs/benchmarks.md
 	$(BIN)/python benchmarks/service_overhead.py --json benchmarks/results/service_overhead.json
+	$(BIN)/python benchmarks/cluster_overhead.py --json benchmarks/results/cluster_overhead.json
 	$(BIN)/python benchmarks/cookbook_recipes.py --json benchmarks/results/cookbook_recipes.json
 	$(BIN)/python benchmarks/render.py
 
