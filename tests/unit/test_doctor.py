@@ -285,7 +285,7 @@ class TestFindings:
         assert finding(target, facts, "port").blocks
 
     def test_an_interface_that_nccl_is_told_and_that_is_not_up_is_a_warning(self, target):
-        named = replace(target, environ={"NCCL_SOCKET_IFNAME": "ib0"})
+        named = replace(target, variables={"NCCL_SOCKET_IFNAME": "ib0"})
         assert "ib0" in finding(named, healthy_facts(), "network").finding.found
 
     def test_gpus_of_rays_nodes_will_do_where_this_machine_has_none(self, target):

@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -37,8 +38,8 @@ SAME_ON_ALL_NODES = ("tinkercloud", "torch", "megatron-core", "ray", "transforme
 class Target:
     """What is asked about.
 
-    sglang_python None: SGLang's command starts something that is no Python. needs_gpus False: the
-    ranks are prepared for other devices. timeout_s: how long one probe may take.
+    sglang_python None: SGLang's command starts something that is no Python. needs_gpus False: ranks
+    and engines run on CPUs. timeout_s: how long one probe may take.
     """
 
     backend: str
@@ -49,21 +50,21 @@ class Target:
     python: str = sys.executable
     sglang_python: str | None = sys.executable
     needs_gpus: bool = True
-    environ: Mapping[str, str] = field(default_factory=dict[str, str])
+    variables: Mapping[str, str] = field(default_factory=dict[str, str])
     timeout_s: float = 120.0
 
 
 def target_of(config: Config, environ: Mapping[str, str]) -> Target:
-    cluster: Any = getattr(config, "cluster", None)
+    cluster = config.cluster
     return Target(
         backend=config.backend,
         data_dir=config.data_dir,
         host=config.host,
         port=config.port,
-        ray_address=getattr(cluster, "ray_address", None) or "",
-        sglang_python=python_of(getattr(cluster, "sglang_command", ())),
-        needs_gpus=getattr(cluster, "prepare", None) is None,
-        environ=environ,
+        ray_address=cluster.ray_address or "",
+        sglang_python=python_of(shlex.split(cluster.sglang_command or "")),
+        needs_gpus=cluster.device == "cuda",
+        variables=environ,
     )
 
 

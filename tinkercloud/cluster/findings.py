@@ -42,7 +42,7 @@ class Asked(Protocol):
     @property
     def needs_gpus(self) -> bool: ...
     @property
-    def environ(self) -> Mapping[str, str]: ...
+    def variables(self) -> Mapping[str, str]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ def _gpus(asked: Asked, facts: Facts) -> Finding:
             return Finding("warning", found, "GPUs differ: the slowest and smallest rule the plan")
         return Finding("ok", found)
     if not asked.needs_gpus:
-        return Finding("ok", "none, and none is asked for (cluster.prepare)")
+        return Finding("ok", "none, and none is asked for (cluster.device cpu)")
     elsewhere = gpus_of(asked, facts)
     if elsewhere:
         return Finding("ok", f"none here; {elsewhere} on Ray's nodes")
@@ -177,7 +177,7 @@ def _peers(asked: Asked, facts: Facts) -> Finding:
 
 def _nccl(asked: Asked, facts: Facts) -> Finding:
     version = facts["torch"].get("nccl")
-    chosen = {k: v for k, v in sorted(asked.environ.items()) if k.startswith("NCCL_")}
+    chosen = {k: v for k, v in sorted(asked.variables.items()) if k.startswith("NCCL_")}
     shown = "".join(f", {key}={value}" for key, value in chosen.items())
     if version is None:
         if not asked.needs_gpus or not facts["torch"].get("gpus"):
@@ -188,9 +188,9 @@ def _nccl(asked: Asked, facts: Facts) -> Finding:
 
 def _network(asked: Asked, facts: Facts) -> Finding:
     up = facts["host"].get("interfaces", [])
-    chosen = asked.environ.get("NCCL_SOCKET_IFNAME", "").lstrip("=^").split(",")
+    chosen = asked.variables.get("NCCL_SOCKET_IFNAME", "").lstrip("=^").split(",")
     named = [name for name in chosen if name]
-    if named and not asked.environ["NCCL_SOCKET_IFNAME"].startswith("^"):
+    if named and not asked.variables["NCCL_SOCKET_IFNAME"].startswith("^"):
         if not any(name.startswith(tuple(named)) for name in up):
             return Finding(
                 "warning",
@@ -276,7 +276,7 @@ def _unasked(facts: Facts) -> Finding:
 def _transformer_engine(asked: Asked, facts: Facts) -> Finding:
     found = _imported("transformer-engine", "cuda")(asked, facts)
     if found.status == "missing" and not asked.needs_gpus:
-        return Finding("ok", "not used: the ranks are prepared otherwise (cluster.prepare)")
+        return Finding("ok", "not used on CPUs")
     return found
 
 

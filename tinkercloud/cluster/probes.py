@@ -12,6 +12,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import logging
 import os
 import socket
 import sys
@@ -123,7 +124,8 @@ def torch() -> dict[str, Any]:
         for other in range(count)
         if one != other and not torch.cuda.can_device_access_peer(one, other)
     ]
-    answer["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    nccl = importlib.import_module("torch.cuda.nccl")
+    answer["nccl"] = ".".join(map(str, nccl.version()))
     return answer
 
 
@@ -172,7 +174,7 @@ def ray(address: str, data_dir: str, distributions: str) -> dict[str, Any]:
     where: dict[str, Any] = {"address": address or "local"}
     if not address:
         where |= {"num_cpus": 1, "include_dashboard": False}
-    ray.init(log_to_driver=False, logging_level="error", **where)
+    ray.init(log_to_driver=False, logging_level=logging.ERROR, **where)
     token = Path(data_dir) / f".doctor-{uuid.uuid4().hex}"
     names = distributions.split(",")
 
