@@ -54,6 +54,7 @@ HELP = {
     "cluster.max_seq_len": "longest sequence in tokens",
     "cluster.microbatch_tokens": "tokens per training micro-batch",
     "cluster.strategy": "PACK: few nodes; SPREAD: many",
+    "cluster.trainer": "megatron, or miles where that is installed",
     "cluster.device": "cuda or cpu",
     "cluster.prepare": "module:function that training processes call first",
     "cluster.sglang_command": "command that starts a sampling engine",

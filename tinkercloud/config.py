@@ -84,6 +84,7 @@ class ClusterConfig:
     max_seq_len: int | None = None
     microbatch_tokens: int | None = None
     strategy: Literal["PACK", "SPREAD"] = "PACK"
+    trainer: Literal["megatron", "miles"] = "megatron"
     device: Literal["cuda", "cpu"] = "cuda"
     prepare: str | None = None
     sglang_command: str | None = None

@@ -54,6 +54,7 @@ def one_node(cpus: int = 4) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ray.init(
+            address="local",  # not another Ray that happens to run on this machine
             num_cpus=cpus,
             include_dashboard=False,
             object_store_memory=STORE_BYTES,

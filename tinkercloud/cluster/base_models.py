@@ -11,7 +11,7 @@ from typing import Any, Literal
 from tinkercloud.cluster import folders
 from tinkercloud.cluster.placement import Request, num_bundles
 from tinkercloud.cluster.pool import PoolSettings
-from tinkercloud.cluster.rank_actors import GroupSettings
+from tinkercloud.cluster.rank_actors import MEGATRON_RANK, MILES_RANK, GroupSettings
 from tinkercloud.cluster.rollout_manager import RolloutSettings
 from tinkercloud.config import ClusterConfig, Config, ModelSource
 from tinkercloud.core.plan import ClusterShape, Plan, SglangArguments, Wishes
@@ -43,6 +43,8 @@ class BaseModels:
     """Reads folders, makes plans. shape: of the GPUs that each model may use."""
 
     def __init__(self, config: Config, shape: ClusterShape):
+        if config.cluster.trainer == "miles" and not config.cluster.rollout_gpus:
+            raise ConfigError("cluster.trainer miles needs sampling GPUs: cluster.rollout_gpus")
         self._config = config
         self._builder = SlimeArgumentBuilder(shape)
         self._dtype: Dtype = weights_dtype(config)
@@ -85,6 +87,7 @@ class BaseModels:
             folder=base.folder,
             state_dir=data_dir / MODELS_FOLDER / _file_name(name),
             prepare=own.prepare,
+            rank_class=MILES_RANK if own.trainer == "miles" else MEGATRON_RANK,
             timeout_s=own.operation_timeout_s,
             start_timeout_s=own.start_timeout_s,
         )
@@ -100,9 +103,10 @@ class BaseModels:
             start_timeout_s=own.start_timeout_s,
             request_timeout_s=own.sample_timeout_s,
         )
-        request = Request(
-            name, num_bundles(plan), own.strategy, own.device, own.placement_timeout_s
-        )
+        bundles = num_bundles(plan)
+        if own.trainer == "miles":
+            bundles -= plan.layout.world  # which Miles takes itself
+        request = Request(name, bundles, own.strategy, own.device, own.placement_timeout_s)
         return PoolSettings(group, rollout, request)
 
     def _engine_arguments(self, plan: Plan) -> SglangArguments:

@@ -23,7 +23,7 @@ from tinkercloud.cluster.placement import (
     rollout_indices,
     train_indices,
 )
-from tinkercloud.cluster.rank_actors import GroupSettings
+from tinkercloud.cluster.rank_actors import MILES_RANK, GroupSettings
 from tinkercloud.cluster.rollout_manager import RolloutSettings
 from tinkercloud.cluster.train_group import RayTrainGroup
 from tinkercloud.cluster.versions import Version
@@ -47,6 +47,16 @@ class PoolSettings:
     @property
     def plan(self) -> Plan:
         return self.group.plan
+
+    @property
+    def train_indices(self) -> list[int]:
+        """Bundles of the ranks. Miles takes its GPUs itself; its one rank only drives it."""
+        return [0] if self.group.rank_class == MILES_RANK else train_indices(self.plan)
+
+    @property
+    def rollout_indices(self) -> list[int]:
+        found = rollout_indices(self.plan)
+        return list(range(len(found))) if self.group.rank_class == MILES_RANK else found
 
 
 class ModelPool:
@@ -172,9 +182,9 @@ class ModelPool:
         return self._placement
 
     async def _train_slots(self) -> Sequence[Slot]:
-        return (await self._whole()).slots(train_indices(self.plan))
+        return (await self._whole()).slots(self._settings.train_indices)
 
     async def _rollout_places(self) -> list[list[Slot]]:
-        slots = (await self._whole()).slots(rollout_indices(self.plan))
+        slots = (await self._whole()).slots(self._settings.rollout_indices)
         tp = self.plan.rollout.tp
         return [slots[first : first + tp] for first in range(0, len(slots), tp)]

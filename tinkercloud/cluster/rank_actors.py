@@ -21,6 +21,7 @@ from tinkercloud.errors import EngineDied, UserError
 logger = logging.getLogger(__name__)
 
 MEGATRON_RANK = "tinkercloud.cluster.train_rank:MegatronRank"
+MILES_RANK = "tinkercloud.cluster.miles:MilesRank"
 # Ranks that work on one thing fail together; one that fails alone leaves the others waiting.
 DISAGREE_S = 20.0
 END_S = 30.0

@@ -67,7 +67,7 @@ class RaySession:
         own: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
         if self._config.ray_address is not None:
             return {**own, "address": self._config.ray_address}
-        own["include_dashboard"] = False
+        own |= {"address": "local", "include_dashboard": False}
         if self._config.device == "cpu":
             own["num_cpus"] = math.ceil(_CPU_MODELS * CPUS_PER_BUNDLE * (self._config.gpus or 1))
         return own

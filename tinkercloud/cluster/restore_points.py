@@ -85,6 +85,7 @@ def link_files(source: Path, target: Path, names: Iterable[str]) -> None:
     for name in names:
         if not (source / name).is_file():
             raise UserError(f"the checkpoint has no {name}")
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
         try:
             os.link(source / name, target / name)
         except OSError:  # another file system, or one without links
@@ -92,7 +93,8 @@ def link_files(source: Path, target: Path, names: Iterable[str]) -> None:
 
 
 def _link_all(source: Path, target: Path) -> None:
-    link_files(source, target, [path.name for path in source.iterdir() if path.is_file()])
+    files = [path for path in source.rglob("*") if path.is_file()]
+    link_files(source, target, [str(path.relative_to(source)) for path in files])
 
 
 def _steps(folder: Path) -> int:
