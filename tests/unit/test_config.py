@@ -57,6 +57,7 @@ def test_every_setting_can_be_given_by_its_variable(setting):
         "auth": "no",
         "log_level": "debug",
         "cluster.strategy": "SPREAD",
+        "cluster.trainer": "miles",
         "cluster.device": "cpu",
         "cluster.prepare": "module:function",
     }.get(setting.name, "77")
