@@ -14,12 +14,14 @@ from tests.cluster.cpu.tiny import PLAIN, SIZES
 from tests.cluster.ray_cluster import one_node, settled
 from tests.serving import ROOT
 from tinkercloud.cluster import miles_start
+from tinkercloud.cluster.base_models import BaseModel, BaseModels
 from tinkercloud.cluster.miles import MilesRank, miles_datum
 from tinkercloud.cluster.rank_actors import MILES_RANK
 from tinkercloud.cluster.rank_types import RankSettings
+from tinkercloud.config import ClusterConfig, Config
 from tinkercloud.core.plan import GIB, ClusterShape, Wishes
 from tinkercloud.core.slime_builder import SlimeArgumentBuilder
-from tinkercloud.core.types import AdamParams, Datum, LoraSpec, TrainBatch
+from tinkercloud.core.types import AdamParams, Datum, LoraSpec, ServedModel, TrainBatch
 from tinkercloud.errors import ConfigError, EngineDied, ModelStateLost, UserError
 
 SPEC = LoraSpec(rank=4, seed=1)
@@ -113,6 +115,33 @@ class TestWithoutMiles:
     def test_a_shared_gpu_is_refused(self):
         with pytest.raises(ConfigError, match="sampling GPUs of its own"):
             MilesRank(settings_of(plan(rollout_gpus=0, tp=1, dp=3)))
+
+
+class TestAsASetting:
+    SHAPE = ClusterShape(3, 3, 16 * GIB)
+
+    def models(self, folder: Path, rollout_gpus: int = 1) -> BaseModels:
+        cluster = ClusterConfig(trainer="miles", rollout_gpus=rollout_gpus)
+        return BaseModels(Config(data_dir=folder, cluster=cluster), self.SHAPE)
+
+    def test_it_is_refused_at_the_start_where_miles_is_absent(self, tmp_path):
+        with pytest.raises(ConfigError, match="Miles is not installed"):
+            self.models(tmp_path)
+
+    def test_it_is_refused_at_the_start_without_sampling_gpus(self, installed, tmp_path):
+        with pytest.raises(ConfigError, match=r"cluster\.rollout_gpus"):
+            self.models(tmp_path, rollout_gpus=0)
+
+    def test_a_pool_takes_the_sampling_gpus_alone_and_drives_miles_from_the_first(
+        self, installed, tmp_path
+    ):
+        made = plan()
+        served = ServedModel("tiny", "llama", 256, 259, 1, None, (2,), "float32")
+        base = BaseModel(tmp_path, {}, made, served)
+        settings = self.models(tmp_path).pool_settings("tiny", base, made)
+        assert settings.group.rank_class == MILES_RANK
+        assert settings.request.num_bundles == 1
+        assert (settings.train_indices, settings.rollout_indices) == ([0], [0])
 
 
 class TestArguments:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tinkercloud.cluster import folders
+from tinkercloud.cluster.miles_start import check_miles
 from tinkercloud.cluster.placement import Request, num_bundles
 from tinkercloud.cluster.pool import PoolSettings
 from tinkercloud.cluster.rank_actors import MEGATRON_RANK, MILES_RANK, GroupSettings
@@ -40,11 +41,14 @@ class BaseModel:
 
 
 class BaseModels:
-    """Reads folders, makes plans. shape: of the GPUs that each model may use."""
+    """Reads folders, makes plans. shape: of the GPUs that each model may use.
+
+    Raises ConfigError for a trainer that cannot be had.
+    """
 
     def __init__(self, config: Config, shape: ClusterShape):
-        if config.cluster.trainer == "miles" and not config.cluster.rollout_gpus:
-            raise ConfigError("cluster.trainer miles needs sampling GPUs: cluster.rollout_gpus")
+        if config.cluster.trainer == "miles":
+            check_miles(config.cluster)
         self._config = config
         self._builder = SlimeArgumentBuilder(shape)
         self._dtype: Dtype = weights_dtype(config)

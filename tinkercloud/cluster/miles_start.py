@@ -6,9 +6,11 @@ gateway of radixark/miles (`serve_tinker.py`); a version that lacks a name is re
 
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from tinkercloud.cluster.rank_types import RankSettings
+from tinkercloud.config import ClusterConfig
 from tinkercloud.core.plan import MegatronArguments, Plan
 from tinkercloud.core.types import LORA_ALPHA
 from tinkercloud.errors import ConfigError
@@ -81,6 +83,14 @@ ALWAYS = (
     *("--optimizer", "adam", "--lr", "1e-4"),  # every step brings its own
     "--debug-train-only",  # its trainer alone: sampling is ours
 )
+
+
+def check_miles(config: ClusterConfig) -> None:
+    """Without importing Miles. ConfigError where it is absent, or no GPU is left to sample."""
+    if find_spec("miles") is None:
+        raise ConfigError(INSTALL)
+    if not config.rollout_gpus:
+        raise ConfigError("cluster.trainer miles needs sampling GPUs: cluster.rollout_gpus")
 
 
 def miles_arguments(settings: RankSettings) -> list[str]:
