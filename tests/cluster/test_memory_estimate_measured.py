@@ -66,7 +66,10 @@ def measured(kind: str, sizes: dict[str, int], rank: int | None, tmp_path: Path)
 CLOSE = 0.03
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(
+    "name",
+    [n if n in ("tp2", "ep2") else pytest.param(n, marks=pytest.mark.slow) for n in PLANS],
+)
 def test_full_training_holds_the_planned_bytes(name, tmp_path):
     planned, found = measured(*PLANS[name], None, tmp_path)
     for part in ("weights", "gradients", "optimizer"):

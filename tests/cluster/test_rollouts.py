@@ -24,6 +24,7 @@ from tests.cluster.cpu.engines import (
     write_served_model,
 )
 from tests.cluster.ray_cluster import one_node
+from tests.gpu import bodies
 from tests.numerics.tiny import (
     EOS,
     Sampler,
@@ -426,6 +427,11 @@ async def test_memory_is_released_when_idle_and_comes_back_in_the_order_asked(be
         ("/resume_memory_occupation", ["kv_cache"]),
         ("/generate", None),
     ]
+
+
+async def test_an_engine_answers_as_before_when_it_has_its_memory_back(bench):
+    request = ask(PROMPT, n=2, max_tokens=20, seed=3)
+    bodies.compare_rested(await bodies.rested(bench.manager, request, free_bytes=lambda: 0))
 
 
 async def test_what_was_not_released_is_not_asked_back(bench):

@@ -18,7 +18,8 @@ from tinkercloud.core.types import LoraSpec
 from tinkercloud.weights.adapters import Adapter, fresh_adapter, save_adapter
 from tinkercloud.weights.tokenizer import ensure_tokenizer_folder
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+# First light on the cluster runs SmolLM2 through the whole of it.
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 LIMIT = 2e-5
 TEXT = "A lighthouse keeper writes down the weather every morning: wind from the west, rain"

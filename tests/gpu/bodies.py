@@ -3,6 +3,7 @@
 tests/cluster runs the same bodies on a CPU, so that nothing here is ever run for the first time.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,14 @@ from typing import Any
 import numpy as np
 
 from tinkercloud.core.plan import Plan
-from tinkercloud.core.types import AdamParams, Datum, LoraSpec, TrainBatch
+from tinkercloud.core.types import (
+    AdamParams,
+    Datum,
+    LoraSpec,
+    SampleOutput,
+    SampleRequest,
+    TrainBatch,
+)
 
 SPEC = LoraSpec(rank=4, seed=3)
 STEP = AdamParams(learning_rate=1e-2, eps=1e-3)
@@ -126,3 +134,31 @@ def compare(found: Trained, reference: tuple[list[float], list[np.ndarray], floa
     assert found.losses[2] < found.losses[0]
     assert found.checksums[0] == found.checksums[1], "offload and onload change no bit"
     assert found.freed_bytes > 0
+
+
+@dataclass(frozen=True)
+class Rested:
+    """What engines answered before they gave their memory away and after they had it back, and the
+    bytes freed in between: as the engines say, and as the device says."""
+
+    before: SampleOutput
+    after: SampleOutput
+    freed_bytes: int
+    device_freed_bytes: int
+
+
+async def rested(manager: Any, request: SampleRequest, free_bytes: Callable[[], int]) -> Rested:
+    """manager: a started RolloutManager. free_bytes: of the device, now."""
+    before = await manager.generate(None, request)
+    free = free_bytes()
+    freed = await manager.offload()
+    device_freed = free_bytes() - free
+    await manager.onload()
+    after = await manager.generate(None, request)
+    return Rested(before, after, freed, device_freed)
+
+
+def compare_rested(found: Rested) -> None:
+    for one, other in zip(found.before.sequences, found.after.sequences, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-3)
