@@ -29,6 +29,13 @@ class RankSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class Packed:
+    """A pickled argument: serialised once, however many ranks get it."""
+
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class RankOutput:
     """What one rank has to tell: outputs[i] belongs to datum indices[i]. metrics: of all datums."""
 

@@ -6,6 +6,7 @@ text themselves, do not survive.
 
 import asyncio
 import logging
+import pickle
 import time
 import traceback
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from importlib import import_module
 from typing import Any
 
 from tinkercloud import errors
-from tinkercloud.cluster.rank_types import RankSettings
+from tinkercloud.cluster.rank_types import Packed, RankSettings
 from tinkercloud.cluster.rollout_engine import free_port
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,10 @@ class TrainActor:
         return await self._run(make)
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Answer:
-        return await self._run(lambda: getattr(self._rank, method)(*args, **kwargs))
+        def work() -> Any:
+            return getattr(self._rank, method)(*map(_unpacked, args), **kwargs)
+
+        return await self._run(work)
 
     async def progress(self) -> int:
         """Grows while the rank gets somewhere; a rank may count steps of its own."""
@@ -81,6 +85,10 @@ class TrainActor:
             return Answer(error=_encoded(error))
         finally:
             self._num_done += 1
+
+
+def _unpacked(argument: Any) -> Any:
+    return pickle.loads(argument.data) if isinstance(argument, Packed) else argument
 
 
 def _encoded(error: Exception) -> tuple[str, str, str]:

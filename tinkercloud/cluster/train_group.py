@@ -12,6 +12,7 @@ forward_backward must not be applied to a model without that gradient.)
 
 import asyncio
 import logging
+import pickle
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
@@ -20,13 +21,15 @@ from typing import Any, Literal
 
 from tinkercloud.cluster.placement import Slot
 from tinkercloud.cluster.rank_actors import GroupSettings, RankActors
-from tinkercloud.cluster.rank_types import merge_outputs
+from tinkercloud.cluster.rank_types import Packed, merge_outputs
 from tinkercloud.cluster.restore_points import BEGINNING, KnownModel, RestorePoints
 from tinkercloud.cluster.weight_sync import Sent, Transfer
 from tinkercloud.core.types import AdamParams, LoraSpec, TrainBatch, TrainOutput
 from tinkercloud.errors import EngineDied, ModelStateLost, TinkercloudError, TrainingRewound
 
 logger = logging.getLogger(__name__)
+
+INLINE_BYTES = 64 * 1024  # Ray puts arguments beyond 100 KiB into the object store itself
 
 
 class RayTrainGroup:
@@ -205,11 +208,15 @@ class RayTrainGroup:
         return await self._ranks.call(method, *args, **kwargs)
 
     async def _call_on_data(self, method: str, model_id: str, batch: TrainBatch) -> list[Any]:
-        """The batch is serialised once; ranks read it where it lies, without a copy."""
+        """The batch is serialised once; ranks read a large one where it lies, without a copy.
+
+        A small one travels in the call: the object store would take longer than the copy.
+        """
+        if _size(batch) <= INLINE_BYTES:
+            return await self._call(method, model_id, Packed(pickle.dumps(batch, protocol=5)))
         import ray
 
-        reference = await asyncio.to_thread(ray.put, batch)
-        return await self._call(method, model_id, reference)
+        return await self._call(method, model_id, await asyncio.to_thread(ray.put, batch))
 
     async def _know(self, model_id: str, model: KnownModel) -> None:
         old, self._models[model_id] = self._models.get(model_id), model
@@ -248,6 +255,14 @@ class RayTrainGroup:
             )
             logger.warning("model %s was rewound to %s", model_id, point.label)
         model.unsaved = model.gradient = False
+
+
+def _size(batch: TrainBatch) -> int:
+    """Bytes of its arrays."""
+    return sum(
+        datum.tokens.nbytes + sum(array.nbytes for array in datum.inputs.values())
+        for datum in batch.data
+    )
 
 
 class _Training:
