@@ -133,18 +133,18 @@ def start_server(
             server.stop()
 
 
-def tested_backend() -> str:
+def backend_under_test() -> str:
     """What TINKERCLOUD_TEST_BACKEND names; without it, the default one."""
     return os.environ.get("TINKERCLOUD_TEST_BACKEND", "embedded")
 
 
 def backend_arguments() -> tuple[str, ...]:
     """Flags of the tested backend."""
-    if tested_backend() == "cluster":
+    if backend_under_test() == "cluster":
         from tests.cluster.cpu.serving import cluster_arguments
 
         return cluster_arguments()
-    return ("--backend", tested_backend())
+    return ("--backend", backend_under_test())
 
 
 def free_port() -> int:

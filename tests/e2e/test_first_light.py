@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import tinker_gmi
 from tests.e2e.clients import CHAT, MODEL, Client, logprobs_of
-from tests.serving import Server, backend_arguments, start_server, tested_backend
+from tests.serving import Server, backend_arguments, start_server, backend_under_test
 
 TEXT = "The first light over the harbour was the colour of a copper coin left in the rain."
 
@@ -285,7 +285,7 @@ def test_the_same_seed_gives_the_same_tokens_alone_and_among_sixteen(
     assert [len(f.result().sequences) for f in others] == [1] * 16
     assert list(among.tokens) == list(alone.tokens)
     # SGLang's kernels on a CPU may add in another order for another batch.
-    allowed = 0.0 if tested_backend() == "embedded" else 1e-5
+    allowed = 0.0 if backend_under_test() == "embedded" else 1e-5
     np.testing.assert_allclose(among.logprobs, alone.logprobs, atol=allowed, rtol=0)
 
 
