@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import tinker_gmi
 from tests.e2e.clients import CHAT, MODEL, Client, logprobs_of
-from tests.serving import Server, backend_arguments, start_server, backend_under_test
+from tests.serving import Server, backend_arguments, backend_under_test, start_server
 
 TEXT = "The first light over the harbour was the colour of a copper coin left in the rain."
 
