@@ -4,6 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,9 +12,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tinkercloud.cluster.host_store import HostStore, bytes_of
-from tinkercloud.cluster.rank_types import RankOutput, merge_outputs
+from tinkercloud.cluster.rank_types import BatchColumns, RankOutput, merge_outputs
 from tinkercloud.cluster.tensor_file import TensorFile
-from tinkercloud.core.types import AdamParams
+from tinkercloud.core.types import AdamParams, Datum, TrainBatch
 from tinkercloud.embedded.optimizer import AdamW
 
 # What Megatron says of a machine without Apex and Transformer Engine, at its first import.
@@ -77,7 +78,40 @@ def test_a_file_that_lacks_a_tensor_cannot_be_closed(tmp_path: Path) -> None:
         file.close()
 
 
-# ---- outputs of several ranks
+# ---- what goes to the ranks and comes back
+
+
+def test_a_batch_is_the_same_after_its_journey_in_columns() -> None:
+    shapes: list[tuple[int, ...]] = [(3,), (2, 4), (1,), (5, 1)]
+    numbers = np.random.default_rng(0)
+    data = tuple(
+        Datum(
+            numbers.integers(0, 9, shape[0]).astype(np.int32),
+            {
+                "target_tokens": numbers.integers(0, 9, shape),
+                "weights": numbers.random(shape, np.float32),
+            },
+        )
+        for shape in shapes
+    )
+    sent = TrainBatch(data, "cross_entropy", {"a": 1.5}, forward_only=True)
+    got = BatchColumns.of(sent).batch()
+    assert (got.loss_fn, got.loss_fn_config, got.forward_only) == (
+        "cross_entropy",
+        {"a": 1.5},
+        True,
+    )
+    for one, other in zip(got.data, sent.data, strict=True):
+        same_array(one.tokens, other.tokens)
+        assert one.inputs.keys() == other.inputs.keys()
+        for name in one.inputs:
+            same_array(one.inputs[name], other.inputs[name])
+
+
+def same_array(one: np.ndarray, other: np.ndarray) -> None:
+    assert one.dtype == other.dtype
+    assert one.shape == other.shape
+    assert (one == other).all()
 
 
 def test_outputs_of_ranks_are_merged_in_request_order() -> None:

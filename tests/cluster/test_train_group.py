@@ -160,6 +160,15 @@ async def test_the_ranks_share_the_gradient_of_one_batch(bench: Bench):
     assert metrics["unclipped_grad_l2:mean"] == pytest.approx(norm, rel=1e-6)
 
 
+async def test_a_large_batch_is_read_where_it_lies(bench: Bench):
+    group = await started(bench)
+    num_datums = 200  # of 1 to 200 tokens, 12 bytes each; the ranks assert that theirs is no copy
+    output = await group.forward_backward_only("m", batch(*[5] * num_datums))
+    assert [len(one["logprobs"]) for one in output.outputs] == list(range(1, num_datums + 1))
+    num_tokens = num_datums * (num_datums + 1) / 2
+    assert output.metrics["loss:sum"] == pytest.approx(num_tokens * math.log(32), rel=1e-6)
+
+
 async def test_a_refusal_of_all_ranks_is_the_callers_and_changes_nothing(bench: Bench):
     group = await started(bench)
     for rank in range(RANKS):

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from tinkercloud.cluster.placement import TRAIN_SHARE, Slot
-from tinkercloud.cluster.rank_types import RankSettings
-from tinkercloud.cluster.train_actor import Answer, TrainActor, decoded
+from tinkercloud.cluster.rank_types import BatchColumns, RankSettings
+from tinkercloud.cluster.train_actor import Answer, TrainActor, answer_of, decoded, packed_call
 from tinkercloud.core.plan import Plan
+from tinkercloud.core.types import TrainBatch
 from tinkercloud.errors import EngineDied, UserError
 
 logger = logging.getLogger(__name__)
@@ -25,6 +26,7 @@ MILES_RANK = "tinkercloud.cluster.miles:MilesRank"
 # Ranks that work on one thing fail together; one that fails alone leaves the others waiting.
 DISAGREE_S = 20.0
 END_S = 30.0
+INLINE_BYTES = 64 * 1024  # Ray puts arguments beyond 100 KiB into the object store itself
 # Megatron overlaps communication with computing only when kernels are launched in one order.
 ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
@@ -104,7 +106,7 @@ class RankActors:
         try:
             # The first failure ends it: the others may be waiting for the failed one.
             for next_one in asyncio.as_completed(tasks):
-                answer: Answer = await next_one
+                answer = answer_of(await next_one)
                 if answer.error is not None:
                     logger.error("a rank of %s failed\n%s", self._settings.name, answer.error[2])
                     raise decoded(answer.error)
@@ -118,14 +120,28 @@ class RankActors:
         return await self._unless_dead(_future(self._actors[0].endpoint.remote()))
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """The ranks' results, in rank order. An argument that is an ObjectRef is resolved there.
+        """The ranks' results, in rank order.
 
         Raises what all ranks raised, and EngineDied when they are of no use any more.
         """
+        return await self._call(method, packed_call(method, *args, **kwargs))
+
+    async def call_on_data(self, method: str, model_id: str, batch: TrainBatch) -> list[Any]:
+        """The same, for `method(model_id, batch)`: a large batch goes through the object store,
+        where the ranks read it without a copy. (For a small one that takes longer than the copy.)
+        """
+        if _size(batch) <= INLINE_BYTES:
+            return await self._call(method, packed_call(method, model_id, batch))
+        import ray
+
+        stored = await asyncio.to_thread(ray.put, BatchColumns.of(batch))
+        return await self._call(method, packed_call(method, model_id), stored)
+
+    async def _call(self, method: str, *arguments: Any) -> list[Any]:
         async with self._turn:
             if self.dead is not None:
                 raise EngineDied(self.dead)
-            asked = [_future(actor.call.remote(method, *args, **kwargs)) for actor in self._actors]
+            asked = [_future(actor.call.remote(*arguments)) for actor in self._actors]
             answers = await self._collect(method, asked)
         failed = [answer.error for answer in answers if answer.error is not None]
         self.num_calls += 1
@@ -138,9 +154,7 @@ class RankActors:
             raise EngineDied(str(self.dead))
         raise decoded(failed[0])
 
-    async def _collect(
-        self, method: str, asked: Sequence["asyncio.Future[Answer]"]
-    ) -> list[Answer]:
+    async def _collect(self, method: str, asked: Sequence["asyncio.Future[bytes]"]) -> list[Answer]:
         died = asyncio.ensure_future(self._died.wait())
         seen, silent_s = None, 0.0
         limit_s = self._settings.timeout_s
@@ -167,12 +181,12 @@ class RankActors:
                 self._give_up_if_stuck(method, asked, silent_s)
         finally:
             died.cancel()
-        return [one.result() for one in asked]
+        return [answer_of(one.result()) for one in asked]
 
     def _give_up_if_stuck(
-        self, method: str, asked: Sequence["asyncio.Future[Answer]"], silent_s: float
+        self, method: str, asked: Sequence["asyncio.Future[bytes]"], silent_s: float
     ) -> None:
-        answered = [one.result() for one in asked if one.done()]
+        answered = [answer_of(one.result()) for one in asked if one.done()]
         failed = [answer.error for answer in answered if answer.error is not None]
         if failed:
             self._condemn(f"{method} failed on one rank while others went on: {failed[0][1]}")
@@ -242,6 +256,14 @@ def _actor(settings: GroupSettings, slot: Slot) -> Any:
         max_concurrency=8, runtime_env={"env_vars": environment}, **slot.options(TRAIN_SHARE)
     )
     return maker.remote()
+
+
+def _size(batch: TrainBatch) -> int:
+    """Bytes of its arrays."""
+    return sum(
+        datum.tokens.nbytes + sum(array.nbytes for array in datum.inputs.values())
+        for datum in batch.data
+    )
 
 
 def _future(reference: Any) -> "asyncio.Future[Any]":

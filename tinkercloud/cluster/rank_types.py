@@ -1,14 +1,16 @@
 """What goes between the API process and the ranks. No torch: both sides import this."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tinkercloud.core.plan import Plan
-from tinkercloud.core.types import TrainOutput
+from tinkercloud.core.types import Datum, TrainBatch, TrainOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +31,45 @@ class RankSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
-    """A pickled argument: serialised once, however many ranks get it."""
+class BatchColumns:
+    """A TrainBatch with its arrays end to end: what goes through the object store, where every
+    array is a buffer of its own. Its datums' inputs all have the same names.
 
-    data: bytes
+    columns: by name, "" the tokens. shapes: by name, of each datum's array.
+    """
+
+    columns: Mapping[str, NDArray[Any]]
+    shapes: Mapping[str, tuple[tuple[int, ...], ...]]
+    loss_fn: str
+    loss_fn_config: Mapping[str, float]
+    forward_only: bool
+
+    @classmethod
+    def of(cls, batch: TrainBatch) -> "BatchColumns":
+        arrays = {"": [datum.tokens for datum in batch.data]}
+        for name in batch.data[0].inputs:
+            arrays[name] = [datum.inputs[name] for datum in batch.data]
+        return cls(
+            {name: np.concatenate([a.ravel() for a in own]) for name, own in arrays.items()},
+            {name: tuple(a.shape for a in own) for name, own in arrays.items()},
+            *(batch.loss_fn, batch.loss_fn_config, batch.forward_only),
+        )
+
+    def batch(self) -> TrainBatch:
+        """Its arrays are views."""
+        arrays = {name: _split(self.columns[name], self.shapes[name]) for name in self.columns}
+        tokens = arrays.pop("")
+        data = tuple(
+            Datum(own, {name: column[i] for name, column in arrays.items()})
+            for i, own in enumerate(tokens)
+        )
+        return TrainBatch(data, self.loss_fn, self.loss_fn_config, self.forward_only)
+
+
+def _split(column: NDArray[Any], shapes: Sequence[tuple[int, ...]]) -> list[NDArray[Any]]:
+    ends = np.cumsum([math.prod(shape) for shape in shapes]).tolist()
+    starts = [0, *ends[:-1]]
+    return [column[a:b].reshape(s) for a, b, s in zip(starts, ends, shapes, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

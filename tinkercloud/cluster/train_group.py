@@ -12,7 +12,6 @@ forward_backward must not be applied to a model without that gradient.)
 
 import asyncio
 import logging
-import pickle
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
@@ -21,15 +20,13 @@ from typing import Any, Literal
 
 from tinkercloud.cluster.placement import Slot
 from tinkercloud.cluster.rank_actors import GroupSettings, RankActors
-from tinkercloud.cluster.rank_types import Packed, merge_outputs
+from tinkercloud.cluster.rank_types import merge_outputs
 from tinkercloud.cluster.restore_points import BEGINNING, KnownModel, RestorePoints
 from tinkercloud.cluster.weight_sync import Sent, Transfer
 from tinkercloud.core.types import AdamParams, LoraSpec, TrainBatch, TrainOutput
 from tinkercloud.errors import EngineDied, ModelStateLost, TinkercloudError, TrainingRewound
 
 logger = logging.getLogger(__name__)
-
-INLINE_BYTES = 64 * 1024  # Ray puts arguments beyond 100 KiB into the object store itself
 
 
 class RayTrainGroup:
@@ -187,9 +184,7 @@ class RayTrainGroup:
 
     async def endpoint(self) -> tuple[str, int]:
         """A free address and port on the node of rank 0."""
-        if self._ranks is None:
-            raise EngineDied(f"the ranks of {self._settings.name} are not running")
-        host, _, port = (await self._ranks.endpoint()).removeprefix("tcp://").rpartition(":")
+        host, _, port = (await self._running().endpoint()).removeprefix("tcp://").rpartition(":")
         return host, int(port)
 
     async def send_weights(self, model_id: str, transfer: Transfer) -> Sent:
@@ -203,20 +198,15 @@ class RayTrainGroup:
         return await self._call(method, *args, **kwargs)
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        if self._ranks is None:
-            raise EngineDied(f"the ranks of {self._settings.name} are not running")
-        return await self._ranks.call(method, *args, **kwargs)
+        return await self._running().call(method, *args, **kwargs)
 
     async def _call_on_data(self, method: str, model_id: str, batch: TrainBatch) -> list[Any]:
-        """The batch is serialised once; ranks read a large one where it lies, without a copy.
+        return await self._running().call_on_data(method, model_id, batch)
 
-        A small one travels in the call: the object store would take longer than the copy.
-        """
-        if _size(batch) <= INLINE_BYTES:
-            return await self._call(method, model_id, Packed(pickle.dumps(batch, protocol=5)))
-        import ray
-
-        return await self._call(method, model_id, await asyncio.to_thread(ray.put, batch))
+    def _running(self) -> RankActors:
+        if self._ranks is None:
+            raise EngineDied(f"the ranks of {self._settings.name} are not running")
+        return self._ranks
 
     async def _know(self, model_id: str, model: KnownModel) -> None:
         old, self._models[model_id] = self._models.get(model_id), model
@@ -255,14 +245,6 @@ class RayTrainGroup:
             )
             logger.warning("model %s was rewound to %s", model_id, point.label)
         model.unsaved = model.gradient = False
-
-
-def _size(batch: TrainBatch) -> int:
-    """Bytes of its arrays."""
-    return sum(
-        datum.tokens.nbytes + sum(array.nbytes for array in datum.inputs.values())
-        for datum in batch.data
-    )
 
 
 class _Training:
