@@ -8,19 +8,21 @@ compared with transformers' first.
 
 import argparse
 import asyncio
+import json
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from http import HTTPStatus
+from http.client import HTTPConnection
 from itertools import count
 from pathlib import Path
+from urllib.parse import urlsplit
 
-import httpx
 import numpy as np
 from report import Cell, Report, versions
-from service_overhead import PROTO, post, retrieve
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -41,6 +43,7 @@ COLUMNS = (
     *("overhead p50 ms", "overhead p99 ms"),
 )
 TARGET_MS = 10.0
+PROTO = "application/x-protobuf"
 
 
 @dataclass(frozen=True)
@@ -142,51 +145,74 @@ def check(folder: Path, work: TrainBatch, logprobs: list[np.ndarray]) -> None:
     np.testing.assert_allclose(np.stack(logprobs), scores.numpy(), atol=1e-4)
 
 
+class Line:
+    """One connection, by the standard library: little of the client's own time in the figures."""
+
+    def __init__(self, server: Server):
+        address = urlsplit(server.base_url)
+        self._connection = HTTPConnection(str(address.hostname), address.port, timeout=300)
+        self._key = server.api_key
+
+    def ask(self, method: str, path: str, body: bytes = b"", **headers: str) -> bytes:
+        """The answer's body; an answer that tells to ask again (408) is followed."""
+        sent = {"X-API-Key": self._key, "Content-Type": "application/json", **headers}
+        while True:
+            self._connection.request(method, path, body, sent)
+            answer = self._connection.getresponse()
+            told = answer.read()
+            if answer.status != HTTPStatus.REQUEST_TIMEOUT:
+                break
+        assert answer.status == HTTPStatus.OK, told
+        if answer.headers["Content-Type"] == "application/json":
+            assert "error" not in json.loads(told), told
+        return told
+
+    def post(self, call: str, **body: object) -> dict[str, str]:
+        return json.loads(self.ask("POST", f"/api/v1/{call}", json.dumps(body).encode()))
+
+    def retrieve(self, request_id: str, accept: str = "application/json") -> bytes:
+        body = {"request_id": request_id, "allow_metadata_only": False}
+        path = "/api/v1/retrieve_future"
+        return self.ask("POST", path, json.dumps(body).encode(), Accept=accept)
+
+
 async def through_service(server: Server, repeats: int) -> list[Row]:
-    rows = []
-    async with httpx.AsyncClient(
-        base_url=server.base_url,
-        headers={"X-API-Key": server.api_key},
-        timeout=300,
-        trust_env=False,
-    ) as http:
-        session = await post(http, "create_session", sdk_version="0.38.0", tags=[])
-        created = await post(
-            http,
-            "create_model",
-            session_id=session["session_id"],
-            base_model=MODEL,
-            model_seq_id=0,
-            lora_config={"rank": RANK},
+    line = Line(server)
+    session = line.post("create_session", sdk_version="0.38.0", tags=[])
+    created = line.post(
+        "create_model",
+        session_id=session["session_id"],
+        base_model=MODEL,
+        model_seq_id=0,
+        lora_config={"rank": RANK},
+    )
+    model_id = json.loads(line.retrieve(created["request_id"]))["model_id"]
+    numbers = count(1)
+
+    async def busy_ms() -> float:
+        stats = json.loads(line.ask("GET", "/health"))["backend"]
+        return float(stats[f"{MODEL}: rank_busy_ms"])
+
+    def forward_backward(work: TrainBatch) -> None:
+        request = codec.ForwardBackwardRequest(
+            model_id=model_id,
+            seq_id=next(numbers),
+            data=tuple(codec.WireDatum((d.tokens,), d.inputs) for d in work.data),
+            loss_fn="cross_entropy",
         )
-        model_id = (await retrieve(http, created["request_id"])).json()["model_id"]
-        numbers = count(1)
+        body = codec.encode_forward_backward_request(request)
+        told = line.ask("POST", "/api/v1/forward_backward", body, **{"Content-Type": PROTO})
+        result = line.retrieve(json.loads(told)["request_id"], PROTO)
+        assert len(codec.decode_train_output(result).outputs) == len(work.data)
 
-        async def busy_ms() -> float:
-            stats = (await http.get("/health")).json()["backend"]
-            return float(stats[f"{MODEL}: rank_busy_ms"])
+    rows = []
+    for shape in SHAPES:
+        work = batch(*shape)
 
-        for shape in SHAPES:
-            work = batch(*shape)
+        async def operation(work: TrainBatch = work) -> None:
+            forward_backward(work)
 
-            async def operation(work: TrainBatch = work) -> None:
-                request = codec.ForwardBackwardRequest(
-                    model_id=model_id,
-                    seq_id=next(numbers),
-                    data=tuple(codec.WireDatum((d.tokens,), d.inputs) for d in work.data),
-                    loss_fn="cross_entropy",
-                )
-                answer = await http.post(
-                    "/api/v1/forward_backward",
-                    content=codec.encode_forward_backward_request(request),
-                    headers={"Content-Type": PROTO},
-                )
-                answer.raise_for_status()
-                result = await retrieve(http, answer.json()["request_id"], accept=PROTO)
-                output = codec.decode_train_output(result.content)
-                assert len(output.outputs) == len(work.data)
-
-            rows.append(await measured("Ray and service", work, operation, busy_ms, repeats))
+        rows.append(await measured("Ray and service", work, operation, busy_ms, repeats))
     return rows
 
 
