@@ -126,7 +126,8 @@ async def test_a_fault_at_any_step_leaves_no_group(monkeypatch, step):
     placer = Placer()
     with monkeypatch.context() as patch:
         patch.setattr(placement, step, broken)
-        with pytest.raises(RuntimeError, match="injected"):
-            await placer.take(wish(2))
+        for _ in range(4):  # Ray may be anywhere in preparing the bundles
+            with pytest.raises(RuntimeError, match="injected"):
+                await placer.take(wish(2))
     assert await asyncio.to_thread(settled)
     await release(await placer.take(wish(2)))

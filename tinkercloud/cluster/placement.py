@@ -31,6 +31,7 @@ CPUS_PER_BUNDLE = 1.0
 TRAIN_SHARE = 0.5
 ROLLOUT_SHARE = 0.4
 PROBE_SHARE = 0.05
+PREPARED_S = 2.0  # for a group to be created, before it is removed
 POLL_S = 1.0
 
 
@@ -263,6 +264,10 @@ def _where() -> tuple[str, str, int]:
 async def _remove(group: "PlacementGroup") -> None:
     from ray.util import remove_placement_group
 
+    # A group that is removed while its bundles are being prepared leaves some of them taken for
+    # ever (ray-project/ray issue 64693); one that is created, or finds no room, does not.
+    if not await asyncio.to_thread(_is_created, group):
+        await asyncio.to_thread(group.wait, PREPARED_S)
     await asyncio.to_thread(remove_placement_group, group)
 
 
