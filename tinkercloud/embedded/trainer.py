@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tinkercloud.core.types import AdamParams, Datum, LoraSpec, TrainBatch, TrainOutput
 from tinkercloud.embedded.base_model import BaseModel
-from tinkercloud.embedded.contexts import TrainContext
 from tinkercloud.embedded.optimizer import AdamW
+from tinkercloud.embedded.train_context import TrainContext
 from tinkercloud.errors import UserError
 from tinkercloud.losses import load_loss
 from tinkercloud.weights.adapters import Adapter
