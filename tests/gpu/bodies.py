@@ -99,7 +99,9 @@ def embedded(folder: Path, device: str) -> tuple[list[float], list[np.ndarray], 
     import torch
 
     from tinkercloud.embedded.base_model import BaseModel
-    from tinkercloud.embedded.trainer import TrainableModel, forward_backward
+    from tinkercloud.embedded.train_plan import Limits
+    from tinkercloud.embedded.trainer import TrainableModel
+    from tinkercloud.embedded.training_queue import run_alone
     from tinkercloud.weights.adapters import fresh_adapter
 
     place = torch.device(device)
@@ -108,7 +110,7 @@ def embedded(folder: Path, device: str) -> tuple[list[float], list[np.ndarray], 
     model = TrainableModel("m", base, SPEC, adapter, None)
 
     def run(work: TrainBatch) -> Any:
-        generator = forward_backward(model, work, 4096)
+        generator = run_alone(model, work, Limits(4096))
         while True:
             try:
                 next(generator)

@@ -48,14 +48,16 @@ def write_tiny_model(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def open_store(folder: Path, tokens: int = 1024, versions_bytes: int = 2**30) -> ModelStore:
+def open_store(
+    folder: Path, tokens: int = 1024, versions_bytes: int = 2**30, activation_bytes: int = 2**31
+) -> ModelStore:
     """A ModelStore that serves the folder as "tiny"."""
 
     def load(name: str) -> BaseModel:
         return BaseModel.load(name, folder, folder, torch.float32, torch.device("cpu"))
 
     versions = VersionCache(Path(tempfile.mkdtemp(dir=folder)), versions_bytes)
-    return ModelStore(load, tokens, versions)
+    return ModelStore(load, tokens, versions, activation_bytes)
 
 
 def reference(folder: Path) -> LlamaForCausalLM:
@@ -119,8 +121,8 @@ def train(
 
 
 def grads(store: ModelStore, model_id: str) -> dict[str, torch.Tensor]:
-    return {n: g.clone() for n, g in store._model(model_id).grads.items()}
+    return {n: g.clone() for n, g in store.model(model_id).grads.items()}
 
 
 def params(store: ModelStore, model_id: str) -> dict[str, torch.Tensor]:
-    return {n: p.detach().clone() for n, p in store._model(model_id).params.items()}
+    return {n: p.detach().clone() for n, p in store.model(model_id).params.items()}

@@ -14,10 +14,14 @@ from tinkercloud.core.types import (
     TrainOutput,
     WeightsSource,
 )
-from tinkercloud.embedded import checkpoints, trainer
+from tinkercloud.embedded import checkpoints
 from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.engine import Version
+from tinkercloud.embedded.train_block import is_known, neighbours
+from tinkercloud.embedded.train_linear import join_weights
+from tinkercloud.embedded.train_plan import ACTIVATION_BYTES, Limits
 from tinkercloud.embedded.trainer import TrainableModel, full_parameters, with_tied_head
+from tinkercloud.embedded.training_queue import run_alone
 from tinkercloud.embedded.version_cache import VersionCache
 from tinkercloud.errors import ModelStateLost
 from tinkercloud.weights.adapters import Adapter, fresh_adapter
@@ -31,16 +35,20 @@ class ModelStore:
         load_base: Callable[[str], BaseModel],
         microbatch_tokens: int,
         versions: VersionCache,
+        activation_bytes: int = ACTIVATION_BYTES,
     ):
         self._load_base = load_base
-        self._microbatch_tokens = microbatch_tokens
+        self._limits = Limits(microbatch_tokens, activation_bytes)
         self._bases: dict[str, BaseModel] = {}
         self._models: dict[str, TrainableModel] = {}
         self._versions = versions
 
     def base(self, name: str) -> BaseModel:
         if name not in self._bases:
-            self._bases[name] = self._load_base(name)
+            base = self._load_base(name)
+            if is_known(base.architecture):
+                join_weights(base.weights, neighbours(base.config.num_layers))
+            self._bases[name] = base
         return self._bases[name]
 
     def counts(self) -> dict[str, float | int | str]:
@@ -75,17 +83,18 @@ class ModelStore:
         self._models.pop(model_id, None)
 
     def save_model(self, model_id: str, directory: Path, with_optimizer: bool) -> None:
-        checkpoints.save(self._model(model_id), directory, with_optimizer=with_optimizer)
+        checkpoints.save(self.model(model_id), directory, with_optimizer=with_optimizer)
 
     def forward_backward(
         self, model_id: str, batch: TrainBatch
     ) -> Generator[None, None, TrainOutput]:
-        return trainer.forward_backward(self._model(model_id), batch, self._microbatch_tokens)
+        """One call by itself; the worker takes calls of all models through a TrainingQueue."""
+        return run_alone(self.model(model_id), batch, self._limits)
 
     def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
-        return self._model(model_id).optim_step(params)
+        return self.model(model_id).optim_step(params)
 
-    def _model(self, model_id: str) -> TrainableModel:
+    def model(self, model_id: str) -> TrainableModel:
         try:
             return self._models[model_id]
         except KeyError:
@@ -111,7 +120,7 @@ class ModelStore:
                 base = self.base(base_model)
                 return Version(version_id, base, base.weights, None, 1.0)
             case FromModel(model_id):
-                model = self._model(model_id)
+                model = self.model(model_id)
                 adapter, full, spec, base = model.adapter, model.full, model.spec, model.base
             case FromCheckpoint(base_model, directory):
                 base = self.base(base_model)

@@ -12,10 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Generator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
@@ -35,6 +32,8 @@ from tinkercloud.embedded.protocol import (
     pack,
     receive,
 )
+from tinkercloud.embedded.train_plan import Limits
+from tinkercloud.embedded.training_queue import TrainingQueue
 from tinkercloud.embedded.version_cache import VersionCache
 from tinkercloud.errors import ConfigError
 from tinkercloud.weights.loader import read_config
@@ -43,12 +42,8 @@ from tinkercloud.weights.tokenizer import ensure_tokenizer_folder
 log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class _Training:
-    """A forward_backward underway."""
-
-    call_id: int
-    micro_batches: Generator[None, None, Any]
+TRAINING_SLICE_S = 0.1
+"""How long training may keep samples waiting, as far as its steps can be cut."""
 
 
 class Worker:
@@ -61,7 +56,7 @@ class Worker:
         )
         self._settings = settings
         self._models: ModelStore | None = None
-        self._training: deque[_Training] = deque()
+        self._training = TrainingQueue(Limits(settings.microbatch_tokens))
         self._inbox: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._last_stats_s = 0.0
 
@@ -130,8 +125,8 @@ class Worker:
                 self._engine.submit(self._models.version(version), request, self._replier(call.id))
                 return
             if call.method == "forward_backward":
-                steps = self._models.forward_backward(*call.args)
-                self._training.append(_Training(call.id, steps))
+                model_id, batch = call.args
+                self._training.add(call.id, self._models.model(model_id), batch)
                 return
             if call.method == "release":
                 self._engine.forget(*call.args)
@@ -177,19 +172,15 @@ class Worker:
             self._inbox.put(None)
 
     def _train_a_little(self) -> None:
-        """One micro-batch of the call whose turn it is, then as much time for samples."""
+        """A slice of the waiting calls' work, then as much time for samples."""
         if not self._training:
             return
-        job = self._training.popleft()
         began = time.monotonic()
-        try:
-            next(job.micro_batches)
-        except StopIteration as finished:
-            self._send(Result(job.call_id, finished.value))
-        except Exception as error:  # noqa: BLE001 - the call is answered, the engine goes on
-            self._answer_error(job.call_id, error)
-        else:
-            self._training.append(job)
+        for done in self._training.step(TRAINING_SLICE_S):
+            if done.error is not None:
+                self._answer_error(done.call_id, done.error)
+            else:
+                self._send(Result(done.call_id, done.output))
         if self._engine.busy:
             self._serve_samples(time.monotonic() - began)
 

@@ -1,0 +1,173 @@
+"""Unembedding and log-probabilities in chunks of rows, forward and backward.
+
+At no time are more than LOGIT_ROWS rows of logits held, and one buffer holds in turn a chunk's
+logits, its probabilities and the gradient of its logits. Where the gradient of a log-probability is
+known as soon as it is (all losses by token), a chunk's logits are computed once.
+
+Axes: n rows of a chunk, D hidden, V vocabulary, P pairs (row, target).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tinkercloud.embedded.base_model import BaseModel
+from tinkercloud.embedded.train_linear import Group, Linears, Part, Segment
+from tinkercloud.embedded.train_targets import Order, Targets
+
+LOGIT_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """rows: in the pass's order. pieces: (share, rows within the chunk, its ordered pairs)."""
+
+    rows: slice
+    active: bool
+    pieces: tuple[tuple[int, slice, slice], ...]
+
+
+class Head:
+    """The end of one pass: from final hidden rows to losses and the gradient of these rows."""
+
+    def __init__(
+        self,
+        base: BaseModel,
+        linears: Linears,
+        parts: Sequence[Part],
+        targets: Sequence[Targets],
+        order: Order,
+    ):
+        self._base, self._linears, self._parts = base, linears, parts
+        self._targets, self._order = targets, order
+        self._rows = base.tensor(order.rows)
+        self._pair_rows = [base.tensor(rows) for rows in order.pair_rows]
+        vocab = linears.weight("lm_head").shape[0]
+        num_rows = min(LOGIT_ROWS, len(order.rows))
+        self._wide = torch.empty(num_rows, vocab, device=base.device)
+        narrow = base.dtype != torch.float32
+        self._narrow = self._wide.to(base.dtype) if narrow else self._wide
+
+    def forward(self, hidden: Tensor) -> Iterator[None]:
+        """Scores all pairs, without any gradient; yields after each chunk."""
+        for chunk in self._chunks():
+            self._logprobs(chunk, hidden, with_gradient=False)
+            yield
+        for targets in self._targets:
+            if targets.per_sequence:
+                targets.score_sequences(with_gradient=False)
+
+    def forward_backward(self, hidden: Tensor, dhidden: Tensor) -> Iterator[None]:
+        """hidden (T, D). Scores all pairs, adds the head's gradients to the parts and writes those
+        of the rows to dhidden (T, D), which comes as zeros; yields after each chunk."""
+        late = any(targets.per_sequence for targets in self._targets)
+        for chunk in self._chunks():
+            rows, down, gradients = self._logprobs(chunk, hidden, with_gradient=not late)
+            if chunk.active and not late:
+                dhidden[self._rows[chunk.rows]] = self._backward(chunk, rows, down, gradients)
+            yield
+        if not late:
+            return
+        for targets in self._targets:
+            targets.score_sequences(with_gradient=True)
+        for chunk in self._chunks():
+            if chunk.active:
+                rows, down = self._probabilities(chunk, hidden)
+                gradients = [self._targets[s].gradient[p] for s, _, p in chunk.pieces]
+                dhidden[self._rows[chunk.rows]] = self._backward(chunk, rows, down, gradients)
+                yield
+
+    def _logprobs(
+        self, chunk: _Chunk, hidden: Tensor, *, with_gradient: bool
+    ) -> tuple[Tensor, list[Tensor | None], list[Tensor | None]]:
+        rows, down = self._logits(chunk, hidden)
+        logits = self._wide[: len(rows)]
+        picked = [
+            logits[self._in_chunk(chunk, s, p), self._targets[s].ids[p]] for s, _, p in chunk.pieces
+        ]
+        normalizer = _softmax_(logits)
+        gradients = []
+        for (share, _, pairs), scores in zip(chunk.pieces, picked, strict=True):
+            logprobs = scores - normalizer[self._in_chunk(chunk, share, pairs)]
+            wants = with_gradient and chunk.active
+            gradients.append(self._targets[share].score(pairs, logprobs, with_gradient=wants))
+        return rows, down, gradients
+
+    def _probabilities(self, chunk: _Chunk, hidden: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+        rows, down = self._logits(chunk, hidden)
+        _softmax_(self._wide[: len(rows)])
+        return rows, down
+
+    def _logits(self, chunk: _Chunk, hidden: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+        rows = hidden[self._rows[chunk.rows]]
+        out = self._narrow[: len(rows)]
+        _, down = self._group(chunk).forward(rows, out=out)
+        if self._narrow is not self._wide:
+            self._wide[: len(rows)] = out
+        return rows, down
+
+    def _backward(
+        self,
+        chunk: _Chunk,
+        rows: Tensor,
+        down: list[Tensor | None],
+        gradients: Sequence[Tensor | None],
+    ) -> Tensor:
+        """The gradient of the chunk's rows. The buffer holds their probabilities p, and becomes
+        d logits = g (onehot - p)."""
+        dlogits = self._wide[: len(rows)]
+        total = torch.zeros(len(rows), device=rows.device)
+        places = []
+        for (share, _, pairs), gradient in zip(chunk.pieces, gradients, strict=True):
+            assert gradient is not None
+            at = self._in_chunk(chunk, share, pairs)
+            total.index_add_(0, at, gradient)
+            places.append((at * dlogits.shape[1] + self._targets[share].ids[pairs], gradient))
+        dlogits.mul_(-total[:, None])
+        for place, gradient in places:
+            dlogits.view(-1).index_add_(0, place, gradient)
+        if self._narrow is not self._wide:
+            self._narrow[: len(rows)] = dlogits
+        dy = self._narrow[: len(rows)]
+        dx = self._group(chunk).backward(rows, down, dy)
+        assert dx is not None
+        return dx
+
+    def _in_chunk(self, chunk: _Chunk, share: int, pairs: slice) -> Tensor:
+        return self._pair_rows[share][pairs] - chunk.rows.start
+
+    def _group(self, chunk: _Chunk) -> Group:
+        pieces = chunk.pieces
+        segments = [Segment(self._parts[s], rows.start, rows.stop) for s, rows, _ in pieces]
+        return Group(self._linears, ("lm_head",), segments)
+
+    def _chunks(self) -> Iterator[_Chunk]:
+        """Active rows first; no chunk holds both kinds."""
+        num, active = len(self._order.rows), self._order.num_active
+        for begin, end in ((0, active), (active, num)):
+            for start in range(begin, end, LOGIT_ROWS):
+                rows = slice(start, min(start + LOGIT_ROWS, end))
+                yield _Chunk(rows, begin == 0 and active > 0, tuple(self._pieces(rows)))
+
+    def _pieces(self, rows: slice) -> Iterator[tuple[int, slice, slice]]:
+        for span in self._order.spans:
+            start, stop = max(span.rows.start, rows.start), min(span.rows.stop, rows.stop)
+            if start >= stop:
+                continue
+            of_share = self._order.pair_rows[span.share]
+            first, last = np.searchsorted(of_share, (start, stop))
+            here = slice(start - rows.start, stop - rows.start)
+            yield span.share, here, slice(int(first), int(last))
+
+
+def _softmax_(logits: Tensor) -> Tensor:
+    """Logits (n, V) become probabilities in place; returns the log of what they were divided by.
+
+    The log comes from the largest probability, which is never small: one exponential per entry.
+    """
+    largest = logits.amax(-1)
+    torch.softmax(logits, -1, out=logits)
+    return largest - logits.amax(-1).log_()

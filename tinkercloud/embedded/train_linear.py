@@ -1,0 +1,247 @@
+"""Products with frozen, adapted or trainable matrices, and their gradients, without a tape.
+
+y = W x + b + (alpha / rank) B A x. Modules that read the same rows (q, k and v) are one product
+where their matrices lie behind each other in memory (`join_weights`). Rows of several models may
+share the product with W; the low-rank ones are taken segment by segment.
+
+Axes: T packed rows, R rank, G modules of one group.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from tinkercloud.weights.adapters import Adapter
+
+
+@dataclass(slots=True)
+class Part:
+    """One model's weights in a pass. Exactly one of adapter and full is not None.
+
+    grads: gradients are added here by parameter name, float32; an entry is made when first needed.
+    """
+
+    adapter: Adapter | None
+    scale: float
+    full: Mapping[str, Tensor] | None
+    grads: dict[str, Tensor] = field(default_factory=dict)
+
+    def grad(self, name: str, like: Tensor) -> Tensor:
+        """The accumulator of a parameter."""
+        if name not in self.grads:
+            self.grads[name] = torch.zeros_like(like, requires_grad=False)
+        return self.grads[name]
+
+    def adapts(self, name: str) -> bool:
+        return self.adapter is not None and name in self.adapter
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Rows start..stop-1 of an input belong to `part`."""
+
+    part: Part
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.start, self.stop)
+
+
+def join_weights(weights: dict[str, Tensor], groups: Sequence[Sequence[str]]) -> None:
+    """Lay the matrices of each group behind each other; `weights` then holds views of the whole.
+
+    Values stay bitwise; the separate copies are freed as soon as nobody else holds them.
+    """
+    for names in groups:
+        whole = torch.cat([weights[name] for name in names])
+        sizes = [weights[name].shape[0] for name in names]
+        weights.update(zip(names, whole.split(sizes), strict=True))
+
+
+def joined(matrices: Sequence[Tensor]) -> Tensor | None:
+    """One (sum of rows, columns) view of matrices that lie behind each other, or None."""
+    first = matrices[0]
+    if len(matrices) == 1:
+        return first
+    address, rows = first.data_ptr(), 0
+    for matrix in matrices:
+        same = matrix.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not (same and matrix.is_contiguous() and matrix.data_ptr() == address):
+            return None
+        address += matrix.numel() * matrix.element_size()
+        rows += matrix.shape[0]
+    return first.as_strided((rows, first.shape[1]), (first.shape[1], 1))
+
+
+class Linears:
+    """The linear modules of one base for the rows of one pass.
+
+    weights: the base's tensors. A part with `full` is alone in its pass.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], parts: Sequence[Part]):
+        self._base = weights
+        self._parts = parts
+        self._full = parts[0].full or {}
+        self._dtype = weights["model.embed_tokens"].dtype
+        assert len(parts) == 1 or not any(part.full for part in parts)
+
+    def weight(self, name: str) -> Tensor:
+        """In the base's number type."""
+        if name in self._full:
+            return self._full[name].detach().to(self._dtype)
+        return self._base[name]
+
+    def trains(self, name: str) -> bool:
+        """Whether this tensor itself is trained, not an adapter beside it."""
+        return name in self._full
+
+    def add_norm_gradient(self, name: str, x: Tensor, inverse: Tensor, dy: Tensor) -> None:
+        """Of the scale of a norm whose input was x, where it is trained; shapes: norm_backward."""
+        if name in self._full:
+            grad = dy.float() * x.float() * inverse
+            part = self._parts[0]
+            part.grad(name, self._full[name]).add_(grad.flatten(0, -2).sum(0))
+
+    def add_embedding_gradient(self, tokens: Tensor, dx: Tensor) -> None:
+        """dx (T, D) of the rows that were looked up, where the embedding is trained."""
+        name = "model.embed_tokens"
+        if name in self._full:
+            self._parts[0].grad(name, self._full[name]).index_add_(0, tokens, dx.float())
+
+    def bias(self, name: str) -> Tensor | None:
+        path = f"{name}.bias"
+        return self.weight(path) if path in self._base else None
+
+    def add_matrix_gradients(self, columns: Mapping[str, slice], x: Tensor, dy: Tensor) -> None:
+        """Of these modules, whose outputs are the columns of dy, where they are trained."""
+        if not self._full:
+            return
+        part = self._parts[0]
+        for name, span in columns.items():
+            own, bias = parameter_name(self._full, name), f"{name}.bias"
+            rows = dy[:, span].float()
+            part.grad(own, self._full[own]).addmm_(rows.t(), x.float())
+            if bias in self._full:
+                part.grad(bias, self._full[bias]).add_(rows.sum(0))
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Modules that read the same rows, and whose rows these are."""
+
+    linears: Linears
+    names: Sequence[str]
+    segments: Sequence[Segment]
+
+    def forward(self, x: Tensor, out: Tensor | None = None) -> tuple[Tensor, list[Tensor | None]]:
+        """x (T, in) -> the modules' outputs side by side (T, sum of outs), and A x per segment,
+        float32 (rows, R * adapted modules), which `backward` wants."""
+        matrices, columns = self._matrices()
+        y = x.new_empty(x.shape[0], columns[-1].stop) if out is None else out
+        whole = joined(matrices)
+        if whole is not None:
+            torch.mm(x, whole.t(), out=y)
+        for name, matrix, span in zip(self.names, matrices, columns, strict=True):
+            if whole is None:
+                torch.mm(x, matrix.t(), out=y[:, span])
+            bias = self.linears.bias(name)
+            if bias is not None:
+                y[:, span] += bias
+        return y, [self._add_low_rank(at, x, y, columns) for at in self.segments]
+
+    def backward(
+        self, x: Tensor, down: Sequence[Tensor | None], dy: Tensor, *, wants_dx: bool = True
+    ) -> Tensor | None:
+        """Adds the parameters' gradients to the parts; returns dx (T, in) where it is wanted."""
+        matrices, columns = self._matrices()
+        dx = _back(matrices, columns, dy) if wants_dx else None
+        self.linears.add_matrix_gradients(dict(zip(self.names, columns, strict=True)), x, dy)
+        for at, low in zip(self.segments, down, strict=True):
+            if low is not None:
+                ddown = self._low_rank_gradients(at, x[at.rows], low, dy[at.rows])
+                if dx is not None:
+                    _add_product(dx[at.rows], ddown, _stacked(at.part, self._adapted(at)))
+        return dx
+
+    def _matrices(self) -> tuple[list[Tensor], list[slice]]:
+        matrices = [self.linears.weight(name) for name in self.names]
+        ends = list(accumulate(matrix.shape[0] for matrix in matrices))
+        return matrices, [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
+
+    def _adapted(self, at: Segment) -> list[str]:
+        return [name for name in self.names if at.part.adapts(name)]
+
+    def _add_low_rank(
+        self, at: Segment, x: Tensor, y: Tensor, columns: Sequence[slice]
+    ) -> Tensor | None:
+        adapted = self._adapted(at)
+        if not adapted:
+            return None
+        down = torch.mm(x[at.rows].float(), _stacked(at.part, adapted).t())
+        for name, own in zip(adapted, down.chunk(len(adapted), dim=1), strict=True):
+            _, b = _pair(at.part, name)
+            target = y[at.rows, columns[self.names.index(name)]]
+            _add_product(target, own, b.t(), scale=at.part.scale)
+        return down
+
+    def _low_rank_gradients(self, at: Segment, x: Tensor, down: Tensor, dy: Tensor) -> Tensor:
+        """All of one segment's rows. Returns the gradient of A x."""
+        part, adapted = at.part, self._adapted(at)
+        _, columns = self._matrices()
+        ddown = torch.empty_like(down)
+        num = len(adapted)
+        for name, low, dlow in zip(
+            adapted, down.chunk(num, dim=1), ddown.chunk(num, dim=1), strict=True
+        ):
+            _, b = _pair(part, name)
+            rows = dy[:, columns[self.names.index(name)]].float()
+            torch.mm(rows, b * part.scale, out=dlow)
+            part.grad(f"{name}.lora_B", b).addmm_(rows.t(), low, alpha=part.scale)
+        da = torch.mm(ddown.t(), x.float())
+        for name, grad in zip(adapted, da.chunk(num), strict=True):
+            part.grad(f"{name}.lora_A", _pair(part, name)[0]).add_(grad)
+        return ddown
+
+
+def parameter_name(full: Mapping[str, Tensor], name: str) -> str:
+    """The name under which a tied unembedding is trained: the embedding's."""
+    if name == "lm_head" and full[name] is full["model.embed_tokens"]:
+        return "model.embed_tokens"
+    return name
+
+
+def _pair(part: Part, name: str) -> tuple[Tensor, Tensor]:
+    assert part.adapter is not None
+    a, b = part.adapter[name]
+    return a.detach(), b.detach()
+
+
+def _stacked(part: Part, names: Sequence[str]) -> Tensor:
+    """A of all the modules, (R * G, in)."""
+    if len(names) == 1:
+        return _pair(part, names[0])[0]
+    return torch.cat([_pair(part, name)[0] for name in names])
+
+
+def _add_product(target: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> None:
+    """target += scale a b, where a and b are float32."""
+    if target.dtype == torch.float32:
+        target.addmm_(a, b, alpha=scale)
+    else:
+        target += (torch.mm(a, b) * scale).to(target.dtype)
+
+
+def _back(matrices: Sequence[Tensor], columns: Sequence[slice], dy: Tensor) -> Tensor:
+    whole = joined(matrices)
+    if whole is not None:
+        return torch.mm(dy, whole)
+    dx = torch.mm(dy[:, columns[0]], matrices[0])
+    for matrix, span in zip(matrices[1:], columns[1:], strict=True):
+        dx.addmm_(dy[:, span], matrix)
+    return dx

@@ -1,0 +1,156 @@
+"""One micro-batch, forward and backward, written out: no tape, so that little is held.
+
+A pass may hold datums of several LoRA models of one base: the products with the base are then
+shared, everything else is each model's own. It yields often, so that its owner can do other work.
+
+Axes: T packed rows, D hidden.
+"""
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tinkercloud.core.types import TrainBatch
+from tinkercloud.embedded.base_model import BaseModel
+from tinkercloud.embedded.train_attention import PackedAttention
+from tinkercloud.embedded.train_block import Blocks, Saved
+from tinkercloud.embedded.train_head import Head
+from tinkercloud.embedded.train_linear import Linears, Part, Segment
+from tinkercloud.embedded.train_rows import norm_backward, norm_forward
+from tinkercloud.embedded.train_targets import arrange
+from tinkercloud.errors import UserError
+
+
+@dataclass(slots=True)
+class Share:
+    """One model's datums in a pass, and what becomes of them.
+
+    indices: of batch.data. part.grads receives the gradient, unless the batch is forward_only.
+    When `error` is set the gradient is worthless; the other shares are as they should be.
+    """
+
+    part: Part
+    batch: TrainBatch
+    indices: Sequence[int]
+    loss: float = 0.0
+    outputs: list[dict[str, NDArray[np.float32]]] = field(default_factory=list)
+    error: UserError | None = None
+
+
+def run_pass(
+    base: BaseModel, shares: Sequence[Share], *, recompute: bool
+) -> Generator[None, None, None]:
+    """All shares train, or all are forward_only. recompute: keep each block's input only, and
+    compute the rest again in the backward pass."""
+    pass_ = _Pass(base, shares)
+    steps = pass_.forward_only() if shares[0].batch.forward_only else pass_.train(recompute)
+    while True:
+        # Grad mode belongs to the thread: it must not be off while somebody else's work runs.
+        with torch.no_grad():
+            try:
+                next(steps)
+            except StopIteration:
+                return
+        yield
+
+
+class _Pass:
+    def __init__(self, base: BaseModel, shares: Sequence[Share]):
+        self._base, self._shares = base, shares
+        data = [share.batch.data[i] for share in shares for i in share.indices]
+        lengths = [len(datum.tokens) for datum in data]
+        parts = [share.part for share in shares]
+        self._tokens = base.tensor(np.concatenate([d.tokens for d in data]).astype(np.int64))
+        positions = base.tensor(np.concatenate([np.arange(n) for n in lengths]))
+        self._linears = Linears(base.weights, parts)
+        rotation = base.architecture.rotary(positions)
+        attention = PackedAttention(lengths, base.device)
+        segments = _segments(shares)
+        self._blocks = Blocks(base.architecture, self._linears, segments, attention, rotation)
+        self._targets, order = arrange(base, [(s.batch, s.indices) for s in shares])
+        self._head = Head(base, self._linears, parts, self._targets, order)
+
+    def forward_only(self) -> Generator[None, None, None]:
+        x = self._embed()
+        for index in range(self._base.config.num_layers):
+            x, _ = self._blocks.forward(index, x, keep=False)
+            yield
+        hidden, _ = self._final_norm(x)
+        yield from self._head.forward(hidden)
+        self._finish()
+
+    def train(self, recompute: bool) -> Generator[None, None, None]:
+        num_layers = self._base.config.num_layers
+        reached = any(map(_reaches_blocks, (share.part for share in self._shares)))
+        kept: list[Saved | Tensor | None] = []
+        x = self._embed()
+        for index in range(num_layers):
+            before = x
+            x, saved = self._blocks.forward(index, x, keep=reached and not recompute)
+            kept.append(saved if saved is not None else before if reached else None)
+            yield
+        hidden, inverse = self._final_norm(x)
+        dhidden = torch.zeros_like(hidden)
+        yield from self._head.forward_backward(hidden, dhidden)
+        self._finish()
+        if not reached or all(share.error is not None for share in self._shares):
+            return
+        dx = self._final_norm_backward(x, inverse, dhidden)
+        del x, hidden, dhidden
+        yield from self._blocks_backward(kept, dx)
+
+    def _blocks_backward(
+        self, kept: list[Saved | Tensor | None], dx: Tensor
+    ) -> Generator[None, None, None]:
+        trains_embedding = self._linears.trains("model.embed_tokens")
+        for index in reversed(range(len(kept))):
+            saved = kept.pop()
+            if isinstance(saved, Tensor):
+                _, saved = self._blocks.forward(index, saved, keep=True)
+            assert saved is not None
+            wants_dx = index > 0 or trains_embedding
+            below = self._blocks.backward(index, saved, dx, wants_dx=wants_dx)
+            if below is not None:
+                dx = below
+            yield
+        self._linears.add_embedding_gradient(self._tokens, dx)
+
+    def _embed(self) -> Tensor:
+        return torch.nn.functional.embedding(
+            self._tokens, self._linears.weight("model.embed_tokens")
+        )
+
+    def _final_norm(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        weight = self._linears.weight("model.norm")
+        return norm_forward(x, weight, self._base.config.rms_norm_eps)
+
+    def _final_norm_backward(self, x: Tensor, inverse: Tensor, dy: Tensor) -> Tensor:
+        dx = torch.zeros_like(x)
+        self._linears.add_norm_gradient("model.norm", x, inverse, dy)
+        norm_backward(x, inverse, self._linears.weight("model.norm"), dy, dx)
+        return dx
+
+    def _finish(self) -> None:
+        for share, targets in zip(self._shares, self._targets, strict=True):
+            try:
+                share.loss, share.outputs = targets.finish()
+            except UserError as error:
+                share.error = error
+
+
+def _segments(shares: Sequence[Share]) -> list[Segment]:
+    segments, start = [], 0
+    for share in shares:
+        num_rows = sum(len(share.batch.data[i].tokens) for i in share.indices)
+        segments.append(Segment(share.part, start, start + num_rows))
+        start += num_rows
+    return segments
+
+
+def _reaches_blocks(part: Part) -> bool:
+    """Whether anything before the unembedding is trained."""
+    return part.adapter is None or any(name != "lm_head" for name in part.adapter)
