@@ -15,19 +15,39 @@ import torch
 from torch import Tensor
 
 from tinkercloud.embedded.base_model import BaseModel
-from tinkercloud.embedded.train_linear import Group, Linears, Part, Segment
+from tinkercloud.embedded.train_linear import Group, Linears, Part, Segment, pad_rows
 from tinkercloud.embedded.train_targets import Order, Targets
 
 LOGIT_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class _Chunk:
-    """rows: in the pass's order. pieces: (share, rows within the chunk, its ordered pairs)."""
+class _Piece:
+    """Rows of one share, all active or none. rows: in the pass's order. pairs: in the share's."""
 
-    rows: slice
+    share: int
     active: bool
-    pieces: tuple[tuple[int, slice, slice], ...]
+    rows: slice
+    pairs: slice
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Neighbouring pieces, all active or none."""
+
+    pieces: tuple[_Piece, ...]
+
+    @property
+    def active(self) -> bool:
+        return self.pieces[0].active
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.pieces[0].rows.start, self.pieces[-1].rows.stop)
+
+    @property
+    def num_rows(self) -> int:
+        return self.rows.stop - self.rows.start
 
 
 class Head:
@@ -46,7 +66,7 @@ class Head:
         self._rows = base.tensor(order.rows)
         self._pair_rows = [base.tensor(rows) for rows in order.pair_rows]
         vocab = linears.weight("lm_head").shape[0]
-        num_rows = min(LOGIT_ROWS, len(order.rows))
+        num_rows = pad_rows(min(LOGIT_ROWS, len(order.rows)))
         self._wide = torch.empty(num_rows, vocab, device=base.device)
         narrow = base.dtype != torch.float32
         self._narrow = self._wide.to(base.dtype) if narrow else self._wide
@@ -76,7 +96,7 @@ class Head:
         for chunk in self._chunks():
             if chunk.active:
                 rows, down = self._probabilities(chunk, hidden)
-                gradients = [self._targets[s].gradient[p] for s, _, p in chunk.pieces]
+                gradients = [self._targets[p.share].gradient[p.pairs] for p in chunk.pieces]
                 dhidden[self._rows[chunk.rows]] = self._backward(chunk, rows, down, gradients)
                 yield
 
@@ -86,14 +106,16 @@ class Head:
         rows, down = self._logits(chunk, hidden)
         logits = self._wide[: len(rows)]
         picked = [
-            logits[self._in_chunk(chunk, s, p), self._targets[s].ids[p]] for s, _, p in chunk.pieces
+            logits[self._in_chunk(chunk, p), self._targets[p.share].ids[p.pairs]]
+            for p in chunk.pieces
         ]
         normalizer = _softmax_(logits)
         gradients = []
-        for (share, _, pairs), scores in zip(chunk.pieces, picked, strict=True):
-            logprobs = scores - normalizer[self._in_chunk(chunk, share, pairs)]
-            wants = with_gradient and chunk.active
-            gradients.append(self._targets[share].score(pairs, logprobs, with_gradient=wants))
+        wants = with_gradient and chunk.active
+        for piece, scores in zip(chunk.pieces, picked, strict=True):
+            logprobs = scores - normalizer[self._in_chunk(chunk, piece)]
+            targets = self._targets[piece.share]
+            gradients.append(targets.score(piece.pairs, logprobs, with_gradient=wants))
         return rows, down, gradients
 
     def _probabilities(self, chunk: _Chunk, hidden: Tensor) -> tuple[Tensor, list[Tensor | None]]:
@@ -102,7 +124,8 @@ class Head:
         return rows, down
 
     def _logits(self, chunk: _Chunk, hidden: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-        rows = hidden[self._rows[chunk.rows]]
+        rows = hidden.new_zeros(pad_rows(chunk.num_rows), hidden.shape[1])
+        rows[: chunk.num_rows] = hidden[self._rows[chunk.rows]]
         out = self._narrow[: len(rows)]
         _, down = self._group(chunk).forward(rows, out=out)
         if self._narrow is not self._wide:
@@ -121,11 +144,12 @@ class Head:
         dlogits = self._wide[: len(rows)]
         total = torch.zeros(len(rows), device=rows.device)
         places = []
-        for (share, _, pairs), gradient in zip(chunk.pieces, gradients, strict=True):
+        for piece, gradient in zip(chunk.pieces, gradients, strict=True):
             assert gradient is not None
-            at = self._in_chunk(chunk, share, pairs)
+            at = self._in_chunk(chunk, piece)
             total.index_add_(0, at, gradient)
-            places.append((at * dlogits.shape[1] + self._targets[share].ids[pairs], gradient))
+            ids = self._targets[piece.share].ids[piece.pairs]
+            places.append((at * dlogits.shape[1] + ids, gradient))
         dlogits.mul_(-total[:, None])
         for place, gradient in places:
             dlogits.view(-1).index_add_(0, place, gradient)
@@ -134,33 +158,41 @@ class Head:
         dy = self._narrow[: len(rows)]
         dx = self._group(chunk).backward(rows, down, dy)
         assert dx is not None
-        return dx
+        return dx[: chunk.num_rows]
 
-    def _in_chunk(self, chunk: _Chunk, share: int, pairs: slice) -> Tensor:
-        return self._pair_rows[share][pairs] - chunk.rows.start
+    def _in_chunk(self, chunk: _Chunk, piece: _Piece) -> Tensor:
+        """The chunk's row of each of the piece's pairs."""
+        return self._pair_rows[piece.share][piece.pairs] - chunk.rows.start
 
     def _group(self, chunk: _Chunk) -> Group:
-        pieces = chunk.pieces
-        segments = [Segment(self._parts[s], rows.start, rows.stop) for s, rows, _ in pieces]
+        first = chunk.rows.start
+        segments = [
+            Segment(self._parts[p.share], p.rows.start - first, p.rows.stop - first)
+            for p in chunk.pieces
+        ]
         return Group(self._linears, ("lm_head",), segments)
 
-    def _chunks(self) -> Iterator[_Chunk]:
-        """Active rows first; no chunk holds both kinds."""
-        num, active = len(self._order.rows), self._order.num_active
-        for begin, end in ((0, active), (active, num)):
-            for start in range(begin, end, LOGIT_ROWS):
-                rows = slice(start, min(start + LOGIT_ROWS, end))
-                yield _Chunk(rows, begin == 0 and active > 0, tuple(self._pieces(rows)))
+    def _chunks(self) -> list[_Chunk]:
+        """Active rows first; no chunk holds both kinds. A share's rows are cut as they would be
+        without company, and what is cut is never cut again: sums over a piece keep their bits."""
+        chunks: list[list[_Piece]] = []
+        for piece in self._pieces():
+            last = chunks[-1] if chunks else []
+            fits = last and piece.rows.stop - last[0].rows.start <= LOGIT_ROWS
+            if fits and last[0].active == piece.active:
+                last.append(piece)
+            else:
+                chunks.append([piece])
+        return [_Chunk(tuple(pieces)) for pieces in chunks]
 
-    def _pieces(self, rows: slice) -> Iterator[tuple[int, slice, slice]]:
+    def _pieces(self) -> Iterator[_Piece]:
         for span in self._order.spans:
-            start, stop = max(span.rows.start, rows.start), min(span.rows.stop, rows.stop)
-            if start >= stop:
-                continue
             of_share = self._order.pair_rows[span.share]
-            first, last = np.searchsorted(of_share, (start, stop))
-            here = slice(start - rows.start, stop - rows.start)
-            yield span.share, here, slice(int(first), int(last))
+            for start in range(span.rows.start, span.rows.stop, LOGIT_ROWS):
+                stop = min(start + LOGIT_ROWS, span.rows.stop)
+                first, last = map(int, np.searchsorted(of_share, (start, stop)))
+                active = stop <= self._order.num_active
+                yield _Piece(span.share, active, slice(start, stop), slice(first, last))
 
 
 def _softmax_(logits: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.train_attention import PackedAttention
 from tinkercloud.embedded.train_block import Blocks, Saved
 from tinkercloud.embedded.train_head import Head
-from tinkercloud.embedded.train_linear import Linears, Part, Segment
+from tinkercloud.embedded.train_linear import Linears, Part, Segment, pad_rows
 from tinkercloud.embedded.train_rows import norm_backward, norm_forward
 from tinkercloud.embedded.train_targets import arrange
 from tinkercloud.errors import UserError
@@ -64,7 +64,12 @@ class _Pass:
         data = [share.batch.data[i] for share in shares for i in share.indices]
         lengths = [len(datum.tokens) for datum in data]
         parts = [share.part for share in shares]
-        self._tokens = base.tensor(np.concatenate([d.tokens for d in data]).astype(np.int64))
+        tokens = np.concatenate([d.tokens for d in data]).astype(np.int64)
+        # The padding is a sequence of its own, in nobody's segment and without gradient.
+        padding = pad_rows(len(tokens)) - len(tokens)
+        if padding:
+            lengths.append(padding)
+        self._tokens = base.tensor(np.pad(tokens, (0, padding)))
         positions = base.tensor(np.concatenate([np.arange(n) for n in lengths]))
         self._linears = Linears(base.weights, parts)
         rotation = base.architecture.rotary(positions)

@@ -1,0 +1,269 @@
+"""The queue of forward_backward calls: turns, shared passes, errors."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.numerics.tiny import supervised
+from tinkercloud.core.types import Datum, LoraSpec, TrainBatch
+from tinkercloud.embedded import training_queue
+from tinkercloud.embedded.models import ModelStore
+from tinkercloud.embedded.train_plan import Limits, kept_bytes_per_token, micro_batches
+from tinkercloud.embedded.trainer import TrainableModel
+from tinkercloud.embedded.training_queue import Finished, TrainingQueue, run_alone
+from tinkercloud.errors import UserError
+
+LIMITS = Limits(tokens=100)
+
+
+def batch(*lengths: int, seed: int = 0, **more: object) -> TrainBatch:
+    data = tuple(supervised(n, seed + i) for i, n in enumerate(lengths))
+    return TrainBatch(data, "cross_entropy", **more)
+
+
+def poisoned() -> TrainBatch:
+    good = supervised(6, 1)
+    inputs = {
+        "target_tokens": good.inputs["target_tokens"],
+        "logprobs": np.full(6, -2000.0, np.float32),
+        "advantages": np.ones(6, np.float32),
+    }
+    return TrainBatch((Datum(good.tokens, inputs),), "importance_sampling")
+
+
+def create(store: ModelStore, *names: str) -> list[TrainableModel]:
+    for seed, name in enumerate(names):
+        store.create_model(name, "tiny", LoraSpec(rank=4, seed=seed))
+    models = [store.model(name) for name in names]
+    generator = torch.Generator().manual_seed(0)
+    for model in models:
+        for _, b in model.adapter.values():
+            b.data.normal_(0, 0.1, generator=generator)
+    return models
+
+
+def finish(queue: TrainingQueue) -> list[Finished]:
+    done: list[Finished] = []
+    while len(queue):
+        done += queue.step()
+    return done
+
+
+def alone(model: TrainableModel, work: TrainBatch) -> dict[str, torch.Tensor]:
+    """The gradient of one call by itself; the model is left without."""
+    for _ in run_alone(model, work, LIMITS):
+        pass
+    found, model.grads = model.grads, {}
+    return found
+
+
+def assert_same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Grows by the numbers of datums of every pass's shares."""
+    seen: list[list[int]] = []
+    run = training_queue.run_pass
+
+    def counted(base, shares, *, recompute):
+        seen.append([len(share.indices) for share in shares])
+        return run(base, shares, recompute=recompute)
+
+    monkeypatch.setattr(training_queue, "run_pass", counted)
+    return seen
+
+
+def test_small_calls_of_several_models_share_a_pass_with_the_results_of_separate_ones(
+    store: ModelStore, passes: list[list[int]]
+) -> None:
+    models = create(store, "a", "b", "c")
+    works = [batch(10, 20, seed=1), batch(30, seed=5), batch(7, seed=9)]
+    expected = [alone(m, w) for m, w in zip(models, works, strict=True)]
+    passes.clear()
+    queue = TrainingQueue(LIMITS)
+    for i, (model, work) in enumerate(zip(models, works, strict=True)):
+        queue.add(i, model, work)
+    done = finish(queue)
+    assert [result.call_id for result in done] == [0, 1, 2]
+    assert passes == [[2, 1, 1]]
+    for model, wanted in zip(models, expected, strict=True):
+        assert_same_bits(model.grads, wanted)
+
+
+def test_what_does_not_fit_a_pass_waits_for_the_next(
+    store: ModelStore, passes: list[list[int]]
+) -> None:
+    a, b, c = create(store, "a", "b", "c")
+    queue = TrainingQueue(LIMITS)
+    for i, (model, length) in enumerate(((a, 60), (b, 60), (c, 40))):
+        queue.add(i, model, batch(length))
+    finish(queue)
+    assert passes == [[1, 1], [1]]
+
+
+def test_training_and_scoring_never_share_a_pass(
+    store: ModelStore, passes: list[list[int]]
+) -> None:
+    a, b = create(store, "a", "b")
+    queue = TrainingQueue(LIMITS)
+    queue.add(0, a, batch(10))
+    queue.add(1, b, batch(10, forward_only=True))
+    finish(queue)
+    assert passes == [[1], [1]]
+    assert b.grads == {}
+
+
+def test_full_models_have_their_passes_to_themselves(
+    store: ModelStore, passes: list[list[int]]
+) -> None:
+    (a,) = create(store, "a")
+    store.create_model("full", "tiny", LoraSpec(rank=0, seed=0))
+    queue = TrainingQueue(LIMITS)
+    queue.add(0, a, batch(10))
+    queue.add(1, store.model("full"), batch(10))
+    finish(queue)
+    assert passes == [[1], [1]]
+
+
+def test_models_take_turns_by_micro_batch(store: ModelStore) -> None:
+    a, b = create(store, "a", "b")
+    queue = TrainingQueue(LIMITS)
+    queue.add(0, a, batch(*[100] * 6))
+    queue.add(1, b, batch(*[100] * 2))
+    order = [result.call_id for result in finish(queue)]
+    assert order == [1, 0]
+
+
+def test_a_stream_of_small_calls_does_not_starve_a_large_one(store: ModelStore) -> None:
+    large, small = create(store, "large", "small")
+    queue = TrainingQueue(LIMITS)
+    queue.add(0, large, batch(*[100] * 4))
+    answered = 0
+    queue.add(1, small, batch(100))
+    for _ in range(10_000):
+        done = queue.step()
+        if any(result.call_id == 0 for result in done):
+            break
+        for _ in done:
+            answered += 1
+            queue.add(1 + answered, small, batch(100))
+    assert 3 <= answered <= 5
+
+
+def test_calls_of_one_model_finish_in_their_order(store: ModelStore) -> None:
+    (a,) = create(store, "a")
+    queue = TrainingQueue(LIMITS)
+    for i in range(3):
+        queue.add(i, a, batch(60, 60, seed=i))
+    assert [result.call_id for result in finish(queue)] == [0, 1, 2]
+
+
+def test_a_loss_that_is_not_finite_fails_its_call_only(store: ModelStore) -> None:
+    a, b = create(store, "a", "b")
+    works = (poisoned(), TrainBatch((poisoned().data[0],), "importance_sampling"))
+    works[1].data[0].inputs["logprobs"][:] = -4.0
+    expected = alone(b, works[1])
+    queue = TrainingQueue(LIMITS)
+    queue.add(0, a, works[0])
+    queue.add(1, b, works[1])
+    failed, fine = finish(queue)
+    assert isinstance(failed.error, UserError)
+    assert a.grads == {}
+    assert fine.error is None
+    assert_same_bits(b.grads, expected)
+
+
+def test_when_a_shared_pass_breaks_only_the_call_at_fault_fails(store: ModelStore) -> None:
+    a, b = create(store, "a", "b")
+    broken = batch(8)
+    broken.data[0].inputs["target_tokens"][3] = 10**6  # no such token: an index error
+    expected = alone(b, batch(9))
+    queue = TrainingQueue(LIMITS)
+    queue.add(0, a, broken)
+    queue.add(1, b, batch(9))
+    results = {result.call_id: result for result in finish(queue)}
+    assert isinstance(results[0].error, IndexError)
+    assert a.grads == {}
+    assert results[1].error is None
+    assert_same_bits(b.grads, expected)
+
+
+def test_a_failed_call_drops_the_gradient_of_its_earlier_micro_batches(store: ModelStore) -> None:
+    (a,) = create(store, "a")
+    before = alone(a, batch(12))
+    a.grads = {n: g.clone() for n, g in before.items()}
+    good = poisoned().data[0]
+    fine = Datum(good.tokens, {**good.inputs, "logprobs": np.full(6, -4.0, np.float32)})
+    data = (*[fine] * 20, good)
+    queue = TrainingQueue(LIMITS)
+    queue.add(0, a, TrainBatch(data, "importance_sampling"))
+    (result,) = finish(queue)
+    assert "datum 20" in str(result.error)
+    assert_same_bits(a.grads, before)
+
+
+def test_work_is_cut_finer_than_a_micro_batch(store: ModelStore) -> None:
+    (a,) = create(store, "a")
+    queue = TrainingQueue(LIMITS)
+    queue.add(0, a, batch(50))
+    steps = 0
+    while len(queue):
+        queue.step()
+        steps += 1
+    assert steps >= 2 * a.base.config.num_layers
+
+
+def test_grad_mode_is_as_it_was_between_steps(store: ModelStore) -> None:
+    (a,) = create(store, "a")
+    queue = TrainingQueue(LIMITS)
+    queue.add(0, a, batch(50))
+    while len(queue):
+        queue.step()
+        assert torch.is_grad_enabled()
+
+
+def test_micro_batches_keep_to_both_limits() -> None:
+    data = batch(10, 20, 30, 80, 5).data
+
+    def cut(**limits: int) -> list[tuple[tuple[int, ...], bool]]:
+        return [(m.indices, m.recompute) for m in micro_batches(data, Limits(**limits), 10)]
+
+    assert cut(tokens=60) == [((0, 1, 2), False), ((3,), False), ((4,), False)]
+    assert cut(tokens=60, activation_bytes=300) == [
+        ((0, 1), False),
+        ((2,), False),
+        ((3,), True),
+        ((4,), False),
+    ]
+
+
+def test_the_estimate_of_kept_bytes_is_from_above_and_not_far(store: ModelStore) -> None:
+    """Against what a pass really keeps: all tensors that its saved blocks hold."""
+    from tinkercloud.embedded import train_pass
+
+    (a,) = create(store, "a")
+    storages: dict[int, int] = {}
+    forward = train_pass.Blocks.forward
+
+    def watched(self, index, x, *, keep):
+        out, saved = forward(self, index, x, keep=keep)
+        kept = [saved.x, saved.mixed, saved.middle, saved.gates, saved.inverse]
+        kept += [t for one in saved.attention for t in (*one.inputs, one.out)]
+        lows = (saved.down_qkv, saved.down_o, saved.down_gates, saved.down_out)
+        kept += [low for group in lows for low in group if low is not None]
+        for tensor in kept:
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+        held.append(saved)
+        return out, saved
+
+    held: list[object] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_pass.Blocks, "forward", watched)
+        alone(a, batch(37, 21))
+    real = sum(storages.values()) / (37 + 21)
+    estimate = kept_bytes_per_token(a.base.config, 4, 4)
+    assert 0.6 * estimate < real <= 1.1 * estimate
