@@ -11,6 +11,7 @@ import difflib
 import logging
 import os
 import re
+import shutil
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -150,6 +151,17 @@ def quiet_ray() -> None:
     gives none (as it will by itself one day, and warns of until then)."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+
+def user_cache_dir() -> Path:
+    """Where what can be made again is kept between runs, whatever the data directory."""
+    given = os.environ.get("XDG_CACHE_HOME")
+    return Path(given) / "tinkercloud" if given else Path.home() / ".cache" / "tinkercloud"
+
+
+def c_compiler() -> str | None:
+    """What CC names, or the system's; None where there is none."""
+    return os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
 
 
 def engine_environment() -> dict[str, str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from tests.api.harness import serving
 from tinkercloud.backends.fake import FakeBackend
 from tinkercloud.config import Config
-from tinkercloud.core.types import LoraSpec
+from tinkercloud.core.types import LoraSpec, SampleOutput, SampleRequest
 
 REASON = "waiting until 8 GPUs are free"
 
@@ -25,8 +25,14 @@ class FullBackend(FakeBackend):
         self.waiting.discard(model_id)
         await super().create_model(model_id, base_model, lora)
 
-    def queue_state(self, model_id: str) -> str | None:
-        return REASON if model_id in self.waiting else None
+    async def sample(self, version: str, request: SampleRequest) -> SampleOutput:
+        self.waiting.add(version)
+        await self.room.wait()
+        self.waiting.discard(version)
+        return await super().sample(version, request)
+
+    def queue_state(self, subject: str) -> str | None:
+        return REASON if subject in self.waiting else None
 
 
 async def test_a_model_that_waits_for_capacity_says_so_until_it_has_it(tmp_path: Path):
@@ -46,3 +52,21 @@ async def test_a_model_that_waits_for_capacity_says_so_until_it_has_it(tmp_path:
         }
         backend.room.set()
         assert (await api.result(accepted))["model_id"] == accepted["model_id"]
+
+
+async def test_a_sample_that_waits_for_capacity_says_so_until_it_has_it(tmp_path: Path):
+    backend = FullBackend(Config(backend="fake"))
+    async with serving(tmp_path, backend=backend, hold_s=0.05) as api:
+        accepted = await api.ok(
+            "asample",
+            base_model="fake/tiny",
+            num_samples=1,
+            prompt={"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
+            sampling_params={"max_tokens": 2, "seed": 1},
+        )
+        pending = await api.retrieve(accepted["request_id"])
+        assert pending.status_code == 408
+        assert pending.json()["queue_state"] == "paused_capacity"
+        assert pending.json()["queue_state_reason"] == REASON
+        backend.room.set()
+        assert (await api.retrieve(accepted["request_id"])).status_code == 200

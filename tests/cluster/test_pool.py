@@ -172,6 +172,19 @@ async def test_a_model_waits_says_why_and_gets_its_turn_when_another_is_deleted(
     await train(backend, "second")
 
 
+async def test_a_sample_that_finds_no_gpus_says_what_it_waits_for(backend: ClusterBackend):
+    await backend.create_model("first", "a", FULL)
+    version = await backend.publish(FromBase("b"))
+    prompt = np.array([1, 2, 3], np.int32)
+    request = SampleRequest(prompt, 1, SamplingParams(max_tokens=1, seed=0))
+    sampling = asyncio.create_task(backend.sample(version, request))
+    await until_waiting(backend, version)
+    sampling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await sampling
+    assert backend.queue_state(version) is None
+
+
 async def test_a_model_that_waits_too_long_fails_with_the_reason(backend: ClusterBackend):
     await backend.create_model("first", "a", FULL)
     with pytest.raises(CapacityTimeout, match="got no 2 CPU bundles within 20 s"):

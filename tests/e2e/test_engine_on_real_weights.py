@@ -60,6 +60,27 @@ def client(server: Server) -> Iterator[Client]:
     client.close()
 
 
+def test_the_sampler_is_closer_to_float64_than_a_float32_pass_of_torch(
+    client: Client, smollm2_gguf: Path
+) -> None:
+    """Largest |d| of log-probabilities over 200 random tokens, which are hard on rounding."""
+    tokens = np.random.default_rng(0).integers(0, 40_000, 200).tolist()
+    distance = {}
+    exact = np.zeros(0)
+    for dtype in (torch.float64, torch.float32):
+        network = AutoModelForCausalLM.from_pretrained(
+            smollm2_gguf.parent, gguf_file=smollm2_gguf.name, dtype=dtype
+        ).eval()
+        with torch.no_grad():
+            law = torch.log_softmax(network(torch.tensor([tokens])).logits[0].double(), -1)
+        theirs = law[:-1].gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0].numpy()
+        exact = theirs if dtype == torch.float64 else exact
+        distance[dtype] = np.abs(theirs - exact).max()
+    sampler = client.base_sampler()
+    sampled = np.array(sampler.compute_logprobs(client.prompt(tokens)).result()[1:])
+    assert np.abs(sampled - exact).max() < max(2e-4, distance[torch.float32])
+
+
 @pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-4), ("bfloat16", 2e-2)])
 def test_trainer_sampler_and_transformers_agree(
     dtype: str, limit: float, text: list[int], smollm2_gguf: Path, tmp_path: Path

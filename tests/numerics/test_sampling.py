@@ -5,13 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 from tests.numerics.tiny import (
     EOS,
     VOCAB,
     Sampler,
     ask,
+    law,
     random_prompt,
     reference,
     supervised,
@@ -19,15 +19,21 @@ from tests.numerics.tiny import (
 )
 from tinkercloud.core.types import AdamParams, FromBase, FromModel, LoraSpec
 from tinkercloud.decoding.sampler import (
-    RowParams,
     gumbel_noise,
-    keep_mask,
-    lowest_argmax,
-    sample,
 )
 from tinkercloud.embedded import engine as engine_module
+from tinkercloud.embedded import runners
 from tinkercloud.embedded.models import ModelStore
-from tinkercloud.errors import VersionLost
+
+
+@pytest.fixture(autouse=True, params=["compiled", "torch"])
+def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which forward pass: everything here holds for both."""
+    if request.param == "torch":
+        monkeypatch.setattr(runners, "library", lambda: None)
+    elif runners.library() is None:
+        pytest.skip("there is no C compiler here")
+    return request.param
 
 
 @pytest.fixture
@@ -41,24 +47,6 @@ PROMPT = random_prompt(20, 0)
 def logits_after(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
     with torch.no_grad():
         return model(torch.tensor([tokens])).logits[0, -1].double()
-
-
-def law(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> torch.Tensor:
-    """The sampled distribution, written as the definition reads (float64 probabilities)."""
-    probs = torch.softmax(logits / temperature, -1)
-    order = sorted(range(len(probs)), key=lambda i: (-float(probs[i]), i))
-    if top_k > 0:
-        order = order[:top_k]
-    mass = sum(float(probs[i]) for i in order)
-    kept, reached = [], 0.0
-    for i in order:
-        kept.append(i)
-        reached += float(probs[i]) / mass
-        if reached >= top_p:
-            break
-    out = torch.zeros_like(probs)
-    out[kept] = probs[kept] / probs[kept].sum()
-    return out
 
 
 def test_greedy_equals_transformers_generate(store: ModelStore, base: str, folder: Path) -> None:
@@ -152,19 +140,11 @@ def test_tight_limits_change_nothing_but_time(
             assert np.array_equal(a.logprobs, b.logprobs)
 
 
-def test_a_prompt_seen_before_is_not_computed_again(store: ModelStore, base: str) -> None:
-    sampler = Sampler(store)
-    request = ask(PROMPT, max_tokens=30, seed=4, use_eos=False)
-    first, second = sampler.one(base, request), sampler.one(base, request)
-    assert (first.prompt_cache_hit_tokens, second.prompt_cache_hit_tokens) == (0, len(PROMPT))
-    assert np.array_equal(first.sequences[0].logprobs, second.sequences[0].logprobs)
-
-
 def test_a_prompt_of_several_chunks_scores_as_transformers_does(
     store: ModelStore, base: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "PREFILL_CHUNK", 32)
-    monkeypatch.setattr(engine_module, "PREFILL_BUDGET", 64)
+    monkeypatch.setattr(engine_module, "SCORED_CHUNK", 32)
+    monkeypatch.setattr(engine_module, "PREFILL_ROWS", 64)
     prompts = {str(n): random_prompt(n, n) for n in (1, 2, 31, 32, 33, 100, 257)}
     requests = {k: (base, ask(p, max_tokens=2, prompt_logprobs=True)) for k, p in prompts.items()}
     for name, output in Sampler(store).run(requests).items():
@@ -281,19 +261,6 @@ def test_without_max_tokens_a_sample_runs_to_the_context_limit(
     assert sequence.stop_reason == "length"
 
 
-def test_a_released_version_is_lost_and_its_prompts_are_forgotten(
-    store: ModelStore, base: str
-) -> None:
-    sampler = Sampler(store)
-    sampler.one(base, ask(PROMPT))
-    assert sampler.engine._prompt_cache
-    sampler.engine.forget(base)
-    store.release(base)
-    assert not sampler.engine._prompt_cache
-    with pytest.raises(VersionLost):
-        store.version(base)
-
-
 def test_a_failed_step_answers_every_request(store: ModelStore, base: str) -> None:
     sampler = Sampler(store)
     outcomes: list[object] = []
@@ -304,89 +271,3 @@ def test_a_failed_step_answers_every_request(store: ModelStore, base: str) -> No
     sampler.engine.fail_all(RuntimeError("broken"))
     assert [type(o) for o in outcomes] == [RuntimeError] * 4
     assert not sampler.engine.busy
-
-
-# ---- the sampler's pure functions
-
-
-def test_sampled_frequencies_follow_the_law() -> None:
-    """Chi-square over 20,000 independent keys; the 99.99 % point of 9 degrees is 33.7."""
-    logits = torch.linspace(-2, 2, 10)
-    rows = [RowParams(0.8, -1, 1.0, s % 7, s // 7 % 50, s // 350) for s in range(20_000)]
-    drawn = sample(logits.expand(len(rows), -1), rows)
-    expected = torch.softmax(logits.double() / 0.8, -1) * len(rows)
-    counts = torch.bincount(drawn.tokens, minlength=10).double()
-    assert float(((counts - expected) ** 2 / expected).sum()) < 33.7
-
-
-def test_noise_is_standard_gumbel_and_independent_between_keys() -> None:
-    noise = gumbel_noise(1, 0, 0, 200_000)
-    assert float(noise.mean()) == pytest.approx(0.5772, abs=0.01)
-    assert float(noise.var()) == pytest.approx(np.pi**2 / 6, abs=0.03)
-    for other in (gumbel_noise(2, 0, 0, 200_000), gumbel_noise(1, 1, 0, 200_000),
-                  gumbel_noise(1, 0, 1, 200_000)):  # fmt: skip
-        assert abs(float(np.corrcoef(noise, other)[0, 1])) < 0.01
-    assert torch.equal(noise[:1000], gumbel_noise(1, 0, 0, 1000))
-
-
-def test_noise_takes_seeds_of_the_whole_range() -> None:
-    assert torch.isfinite(gumbel_noise(2**64 - 1, 1023, 2**31, 101)).all()
-
-
-def test_greedy_ties_go_to_the_lowest_id() -> None:
-    values = torch.tensor([[1.0, 3.0, 3.0, 3.0], [2.0, 2.0, 0.0, 1.0]])
-    assert lowest_argmax(values).tolist() == [1, 0]
-
-
-@pytest.mark.parametrize("top_p", [1e-9, 0.3, 0.5, 0.8, 0.999999, 1.0])
-@pytest.mark.parametrize("top_k", [-1, 1, 3, 50])
-def test_top_k_and_top_p_keep_what_the_definition_keeps(top_k: int, top_p: float) -> None:
-    logits = torch.randn(40, generator=torch.Generator().manual_seed(1))
-    logits[5] = logits[9]
-    kept = keep_mask(torch.log_softmax(logits, -1), top_k, top_p)
-    expected = law(logits.double(), 1.0, top_k, top_p) > 0
-    assert torch.equal(kept, expected)
-
-
-def test_reported_logprobs_obey_the_temperature_law() -> None:
-    logits = torch.randn(1, 30, generator=torch.Generator().manual_seed(2))
-    at = {t: sample(logits, [RowParams(t, -1, 1.0, 0, 0, 0)]).law(0)[0] for t in (1.0, 0.5, 2.0)}
-    for temperature, logprobs in at.items():
-        ours = logprobs[3] - logprobs[8]
-        assert float(ours) == pytest.approx(float(at[1.0][3] - at[1.0][8]) / temperature, rel=1e-4)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_a_draw_does_not_depend_on_the_rows_beside_it(temperature: float) -> None:
-    logits = 4 * torch.randn(64, 49152, generator=torch.Generator().manual_seed(4))
-    rows = [RowParams(temperature, -1, 1.0, i, 0, 5) for i in range(64)]
-    whole = sample(logits, rows)
-    for size in (1, 3, 17):
-        for start in range(0, 64 - size, size):
-            beside = slice(start, start + size)
-            part = sample(logits[beside], rows[beside])
-            assert torch.equal(part.tokens, whole.tokens[beside])
-            assert torch.equal(part.logprobs, whole.logprobs[beside])
-
-
-def test_reported_logprobs_are_unbiased_over_a_large_vocabulary() -> None:
-    logits = 4 * torch.randn(8, 49152, generator=torch.Generator().manual_seed(3))
-    drawn = sample(logits, [RowParams(1.0, -1, 1.0, i, 0, 0) for i in range(8)])
-    exact = torch.log_softmax(logits.double(), -1).gather(-1, drawn.tokens[:, None])[:, 0]
-    assert float((drawn.logprobs.double() - exact).abs().max()) < 4e-6
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(48, 96), (576, 1536), (1536, 576), (32, 576), (576, 8)])
-def test_a_row_of_a_product_does_not_depend_on_how_many_rows_come_with_it(
-    dtype: torch.dtype, shape: tuple[int, int]
-) -> None:
-    """What ROW_TILE promises, measured on this machine's BLAS."""
-    inputs, outputs = shape
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
-    rows = torch.randn(256, inputs, generator=generator).to(dtype)
-    whole = F.linear(rows, weight)
-    for number in (8, 16, 24, 40, 64, 136, 256):
-        assert torch.equal(F.linear(rows[:number], weight), whole[:number]), number
-        assert torch.equal(F.linear(rows[-number:], weight), whole[-number:]), number

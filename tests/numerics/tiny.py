@@ -126,3 +126,21 @@ def grads(store: ModelStore, model_id: str) -> dict[str, torch.Tensor]:
 
 def params(store: ModelStore, model_id: str) -> dict[str, torch.Tensor]:
     return {n: p.detach().clone() for n, p in store.model(model_id).params.items()}
+
+
+def law(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> torch.Tensor:
+    """The sampled distribution, written as the definition reads (float64 probabilities)."""
+    probs = torch.softmax(logits / temperature, -1)
+    order = sorted(range(len(probs)), key=lambda i: (-float(probs[i]), i))
+    if top_k > 0:
+        order = order[:top_k]
+    mass = sum(float(probs[i]) for i in order)
+    kept, reached = [], 0.0
+    for i in order:
+        kept.append(i)
+        reached += float(probs[i]) / mass
+        if reached >= top_p:
+            break
+    out = torch.zeros_like(probs)
+    out[kept] = probs[kept] / probs[kept].sum()
+    return out

@@ -87,9 +87,9 @@ class Backend(ABC):
     async def sample(self, version: str, request: SampleRequest) -> SampleOutput:
         """A pure function of (weights, prompt, params, seed, sample index)."""
 
-    def queue_state(self, model_id: str) -> str | None:
-        """Why an operation of this model waits for capacity, in words for its user; None: it does
-        not. Cheap; asked when a poll ends without a result."""
+    def queue_state(self, subject: str) -> str | None:
+        """Why an operation of this model, or a sample from this version, waits for capacity, in
+        words for its user; None: it does not. Cheap; asked when a poll ends without a result."""
         return None
 
     @abstractmethod

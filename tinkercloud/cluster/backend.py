@@ -121,10 +121,12 @@ class ClusterBackend(Backend):
             found |= {f"{name}: {key}": value for key, value in pool.stats().items()}
         return found
 
-    def queue_state(self, model_id: str) -> str | None:
-        pool = self._coming.get(model_id)
-        if pool is None and model_id in self._models:
-            pool = self._models[model_id].pool
+    def queue_state(self, subject: str) -> str | None:
+        pool = self._coming.get(subject)
+        if pool is None and subject in self._models:
+            pool = self._models[subject].pool
+        if pool is None and subject in self._versions:
+            pool = self._pool_of(self._versions[subject].version)
         return None if pool is None else pool.waiting
 
     # ---- models

@@ -10,6 +10,7 @@ import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from tinkercloud.core.lane import LaneOrder, Verdict
@@ -45,6 +46,10 @@ class _Pending:
     acknowledged: asyncio.Future[str] = field(repr=False)
     finished: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
     outcome: Outcome | None = field(default=None, repr=False)
+    subject: str | None = None  # a model or a version
+
+
+_running: ContextVar[_Pending] = ContextVar("the request that this task works on")
 
 
 @dataclass(slots=True, eq=False)
@@ -142,6 +147,7 @@ class TaskManager:
         prefix = _SAMPLE_PREFIX if ticket.kind == SAMPLING_KIND else _TRAIN_PREFIX
         loop = asyncio.get_running_loop()
         pending = _Pending(prefix + uuid.uuid4().hex, ticket, loop.create_future())
+        pending.subject = ticket.model_id
         if key is not None:
             self._by_key[key] = pending  # before the first await, so that a twin finds it
         try:
@@ -185,10 +191,16 @@ class TaskManager:
             lane = self._lanes.setdefault((user, model_id), fresh)
         return lane
 
-    def model_of(self, request_id: str) -> str | None:
-        """The model that a pending request is for; None where there is none."""
+    def works_on(self, subject: str) -> None:
+        """Called by work: what its request turns out to be for."""
+        running = _running.get(None)
+        if running is not None:
+            running.subject = subject
+
+    def subject_of(self, request_id: str) -> str | None:
+        """The model or version that a pending request is for; None where it is not known."""
         pending = self._pending.get(request_id)
-        return None if pending is None else pending.ticket.model_id
+        return None if pending is None else pending.subject
 
     # running
 
@@ -215,6 +227,7 @@ class TaskManager:
                 await self._run(pending, work)
 
     async def _run(self, pending: _Pending, work: Work) -> None:
+        _running.set(pending)
         try:
             outcome = await work()
         except asyncio.CancelledError:

@@ -25,11 +25,13 @@ class StopRule:
         self._decoder = decoder
         self._window = 4 * max((len(s.encode()) for s in self._strings), default=0) + 8
 
-    def ends(self, tokens: list[int]) -> bool:
-        """tokens: everything sampled so far, the newest last."""
+    def ends(self, tokens: list[int], first: int = 0) -> bool:
+        """tokens: all so far, the newest last; from `first` on they were sampled."""
         if tokens[-1] in self._ids:
             return True
         if not self._strings or self._decoder is None:
             return False
-        text = self._decoder.decode(tokens[-self._window :], skip_special_tokens=False)
+        text = self._decoder.decode(
+            tokens[max(first, len(tokens) - self._window) :], skip_special_tokens=False
+        )
         return any(s in text for s in self._strings)

@@ -16,7 +16,7 @@ from tinkercloud.weights.adapters import Adapter
 ROW_TILE = 8
 """Matrix products of the sampler get a multiple of this many rows. A BLAS picks its kernel by the
 number of rows; with whole tiles a row's result does not depend on how many rows come with it
-(`tests/numerics/test_row_invariance.py` measures this on the machine at hand)."""
+(`tests/numerics/test_sampler.py` measures this on the machine at hand)."""
 
 
 def pad_rows(num_rows: int) -> int:
@@ -89,62 +89,3 @@ class SampleContext:
 
     def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         raise AssertionError("a SampleContext is used through its subclasses")
-
-
-class PrefillContext(SampleContext):
-    """Causal attention over packed prompts, keeping keys and values.
-
-    Rows past sum(lengths) are padding. `past[i]` holds what sequence i has cached per layer, keys
-    and values (Hkv, P, Dh) each, and grows by the chunk.
-    """
-
-    def __init__(
-        self,
-        weights: Mapping[str, Tensor],
-        segments: Sequence[Segment],
-        lengths: Sequence[int],
-        past: Sequence[list[tuple[Tensor, Tensor]]],
-    ):
-        super().__init__(weights, segments)
-        self._lengths = list(lengths)
-        self._past = past
-
-    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        groups = q.shape[1] // k.shape[1]
-        out = torch.zeros_like(q)
-        start = 0
-        for length, past in zip(self._lengths, self._past, strict=True):
-            rows = slice(start, start + length)
-            keys, values = self._extend(past, layer, k[rows], v[rows])
-            out[rows] = _chunk_attention(q[rows], keys, values, groups)
-            start += length
-        return out
-
-    @staticmethod
-    def _extend(
-        past: list[tuple[Tensor, Tensor]], layer: int, k: Tensor, v: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        keys, values = k.transpose(0, 1), v.transpose(0, 1)
-        if layer < len(past):
-            keys = torch.cat([past[layer][0], keys], dim=1)
-            values = torch.cat([past[layer][1], values], dim=1)
-            past[layer] = (keys, values)
-        else:
-            past.append((keys.contiguous(), values.contiguous()))
-        return keys, values
-
-
-def _chunk_attention(q: Tensor, keys: Tensor, values: Tensor, groups: int) -> Tensor:
-    """q (n, Hq, Dh), the last n positions of keys (Hkv, P, Dh) -> (n, Hq, Dh)."""
-    num_new, total = q.shape[0], keys.shape[1]
-    if groups > 1:
-        keys = keys.repeat_interleave(groups, dim=0)
-        values = values.repeat_interleave(groups, dim=0)
-    mask = None
-    if num_new != total:
-        last_seen = torch.arange(total - num_new, total, device=q.device)[:, None]
-        mask = torch.arange(total, device=q.device)[None] <= last_seen
-    out = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None], keys[None], values[None], attn_mask=mask, is_causal=mask is None
-    )
-    return out[0].transpose(0, 1)

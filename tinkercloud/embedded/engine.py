@@ -1,154 +1,91 @@
-"""The sampling engine: one step prefills, admits, decodes and finishes.
+"""The sampling engine: each step is one ragged batch of prompt chunks and next tokens.
 
-Every mutable thing here has one owner, the worker thread that calls `step`. Prompts are prefilled
-in chunks with fixed boundaries, rows are padded to whole tiles and attention is summed in whole
-tiles, so that a request's tokens do not depend on the requests around it.
+A sequence is tokens of which some have their keys and values in blocks; a step brings it as many
+forward as the budget allows, and where it reaches the end, the next token is drawn. So a prompt, a
+sequence being decoded, and one that lost its blocks and takes them up again are the same thing.
 
-Axes: B active sequences, M rows padded to ROW_TILE, D hidden, V vocabulary.
+Every mutable thing here has one owner, the worker thread that calls `step`. Seeded results do not
+depend on other requests: see `runners`.
 """
 
-from collections import OrderedDict, deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tinkercloud.core.types import SampledSequence, SampleOutput, SampleRequest, Topk
-from tinkercloud.decoding.sampler import RowParams, sample, topk_rows
+from tinkercloud.core.types import SampleRequest
+from tinkercloud.decoding.sampler import sample, topk_rows
 from tinkercloud.decoding.stops import StopRule
 from tinkercloud.embedded.base_model import BaseModel
-from tinkercloud.embedded.contexts import PrefillContext, SampleContext, pad_rows, segments_of
-from tinkercloud.embedded.kv_cache import DecodeContext, SlotCache
+from tinkercloud.embedded.blocks import BLOCK_TOKENS, BlockPool, blocks_for
+from tinkercloud.embedded.runners import Batch, Runner, runner_for
 from tinkercloud.embedded.scoring import PromptScores
-from tinkercloud.weights.adapters import Adapter
+from tinkercloud.embedded.sequences import Job, Reply, Sequence
+from tinkercloud.embedded.versions import Version
+from tinkercloud.errors import ServerFault
 
-PREFILL_CHUNK = 512
-"""Chunk boundaries inside a prompt. Fixed: a boundary that moved with the load would change the
-last bits of the prompt's keys and values."""
-PREFILL_BUDGET = 2048
-PROMPT_CACHE_BYTES = 256 * 1024**2
+CHUNK = 512
+"""Rows of one prompt in one step. Where a runner is not exact, prompts are cut at its multiples:
+a cut that moved with the load would change the last bits of keys and values."""
+SCORED_CHUNK = 128  # rows that all want their [rows, V] logits
+PREFILL_ROWS = 1024  # of all prompts in one step, about
+DEPTH = 1.2
+"""No new prompts are begun while more samples than DEPTH x the batch limit wait or are decoded."""
 
-Reply = Callable[[SampleOutput | BaseException], None]
+
+@dataclass(slots=True)
+class _Device:
+    """What the versions of one base share."""
+
+    pool: BlockPool
+    runner: Runner
 
 
 @dataclass(frozen=True, slots=True)
-class Version:
-    """Immutable published weights. `weights` are the base's own, or a full fine-tune's."""
+class _Work:
+    """`count` more tokens of a sequence; all_rows: the logits of each are wanted."""
 
-    id: str
-    base: BaseModel
-    weights: dict[str, Tensor]
-    adapter: Adapter | None
-    scale: float
+    sequence: Sequence
+    count: int
 
     @property
-    def own_bytes(self) -> int:
-        """What it holds beside the shared base."""
-        if self.adapter is not None:
-            return sum(a.nbytes + b.nbytes for a, b in self.adapter.values())
-        if self.weights is self.base.weights:
-            return 0
-        return sum({id(t): t.nbytes for t in self.weights.values()}.values())
+    def version(self) -> Version:
+        return self.sequence.job.version
 
     @property
-    def entry(self) -> tuple[Adapter, float] | None:
-        return (self.adapter, self.scale) if self.adapter is not None else None
-
-
-@dataclass(slots=True)
-class _Prefilled:
-    """A prompt's keys and values per layer and the hidden row (D,) of its last token."""
-
-    past: list[tuple[Tensor, Tensor]]
-    last_hidden: Tensor
-
-    def num_bytes(self) -> int:
-        return sum(k.nbytes + v.nbytes for k, v in self.past)
-
-
-@dataclass(slots=True)
-class _Job:
-    """A request underway. `done` tokens of its prompt are prefilled."""
-
-    version: Version
-    request: SampleRequest
-    reply: Reply
-    scores: PromptScores | None
-    stop_rule: StopRule
-    done: int = 0
-    past: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    prefilled: _Prefilled | None = None
-    cache_hit_tokens: int = 0
-    next_sample: int = 0
-    sequences: dict[int, SampledSequence] = field(default_factory=dict)
+    def all_rows(self) -> bool:
+        return self.sequence.index < 0 and self.sequence.job.scores is not None
 
     @property
-    def key(self) -> tuple[str, bytes]:
-        return (self.version.id, self.request.prompt.tobytes())
-
-    @property
-    def max_tokens(self) -> int:
-        room = self.version.base.config.max_position_embeddings - len(self.request.prompt)
-        wanted = self.request.params.max_tokens
-        return room if wanted is None else min(wanted, room)
-
-    def prompt_state(self) -> _Prefilled:
-        """Only once the whole prompt has been read."""
-        assert self.prefilled is not None
-        return self.prefilled
-
-
-@dataclass(slots=True)
-class _Running:
-    """One sample being decoded; its slot is its index in the lane's list."""
-
-    job: _Job
-    index: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    topk: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
-
-    @property
-    def position(self) -> int:
-        """Absolute position of the token that is drawn next."""
-        return len(self.job.request.prompt) + len(self.tokens)
-
-    def row_params(self) -> RowParams:
-        p = self.job.request.params
-        return RowParams(p.temperature, p.top_k, p.top_p, p.seed, self.index, self.position)
-
-
-class _Lane:
-    """The sequences that share base weights, and so one forward pass."""
-
-    def __init__(self, version: Version):
-        self.base = version.base
-        self.weights = version.weights
-        self.cache = SlotCache(version.base.config, version.base.dtype, version.base.device)
-        self.running: list[_Running] = []
+    def ends(self) -> bool:
+        return self.count == self.sequence.num_pending
 
 
 class SamplingEngine:
     """submit() requests, call step() while busy; replies come from inside step()."""
 
-    def __init__(self, *, max_batch: int, kv_cache_bytes: int):
+    def __init__(self, *, max_batch: int, kv_cache_bytes: int, num_threads: int = 1):
         self._max_batch = max_batch
         self._kv_cache_bytes = kv_cache_bytes
-        self._waiting: deque[_Job] = deque()
-        self._ready: deque[_Job] = deque()
-        self._lanes: dict[int, _Lane] = {}
-        self._prompt_cache: OrderedDict[tuple[str, bytes], _Prefilled] = OrderedDict()
+        self._num_threads = num_threads
+        self._waiting: deque[Job] = deque()  # their prompts are not done
+        self._ready: deque[Job] = deque()  # samples to begin
+        self._running: list[Sequence] = []  # in the order they were admitted
+        self._devices: dict[int, _Device] = {}  # by base
+        self._runner: Runner | None = None  # all bases have one device and number type
         self.num_tokens_sampled = 0
+        self.num_preempted = 0
 
     @property
     def busy(self) -> bool:
-        return bool(self._waiting or self._ready or self._lanes)
+        return bool(self._waiting or self._ready or self._running)
 
     @property
     def num_running(self) -> int:
-        return sum(len(lane.running) for lane in self._lanes.values())
+        return len(self._running)
 
     @property
     def num_waiting(self) -> int:
@@ -157,200 +94,299 @@ class SamplingEngine:
     def submit(self, version: Version, request: SampleRequest, reply: Reply) -> None:
         scores = PromptScores(request) if PromptScores.wanted(request) else None
         rule = StopRule(request.params, version.base.config.eos_token_ids, version.base.decoder)
-        self._waiting.append(_Job(version, request, reply, scores, rule))
+        self._waiting.append(Job(version, request, reply, scores, rule))
 
     def forget(self, version_id: str) -> None:
-        """Drop cached prompts of a released version; samples underway finish."""
-        for key in [k for k in self._prompt_cache if k[0] == version_id]:
-            del self._prompt_cache[key]
+        """Drop what is kept of a released version; samples underway finish."""
+        for device in self._devices.values():
+            device.pool.forget(version_id)
 
     @torch.inference_mode()
     def step(self) -> None:
-        """One round: prefill a budget of prompt rows, admit, decode one token per sequence."""
-        self._prefill()
+        """One round: a forward pass for each set of base weights, then one token per sequence."""
+        work = [*self._decode_work(), *self._prefill_work()]
+        by_weights: dict[int, list[_Work]] = {}
+        for one in work:
+            by_weights.setdefault(id(one.version.weights), []).append(one)
+        for group in by_weights.values():
+            self._forward(group)
         self._admit()
-        for key, lane in list(self._lanes.items()):
-            if lane.running:
-                self._decode(lane)
-            if not lane.running:
-                del self._lanes[key]
+        if not self.busy and self._runner is not None:
+            self._runner.rest()
 
     def fail_all(self, error: BaseException) -> None:
         """Answer everything underway with `error` and drop it."""
         jobs = {id(j): j for j in (*self._waiting, *self._ready)}
-        for lane in self._lanes.values():
-            jobs |= {id(r.job): r.job for r in lane.running}
+        jobs |= {id(s.job): s.job for s in self._running}
         self._waiting.clear()
         self._ready.clear()
-        self._lanes.clear()
-        self._prompt_cache.clear()
+        self._running.clear()
+        self._devices.clear()
+        if self._runner is not None:
+            self._runner.rest()
         for job in jobs.values():
             job.reply(error)
 
-    # ---- prefill
+    # ---- what the next pass computes
 
-    def _prefill(self) -> None:
-        if not self._waiting or len(self._ready) >= self._max_batch:
-            return
-        chosen, rows, twins = [], 0, set()
-        weights = None
-        for job in self._waiting:
-            if job.done == 0 and job.scores is None and self._from_cache(job):
+    def _decode_work(self) -> list[_Work]:
+        work: list[_Work] = []
+        budget = PREFILL_ROWS  # of sequences that take up their blocks again
+        for sequence in list(self._running):
+            device = self._device(sequence.job.version.base)
+            if not sequence.blocks:
+                if not self._has_room(sequence.job, len(sequence.tokens)):
+                    continue
+                if device.runner.is_exact:
+                    sequence.look_up(device.pool)
+            count = self._chunk(sequence, CHUNK) if sequence.num_pending > 1 else 1
+            if count > 1 and budget < count:
                 continue
-            # A prompt that another waiting request is about to prefill will be in the cache.
-            if job.scores is None and job.key in twins:
-                continue
-            if rows >= PREFILL_BUDGET or weights not in (None, id(job.version.weights)):
-                continue
-            weights = id(job.version.weights)
-            twins.add(job.key)
-            chosen.append(job)
-            rows += min(PREFILL_CHUNK, len(job.request.prompt) - job.done)
-        if chosen:
-            self._prefill_chunks(chosen)
-        self._ready.extend(j for j in self._waiting if j.prefilled is not None)
-        self._waiting = deque(j for j in self._waiting if j.prefilled is None)
+            if self._reserve(sequence, sequence.done + count):
+                work.append(_Work(sequence, count))
+                budget -= count if count > 1 else 0
+        return work
 
-    def _from_cache(self, job: _Job) -> bool:
-        found = self._prompt_cache.get(job.key)
-        if found is None:
+    def _prefill_work(self) -> list[_Work]:
+        work: list[_Work] = []
+        rows, begun = 0, self.num_running + sum(job.num_left for job in self._ready)
+        underway: set[bytes] = set()
+        for job in list(self._waiting):
+            if rows >= PREFILL_ROWS or begun > DEPTH * self._max_batch:
+                break
+            sequence = job.prompt
+            device = self._device(job.version.base)
+            if not sequence.blocks and not self._look_up(job, device, underway):
+                continue  # another one is computing its beginning
+            count = self._chunk(sequence, SCORED_CHUNK if job.scores is not None else CHUNK)
+            if not sequence.reserve(device.pool, sequence.done + count):
+                if work or self._running or self._ready:
+                    break
+                if not self._reserve(sequence, sequence.done + count):
+                    break
+            underway.update(sequence.digests[sequence.done // BLOCK_TOKENS :])
+            work.append(_Work(sequence, count))
+            rows += count
+            begun += job.num_left
+        return work
+
+    def _look_up(self, job: Job, device: _Device, underway: set[bytes]) -> bool:
+        """Take over what is known of a prompt; False: what it needs next is being computed."""
+        sequence = job.prompt
+        if job.scores is not None or not device.runner.is_exact:
+            return True
+        job.cache_hit_tokens = sequence.look_up(device.pool)
+        following = sequence.digests[len(sequence.blocks) :]
+        if following and following[0] in underway:
+            sequence.drop_blocks(device.pool)
             return False
-        self._prompt_cache.move_to_end(job.key)
-        job.prefilled = found
-        job.cache_hit_tokens = len(job.request.prompt)
         return True
 
-    def _prefill_chunks(self, jobs: list[_Job]) -> None:
-        chunks = [j.request.prompt[j.done : j.done + PREFILL_CHUNK] for j in jobs]
-        lengths = [len(c) for c in chunks]
-        total, base = sum(lengths), jobs[0].version.base
-        tokens = np.zeros(pad_rows(total), np.int64)
-        positions = np.zeros(pad_rows(total), np.int64)
-        tokens[:total] = np.concatenate(chunks)
-        positions[:total] = np.concatenate(
-            [np.arange(j.done, j.done + n) for j, n in zip(jobs, lengths, strict=True)]
+    @staticmethod
+    def _chunk(sequence: Sequence, limit: int) -> int:
+        """Tokens up to the next cut."""
+        return min(sequence.num_pending, limit - sequence.done % limit)
+
+    def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Blocks for that many tokens, of younger ones if need be. False: not now, or never."""
+        base = sequence.job.version.base
+        pool = self._device(base).pool
+        while not sequence.reserve(pool, num_tokens):
+            if self._take_back(base, sequence):
+                continue
+            if any(s.blocks for s in self._holders(base) if s is not sequence):
+                if sequence.blocks:
+                    self._preempt(sequence)
+            else:
+                self._fail(sequence.job, blocks_for(num_tokens), pool)
+            return False
+        return True
+
+    def _has_room(self, job: Job, num_tokens: int) -> bool:
+        """Whether a sample that has so many tokens can hope to reach its end. Beginning one that
+        cannot would only take from others what they then take back."""
+        base = job.version.base
+        pool = self._device(base).pool
+        others = sum(bool(s.blocks) for s in self._running if s.job.version.base is base)
+        growth = min(job.num_prompt + job.max_tokens - num_tokens, CHUNK)
+        own = 0 if job.prompt.blocks else num_tokens
+        return not others or pool.num_available >= others + blocks_for(own + growth)
+
+    def _take_back(self, base: BaseModel, needed_by: Sequence) -> bool:
+        """Free the blocks of one that has any: a prompt, or a sample younger than needed_by."""
+        pool = self._device(base).pool
+        for job in (*reversed(self._waiting), *reversed(self._ready)):
+            if job.version.base is base and job.prompt.blocks and job.prompt is not needed_by:
+                job.prompt.drop_blocks(pool)
+                if job in self._ready:
+                    self._ready.remove(job)
+                    self._waiting.appendleft(job)
+                return True
+        for sequence in reversed(self._running):
+            if sequence is needed_by:
+                return False
+            if sequence.job.version.base is base and sequence.blocks:
+                self._preempt(sequence)
+                return True
+        return False
+
+    def _holders(self, base: BaseModel) -> list[Sequence]:
+        prompts = [job.prompt for job in (*self._waiting, *self._ready)]
+        return [s for s in (*prompts, *self._running) if s.job.version.base is base]
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """It stays where it is in the line, and computes its keys and values again."""
+        device = self._device(sequence.job.version.base)
+        self.num_preempted += 1
+        sequence.drop_blocks(device.pool)
+        if not device.runner.is_exact:
+            self.num_tokens_sampled -= len(sequence.logprobs)
+            sequence.start_over(sequence.job.num_prompt)
+
+    def _fail(self, job: Job, num_blocks: int, pool: BlockPool) -> None:
+        for queue in (self._waiting, self._ready):
+            if job in queue:
+                queue.remove(job)
+        for sequence in [s for s in (job.prompt, *self._running) if s.job is job]:
+            sequence.drop_blocks(pool)
+        self._running = [s for s in self._running if s.job is not job]
+        job.reply(
+            ServerFault(
+                f"a sequence needs {num_blocks} blocks of keys and values and there are "
+                f"{pool.num_blocks}; raise engine.kv_cache_bytes"
+            )
         )
-        entries = [j.version.entry for j, n in zip(jobs, lengths, strict=True) for _ in range(n)]
-        entries += [entries[-1]] * (len(tokens) - total)
-        segments = segments_of(entries, base.device)
-        past = [j.past for j in jobs]
-        context = PrefillContext(jobs[0].version.weights, segments, lengths, past)
-        hidden = base.architecture.hidden(context, base.tensor(tokens), base.tensor(positions))
-        start = 0
-        for job, length in zip(jobs, lengths, strict=True):
-            self._after_chunk(job, hidden[start : start + length])
-            start += length
 
-    def _after_chunk(self, job: _Job, hidden: Tensor) -> None:
-        if job.scores is not None:
-            job.scores.add(job.done, hidden, lambda h: self._unembed([job.version] * len(h), h))
-        job.done += len(hidden)
-        if job.done < len(job.request.prompt):
+    def _device(self, base: BaseModel) -> _Device:
+        if id(base) not in self._devices:
+            per_block = BlockPool.bytes_per_block(base.config, base.dtype)
+            num_blocks = self._kv_cache_bytes // per_block
+            if base.device.type == "cpu":  # memory is used as blocks are: room for one at least
+                whole = blocks_for(base.config.max_position_embeddings) + 1
+                num_blocks = max(num_blocks, whole)
+            pool = BlockPool(base.config, base.dtype, base.device, num_blocks)
+            if self._runner is None:
+                self._runner = runner_for(base, self._num_threads)
+            self._devices[id(base)] = _Device(pool, self._runner)
+        return self._devices[id(base)]
+
+    # ---- a pass and what follows from it
+
+    def _forward(self, group: list[_Work]) -> None:
+        group.sort(key=lambda one: one.version.id)  # rows of one adapter are neighbours
+        device = self._device(group[0].version.base)
+        logits = device.runner.forward(_batch(group), device.pool)
+        drawing: list[tuple[Sequence, Tensor]] = []
+        at = 0
+        for one in group:
+            num = one.count if one.all_rows else int(one.ends)
+            own, at = logits[at : at + num], at + num
+            self._after(one, own, device, drawing)
+        if drawing:
+            rows = torch.stack([row for _, row in drawing])
+            self._draw([sequence for sequence, _ in drawing], rows)
+
+    def _after(
+        self, one: _Work, logits: Tensor, device: _Device, drawing: list[tuple[Sequence, Tensor]]
+    ) -> None:
+        sequence, job, ends = one.sequence, one.sequence.job, one.ends
+        if one.all_rows and job.scores is not None:
+            job.scores.add(sequence.done, logits)
+        sequence.advance(device.pool, one.count, named=device.runner.is_exact)
+        if not ends:
             return
-        job.prefilled = _Prefilled(job.past, hidden[-1].clone())
-        self._prompt_cache[job.key] = job.prefilled
-        total = sum(p.num_bytes() for p in self._prompt_cache.values())
-        while total > PROMPT_CACHE_BYTES:
-            total -= self._prompt_cache.popitem(last=False)[1].num_bytes()
-
-    def _unembed(self, versions: list[Version], hidden: Tensor) -> Tensor:
-        """hidden (M, D), whole tiles -> logits (M, V); row i is read with versions[i]."""
-        base = versions[0].base
-        segments = segments_of([v.entry for v in versions], base.device)
-        return base.architecture.unembed(SampleContext(versions[0].weights, segments), hidden)
-
-    # ---- admission
+        if sequence.index >= 0:
+            drawing.append((sequence, logits[-1]))
+            return
+        job.logits = logits[-1].clone()
+        self._waiting.remove(job)
+        self._ready.append(job)
 
     def _admit(self) -> None:
-        fresh: dict[int, list[_Running]] = {}
+        """Begin samples of prompts that are done, as far as the batch and the blocks go."""
+        begun: list[Sequence] = []
         while self._ready and self.num_running < self._max_batch:
             job = self._ready[0]
-            lane = self._lanes.setdefault(id(job.version.weights), _Lane(job.version))
-            need = len(job.request.prompt) + min(job.max_tokens, PREFILL_CHUNK)
-            full = lane.cache.bytes_for(len(lane.running) + 1, need) > self._kv_cache_bytes
-            if full and self.num_running:
+            if not self._has_room(job, job.num_prompt):
                 break
-            running = _Running(job, job.next_sample)
-            lane.cache.add(job.prompt_state().past, len(job.request.prompt) + 1)
-            lane.running.append(running)
-            fresh.setdefault(id(job.version.weights), []).append(running)
+            pool = self._device(job.version.base).pool
+            if job.num_left == 1:
+                sequence = job.prompt  # nobody needs it after this
+                sequence.index = job.next_sample
+            else:
+                fork = job.prompt.fork(pool, job.next_sample)
+                if fork is None:
+                    break
+                sequence = fork
             job.next_sample += 1
-            if job.next_sample == job.request.num_samples:
+            if not job.num_left:
                 self._ready.popleft()
-        for key, sequences in fresh.items():
-            self._first_tokens(self._lanes[key], sequences)
+            begun.append(sequence)
+            self._running.append(sequence)
+        if not begun and self._ready and not self._running:
+            job = self._ready[0]
+            if not self._take_back(job.version.base, job.prompt):
+                self._fail(job, len(job.prompt.blocks) + 1, self._device(job.version.base).pool)
+        for base in {id(s.job.version.base): s for s in begun}.values():
+            own = [s for s in begun if s.job.version.base is base.job.version.base]
+            rows = [s.job.logits for s in own if s.job.logits is not None]
+            self._draw(own, torch.stack(rows))
 
-    def _first_tokens(self, lane: _Lane, fresh: list[_Running]) -> None:
-        hidden = [r.job.prompt_state().last_hidden for r in fresh]
-        hidden += [hidden[-1]] * (pad_rows(len(hidden)) - len(hidden))
-        versions = [r.job.version for r in fresh]
-        versions += [versions[-1]] * (len(hidden) - len(fresh))
-        logits = self._unembed(versions, torch.stack(hidden))[: len(fresh)]
-        self._draw(lane, fresh, logits)
-
-    # ---- decode
-
-    def _decode(self, lane: _Lane) -> None:
-        running, base = lane.running, lane.base
-        num, padded = len(running), pad_rows(len(running))
-        positions = np.array([r.position - 1 for r in running], np.int64)
-        lane.cache.reserve(num, int(positions.max()) + 1)
-        tokens = np.zeros(padded, np.int64)
-        tokens[:num] = [r.tokens[-1] for r in running]
-        entries = [r.job.version.entry for r in running]
-        entries += [entries[-1]] * (padded - num)
-        segments = segments_of(entries, base.device)
-        context = DecodeContext(lane.weights, segments, lane.cache, base.tensor(positions))
-        row_positions = base.tensor(np.pad(positions, (0, padded - num)))
-        hidden = base.architecture.hidden(context, base.tensor(tokens), row_positions)
-        logits = base.architecture.unembed(context, hidden)[:num]
-        self._draw(lane, list(running), logits)
-
-    def _draw(self, lane: _Lane, rows: list[_Running], logits: Tensor) -> None:
+    def _draw(self, rows: list[Sequence], logits: Tensor) -> None:
         """Sample one token per row, record it, finish what ended."""
-        drawn = sample(logits, [r.row_params() for r in rows])
+        scan = self._runner.scan if self._runner is not None else None
+        drawn = sample(logits, [one.row_params() for one in rows], scan)
         self.num_tokens_sampled += len(rows)
         tokens, logprobs = drawn.tokens.tolist(), drawn.logprobs.tolist()
-        for i, (running, token, logprob) in enumerate(zip(rows, tokens, logprobs, strict=True)):
-            running.tokens.append(token)
-            running.logprobs.append(logprob)
-            k = running.job.request.topk_sample_logprobs
-            if k:
-                running.topk.append(topk_rows(drawn.law(i), k))
-        for running in rows:
-            stopped = running.job.stop_rule.ends(running.tokens)
-            if stopped or len(running.tokens) >= running.job.max_tokens:
-                self._finish(lane, running, stopped)
+        ended: list[tuple[Sequence, bool]] = []
+        for i, (one, token, logprob) in enumerate(zip(rows, tokens, logprobs, strict=True)):
+            job = one.job
+            one.tokens.append(token)
+            one.logprobs.append(logprob)
+            if job.request.topk_sample_logprobs:
+                one.topk.append(topk_rows(drawn.law(i), job.request.topk_sample_logprobs))
+            stopped = job.stop_rule.ends(one.tokens, job.num_prompt)
+            if stopped or len(one.logprobs) >= job.max_tokens:
+                ended.append((one, stopped))
+        self._finish(ended)
 
-    def _finish(self, lane: _Lane, running: _Running, stopped: bool) -> None:
-        slot = next(i for i, r in enumerate(lane.running) if r is running)
-        lane.cache.free(slot)
-        last = lane.running.pop()
-        if last is not running:
-            lane.running[slot] = last
-        job = running.job
-        job.sequences[running.index] = SampledSequence(
-            tokens=np.array(running.tokens, np.int32),
-            logprobs=np.array(running.logprobs, np.float32),
-            stop_reason="stop" if stopped else "length",
-            topk=_stack(running.topk),
-        )
-        if len(job.sequences) == job.request.num_samples:
-            job.reply(_output(job))
+    def _finish(self, ended: Iterable[tuple[Sequence, bool]]) -> None:
+        gone: set[int] = set()
+        for sequence, stopped in ended:
+            gone.add(id(sequence))
+            sequence.drop_blocks(self._device(sequence.job.version.base).pool)
+            sequence.job.finish(sequence, stopped=stopped)
+        if gone:
+            self._running = [one for one in self._running if id(one) not in gone]
 
 
-def _stack(rows: list[tuple[np.ndarray, np.ndarray]]) -> Topk | None:
-    if not rows:
-        return None
-    return Topk(np.concatenate([r[0] for r in rows]), np.concatenate([r[1] for r in rows]))
-
-
-def _output(job: _Job) -> SampleOutput:
-    scores = job.scores
-    return SampleOutput(
-        sequences=tuple(job.sequences[i] for i in range(job.request.num_samples)),
-        prompt_logprobs=scores.logprobs if scores else None,
-        topk_prompt_logprobs=scores.topk if scores else None,
-        target_prompt_logprobs=scores.target_logprobs if scores else None,
-        prompt_cache_hit_tokens=job.cache_hit_tokens,
+def _batch(group: list[_Work]) -> Batch:
+    widest = max(len(one.sequence.blocks) for one in group)
+    tables = np.zeros((len(group), widest), np.int32)
+    tokens: list[int] = []
+    wanted: list[int] = []
+    versions: list[tuple[Version, int]] = []
+    for i, one in enumerate(group):
+        sequence = one.sequence
+        tables[i, : len(sequence.blocks)] = sequence.blocks
+        first = len(tokens)
+        tokens += sequence.tokens[sequence.done : sequence.done + one.count]
+        if one.all_rows:
+            wanted += range(first, len(tokens))
+        elif one.ends:
+            wanted.append(len(tokens) - 1)
+        if versions and versions[-1][0] is one.version:
+            versions[-1] = (one.version, versions[-1][1] + one.count)
+        else:
+            versions.append((one.version, one.count))
+    counts = np.array([one.count for one in group])
+    starts = np.array([one.sequence.done for one in group])
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return Batch(
+        np.array(tokens, np.int64),
+        (np.repeat(starts, counts) + within).astype(np.int32),
+        np.repeat(np.arange(len(group)), counts).astype(np.int32),
+        tables,
+        versions,
+        np.array(wanted, np.int64),
     )

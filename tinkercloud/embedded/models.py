@@ -16,13 +16,13 @@ from tinkercloud.core.types import (
 )
 from tinkercloud.embedded import checkpoints
 from tinkercloud.embedded.base_model import BaseModel
-from tinkercloud.embedded.engine import Version
 from tinkercloud.embedded.train_block import is_known, neighbours
 from tinkercloud.embedded.train_linear import join_weights
 from tinkercloud.embedded.train_plan import ACTIVATION_BYTES, Limits
 from tinkercloud.embedded.trainer import TrainableModel, full_parameters, with_tied_head
 from tinkercloud.embedded.training_queue import run_alone
 from tinkercloud.embedded.version_cache import VersionCache
+from tinkercloud.embedded.versions import Version
 from tinkercloud.errors import ModelStateLost
 from tinkercloud.weights.adapters import Adapter, fresh_adapter
 

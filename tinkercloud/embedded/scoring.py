@@ -3,18 +3,14 @@
 Axes: P prompt tokens, n rows of one prefill chunk, V vocabulary, K targets per position.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from tinkercloud.core.types import SampleRequest, Topk
 from tinkercloud.decoding.sampler import topk_rows
-from tinkercloud.embedded.contexts import pad_rows
 
 UNSCORED_LOGPROB = -99999.0
-_ROWS_AT_ONCE = 128
 
 
 class PromptScores:
@@ -47,25 +43,18 @@ class PromptScores:
             or request.target_prompt_logprobs is not None
         )
 
-    def add(self, start: int, hidden: Tensor, unembed: Callable[[Tensor], Tensor]) -> None:
-        """hidden (n, D): rows of positions start..start+n-1; row i predicts position i + 1.
+    def add(self, start: int, logits: Tensor) -> None:
+        """logits (n, V) of positions start..start+n-1; row i predicts position i + 1.
 
         Plain softmax, whatever the sampling temperature.
         """
-        stop = min(start + hidden.shape[0], len(self._prompt) - 1)
+        stop = min(start + len(logits), len(self._prompt) - 1)
         if self._targets is None:
-            start, hidden = self._skip_unscored(start, hidden)
-        for row in range(start, stop, _ROWS_AT_ONCE):
-            rows = hidden[row - start : min(row + _ROWS_AT_ONCE, stop) - start]
-            padded = torch.zeros(pad_rows(len(rows)), rows.shape[1], dtype=rows.dtype).to(rows)
-            padded[: len(rows)] = rows
-            logits = unembed(padded)[: len(rows)].float()
-            logprobs = logits - torch.logsumexp(logits, -1, keepdim=True)
-            self._record(row + 1, logprobs)
-
-    def _skip_unscored(self, start: int, hidden: Tensor) -> tuple[int, Tensor]:
-        first_row = max(start, self._first - 1)
-        return first_row, hidden[first_row - start :]
+            first = max(start, self._first - 1)
+            start, logits = first, logits[first - start :]
+        if start < stop:
+            rows = logits[: stop - start].float()
+            self._record(start + 1, rows - torch.logsumexp(rows, -1, keepdim=True))
 
     def _record(self, position: int, logprobs: Tensor) -> None:
         """logprobs (n, V) of positions position..position+n-1."""

@@ -12,8 +12,8 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tinkercloud.embedded.engine import Version
 from tinkercloud.embedded.trainer import with_tied_head
+from tinkercloud.embedded.versions import Version
 from tinkercloud.errors import VersionLost
 from tinkercloud.weights.adapters import Adapter
 

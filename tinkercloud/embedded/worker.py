@@ -52,7 +52,9 @@ class Worker:
     def __init__(self, settings: EngineSettings, send: Callable[[object], None]):
         self._send = send
         self._engine = SamplingEngine(
-            max_batch=settings.max_batch, kv_cache_bytes=settings.kv_cache_bytes
+            max_batch=settings.max_batch,
+            kv_cache_bytes=settings.kv_cache_bytes,
+            num_threads=settings.threads or usable_cores(),
         )
         self._settings = settings
         self._models: ModelStore | None = None

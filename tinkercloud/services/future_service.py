@@ -27,8 +27,8 @@ class FutureService:
 
     def try_again(self, request_id: str) -> TryAgainResponse:
         """What to tell whoever waits for a pending request: whether it waits for capacity."""
-        model_id = self._tasks.model_of(request_id)
-        reason = None if model_id is None else self._backend.queue_state(model_id)
+        subject = self._tasks.subject_of(request_id)
+        reason = None if subject is None else self._backend.queue_state(subject)
         if reason is None:
             return TryAgainResponse(request_id=request_id)
         return TryAgainResponse(

@@ -180,11 +180,13 @@ class SamplingService:
     async def _sample(self, sampler: Sampler, request: CoreSampleRequest) -> SampleOutput:
         key, publish = _version_key(sampler), self._publisher(sampler)
         version = await self._versions.get(key, sampler.sampler_id, publish)
+        self._tasks.works_on(version)
         try:
             return await self._backend.sample(version, request)
         except VersionLost:  # the engine began anew; what can be published again is
             await self._versions.drop(key, version)
             version = await self._versions.get(key, sampler.sampler_id, publish)
+            self._tasks.works_on(version)
             return await self._backend.sample(version, request)
 
     def _publisher(self, sampler: Sampler) -> Callable[[], Awaitable[str]]:

@@ -1,0 +1,398 @@
+/* A decoder's forward pass over a ragged batch of rows, in float32, on the cores of one machine.
+
+   Every value is computed by one thread in an order that depends on the row's own sequence alone:
+   not on the other rows, on how many there are, or on the number of threads. So the logits of a
+   token are the same bits whether it comes in a prompt, alone, or beside a hundred others.
+
+   Compiled on the machine that runs it (native.py), for its vector unit. Names: M rows, D hidden
+   size, Hq / Hkv query and key/value heads, Dh head size, F inner size, V vocabulary, K the length
+   of a dot product. Weights are row-major [out, in], as Hugging Face has them. */
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "product.h"
+#include "team.h"
+#include "vectors.h"
+
+/* ---- the network; native.py has the same structures */
+
+typedef struct {
+  const float *weight, *bias;
+  int64_t out, in;
+} linear_t;
+
+enum { Q, K_, V_, O, GATE, UP, DOWN, NUM_LINEAR };
+
+typedef struct {
+  const float *input_norm, *post_norm, *q_norm, *k_norm; /* the last two may be NULL */
+  linear_t linear[NUM_LINEAR];
+  float *keys;   /* [block][Hkv][Dh][block_size] */
+  float *values; /* [block][Hkv][block_size][Dh] */
+} layer_t;
+
+typedef struct {
+  int64_t num_layers, hidden, heads, kv_heads, head_dim, inner, vocab, block_size;
+  float eps;
+  const float *embed, *final_norm;
+  linear_t head;
+  const layer_t *layers;
+} model_t;
+
+typedef struct {
+  const float *a, *b; /* [rank, in] and [out, rank]; NULL: this module has none */
+  int64_t rank;
+} lora_t;
+
+/* Rows first..first+count-1 read one adapter: NUM_LINEAR modules of each layer, then the head's. */
+typedef struct {
+  int64_t first, count;
+  float scale;
+  const lora_t *modules;
+} segment_t;
+
+typedef struct {
+  int64_t rows;
+  const int64_t *tokens;
+  const int32_t *positions;  /* of each row in its sequence */
+  const int32_t *sequence;   /* of each row: its row in `tables` */
+  const int32_t *tables;     /* block numbers of each sequence, in order */
+  int64_t table_stride;
+  const float *cosine, *sine; /* [rows][Dh / 2] */
+  int64_t num_segments;
+  const segment_t *segments;
+  int64_t num_wanted;
+  const int64_t *wanted; /* rows whose logits are wanted, ascending */
+  float *hidden;         /* out: [rows][D], after the final norm */
+  float *logits;         /* out: [num_wanted][V] */
+} batch_t;
+
+typedef struct {
+  const model_t *model;
+  const batch_t *batch;
+  float *x, *normed, *q, *k, *v, *mixed, *gate, *up, *low, *chosen;
+  int64_t low_stride; /* of one row of the low-rank products, 3 modules side by side */
+  int64_t max_rank;
+  atomic_long *next_task; /* one for each layer */
+} pass_t;
+
+static void rms_norm(const float *x, const float *weight, int64_t size, float eps, float *y) {
+  float scale = 1.0f / sqrtf(dot(x, x, size) / (float)size + eps);
+  int64_t i = 0;
+  for (; i + LANES <= size; i += LANES) store(y + i, load(weight + i) * (load(x + i) * all(scale)));
+  for (; i < size; i++) y[i] = weight[i] * (x[i] * scale);
+}
+
+static void norm_rows(const pass_t *p, const float *weight, float *out, team_t *team, int rank) {
+  int64_t d = p->model->hidden;
+  range_t own = part(p->batch->rows, 1, team, rank);
+  for (int64_t m = own.first; m < own.end; m++)
+    rms_norm(p->x + m * d, weight, d, p->model->eps, out + m * d);
+}
+
+typedef struct {
+  const linear_t *linear;
+  int module; /* its place in a segment's modules */
+  float *y;
+  int64_t y_stride;
+  int add;
+} output_t;
+
+/* Segments over the rows of `wanted` instead of the batch's. */
+static segment_t over_wanted(const pass_t *p, const segment_t *segment) {
+  int64_t first = 0, end = 0;
+  for (int64_t i = 0; i < p->batch->num_wanted; i++) {
+    first += p->batch->wanted[i] < segment->first;
+    end += p->batch->wanted[i] < segment->first + segment->count;
+  }
+  return (segment_t){first, end - first, segment->scale, segment->modules};
+}
+
+static int has_adapter(const pass_t *p, const output_t *outputs, int count) {
+  for (int64_t s = 0; s < p->batch->num_segments; s++)
+    for (int i = 0; i < count; i++)
+      if (p->batch->segments[s].modules[outputs[i].module].a) return 1;
+  return 0;
+}
+
+/* x A^T of every row and module, beside each other in p->low. */
+static void low_rank(const pass_t *p, const float *x, int64_t in, const output_t *outputs,
+                     int count, int over_head, team_t *team, int rank) {
+  for (int64_t s = 0; s < p->batch->num_segments; s++) {
+    segment_t segment = p->batch->segments[s];
+    if (over_head) segment = over_wanted(p, &segment);
+    for (int i = 0; i < count; i++) {
+      const lora_t *lora = &segment.modules[outputs[i].module];
+      if (!lora->a) continue;
+      product_t down = {.x = x + segment.first * in, .x_stride = in, .rows = segment.count,
+                        .w = lora->a, .k = in, .bias = NULL,
+                        .y = p->low + segment.first * p->low_stride + i * p->max_rank,
+                        .y_stride = p->low_stride, .add = 0, .scale = 1.0f};
+      multiply(&down, part(lora->rank, 4, team, rank));
+    }
+  }
+}
+
+/* One or more modules that read the same rows x (rows, in). Every thread has its columns. */
+static void modules(const pass_t *p, const float *x, int64_t rows, const output_t *outputs,
+                    int count, int over_head, team_t *team, int rank) {
+  int64_t in = outputs[0].linear->in;
+  int adapted = has_adapter(p, outputs, count);
+  if (adapted) {
+    low_rank(p, x, in, outputs, count, over_head, team, rank);
+    meet(team);
+  }
+  for (int i = 0; i < count; i++) {
+    const output_t *o = &outputs[i];
+    range_t cols = part(o->linear->out, 8, team, rank);
+    product_t main = {.x = x, .x_stride = in, .rows = rows, .w = o->linear->weight, .k = in,
+                      .bias = o->linear->bias, .y = o->y, .y_stride = o->y_stride,
+                      .add = o->add, .scale = 1.0f};
+    multiply(&main, cols);
+    for (int64_t s = 0; adapted && s < p->batch->num_segments; s++) {
+      segment_t segment = p->batch->segments[s];
+      if (over_head) segment = over_wanted(p, &segment);
+      const lora_t *lora = &segment.modules[o->module];
+      if (!lora->a) continue;
+      product_t up = {.x = p->low + segment.first * p->low_stride + i * p->max_rank,
+                      .x_stride = p->low_stride, .rows = segment.count, .w = lora->b,
+                      .k = lora->rank, .bias = NULL, .y = o->y + segment.first * o->y_stride,
+                      .y_stride = o->y_stride, .add = 1, .scale = segment.scale};
+      multiply(&up, cols);
+    }
+  }
+}
+
+static void rotate(float *head, const float *cosine, const float *sine, int64_t half) {
+  for (int64_t i = 0; i < half; i++) {
+    float first = head[i], second = head[half + i];
+    head[i] = first * cosine[i] - second * sine[i];
+    head[half + i] = second * cosine[i] + first * sine[i];
+  }
+}
+
+/* Norms, rotation, and the new keys and values into their blocks. */
+static void place_rows(const pass_t *p, const layer_t *layer, team_t *team, int rank) {
+  const model_t *model = p->model;
+  const batch_t *batch = p->batch;
+  int64_t dh = model->head_dim, size = model->block_size;
+  range_t own = part(batch->rows, 1, team, rank);
+  for (int64_t m = own.first; m < own.end; m++) {
+    const float *cosine = batch->cosine + m * dh / 2, *sine = batch->sine + m * dh / 2;
+    for (int64_t h = 0; h < model->heads; h++) {
+      float *q = p->q + (m * model->heads + h) * dh;
+      if (layer->q_norm) rms_norm(q, layer->q_norm, dh, model->eps, q);
+      rotate(q, cosine, sine, dh / 2);
+    }
+    int64_t position = batch->positions[m], slot = position % size;
+    int64_t block = batch->tables[batch->sequence[m] * batch->table_stride + position / size];
+    for (int64_t h = 0; h < model->kv_heads; h++) {
+      float *k = p->k + (m * model->kv_heads + h) * dh;
+      if (layer->k_norm) rms_norm(k, layer->k_norm, dh, model->eps, k);
+      rotate(k, cosine, sine, dh / 2);
+      int64_t start = (block * model->kv_heads + h) * dh * size;
+      for (int64_t i = 0; i < dh; i++) layer->keys[start + i * size + slot] = k[i];
+      memcpy(layer->values + start + slot * dh, p->v + (m * model->kv_heads + h) * dh,
+             (size_t)dh * sizeof(float));
+    }
+  }
+}
+
+#define MAX_BLOCK 64
+#define MAX_HEAD 512
+
+typedef struct {
+  float best, mass;
+  float sum[MAX_HEAD];
+} mixture_t;
+
+/* One block of keys and values into a query's mixture; `count` positions of it are there. */
+static void mix_block(const float *q, const float *keys, const float *values, int64_t dh,
+                      int64_t size, int64_t count, float scale, mixture_t *mix) {
+  float scores[MAX_BLOCK], shares[MAX_BLOCK];
+  float best = mix->best;
+  for (int64_t j = 0; j < size; j += LANES) {
+    vec acc[4] = {}; /* four chains: one would wait for itself */
+    int64_t i = 0;
+    for (; i + 4 <= dh; i += 4)
+      for (int u = 0; u < 4; u++) acc[u] += all(q[i + u]) * load(keys + (i + u) * size + j);
+    for (; i < dh; i++) acc[0] += all(q[i]) * load(keys + i * size + j);
+    store(scores + j, ((acc[0] + acc[1]) + (acc[2] + acc[3])) * all(scale));
+  }
+  for (int64_t j = 0; j < count; j++) best = MAX(best, scores[j]);
+  for (int64_t j = count; j < size; j++) scores[j] = -INFINITY;
+  for (int64_t j = 0; j < size; j += LANES)
+    store(shares + j, exp_vec(load(scores + j) - all(best)));
+  float keep[LANES];
+  store(keep, exp_vec(all(mix->best - best)));
+  float mass = mix->mass * keep[0];
+  for (int64_t j = 0; j < count; j++) mass += shares[j];
+  mix->mass = mass;
+  mix->best = best;
+  int64_t i = 0;
+  for (; i + 4 * LANES <= dh; i += 4 * LANES) {
+    vec a = load(mix->sum + i) * all(keep[0]), b = load(mix->sum + i + LANES) * all(keep[0]);
+    vec c = load(mix->sum + i + 2 * LANES) * all(keep[0]);
+    vec d = load(mix->sum + i + 3 * LANES) * all(keep[0]);
+    for (int64_t j = 0; j < count; j++) {
+      const float *row = values + j * dh + i;
+      vec share = all(shares[j]);
+      a += share * load(row);
+      b += share * load(row + LANES);
+      c += share * load(row + 2 * LANES);
+      d += share * load(row + 3 * LANES);
+    }
+    store(mix->sum + i, a);
+    store(mix->sum + i + LANES, b);
+    store(mix->sum + i + 2 * LANES, c);
+    store(mix->sum + i + 3 * LANES, d);
+  }
+  for (; i < dh; i++) {
+    float value = mix->sum[i] * keep[0];
+    for (int64_t j = 0; j < count; j++) value += shares[j] * values[j * dh + i];
+    mix->sum[i] = value;
+  }
+}
+
+static void attend_one(const pass_t *p, const layer_t *layer, int64_t m, int64_t h) {
+  const model_t *model = p->model;
+  const batch_t *batch = p->batch;
+  int64_t dh = model->head_dim, size = model->block_size;
+  int64_t groups = model->heads / model->kv_heads, length = batch->positions[m] + 1;
+  const int32_t *table = batch->tables + batch->sequence[m] * batch->table_stride;
+  float scale = 1.0f / sqrtf((float)dh);
+  mixture_t mix;
+  for (int64_t g = 0; g < groups; g++) {
+    int64_t head = h * groups + g;
+    const float *q = p->q + (m * model->heads + head) * dh;
+    mix.best = -INFINITY;
+    mix.mass = 0.0f;
+    memset(mix.sum, 0, (size_t)dh * sizeof(float));
+    for (int64_t start = 0; start < length; start += size) {
+      int64_t at = (table[start / size] * model->kv_heads + h) * dh * size;
+      mix_block(q, layer->keys + at, layer->values + at, dh, size, MIN(size, length - start),
+                scale, &mix);
+    }
+    float *out = p->mixed + (m * model->heads + head) * dh;
+    for (int64_t i = 0; i < dh; i++) out[i] = mix.sum[i] / mix.mass;
+  }
+}
+
+#define TASK_ROWS 4
+
+/* Rows are taken as threads get free: their lengths differ. */
+static void attend(const pass_t *p, int64_t index) {
+  int64_t per_head = (p->batch->rows + TASK_ROWS - 1) / TASK_ROWS;
+  int64_t tasks = per_head * p->model->kv_heads;
+  for (;;) {
+    int64_t task = atomic_fetch_add(&p->next_task[index], 1);
+    if (task >= tasks) return;
+    int64_t h = task / per_head, first = task % per_head * TASK_ROWS;
+    for (int64_t m = first; m < MIN(first + TASK_ROWS, p->batch->rows); m++)
+      attend_one(p, &p->model->layers[index], m, h);
+  }
+}
+
+/* silu(gate) * up into gate, on this thread's columns, which it has just computed. */
+static void swiglu(const pass_t *p, team_t *team, int rank) {
+  int64_t inner = p->model->inner;
+  range_t cols = part(inner, 8, team, rank);
+  for (int64_t m = 0; m < p->batch->rows; m++) {
+    float *gate = p->gate + m * inner, *up = p->up + m * inner;
+    int64_t i = cols.first;
+    for (; i + LANES <= cols.end; i += LANES) {
+      vec g = load(gate + i), most = all(87.0f);
+      ivec above = -g > most;
+      vec e = exp_vec((vec)(((ivec)-g & ~above) | ((ivec)most & above)));
+      store(gate + i, g / (all(1.0f) + e) * load(up + i));
+    }
+    for (; i < cols.end; i++) gate[i] = gate[i] / (1.0f + expf(-gate[i])) * up[i];
+  }
+}
+
+static void run_layer(const pass_t *p, int64_t index, team_t *team, int rank) {
+  const layer_t *layer = &p->model->layers[index];
+  const linear_t *linear = layer->linear;
+  int64_t rows = p->batch->rows, d = p->model->hidden, inner = p->model->inner;
+  int base = (int)index * NUM_LINEAR;
+  norm_rows(p, layer->input_norm, p->normed, team, rank);
+  meet(team);
+  output_t read[] = {{&linear[Q], base + Q, p->q, linear[Q].out, 0},
+                     {&linear[K_], base + K_, p->k, linear[K_].out, 0},
+                     {&linear[V_], base + V_, p->v, linear[V_].out, 0}};
+  modules(p, p->normed, rows, read, 3, 0, team, rank);
+  meet(team);
+  place_rows(p, layer, team, rank);
+  meet(team);
+  attend(p, index);
+  meet(team);
+  output_t back[] = {{&linear[O], base + O, p->x, d, 1}};
+  modules(p, p->mixed, rows, back, 1, 0, team, rank);
+  meet(team);
+  norm_rows(p, layer->post_norm, p->normed, team, rank);
+  meet(team);
+  output_t widen[] = {{&linear[GATE], base + GATE, p->gate, inner, 0},
+                      {&linear[UP], base + UP, p->up, inner, 0}};
+  modules(p, p->normed, rows, widen, 2, 0, team, rank);
+  swiglu(p, team, rank);
+  meet(team);
+  output_t narrow[] = {{&linear[DOWN], base + DOWN, p->x, d, 1}};
+  modules(p, p->gate, rows, narrow, 1, 0, team, rank);
+  meet(team);
+}
+
+static void run(team_t *team, int rank, void *argument) {
+  const pass_t *p = argument;
+  const model_t *model = p->model;
+  const batch_t *batch = p->batch;
+  int64_t d = model->hidden;
+  range_t own = part(batch->rows, 1, team, rank);
+  for (int64_t m = own.first; m < own.end; m++)
+    memcpy(p->x + m * d, model->embed + batch->tokens[m] * d, (size_t)d * sizeof(float));
+  meet(team);
+  for (int64_t i = 0; i < model->num_layers; i++) run_layer(p, i, team, rank);
+  norm_rows(p, model->final_norm, batch->hidden, team, rank);
+  meet(team);
+  own = part(batch->num_wanted, 1, team, rank);
+  for (int64_t i = own.first; i < own.end; i++)
+    memcpy(p->chosen + i * d, batch->hidden + batch->wanted[i] * d, (size_t)d * sizeof(float));
+  meet(team);
+  int module = (int)model->num_layers * NUM_LINEAR;
+  output_t head[] = {{&model->head, module, batch->logits, model->vocab, 0}};
+  if (batch->num_wanted) modules(p, p->chosen, batch->num_wanted, head, 1, 1, team, rank);
+}
+
+static int64_t largest_rank(const pass_t *p) {
+  int64_t largest = 0;
+  for (int64_t s = 0; s < p->batch->num_segments; s++)
+    for (int64_t i = 0; i <= p->model->num_layers * NUM_LINEAR; i++)
+      largest = MAX(largest, p->batch->segments[s].modules[i].rank);
+  return largest;
+}
+
+/* 0, or -1 when there is no memory. Keys and values of the rows are written into their blocks. */
+int forward(team_t *team, const model_t *model, const batch_t *batch) {
+  pass_t p = {.model = model, .batch = batch};
+  p.max_rank = (largest_rank(&p) + 15) / 16 * 16;
+  p.low_stride = 3 * p.max_rank;
+  int64_t wide = model->heads * model->head_dim, narrow = model->kv_heads * model->head_dim;
+  int64_t sizes[] = {model->hidden, model->hidden, wide, narrow, narrow, wide,
+                     model->inner, model->inner, p.low_stride, model->hidden};
+  float **places[] = {&p.x, &p.normed, &p.q, &p.k, &p.v, &p.mixed, &p.gate, &p.up, &p.low,
+                      &p.chosen};
+  int64_t per_row = 0;
+  for (int i = 0; i < 10; i++) per_row += sizes[i];
+  float *memory = malloc((size_t)(batch->rows * per_row) * sizeof(float));
+  p.next_task = calloc((size_t)model->num_layers, sizeof(atomic_long));
+  int64_t offset = 0;
+  for (int i = 0; i < 10; i++) {
+    *places[i] = memory + offset;
+    offset += sizes[i] * batch->rows;
+  }
+  if (memory != NULL && p.next_task != NULL) work(team, run, &p);
+  int failed = memory == NULL || p.next_task == NULL;
+  free(p.next_task);
+  free(memory);
+  return failed ? -1 : 0;
+}

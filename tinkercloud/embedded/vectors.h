@@ -1,0 +1,86 @@
+/* Vectors of the machine's own width, with sums and exponentials that are always the same bits. */
+
+#ifndef TINKERCLOUD_VECTORS_H
+#define TINKERCLOUD_VECTORS_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+
+typedef float vec __attribute__((vector_size(LANES * 4)));
+typedef int32_t ivec __attribute__((vector_size(LANES * 4)));
+typedef float loose_vec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+
+#define INLINE static inline __attribute__((always_inline))
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
+
+INLINE vec load(const float *p) { return *(const loose_vec *)p; }
+INLINE void store(float *p, vec v) { *(loose_vec *)p = v; }
+INLINE vec all(float x) { return x - (vec){}; }
+
+/* ---- sums over the lanes of a vector: always in the same tree */
+
+#if defined(__AVX512F__)
+INLINE __m256 folded(vec v) {
+  return _mm256_add_ps(_mm512_castps512_ps256((__m512)v),
+                       _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd((__m512)v), 1)));
+}
+#elif defined(__AVX__)
+INLINE __m256 folded(vec v) { return (__m256)v; }
+#endif
+
+#if defined(__AVX__)
+/* The sums of four vectors. */
+INLINE void sum4(vec a, vec b, vec c, vec d, float *out) {
+  __m256 ab = _mm256_hadd_ps(folded(a), folded(b));
+  __m256 cd = _mm256_hadd_ps(folded(c), folded(d));
+  __m256 t = _mm256_hadd_ps(ab, cd);
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(t), _mm256_extractf128_ps(t, 1)));
+}
+#else
+INLINE void sum4(vec a, vec b, vec c, vec d, float *out) {
+  out[0] = (a[0] + a[1]) + (a[2] + a[3]);
+  out[1] = (b[0] + b[1]) + (b[2] + b[3]);
+  out[2] = (c[0] + c[1]) + (c[2] + c[3]);
+  out[3] = (d[0] + d[1]) + (d[2] + d[3]);
+}
+#endif
+
+INLINE float sum1(vec a) {
+  float out[4];
+  sum4(a, a, a, a, out);
+  return out[0];
+}
+
+/* exp(x) for x <= 88, within two units in the last place; 0 below -87 (Cephes' polynomial). */
+INLINE vec exp_vec(vec x) {
+  ivec low = x < all(-87.0f);
+  x = (vec)(((ivec)x & ~low) | ((ivec)all(-87.0f) & low));
+  const vec big = all(12582912.0f); /* 1.5 * 2^23: adding it rounds to a whole number */
+  vec n = x * all(1.44269504088896341f) + big - big;
+  vec r = x - n * all(0.693359375f) + n * all(2.12194440e-4f);
+  vec p = all(1.9875691500e-4f);
+  p = p * r + all(1.3981999507e-3f);
+  p = p * r + all(8.3334519073e-3f);
+  p = p * r + all(4.1665795894e-2f);
+  p = p * r + all(1.6666665459e-1f);
+  p = p * r + all(5.0000001201e-1f);
+  p = p * (r * r) + r + all(1.0f);
+  ivec scale = (__builtin_convertvector(n, ivec) + 127) << 23;
+  return (vec)((ivec)(p * (vec)scale) & ~low);
+}
+
+#endif
