@@ -1,5 +1,6 @@
 """Blocks: what is shared, what is given up and taken up again, and that none of it shows."""
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -178,6 +179,26 @@ def test_a_sequence_that_can_never_fit_is_refused_and_the_others_go_on(
     assert isinstance(outputs["long"], ServerFault)
     assert "engine.kv_cache_bytes" in str(outputs["long"])
     assert outputs["short"].sequences
+
+
+def test_prompts_that_fill_all_blocks_do_not_wait_for_each_other(
+    store: ModelStore, base: str
+) -> None:
+    """65 blocks: the first prompt has 33, the second's first chunk the other 32."""
+    requests = {
+        str(i): (base, ask(random_prompt(520, i), n=2, max_tokens=3, seed=i, use_eos=False))
+        for i in range(3)
+    }
+    sampler = Sampler(store, kv_cache_bytes=1)
+    outcomes: dict[str, SampleOutput] = {}
+    for name, (version, request) in requests.items():
+        reply = partial(outcomes.__setitem__, name)
+        sampler.engine.submit(store.version(version), request, reply)
+    for _ in range(100):
+        if sampler.engine.busy:
+            sampler.engine.step()
+    for name, output in Sampler(store).run(requests).items():
+        same(outcomes[name], output)
 
 
 def test_no_prompt_is_begun_while_many_samples_wait(store: ModelStore, base: str) -> None:

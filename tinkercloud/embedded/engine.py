@@ -315,18 +315,18 @@ class SamplingEngine:
                 sequence.index = job.next_sample
             else:
                 fork = job.prompt.fork(pool, job.next_sample)
-                if fork is None:
+                if fork is None and self._running:
                     break
+                if fork is None:
+                    if not self._take_back(job.version.base, job.prompt):
+                        self._fail(job, len(job.prompt.blocks) + 1, pool)
+                    continue
                 sequence = fork
             job.next_sample += 1
             if not job.num_left:
                 self._ready.popleft()
             begun.append(sequence)
             self._running.append(sequence)
-        if not begun and self._ready and not self._running:
-            job = self._ready[0]
-            if not self._take_back(job.version.base, job.prompt):
-                self._fail(job, len(job.prompt.blocks) + 1, self._device(job.version.base).pool)
         for base in {id(s.job.version.base): s for s in begun}.values():
             own = [s for s in begun if s.job.version.base is base.job.version.base]
             rows = [s.job.logits for s in own if s.job.logits is not None]
