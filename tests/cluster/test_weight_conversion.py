@@ -28,6 +28,8 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2 x ep2": (2, {"tp": 2, "ep": 2}),
     "etp2": (2, {"tp": 2, "etp": 2}),
 }
+# The others hold all that these do, each together with something else.
+SIMPLE = ("one rank", "tp2 + sequence parallel", "pp2", "ep2")
 LENGTHS = (1, 7, 24, 33)  # of the packed sequences
 
 Case = tuple[str, Path, Plan]
@@ -103,7 +105,9 @@ def theirs(folder: Path) -> Iterator[np.ndarray]:
         yield torch.log_softmax(logits, -1).gather(-1, ids[1:, None])[:, 0].numpy()
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SIMPLE)) for n in PLANS]
+)
 def test_the_cut_model_computes_as_transformers_and_comes_back_whole(
     name, folders, expected, tmp_path
 ):

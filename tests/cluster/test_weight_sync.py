@@ -189,7 +189,7 @@ async def test_a_server_that_dies_comes_back_with_the_weights_it_had(bench):
     assert bench.manager.stats()["engine_restarts"] == restarts + 1
 
 
-@pytest.mark.parametrize("fault", ["shape", "bytes"])
+@pytest.mark.parametrize("fault", ["shape", pytest.param("bytes", marks=pytest.mark.slow)])
 async def test_a_failed_sync_leaves_the_weights_from_before(bench, other, fault):
     """Half of the new weights were loaded; the engine does not serve them for a moment."""
     before, old = await bench.scores(), bench.manager.weight_version()
