@@ -64,6 +64,11 @@ ENV PIP_NO_CACHE_DIR=1 \
     TINKERCLOUD_PORT=8700 \
     TINKERCLOUD_DATA_DIR=/data
 
+# The forward pass of the sampler is compiled where it runs, for the processor that is there.
+RUN apt-get update \
+ && apt-get install -y --no-install-recommends gcc libc6-dev \
+ && rm -rf /var/lib/apt/lists/*
+
 # Where pip finds a CPU build of torch, if the default index has only larger ones.
 ARG TORCH_INDEX_URL=""
 
