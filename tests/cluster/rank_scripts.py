@@ -239,11 +239,13 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    """Equal up to the order of float32 sums: 1e-5 of the tensor's largest entry."""
+def assert_close(
+    ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], share: float = 1e-5
+) -> None:
+    """Equal up to the order of float32 sums: that share of the tensor's largest entry."""
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
-        limit = 1e-5 * float(theirs[name].abs().max())
+        limit = share * float(theirs[name].abs().max())
         torch.testing.assert_close(
             tensor, theirs[name], rtol=0, atol=limit, msg=lambda text, name=name: f"{name}: {text}"
         )

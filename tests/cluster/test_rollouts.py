@@ -51,7 +51,8 @@ from tinkercloud.errors import EngineDied, UserError, VersionLost
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-LIMIT = 2e-5
+# Float32 sums in two orders, through an unembedding that was made 20 times as steep.
+LIMIT = 5e-5
 PROMPT = random_prompt(23, seed=4)
 
 
