@@ -240,9 +240,10 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_close(
-    ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], share: float = 1e-5
+    ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], share: float = 3e-5
 ) -> None:
-    """Equal up to the order of float32 sums: that share of the tensor's largest entry."""
+    """Equal up to the order of float32 sums: that share of the tensor's largest entry. (Adam
+    divides small gradients by their own size, so that their last bits weigh more in weights.)"""
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         limit = share * float(theirs[name].abs().max())
