@@ -1,0 +1,224 @@
+"""The sampling benchmark's loads, its figures, and the run that takes them.
+
+Contenders take turns, load by load; tokens are checked before a speed is kept.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from limits import Limits
+from peers.sampling_check import Reference
+from peers.sampling_common import Contender, Load, Outcome, Unavailable
+from report import Cell
+
+CHECKED = 2  # sequences of every timed load whose tokens are checked
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Case:
+    prompt_tokens: int
+    num_prompts: int
+    num_samples: int = 1
+    max_tokens: int = 128
+
+    @property
+    def at_once(self) -> int:
+        return self.num_prompts * self.num_samples
+
+    @property
+    def shown(self) -> str:
+        grouped = f"{self.num_prompts} x {self.num_samples}"
+        return grouped if self.num_samples > 1 else str(self.at_once)
+
+    @property
+    def work(self) -> float:
+        """Rough cost, to foresee whether a load fits what is left of the time."""
+        return self.at_once * self.max_tokens + self.num_prompts * self.prompt_tokens / 4
+
+
+FULL = (
+    *(Case(64, 1), Case(64, 8), Case(64, 32), Case(64, 128), Case(512, 1), Case(512, 8)),
+    *(Case(512, 2, 16), Case(512, 32), Case(512, 128)),
+)
+QUICK = (Case(64, 1, max_tokens=32), Case(64, 8, max_tokens=32))
+
+
+class Prompts:
+    """Slices of a text, each from another place: no two share a beginning, not even over repeats,
+    so that no cache of an earlier load helps."""
+
+    def __init__(self, ids: Sequence[int]):
+        self._ids = list(ids)
+        self._next = 0
+
+    def take(self, count: int, length: int) -> tuple[tuple[int, ...], ...]:
+        taken = []
+        for _ in range(count):
+            start = self._next % (len(self._ids) - length)
+            taken.append(tuple(self._ids[start : start + length]))
+            self._next += 7
+        return tuple(taken)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What a speed is held against. unembedding: the parameters that a prompt's rows do not pass
+    through, because nothing is drawn after them."""
+
+    limits: Limits
+    parameters: int
+    unembedding: int
+
+    def of_reads(self, row: "Measured") -> float:
+        """Of the read bandwidth, all weights read once per token."""
+        read = self.parameters * DTYPE_BYTES[row.dtype] * row.tokens_s
+        return read / (self.limits.read_gb_s * 1e9)
+
+    def of_products(self, row: "Measured") -> float:
+        """Of the matrix throughput: two operations per parameter and row, the prompts' rows too."""
+        prompts_s = row.prompt_tokens_s * (self.parameters - self.unembedding)
+        work = 2 * (row.tokens_s * self.parameters + prompts_s)
+        return work / (self.limits.gflop_s[row.dtype] * 1e9)
+
+
+@dataclass
+class Measured:
+    """One contender's figures for one case."""
+
+    contender: str
+    dtype: str
+    case: Case
+    wall_s: float
+    tokens: int
+    failed: int
+    first_s: list[float] = field(default_factory=list)
+    gaps_s: list[float] = field(default_factory=list)
+    fault: str | None = None
+
+    @property
+    def tokens_s(self) -> float:
+        """New tokens by the whole wall time, prompts included; 0 for wrong ones."""
+        return 0.0 if self.fault else self.tokens / self.wall_s
+
+    @property
+    def prompt_tokens_s(self) -> float:
+        """The prompts' tokens, a shared one counted once, by the same time."""
+        rows = self.case.num_prompts * self.case.prompt_tokens
+        return 0.0 if self.fault else rows / self.wall_s
+
+    def cells(self, scale: Scale) -> tuple[Cell, ...]:
+        alone = self.case.at_once == 1
+        fraction = scale.of_reads(self) if alone else scale.of_products(self)
+        of = f"{100 * fraction:.0f} % of {'reads' if alone else 'products'}"
+        return (
+            *(self.contender, self.dtype, self.case.prompt_tokens, self.case.shown),
+            *(round(self.tokens_s, 1), self.fault or of, milliseconds(self.first_s, 0.5)),
+            *(milliseconds(self.gaps_s, 0.5), milliseconds(self.gaps_s, 0.99), self.failed),
+        )
+
+
+COLUMNS = (
+    *("contender", "dtype", "prompt", "at once", "tokens/s", "of the limit", "first token p50 ms"),
+    *("between tokens p50 ms", "p99 ms", "failed"),
+)
+
+
+def milliseconds(seconds: Sequence[float], quantile: float) -> str:
+    return f"{1e3 * float(np.quantile(seconds, quantile)):.0f}" if seconds else "-"
+
+
+@dataclass
+class Bench:
+    """What a run has, and what it found. budget_s: timed seconds that each contender may take."""
+
+    cases: Sequence[Case]
+    prompts: Prompts
+    latencies: bool
+    budget_s: float
+    rows: list[Measured] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    spent_s: dict[str, float] = field(default_factory=dict)
+
+    async def compete(self, contenders: list[Contender], reference: Reference, dtype: str) -> None:
+        """All cases, contender by contender within each: a slow moment of the machine is shared."""
+        right = [one for one in contenders if await self._is_right(one, reference)]
+        for case in self.cases:
+            for contender in right:
+                key = f"{contender.name}, {dtype}"
+                if not self._affordable(key, case):
+                    continue
+                begun = time.perf_counter()
+                try:
+                    measured = await self._measure(contender, reference, case, dtype)
+                except Unavailable as reason:
+                    self.notes.append(f"{contender.name} gave up: {reason}")
+                    right = [one for one in right if one is not contender]
+                    continue
+                self.rows.append(measured)
+                self.spent_s[key] = self.spent_s.get(key, 0.0) + time.perf_counter() - begun
+                print(f"{key}, {case}: {measured.tokens_s:.1f} tokens/s", file=sys.stderr)
+
+    async def _is_right(self, contender: Contender, reference: Reference) -> bool:
+        """One prompt alone, and eight together, greedy."""
+        for count in (1, 8):
+            load = Load(self.prompts.take(count, 48), 24, greedy=True)
+            await contender.prepare(load)
+            told = await contender.generate(load)
+            fault = f"{told.failed} of {count} failed" if told.failed else None
+            fault = fault or reference.fault(load.prompts, told.samples, greedy=True)
+            if fault:
+                self.notes.append(f"{contender.name} is wrong, and not timed: {fault}.")
+                return False
+        return True
+
+    async def _measure(
+        self, contender: Contender, reference: Reference, case: Case, dtype: str
+    ) -> Measured:
+        load = self._load(case)
+        await contender.prepare(load)
+        best = None
+        # Small loads are short, and a short time is easily disturbed.
+        for _ in range(3 if case.at_once == 1 else 2 if case.at_once <= 8 else 1):
+            load = self._load(case)
+            told = await contender.generate(load)
+            if best is None or told.failed or told.wall_s < best.wall_s:
+                best, fault = told, self._fault(reference, load, told)
+            if fault or told.failed:
+                break
+        assert best is not None
+        timed = best
+        if self.latencies and not fault:
+            timed = await contender.latency(self._load(case)) or best
+        tokens = sum(map(len, best.samples))
+        return Measured(
+            *(contender.name, dtype, case, best.wall_s, tokens, best.failed + timed.failed),
+            *(timed.first_s, timed.gaps_s, fault),
+        )
+
+    def _load(self, case: Case) -> Load:
+        prompts = self.prompts.take(case.num_prompts, case.prompt_tokens)
+        return Load(prompts, case.max_tokens, case.num_samples)
+
+    @staticmethod
+    def _fault(reference: Reference, load: Load, told: Outcome) -> str | None:
+        if told.failed:
+            return f"{told.failed} failed"
+        prompts = [prompt for prompt in load.prompts for _ in range(load.num_samples)]
+        return reference.fault(prompts[-CHECKED:], told.samples[-CHECKED:])
+
+    def _affordable(self, key: str, case: Case) -> bool:
+        mine = [row for row in self.rows if f"{row.contender}, {row.dtype}" == key]
+        if not mine:
+            return True
+        foreseen = case.work / max(row.case.work / row.wall_s for row in mine)
+        if self.spent_s[key] + foreseen <= self.budget_s:
+            return True
+        self.notes.append(
+            f"{key}: {case.prompt_tokens} tokens, {case.shown} at once was not run: about "
+            f"{foreseen:.0f} s, over the {self.budget_s:.0f} s given to each."
+        )
+        return False
