@@ -42,9 +42,11 @@ class EngineConfig:
 
     threads: int | None = None
     max_batch: int = 64  # sequences decoded together
+    decode_depth: float = 1.2  # x max_batch: no prompts are begun beyond it
     kv_cache_bytes: int = 2 * 1024**3
     version_cache_bytes: int = 1024**3  # published versions kept in memory, the rest on disk
     microbatch_tokens: int = 1024  # tokens per training micro-batch
+    activation_bytes: int = 2 * 1024**3  # what training keeps for a backward pass
     restart_limit: int = 5  # engine restarts within ten minutes before giving up
 
     def __post_init__(self) -> None:
@@ -54,10 +56,13 @@ class EngineConfig:
             "kv_cache_bytes",
             "version_cache_bytes",
             "microbatch_tokens",
+            "activation_bytes",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"engine.{name} must be at least 1, not {value}")
+        if not self.decode_depth >= 1:  # NaN too
+            raise ConfigError(f"engine.decode_depth must be at least 1, not {self.decode_depth}")
         if self.restart_limit < 0:
             raise ConfigError(f"engine.restart_limit must not be negative: {self.restart_limit}")
 

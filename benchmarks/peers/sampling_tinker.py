@@ -121,7 +121,7 @@ class TinkerServer:
     def __init__(self, name: str, version: str, client: TinkerClient, ended: ExitStack):
         self.name = name
         self.version = version
-        self._client = client
+        self.client = client
         self._ended = ended
 
     @classmethod
@@ -187,10 +187,10 @@ class TinkerServer:
     async def prepare(self, load: Load) -> None:
         """A short load of the same shape: whatever is made at the first request is made now."""
         prompts = tuple(prompt[:8] for prompt in load.prompts)
-        await self._client.generate(Load(prompts, 4, load.num_samples))
+        await self.client.generate(Load(prompts, 4, load.num_samples))
 
     async def generate(self, load: Load) -> Outcome:
-        return await self._client.generate(load)
+        return await self.client.generate(load)
 
     async def latency(self, load: Load) -> Outcome:
         """A request's first token cannot come before all of a load with one token is submitted and
@@ -198,12 +198,12 @@ class TinkerServer:
         begun, first_s = time.perf_counter(), []
 
         async def one(prompt: tuple[int, ...]) -> None:
-            await self._client.sample(prompt, 1, load.num_samples)
+            await self.client.sample(prompt, 1, load.num_samples)
             first_s.extend([time.perf_counter() - begun] * load.num_samples)
 
         await asyncio.gather(*map(one, load.prompts))
         return Outcome(time.perf_counter() - begun, [], first_s=first_s)
 
     async def close(self) -> None:
-        await self._client.close()
+        await self.client.close()
         self._ended.close()

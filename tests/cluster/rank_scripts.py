@@ -22,6 +22,7 @@ from tinkercloud.core.plan import Plan
 from tinkercloud.core.types import AdamParams, Datum, LoraSpec, TrainBatch, TrainOutput
 from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.models import ModelStore
+from tinkercloud.embedded.train_plan import Limits
 from tinkercloud.embedded.version_cache import VersionCache
 from tinkercloud.errors import TinkercloudError
 
@@ -202,7 +203,7 @@ class Embedded:
         def load(name: str) -> BaseModel:
             return BaseModel.load(name, folder, None, torch.float32, torch.device("cpu"))
 
-        self._store = ModelStore(load, tokens, VersionCache(scratch, 2**20))
+        self._store = ModelStore(load, VersionCache(scratch, 2**20), Limits(tokens))
 
     def play(self, script: list[Op]) -> list[Any]:
         return [_tried(self._op, op) for op in script]

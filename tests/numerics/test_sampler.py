@@ -15,6 +15,7 @@ from tinkercloud.decoding.sampler import (
     keep_mask,
     lowest_argmax,
     sample,
+    warp,
 )
 from tinkercloud.embedded import native
 
@@ -116,11 +117,13 @@ def team() -> Iterator[native.Team]:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 2.5])
 @pytest.mark.parametrize("spread", [0.0, 0.1, 4.0, 40.0])
+@pytest.mark.parametrize("cut", [(-1, 1.0), (1, 1.0), (40, 1.0), (-1, 0.9), (-1, 1e-9), (300, 0.5)])
 def test_the_compiled_draw_is_the_plain_one(
-    team: native.Team, temperature: float, spread: float
+    team: native.Team, temperature: float, spread: float, cut: tuple[int, float]
 ) -> None:
     logits = spread * torch.randn(60, 5003, generator=torch.Generator().manual_seed(7))
-    rows = [RowParams(temperature, -1, 1.0, 2**64 - 1 - i, i % 5, 3 * i) for i in range(60)]
+    logits[:, 17] = logits[:, 4000]  # ties
+    rows = [RowParams(temperature, *cut, 2**64 - 1 - i, i % 5, 3 * i) for i in range(60)]
     plain, fast = sample(logits, rows), sample(logits, rows, partial(native.scan, team))
     assert torch.equal(fast.tokens, plain.tokens)
     np.testing.assert_allclose(fast.logprobs, plain.logprobs, atol=4e-6)
@@ -132,6 +135,39 @@ def test_equal_scores_go_to_the_lowest_id_in_the_compiled_draw_too(team: native.
     logits[0, 40], logits[0, 60] = 5.0, 5.0
     rows = [RowParams(0.0, -1, 1.0, 0, 0, 0)] * 2
     assert sample(logits, rows, partial(native.scan, team)).tokens.tolist() == [40, 0]
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 5.0])
+@pytest.mark.parametrize("top_p", [1e-9, 0.5, 0.9, 0.999999, 1.0])
+@pytest.mark.parametrize("top_k", [-1, 1, 7, 999, 5000])
+def test_the_compiled_cut_keeps_what_the_definition_keeps(
+    team: native.Team, top_k: int, top_p: float, spread: float
+) -> None:
+    """By the mass of what is kept, to nine digits: a token more or less would change it. Without a
+    cut the sum is float32's."""
+    digits = 1e-9 if top_k > 0 or top_p < 1.0 else 1e-6
+    logits = (spread * torch.randn(20, 1000, generator=torch.Generator().manual_seed(8))).round(
+        decimals=1
+    )
+    logits[:, 5] = float("-inf")
+    rows = [RowParams(0.8, top_k, top_p, i, 0, i) for i in range(20)]
+    found = native.scan(team, logits, rows)
+    for i, row in enumerate(warp(logits, rows).double()):
+        assert found.norm[i] == pytest.approx(float(torch.logsumexp(row, -1)), abs=digits)
+    drawn = sample(logits, rows, partial(native.scan, team))
+    assert torch.isfinite(drawn.laws().gather(-1, drawn.tokens[:, None])).all()
+
+
+def test_a_row_drawn_the_plain_way_changes_none_beside_it(team: native.Team) -> None:
+    logits = 3 * torch.randn(3, 5000, generator=torch.Generator().manual_seed(9))
+    logits[1] = 0.0
+    rows = [RowParams(t, -1, 1.0, 1, 0, 0) for t in (0.7, 1000.0, 0.7)]
+    scan = partial(native.scan, team)
+    together = sample(logits, rows, scan)
+    for i in range(3):
+        alone = sample(logits[i : i + 1], rows[i : i + 1], scan)
+        assert together.tokens[i] == alone.tokens[0]
+        assert together.logprobs[i] == alone.logprobs[0]
 
 
 def test_few_tokens_are_left_to_score(team: native.Team) -> None:

@@ -20,6 +20,7 @@ from tinkercloud.core.types import (
 from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.engine import SamplingEngine
 from tinkercloud.embedded.models import ModelStore
+from tinkercloud.embedded.train_plan import Limits
 from tinkercloud.embedded.version_cache import VersionCache
 
 EOS = 256
@@ -57,7 +58,7 @@ def open_store(
         return BaseModel.load(name, folder, folder, torch.float32, torch.device("cpu"))
 
     versions = VersionCache(Path(tempfile.mkdtemp(dir=folder)), versions_bytes)
-    return ModelStore(load, tokens, versions, activation_bytes)
+    return ModelStore(load, versions, Limits(tokens, activation_bytes))
 
 
 def reference(folder: Path) -> LlamaForCausalLM:

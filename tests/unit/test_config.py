@@ -186,6 +186,8 @@ def test_an_unknown_variable_is_warned_of(caplog):
         ("result_ttl_s", -1.0),
         ("engine.threads", 0),
         ("engine.max_batch", 0),
+        ("engine.decode_depth", 0.9),
+        ("engine.activation_bytes", 0),
         ("engine.restart_limit", -1),
     ],
 )

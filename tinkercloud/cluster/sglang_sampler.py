@@ -143,7 +143,7 @@ def _report(drawn: Drawn, wanted: _Wanted) -> LogprobResult:
     chosen = any(ids is not None for ids in wanted.token_ids)
     if not most and not chosen:
         return result
-    law = drawn.weights - drawn.norms[:, None]
+    law = drawn.laws()
     law = law.clamp(min=torch.finfo(law.dtype).min)  # infinities do not survive JSON
     if most:
         values, ids = torch.sort(law, dim=-1, descending=True, stable=True)

@@ -84,8 +84,7 @@ def warp(logits: Tensor, rows: Sequence[RowParams]) -> Tensor:
     """
     weights = logits.float()
     if any(r.temperature not in (0.0, 1.0) for r in rows):
-        scale = [1.0 / r.temperature if r.temperature > 0 else 1.0 for r in rows]
-        weights = weights * torch.tensor(scale, device=logits.device)[:, None]
+        weights = weights / _temperatures(rows, logits.device)[:, None]
     cut = [i for i, r in enumerate(rows) if r.temperature > 0 and (r.top_k > 0 or r.top_p < 1.0)]
     if cut and weights is logits:
         weights = weights.clone()
@@ -98,29 +97,31 @@ def warp(logits: Tensor, rows: Sequence[RowParams]) -> Tensor:
 @dataclass(frozen=True, slots=True)
 class Drawn:
     """tokens int64 (B,), their log-probabilities float32 (B,) under the law sampled from, which is
-    `weights` (B, V) - `norms` (B,)."""
+    that of `warp` of the logits (B, V) less `norms` (B,)."""
 
     tokens: Tensor
     logprobs: Tensor
-    weights: Tensor
     norms: Tensor
-    temperatures: Tensor | None = None  # (B,), where the weights are still to be divided by them
+    logits: Tensor
+    rows: Sequence[RowParams]
 
     def law(self, row: int) -> Tensor:
         """Log-probabilities of one row, (1, V)."""
-        weights = self.weights[row : row + 1]
-        if self.temperatures is not None:
-            weights = weights / self.temperatures[row]
+        weights = warp(self.logits[row : row + 1], self.rows[row : row + 1])
         return weights - self.norms[row]
+
+    def laws(self) -> Tensor:
+        """Log-probabilities of all rows, (B, V)."""
+        return warp(self.logits, self.rows) - self.norms[:, None]
 
 
 @dataclass(frozen=True, slots=True)
 class Scanned:
-    """What a faster look at logits (B, V) has found, without top-k and top-p.
+    """What a faster look at logits (B, V) has found.
 
-    best (B,): lowest id of the largest logit. norm float64 (B,): log of the sum of exp(weight).
-    count (B,): how many tokens may have the largest score, or -1: more than fit. ids and words
-    (B, limit): those tokens, ascending, and the random numbers that their noise is made of.
+    best (B,): lowest id of the largest logit. norm float64 (B,): log of the sum of exp(weight) of
+    what top-k and top-p leave. count (B,): how many tokens may have the largest score, or -1: more
+    than fit. ids and words (B, limit): those, and the random numbers that their noise is made of.
     """
 
     best: NDArray[np.int64]
@@ -134,17 +135,25 @@ Scan = Callable[[Tensor, Sequence[RowParams]], Scanned]
 
 
 def sample(logits: Tensor, rows: Sequence[RowParams], scan: Scan | None = None) -> Drawn:
-    """One token per row of logits (B, V); scan: a faster way for rows without top-k and top-p."""
-    if scan is None or any(r.top_k > 0 or r.top_p < 1.0 for r in rows):
+    """One token per row of logits (B, V); scan: a faster way to find who may be drawn."""
+    if scan is None:
         return _sample(logits, rows)
     scanned = scan(logits, rows)
-    if (scanned.count < 0).any():
-        return _sample(logits, rows)
     tokens = torch.from_numpy(_winners(logits, rows, scanned))
-    temperatures = torch.tensor([r.temperature or 1.0 for r in rows], dtype=torch.float32)
     norms = torch.from_numpy(scanned.norm).float()
-    best = logits.gather(-1, tokens[:, None])[:, 0] / temperatures
-    return Drawn(tokens, best - norms, logits, norms, temperatures)
+    best = logits.gather(-1, tokens[:, None])[:, 0] / _temperatures(rows, logits.device)
+    drawn = Drawn(tokens, best - norms, norms, logits, rows)
+    for i in np.flatnonzero(scanned.count < 0).tolist():
+        plain = _sample(logits[i : i + 1], rows[i : i + 1])
+        for ours, theirs in ((tokens, plain.tokens), (drawn.logprobs, plain.logprobs)):
+            ours[i] = theirs[0]
+        norms[i] = plain.norms[0]
+    return drawn
+
+
+def _temperatures(rows: Sequence[RowParams], device: torch.device) -> Tensor:
+    """What logits are divided by: 1 instead of 0."""
+    return torch.tensor([r.temperature or 1.0 for r in rows], dtype=torch.float32, device=device)
 
 
 def _winners(logits: Tensor, rows: Sequence[RowParams], scanned: Scanned) -> NDArray[np.int64]:
@@ -152,7 +161,7 @@ def _winners(logits: Tensor, rows: Sequence[RowParams], scanned: Scanned) -> NDA
     tokens = scanned.best.copy()
     there = np.arange(scanned.ids.shape[1]) < scanned.count[:, None]
     ids, words = scanned.ids[there], scanned.words[there]
-    row_of = np.repeat(np.arange(len(rows)), scanned.count)
+    row_of = np.repeat(np.arange(len(rows)), np.maximum(scanned.count, 0))
     temperatures = np.array([r.temperature or 1.0 for r in rows], np.float32)
     weights = logits.numpy()[row_of, ids] / temperatures[row_of]
     scores = weights + noise_of(words).numpy()
@@ -178,7 +187,7 @@ def _sample(logits: Tensor, rows: Sequence[RowParams]) -> Drawn:
     # single row torch splits the sum among its threads, for several it does not.
     norms = torch.stack([torch.logsumexp(row, -1) for row in weights])
     logprobs = weights.gather(-1, tokens[:, None])[:, 0] - norms
-    return Drawn(tokens, logprobs, weights, norms)
+    return Drawn(tokens, logprobs, norms, logits, rows)
 
 
 def topk_rows(logprobs: Tensor, k: int) -> tuple[np.ndarray, np.ndarray]:

@@ -32,9 +32,11 @@ class EmbeddedBackend(Backend):
             cache_dir=config.data_dir / "cache",
             threads=engine.threads,
             max_batch=engine.max_batch,
+            decode_depth=engine.decode_depth,
             kv_cache_bytes=engine.kv_cache_bytes,
             version_cache_bytes=engine.version_cache_bytes,
             microbatch_tokens=engine.microbatch_tokens,
+            activation_bytes=engine.activation_bytes,
         )
         self._host = EngineHost(settings, engine.restart_limit)
 

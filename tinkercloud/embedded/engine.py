@@ -32,8 +32,6 @@ CHUNK = 512
 a cut that moved with the load would change the last bits of keys and values."""
 SCORED_CHUNK = 128  # rows that all want their [rows, V] logits
 PREFILL_ROWS = 1024  # of all prompts in one step, about
-DEPTH = 1.2
-"""No new prompts are begun while more samples than DEPTH x the batch limit wait or are decoded."""
 
 
 @dataclass(slots=True)
@@ -67,8 +65,12 @@ class _Work:
 class SamplingEngine:
     """submit() requests, call step() while busy; replies come from inside step()."""
 
-    def __init__(self, *, max_batch: int, kv_cache_bytes: int, num_threads: int = 1):
-        self._max_batch = max_batch
+    def __init__(
+        self, *, max_batch: int, kv_cache_bytes: int, num_threads: int = 1, depth: float = 1.2
+    ):
+        """depth: no prompts are begun while more than depth x max_batch samples wait for their
+        turn or are decoded, so that prefill does not starve them."""
+        self._max_batch, self._most_begun = max_batch, depth * max_batch
         self._kv_cache_bytes = kv_cache_bytes
         self._num_threads = num_threads
         self._waiting: deque[Job] = deque()  # their prompts are not done
@@ -152,7 +154,7 @@ class SamplingEngine:
         rows, begun = 0, self.num_running + sum(job.num_left for job in self._ready)
         underway: set[bytes] = set()
         for job in list(self._waiting):
-            if rows >= PREFILL_ROWS or begun > DEPTH * self._max_batch:
+            if rows >= PREFILL_ROWS or begun > self._most_begun:
                 break
             sequence = job.prompt
             device = self._device(job.version.base)

@@ -18,7 +18,7 @@ from tinkercloud.embedded import checkpoints
 from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.train_block import is_known, neighbours
 from tinkercloud.embedded.train_linear import join_weights
-from tinkercloud.embedded.train_plan import ACTIVATION_BYTES, Limits
+from tinkercloud.embedded.train_plan import Limits
 from tinkercloud.embedded.trainer import TrainableModel, full_parameters, with_tied_head
 from tinkercloud.embedded.training_queue import run_alone
 from tinkercloud.embedded.version_cache import VersionCache
@@ -33,12 +33,11 @@ class ModelStore:
     def __init__(
         self,
         load_base: Callable[[str], BaseModel],
-        microbatch_tokens: int,
         versions: VersionCache,
-        activation_bytes: int = ACTIVATION_BYTES,
+        limits: Limits,
     ):
         self._load_base = load_base
-        self._limits = Limits(microbatch_tokens, activation_bytes)
+        self._limits = limits
         self._bases: dict[str, BaseModel] = {}
         self._models: dict[str, TrainableModel] = {}
         self._versions = versions

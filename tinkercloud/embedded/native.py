@@ -91,6 +91,8 @@ class _Batch(c.Structure):
 class _Draw(c.Structure):
     _fields_ = (
         ("temperature", c.c_float),
+        ("top_k", c.c_int64),
+        ("top_p", c.c_double),
         *((name, c.c_uint64) for name in ("seed", "sample", "position")),
     )
 
@@ -202,7 +204,9 @@ CANDIDATES = 1024  # of one row; with more, the row is drawn the plain way
 def scan(team: Team, logits: Tensor, rows: Sequence[RowParams]) -> Scanned:
     """logits float32 (B, V). See `Scanned`."""
     num, size = logits.shape
-    draws = (_Draw * num)(*[(r.temperature, r.seed, r.sample_index, r.position) for r in rows])
+    draws = (_Draw * num)(
+        *[(r.temperature, r.top_k, r.top_p, r.seed, r.sample_index, r.position) for r in rows]
+    )
     best, count = np.empty(num, np.int64), np.empty(num, np.int64)
     norm = np.empty(num, np.float64)
     ids, words = np.empty((num, CANDIDATES), np.int64), np.empty((num, CANDIDATES), np.uint32)

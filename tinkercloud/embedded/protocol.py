@@ -26,9 +26,11 @@ class EngineSettings:
     cache_dir: Path
     threads: int | None
     max_batch: int
+    decode_depth: float
     kv_cache_bytes: int
     version_cache_bytes: int
     microbatch_tokens: int
+    activation_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

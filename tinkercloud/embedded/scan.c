@@ -13,6 +13,8 @@
 
 typedef struct {
   float temperature; /* 0: the best one is wanted, nothing else */
+  int64_t top_k;     /* of all tokens; 0 or less: every one */
+  double top_p;      /* 1 or more: every one */
   uint64_t seed, sample, position;
 } draw_t;
 
@@ -21,9 +23,9 @@ typedef struct {
   int64_t rows, size, limit;
   const draw_t *draws;
   int64_t *best;   /* out: [rows], the lowest id with the largest logit */
-  double *norm;    /* out: [rows], log of the sum of exp(weight) */
+  double *norm;    /* out: [rows], log of the sum of exp(weight) of what top-k and top-p leave */
   int64_t *count;  /* out: [rows], how many may win; -1: more than `limit` */
-  int64_t *ids;    /* out: [rows][limit], ascending */
+  int64_t *ids;    /* out: [rows][limit] */
   uint32_t *words; /* out: [rows][limit], the noise's random numbers */
   atomic_long next;
 } scan_t;
@@ -84,13 +86,127 @@ static double log_mass(const float *weights, int64_t size, float top) {
   return top + log(mass);
 }
 
-static void scan_row(scan_t *s, int64_t row, float *weights, uint32_t *words) {
+/* Notes a token that may win; 0 when there are too many. */
+static int offer(scan_t *s, int64_t row, int64_t id, uint32_t word) {
+  int64_t count = s->count[row];
+  if (count == s->limit) {
+    s->count[row] = -1;
+    return 0;
+  }
+  s->ids[row * s->limit + count] = id;
+  s->words[row * s->limit + count] = word;
+  s->count[row] = count + 1;
+  return 1;
+}
+
+/* ---- top-k and top-p: the tokens that are kept are those up to one of them, best first */
+
+typedef struct {
+  float weight;
+  int32_t id;
+  double mass; /* exp(weight - the best weight) */
+} item_t;
+
+static int ranks_before(item_t a, item_t b) {
+  return a.weight > b.weight || (a.weight == b.weight && a.id < b.id);
+}
+
+static void swap(item_t *items, int64_t a, int64_t b) {
+  item_t kept = items[a];
+  items[a] = items[b];
+  items[b] = kept;
+}
+
+static item_t middle_of(item_t a, item_t b, item_t c) {
+  if (ranks_before(b, a)) {
+    item_t kept = a;
+    a = b;
+    b = kept;
+  }
+  return ranks_before(b, c) ? b : ranks_before(a, c) ? c : a;
+}
+
+/* Brings to the front, in any order, the items that fewer than `most` others and less than `mass`
+   of their mass rank before; returns how many they are, at least 1. A quickselect, linear in n. */
+static int64_t keep_best(item_t *items, int64_t n, int64_t most, double mass) {
+  int64_t first = 0, end = n; /* all before `first` are kept, none from `end` on */
+  double before = 0.0;        /* the mass of those before `first` */
+  while (first < end) {
+    item_t pivot = middle_of(items[first], items[(first + end) / 2], items[end - 1]);
+    int64_t at = first;
+    double above = before;
+    for (int64_t i = first; i < end; i++)
+      if (ranks_before(items[i], pivot)) {
+        above += items[i].mass;
+        swap(items, i, at++);
+      }
+    if (at > 0 && (at >= most || above >= mass)) {
+      end = at;
+      continue;
+    }
+    for (int64_t i = at; i < end; i++)
+      if (items[i].id == pivot.id) {
+        swap(items, i, at);
+        break;
+      }
+    first = at + 1;
+    before = above + pivot.mass;
+    if (first >= most || before >= mass) return first;
+  }
+  return first;
+}
+
+static int64_t keep(const scan_t *s, int64_t row, const float *weights, item_t *items) {
+  const draw_t *draw = &s->draws[row];
+  float top = weights[s->best[row]];
+  for (int64_t i = 0; i < s->size; i++)
+    items[i] = (item_t){weights[i], (int32_t)i, exp((double)weights[i] - top)};
+  int64_t count = s->size;
+  if (draw->top_k > 0) count = keep_best(items, count, draw->top_k, INFINITY);
+  if (draw->top_p < 1.0) {
+    double total = 0.0;
+    for (int64_t i = 0; i < count; i++) total += items[i].mass;
+    count = keep_best(items, count, count, draw->top_p * total);
+  }
+  return count;
+}
+
+static uint32_t word_of(const draw_t *draw, int64_t id) {
+  uint64_t counter[4] = {(uint64_t)id / 8 + 1, draw->position, 0, 0}, random[4];
+  philox(counter, draw->seed, draw->sample, random);
+  uint32_t words[8];
+  memcpy(words, random, sizeof words);
+  return words[id % 8];
+}
+
+static void scan_kept(scan_t *s, int64_t row, const float *weights, item_t *items,
+                      uint32_t *words) {
+  int64_t count = keep(s, row, weights, items);
+  double mass = 0.0, least = -INFINITY;
+  for (int64_t i = 0; i < count; i++) {
+    mass += items[i].mass;
+    words[i] = word_of(&s->draws[row], items[i].id);
+    least = MAX(least, score_of(items[i].weight, words[i]));
+  }
+  s->norm[row] = weights[s->best[row]] + log(mass);
+  for (int64_t i = 0; i < count; i++)
+    if (score_of(items[i].weight, words[i]) >= least - SLACK)
+      if (!offer(s, row, items[i].id, words[i])) return;
+}
+
+/* ---- a row */
+
+static void scan_row(scan_t *s, int64_t row, float *weights, uint32_t *words, item_t *items) {
   const float *logits = s->logits + row * s->size;
   const draw_t *draw = &s->draws[row];
   find_best(logits, s->size, &s->best[row]);
   s->count[row] = 0;
   float t = draw->temperature > 0.0f ? draw->temperature : 1.0f;
   for (int64_t i = 0; i < s->size; i++) weights[i] = logits[i] / t;
+  if (draw->temperature > 0.0f && (draw->top_k > 0 || draw->top_p < 1.0)) {
+    scan_kept(s, row, weights, items, words);
+    return;
+  }
   s->norm[row] = log_mass(weights, s->size, weights[s->best[row]]);
   if (draw->temperature <= 0.0f) return;
   uint64_t counter[4] = {0, draw->position, 0, 0};
@@ -105,32 +221,27 @@ static void scan_row(scan_t *s, int64_t row, float *weights, uint32_t *words) {
     if (words[i] < LUCKY_WORD) least = MAX(least, score_of(weights[i], words[i]));
   least -= SLACK;
   float close = (float)(least - LUCK);
-  int64_t count = 0, *ids = s->ids + row * s->limit;
   for (int64_t i = 0; i < s->size; i++) {
     if (!(words[i] < LUCKY_WORD) && !(weights[i] >= close)) continue;
     if (score_of(weights[i], words[i]) < least) continue;
-    if (count == s->limit) {
-      s->count[row] = -1;
-      return;
-    }
-    ids[count] = i;
-    s->words[row * s->limit + count++] = words[i];
+    if (!offer(s, row, i, words[i])) return;
   }
-  s->count[row] = count;
 }
 
 static void run_scan(team_t *team, int rank, void *argument) {
   (void)team, (void)rank;
   scan_t *s = argument;
   int64_t padded = (s->size + 7) / 8 * 8;
-  float *weights = malloc((size_t)padded * (sizeof(float) + sizeof(uint32_t)));
-  if (weights == NULL) return;
+  size_t each = sizeof(item_t) + sizeof(float) + sizeof(uint32_t);
+  item_t *items = malloc((size_t)padded * each); /* what is not used is not touched */
+  if (items == NULL) return;
+  float *weights = (float *)(items + padded);
   for (;;) {
     int64_t row = atomic_fetch_add(&s->next, 1);
     if (row >= s->rows) break;
-    scan_row(s, row, weights, (uint32_t *)(weights + padded));
+    scan_row(s, row, weights, (uint32_t *)(weights + padded), items);
   }
-  free(weights);
+  free(items);
 }
 
 /* 0, or -1 when there is no memory. The structure's arrays are the caller's. */

@@ -53,12 +53,14 @@ class Worker:
         self._send = send
         self._engine = SamplingEngine(
             max_batch=settings.max_batch,
+            depth=settings.decode_depth,
             kv_cache_bytes=settings.kv_cache_bytes,
             num_threads=settings.threads or usable_cores(),
         )
         self._settings = settings
         self._models: ModelStore | None = None
-        self._training = TrainingQueue(Limits(settings.microbatch_tokens))
+        self._limits = Limits(settings.microbatch_tokens, settings.activation_bytes)
+        self._training = TrainingQueue(self._limits)
         self._inbox: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._last_stats_s = 0.0
 
@@ -86,7 +88,7 @@ class Worker:
             return BaseModel.load(name, path, tokenizer, dtype, device)
 
         versions = VersionCache(settings.cache_dir / "versions", settings.version_cache_bytes)
-        self._models = ModelStore(load, settings.microbatch_tokens, versions)
+        self._models = ModelStore(load, versions, self._limits)
         self._models.base(served[0].name)
         return tuple(served)
 

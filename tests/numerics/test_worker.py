@@ -1,0 +1,125 @@
+"""Sampling for one model and training for another share the device: neither starves."""
+
+import threading
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.numerics.tiny import ask, random_prompt, supervised
+from tinkercloud.core.types import FromBase, LoraSpec, TrainBatch
+from tinkercloud.embedded.protocol import Call, EngineSettings, Result
+from tinkercloud.embedded.worker import Worker
+
+LIMIT_S = 120.0
+
+
+class Driver:
+    """Calls to a worker that runs in a thread, and its answers in the order they came."""
+
+    def __init__(self, folder: Path, scratch: Path):
+        self._threads = torch.get_num_threads()
+        settings = EngineSettings(
+            (("tiny", folder),), "float32", scratch, 1, 4, 1.2, 2**26, 2**26, 1024, 2**28
+        )
+        self._worker = Worker(settings, self._take)
+        self._worker.start()
+        self._ids = count()
+        self._changed = threading.Condition()
+        self._results: dict[int, Result] = {}
+        self.order: list[int] = []
+        self.whenever: Callable[[int], None] = lambda _: None
+        self._thread = threading.Thread(target=self._worker.run, daemon=True)
+        self._thread.start()
+
+    def _take(self, message: object) -> None:
+        if isinstance(message, Result):
+            with self._changed:
+                self._results[message.id] = message
+                self.order.append(message.id)
+                self._changed.notify_all()
+            self.whenever(message.id)
+
+    def send(self, method: str, *args: object) -> int:
+        number = next(self._ids)
+        self._worker.put(Call(number, method, args))
+        return number
+
+    def wait(self, number: int) -> object:
+        with self._changed:
+            assert self._changed.wait_for(lambda: number in self._results, LIMIT_S)
+        result = self._results[number]
+        assert result.error is None, result.error
+        return result.value
+
+    def end(self) -> None:
+        self.whenever = lambda _: None
+        self._worker.put(None)
+        self._thread.join(LIMIT_S)
+        torch.set_num_threads(self._threads)
+
+
+@pytest.fixture
+def driver(folder: Path, tmp_path: Path) -> Iterator[Driver]:
+    driver = Driver(folder, tmp_path)
+    yield driver
+    driver.end()
+
+
+def batch(length: int) -> TrainBatch:
+    return TrainBatch((supervised(length, 0),) * 8, "cross_entropy")
+
+
+def test_training_goes_on_under_an_endless_stream_of_samples(driver: Driver) -> None:
+    version = driver.wait(driver.send("publish", FromBase("tiny")))
+    driver.wait(driver.send("create_model", "m", "tiny", LoraSpec(rank=4, seed=0)))
+    request = ask(random_prompt(20, 1), max_tokens=64, use_eos=False)
+    samples = {driver.send("sample", version, request) for _ in range(8)}
+
+    def another(number: int) -> None:
+        if number in samples:
+            samples.add(driver.send("sample", version, request))
+
+    driver.whenever = another
+    calls = [driver.send("forward_backward", "m", batch(100)) for _ in range(3)]
+    for call in calls:
+        driver.wait(call)
+    assert samples & set(driver.order), "samples went on too"
+
+
+def test_samples_are_answered_under_an_endless_stream_of_training(driver: Driver) -> None:
+    version = driver.wait(driver.send("publish", FromBase("tiny")))
+    driver.wait(driver.send("create_model", "m", "tiny", LoraSpec(rank=4, seed=0)))
+    calls = {driver.send("forward_backward", "m", batch(100)) for _ in range(2)}
+
+    def another(number: int) -> None:
+        if number in calls:
+            calls.add(driver.send("forward_backward", "m", batch(100)))
+
+    driver.whenever = another
+    request = ask(random_prompt(20, 1), max_tokens=900, use_eos=False)
+    output = driver.wait(driver.send("sample", version, request))
+    assert len(output.sequences[0].tokens) == 900
+    assert calls & set(driver.order), "training went on too"
+
+
+def test_company_changes_no_result(driver: Driver) -> None:
+    version = driver.wait(driver.send("publish", FromBase("tiny")))
+    for name in ("alone", "beside"):
+        driver.wait(driver.send("create_model", name, "tiny", LoraSpec(rank=4, seed=0)))
+    request = ask(random_prompt(20, 1), max_tokens=64, use_eos=False)
+    sampled = driver.wait(driver.send("sample", version, request))
+    trained = driver.wait(driver.send("forward_backward", "alone", batch(200)))
+    both = (
+        driver.send("forward_backward", "beside", batch(200)),
+        driver.send("sample", version, request),
+    )
+    trained_beside, sampled_beside = map(driver.wait, both)
+    ours, theirs = sampled.sequences[0], sampled_beside.sequences[0]
+    np.testing.assert_array_equal(ours.tokens, theirs.tokens)
+    np.testing.assert_array_equal(ours.logprobs, theirs.logprobs)
+    for one, other in zip(trained.outputs, trained_beside.outputs, strict=True):
+        np.testing.assert_array_equal(one["logprobs"], other["logprobs"])
