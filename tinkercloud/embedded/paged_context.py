@@ -1,10 +1,10 @@
 """A ragged batch through torch: attention over keys and values that lie in blocks.
 
-Axes: M rows, S sequences, Hq/Hkv query and key/value heads, G query heads per key/value head,
-Dh head size, C tokens of a cache in whole tiles.
+Axes: M rows, S sequences, Hq/Hkv query and key/value heads, Dh head size.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,17 +15,27 @@ from torch import Tensor
 from tinkercloud.architectures.llama import Llama
 from tinkercloud.embedded.blocks import BLOCK_TOKENS, BlockPool, blocks_for
 from tinkercloud.embedded.contexts import SampleContext, pad_rows, segments_of
+from tinkercloud.embedded.paged_attention import TILE, attention_for
 from tinkercloud.embedded.versions import Version
 
-TILE = 128
-"""Probabilities x values is summed tile by tile in order, so that a sequence's result does not
-depend on how long its neighbours are."""
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Several rows of one sequence: `rows` of the batch, the blocks (blocks,) of the `total` tokens
+    up to the last of them, and which of these each row sees, bool (n, total); None: those before
+    it, and all rows are there."""
+
+    rows: slice
+    blocks: Tensor
+    total: int
+    seen: Tensor | None
 
 
 class PagedContext(SampleContext):
     """Rows past the given ones are padding: they read and write nothing.
 
-    positions, sequence (M,), tables (S, blocks): as in `runners.Batch`.
+    positions, sequence (M,), tables (S, blocks): as in `runners.Batch`. All indices are made and
+    brought to the device once, here, not in every layer.
     """
 
     def __init__(
@@ -43,14 +53,19 @@ class PagedContext(SampleContext):
         entries = [version.entry for version in self._versions]
         super().__init__(versions[0][0].weights, segments_of(entries, base.device))
         self._pool, self._device, self._num_rows = pool, base.device, num_rows
-        self._positions, self._sequence, self._tables = positions, sequence, tables
+        self._positions = positions
         blocks = tables[sequence, positions // BLOCK_TOKENS]
-        self._blocks = self._tensor(blocks)
-        self._slots = self._tensor(positions % BLOCK_TOKENS)
+        self._blocks, self._slots = self._tensors(blocks, positions % BLOCK_TOKENS)
         starts = np.flatnonzero(np.diff(sequence, prepend=-1))
         counts = np.diff(starts, append=num_rows)
-        self._single = starts[counts == 1]  # rows that are alone in their sequence
-        self._chunks = [(int(s), int(n)) for s, n in zip(starts, counts, strict=True) if n > 1]
+        self._attend = attention_for(base.device)
+        single = starts[counts == 1]  # rows that are alone in their sequence
+        self._single = self._alone(single, tables[sequence[single]]) if len(single) else None
+        self._chunks = [
+            self._chunk(int(start), int(count), tables[sequence[start]])
+            for start, count in zip(starts, counts, strict=True)
+            if count > 1
+        ]
 
     def padded(self, tokens: NDArray[np.int64], device: torch.device) -> tuple[Tensor, Tensor]:
         """Tokens and positions, int64, in whole tiles of rows."""
@@ -63,79 +78,55 @@ class PagedContext(SampleContext):
         rows = np.concatenate([wanted, np.repeat(wanted[:1], pad_rows(len(wanted)) - len(wanted))])
         entries = [self._versions[row].entry for row in rows.tolist()]
         context = SampleContext(self._base, segments_of(entries, self._device))
-        return architecture.unembed(context, hidden[self._tensor(rows)])[: len(wanted)]
+        (held,) = self._tensors(rows)
+        return architecture.unembed(context, hidden[held])[: len(wanted)]
 
     def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values = self._pool.keys[layer], self._pool.values[layer]
         keys[self._blocks, :, :, self._slots] = k[: self._num_rows]
         values[self._blocks, :, self._slots] = v[: self._num_rows]
         out = torch.zeros_like(q)
-        if len(self._single):
-            rows = self._tensor(self._single)
-            out[rows] = self._alone(q[rows], keys, values)
-        for start, count in self._chunks:
-            out[start : start + count] = self._chunk(q, keys, values, start, count)
+        if self._single is not None:
+            rows, tables, lengths = self._single
+            out[rows] = self._attend(q[rows], keys, values, tables, lengths)
+        for chunk in self._chunks:
+            own_keys = keys[chunk.blocks].permute(1, 0, 3, 2).flatten(1, 2)[:, : chunk.total]
+            own_values = values[chunk.blocks].permute(1, 0, 2, 3).flatten(1, 2)[:, : chunk.total]
+            out[chunk.rows] = _chunk_attention(q[chunk.rows], own_keys, own_values, chunk.seen)
         return out
 
-    def _alone(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """One query for each of B sequences, (B, Hq, Dh) -> (B, Hq, Dh)."""
-        lengths = self._positions[self._single] + 1
+    def _alone(
+        self, rows: NDArray[np.int64], tables: NDArray[np.int32]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """For one query of each of B sequences: rows (B,), tables (B, W) in whole tiles of
+        attention, lengths (B,)."""
+        lengths = self._positions[rows] + 1
         longest = blocks_for(-(-int(lengths.max()) // TILE) * TILE)
-        tables = self._tables[self._sequence[self._single]]
         tables = np.pad(tables, ((0, 0), (0, max(0, longest - tables.shape[1]))))[:, :longest]
-        held = self._tensor(tables)
-        # (B, blocks, Hkv, Dh, slots) and (B, blocks, Hkv, slots, Dh) -> (B * Hkv, C, Dh)
-        own_keys = keys[held].permute(0, 2, 1, 4, 3).flatten(2, 3).flatten(0, 1)
-        own_values = values[held].permute(0, 2, 1, 3, 4).flatten(2, 3).flatten(0, 1)
-        return decode_attention(q, own_keys, own_values, self._tensor(lengths))
+        at, held, valid = self._tensors(rows, tables, lengths)
+        return at, held, valid
 
-    def _chunk(self, q: Tensor, keys: Tensor, values: Tensor, start: int, count: int) -> Tensor:
-        """The last `count` positions of one sequence, (count, Hq, Dh)."""
+    def _chunk(self, start: int, count: int, table: NDArray[np.int32]) -> _Chunk:
         total = int(self._positions[start + count - 1]) + 1
-        held = self._tensor(self._tables[self._sequence[start], : blocks_for(total)])
-        own_keys = keys[held].permute(1, 0, 3, 2).flatten(1, 2)[:, :total]
-        own_values = values[held].permute(1, 0, 2, 3).flatten(1, 2)[:, :total]
-        return _chunk_attention(q[start : start + count], own_keys, own_values)
+        (held,) = self._tensors(table[: blocks_for(total)])
+        seen = None
+        if count != total:
+            last_seen = torch.arange(total - count, total, device=self._device)[:, None]
+            seen = torch.arange(total, device=self._device)[None] <= last_seen
+        return _Chunk(slice(start, start + count), held, total, seen)
 
-    def _tensor(self, array: NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(array.astype(np.int64)).to(self._device)
+    def _tensors(self, *arrays: NDArray[np.generic]) -> list[Tensor]:
+        return [torch.from_numpy(each.astype(np.int64)).to(self._device) for each in arrays]
 
 
-def _chunk_attention(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """q (n, Hq, Dh), the last n positions of keys (Hkv, P, Dh) -> (n, Hq, Dh)."""
-    num_new, total, groups = q.shape[0], keys.shape[1], q.shape[1] // keys.shape[0]
+def _chunk_attention(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None) -> Tensor:
+    """q (n, Hq, Dh), the last n positions of keys (Hkv, P, Dh); seen: as in `_Chunk`
+    -> (n, Hq, Dh)."""
+    groups = q.shape[1] // keys.shape[0]
     if groups > 1:
         keys = keys.repeat_interleave(groups, dim=0)
         values = values.repeat_interleave(groups, dim=0)
-    mask = None
-    if num_new != total:
-        last_seen = torch.arange(total - num_new, total, device=q.device)[:, None]
-        mask = torch.arange(total, device=q.device)[None] <= last_seen
     out = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None], keys[None], values[None], attn_mask=mask, is_causal=mask is None
+        q.transpose(0, 1)[None], keys[None], values[None], attn_mask=seen, is_causal=seen is None
     )
     return out[0].transpose(0, 1)
-
-
-def decode_attention(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
-    """One query per sequence against its cache.
-
-    q (B, Hq, Dh), keys and values (B * Hkv, C, Dh) with C a multiple of TILE, lengths (B,) valid
-    positions -> (B, Hq, Dh).
-    """
-    num_seqs, num_heads, head_dim = q.shape
-    num_kv_heads = keys.shape[0] // num_seqs
-    groups = num_heads // num_kv_heads
-    # Fewer than four query rows would take other matrix kernels for other batch sizes.
-    padded = -(-groups // 4) * 4
-    q = F.pad(q.view(num_seqs * num_kv_heads, groups, head_dim), (0, 0, 0, padded - groups))
-    scores = torch.bmm(q, keys.transpose(1, 2)).float() * head_dim**-0.5
-    unseen = torch.arange(keys.shape[1], device=q.device) >= lengths[:, None]
-    scores = scores.view(num_seqs, num_kv_heads, padded, -1)
-    scores = scores.masked_fill(unseen[:, None, None], float("-inf"))
-    probs = torch.softmax(scores, -1).to(values.dtype).flatten(0, 1)
-    out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    for start in range(0, keys.shape[1], TILE):
-        tile = slice(start, start + TILE)
-        out += torch.bmm(probs[..., tile], values[:, tile])
-    return out[:, :groups].to(q.dtype).reshape(num_seqs, num_heads, head_dim)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import torch
@@ -14,9 +15,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tinkercloud.decoding.sampler import Scan
+from tinkercloud.embedded.adapter_bank import AdapterBank
 from tinkercloud.embedded.base_model import BaseModel
-from tinkercloud.embedded.blocks import BlockPool
+from tinkercloud.embedded.blocks import BlockPool, blocks_for
+from tinkercloud.embedded.decode_graphs import (
+    Capture,
+    CudaCapture,
+    DecodeGraphs,
+    bucket_for,
+    width_for,
+)
+from tinkercloud.embedded.decode_step import DecodeModel, Rows
 from tinkercloud.embedded.native import AdapterTable, NativeModel, Team, library, scan
+from tinkercloud.embedded.paged_attention import attention_for, has_kernels
 from tinkercloud.embedded.paged_context import PagedContext
 from tinkercloud.embedded.versions import Version
 
@@ -42,6 +53,11 @@ class Batch:
     @property
     def base(self) -> BaseModel:
         return self.versions[0][0].base
+
+    @property
+    def is_decode(self) -> bool:
+        """One row of each sequence."""
+        return len(self.tokens) == len(self.tables)
 
 
 class Runner(Protocol):
@@ -87,8 +103,7 @@ class NativeRunner:
         self._adapters.clear()
 
     def _model(self, version: Version, pool: BlockPool) -> NativeModel:
-        shared = version.weights is version.base.weights
-        name = f"{_BASE}{version.base.name}" if shared else version.id
+        name = _weights_name(version)
         known = self._models.get(name)
         if known is not None and known[0] is pool:
             return known[1]
@@ -123,9 +138,92 @@ class TorchRunner:
         """It keeps nothing."""
 
 
+class GraphRunner:
+    """Batches of one row per sequence take a step of fixed shapes, as a CUDA graph where there are
+    such; all others go the way of TorchRunner. `capture` None: the same step without graphs.
+
+    A step of n rows is padded to one of `decode_graphs.BUCKETS`; the last bits of a row may differ
+    from bucket to bucket.
+    """
+
+    is_exact = False
+
+    def __init__(self, capture: Capture | None, scan: Scan | None = None):
+        self._plain = TorchRunner()
+        self._capture, self.scan = capture, scan
+        self._graphs: dict[str, tuple[ref[BlockPool], DecodeGraphs]] = {}
+        self._banks: dict[str, AdapterBank] = {}  # by base
+        self._spare_blocks: WeakKeyDictionary[BlockPool, int] = WeakKeyDictionary()
+
+    def forward(self, batch: Batch, pool: BlockPool) -> Tensor:
+        logits = self._decode(batch, pool) if batch.is_decode else None
+        return self._plain.forward(batch, pool) if logits is None else logits
+
+    def rest(self) -> None:
+        self._graphs = {n: g for n, g in self._graphs.items() if n.startswith(_BASE)}
+        for bank in self._banks.values():
+            bank.forget()
+
+    @torch.inference_mode()
+    def _decode(self, batch: Batch, pool: BlockPool) -> Tensor | None:
+        """None: this batch does not fit a step."""
+        num_rows, base = bucket_for(len(batch.tokens)), batch.base
+        versions = [version for version, _ in batch.versions]
+        bank = self._bank(base)
+        places = bank.place(versions)
+        spare = self._spare_block(pool)
+        if num_rows is None or places is None or spare is None:
+            return None
+        most = blocks_for(base.config.max_position_embeddings)
+        needed = blocks_for(int(batch.positions.max()) + 1)
+        width = width_for(needed, most, any_width=has_kernels(base.device))
+        slots = np.repeat(places, [count for _, count in batch.versions])
+        rows = Rows(batch.tokens, batch.positions, slots, batch.tables[batch.sequence])
+        packed = rows.packed(num_rows, width, spare)
+        adapters = bank if any(v.adapter is not None for v in versions) else None
+        logits = self._graphs_of(versions[0], pool).run(packed, adapters, len(batch.tokens))
+        if len(batch.wanted) == len(batch.tokens):
+            return logits
+        return logits[torch.from_numpy(batch.wanted).to(base.device)]
+
+    def _graphs_of(self, version: Version, pool: BlockPool) -> DecodeGraphs:
+        name, base = _weights_name(version), version.base
+        known = self._graphs.get(name)
+        if known is not None and known[0]() is pool:
+            return known[1]
+        attend = attention_for(base.device)
+        model = DecodeModel(base.architecture, version.weights, ref(pool), attend)
+        longest = blocks_for(base.config.max_position_embeddings)
+        width = width_for(longest, longest, any_width=False)
+        made = DecodeGraphs(model, base.device, self._capture, width)
+        self._graphs[name] = (ref(pool), made)
+        return made
+
+    def _bank(self, base: BaseModel) -> AdapterBank:
+        if base.name not in self._banks:
+            self._banks[base.name] = AdapterBank(base.config.linear_shapes(), base.device)
+        return self._banks[base.name]
+
+    def _spare_block(self, pool: BlockPool) -> int | None:
+        """Where padding writes; None while there is no free one."""
+        if pool not in self._spare_blocks:
+            taken = pool.take(1)
+            if taken is None:
+                return None
+            self._spare_blocks[pool] = taken[0]
+        return self._spare_blocks[pool]
+
+
+def _weights_name(version: Version) -> str:
+    shared = version.weights is version.base.weights
+    return f"{_BASE}{version.base.name}" if shared else version.id
+
+
 def runner_for(base: BaseModel, num_threads: int) -> Runner:
     """The fastest there is for the base's device and number type."""
     fits = base.device.type == "cpu" and base.dtype == torch.float32
     if fits and library() is not None:
         return NativeRunner(num_threads)
+    if base.device.type == "cuda":
+        return GraphRunner(CudaCapture())
     return TorchRunner()

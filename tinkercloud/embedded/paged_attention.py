@@ -1,0 +1,73 @@
+"""One query per sequence against its keys and values in blocks: the plain form, and which to use.
+
+Axes: B sequences, Hq/Hkv query and key/value heads, Dh head size, W blocks of the widest table,
+C tokens of a cache in whole tiles.
+"""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+TILE = 128
+"""Probabilities x values is summed tile by tile in order, so that a sequence's result does not
+depend on how long its neighbours are."""
+
+PagedAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""q (B, Hq, Dh), keys (blocks, Hkv, Dh, slots), values (blocks, Hkv, slots, Dh), tables (B, W)
+and lengths (B,) int32 or int64, lengths at least 1 -> (B, Hq, Dh)."""
+
+
+def paged_attention(
+    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor
+) -> Tensor:
+    """`PagedAttention` through torch; W blocks are whole tiles. Shapes alone decide what runs."""
+    # (B, W, Hkv, Dh, slots) and (B, W, Hkv, slots, Dh) -> (B * Hkv, C, Dh)
+    own_keys = keys[tables].permute(0, 2, 1, 4, 3).flatten(2, 3)
+    own_values = values[tables].permute(0, 2, 1, 3, 4).flatten(2, 3)
+    unseen = torch.arange(own_values.shape[2], device=q.device) >= lengths[:, None]
+    # What lies there may be another's, and no number at all: 0 x NaN is NaN.
+    own_values = own_values.masked_fill(unseen[:, None, :, None], 0)
+    return decode_attention(q, own_keys.flatten(0, 1), own_values.flatten(0, 1), unseen)
+
+
+def decode_attention(q: Tensor, keys: Tensor, values: Tensor, unseen: Tensor) -> Tensor:
+    """One query per sequence against its cache.
+
+    q (B, Hq, Dh), keys and values (B * Hkv, C, Dh) with C a multiple of TILE, unseen (B, C): where
+    nothing may be read -> (B, Hq, Dh).
+    """
+    num_seqs, num_heads, head_dim = q.shape
+    num_kv_heads = keys.shape[0] // num_seqs
+    groups = num_heads // num_kv_heads
+    # Fewer than four query rows would take other matrix kernels for other batch sizes.
+    padded = -(-groups // 4) * 4
+    q = q.reshape(num_seqs * num_kv_heads, groups, head_dim)
+    q = F.pad(q, (0, 0, 0, padded - groups))
+    scores = torch.bmm(q, keys.transpose(1, 2)).float() * head_dim**-0.5
+    scores = scores.view(num_seqs, num_kv_heads, padded, -1)
+    scores = scores.masked_fill(unseen[:, None, None], float("-inf"))
+    probs = torch.softmax(scores, -1).to(values.dtype).flatten(0, 1)
+    out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    for start in range(0, keys.shape[1], TILE):
+        tile = slice(start, start + TILE)
+        out += torch.bmm(probs[..., tile], values[:, tile])
+    return out[:, :groups].to(q.dtype).reshape(num_seqs, num_heads, head_dim)
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether our Triton kernels run on the device."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)  # bfloat16 products
+
+
+def attention_for(device: torch.device) -> PagedAttention:
+    """The fastest there is for the device."""
+    if has_kernels(device):
+        from tinkercloud.embedded.attention_kernel import paged_attention as compiled
+
+        return compiled
+    return paged_attention
