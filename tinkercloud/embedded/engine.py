@@ -278,31 +278,32 @@ class SamplingEngine:
         group.sort(key=lambda one: one.version.id)  # rows of one adapter are neighbours
         device = self._device(group[0].version.base)
         logits = device.runner.forward(_batch(group), device.pool)
-        drawing: list[tuple[Sequence, Tensor]] = []
+        drawing: list[Sequence] = []
+        rows: list[int] = []  # of logits, of those in `drawing`
         at = 0
         for one in group:
             num = one.count if one.all_rows else int(one.ends)
             own, at = logits[at : at + num], at + num
-            self._after(one, own, device, drawing)
+            if self._after(one, own, device):
+                drawing.append(one.sequence)
+                rows.append(at - 1)
         if drawing:
-            rows = torch.stack([row for _, row in drawing])
-            self._draw([sequence for sequence, _ in drawing], rows)
+            self._draw(drawing, logits if len(rows) == len(logits) else logits[rows])
 
-    def _after(
-        self, one: _Work, logits: Tensor, device: _Device, drawing: list[tuple[Sequence, Tensor]]
-    ) -> None:
+    def _after(self, one: _Work, logits: Tensor, device: _Device) -> bool:
+        """Whether a token is to be drawn from the last row."""
         sequence, job, ends = one.sequence, one.sequence.job, one.ends
         if one.all_rows and job.scores is not None:
             job.scores.add(sequence.done, logits)
         sequence.advance(device.pool, one.count, named=device.runner.is_exact)
         if not ends:
-            return
+            return False
         if sequence.index >= 0:
-            drawing.append((sequence, logits[-1]))
-            return
+            return True
         job.logits = logits[-1].clone()
         self._waiting.remove(job)
         self._ready.append(job)
+        return False
 
     def _admit(self) -> None:
         """Begin samples of prompts that are done, as far as the batch and the blocks go."""

@@ -201,81 +201,129 @@ static void place_rows(const pass_t *p, const layer_t *layer, team_t *team, int 
 
 #define MAX_BLOCK 64
 #define MAX_HEAD 512
+#define GROUP 3               /* queries that go through a block together: as registers allow */
+#define WIDE (LANES < 16 ? 2 : 1) /* vectors of scores that are computed at once */
 
+/* What one query has gathered so far: the largest score, and sums relative to it. */
 typedef struct {
   float best, mass;
   float sum[MAX_HEAD];
 } mixture_t;
 
-/* One block of keys and values into a query's mixture; `count` positions of it are there. */
-static void mix_block(const float *q, const float *keys, const float *values, int64_t dh,
-                      int64_t size, int64_t count, float scale, mixture_t *mix) {
-  float scores[MAX_BLOCK], shares[MAX_BLOCK];
-  float best = mix->best;
-  for (int64_t j = 0; j < size; j += LANES) {
-    vec acc[4] = {}; /* four chains: one would wait for itself */
-    int64_t i = 0;
-    for (; i + 4 <= dh; i += 4)
-      for (int u = 0; u < 4; u++) acc[u] += all(q[i + u]) * load(keys + (i + u) * size + j);
-    for (; i < dh; i++) acc[0] += all(q[i]) * load(keys + i * size + j);
-    store(scores + j, ((acc[0] + acc[1]) + (acc[2] + acc[3])) * all(scale));
+/* Every function here works on COUNT queries of one key/value head, so that keys and values are
+   loaded once; each query's own sums are in the same order whatever COUNT is. */
+#define DEFINE_MIX(COUNT)                                                                          \
+  static void score_##COUNT(const float *q, int64_t dh, const float *keys, int64_t size,           \
+                            float scale, float scores[COUNT][MAX_BLOCK]) {                         \
+    for (int64_t j = 0; j < size; j += WIDE * LANES) {                                             \
+      vec even[COUNT][WIDE] = {}, odd[COUNT][WIDE] = {}; /* one chain would wait for itself */     \
+      for (int64_t i = 0; i < dh; i += 2) {                                                        \
+        const float *key = keys + i * size + j;                                                    \
+        _Pragma("GCC unroll 2") for (int v = 0; v < WIDE; v++) {                                   \
+          vec first = load(key + v * LANES), second = load(key + size + v * LANES);                \
+          _Pragma("GCC unroll 4") for (int g = 0; g < COUNT; g++) {                                \
+            even[g][v] += all(q[g * dh + i]) * first;                                              \
+            odd[g][v] += all(q[g * dh + i + 1]) * second;                                          \
+          }                                                                                        \
+        }                                                                                          \
+      }                                                                                            \
+      _Pragma("GCC unroll 4") for (int g = 0; g < COUNT; g++)                                      \
+          _Pragma("GCC unroll 2") for (int v = 0; v < WIDE; v++)                                   \
+              store(scores[g] + j + v * LANES, (even[g][v] + odd[g][v]) * all(scale));             \
+    }                                                                                              \
+  }                                                                                                \
+                                                                                                   \
+  static void add_values_##COUNT(const float shares[COUNT][MAX_BLOCK], const float *keep,          \
+                                 const float *values, int64_t dh, int64_t count,                   \
+                                 mixture_t *mixes) {                                               \
+    int64_t i = 0;                                                                                 \
+    for (; i + 4 * LANES <= dh; i += 4 * LANES) {                                                  \
+      vec acc[COUNT][4];                                                                           \
+      _Pragma("GCC unroll 4") for (int g = 0; g < COUNT; g++)                                      \
+          _Pragma("GCC unroll 4") for (int v = 0; v < 4; v++)                                      \
+              acc[g][v] = load(mixes[g].sum + i + v * LANES) * all(keep[g]);                       \
+      for (int64_t j = 0; j < count; j++)                                                          \
+        _Pragma("GCC unroll 4") for (int v = 0; v < 4; v++) {                                      \
+          vec value = load(values + j * dh + i + v * LANES);                                       \
+          _Pragma("GCC unroll 4") for (int g = 0; g < COUNT; g++)                                  \
+              acc[g][v] += all(shares[g][j]) * value;                                              \
+        }                                                                                          \
+      _Pragma("GCC unroll 4") for (int g = 0; g < COUNT; g++)                                      \
+          _Pragma("GCC unroll 4") for (int v = 0; v < 4; v++)                                      \
+              store(mixes[g].sum + i + v * LANES, acc[g][v]);                                      \
+    }                                                                                              \
+    for (; i < dh; i++)                                                                            \
+      for (int g = 0; g < COUNT; g++) {                                                            \
+        float value = mixes[g].sum[i] * keep[g];                                                   \
+        for (int64_t j = 0; j < count; j++) value += shares[g][j] * values[j * dh + i];            \
+        mixes[g].sum[i] = value;                                                                   \
+      }                                                                                            \
+  }                                                                                                \
+                                                                                                   \
+  /* One block of keys and values into the mixtures; `count` positions of it are there. */         \
+  static void mix_##COUNT(const float *q, const float *keys, const float *values, int64_t dh,      \
+                          int64_t size, int64_t count, float scale, mixture_t *mixes) {            \
+    float scores[COUNT][MAX_BLOCK], keep[COUNT];                                                   \
+    score_##COUNT(q, dh, keys, size, scale, scores);                                               \
+    for (int g = 0; g < COUNT; g++) keep[g] = to_shares(scores[g], size, count, &mixes[g]);        \
+    add_values_##COUNT(scores, keep, values, dh, count, mixes);                                    \
   }
+
+/* Scores become exp(score - largest); returns the factor of what was gathered before. */
+static float to_shares(float *scores, int64_t size, int64_t count, mixture_t *mix) {
+  float best = mix->best;
   for (int64_t j = 0; j < count; j++) best = MAX(best, scores[j]);
   for (int64_t j = count; j < size; j++) scores[j] = -INFINITY;
   for (int64_t j = 0; j < size; j += LANES)
-    store(shares + j, exp_vec(load(scores + j) - all(best)));
+    store(scores + j, exp_vec(load(scores + j) - all(best)));
   float keep[LANES];
   store(keep, exp_vec(all(mix->best - best)));
   float mass = mix->mass * keep[0];
-  for (int64_t j = 0; j < count; j++) mass += shares[j];
+  for (int64_t j = 0; j < count; j++) mass += scores[j];
   mix->mass = mass;
   mix->best = best;
-  int64_t i = 0;
-  for (; i + 4 * LANES <= dh; i += 4 * LANES) {
-    vec a = load(mix->sum + i) * all(keep[0]), b = load(mix->sum + i + LANES) * all(keep[0]);
-    vec c = load(mix->sum + i + 2 * LANES) * all(keep[0]);
-    vec d = load(mix->sum + i + 3 * LANES) * all(keep[0]);
-    for (int64_t j = 0; j < count; j++) {
-      const float *row = values + j * dh + i;
-      vec share = all(shares[j]);
-      a += share * load(row);
-      b += share * load(row + LANES);
-      c += share * load(row + 2 * LANES);
-      d += share * load(row + 3 * LANES);
-    }
-    store(mix->sum + i, a);
-    store(mix->sum + i + LANES, b);
-    store(mix->sum + i + 2 * LANES, c);
-    store(mix->sum + i + 3 * LANES, d);
-  }
-  for (; i < dh; i++) {
-    float value = mix->sum[i] * keep[0];
-    for (int64_t j = 0; j < count; j++) value += shares[j] * values[j * dh + i];
-    mix->sum[i] = value;
-  }
+  return keep[0];
 }
 
-static void attend_one(const pass_t *p, const layer_t *layer, int64_t m, int64_t h) {
+DEFINE_MIX(1)
+DEFINE_MIX(2)
+DEFINE_MIX(3)
+
+typedef void mix_t(const float *, const float *, const float *, int64_t, int64_t, int64_t, float,
+                   mixture_t *);
+
+/* Up to GROUP query heads of one key/value head h, from head `first` on, of row m. */
+static void attend_some(const pass_t *p, const layer_t *layer, int64_t m, int64_t h, int64_t first,
+                        int64_t count) {
+  static mix_t *const mix[] = {mix_1, mix_2, mix_3};
   const model_t *model = p->model;
   const batch_t *batch = p->batch;
-  int64_t dh = model->head_dim, size = model->block_size;
-  int64_t groups = model->heads / model->kv_heads, length = batch->positions[m] + 1;
+  int64_t dh = model->head_dim, size = model->block_size, length = batch->positions[m] + 1;
   const int32_t *table = batch->tables + batch->sequence[m] * batch->table_stride;
+  const float *q = p->q + (m * model->heads + first) * dh;
   float scale = 1.0f / sqrtf((float)dh);
-  mixture_t mix;
-  for (int64_t g = 0; g < groups; g++) {
-    int64_t head = h * groups + g;
-    const float *q = p->q + (m * model->heads + head) * dh;
-    mix.best = -INFINITY;
-    mix.mass = 0.0f;
-    memset(mix.sum, 0, (size_t)dh * sizeof(float));
-    for (int64_t start = 0; start < length; start += size) {
-      int64_t at = (table[start / size] * model->kv_heads + h) * dh * size;
-      mix_block(q, layer->keys + at, layer->values + at, dh, size, MIN(size, length - start),
-                scale, &mix);
-    }
-    float *out = p->mixed + (m * model->heads + head) * dh;
-    for (int64_t i = 0; i < dh; i++) out[i] = mix.sum[i] / mix.mass;
+  mixture_t mixes[GROUP];
+  for (int64_t g = 0; g < count; g++) {
+    mixes[g].best = -INFINITY;
+    mixes[g].mass = 0.0f;
+    memset(mixes[g].sum, 0, (size_t)dh * sizeof(float));
+  }
+  for (int64_t start = 0; start < length; start += size) {
+    int64_t at = (table[start / size] * model->kv_heads + h) * dh * size;
+    mix[count - 1](q, layer->keys + at, layer->values + at, dh, size, MIN(size, length - start),
+                   scale, mixes);
+  }
+  float *out = p->mixed + (m * model->heads + first) * dh;
+  for (int64_t g = 0; g < count; g++)
+    for (int64_t i = 0; i < dh; i++) out[g * dh + i] = mixes[g].sum[i] / mixes[g].mass;
+}
+
+/* The groups are as equal as can be: 4 heads are 2 and 2. */
+static void attend_one(const pass_t *p, const layer_t *layer, int64_t m, int64_t h) {
+  int64_t heads = p->model->heads / p->model->kv_heads, parts = (heads + GROUP - 1) / GROUP;
+  for (int64_t i = 0; i < parts; i++) {
+    int64_t first = heads * i / parts, end = heads * (i + 1) / parts;
+    attend_some(p, layer, m, h, h * heads + first, end - first);
   }
 }
 
@@ -383,7 +431,7 @@ int forward(team_t *team, const model_t *model, const batch_t *batch) {
                       &p.chosen};
   int64_t per_row = 0;
   for (int i = 0; i < 10; i++) per_row += sizes[i];
-  float *memory = malloc((size_t)(batch->rows * per_row) * sizeof(float));
+  float *memory = scratch(team, (size_t)(batch->rows * per_row) * sizeof(float));
   p.next_task = calloc((size_t)model->num_layers, sizeof(atomic_long));
   int64_t offset = 0;
   for (int i = 0; i < 10; i++) {
@@ -393,6 +441,5 @@ int forward(team_t *team, const model_t *model, const batch_t *batch) {
   if (memory != NULL && p.next_task != NULL) work(team, run, &p);
   int failed = memory == NULL || p.next_task == NULL;
   free(p.next_task);
-  free(memory);
   return failed ? -1 : 0;
 }

@@ -32,6 +32,7 @@ SOURCES = sorted(Path(__file__).parent.glob("*.c"))
 HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC", "-pthread")
 COMPILE_LIMIT_S = 120.0
+KEPT_BYTES = 128 * 1024**2  # of logits, between passes
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -252,6 +253,9 @@ class NativeModel:
         values: Sequence[Tensor],
     ):
         self._config = config
+        self._logits = torch.empty(
+            0, config.vocab_size
+        )  # fresh memory would be cleared page by page
         self._kept = (dict(weights), list(keys), list(values))
         self._layers = (_Layer * config.num_layers)()
         names = iter(_module_names(config.num_layers))
@@ -287,13 +291,14 @@ class NativeModel:
         rotary: tuple[Tensor, Tensor],
         segments: Sequence[tuple[int, int, float, AdapterTable]],
     ) -> Tensor:
-        """Logits (W, V) of the wanted rows; keys and values of all rows go to their blocks.
+        """Logits (W, V) of the wanted rows, good until the next call; keys and values of all rows
+        go to their blocks.
 
         rotary: cosines and sines (M, Dh / 2). segments: (first row, number of rows, scale,
         factors), disjoint.
         """
         hidden = torch.empty(len(rows.tokens), self._config.hidden_size)
-        logits = torch.empty(len(rows.wanted), self._config.vocab_size)
+        logits = self._logits_of(len(rows.wanted))
         given = (rows.tokens, rows.positions, rows.sequence, rows.tables, rows.wanted)
         arrays = [np.ascontiguousarray(one) for one in given]
         tokens, positions, sequence, tables, wanted = (one.ctypes.data for one in arrays)
@@ -307,6 +312,15 @@ class NativeModel:
         )
         if team.library.forward(team.handle, c.byref(self._model), c.byref(batch)):
             raise MemoryError(f"no memory for a batch of {len(rows.tokens)} rows")
+        return logits
+
+    def _logits_of(self, num_rows: int) -> Tensor:
+        """Memory for them. What is kept for the next pass is bounded."""
+        if num_rows <= len(self._logits):
+            return self._logits[:num_rows]
+        logits = torch.empty(num_rows, self._config.vocab_size)
+        if logits.nbytes <= KEPT_BYTES:
+            self._logits = logits
         return logits
 
 

@@ -41,5 +41,6 @@ void team_end(team_t *team) {
   pthread_mutex_destroy(&team->mutex);
   pthread_cond_destroy(&team->woken);
   free(team->threads);
+  free(team->scratch);
   free(team);
 }

@@ -16,7 +16,18 @@ typedef struct team {
   void (*job)(struct team *, int, void *);
   void *argument;
   pthread_t *threads;
+  void *scratch; /* of the job underway; kept, because fresh memory is cleared page by page */
+  size_t scratch_bytes;
 } team_t;
+
+static inline void *scratch(team_t *team, size_t bytes) {
+  if (bytes > team->scratch_bytes) {
+    free(team->scratch);
+    team->scratch = malloc(bytes);
+    team->scratch_bytes = team->scratch == NULL ? 0 : bytes;
+  }
+  return team->scratch;
+}
 
 #define SPINS 4000 /* a few dozen microseconds; then a thread sleeps and leaves the core */
 
