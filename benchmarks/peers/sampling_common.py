@@ -136,6 +136,11 @@ class ServerProcess:
                 start_new_session=True,
             )
 
+    @property
+    def pid(self) -> int:
+        """It leads a session: whatever it started is in it."""
+        return self._process.pid
+
     def await_ready(self, url: str, limit_s: float = START_LIMIT_S) -> None:
         """Until `url` answers with 200; Unavailable with the end of its output otherwise."""
         deadline = time.monotonic() + limit_s
