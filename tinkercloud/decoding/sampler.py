@@ -112,7 +112,7 @@ class Drawn:
 
     def laws(self) -> Tensor:
         """Log-probabilities of all rows, (B, V)."""
-        return warp(self.logits, self.rows) - self.norms[:, None]
+        return warp(self.logits, self.rows) - self.norms[:, None].to(self.logits.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,8 @@ def sample(logits: Tensor, rows: Sequence[RowParams], scan: Scan | None = None) 
     scanned = scan(logits, rows)
     tokens = torch.from_numpy(_winners(logits, rows, scanned))
     norms = torch.from_numpy(scanned.norm).float()
-    best = logits.gather(-1, tokens[:, None])[:, 0] / _temperatures(rows, logits.device)
+    best = logits.gather(-1, tokens[:, None].to(logits.device))[:, 0].float().cpu()
+    best = best / _temperatures(rows, best.device)
     drawn = Drawn(tokens, best - norms, norms, logits, rows)
     for i in np.flatnonzero(scanned.count < 0).tolist():
         plain = _sample(logits[i : i + 1], rows[i : i + 1])
@@ -163,7 +164,9 @@ def _winners(logits: Tensor, rows: Sequence[RowParams], scanned: Scanned) -> NDA
     ids, words = scanned.ids[there], scanned.words[there]
     row_of = np.repeat(np.arange(len(rows)), np.maximum(scanned.count, 0))
     temperatures = np.array([r.temperature or 1.0 for r in rows], np.float32)
-    weights = logits.numpy()[row_of, ids] / temperatures[row_of]
+    # Only these leave the device that the logits are on.
+    weights = logits[torch.from_numpy(row_of), torch.from_numpy(ids)].float().cpu().numpy()
+    weights = weights / temperatures[row_of]
     scores = weights + noise_of(words).numpy()
     order = np.lexsort((ids, -scores, row_of))
     firsts = np.unique(row_of[order], return_index=True)[1]

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tinkercloud.decoding import device_scan
 from tinkercloud.decoding.sampler import Scan
 from tinkercloud.embedded.adapter_bank import AdapterBank
 from tinkercloud.embedded.base_model import BaseModel
@@ -225,5 +226,5 @@ def runner_for(base: BaseModel, num_threads: int) -> Runner:
     if fits and library() is not None:
         return NativeRunner(num_threads)
     if base.device.type == "cuda":
-        return GraphRunner(CudaCapture())
+        return GraphRunner(CudaCapture(), device_scan.scan)
     return TorchRunner()
