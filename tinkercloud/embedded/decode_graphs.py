@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tinkercloud.embedded.adapter_bank import AdapterBank
-from tinkercloud.embedded.decode_step import HEAD, DecodeModel
+from tinkercloud.embedded.decode_step import HEAD, Step
 
 logger = logging.getLogger(__name__)
 
@@ -57,11 +57,9 @@ def width_for(num_blocks: int, most: int, *, any_width: bool) -> int:
 
 
 class DecodeGraphs:
-    """Of one DecodeModel. The buffers are as large as the largest step needs, from the start."""
+    """Of one Step. The buffers are as large as the largest step needs, from the start."""
 
-    def __init__(
-        self, model: DecodeModel, device: torch.device, capture: Capture | None, max_width: int
-    ):
+    def __init__(self, model: Step, device: torch.device, capture: Capture | None, max_width: int):
         config = model.architecture.config
         dtype = model.weights["model.embed_tokens"].dtype
         self._model, self._device, self._capture = model, device, capture

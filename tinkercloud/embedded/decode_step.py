@@ -9,6 +9,7 @@ Axes: B rows, W blocks of a table, Hq/Hkv heads, Dh head size, V vocabulary.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 from weakref import ref
 
 import numpy as np
@@ -106,9 +107,23 @@ class DecodeContext:
         return self._attend(q, keys, values, at.tables, at.lengths)
 
 
+class Step(Protocol):
+    """One set of weights, and how it decodes into one pool."""
+
+    @property
+    def architecture(self) -> Llama: ...
+    @property
+    def weights(self) -> Mapping[str, Tensor]: ...
+
+    def step(self, packed: Tensor, bank: AdapterBank | None, out: Tensor) -> None:
+        """Logits of packed (B, HEAD + W) to out (B, V); keys and values to their blocks. What
+        runs depends on the shapes alone."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeModel:
-    """One set of weights, and how it decodes into one pool."""
+    """A Step by the architecture's own code, for any network."""
 
     architecture: Llama
     weights: Mapping[str, Tensor]
@@ -116,7 +131,6 @@ class DecodeModel:
     attend: PagedAttention
 
     def step(self, packed: Tensor, bank: AdapterBank | None, out: Tensor) -> None:
-        """Logits of packed (B, HEAD + W) to out (B, V); keys and values to their blocks."""
         inputs, pool = Inputs.of(packed), self.pool()
         assert pool is not None, "decoded into what is gone"
         context = DecodeContext(self.weights, pool, inputs, bank, self.attend)

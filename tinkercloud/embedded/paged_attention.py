@@ -1,11 +1,10 @@
-"""One query per sequence against its keys and values in blocks: the plain form, and which to use.
+"""One query per sequence against its keys and values in blocks, the plain form.
 
 Axes: B sequences, Hq/Hkv query and key/value heads, Dh head size, W blocks of the widest table,
 C tokens of a cache in whole tiles.
 """
 
 from collections.abc import Callable
-from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -55,19 +54,3 @@ def decode_attention(q: Tensor, keys: Tensor, values: Tensor, unseen: Tensor) ->
         tile = slice(start, start + TILE)
         out += torch.bmm(probs[..., tile], values[:, tile])
     return out[:, :groups].to(q.dtype).reshape(num_seqs, num_heads, head_dim)
-
-
-def has_kernels(device: torch.device) -> bool:
-    """Whether our Triton kernels run on the device."""
-    if device.type != "cuda" or find_spec("triton") is None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)  # bfloat16 products
-
-
-def attention_for(device: torch.device) -> PagedAttention:
-    """The fastest there is for the device."""
-    if has_kernels(device):
-        from tinkercloud.embedded.attention_kernel import paged_attention as compiled
-
-        return compiled
-    return paged_attention

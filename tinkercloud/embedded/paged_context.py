@@ -15,7 +15,8 @@ from torch import Tensor
 from tinkercloud.architectures.llama import Llama
 from tinkercloud.embedded.blocks import BLOCK_TOKENS, BlockPool, blocks_for
 from tinkercloud.embedded.contexts import SampleContext, pad_rows, segments_of
-from tinkercloud.embedded.paged_attention import TILE, attention_for
+from tinkercloud.embedded.kernel_choice import attention_for
+from tinkercloud.embedded.paged_attention import TILE
 from tinkercloud.embedded.versions import Version
 
 
@@ -58,7 +59,7 @@ class PagedContext(SampleContext):
         self._blocks, self._slots = self._tensors(blocks, positions % BLOCK_TOKENS)
         starts = np.flatnonzero(np.diff(sequence, prepend=-1))
         counts = np.diff(starts, append=num_rows)
-        self._attend = attention_for(base.device)
+        self._attend = attention_for(base.device, base.dtype)
         single = starts[counts == 1]  # rows that are alone in their sequence
         self._single = self._alone(single, tables[sequence[single]]) if len(single) else None
         self._chunks = [

@@ -26,9 +26,9 @@ from tinkercloud.embedded.decode_graphs import (
     bucket_for,
     width_for,
 )
-from tinkercloud.embedded.decode_step import DecodeModel, Rows
+from tinkercloud.embedded.decode_step import Rows
+from tinkercloud.embedded.kernel_choice import has_kernels, step_for
 from tinkercloud.embedded.native import AdapterTable, NativeModel, Team, library, scan
-from tinkercloud.embedded.paged_attention import attention_for, has_kernels
 from tinkercloud.embedded.paged_context import PagedContext
 from tinkercloud.embedded.versions import Version
 
@@ -177,7 +177,7 @@ class GraphRunner:
             return None
         most = blocks_for(base.config.max_position_embeddings)
         needed = blocks_for(int(batch.positions.max()) + 1)
-        width = width_for(needed, most, any_width=has_kernels(base.device))
+        width = width_for(needed, most, any_width=has_kernels(base.device, base.dtype))
         slots = np.repeat(places, [count for _, count in batch.versions])
         rows = Rows(batch.tokens, batch.positions, slots, batch.tables[batch.sequence])
         packed = rows.packed(num_rows, width, spare)
@@ -192,11 +192,9 @@ class GraphRunner:
         known = self._graphs.get(name)
         if known is not None and known[0]() is pool:
             return known[1]
-        attend = attention_for(base.device)
-        model = DecodeModel(base.architecture, version.weights, ref(pool), attend)
         longest = blocks_for(base.config.max_position_embeddings)
         width = width_for(longest, longest, any_width=False)
-        made = DecodeGraphs(model, base.device, self._capture, width)
+        made = DecodeGraphs(step_for(version, pool), base.device, self._capture, width)
         self._graphs[name] = (ref(pool), made)
         return made
 
