@@ -47,11 +47,13 @@ def read_all(process: "subprocess.Popen[str]", diary: Diary, limit_s: float) -> 
     late = threading.Timer(limit_s, stop)
     late.start()
     assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("{"):
+    try:
+        for line in process.stdout:
             note(json.loads(line), diary)
-    process.wait()
-    late.cancel()
+        process.wait()
+    finally:
+        late.cancel()
+        process.kill()
     return stopped.is_set()
 
 

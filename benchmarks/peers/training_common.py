@@ -1,0 +1,110 @@
+"""What every contender of the training benchmark does the same: reads its job, times, reports.
+
+A contender is a process of its own, called with a JSON file (`Job`), and prints one JSON line. This
+file imports neither our package nor a peer's, so that a peer's environment needs only its own.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Job:
+    """model: a Hugging Face folder. adapter: the start, in PEFT's format. batch: what one step
+    trains on, lists of token ids; each is one longer than the tokens it trains on. warm_up: a small
+    batch of before. variant: what the contender calls its settings. peers: the folder with their
+    environments. save_to: where the trained adapter goes."""
+
+    model: str
+    adapter: str
+    batch: list[list[int]]
+    warm_up: list[list[int]]
+    repeats: int
+    threads: int
+    learning_rate: float
+    variant: str
+    peers: str
+    save_to: str
+
+
+def read_job() -> Job:
+    return Job(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+
+
+def memory_bytes(field: str, pids: Sequence[int | str] = ("self",)) -> int:
+    """Of these processes together: VmRSS now, VmHWM the most since `forget_peak` (of each alone, so
+    their sum is at most what they held at one time)."""
+    return sum(_memory_bytes(field, pid) for pid in pids)
+
+
+def _memory_bytes(field: str, pid: int | str) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"the kernel does not tell {field} of process {pid}")
+
+
+def forget_peak(pids: Sequence[int | str] = ("self",)) -> None:
+    """The kernel's peak starts again from what is resident now; loading is not training."""
+    for pid in pids:
+        Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="utf-8")
+
+
+class Record:
+    """Takes the figures of a contender's steps, from `begin` to `end`. Made when all is loaded and
+    warm; pids: the processes whose memory counts."""
+
+    def __init__(self, pids: Sequence[int | str] = ("self",)):
+        self._pids = pids
+        self._loaded = memory_bytes("VmRSS", pids)
+        self._begun, self._peak = 0.0, 0
+        self._seconds: list[float] = []
+        self._losses: list[float] = []
+        forget_peak(pids)
+
+    def begin(self) -> None:
+        self._begun = time.perf_counter()
+
+    def end(self, loss: float) -> None:
+        """loss: summed over all tokens, before the step's update."""
+        self._seconds.append(time.perf_counter() - self._begun)
+        self._peak = memory_bytes("VmHWM", self._pids)
+        self._losses.append(loss)
+
+    def tell(self, **more: Any) -> None:
+        """The JSON line that the benchmark reads; `more` goes into it too."""
+        result: dict[str, Any] = {
+            "seconds": self._seconds,
+            "losses": self._losses,
+            "loaded_bytes": self._loaded,
+            "peak_bytes": self._peak,
+        }
+        print(json.dumps(result | more), flush=True)
+
+
+def run(job: Job, step: Callable[[list[list[int]]], float], save: Callable[[Path], None]) -> None:
+    """step(batch) -> the summed loss before its update. Whoever calls has warmed up, and thrown the
+    gradients of it away: the first step starts from the given adapter."""
+    record = Record()
+    for _ in range(job.repeats):
+        record.begin()
+        record.end(step(job.batch))
+    save(Path(job.save_to))
+    record.tell()
+
+
+def tokens_of(batch: list[list[int]]) -> int:
+    return sum(len(ids) - 1 for ids in batch)
+
+
+def ragged(num: int, longest: int, seed: int) -> list[int]:
+    """Lengths as an RL batch has them: many short, few long."""
+    generator = np.random.default_rng(seed)
+    return (longest * (0.1 + 0.9 * generator.beta(1.2, 2.5, num))).astype(int).tolist()

@@ -1,0 +1,346 @@
+"""Training speed and memory: forward_backward and optim_step of LoRA on SmolLM2, beside peers.
+
+Every contender trains an adapter of rank 32 from the same start on the same tokens, in a process of
+its own, with all cores. Losses and trained weights are compared before any speed is reported.
+"""
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from limits import matrix_gflop_s
+from report import Cell, Report, versions
+
+ROOT = Path(__file__).resolve().parent.parent
+PEERS = ROOT / "benchmarks" / "peers"
+sys.path.insert(0, str(ROOT))
+
+from peers.sampling_common import (  # noqa: E402
+    Unavailable,
+    peer_environment,
+    python_of,
+    version_of,
+)
+from peers.training_common import Job, ragged, tokens_of  # noqa: E402
+from peers.training_start import Start, prepare  # noqa: E402
+
+from tinkercloud.embedded.device import usable_cores  # noqa: E402
+from tinkercloud.fetch import find_model  # noqa: E402
+from tinkercloud.weights.huggingface import ensure_hf_folder  # noqa: E402
+
+LEARNING_RATE = 1e-4
+SHAPES: Mapping[str, Sequence[int]] = {
+    "8 x 256": [256] * 8,
+    "32 x 512": [512] * 32,
+    "ragged 32 x <= 512": ragged(32, 512, seed=0),
+}
+QUICK: Mapping[str, Sequence[int]] = {"4 x 64": [64] * 4, "ragged 8 x <= 96": ragged(8, 96, seed=0)}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """script: in peers/. unembedding: whether its adapter is on that too. environment: whose
+    interpreter runs it, below --peers; "" is ours. own_start: it draws its adapter itself."""
+
+    script: str
+    variant: str = ""
+    unembedding: bool = True
+    environment: str = ""
+    own_start: bool = False
+
+
+OURS, OURS_NARROW = "Tinkercloud", "Tinkercloud, no unembedding"
+PLAIN, BEST = "PEFT, padded", "PEFT, best"
+TRL, SKYRL = "TRL, packed", "SkyRL tinker"
+CONTENDERS = {
+    OURS: Contender("training_tinkercloud.py"),
+    PLAIN: Contender("training_peft.py", "plain"),
+    BEST: Contender("training_peft.py", "best"),
+    "PEFT, checkpoints": Contender("training_peft.py", "lean"),
+    OURS_NARROW: Contender("training_tinkercloud.py", "no unembedding", unembedding=False),
+    TRL: Contender("training_trl.py", unembedding=False, environment="trl"),
+    SKYRL: Contender("training_skyrl.py", unembedding=False, own_start=True),
+}
+SHORT = {
+    "tinkercloud": (OURS, OURS_NARROW),
+    "peft": (PLAIN, BEST, "PEFT, checkpoints"),
+    "trl": (TRL,),
+    "skyrl": (SKYRL,),
+}
+SLOW_TO_START = (TRL, SKYRL)
+COLUMNS = (
+    *("batch", "tokens", "contender", "tokens/s", "of the matrix limit"),
+    *("peak GB", "peak GB above loaded", "x our time"),
+)
+LOSS_TOLERANCE = 1e-5
+UPDATE_TOLERANCE = 0.03
+"""Of the update's norm. Adam's first step moves a weight by its gradient's sign, and a gradient
+near zero has the sign of its rounding."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """seconds: the shortest step. The bytes are of the contender's processes."""
+
+    shape: str
+    contender: str
+    num_tokens: int
+    seconds: float
+    peak_bytes: int
+    loaded_bytes: int
+    losses: list[float]
+    adapter: Path
+
+    @property
+    def tokens_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+    @property
+    def kind(self) -> Contender:
+        return CONTENDERS[self.contender]
+
+
+@dataclass
+class Bench:
+    """starts: by whether the adapter is on the unembedding too. through: a command that every
+    contender is run through. limit_s: of each contender's process."""
+
+    root: Path
+    peers: Path
+    starts: Mapping[bool, Start]
+    contenders: Sequence[str]
+    repeats: int
+    through: Sequence[str]
+    limit_s: float
+    notes: list[str] = field(default_factory=list)
+    too_slow: dict[str, int] = field(default_factory=dict)
+
+    def measure(self, shape: str, lengths: Sequence[int]) -> list[Row]:
+        """All contenders, their results compared; raises AssertionError where they differ."""
+        rows = []
+        for name in self.contenders:
+            if sum(lengths) >= self.too_slow.get(name, sum(lengths) + 1):
+                self.notes.append(f"{name}, {shape}: a smaller batch took too long already.")
+                continue
+            try:
+                rows.append(self._contend(name, shape, lengths))
+            except Unavailable as reason:
+                self.notes.append(f"{name}, {shape}: {reason}.")
+                continue
+            print(f"{shape}: {name}: {rows[-1].tokens_s:.0f} tokens/s", file=sys.stderr, flush=True)
+        for unembedding, start in self.starts.items():
+            same = [row for row in rows if row.kind.unembedding == unembedding]
+            compare(start, [row for row in same if not row.kind.own_start])
+        return rows
+
+    def _contend(self, name: str, shape: str, lengths: Sequence[int]) -> Row:
+        work = self._job(name, lengths)
+        told = Path(work.save_to) / "job.json"
+        told.write_text(json.dumps(asdict(work)), encoding="utf-8")
+        status, output, said = self._run(name, told, sum(lengths))
+        if status != 0:
+            last = (said.strip().splitlines() or ["it said nothing"])[-1][:200]
+            if name in (OURS, OURS_NARROW):
+                sys.exit(f"{name} failed on {shape}:\n{said[-2000:]}")
+            raise Unavailable(last.removesuffix("."))
+        found = json.loads(output.splitlines()[-1])
+        return Row(
+            shape, name, tokens_of(work.batch), min(found["seconds"]), found["peak_bytes"],
+            found["loaded_bytes"], found["losses"], Path(work.save_to),
+        )  # fmt: skip
+
+    def _run(self, name: str, told: Path, num_tokens: int) -> tuple[int, str, str]:
+        """Exit status, output and errors of a contender's process. Raises Unavailable."""
+        kind = CONTENDERS[name]
+        python = python_of(self.peers, kind.environment) if kind.environment else sys.executable
+        ours = {"OMP_WAIT_POLICY": "PASSIVE"} if name in (OURS, OURS_NARROW) else {}
+        process = subprocess.Popen(
+            [*self.through, str(python), "-W", "ignore", str(PEERS / kind.script), str(told)],
+            env=peer_environment() | ours,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            output, said = process.communicate(timeout=self.limit_s)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            process.communicate()
+            self.too_slow[name] = num_tokens
+            raise Unavailable(f"not done in {self.limit_s:.0f} s") from None
+        return process.returncode, output, said
+
+    def _job(self, name: str, lengths: Sequence[int]) -> Job:
+        start, generator = self.starts[CONTENDERS[name].unembedding], np.random.default_rng(0)
+
+        def ids(length: int) -> list[int]:
+            return generator.integers(0, start.config.vocab_size, length + 1).tolist()
+
+        return Job(
+            str(start.model), str(start.adapter), [ids(n) for n in lengths],
+            [ids(min(lengths[0], 64))], self.repeats, usable_cores(), LEARNING_RATE,
+            CONTENDERS[name].variant, str(self.peers), tempfile.mkdtemp(dir=self.root),
+        )  # fmt: skip
+
+
+def compare(start: Start, rows: Sequence[Row]) -> None:
+    """All contenders of one shape and start: the same losses, and updates that differ little."""
+    if len(rows) < 2:
+        return
+    for row in rows[:-1]:
+        np.testing.assert_allclose(row.losses, rows[-1].losses, rtol=LOSS_TOLERANCE)
+        apart = start.apart(row.adapter, rows[-1].adapter)
+        assert apart < UPDATE_TOLERANCE, f"{row.contender}, {row.shape}: updates {apart:.3f} apart"
+
+
+def share_of(row: Row, bench: Bench, limit: float) -> float:
+    return row.tokens_s * bench.starts[row.kind.unembedding].flop_per_token / (limit * 1e9)
+
+
+def cells(row: Row, rows: Sequence[Row], bench: Bench, limit: float) -> tuple[Cell, ...]:
+    """Times are held against ours with the same adapter."""
+    own = OURS if row.kind.unembedding else OURS_NARROW
+    ours = next((one for one in rows if one.contender == own), None)
+    above = row.peak_bytes - row.loaded_bytes
+    return (
+        *(row.shape, row.num_tokens, row.contender, round(row.tokens_s, 1)),
+        *(f"{share_of(row, bench, limit):.0%}", round(row.peak_bytes / 1e9, 2)),
+        *(round(above / 1e9, 2), f"{row.seconds / ours.seconds:.2f}" if ours else "-"),
+    )
+
+
+def targets(rows: Sequence[Row], bench: Bench, limit: float) -> list[dict[str, Cell]]:
+    """Against PEFT as it is used plainly and with its best settings, where these were measured."""
+    by_name = {row.contender: row for row in rows}
+    ours, found = by_name.get(OURS), []
+    if ours is None:
+        return []
+
+    def one(name: str, value: float, goal: float, *, least: bool) -> None:
+        met = value >= goal if least else value <= goal
+        found.append(
+            {
+                "name": f"{ours.shape}: {name}", "value": round(value, 2),
+                "target": f"{'>=' if least else '<='} {goal:g}", "met": met,
+            }
+        )  # fmt: skip
+
+    for name in (PLAIN, BEST):
+        if peer := by_name.get(name):
+            one(f"tokens/s over {name}", ours.tokens_s / peer.tokens_s, 2.0, least=True)
+            one(f"peak memory over {name}", ours.peak_bytes / peer.peak_bytes, 0.6, least=False)
+    one("share of the matrix limit", share_of(ours, bench, limit), 0.5, least=True)
+    return found
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the result here")
+    parser.add_argument(
+        "--quick", action="store_true", help="small batches, without TRL and SkyRL, under a minute"
+    )
+    parser.add_argument("--repeats", type=int, default=2, help="steps of each contender [2]")
+    parser.add_argument(
+        "--peers", type=Path, default=ROOT / ".peers", help="their environments (peers.md)"
+    )
+    parser.add_argument("--only", help=f"contenders, of {','.join(SHORT)}")
+    parser.add_argument(
+        "--limit-s", type=float, default=600.0, help="seconds of a contender for one batch [600]"
+    )
+    parser.add_argument(
+        "--through", default="", help="run every contender through this command: 'taskset -c 0,1'"
+    )
+    return parser.parse_args()
+
+
+def chosen(given: argparse.Namespace) -> list[str]:
+    """Ours without an adapter on the unembedding runs beside the peers that have none there."""
+    asked = (given.only or ",".join(SHORT)).split(",")
+    names = [name for short in SHORT if short in asked for name in SHORT[short]]
+    if given.quick and given.only is None:
+        names = [name for name in names if name not in SLOW_TO_START]
+    narrow = any(name in names for name in SLOW_TO_START)
+    return [name for name in CONTENDERS if name in names and (narrow or name != OURS_NARROW)]
+
+
+def main() -> int:
+    given = arguments()
+    gguf = find_model("smollm2") or find_model("smollm2", ROOT / ".tinkercloud")
+    if gguf is None:
+        sys.exit("the SmolLM2 weights are not here; run `make install`")
+    torch.set_num_threads(usable_cores())
+    with tempfile.TemporaryDirectory() as scratch:
+        root = Path(scratch)
+        model = ensure_hf_folder(gguf, root / "model")
+        starts = {kind: prepare(root, model, unembedding=kind) for kind in (True, False)}
+        repeats = 1 if given.quick else given.repeats
+        bench = Bench(
+            root, given.peers.absolute(), starts, chosen(given), repeats,
+            shlex.split(given.through), given.limit_s,
+        )  # fmt: skip
+        limit = matrix_gflop_s(torch.float32, 2.0)
+        shapes = QUICK if given.quick else SHAPES
+        found = [bench.measure(shape, lengths) for shape, lengths in shapes.items()]
+        limit = max(limit, matrix_gflop_s(torch.float32, 2.0))
+        result = report(bench, found, limit, quick=given.quick)
+    print(f"{result.about}\n\n{result.table()}\n")
+    for one in result.targets:
+        print(f"{'met' if one['met'] else 'MISSED'}: {one['name']}: {one['value']}")
+    if given.json is not None:
+        result.write(given.json)
+    return 0
+
+
+def report(bench: Bench, found: Sequence[Sequence[Row]], limit: float, *, quick: bool) -> Report:
+    said = [ABOUT.format(limit=limit, flop=bench.starts[True].flop_per_token / 1e6)]
+    said += ["Not measured:\n\n" + "\n".join(f"- {note}" for note in bench.notes)] * bool(
+        bench.notes
+    )
+    return Report(
+        title="Training",
+        about="\n\n".join(said),
+        command="python benchmarks/training.py" + (" --quick" if quick else ""),
+        columns=COLUMNS,
+        rows=[cells(row, rows, bench, limit) for rows in found for row in rows],
+        versions=versions("tinkercloud", "torch", "peft", "transformers") | theirs(bench, found),
+        targets=[target for rows in found for target in targets(rows, bench, limit)],
+    )
+
+
+def theirs(bench: Bench, found: Sequence[Sequence[Row]]) -> dict[str, str]:
+    """The versions of the peers that were measured and have environments of their own."""
+    measured = {row.contender for rows in found for row in rows}
+    return {
+        name: version_of(python_of(bench.peers, name), name)
+        for name, row in (("trl", TRL), ("skyrl", SKYRL))
+        if row in measured
+    }
+
+
+ABOUT = """\
+SmolLM2-135M in float32, a LoRA adapter of rank 32 on all linear layers, one forward_backward and
+one optimizer step of AdamW; all tokens are trained on; the shortest step counts. *PEFT, padded*:
+PEFT and `transformers` with sdpa, micro-batches of 8 in the given order. *PEFT, best*: sorted by
+length, micro-batches of about 1024 tokens. *PEFT, checkpoints*: the same with gradient
+checkpointing. *TRL, packed*: SFTTrainer, packing by best fit, free of padding, its loss in chunks.
+All start from one adapter; losses agree to 1e-5 and the updates to 3 % of their norm (Adam's first
+step is the gradient's sign, and near zero that is rounding), or there is no report. TRL's loss
+reads past an adapter on the unembedding and SkyRL's server trains none there, so these two are held
+against *Tinkercloud, no unembedding*, which has theirs. SkyRL draws its adapter itself, and its
+gradient is a mean over each sequence; only its first loss is checked, against the base model's, to
+1e-4; its step is timed through its HTTP API, after one of the same shape. *Above loaded* is the
+peak of resident memory, of all processes, over that before the first step. *x our time*: a step's
+time by ours with the same adapter. The matrix limit is the best float32 product of the run,
+{limit:.0f} GFLOP/s; a token counts {flop:.0f} MFLOP: 4 per frozen weight, 6 per weight of the
+adapter, nothing for attention or what is computed twice."""
+
+if __name__ == "__main__":
+    sys.exit(main())
