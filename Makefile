@@ -74,10 +74,13 @@ demo: install ## SFT and RL on a real model, live, under ten minutes
 serve: install ## the server on 127.0.0.1:8700
 	$(BIN)/tinkercloud serve
 
-bench: install $(SGLANG)/installed ## all benchmarks, about eight minutes, and docs/benchmarks.md
+bench: install $(SGLANG)/installed ## all benchmarks, beside the peers that are there, and docs/benchmarks.md
 	$(BIN)/python benchmarks/service_overhead.py --json benchmarks/results/service_overhead.json
 	$(BIN)/python benchmarks/cluster_overhead.py --json benchmarks/results/cluster_overhead.json
 	$(BIN)/python benchmarks/cookbook_recipes.py --json benchmarks/results/cookbook_recipes.json
+	$(BIN)/python benchmarks/sampling.py --json benchmarks/results/sampling.json
+	$(BIN)/python benchmarks/training.py --json benchmarks/results/training.json
+	$(BIN)/python benchmarks/rl_step.py --json benchmarks/results/rl_step.json
 	$(BIN)/python benchmarks/render.py
 
 # protoc 25: its code carries no runtime version check, so it serves protobuf 5, 6 and 7.

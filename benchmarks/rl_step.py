@@ -7,6 +7,7 @@ log-probabilities of the sampled tokens are the sampler's, the loss is finite, t
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -188,6 +189,7 @@ def report(
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # and its servers with it
     given, gguf = arguments(), find_model("smollm2") or find_model("smollm2", ROOT / ".tinkercloud")
     if gguf is None:
         sys.exit("the SmolLM2 weights are not here; run `make install`")

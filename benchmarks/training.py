@@ -7,6 +7,7 @@ its own, with all cores. Losses and trained weights are compared before any spee
 import argparse
 import json
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -172,10 +173,11 @@ class Bench:
         try:
             output, said = process.communicate(timeout=self.limit_s)
         except subprocess.TimeoutExpired:
-            process.terminate()
-            process.communicate()
             self.too_slow[name] = num_tokens
             raise Unavailable(f"not done in {self.limit_s:.0f} s") from None
+        finally:
+            process.terminate()
+            process.communicate()
         return process.returncode, output, said
 
     def _job(self, name: str, lengths: Sequence[int]) -> Job:
@@ -272,6 +274,7 @@ def chosen(given: argparse.Namespace) -> list[str]:
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # and its processes with it
     given = arguments()
     gguf = find_model("smollm2") or find_model("smollm2", ROOT / ".tinkercloud")
     if gguf is None:
