@@ -86,7 +86,7 @@ class Clock(TrainerCallback):
 
 
 def settings(scale: Scale, scratch: str) -> GRPOConfig:
-    micro_batch = min(MICROBATCH, scale.sequences)
+    micro_batch = math.gcd(MICROBATCH, scale.sequences)
     return GRPOConfig(
         output_dir=scratch,
         max_steps=1 + scale.steps,
@@ -126,12 +126,16 @@ def main() -> None:
             say(fault=f"{len(completions)} samples came, {short} of another length")
         return [vowels(text) for text in completions]
 
+    tokenizer = AutoTokenizer.from_pretrained(told["model"])
+    lengths = {len(ids) for ids in tokenizer(told["texts"])["input_ids"]}
+    if lengths != {scale.prompt_tokens}:
+        say(fault=f"the prompts have {sorted(lengths)} tokens")
     trainer = Timed(
         model=AutoModelForCausalLM.from_pretrained(told["model"], dtype=torch.float32),
         reward_funcs=reward,
         args=settings(scale, told["scratch"]),
         train_dataset=Dataset.from_dict({"prompt": told["texts"]}),
-        processing_class=AutoTokenizer.from_pretrained(told["model"]),
+        processing_class=tokenizer,
         peft_config=LoraConfig(r=RANK, lora_alpha=RANK, target_modules=list(LAYERS)),
     )
     trainer.add_callback(Clock(trainer))
