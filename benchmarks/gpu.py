@@ -1,0 +1,274 @@
+"""One GPU: decoding against its memory bandwidth, training against its matrix throughput.
+
+Networks of the shapes of Qwen3-0.6B and Qwen3-8B with random weights, made on the device. Logits
+and losses are compared with transformers' and with the plain path before a speed is reported; the
+device's limits are measured in the same run. Without a GPU it says so and measures nothing.
+"""
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from limits import best_s
+from report import Cell, Report, machine, versions
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from gpu_work import (  # noqa: E402
+    RANK,
+    SHAPES,
+    TINY,
+    Decoding,
+    decoded,
+    flop_per_token,
+    graph_runner,
+    random_base,
+    step_bytes,
+    synchronize,
+    train_call,
+    version,
+)
+
+from tinkercloud.architectures.config import ArchitectureConfig  # noqa: E402
+from tinkercloud.embedded.base_model import BaseModel  # noqa: E402
+from tinkercloud.embedded.blocks import BLOCK_TOKENS  # noqa: E402
+from tinkercloud.embedded.runners import TorchRunner  # noqa: E402
+
+COLUMNS = ("shape", "work", "sequences", "tokens/s", "ms a step", "forward ms", "of the limit")
+DECODE_TARGET, TRAINING_TARGET = 0.70, 0.45
+LOGIT_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 8e-2}  # of the largest logit
+GRAPHS, ADAPTER, EAGER = "graphs", "graphs, adapter", "eager"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured. train: sequences of so many tokens; None: not this shape's training."""
+
+    device: torch.device
+    dtype: torch.dtype
+    shapes: Mapping[str, ArchitectureConfig]
+    at_once: Sequence[int]
+    context: int
+    num_steps: int
+    train: Mapping[str, tuple[int, int]]
+    buffer_bytes: int
+    matrix: int
+
+    @classmethod
+    def of(cls, device: torch.device, quick: bool) -> "Plan":
+        if device.type == "cpu":
+            sizes = {"buffer_bytes": 2**26, "matrix": 512, "context": 40, "num_steps": 8}
+            work = {"at_once": (1, 3), "train": {"tiny": (3, 40)}}
+            return cls(device, torch.float32, TINY, **sizes, **work)
+        at_once = (1,) if quick else (1, 8, 32, 128)
+        train = {"Qwen3-0.6B": (8, 1024)} | ({} if quick else {"Qwen3-8B": (8, 1024)})
+        sizes = {"buffer_bytes": 2**32, "matrix": 8192, "context": 512}
+        work = {"at_once": at_once, "train": train, "num_steps": 64 if quick else 256}
+        return cls(device, torch.bfloat16, SHAPES, **sizes, **work)
+
+    def sync(self) -> None:
+        synchronize(self.device)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Of the device, in 10**9 bytes and 10**9 operations a second."""
+
+    read_gb_s: float
+    gflop_s: float
+
+
+@torch.inference_mode()
+def peak(plan: Plan) -> Peak:
+    """Streaming reads of a large buffer; products of square matrices in the weights' type."""
+    columns = 8192
+    ones = torch.ones(plan.buffer_bytes // 4 // columns, columns, device=plan.device)
+    vector = torch.ones(columns, device=plan.device)
+    ways = (lambda: (ones.sum(), plan.sync()), lambda: (torch.mv(ones, vector), plan.sync()))
+    read = max(ones.nbytes / best_s(way, 0.5) for way in ways)
+    size = plan.matrix
+    left, right = (torch.randn(size, size, device=plan.device).to(plan.dtype) for _ in range(2))
+    took = best_s(lambda: (torch.mm(left, right.T), plan.sync()), 1.0)
+    return Peak(read / 1e9, 2 * size**3 / took / 1e9)
+
+
+# ---- what is right comes first
+
+
+def check(name: str, config: ArchitectureConfig, plan: Plan) -> list[str]:
+    """Faults: two layers of the shape against transformers in float32, the step of fixed shapes
+    against the plain path in the type that is measured."""
+    cut, faults = replace(config, num_layers=2), []
+    base = random_base(name, cut, torch.float32, plan.device)
+    faults += against_transformers(base, plan)
+    del base
+    base = random_base(name, cut, plan.dtype, plan.device)
+    for adapter in (False, True):
+        own = version(base, adapter=adapter)
+        found = []
+        for runner in (graph_runner(plan.device), TorchRunner()):
+            with torch.inference_mode():
+                found.append(Decoding(own, runner, 3, plan.context, BLOCK_TOKENS).logits().float())
+        off = float((found[0] - found[1]).abs().max() / found[1].abs().max())
+        if not off <= LOGIT_TOLERANCE[plan.dtype]:
+            faults.append(f"{name}, adapter {adapter}: logits differ by {off:.2g} of the largest")
+    return faults
+
+
+def against_transformers(base: BaseModel, plan: Plan) -> list[str]:
+    """Logits after a prompt and one token more, and the loss of training, in float32."""
+    try:
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+    except ImportError:
+        return []
+    c = base.config
+    config = Qwen3Config(
+        vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.intermediate_size,
+        num_hidden_layers=c.num_layers, num_attention_heads=c.num_heads, head_dim=c.head_dim,
+        num_key_value_heads=c.num_kv_heads, tie_word_embeddings=c.tie_word_embeddings,
+        max_position_embeddings=c.max_position_embeddings, rms_norm_eps=c.rms_norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
+    )  # fmt: skip
+    with torch.device(plan.device):
+        model = Qwen3ForCausalLM(config).eval()
+    model.load_state_dict({f"{name}.weight": tensor for name, tensor in base.weights.items()})
+    tokens = np.random.default_rng(4).integers(0, c.vocab_size, 41)
+    with torch.inference_mode():
+        logits = model(base.tensor(tokens)[None]).logits[0]
+    theirs = torch.log_softmax(logits.double(), -1)
+    ours = decoded(base, tokens)
+    off = float((ours.float() - logits[-1]).abs().max() / logits[-1].abs().max())
+    loss = train_call(base, [tokens])[0]
+    expected = -float(theirs[:-1].gather(-1, base.tensor(tokens[1:])[:, None]).sum())
+    faults = []
+    if not off <= LOGIT_TOLERANCE[torch.float32]:
+        faults.append(f"{base.name}: logits are off transformers' by {off:.2g} of the largest")
+    if not math.isclose(loss, expected, rel_tol=1e-3):
+        faults.append(f"{base.name}: loss {loss:.4f}, transformers' {expected:.4f}")
+    return faults
+
+
+# ---- speeds
+
+
+def decode_rows(base: BaseModel, plan: Plan, limits: Peak) -> Iterator[list[Cell]]:
+    for num_seqs in plan.at_once:
+        for path in (GRAPHS, ADAPTER, EAGER):
+            own = version(base, adapter=path == ADAPTER)
+            runner = TorchRunner() if path == EAGER else graph_runner(plan.device)
+            steps = plan.num_steps if path != EAGER else max(4, plan.num_steps // 8)
+            work = Decoding(own, runner, num_seqs, plan.context, steps + 3)
+            for _ in range(3):  # compiles and captures
+                work.step()
+            work.forward_s = 0.0
+            plan.sync()
+            begun = time.perf_counter()
+            for _ in range(steps):
+                work.step()
+            took, forward = (time.perf_counter() - begun) / steps, work.forward_s / steps
+            least = step_bytes(own, num_seqs, plan.context + steps // 2) / limits.read_gb_s / 1e9
+            figures = (num_seqs / took, took * 1000, forward * 1000, least / took)
+            yield [base.name, f"decode, {path}", num_seqs, *figures]
+
+
+def training_row(base: BaseModel, plan: Plan, limits: Peak) -> list[Cell]:
+    num, length = plan.train[base.name]
+    tokens = np.random.default_rng(5).integers(0, base.config.vocab_size, (num, length + 1))
+    loss, took = train_call(base, list(tokens))
+    if not math.isclose(loss / num / length, math.log(base.config.vocab_size), rel_tol=0.3):
+        raise SystemExit(f"{base.name}: a loss of {loss / num / length:.2f} a token is not right")
+    speed = num * length / took
+    share = speed * flop_per_token(base.config) / limits.gflop_s / 1e9
+    return [base.name, f"training, LoRA {RANK}", num, speed, took * 1000, 0.0, share]
+
+
+# ---- the report
+
+
+def measured(plan: Plan) -> Report:
+    limits, rows, started = peak(plan), [], time.perf_counter()
+    for name, config in plan.shapes.items():
+        faults = check(name, config, plan)
+        if faults:
+            raise SystemExit("\n".join(faults))
+        base = random_base(name, config, plan.dtype, plan.device)
+        rows += decode_rows(base, plan, limits)
+        if name in plan.train:
+            rows.append(training_row(base, plan, limits))
+        del base
+    about = ABOUT.format(
+        read=limits.read_gb_s, rate=limits.gflop_s / 1000, dtype=str(plan.dtype)[6:],
+        context=plan.context, seconds=time.perf_counter() - started,
+    )  # fmt: skip
+    return Report(
+        title="One GPU",
+        about=about,
+        command="python benchmarks/gpu.py",
+        columns=COLUMNS,
+        rows=rows,
+        versions=versions("tinkercloud", "torch", "triton", "transformers"),
+        machine=machine() | {"processor": processor(plan.device)},
+        targets=list(targets(rows)),
+    )
+
+
+def processor(device: torch.device) -> str:
+    own = str(machine()["processor"])
+    return f"{torch.cuda.get_device_name(device)}, {own}" if device.type == "cuda" else own
+
+
+def targets(rows: Sequence[Sequence[Cell]]) -> Iterator[dict[str, Cell]]:
+    for row in rows:
+        name, work, num_seqs, share = row[0], str(row[1]), row[2], float(row[-1])
+        if work == f"decode, {GRAPHS}" and num_seqs == 1 and name != "Qwen3-0.6B":
+            yield target(f"{name}: decoding alone, of the read bandwidth", share, DECODE_TARGET)
+        if work.startswith("training"):
+            yield target(f"{name}: training, of the matrix throughput", share, TRAINING_TARGET)
+
+
+def target(name: str, share: float, wanted: float) -> dict[str, Cell]:
+    met = share >= wanted
+    return {"name": name, "value": round(share, 3), "target": f">= {wanted:g}", "met": met}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the result here")
+    parser.add_argument("--quick", action="store_true", help="one sequence, one training shape")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda",
+        help="cpu: tiny shapes, only to see that this script runs",
+    )  # fmt: skip
+    given = parser.parse_args()
+    if given.device == "cuda" and not torch.cuda.is_available():
+        print("there is no CUDA device here: nothing is measured")
+        return 0
+    report = measured(Plan.of(torch.device(given.device), given.quick))
+    print(f"{report.about}\n\n{report.table()}\n")
+    for one in report.targets:
+        print(f"{'met' if one['met'] else 'MISSED'}: {one['name']}: {one['value']}")
+    if given.json is not None:
+        report.write(given.json)
+    return 0
+
+
+ABOUT = """\
+Networks with random weights in {dtype}. *decode*: sequences of {context} tokens grow by a token a
+step, drawn at temperature 1 from the whole vocabulary; a step is all from tokens to tokens,
+*forward ms* its part up to the logits. *graphs*: CUDA graphs; *adapter*: with a LoRA adapter of
+rank 32 on every matrix; *eager*: the plain path. *of the limit*, decoding: the bytes of all
+matrices and of the sequences' keys and values, read once, at the read bandwidth, {read:.0f} GB/s;
+training: 4 operations per frozen weight and token, 6 per weight of the adapter, nothing for
+attention or what is computed twice, of the matrix throughput, {rate:.1f} TFLOP/s. Both limits were
+measured in this run, of {seconds:.0f} s. A training step is a forward_backward and an optimizer
+step, the second of two."""
+
+if __name__ == "__main__":
+    sys.exit(main())

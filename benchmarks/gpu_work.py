@@ -1,0 +1,186 @@
+"""What benchmarks/gpu.py runs: networks of random weights, growing sequences, training calls."""
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tinkercloud.architectures import load_architecture  # noqa: E402
+from tinkercloud.architectures.config import ArchitectureConfig, from_hf  # noqa: E402
+from tinkercloud.core.types import AdamParams, Datum, LoraSpec, TrainBatch  # noqa: E402
+from tinkercloud.decoding import device_scan  # noqa: E402
+from tinkercloud.decoding.sampler import RowParams, sample  # noqa: E402
+from tinkercloud.embedded.base_model import BaseModel  # noqa: E402
+from tinkercloud.embedded.blocks import BLOCK_TOKENS, BlockPool, blocks_for  # noqa: E402
+from tinkercloud.embedded.decode_graphs import CudaCapture  # noqa: E402
+from tinkercloud.embedded.runners import Batch, GraphRunner, Runner  # noqa: E402
+from tinkercloud.embedded.train_plan import Limits  # noqa: E402
+from tinkercloud.embedded.trainer import TrainableModel  # noqa: E402
+from tinkercloud.embedded.training_queue import run_alone  # noqa: E402
+from tinkercloud.embedded.versions import Version  # noqa: E402
+from tinkercloud.weights.adapters import fresh_adapter  # noqa: E402
+
+RANK = 32
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def qwen3(hidden: int, layers: int, heads: int, inner: int, *, tied: bool) -> ArchitectureConfig:
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": inner}
+    heads_of = {"num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128}
+    rest = {"vocab_size": 151936, "rope_theta": 1e6, "max_position_embeddings": 40960}
+    return from_hf(
+        {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": tied, **sizes}
+        | heads_of
+        | rest
+    )
+
+
+SHAPES = {
+    "Qwen3-0.6B": qwen3(1024, 28, 16, 3072, tied=True),
+    "Qwen3-8B": qwen3(4096, 36, 32, 12288, tied=False),
+}
+TINY = {
+    "tiny": replace(
+        SHAPES["Qwen3-0.6B"], hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4,
+        num_kv_heads=2, head_dim=16, vocab_size=300, max_position_embeddings=1024,
+    )
+}  # fmt: skip
+
+
+def random_base(
+    name: str, config: ArchitectureConfig, dtype: torch.dtype, device: torch.device
+) -> BaseModel:
+    torch.manual_seed(1)
+    weights = {}
+    for path, shape in config.weight_shapes().items():
+        if len(shape) > 1:
+            weights[path] = torch.empty(shape, dtype=dtype, device=device).normal_(0, 0.02)
+        else:
+            weights[path] = torch.ones(shape, dtype=dtype, device=device)
+    weights.setdefault("lm_head", weights["model.embed_tokens"])
+    network = load_architecture(config.name)(config, device)
+    return BaseModel(name, config, network, weights, None, dtype, device)
+
+
+def version(base: BaseModel, *, adapter: bool) -> Version:
+    if not adapter:
+        return Version("base", base, base.weights, None, 1.0)
+    factors = fresh_adapter(LoraSpec(rank=RANK, seed=1), base.config.linear_shapes(), base.device)
+    for _, b in factors.values():
+        b.normal_(0, 0.01)
+    return Version("adapted", base, base.weights, factors, 1.0)
+
+
+def graph_runner(device: torch.device) -> GraphRunner:
+    return GraphRunner(CudaCapture() if device.type == "cuda" else None, device_scan.scan)
+
+
+class Decoding:
+    """Sequences of random keys and values that grow by a token a step."""
+
+    def __init__(self, own: Version, runner: Runner, num_seqs: int, context: int, num_steps: int):
+        base, each = own.base, blocks_for(context + num_steps)
+        self.runner, self._version, self._num_seqs = runner, own, num_seqs
+        self._pool = BlockPool(base.config, base.dtype, base.device, num_seqs * each + 1)
+        for tensor in (*self._pool.keys, *self._pool.values):
+            tensor.normal_(generator=torch.Generator(base.device).manual_seed(2))
+        taken = self._pool.take(num_seqs * each)
+        assert taken is not None
+        self._tables = np.array(taken, np.int32).reshape(num_seqs, each)
+        self._tokens, self._at = np.arange(num_seqs, dtype=np.int64), context
+        self.forward_s = 0.0
+
+    def logits(self) -> torch.Tensor:
+        rows, self._at = np.arange(self._num_seqs), self._at + 1
+        positions = np.full(len(rows), self._at - 1, np.int32)
+        tables = self._tables[:, : blocks_for(self._at)]
+        sequence = rows.astype(np.int32)
+        own = [(self._version, len(rows))]
+        batch = Batch(self._tokens, positions, sequence, tables, own, rows)
+        return self.runner.forward(batch, self._pool)
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        begun = time.perf_counter()
+        logits = self.logits()
+        synchronize(logits.device)
+        self.forward_s += time.perf_counter() - begun
+        params = [RowParams(1.0, -1, 1.0, i, 0, self._at) for i in range(self._num_seqs)]
+        drawn = sample(logits, params, self.runner.scan or device_scan.scan)
+        self._tokens = drawn.tokens.numpy()
+
+
+@torch.inference_mode()
+def decoded(base: BaseModel, tokens: np.ndarray) -> torch.Tensor:
+    """Logits (V,) after all tokens: a prompt, then the last one as a decode step."""
+    pool = BlockPool(base.config, base.dtype, base.device, blocks_for(len(tokens)) + 1)
+    tables = np.array([pool.take(blocks_for(len(tokens)))], np.int32)
+    runner, own = graph_runner(base.device), version(base, adapter=False)
+    for rows in (np.arange(len(tokens) - 1), np.array([len(tokens) - 1])):
+        zeros, last = np.zeros(len(rows), np.int32), np.array([len(rows) - 1])
+        positions, versions_of = rows.astype(np.int32), [(own, len(rows))]
+        batch = Batch(tokens[rows], positions, zeros, tables, versions_of, last)
+        logits = runner.forward(batch, pool)
+    return logits[0]
+
+
+def step_bytes(own: Version, num_seqs: int, context: int) -> int:
+    """What a step must read at least: every matrix once, the keys and values of every sequence."""
+    base, config = own.base, own.base.config
+    matrices = sum(base.weights[name].nbytes for name in config.linear_shapes())
+    if own.adapter is not None:
+        matrices += sum(a.nbytes + b.nbytes for a, b in own.adapter.values())
+    per_token = BlockPool.bytes_per_block(config, base.dtype) // BLOCK_TOKENS
+    return matrices + num_seqs * context * per_token
+
+
+def train_call(base: BaseModel, rows: Sequence[np.ndarray]) -> tuple[float, float]:
+    """Loss of a forward_backward with a fresh adapter, and the seconds of its second run with the
+    optimizer's step."""
+    spec = LoraSpec(rank=RANK, seed=3)
+    adapter = fresh_adapter(spec, base.config.linear_shapes(), base.device)
+    model = TrainableModel("m", base, spec, adapter, None)
+    data = tuple(datum(row) for row in rows)
+    tokens = sum(len(d.tokens) for d in data)
+    memory = 2**33
+    if base.device.type == "cuda":
+        memory = torch.cuda.mem_get_info()[0] // 2
+    losses, took = [], 0.0
+    for _ in range(2):
+        synchronize(base.device)
+        begun = time.perf_counter()
+        run = run_alone(model, TrainBatch(data, "cross_entropy"), Limits(tokens, memory))
+        while True:
+            try:
+                next(run)
+            except StopIteration as done:
+                losses.append(float(done.value.metrics["loss:sum"]))
+                break
+        model.optim_step(AdamParams(learning_rate=1e-4))
+        synchronize(base.device)
+        took = time.perf_counter() - begun
+    return losses[0], took
+
+
+def datum(tokens: np.ndarray) -> Datum:
+    weights = np.ones(len(tokens) - 1, np.float32)
+    inputs = {"target_tokens": tokens[1:].astype(np.int64), "weights": weights}
+    return Datum(tokens[:-1].astype(np.int32), inputs)
+
+
+def flop_per_token(config: ArchitectureConfig) -> int:
+    """4 for each frozen weight, 6 for each of the adapter; nothing for attention or what is
+    computed twice."""
+    shapes = config.linear_shapes().values()
+    return sum(4 * out * inner + 6 * RANK * (out + inner) for out, inner in shapes)

@@ -1,0 +1,42 @@
+"""benchmarks/gpu.py runs: on a CPU with tiny shapes, and without a GPU it says so."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.serving import ROOT
+
+SCRIPT = ROOT / "benchmarks" / "gpu.py"
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments],
+        env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def test_tiny_shapes_are_checked_and_measured_on_a_cpu(tmp_path: Path):
+    told = run("--device", "cpu", "--json", str(tmp_path / "gpu.json"))
+    assert not told.returncode, told.stderr
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert len(found["rows"]) == 2 * 3 + 1
+    for row in found["rows"]:
+        assert len(row) == len(found["columns"])
+        assert row[3] > 0, row
+        assert 0 < row[-1] < 2, row
+    assert len(found["targets"]) == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path: Path):
+    told = run("--json", str(tmp_path / "gpu.json"))
+    assert not told.returncode
+    assert told.stdout == "there is no CUDA device here: nothing is measured\n"
+    assert not (tmp_path / "gpu.json").exists()
