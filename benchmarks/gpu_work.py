@@ -19,7 +19,7 @@ from tinkercloud.decoding import device_scan  # noqa: E402
 from tinkercloud.decoding.sampler import RowParams, sample  # noqa: E402
 from tinkercloud.embedded.base_model import BaseModel  # noqa: E402
 from tinkercloud.embedded.blocks import BLOCK_TOKENS, BlockPool, blocks_for  # noqa: E402
-from tinkercloud.embedded.decode_graphs import CudaCapture  # noqa: E402
+from tinkercloud.embedded.decode_graphs import CudaCapture, DrawGraphs  # noqa: E402
 from tinkercloud.embedded.runners import Batch, GraphRunner, Runner  # noqa: E402
 from tinkercloud.embedded.train_plan import Limits  # noqa: E402
 from tinkercloud.embedded.trainer import TrainableModel  # noqa: E402
@@ -83,7 +83,8 @@ def version(base: BaseModel, *, adapter: bool) -> Version:
 
 
 def graph_runner(device: torch.device) -> GraphRunner:
-    return GraphRunner(CudaCapture() if device.type == "cuda" else None, device_scan.scan)
+    capture = CudaCapture() if device.type == "cuda" else None
+    return GraphRunner(capture, DrawGraphs(capture))
 
 
 class Decoding:

@@ -13,7 +13,7 @@ from tests.numerics.decode_scene import FAMILIES
 from tests.numerics.tiny import write_tiny_model
 from tinkercloud.decoding import device_scan
 from tinkercloud.embedded import kernel_choice
-from tinkercloud.embedded.decode_graphs import CudaCapture
+from tinkercloud.embedded.decode_graphs import CudaCapture, DrawGraphs
 from tinkercloud.embedded.kernel_choice import TOLERANCES, differences, has_kernels
 from tinkercloud.embedded.runners import GraphRunner, TorchRunner
 
@@ -25,7 +25,8 @@ NEEDS_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="there is 
 def runner(caplog: pytest.LogCaptureFixture) -> Iterator[GraphRunner]:
     """One that captures; a capture that failed fails the test."""
     with caplog.at_level(logging.WARNING):
-        made = GraphRunner(CudaCapture(), device_scan.scan)
+        capture = CudaCapture()
+        made = GraphRunner(capture, DrawGraphs(capture))
         yield made
     assert not [r for r in caplog.records if "CUDA graphs" in r.message or "Triton" in r.message]
     assert sum(len(graphs) for _, graphs in made._graphs.values()) > 0
@@ -73,7 +74,13 @@ def test_a_graph_serves_adapters_that_came_after_it(runner: GraphRunner):
 
 
 def test_the_draw_on_a_gpu_is_the_plain_one():
-    bodies.draws(CUDA)
+    bodies.draws(CUDA, device_scan.scan)
+
+
+def test_the_draw_by_graphs_is_the_plain_one():
+    scan = DrawGraphs(CudaCapture())
+    bodies.draws(CUDA, scan)
+    assert len(scan._graphs) == 1, "rows of 16, at any temperature, with any seed"
 
 
 def test_the_engine_samples_what_it_samples_on_a_cpu(

@@ -1,12 +1,13 @@
 """Sequences of random tokens in blocks, ready for their next one: what runners are compared on."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tinkercloud.architectures import load_architecture
 from tinkercloud.architectures.config import ArchitectureConfig, from_hf
@@ -127,3 +128,24 @@ def steps(scene: Scene, runner: Runner, count: int) -> list[Tensor]:
     with torch.inference_mode():
         found = [runner.forward(scene.next_batch(), scene.pool) for _ in range(count)]
     return [logits.float().cpu() for logits in found]
+
+
+class Traced:
+    """Captures the operations of a step, and refuses those that wait for the device."""
+
+    FORBIDDEN = ("_local_scalar_dense", "aten.nonzero", "aten.item", "aten.masked_select")
+
+    def __init__(self) -> None:
+        self.captured = 0
+
+    def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
+        self.captured += 1
+
+        def body(unused: torch.Tensor) -> torch.Tensor:
+            work()
+            return unused
+
+        graph = make_fx(body)(torch.zeros(1))
+        names = [str(node.target) for node in graph.graph.nodes]
+        assert not [n for n in names if any(bad in n for bad in self.FORBIDDEN)]
+        return lambda: graph(torch.zeros(1))

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from tests.gpu import decode_bodies as bodies
+from tests.numerics.decode_scene import Traced
 from tinkercloud.decoding import device_scan
+from tinkercloud.embedded.decode_graphs import DrawGraphs
 from tinkercloud.embedded.runners import GraphRunner, TorchRunner
 
 CPU = "cpu"
@@ -21,10 +23,16 @@ def test_adapters_that_came_later_are_served():
 
 
 def test_the_draw_beside_the_logits_is_the_plain_one():
-    bodies.draws(CPU)
+    bodies.draws(CPU, device_scan.scan)
+
+
+def test_the_draw_by_steps_of_fixed_shapes_is_the_plain_one():
+    traced = Traced()
+    bodies.draws(CPU, DrawGraphs(traced))
+    assert traced.captured == 1, "rows of 16, at any temperature, with any seed"
 
 
 def test_the_engine_samples_the_same_with_it(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    runner = GraphRunner(None, device_scan.scan)
+    runner = GraphRunner(None, DrawGraphs(None))
     ours = bodies.sampled(folder, CPU, runner, monkeypatch)
     bodies.compare_sampled(ours, bodies.sampled(folder, CPU, TorchRunner(), monkeypatch))

@@ -6,11 +6,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.numerics.decode_scene import (
     FAMILIES,
     Scene,
+    Traced,
     random_base,
     steps,
     tiny_config,
@@ -270,22 +270,6 @@ def test_a_trace_of_one_step_repeated_on_other_numbers_is_right(base: BaseModel,
     runner = GraphRunner(Traced())
     agree(steps(scene, runner, 5), steps(plain, TorchRunner(), 5))
     agree(scene.held(), plain.held())
-
-
-class Traced:
-    """Captures the operations of a step, and refuses those that wait for the device."""
-
-    FORBIDDEN = ("_local_scalar_dense", "aten.nonzero", "aten.item", "aten.masked_select")
-
-    def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
-        def body(unused: torch.Tensor) -> torch.Tensor:
-            work()
-            return unused
-
-        graph = make_fx(body, pre_dispatch=False)(torch.zeros(1))
-        names = [str(node.target) for node in graph.graph.nodes]
-        assert not [n for n in names if any(bad in n for bad in self.FORBIDDEN)]
-        return lambda: graph(torch.zeros(1))
 
 
 # ---- in the engine

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tinkercloud.decoding.philox import random_words
@@ -23,49 +24,77 @@ MARGIN, MARGIN_OF_SCORE = 1e-4, 1e-6
 
 def scan(logits: Tensor, rows: Sequence[RowParams]) -> Scanned:
     """A `sampler.Scan` for logits (B, V) on any device."""
-    device, size = logits.device, logits.shape[-1]
-    weights = logits.float() / _column([r.temperature or 1.0 for r in rows], device)
-    weights = _cut(weights, rows)
-    peak = weights.amax(-1, keepdim=True)
-    sums = torch.exp(weights - peak).sum(-1, dtype=torch.float64)
-    norm = sums.log() + peak[:, 0].double()
-    best = lowest_argmax(weights).clamp(max=size - 1)  # of a row of NaN there is none
-    words = random_words([(r.seed, r.sample_index, r.position) for r in rows], size, device)
-    scores = weights + _noise(words)
-    values, ids = scores.topk(min(CANDIDATES + 1, size))
-    margin = MARGIN + MARGIN_OF_SCORE * values[:, :1].abs()
-    count = (values >= values[:, :1] - margin).sum(-1)
-    drawn = _column([r.temperature > 0 for r in rows], device)[:, 0]
-    count = torch.where(drawn, count, 0)
-    columns = (best[:, None], norm.view(torch.int64)[:, None], count[:, None])
-    found = torch.cat((*columns, ids, words.gather(-1, ids)), -1).cpu().numpy()
-    return _read(found, ids.shape[1])
+    params = torch.from_numpy(packed(rows)).to(logits.device)
+    weights = _weights(logits, params)
+    cut = [i for i, row in enumerate(rows) if is_cut(row)]
+    if cut:
+        at = torch.tensor(cut, device=weights.device)
+        own = weights[at]
+        kept = keep_masks(own, [rows[i].top_k for i in cut], [rows[i].top_p for i in cut])
+        weights[at] = own.masked_fill(~kept, float("-inf"))
+    return read(_find(weights, params).cpu().numpy())
 
 
-def _read(found: np.ndarray, width: int) -> Scanned:
+def is_cut(row: RowParams) -> bool:
+    """Whether top-k or top-p leave something out."""
+    return row.temperature > 0 and (row.top_k > 0 or row.top_p < 1.0)
+
+
+def packed(rows: Sequence[RowParams]) -> NDArray[np.int64]:
+    """What `find` has to know of the rows, (B, 4): seed, sample index, position, temperature."""
+    out = np.empty((len(rows), 4), np.int64)
+    seeds = np.array([row.seed for row in rows], np.uint64)
+    out[:, 0] = seeds.view(np.int64)
+    out[:, 1] = [row.sample_index for row in rows]
+    out[:, 2] = [row.position for row in rows]
+    out[:, 3] = np.array([row.temperature for row in rows], np.float64).view(np.int64)
+    return out
+
+
+def find(logits: Tensor, params: Tensor) -> Tensor:
+    """For rows without top-k and top-p: what `read` reads, int64. Only shapes decide what runs, and
+    nothing is read on the host: a CUDA graph can hold it. params: of `packed`, on the device."""
+    return _find(_weights(logits, params), params)
+
+
+def read(found: NDArray[np.int64]) -> Scanned:
+    width = (found.shape[1] - 3) // 2
     count = found[:, 2].copy()
     count[count > CANDIDATES] = -1
     ids, words = found[:, 3 : 3 + width], found[:, 3 + width :]
     norm = np.ascontiguousarray(found[:, 1]).view(np.float64)
-    return Scanned(found[:, 0], norm, count, ids, words.astype(np.uint32))
+    return Scanned(found[:, 0].copy(), norm, count, ids, words.astype(np.uint32))
+
+
+def _temperatures(params: Tensor) -> Tensor:
+    return params[:, 3:].contiguous().view(torch.float64)
+
+
+def _weights(logits: Tensor, params: Tensor) -> Tensor:
+    temperatures = _temperatures(params)
+    divisors = torch.where(temperatures > 0, temperatures, 1.0)
+    return logits.float() / divisors.float()
+
+
+def _find(weights: Tensor, params: Tensor) -> Tensor:
+    size = weights.shape[-1]
+    peak = weights.amax(-1, keepdim=True)
+    sums = torch.exp(weights - peak).sum(-1, dtype=torch.float64)
+    norm = sums.log() + peak[:, 0].double()
+    best = lowest_argmax(weights).clamp(max=size - 1)  # of a row of NaN there is none
+    words = random_words(params[:, :3].contiguous(), size)
+    values, ids = (weights + _noise(words)).topk(min(CANDIDATES + 1, size))
+    margin = MARGIN + MARGIN_OF_SCORE * values[:, :1].abs()
+    count = (values >= values[:, :1] - margin).sum(-1)
+    count = torch.where(_temperatures(params)[:, 0] > 0, count, 0)
+    columns = (best[:, None], norm.view(torch.int64)[:, None], count[:, None])
+    return torch.cat((*columns, ids, words.gather(-1, ids)), -1)
 
 
 def _noise(words: Tensor) -> Tensor:
     """`sampler.noise_of` on the device."""
     u = (words.float() + 0.5) * 2.0**-32
     return -torch.log(-torch.log1p(-u))
-
-
-def _cut(weights: Tensor, rows: Sequence[RowParams]) -> Tensor:
-    """-inf for what top-k and top-p leave out."""
-    cut = [i for i, r in enumerate(rows) if r.temperature > 0 and (r.top_k > 0 or r.top_p < 1.0)]
-    if not cut:
-        return weights
-    at = torch.tensor(cut, device=weights.device)
-    own = weights[at]
-    kept = keep_masks(own, [rows[i].top_k for i in cut], [rows[i].top_p for i in cut])
-    weights[at] = own.masked_fill(~kept, float("-inf"))
-    return weights
 
 
 def keep_masks(weights: Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> Tensor:

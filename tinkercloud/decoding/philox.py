@@ -6,7 +6,6 @@ J. Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011). torch mult
 Axes: B rows, V vocabulary.
 """
 
-from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 
@@ -25,21 +24,18 @@ def signed(number: int) -> int:
     return number - 2**64 if number >= 2**63 else number
 
 
-def random_words(
-    keys: Sequence[tuple[int, int, int]], vocab_size: int, device: torch.device
-) -> Tensor:
-    """keys: (seed, sample index, position) of each row, seeds of 64 bits -> (B, V) int64 in
+def random_words(keys: Tensor, vocab_size: int) -> Tensor:
+    """keys int64 (B, 3): seed (its 64 bits), sample index, position of each row -> (B, V) int64 in
     [0, 2**32), entry x of a row the number that makes the noise of token x."""
-    flat = torch.tensor([[signed(part) for part in key] for key in keys], device=device)
-    if device.type == "cuda" and _has_triton():
+    if keys.is_cuda and _has_triton():
         from tinkercloud.decoding.philox_kernel import random_words as compiled
 
-        return compiled(flat, vocab_size) & _LOW
-    return plain_words(flat, vocab_size)
+        return compiled(keys, vocab_size) & _LOW
+    return plain_words(keys, vocab_size)
 
 
 def plain_words(keys: Tensor, vocab_size: int) -> Tensor:
-    """As `random_words`; keys int64 (B, 3)."""
+    """`random_words` through torch."""
     num_blocks = -(-vocab_size // PER_BLOCK)
     first = torch.arange(1, num_blocks + 1, device=keys.device).expand(len(keys), -1)
     zero = torch.zeros_like(first)

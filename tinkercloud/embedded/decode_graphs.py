@@ -1,7 +1,8 @@
-"""CUDA graphs of the decode step: one for each number of rows, width of tables and use of adapters.
+"""CUDA graphs of the decode step and of the draw: one for each number of rows, width of tables and
+use of adapters.
 
-A graph is captured when a step of its kind first comes, on that step's own numbers, which it may
-compute as often as it likes. Graphs share one memory pool: they never run side by side, and what
+A graph is captured when a step of its kind first comes, on that step's own numbers, which may be
+computed again and again. Graphs share one memory pool: they never run side by side, and what
 they leave behind is copied out of it. Where capturing fails, and on a CPU, the same step runs as
 it is.
 
@@ -11,7 +12,7 @@ Axes: B rows, W blocks of a table, V vocabulary.
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tinkercloud.decoding import device_scan
+from tinkercloud.decoding.sampler import RowParams, Scanned
 from tinkercloud.embedded.adapter_bank import AdapterBank
 from tinkercloud.embedded.decode_step import HEAD, Step
 
@@ -32,14 +35,6 @@ MAX_ROWS = 256
 MAX_GRAPHS = 64
 _SMALL, _FINE, _COARSE = (1, 2, 4, 8), range(16, 65, 8), range(80, MAX_ROWS + 1, 16)
 BUCKETS = (*_SMALL, *_FINE, *_COARSE)
-
-
-class Kind(NamedTuple):
-    """bank: the generation of the adapters' tensors, or -1 for a step without adapters."""
-
-    num_rows: int
-    width: int
-    bank: int
 
 
 def bucket_for(num_rows: int) -> int | None:
@@ -56,17 +51,65 @@ def width_for(num_blocks: int, most: int, *, any_width: bool) -> int:
     return max(8, min(width, -(-most // 8) * 8))
 
 
+class Kind(NamedTuple):
+    """bank: the generation of the adapters' tensors, or -1 for a step without adapters."""
+
+    num_rows: int
+    width: int
+    bank: int
+
+
+class Graphs:
+    """What has been captured, by kind; the longest unused are given up first."""
+
+    def __init__(self, capture: Capture | None, what: str):
+        self._capture, self._what = capture, what
+        self._replays: OrderedDict[Kind, Callable[[], None]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._replays)
+
+    def run(self, kind: Kind, work: Callable[[], None]) -> None:
+        """Do the work, which is the same for a kind; by its graph where there is one."""
+        if kind in self._replays:
+            self._replays.move_to_end(kind)
+            self._replays[kind]()
+        elif self._capture is None or not self._captured(kind, work):
+            work()
+
+    def _captured(self, kind: Kind, work: Callable[[], None]) -> bool:
+        assert self._capture is not None
+        for old in [k for k in self._replays if -1 < k.bank < kind.bank]:
+            del self._replays[old]  # their adapters' tensors are gone
+        while len(self._replays) >= MAX_GRAPHS:
+            self._replays.popitem(last=False)
+        begun = time.perf_counter()
+        try:
+            replay = self._capture(work)
+            replay()
+        except RuntimeError as error:
+            logger.warning("no CUDA graphs: %s goes on without them, slower: %s", self._what, error)
+            self._capture = None
+            self._replays.clear()
+            return False
+        self._replays[kind] = replay
+        logger.info(
+            "captured %s of %d rows, %d blocks%s in %.0f ms",
+            *(self._what, kind.num_rows, kind.width, ", adapters" if kind.bank >= 0 else ""),
+            (time.perf_counter() - begun) * 1000,
+        )
+        return True
+
+
 class DecodeGraphs:
     """Of one Step. The buffers are as large as the largest step needs, from the start."""
 
     def __init__(self, model: Step, device: torch.device, capture: Capture | None, max_width: int):
         config = model.architecture.config
         dtype = model.weights["model.embed_tokens"].dtype
-        self._model, self._device, self._capture = model, device, capture
+        self._model, self._graphs = model, Graphs(capture, "the decode step")
         self._packed = torch.zeros(MAX_ROWS * (HEAD + max_width), dtype=torch.int32, device=device)
         self._out = torch.zeros(MAX_ROWS, config.vocab_size, dtype=dtype, device=device)
-        self._graphs: OrderedDict[Kind, Callable[[], None]] = OrderedDict()
-        self.capture_ms = 0.0
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -78,40 +121,44 @@ class DecodeGraphs:
         buffer.copy_(torch.from_numpy(packed))
         out = self._out[:num_rows]
         kind = Kind(num_rows, columns - HEAD, -1 if bank is None else bank.generation)
-
-        def step() -> None:
-            self._model.step(buffer, bank, out)
-
-        if kind in self._graphs:
-            self._graphs.move_to_end(kind)
-            self._graphs[kind]()
-        elif self._capture is None or not self._captured(kind, step):
-            step()
+        self._graphs.run(kind, lambda: self._model.step(buffer, bank, out))
         return out[:num_real].clone()
 
-    def _captured(self, kind: Kind, step: Callable[[], None]) -> bool:
-        assert self._capture is not None
-        for old in [k for k in self._graphs if -1 < k.bank < kind.bank]:
-            del self._graphs[old]  # their adapters' tensors are gone
-        while len(self._graphs) >= MAX_GRAPHS:
-            self._graphs.popitem(last=False)
-        begun = time.perf_counter()
-        try:
-            replay = self._capture(step)
-            replay()
-        except RuntimeError as error:
-            logger.warning("no CUDA graphs: decoding goes on without them, slower: %s", error)
-            self._capture = None
-            self._graphs.clear()
-            return False
-        took = (time.perf_counter() - begun) * 1000
-        self.capture_ms += took
-        self._graphs[kind] = replay
-        logger.info(
-            "captured the decode step of %d rows, %d blocks%s in %.0f ms",
-            *(kind.num_rows, kind.width, ", adapters" if kind.bank >= 0 else "", took),
-        )
-        return True
+
+class DrawGraphs:
+    """A `sampler.Scan`: graphs for rows without top-k and top-p, else `device_scan.scan`."""
+
+    def __init__(self, capture: Capture | None):
+        self._capture = capture
+        self._logits = self._params = self._found = torch.zeros(0, 0)
+        self._graphs = Graphs(capture, "the draw")
+
+    def __call__(self, logits: Tensor, rows: Sequence[RowParams]) -> Scanned:
+        num_rows = bucket_for(len(rows))
+        if num_rows is None or any(device_scan.is_cut(row) for row in rows):
+            return device_scan.scan(logits, rows)
+        self._fit(logits)
+        given, params = self._logits[:num_rows], self._params[:num_rows]
+        given[: len(rows)].copy_(logits)
+        params[: len(rows)].copy_(torch.from_numpy(device_scan.packed(rows)))
+        found = self._found[:num_rows]
+
+        def draw() -> None:
+            found.copy_(device_scan.find(given, params))
+
+        self._graphs.run(Kind(num_rows, 0, -1), draw)
+        return device_scan.read(found[: len(rows)].cpu().numpy())
+
+    def _fit(self, logits: Tensor) -> None:
+        """Buffers for logits of that kind."""
+        size, held = logits.shape[-1], self._logits
+        if (held.shape[-1], held.dtype, held.device) == (size, logits.dtype, logits.device):
+            return
+        self._graphs = Graphs(self._capture, "the draw")
+        self._logits = logits.new_zeros(MAX_ROWS, size)
+        self._params = torch.zeros(MAX_ROWS, 4, dtype=torch.int64, device=logits.device)
+        columns = 3 + 2 * min(device_scan.CANDIDATES + 1, size)
+        self._found = torch.zeros(MAX_ROWS, columns, dtype=torch.int64, device=logits.device)
 
 
 class CudaCapture:

@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tinkercloud.decoding import device_scan
 from tinkercloud.decoding.sampler import Scan
 from tinkercloud.embedded.adapter_bank import AdapterBank
 from tinkercloud.embedded.base_model import BaseModel
@@ -23,6 +22,7 @@ from tinkercloud.embedded.decode_graphs import (
     Capture,
     CudaCapture,
     DecodeGraphs,
+    DrawGraphs,
     bucket_for,
     width_for,
 )
@@ -224,5 +224,6 @@ def runner_for(base: BaseModel, num_threads: int) -> Runner:
     if fits and library() is not None:
         return NativeRunner(num_threads)
     if base.device.type == "cuda":
-        return GraphRunner(CudaCapture(), device_scan.scan)
+        capture = CudaCapture()
+        return GraphRunner(capture, DrawGraphs(capture))
     return TorchRunner()
