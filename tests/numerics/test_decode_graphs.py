@@ -309,3 +309,17 @@ def test_the_engine_gives_memory_of_keys_and_values_back_after_a_failure(
     sampler.engine.fail_all(RuntimeError("broken"))
     del sampler
     assert len(runner._spare_blocks) == 0
+
+
+def test_the_plain_runner_makes_its_indices_once_for_all_layers(monkeypatch: pytest.MonkeyPatch):
+    made: dict[int, int] = {}
+    for num_layers in (1, 3):
+        base = random_base(tiny_config("Llama", num_hidden_layers=num_layers))
+        scene = Scene.of([(version(base, None, 0), len(LENGTHS))], LENGTHS)
+        batch, calls = scene.next_batch(), []
+        from_numpy = torch.from_numpy
+        with monkeypatch.context() as patch, torch.inference_mode():
+            patch.setattr(torch, "from_numpy", lambda a: calls.append(1) or from_numpy(a))  # noqa: B023
+            TorchRunner().forward(batch, scene.pool)
+        made[num_layers] = len(calls)
+    assert made[1] == made[3] > 0
