@@ -20,6 +20,7 @@ from tests.numerics.test_paged_sampling import tuned
 from tests.numerics.tiny import Sampler, ask, random_prompt
 from tinkercloud.core.types import FromBase
 from tinkercloud.embedded import engine as engine_module
+from tinkercloud.embedded.adapter_bank import NONE, AdapterBank
 from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.decode_graphs import BUCKETS, MAX_ROWS, bucket_for, width_for
 from tinkercloud.embedded.models import ModelStore
@@ -173,6 +174,32 @@ def test_more_adapters_than_the_bank_holds_go_the_plain_way(llama: BaseModel):
     versions = [(version(llama, 2, seed), 1) for seed in range(1, 18)]
     assert GraphRunner(None)._bank(llama).place([v for v, _ in versions]) is None
     both(lambda: Scene.of(versions, [9] * 17), count=2)
+
+
+def test_room_for_a_large_adapter_is_made_of_that_for_many_small_ones(llama: BaseModel):
+    shapes = llama.config.linear_shapes()
+    one_slot = 4 * 32 * sum(sum(shape) for shape in shapes.values())
+    bank = AdapterBank(shapes, llama.device, max_bytes=2 * one_slot)
+    small = [version(llama, 8, seed) for seed in range(8)]
+    assert sorted(bank.place(small) or []) == list(range(8))
+    assert bank.nbytes == 2 * one_slot
+    assert bank.place([version(llama, 32, 9)]) == [0]
+    assert bank.nbytes == one_slot
+    assert bank.place([version(llama, 32, seed) for seed in range(3)]) is None
+    assert bank.place([version(llama, 65, 1)]) is None
+    assert bank.nbytes <= 2 * one_slot
+
+
+def test_the_longest_unused_adapter_makes_room(llama: BaseModel):
+    bank = AdapterBank(llama.config.linear_shapes(), llama.device, max_slots=2)
+    a, b, c = (version(llama, 4, seed) for seed in (1, 2, 3))
+    assert bank.place([a, b]) == [0, 1]
+    assert bank.place([a]) == [0]
+    assert bank.place([c]) == [1], "b's"
+    assert bank.place([a, version(llama, None, 0)]) == [0, NONE]
+    assert c.adapter is not None
+    for name, (factor, _) in c.adapter.items():
+        assert torch.equal(bank.down[name][1, :4], factor)
 
 
 def test_a_rest_forgets_adapters_and_full_weights_but_not_the_bases_graphs(llama: BaseModel):

@@ -9,6 +9,7 @@ Axes: B rows, S slots, R ranks that there is room for.
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,21 @@ from tinkercloud.weights.adapters import Adapter
 
 NONE = -1  # the slot of a row without adapter
 RANK_STEP = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """Which modules, ranks and slots there is room for."""
+
+    names: frozenset[str]
+    rank: int
+    slots: int
+
+    def grown(self, by: "_Size") -> "_Size":
+        return _Size(self.names | by.names, max(self.rank, by.rank), max(self.slots, by.slots))
+
+    def nbytes(self, shapes: Mapping[str, tuple[int, int]]) -> int:
+        return 4 * self.slots * self.rank * sum(sum(shapes[name]) for name in self.names)
 
 
 class AdapterBank:
@@ -38,7 +54,7 @@ class AdapterBank:
         self._max_slots, self._max_bytes = max_slots, max_bytes
         self._slots: OrderedDict[str, int] = OrderedDict()  # by version id, in order of use
         self._refused: set[str] = set()
-        self._num_slots = self._rank = 0
+        self._size = _Size(frozenset(), 0, 0)
         self.generation = 0
         self.scales = torch.zeros(0, device=device)
         self.down: dict[str, Tensor] = {}  # (S, R, in) float32
@@ -84,25 +100,38 @@ class AdapterBank:
         return (inner.flatten(1) @ up.flatten(0, 1)).to(x.dtype)
 
     def _make_room(self, adapters: Sequence[Adapter], num_slots: int) -> bool:
-        """Tensors for that many of such adapters; new ones forget what the old ones held."""
-        names = self.down.keys() | {name for adapter in adapters for name in adapter}
+        """Tensors for that many of such adapters, and for what there was room for; without that
+        where it would be too much. New ones forget what the old ones held."""
+        names = frozenset(name for adapter in adapters for name in adapter)
         ranks = [a.shape[0] for adapter in adapters for a, _ in adapter.values()]
-        rank = max(self._rank, -(-max(ranks, default=0) // RANK_STEP) * RANK_STEP)
-        slots = max(self._num_slots, 1 << (num_slots - 1).bit_length() if num_slots else 0)
-        if (len(names), rank, slots) == (len(self.down), self._rank, self._num_slots):
-            return True
-        per_slot = 4 * rank * sum(sum(self._shapes[name]) for name in names)
-        if slots * per_slot > self._max_bytes:
-            return False
-        self._rank, self._num_slots = rank, slots
+        needed = _Size(
+            names,
+            -(-max(ranks, default=0) // RANK_STEP) * RANK_STEP,
+            1 << (num_slots - 1).bit_length() if num_slots else 0,
+        )
+        for size in (self._size.grown(needed), needed):
+            if size == self._size:
+                return True
+            if size.nbytes(self._shapes) <= self._max_bytes:
+                return self._allocate(size)
+        return False
+
+    def _allocate(self, size: "_Size") -> bool:
         self.down, self.up = {}, {}  # freed before there are new ones
-        for name in sorted(names):
-            out_size, in_size = self._shapes[name]
-            self.down[name] = torch.zeros(slots, rank, in_size, device=self._device)
-            self.up[name] = torch.zeros(slots, rank, out_size, device=self._device)
-        self.scales = torch.zeros(slots, device=self._device)
         self._slots.clear()
+        self._size = _Size(frozenset(), 0, 0)
         self.generation += 1
+        try:
+            for name in sorted(size.names):
+                out_size, in_size = self._shapes[name]
+                shape = (size.slots, size.rank)
+                self.down[name] = torch.zeros(*shape, in_size, device=self._device)
+                self.up[name] = torch.zeros(*shape, out_size, device=self._device)
+        except torch.OutOfMemoryError:
+            self.down, self.up = {}, {}
+            return False
+        self.scales = torch.zeros(size.slots, device=self._device)
+        self._size = size
         return True
 
     def _load(self, version: Version) -> bool:
@@ -126,6 +155,6 @@ class AdapterBank:
         return True
 
     def _free_slot(self) -> int:
-        if len(self._slots) < self._num_slots:
-            return min(set(range(self._num_slots)) - set(self._slots.values()))
+        if len(self._slots) < self._size.slots:
+            return min(set(range(self._size.slots)) - set(self._slots.values()))
         return self._slots.popitem(last=False)[1]
