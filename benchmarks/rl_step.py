@@ -34,7 +34,7 @@ from tinkercloud.weights.huggingface import ensure_hf_folder  # noqa: E402
 OURS, SKYRL, TRL = "tinkercloud", "SkyRL tinker", "TRL GRPO"
 SHORT = {"tinkercloud": OURS, "skyrl": SKYRL, "trl": TRL}
 FULL = Scale()
-QUICK = Scale(prompts=4, samples=4, tokens=16, steps=1)
+QUICK = Scale(prompts=4, samples=4, tokens=16)
 MAX_BATCH = 128
 KV_CACHE_BYTES = 4 * 1024**3
 TIMES_SKYRL = 3.0

@@ -24,7 +24,7 @@ class Scale:
     samples: int = 8
     tokens: int = 64
     prompt_tokens: int = 64
-    steps: int = 2
+    steps: int = 1
 
     @property
     def sequences(self) -> int:
