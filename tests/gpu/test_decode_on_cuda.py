@@ -54,7 +54,7 @@ def test_graphs_compute_what_a_cpu_does(family: str, runner: GraphRunner):
 
 def test_in_bfloat16_they_differ_by_its_rounding(runner: GraphRunner):
     ours, theirs = (bodies.scene("Qwen3", CUDA, torch.bfloat16) for _ in range(2))
-    bodies.compare((ours, runner), (theirs, TorchRunner()), 6e-2)
+    bodies.compare((ours, runner), (theirs, TorchRunner()), 1e-1)
 
 
 def test_graphs_without_our_kernels_compute_the_same(
