@@ -4,7 +4,6 @@ The API answers whole samples, so the time to a first token is that of a load wi
 """
 
 import asyncio
-import os
 import tempfile
 import time
 from contextlib import ExitStack
@@ -13,16 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from peers.sampling_common import (
-    Load,
-    Outcome,
-    ServerProcess,
-    Unavailable,
-    free_port,
-    outcome,
-    python_of,
-    version_of,
-)
+from peers.sampling_common import Load, Outcome, Unavailable, outcome
+from peers.skyrl_server import skyrl_server, skyrl_version
 
 from tests.serving import start_server
 from tinkercloud import __version__
@@ -145,43 +136,22 @@ class TinkerServer:
     @classmethod
     async def skyrl(cls, peers: Path, model: Path, max_sequences: int) -> "TinkerServer":
         """Its JAX backend on the CPU, float32. Raises Unavailable."""
-        python = python_of(peers, "skyrl")
-        version = version_of(python, "skyrl")
-        port, ended = free_port(), ExitStack()
+        version, ended = skyrl_version(peers), ExitStack()
         folder = Path(ended.enter_context(tempfile.TemporaryDirectory()))
-        config = f'{{"sample_max_num_sequences": {max_sequences}, "max_lora_adapters": 2}}'
-        server = ServerProcess(
-            [
-                # It starts its engine by the `uv run` that it was started by itself.
-                *(python.parent / "uv", "run", "--no-project", "-m", "skyrl.tinker.api"),
-                *("--host", "127.0.0.1", "--port", str(port)),
-                *("--base-model", model, "--backend", "jax", "--backend-config", config),
-                *("--checkpoints-base", folder / "checkpoints"),
-                *("--database-url", f"sqlite:///{folder / 'tinker.db'}"),
-            ],
-            folder / "log",
-            {
-                "JAX_PLATFORMS": "cpu",
-                "VIRTUAL_ENV": str(python.parent.parent),
-                "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
-                "UV_OFFLINE": "1",
-            },
-        )
-        ended.callback(server.stop)
+        config = {"sample_max_num_sequences": max_sequences, "max_lora_adapters": 2}
         try:
-            server.await_ready(f"http://127.0.0.1:{port}/api/v1/healthz")
-            client = await TinkerClient.connect(
-                f"http://127.0.0.1:{port}", "tml-none", str(model), "application/json"
-            )
+            url, server = ended.enter_context(skyrl_server(peers, model, config, folder))
+        except Unavailable:
+            ended.close()
+            raise
+        try:
+            client = await TinkerClient.connect(url, "tml-none", str(model), "application/json")
             async with asyncio.timeout(SKYRL_CHECK_S):
                 await client.sample((1, 2, 3), 2)
         except (httpx.HTTPError, ValueError, TimeoutError) as error:
             said = server.last_words()
             ended.close()
             raise Unavailable(f"does not sample: {error or 'no answer in time'}; {said}") from error
-        except Unavailable:
-            ended.close()
-            raise
         return cls("SkyRL tinker", version, client, ended)
 
     async def prepare(self, load: Load) -> None:
