@@ -74,8 +74,34 @@ typedef struct {
   float *x, *normed, *q, *k, *v, *mixed, *gate, *up, *low, *chosen;
   int64_t low_stride; /* of one row of the low-rank products, 3 modules side by side */
   int64_t max_rank;
-  atomic_long *next_task; /* one for each layer */
+  atomic_long *next_task; /* of each stage */
 } pass_t;
+
+/* A pass is a row of stages, and a stage a number of tasks, which threads take as they get free:
+   other work on the machine may hold any of them up. Which thread has a task changes no bit. */
+typedef struct {
+  const pass_t *p;
+  team_t *team;
+  int64_t stage;
+} walk_t;
+
+#define STAGES_OF_A_LAYER 12
+#define OTHER_STAGES 8
+
+INLINE int64_t take(const walk_t *w) {
+  return atomic_fetch_add_explicit(&w->p->next_task[w->stage], 1, memory_order_relaxed);
+}
+
+/* Every thread gets here before any goes on. */
+static void end_stage(walk_t *w) {
+  w->stage++;
+  meet(w->team);
+}
+
+#define TASK_ROWS 4
+#define EACH_ROW(w, m, rows)                                                                       \
+  for (int64_t task_; (task_ = take(w) * TASK_ROWS) < (rows);)                                     \
+    for (int64_t m = task_; m < MIN(task_ + TASK_ROWS, (rows)); m++)
 
 static void rms_norm(const float *x, const float *weight, int64_t size, float eps, float *y) {
   float scale = 1.0f / sqrtf(dot(x, x, size) / (float)size + eps);
@@ -84,11 +110,12 @@ static void rms_norm(const float *x, const float *weight, int64_t size, float ep
   for (; i < size; i++) y[i] = weight[i] * (x[i] * scale);
 }
 
-static void norm_rows(const pass_t *p, const float *weight, float *out, team_t *team, int rank) {
+static void norm_rows(walk_t *w, const float *weight, float *out) {
+  const pass_t *p = w->p;
   int64_t d = p->model->hidden;
-  range_t own = part(p->batch->rows, 1, team, rank);
-  for (int64_t m = own.first; m < own.end; m++)
+  EACH_ROW(w, m, p->batch->rows)
     rms_norm(p->x + m * d, weight, d, p->model->eps, out + m * d);
+  end_stage(w);
 }
 
 typedef struct {
@@ -116,52 +143,106 @@ static int has_adapter(const pass_t *p, const output_t *outputs, int count) {
   return 0;
 }
 
+typedef struct {
+  const float *x; /* [rows][in] */
+  int64_t rows;
+  const output_t *outputs; /* modules that read these rows */
+  int count, over_wanted;
+} read_t;
+
+static segment_t segment_of(const pass_t *p, const read_t *read, int64_t s) {
+  segment_t segment = p->batch->segments[s];
+  return read->over_wanted ? over_wanted(p, &segment) : segment;
+}
+
+#define RANKS 8 /* of a low-rank product in one task */
+
 /* x A^T of every row and module, beside each other in p->low. */
-static void low_rank(const pass_t *p, const float *x, int64_t in, const output_t *outputs,
-                     int count, int over_head, team_t *team, int rank) {
-  for (int64_t s = 0; s < p->batch->num_segments; s++) {
-    segment_t segment = p->batch->segments[s];
-    if (over_head) segment = over_wanted(p, &segment);
-    for (int i = 0; i < count; i++) {
-      const lora_t *lora = &segment.modules[outputs[i].module];
-      if (!lora->a) continue;
-      product_t down = {.x = x + segment.first * in, .x_stride = in, .rows = segment.count,
-                        .w = lora->a, .k = in, .bias = NULL,
-                        .y = p->low + segment.first * p->low_stride + i * p->max_rank,
-                        .y_stride = p->low_stride, .add = 0, .scale = 1.0f};
-      multiply(&down, part(lora->rank, 4, team, rank));
-    }
+static void low_rank(walk_t *w, const read_t *read) {
+  const pass_t *p = w->p;
+  int64_t in = read->outputs[0].linear->in, parts = (p->max_rank + RANKS - 1) / RANKS;
+  int64_t tasks = p->batch->num_segments * read->count * parts;
+  for (int64_t task; (task = take(w)) < tasks;) {
+    int64_t i = task / parts % read->count, first = task % parts * RANKS;
+    segment_t segment = segment_of(p, read, task / parts / read->count);
+    const lora_t *lora = &segment.modules[read->outputs[i].module];
+    if (!lora->a || first >= lora->rank) continue;
+    product_t down = {.x = read->x + segment.first * in, .x_stride = in, .rows = segment.count,
+                      .w = lora->a, .k = in, .bias = NULL,
+                      .y = p->low + segment.first * p->low_stride + i * p->max_rank,
+                      .y_stride = p->low_stride, .add = 0, .scale = 1.0f};
+    multiply(&down, (range_t){first, MIN(first + RANKS, lora->rank)});
+  }
+  end_stage(w);
+}
+
+/* Some columns of one module. */
+static void columns(const pass_t *p, const read_t *read, int i, range_t cols, int adapted) {
+  const output_t *o = &read->outputs[i];
+  product_t main = {.x = read->x, .x_stride = o->linear->in, .rows = read->rows,
+                    .w = o->linear->weight, .k = o->linear->in, .bias = o->linear->bias,
+                    .y = o->y, .y_stride = o->y_stride, .add = o->add, .scale = 1.0f};
+  multiply(&main, cols);
+  for (int64_t s = 0; adapted && s < p->batch->num_segments; s++) {
+    segment_t segment = segment_of(p, read, s);
+    const lora_t *lora = &segment.modules[o->module];
+    if (!lora->a) continue;
+    product_t up = {.x = p->low + segment.first * p->low_stride + i * p->max_rank,
+                    .x_stride = p->low_stride, .rows = segment.count, .w = lora->b,
+                    .k = lora->rank, .bias = NULL, .y = o->y + segment.first * o->y_stride,
+                    .y_stride = o->y_stride, .add = 1, .scale = segment.scale};
+    multiply(&up, cols);
   }
 }
 
-/* One or more modules that read the same rows x (rows, in). Every thread has its columns. */
-static void modules(const pass_t *p, const float *x, int64_t rows, const output_t *outputs,
-                    int count, int over_head, team_t *team, int rank) {
-  int64_t in = outputs[0].linear->in;
-  int adapted = has_adapter(p, outputs, count);
-  if (adapted) {
-    low_rank(p, x, in, outputs, count, over_head, team, rank);
-    meet(team);
-  }
-  for (int i = 0; i < count; i++) {
-    const output_t *o = &outputs[i];
-    range_t cols = part(o->linear->out, 8, team, rank);
-    product_t main = {.x = x, .x_stride = in, .rows = rows, .w = o->linear->weight, .k = in,
-                      .bias = o->linear->bias, .y = o->y, .y_stride = o->y_stride,
-                      .add = o->add, .scale = 1.0f};
-    multiply(&main, cols);
-    for (int64_t s = 0; adapted && s < p->batch->num_segments; s++) {
-      segment_t segment = p->batch->segments[s];
-      if (over_head) segment = over_wanted(p, &segment);
-      const lora_t *lora = &segment.modules[o->module];
-      if (!lora->a) continue;
-      product_t up = {.x = p->low + segment.first * p->low_stride + i * p->max_rank,
-                      .x_stride = p->low_stride, .rows = segment.count, .w = lora->b,
-                      .k = lora->rank, .bias = NULL, .y = o->y + segment.first * o->y_stride,
-                      .y_stride = o->y_stride, .add = 1, .scale = segment.scale};
-      multiply(&up, cols);
+/* One or more modules that read the same rows, block of columns by block of columns. */
+static void modules(walk_t *w, const read_t *read) {
+  int adapted = has_adapter(w->p, read->outputs, read->count);
+  if (adapted) low_rank(w, read);
+  int64_t width = block_width(read->outputs[0].linear->in);
+  for (int64_t task; ; ) {
+    task = take(w);
+    int i = 0;
+    for (; i < read->count; i++) {
+      int64_t blocks = (read->outputs[i].linear->out + width - 1) / width;
+      if (task < blocks) break;
+      task -= blocks;
     }
+    if (i == read->count) break;
+    int64_t end = MIN((task + 1) * width, read->outputs[i].linear->out);
+    columns(w->p, read, i, (range_t){task * width, end}, adapted);
   }
+  end_stage(w);
+}
+
+/* silu(gate) * up into gate, on some columns. */
+static void swiglu(const pass_t *p, range_t cols) {
+  int64_t inner = p->model->inner;
+  for (int64_t m = 0; m < p->batch->rows; m++) {
+    float *gate = p->gate + m * inner, *up = p->up + m * inner;
+    int64_t i = cols.first;
+    for (; i + LANES <= cols.end; i += LANES) {
+      vec g = load(gate + i), most = all(87.0f);
+      ivec above = -g > most;
+      vec e = exp_vec((vec)(((ivec)-g & ~above) | ((ivec)most & above)));
+      store(gate + i, g / (all(1.0f) + e) * load(up + i));
+    }
+    for (; i < cols.end; i++) gate[i] = gate[i] / (1.0f + expf(-gate[i])) * up[i];
+  }
+}
+
+/* Gate and up, and what comes of them, of the same columns while they are near. */
+static void gates(walk_t *w, const read_t *read) {
+  int adapted = has_adapter(w->p, read->outputs, read->count);
+  if (adapted) low_rank(w, read);
+  int64_t width = block_width(read->outputs[0].linear->in), inner = w->p->model->inner;
+  for (int64_t first; (first = take(w) * width) < inner;) {
+    range_t cols = {first, MIN(first + width, inner)};
+    columns(w->p, read, 0, cols, adapted);
+    columns(w->p, read, 1, cols, adapted);
+    swiglu(w->p, cols);
+  }
+  end_stage(w);
 }
 
 static void rotate(float *head, const float *cosine, const float *sine, int64_t half) {
@@ -173,12 +254,12 @@ static void rotate(float *head, const float *cosine, const float *sine, int64_t 
 }
 
 /* Norms, rotation, and the new keys and values into their blocks. */
-static void place_rows(const pass_t *p, const layer_t *layer, team_t *team, int rank) {
+static void place_rows(walk_t *w, const layer_t *layer) {
+  const pass_t *p = w->p;
   const model_t *model = p->model;
   const batch_t *batch = p->batch;
   int64_t dh = model->head_dim, size = model->block_size;
-  range_t own = part(batch->rows, 1, team, rank);
-  for (int64_t m = own.first; m < own.end; m++) {
+  EACH_ROW(w, m, batch->rows) {
     const float *cosine = batch->cosine + m * dh / 2, *sine = batch->sine + m * dh / 2;
     for (int64_t h = 0; h < model->heads; h++) {
       float *q = p->q + (m * model->heads + h) * dh;
@@ -197,6 +278,7 @@ static void place_rows(const pass_t *p, const layer_t *layer, team_t *team, int 
              (size_t)dh * sizeof(float));
     }
   }
+  end_stage(w);
 }
 
 #define MAX_BLOCK 64
@@ -327,88 +409,59 @@ static void attend_one(const pass_t *p, const layer_t *layer, int64_t m, int64_t
   }
 }
 
-#define TASK_ROWS 4
-
-/* Rows are taken as threads get free: their lengths differ. */
-static void attend(const pass_t *p, int64_t index) {
+static void attend(walk_t *w, const layer_t *layer) {
+  const pass_t *p = w->p;
   int64_t per_head = (p->batch->rows + TASK_ROWS - 1) / TASK_ROWS;
   int64_t tasks = per_head * p->model->kv_heads;
-  for (;;) {
-    int64_t task = atomic_fetch_add(&p->next_task[index], 1);
-    if (task >= tasks) return;
+  for (int64_t task; (task = take(w)) < tasks;) {
     int64_t h = task / per_head, first = task % per_head * TASK_ROWS;
     for (int64_t m = first; m < MIN(first + TASK_ROWS, p->batch->rows); m++)
-      attend_one(p, &p->model->layers[index], m, h);
+      attend_one(p, layer, m, h);
   }
+  end_stage(w);
 }
 
-/* silu(gate) * up into gate, on this thread's columns, which it has just computed. */
-static void swiglu(const pass_t *p, team_t *team, int rank) {
-  int64_t inner = p->model->inner;
-  range_t cols = part(inner, 8, team, rank);
-  for (int64_t m = 0; m < p->batch->rows; m++) {
-    float *gate = p->gate + m * inner, *up = p->up + m * inner;
-    int64_t i = cols.first;
-    for (; i + LANES <= cols.end; i += LANES) {
-      vec g = load(gate + i), most = all(87.0f);
-      ivec above = -g > most;
-      vec e = exp_vec((vec)(((ivec)-g & ~above) | ((ivec)most & above)));
-      store(gate + i, g / (all(1.0f) + e) * load(up + i));
-    }
-    for (; i < cols.end; i++) gate[i] = gate[i] / (1.0f + expf(-gate[i])) * up[i];
-  }
-}
-
-static void run_layer(const pass_t *p, int64_t index, team_t *team, int rank) {
+static void run_layer(walk_t *w, int64_t index) {
+  const pass_t *p = w->p;
   const layer_t *layer = &p->model->layers[index];
   const linear_t *linear = layer->linear;
   int64_t rows = p->batch->rows, d = p->model->hidden, inner = p->model->inner;
   int base = (int)index * NUM_LINEAR;
-  norm_rows(p, layer->input_norm, p->normed, team, rank);
-  meet(team);
-  output_t read[] = {{&linear[Q], base + Q, p->q, linear[Q].out, 0},
-                     {&linear[K_], base + K_, p->k, linear[K_].out, 0},
-                     {&linear[V_], base + V_, p->v, linear[V_].out, 0}};
-  modules(p, p->normed, rows, read, 3, 0, team, rank);
-  meet(team);
-  place_rows(p, layer, team, rank);
-  meet(team);
-  attend(p, index);
-  meet(team);
+  output_t qkv[] = {{&linear[Q], base + Q, p->q, linear[Q].out, 0},
+                    {&linear[K_], base + K_, p->k, linear[K_].out, 0},
+                    {&linear[V_], base + V_, p->v, linear[V_].out, 0}};
   output_t back[] = {{&linear[O], base + O, p->x, d, 1}};
-  modules(p, p->mixed, rows, back, 1, 0, team, rank);
-  meet(team);
-  norm_rows(p, layer->post_norm, p->normed, team, rank);
-  meet(team);
   output_t widen[] = {{&linear[GATE], base + GATE, p->gate, inner, 0},
                       {&linear[UP], base + UP, p->up, inner, 0}};
-  modules(p, p->normed, rows, widen, 2, 0, team, rank);
-  swiglu(p, team, rank);
-  meet(team);
   output_t narrow[] = {{&linear[DOWN], base + DOWN, p->x, d, 1}};
-  modules(p, p->gate, rows, narrow, 1, 0, team, rank);
-  meet(team);
+  norm_rows(w, layer->input_norm, p->normed);
+  modules(w, &(read_t){p->normed, rows, qkv, 3, 0});
+  place_rows(w, layer);
+  attend(w, layer);
+  modules(w, &(read_t){p->mixed, rows, back, 1, 0});
+  norm_rows(w, layer->post_norm, p->normed);
+  gates(w, &(read_t){p->normed, rows, widen, 2, 0});
+  modules(w, &(read_t){p->gate, rows, narrow, 1, 0});
 }
 
 static void run(team_t *team, int rank, void *argument) {
+  (void)rank;
   const pass_t *p = argument;
   const model_t *model = p->model;
   const batch_t *batch = p->batch;
-  int64_t d = model->hidden;
-  range_t own = part(batch->rows, 1, team, rank);
-  for (int64_t m = own.first; m < own.end; m++)
-    memcpy(p->x + m * d, model->embed + batch->tokens[m] * d, (size_t)d * sizeof(float));
-  meet(team);
-  for (int64_t i = 0; i < model->num_layers; i++) run_layer(p, i, team, rank);
-  norm_rows(p, model->final_norm, batch->hidden, team, rank);
-  meet(team);
-  own = part(batch->num_wanted, 1, team, rank);
-  for (int64_t i = own.first; i < own.end; i++)
-    memcpy(p->chosen + i * d, batch->hidden + batch->wanted[i] * d, (size_t)d * sizeof(float));
-  meet(team);
+  walk_t walk = {p, team, 0}, *w = &walk;
+  size_t row = (size_t)model->hidden * sizeof(float);
+  EACH_ROW(w, m, batch->rows)
+    memcpy(p->x + m * model->hidden, model->embed + batch->tokens[m] * model->hidden, row);
+  end_stage(w);
+  for (int64_t i = 0; i < model->num_layers; i++) run_layer(w, i);
+  norm_rows(w, model->final_norm, batch->hidden);
+  EACH_ROW(w, i, batch->num_wanted)
+    memcpy(p->chosen + i * model->hidden, batch->hidden + batch->wanted[i] * model->hidden, row);
+  end_stage(w);
   int module = (int)model->num_layers * NUM_LINEAR;
   output_t head[] = {{&model->head, module, batch->logits, model->vocab, 0}};
-  if (batch->num_wanted) modules(p, p->chosen, batch->num_wanted, head, 1, 1, team, rank);
+  modules(w, &(read_t){p->chosen, batch->num_wanted, head, 1, 1});
 }
 
 static int64_t largest_rank(const pass_t *p) {
@@ -432,7 +485,8 @@ int forward(team_t *team, const model_t *model, const batch_t *batch) {
   int64_t per_row = 0;
   for (int i = 0; i < 10; i++) per_row += sizes[i];
   float *memory = scratch(team, (size_t)(batch->rows * per_row) * sizeof(float));
-  p.next_task = calloc((size_t)model->num_layers, sizeof(atomic_long));
+  int64_t stages = model->num_layers * STAGES_OF_A_LAYER + OTHER_STAGES;
+  p.next_task = calloc((size_t)stages, sizeof(atomic_long));
   int64_t offset = 0;
   for (int i = 0; i < 10; i++) {
     *places[i] = memory + offset;

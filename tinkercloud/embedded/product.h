@@ -100,10 +100,14 @@ static void some_rows(const product_t *p, int64_t row, int rows, range_t cols) {
 
 #define BLOCK_BYTES (128 * 1024) /* of w, that stay in the second-level cache */
 
+static int64_t block_width(int64_t k) {
+  int64_t width = BLOCK_BYTES / (k * (int64_t)sizeof(float)) / 16 * 16;
+  return MAX(width, 16);
+}
+
 /* The columns `cols` of the product, all rows. */
 static void multiply(const product_t *p, range_t cols) {
-  int64_t width = BLOCK_BYTES / (p->k * (int64_t)sizeof(float)) / 8 * 8;
-  width = MAX(width, 8);
+  int64_t width = block_width(p->k);
   for (int64_t n = cols.first; n < cols.end; n += width) {
     range_t block = {n, MIN(n + width, cols.end)};
     int64_t row = 0;

@@ -75,12 +75,4 @@ typedef struct {
   int64_t first, end;
 } range_t;
 
-/* This thread's part of `total`, cut at multiples of `unit`. */
-static inline range_t part(int64_t total, int64_t unit, const team_t *team, int rank) {
-  int64_t units = (total + unit - 1) / unit;
-  range_t own = {units * rank / team->size * unit, units * (rank + 1) / team->size * unit};
-  own.end = own.end < total ? own.end : total;
-  return own;
-}
-
 #endif
