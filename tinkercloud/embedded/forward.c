@@ -155,15 +155,13 @@ static segment_t segment_of(const pass_t *p, const read_t *read, int64_t s) {
   return read->over_wanted ? over_wanted(p, &segment) : segment;
 }
 
-#define RANKS 8 /* of a low-rank product in one task */
-
 /* x A^T of every row and module, beside each other in p->low. */
 static void low_rank(walk_t *w, const read_t *read) {
   const pass_t *p = w->p;
-  int64_t in = read->outputs[0].linear->in, parts = (p->max_rank + RANKS - 1) / RANKS;
+  int64_t in = read->outputs[0].linear->in, parts = (p->max_rank + PANEL - 1) / PANEL;
   int64_t tasks = p->batch->num_segments * read->count * parts;
   for (int64_t task; (task = take(w)) < tasks;) {
-    int64_t i = task / parts % read->count, first = task % parts * RANKS;
+    int64_t i = task / parts % read->count, first = task % parts * PANEL;
     segment_t segment = segment_of(p, read, task / parts / read->count);
     const lora_t *lora = &segment.modules[read->outputs[i].module];
     if (!lora->a || first >= lora->rank) continue;
@@ -171,7 +169,7 @@ static void low_rank(walk_t *w, const read_t *read) {
                       .w = lora->a, .k = in, .bias = NULL,
                       .y = p->low + segment.first * p->low_stride + i * p->max_rank,
                       .y_stride = p->low_stride, .add = 0, .scale = 1.0f};
-    multiply(&down, (range_t){first, MIN(first + RANKS, lora->rank)});
+    multiply(&down, (range_t){first, MIN(first + PANEL, lora->rank)});
   }
   end_stage(w);
 }
@@ -199,7 +197,7 @@ static void columns(const pass_t *p, const read_t *read, int i, range_t cols, in
 static void modules(walk_t *w, const read_t *read) {
   int adapted = has_adapter(w->p, read->outputs, read->count);
   if (adapted) low_rank(w, read);
-  int64_t width = block_width(read->outputs[0].linear->in);
+  int64_t width = task_columns(read->outputs[0].linear->in);
   for (int64_t task; ; ) {
     task = take(w);
     int i = 0;
@@ -235,7 +233,7 @@ static void swiglu(const pass_t *p, range_t cols) {
 static void gates(walk_t *w, const read_t *read) {
   int adapted = has_adapter(w->p, read->outputs, read->count);
   if (adapted) low_rank(w, read);
-  int64_t width = block_width(read->outputs[0].linear->in), inner = w->p->model->inner;
+  int64_t width = task_columns(read->outputs[0].linear->in), inner = w->p->model->inner;
   for (int64_t first; (first = take(w) * width) < inner;) {
     range_t cols = {first, MIN(first + width, inner)};
     columns(w->p, read, 0, cols, adapted);
