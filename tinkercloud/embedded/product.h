@@ -41,7 +41,8 @@ static float dot(const float *x, const float *w, int64_t k) {
 
 /* ---- panels */
 
-/* What is read next, so that it is on its way: rows of a matrix. */
+/* What is read next, so that it is on its way: rows of a matrix, the first half while a panel is
+   made and the other while it is used. */
 typedef struct {
   const float *w;
   int64_t stride, count;
@@ -70,14 +71,21 @@ INLINE void turn(const float *w, int64_t stride, __m256 out[8]) {
 }
 #endif
 
+INLINE void fetch(const ahead_t *ahead, int64_t first, int64_t step, int64_t end, int64_t at) {
+  for (int64_t r = first; r < MIN(end, ahead->count); r += step)
+    __builtin_prefetch(ahead->w + r * ahead->stride + at, 0, 2);
+}
+
 /* Columns [0, count) of w (rows of `stride`), inputs [0, k), into panel[k][PANEL]; zeros beyond. */
-static void make_panel(const float *w, int64_t stride, int64_t count, int64_t k, float *panel) {
+static void make_panel(const float *w, int64_t stride, int64_t count, int64_t k, float *panel,
+                       const ahead_t *ahead) {
   int64_t c = 0;
 #if defined(__AVX__)
   for (; c + 8 <= count; c += 8) {
     int64_t i = 0;
     for (; i + 8 <= k; i += 8) {
       __m256 turned[8];
+      if (i % LINE == 0) fetch(ahead, c / 2, 1, c / 2 + 4, i);
       turn(w + c * stride + i, stride, turned);
       _Pragma("GCC unroll 8") for (int j = 0; j < 8; j++)
           _mm256_storeu_ps(panel + (i + j) * PANEL + c, turned[j]);
@@ -90,15 +98,14 @@ static void make_panel(const float *w, int64_t stride, int64_t count, int64_t k,
     for (int64_t i = 0; i < k; i++) panel[i * PANEL + c] = c < count ? w[c * stride + i] : 0.0f;
 }
 
-/* sums[row][PANEL] += ROWS rows of x times a panel; every `step`th row of `ahead` from `first` on
-   is fetched meanwhile. */
+/* sums[row][PANEL] += ROWS rows of x times a panel; every `step`th of the
+   other rows of `ahead` from `first` on is fetched meanwhile. */
 #define DEFINE_STRIP(ROWS)                                                                         \
   static void strip_##ROWS(const float *x, int64_t xs, const float *panel, int64_t k, float *sums, \
                            const ahead_t *ahead, int64_t first, int64_t step) {                    \
     vec a[ROWS][2] = {};                                                                           \
     for (int64_t start = 0; start < k; start += LINE) {                                            \
-      for (int64_t r = first; r < ahead->count; r += step)                                         \
-        __builtin_prefetch(ahead->w + r * ahead->stride + start, 0, 2);                            \
+      fetch(ahead, PANEL / 2 + first, step, PANEL, start);                                         \
       int64_t end = MIN(start + LINE, k);                                                          \
       for (int64_t i = start; i < end; i++) {                                                      \
         vec left = load(panel + i * PANEL), right = load(panel + i * PANEL + LANES);               \
@@ -228,7 +235,7 @@ static void one_panel(const product_t *p, int64_t row, int64_t rows, int64_t col
     for (int64_t i = 0; i < p->k; i += chunk) {
       int64_t k = MIN(chunk, p->k - i);
       ahead_t ahead = {i + chunk < p->k ? w + i + chunk : w + PANEL * p->k, p->k, count};
-      make_panel(w + i, p->k, count, k, panel);
+      make_panel(w + i, p->k, count, k, panel, &ahead);
       times_panel(x + i, p->x_stride, rows, panel, k, sums, &ahead);
     }
   }
