@@ -59,7 +59,7 @@ typedef struct {
   const int32_t *sequence;   /* of each row: its row in `tables` */
   const int32_t *tables;     /* block numbers of each sequence, in order */
   int64_t table_stride;
-  const float *cosine, *sine; /* [rows][Dh / 2] */
+  const float *cosine, *sine; /* [position][Dh / 2] */
   int64_t num_segments;
   const segment_t *segments;
   int64_t num_wanted;
@@ -258,13 +258,14 @@ static void place_rows(walk_t *w, const layer_t *layer) {
   const batch_t *batch = p->batch;
   int64_t dh = model->head_dim, size = model->block_size;
   EACH_ROW(w, m, batch->rows) {
-    const float *cosine = batch->cosine + m * dh / 2, *sine = batch->sine + m * dh / 2;
+    int64_t position = batch->positions[m], slot = position % size;
+    const float *cosine = batch->cosine + position * dh / 2;
+    const float *sine = batch->sine + position * dh / 2;
     for (int64_t h = 0; h < model->heads; h++) {
       float *q = p->q + (m * model->heads + h) * dh;
       if (layer->q_norm) rms_norm(q, layer->q_norm, dh, model->eps, q);
       rotate(q, cosine, sine, dh / 2);
     }
-    int64_t position = batch->positions[m], slot = position % size;
     int64_t block = batch->tables[batch->sequence[m] * batch->table_stride + position / size];
     for (int64_t h = 0; h < model->kv_heads; h++) {
       float *k = p->k + (m * model->kv_heads + h) * dh;

@@ -294,8 +294,8 @@ class NativeModel:
         """Logits (W, V) of the wanted rows, good until the next call; keys and values of all rows
         go to their blocks.
 
-        rotary: cosines and sines (M, Dh / 2). segments: (first row, number of rows, scale,
-        factors), disjoint.
+        rotary: cosines and sines of all positions up to the last (P, Dh / 2). segments: (first
+        row, number of rows, scale, factors), disjoint.
         """
         hidden = torch.empty(len(rows.tokens), self._config.hidden_size)
         logits = self._logits_of(len(rows.wanted))

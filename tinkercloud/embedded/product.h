@@ -98,6 +98,13 @@ static void make_panel(const float *w, int64_t stride, int64_t count, int64_t k,
     for (int64_t i = 0; i < k; i++) panel[i * PANEL + c] = c < count ? w[c * stride + i] : 0.0f;
 }
 
+/* The compiler would load it again for every use. */
+#if defined(__AVX__)
+#define IN_REGISTER(v) __asm__("" : "+x"(v))
+#else
+#define IN_REGISTER(v) (void)0
+#endif
+
 /* sums[row][PANEL] += ROWS rows of x times a panel; every `step`th of the
    other rows of `ahead` from `first` on is fetched meanwhile. */
 #define DEFINE_STRIP(ROWS)                                                                         \
@@ -109,6 +116,8 @@ static void make_panel(const float *w, int64_t stride, int64_t count, int64_t k,
       int64_t end = MIN(start + LINE, k);                                                          \
       for (int64_t i = start; i < end; i++) {                                                      \
         vec left = load(panel + i * PANEL), right = load(panel + i * PANEL + LANES);               \
+        IN_REGISTER(left);                                                                         \
+        IN_REGISTER(right);                                                                        \
         _Pragma("GCC unroll 8") for (int r = 0; r < ROWS; r++) {                                   \
           vec one = all(x[r * xs + i]);                                                            \
           a[r][0] += one * left;                                                                   \
@@ -148,40 +157,32 @@ static void times_panel(const float *x, int64_t xs, int64_t rows, const float *p
 #if defined(__AVX__)
 #define FEW 4
 
-#define SOON (8 * LINE) /* inputs ahead of their use that are fetched */
+#define SOON (4 * LINE) /* inputs ahead of their use that are fetched */
 
 /* sums[row][PANEL] = ROWS rows of x times a panel of w, all k inputs in chunks. */
 #define DEFINE_FEW(ROWS)                                                                           \
   static void few_##ROWS(const float *x, int64_t xs, const float *w, int64_t k, int64_t chunk,     \
                          float *sums) {                                                            \
-    for (int c = 0; c < PANEL; c += 16) {                                                          \
-      __m256 sum[ROWS][2] = {}, a[ROWS][2] = {};                                                   \
-      const float *left = w + c * k, *right = left + 8 * k;                                        \
+    for (int c = 0; c < PANEL; c += 8, w += 8 * k) {                                               \
+      __m256 sum[ROWS] = {}, a[ROWS] = {};                                                         \
       int64_t cut = chunk;                                                                         \
       for (int64_t i = 0; i < k; i += 8) {                                                         \
         if (i == cut) {                                                                            \
           cut += chunk;                                                                            \
-          for (int r = 0; r < ROWS; r++)                                                           \
-            for (int h = 0; h < 2; h++) sum[r][h] += a[r][h], a[r][h] = _mm256_setzero_ps();       \
+          for (int r = 0; r < ROWS; r++) sum[r] += a[r], a[r] = _mm256_setzero_ps();               \
         }                                                                                          \
         if (i % LINE == 0) {                                                                       \
-          int64_t soon = i + SOON < k ? i + SOON : 15 * k + i + SOON;                              \
-          _Pragma("GCC unroll 16") for (int r = 0; r < 16; r++)                                    \
-              __builtin_prefetch(left + r * k + soon, 0, 3);                                       \
+          int64_t soon = i + SOON < k ? i + SOON : 7 * k + i + SOON;                               \
+          _Pragma("GCC unroll 8") for (int r = 0; r < 8; r++)                                      \
+              __builtin_prefetch(w + r * k + soon, 0, 3);                                          \
         }                                                                                          \
         __m256 turned[8];                                                                          \
-        turn(left + i, k, turned);                                                                 \
+        turn(w + i, k, turned);                                                                    \
         _Pragma("GCC unroll 8") for (int j = 0; j < 8; j++)                                        \
             _Pragma("GCC unroll 4") for (int r = 0; r < ROWS; r++)                                 \
-                a[r][0] += _mm256_set1_ps(x[r * xs + i + j]) * turned[j];                          \
-        turn(right + i, k, turned);                                                                \
-        _Pragma("GCC unroll 8") for (int j = 0; j < 8; j++)                                        \
-            _Pragma("GCC unroll 4") for (int r = 0; r < ROWS; r++)                                 \
-                a[r][1] += _mm256_set1_ps(x[r * xs + i + j]) * turned[j];                          \
+                a[r] += _mm256_set1_ps(x[r * xs + i + j]) * turned[j];                             \
       }                                                                                            \
-      for (int r = 0; r < ROWS; r++)                                                               \
-        for (int h = 0; h < 2; h++)                                                                \
-          _mm256_storeu_ps(sums + r * PANEL + c + 8 * h, sum[r][h] + a[r][h]);                     \
+      for (int r = 0; r < ROWS; r++) _mm256_storeu_ps(sums + r * PANEL + c, sum[r] + a[r]);        \
     }                                                                                              \
   }
 

@@ -87,16 +87,16 @@ class NativeRunner:
         self.scan: Scan | None = partial(scan, self._team)
         self._models: dict[str, tuple[BlockPool, NativeModel]] = {}
         self._adapters: dict[str, AdapterTable] = {}
+        self._angles: dict[str, tuple[Tensor, Tensor]] = {}  # by base; they grow as needed
 
     def forward(self, batch: Batch, pool: BlockPool) -> Tensor:
-        positions = torch.from_numpy(batch.positions.astype(np.int64))
         segments, first = [], 0
         for version, count in batch.versions:
             if version.adapter is not None:
                 segments.append((first, count, version.scale, self._table(version)))
             first += count
         model = self._model(batch.versions[0][0], pool)
-        rotary = batch.base.architecture.rotary(positions)
+        rotary = self._rotary(batch.base, int(batch.positions.max()) + 1)
         return model.forward(self._team, batch, rotary, segments)
 
     def rest(self) -> None:
@@ -111,6 +111,13 @@ class NativeRunner:
         made = NativeModel(version.base.config, version.weights, pool.keys, pool.values)
         self._models[name] = (pool, made)
         return made
+
+    def _rotary(self, base: BaseModel, num_positions: int) -> tuple[Tensor, Tensor]:
+        known = self._angles.get(base.name)
+        if known is None or len(known[0]) < num_positions:
+            more = torch.arange(1 << max(10, (num_positions - 1).bit_length()))
+            known = self._angles[base.name] = base.architecture.rotary(more)
+        return known
 
     def _table(self, version: Version) -> AdapterTable:
         if version.id not in self._adapters:
