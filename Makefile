@@ -79,6 +79,8 @@ bench: install $(SGLANG)/installed ## all benchmarks, beside the peers that are 
 	$(BIN)/python benchmarks/cluster_overhead.py --json benchmarks/results/cluster_overhead.json
 	$(BIN)/python benchmarks/cookbook_recipes.py --json benchmarks/results/cookbook_recipes.json
 	$(BIN)/python benchmarks/sampling.py --json benchmarks/results/sampling.json
+	$(BIN)/python benchmarks/concurrency.py --json benchmarks/results/concurrency.json
+	$(BIN)/python benchmarks/sharing.py --json benchmarks/results/sharing.json
 	$(BIN)/python benchmarks/training.py --json benchmarks/results/training.json
 	$(BIN)/python benchmarks/rl_step.py --json benchmarks/results/rl_step.json
 	$(BIN)/python benchmarks/render.py
