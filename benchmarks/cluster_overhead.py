@@ -43,6 +43,7 @@ COLUMNS = (
     *("overhead p50 ms", "overhead p99 ms"),
 )
 TARGET_MS = 10.0
+IDLE_S = 0.02
 PROTO = "application/x-protobuf"
 
 
@@ -80,6 +81,9 @@ def batch(datums: int, length: int) -> TrainBatch:
         }
         data.append(Datum(tokens[:-1], inputs))
     return TrainBatch(tuple(data), "cross_entropy")
+
+
+NOTHING = TrainBatch((), "cross_entropy")
 
 
 async def measured(
@@ -127,9 +131,36 @@ async def through_ray(folder: Path, data_dir: Path, repeats: int) -> list[Row]:
                 await backend.forward_backward("m", work)
 
             rows.append(await measured("Ray", work, operation, busy_ms, repeats))
+        rows.append(await empty_calls(repeats))
     finally:
         await backend.stop()
     return rows
+
+
+async def empty_calls(repeats: int) -> Row:
+    """The baseline of Ray itself: two actors that wait a while each, and compute nothing."""
+    import ray
+
+    class Idle:
+        def wait(self, request: bytes) -> bytes:
+            time.sleep(IDLE_S)
+            return request
+
+    actors = [ray.remote(num_cpus=0)(Idle).remote() for _ in range(2)]
+    waited = 0.0
+
+    async def operation() -> None:
+        nonlocal waited
+        await asyncio.gather(*(actor.wait.remote(bytes(600)) for actor in actors))
+        waited += 1e3 * IDLE_S
+
+    async def busy_ms() -> float:
+        return waited
+
+    row = await measured("Ray, two empty calls", NOTHING, operation, busy_ms, repeats)
+    for actor in actors:
+        ray.kill(actor)
+    return row
 
 
 def check(folder: Path, work: TrainBatch, logprobs: list[np.ndarray]) -> None:
@@ -213,6 +244,17 @@ async def through_service(server: Server, repeats: int) -> list[Row]:
             forward_backward(work)
 
         rows.append(await measured("Ray and service", work, operation, busy_ms, repeats))
+
+    async def empty_requests() -> None:
+        for _ in range(2):  # a result takes two requests as well
+            line.ask("GET", "/api/v1/healthz")
+
+    async def nothing() -> float:
+        return 0.0
+
+    rows.append(
+        await measured("HTTP, two health checks", NOTHING, empty_requests, nothing, repeats)
+    )
     return rows
 
 
@@ -242,7 +284,7 @@ def main() -> int:
         columns=COLUMNS,
         rows=[row.cells() for row in rows],
         versions=versions("tinkercloud", "ray", "megatron-core", "torch", "transformers"),
-        targets=[target(row) for row in rows],
+        targets=[target(row) for row in rows if row.datums],
     )
     print(report.table())
     for one in report.targets:
@@ -263,7 +305,8 @@ A tiny Llama on two data-parallel Megatron ranks over gloo, each an actor of a R
 machine; forward_backward one at a time. *ranks* is the slower rank's own time, measured inside it;
 the overhead is all the rest of the wall time: the batch into the object store, the calls, the
 answers, and for the second half HTTP, SQLite and protobuf on both sides. Ranks, server and client
-share the cores."""
+share the cores. Baselines of the same run, which no overhead can be below: two actors of Ray that
+wait 20 ms and compute nothing, and two HTTP requests that do nothing."""
 
 if __name__ == "__main__":
     sys.exit(main())
