@@ -26,18 +26,13 @@ def scan(logits: Tensor, rows: Sequence[RowParams]) -> Scanned:
     """A `sampler.Scan` for logits (B, V) on any device."""
     params = torch.from_numpy(packed(rows)).to(logits.device)
     weights = _weights(logits, params)
-    cut = [i for i, row in enumerate(rows) if is_cut(row)]
+    cut = [i for i, row in enumerate(rows) if row.is_cut]
     if cut:
         at = torch.tensor(cut, device=weights.device)
         own = weights[at]
         kept = keep_masks(own, [rows[i].top_k for i in cut], [rows[i].top_p for i in cut])
         weights[at] = own.masked_fill(~kept, float("-inf"))
     return read(_find(weights, params).cpu().numpy())
-
-
-def is_cut(row: RowParams) -> bool:
-    """Whether top-k or top-p leave something out."""
-    return row.temperature > 0 and (row.top_k > 0 or row.top_p < 1.0)
 
 
 def packed(rows: Sequence[RowParams]) -> NDArray[np.int64]:

@@ -29,6 +29,11 @@ class RowParams:
     sample_index: int
     position: int
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether top-k or top-p leave something out."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0)
+
 
 def gumbel_noise(seed: int, sample_index: int, position: int, vocab_size: int) -> Tensor:
     """Standard Gumbel noise, float32 (V,), keyed by (seed, sample_index, position).
@@ -85,7 +90,7 @@ def warp(logits: Tensor, rows: Sequence[RowParams]) -> Tensor:
     weights = logits.float()
     if any(r.temperature not in (0.0, 1.0) for r in rows):
         weights = weights / _temperatures(rows, logits.device)[:, None]
-    cut = [i for i, r in enumerate(rows) if r.temperature > 0 and (r.top_k > 0 or r.top_p < 1.0)]
+    cut = [i for i, row in enumerate(rows) if row.is_cut]
     if cut and weights is logits:
         weights = weights.clone()
     for i in cut:

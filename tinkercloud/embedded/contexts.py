@@ -14,8 +14,8 @@ from torch import Tensor
 from tinkercloud.weights.adapters import Adapter
 
 ROW_TILE = 8
-"""Matrix products of the sampler get a multiple of this many rows. A BLAS picks its kernel by the
-number of rows; with whole tiles a row's result does not depend on how many rows come with it
+"""Matrix products of sampler and trainer get a multiple of this many rows. A BLAS picks its kernel
+by the number of rows; with whole tiles a row's result does not depend on how many rows come with it
 (`tests/numerics/test_sampler.py` measures this on the machine at hand)."""
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from tinkercloud.embedded.base_model import BaseModel
-from tinkercloud.embedded.train_linear import Group, Linears, Part, Segment, pad_rows
+from tinkercloud.embedded.contexts import pad_rows
+from tinkercloud.embedded.train_linear import Group, Linears, Part, Segment
 from tinkercloud.embedded.train_targets import Order, Targets
 
 LOGIT_ROWS = 256

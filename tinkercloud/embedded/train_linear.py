@@ -16,15 +16,6 @@ from torch import Tensor
 
 from tinkercloud.weights.adapters import Adapter
 
-ROW_TILE = 8
-"""Products of a pass have a multiple of this many rows. A BLAS takes another kernel for what is
-left of a tile; with whole tiles a row's result does not depend on its company (tests insist)."""
-
-
-def pad_rows(num_rows: int) -> int:
-    """The next multiple of ROW_TILE."""
-    return -(-num_rows // ROW_TILE) * ROW_TILE
-
 
 @dataclass(slots=True)
 class Part:

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from tinkercloud.core.types import TrainBatch
 from tinkercloud.embedded.base_model import BaseModel
+from tinkercloud.embedded.contexts import pad_rows
 from tinkercloud.embedded.train_attention import PackedAttention
 from tinkercloud.embedded.train_block import Blocks, Saved
 from tinkercloud.embedded.train_head import Head
-from tinkercloud.embedded.train_linear import Linears, Part, Segment, pad_rows
+from tinkercloud.embedded.train_linear import Linears, Part, Segment
 from tinkercloud.embedded.train_rows import norm_backward, norm_forward
 from tinkercloud.embedded.train_targets import arrange
 from tinkercloud.errors import UserError
