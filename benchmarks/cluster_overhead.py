@@ -286,11 +286,7 @@ def main() -> int:
         versions=versions("tinkercloud", "ray", "megatron-core", "torch", "transformers"),
         targets=[target(row) for row in rows if row.datums],
     )
-    print(report.table())
-    for one in report.targets:
-        print(f"{'met' if one['met'] else 'MISSED'}: {one['name']}: {one['value']} ms")
-    if given.json is not None:
-        report.write(given.json)
+    report.publish(given.json, " ms")
     return 0
 
 

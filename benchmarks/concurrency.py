@@ -194,11 +194,7 @@ def main() -> int:
         versions=versions("tinkercloud", "torch"),
         targets=targets(seen),
     )
-    print(result.table())
-    for one in result.targets:
-        print(f"{'met' if one['met'] else 'MISSED'}: {one['name']}: {one['value']}")
-    if given.json is not None:
-        result.write(given.json)
+    result.publish(given.json)
     return 1 if any(one.failed or one.fault for one in seen) else 0
 
 

@@ -251,11 +251,8 @@ def main() -> int:
         print("there is no CUDA device here: nothing is measured")
         return 0
     report = measured(Plan.of(torch.device(given.device), given.quick))
-    print(f"{report.about}\n\n{report.table()}\n")
-    for one in report.targets:
-        print(f"{'met' if one['met'] else 'MISSED'}: {one['name']}: {one['value']}")
-    if given.json is not None:
-        report.write(given.json)
+    print(f"{report.about}\n")
+    report.publish(given.json)
     return 0
 
 

@@ -62,6 +62,15 @@ class Report:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
+    def publish(self, path: Path | None, unit: str = "") -> None:
+        """Prints the table and the targets, whose values are in `unit`; writes where a path is."""
+        print(self.table())
+        for one in self.targets:
+            met = "met" if one["met"] else "MISSED"
+            print(f"{met}: {one['name']}: {one['value']}{unit}")
+        if path is not None:
+            self.write(path)
+
     @classmethod
     def read(cls, path: Path) -> "Report":
         return cls(**json.loads(path.read_text(encoding="utf-8")))

@@ -199,11 +199,8 @@ def main() -> int:
         work = Work(str(folder), prompts(folder, scale), scale, usable_cores())
         rows, notes = measured(starters(given, gguf, work), scale)
     result = report(given, scale, rows, notes)
-    print(f"{result.about}\n\n{result.table()}\n")
-    for one in result.targets:
-        print(f"{'met' if one['met'] else 'MISSED'}: {one['name']}: {one['value']}")
-    if given.json is not None:
-        result.write(given.json)
+    print(f"{result.about}\n")
+    result.publish(given.json)
     mine = [row for row in rows if row.contender == OURS]
     return 1 if any(row.diary.fault or row.diary.stopped for row in mine) else 0
 

@@ -215,11 +215,8 @@ def main() -> int:
     if not native_bfloat16():
         bench.notes.append("bfloat16: this processor has no instructions for it.")
     result = report(bench, seen, scale, given.quick)
-    print(f"{result.about}\n\n{result.table()}\n")
-    for one in result.targets:
-        print(f"{'met' if one['met'] else 'MISSED'}: {one['name']}: {one['value']}")
-    if given.json is not None:
-        result.write(given.json)
+    print(f"{result.about}\n")
+    result.publish(given.json)
     return 1 if wrong(bench) else 0
 
 

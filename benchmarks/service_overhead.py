@@ -313,9 +313,7 @@ def main() -> int:
         rows=[row.cells() for row in rows],
         versions=versions("tinkercloud", "tinker", "fastapi", "uvicorn", "httpx", "numpy"),
     )
-    print(report.table())
-    if given.json is not None:
-        report.write(given.json)
+    report.publish(given.json)
     return 1 if any(row.failed for row in rows) else 0
 
 

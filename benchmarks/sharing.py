@@ -187,11 +187,7 @@ def main() -> int:
         versions=versions("tinkercloud", "tinker", "torch"),
         targets=targets(seen),
     )
-    print(report.table())
-    for one in report.targets:
-        print(f"{'met' if one['met'] else 'MISSED'}: {one['name']}: {one['value']}")
-    if given.json is not None:
-        report.write(given.json)
+    report.publish(given.json)
     return 1 if any(one.failed for one in seen) else 0
 
 

@@ -294,11 +294,8 @@ def main() -> int:
         found = [bench.measure(shape, lengths) for shape, lengths in shapes.items()]
         limit = max(limit, matrix_gflop_s(torch.float32, seconds))
         result = report(bench, found, limit, quick=given.quick)
-    print(f"{result.about}\n\n{result.table()}\n")
-    for one in result.targets:
-        print(f"{'met' if one['met'] else 'MISSED'}: {one['name']}: {one['value']}")
-    if given.json is not None:
-        result.write(given.json)
+    print(f"{result.about}\n")
+    result.publish(given.json)
     return 0
 
 
