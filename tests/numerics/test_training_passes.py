@@ -12,9 +12,11 @@ from tests.numerics.networks import FAMILIES, SIZES, random_network
 from tinkercloud.core.types import Datum, LoraSpec, TrainBatch
 from tinkercloud.embedded import train_head
 from tinkercloud.embedded.base_model import BaseModel
+from tinkercloud.embedded.contexts import pad_rows
 from tinkercloud.embedded.train_attention import PackedAttention, bucket
 from tinkercloud.embedded.train_block import is_known, neighbours
 from tinkercloud.embedded.train_context import causal_attention
+from tinkercloud.embedded.train_layout import lay_out
 from tinkercloud.embedded.train_linear import Part, join_weights, joined
 from tinkercloud.embedded.train_pass import Share, run_pass
 from tinkercloud.embedded.train_reference import run_reference
@@ -78,6 +80,20 @@ def batch(loss: str = "cross_entropy", lengths: Sequence[int] = LENGTHS, **more:
     return TrainBatch(data, loss, LOSSES[loss].defaults)
 
 
+def beginning_alike(loss: str = "cross_entropy", **more: int) -> TrainBatch:
+    """Samples of two prompts, one sample the beginning of another; two turns; a short likeness."""
+    tokens = np.random.default_rng(0).integers(0, VOCAB, 400).astype(np.int32)
+    parts = [
+        *((0, 20, 100, 9), (0, 20, 110, 30), (30, 70, 120, 5), (0, 20, 130, 1)),
+        *((30, 70, 120, 3), (30, 70, 120, 40), (0, 5, 200, 12), (0, 20, 0, 0)),
+    ]
+    data = []
+    for i, (start, end, after, count) in enumerate(parts):
+        own = np.concatenate([tokens[start:end], tokens[after : after + count]])
+        data.append(replace(datum(len(own), i, loss, **more), tokens=own))
+    return TrainBatch(tuple(data), loss, LOSSES[loss].defaults)
+
+
 def share(model: TrainableModel, work: TrainBatch) -> Share:
     part = Part(model.adapter, model.scale, model.full_weights())
     return Share(part, work, range(len(work.data)))
@@ -127,6 +143,35 @@ def test_recomputed_blocks_equal_autograd(base: BaseModel) -> None:
 @pytest.mark.parametrize("loss", sorted(LOSSES))
 def test_every_loss_equals_autograd(loss: str, llama: BaseModel) -> None:
     assert_equal_to_reference(lora(llama), batch(loss))
+
+
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+def test_datums_that_begin_alike_get_what_each_gets_from_autograd(
+    loss: str, llama: BaseModel
+) -> None:
+    assert_equal_to_reference(lora(llama), beginning_alike(loss))
+
+
+def test_shared_beginnings_equal_autograd_in_every_family(base: BaseModel) -> None:
+    assert_equal_to_reference(lora(base), beginning_alike(targets=2), recompute=True)
+    assert_equal_to_reference(full(base), beginning_alike())
+
+
+def test_what_datums_begin_with_alike_is_computed_once() -> None:
+    data = beginning_alike().data
+    layout = lay_out([data])
+    assert layout.ends == (20 + 9 + 30 + 40 + 40 + 1 + 17,)  # 5 tokens alike are too few
+    assert len(layout.tokens) == pad_rows(layout.ends[0])
+    for each, rows in zip(data, layout.rows[0], strict=True):
+        np.testing.assert_array_equal(layout.tokens[rows], each.tokens)
+        np.testing.assert_array_equal(layout.positions[rows], np.arange(len(rows)))
+    assert set(np.concatenate(layout.sequences())) == set(range(len(layout.tokens)))
+
+
+def test_models_share_no_rows() -> None:
+    data = beginning_alike().data
+    (alone,), (first, second) = lay_out([data]).ends, lay_out([data, data]).ends
+    assert (first, second) == (alone, 2 * alone)
 
 
 def test_several_targets_equal_autograd(llama: BaseModel) -> None:
@@ -214,6 +259,35 @@ def test_joined_weights_keep_their_values_and_give_the_same_gradients(tmp_path: 
         torch.testing.assert_close(grad, other, rtol=0, atol=1e-5 * float(other.abs().max()))
 
 
+@pytest.mark.parametrize(
+    "sequences",
+    [
+        ((0, 40, 0, 0), (0, 40, 60, 70), (0, 20, 40, 60)),
+        ((0, 30, 50, 70), (0, 30, 30, 50)),
+    ],
+)
+def test_attention_of_shared_rows_sums_their_gradients(
+    sequences: Sequence[tuple[int, int, int, int]],
+) -> None:
+    torch.manual_seed(0)
+    rows = [np.r_[a:b, c:d] for a, b, c, d in sequences]
+    q, k, v = (torch.randn(70, heads, 16, requires_grad=True) for heads in (6, 2, 2))
+    dout = torch.randn_like(q)
+    expected = torch.zeros_like(q)
+    for own in reversed(rows):
+        at = torch.from_numpy(own)
+        expected = expected.index_put((at,), causal_attention(q[at], k[at], v[at], [len(own)]))
+    wanted = torch.autograd.grad(expected, (q, k, v), dout)
+    attention = PackedAttention(rows, 70, torch.device("cpu"))
+    with torch.no_grad():
+        out, kept = attention.forward(q, k, v, keep=True)
+        found = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+        attention.backward(kept, dout, found)
+    torch.testing.assert_close(out, expected.detach())
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("lengths", [(8, 8, 8), (5, 6, 40, 6, 1), (70,), (16, 9, 16)])
 def test_attention_by_buckets_equals_attention_one_by_one(lengths: tuple[int, ...]) -> None:
     torch.manual_seed(0)
@@ -221,7 +295,8 @@ def test_attention_by_buckets_equals_attention_one_by_one(lengths: tuple[int, ..
     dout = torch.randn_like(q)
     expected = causal_attention(q, k, v, lengths)
     wanted = torch.autograd.grad(expected, (q, k, v), dout)
-    attention = PackedAttention(lengths, torch.device("cpu"))
+    rows = np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
+    attention = PackedAttention(rows, sum(lengths), torch.device("cpu"))
     with torch.no_grad():
         out, kept = attention.forward(q, k, v, keep=True)
         found = [torch.full_like(x, torch.nan) for x in (q, k, v)]
@@ -237,8 +312,9 @@ def test_a_bucket_wastes_little() -> None:
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "gspo"])
 def test_models_that_share_a_pass_get_what_each_gets_alone(base: BaseModel, loss: str) -> None:
-    models = [lora(base, seed) for seed in (1, 2, 3)]
+    models = [lora(base, seed) for seed in (1, 2, 3, 4)]
     works = [batch(loss, lengths) for lengths in ((9, 30), (64,), (5, 5, 17, 300))]
+    works.append(beginning_alike(loss))
     alone = [ran(run_pass, base, share(m, w)) for m, w in zip(models, works, strict=True)]
     together = [share(m, w) for m, w in zip(models, works, strict=True)]
     ran(run_pass, base, *together)

@@ -8,7 +8,7 @@ from tests.numerics.tiny import supervised
 from tinkercloud.core.types import Datum, LoraSpec, TrainBatch
 from tinkercloud.embedded import training_queue
 from tinkercloud.embedded.models import ModelStore
-from tinkercloud.embedded.train_plan import Limits, kept_bytes_per_token, micro_batches
+from tinkercloud.embedded.train_plan import KeptBytes, Limits, kept_bytes, micro_batches
 from tinkercloud.embedded.trainer import TrainableModel
 from tinkercloud.embedded.training_queue import Finished, TrainingQueue, run_alone
 from tinkercloud.errors import UserError
@@ -229,7 +229,9 @@ def test_micro_batches_keep_to_both_limits() -> None:
     data = batch(10, 20, 30, 80, 5).data
 
     def cut(**limits: int) -> list[tuple[tuple[int, ...], bool]]:
-        return [(m.indices, m.recompute) for m in micro_batches(data, Limits(**limits), 10)]
+        return [
+            (m.indices, m.recompute) for m in micro_batches(data, Limits(**limits), KeptBytes(7, 3))
+        ]
 
     assert cut(tokens=60) == [((0, 1, 2), False), ((3,), False), ((4,), False)]
     assert cut(tokens=60, activation_bytes=300) == [
@@ -238,6 +240,19 @@ def test_micro_batches_keep_to_both_limits() -> None:
         ((3,), True),
         ((4,), False),
     ]
+
+
+def test_what_datums_share_counts_once_in_a_micro_batch() -> None:
+    prompt, *samples = (one.tokens for one in batch(50, *[20] * 5, seed=3).data)
+    data = [Datum(np.concatenate([prompt, own]), {}) for own in samples]
+
+    def cut(tokens: int, activation_bytes: int = 10**6) -> list[tuple[tuple[int, ...], int]]:
+        limits = Limits(tokens, activation_bytes)
+        return [(m.indices, m.num_rows) for m in micro_batches(data, limits, KeptBytes(7, 3))]
+
+    assert cut(150) == [((0, 1, 2, 3, 4), 150)]
+    assert cut(60) == [((0, 1, 2, 3), 130), ((4,), 70)]  # 60 rows beyond the first datum's
+    assert cut(150, 7 * 90 + 3 * 140) == [((0, 1), 90), ((2, 3), 90), ((4,), 70)]
 
 
 def test_the_estimate_of_kept_bytes_is_from_above_and_not_far(store: ModelStore) -> None:
@@ -265,5 +280,6 @@ def test_the_estimate_of_kept_bytes_is_from_above_and_not_far(store: ModelStore)
         patch.setattr(train_pass.Blocks, "forward", watched)
         alone(a, batch(37, 21))
     real = sum(storages.values()) / (37 + 21)
-    estimate = kept_bytes_per_token(a.base.config, 4, 4)
+    each = kept_bytes(a.base.config, 4, 4)
+    estimate = each.row + each.token
     assert 0.6 * estimate < real <= 1.1 * estimate

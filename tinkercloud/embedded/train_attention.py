@@ -2,7 +2,8 @@
 
 Sequences of similar length are one call: each is padded at its end to a bucket that depends on its
 own length alone, so that its result does not depend on its company. What stands in the padding is
-seen by no real row (attention is causal), and no gradient comes from it.
+seen by no real row (attention is causal), and no gradient comes from it. A row that several
+sequences begin with takes part in each; its result is that of the first.
 
 Axes: T packed rows, B sequences of a bucket, L their padded length, Hq/Hkv heads, Dh head size.
 """
@@ -10,8 +11,10 @@ Axes: T packed rows, B sequences of a bucket, L their padded length, Hq/Hkv head
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -24,12 +27,12 @@ def bucket(length: int) -> int:
 @dataclass(frozen=True, slots=True)
 class _Bucket:
     """rows: of the packing, (B * L,), or a slice where the sequences are whole and neighbours.
-    real: which of the B * L are no padding, or None for all."""
+    own: which of the B * L are neither padding nor another sequence's, or None for all."""
 
     num: int
     length: int
     rows: Tensor | slice
-    real: Tensor | None
+    own: Tensor | None
 
 
 class _Kept:
@@ -45,12 +48,15 @@ Kept = list[_Kept]
 
 
 class PackedAttention:
-    """Attention for sequences of these lengths, in this order."""
+    """Attention for sequences of these rows of a packing, which together have all of them."""
 
-    def __init__(self, lengths: Sequence[int], device: torch.device):
+    def __init__(self, sequences: Sequence[NDArray[np.int64]], num_rows: int, device: torch.device):
+        places = _Places(sequences, num_rows)
         self._buckets = [
-            _gathered(size, members, device) for size, members in _members(lengths).items()
+            _gathered(size, members, sequences, places, device)
+            for size, members in _members(sequences).items()
         ]
+        self._sums = places.sums(device)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, keep: bool) -> tuple[Tensor, Kept]:
         """q (T, Hq, Dh), k and v (T, Hkv, Dh) -> (T, Hq, Dh); Kept is empty unless `keep`."""
@@ -64,8 +70,8 @@ class PackedAttention:
                 )
             if keep:
                 kept.append(_Kept((own_q, own_k, own_v), out))
-            packed = out.detach().transpose(1, 2).reshape(-1, *q.shape[1:])
-            if len(self._buckets) == 1 and at.real is None:
+            packed = _packed(out.detach())
+            if len(self._buckets) == 1 and at.own is None:
                 return packed, kept
             whole = torch.empty_like(q) if whole is None else whole
             _put(whole, packed, at)
@@ -74,53 +80,113 @@ class PackedAttention:
 
     def backward(self, kept: Kept, dout: Tensor, into: Sequence[Tensor]) -> None:
         """Write dq, dk and dv to the three tensors of `into`, shaped as q, k and v were."""
+        grads: list[tuple[Tensor, ...]] = []
         for at, one in zip(self._buckets, kept, strict=True):
-            given = _rows(dout, at)
-            if at.real is not None:
-                given = _rows(dout, at, silent_padding=True)
-            grads = torch.autograd.grad(one.out, one.inputs, given)
-            for target, grad in zip(into, grads, strict=True):
-                packed = grad.transpose(1, 2).reshape(-1, *target.shape[1:])
-                _put(target, packed, at)
+            given = _rows(dout, at, others_silent=True)
+            found = torch.autograd.grad(one.out, one.inputs, given)
+            grads.append(tuple(map(_packed, found)))
+        for i, target in enumerate(into):
+            if self._sums is not None:
+                self._sums.put(target, torch.cat([of_bucket[i] for of_bucket in grads]))
+                continue
+            for at, of_bucket in zip(self._buckets, grads, strict=True):
+                _put(target, of_bucket[i], at)
 
 
-def _members(lengths: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
-    """bucket -> (first row, length) of its sequences."""
-    members: dict[int, list[tuple[int, int]]] = {}
-    start = 0
-    for length in lengths:
-        members.setdefault(bucket(length), []).append((start, length))
-        start += length
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """Row t of the packing is the sum of entries[starts[t] : starts[t + 1]] of all buckets' rows
+    behind each other."""
+
+    entries: Tensor
+    starts: Tensor
+
+    def put(self, target: Tensor, packed: Tensor) -> None:
+        """target (T, H, Dh), packed (sum of B * L, H, Dh)."""
+        summed = F.embedding_bag(self.entries, packed.flatten(1), self.starts, mode="sum")
+        target.copy_(summed.view_as(target))
+
+
+class _Places:
+    """Where the packing's rows stand in the buckets, as these are made one after the other."""
+
+    def __init__(self, sequences: Sequence[NDArray[np.int64]], num_rows: int):
+        self._owner = np.full(num_rows, -1)  # the first sequence that has the row, of all buckets
+        for index, rows in reversed(list(enumerate(sequences))):
+            self._owner[rows] = index
+        assert (self._owner >= 0).all(), "rows without a sequence"
+        # Of every entry that is no padding.
+        self._rows: list[NDArray[np.int64]] = []
+        self._sequences: list[NDArray[np.int64]] = []
+        self._entries: list[NDArray[np.int64]] = []
+        self._num_entries = 0
+
+    def add(
+        self, rows: NDArray[np.int64], real: NDArray[np.bool_], sequence: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
+        """Entries (B * L,) of the next bucket; which of them are their row's own."""
+        entries = np.flatnonzero(real)
+        self._rows.append(rows[entries])
+        self._sequences.append(sequence[entries])
+        self._entries.append(entries + self._num_entries)
+        self._num_entries += len(rows)
+        return real & (self._owner[rows] == sequence)
+
+    def sums(self, device: torch.device) -> _Sums | None:
+        """None where no row stands twice."""
+        rows, entries = np.concatenate(self._rows), np.concatenate(self._entries)
+        if len(rows) == len(self._owner):
+            return None
+        # Not as the buckets come, which depends on a sequence's company.
+        order = np.lexsort((np.concatenate(self._sequences), rows))
+        starts = np.searchsorted(rows[order], np.arange(len(self._owner)))
+        return _Sums(
+            torch.from_numpy(entries[order]).to(device), torch.from_numpy(starts).to(device)
+        )
+
+
+def _members(sequences: Sequence[NDArray[np.int64]]) -> dict[int, list[int]]:
+    """bucket -> its sequences."""
+    members: dict[int, list[int]] = {}
+    for index, rows in enumerate(sequences):
+        members.setdefault(bucket(len(rows)), []).append(index)
     return members
 
 
-def _gathered(size: int, members: list[tuple[int, int]], device: torch.device) -> _Bucket:
-    starts = torch.tensor([start for start, _ in members])
-    lengths = torch.tensor([length for _, length in members])
-    if bool((lengths == size).all()) and bool((starts.diff() == size).all()):
-        first = int(starts[0])
-        return _Bucket(len(members), size, slice(first, first + size * len(members)), None)
-    offsets = torch.arange(size)
-    real = offsets < lengths[:, None]
+def _gathered(
+    size: int,
+    members: Sequence[int],
+    sequences: Sequence[NDArray[np.int64]],
+    places: _Places,
+    device: torch.device,
+) -> _Bucket:
+    chosen = [sequences[index] for index in members]
     # Padding repeats the sequence's first row: any finite row will do.
-    rows = starts[:, None] + torch.where(real, offsets, 0)
-    whole = bool(real.all())
-    return _Bucket(
-        len(members), size, rows.flatten().to(device), None if whole else real.flatten().to(device)
-    )
+    rows = np.concatenate([np.pad(m[1:], (1, size - len(m)), constant_values=m[0]) for m in chosen])
+    real = np.concatenate([np.arange(size) < len(m) for m in chosen])
+    own = places.add(rows, real, np.repeat(members, size))
+    if own.all() and bool((np.diff(rows) == 1).all()):
+        return _Bucket(len(members), size, slice(int(rows[0]), int(rows[-1]) + 1), None)
+    whole = None if own.all() else torch.from_numpy(own).to(device)
+    return _Bucket(len(members), size, torch.from_numpy(rows).to(device), whole)
 
 
-def _rows(x: Tensor, at: _Bucket, *, silent_padding: bool = False) -> Tensor:
-    """x (T, H, Dh) -> (B, H, L, Dh), zeros in the padding where it must be silent."""
+def _rows(x: Tensor, at: _Bucket, *, others_silent: bool = False) -> Tensor:
+    """x (T, H, Dh) -> (B, H, L, Dh); others_silent: zeros in what is not the bucket's own."""
     rows = x[at.rows]
-    if silent_padding and at.real is not None:
-        rows = rows.masked_fill(~at.real[:, None, None], 0.0)
+    if others_silent and at.own is not None:
+        rows = rows.masked_fill(~at.own[:, None, None], 0.0)
     return rows.view(at.num, at.length, *x.shape[1:]).transpose(1, 2)
 
 
+def _packed(x: Tensor) -> Tensor:
+    """(B, H, L, Dh) -> (B * L, H, Dh)."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
 def _put(target: Tensor, packed: Tensor, at: _Bucket) -> None:
-    if at.real is None:
+    if at.own is None:
         target[at.rows] = packed
     else:
         assert isinstance(at.rows, Tensor)
-        target[at.rows[at.real]] = packed[at.real]
+        target[at.rows[at.own]] = packed[at.own]

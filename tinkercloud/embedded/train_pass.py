@@ -16,10 +16,10 @@ from torch import Tensor
 
 from tinkercloud.core.types import TrainBatch
 from tinkercloud.embedded.base_model import BaseModel
-from tinkercloud.embedded.contexts import pad_rows
 from tinkercloud.embedded.train_attention import PackedAttention
 from tinkercloud.embedded.train_block import Blocks, Saved
 from tinkercloud.embedded.train_head import Head
+from tinkercloud.embedded.train_layout import lay_out
 from tinkercloud.embedded.train_linear import Linears, Part, Segment
 from tinkercloud.embedded.train_rows import norm_backward, norm_forward
 from tinkercloud.embedded.train_targets import arrange
@@ -62,22 +62,16 @@ def run_pass(
 class _Pass:
     def __init__(self, base: BaseModel, shares: Sequence[Share]):
         self._base, self._shares = base, shares
-        data = [share.batch.data[i] for share in shares for i in share.indices]
-        lengths = [len(datum.tokens) for datum in data]
         parts = [share.part for share in shares]
-        tokens = np.concatenate([d.tokens for d in data]).astype(np.int64)
-        # The padding is a sequence of its own, in nobody's segment and without gradient.
-        padding = pad_rows(len(tokens)) - len(tokens)
-        if padding:
-            lengths.append(padding)
-        self._tokens = base.tensor(np.pad(tokens, (0, padding)))
-        positions = base.tensor(np.concatenate([np.arange(n) for n in lengths]))
+        layout = lay_out([[share.batch.data[i] for i in share.indices] for share in shares])
+        self._tokens = base.tensor(layout.tokens)
         self._linears = Linears(base.weights, parts)
-        rotation = base.architecture.rotary(positions)
-        attention = PackedAttention(lengths, base.device)
-        segments = _segments(shares)
+        rotation = base.architecture.rotary(base.tensor(layout.positions))
+        attention = PackedAttention(layout.sequences(), len(layout.tokens), base.device)
+        # The padding is a sequence of its own, in nobody's segment and without gradient.
+        segments = [Segment(part, *layout.span(i)) for i, part in enumerate(parts)]
         self._blocks = Blocks(base.architecture, self._linears, segments, attention, rotation)
-        self._targets, order = arrange(base, [(s.batch, s.indices) for s in shares])
+        self._targets, order = arrange(base, [(s.batch, s.indices) for s in shares], layout)
         self._head = Head(base, self._linears, parts, self._targets, order)
 
     def forward_only(self) -> Generator[None, None, None]:
@@ -146,15 +140,6 @@ class _Pass:
                 share.loss, share.outputs = targets.finish()
             except UserError as error:
                 share.error = error
-
-
-def _segments(shares: Sequence[Share]) -> list[Segment]:
-    segments, start = [], 0
-    for share in shares:
-        num_rows = sum(len(share.batch.data[i].tokens) for i in share.indices)
-        segments.append(Segment(share.part, start, start + num_rows))
-        start += num_rows
-    return segments
 
 
 def _reaches_blocks(part: Part) -> bool:

@@ -1,6 +1,7 @@
 """The targets of one pass in the order that the unembedding takes them, and their losses.
 
-A pair is a row and one of its targets; a datum's pairs are its target_tokens in C order. Rows that
+A pair is a row and one of its targets; a datum's pairs are its target_tokens in C order. Datums
+that share a row have pairs of their own there. Rows that
 can have a gradient come first (those whose weight or advantage is not zero for some target), so
 that the others cost no backward pass.
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from tinkercloud.core.types import Datum, TrainBatch
 from tinkercloud.embedded.base_model import BaseModel
+from tinkercloud.embedded.train_layout import Layout
 from tinkercloud.errors import UserError
 from tinkercloud.losses import LOSSES, load_loss
 
@@ -149,39 +151,39 @@ class _Flat:
     rows: NDArray[np.int64]
     ids: NDArray[np.int64]
     inputs: dict[str, NDArray[np.float32]]
-    num_rows: int
     active: NDArray[np.bool_]  # by row of the share
 
 
-def _flatten(data: Sequence[Datum], loss: str, first_row: int) -> _Flat:
+def _flatten(
+    data: Sequence[Datum], loss: str, rows_of: Sequence[NDArray[np.int64]], span: tuple[int, int]
+) -> _Flat:
+    """rows_of: of each datum. span: the share's rows in the pass."""
     names = LOSSES[loss].inputs
     deciding = "weights" if "weights" in names else "advantages"
-    rows, start = [], first_row
-    for datum in data:
+    rows = []
+    for datum, own in zip(data, rows_of, strict=True):
         wanted = datum.inputs["target_tokens"]
         per_row = wanted.shape[1] if wanted.ndim == 2 else 1
-        rows.append(np.repeat(np.arange(start, start + len(wanted)), per_row))
-        start += len(datum.tokens)
-    flat_rows = np.concatenate(rows).astype(np.int64)
+        rows.append(np.repeat(own[: len(wanted)], per_row))
+    flat_rows = np.concatenate(rows)
     inputs = {
         name: np.concatenate([np.asarray(d.inputs[name], np.float32).ravel() for d in data])
         for name in names
     }
-    active = np.zeros(start - first_row, np.bool_)
-    active[flat_rows[inputs[deciding] != 0] - first_row] = True
+    active = np.zeros(span[1] - span[0], np.bool_)
+    active[flat_rows[inputs[deciding] != 0] - span[0]] = True
     ids = np.concatenate([d.inputs["target_tokens"].ravel() for d in data]).astype(np.int64)
-    return _Flat(flat_rows, ids, inputs, start - first_row, active)
+    return _Flat(flat_rows, ids, inputs, active)
 
 
 def arrange(
-    base: BaseModel, shares: Sequence[tuple[TrainBatch, Sequence[int]]]
+    base: BaseModel, shares: Sequence[tuple[TrainBatch, Sequence[int]]], layout: Layout
 ) -> tuple[list[Targets], Order]:
-    """shares: batches and the indices of their datums in this pass, in the packing's order."""
-    flats, first_row = [], 0
-    for batch, indices in shares:
-        data = [batch.data[i] for i in indices]
-        flats.append(_flatten(data, batch.loss_fn, first_row))
-        first_row += flats[-1].num_rows
+    """shares: batches and the indices of their datums in this pass, in the layout's order."""
+    flats = []
+    for i, (batch, indices) in enumerate(shares):
+        data = [batch.data[index] for index in indices]
+        flats.append(_flatten(data, batch.loss_fn, layout.rows[i], layout.span(i)))
     idle = np.concatenate([~flat.active for flat in flats])
     # Stable: within active and idle rows the packing's order, and so the shares', stays.
     rows = np.argsort(idle, kind="stable")

@@ -10,7 +10,7 @@ from torch import Tensor
 from tinkercloud.core.types import AdamParams, LoraSpec
 from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.optimizer import AdamW
-from tinkercloud.embedded.train_plan import kept_bytes_per_token
+from tinkercloud.embedded.train_plan import KeptBytes, kept_bytes
 from tinkercloud.weights.adapters import Adapter
 
 
@@ -51,9 +51,9 @@ class TrainableModel:
         """The trainable weights under all names that the architecture reads, or None."""
         return with_tied_head(self.base, self.full) if self.full is not None else None
 
-    def kept_bytes_per_token(self) -> int:
-        """What a pass keeps of one token for its backward half."""
-        return kept_bytes_per_token(self.base.config, self.base.dtype.itemsize, self.spec.rank)
+    def kept_bytes(self) -> KeptBytes:
+        """What a pass keeps for its backward half."""
+        return kept_bytes(self.base.config, self.base.dtype.itemsize, self.spec.rank)
 
     def optim_step(self, hyper: AdamParams) -> dict[str, float]:
         """Apply and clear the accumulated gradient (cleared also when it is refused)."""

@@ -90,7 +90,7 @@ class TrainingQueue:
         return len(self._jobs)
 
     def add(self, call_id: int, model: TrainableModel, batch: TrainBatch) -> None:
-        parts = list(micro_batches(batch.data, self._limits, model.kept_bytes_per_token()))
+        parts = list(micro_batches(batch.data, self._limits, model.kept_bytes()))
         self._jobs.append(_Job(call_id, model, batch, parts))
         # A model that comes anew queues behind those that wait, or a stream of small calls would
         # always go first.
@@ -149,12 +149,12 @@ class TrainingQueue:
     def _together(self, candidates: Sequence[_Job]) -> list[_Job]:
         """The first candidate, and those that share its pass."""
         first, *others = candidates
-        chosen, num_tokens = [first], first.waiting[0].num_tokens
+        chosen, num_rows = [first], first.waiting[0].num_rows
         for job in others:
-            tokens = job.waiting[0].num_tokens
-            if _may_share(first, job) and num_tokens + tokens <= self._limits.tokens:
+            rows = job.waiting[0].num_rows
+            if _may_share(first, job) and num_rows + rows <= self._limits.tokens:
                 chosen.append(job)
-                num_tokens += tokens
+                num_rows += rows
         return chosen
 
     def _forget_idle_models(self) -> None:
