@@ -1,5 +1,6 @@
 """What makes a process a rank without a GPU (the setting `cluster.prepare`)."""
 
+import os
 import warnings
 from typing import Any
 
@@ -9,6 +10,9 @@ import torch
 def prepare() -> Any:
     """RankHooks for a CPU. One thread, so that ranks on few cores do not wait for each other."""
     torch.set_num_threads(1)
+    # Megatron hands small functions to the compiler when it is imported; nothing here calls them
+    # often enough to pay for that.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
     warnings.filterwarnings("ignore")  # what Megatron says of a machine without Apex and TE
     from tests.cluster.cpu import megatron_shim
     from tinkercloud.cluster.megatron_model import RankHooks
