@@ -164,10 +164,13 @@ def _temperatures(rows: Sequence[RowParams], device: torch.device) -> Tensor:
 
 def _winners(logits: Tensor, rows: Sequence[RowParams], scanned: Scanned) -> NDArray[np.int64]:
     """The candidate with the largest score of each row, the lowest id among equals."""
-    tokens = scanned.best.copy()
-    there = np.arange(scanned.ids.shape[1]) < scanned.count[:, None]
-    ids, words = scanned.ids[there], scanned.words[there]
-    row_of = np.repeat(np.arange(len(rows)), np.maximum(scanned.count, 0))
+    tokens = np.where(scanned.count == 1, scanned.ids[:, 0], scanned.best)
+    several = np.flatnonzero(scanned.count > 1)
+    if not len(several):
+        return tokens
+    there = np.arange(scanned.ids.shape[1]) < scanned.count[several, None]
+    ids, words = scanned.ids[several][there], scanned.words[several][there]
+    row_of = np.repeat(several, scanned.count[several])
     temperatures = np.array([r.temperature or 1.0 for r in rows], np.float32)
     # Only these leave the device that the logits are on.
     weights = logits[torch.from_numpy(row_of), torch.from_numpy(ids)].float().cpu().numpy()
@@ -175,7 +178,7 @@ def _winners(logits: Tensor, rows: Sequence[RowParams], scanned: Scanned) -> NDA
     scores = weights + noise_of(words).numpy()
     order = np.lexsort((ids, -scores, row_of))
     firsts = np.unique(row_of[order], return_index=True)[1]
-    tokens[row_of[order][firsts]] = ids[order][firsts]
+    tokens[several] = ids[order][firsts]
     return tokens
 
 
