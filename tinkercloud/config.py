@@ -172,10 +172,12 @@ def c_compiler() -> str | None:
 def engine_environment() -> dict[str, str]:
     """The environment of the engine process.
 
-    Its OpenMP threads sleep while they wait for each other. The default is to spin, which makes
-    every matrix product several times slower as soon as another process wants the same cores.
+    Its OpenMP threads wait for each other awake for a few microseconds and then sleep. The default
+    is to stay awake, which makes every matrix product several times slower as soon as another
+    process wants the same cores; without those microseconds, small operations take three times as
+    long.
     """
-    return {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
+    return {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000", **os.environ}
 
 
 @dataclass(frozen=True, slots=True)
