@@ -93,7 +93,8 @@ class Bench:
     async def run(self) -> list[Seen]:
         await self._ask(Seen("warm-up", 1))
         seen = []
-        for clients in self._size.clients:
+        # Up and down again, so that a slow moment of the machine is not one number's alone.
+        for clients in (*self._size.clients, *reversed(self._size.clients)):
             seen.append(await self._burst(clients))
         best = max(one.goodput for one in seen)
         for share in self._size.shares:
@@ -167,10 +168,14 @@ async def measured(model: Path, cache: Path, dtype: str, size: Volume) -> list[S
 
 
 def targets(seen: Sequence[Seen]) -> list[dict[str, Cell]]:
-    bursts = [one for one in seen if one.load == "burst"]
-    best, most = max(one.goodput for one in bursts), bursts[-1]
-    value = round(most.goodput / best, 3) if best else 0.0
-    name = f"throughput at {most.clients} clients, of the best burst's"
+    """Of the better burst of each number of clients."""
+    bursts: dict[int, float] = {}
+    for one in seen:
+        if one.load == "burst":
+            bursts[one.clients] = max(one.goodput, bursts.get(one.clients, 0.0))
+    best, most = max(bursts.values()), max(bursts)
+    value = round(bursts[most] / best, 3) if best else 0.0
+    name = f"throughput at {most} clients, of the best burst's"
     return [{"name": name, "value": value, "target": f">= {HOLDS}", "met": value >= HOLDS}]
 
 
@@ -202,11 +207,11 @@ ABOUT = """\
 SmolLM2-135M-Instruct in {dtype} behind the real server, at most 128 samples decoded at once; every
 request is one sample of {tokens} new tokens after a prompt of 64 of its own, at temperature 1, by
 plain HTTP from a process on the same cores. *burst*: all clients ask at once, and each again as
-soon as it is answered. *Poisson*: requests come for {window:.0f} s at random times, at that share
-of the best burst's rate, whoever is still waiting; clients is then the most that waited at once;
-answers are waited for as long again, and what has not come by then is unfinished. Goodput is the
-new tokens of answered requests by the whole wall time, the last stragglers' included. Two answers
-of each load are compared with transformers' distribution."""
+soon as it is answered; every number of clients twice. *Poisson*: requests come for {window:.0f} s
+at random times, at that share of the best burst's rate, whoever is still waiting; clients is then
+the most that waited at once; answers are waited for as long again, and what has not come by then is
+unfinished. Goodput is the new tokens of answered requests by the whole wall time, the last
+stragglers' included. Two answers of each load are compared with transformers' distribution."""
 
 if __name__ == "__main__":
     sys.exit(main())

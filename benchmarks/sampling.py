@@ -196,7 +196,7 @@ def arguments() -> argparse.Namespace:
         "--only", default=",".join(SHORT), help=f"contenders, of {', '.join(SHORT)}"
     )
     parser.add_argument(
-        "--budget-s", type=float, default=150.0, help="seconds of loads for each contender"
+        "--budget-s", type=float, default=400.0, help="seconds of loads for each contender"
     )
     return parser.parse_args()
 
@@ -228,16 +228,16 @@ def wrong(bench: Bench) -> bool:
 
 ABOUT = """\
 SmolLM2-135M-Instruct, its real weights; all requests of a load arrive at once; each wants 128 new
-tokens, whatever the tokens are, drawn at temperature 1 from the whole vocabulary. *at once*
-`2 x 16` is two prompts with 16 samples each. tokens/s are new tokens by the whole wall time,
-prompts included; the best of three at 1, of two at 8. *of the limit*: at 1, the weights' bytes,
-read once per token, of the read bandwidth; else two operations per parameter and row, prompts' rows
-included, of the matrix throughput. Ours and SkyRL's are servers that answer whole samples: their
-first token is timed with `max_tokens` 1, and what lies between tokens cannot be seen. Streams of
-llama.cpp and vLLM are timed in a separate run of 16 tokens; transformers has no server. Ours also
-returns every token's log-probability, the others do not. Before a load counts, greedy tokens of
-each contender are compared with transformers' probabilities, and two samples of each load with the
-distribution."""
+tokens, whatever the tokens are, drawn at temperature 1 from the whole vocabulary. *at once* `2 x
+16` is two prompts with 16 samples each. tokens/s are new tokens by the whole wall time, prompts
+included; the best of five at 1, of three at 8, of two at 32, in turns. *of the limit*: at 1, the
+weights' bytes, read once per token, of the read bandwidth; else two operations per parameter and
+row, prompts' rows included, of the matrix throughput. Ours and SkyRL's are servers that answer
+whole samples: their first token is timed with `max_tokens` 1, and what lies between tokens cannot
+be seen. Streams of llama.cpp and vLLM are timed in a separate run of 16 tokens; transformers has no
+server. Ours also returns every token's log-probability, the others do not. Before a load counts,
+greedy tokens of each contender are compared with transformers' probabilities, and two samples of
+each load with the distribution."""
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,11 +1,11 @@
 """The sampling benchmark's loads, its figures, and the run that takes them.
 
-Contenders take turns, load by load; tokens are checked before a speed is kept.
+Contenders take turns, repeat by repeat; tokens are checked before a speed is kept.
 """
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -33,6 +33,13 @@ class Case:
     def shown(self) -> str:
         grouped = f"{self.num_prompts} x {self.num_samples}"
         return grouped if self.num_samples > 1 else str(self.at_once)
+
+    @property
+    def repeats(self) -> int:
+        """Small loads are short, and a short time is easily disturbed."""
+        return (
+            5 if self.at_once == 1 else 3 if self.at_once <= 8 else 2 if self.at_once <= 32 else 1
+        )
 
     @property
     def work(self) -> float:
@@ -132,6 +139,22 @@ def milliseconds(seconds: Sequence[float], quantile: float) -> str:
 
 
 @dataclass
+class _Trial:
+    """One contender in one case. best: its fastest repeat. gone: it could not go on."""
+
+    contender: Contender
+    best: Outcome | None = None
+    timed: Outcome | None = None
+    fault: str | None = None
+    gone: bool = False
+    spent_s: float = 0.0
+
+    @property
+    def ended(self) -> bool:
+        return self.gone or self.fault is not None
+
+
+@dataclass
 class Bench:
     """What a run has, and what it found. budget_s: timed seconds that each contender may take."""
 
@@ -144,23 +167,24 @@ class Bench:
     spent_s: dict[str, float] = field(default_factory=dict)
 
     async def compete(self, contenders: list[Contender], reference: Reference, dtype: str) -> None:
-        """All cases, contender by contender within each: a slow moment of the machine is shared."""
+        """All cases; within each the contenders take turns, as often as the case is repeated, so
+        that no moment of the machine is one contender's alone."""
         right = [one for one in contenders if await self._is_right(one, reference)]
         for case in self.cases:
-            for contender in right:
-                key = f"{contender.name}, {dtype}"
-                if not self._affordable(key, case):
-                    continue
-                begun = time.perf_counter()
-                try:
-                    measured = await self._measure(contender, reference, case, dtype)
-                except Unavailable as reason:
-                    self.notes.append(f"{contender.name} gave up: {reason}")
-                    right = [one for one in right if one is not contender]
-                    continue
-                self.rows.append(measured)
-                self.spent_s[key] = self.spent_s.get(key, 0.0) + time.perf_counter() - begun
-                print(f"{key}, {case}: {measured.tokens_s:.1f} tokens/s", file=sys.stderr)
+            trials = [
+                _Trial(one) for one in right if self._affordable(f"{one.name}, {dtype}", case)
+            ]
+            for trial in trials:
+                await self._unless_unavailable(trial, self._prepare(trial, case))
+            for _ in range(case.repeats):
+                for trial in trials:
+                    if not trial.ended:
+                        once = self._once(trial, reference, case)
+                        await self._unless_unavailable(trial, once)
+            for trial in trials:
+                await self._conclude(trial, case, dtype)
+            gone = [trial.contender for trial in trials if trial.gone]
+            right = [one for one in right if one not in gone]
 
     async def _is_right(self, contender: Contender, reference: Reference) -> bool:
         """One prompt alone, and eight together, greedy."""
@@ -175,29 +199,43 @@ class Bench:
                 return False
         return True
 
-    async def _measure(
-        self, contender: Contender, reference: Reference, case: Case, dtype: str
-    ) -> Measured:
+    async def _unless_unavailable(self, trial: "_Trial", work: Awaitable[None]) -> None:
+        begun = time.perf_counter()
+        try:
+            await work
+        except Unavailable as reason:
+            self.notes.append(f"{trial.contender.name} gave up: {reason}")
+            trial.gone = True
+        trial.spent_s += time.perf_counter() - begun
+
+    async def _prepare(self, trial: "_Trial", case: Case) -> None:
+        await trial.contender.prepare(self._load(case))
+
+    async def _once(self, trial: "_Trial", reference: Reference, case: Case) -> None:
         load = self._load(case)
-        await contender.prepare(load)
-        best = None
-        # Small loads are short, and a short time is easily disturbed.
-        for _ in range(3 if case.at_once == 1 else 2 if case.at_once <= 8 else 1):
-            load = self._load(case)
-            told = await contender.generate(load)
-            if best is None or told.failed or told.wall_s < best.wall_s:
-                best, fault = told, self._fault(reference, load, told)
-            if fault or told.failed:
-                break
-        assert best is not None
-        timed = best
-        if self.latencies and not fault:
-            timed = await contender.latency(self._load(case)) or best
+        told = await trial.contender.generate(load)
+        if trial.best is None or told.failed or told.wall_s < trial.best.wall_s:
+            trial.best, trial.fault = told, self._fault(reference, load, told)
+
+    async def _time(self, trial: "_Trial", case: Case) -> None:
+        trial.timed = await trial.contender.latency(self._load(case))
+
+    async def _conclude(self, trial: "_Trial", case: Case, dtype: str) -> None:
+        if self.latencies and trial.best is not None and not trial.ended:
+            await self._unless_unavailable(trial, self._time(trial, case))
+        if trial.gone or trial.best is None:
+            return
+        best, timed = trial.best, trial.timed or trial.best
         tokens = sum(map(len, best.samples))
-        return Measured(
-            *(contender.name, dtype, case, best.wall_s, tokens, best.failed + timed.failed),
-            *(timed.first_s, timed.gaps_s, fault),
+        name = trial.contender.name
+        row = Measured(
+            *(name, dtype, case, best.wall_s, tokens, best.failed + timed.failed),
+            *(timed.first_s, timed.gaps_s, trial.fault),
         )
+        self.rows.append(row)
+        key = f"{name}, {dtype}"
+        self.spent_s[key] = self.spent_s.get(key, 0.0) + trial.spent_s
+        print(f"{key}, {case}: {row.tokens_s:.1f} tokens/s", file=sys.stderr)
 
     def _load(self, case: Case) -> Load:
         prompts = self.prompts.take(case.num_prompts, case.prompt_tokens)
@@ -214,7 +252,7 @@ class Bench:
         mine = [row for row in self.rows if f"{row.contender}, {row.dtype}" == key]
         if not mine:
             return True
-        foreseen = case.work / max(row.case.work / row.wall_s for row in mine)
+        foreseen = case.repeats * case.work / max(row.case.work / row.wall_s for row in mine)
         if self.spent_s[key] + foreseen <= self.budget_s:
             return True
         self.notes.append(

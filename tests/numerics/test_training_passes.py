@@ -14,7 +14,7 @@ from tinkercloud.embedded import train_head
 from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.contexts import pad_rows
 from tinkercloud.embedded.train_attention import PackedAttention, bucket
-from tinkercloud.embedded.train_block import is_known, neighbours
+from tinkercloud.embedded.train_block import neighbours
 from tinkercloud.embedded.train_context import causal_attention
 from tinkercloud.embedded.train_layout import lay_out
 from tinkercloud.embedded.train_linear import Part, join_weights, joined
@@ -128,7 +128,7 @@ def assert_equal_to_reference(model: TrainableModel, work: TrainBatch, **how: bo
 
 
 def test_lora_gradients_of_every_family_equal_autograd(base: BaseModel) -> None:
-    assert is_known(base.architecture)
+    assert base.is_llama_family
     assert_equal_to_reference(lora(base), batch())
 
 

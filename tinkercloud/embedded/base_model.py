@@ -11,6 +11,8 @@ from torch import Tensor
 from tinkercloud.architectures import load_architecture
 from tinkercloud.architectures.config import ArchitectureConfig
 from tinkercloud.architectures.llama import Llama
+from tinkercloud.architectures.qwen2 import Qwen2
+from tinkercloud.architectures.qwen3 import Qwen3
 from tinkercloud.weights.loader import load_model
 
 
@@ -37,6 +39,12 @@ class BaseModel:
         if tokenizer_path is not None:
             decoder = Tokenizer.from_file(str(tokenizer_path / "tokenizer.json"))
         return cls(name, loaded.config, architecture, loaded.weights, decoder, dtype, device)
+
+    @property
+    def is_llama_family(self) -> bool:
+        """Whether the passes that are written out compute this network: one block, with or without
+        biases and norms of heads."""
+        return type(self.architecture) in (Llama, Qwen2, Qwen3)
 
     def tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinkercloud.architectures.llama import Llama
-from tinkercloud.architectures.qwen2 import Qwen2
 from tinkercloud.architectures.qwen3 import Qwen3
 from tinkercloud.embedded import attention_kernel
 from tinkercloud.embedded import decode_kernels as kernels
@@ -25,11 +24,6 @@ from tinkercloud.embedded.decode_step import Inputs
 FEW_ROWS = 16
 """Up to so many rows a low-rank product reads each row's own factors; for more, matrix products of
 all slots' factors at once are faster."""
-
-
-def is_known(architecture: Llama) -> bool:
-    """Whether the step that is written out here is that architecture's."""
-    return type(architecture) in (Llama, Qwen2, Qwen3)
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,11 +76,10 @@ def attention_for(device: torch.device, dtype: torch.dtype) -> PagedAttention:
 def step_for(version: Version, pool: BlockPool) -> Step:
     """The decode step of the version's weights, the fastest there is."""
     base = version.base
-    if has_kernels(base.device, base.dtype):
-        from tinkercloud.embedded.fused_decode import FusedModel, is_known
+    if base.is_llama_family and has_kernels(base.device, base.dtype):
+        from tinkercloud.embedded.fused_decode import FusedModel
 
-        if is_known(base.architecture):
-            return FusedModel(base.architecture, version.weights, ref(pool))
+        return FusedModel(base.architecture, version.weights, ref(pool))
     attend = attention_for(base.device, base.dtype)
     return DecodeModel(base.architecture, version.weights, ref(pool), attend)
 

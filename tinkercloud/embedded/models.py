@@ -16,7 +16,7 @@ from tinkercloud.core.types import (
 )
 from tinkercloud.embedded import checkpoints
 from tinkercloud.embedded.base_model import BaseModel
-from tinkercloud.embedded.train_block import is_known, neighbours
+from tinkercloud.embedded.train_block import neighbours
 from tinkercloud.embedded.train_linear import join_weights
 from tinkercloud.embedded.train_plan import Limits
 from tinkercloud.embedded.trainer import TrainableModel, full_parameters, with_tied_head
@@ -45,7 +45,7 @@ class ModelStore:
     def base(self, name: str) -> BaseModel:
         if name not in self._bases:
             base = self._load_base(name)
-            if is_known(base.architecture):
+            if base.is_llama_family:
                 join_weights(base.weights, neighbours(base.config.num_layers))
             self._bases[name] = base
         return self._bases[name]

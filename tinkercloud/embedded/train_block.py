@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinkercloud.architectures.llama import Llama
-from tinkercloud.architectures.qwen2 import Qwen2
 from tinkercloud.architectures.qwen3 import Qwen3
 from tinkercloud.embedded.train_attention import Kept, PackedAttention
 from tinkercloud.embedded.train_linear import Group, Linears, Segment
@@ -26,11 +25,6 @@ from tinkercloud.embedded.train_rows import (
     scaled,
     swiglu_backward,
 )
-
-
-def is_known(architecture: Llama) -> bool:
-    """Whether this file's block is that architecture's."""
-    return type(architecture) in (Llama, Qwen2, Qwen3)
 
 
 @dataclass(slots=True)

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tinkercloud.core.types import TrainBatch, TrainOutput
-from tinkercloud.embedded.train_block import is_known
 from tinkercloud.embedded.train_linear import Part
 from tinkercloud.embedded.train_pass import Share, run_pass
 from tinkercloud.embedded.train_plan import Limits, MicroBatch, micro_batches
@@ -134,7 +133,7 @@ class TrainingQueue:
         base, recompute = jobs[0].model.base, jobs[0].waiting[0].recompute
         # In bfloat16 where values are rounded is part of what other implementations compute; only
         # the plain pass rounds where they do.
-        fast = is_known(base.architecture) and base.dtype == torch.float32
+        fast = base.is_llama_family and base.dtype == torch.float32
         run = run_pass if fast else run_reference
         steps = run(base, shares, recompute=recompute)
         return _Running(jobs, shares, steps)
