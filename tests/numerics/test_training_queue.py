@@ -1,5 +1,7 @@
 """The queue of forward_backward calls: turns, shared passes, errors."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -55,6 +57,16 @@ def alone(model: TrainableModel, work: TrainBatch) -> dict[str, torch.Tensor]:
         pass
     found, model.grads = model.grads, {}
     return found
+
+
+def outputs_of(model: TrainableModel, work: TrainBatch, limits: Limits) -> list[np.ndarray]:
+    """Log-probabilities of each datum."""
+    steps = run_alone(model, replace(work, forward_only=True), limits)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as stop:
+            return [each["logprobs"] for each in stop.value.outputs]
 
 
 def assert_same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
@@ -253,6 +265,23 @@ def test_what_datums_share_counts_once_in_a_micro_batch() -> None:
     assert cut(150) == [((0, 1, 2, 3, 4), 150)]
     assert cut(60) == [((0, 1, 2, 3), 130), ((4,), 70)]  # 60 rows beyond the first datum's
     assert cut(150, 7 * 90 + 3 * 140) == [((0, 1), 90), ((2, 3), 90), ((4,), 70)]
+
+
+def test_datums_that_begin_alike_are_computed_together_and_answered_in_order(
+    store: ModelStore,
+) -> None:
+    (a,) = create(store, "a")
+    one, two = (datum.tokens for datum in batch(30, 30, seed=5).data)
+    data = []
+    for i, (prompt, own) in enumerate(zip((one, two) * 3, batch(*range(4, 10)).data, strict=True)):
+        tokens = np.concatenate([prompt, own.tokens])
+        data.append(replace(supervised(len(tokens), i), tokens=tokens))
+    work = TrainBatch(tuple(data), "cross_entropy")
+    cut = [m.indices for m in micro_batches(data, Limits(60), a.kept_bytes())]
+    assert cut == [(0, 2, 4), (1, 3, 5)]
+    for datum, together in zip(data, outputs_of(a, work, Limits(60)), strict=True):
+        (by_itself,) = outputs_of(a, TrainBatch((datum,), "cross_entropy"), LIMITS)
+        np.testing.assert_allclose(together, by_itself, rtol=1e-5, atol=1e-5)
 
 
 def test_the_estimate_of_kept_bytes_is_from_above_and_not_far(store: ModelStore) -> None:

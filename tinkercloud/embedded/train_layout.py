@@ -65,6 +65,14 @@ class PrefixTree:
         return rows
 
 
+def alike_together(data: Sequence[Datum]) -> list[int]:
+    """Indices of datums: those that share rows next to each other, else in order."""
+    first_of: dict[tuple[int, ...], int] = {}
+    starts = [tuple(datum.tokens[:LEAST_SHARED].tolist()) for datum in data]
+    firsts = [first_of.setdefault(start, i) for i, start in enumerate(starts)]
+    return sorted(range(len(data)), key=firsts.__getitem__)
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """tokens, positions int64 (T,). rows: of each datum, share by share, (N,) each. ends: the row

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tinkercloud.architectures.config import ArchitectureConfig
 from tinkercloud.core.types import Datum
-from tinkercloud.embedded.train_layout import PrefixTree
+from tinkercloud.embedded.train_layout import PrefixTree, alike_together
 
 ACTIVATION_BYTES = 2 * 1024**3
 """Default of `Limits.activation_bytes`."""
@@ -36,7 +36,7 @@ class KeptBytes:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """indices: consecutive datums of a batch. recompute: keep the blocks' inputs only."""
+    """indices: datums of a batch. recompute: keep the blocks' inputs only."""
 
     indices: tuple[int, ...]
     num_rows: int
@@ -55,14 +55,15 @@ def kept_bytes(config: ArchitectureConfig, element_bytes: int, rank: int) -> Kep
 
 
 def micro_batches(data: Sequence[Datum], limits: Limits, kept: KeptBytes) -> Iterator[MicroBatch]:
-    """Consecutive datums within both limits, at least one to a micro-batch. Depends on the batch
-    and the limits alone, so that a batch gives the same gradient whatever else is going on."""
+    """Datums within both limits, at least one to a micro-batch, in their order but for those that
+    begin alike, which follow the first of them. Depends on the batch and the limits alone, so that
+    a batch gives the same gradient whatever else is going on."""
     part = _Part(limits, kept)
-    for i, datum in enumerate(data):
-        if part.indices and not part.has_room(datum):
+    for i in alike_together(data):
+        if part.indices and not part.has_room(data[i]):
             yield part.cut()
             part = _Part(limits, kept)
-        part.add(i, datum)
+        part.add(i, data[i])
     if part.indices:
         yield part.cut()
 

@@ -44,7 +44,7 @@ class Targets:
 
     data: Sequence[Datum]
     batch: TrainBatch
-    first_index: int
+    indices: Sequence[int]  # of the datums in their batch
     ids: Tensor
     inputs: Mapping[str, Tensor]
     order: Tensor
@@ -107,7 +107,7 @@ class Targets:
             value = float(losses[i].sum(dtype=np.float64))
             if not np.isfinite(value):
                 raise UserError(
-                    f"the {self.batch.loss_fn} loss of datum {self.first_index + i} is {value}; "
+                    f"the {self.batch.loss_fn} loss of datum {self.indices[i]} is {value}; "
                     "the gradient of this call was dropped. Check logprobs, advantages and weights"
                 )
             total += value
@@ -209,7 +209,7 @@ def _targets(
     return Targets(
         data=[batch.data[i] for i in indices],
         batch=batch,
-        first_index=indices[0],
+        indices=indices,
         ids=base.tensor(flat.ids[order]),
         inputs={name: base.tensor(value) for name, value in flat.inputs.items()},
         order=base.tensor(order),

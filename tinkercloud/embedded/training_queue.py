@@ -39,7 +39,7 @@ class _Job:
     batch: TrainBatch
     waiting: list[MicroBatch]
     added: dict[str, Tensor] = field(default_factory=dict)
-    outputs: list[dict[str, NDArray[np.float32]]] = field(default_factory=list)
+    outputs: dict[int, dict[str, NDArray[np.float32]]] = field(default_factory=dict)
     loss: float = 0.0
     alone: bool = False
 
@@ -55,13 +55,14 @@ class _Job:
     def take(self, share: Share) -> None:
         if not self.batch.forward_only:
             add_gradients(self.added, share.part.grads)
-        self.outputs += share.outputs
+        self.outputs |= zip(share.indices, share.outputs, strict=True)
         self.loss += share.loss
         del self.waiting[0]
 
     def finish(self) -> Finished:
         add_gradients(self.model.grads, self.added)
-        output = TrainOutput(tuple(self.outputs), {"loss:sum": self.loss})
+        outputs = tuple(self.outputs[i] for i in range(len(self.batch.data)))
+        output = TrainOutput(outputs, {"loss:sum": self.loss})
         return Finished(self.call_id, output)
 
 
