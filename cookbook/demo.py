@@ -16,9 +16,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 START_LIMIT_S = 120.0
 STOP_LIMIT_S = 15.0
+INSIST_S = 2.0
 TITLE = "SmolLM2-135M-Instruct on this machine, trained over the Tinker API"
 
 # Before the client is imported, which reads them then: nothing leaves this machine.
@@ -42,8 +44,7 @@ class Server:
 
 def main() -> int:
     args = _parser().parse_args()
-    # An ended demo ends its server, however it is ended.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    end_when_asked()
     start_s = time.monotonic()
     try:
         with tempfile.TemporaryDirectory(prefix="tinkercloud-demo-") as scratch:
@@ -51,6 +52,7 @@ def main() -> int:
             with serve(Path(scratch), weights) as server:
                 picture = teach(server, args)
     except KeyboardInterrupt:
+        heard()
         print("\nstopped", file=sys.stderr)
         return 130
     except DemoError as error:
@@ -59,6 +61,26 @@ def main() -> int:
     print(f"\ndone in {time.monotonic() - start_s:.0f} s; both curves: {picture}")
     print(farewell())
     return 0
+
+
+def end_when_asked() -> None:
+    """Ctrl-C and SIGTERM end the demo, and with it its server.
+
+    Python drops an exception that is raised where nothing can catch it, in the callback of a weak
+    reference for instance. So it is raised again after INSIST_S, until it is `heard`.
+    """
+
+    def ask(number: int) -> NoReturn:
+        signal.signal(signal.SIGALRM, lambda *_: ask(number))
+        signal.setitimer(signal.ITIMER_REAL, INSIST_S)
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, lambda number, _: ask(number))
+
+
+def heard() -> None:
+    signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -127,6 +149,7 @@ def serve(scratch: Path, weights: Path) -> Iterator[Server]:
     except DemoError as error:
         raise DemoError(f"{error}\nThe server's last lines:\n{tail(log)}") from error
     finally:
+        heard()
         stop(process)
 
 

@@ -141,6 +141,34 @@ def test_an_interrupted_demo_ends_its_server_and_leaves_nothing(
     assert not list(tmp_path.glob("tinkercloud-demo-*"))
 
 
+@pytest.mark.parametrize(
+    ("how", "raised"), [("SIGINT", "KeyboardInterrupt"), ("SIGTERM", "SystemExit")]
+)
+def test_a_signal_whose_exception_python_drops_is_heard_all_the_same(how: str, raised: str):
+    script = f"""if True:
+        import demo, os, signal, time
+        class Last:
+            def __del__(self):
+                os.kill(os.getpid(), signal.{how})
+                time.sleep(0.1)
+        demo.end_when_asked()
+        try:
+            Last()
+            print("dropped", flush=True)
+            time.sleep(20)
+        except {raised}:
+            demo.heard()
+            time.sleep(1.5 * demo.INSIST_S)
+            print("heard once")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "cookbook")},
+        capture_output=True, text=True, timeout=30,
+    )  # fmt: skip
+    assert done.stdout.split("\n") == ["dropped", "heard once", ""], done.stderr
+
+
 @pytest.mark.slow
 def test_the_demo_learns_both_tasks_and_leaves_a_picture(
     demo_environment: dict[str, str], tmp_path: Path
