@@ -1,6 +1,6 @@
 """The trainer's written-out passes against autograd on the architectures' own code."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -259,6 +259,26 @@ def test_joined_weights_keep_their_values_and_give_the_same_gradients(tmp_path: 
         torch.testing.assert_close(grad, other, rtol=0, atol=1e-5 * float(other.abs().max()))
 
 
+def assert_attention_equals(
+    expected: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    sequences: Sequence[np.ndarray],
+) -> None:
+    """Result and gradients of these sequences' rows, as autograd has them of `expected`."""
+    torch.manual_seed(0)
+    num_rows = 1 + max(int(rows.max()) for rows in sequences)
+    q, k, v = (torch.randn(num_rows, heads, 16, requires_grad=True) for heads in (6, 2, 2))
+    dout, right = torch.randn_like(q), expected(q, k, v)
+    wanted = torch.autograd.grad(right, (q, k, v), dout)
+    attention = PackedAttention(sequences, num_rows, torch.device("cpu"))
+    with torch.no_grad():
+        out, kept = attention.forward(q, k, v, keep=True)
+        found = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+        attention.backward(kept, dout, found)
+    torch.testing.assert_close(out, right.detach())
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "sequences",
     [
@@ -269,41 +289,22 @@ def test_joined_weights_keep_their_values_and_give_the_same_gradients(tmp_path: 
 def test_attention_of_shared_rows_sums_their_gradients(
     sequences: Sequence[tuple[int, int, int, int]],
 ) -> None:
-    torch.manual_seed(0)
     rows = [np.r_[a:b, c:d] for a, b, c, d in sequences]
-    q, k, v = (torch.randn(70, heads, 16, requires_grad=True) for heads in (6, 2, 2))
-    dout = torch.randn_like(q)
-    expected = torch.zeros_like(q)
-    for own in reversed(rows):
-        at = torch.from_numpy(own)
-        expected = expected.index_put((at,), causal_attention(q[at], k[at], v[at], [len(own)]))
-    wanted = torch.autograd.grad(expected, (q, k, v), dout)
-    attention = PackedAttention(rows, 70, torch.device("cpu"))
-    with torch.no_grad():
-        out, kept = attention.forward(q, k, v, keep=True)
-        found = [torch.full_like(x, torch.nan) for x in (q, k, v)]
-        attention.backward(kept, dout, found)
-    torch.testing.assert_close(out, expected.detach())
-    for ours, theirs in zip(found, wanted, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+    def one_by_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        whole = torch.zeros_like(q)
+        for own in reversed(rows):
+            at = torch.from_numpy(own)
+            whole = whole.index_put((at,), causal_attention(q[at], k[at], v[at], [len(own)]))
+        return whole
+
+    assert_attention_equals(one_by_one, rows)
 
 
 @pytest.mark.parametrize("lengths", [(8, 8, 8), (5, 6, 40, 6, 1), (70,), (16, 9, 16)])
 def test_attention_by_buckets_equals_attention_one_by_one(lengths: tuple[int, ...]) -> None:
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(sum(lengths), heads, 16, requires_grad=True) for heads in (6, 2, 2))
-    dout = torch.randn_like(q)
-    expected = causal_attention(q, k, v, lengths)
-    wanted = torch.autograd.grad(expected, (q, k, v), dout)
     rows = np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
-    attention = PackedAttention(rows, sum(lengths), torch.device("cpu"))
-    with torch.no_grad():
-        out, kept = attention.forward(q, k, v, keep=True)
-        found = [torch.full_like(x, torch.nan) for x in (q, k, v)]
-        attention.backward(kept, dout, found)
-    torch.testing.assert_close(out, expected.detach())
-    for ours, theirs in zip(found, wanted, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert_attention_equals(lambda q, k, v: causal_attention(q, k, v, lengths), rows)
 
 
 def test_a_bucket_wastes_little() -> None:
