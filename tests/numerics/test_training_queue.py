@@ -265,6 +265,23 @@ def test_what_datums_share_counts_once_in_a_micro_batch() -> None:
     assert cut(150) == [((0, 1, 2, 3, 4), 150)]
     assert cut(60) == [((0, 1, 2, 3), 130), ((4,), 70)]  # 60 rows beyond the first datum's
     assert cut(150, 7 * 90 + 3 * 140) == [((0, 1), 90), ((2, 3), 90), ((4,), 70)]
+    whole = micro_batches(data, Limits(150), KeptBytes(7, 3), shares=False)
+    assert [(m.indices, m.num_rows) for m in whole] == [((0, 1), 140), ((2, 3), 140), ((4,), 70)]
+
+
+def test_a_pass_that_shares_nothing_gets_no_more_rows_than_it_may(
+    store: ModelStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (a,) = create(store, "a")
+    prompt, *samples = (one.tokens for one in batch(50, *[20] * 5, seed=3).data)
+    data = [replace(supervised(70, 0), tokens=np.concatenate([prompt, s])) for s in samples]
+    queue = TrainingQueue(Limits(150))
+    work = TrainBatch(tuple(data), "cross_entropy")
+    for plain in (False, True):
+        if plain:
+            monkeypatch.setattr(training_queue, "_is_written_out", lambda base: False)
+        queue.add(0, a, work)
+    assert [len(job.waiting) for job in queue._jobs] == [1, 3]
 
 
 def test_datums_that_begin_alike_are_computed_together_and_answered_in_order(

@@ -22,9 +22,12 @@ LEAST_SHARED = 16
 
 
 class PrefixTree:
-    """Rows of datums by what stands before them; each new row gets the next number."""
+    """Rows of datums by what stands before them; each new row gets the next number.
 
-    def __init__(self, first_row: int = 0):
+    shares False: every datum has rows of its own."""
+
+    def __init__(self, first_row: int = 0, *, shares: bool = True):
+        self._shares = shares
         self._first_row = self._end = first_row
         # The first LEAST_SHARED tokens of a datum -> the row of the last of them.
         self._starts: dict[tuple[int, ...], int] = {}
@@ -54,7 +57,7 @@ class PrefixTree:
 
     def _known(self, ids: list[int]) -> list[int]:
         row = self._starts.get(tuple(ids[:LEAST_SHARED]))
-        if row is None:
+        if row is None or not self._shares:
             return []
         rows = list(range(row - LEAST_SHARED + 1, row + 1))
         for token in ids[LEAST_SHARED:]:

@@ -54,15 +54,18 @@ def kept_bytes(config: ArchitectureConfig, element_bytes: int, rank: int) -> Kep
     return KeptBytes(config.num_layers * (row + 7 * rank * 4), config.num_layers * token)
 
 
-def micro_batches(data: Sequence[Datum], limits: Limits, kept: KeptBytes) -> Iterator[MicroBatch]:
+def micro_batches(
+    data: Sequence[Datum], limits: Limits, kept: KeptBytes, *, shares: bool = True
+) -> Iterator[MicroBatch]:
     """Datums within both limits, at least one to a micro-batch, in their order but for those that
     begin alike, which follow the first of them. Depends on the batch and the limits alone, so that
-    a batch gives the same gradient whatever else is going on."""
-    part = _Part(limits, kept)
+    a batch gives the same gradient whatever else is going on. shares False: the pass will compute
+    every datum whole."""
+    part = _Part(limits, kept, shares)
     for i in alike_together(data):
         if part.indices and not part.has_room(data[i]):
             yield part.cut()
-            part = _Part(limits, kept)
+            part = _Part(limits, kept, shares)
         part.add(i, data[i])
     if part.indices:
         yield part.cut()
@@ -71,9 +74,9 @@ def micro_batches(data: Sequence[Datum], limits: Limits, kept: KeptBytes) -> Ite
 class _Part:
     """A micro-batch in the making."""
 
-    def __init__(self, limits: Limits, kept: KeptBytes):
+    def __init__(self, limits: Limits, kept: KeptBytes, shares: bool):
         self._limits, self._kept = limits, kept
-        self._tree = PrefixTree()
+        self._tree = PrefixTree(shares=shares)
         self._num_tokens = self._first_rows = 0
         self.indices: list[int] = []
 

@@ -1,9 +1,8 @@
 """The targets of one pass in the order that the unembedding takes them, and their losses.
 
 A pair is a row and one of its targets; a datum's pairs are its target_tokens in C order. Datums
-that share a row have pairs of their own there. Rows that
-can have a gradient come first (those whose weight or advantage is not zero for some target), so
-that the others cost no backward pass.
+that share a row have pairs of their own there. Rows that can have a gradient come first (those
+whose weight or advantage is not zero for some target), so that the others cost no backward pass.
 
 Axes: T packed rows of the pass, P pairs of one share, V vocabulary.
 """
