@@ -22,11 +22,6 @@ def smollm2_gguf() -> Path:
     return found
 
 
-@pytest.fixture
-def free_port() -> int:
-    return serving.free_port()
-
-
 @pytest.fixture(scope="module")
 def fake_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[serving.Server]:
     """One server on the fake backend for a module; a test that stops it starts its own instead."""

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -145,10 +144,3 @@ def backend_arguments() -> tuple[str, ...]:
 
         return cluster_arguments()
     return ("--backend", backend_under_test())
-
-
-def free_port() -> int:
-    """A port that nobody listened on a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -78,24 +78,18 @@ class LiveWeights:
             return await self._group.send_weights(model_id, transfer)
 
         try:
-            return await send_weights(manager, weights, await self._route(), send)
+            return await send_weights(manager, weights, self._route(), send)
         except BaseException:
             self.forget(weights)
             raise
 
-    async def _route(self) -> Route:
+    def _route(self) -> Route:
         assert self.how is not None
         tp, engines = self._plan.rollout.tp, range(self._plan.rollout.engines)
         if self.how == "tensor":
             firsts = {engine: engine * tp for engine in engines}
             return Route("tensor", tp, first_ranks=firsts, backend=self._backend)
-        address, _ = await self._group.endpoint()
-        return Route(
-            "broadcast", tp, address=address, free_port=self._free_port, backend=self._backend
-        )
-
-    async def _free_port(self) -> int:
-        return (await self._group.endpoint())[1]
+        return Route("broadcast", tp, address=self._group.address, backend=self._backend)
 
 
 def _way(plan: Plan) -> How | None:

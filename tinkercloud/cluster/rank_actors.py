@@ -70,6 +70,7 @@ class RankActors:
         self._died = asyncio.Event()
         self._lifetimes: list[asyncio.Future[Any]] = []
         self.dead: str | None = None
+        self.address = ""  # of rank 0's node, as the other ranks reach it
         self.num_calls = 0
         self.busy_ms = 0.0  # the slowest rank's own time, summed over the calls
 
@@ -93,7 +94,8 @@ class RankActors:
         for slot in slots:
             self._actors.append(await asyncio.to_thread(_actor, self._settings, slot))
         self._watch()
-        meeting = await self._unless_dead(_future(self._actors[0].endpoint.remote()))
+        meeting: str = await self._unless_dead(_future(self._actors[0].meet.remote()))
+        self.address = meeting.removeprefix("tcp://").rpartition(":")[0]
         starting = [
             _future(
                 actor.start.remote(
@@ -114,10 +116,6 @@ class RankActors:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def endpoint(self) -> str:
-        """A free address on rank 0's node, "tcp://host:port"."""
-        return await self._unless_dead(_future(self._actors[0].endpoint.remote()))
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """The ranks' results, in rank order.

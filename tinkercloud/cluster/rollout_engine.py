@@ -80,7 +80,7 @@ class RolloutEngine:
         """The server's URL once it generates. Raises EngineDied with the end of its log."""
         host = self._launch.host or _node_address()
         for attempt in range(3):
-            port = free_port(host)
+            port = free_port()
             self._spawn(host, port)
             url = f"http://{host}:{port}"
             try:
@@ -165,25 +165,25 @@ class RolloutEngine:
 
     def _port_was_taken(self) -> bool:
         log = self._launch.log_path.read_bytes()[self._log_start :]
-        return b"address already in use" in log
+        return b"address already in use" in log.lower()  # asyncio's, torch's and ZeroMQ's words
 
     def _log_end(self) -> str:
         lines = self._launch.log_path.read_text(errors="replace").splitlines()[-LOG_LINES:]
         return f"the end of {self._launch.log_path}:\n" + "\n".join(lines)
 
 
-def free_port(host: str) -> int:
-    """Below the range from which the kernel takes ports for outgoing connections: a server binds
-    its port many seconds after it was chosen."""
+def free_port() -> int:
+    """Free on every address of this node, and below the range from which the kernel takes ports
+    for outgoing connections: a server binds its port many seconds after it was chosen."""
     for _ in range(100):
         port = random.randrange(*_PORTS)
         with socket.socket() as probe:
             try:
-                probe.bind((host, port))
+                probe.bind(("", port))
             except OSError:
                 continue
             return port
-    raise EngineDied(f"{host} has no free port from {_PORTS[0]} to {_PORTS[1]}")
+    raise EngineDied(f"no port is free from {_PORTS[0]} to {_PORTS[1]}")
 
 
 def _node_address() -> str:

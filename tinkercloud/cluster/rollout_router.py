@@ -15,7 +15,9 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
 _CALL_TIMEOUT_S = 30.0
+_ALIVE_TIMEOUT_S = 2.0
 _POLL_S = 0.1
+_ATTEMPTS = 3
 _HEALTH_INTERVAL_S = 30
 
 
@@ -30,7 +32,14 @@ class RolloutRouter:
 
     async def start(self) -> None:
         """Raises EngineDied with the end of its log."""
-        port, metrics = free_port(self._host), free_port(self._host)
+        for _ in range(_ATTEMPTS):
+            # Between choosing a port and binding it, somebody else may have taken it.
+            if await self._started(free_port(), free_port()):
+                return
+        log = self._log_path.read_text(errors="replace")[-4000:]
+        raise EngineDied(f"SGLang's router did not start; the end of its log:\n{log}")
+
+    async def _started(self, port: int, metrics: int) -> bool:
         self.url = f"http://{self._host}:{port}"
         options = [
             *("--host", self._host, "--port", str(port), "--prometheus-port", str(metrics)),
@@ -40,12 +49,12 @@ class RolloutRouter:
         ]
         await asyncio.to_thread(self._spawn, options)
         deadline = asyncio.get_running_loop().time() + START_TIMEOUT_S
-        while not await self._alive():
-            if not self._running() or asyncio.get_running_loop().time() > deadline:
-                log = self._log_path.read_text(errors="replace")[-4000:]
-                await self.stop()
-                raise EngineDied(f"SGLang's router did not start; the end of its log:\n{log}")
+        while self._running() and asyncio.get_running_loop().time() < deadline:
+            if await self._alive() and self._running():
+                return True
             await asyncio.sleep(_POLL_S)
+        await self.stop()
+        return False
 
     def _spawn(self, options: list[str]) -> None:
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +73,7 @@ class RolloutRouter:
 
     async def _alive(self) -> bool:
         try:
-            async with httpx.AsyncClient(timeout=_CALL_TIMEOUT_S) as http:
+            async with httpx.AsyncClient(timeout=_ALIVE_TIMEOUT_S) as http:
                 return (await http.get(f"{self.url}/liveness")).status_code == 200
         except httpx.HTTPError:
             return False

@@ -16,8 +16,8 @@ from importlib import import_module
 from typing import Any
 
 from tinkercloud import errors
+from tinkercloud.cluster.meeting import Meeting
 from tinkercloud.cluster.rank_types import BatchColumns, RankSettings
-from tinkercloud.cluster.rollout_engine import free_port
 
 logger = logging.getLogger(__name__)
 
@@ -39,19 +39,22 @@ class TrainActor:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rank")
         self._rank: Any = None
+        self._meeting: Meeting | None = None
         self._num_done = 0
 
-    async def endpoint(self) -> str:
-        """Where ranks may meet on this node; torch.distributed's init_method."""
+    async def meet(self) -> str:
+        """Of rank 0, before `start`: where the ranks meet; torch.distributed's init_method."""
         import ray.util
 
-        address = ray.util.get_node_ip_address()
-        return f"tcp://{address}:{free_port(address)}"
+        self._meeting = Meeting(ray.util.get_node_ip_address())
+        return self._meeting.init_method
 
     async def start(self, rank_class: str, settings: RankSettings) -> bytes:
         """rank_class: "module:Class", made with the settings."""
 
         def make() -> None:
+            if self._meeting is not None:
+                self._meeting.open()
             module, _, name = rank_class.partition(":")
             self._rank = getattr(import_module(module), name)(settings)
 

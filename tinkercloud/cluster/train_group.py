@@ -182,10 +182,10 @@ class RayTrainGroup:
         async with model.turn if model is not None else nullcontext():
             yield
 
-    async def endpoint(self) -> tuple[str, int]:
-        """A free address and port on the node of rank 0."""
-        host, _, port = (await self._running().endpoint()).removeprefix("tcp://").rpartition(":")
-        return host, int(port)
+    @property
+    def address(self) -> str:
+        """Of the node of rank 0. Raises EngineDied when the ranks are gone."""
+        return self._running().address
 
     async def send_weights(self, model_id: str, transfer: Transfer) -> Sent:
         """Every rank sends its part to the engines; also while they are offloaded."""

@@ -16,7 +16,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing import reductions
 
+from tinkercloud.cluster.meeting import Meeting
 from tinkercloud.cluster.tensor_digest import tensor_digest
 from tinkercloud.cluster.weight_sync import Sent, Transfer
 from tinkercloud.errors import EngineDied
@@ -162,13 +163,16 @@ class _HandlePickler(ForkingPickler):
 @contextmanager
 def _broadcast_group(transfer: Transfer) -> Iterator[_Carrier]:
     """Rank 0 here, then the engines' ranks in order. The group ends with the block."""
-    with ThreadPoolExecutor(max(1, len(transfer.targets))) as threads:
+    with (
+        closing(Meeting(transfer.address)) as meeting,
+        ThreadPoolExecutor(max(1, len(transfer.targets))) as threads,
+    ):
         group, first = None, 1
         joins: list[Future[Any]] = []
         for target in transfer.targets:
             body = {
-                "master_address": transfer.address,
-                "master_port": transfer.port,
+                "master_address": meeting.address,
+                "master_port": meeting.port,
                 "rank_offset": first,
                 "world_size": transfer.group_size,
                 "group_name": transfer.group,
@@ -178,7 +182,7 @@ def _broadcast_group(transfer: Transfer) -> Iterator[_Carrier]:
             path = "/init_weights_update_group"
             joins.append(threads.submit(_post, target.url, path, body, transfer.timeout_s))
         try:
-            group = _join(transfer)
+            group = _join(transfer, meeting)
             _finish(joins)
             yield _Broadcast(transfer, group, threads)
         finally:
@@ -189,12 +193,12 @@ def _broadcast_group(transfer: Transfer) -> Iterator[_Carrier]:
                 dist.destroy_process_group(group)
 
 
-def _join(transfer: Transfer) -> Any:
+def _join(transfer: Transfer, meeting: Meeting) -> Any:
     """As SGLang makes its side: outside the default group, which torch has no public way for."""
     from torch.distributed import distributed_c10d as c10d
 
     size, wait = transfer.group_size, timedelta(seconds=min(transfer.timeout_s, _JOIN_S))
-    store = dist.TCPStore(transfer.address, transfer.port, size, is_master=True, timeout=wait)  # pyright: ignore[reportPrivateImportUsage]
+    store = meeting.open(size, wait)
     group, _ = c10d._new_process_group_helper(
         *(size, 0, [], c10d.Backend(transfer.backend), c10d.PrefixStore(transfer.group, store)),
         group_name=c10d.GroupName(transfer.group),

@@ -6,7 +6,6 @@ serves again. `weight_sender` is the other half; where neither of its ways is op
 disk.
 """
 
-import asyncio
 import logging
 import secrets
 import time
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tinkercloud.cluster.engine_client import EngineClient, everywhere
-from tinkercloud.cluster.rollout_engine import free_port
 from tinkercloud.cluster.rollout_manager import RolloutManager
 from tinkercloud.errors import EngineDied
 
@@ -38,15 +36,14 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """All that the ranks need to know. address, port: where the group meets ("broadcast" only), on
-    the node of training rank 0."""
+    """All that the ranks need to know. address: of the node of training rank 0, where the group
+    meets ("broadcast" only)."""
 
     how: How
     targets: tuple[Target, ...]
     timeout_s: float = 600.0
     group: str = ""
     address: str = ""
-    port: int = 0
     backend: Literal["nccl", "gloo"] = "nccl"
 
     @property
@@ -68,14 +65,13 @@ class Route:
 
     tp: ranks of each engine. first_ranks: per engine the training rank on its first GPU, the
     others follow ("tensor" only). address: of the node of training rank 0, as the engines reach
-    it. free_port: a free port there, asked at every sync.
+    it.
     """
 
     how: How
     tp: int
     first_ranks: Mapping[int, int] = field(default_factory=dict[int, int])
     address: str = "127.0.0.1"
-    free_port: Callable[[], Awaitable[int]] | None = None
     backend: Literal["nccl", "gloo"] = "nccl"
     timeout_s: float = 600.0
 
@@ -93,7 +89,7 @@ async def send_weights(
     """
     begun = time.monotonic()
     async with manager.updating(weights) as clients:
-        transfer = await _transfer(manager, route)
+        transfer = _transfer(manager, route)
         await everywhere(clients, "/begin_weight_update")
         sent = await send(transfer)
         await everywhere(clients, "/end_weight_update")
@@ -131,7 +127,7 @@ async def check_received(clients: Sequence[EngineClient], sent: Sent) -> None:
                 )
 
 
-async def _transfer(manager: RolloutManager, route: Route) -> Transfer:
+def _transfer(manager: RolloutManager, route: Route) -> Transfer:
     engines = manager.engines_by_index()
     if route.how == "tensor":
         targets = tuple(
@@ -140,14 +136,11 @@ async def _transfer(manager: RolloutManager, route: Route) -> Transfer:
             for first in (route.first_ranks[index],)
         )
         return Transfer("tensor", targets, route.timeout_s)
-    find = route.free_port
-    port = await find() if find else await asyncio.to_thread(free_port, route.address)
     return Transfer(
         "broadcast",
         tuple(Target(url, route.tp) for url in engines.values()),
         timeout_s=route.timeout_s,
         group=f"tinkercloud-{secrets.token_hex(4)}",
         address=route.address,
-        port=port,
         backend=route.backend,
     )

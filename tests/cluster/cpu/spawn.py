@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.serving import ROOT, free_port
+from tests.serving import ROOT
 
 LIMIT_S = 240.0
 
@@ -25,7 +25,7 @@ def run(
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        init_method = f"tcp://127.0.0.1:{free_port()}"
+        init_method = (folder / "meeting").as_uri()
         work = (function.__module__, function.__qualname__, world_size, init_method, args)
         (folder / "work").write_bytes(pickle.dumps(work))
         ranks = [_start(folder, rank) for rank in range(world_size)]
