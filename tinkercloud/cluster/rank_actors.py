@@ -14,7 +14,15 @@ from typing import Any
 
 from tinkercloud.cluster.placement import TRAIN_SHARE, Slot
 from tinkercloud.cluster.rank_types import BatchColumns, RankSettings
-from tinkercloud.cluster.train_actor import Answer, TrainActor, answer_of, decoded, packed_call
+from tinkercloud.cluster.train_actor import (
+    CONCURRENCY,
+    WATCH,
+    Answer,
+    TrainActor,
+    answer_of,
+    decoded,
+    packed_call,
+)
 from tinkercloud.core.plan import Plan
 from tinkercloud.core.types import TrainBatch
 from tinkercloud.errors import EngineDied, UserError
@@ -199,7 +207,10 @@ class RankActors:
 
     async def _progress(self) -> int | None:
         """Summed over the ranks; None when one does not even answer."""
-        asked = [_future(actor.progress.remote()) for actor in self._actors]
+        asked = [
+            _future(actor.progress.options(concurrency_group=WATCH).remote())
+            for actor in self._actors
+        ]
         done, pending = await asyncio.wait(asked, timeout=self._settings.timeout_s / 4)
         if pending or any(one.exception() for one in done):
             return None
@@ -212,7 +223,7 @@ class RankActors:
 
     def _watch(self) -> None:
         for rank, actor in enumerate(self._actors):
-            lifetime = _future(actor.lifetime.remote())
+            lifetime = _future(actor.lifetime.options(concurrency_group=WATCH).remote())
             self._lifetimes.append(lifetime)
 
             def ended(one: "asyncio.Future[Any]", rank: int = rank) -> None:
@@ -250,8 +261,9 @@ def _actor(settings: GroupSettings, slot: Slot) -> Any:
     import ray
 
     environment = {**ENVIRONMENT, **settings.environment}
-    maker = ray.remote(TrainActor).options(
-        max_concurrency=8, runtime_env={"env_vars": environment}, **slot.options(TRAIN_SHARE)
+    remote: Any = ray.remote  # its annotations do not know concurrency_groups
+    maker = remote(concurrency_groups=CONCURRENCY)(TrainActor).options(
+        runtime_env={"env_vars": environment}, **slot.options(TRAIN_SHARE)
     )
     return maker.remote()
 
