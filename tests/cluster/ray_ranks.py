@@ -109,8 +109,8 @@ class TinyRank:
         size = sum(array.nbytes for datum in batch.data for array in datum.inputs.values())
         for index in mine:
             inputs = batch.data[index].inputs
-            if size > INLINE_BYTES:
-                assert not inputs["weights"].flags.writeable, "read where it lies in Ray's store"
+            is_copy = inputs["weights"].flags.writeable
+            assert is_copy == (size <= INLINE_BYTES), "a large one is read where it lies"
             w = model["w"].clone().requires_grad_()
             targets = torch.tensor(inputs["target_tokens"].tolist())
             logprobs = torch.log_softmax(w, -1)[targets]

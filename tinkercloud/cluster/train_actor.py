@@ -21,6 +21,7 @@ from tinkercloud.cluster.rank_types import BatchColumns, RankSettings
 logger = logging.getLogger(__name__)
 
 WATCH = "watch"
+_PIECE_BYTES = 64 * 1024  # Ray puts arguments beyond 100 KiB into the object store itself
 CONCURRENCY = {WATCH: 4}  # threads by group, besides the rank's own
 
 
@@ -65,11 +66,11 @@ class TrainActor:
 
         return self._run(make)
 
-    def call(self, request: bytes, batch: BatchColumns | None = None) -> bytes:
+    def call(self, batch: BatchColumns | None, *request: bytes) -> bytes:
         """request: `packed_call`'s. batch: its last argument, where it came by the object store."""
 
         def work() -> Any:
-            method, args, kwargs = pickle.loads(request)
+            method, args, kwargs = pickle.loads(b"".join(request))
             more = () if batch is None else (batch.batch(),)
             return getattr(self._rank, method)(*args, *more, **kwargs)
 
@@ -96,10 +97,11 @@ class TrainActor:
         return pickle.dumps(answer, protocol=5)
 
 
-def packed_call(method: str, *args: Any, **kwargs: Any) -> bytes:
+def packed_call(method: str, *args: Any, **kwargs: Any) -> list[bytes]:
     """Pickled once for all ranks, and by pickle alone: Ray's own way takes each small array for
-    a buffer of its own, which costs more than the copy."""
-    return pickle.dumps((method, args, kwargs), protocol=5)
+    a buffer of its own, which costs more than the copy. In pieces that Ray sends with the call."""
+    packed = pickle.dumps((method, args, kwargs), protocol=5)
+    return [packed[i : i + _PIECE_BYTES] for i in range(0, len(packed), _PIECE_BYTES)]
 
 
 def answer_of(data: bytes) -> Answer:
