@@ -119,6 +119,7 @@ class TaskManager:
             lane.changed.set()
             if lane.worker is None or lane.worker.done():
                 lane.worker = self._spawn(self._serve(lane), f"lane {ticket.model_id}")
+            await asyncio.sleep(0)  # the work begins before the answer is built and sent
         return pending.request_id
 
     async def drain(self, user: str, model_id: str) -> None:

@@ -13,7 +13,6 @@ from tinker_gmi.types import (
     SaveWeightsRequest,
     UntypedAPIFuture,
 )
-from tinkercloud.core.data_converter import RawBatch
 from tinkercloud.core.types import AdamParams, TrainBatch
 from tinkercloud.errors import InvalidRequest, ModelNotFound, UserError
 from tinkercloud.services.bodies import TrainingCall
@@ -48,11 +47,12 @@ class TrainingService:
         if model is None:
             return await self._refuse(user, kind, call)
 
+        # While the request is put on record. It holds the batch from then on, not the raw form.
+        checking = asyncio.ensure_future(self._checked(model, call))
+        checking.add_done_callback(lambda done: done.cancelled() or done.exception())
+
         async def work() -> Outcome:
-            if call.fault is not None:
-                raise InvalidRequest(call.fault)
-            batch = await self._checked(model, call.raw)
-            output = await self._backend.forward_backward(model.model_id, batch)
+            output = await self._backend.forward_backward(model.model_id, await checking)
             return completed_protobuf(encode_train_output(output))
 
         return await self._models.submit(model, kind, call.seq_id, work)
@@ -68,7 +68,10 @@ class TrainingService:
         request_id = await self._tasks.submit(Ticket(user, kind, key), work)
         return UntypedAPIFuture(request_id=request_id, model_id=call.model_id)
 
-    async def _checked(self, model: Model, raw: RawBatch) -> TrainBatch:
+    async def _checked(self, model: Model, call: TrainingCall) -> TrainBatch:
+        raw = call.raw
+        if call.fault is not None:
+            raise InvalidRequest(call.fault)
         converter = self._catalog.converter(model.base_model)
         if raw.num_bytes <= INLINE_BYTES:
             return converter.train_batch(raw)
