@@ -25,7 +25,8 @@ def section(report: Report) -> str:
     machine = report.machine
     where = f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB"
     versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
-    measured = f"Measured {report.date} on {where} ({machine['system']}); {versions}."
+    sources = f", commit {report.commit}" if report.commit else ""
+    measured = f"Measured {report.date} on {where} ({machine['system']}){sources}; {versions}."
     return (
         f"## {report.title}\n\n{report.about}\n\n```sh\n{report.command}\n```\n\n"
         f"{report.table()}\n\n{targets(report)}{measured}\n"

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -34,6 +35,23 @@ def versions(*packages: str) -> dict[str, str]:
     return found
 
 
+def commit() -> str:
+    """Of the sources that were measured; "+" where files differ from it, "" outside a checkout."""
+    git = ("git", "-C", str(Path(__file__).resolve().parent))
+    try:
+        head = _said(*git, "rev-parse", "--short=10", "HEAD").strip()
+        changed = _said(
+            *git, "status", "--porcelain", "--untracked-files=no", "--", ":/*.py", ":/*.c"
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return f"{head}+" if changed else head
+
+
+def _said(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -56,6 +74,7 @@ class Report:
     versions: Mapping[str, str]
     machine: Mapping[str, Cell] = field(default_factory=machine)
     date: str = field(default_factory=lambda: datetime.now(UTC).strftime("%Y-%m-%d"))
+    commit: str = field(default_factory=commit)
     targets: Sequence[Mapping[str, Cell]] = ()
 
     def write(self, path: Path) -> None:
@@ -73,7 +92,7 @@ class Report:
 
     @classmethod
     def read(cls, path: Path) -> "Report":
-        return cls(**json.loads(path.read_text(encoding="utf-8")))
+        return cls(**{"commit": ""} | json.loads(path.read_text(encoding="utf-8")))
 
     def table(self) -> str:
         """Markdown, aligned so that it reads in a terminal too."""
