@@ -302,9 +302,7 @@ machine; forward_backward one at a time. *ranks* is the slower rank's own time, 
 the overhead is all the rest of the wall time: the batch on its way to the ranks, the calls, the
 answers, and for the second half HTTP, SQLite and protobuf on both sides. Ranks, server and client
 share the cores. Baselines of the same run, which no overhead can be below: two actors of Ray that
-wait 20 ms and compute nothing, and two HTTP requests that do nothing. Runs of one day on this
-virtual machine, whose speed is not its own, had medians of 7 to 12 ms (once 17) through the service
-for 1 and 8 datums. Of 64 datums' 20 ms, 8 are the batch being decoded and checked."""
+wait 20 ms and compute nothing, and two HTTP requests that do nothing."""
 
 if __name__ == "__main__":
     sys.exit(main())

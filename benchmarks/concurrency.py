@@ -17,6 +17,7 @@ from pathlib import Path
 
 import httpx
 from report import Cell, Report, versions
+from smollm2 import weights
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -26,7 +27,6 @@ from peers.sampling_check import Reference  # noqa: E402
 from peers.sampling_tinker import TinkerClient, TinkerServer  # noqa: E402
 from sampling import text_ids  # noqa: E402
 
-from tinkercloud.fetch import find_model  # noqa: E402
 from tinkercloud.weights.huggingface import ensure_hf_folder  # noqa: E402
 
 MAX_BATCH = 128
@@ -185,9 +185,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="1 and 32 clients, under a minute")
     parser.add_argument("--dtype", default="float32", help="float32 or bfloat16 [float32]")
     given = parser.parse_args()
-    model = find_model("smollm2") or find_model("smollm2", ROOT / ".tinkercloud")
-    if model is None:
-        sys.exit("the SmolLM2 weights are not here; run `make install`")
+    model = weights()
     size = QUICK if given.quick else FULL
     seen = asyncio.run(measured(model, ROOT / ".peers" / "weights", given.dtype, size))
     result = Report(

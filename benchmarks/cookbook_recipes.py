@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from report import Report, versions
+from smollm2 import weights
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -23,7 +24,6 @@ sys.path.insert(0, str(ROOT))
 from tests.e2e.hub import MODEL, build_hub  # noqa: E402
 from tests.e2e.recipes import RECIPES, Recipe, RecipeFailed, run_recipe  # noqa: E402
 from tests.serving import Server, start_server  # noqa: E402
-from tinkercloud.fetch import find_model  # noqa: E402
 from tinkercloud.weights.tokenizer import ensure_tokenizer_folder  # noqa: E402
 
 LIMIT_S = 1800.0
@@ -86,13 +86,6 @@ def import_time(recipe: Recipe, hub: Path, server: Server) -> float:
     # chz ends with status 1 after its help: what it said tells more.
     assert b"model_name" in done.stdout + done.stderr, done.stderr.decode()
     return seconds
-
-
-def weights() -> Path:
-    found = find_model("smollm2") or find_model("smollm2", ROOT / ".tinkercloud")
-    if found is None:
-        sys.exit("the SmolLM2 weights are not here; run `make install`")
-    return found
 
 
 def run_all(recipes: Sequence[Recipe]) -> list[Row]:

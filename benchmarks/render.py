@@ -1,4 +1,7 @@
-"""Write docs/benchmarks.md from benchmarks/results/*.json."""
+"""Write docs/benchmarks.md from benchmarks/results/*.json.
+
+What was missed, where the time goes and what was tried stands in NAME.md beside NAME.json.
+"""
 
 from pathlib import Path
 
@@ -16,12 +19,14 @@ command for yours. Every request is counted, failed ones too.
 
 
 def main() -> None:
-    reports = [Report.read(path) for path in sorted((HERE / "results").glob("*.json"))]
-    TARGET.write_text("\n".join([HEAD, *map(section, reports)]), encoding="utf-8")
-    print(f"{TARGET.relative_to(HERE.parent)}: {len(reports)} results")
+    paths = sorted((HERE / "results").glob("*.json"))
+    TARGET.write_text("\n".join([HEAD, *map(section, paths)]), encoding="utf-8")
+    print(f"{TARGET.relative_to(HERE.parent)}: {len(paths)} results")
 
 
-def section(report: Report) -> str:
+def section(path: Path) -> str:
+    report, notes = Report.read(path), path.with_suffix(".md")
+    remarks = f"{notes.read_text(encoding='utf-8').strip()}\n\n" if notes.exists() else ""
     machine = report.machine
     where = f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB"
     versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
@@ -29,7 +34,7 @@ def section(report: Report) -> str:
     measured = f"Measured {report.date} on {where} ({machine['system']}){sources}; {versions}."
     return (
         f"## {report.title}\n\n{report.about}\n\n```sh\n{report.command}\n```\n\n"
-        f"{report.table()}\n\n{targets(report)}{measured}\n"
+        f"{report.table()}\n\n{targets(report)}{remarks}{measured}\n"
     )
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from report import Cell, Report, versions
+from smollm2 import weights
 from tokenizers import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,7 +29,6 @@ from peers.rl_trl import trl  # noqa: E402
 from peers.sampling_common import Unavailable, python_of, version_of  # noqa: E402
 
 from tinkercloud.embedded.device import usable_cores  # noqa: E402
-from tinkercloud.fetch import find_model  # noqa: E402
 from tinkercloud.weights.huggingface import ensure_hf_folder  # noqa: E402
 
 OURS, SKYRL, TRL = "tinkercloud", "SkyRL tinker", "TRL GRPO"
@@ -190,9 +190,7 @@ def report(
 
 def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # and its servers with it
-    given, gguf = arguments(), find_model("smollm2") or find_model("smollm2", ROOT / ".tinkercloud")
-    if gguf is None:
-        sys.exit("the SmolLM2 weights are not here; run `make install`")
+    given, gguf = arguments(), weights()
     scale = scale_of(given)
     with tempfile.TemporaryDirectory() as scratch:
         folder = ensure_hf_folder(gguf, Path(scratch))

@@ -18,6 +18,7 @@ from typing import Any
 
 from limits import measure, native_bfloat16
 from report import Cell, Report, versions
+from smollm2 import weights
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -40,7 +41,6 @@ from peers.sampling_servers import LlamaCpp, Vllm  # noqa: E402
 from peers.sampling_tinker import TinkerServer  # noqa: E402
 from peers.sampling_transformers import Transformers  # noqa: E402
 
-from tinkercloud.fetch import find_model  # noqa: E402
 from tinkercloud.weights.huggingface import ensure_hf_folder  # noqa: E402
 
 OURS, LLAMA, TRANSFORMERS, VLLM, SKYRL = ALL = (
@@ -200,9 +200,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     given = arguments()
-    model = find_model("smollm2") or find_model("smollm2", ROOT / ".tinkercloud")
-    if model is None:
-        sys.exit("the SmolLM2 weights are not here; run `make install`")
+    model = weights()
     usual = "tinkercloud" if given.quick else ",".join(SHORT)
     names = [SHORT[name] for name in (given.only or usual).split(",")]
     setting = Setting(model, given.peers.absolute(), names, given.quick, given.budget_s)

@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 from report import Cell, Report, versions
+from smollm2 import weights
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tests.serving import start_server  # noqa: E402
-from tinkercloud.fetch import find_model  # noqa: E402
 
 MODEL = "smollm2"
 SAMPLES, PROMPT, NEW = 16, 64, 32  # in flight, tokens, tokens
@@ -173,9 +173,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--quick", action="store_true", help="windows of 8 s instead of 30")
     given = parser.parse_args()
-    model = find_model("smollm2") or find_model("smollm2", ROOT / ".tinkercloud")
-    if model is None:
-        sys.exit("the SmolLM2 weights are not here; run `make install`")
+    model = weights()
     seen = asyncio.run(measured(8.0 if given.quick else 30.0, model))
     alone = {one.work: one.tokens_s for one in seen if one.mode == "alone"}
     report = Report(

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from limits import matrix_gflop_s
 from report import Cell, Report, versions
+from smollm2 import weights
 
 ROOT = Path(__file__).resolve().parent.parent
 PEERS = ROOT / "benchmarks" / "peers"
@@ -34,7 +35,6 @@ from peers.training_common import Job, ragged, tokens_of  # noqa: E402
 from peers.training_start import Start, prepare  # noqa: E402
 
 from tinkercloud.embedded.device import usable_cores  # noqa: E402
-from tinkercloud.fetch import find_model  # noqa: E402
 from tinkercloud.weights.huggingface import ensure_hf_folder  # noqa: E402
 
 LEARNING_RATE = 1e-4
@@ -276,9 +276,7 @@ def chosen(given: argparse.Namespace) -> list[str]:
 def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # and its processes with it
     given = arguments()
-    gguf = find_model("smollm2") or find_model("smollm2", ROOT / ".tinkercloud")
-    if gguf is None:
-        sys.exit("the SmolLM2 weights are not here; run `make install`")
+    gguf = weights()
     torch.set_num_threads(usable_cores())
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
