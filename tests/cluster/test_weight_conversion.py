@@ -28,8 +28,9 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2 x ep2": (2, {"tp": 2, "ep": 2}),
     "etp2": (2, {"tp": 2, "etp": 2}),
 }
-# The others hold all that these do, each together with something else.
-SIMPLE = ("one rank", "tp2 + sequence parallel", "pp2", "ep2")
+# The others hold all that these do, each together with something else (cp2 cuts no weights; its
+# numbers are test_training's).
+SIMPLE = ("one rank", "tp2 + sequence parallel", "pp2", "cp2", "ep2")
 LENGTHS = (1, 7, 24, 33)  # of the packed sequences
 
 Case = tuple[str, Path, Plan]
