@@ -90,7 +90,7 @@ class RolloutEngine:
             except EngineDied:
                 self.stop()
                 # Between choosing a port and binding it, somebody else may have taken it.
-                if attempt == 2 or not self._port_was_taken():
+                if attempt == 2 or not port_was_taken(self._launch.log_path, self._log_start):
                     raise
         raise AssertionError("unreachable")
 
@@ -163,13 +163,14 @@ class RolloutEngine:
             f"the SGLang server did not answer within {timeout_s:g} s; {self._log_end()}"
         )
 
-    def _port_was_taken(self) -> bool:
-        log = self._launch.log_path.read_bytes()[self._log_start :]
-        return b"address already in use" in log.lower()  # asyncio's, torch's and ZeroMQ's words
-
     def _log_end(self) -> str:
         lines = self._launch.log_path.read_text(errors="replace").splitlines()[-LOG_LINES:]
         return f"the end of {self._launch.log_path}:\n" + "\n".join(lines)
+
+
+def port_was_taken(log_path: Path, start: int) -> bool:
+    """By what the log says from that byte on, in asyncio's, torch's, ZeroMQ's or Rust's words."""
+    return b"address already in use" in log_path.read_bytes()[start:].lower()
 
 
 def free_port() -> int:

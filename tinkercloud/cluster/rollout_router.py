@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 
-from tinkercloud.cluster.rollout_engine import free_port
+from tinkercloud.cluster.rollout_engine import free_port, port_was_taken
 from tinkercloud.errors import EngineDied
 
 logger = logging.getLogger(__name__)
@@ -28,6 +28,7 @@ class RolloutRouter:
         self._host = host
         self._log_path = log_path
         self._process: subprocess.Popen[bytes] | None = None
+        self._log_start = 0
         self.url = ""
 
     async def start(self) -> None:
@@ -36,6 +37,8 @@ class RolloutRouter:
             # Between choosing a port and binding it, somebody else may have taken it.
             if await self._started(free_port(), free_port()):
                 return
+            if not port_was_taken(self._log_path, self._log_start):
+                break
         log = self._log_path.read_text(errors="replace")[-4000:]
         raise EngineDied(f"SGLang's router did not start; the end of its log:\n{log}")
 
@@ -61,6 +64,7 @@ class RolloutRouter:
         guard = [sys.executable, "-m", "tinkercloud.cluster.process_guard"]
         router = [sys.executable, "-m", "sglang_router.launch_router"]
         with self._log_path.open("ab") as log:
+            self._log_start = log.tell()
             self._process = subprocess.Popen(
                 [*guard, *router, *options],
                 stdin=subprocess.PIPE,
