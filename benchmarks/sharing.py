@@ -26,7 +26,9 @@ from tests.serving import start_server  # noqa: E402
 
 MODEL = "smollm2"
 SAMPLES, PROMPT, NEW = 16, 64, 32  # in flight, tokens, tokens
-CALLS, DATUMS, LENGTH = 2, 8, 128  # in flight, and what one call trains on
+CALLS, DATUMS = 2, 8  # in flight, and what one call trains on
+LENGTH, QUICK_LENGTH = 128, 48  # tokens of a datum
+WINDOW_S, QUICK_WINDOW_S = 30.0, 8.0
 FAIR = 0.35  # of its own speed, that each of two keeps at least
 BUSY = 0.85  # what the two keep together at least: turns cost little
 COLUMNS = ("alone or both", "work", "tokens/s", "of alone", "answers", "longest s", "failed")
@@ -56,16 +58,18 @@ class Seen:
 
 
 class Bench:
-    def __init__(self, training: Any, sampling: Any, vocab: int, window_s: float):
+    def __init__(self, training: Any, sampling: Any, vocab: int, *, quick: bool):
         import tinker
 
-        self._training, self._sampling, self._window_s = training, sampling, window_s
+        self._training, self._sampling = training, sampling
+        self._window_s = QUICK_WINDOW_S if quick else WINDOW_S
+        self._length = QUICK_LENGTH if quick else LENGTH
         generator = np.random.default_rng(0)
         self._prompts = generator.integers(0, vocab, (64, PROMPT)).tolist()
         self._data = []
         for _ in range(DATUMS):
-            ids = generator.integers(0, vocab, LENGTH + 1)
-            inputs = {"target_tokens": ids[1:], "weights": np.ones(LENGTH, np.float32)}
+            ids = generator.integers(0, vocab, self._length + 1)
+            inputs = {"target_tokens": ids[1:], "weights": np.ones(self._length, np.float32)}
             self._data.append(
                 tinker.Datum(
                     model_input=tinker.ModelInput.from_ints(ids[:-1].tolist()),
@@ -91,7 +95,7 @@ class Bench:
         future = await self._training.forward_backward_async(self._data, "cross_entropy")
         result = await future
         assert np.isfinite(result.metrics["loss:sum"]), f"call {number}"
-        return DATUMS * LENGTH
+        return DATUMS * self._length
 
     async def _together(
         self, mode: str, *, sampling: bool = False, training: bool = False
@@ -135,7 +139,7 @@ class Bench:
             seen.longest_s = max(seen.longest_s, time.perf_counter() - begun)
 
 
-async def measured(window_s: float, model: Path) -> list[Seen]:
+async def measured(model: Path, *, quick: bool) -> list[Seen]:
     with (
         tempfile.TemporaryDirectory() as folder,
         start_server(
@@ -149,7 +153,7 @@ async def measured(window_s: float, model: Path) -> list[Seen]:
         service = tinker.ServiceClient()
         training = await service.create_lora_training_client_async(base_model=MODEL, rank=32)
         sampling = await service.create_sampling_client_async(base_model=MODEL)
-        return await Bench(training, sampling, 49152, window_s).run()
+        return await Bench(training, sampling, 49152, quick=quick).run()
 
 
 def targets(seen: list[Seen]) -> list[dict[str, Cell]]:
@@ -171,14 +175,14 @@ def targets(seen: list[Seen]) -> list[dict[str, Cell]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the result here")
-    parser.add_argument("--quick", action="store_true", help="windows of 8 s instead of 30")
+    parser.add_argument("--quick", action="store_true", help="shorter windows, shorter sequences")
     given = parser.parse_args()
     model = weights()
-    seen = asyncio.run(measured(8.0 if given.quick else 30.0, model))
+    seen = asyncio.run(measured(model, quick=given.quick))
     alone = {one.work: one.tokens_s for one in seen if one.mode == "alone"}
     report = Report(
         title="Sampling and training at once",
-        about=ABOUT,
+        about=ABOUT.format(length=QUICK_LENGTH if given.quick else LENGTH),
         command="python benchmarks/sharing.py" + (" --quick" if given.quick else ""),
         columns=COLUMNS,
         rows=[one.cells(alone[one.work]) for one in seen],
@@ -192,8 +196,8 @@ def main() -> int:
 ABOUT = f"""\
 SmolLM2-135M in float32 behind the real server, through the official SDK. Sampling: {SAMPLES}
 requests in flight, {PROMPT} + {NEW} tokens each, of the base model. Training: {CALLS}
-forward_backward calls in flight, {DATUMS} x {LENGTH} tokens each, a LoRA adapter of rank 32. Who is
-answered asks again. Longest is the longest that a request waited for its answer."""
+forward_backward calls in flight, {DATUMS} x {{length}} tokens each, a LoRA adapter of rank 32. Who
+is answered asks again. Longest is the longest that a request waited for its answer."""
 
 if __name__ == "__main__":
     sys.exit(main())

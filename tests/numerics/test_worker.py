@@ -76,18 +76,22 @@ def batch(length: int) -> TrainBatch:
 def test_training_goes_on_under_an_endless_stream_of_samples(driver: Driver) -> None:
     version = driver.wait(driver.send("publish", FromBase("tiny")))
     driver.wait(driver.send("create_model", "m", "tiny", LoraSpec(rank=4, seed=0)))
-    request = ask(random_prompt(20, 1), max_tokens=64, use_eos=False)
+    request = ask(random_prompt(20, 1), max_tokens=8, use_eos=False)
     samples = {driver.send("sample", version, request) for _ in range(8)}
+    begun = max(samples)
 
     def another(number: int) -> None:
         if number in samples:
             samples.add(driver.send("sample", version, request))
 
     driver.whenever = another
+    driver.wait(begun)
     calls = [driver.send("forward_backward", "m", batch(100)) for _ in range(3)]
+    driver.wait(calls[0])
+    before = len(samples & set(driver.order))
     for call in calls:
         driver.wait(call)
-    assert samples & set(driver.order), "samples went on too"
+    assert len(samples & set(driver.order)) > before, "samples went on too"
 
 
 def test_samples_are_answered_under_an_endless_stream_of_training(driver: Driver) -> None:

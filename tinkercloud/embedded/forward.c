@@ -72,6 +72,7 @@ typedef struct {
   const model_t *model;
   const batch_t *batch;
   float *x, *normed, *q, *k, *v, *mixed, *gate, *up, *low, *chosen;
+  float *packed; /* rows that a product reads, by strips */
   int64_t low_stride; /* of one row of the low-rank products, 3 modules side by side */
   int64_t max_rank;
   atomic_long *next_task; /* of each stage */
@@ -85,7 +86,7 @@ typedef struct {
   int64_t stage;
 } walk_t;
 
-#define STAGES_OF_A_LAYER 12
+#define STAGES_OF_A_LAYER 16
 #define OTHER_STAGES 8
 
 INLINE int64_t take(const walk_t *w) {
@@ -158,10 +159,11 @@ static segment_t segment_of(const pass_t *p, const read_t *read, int64_t s) {
 /* x A^T of every row and module, beside each other in p->low. */
 static void low_rank(walk_t *w, const read_t *read) {
   const pass_t *p = w->p;
-  int64_t in = read->outputs[0].linear->in, parts = (p->max_rank + PANEL - 1) / PANEL;
+  int64_t in = read->outputs[0].linear->in;
+  int64_t parts = (p->max_rank + SOME_COLUMNS - 1) / SOME_COLUMNS;
   int64_t tasks = p->batch->num_segments * read->count * parts;
   for (int64_t task; (task = take(w)) < tasks;) {
-    int64_t i = task / parts % read->count, first = task % parts * PANEL;
+    int64_t i = task / parts % read->count, first = task % parts * SOME_COLUMNS;
     segment_t segment = segment_of(p, read, task / parts / read->count);
     const lora_t *lora = &segment.modules[read->outputs[i].module];
     if (!lora->a || first >= lora->rank) continue;
@@ -169,19 +171,41 @@ static void low_rank(walk_t *w, const read_t *read) {
                       .w = lora->a, .k = in, .bias = NULL,
                       .y = p->low + segment.first * p->low_stride + i * p->max_rank,
                       .y_stride = p->low_stride, .add = 0, .scale = 1.0f};
-    multiply(&down, (range_t){first, MIN(first + PANEL, lora->rank)});
+    multiply(&down, (range_t){first, MIN(first + SOME_COLUMNS, lora->rank)});
   }
   end_stage(w);
 }
 
+/* The rows by strips, where that pays. */
+static int pack(walk_t *w, const read_t *read) {
+  int64_t in = read->outputs[0].linear->in;
+  if (!by_strips(read->rows, in)) return 0;
+  for (int64_t strip; (strip = take(w)) < strips_of(read->rows);)
+    pack_strip(read->x, in, read->rows, in, strip, w->p->packed);
+  end_stage(w);
+  return 1;
+}
+
+/* What is done to the rows before their products. */
+typedef struct {
+  int adapted, packed;
+} ready_t;
+
+static ready_t prepare(walk_t *w, const read_t *read) {
+  ready_t ready = {has_adapter(w->p, read->outputs, read->count), pack(w, read)};
+  if (ready.adapted) low_rank(w, read);
+  return ready;
+}
+
 /* Some columns of one module. */
-static void columns(const pass_t *p, const read_t *read, int i, range_t cols, int adapted) {
+static void columns(const pass_t *p, const read_t *read, int i, range_t cols, ready_t ready) {
   const output_t *o = &read->outputs[i];
   product_t main = {.x = read->x, .x_stride = o->linear->in, .rows = read->rows,
+                    .packed = ready.packed ? p->packed : NULL,
                     .w = o->linear->weight, .k = o->linear->in, .bias = o->linear->bias,
                     .y = o->y, .y_stride = o->y_stride, .add = o->add, .scale = 1.0f};
   multiply(&main, cols);
-  for (int64_t s = 0; adapted && s < p->batch->num_segments; s++) {
+  for (int64_t s = 0; ready.adapted && s < p->batch->num_segments; s++) {
     segment_t segment = segment_of(p, read, s);
     const lora_t *lora = &segment.modules[o->module];
     if (!lora->a) continue;
@@ -195,8 +219,7 @@ static void columns(const pass_t *p, const read_t *read, int i, range_t cols, in
 
 /* One or more modules that read the same rows, block of columns by block of columns. */
 static void modules(walk_t *w, const read_t *read) {
-  int adapted = has_adapter(w->p, read->outputs, read->count);
-  if (adapted) low_rank(w, read);
+  ready_t ready = prepare(w, read);
   int64_t width = task_columns(read->outputs[0].linear->in);
   for (int64_t task; ; ) {
     task = take(w);
@@ -208,7 +231,7 @@ static void modules(walk_t *w, const read_t *read) {
     }
     if (i == read->count) break;
     int64_t end = MIN((task + 1) * width, read->outputs[i].linear->out);
-    columns(w->p, read, i, (range_t){task * width, end}, adapted);
+    columns(w->p, read, i, (range_t){task * width, end}, ready);
   }
   end_stage(w);
 }
@@ -231,13 +254,12 @@ static void swiglu(const pass_t *p, range_t cols) {
 
 /* Gate and up, and what comes of them, of the same columns while they are near. */
 static void gates(walk_t *w, const read_t *read) {
-  int adapted = has_adapter(w->p, read->outputs, read->count);
-  if (adapted) low_rank(w, read);
+  ready_t ready = prepare(w, read);
   int64_t width = task_columns(read->outputs[0].linear->in), inner = w->p->model->inner;
   for (int64_t first; (first = take(w) * width) < inner;) {
     range_t cols = {first, MIN(first + width, inner)};
-    columns(w->p, read, 0, cols, adapted);
-    columns(w->p, read, 1, cols, adapted);
+    columns(w->p, read, 0, cols, ready);
+    columns(w->p, read, 1, cols, ready);
     swiglu(w->p, cols);
   }
   end_stage(w);
@@ -483,7 +505,9 @@ int forward(team_t *team, const model_t *model, const batch_t *batch) {
                       &p.chosen};
   int64_t per_row = 0;
   for (int i = 0; i < 10; i++) per_row += sizes[i];
-  float *memory = scratch(team, (size_t)(batch->rows * per_row) * sizeof(float));
+  int64_t widest = MAX(MAX(model->hidden, wide), model->inner);
+  int64_t floats = batch->rows * per_row + packed_size(batch->rows, widest);
+  float *memory = scratch(team, (size_t)floats * sizeof(float));
   int64_t stages = model->num_layers * STAGES_OF_A_LAYER + OTHER_STAGES;
   p.next_task = calloc((size_t)stages, sizeof(atomic_long));
   int64_t offset = 0;
@@ -491,6 +515,7 @@ int forward(team_t *team, const model_t *model, const batch_t *batch) {
     *places[i] = memory + offset;
     offset += sizes[i] * batch->rows;
   }
+  p.packed = memory + offset;
   if (memory != NULL && p.next_task != NULL) work(team, run, &p);
   int failed = memory == NULL || p.next_task == NULL;
   free(p.next_task);

@@ -1,10 +1,10 @@
 /* Matrix products whose every output is computed in the same order, however many rows there are.
 
-   y = x w^T. An output is the sum over chunks of at most CHUNK inputs, one after the other, of the
-   chunk's products, added one after the other too: nothing of that depends on the number of rows
-   or on which columns a call computes. Columns go together in panels of two vectors, which are
-   turned around first ([input][column] instead of [column][input]), in the registers for a few
-   rows, into memory near the core for more. */
+   y = x w^T. An output is LANES sums, added up in one tree (vectors.h): lane l adds the products of
+   the inputs l, l + LANES, l + 2 LANES, ... one after the other. Nothing of that depends on the
+   number of rows, on which columns a call computes, or on where the inputs are cut. Two ways to the
+   same bits: tiles, which take the weights as they lie in memory, for a few rows; strips, which lay
+   weights and rows out anew, for many. */
 
 #ifndef TINKERCLOUD_PRODUCT_H
 #define TINKERCLOUD_PRODUCT_H
@@ -12,15 +12,13 @@
 #include "team.h"
 #include "vectors.h"
 
-#define PANEL (2 * LANES) /* columns */
-#define CHUNK 256         /* inputs of a panel at most: it stays in the first-level cache */
-#define STRIP 6           /* rows that go through a panel together: as registers allow */
-#define ROW_BLOCK 240     /* rows for which a panel is made once */
-#define LINE 16           /* floats of a cache line */
+#define LINE 16  /* floats of a cache line */
+#define CHUNK 768 /* inputs that go together at most: first-level cache */
 
 typedef struct {
   const float *x;
   int64_t x_stride, rows;
+  const float *packed; /* the same rows by strips, or NULL */
   const float *w;
   int64_t k;
   const float *bias; /* or NULL */
@@ -39,14 +37,161 @@ static float dot(const float *x, const float *w, int64_t k) {
   return sum;
 }
 
-/* ---- panels */
+static void put(const product_t *p, int64_t row, int64_t col, int64_t count, const float *sums) {
+  float *y = p->y + row * p->y_stride + col;
+  if (p->add)
+    for (int64_t c = 0; c < count; c++) y[c] += p->scale * sums[c];
+  else if (p->bias)
+    for (int64_t c = 0; c < count; c++) y[c] = sums[c] + p->bias[col + c];
+  else
+    memcpy(y, sums, (size_t)count * sizeof(float));
+}
 
-/* What is read next, so that it is on its way: rows of a matrix, the first half while a panel is
-   made and the other while it is used. */
+/* Where the inputs are cut: as equal as can be, at the ends of cache lines. */
+static int64_t chunk_of(int64_t k) {
+  int64_t chunks = (k + CHUNK - 1) / CHUNK;
+  return ((k + chunks - 1) / chunks + LINE - 1) / LINE * LINE;
+}
+
+/* ---- tiles: some rows and some columns, whose sums stay in registers */
+
+#define TILE_ROWS 3 /* with TILE_COLUMNS: as registers allow */
+#define TILE_COLUMNS 4
+#define ROW_COLUMNS 8   /* that one row alone goes through together */
+#define SOME_COLUMNS 16 /* whose results are put together: a cache line of y */
+#define ROW_BLOCK 96    /* rows that columns meet before the next do: second-level cache */
+
+/* What a tile computes with: rows of x, and columns of y, which are rows of w. */
 typedef struct {
+  const float *x;
+  int64_t x_stride;
   const float *w;
-  int64_t stride, count;
-} ahead_t;
+  int64_t w_stride, k;
+  vec *sums;  /* [row][column], NULL: from zero */
+  float *out; /* [row][SOME_COLUMNS], NULL: back to sums */
+  vec *keep;  /* where to, then */
+  /* What is read next, so that it is on its way: every `step`th from `first` on of the TILE_COLUMNS
+     rows at `next`. */
+  const float *next;
+  int64_t next_stride, first, step;
+} tile_t;
+
+/* The compiler would load it again for every use, and add up elsewhere than in `sum`. */
+#if defined(__FMA__)
+#define IN_REGISTER(v) __asm__("" : "+v"(v))
+#define ADD_PRODUCT(sum, a, b) __asm__("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(a), "vm"(b))
+#else
+#define IN_REGISTER(v) (void)0
+#define ADD_PRODUCT(sum, a, b) ((sum) += (a) * (b))
+#endif
+
+#define EACH(i, count) _Pragma("GCC unroll 8") for (int i = 0; i < (count); i++)
+
+/* The first `count` of LANES floats, and zeros. */
+INLINE vec load_some(const float *p, int64_t count) {
+  vec v = {};
+  for (int64_t i = 0; i < count; i++) v[i] = p[i];
+  return v;
+}
+
+#define ADD_PRODUCTS(ROWS, COLUMNS, LOAD)                                                          \
+  do {                                                                                             \
+    vec left[ROWS];                                                                                \
+    EACH(r, ROWS) {                                                                                \
+      left[r] = LOAD(x + r * xs);                                                                  \
+      IN_REGISTER(left[r]);                                                                        \
+    }                                                                                              \
+    EACH(c, COLUMNS) {                                                                             \
+      vec right = LOAD(w + c * ws);                                                                \
+      if (ROWS > 1) IN_REGISTER(right);                                                            \
+      EACH(r, ROWS) ADD_PRODUCT(a[r][c], left[r], right);                                          \
+    }                                                                                              \
+  } while (0)
+
+#define LOAD_REST(p) load_some(p, k - i)
+
+#define ALONE __attribute__((noinline)) /* the registers are all needed */
+
+#define DEFINE_TILE(ROWS, COLUMNS, AHEAD)                                                          \
+  static ALONE void tile_##ROWS##_##COLUMNS(const tile_t *t) {                                     \
+    const float *x = t->x, *w = t->w;                                                              \
+    int64_t xs = t->x_stride, ws = t->w_stride, k = t->k, i = 0;                                   \
+    vec a[ROWS][COLUMNS] = {};                                                                     \
+    if (t->sums) EACH(r, ROWS) EACH(c, COLUMNS) a[r][c] = t->sums[r * COLUMNS + c];                \
+    for (; i + LANES <= k; i += LANES, x += LANES, w += LANES) {                                   \
+      if (AHEAD && i % LINE == 0)                                                                  \
+        for (int64_t n = t->first; n < TILE_COLUMNS; n += t->step)                                 \
+          __builtin_prefetch(t->next + n * t->next_stride + i, 0, 3);                              \
+      ADD_PRODUCTS(ROWS, COLUMNS, load);                                                           \
+    }                                                                                              \
+    if (i < k) ADD_PRODUCTS(ROWS, COLUMNS, LOAD_REST);                                             \
+    if (!t->out) {                                                                                 \
+      EACH(r, ROWS) EACH(c, COLUMNS) t->keep[r * COLUMNS + c] = a[r][c];                           \
+    } else if (COLUMNS % 4) {                                                                      \
+      EACH(r, ROWS) EACH(c, COLUMNS) t->out[r * SOME_COLUMNS + c] = sum1(a[r][c]);                 \
+    } else {                                                                                       \
+      EACH(r, ROWS) EACH(q, COLUMNS / 4) {                                                         \
+        const vec *four = &a[r][4 * q];                                                            \
+        sum4(four[0], four[1], four[2], four[3], t->out + r * SOME_COLUMNS + 4 * q);               \
+      }                                                                                            \
+    }                                                                                              \
+  }
+
+DEFINE_TILE(1, 1, 0)
+DEFINE_TILE(1, 8, 0) /* memory's own prefetching follows it */
+DEFINE_TILE(1, 4, 1)
+DEFINE_TILE(2, 4, 1)
+DEFINE_TILE(3, 4, 1)
+
+static void one_row(const product_t *p, int64_t row, range_t cols) {
+  float out[SOME_COLUMNS];
+  tile_t t = {.x = p->x + row * p->x_stride, .w_stride = p->k, .k = p->k, .out = out};
+  int64_t n = cols.first;
+  for (; n + ROW_COLUMNS <= cols.end; n += ROW_COLUMNS) {
+    t.w = p->w + n * p->k;
+    tile_1_8(&t);
+    put(p, row, n, ROW_COLUMNS, out);
+  }
+  for (; n < cols.end; n++) {
+    t.w = p->w + n * p->k;
+    tile_1_1(&t);
+    put(p, row, n, 1, out);
+  }
+}
+
+/* TILE_COLUMNS columns from `col` on, rows from `row` on. */
+static void some_rows(const product_t *p, int64_t row, int64_t rows, int64_t col, float *out) {
+  static void (*const tiles[])(const tile_t *) = {tile_1_4, tile_2_4, tile_3_4};
+  static _Thread_local vec sums[ROW_BLOCK * TILE_COLUMNS];
+  const float *w = p->w + col * p->k;
+  int64_t chunk = chunk_of(p->k), count = (rows + TILE_ROWS - 1) / TILE_ROWS;
+  for (int64_t i = 0; i < p->k; i += chunk) {
+    int last = i + chunk >= p->k;
+    tile_t t = {.x_stride = p->x_stride, .w = w + i, .w_stride = p->k,
+                .k = MIN(chunk, p->k - i), .next = last ? w + TILE_COLUMNS * p->k : w + i + chunk,
+                .next_stride = p->k, .step = count};
+    /* The tiles are as equal as can be: one of one row would wait for itself. */
+    for (t.first = 0; t.first < count; t.first++) {
+      int64_t first = rows * t.first / count, end = rows * (t.first + 1) / count;
+      t.x = p->x + (row + first) * p->x_stride + i;
+      t.keep = sums + first * TILE_COLUMNS;
+      t.sums = i ? t.keep : NULL;
+      t.out = last ? out + first * SOME_COLUMNS : NULL;
+      tiles[end - first - 1](&t);
+    }
+  }
+}
+
+/* ---- strips: for many rows, the same sums in another order
+
+   Here a vector holds columns instead of inputs, and each lane of inputs has its turn: weights and
+   rows are laid out by lanes first, so that a core reads little at a time, again and again. */
+
+#define STRIP 6           /* rows that go through a panel together: as registers allow */
+#define STRIP_WIDTH 8     /* floats that they take of each input */
+#define PANEL (2 * LANES) /* columns */
+#define BLOCK_STRIPS 32   /* strips that meet a panel before the next does */
+#define MANY_ROWS 48      /* from here on strips are faster */
 
 #if defined(__AVX__)
 INLINE __m256 two_halves(const float *low, const float *high) {
@@ -71,190 +216,131 @@ INLINE void turn(const float *w, int64_t stride, __m256 out[8]) {
 }
 #endif
 
-INLINE void fetch(const ahead_t *ahead, int64_t first, int64_t step, int64_t end, int64_t at) {
-  for (int64_t r = first; r < MIN(end, ahead->count); r += step)
-    __builtin_prefetch(ahead->w + r * ahead->stride + at, 0, 2);
+/* `count` rows turned around, `width` of them: out[lane][step][width], zeros beyond; step i of a
+   lane is its i-th input. */
+static void by_lanes(const float *rows, int64_t stride, int64_t count, int64_t k, int64_t steps,
+                     int64_t width, float *out) {
+#if defined(__AVX__)
+  if (count >= width) {
+    for (int64_t i = 0; i < k; i += 8)
+      for (int64_t r = 0; r < width; r += 8) { /* whole cache lines of `out` */
+        __m256 turned[8];
+        turn(rows + r * stride + i, stride, turned);
+        float *to = out + (i % LANES * steps + i / LANES) * width + r;
+        EACH(j, 8) _mm256_storeu_ps(to + j * steps * width, turned[j]);
+      }
+    return;
+  }
+#endif
+  for (int64_t r = 0; r < width; r++)
+    for (int64_t i = 0; i < k; i++)
+      out[(i % LANES * steps + i / LANES) * width + r] = r < count ? rows[r * stride + i] : 0.0f;
 }
 
-/* Columns [0, count) of w (rows of `stride`), inputs [0, k), into panel[k][PANEL]; zeros beyond. */
-static void make_panel(const float *w, int64_t stride, int64_t count, int64_t k, float *panel,
-                       const ahead_t *ahead) {
-  int64_t c = 0;
-#if defined(__AVX__)
-  for (; c + 8 <= count; c += 8) {
-    int64_t i = 0;
-    for (; i + 8 <= k; i += 8) {
-      __m256 turned[8];
-      if (i % LINE == 0) fetch(ahead, c / 2, 1, c / 2 + 4, i);
-      turn(w + c * stride + i, stride, turned);
-      _Pragma("GCC unroll 8") for (int j = 0; j < 8; j++)
-          _mm256_storeu_ps(panel + (i + j) * PANEL + c, turned[j]);
+/* Whether a product goes by strips, and the floats that its rows then take. */
+static int by_strips(int64_t rows, int64_t k) { return rows >= MANY_ROWS && k % LANES == 0; }
+
+static int64_t strips_of(int64_t rows) { return (rows + STRIP - 1) / STRIP; }
+
+static int64_t packed_size(int64_t rows, int64_t k) { return strips_of(rows) * STRIP_WIDTH * k; }
+
+static void pack_strip(const float *x, int64_t x_stride, int64_t rows, int64_t k, int64_t strip,
+                       float *packed) {
+  by_lanes(x + strip * STRIP * x_stride, x_stride, rows - strip * STRIP, k, k / LANES, STRIP_WIDTH,
+           packed + strip * STRIP_WIDTH * k);
+}
+
+/* sums[row][2] += one lane of a strip times that of a panel, `steps` inputs. */
+static void strip_lane(const float *x, const float *panel, int64_t steps, vec *sums, int first) {
+  vec a[STRIP][2] = {};
+  if (!first) EACH(r, STRIP) a[r][0] = sums[2 * r], a[r][1] = sums[2 * r + 1];
+  for (int64_t i = 0; i < steps; i++) {
+    vec left = load(panel + i * PANEL), right = load(panel + i * PANEL + LANES);
+    IN_REGISTER(left);
+    IN_REGISTER(right);
+    EACH(r, STRIP) {
+      vec one = all(x[i * STRIP_WIDTH + r]);
+      ADD_PRODUCT(a[r][0], one, left);
+      ADD_PRODUCT(a[r][1], one, right);
     }
-    for (; i < k; i++)
-      for (int j = 0; j < 8; j++) panel[i * PANEL + c + j] = w[(c + j) * stride + i];
   }
-#endif
-  for (; c < PANEL; c++)
-    for (int64_t i = 0; i < k; i++) panel[i * PANEL + c] = c < count ? w[c * stride + i] : 0.0f;
+  EACH(r, STRIP) sums[2 * r] = a[r][0], sums[2 * r + 1] = a[r][1];
 }
 
-/* The compiler would load it again for every use. */
-#if defined(__AVX__)
-#define IN_REGISTER(v) __asm__("" : "+x"(v))
+/* What sum4 makes of the lanes of one vector, of LANES vectors, `apart` from one another. */
+INLINE vec tree(const vec *lane, int64_t apart) {
+  vec s[8];
+#if LANES == 16
+  EACH(i, 8) s[i] = lane[i * apart] + lane[(i + 8) * apart];
 #else
-#define IN_REGISTER(v) (void)0
+  EACH(i, LANES) s[i] = lane[i * apart];
 #endif
-
-/* sums[row][PANEL] += ROWS rows of x times a panel; every `step`th of the
-   other rows of `ahead` from `first` on is fetched meanwhile. */
-#define DEFINE_STRIP(ROWS)                                                                         \
-  static void strip_##ROWS(const float *x, int64_t xs, const float *panel, int64_t k, float *sums, \
-                           const ahead_t *ahead, int64_t first, int64_t step) {                    \
-    vec a[ROWS][2] = {};                                                                           \
-    for (int64_t start = 0; start < k; start += LINE) {                                            \
-      fetch(ahead, PANEL / 2 + first, step, PANEL, start);                                         \
-      int64_t end = MIN(start + LINE, k);                                                          \
-      for (int64_t i = start; i < end; i++) {                                                      \
-        vec left = load(panel + i * PANEL), right = load(panel + i * PANEL + LANES);               \
-        IN_REGISTER(left);                                                                         \
-        IN_REGISTER(right);                                                                        \
-        _Pragma("GCC unroll 8") for (int r = 0; r < ROWS; r++) {                                   \
-          vec one = all(x[r * xs + i]);                                                            \
-          a[r][0] += one * left;                                                                   \
-          a[r][1] += one * right;                                                                  \
-        }                                                                                          \
-      }                                                                                            \
-    }                                                                                              \
-    _Pragma("GCC unroll 8") for (int r = 0; r < ROWS; r++) {                                       \
-      store(sums + r * PANEL, load(sums + r * PANEL) + a[r][0]);                                   \
-      store(sums + r * PANEL + LANES, load(sums + r * PANEL + LANES) + a[r][1]);                   \
-    }                                                                                              \
-  }
-
-DEFINE_STRIP(1)
-DEFINE_STRIP(2)
-DEFINE_STRIP(3)
-DEFINE_STRIP(4)
-DEFINE_STRIP(5)
-DEFINE_STRIP(6)
-
-typedef void strip_t(const float *, int64_t, const float *, int64_t, float *, const ahead_t *,
-                     int64_t, int64_t);
-
-/* The strips are as equal as can be: one of two rows would wait for itself. */
-static void times_panel(const float *x, int64_t xs, int64_t rows, const float *panel, int64_t k,
-                        float *sums, const ahead_t *ahead) {
-  static strip_t *const strips[] = {strip_1, strip_2, strip_3, strip_4, strip_5, strip_6};
-  int64_t count = (rows + STRIP - 1) / STRIP;
-  for (int64_t i = 0; i < count; i++) {
-    int64_t first = rows * i / count, end = rows * (i + 1) / count;
-    strips[end - first - 1](x + first * xs, xs, panel, k, sums + first * PANEL, ahead, i, count);
-  }
-}
-
-/* ---- a few rows: the panel stays in registers */
-
-#if defined(__AVX__)
-#define FEW 4
-
-#define SOON (4 * LINE) /* inputs ahead of their use that are fetched */
-
-/* sums[row][PANEL] = ROWS rows of x times a panel of w, all k inputs in chunks. */
-#define DEFINE_FEW(ROWS)                                                                           \
-  static void few_##ROWS(const float *x, int64_t xs, const float *w, int64_t k, int64_t chunk,     \
-                         float *sums) {                                                            \
-    for (int c = 0; c < PANEL; c += 8, w += 8 * k) {                                               \
-      __m256 sum[ROWS] = {}, a[ROWS] = {};                                                         \
-      int64_t cut = chunk;                                                                         \
-      for (int64_t i = 0; i < k; i += 8) {                                                         \
-        if (i == cut) {                                                                            \
-          cut += chunk;                                                                            \
-          for (int r = 0; r < ROWS; r++) sum[r] += a[r], a[r] = _mm256_setzero_ps();               \
-        }                                                                                          \
-        if (i % LINE == 0) {                                                                       \
-          int64_t soon = i + SOON < k ? i + SOON : 7 * k + i + SOON;                               \
-          _Pragma("GCC unroll 8") for (int r = 0; r < 8; r++)                                      \
-              __builtin_prefetch(w + r * k + soon, 0, 3);                                          \
-        }                                                                                          \
-        __m256 turned[8];                                                                          \
-        turn(w + i, k, turned);                                                                    \
-        _Pragma("GCC unroll 8") for (int j = 0; j < 8; j++)                                        \
-            _Pragma("GCC unroll 4") for (int r = 0; r < ROWS; r++)                                 \
-                a[r] += _mm256_set1_ps(x[r * xs + i + j]) * turned[j];                             \
-      }                                                                                            \
-      for (int r = 0; r < ROWS; r++) _mm256_storeu_ps(sums + r * PANEL + c, sum[r] + a[r]);        \
-    }                                                                                              \
-  }
-
-DEFINE_FEW(1)
-DEFINE_FEW(2)
-DEFINE_FEW(3)
-DEFINE_FEW(4)
-
-typedef void few_t(const float *, int64_t, const float *, int64_t, int64_t, float *);
-
-static void few_rows(const float *x, int64_t xs, int64_t rows, const float *w, int64_t k,
-                     int64_t chunk, float *sums) {
-  static few_t *const few[] = {few_1, few_2, few_3, few_4};
-  few[rows - 1](x, xs, w, k, chunk, sums);
-}
-#else
-#define FEW 0
-static void few_rows(const float *x, int64_t xs, int64_t rows, const float *w, int64_t k,
-                     int64_t chunk, float *sums) {
-  (void)x, (void)xs, (void)rows, (void)w, (void)k, (void)chunk, (void)sums;
-}
+  vec four = (s[0] + s[1]) + (s[2] + s[3]);
+#if LANES >= 8
+  four += (s[4] + s[5]) + (s[6] + s[7]);
 #endif
+  return four;
+}
+
+/* Up to PANEL columns from `col` on, for some strips. */
+static void some_strips(const product_t *p, int64_t strip, int64_t strips, int64_t col,
+                        int64_t count) {
+  static _Thread_local float panel[CHUNK * PANEL] __attribute__((aligned(64)));
+  static _Thread_local vec sums[BLOCK_STRIPS][LANES][STRIP][2];
+  const float *w = p->w + col * p->k, *x = p->packed + strip * STRIP_WIDTH * p->k;
+  int64_t chunk = chunk_of(p->k), all_steps = p->k / LANES;
+  for (int64_t i = 0; i < p->k; i += chunk) {
+    int64_t k = MIN(chunk, p->k - i), steps = k / LANES;
+    by_lanes(w + i, p->k, count, k, steps, PANEL, panel);
+    const float *next = i + chunk < p->k ? w + i + chunk : w + PANEL * p->k;
+    for (int lane = 0; lane < LANES; lane++)
+      for (int64_t s = 0, at = 0; s < strips; s++) {
+        for (int64_t end = k * (s + 1) / strips; at < end; at += LINE)
+          EACH(r, PANEL / LANES) __builtin_prefetch(next + (lane * 2 + r) * p->k + at, 0, 2);
+        strip_lane(x + s * STRIP_WIDTH * p->k + (lane * all_steps + i / LANES) * STRIP_WIDTH,
+                   panel + lane * steps * PANEL, steps, sums[s][lane][0], i == 0);
+      }
+  }
+  for (int64_t r = 0; r < MIN(strips * STRIP, p->rows - strip * STRIP); r++) {
+    float out[PANEL];
+    const vec *of_row = sums[r / STRIP][0][r % STRIP];
+    store(out, tree(of_row, 2 * STRIP));
+    store(out + LANES, tree(of_row + 1, 2 * STRIP));
+    put(p, strip * STRIP + r, col, count, out);
+  }
+}
 
 /* ---- the product */
 
-static void put(const product_t *p, int64_t row, int64_t col, int64_t count, const float *sums) {
-  float *y = p->y + row * p->y_stride + col;
-  if (p->add)
-    for (int64_t c = 0; c < count; c++) y[c] += p->scale * sums[c];
-  else if (p->bias)
-    for (int64_t c = 0; c < count; c++) y[c] = sums[c] + p->bias[col + c];
-  else
-    memcpy(y, sums, (size_t)count * sizeof(float));
-}
+#define TASK_BYTES (192 * 1024)        /* of w */
+#define WHOLE MAX(PANEL, SOME_COLUMNS) /* columns: multiples leave no rest */
 
-/* Where a row's inputs are cut: as equal as can be, at multiples of eight. */
-static int64_t chunk_of(int64_t k) {
-  int64_t chunks = (k + CHUNK - 1) / CHUNK;
-  return ((k + chunks - 1) / chunks + 7) / 8 * 8;
-}
-
-static void one_panel(const product_t *p, int64_t row, int64_t rows, int64_t col, int64_t count) {
-  static _Thread_local float panel[CHUNK * PANEL] __attribute__((aligned(64)));
-  static _Thread_local float sums[ROW_BLOCK * PANEL] __attribute__((aligned(64)));
-  const float *x = p->x + row * p->x_stride, *w = p->w + col * p->k;
-  int64_t chunk = chunk_of(p->k);
-  if (rows <= FEW && count == PANEL && p->k % 8 == 0) {
-    few_rows(x, p->x_stride, rows, w, p->k, chunk, sums);
-  } else {
-    memset(sums, 0, (size_t)(rows * PANEL) * sizeof(float));
-    for (int64_t i = 0; i < p->k; i += chunk) {
-      int64_t k = MIN(chunk, p->k - i);
-      ahead_t ahead = {i + chunk < p->k ? w + i + chunk : w + PANEL * p->k, p->k, count};
-      make_panel(w + i, p->k, count, k, panel, &ahead);
-      times_panel(x + i, p->x_stride, rows, panel, k, sums, &ahead);
-    }
-  }
-  for (int64_t r = 0; r < rows; r++) put(p, row + r, col, count, sums + r * PANEL);
-}
-
-#define TASK_BYTES (192 * 1024) /* of w */
-
-/* How many columns a thread takes at once: whole panels. */
+/* How many columns a thread takes at once. */
 static int64_t task_columns(int64_t k) {
-  return MAX(TASK_BYTES / (k * (int64_t)sizeof(float)) / PANEL, 1) * PANEL;
+  int64_t columns = TASK_BYTES / (k * (int64_t)sizeof(float));
+  return MAX(columns / WHOLE, 1) * WHOLE;
 }
 
-/* The columns `cols` of the product, from a multiple of PANEL on, all rows. */
+/* The columns `cols` of the product, all rows. */
 static void multiply(const product_t *p, range_t cols) {
-  for (int64_t row = 0; row < p->rows; row += ROW_BLOCK)
-    for (int64_t n = cols.first; n < cols.end; n += PANEL)
-      one_panel(p, row, MIN(ROW_BLOCK, p->rows - row), n, MIN(PANEL, cols.end - n));
+  static _Thread_local float out[ROW_BLOCK * SOME_COLUMNS] __attribute__((aligned(64)));
+  if (p->packed) {
+    int64_t strips = strips_of(p->rows);
+    for (int64_t strip = 0; strip < strips; strip += BLOCK_STRIPS)
+      for (int64_t n = cols.first; n < cols.end; n += PANEL)
+        some_strips(p, strip, MIN(BLOCK_STRIPS, strips - strip), n, MIN(PANEL, cols.end - n));
+    return;
+  }
+  int64_t blocks = (p->rows + ROW_BLOCK - 1) / ROW_BLOCK;
+  for (int64_t b = 0; b < blocks; b++) {
+    int64_t row = p->rows * b / blocks, end = p->rows * (b + 1) / blocks, n = cols.first;
+    for (int64_t count; end - row > 1 && n + TILE_COLUMNS <= cols.end; n += count) {
+      count = MIN(SOME_COLUMNS, (cols.end - n) / TILE_COLUMNS * TILE_COLUMNS);
+      for (int64_t c = 0; c < count; c += TILE_COLUMNS) some_rows(p, row, end - row, n + c, out + c);
+      for (int64_t r = row; r < end; r++) put(p, r, n, count, out + (r - row) * SOME_COLUMNS);
+    }
+    for (; row < end && n < cols.end; row++) one_row(p, row, (range_t){n, cols.end});
+  }
 }
 
 #endif
