@@ -21,6 +21,7 @@ from tests.cluster.cpu.engines import (
     processes,
     settings,
     sglang_command,
+    sglang_environment,
     write_served_model,
 )
 from tests.cluster.ray_cluster import one_node
@@ -83,12 +84,14 @@ def cluster() -> Iterator[None]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench]:
-    """One engine behind a recorder."""
+    """One engine behind a recorder, its processes spawned as SGLang does it elsewhere."""
     logs = tmp_path_factory.mktemp("logs")
     folder = write_served_model(tmp_path_factory.mktemp("model"))
     record = logs / "calls.jsonl"
     command = recorder.recorded(record, sglang_command())
-    manager = RolloutManager(settings(folder, logs, command=command), [()])
+    spawning = sglang_environment() | {"TINKERCLOUD_TEST_SPAWN": "1"}
+    told = settings(folder, logs, command=command, environment=spawning)
+    manager = RolloutManager(told, [()])
     await manager.start()
     store = open_store(folder)
     base = store.publish(FromBase("tiny"))

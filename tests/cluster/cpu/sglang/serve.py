@@ -5,6 +5,7 @@ processes that SGLang spawns: they import this file again.
 """
 
 import functools
+import multiprocessing
 import os
 from collections.abc import Callable
 from typing import Any
@@ -36,6 +37,14 @@ def _ignore_pinning() -> None:
     torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[method-assign]
 
 
+def _fork() -> None:
+    """SGLang spawns a scheduler and a detokenizer, which import all of it again: more than 10 s
+    each on one core. Forked ones have it. $TINKERCLOUD_TEST_SPAWN leaves it as on a GPU."""
+    if not os.environ.get("TINKERCLOUD_TEST_SPAWN"):
+        multiprocessing.set_start_method("fork")
+        multiprocessing.set_start_method = lambda *_, **__: None  # type: ignore[assignment]
+
+
 os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
 _define_torchvision_operators()
 _ignore_pinning()
@@ -48,4 +57,5 @@ from tinkercloud.cluster import sglang_entry  # noqa: E402
 unembedding.register()
 
 if __name__ == "__main__":
+    _fork()
     sglang_entry.main()
