@@ -33,6 +33,7 @@ RULES = {
     "backends": "backends.base config core.types errors losses",
     "weights": "architectures core.types errors",
     "decoding": "core.types",
+    "speculative": "errors",
     "embedded": "architectures backends.base config core.types decoding errors losses weights",
     "cluster": "backends.base config core core.types decoding errors losses weights",
     "plan_command": "core errors",

@@ -1,0 +1,319 @@
+"""The rules of verification against the law they promise: three tokens of a Markov chain, counted.
+
+A rule that is right is within four standard deviations of the law's chi-square; each of the known
+wrong ones is far outside, so that the counting would see it.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from tinkercloud.speculative import verify
+
+V, K, ROUNDS = 4, 3, 12_000
+LENGTH = 3  # tokens that are counted together
+START = 0
+
+Law = verify.Law
+Laws = verify.Laws
+Rule = Callable[["Toy", int, np.random.Generator], Sequence[int]]
+
+
+def warped(laws: Laws, temperature: float, top_k: int) -> Laws:
+    logits = np.log(laws) / temperature
+    kept = logits >= np.sort(logits, -1)[:, -top_k][:, None]
+    weights = np.where(kept, np.exp(logits), 0.0)
+    return weights / weights.sum(-1, keepdims=True)
+
+
+class Toy:
+    """Target and draft, each a law of the next token given the last, (V, V)."""
+
+    def __init__(self, seed: int, closeness: float = 0.5):
+        generator = np.random.default_rng(seed)
+        self.raw = generator.dirichlet(np.full(V, 0.8), V)
+        other = generator.dirichlet(np.full(V, 0.8), V)
+        mixed = closeness * self.raw + (1 - closeness) * other
+        self.p = warped(self.raw, 0.8, 3)
+        self.q = warped(mixed, 1.3, V)  # the draft's own warping
+        self.q_raw = mixed
+
+    def draft(self, last: int, coins: np.random.Generator, count: int = K) -> list[int]:
+        tokens = [last]
+        for _ in range(count):
+            tokens.append(verify.draw(self.q[tokens[-1]], coins.random()))
+        return tokens[1:]
+
+    def laws(self, last: int, drafted: Sequence[int]) -> tuple[Laws, Laws]:
+        """(K + 1, V) of the target and (K, V) of the draft."""
+        before = [last, *drafted]
+        return self.p[before], self.q[before[:-1]]
+
+    def joint(self) -> np.ndarray:
+        """The law of the first LENGTH tokens, (V,) * LENGTH."""
+        p = self.p
+        return p[START][:, None, None] * p[:, :, None] * p[None, :, :]
+
+
+def counted(rule: Rule, toy: Toy, seed: int = 1) -> float:
+    """Standard deviations of the chi-square of the counts from its mean."""
+    coins = np.random.default_rng(seed)
+    seen = np.zeros((V,) * LENGTH)
+    for _ in range(ROUNDS):
+        tokens: list[int] = []
+        while len(tokens) < LENGTH:
+            tokens += rule(toy, tokens[-1] if tokens else START, coins)
+        seen[tuple(tokens[:LENGTH])] += 1
+    expected = toy.joint() * ROUNDS
+    possible = expected > 0
+    if seen[~possible].any():
+        return np.inf
+    squares = ((seen - expected)[possible] ** 2 / expected[possible]).sum()
+    freedom = possible.sum() - 1
+    return float((squares - freedom) / np.sqrt(2 * freedom))
+
+
+# ---- rules that are right
+
+
+def chain(toy: Toy, last: int, coins: np.random.Generator) -> Sequence[int]:
+    drafted = toy.draft(last, coins)
+    return verify.chain(*toy.laws(last, drafted), drafted, coins.random(K + 1)).tokens
+
+
+def block(toy: Toy, last: int, coins: np.random.Generator) -> Sequence[int]:
+    drafted = toy.draft(last, coins)
+    return verify.block(*toy.laws(last, drafted), drafted, coins.random(K + 1)).tokens
+
+
+def siblings(toy: Toy, last: int, coins: np.random.Generator) -> Sequence[int]:
+    """Two candidates for one position, then the next."""
+    q = toy.q[last]
+    first = verify.draw(q, coins.random())
+    second = verify.draw(verify.without(q, first), coins.random())
+    return [verify.siblings(toy.p[last], q, [first, second], coins.random(3))[1]]
+
+
+def point_mass_of_a_habit(toy: Toy, last: int, coins: np.random.Generator) -> Sequence[int]:
+    drafted = [(last + 1) % V, (last + 2) % V, last]
+    return verify.point_mass(toy.laws(last, drafted)[0], drafted, coins.random(K + 1)).tokens
+
+
+def point_mass_of_the_best(toy: Toy, last: int, coins: np.random.Generator) -> Sequence[int]:
+    drafted, at = [], last
+    for _ in range(K):
+        at = int(toy.q[at].argmax())
+        drafted.append(at)
+    return verify.point_mass(toy.laws(last, drafted)[0], drafted, coins.random(K + 1)).tokens
+
+
+def gumbel(law: Law, noise: np.ndarray) -> int:
+    with np.errstate(divide="ignore"):
+        return int((np.log(law) + noise).argmax())
+
+
+def matched_with_the_same_noise(toy: Toy, last: int, coins: np.random.Generator) -> Sequence[int]:
+    noise = coins.gumbel(size=(K + 1, V))
+    drafted, at = [], last
+    for i in range(K):
+        at = gumbel(toy.q[at], noise[i])
+        drafted.append(at)
+    before = [last, *drafted]
+    target = [gumbel(toy.p[c], g) for c, g in zip(before, noise, strict=True)]
+    return verify.match(drafted, target).tokens
+
+
+def matched_tree(toy: Toy, last: int, coins: np.random.Generator) -> Sequence[int]:
+    """The draft's two best tokens, and two after each."""
+    tokens, parents = [], []
+    for token in np.argsort(-toy.q[last])[:2]:
+        tokens.append(int(token))
+        parents.append(-1)
+    for parent in (0, 1):
+        for token in np.argsort(-toy.q[tokens[parent]])[:2]:
+            tokens.append(int(token))
+            parents.append(parent)
+    noise = coins.gumbel(size=(3, V))
+    depth = [0, 1, 1, 2, 2, 2, 2]
+    before = [last, *tokens]
+    target = [gumbel(toy.p[c], noise[d]) for c, d in zip(before, depth, strict=True)]
+    return verify.match_tree(tokens, parents, target).tokens
+
+
+RIGHT = (
+    chain,
+    block,
+    siblings,
+    point_mass_of_a_habit,
+    point_mass_of_the_best,
+    matched_with_the_same_noise,
+    matched_tree,
+)
+
+
+# ---- rules that are known to be wrong
+
+
+def replaced_from_the_target(toy: Toy, last: int, coins: np.random.Generator) -> Sequence[int]:
+    """After a rejection the target's law instead of the residual."""
+    drafted = toy.draft(last, coins)
+    p, q = toy.laws(last, drafted)
+    for i, token in enumerate(drafted):
+        if coins.random() * q[i, token] >= p[i, token]:
+            return [*drafted[:i], verify.draw(p[i], coins.random())]
+    return [*drafted, verify.draw(p[K], coins.random())]
+
+
+def asked_before_warping(toy: Toy, last: int, coins: np.random.Generator) -> Sequence[int]:
+    """The test asks the laws before temperature and top-k, the tokens come from those after."""
+    drafted = toy.draft(last, coins)
+    before = [last, *drafted]
+    raw, q_raw = toy.raw[before], toy.q_raw[before]
+    p, q = toy.laws(last, drafted)
+    for i, token in enumerate(drafted):
+        if coins.random() * q_raw[i, token] >= raw[i, token]:
+            return [*drafted[:i], verify.draw(verify.residual(p[i], q[i]), coins.random())]
+    return [*drafted, verify.draw(p[K], coins.random())]
+
+
+def chosen_but_tested_as_drawn(toy: Toy, last: int, coins: np.random.Generator) -> Sequence[int]:
+    """The draft's best token, tested with its probability as if it had been drawn."""
+    drafted, at = [], last
+    for _ in range(K):
+        at = int(toy.q[at].argmax())
+        drafted.append(at)
+    return verify.chain(*toy.laws(last, drafted), drafted, coins.random(K + 1)).tokens
+
+
+def siblings_each_by_itself(toy: Toy, last: int, coins: np.random.Generator) -> Sequence[int]:
+    """Every candidate against the whole of the target's law, the first that passes stands."""
+    p, q = toy.p[last], toy.q[last]
+    first = verify.draw(q, coins.random())
+    second = verify.draw(verify.without(q, first), coins.random())
+    for token in (first, second):
+        if coins.random() * q[token] < p[token]:
+            return [token]
+    return [verify.draw(verify.residual(p, q), coins.random())]
+
+
+WRONG = (
+    replaced_from_the_target,
+    asked_before_warping,
+    chosen_but_tested_as_drawn,
+    siblings_each_by_itself,
+)
+
+
+@pytest.mark.parametrize("rule", RIGHT, ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_tokens_follow_the_targets_law(rule, seed):
+    assert abs(counted(rule, Toy(seed))) < 4
+
+
+@pytest.mark.parametrize("rule", WRONG, ids=lambda rule: rule.__name__)
+def test_a_rule_that_is_known_to_be_wrong_is_seen(rule):
+    assert counted(rule, Toy(0)) > 40
+
+
+# ---- what the rules promise beside the law
+
+
+def test_block_verification_lets_no_fewer_tokens_stand():
+    toy, coins = Toy(3), np.random.default_rng(5)
+    by_chain, by_block = 0, 0
+    for _ in range(6000):
+        drafted = toy.draft(START, coins)
+        given = (*toy.laws(START, drafted), drafted, coins.random(K + 1))
+        by_chain += verify.chain(*given).num_accepted
+        by_block += verify.block(*given).num_accepted
+    assert by_block > by_chain * 1.005
+
+
+def test_a_draft_that_is_the_target_always_stands():
+    toy, coins = Toy(2), np.random.default_rng(0)
+    toy.q = toy.p
+    for rule in (verify.chain, verify.block):
+        for _ in range(200):
+            drafted = toy.draft(START, coins)
+            verdict = rule(*toy.laws(START, drafted), drafted, coins.random(K + 1))
+            assert verdict.tokens[:K] == tuple(drafted)
+
+
+def test_without_a_draft_the_token_is_the_targets():
+    p = np.array([[0.0, 1.0, 0.0]])
+    none = np.zeros((0, 3))
+    for verdict in (
+        verify.chain(p, none, [], [0.3]),
+        verify.block(p, none, [], [0.3]),
+        verify.point_mass(p, [], [0.3]),
+        verify.match([], [1]),
+    ):
+        assert verdict.tokens == (1,)
+        assert verdict.num_accepted == 0
+
+
+def test_matching_takes_the_targets_tokens_up_to_the_first_difference():
+    assert verify.match([5, 6, 7], [5, 6, 8, 9]).tokens == (5, 6, 8)
+    assert verify.match([5, 6, 7], [5, 6, 7, 9]).tokens == (5, 6, 7, 9)
+    assert verify.match([5], [4, 5]).tokens == (4,)
+
+
+def test_a_tree_is_walked_from_its_root_and_never_along_a_longer_path_beside_it():
+    #      .-- 3 (node 0) -- 4 (node 2) -- 4 (node 3)
+    #  root
+    #      `-- 5 (node 1) -- 4 (node 4)
+    tokens, parents = [3, 5, 4, 4, 4], [-1, -1, 0, 2, 1]
+    told = [5, 4, 1, 4, 4, 9]  # after the root, then after each node
+    assert verify.match_tree(tokens, parents, told) == verify.Path((1,), (5, 1))
+    told = [3, 4, 1, 4, 4, 9]
+    assert verify.match_tree(tokens, parents, told) == verify.Path((0, 2, 3), (3, 4, 4, 4))
+    told = [7, 4, 1, 4, 4, 9]
+    assert verify.match_tree(tokens, parents, told) == verify.Path((), (7,))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: verify.match([1, 2], [1, 2]),
+        lambda: verify.match_tree([1], [-1], [1]),
+        lambda: verify.match_tree([1, 2], [1, -1], [1, 2, 3]),
+        lambda: verify.chain(np.ones((2, 2)), np.ones((2, 2)), [0], [0.1, 0.2]),
+        lambda: verify.point_mass(np.ones((1, 2)), [0], [0.1, 0.2]),
+        lambda: verify.siblings(np.ones(2), np.ones(2), [0], [0.1]),
+    ],
+)
+def test_arguments_that_do_not_belong_together_are_refused(call):
+    with pytest.raises(ValueError, match=r"want|before"):
+        call()
+
+
+# ---- how often a draft stands
+
+
+def test_expected_shares_are_those_that_are_counted():
+    toy, coins = Toy(4), np.random.default_rng(2)
+    p, q = toy.p[START], toy.q[START]
+    rounds, stood, equal = 20_000, 0, 0
+    for _ in range(rounds):
+        token = verify.draw(q, coins.random())
+        stood += coins.random() * q[token] < p[token]
+        noise = coins.gumbel(size=V)
+        equal += gumbel(p, noise) == gumbel(q, noise)
+    assert stood / rounds == pytest.approx(verify.overlap(p, q), abs=0.015)
+    assert equal / rounds == pytest.approx(verify.coupled_overlap(p, q), abs=0.015)
+
+
+def test_the_share_of_coupled_draws_is_the_sum_it_is_defined_by():
+    generator = np.random.default_rng(7)
+    for _ in range(20):
+        p, q = generator.dirichlet(np.full(30, 0.3), 2)
+        q[generator.integers(0, 30, 5)] = 0.0
+        p[generator.integers(0, 30, 5)] = 0.0
+        p, q = p / p.sum(), q / q.sum()
+        slow = sum(
+            1 / np.maximum(p / p[x], q / q[x]).sum() for x in range(30) if p[x] > 0 and q[x] > 0
+        )
+        assert verify.coupled_overlap(p, q) == pytest.approx(slow, rel=1e-9)
+        distance = 1 - verify.overlap(p, q)
+        assert slow >= (1 - distance) / (1 + distance) - 1e-12

@@ -1,0 +1,1 @@
+"""Speculative decoding: what is drafted, and what of it stands."""

@@ -1,0 +1,207 @@
+"""Which drafted tokens may stand. Pure functions: arrays and coins in, tokens out.
+
+Two families of rules, lossless both. Matching: the target's token of every position is drawn first,
+with noise keyed by the position, as it is without a draft; a drafted token stands if it is that
+token. So the output depends on nothing of the draft, not even which tokens it comes from. Rejection
+(`chain`, `block`, `siblings`, `point_mass`): what is emitted follows the target's law, whatever the
+draft is, but another draft gives other tokens. Every law here is the one after temperature, top-k
+and top-p; the draft's may be warped differently, as long as its tokens were drawn from that.
+
+Axes: K drafted tokens, N nodes of a tree, M candidates for one position, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Law = NDArray[np.float64]  # (V,), sums to 1
+Laws = NDArray[np.float64]  # (K, V) or (K + 1, V)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """tokens: what is emitted, the drafted ones that stand and one that the target adds."""
+
+    tokens: tuple[int, ...]
+
+    @property
+    def num_accepted(self) -> int:
+        return len(self.tokens) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """nodes: those of a tree that stand, from the root on. tokens: theirs, and the target's."""
+
+    nodes: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
+# ---- matching
+
+
+def match(drafted: Sequence[int], target: Sequence[int]) -> Verdict:
+    """drafted (K,); target (K + 1,): the target's own tokens, each drawn after the drafted ones
+    before it, so that only those up to the first difference mean anything."""
+    if len(target) != len(drafted) + 1:
+        raise ValueError(f"{len(drafted)} drafted tokens want one more of the target")
+    stands = 0
+    while stands < len(drafted) and drafted[stands] == target[stands]:
+        stands += 1
+    return Verdict(tuple(target[: stands + 1]))
+
+
+def match_tree(tokens: Sequence[int], parents: Sequence[int], target: Sequence[int]) -> Path:
+    """tokens, parents (N,): a parent comes before its children, -1 stands for what is committed.
+    target (N + 1,): the target's token after what is committed, then after each node.
+
+    Of siblings with the same token the first counts.
+    """
+    if len(target) != len(tokens) + 1 or len(parents) != len(tokens):
+        raise ValueError(f"{len(tokens)} nodes want as many parents, and one more of the target")
+    children: dict[tuple[int, int], int] = {}
+    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        if not -1 <= parent < node:
+            raise ValueError(f"node {node} comes before its parent {parent}")
+        children.setdefault((parent, token), node)
+    nodes: list[int] = []
+    emitted = [target[0]]
+    node = children.get((-1, target[0]))
+    while node is not None:
+        nodes.append(node)
+        emitted.append(target[node + 1])
+        node = children.get((node, target[node + 1]))
+    return Path(tuple(nodes), tuple(emitted))
+
+
+# ---- rejection
+
+
+def draw(weights: Law, coin: float) -> int:
+    """A token with probability in proportion to its weight (V,), by inversion; coin in [0, 1)."""
+    upto = np.cumsum(weights)
+    token = int(np.searchsorted(upto, coin * upto[-1], side="right"))
+    return min(token, int(np.flatnonzero(weights)[-1]))
+
+
+def residual(p: Law, q: Law) -> Law:
+    """What p has over q, as a law; p where rounding leaves nothing."""
+    over = np.maximum(p - q, 0.0)
+    total = over.sum()
+    return over / total if total > 0 else p
+
+
+def chain(p: Laws, q: Laws, drafted: Sequence[int], coins: Sequence[float]) -> Verdict:
+    """Speculative sampling (Leviathan et al. 2211.17192, Chen et al. 2302.01318).
+
+    p (K + 1, V) target, q (K, V) draft, drafted (K,) with drafted[i] drawn from q[i]; coins
+    (K + 1,) uniform in [0, 1).
+    """
+    _check(p, drafted, coins, q)
+    for i, token in enumerate(drafted):
+        if coins[i] * q[i, token] >= p[i, token]:  # no division: q may be tiny
+            return Verdict((*drafted[:i], draw(residual(p[i], q[i]), coins[-1])))
+    return Verdict((*drafted, draw(p[-1], coins[-1])))
+
+
+def block(p: Laws, q: Laws, drafted: Sequence[int], coins: Sequence[float]) -> Verdict:
+    """Block verification (Sun et al. 2403.10444): the tokens are judged together; never fewer of
+    them stand on average than by `chain`. Arguments as there."""
+    _check(p, drafted, coins, q)
+    shares = [1.0]  # of the target's mass that the draft's prefix can still carry
+    for i, token in enumerate(drafted):
+        ratio = p[i, token] / q[i, token] if q[i, token] > 0 else np.inf
+        shares.append(min(1.0, shares[-1] * ratio))
+    stands = 0
+    for i in range(1, len(drafted) + 1):
+        if i == len(drafted):
+            chance = shares[i]
+        else:
+            over = np.maximum(shares[i] * p[i] - q[i], 0.0).sum()
+            rest = over + 1.0 - shares[i]
+            chance = over / rest if rest > 0 else 0.0
+        if coins[i - 1] < chance:
+            stands = i
+    if stands == len(drafted):
+        return Verdict((*drafted, draw(p[-1], coins[-1])))
+    over = np.maximum(shares[stands] * p[stands] - q[stands], 0.0)
+    last = over if over.sum() > 0 else p[stands]
+    return Verdict((*drafted[:stands], draw(last, coins[-1])))
+
+
+def siblings(
+    p: Law, q: Law, candidates: Sequence[int], coins: Sequence[float]
+) -> tuple[int | None, int]:
+    """Several candidates for one position, drawn from q one after the other without replacement
+    (Sequoia 2402.12374). Which of them stands, or None, and the token that is emitted.
+
+    p, q (V,), candidates (M,) in the order they were drawn, coins (M + 1,).
+    """
+    if len(coins) != len(candidates) + 1:
+        raise ValueError(f"{len(candidates)} candidates want one more coin")
+    for i, token in enumerate(candidates):
+        if coins[i] * q[token] < p[token]:
+            return i, token
+        p = residual(p, q)
+        q = without(q, token)
+    return None, draw(p, coins[-1])
+
+
+def without(law: Law, token: int) -> Law:
+    """The law of everything but one token; zeros where nothing else has weight."""
+    rest = law.copy()
+    rest[token] = 0.0
+    total = rest.sum()
+    return rest / total if total > 0 else rest
+
+
+def point_mass(p: Laws, drafted: Sequence[int], coins: Sequence[float]) -> Verdict:
+    """Any proposal that comes without a law: text seen before, another tokenizer, a person.
+
+    Exact for every one of them, and what is emitted tells nothing of it: given the draft, the law
+    is p. p (K + 1, V), drafted (K,), coins (K + 1,).
+    """
+    _check(p, drafted, coins)
+    for i, token in enumerate(drafted):
+        if coins[i] >= p[i, token]:
+            return Verdict((*drafted[:i], draw(without(p[i], token), coins[-1])))
+    return Verdict((*drafted, draw(p[-1], coins[-1])))
+
+
+def _check(p: Laws, drafted: Sequence[int], coins: Sequence[float], q: Laws | None = None) -> None:
+    many = len(drafted)
+    if len(p) != many + 1 or len(coins) != many + 1 or (q is not None and len(q) != many):
+        raise ValueError(
+            f"{many} drafted tokens want {many + 1} target laws, as many coins, {many} draft laws"
+        )
+
+
+# ---- how often a draft stands
+
+
+def overlap(p: Law, q: Law) -> float:
+    """The chance that a token drawn from q stands by `chain`: 1 less the total variation."""
+    return float(np.minimum(p, q).sum())
+
+
+def coupled_overlap(p: Law, q: Law) -> float:
+    """The chance that p and q, each drawn by Gumbel-max with the same noise, give the same token.
+
+    sum_x 1 / sum_y max(p(y) / p(x), q(y) / q(x)) (Daliri et al. 2408.07978), in O(V log V): of
+    the y with the larger p(y) / q(y) the first ratio counts, of the others the second. At least
+    (1 - TV) / (1 + TV).
+    """
+    both = np.flatnonzero((p > 0) & (q > 0))
+    if not len(both):
+        return 0.0
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.where(q > 0, p / q, np.inf)
+    ratio[(p == 0) & (q == 0)] = 0.0
+    order = np.argsort(-ratio, kind="stable")
+    of_p = np.empty_like(p)
+    of_q = np.empty_like(q)
+    of_p[order] = np.cumsum(p[order])  # with itself, and all of a larger ratio
+    of_q[order] = q.sum() - np.cumsum(q[order])
+    return float((1.0 / (of_p[both] / p[both] + of_q[both] / q[both])).sum())
