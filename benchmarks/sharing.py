@@ -27,7 +27,7 @@ from tests.serving import start_server  # noqa: E402
 MODEL = "smollm2"
 SAMPLES, PROMPT, NEW = 16, 64, 32  # in flight, tokens, tokens
 CALLS, DATUMS = 2, 8  # in flight, and what one call trains on
-LENGTH, QUICK_LENGTH = 128, 48  # tokens of a datum
+LENGTH, QUICK_LENGTH = 128, 16  # tokens of a datum
 WINDOW_S, QUICK_WINDOW_S = 30.0, 8.0
 FAIR = 0.35  # of its own speed, that each of two keeps at least
 BUSY = 0.85  # what the two keep together at least: turns cost little

@@ -73,7 +73,7 @@ typedef struct {
   /* What is read next, so that it is on its way: every `step`th from `first` on of the TILE_COLUMNS
      rows at `next`. */
   const float *next;
-  int64_t next_stride, first, step;
+  int64_t first, step;
 } tile_t;
 
 /* The compiler would load it again for every use, and add up elsewhere than in `sum`. */
@@ -121,7 +121,7 @@ INLINE vec load_some(const float *p, int64_t count) {
     for (; i + LANES <= k; i += LANES, x += LANES, w += LANES) {                                   \
       if (AHEAD && i % LINE == 0)                                                                  \
         for (int64_t n = t->first; n < TILE_COLUMNS; n += t->step)                                 \
-          __builtin_prefetch(t->next + n * t->next_stride + i, 0, 3);                              \
+          __builtin_prefetch(t->next + n * ws + i, 0, 3);                                          \
       ADD_PRODUCTS(ROWS, COLUMNS, load);                                                           \
     }                                                                                              \
     if (i < k) ADD_PRODUCTS(ROWS, COLUMNS, LOAD_REST);                                             \
@@ -169,7 +169,7 @@ static void some_rows(const product_t *p, int64_t row, int64_t rows, int64_t col
     int last = i + chunk >= p->k;
     tile_t t = {.x_stride = p->x_stride, .w = w + i, .w_stride = p->k,
                 .k = MIN(chunk, p->k - i), .next = last ? w + TILE_COLUMNS * p->k : w + i + chunk,
-                .next_stride = p->k, .step = count};
+                .step = count};
     /* The tiles are as equal as can be: one of one row would wait for itself. */
     for (t.first = 0; t.first < count; t.first++) {
       int64_t first = rows * t.first / count, end = rows * (t.first + 1) / count;
@@ -336,7 +336,8 @@ static void multiply(const product_t *p, range_t cols) {
     int64_t row = p->rows * b / blocks, end = p->rows * (b + 1) / blocks, n = cols.first;
     for (int64_t count; end - row > 1 && n + TILE_COLUMNS <= cols.end; n += count) {
       count = MIN(SOME_COLUMNS, (cols.end - n) / TILE_COLUMNS * TILE_COLUMNS);
-      for (int64_t c = 0; c < count; c += TILE_COLUMNS) some_rows(p, row, end - row, n + c, out + c);
+      for (int64_t c = 0; c < count; c += TILE_COLUMNS)
+        some_rows(p, row, end - row, n + c, out + c);
       for (int64_t r = row; r < end; r++) put(p, r, n, count, out + (r - row) * SOME_COLUMNS);
     }
     for (; row < end && n < cols.end; row++) one_row(p, row, (range_t){n, cols.end});

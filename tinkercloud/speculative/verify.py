@@ -87,7 +87,7 @@ def draw(weights: Law, coin: float) -> int:
 
 
 def residual(p: Law, q: Law) -> Law:
-    """What p has over q, as a law; p where rounding leaves nothing."""
+    """What p, or a share of it, has over q, as a law; p where rounding leaves nothing."""
     over = np.maximum(p - q, 0.0)
     total = over.sum()
     return over / total if total > 0 else p
@@ -126,8 +126,7 @@ def block(p: Laws, q: Laws, drafted: Sequence[int], coins: Sequence[float]) -> V
             stands = i
     if stands == len(drafted):
         return Verdict((*drafted, draw(p[-1], coins[-1])))
-    over = np.maximum(shares[stands] * p[stands] - q[stands], 0.0)
-    last = over if over.sum() > 0 else p[stands]
+    last = residual(shares[stands] * p[stands], q[stands])
     return Verdict((*drafted[:stands], draw(last, coins[-1])))
 
 
