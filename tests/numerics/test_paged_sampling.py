@@ -1,5 +1,6 @@
 """Blocks: what is shared, what is given up and taken up again, and that none of it shows."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.numerics.tiny import Sampler, ask, random_prompt, supervised, train
+from tests.numerics.tiny import VOCAB, Sampler, ask, open_store, random_prompt, supervised, train
 from tinkercloud.core.types import AdamParams, FromBase, FromModel, LoraSpec, SampleOutput
 from tinkercloud.embedded import engine as engine_module
 from tinkercloud.embedded import runners
@@ -17,6 +18,11 @@ from tinkercloud.errors import ServerFault, VersionLost
 
 pytestmark = pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
 PROMPT = random_prompt(100, 0)
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def store(folder: Path, request: pytest.FixtureRequest) -> ModelStore:
+    return open_store(folder, dtype=request.param)
 
 
 @pytest.fixture
@@ -41,22 +47,88 @@ def tuned(store: ModelStore, model_id: str, rank: int, seed: int = 1) -> str:
 # ---- the compiled pass and the plain one
 
 
+def laws(store: ModelStore, version: str, **limits: int) -> np.ndarray:
+    """(4, V): log-probabilities after some beginnings of PROMPT."""
+    sampler, found = Sampler(store, **limits), []
+    for length in (1, 2, 17, 100):
+        request = ask(PROMPT[:length], max_tokens=1, topk_sample_logprobs=VOCAB)
+        (topk,) = [sequence.topk for sequence in sampler.one(version, request).sequences]
+        assert topk is not None
+        found.append(topk.logprobs[0][np.argsort(topk.token_ids[0])])
+    return np.array(found)
+
+
+def version_of(store: ModelStore, rank: int | None) -> str:
+    return store.publish(FromBase("tiny")) if rank is None else tuned(store, "m", rank)
+
+
 @pytest.mark.parametrize("rank", [None, 0, 4])
 def test_the_compiled_pass_gives_the_plain_ones_log_probabilities(
+    folder: Path, rank: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(folder)
+    version = version_of(store, rank)
+    compiled = laws(store, version)
+    request = ask(PROMPT, max_tokens=1, prompt_logprobs=True)
+    scored = Sampler(store).one(version, request).prompt_logprobs
+    monkeypatch.setattr(runners, "library", lambda: None)
+    np.testing.assert_allclose(compiled, laws(store, version), atol=2e-4)
+    plain = Sampler(store).one(version, request).prompt_logprobs
+    np.testing.assert_allclose(scored[1:], plain[1:], atol=2e-4)
+
+
+def test_in_bfloat16_the_compiled_pass_is_nearer_to_exact_than_the_plain_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exact: the same rounded weights, all else in float32."""
+    exact, narrow = open_store(folder), open_store(folder, dtype=torch.bfloat16)
+    for name, weight in exact.base("tiny").weights.items():
+        weight.copy_(narrow.base("tiny").weights[name])
+    base = narrow.publish(FromBase("tiny"))
+    truth, compiled = laws(exact, exact.publish(FromBase("tiny"))), laws(narrow, base)
+    monkeypatch.setattr(runners, "library", lambda: None)
+    plain = laws(narrow, base)
+    likely = truth > np.log(1e-3)
+    distance = [np.abs(found - truth)[likely].mean() for found in (compiled, plain)]
+    assert 0 < distance[0] < 0.7 * distance[1], distance
+
+
+def test_in_bfloat16_prompts_are_scored_by_the_plain_pass(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It rounds where the trainer does; what is sampled does not depend on it."""
+    store = open_store(folder, dtype=torch.bfloat16)
+    base = store.publish(FromBase("tiny"))
+    request = ask(PROMPT, n=2, max_tokens=20, seed=3, use_eos=False)
+    scored = replace(request, prompt_logprobs=True)
+    sampler = Sampler(store)
+    outputs = sampler.run({"plain": (base, request), "scored": (base, scored)})
+    same(outputs["plain"], outputs["scored"])
+    same(outputs["plain"], Sampler(store).one(base, scored))
+    pool = next(iter(sampler.engine._devices.values())).pool
+    assert pool.num_available == pool.num_blocks
+    monkeypatch.setattr(runners, "library", lambda: None)
+    by_torch = Sampler(store).one(base, scored)
+    assert np.array_equal(outputs["scored"].prompt_logprobs, by_torch.prompt_logprobs, True)
+
+
+@pytest.mark.parametrize("rank", [None, 0, 4])
+def test_rows_are_the_same_bits_however_they_are_cut_and_with_any_number_of_threads(
     store: ModelStore, rank: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    version = store.publish(FromBase("tiny")) if rank is None else tuned(store, "m", rank)
-    request = ask(PROMPT, max_tokens=1, prompt_logprobs=True)
-    compiled = Sampler(store).one(version, request).prompt_logprobs
-    monkeypatch.setattr(runners, "library", lambda: None)
-    plain = Sampler(store).one(version, request).prompt_logprobs
-    np.testing.assert_allclose(compiled[1:], plain[1:], atol=2e-4)
+    version = version_of(store, rank)
+    whole = laws(store, version)
+    for size, threads in ((1, 1), (7, 2), (64, 3)):
+        monkeypatch.setattr(engine_module, "CHUNK", size)
+        cut = laws(store, version, num_threads=threads)
+        assert np.array_equal(whole, cut), (size, threads)
 
 
-def test_rows_are_the_same_bits_however_they_are_cut_and_with_any_number_of_threads(
-    store: ModelStore, base: str, monkeypatch: pytest.MonkeyPatch
+def test_scored_rows_are_the_same_bits_however_they_are_cut(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = ask(PROMPT, max_tokens=1, prompt_logprobs=True)
+    store = open_store(folder)
+    base, request = version_of(store, None), ask(PROMPT, max_tokens=1, prompt_logprobs=True)
     whole = Sampler(store).one(base, request).prompt_logprobs
     for size, threads in ((1, 1), (7, 2), (64, 3)):
         monkeypatch.setattr(engine_module, "SCORED_CHUNK", size)

@@ -50,12 +50,16 @@ def write_tiny_model(folder: Path, seed: int = 0) -> Path:
 
 
 def open_store(
-    folder: Path, tokens: int = 1024, versions_bytes: int = 2**30, activation_bytes: int = 2**31
+    folder: Path,
+    tokens: int = 1024,
+    versions_bytes: int = 2**30,
+    activation_bytes: int = 2**31,
+    dtype: torch.dtype = torch.float32,
 ) -> ModelStore:
     """A ModelStore that serves the folder as "tiny"."""
 
     def load(name: str) -> BaseModel:
-        return BaseModel.load(name, folder, folder, torch.float32, torch.device("cpu"))
+        return BaseModel.load(name, folder, folder, dtype, torch.device("cpu"))
 
     versions = VersionCache(Path(tempfile.mkdtemp(dir=folder)), versions_bytes)
     return ModelStore(load, versions, Limits(tokens, activation_bytes))

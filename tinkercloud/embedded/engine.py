@@ -21,7 +21,7 @@ from tinkercloud.decoding.sampler import sample, topk_rows
 from tinkercloud.decoding.stops import StopRule
 from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.blocks import BLOCK_TOKENS, BlockPool, blocks_for
-from tinkercloud.embedded.runners import Batch, Runner, runner_for
+from tinkercloud.embedded.runners import Batch, Runner, runner_for, scorer_for
 from tinkercloud.embedded.scoring import PromptScores
 from tinkercloud.embedded.sequences import Job, Reply, Sequence
 from tinkercloud.embedded.versions import Version
@@ -40,6 +40,7 @@ class _Device:
 
     pool: BlockPool
     runner: Runner
+    scorer: Runner  # of prompts whose log-probabilities are wanted; may be the runner
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class _Work:
 
     @property
     def all_rows(self) -> bool:
-        return self.sequence.index < 0 and self.sequence.job.scores is not None
+        return self.sequence.index < 0 and self.sequence.job.is_scoring
 
     @property
     def ends(self) -> bool:
@@ -107,10 +108,11 @@ class SamplingEngine:
     def step(self) -> None:
         """One round: a forward pass for each set of base weights, then one token per sequence."""
         work = [*self._decode_work(), *self._prefill_work()]
-        by_weights: dict[int, list[_Work]] = {}
+        passes: dict[tuple[int, int], list[_Work]] = {}
         for one in work:
-            by_weights.setdefault(id(one.version.weights), []).append(one)
-        for group in by_weights.values():
+            runner = self._runner_of(one)
+            passes.setdefault((id(one.version.weights), id(runner)), []).append(one)
+        for group in passes.values():
             self._forward(group)
         self._admit()
         if not self.busy and self._runner is not None:
@@ -160,7 +162,7 @@ class SamplingEngine:
             device = self._device(job.version.base)
             if not sequence.blocks and not self._look_up(job, device, underway):
                 continue  # another one is computing its beginning
-            count = self._chunk(sequence, SCORED_CHUNK if job.scores is not None else CHUNK)
+            count = self._chunk(sequence, SCORED_CHUNK if job.is_scoring else CHUNK)
             if not sequence.reserve(device.pool, sequence.done + count):
                 if work or self._running or self._ready:
                     break
@@ -175,7 +177,7 @@ class SamplingEngine:
     def _look_up(self, job: Job, device: _Device, underway: set[bytes]) -> bool:
         """Take over what is known of a prompt; False: what it needs next is being computed."""
         sequence = job.prompt
-        if job.scores is not None or not device.runner.is_exact:
+        if job.is_scoring or not device.runner.is_exact:
             return True
         job.cache_hit_tokens = sequence.look_up(device.pool)
         following = sequence.digests[len(sequence.blocks) :]
@@ -269,15 +271,19 @@ class SamplingEngine:
             pool = BlockPool(base.config, base.dtype, base.device, num_blocks)
             if self._runner is None:
                 self._runner = runner_for(base, self._num_threads)
-            self._devices[id(base)] = _Device(pool, self._runner)
+            self._devices[id(base)] = _Device(pool, self._runner, scorer_for(base, self._runner))
         return self._devices[id(base)]
+
+    def _runner_of(self, work: _Work) -> Runner:
+        device = self._device(work.version.base)
+        return device.scorer if work.all_rows else device.runner
 
     # ---- a pass and what follows from it
 
     def _forward(self, group: list[_Work]) -> None:
         group.sort(key=lambda one: one.version.id)  # rows of one adapter are neighbours
         device = self._device(group[0].version.base)
-        logits = device.runner.forward(_batch(group), device.pool)
+        logits = self._runner_of(group[0]).forward(_batch(group), device.pool)
         drawing: list[Sequence] = []
         rows: list[int] = []  # of logits, of those in `drawing`
         at = 0
@@ -295,11 +301,16 @@ class SamplingEngine:
         sequence, job, ends = one.sequence, one.sequence.job, one.ends
         if one.all_rows and job.scores is not None:
             job.scores.add(sequence.done, logits)
-        sequence.advance(device.pool, one.count, named=device.runner.is_exact)
+        apart = one.all_rows and device.scorer is not device.runner
+        sequence.advance(device.pool, one.count, named=device.runner.is_exact and not apart)
         if not ends:
             return False
         if sequence.index >= 0:
             return True
+        job.is_scoring = False
+        if apart:  # samples go on from the runner's own keys and values, as without scores
+            sequence.drop_blocks(device.pool)
+            return False
         job.logits = logits[-1].clone()
         self._waiting.remove(job)
         self._ready.append(job)

@@ -1,4 +1,6 @@
-/* A decoder's forward pass over a ragged batch of rows, in float32, on the cores of one machine.
+/* A decoder's forward pass over a ragged batch of rows, on the cores of one machine, in float32 or
+   with weights, keys and values in bfloat16. Then what a product with them reads is rounded to
+   bfloat16 too; all else stays float32, also between layers.
 
    Every value is computed by one thread in an order that depends on the row's own sequence alone:
    not on the other rows, on how many there are, or on the number of threads. So the logits of a
@@ -19,7 +21,8 @@
 /* ---- the network; native.py has the same structures */
 
 typedef struct {
-  const float *weight, *bias;
+  const void *weight; /* numbers: float, or narrow where the model is */
+  const float *bias;
   int64_t out, in;
 } linear_t;
 
@@ -28,14 +31,15 @@ enum { Q, K_, V_, O, GATE, UP, DOWN, NUM_LINEAR };
 typedef struct {
   const float *input_norm, *post_norm, *q_norm, *k_norm; /* the last two may be NULL */
   linear_t linear[NUM_LINEAR];
-  float *keys;   /* [block][Hkv][Dh][block_size] */
-  float *values; /* [block][Hkv][block_size][Dh] */
+  void *keys;   /* numbers [block][Hkv][Dh][block_size] */
+  void *values; /* numbers [block][Hkv][block_size][Dh] */
 } layer_t;
 
 typedef struct {
-  int64_t num_layers, hidden, heads, kv_heads, head_dim, inner, vocab, block_size;
+  int64_t num_layers, hidden, heads, kv_heads, head_dim, inner, vocab, block_size, is_narrow;
   float eps;
-  const float *embed, *final_norm;
+  const void *embed; /* numbers */
+  const float *final_norm;
   linear_t head;
   const layer_t *layers;
 } model_t;
@@ -72,6 +76,7 @@ typedef struct {
   const model_t *model;
   const batch_t *batch;
   float *x, *normed, *q, *k, *v, *mixed, *gate, *up, *low, *chosen;
+  narrow *normed_narrow, *mixed_narrow, *gate_narrow, *chosen_narrow; /* what products read */
   float *packed; /* rows that a product reads, by strips */
   int64_t low_stride; /* of one row of the low-rank products, 3 modules side by side */
   int64_t max_rank;
@@ -111,11 +116,14 @@ static void rms_norm(const float *x, const float *weight, int64_t size, float ep
   for (; i < size; i++) y[i] = weight[i] * (x[i] * scale);
 }
 
-static void norm_rows(walk_t *w, const float *weight, float *out) {
+/* narrow_out: or NULL. */
+static void norm_rows(walk_t *w, const float *weight, float *out, narrow *narrow_out) {
   const pass_t *p = w->p;
   int64_t d = p->model->hidden;
-  EACH_ROW(w, m, p->batch->rows)
+  EACH_ROW(w, m, p->batch->rows) {
     rms_norm(p->x + m * d, weight, d, p->model->eps, out + m * d);
+    if (narrow_out) round_to_narrow(out + m * d, d, narrow_out + m * d);
+  }
   end_stage(w);
 }
 
@@ -146,6 +154,7 @@ static int has_adapter(const pass_t *p, const output_t *outputs, int count) {
 
 typedef struct {
   const float *x; /* [rows][in] */
+  const narrow *x_narrow; /* the same, or NULL */
   int64_t rows;
   const output_t *outputs; /* modules that read these rows */
   int count, over_wanted;
@@ -179,7 +188,7 @@ static void low_rank(walk_t *w, const read_t *read) {
 /* The rows by strips, where that pays. */
 static int pack(walk_t *w, const read_t *read) {
   int64_t in = read->outputs[0].linear->in;
-  if (!by_strips(read->rows, in)) return 0;
+  if (w->p->model->is_narrow || !by_strips(read->rows, in)) return 0;
   for (int64_t strip; (strip = take(w)) < strips_of(read->rows);)
     pack_strip(read->x, in, read->rows, in, strip, w->p->packed);
   end_stage(w);
@@ -200,8 +209,10 @@ static ready_t prepare(walk_t *w, const read_t *read) {
 /* Some columns of one module. */
 static void columns(const pass_t *p, const read_t *read, int i, range_t cols, ready_t ready) {
   const output_t *o = &read->outputs[i];
-  product_t main = {.x = read->x, .x_stride = o->linear->in, .rows = read->rows,
-                    .packed = ready.packed ? p->packed : NULL,
+  int is_narrow = read->x_narrow != NULL;
+  product_t main = {.x = is_narrow ? (const void *)read->x_narrow : read->x,
+                    .x_stride = o->linear->in, .rows = read->rows,
+                    .packed = ready.packed ? p->packed : NULL, .is_narrow = is_narrow,
                     .w = o->linear->weight, .k = o->linear->in, .bias = o->linear->bias,
                     .y = o->y, .y_stride = o->y_stride, .add = o->add, .scale = 1.0f};
   multiply(&main, cols);
@@ -217,10 +228,15 @@ static void columns(const pass_t *p, const read_t *read, int i, range_t cols, re
   }
 }
 
+static int64_t width_of(const pass_t *p, const read_t *read) {
+  size_t bytes = p->model->is_narrow ? sizeof(narrow) : sizeof(float);
+  return task_columns(read->outputs[0].linear->in, (int64_t)bytes);
+}
+
 /* One or more modules that read the same rows, block of columns by block of columns. */
 static void modules(walk_t *w, const read_t *read) {
   ready_t ready = prepare(w, read);
-  int64_t width = task_columns(read->outputs[0].linear->in);
+  int64_t width = width_of(w->p, read);
   for (int64_t task; ; ) {
     task = take(w);
     int i = 0;
@@ -249,13 +265,16 @@ static void swiglu(const pass_t *p, range_t cols) {
       store(gate + i, g / (all(1.0f) + e) * load(up + i));
     }
     for (; i < cols.end; i++) gate[i] = gate[i] / (1.0f + expf(-gate[i])) * up[i];
+    if (p->model->is_narrow)
+      round_to_narrow(gate + cols.first, cols.end - cols.first,
+                      p->gate_narrow + m * inner + cols.first);
   }
 }
 
 /* Gate and up, and what comes of them, of the same columns while they are near. */
 static void gates(walk_t *w, const read_t *read) {
   ready_t ready = prepare(w, read);
-  int64_t width = task_columns(read->outputs[0].linear->in), inner = w->p->model->inner;
+  int64_t width = width_of(w->p, read), inner = w->p->model->inner;
   for (int64_t first; (first = take(w) * width) < inner;) {
     range_t cols = {first, MIN(first + width, inner)};
     columns(w->p, read, 0, cols, ready);
@@ -272,6 +291,18 @@ static void rotate(float *head, const float *cosine, const float *sine, int64_t 
     head[half + i] = second * cosine[i] + first * sine[i];
   }
 }
+
+/* One row's key and value into their block of one head. */
+#define DEFINE_PLACE(KIND, NUMBER, AS_NUMBER)                                                      \
+  static void place_##KIND(const float *k, const float *v, int64_t dh, int64_t size, int64_t slot, \
+                           NUMBER *keys, NUMBER *values) {                                         \
+    for (int64_t i = 0; i < dh; i++) keys[i * size + slot] = AS_NUMBER(k[i]);                      \
+    for (int64_t i = 0; i < dh; i++) values[slot * dh + i] = AS_NUMBER(v[i]);                      \
+  }
+
+#define AS_IT_IS(x) (x)
+DEFINE_PLACE(wide, float, AS_IT_IS)
+DEFINE_PLACE(narrow, narrow, narrowed)
 
 /* Norms, rotation, and the new keys and values into their blocks. */
 static void place_rows(walk_t *w, const layer_t *layer) {
@@ -294,9 +325,13 @@ static void place_rows(walk_t *w, const layer_t *layer) {
       if (layer->k_norm) rms_norm(k, layer->k_norm, dh, model->eps, k);
       rotate(k, cosine, sine, dh / 2);
       int64_t start = (block * model->kv_heads + h) * dh * size;
-      for (int64_t i = 0; i < dh; i++) layer->keys[start + i * size + slot] = k[i];
-      memcpy(layer->values + start + slot * dh, p->v + (m * model->kv_heads + h) * dh,
-             (size_t)dh * sizeof(float));
+      const float *v = p->v + (m * model->kv_heads + h) * dh;
+      if (model->is_narrow)
+        place_narrow(k, v, dh, size, slot, (narrow *)layer->keys + start,
+                     (narrow *)layer->values + start);
+      else
+        place_wide(k, v, dh, size, slot, (float *)layer->keys + start,
+                   (float *)layer->values + start);
     }
   }
   end_stage(w);
@@ -315,15 +350,15 @@ typedef struct {
 
 /* Every function here works on COUNT queries of one key/value head, so that keys and values are
    loaded once; each query's own sums are in the same order whatever COUNT is. */
-#define DEFINE_MIX(COUNT)                                                                          \
-  static void score_##COUNT(const float *q, int64_t dh, const float *keys, int64_t size,           \
+#define DEFINE_MIX(KIND, NUMBER, LOAD, WIDEN1, COUNT)                                              \
+  static void score_##KIND##_##COUNT(const float *q, int64_t dh, const NUMBER *keys, int64_t size, \
                             float scale, float scores[COUNT][MAX_BLOCK]) {                         \
     for (int64_t j = 0; j < size; j += WIDE * LANES) {                                             \
       vec even[COUNT][WIDE] = {}, odd[COUNT][WIDE] = {}; /* one chain would wait for itself */     \
       for (int64_t i = 0; i < dh; i += 2) {                                                        \
-        const float *key = keys + i * size + j;                                                    \
+        const NUMBER *key = keys + i * size + j;                                                   \
         _Pragma("GCC unroll 2") for (int v = 0; v < WIDE; v++) {                                   \
-          vec first = load(key + v * LANES), second = load(key + size + v * LANES);                \
+          vec first = LOAD(key + v * LANES), second = LOAD(key + size + v * LANES);                \
           _Pragma("GCC unroll 4") for (int g = 0; g < COUNT; g++) {                                \
             even[g][v] += all(q[g * dh + i]) * first;                                              \
             odd[g][v] += all(q[g * dh + i + 1]) * second;                                          \
@@ -336,8 +371,8 @@ typedef struct {
     }                                                                                              \
   }                                                                                                \
                                                                                                    \
-  static void add_values_##COUNT(const float shares[COUNT][MAX_BLOCK], const float *keep,          \
-                                 const float *values, int64_t dh, int64_t count,                   \
+  static void add_values_##KIND##_##COUNT(const float shares[COUNT][MAX_BLOCK], const float *keep, \
+                                 const NUMBER *values, int64_t dh, int64_t count,                  \
                                  mixture_t *mixes) {                                               \
     int64_t i = 0;                                                                                 \
     for (; i + 4 * LANES <= dh; i += 4 * LANES) {                                                  \
@@ -347,7 +382,7 @@ typedef struct {
               acc[g][v] = load(mixes[g].sum + i + v * LANES) * all(keep[g]);                       \
       for (int64_t j = 0; j < count; j++)                                                          \
         _Pragma("GCC unroll 4") for (int v = 0; v < 4; v++) {                                      \
-          vec value = load(values + j * dh + i + v * LANES);                                       \
+          vec value = LOAD(values + j * dh + i + v * LANES);                                       \
           _Pragma("GCC unroll 4") for (int g = 0; g < COUNT; g++)                                  \
               acc[g][v] += all(shares[g][j]) * value;                                              \
         }                                                                                          \
@@ -358,18 +393,18 @@ typedef struct {
     for (; i < dh; i++)                                                                            \
       for (int g = 0; g < COUNT; g++) {                                                            \
         float value = mixes[g].sum[i] * keep[g];                                                   \
-        for (int64_t j = 0; j < count; j++) value += shares[g][j] * values[j * dh + i];            \
+        for (int64_t j = 0; j < count; j++) value += shares[g][j] * WIDEN1(values[j * dh + i]);    \
         mixes[g].sum[i] = value;                                                                   \
       }                                                                                            \
   }                                                                                                \
                                                                                                    \
   /* One block of keys and values into the mixtures; `count` positions of it are there. */         \
-  static void mix_##COUNT(const float *q, const float *keys, const float *values, int64_t dh,      \
+  static void mix_##KIND##_##COUNT(const float *q, const void *keys, const void *values, int64_t dh, \
                           int64_t size, int64_t count, float scale, mixture_t *mixes) {            \
     float scores[COUNT][MAX_BLOCK], keep[COUNT];                                                   \
-    score_##COUNT(q, dh, keys, size, scale, scores);                                               \
+    score_##KIND##_##COUNT(q, dh, keys, size, scale, scores);                                      \
     for (int g = 0; g < COUNT; g++) keep[g] = to_shares(scores[g], size, count, &mixes[g]);        \
-    add_values_##COUNT(scores, keep, values, dh, count, mixes);                                    \
+    add_values_##KIND##_##COUNT(scores, keep, values, dh, count, mixes);                           \
   }
 
 /* Scores become exp(score - largest); returns the factor of what was gathered before. */
@@ -388,18 +423,24 @@ static float to_shares(float *scores, int64_t size, int64_t count, mixture_t *mi
   return keep[0];
 }
 
-DEFINE_MIX(1)
-DEFINE_MIX(2)
-DEFINE_MIX(3)
+DEFINE_MIX(wide, float, load, AS_IT_IS, 1)
+DEFINE_MIX(wide, float, load, AS_IT_IS, 2)
+DEFINE_MIX(wide, float, load, AS_IT_IS, 3)
+DEFINE_MIX(narrow, narrow, widen, widen1, 1)
+DEFINE_MIX(narrow, narrow, widen, widen1, 2)
+DEFINE_MIX(narrow, narrow, widen, widen1, 3)
 
-typedef void mix_t(const float *, const float *, const float *, int64_t, int64_t, int64_t, float,
+typedef void mix_t(const float *, const void *, const void *, int64_t, int64_t, int64_t, float,
                    mixture_t *);
 
 /* Up to GROUP query heads of one key/value head h, from head `first` on, of row m. */
 static void attend_some(const pass_t *p, const layer_t *layer, int64_t m, int64_t h, int64_t first,
                         int64_t count) {
-  static mix_t *const mix[] = {mix_1, mix_2, mix_3};
+  static mix_t *const mixes_of[2][GROUP] = {{mix_wide_1, mix_wide_2, mix_wide_3},
+                                            {mix_narrow_1, mix_narrow_2, mix_narrow_3}};
   const model_t *model = p->model;
+  mix_t *const *mix = mixes_of[model->is_narrow];
+  size_t bytes = model->is_narrow ? sizeof(narrow) : sizeof(float);
   const batch_t *batch = p->batch;
   int64_t dh = model->head_dim, size = model->block_size, length = batch->positions[m] + 1;
   const int32_t *table = batch->tables + batch->sequence[m] * batch->table_stride;
@@ -413,12 +454,14 @@ static void attend_some(const pass_t *p, const layer_t *layer, int64_t m, int64_
   }
   for (int64_t start = 0; start < length; start += size) {
     int64_t at = (table[start / size] * model->kv_heads + h) * dh * size;
-    mix[count - 1](q, layer->keys + at, layer->values + at, dh, size, MIN(size, length - start),
-                   scale, mixes);
+    mix[count - 1](q, number_at(layer->keys, at, (int64_t)bytes),
+                   number_at(layer->values, at, (int64_t)bytes), dh, size,
+                   MIN(size, length - start), scale, mixes);
   }
   float *out = p->mixed + (m * model->heads + first) * dh;
   for (int64_t g = 0; g < count; g++)
     for (int64_t i = 0; i < dh; i++) out[g * dh + i] = mixes[g].sum[i] / mixes[g].mass;
+  if (model->is_narrow) round_to_narrow(out, count * dh, p->mixed_narrow + (out - p->mixed));
 }
 
 /* The groups are as equal as can be: 4 heads are 2 and 2. */
@@ -452,17 +495,25 @@ static void run_layer(walk_t *w, int64_t index) {
                     {&linear[K_], base + K_, p->k, linear[K_].out, 0},
                     {&linear[V_], base + V_, p->v, linear[V_].out, 0}};
   output_t back[] = {{&linear[O], base + O, p->x, d, 1}};
-  output_t widen[] = {{&linear[GATE], base + GATE, p->gate, inner, 0},
-                      {&linear[UP], base + UP, p->up, inner, 0}};
-  output_t narrow[] = {{&linear[DOWN], base + DOWN, p->x, d, 1}};
-  norm_rows(w, layer->input_norm, p->normed);
-  modules(w, &(read_t){p->normed, rows, qkv, 3, 0});
+  output_t up[] = {{&linear[GATE], base + GATE, p->gate, inner, 0},
+                   {&linear[UP], base + UP, p->up, inner, 0}};
+  output_t down[] = {{&linear[DOWN], base + DOWN, p->x, d, 1}};
+  norm_rows(w, layer->input_norm, p->normed, p->normed_narrow);
+  modules(w, &(read_t){p->normed, p->normed_narrow, rows, qkv, 3, 0});
   place_rows(w, layer);
   attend(w, layer);
-  modules(w, &(read_t){p->mixed, rows, back, 1, 0});
-  norm_rows(w, layer->post_norm, p->normed);
-  gates(w, &(read_t){p->normed, rows, widen, 2, 0});
-  modules(w, &(read_t){p->gate, rows, narrow, 1, 0});
+  modules(w, &(read_t){p->mixed, p->mixed_narrow, rows, back, 1, 0});
+  norm_rows(w, layer->post_norm, p->normed, p->normed_narrow);
+  gates(w, &(read_t){p->normed, p->normed_narrow, rows, up, 2, 0});
+  modules(w, &(read_t){p->gate, p->gate_narrow, rows, down, 1, 0});
+}
+
+static void embed_row(const model_t *model, int64_t token, float *x) {
+  int64_t d = model->hidden, at = token * d;
+  if (model->is_narrow)
+    for (int64_t i = 0; i < d; i++) x[i] = widen1(((const narrow *)model->embed)[at + i]);
+  else
+    memcpy(x, (const float *)model->embed + at, (size_t)d * sizeof(float));
 }
 
 static void run(team_t *team, int rank, void *argument) {
@@ -471,18 +522,19 @@ static void run(team_t *team, int rank, void *argument) {
   const model_t *model = p->model;
   const batch_t *batch = p->batch;
   walk_t walk = {p, team, 0}, *w = &walk;
-  size_t row = (size_t)model->hidden * sizeof(float);
-  EACH_ROW(w, m, batch->rows)
-    memcpy(p->x + m * model->hidden, model->embed + batch->tokens[m] * model->hidden, row);
+  int64_t d = model->hidden;
+  EACH_ROW(w, m, batch->rows) embed_row(model, batch->tokens[m], p->x + m * d);
   end_stage(w);
   for (int64_t i = 0; i < model->num_layers; i++) run_layer(w, i);
-  norm_rows(w, model->final_norm, batch->hidden);
-  EACH_ROW(w, i, batch->num_wanted)
-    memcpy(p->chosen + i * model->hidden, batch->hidden + batch->wanted[i] * model->hidden, row);
+  norm_rows(w, model->final_norm, batch->hidden, NULL);
+  EACH_ROW(w, i, batch->num_wanted) {
+    memcpy(p->chosen + i * d, batch->hidden + batch->wanted[i] * d, (size_t)d * sizeof(float));
+    if (model->is_narrow) round_to_narrow(p->chosen + i * d, d, p->chosen_narrow + i * d);
+  }
   end_stage(w);
   int module = (int)model->num_layers * NUM_LINEAR;
   output_t head[] = {{&model->head, module, batch->logits, model->vocab, 0}};
-  modules(w, &(read_t){p->chosen, batch->num_wanted, head, 1, 1});
+  modules(w, &(read_t){p->chosen, p->chosen_narrow, batch->num_wanted, head, 1, 1});
 }
 
 static int64_t largest_rank(const pass_t *p) {
@@ -498,15 +550,19 @@ int forward(team_t *team, const model_t *model, const batch_t *batch) {
   pass_t p = {.model = model, .batch = batch};
   p.max_rank = (largest_rank(&p) + 15) / 16 * 16;
   p.low_stride = 3 * p.max_rank;
-  int64_t wide = model->heads * model->head_dim, narrow = model->kv_heads * model->head_dim;
-  int64_t sizes[] = {model->hidden, model->hidden, wide, narrow, narrow, wide,
+  int64_t q_size = model->heads * model->head_dim, kv_size = model->kv_heads * model->head_dim;
+  int64_t sizes[] = {model->hidden, model->hidden, q_size, kv_size, kv_size, q_size,
                      model->inner, model->inner, p.low_stride, model->hidden};
   float **places[] = {&p.x, &p.normed, &p.q, &p.k, &p.v, &p.mixed, &p.gate, &p.up, &p.low,
                       &p.chosen};
   int64_t per_row = 0;
   for (int i = 0; i < 10; i++) per_row += sizes[i];
-  int64_t widest = MAX(MAX(model->hidden, wide), model->inner);
-  int64_t floats = batch->rows * per_row + packed_size(batch->rows, widest);
+  int64_t widest = MAX(MAX(model->hidden, q_size), model->inner);
+  int64_t narrow_sizes[] = {model->hidden, q_size, model->inner, model->hidden};
+  narrow **narrow_places[] = {&p.normed_narrow, &p.mixed_narrow, &p.gate_narrow, &p.chosen_narrow};
+  for (int i = 0; i < 4 && model->is_narrow; i++) per_row += (narrow_sizes[i] + 1) / 2;
+  int64_t packed = model->is_narrow ? 0 : packed_size(batch->rows, widest);
+  int64_t floats = batch->rows * per_row + packed;
   float *memory = scratch(team, (size_t)floats * sizeof(float));
   int64_t stages = model->num_layers * STAGES_OF_A_LAYER + OTHER_STAGES;
   p.next_task = calloc((size_t)stages, sizeof(atomic_long));
@@ -514,6 +570,10 @@ int forward(team_t *team, const model_t *model, const batch_t *batch) {
   for (int i = 0; i < 10; i++) {
     *places[i] = memory + offset;
     offset += sizes[i] * batch->rows;
+  }
+  for (int i = 0; i < 4 && model->is_narrow; i++) {
+    *narrow_places[i] = (narrow *)(memory + offset);
+    offset += (narrow_sizes[i] + 1) / 2 * batch->rows;
   }
   p.packed = memory + offset;
   if (memory != NULL && p.next_task != NULL) work(team, run, &p);

@@ -1,8 +1,8 @@
 """The C files beside this one, compiled for this machine and called with tensors.
 
-The structures mirror those of forward.c and scan.c. Everything here is float32 on a CPU; machines
-without a C compiler, other number types and other devices take the path through torch
-(paged_context.py).
+The structures mirror those of forward.c and scan.c. Weights, keys and values are float32, or all
+bfloat16; everything else is float32. Machines without a C compiler and other devices take the path
+through torch (paged_context.py).
 """
 
 import ctypes as c
@@ -55,6 +55,7 @@ class _Model(c.Structure):
             for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim", "inner", "vocab")
         ),
         ("block_size", c.c_int64),
+        ("is_narrow", c.c_int64),
         ("eps", c.c_float),
         ("embed", c.c_void_p),
         ("final_norm", c.c_void_p),
@@ -158,10 +159,10 @@ def _processor() -> str:
     return "\n".join(sorted({one for one in lines if one.startswith(("model name", "flags"))}))
 
 
-def _address(tensor: Tensor | None) -> int | None:
+def _address(tensor: Tensor | None, dtype: torch.dtype = torch.float32) -> int | None:
     if tensor is None:
         return None
-    assert tensor.dtype == torch.float32
+    assert tensor.dtype == dtype
     assert tensor.is_contiguous()
     assert tensor.device.type == "cpu"
     return tensor.data_ptr()
@@ -242,7 +243,8 @@ def _module_names(num_layers: int) -> list[str]:
 class NativeModel:
     """One set of weights with the pool its keys and values lie in.
 
-    keys (blocks, Hkv, Dh, block size) and values (blocks, Hkv, block size, Dh): float32, by layer.
+    keys (blocks, Hkv, Dh, block size) and values (blocks, Hkv, block size, Dh): in the weights'
+    number type, by layer.
     """
 
     def __init__(
@@ -256,18 +258,26 @@ class NativeModel:
         self._logits = torch.empty(
             0, config.vocab_size
         )  # fresh memory would be cleared page by page
-        self._kept = (dict(weights), list(keys), list(values))
+        dtype = weights["model.embed_tokens"].dtype
+        vectors = {n: w.float() for n, w in weights.items() if w.dim() == 1}  # norms and biases
+        self._kept = (dict(weights), vectors, list(keys), list(values))
         self._layers = (_Layer * config.num_layers)()
         names = iter(_module_names(config.num_layers))
+
+        def linear(name: str) -> _Linear:
+            weight = weights[name]
+            bias = vectors.get(f"{name}.bias")
+            return _Linear(_address(weight, dtype), _address(bias), *weight.shape)
+
         for i, layer in enumerate(self._layers):
             path = f"model.layers.{i}"
-            layer.input_norm = _address(weights[f"{path}.input_layernorm"])
-            layer.post_norm = _address(weights[f"{path}.post_attention_layernorm"])
-            layer.q_norm = _address(weights.get(f"{path}.self_attn.q_norm"))
-            layer.k_norm = _address(weights.get(f"{path}.self_attn.k_norm"))
+            layer.input_norm = _address(vectors[f"{path}.input_layernorm"])
+            layer.post_norm = _address(vectors[f"{path}.post_attention_layernorm"])
+            layer.q_norm = _address(vectors.get(f"{path}.self_attn.q_norm"))
+            layer.k_norm = _address(vectors.get(f"{path}.self_attn.k_norm"))
             for j in range(len(MODULES)):
-                layer.linear[j] = _linear(weights, next(names))
-            layer.keys, layer.values = _address(keys[i]), _address(values[i])
+                layer.linear[j] = linear(next(names))
+            layer.keys, layer.values = _address(keys[i], dtype), _address(values[i], dtype)
         self._model = _Model(
             config.num_layers,
             config.hidden_size,
@@ -277,10 +287,11 @@ class NativeModel:
             self._layers[0].linear[MODULES.index("gate_proj")].out,
             config.vocab_size,
             keys[0].shape[3],
+            dtype == torch.bfloat16,
             config.rms_norm_eps,
-            _address(weights["model.embed_tokens"]),
-            _address(weights["model.norm"]),
-            _linear(weights, "lm_head"),
+            _address(weights["model.embed_tokens"], dtype),
+            _address(vectors["model.norm"]),
+            linear("lm_head"),
             self._layers,
         )
 
@@ -323,7 +334,3 @@ class NativeModel:
             self._logits = logits
         return logits
 
-
-def _linear(weights: Mapping[str, Tensor], name: str) -> _Linear:
-    weight = weights[name]
-    return _Linear(_address(weight), _address(weights.get(f"{name}.bias")), *weight.shape)

@@ -1,25 +1,27 @@
 /* Matrix products whose every output is computed in the same order, however many rows there are.
 
-   y = x w^T. An output is LANES sums, added up in one tree (vectors.h): lane l adds the products of
-   the inputs l, l + LANES, l + 2 LANES, ... one after the other. Nothing of that depends on the
-   number of rows, on which columns a call computes, or on where the inputs are cut. Two ways to the
-   same bits: tiles, which take the weights as they lie in memory, for a few rows; strips, which lay
-   weights and rows out anew, for many. */
+   y = x w^T. An output is LANES sums, added up in one tree (vectors.h): in float32 lane l adds the
+   products of the inputs l, l + LANES, l + 2 LANES, ... one after the other, in bfloat16 what
+   `add_narrow` says. Nothing of that depends on the number of rows, on which columns a call
+   computes, or on where the inputs are cut. Two ways to the same bits: tiles, which take the weights
+   as they lie in memory; strips, which lay weights and rows out anew, for many rows in float32. */
 
 #ifndef TINKERCLOUD_PRODUCT_H
 #define TINKERCLOUD_PRODUCT_H
 
+#include "narrow.h"
 #include "team.h"
 #include "vectors.h"
 
 #define LINE 16  /* floats of a cache line */
-#define CHUNK 768 /* inputs that go together at most: first-level cache */
+#define CHUNK 768 /* floats of an input that go together at most: first-level cache */
 
 typedef struct {
-  const float *x;
+  const void *x; /* float, or narrow as w is */
   int64_t x_stride, rows;
   const float *packed; /* the same rows by strips, or NULL */
-  const float *w;
+  const void *w;
+  int is_narrow;
   int64_t k;
   const float *bias; /* or NULL */
   float *y;
@@ -47,15 +49,19 @@ static void put(const product_t *p, int64_t row, int64_t col, int64_t count, con
     memcpy(y, sums, (size_t)count * sizeof(float));
 }
 
-/* Where the inputs are cut: as equal as can be, at the ends of cache lines. */
-static int64_t chunk_of(int64_t k) {
-  int64_t chunks = (k + CHUNK - 1) / CHUNK;
-  return ((k + chunks - 1) / chunks + LINE - 1) / LINE * LINE;
+/* Where k inputs are cut that go `most` together: as equal as can be, at ends of cache lines. */
+static int64_t chunk_of(int64_t k, int64_t most) {
+  int64_t chunks = (k + most - 1) / most, line = most / (CHUNK / LINE);
+  return ((k + chunks - 1) / chunks + line - 1) / line * line;
 }
 
 /* ---- tiles: some rows and some columns, whose sums stay in registers */
 
-#define TILE_ROWS 3 /* with TILE_COLUMNS: as registers allow */
+#if LANES == 16 /* 32 registers */
+#define TILE_ROWS 6
+#else
+#define TILE_ROWS 3
+#endif
 #define TILE_COLUMNS 4
 #define ROW_COLUMNS 8   /* that one row alone goes through together */
 #define SOME_COLUMNS 16 /* whose results are put together: a cache line of y */
@@ -63,16 +69,16 @@ static int64_t chunk_of(int64_t k) {
 
 /* What a tile computes with: rows of x, and columns of y, which are rows of w. */
 typedef struct {
-  const float *x;
+  const void *x;
   int64_t x_stride;
-  const float *w;
+  const void *w;
   int64_t w_stride, k;
   vec *sums;  /* [row][column], NULL: from zero */
   float *out; /* [row][SOME_COLUMNS], NULL: back to sums */
   vec *keep;  /* where to, then */
   /* What is read next, so that it is on its way: every `step`th from `first` on of the TILE_COLUMNS
      rows at `next`. */
-  const float *next;
+  const void *next;
   int64_t first, step;
 } tile_t;
 
@@ -94,37 +100,38 @@ INLINE vec load_some(const float *p, int64_t count) {
   return v;
 }
 
-#define ADD_PRODUCTS(ROWS, COLUMNS, LOAD)                                                          \
+#define ADD_PRODUCTS(ROWS, COLUMNS, VECTOR, LOAD, ADD)                                             \
   do {                                                                                             \
-    vec left[ROWS];                                                                                \
+    VECTOR left[ROWS];                                                                             \
     EACH(r, ROWS) {                                                                                \
       left[r] = LOAD(x + r * xs);                                                                  \
       IN_REGISTER(left[r]);                                                                        \
     }                                                                                              \
     EACH(c, COLUMNS) {                                                                             \
-      vec right = LOAD(w + c * ws);                                                                \
+      VECTOR right = LOAD(w + c * ws);                                                             \
       if (ROWS > 1) IN_REGISTER(right);                                                            \
-      EACH(r, ROWS) ADD_PRODUCT(a[r][c], left[r], right);                                          \
+      EACH(r, ROWS) ADD(a[r][c], left[r], right);                                                  \
     }                                                                                              \
   } while (0)
 
 #define LOAD_REST(p) load_some(p, k - i)
+#define LOAD_NARROW_REST(p) load_some_narrow(p, k - i)
 
 #define ALONE __attribute__((noinline)) /* the registers are all needed */
 
-#define DEFINE_TILE(ROWS, COLUMNS, AHEAD)                                                          \
-  static ALONE void tile_##ROWS##_##COLUMNS(const tile_t *t) {                                     \
-    const float *x = t->x, *w = t->w;                                                              \
+#define DEFINE_TILE(NAME, NUMBER, STEP, VECTOR, LOAD, REST, ADD, ROWS, COLUMNS, AHEAD)             \
+  static ALONE void NAME##_##ROWS##_##COLUMNS(const tile_t *t) {                                   \
+    const NUMBER *x = t->x, *w = t->w;                                                             \
     int64_t xs = t->x_stride, ws = t->w_stride, k = t->k, i = 0;                                   \
     vec a[ROWS][COLUMNS] = {};                                                                     \
     if (t->sums) EACH(r, ROWS) EACH(c, COLUMNS) a[r][c] = t->sums[r * COLUMNS + c];                \
-    for (; i + LANES <= k; i += LANES, x += LANES, w += LANES) {                                   \
-      if (AHEAD && i % LINE == 0)                                                                  \
+    for (; i + STEP <= k; i += STEP, x += STEP, w += STEP) {                                       \
+      if (AHEAD && i % (64 / (int64_t)sizeof(NUMBER)) == 0)                                        \
         for (int64_t n = t->first; n < TILE_COLUMNS; n += t->step)                                 \
-          __builtin_prefetch(t->next + n * ws + i, 0, 3);                                          \
-      ADD_PRODUCTS(ROWS, COLUMNS, load);                                                           \
+          __builtin_prefetch((const NUMBER *)t->next + n * ws + i, 0, 3);                          \
+      ADD_PRODUCTS(ROWS, COLUMNS, VECTOR, LOAD, ADD);                                              \
     }                                                                                              \
-    if (i < k) ADD_PRODUCTS(ROWS, COLUMNS, LOAD_REST);                                             \
+    if (i < k) ADD_PRODUCTS(ROWS, COLUMNS, VECTOR, REST, ADD);                                     \
     if (!t->out) {                                                                                 \
       EACH(r, ROWS) EACH(c, COLUMNS) t->keep[r * COLUMNS + c] = a[r][c];                           \
     } else if (COLUMNS % 4) {                                                                      \
@@ -137,47 +144,88 @@ INLINE vec load_some(const float *p, int64_t count) {
     }                                                                                              \
   }
 
-DEFINE_TILE(1, 1, 0)
-DEFINE_TILE(1, 8, 0) /* memory's own prefetching follows it */
-DEFINE_TILE(1, 4, 1)
-DEFINE_TILE(2, 4, 1)
-DEFINE_TILE(3, 4, 1)
+typedef void run_tile_t(const tile_t *);
+
+/* one, eight: a row and that many columns; some: 1 to TILE_ROWS rows and TILE_COLUMNS columns. */
+typedef struct {
+  run_tile_t *one, *eight, *some[TILE_ROWS];
+  int64_t bytes; /* of a number */
+} tiles_t;
+
+#if TILE_ROWS == 6
+#define MORE_ROWS(DEFINE, ...)                                                                     \
+  DEFINE(__VA_ARGS__, 4, 4, 1) DEFINE(__VA_ARGS__, 5, 4, 1) DEFINE(__VA_ARGS__, 6, 4, 1)
+#define MORE_NAMES(NAME) , NAME##_4_4, NAME##_5_4, NAME##_6_4
+#else
+#define MORE_ROWS(DEFINE, ...)
+#define MORE_NAMES(NAME)
+#endif
+
+/* Memory's own prefetching follows one row's eight columns. */
+#define DEFINE_TILES(NAME, NUMBER, ...)                                                            \
+  DEFINE_TILE(NAME, NUMBER, __VA_ARGS__, 1, 1, 0)                                                  \
+  DEFINE_TILE(NAME, NUMBER, __VA_ARGS__, 1, 8, 0)                                                  \
+  DEFINE_TILE(NAME, NUMBER, __VA_ARGS__, 1, 4, 1)                                                  \
+  DEFINE_TILE(NAME, NUMBER, __VA_ARGS__, 2, 4, 1)                                                  \
+  DEFINE_TILE(NAME, NUMBER, __VA_ARGS__, 3, 4, 1)                                                  \
+  MORE_ROWS(DEFINE_TILE, NAME, NUMBER, __VA_ARGS__)                                                \
+  static const tiles_t NAME = {                                                                    \
+      NAME##_1_1,                                                                                  \
+      NAME##_1_8,                                                                                  \
+      {NAME##_1_4, NAME##_2_4, NAME##_3_4 MORE_NAMES(NAME)},                                       \
+      sizeof(NUMBER)};
+
+DEFINE_TILES(wide_tiles, float, LANES, vec, load, LOAD_REST, ADD_PRODUCT)
+DEFINE_TILES(narrow_tiles, narrow, NARROW_STEP, narrow_vec, load_narrow, LOAD_NARROW_REST,
+             ADD_NARROW)
+
+static const tiles_t *tiles_of(const product_t *p) {
+  return p->is_narrow ? &narrow_tiles : &wide_tiles;
+}
+
+INLINE const void *number_at(const void *start, int64_t index, int64_t bytes) {
+  return (const char *)start + index * bytes;
+}
 
 static void one_row(const product_t *p, int64_t row, range_t cols) {
   float out[SOME_COLUMNS];
-  tile_t t = {.x = p->x + row * p->x_stride, .w_stride = p->k, .k = p->k, .out = out};
+  const tiles_t *tiles = tiles_of(p);
+  tile_t t = {.x = number_at(p->x, row * p->x_stride, tiles->bytes), .w_stride = p->k, .k = p->k,
+              .out = out};
   int64_t n = cols.first;
   for (; n + ROW_COLUMNS <= cols.end; n += ROW_COLUMNS) {
-    t.w = p->w + n * p->k;
-    tile_1_8(&t);
+    t.w = number_at(p->w, n * p->k, tiles->bytes);
+    tiles->eight(&t);
     put(p, row, n, ROW_COLUMNS, out);
   }
   for (; n < cols.end; n++) {
-    t.w = p->w + n * p->k;
-    tile_1_1(&t);
+    t.w = number_at(p->w, n * p->k, tiles->bytes);
+    tiles->one(&t);
     put(p, row, n, 1, out);
   }
 }
 
 /* TILE_COLUMNS columns from `col` on, rows from `row` on. */
 static void some_rows(const product_t *p, int64_t row, int64_t rows, int64_t col, float *out) {
-  static void (*const tiles[])(const tile_t *) = {tile_1_4, tile_2_4, tile_3_4};
   static _Thread_local vec sums[ROW_BLOCK * TILE_COLUMNS];
-  const float *w = p->w + col * p->k;
-  int64_t chunk = chunk_of(p->k), count = (rows + TILE_ROWS - 1) / TILE_ROWS;
+  const tiles_t *tiles = tiles_of(p);
+  int64_t bytes = tiles->bytes, count = (rows + TILE_ROWS - 1) / TILE_ROWS;
+  int64_t chunk = chunk_of(p->k, CHUNK * (int64_t)sizeof(float) / bytes);
+  const void *w = number_at(p->w, col * p->k, bytes);
   for (int64_t i = 0; i < p->k; i += chunk) {
     int last = i + chunk >= p->k;
-    tile_t t = {.x_stride = p->x_stride, .w = w + i, .w_stride = p->k,
-                .k = MIN(chunk, p->k - i), .next = last ? w + TILE_COLUMNS * p->k : w + i + chunk,
+    tile_t t = {.x_stride = p->x_stride, .w = number_at(w, i, bytes), .w_stride = p->k,
+                .k = MIN(chunk, p->k - i),
+                .next = number_at(w, last ? TILE_COLUMNS * p->k : i + chunk, bytes),
                 .step = count};
     /* The tiles are as equal as can be: one of one row would wait for itself. */
     for (t.first = 0; t.first < count; t.first++) {
       int64_t first = rows * t.first / count, end = rows * (t.first + 1) / count;
-      t.x = p->x + (row + first) * p->x_stride + i;
+      t.x = number_at(p->x, (row + first) * p->x_stride + i, bytes);
       t.keep = sums + first * TILE_COLUMNS;
       t.sums = i ? t.keep : NULL;
       t.out = last ? out + first * SOME_COLUMNS : NULL;
-      tiles[end - first - 1](&t);
+      tiles->some[end - first - 1](&t);
     }
   }
 }
@@ -287,8 +335,9 @@ static void some_strips(const product_t *p, int64_t strip, int64_t strips, int64
                         int64_t count) {
   static _Thread_local float panel[CHUNK * PANEL] __attribute__((aligned(64)));
   static _Thread_local vec sums[BLOCK_STRIPS][LANES][STRIP][2];
-  const float *w = p->w + col * p->k, *x = p->packed + strip * STRIP_WIDTH * p->k;
-  int64_t chunk = chunk_of(p->k), all_steps = p->k / LANES;
+  const float *w = (const float *)p->w + col * p->k;
+  const float *x = p->packed + strip * STRIP_WIDTH * p->k;
+  int64_t chunk = chunk_of(p->k, CHUNK), all_steps = p->k / LANES;
   for (int64_t i = 0; i < p->k; i += chunk) {
     int64_t k = MIN(chunk, p->k - i), steps = k / LANES;
     by_lanes(w + i, p->k, count, k, steps, PANEL, panel);
@@ -315,9 +364,9 @@ static void some_strips(const product_t *p, int64_t strip, int64_t strips, int64
 #define TASK_BYTES (192 * 1024)        /* of w */
 #define WHOLE MAX(PANEL, SOME_COLUMNS) /* columns: multiples leave no rest */
 
-/* How many columns a thread takes at once. */
-static int64_t task_columns(int64_t k) {
-  int64_t columns = TASK_BYTES / (k * (int64_t)sizeof(float));
+/* How many columns a thread takes at once, of numbers of that many bytes. */
+static int64_t task_columns(int64_t k, int64_t bytes) {
+  int64_t columns = TASK_BYTES / (k * bytes);
   return MAX(columns / WHOLE, 1) * WHOLE;
 }
 

@@ -78,7 +78,7 @@ class Runner(Protocol):
 
 
 class NativeRunner:
-    """The compiled pass: float32 on a CPU."""
+    """The compiled pass on a CPU, in float32 or bfloat16 (see forward.c for what is rounded)."""
 
     is_exact = True
 
@@ -227,10 +227,18 @@ def _weights_name(version: Version) -> str:
 
 def runner_for(base: BaseModel, num_threads: int) -> Runner:
     """The fastest there is for the base's device and number type."""
-    fits = base.device.type == "cpu" and base.dtype == torch.float32
+    fits = base.device.type == "cpu" and base.dtype in (torch.float32, torch.bfloat16)
     if fits and library() is not None:
         return NativeRunner(num_threads)
     if base.device.type == "cuda":
         capture = CudaCapture()
         return GraphRunner(capture, DrawGraphs(capture))
     return TorchRunner()
+
+
+def scorer_for(base: BaseModel, runner: Runner) -> Runner:
+    """What computes the log-probabilities of prompts. In bfloat16 where values are rounded moves
+    them as much as the type itself does; only the plain pass rounds where other implementations
+    and the trainer do."""
+    apart = isinstance(runner, NativeRunner) and base.dtype == torch.bfloat16
+    return TorchRunner() if apart else runner

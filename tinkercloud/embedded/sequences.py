@@ -112,6 +112,7 @@ class Job:
     scores: PromptScores | None
     stop_rule: StopRule
     prompt: Sequence = field(init=False)
+    is_scoring: bool = field(init=False)  # all rows of the prompt are wanted, and not done
     logits: Tensor | None = None  # (V,) after the whole prompt
     cache_hit_tokens: int = 0
     next_sample: int = 0
@@ -119,6 +120,7 @@ class Job:
 
     def __post_init__(self) -> None:
         self.prompt = Sequence(self, -1, self.request.prompt.tolist())
+        self.is_scoring = self.scores is not None
 
     @property
     def num_prompt(self) -> int:

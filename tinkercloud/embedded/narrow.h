@@ -1,0 +1,61 @@
+/* bfloat16, the upper half of a float32: read, written, multiplied. */
+
+#ifndef TINKERCLOUD_NARROW_H
+#define TINKERCLOUD_NARROW_H
+
+#include "vectors.h"
+
+typedef uint16_t narrow;
+typedef uint16_t half_vec __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+
+INLINE float widen1(narrow x) {
+  uint32_t bits = (uint32_t)x << 16;
+  float wide;
+  memcpy(&wide, &bits, sizeof wide);
+  return wide;
+}
+
+INLINE vec widen(const narrow *p) {
+  return (vec)(__builtin_convertvector(*(const half_vec *)p, ivec) << 16);
+}
+
+/* To the nearest, to the even one of two; what is no number stays none. */
+INLINE narrow narrowed(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  if (x != x) return (narrow)(bits >> 16 | 0x40);
+  return (narrow)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+
+/* `count` of them; x gets what they then are. */
+static void round_to_narrow(float *x, int64_t count, narrow *out) {
+  for (int64_t i = 0; i < count; i++) {
+    out[i] = narrowed(x[i]);
+    x[i] = widen1(out[i]);
+  }
+}
+
+/* ADD_NARROW: sums += products of NARROW_STEP inputs. Where the processor multiplies bfloat16, lane
+   l takes the inputs 2 l and 2 l + 1 of each step, by its own instruction; else the input l. */
+#if defined(__AVX512BF16__)
+#define NARROW_STEP (2 * LANES)
+typedef __m512i narrow_vec;
+INLINE narrow_vec load_narrow(const narrow *p) { return _mm512_loadu_si512(p); }
+INLINE narrow_vec load_some_narrow(const narrow *p, int64_t count) {
+  return _mm512_maskz_loadu_epi16((__mmask32)((1ull << count) - 1), p);
+}
+#define ADD_NARROW(sum, a, b)                                                                      \
+  __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "vm"(b))
+#else
+#define NARROW_STEP LANES
+typedef vec narrow_vec;
+INLINE narrow_vec load_narrow(const narrow *p) { return widen(p); }
+INLINE narrow_vec load_some_narrow(const narrow *p, int64_t count) {
+  vec v = {};
+  for (int64_t i = 0; i < count; i++) v[i] = widen1(p[i]);
+  return v;
+}
+#define ADD_NARROW(sum, a, b) ADD_PRODUCT(sum, a, b)
+#endif
+
+#endif
