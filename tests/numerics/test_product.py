@@ -23,7 +23,8 @@ void product(const void *x, int64_t rows, const void *w, int64_t k, int64_t firs
     for (int64_t s = 0; s < strips_of(rows); s++) pack_strip(x, k, rows, k, s, packed);
   }
   product_t p = {.x = x, .x_stride = k, .rows = rows, .packed = packed, .w = w,
-                 .is_narrow = (int)is_narrow, .k = k, .bias = bias, .y = y, .y_stride = y_stride, .scale = 1.0f};
+                 .is_narrow = (int)is_narrow, .k = k, .bias = bias, .y = y, .y_stride = y_stride,
+                 .scale = 1.0f};
   multiply(&p, (range_t){first, end});
   free(packed);
 }

@@ -239,6 +239,26 @@ def test_bfloat16_gradients_are_as_near_to_float32_as_those_of_autograd(tmp_path
     assert distance(run_pass) < 1.2 * distance(run_reference) + 1e-3
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_bfloat16_values_are_rounded_where_the_plain_pass_rounds_them(
+    family: str, tmp_path: Path
+) -> None:
+    """Elsewhere the log-probabilities would be as far apart as both are from float32."""
+    narrow = open_base(family, tmp_path, torch.bfloat16)
+    exact = open_base(family, tmp_path)
+    for name, weight in exact.weights.items():
+        weight.copy_(narrow.weights[name])
+
+    def scored(run: Callable[..., object], base: BaseModel) -> np.ndarray:
+        return np.concatenate(
+            [o["logprobs"] for o in ran(run, base, share(lora(base), batch())).outputs]
+        )
+
+    plain, truth = scored(run_reference, narrow), scored(run_reference, exact)
+    distance = np.abs(scored(run_pass, narrow) - plain).mean()
+    assert distance < 0.3 * np.abs(plain - truth).mean(), distance
+
+
 def test_the_same_pass_gives_the_same_bits(base: BaseModel) -> None:
     first, second = (ran(run_pass, base, share(lora(base), batch())) for _ in range(2))
     assert first.loss == second.loss

@@ -9,6 +9,7 @@ import torch
 from tests.numerics.tiny import supervised
 from tinkercloud.core.types import Datum, LoraSpec, TrainBatch
 from tinkercloud.embedded import training_queue
+from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.models import ModelStore
 from tinkercloud.embedded.train_plan import KeptBytes, Limits, kept_bytes, micro_batches
 from tinkercloud.embedded.trainer import TrainableModel
@@ -279,7 +280,7 @@ def test_a_pass_that_shares_nothing_gets_no_more_rows_than_it_may(
     work = TrainBatch(tuple(data), "cross_entropy")
     for plain in (False, True):
         if plain:
-            monkeypatch.setattr(training_queue, "_is_written_out", lambda base: False)
+            monkeypatch.setattr(BaseModel, "is_llama_family", False)
         queue.add(0, a, work)
     assert [len(job.waiting) for job in queue._jobs] == [1, 3]
 

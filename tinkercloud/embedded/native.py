@@ -333,4 +333,3 @@ class NativeModel:
         if logits.nbytes <= KEPT_BYTES:
             self._logits = logits
         return logits
-

@@ -144,13 +144,18 @@ class Group:
         float32 (rows, R * adapted modules), which `backward` wants."""
         matrices, columns = self._matrices()
         y = x.new_empty(x.shape[0], columns[-1].stop) if out is None else out
-        whole = joined(matrices)
+        biases = [self.linears.bias(name) for name in self.names]
+        # In bfloat16 a bias is added before the sum is rounded, as others do it.
+        fused = x.dtype != torch.float32 and any(bias is not None for bias in biases)
+        whole = None if fused else joined(matrices)
         if whole is not None:
             torch.mm(x, whole.t(), out=y)
-        for name, matrix, span in zip(self.names, matrices, columns, strict=True):
+        for matrix, bias, span in zip(matrices, biases, columns, strict=True):
+            if fused and bias is not None:
+                torch.addmm(bias, x, matrix.t(), out=y[:, span])
+                continue
             if whole is None:
                 torch.mm(x, matrix.t(), out=y[:, span])
-            bias = self.linears.bias(name)
             if bias is not None:
                 y[:, span] += bias
         return y, [self._add_low_rank(at, x, y, columns) for at in self.segments]

@@ -12,7 +12,14 @@ from tinkercloud.architectures import layers
 
 
 def norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The root-mean-square norm of x (..., D), and the inverse norms (..., 1), float32."""
+    """The root-mean-square norm of x (..., D), and the inverse norms (..., 1), float32.
+
+    In bfloat16 by the steps of `layers.rms_norm`: a last bit more or less of a sum of squares is
+    rounded up or down with everything after it, and log-probabilities move by 0.02.
+    """
+    if x.dtype != torch.float32:
+        inverse = x.float().pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
+        return scaled(x, inverse, weight), inverse
     mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     inverse = mean_square.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     return scaled(x, inverse, weight), inverse

@@ -10,12 +10,10 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from tinkercloud.core.types import TrainBatch, TrainOutput
-from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.train_linear import Part
 from tinkercloud.embedded.train_pass import Share, run_pass
 from tinkercloud.embedded.train_plan import Limits, MicroBatch, micro_batches
@@ -91,7 +89,7 @@ class TrainingQueue:
         return len(self._jobs)
 
     def add(self, call_id: int, model: TrainableModel, batch: TrainBatch) -> None:
-        shares = _is_written_out(model.base)
+        shares = model.base.is_llama_family
         parts = list(micro_batches(batch.data, self._limits, model.kept_bytes(), shares=shares))
         self._jobs.append(_Job(call_id, model, batch, parts))
         # A model that comes anew queues behind those that wait, or a stream of small calls would
@@ -134,7 +132,7 @@ class TrainingQueue:
         self._forget_idle_models()
         shares = [job.share() for job in jobs]
         base, recompute = jobs[0].model.base, jobs[0].waiting[0].recompute
-        run = run_pass if _is_written_out(base) else run_reference
+        run = run_pass if base.is_llama_family else run_reference
         steps = run(base, shares, recompute=recompute)
         return _Running(jobs, shares, steps)
 
@@ -184,12 +182,6 @@ class TrainingQueue:
     def _remove(self, job: _Job, result: Finished) -> Finished:
         self._jobs.remove(job)
         return result
-
-
-def _is_written_out(base: BaseModel) -> bool:
-    """Whether `run_pass` computes it. In bfloat16 where values are rounded is part of what other
-    implementations compute; only the plain pass rounds where they do."""
-    return base.is_llama_family and base.dtype == torch.float32
 
 
 def _may_share(a: _Job, b: _Job) -> bool:
