@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from limits import matrix_gflop_s
+from limits import matrix_gflop_s, native_bfloat16
 from report import Cell, Report, versions
 from smollm2 import weights
 
@@ -49,22 +49,25 @@ QUICK: Mapping[str, Sequence[int]] = {"ragged 8 x <= 96": ragged(8, 96, seed=0)}
 @dataclass(frozen=True)
 class Contender:
     """script: in peers/. unembedding: whether its adapter is on that too. environment: whose
-    interpreter runs it, below --peers; "" is ours. own_start: it draws its adapter itself."""
+    interpreter runs it, below --peers; "" is ours. own_start: it draws its adapter itself. dtypes:
+    of the frozen weights, that it is measured in."""
 
     script: str
     variant: str = ""
     unembedding: bool = True
     environment: str = ""
     own_start: bool = False
+    dtypes: Sequence[str] = ("float32",)
 
 
+DTYPES = ("float32", "bfloat16")
 OURS, OURS_NARROW = "Tinkercloud", "Tinkercloud, no unembedding"
 PLAIN, BEST, LEAN = "PEFT, padded", "PEFT, best", "PEFT, checkpoints"
 TRL, SKYRL = "TRL, packed", "SkyRL tinker"
 CONTENDERS = {
-    OURS: Contender("training_tinkercloud.py"),
-    PLAIN: Contender("training_peft.py", "plain"),
-    BEST: Contender("training_peft.py", "best"),
+    OURS: Contender("training_tinkercloud.py", dtypes=DTYPES),
+    PLAIN: Contender("training_peft.py", "plain", dtypes=DTYPES),
+    BEST: Contender("training_peft.py", "best", dtypes=DTYPES),
     LEAN: Contender("training_peft.py", "lean"),
     OURS_NARROW: Contender("training_tinkercloud.py", "no unembedding", unembedding=False),
     TRL: Contender("training_trl.py", unembedding=False, environment="trl"),
@@ -78,11 +81,11 @@ SHORT = {
 }
 NOT_QUICK = (LEAN, TRL, SKYRL)
 COLUMNS = (
-    *("batch", "tokens", "contender", "tokens/s", "of the matrix limit"),
+    *("batch", "tokens", "contender", "dtype", "tokens/s", "of the matrix limit"),
     *("peak GB", "peak GB above loaded", "x our time"),
 )
-LOSS_TOLERANCE = 1e-5
-UPDATE_TOLERANCE = 0.03
+LOSS_TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-4}
+UPDATE_TOLERANCE = {"float32": 0.03, "bfloat16": 0.5}
 """Of the update's norm. Adam's first step moves a weight by its gradient's sign, and a gradient
 near zero has the sign of its rounding."""
 
@@ -93,6 +96,7 @@ class Row:
 
     shape: str
     contender: str
+    dtype: str
     num_tokens: int
     seconds: float
     peak_bytes: int
@@ -124,26 +128,29 @@ class Bench:
     notes: list[str] = field(default_factory=list)
     too_slow: dict[str, int] = field(default_factory=dict)
 
-    def measure(self, shape: str, lengths: Sequence[int]) -> list[Row]:
+    def measure(self, shape: str, lengths: Sequence[int], dtype: str) -> list[Row]:
         """All contenders, their results compared; raises AssertionError where they differ."""
         rows = []
         for name in self.contenders:
+            if dtype not in CONTENDERS[name].dtypes:
+                continue
             if sum(lengths) >= self.too_slow.get(name, sum(lengths) + 1):
                 self.notes.append(f"{name}, {shape}: a smaller batch took too long already.")
                 continue
             try:
-                rows.append(self._contend(name, shape, lengths))
+                rows.append(self._contend(name, shape, lengths, dtype))
             except Unavailable as reason:
                 self.notes.append(f"{name}, {shape}: {reason}.")
                 continue
-            print(f"{shape}: {name}: {rows[-1].tokens_s:.0f} tokens/s", file=sys.stderr, flush=True)
+            said = f"{shape}, {dtype}: {name}: {rows[-1].tokens_s:.0f} tokens/s"
+            print(said, file=sys.stderr, flush=True)
         for unembedding, start in self.starts.items():
             same = [row for row in rows if row.kind.unembedding == unembedding]
             compare(start, [row for row in same if not row.kind.own_start])
         return rows
 
-    def _contend(self, name: str, shape: str, lengths: Sequence[int]) -> Row:
-        work = self._job(name, lengths)
+    def _contend(self, name: str, shape: str, lengths: Sequence[int], dtype: str) -> Row:
+        work = self._job(name, lengths, dtype)
         told = Path(work.save_to) / "job.json"
         told.write_text(json.dumps(asdict(work)), encoding="utf-8")
         status, output, said = self._run(name, told, sum(lengths))
@@ -154,7 +161,7 @@ class Bench:
             raise Unavailable(last.removesuffix("."))
         found = json.loads(output.splitlines()[-1])
         return Row(
-            shape, name, tokens_of(work.batch), min(found["seconds"]), found["peak_bytes"],
+            shape, name, dtype, tokens_of(work.batch), min(found["seconds"]), found["peak_bytes"],
             found["loaded_bytes"], found["losses"], Path(work.save_to),
         )  # fmt: skip
 
@@ -180,7 +187,7 @@ class Bench:
             process.communicate()
         return process.returncode, output, said
 
-    def _job(self, name: str, lengths: Sequence[int]) -> Job:
+    def _job(self, name: str, lengths: Sequence[int], dtype: str) -> Job:
         start, generator = self.starts[CONTENDERS[name].unembedding], np.random.default_rng(0)
 
         def ids(length: int) -> list[int]:
@@ -189,7 +196,7 @@ class Bench:
         return Job(
             str(start.model), str(start.adapter), [ids(n) for n in lengths],
             [ids(min(lengths[0], 64))], self.repeats, usable_cores(), LEARNING_RATE,
-            CONTENDERS[name].variant, str(self.peers), tempfile.mkdtemp(dir=self.root),
+            CONTENDERS[name].variant, dtype, str(self.peers), tempfile.mkdtemp(dir=self.root),
         )  # fmt: skip
 
 
@@ -198,28 +205,33 @@ def compare(start: Start, rows: Sequence[Row]) -> None:
     if len(rows) < 2:
         return
     for row in rows[:-1]:
-        np.testing.assert_allclose(row.losses, rows[-1].losses, rtol=LOSS_TOLERANCE)
+        np.testing.assert_allclose(row.losses, rows[-1].losses, rtol=LOSS_TOLERANCE[row.dtype])
         apart = start.apart(row.adapter, rows[-1].adapter)
-        assert apart < UPDATE_TOLERANCE, f"{row.contender}, {row.shape}: updates {apart:.3f} apart"
+        said = f"{row.contender}, {row.shape}, {row.dtype}: updates {apart:.3f} apart"
+        assert apart < UPDATE_TOLERANCE[row.dtype], said
 
 
-def share_of(row: Row, bench: Bench, limit: float) -> float:
-    return row.tokens_s * bench.starts[row.kind.unembedding].flop_per_token / (limit * 1e9)
+Limits = Mapping[str, float]  # GFLOP/s of matrix products, by number type
 
 
-def cells(row: Row, rows: Sequence[Row], bench: Bench, limit: float) -> tuple[Cell, ...]:
+def share_of(row: Row, bench: Bench, limits: Limits) -> float:
+    flop = bench.starts[row.kind.unembedding].flop_per_token
+    return row.tokens_s * flop / (limits[row.dtype] * 1e9)
+
+
+def cells(row: Row, rows: Sequence[Row], bench: Bench, limits: Limits) -> tuple[Cell, ...]:
     """Times are held against ours with the same adapter."""
     own = OURS if row.kind.unembedding else OURS_NARROW
     ours = next((one for one in rows if one.contender == own), None)
     above = row.peak_bytes - row.loaded_bytes
     return (
-        *(row.shape, row.num_tokens, row.contender, round(row.tokens_s, 1)),
-        *(f"{share_of(row, bench, limit):.0%}", round(row.peak_bytes / 1e9, 2)),
+        *(row.shape, row.num_tokens, row.contender, row.dtype, round(row.tokens_s, 1)),
+        *(f"{share_of(row, bench, limits):.0%}", round(row.peak_bytes / 1e9, 2)),
         *(round(above / 1e9, 2), f"{row.seconds / ours.seconds:.2f}" if ours else "-"),
     )
 
 
-def targets(rows: Sequence[Row], bench: Bench, limit: float) -> list[dict[str, Cell]]:
+def targets(rows: Sequence[Row], bench: Bench, limits: Limits) -> list[dict[str, Cell]]:
     """Against PEFT as it is used plainly and with its best settings, where these were measured."""
     by_name = {row.contender: row for row in rows}
     ours, found = by_name.get(OURS), []
@@ -230,7 +242,7 @@ def targets(rows: Sequence[Row], bench: Bench, limit: float) -> list[dict[str, C
         met = value >= goal if least else value <= goal
         found.append(
             {
-                "name": f"{ours.shape}: {name}", "value": round(value, 2),
+                "name": f"{ours.shape}, {ours.dtype}: {name}", "value": round(value, 2),
                 "target": f"{'>=' if least else '<='} {goal:g}", "met": met,
             }
         )  # fmt: skip
@@ -239,7 +251,7 @@ def targets(rows: Sequence[Row], bench: Bench, limit: float) -> list[dict[str, C
         if peer := by_name.get(name):
             one(f"tokens/s over {name}", ours.tokens_s / peer.tokens_s, 2.0, least=True)
             one(f"peak memory over {name}", ours.peak_bytes / peer.peak_bytes, 0.6, least=False)
-    one("share of the matrix limit", share_of(ours, bench, limit), 0.5, least=True)
+    one("share of the matrix limit", share_of(ours, bench, limits), 0.5, least=True)
     return found
 
 
@@ -287,17 +299,28 @@ def main() -> int:
             shlex.split(given.through), given.limit_s,
         )  # fmt: skip
         seconds = 0.5 if given.quick else 2.0
-        limit = matrix_gflop_s(torch.float32, seconds)
+        dtypes = DTYPES if native_bfloat16() and not given.quick else DTYPES[:1]
+        before = products(dtypes, seconds)
         shapes = QUICK if given.quick else SHAPES
-        found = [bench.measure(shape, lengths) for shape, lengths in shapes.items()]
-        limit = max(limit, matrix_gflop_s(torch.float32, seconds))
-        result = report(bench, found, limit, quick=given.quick)
+        found = [
+            bench.measure(shape, lengths, dtype)
+            for shape, lengths in shapes.items()
+            for dtype in dtypes
+        ]
+        after = products(dtypes, seconds)
+        limits = {dtype: max(before[dtype], after[dtype]) for dtype in dtypes}
+        result = report(bench, found, limits, quick=given.quick)
     print(f"{result.about}\n")
     result.publish(given.json)
     return 0
 
 
-def report(bench: Bench, found: Sequence[Sequence[Row]], limit: float, *, quick: bool) -> Report:
+def products(dtypes: Sequence[str], seconds: float) -> dict[str, float]:
+    return {dtype: matrix_gflop_s(getattr(torch, dtype), seconds) for dtype in dtypes}
+
+
+def report(bench: Bench, found: Sequence[Sequence[Row]], limits: Limits, *, quick: bool) -> Report:
+    limit = " and ".join(f"{limits[dtype]:.0f} GFLOP/s in {dtype}" for dtype in limits)
     said = [ABOUT.format(limit=limit, flop=bench.starts[True].flop_per_token / 1e6)]
     said += ["Not measured:\n\n" + "\n".join(f"- {note}" for note in bench.notes)] * bool(
         bench.notes
@@ -307,9 +330,9 @@ def report(bench: Bench, found: Sequence[Sequence[Row]], limit: float, *, quick:
         about="\n\n".join(said),
         command="python benchmarks/training.py" + (" --quick" if quick else ""),
         columns=COLUMNS,
-        rows=[cells(row, rows, bench, limit) for rows in found for row in rows],
+        rows=[cells(row, rows, bench, limits) for rows in found for row in rows],
         versions=versions("tinkercloud", "torch", "peft", "transformers") | theirs(bench, found),
-        targets=[target for rows in found for target in targets(rows, bench, limit)],
+        targets=[target for rows in found for target in targets(rows, bench, limits)],
     )
 
 
@@ -324,20 +347,22 @@ def theirs(bench: Bench, found: Sequence[Sequence[Row]]) -> dict[str, str]:
 
 
 ABOUT = """\
-SmolLM2-135M in float32, a LoRA adapter of rank 32 on all linear layers, one forward_backward and
+SmolLM2-135M, its frozen weights in float32 and, where the processor multiplies it, in bfloat16,
+whose adapters and optimizer are float32 too; a LoRA adapter of rank 32 on all linear layers, one forward_backward and
 one optimizer step of AdamW; all tokens are trained on; the shortest step counts. *PEFT, padded*:
 PEFT and `transformers` with sdpa, micro-batches of 8 in the given order. *PEFT, best*: sorted by
 length, micro-batches of about 1024 tokens. *PEFT, checkpoints*: the same with gradient
 checkpointing. *TRL, packed*: SFTTrainer, packing by best fit, free of padding, its loss in chunks.
-All start from one adapter; losses agree to 1e-5 and the updates to 3 % of their norm (Adam's first
-step is the gradient's sign, and near zero that is rounding), or there is no report. TRL's loss
+All start from one adapter; losses agree to 1e-5 (in bfloat16 5e-4) and the updates to 3 % of their
+norm (in bfloat16 to half of it: Adam's first step is the gradient's sign, and near zero that is
+rounding), or there is no report. TRL's loss
 reads past an adapter on the unembedding and SkyRL's server trains none there, so these two are held
 against *Tinkercloud, no unembedding*, which has theirs. SkyRL draws its adapter itself, and its
 gradient is a mean over each sequence; only its first loss is checked, against the base model's, to
 1e-4; its step is timed through its HTTP API, after one of the same shape. *Above loaded* is the
 peak of resident memory, of all processes, over that before the first step. *x our time*: a step's
-time by ours with the same adapter. The matrix limit is the best float32 product of the run,
-{limit:.0f} GFLOP/s; a token counts {flop:.0f} MFLOP: 4 per frozen weight, 6 per weight of the
+time by ours with the same adapter. The matrix limit is the best product of the run in that number type,
+{limit}; a token counts {flop:.0f} MFLOP: 4 per frozen weight, 6 per weight of the
 adapter, nothing for attention or what is computed twice."""
 
 if __name__ == "__main__":

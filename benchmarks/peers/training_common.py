@@ -19,8 +19,9 @@ import numpy as np
 class Job:
     """model: a Hugging Face folder. adapter: the start, in PEFT's format. batch: what one step
     trains on, lists of token ids; each is one longer than the tokens it trains on. warm_up: a small
-    batch of before. variant: what the contender calls its settings. peers: the folder with their
-    environments. save_to: where the trained adapter goes."""
+    batch of before. variant: what the contender calls its settings. dtype: of the frozen weights;
+    adapters are float32. peers: the folder with their environments. save_to: where the trained
+    adapter goes."""
 
     model: str
     adapter: str
@@ -30,6 +31,7 @@ class Job:
     threads: int
     learning_rate: float
     variant: str
+    dtype: str
     peers: str
     save_to: str
 

@@ -49,14 +49,14 @@ def loss_of(model: torch.nn.Module, part: list[list[int]]) -> torch.Tensor:
     logits = model(input_ids=inputs, attention_mask=None if whole else real, use_cache=False).logits
     wanted = targets.masked_fill(real == 0, -100)
     return torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1), wanted.flatten(), ignore_index=-100, reduction="sum"
+        logits.float().flatten(0, 1), wanted.flatten(), ignore_index=-100, reduction="sum"
     )
 
 
 def main(job: Job) -> None:
     torch.set_num_threads(job.threads)
     base = AutoModelForCausalLM.from_pretrained(
-        job.model, dtype=torch.float32, attn_implementation="sdpa"
+        job.model, dtype=getattr(torch, job.dtype), attn_implementation="sdpa"
     )
     model = PeftModel.from_pretrained(base, job.adapter, is_trainable=True)
     if job.variant == "lean":

@@ -35,7 +35,7 @@ def main(job: Job) -> None:
     device = torch.device("cpu")
 
     def load(name: str) -> BaseModel:
-        return BaseModel.load(name, Path(job.model), None, torch.float32, device)
+        return BaseModel.load(name, Path(job.model), None, getattr(torch, job.dtype), device)
 
     versions = VersionCache(Path(job.save_to) / "versions", 2**30)
     store = ModelStore(load, versions, Limits(MICROBATCH_TOKENS))

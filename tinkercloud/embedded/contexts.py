@@ -25,8 +25,8 @@ def pad_rows(num_rows: int) -> int:
 
 
 def lora_delta(x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """(alpha / rank) B A x in float32, cast to x's dtype. x (T, in) -> (T, out)."""
-    return (F.linear(F.linear(x.float(), a), b) * scale).to(x.dtype)
+    """(alpha / rank) B A x (T, out), float32; x (T, in). Rounded only when added, as PEFT does."""
+    return F.linear(F.linear(x.float(), a), b) * scale
 
 
 @dataclass(frozen=True, slots=True)

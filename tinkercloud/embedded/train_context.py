@@ -13,8 +13,8 @@ from tinkercloud.weights.adapters import Adapter
 
 
 def lora_delta(x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """(alpha / rank) B A x in float32, cast to x's dtype. x (T, in) -> (T, out)."""
-    return (F.linear(F.linear(x.float(), a), b) * scale).to(x.dtype)
+    """(alpha / rank) B A x (T, out), float32; x (T, in). Rounded only when added, as PEFT does."""
+    return F.linear(F.linear(x.float(), a), b) * scale
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -68,7 +68,7 @@ class TrainContext:
     def linear(self, name: str, x: Tensor) -> Tensor:
         y = F.linear(x, self._weight(name), self._bias(name))
         if name in self._adapter:
-            y = y + lora_delta(x, *self._adapter[name], self._scale)
+            y = (y + lora_delta(x, *self._adapter[name], self._scale)).to(x.dtype)
         return y
 
     def embed(self, tokens: Tensor) -> Tensor:

@@ -125,10 +125,10 @@ class Linears:
         part = self._parts[0]
         for name, span in columns.items():
             own, bias = parameter_name(self._full, name), f"{name}.bias"
-            rows = dy[:, span].float()
-            part.grad(own, self._full[own]).addmm_(rows.t(), x.float())
+            rows = dy[:, span]
+            _add_product(part.grad(own, self._full[own]), rows.t(), x)
             if bias in self._full:
-                part.grad(bias, self._full[bias]).add_(rows.sum(0))
+                part.grad(bias, self._full[bias]).add_(rows.float().sum(0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +140,9 @@ class Group:
     segments: Sequence[Segment]
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> tuple[Tensor, list[Tensor | None]]:
-        """x (T, in) -> the modules' outputs side by side (T, sum of outs), and A x per segment,
-        float32 (rows, R * adapted modules), which `backward` wants."""
+        """x (T, in) -> the modules' outputs side by side (T, sum of outs), and A x per segment
+        (rows, R * adapted modules), which `backward` wants. All in x's number type; in bfloat16
+        the adapters' products are too, summed up in float32 before they are rounded."""
         matrices, columns = self._matrices()
         y = x.new_empty(x.shape[0], columns[-1].stop) if out is None else out
         biases = [self.linears.bias(name) for name in self.names]
@@ -171,7 +172,7 @@ class Group:
             if low is not None:
                 ddown = self._low_rank_gradients(at, x[at.rows], low, dy[at.rows])
                 if dx is not None:
-                    _add_product(dx[at.rows], ddown, _stacked(at.part, self._adapted(at)))
+                    dx[at.rows].addmm_(ddown, _stacked(at.part, self._adapted(at)).to(dx.dtype))
         return dx
 
     def _matrices(self) -> tuple[list[Tensor], list[slice]]:
@@ -188,11 +189,11 @@ class Group:
         adapted = self._adapted(at)
         if not adapted:
             return None
-        down = torch.mm(x[at.rows].float(), _stacked(at.part, adapted).t())
+        down = torch.mm(x[at.rows], _stacked(at.part, adapted).to(x.dtype).t())
         for name, own in zip(adapted, down.chunk(len(adapted), dim=1), strict=True):
             _, b = _pair(at.part, name)
             target = y[at.rows, columns[self.names.index(name)]]
-            _add_product(target, own, b.t(), scale=at.part.scale)
+            target.addmm_(own, b.to(x.dtype).t(), alpha=at.part.scale)
         return down
 
     def _low_rank_gradients(self, at: Segment, x: Tensor, down: Tensor, dy: Tensor) -> Tensor:
@@ -205,10 +206,10 @@ class Group:
             adapted, down.chunk(num, dim=1), ddown.chunk(num, dim=1), strict=True
         ):
             _, b = _pair(part, name)
-            rows = dy[:, columns[self.names.index(name)]].float()
-            torch.mm(rows, b * part.scale, out=dlow)
-            part.grad(f"{name}.lora_B", b).addmm_(rows.t(), low, alpha=part.scale)
-        da = torch.mm(ddown.t(), x.float())
+            rows = dy[:, columns[self.names.index(name)]]
+            torch.mm(rows, (b * part.scale).to(rows.dtype), out=dlow)
+            _add_product(part.grad(f"{name}.lora_B", b), rows.t(), low, scale=part.scale)
+        da = torch.mm(ddown.t(), x)
         for name, grad in zip(adapted, da.chunk(num), strict=True):
             part.grad(f"{name}.lora_A", _pair(part, name)[0]).add_(grad)
         return ddown
@@ -234,12 +235,12 @@ def _stacked(part: Part, names: Sequence[str]) -> Tensor:
     return torch.cat([_pair(part, name)[0] for name in names])
 
 
-def _add_product(target: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> None:
-    """target += scale a b, where a and b are float32."""
-    if target.dtype == torch.float32:
-        target.addmm_(a, b, alpha=scale)
+def _add_product(grad: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> None:
+    """grad += scale a b; grad is float32 whatever a and b are."""
+    if a.dtype == grad.dtype:
+        grad.addmm_(a, b, alpha=scale)
     else:
-        target += (torch.mm(a, b) * scale).to(target.dtype)
+        grad.add_(torch.mm(a, b), alpha=scale)
 
 
 def _back(matrices: Sequence[Tensor], columns: Sequence[slice], dy: Tensor) -> Tensor:
