@@ -66,6 +66,9 @@ class History:
         """Groups."""
         return len(self._groups)
 
+    def groups(self) -> list[Group]:
+        return list(self._groups.values())
+
     def enter(self, stream: Stream) -> Group:
         """The stream's group, which is kept until `leave`, if need be without its texts."""
         if stream.epoch > self._newest:
@@ -133,14 +136,14 @@ class History:
 
     def _expire(self) -> None:
         oldest = self._oldest
-        for group in list(self._groups.values()):
+        for group in self.groups():
             if any(text.epoch < oldest for text in group.texts):
                 self._keep(group, [text for text in group.texts if text.epoch >= oldest])
             if not group.texts and not group.num_live:
                 self._forget(group)
 
     def _free(self) -> None:
-        for group in sorted(self._groups.values(), key=lambda group: group.num_live > 0):
+        for group in sorted(self.groups(), key=lambda group: group.num_live > 0):
             if self.num_bytes <= REFILL * self._limits.num_bytes:
                 break
             self._forget(group)

@@ -22,7 +22,7 @@ class SuffixSettings:
     output that are remembered at a time."""
 
     rule: ContinuationRule = field(default_factory=ContinuationRule)
-    factor: float = 2.0
+    factor: float = 4.0
     own_tokens: int = 16_384
     history: HistoryLimits = field(default_factory=HistoryLimits)
 
