@@ -104,6 +104,20 @@ def test_memory_is_bounded_even_when_every_group_is_live():
     assert told.history.num_bytes <= 20_000
 
 
+def test_what_is_live_is_freed_last():
+    text = list(range(100, 150))
+    told = drafter(num_bytes=60_000)
+    live = stream(0, PROMPT, "live")
+    told.begin(live)
+    live.tokens.extend(text)
+    told.observe(live, len(text))
+    coins = random.Random(0)
+    for number in range(1, 20):
+        written(told, [(stream(number, PROMPT, number), coins.choices(range(1000), k=100))])
+    assert len(told.history) < 20
+    assert drafts_any(told, 99, "live", text)
+
+
 def test_a_long_prompt_is_kept_from_its_end():
     prompt = random.Random(0).sample(range(100_000), 2000)
     told = drafter(prompt_tokens=100)

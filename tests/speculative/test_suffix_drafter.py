@@ -66,6 +66,18 @@ def test_text_that_repeats_itself_stands_almost_always():
     assert tally.tokens_per_round > 6
 
 
+def test_sums_in_columns_are_drafted_but_for_their_digits():
+    """Lines such as 1 2 + 3 4 = 4 6: five digits that nobody could know, three signs."""
+    lines = np.random.default_rng(0).integers(100, 110, (60, 5)).tolist()
+    text = [t for a, b, c, d, e in lines for t in (a, b, 10, c, d, 11, e, 12)]
+    first = written(SuffixDrafter(), [(stream(0, PROMPT), text)])
+    assert first.tokens_per_round > 1.25
+    drafter = SuffixDrafter()
+    for number in range(2):
+        again = written(drafter, [(stream(number, PROMPT), text)])
+    assert again.tokens_per_round > 8
+
+
 def test_one_token_over_and_over_is_drafted_in_full():
     tally = written(SuffixDrafter(), [(stream(0, PROMPT), [7] * 200)])
     assert tally.acceptance == 1.0
@@ -144,6 +156,21 @@ def test_a_draft_is_no_longer_than_asked_nor_than_its_match_allows():
     drafter.observe(sample, 3)
     assert drafter.propose([(sample, 5)])[0].tokens == (124, 125, 126, 127, 128)
     assert drafter.propose([(sample, 0)]) == [Draft()]
+
+
+@pytest.mark.parametrize("at_a_time", [2, 7, 60])
+def test_tokens_may_be_observed_late_and_many_at_a_time(at_a_time):
+    text = json_lines(3, 30)
+    told = []
+    for step in (1, at_a_time):
+        drafter, sample = SuffixDrafter(), stream(0, PROMPT)
+        drafter.begin(sample)
+        for at in range(0, len(text), step):
+            sample.tokens.extend(text[at : at + step])
+            drafter.observe(sample, len(text[at : at + step]))
+        told.append(drafter.propose([(sample, 8)])[0])
+    assert told[0] == told[1]
+    assert told[0].tokens
 
 
 def test_a_sample_that_was_begun_before_is_taken_up_where_it_is():

@@ -12,7 +12,7 @@ from tinkercloud.speculative.drafter import NOTHING, Draft, Stream
 from tinkercloud.speculative.history import Group, History, HistoryLimits, Text
 from tinkercloud.speculative.suffix import ROOT, Automaton, ContinuationRule
 
-LEAD = 8  # tokens of the prompt before an output, so that its first token has something before it
+LEAD = 8  # of the prompt's tokens stand before an output, so that its first token may be drafted
 CATCH_UP = 32  # tokens after which a place in a text that is new to a sample counts as found
 
 
@@ -143,9 +143,9 @@ class SuffixDrafter:
         return [self._draft(stream, most) for stream, most in asked]
 
     def _draft(self, stream: Stream, most: int) -> Draft:
-        place = self._readers[stream.id].longest(stream.tokens)
-        most = min(most, int(self._settings.factor * place.length))
         if most < 1:
             return NOTHING
+        place = self._readers[stream.id].longest(stream.tokens)
+        most = min(most, int(self._settings.factor * place.length))
         rule = self._settings.rule
         return place.automaton.continuation(place.state, place.length, most, rule)
