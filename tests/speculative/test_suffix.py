@@ -134,3 +134,11 @@ def test_memory_is_what_is_estimated(num_tokens):
     taken, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert automaton.num_bytes == pytest.approx(taken, rel=0.25)
+
+
+def test_memory_of_many_short_texts_is_what_is_estimated():
+    tracemalloc.start()
+    automata = [built([1, 2, 3]) for _ in range(1000)]
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert sum(automaton.num_bytes for automaton in automata) == pytest.approx(taken, rel=0.25)

@@ -16,8 +16,8 @@ REFILL = 0.9  # share of the memory that is left taken when some had to be freed
 @dataclass(frozen=True, slots=True)
 class HistoryLimits:
     """num_bytes: of all groups. max_age: epochs after which text is forgotten. num_texts: automata
-    of one group beside its prompt. text_tokens: of one of them, and of the prompt's end that is
-    kept."""
+    of one group beside its prompt. text_tokens: of one of them, after which it is full.
+    prompt_tokens: of the prompt's end that are kept."""
 
     num_bytes: int = 256 << 20
     max_age: int = 64
