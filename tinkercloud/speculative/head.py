@@ -140,7 +140,7 @@ class Head:
         return Projected(rotate(q, cos, sin), rotate(k, cos, sin), v)
 
     def finish(self, params: Params, feature: Tensor, mixed: Tensor) -> Tensor:
-        """feature (B, N, D), what attention mixed (B, Hq, N, Dh) -> the block's output (B, N, D)."""
+        """feature (B, N, D), attention's result (B, Hq, N, Dh) -> the block's output (B, N, D)."""
         x = feature + F.linear(mixed.transpose(1, 2).flatten(-2), params["o_proj"])
         normed = self._norm(params, "mlp_norm", x)
         gated = swiglu(F.linear(normed, params["gate_proj"]), F.linear(normed, params["up_proj"]))

@@ -70,7 +70,9 @@ def draw(
         noise = coupling.noise(rows, vocabulary.ids).to(weights.device)
         hot = torch.tensor([row.temperature > 0 for row in rows], device=weights.device)
         scored = torch.where(hot[:, None], weights + noise, weights)
-    best = (scored == scored.amax(-1, keepdim=True)).byte().argmax(-1)  # the first of equals
+    places = torch.arange(scored.shape[-1], device=scored.device)
+    highest = scored == scored.amax(-1, keepdim=True)
+    best = torch.where(highest, places, len(vocabulary)).amin(-1)  # argmax leaves ties open
     chances = torch.softmax(weights, -1).gather(-1, best[:, None])[:, 0]
     return vocabulary.ids.to(best.device)[best], chances
 

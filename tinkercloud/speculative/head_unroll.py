@@ -56,7 +56,7 @@ def _attend(made: list[Projected]) -> Tensor:
 
 
 def _own_scores(q: Tensor, k: Tensor) -> Tensor:
-    """Each row with one key of its own: q (B, Hq, N, Dh), k (B, Hkv, N, Dh) -> (B, Hkv, G, N, 1)."""
+    """One key for each row: q (B, Hq, N, Dh), k (B, Hkv, N, Dh) -> (B, Hkv, G, N, 1)."""
     grouped = q.unflatten(1, (k.shape[1], -1))
     return (grouped * k.unsqueeze(2)).sum(-1, keepdim=True) * q.shape[-1] ** -0.5
 
