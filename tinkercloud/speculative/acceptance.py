@@ -45,7 +45,7 @@ class AcceptanceTracker:
             counts.accepted += accepted
 
     def rate(self, num_steps: int | None = None, category: str = ALL) -> float | None:
-        """Accepted of proposed in the last `num_steps` steps, all of them weighing by their size."""
+        """Accepted of proposed in the last `num_steps` steps together."""
         total = Counts()
         for counts in self._counts(category)[-(num_steps or len(self._steps)) :]:
             total.proposed += counts.proposed

@@ -6,7 +6,7 @@ in it. Axes: N tokens of a context, M most probable tokens of the target.
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +85,10 @@ class CaseStore:
         return self._contexts[case.context][0][: case.position]
 
     def add(self, tokens: Tokens, case: Case) -> None:
-        """tokens (N,), N > 0 and at least `position`: the context that `case.context` names."""
+        """tokens (N,): the context that `case.context` names. Raises ValueError for a position that
+        is not in it or behind its end."""
+        if not 0 < case.position <= len(tokens):
+            raise ValueError(f"position {case.position} of {len(tokens)} tokens")
         self._remember(case.context, tokens)
         shelf = self.agreed if case.agreed else self.disagreed
         shelf.add(case, case.num_bytes)
@@ -95,13 +98,22 @@ class CaseStore:
             ).drop_oldest()
 
     def expire(self, epoch: int) -> None:
-        """Forget what versions wrote that are more than `max_age` older than the version `epoch`."""
+        """Forget what versions wrote that are more than `max_age` older than version `epoch`."""
         self.disagreed.expire(epoch - self.max_age)
         self.agreed.expire(epoch - self.max_age)
 
-    def sample(self, count: int, generator: np.random.Generator, share: float = 0.8) -> list[Case]:
+    def sample(
+        self,
+        count: int,
+        generator: np.random.Generator,
+        share: float = 0.8,
+        where: Callable[[Case], bool] = lambda case: True,
+    ) -> list[Case]:
         """`share` of them disagreements, the others agreed cases to keep what is known."""
-        return sample_mix(list(self.disagreed), list(self.agreed), count, share, generator)
+        disagreed, agreed = (
+            [case for case in shelf if where(case)] for shelf in (self.disagreed, self.agreed)
+        )
+        return sample_mix(disagreed, agreed, count, share, generator)
 
     def categories(self) -> dict[str, int]:
         """How many disagreements of each category."""
@@ -113,7 +125,7 @@ class CaseStore:
     # ---- JSONL
 
     def lines(self) -> Iterator[str]:
-        """One JSON object for each case, oldest first; the first of a context carries its tokens."""
+        """A JSON object for each case, oldest first; the first of a context carries its tokens."""
         told: set[str] = set()
         for case in (*self.agreed, *self.disagreed):
             line = _as_json(case)
@@ -123,7 +135,7 @@ class CaseStore:
             yield json.dumps(line)
 
     def read(self, lines: Iterable[str]) -> int:
-        """Add what `lines` wrote; how many cases. Raises UserError with the number of a bad line."""
+        """Add what `lines` wrote; how many cases. Raises UserError naming a bad line."""
         contexts: dict[str, Tokens] = {}
         count = 0
         for number, line in enumerate(lines, 1):
