@@ -94,6 +94,7 @@ class Lessons:
             return []
         newest = max(case.epoch for case in cases)
         held = [c for c in cases if c.epoch == newest and not self._is_taught(c)]
+        held = held[-self._mix.most_held_out :]
         return _cut([self._lesson(c) for c in held], self._mix.batch_size)
 
     def _is_taught(self, case: Case) -> bool:
