@@ -1,6 +1,7 @@
-"""Drafts that follow a policy: what training does to them, and that it does nothing to the policy."""
+"""Drafts that follow a policy: what training does to them, and that the policy stays as it is."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -131,22 +132,24 @@ def test_acceptance_rises_on_a_planted_shift_within_fifty_steps(taught, tmp_path
 
 
 def test_replay_keeps_what_was_known_of_the_old_task():
+    """The new task has nothing in common with the old one: for some steps it costs more than two
+    points of acceptance there, which a fifth of replay then wins back."""
     low, high = ToyPolicy(0, range(30)), ToyPolicy(1, range(30, V))
     learned = student_of(low.weights)
-    fitted(learned, filled(low, seed=1), 150)
+    fitted(learned, filled(low, seed=1), 80)
     held = low.sequences(8, 9000)
     known = learned.evaluate(held).by_depth[0]
     kept = {}
     for share in (0.8, 1.0):
         student = copy_of(learned, low)
-        material = filled(low, share=share)
+        material = filled(low, share=share, batch_size=10)
         for sequence in high.sequences(48, 500, epoch=1):
             material.add(sequence)
-        fitted(student, material, 50)
+        fitted(student, material, 150)
         kept[share] = student.evaluate(held).by_depth[0]
-        assert student.evaluate(high.sequences(8, 9500)).by_depth[0] > 0.2
+        assert student.evaluate(high.sequences(8, 9500)).by_depth[0] > 0.5
     assert kept[0.8] > known - 0.02
-    assert kept[1.0] < known - 0.02  # without it, the test would see the loss
+    assert kept[1.0] < known - 0.2  # without it, the test would see the loss
 
 
 def test_expected_tokens_of_a_draft_are_those_that_counting_its_steps_gives(taught):
@@ -268,7 +271,7 @@ def test_the_gate_refuses_a_worse_draft(taught, tmp_path):
 
 
 def test_the_gate_does_not_open_on_too_few_places(taught, tmp_path):
-    policy, student = taught
+    policy, _ = taught
     trainer = trainer_of(
         student_of(policy.weights), filled(policy), tmp_path, gate=Gate(least_rows=10**6)
     )
@@ -504,7 +507,7 @@ def test_rates_rise_linearly_and_fall_along_a_cosine():
     rates = [plan.rate(step) for step in range(25)]
     assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert rates[15] == pytest.approx(0.55)
-    assert all(a >= b for a, b in zip(rates[4:], rates[5:], strict=False))
+    assert all(a >= b for a, b in pairwise(rates[4:]))
     assert plan.rate(1000) == pytest.approx(0.1)
 
 
