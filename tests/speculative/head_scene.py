@@ -5,7 +5,8 @@ from torch import Tensor
 
 from tinkercloud.architectures.config import ArchitectureConfig
 from tinkercloud.speculative.draft_vocabulary import DraftVocabulary
-from tinkercloud.speculative.head import FrozenRows, Head, HeadConfig, fresh_params
+from tinkercloud.speculative.head import FrozenRows, Head, HeadConfig, Params, fresh_params
+from tinkercloud.speculative.head_cache import HeadCache, NewRows, extend
 
 V, D = 61, 32
 
@@ -47,3 +48,21 @@ def sequences(num: int, length: int, layers: int, seed: int = 0) -> tuple[Tensor
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(num, length, layers, D, generator=generator)
     return hidden, torch.randint(0, V, (num, length), generator=generator)
+
+
+def drafted_outputs(
+    head: Head, params: Params, sequence: tuple[Tensor, Tensor], begin: int, steps: int
+) -> list[Tensor]:
+    """The slow reference: one draft of one sequence, row by row, told its hidden states (N, L, D)
+    and tokens (N,)."""
+    hidden, tokens = sequence
+    cache = HeadCache(head, 1)
+    feature = head.fuse(params, hidden)
+    for i in range(begin + 1):
+        output = extend(head, params, cache, NewRows([0], feature[None, i : i + 1],
+                                                     tokens[None, i : i + 1], [1]))  # fmt: skip
+    outputs = [output[0, 0]]
+    for i in range(begin + 1, begin + steps):
+        output = extend(head, params, cache, NewRows([0], output, tokens[None, i : i + 1], [1]))
+        outputs.append(output[0, 0])
+    return outputs

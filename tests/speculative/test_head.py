@@ -6,14 +6,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.speculative.head_scene import V, a_head, sequences, target_config, target_weights
+from tests.speculative.head_scene import (
+    V,
+    a_head,
+    drafted_outputs,
+    sequences,
+    target_config,
+    target_weights,
+)
 from tinkercloud.decoding.sampler import RowParams, gumbel_noise, gumbel_noise_at, sample, warp
 from tinkercloud.speculative.draft_vocabulary import DraftVocabulary
 from tinkercloud.speculative.head import (
     FrozenRows,
     Head,
     HeadConfig,
-    Params,
     default_layers,
     fresh_params,
 )
@@ -23,24 +29,6 @@ from tinkercloud.speculative.head_unroll import unroll
 
 COUPLING = Coupling(warp, gumbel_noise_at)
 ROW = RowParams(temperature=1.0, top_k=0, top_p=1.0, seed=7, sample_index=2, position=5)
-
-
-def drafted_outputs(
-    head: Head, params: Params, sequence: tuple[Tensor, Tensor], begin: int, steps: int
-) -> list[Tensor]:
-    """The slow reference: one draft of one sequence, row by row, told its hidden states (N, L, D)
-    and tokens (N,)."""
-    hidden, tokens = sequence
-    cache = HeadCache(head, 1)
-    feature = head.fuse(params, hidden)
-    for i in range(begin + 1):
-        output = extend(head, params, cache, NewRows([0], feature[None, i : i + 1],
-                                                     tokens[None, i : i + 1], [1]))  # fmt: skip
-    outputs = [output[0, 0]]
-    for i in range(begin + 1, begin + steps):
-        output = extend(head, params, cache, NewRows([0], output, tokens[None, i : i + 1], [1]))
-        outputs.append(output[0, 0])
-    return outputs
 
 
 @pytest.mark.parametrize("layers", [(4,), (1, 2, 4)])

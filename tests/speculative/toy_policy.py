@@ -1,16 +1,26 @@
 """A policy whose hidden state after a token follows from that token alone, so that what a head has
 to learn, and a planted shift of it, are known."""
 
+from pathlib import Path
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from tests.numerics.tiny import open_store
 from tests.speculative.head_scene import D, V, target_config, target_weights
+from tinkercloud.core.types import FromBase
+from tinkercloud.embedded.draft_fit import Fit, Plan, assign
+from tinkercloud.embedded.draft_material import CapturedSequences, Mix
 from tinkercloud.embedded.head_student import CapturedSequence, HeadStudent, HeadTraining, Told
+from tinkercloud.embedded.versions import Version
 from tinkercloud.speculative.draft_vocabulary import DraftVocabulary
 from tinkercloud.speculative.head import FrozenRows, Head, HeadConfig, fresh_params
+from tinkercloud.speculative.pacing import TimeBudget
 
 LENGTH = 24
+RATE = 1e-2
+ROOM_BYTES = 1 << 26
 ALL = range(V)
 
 
@@ -47,3 +57,37 @@ def student_of(
     config = HeadConfig.of(target_config(), (4,))
     head = Head(config, FrozenRows.of(weights, DraftVocabulary.of(ALL, V)))
     return HeadStudent(head, fresh_params(config, seed), training or HeadTraining())
+
+
+def endless() -> TimeBudget:
+    budget = TimeBudget(1.0, 1e9)
+    budget.step_took(1e9)
+    return budget
+
+
+def fitted(student, material, num_steps: int = 100) -> list[float]:
+    fit = Fit(student, material.batch, Plan(num_steps=num_steps, peak_rate=RATE))
+    fit.advance(endless())
+    return fit.losses
+
+
+def filled(policy: ToyPolicy, count: int = 48, **mix: object) -> CapturedSequences:
+    material = CapturedSequences(ROOM_BYTES, 4, Mix(**mix))
+    for sequence in policy.sequences(count, 0):
+        material.add(sequence)
+    return material
+
+
+def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+def copy_of(student: HeadStudent, policy: ToyPolicy) -> HeadStudent:
+    other = student_of(policy.weights)
+    assign(other, student.params)
+    return other
+
+
+def tiny_version(folder: Path) -> Version:
+    store = open_store(folder)
+    return store.version(store.publish(FromBase("tiny")))

@@ -153,7 +153,7 @@ class HeadStudent:
             by_depth.append(float(alpha[told].mean()) if told.any() else 0.0)
             survives = survives * _earlier(alpha, step)
             expected += survives
-        return Evaluation(expected[begins].numpy(), tuple(by_depth))
+        return Evaluation(expected[begins].cpu().numpy(), tuple(by_depth))
 
     def write(self, params: Mapping[str, Tensor], directory: Path) -> None:
         vocabulary = self._head.frozen.vocabulary.ids
@@ -170,23 +170,23 @@ class HeadStudent:
         return tensors
 
     def _collate(self, batch: Sequence[CapturedSequence]) -> _Rows:
-        index = self._head.frozen.vocabulary.index
-        ids = _padded([s.top_ids[1:].astype(np.int64) for s in batch])
-        probs = _padded([s.top_probs[1:] for s in batch])
-        taught = on_vocabulary(Teacher(probs, ids, 1.0 - probs.sum(-1)), index)
-        weights = _padded([s.weights[1:] for s in batch])
-        temperatures = torch.tensor([s.temperature for s in batch])[:, None].expand_as(weights)
+        device = self._head.frozen.embed.device
+        ids = _padded([s.top_ids[1:].astype(np.int64) for s in batch], device)
+        probs = _padded([s.top_probs[1:] for s in batch], device)
+        index = self._head.frozen.vocabulary.index.to(device)
+        weights = _padded([s.weights[1:] for s in batch], device)
+        temperature = torch.tensor([s.temperature for s in batch], device=device)
         return _Rows(
-            _padded([s.hidden[:-1] for s in batch]),
-            _padded([s.tokens[1:].astype(np.int64) for s in batch]),
-            taught,
+            _padded([s.hidden[:-1] for s in batch], device),
+            _padded([s.tokens[1:].astype(np.int64) for s in batch], device),
+            on_vocabulary(Teacher(probs, ids, 1.0 - probs.sum(-1)), index),
             weights,
-            temperatures,
+            temperature[:, None].expand_as(weights),
         )
 
 
-def _padded(arrays: Sequence[NDArray]) -> Tensor:
-    return pad_sequence([torch.from_numpy(a) for a in arrays], batch_first=True)
+def _padded(arrays: Sequence[NDArray], device: torch.device) -> Tensor:
+    return pad_sequence([torch.from_numpy(a) for a in arrays], batch_first=True).to(device)
 
 
 def _from(weights: Tensor, step: int) -> Tensor:

@@ -88,7 +88,7 @@ def fresh_params(config: HeadConfig, seed: int) -> dict[str, Tensor]:
 @dataclass(frozen=True, slots=True)
 class FrozenRows:
     """What the head borrows of the target: embed (V, D), the target's own tensor; unembed (Vd, D),
-    the rows that the draft vocabulary names."""
+    float32, a copy of the rows that the draft vocabulary names."""
 
     embed: Tensor
     unembed: Tensor
@@ -99,7 +99,7 @@ class FrozenRows:
         """weights: the target's, by Hugging Face module name."""
         unembed = weights["lm_head"].detach()
         ids = vocabulary.ids.to(unembed.device)
-        return cls(weights["model.embed_tokens"].detach(), unembed[ids], vocabulary)
+        return cls(weights["model.embed_tokens"].detach(), unembed[ids].float(), vocabulary)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class Head:
 
     def logits(self, params: Params, output: Tensor) -> Tensor:
         """(..., D) -> (..., Vd), float32."""
-        return F.linear(self._norm(params, "norm", output), self.frozen.unembed.float())
+        return F.linear(self._norm(params, "norm", output), self.frozen.unembed)
 
     def _heads(self, weight: Tensor, x: Tensor) -> Tensor:
         size = self.config.target.head_dim
