@@ -347,11 +347,11 @@ def theirs(bench: Bench, found: Sequence[Sequence[Row]]) -> dict[str, str]:
 
 
 ABOUT = """\
-SmolLM2-135M, its frozen weights in float32 and, where the processor multiplies it, in bfloat16,
-whose adapters and optimizer are float32 too; a LoRA adapter of rank 32 on all linear layers, one forward_backward and
-one optimizer step of AdamW; all tokens are trained on; the shortest step counts. *PEFT, padded*:
-PEFT and `transformers` with sdpa, micro-batches of 8 in the given order. *PEFT, best*: sorted by
-length, micro-batches of about 1024 tokens. *PEFT, checkpoints*: the same with gradient
+SmolLM2-135M, its frozen weights in float32 and, where the processor multiplies it, in bfloat16; a
+LoRA adapter of rank 32 on all linear layers, in float32 as its optimizer is; one forward_backward
+and one optimizer step of AdamW; all tokens are trained on; the shortest step counts. *PEFT,
+padded*: PEFT and `transformers` with sdpa, micro-batches of 8 in the given order. *PEFT, best*:
+sorted by length, micro-batches of about 1024 tokens. *PEFT, checkpoints*: the same with gradient
 checkpointing. *TRL, packed*: SFTTrainer, packing by best fit, free of padding, its loss in chunks.
 All start from one adapter; losses agree to 1e-5 (in bfloat16 5e-4) and the updates to 3 % of their
 norm (in bfloat16 to half of it: Adam's first step is the gradient's sign, and near zero that is
@@ -361,8 +361,8 @@ against *Tinkercloud, no unembedding*, which has theirs. SkyRL draws its adapter
 gradient is a mean over each sequence; only its first loss is checked, against the base model's, to
 1e-4; its step is timed through its HTTP API, after one of the same shape. *Above loaded* is the
 peak of resident memory, of all processes, over that before the first step. *x our time*: a step's
-time by ours with the same adapter. The matrix limit is the best product of the run in that number type,
-{limit}; a token counts {flop:.0f} MFLOP: 4 per frozen weight, 6 per weight of the
+time by ours with the same adapter. The matrix limit is the best product of the run in that number
+type, {limit}; a token counts {flop:.0f} MFLOP: 4 per frozen weight, 6 per weight of the
 adapter, nothing for attention or what is computed twice."""
 
 if __name__ == "__main__":

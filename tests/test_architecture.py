@@ -33,8 +33,9 @@ RULES = {
     "backends": "backends.base config core.types errors losses",
     "weights": "architectures core.types errors",
     "decoding": "core.types",
-    "speculative": "errors",
-    "embedded": "architectures backends.base config core.types decoding errors losses weights",
+    "speculative": "architectures errors",
+    "embedded": "architectures backends.base config core.types decoding errors losses speculative "
+    "weights",
     "cluster": "backends.base config core core.types decoding errors losses weights",
     "plan_command": "core errors",
     "services": "backends.base config core core.types errors losses storage tinker_gmi wire",
@@ -43,7 +44,7 @@ RULES = {
 }
 # Third-party package -> the rooms that may import it (tinker_gmi takes torch by name, at need).
 THIRD_PARTY = {
-    "torch": "architectures cluster decoding embedded losses weights",
+    "torch": "architectures cluster decoding embedded losses speculative weights",
     **dict.fromkeys(("megatron", "ray", "sglang", "sglang_router"), "cluster"),
     **dict.fromkeys(
         ("gguf", "safetensors", "tokenizers", "transformers"), "cluster embedded weights"

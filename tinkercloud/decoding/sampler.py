@@ -41,11 +41,26 @@ def gumbel_noise(seed: int, sample_index: int, position: int, vocab_size: int) -
     Philox4x64 (Salmon et al. 2011) with key (seed, sample_index), counter (block, position, 0, 0).
     u = (n + 1/2) 2^-32 keeps its relative precision near 0, where -log1p(-u) decides who wins.
     """
+    return noise_of(_uniform_words(seed, sample_index, position, vocab_size))
+
+
+def gumbel_noise_at(rows: Sequence[RowParams], ids: Tensor) -> Tensor:
+    """The entries `ids` int64 (k,) of each row's `gumbel_noise`, float32 (B, k)."""
+    wanted = ids.cpu().numpy()
+    size = int(wanted.max()) + 1
+    words = [_uniform_words(r.seed, r.sample_index, r.position, size)[wanted] for r in rows]
+    return noise_of(np.stack(words))
+
+
+def _uniform_words(
+    seed: int, sample_index: int, position: int, vocab_size: int
+) -> NDArray[np.uint32]:
+    """The first `vocab_size` random numbers of a position, uniform in [0, 2**32)."""
     bits = np.random.Philox(
         key=np.array([seed, sample_index], dtype=np.uint64),
         counter=np.array([0, position, 0, 0], dtype=np.uint64),
     )
-    return noise_of(bits.random_raw((vocab_size + 1) // 2).view(np.uint32)[:vocab_size])
+    return bits.random_raw((vocab_size + 1) // 2).view(np.uint32)[:vocab_size]
 
 
 def noise_of(words: NDArray[np.uint32]) -> Tensor:

@@ -1,0 +1,115 @@
+"""The drafts of a policy as files: a folder for each version, and aliases that move in one go.
+
+    ROOT/draft-000007/          one version, never changed once it has its name
+    ROOT/draft-000007/draft.json   parent, and whatever was noted of it
+    ROOT/latest, ROOT/best      files of one line: the version that the alias names
+
+`latest` is what was trained last, `best` what passed the gate last and is drafted with.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tinkercloud.errors import NotFound
+
+ALIASES = ("best", "latest")
+_NOTES = "draft.json"
+_PREFIX = "draft-"
+
+
+class DraftFolder:
+    """One writer at a time. Readers see a version whole or not at all."""
+
+    def __init__(self, root: Path, keep: int = 8):
+        """keep: how many of the newest versions stay, beside those that an alias names and the ones
+        that a rollback of it would come to next."""
+        self.root, self._keep = root, max(keep, 1)
+        root.mkdir(parents=True, exist_ok=True)
+
+    def versions(self) -> list[str]:
+        """Oldest first."""
+        return sorted(path.name for path in self.root.glob(f"{_PREFIX}*") if path.is_dir())
+
+    def resolve(self, name: str) -> str:
+        """The version that an alias or a version's own name means. Raises NotFound."""
+        version = name
+        if name in ALIASES:
+            try:
+                version = (self.root / name).read_text(encoding="utf-8").strip()
+            except FileNotFoundError:
+                raise NotFound(f"no draft is {name!r} yet") from None
+        if version not in self.versions():
+            raise NotFound(f"there is no draft {version!r}")
+        return version
+
+    def path(self, name: str) -> Path:
+        return self.root / self.resolve(name)
+
+    def notes(self, name: str) -> dict[str, Any]:
+        return json.loads((self.path(name) / _NOTES).read_text(encoding="utf-8"))
+
+    def publish(self, write: Callable[[Path], None], notes: Mapping[str, Any]) -> str:
+        """A new version, written by `write` into a folder that has no name yet, becomes `latest`.
+        Its parent is what is `best`."""
+        version = self._next_name()
+        unfinished = self.root / f".{version}"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
+        write(unfinished)
+        text = json.dumps({**notes, "parent": self._named("best")}, indent=2)
+        (unfinished / _NOTES).write_text(text, encoding="utf-8")
+        for path in unfinished.iterdir():
+            _to_disk(path)
+        unfinished.rename(self.root / version)
+        _to_disk(self.root)
+        self.use("latest", version)
+        self._prune()
+        return version
+
+    def use(self, alias: str, name: str) -> None:
+        """Point an alias at a version; whoever reads it gets the old one or the new one."""
+        if alias not in ALIASES:
+            raise NotFound(f"no alias {alias!r}; there are {', '.join(ALIASES)}")
+        version = self.resolve(name)
+        unfinished = self.root / f".{alias}"
+        unfinished.write_text(f"{version}\n", encoding="utf-8")
+        _to_disk(unfinished)
+        os.replace(unfinished, self.root / alias)
+        _to_disk(self.root)
+
+    def rollback(self, alias: str = "best") -> str:
+        """Back to the parent of what the alias names; its name. Raises NotFound without one."""
+        parent = self.notes(alias)["parent"]
+        if parent is None:
+            raise NotFound(f"{self.resolve(alias)} has no draft before it")
+        self.use(alias, parent)
+        return parent
+
+    def _named(self, alias: str) -> str | None:
+        try:
+            return self.resolve(alias)
+        except NotFound:
+            return None
+
+    def _next_name(self) -> str:
+        last = max((int(v.removeprefix(_PREFIX)) for v in self.versions()), default=0)
+        return f"{_PREFIX}{last + 1:06d}"
+
+    def _prune(self) -> None:
+        held = {name for alias in ALIASES if (name := self._named(alias)) is not None}
+        held |= {parent for name in held if (parent := self.notes(name)["parent"]) is not None}
+        for version in self.versions()[: -self._keep]:
+            if version not in held:
+                shutil.rmtree(self.root / version)
+
+
+def _to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,97 @@
+"""Drafting with a head: chains of tokens drawn with the target's own noise.
+
+The target's token of position t is argmax_x log p_t(x) + g(t, x), and what is drafted
+argmax_x log q_t(x) + g(t, x) with the same g: where the laws are close the two are nearly always
+one token (Gumbel coupling, Daliri et al. 2408.07978). How the target warps and what its noise is
+come in from whoever draws the target's tokens, so that both draw alike.
+
+Axes: B sequences, K drafted tokens, D hidden, Vd draft vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from tinkercloud.speculative.draft_vocabulary import DraftVocabulary
+from tinkercloud.speculative.head import Head, Params
+from tinkercloud.speculative.head_cache import HeadCache, NewRows, extend
+
+
+class Row(Protocol):
+    """What one token is drawn with: all that this file needs of the sampler's own type."""
+
+    @property
+    def temperature(self) -> float: ...
+
+
+RowT = TypeVar("RowT", bound=Row)
+
+
+@dataclass(frozen=True, slots=True)
+class Coupling(Generic[RowT]):
+    """How the target draws. warp: logits (B, Vd), rows -> log-weights (B, Vd) after temperature,
+    top-k and top-p. noise: rows, token ids int64 (Vd,) -> the Gumbel noise of those tokens,
+    float32 (B, Vd), at the rows' positions."""
+
+    warp: Callable[[Tensor, Sequence[RowT]], Tensor]
+    noise: Callable[[Sequence[RowT], Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Start(Generic[RowT]):
+    """Where chains begin. output (B, D): the block's output of each sequence's last row.
+    rows[k][b]: what the k-th token of chain b is drawn with."""
+
+    slots: Sequence[int]
+    output: Tensor
+    rows: Sequence[Sequence[RowT]]
+
+
+@dataclass(frozen=True, slots=True)
+class Chains:
+    """tokens int64 (B, K), ids of the target; chances float32 (B, K): what the draft gave each."""
+
+    tokens: Tensor
+    chances: Tensor
+
+
+@torch.no_grad()
+def draw(
+    logits: Tensor, rows: Sequence[RowT], vocabulary: DraftVocabulary, coupling: Coupling[RowT]
+) -> tuple[Tensor, Tensor]:
+    """The draft's token of each row, int64 (B,) as the target numbers them, and its probability
+    under the draft's law, (B,). Ties go to the lowest id, as with the target."""
+    weights = coupling.warp(logits, rows)
+    scored = weights
+    if any(row.temperature > 0 for row in rows):
+        noise = coupling.noise(rows, vocabulary.ids).to(weights.device)
+        hot = torch.tensor([row.temperature > 0 for row in rows], device=weights.device)
+        scored = torch.where(hot[:, None], weights + noise, weights)
+    places = torch.arange(scored.shape[-1], device=scored.device)
+    highest = scored == scored.amax(-1, keepdim=True)
+    best = torch.where(highest, places, len(vocabulary)).amin(-1)  # argmax leaves ties open
+    chances = torch.softmax(weights, -1).gather(-1, best[:, None])[:, 0]
+    return vocabulary.ids.to(best.device)[best], chances
+
+
+@torch.no_grad()
+def draft_chains(
+    head: Head, params: Params, cache: HeadCache, start: Start[RowT], coupling: Coupling[RowT]
+) -> Chains:
+    """K = len(start.rows) tokens for each sequence. The cache is left as it was found: after the
+    target's verdict the rows come again, with the target's features."""
+    lengths = [cache.lengths[slot] for slot in start.slots]
+    output, tokens, chances = start.output, [], []
+    for step, rows in enumerate(start.rows):
+        token, chance = draw(head.logits(params, output), rows, head.frozen.vocabulary, coupling)
+        tokens.append(token)
+        chances.append(chance)
+        if step + 1 < len(start.rows):
+            new = NewRows(start.slots, output[:, None], token[:, None], [1] * len(start.slots))
+            output = extend(head, params, cache, new)[:, 0]
+    for slot, length in zip(start.slots, lengths, strict=True):
+        cache.rewind(slot, length)
+    return Chains(torch.stack(tokens, -1), torch.stack(chances, -1))

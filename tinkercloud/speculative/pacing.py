@@ -1,0 +1,81 @@
+"""When a draft is trained, and for how long."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TriggerSettings:
+    """every_steps: of the policy, 0 for never. fall: of the smoothed acceptance under its peak
+    since the last update. decay: of the smoothing, per observation."""
+
+    every_steps: int = 1
+    fall: float = 0.03
+    decay: float = 0.8
+
+
+class Trigger:
+    """Says that it is time: so many policy steps have gone by, or acceptance has fallen."""
+
+    def __init__(self, settings: TriggerSettings):
+        self._settings = settings
+        self._updated_at = 0
+        self.smoothed: float | None = None
+        self.peak = 0.0
+
+    def observe(self, acceptance: float) -> None:
+        decay = self._settings.decay
+        before = acceptance if self.smoothed is None else self.smoothed
+        self.smoothed = decay * before + (1 - decay) * acceptance
+        self.peak = max(self.peak, self.smoothed)
+
+    def due(self, step: int) -> str | None:
+        """The reason, or None."""
+        every = self._settings.every_steps
+        if every and step - self._updated_at >= every:
+            return f"{step - self._updated_at} policy steps"
+        if self.smoothed is not None and self.smoothed <= self.peak - self._settings.fall:
+            return f"acceptance fell from {self.peak:.3f} to {self.smoothed:.3f}"
+        return None
+
+    def updated(self, step: int) -> None:
+        """A draft was trained: what counts from here is the peak from here on."""
+        self._updated_at = step
+        self.smoothed, self.peak = None, 0.0
+
+
+class TimeBudget:
+    """Training may take `share` of the time that the policy's own steps take.
+
+    What one piece of work takes too much is missing later; what is not used is kept, but no more
+    than `most_s` of it.
+    """
+
+    def __init__(
+        self,
+        share: float = 0.1,
+        most_s: float = 600.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.share, self.most_s = share, most_s
+        self.left_s = 0.0
+        self.earned_s = self.spent_s = 0.0
+        self._clock = clock
+
+    def step_took(self, seconds: float) -> None:
+        """One of the policy's steps, rollouts and training together."""
+        earned = self.share * seconds
+        self.earned_s += earned
+        self.left_s = min(self.left_s + earned, self.most_s)
+
+    @contextmanager
+    def spending(self) -> Iterator[None]:
+        begun = self._clock()
+        try:
+            yield
+        finally:
+            took = self._clock() - begun
+            self.left_s -= took
+            self.spent_s += took
