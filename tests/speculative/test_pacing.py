@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from tinkercloud.speculative.acceptance import AcceptanceTracker
+from tinkercloud.speculative.acceptance_tracker import AcceptanceTracker
 from tinkercloud.speculative.pacing import TimeBudget, Trigger, TriggerSettings
 
 

@@ -7,6 +7,7 @@ sample-and-match"). Nothing of the surrounding batch enters, so a verifier can c
 Axes: B rows, V vocabulary, k wanted entries.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -129,6 +130,19 @@ class Drawn:
         """Log-probabilities of one row, (1, V)."""
         weights = warp(self.logits[row : row + 1], self.rows[row : row + 1])
         return weights - self.norms[row]
+
+    def chances(self, rows: Sequence[int], tokens: Sequence[int]) -> tuple[float, ...]:
+        """Of each row's law to give that token; NaN where top-k or top-p would have to be looked
+        at, and at temperature 0."""
+        found = []
+        for row, token in zip(rows, tokens, strict=False):
+            params = self.rows[row]
+            if params.temperature == 0 or params.is_cut:
+                found.append(math.nan)
+                continue
+            weight = float(self.logits[row, token]) / params.temperature
+            found.append(math.exp(min(0.0, weight - float(self.norms[row]))))
+        return tuple(found)
 
     def laws(self) -> Tensor:
         """Log-probabilities of all rows, (B, V)."""

@@ -8,24 +8,28 @@ Every mutable thing here has one owner, the worker thread that calls `step`. See
 depend on other requests: see `runners`.
 """
 
+import time
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tinkercloud.core.types import SampleRequest
-from tinkercloud.decoding.sampler import sample, topk_rows
+from tinkercloud.decoding.sampler import Drawn, sample, topk_rows
 from tinkercloud.decoding.stops import StopRule
 from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.blocks import BLOCK_TOKENS, BlockPool, blocks_for
 from tinkercloud.embedded.runners import Batch, Runner, runner_for, scorer_for
 from tinkercloud.embedded.scoring import PromptScores
 from tinkercloud.embedded.sequences import Job, Reply, Sequence
+from tinkercloud.embedded.speculation import Speculation
 from tinkercloud.embedded.versions import Version
 from tinkercloud.errors import ServerFault
+from tinkercloud.speculative.verify import match
 
 CHUNK = 512
 """Rows of one prompt in one step. Where a runner is not exact, prompts are cut at its multiples:
@@ -41,14 +45,35 @@ class _Device:
     pool: BlockPool
     runner: Runner
     scorer: Runner  # of prompts whose log-probabilities are wanted; may be the runner
+    speculation: Speculation | None
+
+
+Speculate = Callable[[BaseModel, Runner, BlockPool], Speculation | None]
+"""Makes what drafts for the samples of a base; None: nothing does."""
+
+
+@dataclass(slots=True)
+class _Turn:
+    """A sample whose next tokens are drawn from some rows of the logits: one, and one more for each
+    drafted token."""
+
+    sequence: Sequence
+    first: int
+    drafted: tuple[int, ...] = ()
+
+    @property
+    def rows(self) -> range:
+        return range(self.first, self.first + 1 + len(self.drafted))
 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """`count` more tokens of a sequence; all_rows: the logits of each are wanted."""
+    """`count` more tokens of a sequence; all_rows: the logits of each are wanted. drafted: what may
+    come after its last token; the logits after that and after each of these are wanted."""
 
     sequence: Sequence
     count: int
+    drafted: tuple[int, ...] = ()
 
     @property
     def version(self) -> Version:
@@ -62,15 +87,36 @@ class _Work:
     def ends(self) -> bool:
         return self.count == self.sequence.num_pending
 
+    @property
+    def is_decode(self) -> bool:
+        return self.sequence.index >= 0 and self.sequence.num_pending == 1
+
+    @property
+    def num_rows(self) -> int:
+        return self.count + len(self.drafted)
+
+    @property
+    def num_wanted(self) -> int:
+        if self.all_rows:
+            return self.count
+        return 1 + len(self.drafted) if self.ends else 0
+
 
 class SamplingEngine:
     """submit() requests, call step() while busy; replies come from inside step()."""
 
     def __init__(
-        self, *, max_batch: int, kv_cache_bytes: int, num_threads: int = 1, depth: float = 1.2
+        self,
+        *,
+        max_batch: int,
+        kv_cache_bytes: int,
+        num_threads: int = 1,
+        depth: float = 1.2,
+        speculate: Speculate | None = None,
     ):
         """depth: no prompts are begun while more than depth x max_batch samples wait for their
         turn or are decoded, so that prefill does not starve them."""
+        self._speculate = speculate
         self._max_batch, self._most_begun = max_batch, depth * max_batch
         self._kv_cache_bytes = kv_cache_bytes
         self._num_threads = num_threads
@@ -103,17 +149,22 @@ class SamplingEngine:
         """Drop what is kept of a released version; samples underway finish."""
         for device in self._devices.values():
             device.pool.forget(version_id)
+            if device.speculation is not None:
+                device.speculation.forget(version_id)
 
     @torch.inference_mode()
     def step(self) -> None:
         """One round: a forward pass for each set of base weights, then one token per sequence."""
-        work = [*self._decode_work(), *self._prefill_work()]
+        began = time.perf_counter()
+        work = [*self._with_drafts(self._decode_work()), *self._prefill_work()]
         passes: dict[tuple[int, int], list[_Work]] = {}
         for one in work:
             runner = self._runner_of(one)
             passes.setdefault((id(one.version.weights), id(runner)), []).append(one)
         for group in passes.values():
             self._forward(group)
+        alone = len(passes) == 1 and all(one.is_decode for one in work)
+        self._end_round(1e3 * (time.perf_counter() - began), alone=alone)
         self._admit()
         if not self.busy and self._runner is not None:
             self._runner.rest()
@@ -122,6 +173,9 @@ class SamplingEngine:
         """Answer everything underway with `error` and drop it."""
         jobs = {id(j): j for j in (*self._waiting, *self._ready)}
         jobs |= {id(s.job): s.job for s in self._running}
+        for device in self._devices.values():
+            if device.speculation is not None:
+                device.speculation.end_all()
         self._waiting.clear()
         self._ready.clear()
         self._running.clear()
@@ -150,6 +204,28 @@ class SamplingEngine:
                 work.append(_Work(sequence, count))
                 budget -= count if count > 1 else 0
         return work
+
+    def _with_drafts(self, work: list[_Work]) -> list[_Work]:
+        """Samples that wait for one token may get more in this pass."""
+        drafted: dict[Sequence, tuple[int, ...]] = {}
+        for device in self._devices.values():
+            if device.speculation is None:
+                continue
+            own = [w for w in work if w.is_decode and self._device(w.version.base) is device]
+            if not own:
+                continue
+            samples = [one.sequence for one in own]
+            for sample, tokens in zip(samples, device.speculation.propose(samples), strict=True):
+                if sample.reserve(device.pool, len(sample.tokens) + len(tokens)):
+                    drafted[sample] = tokens
+                else:
+                    device.speculation.cut(sample)
+        return [replace(w, drafted=drafted[w.sequence]) if w.sequence in drafted else w for w in work]
+
+    def _end_round(self, ms: float, *, alone: bool) -> None:
+        for device in self._devices.values():
+            if device.speculation is not None:
+                device.speculation.round_over(ms, usable=alone)
 
     def _prefill_work(self) -> list[_Work]:
         work: list[_Work] = []
@@ -245,14 +321,19 @@ class SamplingEngine:
         sequence.drop_blocks(device.pool)
         if not device.runner.is_exact:
             self.num_tokens_sampled -= len(sequence.logprobs)
+            if device.speculation is not None:
+                device.speculation.end(sequence)
             sequence.start_over(sequence.job.num_prompt)
 
     def _fail(self, job: Job, num_blocks: int, pool: BlockPool) -> None:
         for queue in (self._waiting, self._ready):
             if job in queue:
                 queue.remove(job)
+        speculation = self._device(job.version.base).speculation
         for sequence in [s for s in (job.prompt, *self._running) if s.job is job]:
             sequence.drop_blocks(pool)
+            if speculation is not None:
+                speculation.end(sequence)
         self._running = [s for s in self._running if s.job is not job]
         job.reply(
             ServerFault(
@@ -271,7 +352,9 @@ class SamplingEngine:
             pool = BlockPool(base.config, base.dtype, base.device, num_blocks)
             if self._runner is None:
                 self._runner = runner_for(base, self._num_threads)
-            self._devices[id(base)] = _Device(pool, self._runner, scorer_for(base, self._runner))
+            scorer = scorer_for(base, self._runner)
+            speculation = self._speculate(base, self._runner, pool) if self._speculate else None
+            self._devices[id(base)] = _Device(pool, self._runner, scorer, speculation)
         return self._devices[id(base)]
 
     def _runner_of(self, work: _Work) -> Runner:
@@ -284,15 +367,15 @@ class SamplingEngine:
         group.sort(key=lambda one: one.version.id)  # rows of one adapter are neighbours
         device = self._device(group[0].version.base)
         logits = self._runner_of(group[0]).forward(_batch(group), device.pool)
-        drawing: list[Sequence] = []
+        drawing: list[_Turn] = []
         rows: list[int] = []  # of logits, of those in `drawing`
         at = 0
         for one in group:
-            num = one.count if one.all_rows else int(one.ends)
-            own, at = logits[at : at + num], at + num
+            own, at = logits[at : at + one.num_wanted], at + one.num_wanted
             if self._after(one, own, device):
-                drawing.append(one.sequence)
-                rows.append(at - 1)
+                turn = _Turn(one.sequence, len(rows), one.drafted)
+                drawing.append(turn)
+                rows += range(at - len(turn.rows), at)
         if drawing:
             self._draw(drawing, logits if len(rows) == len(logits) else logits[rows])
 
@@ -344,31 +427,67 @@ class SamplingEngine:
         for base in {id(s.job.version.base): s for s in begun}.values():
             own = [s for s in begun if s.job.version.base is base.job.version.base]
             rows = [s.job.logits for s in own if s.job.logits is not None]
-            self._draw(own, torch.stack(rows))
+            self._draw([_Turn(s, i) for i, s in enumerate(own)], torch.stack(rows))
 
-    def _draw(self, rows: list[Sequence], logits: Tensor) -> None:
-        """Sample one token per row, record it, finish what ended."""
+    def _draw(self, turns: list[_Turn], logits: Tensor) -> None:
+        """Draw the target's tokens, keep those that follow what stands, finish what ended."""
         scan = self._runner.scan if self._runner is not None else None
-        drawn = sample(logits, [one.row_params() for one in rows], scan)
-        self.num_tokens_sampled += len(rows)
+        params = [turn.sequence.row_params(i) for turn in turns for i in range(len(turn.rows))]
+        drawn = sample(logits, params, scan)
         tokens, logprobs = drawn.tokens.tolist(), drawn.logprobs.tolist()
         ended: list[tuple[Sequence, bool]] = []
-        for i, (one, token, logprob) in enumerate(zip(rows, tokens, logprobs, strict=True)):
-            job = one.job
-            one.tokens.append(token)
-            one.logprobs.append(logprob)
-            if job.request.topk_sample_logprobs:
-                one.topk.append(topk_rows(drawn.law(i), job.request.topk_sample_logprobs))
-            stopped = job.stop_rule.ends(one.tokens, job.num_prompt)
-            if stopped or len(one.logprobs) >= job.max_tokens:
+        for turn in turns:
+            one, rows = turn.sequence, turn.rows
+            stands = match(turn.drafted, tokens[rows.start : rows.stop])
+            stopped = False
+            num_before = len(one.logprobs)
+            for row, token in zip(rows, stands.tokens, strict=False):
+                stopped = self._write(one, token, logprobs[row], partial(drawn.law, row))
+                if stopped or one.num_left <= 0:
+                    break
+            num_new = len(one.logprobs) - num_before
+            self.num_tokens_sampled += num_new
+            self._keep(turn, num_new, drawn)
+            if stopped or one.num_left <= 0:
                 ended.append((one, stopped))
         self._finish(ended)
+
+    @staticmethod
+    def _write(sequence: Sequence, token: int, logprob: float, law: Callable[[], Tensor]) -> bool:
+        """One more token of a sample. Whether it stops there."""
+        job = sequence.job
+        sequence.tokens.append(token)
+        sequence.logprobs.append(logprob)
+        if job.request.topk_sample_logprobs:
+            sequence.topk.append(topk_rows(law(), job.request.topk_sample_logprobs))
+        return job.stop_rule.ends(sequence.tokens, job.num_prompt)
+
+    def _keep(self, turn: _Turn, num_new: int, drawn: Drawn) -> None:
+        """The drafted tokens that stand have their keys and values already; the others' go."""
+        sequence = turn.sequence
+        device = self._device(sequence.job.version.base)
+        if turn.drafted:
+            sequence.advance(device.pool, num_new - 1, named=device.runner.is_exact)
+            sequence.give_back(device.pool)
+        speculation = device.speculation
+        if speculation is None:
+            return
+        if num_new == len(sequence.logprobs):
+            speculation.begin(sequence)
+            return
+        audited = turn.drafted and speculation.audits(sequence)
+        chances = drawn.chances(turn.rows, turn.drafted[:num_new]) if audited else ()
+        speculation.judged(sequence, num_new - 1, chances)
+        speculation.wrote(sequence, num_new)
 
     def _finish(self, ended: Iterable[tuple[Sequence, bool]]) -> None:
         gone: set[int] = set()
         for sequence, stopped in ended:
             gone.add(id(sequence))
-            sequence.drop_blocks(self._device(sequence.job.version.base).pool)
+            device = self._device(sequence.job.version.base)
+            if device.speculation is not None:
+                device.speculation.end(sequence)
+            sequence.drop_blocks(device.pool)
             sequence.job.finish(sequence, stopped=stopped)
         if gone:
             self._running = [one for one in self._running if id(one) not in gone]
@@ -383,17 +502,14 @@ def _batch(group: list[_Work]) -> Batch:
     for i, one in enumerate(group):
         sequence = one.sequence
         tables[i, : len(sequence.blocks)] = sequence.blocks
-        first = len(tokens)
         tokens += sequence.tokens[sequence.done : sequence.done + one.count]
-        if one.all_rows:
-            wanted += range(first, len(tokens))
-        elif one.ends:
-            wanted.append(len(tokens) - 1)
+        tokens += one.drafted
+        wanted += range(len(tokens) - one.num_wanted, len(tokens))
         if versions and versions[-1][0] is one.version:
-            versions[-1] = (one.version, versions[-1][1] + one.count)
+            versions[-1] = (one.version, versions[-1][1] + one.num_rows)
         else:
-            versions.append((one.version, one.count))
-    counts = np.array([one.count for one in group])
+            versions.append((one.version, one.num_rows))
+    counts = np.array([one.num_rows for one in group])
     starts = np.array([one.sequence.done for one in group])
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     return Batch(

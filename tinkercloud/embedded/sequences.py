@@ -37,6 +37,11 @@ class Sequence:
     def num_pending(self) -> int:
         return len(self.tokens) - self.done
 
+    @property
+    def num_left(self) -> int:
+        """Tokens of a sample that it may still have."""
+        return self.job.max_tokens - len(self.logprobs)
+
     def reserve(self, pool: BlockPool, num_tokens: int) -> bool:
         """Blocks for that many tokens; False when there are not enough."""
         missing = blocks_for(num_tokens) - len(self.blocks)
@@ -68,6 +73,13 @@ class Sequence:
             pool.name(self.blocks[i], self.job.version.id, self.digests[i])
         self.num_named = max(self.num_named, full)
 
+    def give_back(self, pool: BlockPool) -> None:
+        """Blocks beyond what its tokens take: they were for drafted ones that do not stand."""
+        needed = blocks_for(len(self.tokens))
+        if len(self.blocks) > needed:
+            pool.drop(self.blocks[needed:])
+            del self.blocks[needed:]
+
     def fork(self, pool: BlockPool, index: int) -> "Sequence | None":
         """A sample that goes on from this prompt: full blocks are shared, the last one is copied.
         None when there is no block for the copy."""
@@ -95,10 +107,10 @@ class Sequence:
         self.logprobs.clear()
         self.topk.clear()
 
-    def row_params(self) -> RowParams:
-        """Of the token that is drawn next."""
+    def row_params(self, ahead: int = 0) -> RowParams:
+        """Of the token that is drawn next, or so many after it."""
         p = self.job.request.params
-        position = len(self.tokens)
+        position = len(self.tokens) + ahead
         return RowParams(p.temperature, p.top_k, p.top_p, p.seed, self.index, position)
 
 

@@ -1,0 +1,209 @@
+"""Drafts for the samples of one base model: when to ask for them, what stood, what is learned.
+
+The engine calls, round by round: `propose` with the samples that wait for a token, `judged` for
+each of them once the target's tokens are drawn, `round_over` with the time that it took. Nothing
+here can change a token: a draft stands where it is what the target draws anyway.
+"""
+
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+from tinkercloud.embedded.sequences import Sequence as Sample
+from tinkercloud.embedded.speculation_trace import Trace, TracedDraft
+from tinkercloud.embedded.versions import Version
+from tinkercloud.speculative.drafter import Draft, Stream
+from tinkercloud.speculative.guarded_drafter import GuardedDrafter
+from tinkercloud.speculative.policy import Policy
+from tinkercloud.speculative.rounds import Load, Reason, Round, Times
+from tinkercloud.speculative.telemetry import Report, Telemetry
+
+MOST_KNOWN = 65_536
+"""Draws that are remembered: text that the same draw wrote before stands more often than the
+target's law says, so it is not audited."""
+
+
+@dataclass(slots=True)
+class _Turn:
+    """A sample in the round underway. verified: what of the draft the target sees."""
+
+    sample: Sample
+    group: Hashable
+    asked: int
+    draft: Draft
+    verified: int
+    accepted: int = 0
+    chances: tuple[float, ...] = ()
+    is_judged: bool = False
+
+
+class Speculation:
+    def __init__(self, drafter: GuardedDrafter, policy: Policy, trace: Trace | None = None):
+        self._drafter, self._policy, self._trace = drafter, policy, trace
+        self._telemetry = Telemetry()
+        self._streams: dict[Sample, Stream] = {}
+        self._living: Counter[Hashable] = Counter()  # by group
+        self._epochs: dict[str, int] = {}  # of versions, in the order in which they came
+        self._num_versions = 0
+        self._num_streams = 0
+        self._known: OrderedDict[bytes, None] = OrderedDict()  # draws that were made before
+        self._repeated: set[Sample] = set()
+        self._round: dict[Sample, _Turn] = {}
+        self._draft_ms = 0.0
+
+    # ---- samples come and go
+
+    def begin(self, sample: Sample) -> None:
+        """With its first token, or with all that it has where it takes up its blocks again."""
+        job, params = sample.job, sample.row_params()
+        group = _group(sample)
+        stream = Stream(
+            self._num_streams, group, job.version.id, self._epoch(job.version), sample.tokens,
+            job.num_prompt, params.temperature, params.top_k, params.top_p, params.seed,
+            params.sample_index,
+        )  # fmt: skip
+        self._num_streams += 1
+        self._streams[sample] = stream
+        self._living[group] += 1
+        if self._was_drawn_before(stream):
+            self._repeated.add(sample)
+        self._drafter.begin(stream)
+
+    def wrote(self, sample: Sample, num_new: int) -> None:
+        self._drafter.observe(self._streams[sample], num_new)
+
+    def end(self, sample: Sample) -> None:
+        """Finished, dropped, or begun anew."""
+        stream = self._streams.pop(sample, None)
+        if stream is None:
+            return
+        self._repeated.discard(sample)
+        if sample in self._round and not self._round[sample].is_judged:
+            del self._round[sample]
+        self._living[stream.group] -= 1
+        if not self._living[stream.group]:
+            del self._living[stream.group]
+        self._drafter.end(stream)
+
+    def end_all(self) -> None:
+        for sample in list(self._streams):
+            self.end(sample)
+
+    def forget(self, version_id: str) -> None:
+        self._epochs.pop(version_id, None)
+
+    # ---- a round
+
+    def propose(self, samples: Sequence[Sample]) -> list[tuple[int, ...]]:
+        """Drafted tokens for each, to be verified."""
+        began = time.perf_counter()
+        limits = self._policy.limits([self._load(sample) for sample in samples])
+        asked = [
+            (self._streams[sample], min(limit, sample.num_left - 1))
+            for sample, limit in zip(samples, limits, strict=True)
+        ]
+        drafts = [Draft()] * len(samples)
+        if any(limit for _, limit in asked):
+            drafts = self._drafter.propose(asked)
+        chosen = self._policy.choose([draft.confidences for draft in drafts])
+        self._round = {
+            sample: _Turn(sample, stream.group, limit, draft, min(num, len(draft.tokens)))
+            for sample, (stream, limit), draft, num in zip(
+                samples, asked, drafts, chosen, strict=True
+            )
+        }
+        self._draft_ms = 1e3 * (time.perf_counter() - began)
+        return [turn.draft.tokens[: turn.verified] for turn in self._round.values()]
+
+    def cut(self, sample: Sample) -> None:
+        """There was no room for its draft."""
+        self._round[sample].verified = 0
+
+    def audits(self, sample: Sample) -> bool:
+        """Whether the chances of its drafted tokens are wanted."""
+        return sample not in self._repeated
+
+    def judged(self, sample: Sample, accepted: int, chances: tuple[float, ...]) -> None:
+        """chances: of each drafted token to stand, by the target's law; () where not audited."""
+        turn = self._round.get(sample)
+        if turn is not None:
+            turn.accepted, turn.chances, turn.is_judged = accepted, chances, True
+
+    def round_over(self, whole_ms: float, *, usable: bool) -> None:
+        """whole_ms: of the round, its drafting included. usable: nothing else was computed in it."""
+        turns, self._round = list(self._round.values()), {}
+        if not turns:
+            return
+        times = Times(self._draft_ms, max(0.0, whole_ms - self._draft_ms), 0.0, usable)
+        context = sum(len(turn.sample.tokens) for turn in turns) / len(turns)
+        told = Round(
+            tuple(turn.asked for turn in turns),
+            tuple(turn.draft.confidences for turn in turns),
+            tuple(turn.verified for turn in turns),
+            tuple(turn.accepted for turn in turns),
+            times,
+            context,
+            tuple(turn.group for turn in turns),
+        )
+        self._policy.learned(told)
+        chances = tuple(turn.chances for turn in turns)
+        report = Report(self._drafter.name, self._policy.kind, self._policy.reason, told, chances)
+        if self._telemetry.record(report):
+            self._policy.stop(Reason.ALARM)
+        elif self._drafter.off_reason is not None:
+            self._policy.stop(Reason.OFF)
+        if self._trace is not None:
+            drafts = [
+                TracedDraft(turn.sample, turn.draft, turn.verified, turn.accepted)
+                for turn in turns
+                if turn.verified
+            ]
+            self._trace.round(self._drafter.name, str(self._policy.kind), drafts, times)
+
+    # ---- for those who watch
+
+    def snapshot(self) -> dict[str, Any]:
+        refused = dict(self._drafter.num_refused)
+        return {
+            **self._telemetry.snapshot(),
+            "on": self._policy.is_on,
+            "reason": str(self._policy.reason),
+            "refused": refused,
+            "drafter_off": self._drafter.off_reason,
+        }
+
+    def lines(self) -> list[str]:
+        """In Prometheus' text format."""
+        return self._telemetry.lines()
+
+    # ----
+
+    def _load(self, sample: Sample) -> Load:
+        group = self._streams[sample].group
+        return Load(len(sample.tokens), group, sample.num_left, self._living[group])
+
+    def _epoch(self, version: Version) -> int:
+        if version.id not in self._epochs:
+            self._epochs[version.id] = self._num_versions
+            self._num_versions += 1
+            self._policy.renew()
+        return self._epochs[version.id]
+
+    def _was_drawn_before(self, stream: Stream) -> bool:
+        told = (stream.group, stream.seed, stream.sample, stream.temperature)
+        digest = blake2b(repr(told).encode(), digest_size=16).digest()
+        known = digest in self._known
+        self._known[digest] = None
+        self._known.move_to_end(digest)
+        if len(self._known) > MOST_KNOWN:
+            self._known.popitem(last=False)
+        return known
+
+
+def _group(sample: Sample) -> bytes:
+    job = sample.job
+    name = job.version.base.name.encode()
+    return blake2b(name + b"\0" + job.request.prompt.tobytes(), digest_size=16).digest()
