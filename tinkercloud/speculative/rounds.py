@@ -5,6 +5,31 @@ Axes: B sequences, K drafted tokens of one sequence.
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """PROBE: a few drafts, while off. COMPARISON: none, while on."""
+
+    PLAIN = "plain"
+    SPECULATIVE = "speculative"
+    PROBE = "probe"
+    COMPARISON = "comparison"
+
+
+class Reason(StrEnum):
+    """Why a round had no drafts."""
+
+    NONE = ""
+    OFF = "drafter off"
+    ALARM = "alarm"
+    UNWANTED = "not wanted by the sessions"
+    TOO_MANY = "too many sequences"
+    ACCEPTANCE = "acceptance too low"
+    DRAFTER = "drafter too slow"
+    BEHIND = "slower than plain"
+    COMPARING = "comparing with plain"
+    EMPTY = "nothing drafted"
 
 
 @dataclass(frozen=True, slots=True)
