@@ -113,7 +113,8 @@ class Run:
         rows = len(loads) + sum(verified)
         quiet = drafter.ms(asked), self.machine.ms(rows)
         noise = self.machine.noise()
-        times = Times(quiet[0] * noise, quiet[1] * noise)
+        own = float(np.exp(self.machine.jitter * coins.standard_normal()))
+        times = Times(quiet[0] * noise * own, quiet[1] * noise)
         groups = tuple(load.group for load in loads)
         told = Round(
             tuple(asked), confidences, tuple(verified), tuple(accepted), times, groups=groups

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
+Point = tuple[int, int, int]
 Measure = Callable[[int, int, int], float]
 """(rows, sequences, context) -> milliseconds of a whole round but for the drafting."""
 
@@ -50,19 +51,18 @@ class Measured:
 
 
 def measured(measure: Measure, rows: Sequence[int] = ROWS, num_passes: int = 3) -> Measured:
-    """The whole grid, `num_passes` times over: a slow minute spoils one pass, not one point.
+    """The whole grid, `num_passes` times over, each point between two of one row.
 
-    Of each point the least counts: what disturbs a measurement only adds to it.
+    What counts is the median of its ratios to these, in which a slow minute cancels.
     """
     points = [(r, r, SHORT) for r in rows] + [(r, _sequences(r), SHORT) for r in rows]
     probe = min(rows[-1], 16)
     points += [(probe, probe, LONG), (probe, _sequences(probe), LONG)]
-    passes = [[measure(*point) for point in points] for _ in range(num_passes)]
-    least = dict(zip(points, np.min(passes, 0).tolist(), strict=True))
-    by_row, by_sequence = _slopes(least, probe)
+    typical = _typical(measure, points, num_passes)
+    by_row, by_sequence = _slopes(typical, probe)
 
     def rest(row: int, sequences: int) -> float:
-        whole = least[row, sequences, SHORT]
+        whole = typical[row, sequences, SHORT]
         attention = (by_row * row + by_sequence * sequences) * SHORT
         return max(whole - attention, LEAST_SHARE * whole)
 
@@ -71,11 +71,22 @@ def measured(measure: Measure, rows: Sequence[int] = ROWS, num_passes: int = 3) 
     return Measured(tuple(rows), plain, verify, by_row, by_sequence)
 
 
+def _typical(measure: Measure, points: Sequence[Point], num_passes: int) -> dict[Point, float]:
+    one = (1, 1, SHORT)
+    ones, ratios = [measure(*one)], np.empty((num_passes, len(points)))
+    for i, j in np.ndindex(ratios.shape):
+        ms = measure(*points[j])
+        ones.append(measure(*one))
+        ratios[i, j] = 2 * ms / (ones[-2] + ones[-1])
+    ms = np.median(ratios, 0) * np.median(ones)
+    return dict(zip(points, ms.tolist(), strict=True))
+
+
 def _sequences(rows: int) -> int:
     return max(1, rows // ROWS_OF_ONE)
 
 
-def _slopes(ms: Mapping[tuple[int, int, int], float], rows: int) -> tuple[float, float]:
+def _slopes(ms: Mapping[Point, float], rows: int) -> tuple[float, float]:
     """Milliseconds that a token of context adds, by row and by sequence."""
     few = _sequences(rows)
     own = (ms[rows, rows, LONG] - ms[rows, rows, SHORT]) / (LONG - SHORT)
@@ -105,10 +116,15 @@ class CostTable:
         verify = self._ms(VERIFY, rows, sequences, context)
         return np.where(rows > sequences, verify, self.plain_ms(sequences, context))
 
-    def observe(self, rows: int, sequences: int, context: float, ms: float) -> None:
-        """A round took `ms`, its drafting apart."""
+    @property
+    def pace(self) -> float:
+        """How many times slower than at the start everything is."""
+        return exp(self._pace)
+
+    def observe(self, rows: int, sequences: int, context: float, ms: float) -> float:
+        """A round took `ms`, its drafting apart. How many times slower than at the start it was."""
         if ms <= 0:
-            return
+            return self.pace
         kind = VERIFY if rows > sequences else PLAIN
         expected = self._ms(kind, np.array([rows], np.float64), sequences, context)[0]
         error = log(ms / expected)
@@ -119,6 +135,7 @@ class CostTable:
             error = log(ms / self._ms(kind, np.array([rows], np.float64), sequences, context)[0])
         self._pace += PACE_STEP * _cut(error)
         self._last = (kind, here, slower)
+        return exp(slower)
 
     def _compare(self, before: tuple[int, float, float], now: tuple[int, float, float]) -> None:
         """Both places move, each by its own step, until the ratio is the one that was seen."""
@@ -136,7 +153,7 @@ class CostTable:
     def _ms(self, kind: int, rows: Array, sequences: int, context: float) -> Array:
         by_row = self._start.row_context_ms * rows
         attention = (by_row + self._start.sequence_context_ms * sequences) * context
-        return exp(self._pace) * (interpolated(self._grid, self._curves[kind], rows) + attention)
+        return self.pace * (interpolated(self._grid, self._curves[kind], rows) + attention)
 
     def to_json(self) -> dict[str, Any]:
         """What `from_json` reads: the measurement, and what was learned since."""

@@ -1,14 +1,16 @@
 """What drafting costs: so much for a round, for each step in depth, for each token.
 
 A drafter that is a model pays one forward for each depth, whatever the number of sequences; one
-that looks tokens up pays for each of them. Learned from the rounds, the older the less they count.
+that looks tokens up pays for each of them. Learned from the rounds, the older the less they count. Milliseconds here
+are those of the machine at its pace at the start (`costs`): a slow minute must not look like a deep
+draft.
 """
 
 from collections.abc import Mapping
 
 import numpy as np
 
-MEMORY = 0.98  # of what was learned, per round
+MEMORY = 0.995  # of what was learned, per round
 OUTLIER = 3.0  # times what was expected: a time counts at most so much
 SETTLED = 8  # rounds after which outliers are known
 SWEEPS = 12

@@ -5,11 +5,12 @@ rounds, for twice as many at the next time, so that being wrong again and again 
 """
 
 from dataclasses import dataclass
+from math import sqrt
 
-LEAST_ROUNDS = 32
+LEAST_ROUNDS = 8
 MEMORY = 0.99
-BEHIND = 0.96
-FIRST_BAR, LONGEST_BAR = 256, 8192
+DOUBT = 0.6  # of what one round says; of n, less by their root
+FIRST_BAR, LONGEST_BAR = 256, 2048
 
 
 @dataclass(slots=True)
@@ -29,7 +30,9 @@ class Ledger:
         self.worth_ms = MEMORY * self.worth_ms + worth_ms
         self.spent_ms = MEMORY * self.spent_ms + spent_ms
         self.num_rounds += 1
-        if self.num_rounds >= LEAST_ROUNDS and self.worth_ms < BEHIND * self.spent_ms:
+        rounds = min(self.num_rounds, 1 / (1 - MEMORY))
+        behind = self.worth_ms < (1 - DOUBT / sqrt(rounds)) * self.spent_ms
+        if self.num_rounds >= LEAST_ROUNDS and behind:
             self.barred_rounds = self.next_bar
             self.next_bar = min(2 * self.next_bar, LONGEST_BAR)
             self._clear()
@@ -37,6 +40,11 @@ class Ledger:
     def passed(self) -> None:
         """A round is over, of any kind."""
         self.barred_rounds = max(0, self.barred_rounds - 1)
+
+    def probed(self, *, well: bool) -> None:
+        """Each probe that looks well halves what is left of the bar."""
+        if well:
+            self.barred_rounds //= 2
 
     def forgive(self) -> None:
         self.barred_rounds, self.next_bar = 0, FIRST_BAR

@@ -16,7 +16,8 @@ from tinkercloud.speculative.goodput import Allocation, Limit, allocate
 from tinkercloud.speculative.rounds import Load, Reason
 
 Array = NDArray[np.float64]
-ALIKE = 16  # sequences for which a plan is made anew each round; of more, it lasts longer
+PLAN_ROUNDS = 3  # that a plan serves after its first, and one more for each so many sequences:
+SEQUENCES_OF_ROUND = 16  # making it takes time as well
 
 
 @dataclass(slots=True)
@@ -52,15 +53,14 @@ class Planner:
         self._rounds_left = 0
 
     def face(self, loads: Sequence[Load]) -> None:
-        """The sequences of the next round, one at least. A plan is made for as many as there are;
-        with many it serves some rounds, for making it costs time as well."""
+        """The sequences of the next round, one at least."""
         changed = _who(loads) != _who(self._loads)
         self._loads = tuple(loads)
         self._context = sum(load.context for load in loads) / len(loads)
         self._rounds_left -= 1
         if changed or self._rounds_left < 0:
             self._plan = self._why = None
-            self._rounds_left = len(loads) // ALIKE
+            self._rounds_left = PLAN_ROUNDS + len(loads) // SEQUENCES_OF_ROUND
 
     def forget(self) -> None:
         self._rounds_left = 0
@@ -110,7 +110,7 @@ class Planner:
             if freely:
                 return self.target_ms(taken)
             asking = drafting.ms(0.0, steps) + drafting.token_ms * tokens
-            return self.target_ms(taken) + np.where(tokens > 0, asking, 0.0)
+            return self.target_ms(taken) + np.where(tokens > 0, asking * self._pace, 0.0)
 
         return allocate(survival, rows, cost, self.plain_ms(), self._limit())
 
@@ -133,6 +133,13 @@ class Planner:
         many = len(self._loads)
         return self._known.costs.verify_ms(many + rows, many, self._context)
 
+    def drafting_ms(self, tokens: int, steps: int) -> float:
+        return self._pace * self._known.drafting.ms(tokens, steps)
+
+    @property
+    def _pace(self) -> float:
+        return self._known.costs.pace
+
     def plain_ms(self) -> float:
         return self._known.costs.plain_ms(len(self._loads), self._context)
 
@@ -150,13 +157,12 @@ class Planner:
     def is_free(self) -> bool:
         """Asking for everybody costs nothing to speak of: the drafts' confidence may decide."""
         asked = self.everybody()
-        drafting = self._known.drafting.ms(sum(asked), max(asked))
-        return drafting <= self._bounds.free * self.plain_ms()
+        return self.drafting_ms(sum(asked), max(asked)) <= self._bounds.free * self.plain_ms()
 
     def probe_loss_ms(self, tokens: int, steps: int) -> float:
         """Of drafting and verifying so many, if none stands."""
         forward = float(self.target_ms(np.array([float(tokens)]))[0])
-        return forward + self._known.drafting.ms(tokens, steps) - self.plain_ms()
+        return forward + self.drafting_ms(tokens, steps) - self.plain_ms()
 
     def _groups(self) -> tuple[Hashable, ...]:
         return tuple(load.group for load in self._loads)

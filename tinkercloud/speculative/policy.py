@@ -49,6 +49,7 @@ class Policy:
         self._pays = False
         self._since_compared = 0
         self._next_probed = 0
+        self._free = False
         self.kind = Kind.PLAIN
         self.reason = Reason.NONE
 
@@ -81,8 +82,8 @@ class Policy:
         if self.kind is Kind.SPECULATIVE:
             # Where asking is free, how sure the drafter is decides later, not what it was on
             # average.
-            free = self._planner.is_free
-            self._asked = self._planner.everybody() if free else self._planner.plan.counts
+            self._free = self._planner.is_free
+            self._asked = self._planner.everybody() if self._free else self._planner.plan.counts
         else:
             self._asked = self._probe() if self.kind is Kind.PROBE else (0,) * len(loads)
         return list(self._asked)
@@ -103,9 +104,13 @@ class Policy:
         return Kind.PLAIN, self._why()
 
     def _switch(self) -> None:
+        self._pays = not self._ledger.bars and self._planner.plan.gain > self._margin
+
+    @property
+    def _margin(self) -> float:
+        """The gain that is asked for: less once it is on."""
         settings = self._settings
-        margin = settings.switch_off if self._pays else settings.bounds.worthwhile
-        self._pays = not self._ledger.bars and self._planner.plan.gain > margin
+        return settings.switch_off if self._pays else settings.bounds.worthwhile
 
     def _why(self) -> Reason:
         return Reason.BEHIND if self._ledger.bars else self._planner.why
@@ -122,9 +127,10 @@ class Policy:
         if self.kind is Kind.PROBE:
             return [min(n, self._settings.probe_tokens) for n in lengths]
         found = self._planner.chosen(confidences, lengths)
-        if found.gain > self._settings.switch_off:
+        if found.gain > self._margin:
             return list(found.counts)
-        self.reason = self._why()
+        too_many = self._planner.why is Reason.TOO_MANY
+        self.reason = Reason.TOO_MANY if too_many else Reason.ACCEPTANCE
         return [0] * len(lengths)
 
     # ---- while off
@@ -158,17 +164,20 @@ class Policy:
             # One that broke even was well.
             well = told.num_verified > 0 and worth_ms >= times.all_ms
             self._probing.told(well=well, loss_ms=times.all_ms - worth_ms)
+            self._ledger.probed(well=well)
         elif self.kind is Kind.COMPARISON:
             self._since_compared = 0
         elif self.kind is Kind.SPECULATIVE:
             self._since_compared += 1
-            if times.usable:
+            if times.usable and (told.num_verified or not self._free):
                 self._ledger.add(worth_ms, times.all_ms)
 
     def _learn(self, told: Round) -> None:
         known, times = self._known, told.times
         if times.usable:
-            known.costs.observe(told.num_rows, told.num_sequences, told.context, times.target_ms)
-            known.drafting.observe(sum(told.asked), max(told.asked, default=0), times.draft_ms)
+            shape = told.num_rows, told.num_sequences, told.context
+            slower = known.costs.observe(*shape, times.target_ms)
+            steps = max(told.asked, default=0)
+            known.drafting.observe(sum(told.asked), steps, times.draft_ms / slower)
         if any(told.asked):
             known.acceptance.learn(told)
