@@ -78,16 +78,15 @@ class Machine:
 
 @dataclass
 class Outcome:
-    tokens: int = 0
-    ms: float = 0.0
-    quiet_ms: float = 0.0  # what the rounds take on a machine without noise
+    tokens: float = 0.0  # that the rounds bring on average, given what they verified
+    quiet_ms: float = 0.0  # that they take on a machine without noise
     drafted: list[int] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
 
     @property
     def goodput(self) -> float:
-        """Tokens per quiet millisecond, so that two runs compare whatever their luck."""
+        """Tokens per millisecond, the run's luck apart."""
         return self.tokens / self.quiet_ms
 
 
@@ -120,12 +119,17 @@ class Run:
             tuple(asked), confidences, tuple(verified), tuple(accepted), times, groups=groups
         )
         self.policy.learned(told)
-        self.outcome.tokens += told.num_emitted
-        self.outcome.ms += times.all_ms
+        self.outcome.tokens += len(loads) + sum(
+            self._expected(n, drafter.dull if hard[i] else 1.0) for i, n in enumerate(verified)
+        )
         self.outcome.quiet_ms += sum(quiet)
         self.outcome.drafted.append(told.num_verified)
         self.outcome.reasons.append(self.policy.reason)
         self.outcome.kinds.append(self.policy.kind)
+
+    def _expected(self, most: int, dull: float) -> float:
+        rates = [self.drafter.rate(depth) * dull for depth in range(most)]
+        return float(np.cumprod(rates).sum())
 
     def _stands(self, most: int, dull: float) -> int:
         coins = self.machine.coins.random(most)

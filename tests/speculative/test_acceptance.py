@@ -60,7 +60,7 @@ def test_rates_equal_counting_where_there_is_much():
 
 
 def test_with_little_data_the_overall_rate_is_told():
-    acceptance = learned(drafts({0.99: 0.9}, 500) + [told([(0.5,)], [0])], memory=1e9)
+    acceptance = learned([*drafts({0.99: 0.9}, 500), told([(0.5,)], [0])], memory=1e9)
     never_seen = acceptance.survivals([(0.7,)])[0, 0]
     assert never_seen == pytest.approx(acceptance.overall)
     assert acceptance.survivals([(0.5,)])[0, 0] > 0.7  # one failure is not the rate

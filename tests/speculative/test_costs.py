@@ -37,7 +37,7 @@ def test_beyond_the_grid_the_last_slope_goes_on():
 
 def test_a_round_without_drafted_rows_is_a_plain_one():
     told = flat(plain=10.0, verify=20.0).verify_ms(np.array([4.0, 5.0]), 4, 0.0)
-    assert told.tolist() == [10.0, 20.0]
+    assert told == pytest.approx([10.0, 20.0])
 
 
 def test_a_slow_minute_within_the_measurement_cancels():

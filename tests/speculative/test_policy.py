@@ -56,12 +56,11 @@ def plain(machine: str, many: int) -> float:
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("machine", MACHINES)
 def test_goodput_is_never_below_plain_and_near_the_best_fixed_length(machine, drafter, many):
-    run = ran(started(MACHINES[machine], DRAFTERS[drafter], seed=5), many)
+    num_rounds = NUM_ROUNDS if many < 128 else NUM_ROUNDS // 3
+    run = ran(started(MACHINES[machine], DRAFTERS[drafter], seed=5), many, num_rounds)
     goodput = run.outcome.goodput
     assert goodput >= 0.95 * plain(machine, many)
-    best = max(
-        fixed_goodput(MACHINES[machine], DRAFTERS[drafter], many, k) for k in range(1, 9)
-    )
+    best = max(fixed_goodput(MACHINES[machine], DRAFTERS[drafter], many, k) for k in range(1, 9))
     if best >= PAYS * plain(machine, many):
         assert goodput >= 0.95 * best
 
@@ -126,11 +125,12 @@ def test_a_draft_that_comes_empty_has_its_reason():
 
 
 def test_it_does_not_flap_at_the_break_even():
-    """A load just above plain, in noise: a margin to switch on, a smaller one to switch off."""
-    drafter = Drafter((0.27,), step_ms=1.0)
-    with_margins = switches(Settings(), drafter)
-    without = switches(Settings(Bounds(worthwhile=0.0), switch_off=0.0), drafter)
-    assert with_margins <= 12 and with_margins < without
+    """Loads just above plain, in noise: one margin to switch on, a smaller one to switch off."""
+    drafters = [Drafter((rate,), step_ms=1.0) for rate in (0.19, 0.21, 0.23)]
+    margins = [switches(Settings(), drafter) for drafter in drafters]
+    none = Settings(Bounds(worthwhile=0.0), switch_off=0.0)
+    assert sum(margins) <= 6
+    assert sum(margins) < sum(switches(none, drafter) for drafter in drafters)
 
 
 def switches(settings: Settings, drafter: Drafter) -> int:
@@ -216,23 +216,13 @@ def test_a_table_that_promises_too_much_is_found_out(many):
     assert run.outcome.goodput >= 0.95 * many / few_cores(many)
 
 
-def test_the_ledger_alone_stops_what_falls_behind():
-    """Times that the table never hears of, since the rounds are told as shared with other work,
-    are no reason; those that it hears of and cannot explain are."""
-    policy = wrongly_timed(0.01)
-    policy._known.costs.observe = lambda *args: 1.0  # type: ignore[method-assign]  # learns nothing
-    for _ in range(40):
-        asked = policy.limits(loads(8))
-        confidences = [(0.9,) * n for n in asked]
-        seen = policy.choose(confidences) if any(asked) else [0] * 8
-        ms = few_cores(8 + sum(seen))
-        nothing = (0,) * 8
-        policy.learned(
-            Round(tuple(asked), tuple(confidences), tuple(seen), nothing, Times(0.0, ms))
-        )
-        if policy.reason is Reason.BEHIND:
-            return
-    pytest.fail("it went on at a loss")
+def test_the_ledger_alone_stops_what_falls_behind(monkeypatch):
+    """A table that learns nothing goes on promising; what the rounds brought does not."""
+    monkeypatch.setattr(CostTable, "observe", lambda *args: 1.0)
+    run = Run(Machine(few_cores, 7, wander=0.0), Drafter((0.5,)), wrongly_timed(0.1))
+    ran(run, 8, 1500)
+    assert run.outcome.reasons[:60].count(Reason.BEHIND) > 0
+    assert run.outcome.goodput >= 0.95 * 8 / few_cores(8)
 
 
 # ---- shares of the budget

@@ -30,9 +30,10 @@ Measure = Callable[[int, int, int], float]
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 PLAIN, VERIFY = 0, 1
 ROWS_OF_ONE = 4  # rows for each sequence, where verifying is measured
+QUICK_ROWS, QUICK_REPEATS = 16, 4  # few rows are quick, and it is among them that points are near
 SHORT, LONG = 64, 512  # contexts in tokens
 LEAST_SHARE = 0.2  # of a measured time that is not attention, whatever the noise says
-TRUST = 8  # rounds that the measurement at the start is worth
+TRUST = 16  # rounds that the measurement at the start is worth
 SLOWEST_STEP, PACE_STEP = 0.02, 0.1
 WORST_ERROR = log(2.0)
 NEIGHBOUR = 0.5  # what a point of the grid learns from one at the next point
@@ -73,13 +74,15 @@ def measured(measure: Measure, rows: Sequence[int] = ROWS, num_passes: int = 3) 
 
 def _typical(measure: Measure, points: Sequence[Point], num_passes: int) -> dict[Point, float]:
     one = (1, 1, SHORT)
-    ones, ratios = [measure(*one)], np.empty((num_passes, len(points)))
-    for i, j in np.ndindex(ratios.shape):
-        ms = measure(*points[j])
-        ones.append(measure(*one))
-        ratios[i, j] = 2 * ms / (ones[-2] + ones[-1])
-    ms = np.median(ratios, 0) * np.median(ones)
-    return dict(zip(points, ms.tolist(), strict=True))
+    ones = [measure(*one)]
+    ratios: dict[Point, list[float]] = {point: [] for point in points}
+    for _ in range(num_passes):
+        for point in points:
+            for _ in range(QUICK_REPEATS if point[0] <= QUICK_ROWS else 1):
+                ms = measure(*point)
+                ones.append(measure(*one))
+                ratios[point].append(2 * ms / (ones[-2] + ones[-1]))
+    return {point: float(np.median(own) * np.median(ones)) for point, own in ratios.items()}
 
 
 def _sequences(rows: int) -> int:

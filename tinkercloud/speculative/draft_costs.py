@@ -1,9 +1,9 @@
 """What drafting costs: so much for a round, for each step in depth, for each token.
 
 A drafter that is a model pays one forward for each depth, whatever the number of sequences; one
-that looks tokens up pays for each of them. Learned from the rounds, the older the less they count. Milliseconds here
-are those of the machine at its pace at the start (`costs`): a slow minute must not look like a deep
-draft.
+that looks tokens up pays for each of them. Learned from the rounds, the older the less they count.
+Milliseconds here are those of the machine at its pace at the start (`costs`): a slow minute must
+not look like a deep draft.
 """
 
 from collections.abc import Mapping
@@ -20,9 +20,7 @@ TINY = 1e-4  # milliseconds; below, a time is noise
 class DraftCosts:
     """Milliseconds as a sum with coefficients that are not negative."""
 
-    def __init__(
-        self, round_ms: float = 0.0, step_ms: float = 0.0, token_ms: float = 0.0
-    ) -> None:
+    def __init__(self, round_ms: float = 0.0, step_ms: float = 0.0, token_ms: float = 0.0) -> None:
         self._ms = np.array([round_ms, step_ms, token_ms])
         self._squares = np.zeros((3, 3))
         self._products = np.zeros(3)

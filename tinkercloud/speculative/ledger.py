@@ -1,4 +1,4 @@
-"""What speculation brought, in the end: the time that rounds took against what plain ones would have.
+"""What speculation brought in the end: the time of its rounds against that of plain ones.
 
 Whatever an expectation leaves out shows here. Where speculation is behind it is barred for some
 rounds, for twice as many at the next time, so that being wrong again and again costs little.

@@ -16,6 +16,7 @@ from tinkercloud.speculative.goodput import Allocation, Limit, allocate
 from tinkercloud.speculative.rounds import Load, Reason
 
 Array = NDArray[np.float64]
+BEST_RATE = 0.9  # of drafted tokens that stand, that one may hope for
 PLAN_ROUNDS = 3  # that a plan serves after its first, and one more for each so many sequences:
 SEQUENCES_OF_ROUND = 16  # making it takes time as well
 
@@ -87,11 +88,13 @@ class Planner:
         return Reason.DRAFTER
 
     def _planned(self, *, surely: bool = False, freely: bool = False) -> Allocation:
-        """surely: as if every token stood; freely: as if drafting cost nothing."""
+        """surely: as if drafts stood as well as any do; freely: as if they cost nothing."""
         rows, survival = self._known.acceptance.foreseen(len(self._loads), self._groups())
         wanted = np.array([[float(load.speculates)] for load in self._loads])
-        survival = (np.ones_like(rows) if surely else survival) * wanted
-        rows = np.ones_like(rows) if surely else rows
+        if surely:
+            rows = np.ones_like(rows)
+            survival = np.cumprod(BEST_RATE * rows, 1)
+        survival = survival * wanted
         found = [
             self._allocated(survival[:, :steps], rows[:, :steps], freely)
             for steps in self._depths(freely)

@@ -13,7 +13,7 @@ may be wrong, so:
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tinkercloud.speculative.ledger import Ledger
 from tinkercloud.speculative.planning import Bounds, Knowledge, Planner
@@ -26,10 +26,10 @@ class Settings:
     """switch_off: the gain over plain below which it stops; it starts at bounds.worthwhile.
     compare_every: rounds from one plain round to the next while on."""
 
-    bounds: Bounds = Bounds()
+    bounds: Bounds = field(default_factory=Bounds)
     switch_off: float = 0.02
     compare_every: int = 128
-    probe: Pace = Pace()
+    probe: Pace = field(default_factory=Pace)
     probe_tokens: int = 2
     probe_sequences: int = 8
 

@@ -7,6 +7,8 @@ probing can never cost more than that.
 
 from dataclasses import dataclass
 
+MOST_SAVED_ROUNDS = 32  # whose time may be saved up to be lost
+
 
 @dataclass(frozen=True, slots=True)
 class Pace:
@@ -34,8 +36,8 @@ class Probing:
         """A round is over that took `ms`; called for every round."""
         self._waited += 1
         # Not without end: after a quiet day there is no licence for an hour of losses.
-        most = 2 * self._pace.limit * self._pace.budget * ms
-        self._saved_ms = min(self._saved_ms + self._pace.budget * ms, max(most, self._saved_ms))
+        most = max(MOST_SAVED_ROUNDS * ms, self._saved_ms)
+        self._saved_ms = min(self._saved_ms + self._pace.budget * ms, most)
 
     def told(self, *, well: bool, loss_ms: float) -> None:
         """A probe is over; it lost so much, less than nothing if it gained."""

@@ -184,7 +184,10 @@ class Telemetry:
             "tokens": totals["tokens"],
             "tokens_per_forward": totals["tokens"] / max(1, totals["forwards"]),
             "tokens_per_sequence_forward": totals["tokens"] / max(1, totals["sequences"]),
-            "rows": {"used": totals["rows"] - totals["rows_wasted"], "wasted": totals["rows_wasted"]},
+            "rows": {
+                "used": totals["rows"] - totals["rows_wasted"],
+                "wasted": totals["rows_wasted"],
+            },
             "ms": {name: self._ms[name] for name in ("draft", "verify", "host")},
             "goodput": {
                 f"{1 << bits >> 1}-{(1 << bits) - 1}": goodput.snapshot()
