@@ -76,7 +76,7 @@ def test_noise_never_makes_more_rows_cheaper():
 def test_a_wrong_ratio_is_mended_by_rounds_that_alternate(machine):
     ms = MACHINES[machine]
     table, noisy = flat(plain=10.0, verify=10.0), Machine(ms, 1)
-    for _ in range(150):
+    for _ in range(300):
         for rows in (8, 8, 24, 24, 32, 32):
             table.observe(rows, 8, 0.0, ms(rows) * noisy.noise())
     for rows in (24, 32):

@@ -126,7 +126,7 @@ def test_a_draft_that_comes_empty_has_its_reason():
 
 def test_it_does_not_flap_at_the_break_even():
     """Loads just above plain, in noise: one margin to switch on, a smaller one to switch off."""
-    drafters = [Drafter((rate,), step_ms=1.0) for rate in (0.19, 0.21, 0.23)]
+    drafters = [Drafter((rate,), step_ms=1.0) for rate in (0.19, 0.21)]
     margins = [switches(Settings(), drafter) for drafter in drafters]
     none = Settings(Bounds(worthwhile=0.0), switch_off=0.0)
     assert sum(margins) <= 6
@@ -137,7 +137,7 @@ def switches(settings: Settings, drafter: Drafter) -> int:
     machine = Machine(memory_bound, 4)
     run = Run(machine, drafter, Policy(Knowledge(CostTable(machine.measured())), settings))
     states = []
-    for _ in range(1500):
+    for _ in range(800):
         run.round(loads(8))
         states.append(run.policy.is_on)
     return sum(a != b for a, b in itertools.pairwise(states))

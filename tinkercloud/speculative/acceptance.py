@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from tinkercloud.speculative.rounds import Round
 
-Array = NDArray[np.float64]
+Array = NDArray[np.floating]
+Mask = NDArray[np.bool_]
 EDGES = np.array((0.2, 0.4, 0.6, 0.75, 0.85, 0.92, 0.97))
 BUCKETS = len(EDGES) + 1
 
@@ -120,7 +121,7 @@ class Acceptance:
         return np.array([[(stood + lean) / (expected + lean)] for expected, stood in known])
 
     def _learn_groups(
-        self, groups: Sequence[Hashable], judged: NDArray[np.bool_], stood: Array, rates: Array
+        self, groups: Sequence[Hashable], judged: Mask, stood: Mask, rates: Array
     ) -> None:
         fade = 1.0 - 1.0 / (self._prior.leaning * 8)
         for i, group in enumerate(groups):

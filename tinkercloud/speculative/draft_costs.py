@@ -38,6 +38,11 @@ class DraftCosts:
     def token_ms(self) -> float:
         return float(self._ms[2])
 
+    @property
+    def num_rounds(self) -> int:
+        """That were learned from."""
+        return self._num_rounds
+
     def observe(self, tokens: int, steps: int, ms: float) -> None:
         """A round that asked for tokens; errors count in proportion, not in milliseconds."""
         if not steps:

@@ -7,7 +7,9 @@ the same answers. What it decides costs or saves time and cannot change a token.
 It drafts only where that is expected to bring more than a plain round (`planning`). Expectations
 may be wrong, so:
 - it switches on at one margin and off at a smaller one, and does not flap between;
-- while off it probes a few sequences, while on a plain round, seldom (`probing`);
+- it makes a drafter's acquaintance in a few rounds of few drafts, for want of its times;
+- seldom, while off it probes a few sequences (`probing`), while on it makes a plain round, and one
+  with drafts of another length than seems best;
 - a ledger keeps what speculative rounds brought against what plain ones would have. Where that
   falls behind, whatever the expectation says, it is off for a while (`ledger`).
 """
@@ -24,11 +26,14 @@ from tinkercloud.speculative.rounds import Kind, Load, Reason, Round
 @dataclass(frozen=True, slots=True)
 class Settings:
     """switch_off: the gain over plain below which it stops; it starts at bounds.worthwhile.
-    compare_every: rounds from one plain round to the next while on."""
+    compare_every, vary_every: rounds from one plain round to the next while on, and from one with
+    other lengths. first: sequences and tokens of the rounds in which a drafter is new."""
 
     bounds: Bounds = field(default_factory=Bounds)
     switch_off: float = 0.02
     compare_every: int = 128
+    vary_every: int = 32
+    first: tuple[tuple[int, int], ...] = ((1, 1), (8, 2), (1, 8), (8, 1))
     probe: Pace = field(default_factory=Pace)
     probe_tokens: int = 2
     probe_sequences: int = 8
@@ -84,8 +89,12 @@ class Policy:
             # average.
             self._free = self._planner.is_free
             self._asked = self._planner.everybody() if self._free else self._planner.plan.counts
+        elif self.kind is Kind.PROBE:
+            self._asked = self._few(self._settings.probe_sequences, self._settings.probe_tokens)
+        elif self.kind is Kind.FIRST:
+            self._asked = self._few(*self._settings.first[self._known.drafting.num_rounds])
         else:
-            self._asked = self._probe() if self.kind is Kind.PROBE else (0,) * len(loads)
+            self._asked = (0,) * len(loads)
         return list(self._asked)
 
     def _decided(self) -> tuple[Kind, Reason]:
@@ -95,6 +104,8 @@ class Policy:
             return Kind.PLAIN, Reason.UNWANTED
         self._planner.face(self._loads)
         self._switch()
+        if self._known.drafting.num_rounds < len(self._settings.first):
+            return Kind.FIRST, Reason.NONE
         if self._pays and self._since_compared >= self._settings.compare_every:
             return Kind.COMPARISON, Reason.COMPARING
         if not self._pays and self._probing.due(self._probe_loss_ms()):
@@ -124,22 +135,34 @@ class Policy:
         if not any(lengths):
             self.reason = self.reason or Reason.EMPTY
             return lengths
-        if self.kind is Kind.PROBE:
-            return [min(n, self._settings.probe_tokens) for n in lengths]
+        if self.kind in (Kind.PROBE, Kind.FIRST):
+            return lengths
         found = self._planner.chosen(confidences, lengths)
         if found.gain > self._margin:
-            return list(found.counts)
+            return self._varied(found.counts, lengths)
         too_many = self._planner.why is Reason.TOO_MANY
         self.reason = Reason.TOO_MANY if too_many else Reason.ACCEPTANCE
         return [0] * len(lengths)
 
-    # ---- while off
+    def _varied(self, counts: Sequence[int], lengths: Sequence[int]) -> list[int]:
+        """Now and then a token more of each, or one less: what was measured too slow would never be
+        seen again."""
+        turn, rest = divmod(self._since_compared, self._settings.vary_every)
+        if rest != self._settings.vary_every - 1:
+            return list(counts)
+        more = 1 if turn % 2 else -1
+        varied = [
+            min(max(n + more, 1), most) if n else 0 for n, most in zip(counts, lengths, strict=True)
+        ]
+        return varied if sum(varied) <= self._planner.room else list(counts)
 
-    def _probe(self) -> tuple[int, ...]:
-        """A few sequences, others each time."""
+    # ---- while off, or new
+
+    def _few(self, sequences: int, tokens: int) -> tuple[int, ...]:
+        """So many tokens for so many sequences at most, others each time."""
         willing = [i for i, load in enumerate(self._loads) if load.speculates]
-        tokens = self._settings.probe_tokens
-        many = min(self._settings.probe_sequences, len(willing), self._planner.room // tokens)
+        tokens = min(tokens, self._settings.bounds.max_tokens)
+        many = min(sequences, len(willing), self._planner.room // tokens)
         first = self._next_probed % len(willing)
         self._next_probed = first + many
         chosen = set((willing[first:] + willing[:first])[:many])

@@ -9,10 +9,11 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """PROBE: a few drafts, while off. COMPARISON: none, while on."""
+    """FIRST: with a new drafter. PROBE: a few drafts, while off. COMPARISON: none, while on."""
 
     PLAIN = "plain"
     SPECULATIVE = "speculative"
+    FIRST = "first"
     PROBE = "probe"
     COMPARISON = "comparison"
 

@@ -3,7 +3,7 @@
 `snapshot` is for JSON, `lines` for Prometheus.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, field
 from math import isnan
 from typing import Any
@@ -84,8 +84,8 @@ class DrafterRecord:
 class Goodput:
     """Running sums, by kind of round."""
 
-    tokens: Counter[str] = field(default_factory=Counter)
-    ms: Counter[str] = field(default_factory=Counter)
+    tokens: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    ms: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def add(self, kind: str, tokens: float, ms: float) -> None:
         for sums, more in ((self.tokens, tokens), (self.ms, ms)):
@@ -109,7 +109,7 @@ class Telemetry:
         self._reasons: Counter[str] = Counter()
         self._drafted: Counter[int] = Counter()
         self._totals: Counter[str] = Counter()
-        self._ms: Counter[str] = Counter()
+        self._ms: defaultdict[str, float] = defaultdict(float)
         self._goodput: dict[int, Goodput] = {}
 
     def record(self, report: Report) -> bool:
@@ -147,7 +147,7 @@ class Telemetry:
             ("host", times.host_ms),
         ):
             self._ms[name] += ms
-        if times.usable and kind is not Kind.PROBE:
+        if times.usable and kind not in (Kind.PROBE, Kind.FIRST):
             # Plain and speculative compare among loads of like size only.
             alike = self._goodput.setdefault(told.num_sequences.bit_length(), Goodput())
             name = "speculative" if kind is Kind.SPECULATIVE else "plain"
