@@ -107,7 +107,7 @@ def test_nothing_is_asked_for_after_a_stop_until_it_is_taken_back():
 
 
 def test_sessions_that_want_no_drafts_get_none():
-    policy = started(memory_bound, DRAFTERS["history"]).policy
+    policy = quiet_policy()
     mixed = [Load(100), Load(100, speculates=False), Load(100)]
     asked = policy.limits(mixed)
     assert asked[0] and asked[2] and not asked[1]
@@ -219,7 +219,9 @@ def test_a_table_that_promises_too_much_is_found_out(many):
 def test_the_ledger_alone_stops_what_falls_behind(monkeypatch):
     """A table that learns nothing goes on promising; what the rounds brought does not."""
     monkeypatch.setattr(CostTable, "observe", lambda *args: 1.0)
-    run = Run(Machine(few_cores, 7, wander=0.0), Drafter((0.5,)), wrongly_timed(0.1))
+    own = tuple(few_cores(rows) for rows in ROWS)
+    known = Knowledge(CostTable(Measured(ROWS, own, (few_cores(8),) * len(ROWS))))
+    run = Run(Machine(few_cores, 7, wander=0.0), Drafter((0.5,)), Policy(known))
     ran(run, 8, 1500)
     assert run.outcome.reasons[:60].count(Reason.BEHIND) > 0
     assert run.outcome.goodput >= 0.95 * 8 / few_cores(8)
@@ -231,7 +233,7 @@ def test_the_ledger_alone_stops_what_falls_behind(monkeypatch):
 def quiet_policy(max_rows: int = 256) -> Policy:
     flat = Measured(ROWS, (10.0,) * len(ROWS), (10.5,) * len(ROWS))
     known = Knowledge(CostTable(flat), DraftCosts(step_ms=0.01), Acceptance())
-    return Policy(known, Settings(Bounds(max_rows=max_rows, free=0.0)))
+    return Policy(known, Settings(Bounds(max_rows=max_rows, free=0.0), first=()))
 
 
 def test_no_draft_is_longer_than_the_cap_and_no_forward_wider_than_its_rows():

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tinkercloud.speculative.rounds import Round
 
-Array = NDArray[np.floating]
+Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 EDGES = np.array((0.2, 0.4, 0.6, 0.75, 0.85, 0.92, 0.97))
 BUCKETS = len(EDGES) + 1
@@ -62,7 +62,7 @@ class Acceptance:
         depths = np.arange(len(self._judged))
         rates = self._rates[depths, _buckets(padded)] * self._factors(len(lengths), groups)
         rates = np.where(depths < lengths[:, None], np.minimum(rates, 1.0), 0.0)
-        return np.cumprod(rates, 1)
+        return np.cumprod(rates, 1, dtype=np.float64)
 
     def foreseen(self, num_sequences: int, groups: Sequence[Hashable] = ()) -> tuple[Array, Array]:
         """Before drafting: the chances (B, D) that a token asked for will be verified, and that it
@@ -71,7 +71,7 @@ class Acceptance:
         shares = (self._verified + lean) / (self._open + lean)
         by_depth = self._judged.sum(1), self._stood.sum(1)
         rates = (by_depth[1] + lean * self.overall) / (by_depth[0] + lean)
-        rows = np.tile(np.cumprod(shares), (num_sequences, 1))
+        rows = np.tile(np.cumprod(shares, dtype=np.float64), (num_sequences, 1))
         stands = np.minimum(rates * self._factors(num_sequences, groups), 1.0)
         return rows, rows * np.cumprod(stands, 1)
 

@@ -33,7 +33,7 @@ ROWS_OF_ONE = 4  # rows for each sequence, where verifying is measured
 QUICK_ROWS, QUICK_REPEATS = 16, 4  # few rows are quick, and it is among them that points are near
 SHORT, LONG = 64, 512  # contexts in tokens
 LEAST_SHARE = 0.2  # of a measured time that is not attention, whatever the noise says
-TRUST = 16  # rounds that the measurement at the start is worth
+TRUST = 8  # rounds that the measurement at the start is worth
 SLOWEST_STEP, PACE_STEP = 0.02, 0.1
 WORST_ERROR = log(2.0)
 NEIGHBOUR = 0.5  # what a point of the grid learns from one at the next point
@@ -115,9 +115,13 @@ class CostTable:
         return float(self._ms(PLAIN, np.array([sequences], np.float64), sequences, context)[0])
 
     def verify_ms(self, rows: Array, sequences: int, context: float) -> Array:
-        """rows (N,), fractions too; where there are no more than sequences, a plain round's."""
+        """rows (N,), fractions too; where there are no more than sequences, a plain round's.
+
+        Never less than that: noise must not promise that drafts save time even where none stands.
+        """
         verify = self._ms(VERIFY, rows, sequences, context)
-        return np.where(rows > sequences, verify, self.plain_ms(sequences, context))
+        plain_ms = self.plain_ms(sequences, context)
+        return np.where(rows > sequences, np.maximum(verify, plain_ms), plain_ms)
 
     @property
     def pace(self) -> float:

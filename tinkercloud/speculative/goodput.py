@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[np.floating]
+Array = NDArray[np.float64]
 Cost = Callable[[Array, Array], Array]
 """(drafted rows (N + 1,), tokens (N + 1,)) -> milliseconds of a round with so many, (N + 1,)."""
 

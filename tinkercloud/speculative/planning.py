@@ -15,7 +15,7 @@ from tinkercloud.speculative.draft_costs import DraftCosts
 from tinkercloud.speculative.goodput import Allocation, Limit, allocate
 from tinkercloud.speculative.rounds import Load, Reason
 
-Array = NDArray[np.floating]
+Array = NDArray[np.float64]
 BEST_RATE = 0.9  # of drafted tokens that stand, that one may hope for
 PLAN_ROUNDS = 3  # that a plan serves after its first, and one more for each so many sequences:
 SEQUENCES_OF_ROUND = 16  # making it takes time as well
@@ -93,7 +93,7 @@ class Planner:
         wanted = np.array([[float(load.speculates)] for load in self._loads])
         if surely:
             rows = np.ones_like(rows)
-            survival = np.cumprod(BEST_RATE * rows, 1)
+            survival[:] = np.cumprod(BEST_RATE * rows, 1)
         survival = survival * wanted
         found = [
             self._allocated(survival[:, :steps], rows[:, :steps], freely)

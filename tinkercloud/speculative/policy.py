@@ -23,11 +23,14 @@ from tinkercloud.speculative.probing import Pace, Probing
 from tinkercloud.speculative.rounds import Kind, Load, Reason, Round
 
 
+FIRST_COMPARISON = 4  # speculative rounds before the first plain one; then twice as many each time
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """switch_off: the gain over plain below which it stops; it starts at bounds.worthwhile.
-    compare_every, vary_every: rounds from one plain round to the next while on, and from one with
-    other lengths. first: sequences and tokens of the rounds in which a drafter is new."""
+    compare_every, vary_every: rounds from one plain round to the next while on, less at first, and
+    from one with other lengths. first: sequences and tokens of the rounds in which a drafter is new."""
 
     bounds: Bounds = field(default_factory=Bounds)
     switch_off: float = 0.02
@@ -53,6 +56,7 @@ class Policy:
         self._stopped = Reason.NONE
         self._pays = False
         self._since_compared = 0
+        self._next_comparison = FIRST_COMPARISON
         self._next_probed = 0
         self._free = False
         self.kind = Kind.PLAIN
@@ -104,15 +108,22 @@ class Policy:
             return Kind.PLAIN, Reason.UNWANTED
         self._planner.face(self._loads)
         self._switch()
-        if self._known.drafting.num_rounds < len(self._settings.first):
+        if self._is_new:
             return Kind.FIRST, Reason.NONE
-        if self._pays and self._since_compared >= self._settings.compare_every:
+        if self._pays and self._since_compared >= self._next_comparison:
             return Kind.COMPARISON, Reason.COMPARING
         if not self._pays and self._probing.due(self._probe_loss_ms()):
             return Kind.PROBE, Reason.NONE
         if self._pays or (self._planner.is_free and not self._ledger.bars):
             return Kind.SPECULATIVE, Reason.NONE
         return Kind.PLAIN, self._why()
+
+    @property
+    def _is_new(self) -> bool:
+        """The drafter's times are wanted, and the first of them was not frightening."""
+        seen = self._known.drafting.num_rounds
+        frightening = self._planner.drafting_ms(1, 1) > self._planner.plain_ms()
+        return seen < len(self._settings.first) and not frightening
 
     def _switch(self) -> None:
         self._pays = not self._ledger.bars and self._planner.plan.gain > self._margin
@@ -190,6 +201,8 @@ class Policy:
             self._ledger.probed(well=well)
         elif self.kind is Kind.COMPARISON:
             self._since_compared = 0
+            most = self._settings.compare_every
+            self._next_comparison = min(2 * self._next_comparison, most)
         elif self.kind is Kind.SPECULATIVE:
             self._since_compared += 1
             if times.usable and (told.num_verified or not self._free):
