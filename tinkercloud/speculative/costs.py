@@ -37,6 +37,7 @@ TRUST = 8  # rounds that the measurement at the start is worth
 SLOWEST_STEP, PACE_STEP = 0.02, 0.1
 WORST_ERROR = log(2.0)
 NEIGHBOUR = 0.5  # what a point of the grid learns from one at the next point
+LEVEL_TRUST, SLOWEST_LEVEL_STEP = 3, 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,7 @@ class CostTable:
         self._base = np.log(np.array([start.plain_ms, start.verify_ms]))
         self._shape = np.zeros_like(self._base)
         self._visits = np.zeros_like(self._base)
+        self._num_crossed = 0
         self._pace = 0.0
         self._last: tuple[int, float, float] | None = None
         self._curves = self._fitted()
@@ -147,12 +149,21 @@ class CostTable:
     def _compare(self, before: tuple[int, float, float], now: tuple[int, float, float]) -> None:
         """Both places move, each by its own step, until the ratio is the one that was seen."""
         error = _cut(now[2] - before[2])
+        if before[0] != now[0]:
+            self._level(error if now[0] == VERIFY else -error)
         for (kind, here, _), sign in ((before, -1.0), (now, 1.0)):
             near = NEIGHBOUR ** np.abs(np.arange(len(self._grid)) - here)
             step = max(SLOWEST_STEP, 1.0 / (TRUST + float(near @ self._visits[kind])))
             self._shape[kind] += sign * step * error * near
             self._visits[kind] += near
         self._curves = self._fitted()
+
+    def _level(self, error: float) -> None:
+        """A plain and a verifying round: much of what is wrong there is wrong for all rows, and few
+        rounds tell."""
+        step = max(SLOWEST_LEVEL_STEP, 1.0 / (LEVEL_TRUST + self._num_crossed))
+        self._shape[VERIFY] += step * error
+        self._num_crossed += 1
 
     def _fitted(self) -> Array:
         return np.array([isotonic(np.exp(row)) for row in self._base + self._shape])
@@ -168,6 +179,7 @@ class CostTable:
             **asdict(self._start),
             "shape": self._shape.tolist(),
             "visits": self._visits.tolist(),
+            "num_crossed": self._num_crossed,
             "pace": self._pace,
         }
 
@@ -178,6 +190,7 @@ class CostTable:
         table = cls(Measured(**lists, **slopes))
         table._shape = np.array(told["shape"], np.float64)
         table._visits = np.array(told["visits"], np.float64)
+        table._num_crossed = int(told["num_crossed"])
         table._pace = float(told["pace"])
         table._curves = table._fitted()
         return table

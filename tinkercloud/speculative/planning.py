@@ -64,6 +64,7 @@ class Planner:
             self._rounds_left = PLAN_ROUNDS + len(loads) // SEQUENCES_OF_ROUND
 
     def forget(self) -> None:
+        """What the plan was made of has changed."""
         self._rounds_left = 0
 
     @property

@@ -194,6 +194,8 @@ class Policy:
         self._learn(told)
         self._probing.passed(times.all_ms)
         self._ledger.passed()
+        if self.kind is not Kind.SPECULATIVE and self.kind is not Kind.PLAIN:
+            self._planner.forget()  # made to learn from
         if self.kind is Kind.PROBE:
             # One that broke even was well.
             well = told.num_verified > 0 and worth_ms >= times.all_ms
