@@ -1,0 +1,221 @@
+"""What a round costs: milliseconds of the target's forward and of the drafter.
+
+The target's time is a curve over rows, one for plain rounds (a row for each sequence, which a GPU
+may replay as a graph) and one for rounds that verify, plus what attention adds for each token of
+context, by row and by sequence. Measured at the start, then kept right by the rounds themselves.
+
+A shared machine is twice as slow in one minute as in the next, so a time alone says little. Two
+things are learned from it, apart. *Pace*: how much slower than measured everything is at present,
+one number. *Shape*: where two rounds that follow one another have different rows, the ratio of
+their times, in which the pace cancels, moves the curve at both places towards it, by a small step
+of an error that is cut off (as ratings are learned from games). Rounds of one size alone say
+nothing of the shape and leave it.
+
+Axes: G points of the grid.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import exp, log
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Point = tuple[int, int, int]
+Measure = Callable[[int, int, int], float]
+"""(rows, sequences, context) -> milliseconds of a whole round but for the drafting."""
+
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+PLAIN, VERIFY = 0, 1
+ROWS_OF_ONE = 4  # rows for each sequence, where verifying is measured
+QUICK_ROWS, QUICK_REPEATS = 16, 4  # few rows are quick, and it is among them that points are near
+SHORT, LONG = 64, 512  # contexts in tokens
+LEAST_SHARE = 0.2  # of a measured time that is not attention, whatever the noise says
+TRUST = 8  # rounds that the measurement at the start is worth
+SLOWEST_STEP, PACE_STEP = 0.02, 0.1
+WORST_ERROR = log(2.0)
+NEIGHBOUR = 0.5  # what a point of the grid learns from one at the next point
+LEVEL_TRUST, SLOWEST_LEVEL_STEP = 3, 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """plain_ms, verify_ms: at each of `rows`, (G,), without attention over the context, which adds
+    row_context_ms for each row and token of context, sequence_context_ms for each sequence."""
+
+    rows: tuple[int, ...]
+    plain_ms: tuple[float, ...]
+    verify_ms: tuple[float, ...]
+    row_context_ms: float = 0.0
+    sequence_context_ms: float = 0.0
+
+
+def measured(measure: Measure, rows: Sequence[int] = ROWS, num_passes: int = 3) -> Measured:
+    """The whole grid, `num_passes` times over, each point between two of one row.
+
+    What counts is the median of its ratios to these, in which a slow minute cancels.
+    """
+    points = [(r, r, SHORT) for r in rows] + [(r, _sequences(r), SHORT) for r in rows]
+    probe = min(rows[-1], 16)
+    points += [(probe, probe, LONG), (probe, _sequences(probe), LONG)]
+    typical = _typical(measure, points, num_passes)
+    by_row, by_sequence = _slopes(typical, probe)
+
+    def rest(row: int, sequences: int) -> float:
+        whole = typical[row, sequences, SHORT]
+        attention = (by_row * row + by_sequence * sequences) * SHORT
+        return max(whole - attention, LEAST_SHARE * whole)
+
+    plain = tuple(rest(r, r) for r in rows)
+    verify = tuple(rest(r, _sequences(r)) for r in rows)
+    return Measured(tuple(rows), plain, verify, by_row, by_sequence)
+
+
+def _typical(measure: Measure, points: Sequence[Point], num_passes: int) -> dict[Point, float]:
+    one = (1, 1, SHORT)
+    ones = [measure(*one)]
+    ratios: dict[Point, list[float]] = {point: [] for point in points}
+    for _ in range(num_passes):
+        for point in points:
+            for _ in range(QUICK_REPEATS if point[0] <= QUICK_ROWS else 1):
+                ms = measure(*point)
+                ones.append(measure(*one))
+                ratios[point].append(2 * ms / (ones[-2] + ones[-1]))
+    return {point: float(np.median(own) * np.median(ones)) for point, own in ratios.items()}
+
+
+def _sequences(rows: int) -> int:
+    return max(1, rows // ROWS_OF_ONE)
+
+
+def _slopes(ms: Mapping[Point, float], rows: int) -> tuple[float, float]:
+    """Milliseconds that a token of context adds, by row and by sequence."""
+    few = _sequences(rows)
+    own = (ms[rows, rows, LONG] - ms[rows, rows, SHORT]) / (LONG - SHORT)
+    shared = (ms[rows, few, LONG] - ms[rows, few, SHORT]) / (LONG - SHORT)
+    by_sequence = max(0.0, (own - shared) / (rows - few)) if rows > few else 0.0
+    return max(0.0, own / rows - by_sequence), by_sequence
+
+
+class CostTable:
+    """The target's milliseconds, never falling with rows. Deterministic: times are handed in."""
+
+    def __init__(self, start: Measured) -> None:
+        self._start = start
+        self._grid = np.array(start.rows, np.float64)
+        self._base = np.log(np.array([start.plain_ms, start.verify_ms]))
+        self._shape = np.zeros_like(self._base)
+        self._visits = np.zeros_like(self._base)
+        self._num_crossed = 0
+        self._pace = 0.0
+        self._last: tuple[int, float, float] | None = None
+        self._curves = self._fitted()
+
+    def plain_ms(self, sequences: int, context: float) -> float:
+        return float(self._ms(PLAIN, np.array([sequences], np.float64), sequences, context)[0])
+
+    def verify_ms(self, rows: Array, sequences: int, context: float) -> Array:
+        """rows (N,), fractions too; where there are no more than sequences, a plain round's.
+
+        Never less than that: noise must not promise that drafts save time even where none stands.
+        """
+        verify = self._ms(VERIFY, rows, sequences, context)
+        plain_ms = self.plain_ms(sequences, context)
+        return np.where(rows > sequences, np.maximum(verify, plain_ms), plain_ms)
+
+    @property
+    def pace(self) -> float:
+        """How many times slower than at the start everything is."""
+        return exp(self._pace)
+
+    def observe(self, rows: int, sequences: int, context: float, ms: float) -> float:
+        """A round took `ms`, its drafting apart. How many times slower than at the start it was."""
+        if ms <= 0:
+            return self.pace
+        kind = VERIFY if rows > sequences else PLAIN
+        expected = self._ms(kind, np.array([rows], np.float64), sequences, context)[0]
+        error = log(ms / expected)
+        here = float(np.interp(rows, self._grid, np.arange(len(self._grid))))
+        slower = error + self._pace  # than the table without its pace
+        if self._last is not None and self._last[:2] != (kind, here):
+            self._compare(self._last, (kind, here, slower))
+            error = log(ms / self._ms(kind, np.array([rows], np.float64), sequences, context)[0])
+        self._pace += PACE_STEP * _cut(error)
+        self._last = (kind, here, slower)
+        return exp(slower)
+
+    def _compare(self, before: tuple[int, float, float], now: tuple[int, float, float]) -> None:
+        """Both places move, each by its own step, until the ratio is the one that was seen."""
+        error = _cut(now[2] - before[2])
+        if before[0] != now[0]:
+            self._level(error if now[0] == VERIFY else -error)
+        for (kind, here, _), sign in ((before, -1.0), (now, 1.0)):
+            near = NEIGHBOUR ** np.abs(np.arange(len(self._grid)) - here)
+            step = max(SLOWEST_STEP, 1.0 / (TRUST + float(near @ self._visits[kind])))
+            self._shape[kind] += sign * step * error * near
+            self._visits[kind] += near
+        self._curves = self._fitted()
+
+    def _level(self, error: float) -> None:
+        """A plain and a verifying round: much of what is wrong there is wrong for all rows, and few
+        rounds tell."""
+        step = max(SLOWEST_LEVEL_STEP, 1.0 / (LEVEL_TRUST + self._num_crossed))
+        self._shape[VERIFY] += step * error
+        self._num_crossed += 1
+
+    def _fitted(self) -> Array:
+        return np.array([isotonic(np.exp(row)) for row in self._base + self._shape])
+
+    def _ms(self, kind: int, rows: Array, sequences: int, context: float) -> Array:
+        by_row = self._start.row_context_ms * rows
+        attention = (by_row + self._start.sequence_context_ms * sequences) * context
+        return self.pace * (interpolated(self._grid, self._curves[kind], rows) + attention)
+
+    def to_json(self) -> dict[str, Any]:
+        """What `from_json` reads: the measurement, and what was learned since."""
+        return {
+            **asdict(self._start),
+            "shape": self._shape.tolist(),
+            "visits": self._visits.tolist(),
+            "num_crossed": self._num_crossed,
+            "pace": self._pace,
+        }
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> "CostTable":
+        lists = {name: tuple(told[name]) for name in ("rows", "plain_ms", "verify_ms")}
+        slopes = {name: told[name] for name in ("row_context_ms", "sequence_context_ms")}
+        table = cls(Measured(**lists, **slopes))
+        table._shape = np.array(told["shape"], np.float64)
+        table._visits = np.array(told["visits"], np.float64)
+        table._num_crossed = int(told["num_crossed"])
+        table._pace = float(told["pace"])
+        table._curves = table._fitted()
+        return table
+
+
+def _cut(error: float) -> float:
+    return min(max(error, -WORST_ERROR), WORST_ERROR)
+
+
+def interpolated(grid: Array, values: Array, at: Array) -> Array:
+    """Piecewise linear; beyond the last point with the slope up to it."""
+    inside = np.interp(at, grid, values)
+    if len(grid) == 1:
+        return inside * np.maximum(at / grid[0], 1.0)
+    slope = (values[-1] - values[-2]) / (grid[-1] - grid[-2])
+    return inside + np.maximum(at - grid[-1], 0.0) * slope
+
+
+def isotonic(values: Array) -> Array:
+    """The nearest curve (least squares) that never falls: neighbours that do are pooled."""
+    pools: list[tuple[float, int]] = []
+    for value in values.tolist():
+        mean, size = value, 1
+        while pools and pools[-1][0] > mean:
+            above, many = pools.pop()
+            mean, size = (mean * size + above * many) / (size + many), size + many
+        pools.append((mean, size))
+    return np.repeat([mean for mean, _ in pools], [size for _, size in pools])

@@ -1,0 +1,87 @@
+"""Which drafted tokens are worth a row: the most tokens per millisecond (TurboSpec 2406.14066).
+
+Of n drafted tokens those most likely to stand bring most, and since a token is never likelier to
+stand than the one before it, these are beginnings of the drafts. So only n is to be found. All n
+are tried at once rather than until the next one does not pay: a target's time rises in steps, and
+behind a step there may be room.
+
+Axes: B sequences, D depths, N = B * D drafted tokens.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Cost = Callable[[Array, Array], Array]
+"""(drafted rows (N + 1,), tokens (N + 1,)) -> milliseconds of a round with so many, (N + 1,)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """counts (B,): drafted tokens of each sequence. goodput: expected, in tokens per millisecond,
+    and plain: that without drafts."""
+
+    counts: tuple[int, ...]
+    goodput: float
+    plain: float
+
+    @property
+    def gain(self) -> float:
+        """What speculation brings, as a share of plain: 0.5 is half as much again."""
+        return self.goodput / self.plain - 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """rows: drafted ones in all, at most. urgency (B,): who is served first within what is given
+    out, None for all alike. sacrifice: the share of the goodput that this may cost."""
+
+    rows: float = float("inf")
+    urgency: Array | None = None
+    sacrifice: float = 0.03
+
+
+def allocate(
+    survival: Array, rows: Array, cost: Cost, plain_ms: float, limit: Limit | None = None
+) -> Allocation:
+    """survival (B, D), never rising along D; 0: no such token. rows (B, D): what each is expected
+    to take of a forward, 1 where it is drafted already. plain_ms: of a round without drafts."""
+    limit = limit or Limit()
+    order = _order(survival, survival)
+    goodput = _goodput(survival, rows, order, cost, limit.rows)
+    plain = len(survival) / plain_ms
+    most = int(np.argmax(goodput))
+    if not most or goodput[most] <= plain:
+        return Allocation((0,) * len(survival), plain, plain)
+    best = float(goodput[most])
+    if limit.urgency is not None:
+        urgent = _order(survival, survival * limit.urgency[:, None])
+        theirs = _goodput(survival, rows, urgent, cost, limit.rows)
+        if most < len(theirs) and theirs[most] >= max(plain, (1.0 - limit.sacrifice) * best):
+            order, best = urgent, float(theirs[most])
+    return Allocation(_counts(order[:most], survival.shape), best, plain)
+
+
+def _order(survival: Array, weights: Array) -> NDArray[np.int64]:
+    """Indices into the flat (B, D), likeliest first; of equals the shallower one."""
+    flat = weights.ravel()
+    order = np.argsort(-flat, kind="stable")
+    return order[survival.ravel()[order] > 0]
+
+
+def _goodput(
+    survival: Array, rows: Array, order: NDArray[np.int64], cost: Cost, most_rows: float
+) -> Array:
+    """Of the first n of the order, for every n that keeps within the rows."""
+    gains = np.concatenate(([0.0], np.cumsum(survival.ravel()[order])))
+    taken = np.concatenate(([0.0], np.cumsum(rows.ravel()[order])))
+    inside = taken <= most_rows
+    gains, taken = gains[inside], taken[inside]
+    return (len(survival) + gains) / cost(taken, np.arange(len(taken), dtype=np.float64))
+
+
+def _counts(chosen: NDArray[np.int64], shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(np.bincount(chosen // shape[1], minlength=shape[0]).tolist())

@@ -1,0 +1,109 @@
+"""One round of speculative decoding, as it is planned and as it went.
+
+Axes: B sequences, K drafted tokens of one sequence.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """FIRST: with a new drafter. PROBE: a few drafts, while off. COMPARISON: none, while on."""
+
+    PLAIN = "plain"
+    SPECULATIVE = "speculative"
+    FIRST = "first"
+    PROBE = "probe"
+    COMPARISON = "comparison"
+
+
+class Reason(StrEnum):
+    """Why a round had no drafts."""
+
+    NONE = ""
+    OFF = "drafter off"
+    ALARM = "alarm"
+    UNWANTED = "not wanted by the sessions"
+    TOO_MANY = "too many sequences"
+    ACCEPTANCE = "acceptance too low"
+    DRAFTER = "drafter too slow"
+    BEHIND = "slower than plain"
+    COMPARING = "comparing with plain"
+    EMPTY = "nothing drafted"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A sequence that waits for its next token.
+
+    context: tokens so far. remaining: how many more are predicted, in any unit that all loads
+    share. num_living: unfinished samples of its group, itself included. speculates: False where
+    its session wants no drafts.
+    """
+
+    context: int
+    group: Hashable = None
+    remaining: float = 0.0
+    num_living: int = 1
+    speculates: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Milliseconds. verify: the target's forward and its draws; host: the rest but drafting.
+
+    usable: False where other work, a prefill for example, shared the forward.
+    """
+
+    draft_ms: float
+    verify_ms: float
+    host_ms: float = 0.0
+    usable: bool = True
+
+    @property
+    def target_ms(self) -> float:
+        return self.verify_ms + self.host_ms
+
+    @property
+    def all_ms(self) -> float:
+        return self.draft_ms + self.verify_ms + self.host_ms
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What happened; every tuple has B entries, in the order of the loads.
+
+    asked: of the drafter, at most. confidences: of the tokens that came. verified: how many of
+    those the target saw. accepted: how many of these stand. context: mean over the sequences.
+    """
+
+    asked: tuple[int, ...]
+    confidences: tuple[tuple[float, ...], ...]
+    verified: tuple[int, ...]
+    accepted: tuple[int, ...]
+    times: Times
+    context: float = 0.0
+    groups: tuple[Hashable, ...] = ()
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.asked)
+
+    @property
+    def num_verified(self) -> int:
+        return sum(self.verified)
+
+    @property
+    def num_rows(self) -> int:
+        """Of the target's forward."""
+        return self.num_sequences + self.num_verified
+
+    @property
+    def num_emitted(self) -> int:
+        return self.num_sequences + sum(self.accepted)
+
+    @property
+    def num_judged(self) -> tuple[int, ...]:
+        """Drafted tokens whose fate is known: those that stand, and the first that does not."""
+        return tuple(min(v, a + 1) for v, a in zip(self.verified, self.accepted, strict=True))
