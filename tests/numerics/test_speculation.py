@@ -1,0 +1,284 @@
+"""Samples with drafts are the samples without: tokens, log-probabilities, whatever drafts."""
+
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.numerics.drafting import Drafting
+from tests.numerics.test_paged_sampling import same, tuned
+from tests.numerics.tiny import Sampler, ask, open_store, random_prompt
+from tinkercloud.core.types import FromBase, SampleOutput, SampleRequest
+from tinkercloud.embedded import runners
+from tinkercloud.embedded.models import ModelStore
+from tinkercloud.embedded.speculation import Speculation
+from tinkercloud.embedded.speculation_trace import Trace
+from tinkercloud.speculative.drafter import Draft, Drafter, SilentDrafter, Stream
+from tinkercloud.speculative.drafter_table import drafter_table
+from tinkercloud.speculative.guarded_drafter import guarded
+from tinkercloud.speculative.trial_drafters import DyingDrafter, GarbageDrafter
+
+pytestmark = pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
+
+Requests = Mapping[str, tuple[str, SampleRequest]]
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def store(folder: Path, request: pytest.FixtureRequest) -> ModelStore:
+    return open_store(folder, dtype=request.param)
+
+
+@pytest.fixture
+def base(store: ModelStore) -> str:
+    return store.publish(FromBase("tiny"))
+
+
+class Oracle(SilentDrafter):
+    """Knows how each sample goes on; from `wrong_after` of its tokens on it errs now and then."""
+
+    def __init__(self, known: Sequence[Sequence[int]], err_every: int = 0):
+        self._known = [list(tokens) for tokens in known]
+        self._err_every = err_every
+
+    @property
+    def name(self) -> str:
+        return "oracle"
+
+    def propose(self, asked: Sequence[tuple[Stream, int]]) -> list[Draft]:
+        return [self._draft(stream, most) for stream, most in asked]
+
+    def _draft(self, stream: Stream, most: int) -> Draft:
+        own = stream.tokens
+        for tokens in self._known:
+            if tokens[: len(own)] == own:
+                going = tokens[len(own) : len(own) + most]
+                if self._err_every:
+                    going = [
+                        (token + 1) % 256 if (len(own) + i) % self._err_every == 0 else token
+                        for i, token in enumerate(going)
+                    ]
+                return Draft(tuple(going), (0.5,) * len(going))
+        return Draft()
+
+
+def named(name: str) -> Callable[[int], Drafter]:
+    return lambda vocab_size: drafter_table(vocab_size).make(name)
+
+
+def knowing(outputs: Mapping[str, SampleOutput], requests: Requests, err_every: int) -> Oracle:
+    known = []
+    for name, output in outputs.items():
+        prompt = requests[name][1].prompt.tolist()
+        known += [[*prompt, *one.tokens.tolist()] for one in output.sequences]
+    return Oracle(known, err_every)
+
+
+def all_same(found: Mapping[str, SampleOutput], expected: Mapping[str, SampleOutput]) -> None:
+    for name, output in expected.items():
+        same(found[name], output)
+        reasons = [[s.stop_reason for s in one.sequences] for one in (found[name], output)]
+        assert reasons[0] == reasons[1]
+
+
+def mixture(version: str, batch: int, temperature: float, **more: object) -> Requests:
+    return {
+        str(i): (
+            version,
+            ask(
+                random_prompt(5 + 7 * i, i), n=1 + i % 2, max_tokens=30 + i, seed=i,
+                temperature=temperature, **more,
+            ),
+        )
+        for i in range(batch)
+    }  # fmt: skip
+
+
+LAWS = [(0.0, {}), (0.7, {}), (1.0, {}), (1.0, {"top_p": 0.9}), (0.7, {"top_k": 5, "top_p": 0.9})]
+
+
+@pytest.mark.parametrize(("temperature", "more"), LAWS, ids=str)
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_drafts_change_no_token_and_no_logprob(
+    store: ModelStore, base: str, batch: int, temperature: float, more: dict[str, object]
+) -> None:
+    requests = mixture(base, batch, temperature, use_eos=False, **more)
+    plain = Sampler(store, num_threads=2).run(requests)
+    makers: dict[str, Callable[[int], Drafter]] = {
+        name: named(name) for name in ("off", "suffix", "always-wrong", "random")
+    }
+    makers["oracle"] = lambda _: knowing(plain, requests, 0)
+    makers["erring oracle"] = lambda _: knowing(plain, requests, 3)
+    for (name, make), most in itertools.product(makers.items(), (1, 2, 5, 8)):
+        drafting = Drafting(make, most)
+        found = Sampler(store, num_threads=2, speculate=drafting).run(requests)
+        all_same(found, plain)
+        if name == "oracle":  # samples of one prompt may begin alike
+            num_verified = sum(told.num_verified for told in drafting.policy.rounds)
+            assert drafting.policy.num_accepted > 0.9 * num_verified > 0
+
+
+def test_every_drafted_token_that_is_right_stands(store: ModelStore, base: str) -> None:
+    """30 tokens: one with the prompt, then a round for each 9."""
+    requests = {"0": (base, ask(random_prompt(20, 1), max_tokens=30, seed=1, use_eos=False))}
+    plain = Sampler(store).run(requests)
+    drafting = Drafting(lambda _: knowing(plain, requests, 0), 8)
+    sampler = Sampler(store, speculate=drafting)
+    all_same(sampler.run(requests), plain)
+    assert [told.accepted for told in drafting.policy.rounds] == [(8,), (8,), (8,), (1,)]
+    assert sampler.engine.num_tokens_sampled == 30
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_drafts_change_nothing_of_a_tuned_model_beside_others(
+    store: ModelStore, base: str, rank: int
+) -> None:
+    other = tuned(store, "m", rank)
+    requests = dict(mixture(base, 4, 1.0, use_eos=False))
+    requests |= {f"m{name}": (other, request) for name, (_, request) in requests.items()}
+    plain = Sampler(store).run(requests)
+    drafting = Drafting(lambda _: knowing(plain, requests, 4), 4)
+    all_same(Sampler(store, speculate=drafting).run(requests), plain)
+    assert drafting.policy.num_accepted > 0
+
+
+def test_a_sample_ends_inside_a_draft_where_it_would_have_ended(
+    store: ModelStore, base: str
+) -> None:
+    """At the end token, at a stop sequence, at max_tokens."""
+    free = ask(random_prompt(20, 2), n=4, max_tokens=40, seed=5, use_eos=False)
+    whole = Sampler(store).one(base, free)
+    wanted = whole.sequences[0].tokens.tolist()
+    for ended in (
+        {"stop_token_ids": (wanted[17],)},
+        {"stop_strings": (bytes(wanted[15:18]).decode("latin-1"),)},
+        {"max_tokens": 13},
+    ):
+        request = replace(free, params=replace(free.params, **ended))
+        requests = {"0": (base, request)}
+        plain = Sampler(store).run(requests)
+        lengths = [len(one.tokens) for one in plain["0"].sequences]
+        assert min(lengths) < 40
+        drafting = Drafting(lambda _: knowing({"0": whole}, {"0": (base, free)}, 0), 8)
+        sampler = Sampler(store, speculate=drafting)
+        all_same(sampler.run(requests), plain)
+        pool = next(iter(sampler.engine._devices.values())).pool
+        assert pool.num_available == pool.num_blocks
+
+
+def test_keys_and_values_after_a_round_are_those_of_a_fresh_prefill(
+    store: ModelStore, base: str
+) -> None:
+    """A second turn that begins with what was drafted and judged reuses its blocks."""
+    requests = {"0": (base, ask(random_prompt(30, 3), max_tokens=60, seed=2, use_eos=False))}
+    plain = Sampler(store).run(requests)
+    for err_every in (0, 2, 3, 7):
+        drafting = Drafting(lambda _, e=err_every: knowing(plain, requests, e), 6)
+        sampler = Sampler(store, speculate=drafting)
+        first = sampler.run(requests)
+        all_same(first, plain)
+        turn = [*requests["0"][1].prompt.tolist(), *first["0"].sequences[0].tokens.tolist(), 7, 8]
+        second = ask(turn, max_tokens=10, seed=4, use_eos=False)
+        found = sampler.one(base, second)
+        assert found.prompt_cache_hit_tokens >= 80
+        same(found, Sampler(store).one(base, second))
+
+
+def test_no_block_is_kept_for_drafts_that_did_not_stand(store: ModelStore, base: str) -> None:
+    sampler = Sampler(store, speculate=Drafting(named("always-wrong"), 8))
+    request = ask(random_prompt(10, 0), max_tokens=100, seed=1, use_eos=False)
+    sampler.engine.submit(store.version(base), request, lambda output: None)
+    while sampler.engine.busy:
+        sampler.engine.step()
+        for sequence in sampler.engine._running:
+            assert len(sequence.blocks) <= -(-len(sequence.tokens) // 16)
+            assert sequence.done == len(sequence.tokens) - 1
+
+
+def test_samples_that_lose_their_blocks_go_on_with_drafts(store: ModelStore, base: str) -> None:
+    requests = {
+        str(i): (base, ask(random_prompt(40 + i, i), n=2, seed=i, max_tokens=600, use_eos=False))
+        for i in range(2)
+    }
+    plain = Sampler(store).run(requests)
+    drafting = Drafting(lambda _: knowing(plain, requests, 5), 8)
+    tight = Sampler(store, kv_cache_bytes=1, speculate=drafting)  # room for 1024 tokens
+    all_same(tight.run(requests), plain)
+    assert tight.engine.num_preempted > 0
+    assert drafting.policy.num_accepted > 500
+
+
+@pytest.mark.parametrize("num_good", [0, 1, 5])
+def test_a_drafter_that_dies_costs_nothing_but_drafts(
+    store: ModelStore, base: str, num_good: int
+) -> None:
+    requests = mixture(base, 3, 1.0, use_eos=False)
+    plain = Sampler(store).run(requests)
+    for drafting in (
+        Drafting(lambda v: DyingDrafter(drafter_table(v).make("random"), num_good), 4),
+        Drafting(lambda v: GarbageDrafter(), 4),
+    ):
+        all_same(Sampler(store, speculate=drafting).run(requests), plain)
+
+
+def test_a_history_of_the_same_prompt_is_drafted_from(store: ModelStore, base: str) -> None:
+    """The suffix drafter, a second time over greedy samples: nearly all of them stands."""
+    requests = mixture(base, 3, 0.0, use_eos=False)
+    plain = Sampler(store).run(requests)
+    drafting = Drafting(named("suffix"), 6)
+    sampler = Sampler(store, speculate=drafting)
+    all_same(sampler.run(requests), plain)
+    before = len(drafting.policy.rounds)
+    all_same(sampler.run(requests), plain)
+    told = drafting.policy.rounds[before:]
+    assert sum(sum(one.accepted) for one in told) > 0.7 * sum(sum(one.verified) for one in told)
+
+
+def test_each_round_can_be_written_down(store: ModelStore, base: str, tmp_path: Path) -> None:
+    requests = {"0": (base, ask(random_prompt(20, 1), max_tokens=30, seed=1, use_eos=False))}
+    plain = Sampler(store).run(requests)
+    drafting = Drafting(lambda _: knowing(plain, requests, 4), 5)
+    path = tmp_path / "trace" / "rounds.jsonl"
+
+    def traced(*args: object) -> Speculation:
+        drafter = guarded(knowing(plain, requests, 4), 260)
+        return Speculation(drafter, drafting.policy, Trace(path))
+
+    Sampler(store, speculate=traced).run(requests)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    tokens = [*requests["0"][1].prompt.tolist(), *plain["0"].sequences[0].tokens.tolist()]
+    assert lines
+    for line in lines:
+        at, judged = line["position"], min(len(line["drafted"]), line["accepted"] + 1)
+        assert line["target"] == tokens[at : at + judged]
+        assert line["drafted"][: line["accepted"]] == line["target"][: line["accepted"]]
+
+
+def test_acceptance_is_what_the_targets_law_says(store: ModelStore, base: str) -> None:
+    """T4: random tokens and an honest suffix drafter raise no alarm; z is small."""
+    for name in ("random", "suffix"):
+        drafting = Drafting(named(name), 4)
+        sampler = Sampler(store, speculate=drafting)
+        for seed in range(6):
+            prompt = random_prompt(12, seed % 3)
+            sampler.one(base, ask(prompt, n=8, max_tokens=60, seed=100 + seed, use_eos=False))
+        assert drafting.speculation is not None
+        told = drafting.speculation.snapshot()["drafters"][name]
+        assert told["calibration_tokens"] > 200
+        assert abs(told["calibration_z"]) < 4
+        assert np.isfinite(told["calibration_z"])
+
+
+def test_a_draw_that_is_repeated_raises_no_alarm(store: ModelStore, base: str) -> None:
+    """Its own text of last time stands always, which is more often than the law says."""
+    drafting = Drafting(named("suffix"), 6)
+    sampler = Sampler(store, speculate=drafting)
+    request = ask(random_prompt(12, 1), n=4, max_tokens=60, seed=3, use_eos=False)
+    for _ in range(4):
+        sampler.one(base, request)
+    assert drafting.policy.num_accepted > 400
+    assert drafting.policy.most == 6
