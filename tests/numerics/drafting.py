@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.blocks import BlockPool
-from tinkercloud.embedded.engine import Speculate
 from tinkercloud.embedded.runners import Runner
 from tinkercloud.embedded.speculation import Speculation
 from tinkercloud.speculative.drafter import Drafter
@@ -22,6 +21,7 @@ class SteadyPolicy:
     reason: Reason = Reason.NONE
     rounds: list[Round] = field(default_factory=list)
     is_on: bool = True
+    stops: list[Reason] = field(default_factory=list)
 
     def limits(self, loads: Sequence[Load]) -> list[int]:
         return [self.most] * len(loads)
@@ -36,7 +36,8 @@ class SteadyPolicy:
         pass
 
     def stop(self, reason: Reason) -> None:
-        self.most, self.reason = 0, reason
+        """Only noted: what knows the target's draws would raise the alarm."""
+        self.stops.append(reason)
 
     @property
     def num_accepted(self) -> int:
@@ -55,7 +56,3 @@ class Drafting:
         drafter = guarded(self._make(vocab_size), vocab_size)
         self.speculation = Speculation(drafter, self.policy)
         return self.speculation
-
-
-def drafting(make: Callable[[int], Drafter], most: int) -> Speculate:
-    return Drafting(make, most)

@@ -21,6 +21,7 @@ from tinkercloud.embedded.speculation_trace import Trace
 from tinkercloud.speculative.drafter import Draft, Drafter, SilentDrafter, Stream
 from tinkercloud.speculative.drafter_table import drafter_table
 from tinkercloud.speculative.guarded_drafter import guarded
+from tinkercloud.speculative.rounds import Reason
 from tinkercloud.speculative.trial_drafters import DyingDrafter, GarbageDrafter
 
 pytestmark = pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
@@ -153,9 +154,12 @@ def test_a_sample_ends_inside_a_draft_where_it_would_have_ended(
     free = ask(random_prompt(20, 2), n=4, max_tokens=40, seed=5, use_eos=False)
     whole = Sampler(store).one(base, free)
     wanted = whole.sequences[0].tokens.tolist()
+    decoder = store.base("tiny").decoder
+    assert decoder is not None
+    texts = [decoder.decode([token]) for token in wanted[8:]]
     for ended in (
         {"stop_token_ids": (wanted[17],)},
-        {"stop_strings": (bytes(wanted[15:18]).decode("latin-1"),)},
+        {"stop_strings": (next(text for text in texts if text.isascii() and text),)},
         {"max_tokens": 13},
     ):
         request = replace(free, params=replace(free.params, **ended))
@@ -220,7 +224,7 @@ def test_a_drafter_that_dies_costs_nothing_but_drafts(
     plain = Sampler(store).run(requests)
     for drafting in (
         Drafting(lambda v: DyingDrafter(drafter_table(v).make("random"), num_good), 4),
-        Drafting(lambda v: GarbageDrafter(), 4),
+        Drafting(lambda v: GarbageDrafter(v), 4),
     ):
         all_same(Sampler(store, speculate=drafting).run(requests), plain)
 
@@ -281,4 +285,15 @@ def test_a_draw_that_is_repeated_raises_no_alarm(store: ModelStore, base: str) -
     for _ in range(4):
         sampler.one(base, request)
     assert drafting.policy.num_accepted > 400
-    assert drafting.policy.most == 6
+    assert drafting.policy.stops == []
+
+
+def test_a_drafter_that_knows_what_the_target_will_draw_raises_the_alarm(
+    store: ModelStore, base: str
+) -> None:
+    """Whoever stands more often than the law says has a hand in the noise, or the noise is not."""
+    requests = mixture(base, 8, 1.0, use_eos=False)
+    plain = Sampler(store).run(requests)
+    drafting = Drafting(lambda _: knowing(plain, requests, 0), 8)
+    all_same(Sampler(store, speculate=drafting).run(requests), plain)
+    assert Reason.ALARM in drafting.policy.stops

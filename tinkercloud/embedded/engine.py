@@ -215,12 +215,12 @@ class SamplingEngine:
             if not own:
                 continue
             samples = [one.sequence for one in own]
-            for sample, tokens in zip(samples, device.speculation.propose(samples), strict=True):
-                if sample.reserve(device.pool, len(sample.tokens) + len(tokens)):
-                    drafted[sample] = tokens
+            for one, tokens in zip(samples, device.speculation.propose(samples), strict=True):
+                if one.reserve(device.pool, len(one.tokens) + len(tokens)):
+                    drafted[one] = tokens
                 else:
-                    device.speculation.cut(sample)
-        return [replace(w, drafted=drafted[w.sequence]) if w.sequence in drafted else w for w in work]
+                    device.speculation.cut(one)
+        return [replace(one, drafted=drafted.get(one.sequence, ())) for one in work]
 
     def _end_round(self, ms: float, *, alone: bool) -> None:
         for device in self._devices.values():

@@ -133,7 +133,7 @@ class Speculation:
             turn.accepted, turn.chances, turn.is_judged = accepted, chances, True
 
     def round_over(self, whole_ms: float, *, usable: bool) -> None:
-        """whole_ms: of the round, its drafting included. usable: nothing else was computed in it."""
+        """whole_ms: of the round, its drafting included. usable: it was nothing but this round."""
         turns, self._round = list(self._round.values()), {}
         if not turns:
             return

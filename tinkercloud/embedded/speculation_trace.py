@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tinkercloud.embedded.sequences import Sequence as Sample
 from tinkercloud.speculative.drafter import Draft
@@ -17,35 +18,37 @@ class TracedDraft:
     verified: int
     accepted: int
 
+    def told(self) -> dict[str, Any]:
+        """target: its own tokens, up to the first that is not the drafted one."""
+        tokens, judged = self.sample.tokens, min(self.verified, self.accepted + 1)
+        at = len(tokens) - self.accepted - 1  # of the first drafted token
+        return {
+            "sample": self.sample.index,
+            "position": at,
+            "drafted": list(self.draft.tokens[: self.verified]),
+            "confidences": [round(one, 4) for one in self.draft.confidences[: self.verified]],
+            "target": tokens[at : at + judged],
+            "accepted": self.accepted,
+        }
+
 
 class Trace:
-    """Writes a line for each draft that was verified; flushed with every round."""
+    """Writes a line for each draft that was verified."""
 
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
         self._round = 0
 
-    def round(
-        self, drafter: str, kind: str, drafts: Sequence[TracedDraft], times: Times
-    ) -> None:
+    def round(self, drafter: str, kind: str, drafts: Sequence[TracedDraft], times: Times) -> None:
         self._round += 1
-        for one in drafts:
-            tokens = one.sample.tokens
-            judged = min(one.verified, one.accepted + 1)
-            at = len(tokens) - one.accepted - 1  # of the first drafted token
-            told = {
-                "round": self._round,
-                "drafter": drafter,
-                "kind": kind,
-                "sample": one.sample.index,
-                "position": at,
-                "drafted": list(one.draft.tokens[: one.verified]),
-                "confidences": [round(c, 4) for c in one.draft.confidences[: one.verified]],
-                "target": tokens[at : at + judged],
-                "accepted": one.accepted,
-                "draft_ms": round(times.draft_ms, 3),
-                "verify_ms": round(times.target_ms, 3),
-            }
-            self._file.write(json.dumps(told) + "\n")
-        self._file.flush()
+        shared = {
+            "round": self._round,
+            "drafter": drafter,
+            "kind": kind,
+            "draft_ms": round(times.draft_ms, 3),
+            "verify_ms": round(times.target_ms, 3),
+        }
+        with self._path.open("a", encoding="utf-8") as file:
+            for one in drafts:
+                file.write(json.dumps({**shared, **one.told()}) + "\n")

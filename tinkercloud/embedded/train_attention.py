@@ -48,13 +48,24 @@ Kept = list[_Kept]
 
 
 class PackedAttention:
-    """Attention for sequences of these rows of a packing, which together have all of them."""
+    """Attention for sequences of these rows of a packing, which together have all of them.
 
-    def __init__(self, sequences: Sequence[NDArray[np.int64]], num_rows: int, device: torch.device):
+    exact: no padding, so that in bfloat16 results are rounded as those of each sequence alone; only
+    sequences of one length are one call.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequence[NDArray[np.int64]],
+        num_rows: int,
+        device: torch.device,
+        *,
+        exact: bool = False,
+    ):
         places = _Places(sequences, num_rows)
         self._buckets = [
             _gathered(size, members, sequences, places, device)
-            for size, members in _members(sequences).items()
+            for size, members in _members(sequences, exact=exact).items()
         ]
         self._sums = places.sums(device)
 
@@ -145,11 +156,12 @@ class _Places:
         )
 
 
-def _members(sequences: Sequence[NDArray[np.int64]]) -> dict[int, list[int]]:
-    """bucket -> its sequences."""
+def _members(sequences: Sequence[NDArray[np.int64]], *, exact: bool) -> dict[int, list[int]]:
+    """Padded length -> its sequences."""
     members: dict[int, list[int]] = {}
     for index, rows in enumerate(sequences):
-        members.setdefault(bucket(len(rows)), []).append(index)
+        length = len(rows) if exact else bucket(len(rows))
+        members.setdefault(length, []).append(index)
     return members
 
 

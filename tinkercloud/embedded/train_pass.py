@@ -67,7 +67,12 @@ class _Pass:
         self._tokens = base.tensor(layout.tokens)
         self._linears = Linears(base.weights, parts)
         rotation = base.architecture.rotary(base.tensor(layout.positions))
-        attention = PackedAttention(layout.sequences(), len(layout.tokens), base.device)
+        attention = PackedAttention(
+            layout.sequences(),
+            len(layout.tokens),
+            base.device,
+            exact=base.dtype != torch.float32,
+        )
         # The padding is a sequence of its own, in nobody's segment and without gradient.
         segments = [Segment(part, *layout.span(i)) for i, part in enumerate(parts)]
         self._blocks = Blocks(base.architecture, self._linears, segments, attention, rotation)
