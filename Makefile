@@ -83,6 +83,7 @@ bench: install $(SGLANG)/installed ## all benchmarks, beside the peers that are 
 	$(BIN)/python benchmarks/sharing.py --json benchmarks/results/sharing.json
 	$(BIN)/python benchmarks/training.py --json benchmarks/results/training.json
 	$(BIN)/python benchmarks/rl_step.py --json benchmarks/results/rl_step.json
+	$(BIN)/python benchmarks/speculation.py --json benchmarks/results/speculation.json
 	$(BIN)/python benchmarks/render.py
 
 # protoc 25: its code carries no runtime version check, so it serves protobuf 5, 6 and 7.

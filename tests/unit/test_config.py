@@ -56,6 +56,8 @@ def test_every_setting_can_be_given_by_its_variable(setting):
         "backend": "fake",
         "auth": "no",
         "log_level": "debug",
+        "speculate": "suffix",
+        "speculate_trace": "/some/rounds.jsonl",
         "cluster.strategy": "SPREAD",
         "cluster.trainer": "miles",
         "cluster.device": "cpu",

@@ -12,6 +12,7 @@ backend can know. Anything else that escapes is a defect and fails the future as
 
 from abc import ABC, abstractmethod
 from pathlib import Path
+from typing import Any
 
 from tinkercloud.core.types import (
     AdamParams,
@@ -91,6 +92,14 @@ class Backend(ABC):
         """Why an operation of this model, or a sample from this version, waits for capacity, in
         words for its user; None: it does not. Cheap; asked when a poll ends without a result."""
         return None
+
+    def speculation(self) -> dict[str, Any]:
+        """What drafts do, by base model, for JSON; empty where the backend has none of its own."""
+        return {}
+
+    def metrics(self) -> list[str]:
+        """Lines in Prometheus' text format, beside those of `stats`."""
+        return []
 
     @abstractmethod
     def stats(self) -> dict[str, float | int | str]:

@@ -1,6 +1,7 @@
 """The embedded backend: every method is a call into the engine process."""
 
 from pathlib import Path
+from typing import Any
 
 from tinkercloud.backends.base import Backend
 from tinkercloud.config import Config
@@ -37,6 +38,8 @@ class EmbeddedBackend(Backend):
             version_cache_bytes=engine.version_cache_bytes,
             microbatch_tokens=engine.microbatch_tokens,
             activation_bytes=engine.activation_bytes,
+            speculate=config.speculate,
+            speculate_trace=config.speculate_trace,
         )
         self._host = EngineHost(settings, engine.restart_limit)
 
@@ -77,4 +80,10 @@ class EmbeddedBackend(Backend):
 
     def stats(self) -> dict[str, float | int | str]:
         own = {"engine_alive": int(self._host.alive), "engine_restarts": self._host.num_restarts}
-        return {**self._host.engine_stats, **own}
+        return {**self._host.stats.values, **own}
+
+    def speculation(self) -> dict[str, Any]:
+        return self._host.stats.speculation
+
+    def metrics(self) -> list[str]:
+        return self._host.stats.metrics

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,6 +43,7 @@ PREFILL_ROWS = 1024  # of all prompts in one step, about
 class _Device:
     """What the versions of one base share."""
 
+    base: BaseModel
     pool: BlockPool
     runner: Runner
     scorer: Runner  # of prompts whose log-probabilities are wanted; may be the runner
@@ -139,6 +141,15 @@ class SamplingEngine:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting) + len(self._ready)
+
+    def speculation(self) -> tuple[dict[str, Any], list[str]]:
+        """What drafts do, by base model, and lines of the first one's for Prometheus."""
+        told, lines = {}, list[str]()
+        for device in self._devices.values():
+            if device.speculation is not None:
+                told[device.base.name] = device.speculation.snapshot()
+                lines = lines or device.speculation.lines()
+        return told, lines
 
     def submit(self, version: Version, request: SampleRequest, reply: Reply) -> None:
         scores = PromptScores(request) if PromptScores.wanted(request) else None
@@ -354,7 +365,7 @@ class SamplingEngine:
                 self._runner = runner_for(base, self._num_threads)
             scorer = scorer_for(base, self._runner)
             speculation = self._speculate(base, self._runner, pool) if self._speculate else None
-            self._devices[id(base)] = _Device(pool, self._runner, scorer, speculation)
+            self._devices[id(base)] = _Device(base, pool, self._runner, scorer, speculation)
         return self._devices[id(base)]
 
     def _runner_of(self, work: _Work) -> Runner:

@@ -46,7 +46,7 @@ class EngineHost:
         self._gave_up = ""
         self._starts: deque[float] = deque()
         self.num_restarts = 0
-        self.engine_stats: dict[str, float | int | str] = {}
+        self.stats = Stats()
 
     async def start(self) -> tuple[ServedModel, ...]:
         """Start the engine and wait until it serves. Raises ConfigError when it cannot."""
@@ -165,7 +165,7 @@ class EngineHost:
             except (asyncio.IncompleteReadError, ConnectionError):
                 return
             if isinstance(message, Stats):
-                self.engine_stats = message.values
+                self.stats = message
             elif isinstance(message, Result):
                 self._settle(message)
 

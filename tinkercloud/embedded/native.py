@@ -134,7 +134,7 @@ def _compiled() -> Path:
     if compiler is None:
         raise FileNotFoundError("there is no C compiler (install gcc or clang, or set CC)")
     texts = [path.read_text() for path in (*SOURCES, *HEADERS)]
-    what = "\n".join((*texts, compiler, *FLAGS, _processor()))
+    what = "\n".join((*texts, compiler, *FLAGS, processor()))
     name = f"kernels-{hashlib.sha256(what.encode()).hexdigest()[:24]}.so"
     folder = user_cache_dir()
     if (folder / name).exists():
@@ -150,8 +150,8 @@ def _compiled() -> Path:
     return folder / name
 
 
-def _processor() -> str:
-    """What -march=native depends on."""
+def processor() -> str:
+    """What -march=native depends on, and with it what a pass takes."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:

@@ -31,6 +31,8 @@ class EngineSettings:
     version_cache_bytes: int
     microbatch_tokens: int
     activation_bytes: int
+    speculate: str
+    speculate_trace: Path | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +67,12 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Sent about once a second while the engine works."""
+    """Sent about once a second while the engine works. speculation: by base model; metrics: more of
+    it, as lines in Prometheus' text format."""
 
     values: dict[str, float | int | str] = field(default_factory=dict)
+    speculation: dict[str, Any] = field(default_factory=dict)
+    metrics: list[str] = field(default_factory=list)
 
 
 def pack(message: object) -> bytes:

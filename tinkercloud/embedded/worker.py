@@ -32,8 +32,10 @@ from tinkercloud.embedded.protocol import (
     pack,
     receive,
 )
+from tinkercloud.embedded.speculation_choice import speculate
 from tinkercloud.embedded.train_plan import Limits
 from tinkercloud.embedded.training_queue import TrainingQueue
+from tinkercloud.embedded.turns import Turns
 from tinkercloud.embedded.version_cache import VersionCache
 from tinkercloud.errors import ConfigError
 from tinkercloud.weights.loader import read_config
@@ -51,17 +53,20 @@ class Worker:
 
     def __init__(self, settings: EngineSettings, send: Callable[[object], None]):
         self._send = send
+        threads = settings.threads or usable_cores()
         self._engine = SamplingEngine(
             max_batch=settings.max_batch,
             depth=settings.decode_depth,
             kv_cache_bytes=settings.kv_cache_bytes,
-            num_threads=settings.threads or usable_cores(),
+            num_threads=threads,
+            speculate=speculate(settings.speculate, settings.speculate_trace, threads),
         )
         self._settings = settings
         self._models: ModelStore | None = None
         self._limits = Limits(settings.microbatch_tokens, settings.activation_bytes)
         self._training = TrainingQueue(self._limits)
         self._inbox: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._turns = Turns()
         self._last_stats_s = 0.0
 
     def start(self) -> tuple[ServedModel, ...]:
@@ -100,8 +105,7 @@ class Worker:
                 self._report(force=True)
             if not self._take_messages(block=idle):
                 return
-            self._serve_samples()
-            self._train_a_little()
+            self._work()
             self._report()
 
     def put(self, message: Call | None) -> None:
@@ -157,36 +161,31 @@ class Worker:
 
     # ---- work
 
-    def _serve_samples(self, budget_s: float = 0.0) -> None:
-        """At least one step; more until the budget is used."""
-        until = time.monotonic() + budget_s
-        while self._engine.busy:
-            try:
-                self._engine.step()
-            except Exception as error:
-                log.exception("a sampling step failed")
-                self._engine.fail_all(error)
-            if time.monotonic() >= until:
-                return
-            self._take_samples_waiting()
+    def _work(self) -> None:
+        """One step of sampling, or a slice of training."""
+        began = time.monotonic()
+        waiting = {"samples_wait": self._engine.busy, "training_waits": bool(self._training)}
+        samples = self._turns.is_for_samples(**waiting)
+        if samples:
+            self._sample_once()
+        elif self._training:
+            self._train_a_little()
+        both = all(waiting.values()) and self._engine.busy and bool(self._training)
+        self._turns.took(time.monotonic() - began, samples=samples, both_wait=both)
 
-    def _take_samples_waiting(self) -> None:
-        # Messages are taken in order; a stop (None) must not be lost, so it is put back.
-        if not self._inbox.empty() and not self._take_messages(block=False):
-            self._inbox.put(None)
+    def _sample_once(self) -> None:
+        try:
+            self._engine.step()
+        except Exception as error:
+            log.exception("a sampling step failed")
+            self._engine.fail_all(error)
 
     def _train_a_little(self) -> None:
-        """A slice of the waiting calls' work, then as much time for samples."""
-        if not self._training:
-            return
-        began = time.monotonic()
         for done in self._training.step(TRAINING_SLICE_S):
             if done.error is not None:
                 self._answer_error(done.call_id, done.error)
             else:
                 self._send(Result(done.call_id, done.output))
-        if self._engine.busy:
-            self._serve_samples(time.monotonic() - began)
 
     def _report(self, *, force: bool = False) -> None:
         now = time.monotonic()
@@ -202,7 +201,8 @@ class Worker:
                     "training_waiting": len(self._training),
                     "tokens_sampled": self._engine.num_tokens_sampled,
                     **self._models.counts(),
-                }
+                },
+                *self._engine.speculation(),
             )
         )
 

@@ -1,4 +1,6 @@
-"""Whether the server lives."""
+"""Whether the server lives, and what it does."""
+
+import re
 
 from fastapi import APIRouter, Response
 
@@ -16,6 +18,24 @@ async def healthz() -> Response:
 @router.get("/health")
 async def health(services: ServicesDep) -> Response:
     stats = services.backend.stats()
-    return json_answer(
-        {"status": "ok", "num_pending": services.tasks.num_pending, "backend": stats}
-    )
+    told = {"status": "ok", "num_pending": services.tasks.num_pending, "backend": stats}
+    speculation = services.backend.speculation()
+    return json_answer({**told, "speculation": speculation} if speculation else told)
+
+
+@router.get("/metrics")
+async def metrics(services: ServicesDep) -> Response:
+    """In Prometheus' text format."""
+    gauges = {"requests_pending": services.tasks.num_pending, **services.backend.stats()}
+    lines = [
+        line
+        for name, value in gauges.items()
+        if isinstance(value, int | float)
+        for line in (f"# TYPE {_metric(name)} gauge", f"{_metric(name)} {float(value)!r}")
+    ]
+    body = "\n".join([*lines, *services.backend.metrics(), ""])
+    return Response(body, media_type="text/plain; version=0.0.4")
+
+
+def _metric(name: str) -> str:
+    return "tinkercloud_" + re.sub(r"[^a-zA-Z0-9_]+", "_", name)

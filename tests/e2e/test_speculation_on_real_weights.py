@@ -1,0 +1,178 @@
+"""Drafts on real weights: the same tokens and log-probabilities, whoever drafts and how much."""
+
+import itertools
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from tests.numerics.drafting import Drafting
+from tests.serving import Server, start_server
+from tinkercloud.core.types import SampleOutput, SampleRequest, SamplingParams
+from tinkercloud.embedded import runners
+from tinkercloud.embedded.base_model import BaseModel
+from tinkercloud.embedded.engine import SamplingEngine
+from tinkercloud.embedded.versions import Version
+from tinkercloud.speculative.drafter_table import drafter_table
+from tinkercloud.weights.tokenizer import ensure_tokenizer_folder
+
+pytestmark = pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
+TEXTS = (
+    '[{"id": 1, "name": "item 1"}, {"id": 2, "name": "item 2"}, {"id":',
+    "1 + 1 = 2\n2 + 2 = 4\n3 + 3 =",
+    "The capital of France is",
+    "def add(a, b):\n    return a + b\n\n\ndef",
+    "Once upon a time",
+    "one two three one two three one",
+    "Dear Sir or Madam,\n",
+    "- apples\n- pears\n-",
+)
+LAWS: tuple[Mapping[str, object], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.7},
+    {"temperature": 1.0},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 1.0, "stop_strings": ("\n",)},
+)
+DRAFTERS = ("off", "suffix", "always-wrong", "random")
+TOKENS = 24
+Outputs = list[SampleOutput]
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def version(
+    request: pytest.FixtureRequest, smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Version:
+    tokenizer = ensure_tokenizer_folder(smollm2_gguf, tmp_path_factory.mktemp("tokenizer"))
+    base = BaseModel.load("m", smollm2_gguf, tokenizer, request.param, torch.device("cpu"))
+    return Version("v", base, base.weights, None, 1.0)
+
+
+def requests_of(version: Version, batch: int, law: Mapping[str, object]) -> list[SampleRequest]:
+    decoder = version.base.decoder
+    assert isinstance(decoder, Tokenizer)
+    return [
+        SampleRequest(
+            np.array(decoder.encode(TEXTS[i]).ids, np.int32),
+            1,
+            SamplingParams(TOKENS + i, 10 + i, **law),  # type: ignore[arg-type]
+        )
+        for i in range(batch)
+    ]
+
+
+def sampled(version: Version, requests: list[SampleRequest], drafting: Drafting | None) -> Outputs:
+    engine = SamplingEngine(max_batch=8, kv_cache_bytes=2**28, num_threads=2, speculate=drafting)
+    outputs: dict[int, SampleOutput | BaseException] = {}
+    for i, request in enumerate(requests):
+        engine.submit(version, request, lambda one, i=i: outputs.__setitem__(i, one))
+    while engine.busy:
+        engine.step()
+    return [one for i in range(len(requests)) if isinstance(one := outputs[i], SampleOutput)]
+
+
+def require_same(found: Outputs, expected: Outputs) -> None:
+    for a, b in zip(found, expected, strict=True):
+        for one, other in zip(a.sequences, b.sequences, strict=True):
+            assert np.array_equal(one.tokens, other.tokens)
+            assert np.array_equal(one.logprobs, other.logprobs)
+            assert one.stop_reason == other.stop_reason
+
+
+def equal_for(version: Version, batch: int, law: Mapping[str, object], lengths: range) -> None:
+    requests = requests_of(version, batch, law)
+    plain = sampled(version, requests, None)
+    for name, most in itertools.product(DRAFTERS, lengths):
+        drafting = Drafting(lambda size, name=name: drafter_table(size).make(name), most)
+        require_same(sampled(version, requests, drafting), plain)
+
+
+@pytest.mark.parametrize(("batch", "law"), [(1, LAWS[0]), (3, LAWS[2]), (8, LAWS[3])], ids=str)
+def test_samples_with_drafts_equal_those_without(
+    version: Version, batch: int, law: Mapping[str, object]
+) -> None:
+    equal_for(version, batch, law, range(4, 9, 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("law", LAWS, ids=str)
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_the_whole_matrix_of_samples_with_drafts_equals_those_without(
+    version: Version, batch: int, law: Mapping[str, object]
+) -> None:
+    equal_for(version, batch, law, range(9))
+
+
+def test_repeated_text_takes_few_passes(version: Version) -> None:
+    """Greedy, and in a circle: most rounds bring several tokens."""
+    requests = requests_of(version, 6, LAWS[0])[5:]
+    requests = [SampleRequest(one.prompt, 1, SamplingParams(96, 0, 0.0)) for one in requests]
+    drafting = Drafting(lambda size: drafter_table(size).make("suffix"), 8)
+    require_same(sampled(version, requests, drafting), sampled(version, requests, None))
+    assert len(drafting.policy.rounds) < 96 / 2
+
+
+@pytest.fixture(scope="module")
+def server(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("server")
+    trace = str(folder / "rounds.jsonl")
+    arguments = ("--model", f"m={smollm2_gguf}", "--speculate", "suffix")
+    with start_server(*arguments, "--speculate-trace", trace, data_dir=folder / "data") as server:
+        yield server
+
+
+def test_a_server_drafts_by_itself_and_tells_of_it(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in server.sdk_environment.items():
+        monkeypatch.setenv(name, value)
+    import tinker
+
+    service = tinker.ServiceClient()
+    sampler = service.create_sampling_client(base_model="m").result()
+    prompt = tinker.ModelInput.from_ints(list(range(100, 120)) * 4)
+    params = tinker.SamplingParams(max_tokens=120, temperature=0.0, stop=[])
+    answers = [
+        sampler.sample(prompt, num_samples=1, sampling_params=params).result() for _ in range(3)
+    ]
+    first = answers[0].sequences[0]
+    assert all(one.sequences[0].tokens == first.tokens for one in answers)
+    assert all(one.sequences[0].logprobs == first.logprobs for one in answers)
+    with server.http() as http:
+        told = _told(http)
+        metrics = http.get("/metrics")
+    assert told["drafters"]["suffix"]["depths"][0]["accepted"] > 0
+    assert told["tokens"] > told["forwards"]
+    assert metrics.status_code == 200
+    lines = dict(
+        line.rsplit(" ", 1) for line in metrics.text.splitlines() if not line.startswith("#")
+    )
+    assert float(lines["tinkercloud_tokens_sampled"]) >= 360
+    assert float(lines["tinkercloud_speculation_tokens_total"]) > 0
+    assert all(math.isfinite(float(value)) for value in lines.values())
+
+
+def test_each_draft_of_a_server_can_be_read(server: Server) -> None:
+    """After the test above."""
+    lines = (server.data_dir.parent / "rounds.jsonl").read_text().splitlines()
+    assert lines
+    for told in map(json.loads, lines):
+        assert told["drafted"][: told["accepted"]] == told["target"][: told["accepted"]]
+
+
+def _told(http: httpx.Client) -> dict[str, object]:
+    """Figures come about once a second."""
+    import time
+
+    for _ in range(40):
+        told = http.get("/health").json().get("speculation", {}).get("m")
+        if told and told["tokens"] >= 300:
+            return told
+        time.sleep(0.1)
+    raise AssertionError("no figures of speculation")

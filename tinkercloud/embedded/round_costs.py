@@ -1,0 +1,103 @@
+"""What a round of the target takes on this machine: measured once, then kept in the user's cache.
+
+`speculative.costs` says which rounds are measured and what is made of the times.
+"""
+
+import hashlib
+import json
+import logging
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tinkercloud.config import user_cache_dir
+from tinkercloud.decoding.sampler import RowParams, sample
+from tinkercloud.embedded.base_model import BaseModel
+from tinkercloud.embedded.blocks import BlockPool, blocks_for
+from tinkercloud.embedded.native import processor
+from tinkercloud.embedded.runners import Batch, Runner
+from tinkercloud.embedded.versions import Version
+from tinkercloud.speculative.costs import CostTable, measured
+
+logger = logging.getLogger(__name__)
+
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+MOST_BLOCKS = 0.5  # of those that are free
+
+
+class Rounds:
+    """Rounds of no sample, to be timed."""
+
+    def __init__(self, base: BaseModel, runner: Runner, pool: BlockPool):
+        self._base, self._runner, self._pool = base, runner, pool
+        self._version = Version("round costs", base, base.weights, None, 1.0)
+
+    @torch.inference_mode()
+    def ms(self, rows: int, sequences: int, context: int) -> float:
+        """`rows` of that many sequences, each with so many tokens before them."""
+        counts = np.full(sequences, rows // sequences)
+        counts[: rows % sequences] += 1
+        each = blocks_for(min(context, self._longest(int(counts.max()))) + int(counts.max()))
+        room = int(self._pool.num_available * MOST_BLOCKS) // each
+        blocks = self._pool.take(each * max(1, min(room, sequences)))
+        if blocks is None:
+            raise MemoryError("there are too few blocks of keys and values to measure rounds")
+        try:
+            batch = self._batch(counts, np.resize(blocks, (sequences, each)).astype(np.int32))
+            began = time.perf_counter()
+            logits = self._runner.forward(batch, self._pool)
+            params = [RowParams(1.0, -1, 1.0, 0, 0, position) for position in range(rows)]
+            sample(logits, params, self._runner.scan)
+            return 1e3 * (time.perf_counter() - began)
+        finally:
+            self._pool.drop(blocks)
+
+    def _longest(self, rows: int) -> int:
+        return self._base.config.max_position_embeddings - rows
+
+    def _batch(self, counts: np.ndarray, tables: np.ndarray) -> Batch:
+        rows = int(counts.sum())
+        within = np.arange(rows) - np.repeat(np.cumsum(counts) - counts, counts)
+        start = tables.shape[1] * 16 - int(counts.max())
+        return Batch(
+            np.arange(rows, dtype=np.int64) % self._base.config.vocab_size,
+            (start + within).astype(np.int32),
+            np.repeat(np.arange(len(counts)), counts).astype(np.int32),
+            tables,
+            [(self._version, rows)],
+            np.arange(rows, dtype=np.int64),
+        )
+
+
+def round_costs(base: BaseModel, runner: Runner, pool: BlockPool, num_threads: int) -> CostTable:
+    """From the cache, where a model of this shape was measured on such a machine."""
+    path = _path(base, num_threads)
+    known = _read(path)
+    if known is not None:
+        return known
+    began = time.perf_counter()
+    found = CostTable(measured(Rounds(base, runner, pool).ms, ROWS, num_passes=1))
+    logger.info("measured what rounds cost in %.1f s", time.perf_counter() - began)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_suffix(f".{time.monotonic_ns()}")
+    scratch.write_text(json.dumps(found.to_json()), encoding="utf-8")
+    scratch.replace(path)
+    return found
+
+
+def _path(base: BaseModel, num_threads: int) -> Path:
+    shape = (sorted(base.config.linear_shapes().items()), str(base.dtype), num_threads, ROWS)
+    told = hashlib.sha256(f"{shape}\n{processor()}".encode()).hexdigest()[:24]
+    return user_cache_dir() / f"round-costs-{told}.json"
+
+
+def _read(path: Path) -> CostTable | None:
+    try:
+        return CostTable.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        logger.warning("%s is measured anew: %s", path, error)
+        return None
