@@ -83,6 +83,7 @@ NOT_QUICK = (LEAN, TRL, SKYRL)
 SHORT_TOKENS, SHORT_TURNS = 4096, 3
 """A batch that takes seconds is measured in turns: the machine may be slower in one minute than in
 the next."""
+LONG_TOKENS = 8192
 ONE_TURN = (LEAN, TRL, SKYRL)
 COLUMNS = (
     *("batch", "tokens", "contender", "dtype", "tokens/s", "of the matrix limit"),
@@ -201,6 +202,10 @@ class Bench:
             process.communicate()
         return process.returncode, output, said
 
+    def _repeats(self, lengths: Sequence[int]) -> int:
+        """A batch of minutes is long enough once."""
+        return self.repeats if sum(lengths) <= LONG_TOKENS else 1
+
     def _job(self, name: str, lengths: Sequence[int], dtype: str) -> Job:
         start, generator = self.starts[CONTENDERS[name].unembedding], np.random.default_rng(0)
 
@@ -209,7 +214,7 @@ class Bench:
 
         return Job(
             str(start.model), str(start.adapter), [ids(n) for n in lengths],
-            [ids(min(lengths[0], 64))], self.repeats, usable_cores(), LEARNING_RATE,
+            [ids(min(lengths[0], 64))], self._repeats(lengths), usable_cores(), LEARNING_RATE,
             CONTENDERS[name].variant, dtype, str(self.peers), tempfile.mkdtemp(dir=self.root),
         )  # fmt: skip
 
