@@ -46,7 +46,7 @@ from tinkercloud.embedded.speculation_bench import (  # noqa: E402
     require_equal,
     timed,
 )
-from tinkercloud.embedded.speculation_choice import speculate  # noqa: E402
+from tinkercloud.embedded.speculation_choice import Asked, speculate  # noqa: E402
 from tinkercloud.embedded.train_plan import Limits  # noqa: E402
 from tinkercloud.embedded.version_cache import VersionCache  # noqa: E402
 from tinkercloud.weights.tokenizer import ensure_tokenizer_folder  # noqa: E402
@@ -107,7 +107,7 @@ class Bench:
         self._store = ModelStore(
             lambda name: self.base, VersionCache(scratch / "versions", 2**30), Limits(1024)
         )
-        self._speculate = speculate("suffix", None, self.threads)
+        self._speculate = speculate(Asked("suffix", None, self.threads, scratch))
         assert self._speculate is not None
         self._version = self._store.version(self._store.publish(FromBase("smollm2")))
 

@@ -35,7 +35,7 @@ HELP = {
     "result_ttl_s": "seconds that a finished result is kept",
     "engine.threads": "threads that compute; auto: the cores this process may use",
     "engine.max_batch": "sequences decoded together",
-    "speculate": "what drafts for samples: auto, off or suffix; it changes time only [auto]",
+    "speculate": "what drafts for samples: auto, off, suffix, model:PATH; it changes time only",
     "speculate_trace": "write each draft and what became of it to this file (JSON lines)",
     "engine.decode_depth": "no prompts are begun beyond so many times max-batch samples",
     "engine.kv_cache_bytes": "memory for keys and values; K, M, G count in 1024",

@@ -128,7 +128,7 @@ class Config:
     gap_grace_s: float = 10.0  # how long an early forward_backward waits for missing seq_ids
     max_body_bytes: int = 1024**3
     result_ttl_s: float = 24 * 3600.0  # how long a finished result is kept
-    speculate: str = "auto"  # what drafts for samples: auto, off, suffix
+    speculate: str = "auto"  # what drafts for samples: auto, off, suffix, model:PATH
     speculate_trace: Path | None = None  # each round of it, as lines of JSON
     engine: EngineConfig = field(default_factory=EngineConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -141,8 +141,11 @@ class Config:
                 raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")
         if self.gap_grace_s < 0:
             raise ConfigError(f"gap_grace_s must not be negative: {self.gap_grace_s}")
-        if self.speculate not in DRAFTERS:
-            raise ConfigError(f"speculate is {self.speculate!r}, not one of {', '.join(DRAFTERS)}")
+        kind, _, path = self.speculate.partition(":")
+        if self.speculate not in DRAFTERS and not (kind == "model" and path):
+            raise ConfigError(
+                f"speculate is {self.speculate!r}, not one of {', '.join(DRAFTERS)}, model:PATH"
+            )
         if not self.auth and self.host not in LOOPBACK_HOSTS:
             raise ConfigError(
                 f"refusing to bind {self.host} without authentication; "

@@ -12,12 +12,17 @@ import torch
 
 from tests.numerics.drafting import Drafting
 from tests.numerics.test_paged_sampling import same, tuned
-from tests.numerics.tiny import Sampler, ask, open_store, random_prompt
+from tests.numerics.tiny import Sampler, ask, open_store, random_prompt, write_tiny_model
 from tinkercloud.core.types import FromBase, SampleOutput, SampleRequest
 from tinkercloud.embedded import runners
+from tinkercloud.embedded.base_model import BaseModel
+from tinkercloud.embedded.blocks import BlockPool
+from tinkercloud.embedded.model_drafter import ModelDrafter
 from tinkercloud.embedded.models import ModelStore
+from tinkercloud.embedded.runners import NativeRunner
 from tinkercloud.embedded.speculation import Speculation
 from tinkercloud.embedded.speculation_trace import Trace
+from tinkercloud.embedded.versions import Version
 from tinkercloud.speculative.drafter import Draft, Drafter, SilentDrafter, Stream
 from tinkercloud.speculative.drafter_table import drafter_table
 from tinkercloud.speculative.guarded_drafter import guarded
@@ -121,6 +126,55 @@ def test_drafts_change_no_token_and_no_logprob(
         if name == "oracle":  # samples of one prompt may begin alike
             num_verified = sum(told.num_verified for told in drafting.policy.rounds)
             assert drafting.policy.num_accepted > 0.9 * num_verified > 0
+
+
+@pytest.fixture(scope="module")
+def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("other"), seed=1)
+
+
+def model(folder: Path, dtype: torch.dtype, num_blocks: int = 400) -> Callable[[int], Drafter]:
+    def make(_: int) -> ModelDrafter:
+        base = BaseModel.load("draft", folder, folder, dtype, torch.device("cpu"))
+        pool = BlockPool(base.config, dtype, base.device, num_blocks)
+        version = Version("draft", base, base.weights, None, 1.0)
+        return ModelDrafter(version, NativeRunner(1), pool)
+
+    return make
+
+
+@pytest.mark.parametrize(("temperature", "more"), LAWS, ids=str)
+def test_a_model_drafts_by_the_targets_own_noise(
+    store: ModelStore, folder: Path, other_folder: Path, temperature: float, more: dict[str, object]
+) -> None:
+    """The target itself as its draft is always right; another model, and one without room, change
+    nothing."""
+    base = store.publish(FromBase("tiny"))
+    requests = mixture(base, 5, temperature, use_eos=False, **more)
+    plain = Sampler(store, num_threads=2).run(requests)
+    dtype = store.base("tiny").dtype
+    for make in (model(folder, dtype), model(other_folder, dtype), model(folder, dtype, 7)):
+        for most in (1, 4, 8):
+            drafting = Drafting(make, most)
+            found = Sampler(store, num_threads=2, speculate=drafting).run(requests)
+            all_same(found, plain)
+    right = Drafting(model(folder, dtype), 4)
+    all_same(Sampler(store, speculate=right).run(requests), plain)
+    assert right.policy.num_accepted == sum(told.num_verified for told in right.policy.rounds) > 0
+
+
+def test_another_models_drafts_stand_more_often_than_chance(
+    store: ModelStore, base: str, folder: Path
+) -> None:
+    """One that was tuned a little, at temperature 1: the noise is shared."""
+    tuned_id = tuned(store, "m", 4)
+    requests = {"0": (tuned_id, ask(random_prompt(20, 1), n=8, max_tokens=60, use_eos=False))}
+    plain = Sampler(store).run(requests)
+    drafting = Drafting(model(folder, store.base("tiny").dtype), 3)
+    all_same(Sampler(store, speculate=drafting).run(requests), plain)
+    judged = sum(sum(told.num_judged) for told in drafting.policy.rounds)
+    assert drafting.policy.num_accepted > 0.2 * judged
+    assert drafting.policy.stops == [], "more than their probability says, as it must be"
 
 
 def test_every_drafted_token_that_is_right_stands(store: ModelStore, base: str) -> None:

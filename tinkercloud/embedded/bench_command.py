@@ -10,7 +10,7 @@ from tinkercloud.config import Config
 from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.device import choose_device, choose_dtype, usable_cores
 from tinkercloud.embedded.speculation_bench import COLUMNS, Engines, cases, compared
-from tinkercloud.embedded.speculation_choice import speculate
+from tinkercloud.embedded.speculation_choice import Asked, speculate
 from tinkercloud.embedded.versions import Version
 from tinkercloud.errors import ConfigError
 from tinkercloud.weights.tokenizer import ensure_tokenizer_folder
@@ -31,7 +31,8 @@ def rows(config: Config, wanted: Wanted, say: Callable[[str], None]) -> list[Row
     """One for each case, the columns by name. say: is told of each as it is done."""
     threads = config.engine.threads or usable_cores()
     torch.set_num_threads(threads)
-    make = speculate(config.speculate, config.speculate_trace, threads)
+    cache_dir = config.data_dir / "cache"
+    make = speculate(Asked(config.speculate, config.speculate_trace, threads, cache_dir))
     if make is None:
         raise ConfigError("--speculate off has nothing to compare; name a drafter")
     base = _base(config)

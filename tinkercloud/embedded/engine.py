@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +23,7 @@ from tinkercloud.decoding.sampler import Drawn, sample, topk_rows
 from tinkercloud.decoding.stops import StopRule
 from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.blocks import BLOCK_TOKENS, BlockPool, blocks_for
-from tinkercloud.embedded.runners import Batch, Runner, runner_for, scorer_for
+from tinkercloud.embedded.runners import Part, Runner, ragged, runner_for, scorer_for
 from tinkercloud.embedded.scoring import PromptScores
 from tinkercloud.embedded.sequences import Job, Reply, Sequence
 from tinkercloud.embedded.speculation import Speculation
@@ -377,7 +376,9 @@ class SamplingEngine:
     def _forward(self, group: list[_Work]) -> None:
         group.sort(key=lambda one: one.version.id)  # rows of one adapter are neighbours
         device = self._device(group[0].version.base)
-        logits = self._runner_of(group[0]).forward(_batch(group), device.pool)
+        logits = self._runner_of(group[0]).forward(
+            ragged([_part(one) for one in group]), device.pool
+        )
         drawing: list[_Turn] = []
         rows: list[int] = []  # of logits, of those in `drawing`
         at = 0
@@ -504,30 +505,9 @@ class SamplingEngine:
             self._running = [one for one in self._running if id(one) not in gone]
 
 
-def _batch(group: list[_Work]) -> Batch:
-    widest = max(len(one.sequence.blocks) for one in group)
-    tables = np.zeros((len(group), widest), np.int32)
-    tokens: list[int] = []
-    wanted: list[int] = []
-    versions: list[tuple[Version, int]] = []
-    for i, one in enumerate(group):
-        sequence = one.sequence
-        tables[i, : len(sequence.blocks)] = sequence.blocks
-        tokens += sequence.tokens[sequence.done : sequence.done + one.count]
-        tokens += one.drafted
-        wanted += range(len(tokens) - one.num_wanted, len(tokens))
-        if versions and versions[-1][0] is one.version:
-            versions[-1] = (one.version, versions[-1][1] + one.num_rows)
-        else:
-            versions.append((one.version, one.num_rows))
-    counts = np.array([one.num_rows for one in group])
-    starts = np.array([one.sequence.done for one in group])
-    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    return Batch(
-        np.array(tokens, np.int64),
-        (np.repeat(starts, counts) + within).astype(np.int32),
-        np.repeat(np.arange(len(group)), counts).astype(np.int32),
-        tables,
-        versions,
-        np.array(wanted, np.int64),
+def _part(work: _Work) -> Part:
+    sequence = work.sequence
+    tokens = sequence.tokens[sequence.done : sequence.done + work.count]
+    return Part(
+        work.version, [*tokens, *work.drafted], sequence.done, sequence.blocks, work.num_wanted
     )

@@ -15,9 +15,9 @@ import torch
 from tinkercloud.config import user_cache_dir
 from tinkercloud.decoding.sampler import RowParams, sample
 from tinkercloud.embedded.base_model import BaseModel
-from tinkercloud.embedded.blocks import BlockPool, blocks_for
+from tinkercloud.embedded.blocks import BLOCK_TOKENS, BlockPool, blocks_for
 from tinkercloud.embedded.native import processor
-from tinkercloud.embedded.runners import Batch, Runner
+from tinkercloud.embedded.runners import Batch, Part, Runner, ragged
 from tinkercloud.embedded.versions import Version
 from tinkercloud.speculative.costs import CostTable, measured
 
@@ -45,7 +45,7 @@ class Rounds:
         if blocks is None:
             raise MemoryError("there are too few blocks of keys and values to measure rounds")
         try:
-            batch = self._batch(counts, np.resize(blocks, (sequences, each)).astype(np.int32))
+            batch = self._batch(counts.tolist(), np.resize(blocks, (sequences, each)).tolist())
             began = time.perf_counter()
             logits = self._runner.forward(batch, self._pool)
             params = [RowParams(1.0, -1, 1.0, 0, 0, position) for position in range(rows)]
@@ -57,17 +57,19 @@ class Rounds:
     def _longest(self, rows: int) -> int:
         return self._base.config.max_position_embeddings - rows
 
-    def _batch(self, counts: np.ndarray, tables: np.ndarray) -> Batch:
-        rows = int(counts.sum())
-        within = np.arange(rows) - np.repeat(np.cumsum(counts) - counts, counts)
-        start = tables.shape[1] * 16 - int(counts.max())
-        return Batch(
-            np.arange(rows, dtype=np.int64) % self._base.config.vocab_size,
-            (start + within).astype(np.int32),
-            np.repeat(np.arange(len(counts)), counts).astype(np.int32),
-            tables,
-            [(self._version, rows)],
-            np.arange(rows, dtype=np.int64),
+    def _batch(self, counts: list[int], tables: list[list[int]]) -> Batch:
+        vocab_size = self._base.config.vocab_size
+        return ragged(
+            [
+                Part(
+                    self._version,
+                    [token % vocab_size for token in range(count)],
+                    BLOCK_TOKENS * len(table) - max(counts),
+                    table,
+                    count,
+                )
+                for count, table in zip(counts, tables, strict=True)
+            ]
         )
 
 

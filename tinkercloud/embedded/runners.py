@@ -61,6 +61,45 @@ class Batch:
         return len(self.tokens) == len(self.tables)
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of one sequence: the place of the first in it, the sequence's blocks, and of how many of
+    the last rows the logits are wanted."""
+
+    version: Version
+    tokens: Sequence[int]
+    start: int
+    blocks: Sequence[int]
+    num_wanted: int
+
+
+def ragged(parts: Sequence[Part]) -> Batch:
+    """One batch of them; those of one version are neighbours."""
+    tables = np.zeros((len(parts), max(len(part.blocks) for part in parts)), np.int32)
+    tokens: list[int] = []
+    wanted: list[int] = []
+    versions: list[tuple[Version, int]] = []
+    for i, part in enumerate(parts):
+        tables[i, : len(part.blocks)] = part.blocks
+        tokens += part.tokens
+        wanted += range(len(tokens) - part.num_wanted, len(tokens))
+        if versions and versions[-1][0] is part.version:
+            versions[-1] = (part.version, versions[-1][1] + len(part.tokens))
+        else:
+            versions.append((part.version, len(part.tokens)))
+    counts = np.array([len(part.tokens) for part in parts])
+    starts = np.array([part.start for part in parts])
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return Batch(
+        np.array(tokens, np.int64),
+        (np.repeat(starts, counts) + within).astype(np.int32),
+        np.repeat(np.arange(len(parts)), counts).astype(np.int32),
+        tables,
+        versions,
+        np.array(wanted, np.int64),
+    )
+
+
 class Runner(Protocol):
     """is_exact: a row's bits depend on its own sequence's tokens alone, not on how they are cut
     into batches; so keys and values may be used wherever the same tokens stand."""

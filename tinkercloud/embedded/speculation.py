@@ -124,7 +124,7 @@ class Speculation:
 
     def audits(self, sample: Sample) -> bool:
         """Whether the chances of its drafted tokens are wanted."""
-        return sample not in self._repeated
+        return not self._drafter.is_coupled and sample not in self._repeated
 
     def judged(self, sample: Sample, accepted: int, chances: tuple[float, ...]) -> None:
         """chances: of each drafted token to stand, by the target's law; () where not audited."""

@@ -1,15 +1,18 @@
 """Which drafter the engine's samples get, as `--speculate` names it."""
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 
 from tinkercloud.embedded.base_model import BaseModel
-from tinkercloud.embedded.blocks import BlockPool
+from tinkercloud.embedded.blocks import BlockPool, blocks_for
 from tinkercloud.embedded.engine import Speculate
+from tinkercloud.embedded.model_drafter import ModelDrafter, open_draft
 from tinkercloud.embedded.round_costs import round_costs
 from tinkercloud.embedded.runners import Runner
 from tinkercloud.embedded.speculation import Speculation
 from tinkercloud.embedded.speculation_trace import Trace
+from tinkercloud.embedded.versions import Version
 from tinkercloud.speculative.drafter_table import drafter_table
 from tinkercloud.speculative.guarded_drafter import guarded
 from tinkercloud.speculative.planning import Knowledge
@@ -20,21 +23,47 @@ logger = logging.getLogger(__name__)
 AUTO = "suffix"
 
 
-def speculate(asked: str, trace_to: Path | None, num_threads: int) -> Speculate | None:
+DRAFT_POOL_BYTES = 512 * 1024**2
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """name: as `--speculate` has it. trace_to: a file, or None. cache_dir: for what is made of a
+    draft model's files."""
+
+    name: str
+    trace_to: Path | None
+    num_threads: int
+    cache_dir: Path
+
+
+def speculate(asked: Asked) -> Speculate | None:
     """None where it is off."""
-    if asked == "off":
+    if asked.name == "off":
         return None
-    named = AUTO if asked == "auto" else asked
-    trace = Trace(trace_to) if trace_to is not None else None
+    named = AUTO if asked.name == "auto" else asked.name
+    trace = Trace(asked.trace_to) if asked.trace_to is not None else None
 
     def make(base: BaseModel, runner: Runner, pool: BlockPool) -> Speculation | None:
-        if not runner.is_exact and asked == "auto":
+        if not runner.is_exact and asked.name == "auto":
             return None  # several rows of a sample may differ from one in their last bits
         if not runner.is_exact:
             logger.warning("on this device drafts may change the last bits of log-probabilities")
         vocab_size = base.config.vocab_size
-        drafter = guarded(drafter_table(vocab_size).make(named), vocab_size)
-        costs = round_costs(base, runner, pool, num_threads)
+        makers = {"model": lambda path: _model_drafter(Path(path), base, runner, asked.cache_dir)}
+        drafter = guarded(drafter_table(vocab_size, makers).make(named), vocab_size)
+        costs = round_costs(base, runner, pool, asked.num_threads)
         return Speculation(drafter, Policy(Knowledge(costs)), trace)
 
     return make
+
+
+def _model_drafter(path: Path, base: BaseModel, runner: Runner, cache_dir: Path) -> ModelDrafter:
+    draft = open_draft(path, base, cache_dir)
+    num_blocks = max(
+        DRAFT_POOL_BYTES // BlockPool.bytes_per_block(draft.config, draft.dtype),
+        blocks_for(draft.config.max_position_embeddings),
+    )
+    pool = BlockPool(draft.config, draft.dtype, draft.device, num_blocks)
+    version = Version(f"draft {path}", draft, draft.weights, None, 1.0)
+    return ModelDrafter(version, runner, pool)

@@ -32,7 +32,7 @@ from tinkercloud.embedded.protocol import (
     pack,
     receive,
 )
-from tinkercloud.embedded.speculation_choice import speculate
+from tinkercloud.embedded.speculation_choice import Asked, speculate
 from tinkercloud.embedded.train_plan import Limits
 from tinkercloud.embedded.training_queue import TrainingQueue
 from tinkercloud.embedded.turns import Turns
@@ -59,7 +59,9 @@ class Worker:
             depth=settings.decode_depth,
             kv_cache_bytes=settings.kv_cache_bytes,
             num_threads=threads,
-            speculate=speculate(settings.speculate, settings.speculate_trace, threads),
+            speculate=speculate(
+                Asked(settings.speculate, settings.speculate_trace, threads, settings.cache_dir)
+            ),
         )
         self._settings = settings
         self._models: ModelStore | None = None

@@ -76,6 +76,9 @@ class Acceptance:
         return rows, rows * np.cumprod(stands, 1)
 
     def learn(self, told: Round) -> None:
+        if not told.num_verified:
+            self._open[0] += sum(asked > 0 for asked in told.asked)
+            return
         padded, _ = self._padded(told.confidences)
         depths = np.arange(len(self._judged))
         verified, accepted, asked = (

@@ -13,6 +13,7 @@ import numpy as np
 MEMORY = 0.995  # of what was learned, per round
 OUTLIER = 3.0  # times what was expected: a time counts at most so much
 SETTLED = 8  # rounds after which outliers are known
+SOLVE_EVERY = 8  # rounds, once settled: it takes as long as the rest of a round's bookkeeping
 SWEEPS = 12
 TINY = 1e-4  # milliseconds; below, a time is noise
 
@@ -54,7 +55,8 @@ class DraftCosts:
         features = np.array((1.0, steps, tokens)) / ms
         self._squares = MEMORY * self._squares + np.outer(features, features)
         self._products = MEMORY * self._products + features
-        self._solve()
+        if self._num_rounds <= SETTLED or self._num_rounds % SOLVE_EVERY == 0:
+            self._solve()
 
     def _solve(self) -> None:
         """Least squares, each coefficient in turn and none below 0, from where they were."""

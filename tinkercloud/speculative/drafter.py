@@ -48,7 +48,13 @@ NOTHING = Draft()
 
 
 class Drafter(Protocol):
-    """Calls come from one thread: `begin` once, then `observe` and `propose`, then `end` once."""
+    """Calls come from one thread: `begin` once, then `observe` and `propose`, then `end` once.
+
+    is_coupled: it draws with the target's own noise, so that its tokens stand more often than their
+    probability says.
+    """
+
+    is_coupled: bool
 
     @property
     def name(self) -> str: ...
@@ -70,6 +76,8 @@ class Drafter(Protocol):
 
 class SilentDrafter:
     """Never drafts; drafters that remember nothing are made from it."""
+
+    is_coupled = False
 
     @property
     def name(self) -> str:

@@ -21,6 +21,7 @@ class GuardedDrafter:
 
     def __init__(self, drafter: Drafter, vocab_size: int) -> None:
         self._name = drafter.name
+        self.is_coupled = drafter.is_coupled
         self._drafter = drafter
         self._vocab_size = vocab_size
         self._begun: set[int] = set()

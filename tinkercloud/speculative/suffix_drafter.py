@@ -122,6 +122,7 @@ class SuffixDrafter:
     """Remembers what it observed for as long as `settings.history` allows."""
 
     name = "suffix"
+    is_coupled = False
 
     def __init__(self, settings: SuffixSettings | None = None) -> None:
         self._settings = settings or SuffixSettings()

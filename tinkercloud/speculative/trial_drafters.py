@@ -57,6 +57,7 @@ class DyingDrafter:
     def __init__(self, drafter: Drafter, num_good: int) -> None:
         self._drafter = drafter
         self._left = num_good
+        self.is_coupled = drafter.is_coupled
 
     @property
     def name(self) -> str:
