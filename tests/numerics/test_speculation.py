@@ -12,20 +12,24 @@ import torch
 
 from tests.numerics.drafting import Drafting
 from tests.numerics.test_paged_sampling import same, tuned
-from tests.numerics.tiny import Sampler, ask, open_store, random_prompt, write_tiny_model
+from tests.numerics.tiny import VOCAB, Sampler, ask, open_store, random_prompt, write_tiny_model
 from tinkercloud.core.types import FromBase, SampleOutput, SampleRequest
+from tinkercloud.decoding.sampler import RowParams, warp
 from tinkercloud.embedded import runners
 from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.blocks import BlockPool
 from tinkercloud.embedded.model_drafter import ModelDrafter
 from tinkercloud.embedded.models import ModelStore
-from tinkercloud.embedded.runners import NativeRunner
+from tinkercloud.embedded.runners import NativeRunner, Runner
 from tinkercloud.embedded.speculation import Speculation
 from tinkercloud.embedded.speculation_trace import Trace
 from tinkercloud.embedded.versions import Version
+from tinkercloud.speculative.costs import CostTable, Measured
 from tinkercloud.speculative.drafter import Draft, Drafter, SilentDrafter, Stream
 from tinkercloud.speculative.drafter_table import drafter_table
 from tinkercloud.speculative.guarded_drafter import guarded
+from tinkercloud.speculative.planning import Knowledge
+from tinkercloud.speculative.policy import Policy
 from tinkercloud.speculative.rounds import Reason
 from tinkercloud.speculative.trial_drafters import DyingDrafter, GarbageDrafter
 
@@ -351,3 +355,90 @@ def test_a_drafter_that_knows_what_the_target_will_draw_raises_the_alarm(
     drafting = Drafting(lambda _: knowing(plain, requests, 0), 8)
     all_same(Sampler(store, speculate=drafting).run(requests), plain)
     assert Reason.ALARM in drafting.policy.stops
+
+
+# ---- with the policy that decides
+
+
+def decided(drafter: str, machine: Sequence[float]) -> Callable[..., Speculation]:
+    """Speculation under its real policy, where 1, 8 and 128 rows are said to take so many ms."""
+
+    def make(base: BaseModel, runner: Runner, pool: BlockPool) -> Speculation:
+        vocab_size = base.config.vocab_size
+        rows = (1, 2, 4, 8, 16, 32, 64, 128)
+        ms = tuple(np.interp(rows, (1, 8, 128), machine).tolist())
+        policy = Policy(Knowledge(CostTable(Measured(rows, ms, ms))))
+        return Speculation(guarded(named(drafter)(vocab_size), vocab_size), policy)
+
+    return make
+
+
+@pytest.mark.parametrize("machine", [(10.0, 10.5, 12.0), (1.0, 8.0, 128.0)], ids=["flat", "steep"])
+def test_requests_that_come_at_any_time_are_answered_as_alone(
+    store: ModelStore, base: str, machine: tuple[float, float, float]
+) -> None:
+    """T8: arrivals at random between rounds; every one is answered, whatever is drafted."""
+    generator = np.random.default_rng(0)
+    requests = [
+        ask(
+            random_prompt(int(generator.integers(3, 40)), i % 5), n=1 + i % 3,
+            max_tokens=int(generator.integers(2, 50)), seed=i, use_eos=False,
+            temperature=(0.0, 0.3, 1.0)[i % 3],
+        )
+        for i in range(40)
+    ]  # fmt: skip
+    sampler = Sampler(store, max_batch=12, num_threads=2, speculate=decided("suffix", machine))
+    outputs: dict[int, SampleOutput] = {}
+    waiting = list(enumerate(requests))
+    while waiting or sampler.engine.busy:
+        for _ in range(min(len(waiting), int(generator.poisson(0.4)))):
+            i, request = waiting.pop(0)
+            sampler.engine.submit(
+                store.version(base), request, lambda o, i=i: outputs.__setitem__(i, o)
+            )
+        if sampler.engine.busy:
+            sampler.engine.step()
+    assert len(outputs) == len(requests)
+    for i, request in enumerate(requests):
+        same(outputs[i], Sampler(store).one(base, request))
+    told = sampler.engine.speculation()[0]["tiny"]
+    assert told["tokens"] > told["forwards"] > 0
+
+
+def test_where_rows_cost_their_full_price_nothing_is_drafted_for_many(
+    store: ModelStore, base: str
+) -> None:
+    """Times are this machine's own, so only what the table says at the start is looked at."""
+    request = ask(random_prompt(10, 1), n=48, max_tokens=20, seed=1, use_eos=False)
+    sampler = Sampler(store, speculate=decided("random", (1.0, 8.0, 128.0)))
+    same(sampler.one(base, request), Sampler(store).one(base, request))
+    told = sampler.engine.speculation()[0]["tiny"]
+    assert told["rounds"]["speculative"] == 0 or told["rows"]["wasted"] < 0.2 * told["rows"]["used"]
+
+
+@pytest.mark.parametrize(("temperature", "more"), LAWS[1:], ids=str)
+def test_log_probabilities_are_those_of_the_finished_text(
+    folder: Path, temperature: float, more: dict[str, object]
+) -> None:
+    """T6: of the law that was drawn from, computed from the scored text; float32."""
+    store = open_store(folder)
+    base = store.publish(FromBase("tiny"))
+    requests = mixture(base, 3, temperature, use_eos=False, **more)
+    plain = Sampler(store).run(requests)
+    drafting = Drafting(lambda _: knowing(plain, requests, 4), 5)
+    found = Sampler(store, speculate=drafting).run(requests)
+    for name, (_, request) in requests.items():
+        prompt = request.prompt.tolist()
+        for sampled in found[name].sequences:
+            whole = [*prompt, *sampled.tokens.tolist()]
+            scored = Sampler(store).one(base, ask(whole, max_tokens=1, topk_prompt_logprobs=VOCAB))
+            topk = scored.topk_prompt_logprobs
+            assert topk is not None
+            ids, values = topk.token_ids, topk.logprobs
+            for i, logprob in enumerate(sampled.logprobs):
+                row = np.argsort(ids[len(prompt) + i])
+                logits = torch.from_numpy(values[len(prompt) + i][row])[None]
+                own = request.params
+                params = RowParams(own.temperature, own.top_k, own.top_p, 0, 0, 0)
+                law = torch.log_softmax(warp(logits, [params]).double(), -1)[0]
+                assert abs(float(law[sampled.tokens[i]]) - logprob) < 1e-4

@@ -41,7 +41,8 @@ class Run:
         }  # fmt: skip
         outputs = self._sampler.run(requests)
         data = []
-        for name, output in outputs.items():
+        for name in requests:  # not in the order in which they are done
+            output = outputs[name]
             self.samples.append(output)
             rewards = np.array([(one.tokens < LIKED).mean() for one in output.sequences])
             self.rewards.append(rewards)

@@ -19,11 +19,13 @@ from tinkercloud.embedded.blocks import BLOCK_TOKENS, BlockPool, blocks_for
 from tinkercloud.embedded.native import processor
 from tinkercloud.embedded.runners import Batch, Part, Runner, ragged
 from tinkercloud.embedded.versions import Version
-from tinkercloud.speculative.costs import CostTable, measured
+from tinkercloud.speculative.costs import QUICK_REPEATS, CostTable, measured
 
 logger = logging.getLogger(__name__)
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+SLOW_MS = 40.0  # of one row; where it takes longer fewer points are measured, once each
+SLOW_ROWS = (1, 2, 4, 8, 16, 32)
 MOST_BLOCKS = 0.5  # of those that are free
 
 
@@ -80,7 +82,10 @@ def round_costs(base: BaseModel, runner: Runner, pool: BlockPool, num_threads: i
     if known is not None:
         return known
     began = time.perf_counter()
-    found = CostTable(measured(Rounds(base, runner, pool).ms, ROWS, num_passes=1))
+    rounds = Rounds(base, runner, pool)
+    slow = min(rounds.ms(1, 1, 64) for _ in range(2)) > SLOW_MS
+    rows, repeats = (SLOW_ROWS, 1) if slow else (ROWS, QUICK_REPEATS)
+    found = CostTable(measured(rounds.ms, rows, num_passes=1, quick_repeats=repeats))
     logger.info("measured what rounds cost in %.1f s", time.perf_counter() - began)
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_suffix(f".{time.monotonic_ns()}")

@@ -52,15 +52,21 @@ class Measured:
     sequence_context_ms: float = 0.0
 
 
-def measured(measure: Measure, rows: Sequence[int] = ROWS, num_passes: int = 3) -> Measured:
-    """The whole grid, `num_passes` times over, each point between two of one row.
+def measured(
+    measure: Measure,
+    rows: Sequence[int] = ROWS,
+    num_passes: int = 3,
+    quick_repeats: int = QUICK_REPEATS,
+) -> Measured:
+    """The whole grid, `num_passes` times over, each point between two of one row; points of few
+    rows `quick_repeats` times.
 
     What counts is the median of its ratios to these, in which a slow minute cancels.
     """
     points = [(r, r, SHORT) for r in rows] + [(r, _sequences(r), SHORT) for r in rows]
     probe = min(rows[-1], 16)
     points += [(probe, probe, LONG), (probe, _sequences(probe), LONG)]
-    typical = _typical(measure, points, num_passes)
+    typical = _typical(measure, points, (num_passes, quick_repeats))
     by_row, by_sequence = _slopes(typical, probe)
 
     def rest(row: int, sequences: int) -> float:
@@ -73,13 +79,16 @@ def measured(measure: Measure, rows: Sequence[int] = ROWS, num_passes: int = 3) 
     return Measured(tuple(rows), plain, verify, by_row, by_sequence)
 
 
-def _typical(measure: Measure, points: Sequence[Point], num_passes: int) -> dict[Point, float]:
+def _typical(
+    measure: Measure, points: Sequence[Point], times: tuple[int, int]
+) -> dict[Point, float]:
+    num_passes, quick_repeats = times
     one = (1, 1, SHORT)
     ones = [measure(*one)]
     ratios: dict[Point, list[float]] = {point: [] for point in points}
     for _ in range(num_passes):
         for point in points:
-            for _ in range(QUICK_REPEATS if point[0] <= QUICK_ROWS else 1):
+            for _ in range(quick_repeats if point[0] <= QUICK_ROWS else 1):
                 ms = measure(*point)
                 ones.append(measure(*one))
                 ratios[point].append(2 * ms / (ones[-2] + ones[-1]))
