@@ -89,7 +89,7 @@ COLUMNS = (
     *("batch", "tokens", "contender", "dtype", "tokens/s", "of the matrix limit"),
     *("peak GB", "peak GB above loaded", "x our time"),
 )
-LOSS_TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-4}
+LOSS_TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-3}
 UPDATE_TOLERANCE = {"float32": 0.03, "bfloat16": 0.5}
 """Of the update's norm. Adam's first step moves a weight by its gradient's sign, and a gradient
 near zero has the sign of its rounding."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.numerics.drafting import Drafting
+from tests.numerics.drafting import Drafting, SteadyPolicy
 from tests.numerics.test_paged_sampling import same, tuned
 from tests.numerics.tiny import VOCAB, Sampler, ask, open_store, random_prompt, write_tiny_model
 from tinkercloud.core.types import FromBase, SampleOutput, SampleRequest
@@ -18,6 +18,9 @@ from tinkercloud.decoding.sampler import RowParams, warp
 from tinkercloud.embedded import runners
 from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.blocks import BlockPool
+from tinkercloud.embedded.draft_capture import capture
+from tinkercloud.embedded.head_drafter import HeadDrafter
+from tinkercloud.embedded.head_student import Told
 from tinkercloud.embedded.model_drafter import ModelDrafter
 from tinkercloud.embedded.models import ModelStore
 from tinkercloud.embedded.runners import NativeRunner, Runner
@@ -25,9 +28,11 @@ from tinkercloud.embedded.speculation import Speculation
 from tinkercloud.embedded.speculation_trace import Trace
 from tinkercloud.embedded.versions import Version
 from tinkercloud.speculative.costs import CostTable, Measured
+from tinkercloud.speculative.draft_vocabulary import DraftVocabulary
 from tinkercloud.speculative.drafter import Draft, Drafter, SilentDrafter, Stream
 from tinkercloud.speculative.drafter_table import drafter_table
 from tinkercloud.speculative.guarded_drafter import guarded
+from tinkercloud.speculative.head import FrozenRows, Head, HeadConfig, fresh_params
 from tinkercloud.speculative.planning import Knowledge
 from tinkercloud.speculative.policy import Policy
 from tinkercloud.speculative.rounds import Reason
@@ -165,6 +170,68 @@ def test_a_model_drafts_by_the_targets_own_noise(
     right = Drafting(model(folder, dtype), 4)
     all_same(Sampler(store, speculate=right).run(requests), plain)
     assert right.policy.num_accepted == sum(told.num_verified for told in right.policy.rounds) > 0
+
+
+def head(base: BaseModel) -> HeadDrafter:
+    """An untaught head that can say every token."""
+    vocabulary = DraftVocabulary.of(range(base.config.vocab_size), base.config.vocab_size)
+    config = HeadConfig.of(base.config)
+    made = Head(config, FrozenRows.of(base.weights, vocabulary))
+    return HeadDrafter(made, fresh_params(config, 0))
+
+
+def heading(most: int, made: list[HeadDrafter]) -> Callable[..., Speculation]:
+    def make(base: BaseModel, runner: Runner, pool: BlockPool) -> Speculation:
+        made.append(head(base))
+        assert isinstance(runner, NativeRunner)
+        runner.capture(base, made[-1].layers)
+        return Speculation(guarded(made[-1], base.config.vocab_size), SteadyPolicy(most))
+
+    return make
+
+
+@pytest.mark.parametrize(("temperature", "more"), LAWS, ids=str)
+@pytest.mark.parametrize("most", [1, 5])
+def test_a_head_drafts_from_the_targets_states_and_changes_nothing(
+    store: ModelStore, most: int, temperature: float, more: dict[str, object]
+) -> None:
+    base = store.publish(FromBase("tiny"))
+    requests = mixture(base, 5, temperature, use_eos=False, **more)
+    plain = Sampler(store, num_threads=2).run(requests)
+    made: list[HeadDrafter] = []
+    sampler = Sampler(store, num_threads=2, speculate=heading(most, made))
+    all_same(sampler.run(requests), plain)
+    told = sampler.engine.speculation()[0]["tiny"]
+    assert told["refused"] == {}
+    assert told["drafters"]["head"]["depths"][0]["verified"] > 50
+
+
+def test_a_heads_cache_holds_what_the_finished_text_would_give(store: ModelStore) -> None:
+    """After rounds in which drafts fell: the next draft is that of a head that reads the text at
+    once, with states from a pass over all of it."""
+    base = store.publish(FromBase("tiny"))
+    prompt = random_prompt(12, 1)
+    request = ask(prompt, max_tokens=40, seed=3, use_eos=False)
+    made: list[HeadDrafter] = []
+    engine = Sampler(store, speculate=heading(3, made)).engine
+    engine.submit(store.version(base), request, lambda output: None)
+    for _ in range(12):
+        engine.step()
+    (sequence,) = engine._running
+    device = next(iter(engine._devices.values()))
+    assert device.speculation is not None
+    stream = device.speculation._streams[sequence]
+    (found,) = made[0].propose([(stream, 3)])
+    fresh = head(store.base("tiny"))
+    tokens = np.array(stream.tokens, np.int32)
+    told = Told(num_prompt=len(prompt), temperature=1.0, epoch=0)
+    version = store.version(base)
+    states = torch.from_numpy(capture(version, tokens, fresh.layers, told).hidden)
+    fresh.begin(stream)
+    fresh.see(stream, 0, states[:-1])
+    (expected,) = fresh.propose([(stream, 3)])
+    assert found.tokens == expected.tokens
+    np.testing.assert_allclose(found.confidences, expected.confidences, atol=0.05)
 
 
 def test_another_models_drafts_stand_more_often_than_chance(

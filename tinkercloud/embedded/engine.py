@@ -23,7 +23,7 @@ from tinkercloud.decoding.sampler import Drawn, sample, topk_rows
 from tinkercloud.decoding.stops import StopRule
 from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.blocks import BLOCK_TOKENS, BlockPool, blocks_for
-from tinkercloud.embedded.runners import Part, Runner, ragged, runner_for, scorer_for
+from tinkercloud.embedded.runners import NativeRunner, Part, Runner, ragged, runner_for, scorer_for
 from tinkercloud.embedded.scoring import PromptScores
 from tinkercloud.embedded.sequences import Job, Reply, Sequence
 from tinkercloud.embedded.speculation import Speculation
@@ -36,6 +36,7 @@ CHUNK = 512
 a cut that moved with the load would change the last bits of keys and values."""
 SCORED_CHUNK = 128  # rows that all want their [rows, V] logits
 PREFILL_ROWS = 1024  # of all prompts in one step, about
+SEEN_ROWS = 64  # of a prompt's end that a drafter sees
 
 
 @dataclass(slots=True)
@@ -61,6 +62,7 @@ class _Turn:
     sequence: Sequence
     first: int
     drafted: tuple[int, ...] = ()
+    hidden: Tensor | None = None  # (1 + drafted, L, D) after the tokens before them
 
     @property
     def rows(self) -> range:
@@ -379,17 +381,29 @@ class SamplingEngine:
         logits = self._runner_of(group[0]).forward(
             ragged([_part(one) for one in group]), device.pool
         )
+        hidden = self._captured(group[0], device)
         drawing: list[_Turn] = []
         rows: list[int] = []  # of logits, of those in `drawing`
-        at = 0
+        at = row = 0
         for one in group:
             own, at = logits[at : at + one.num_wanted], at + one.num_wanted
+            row += one.num_rows
+            seen = None if hidden is None else hidden[row - one.num_wanted : row]
+            if hidden is not None and one.ends and one.sequence.index < 0:
+                last = hidden[max(row - one.count, row - SEEN_ROWS) : row]
+                one.sequence.job.hidden = last.clone()
             if self._after(one, own, device):
-                turn = _Turn(one.sequence, len(rows), one.drafted)
+                turn = _Turn(one.sequence, len(rows), one.drafted, seen)
                 drawing.append(turn)
                 rows += range(at - len(turn.rows), at)
         if drawing:
             self._draw(drawing, logits if len(rows) == len(logits) else logits[rows])
+
+    def _captured(self, work: _Work, device: _Device) -> Tensor | None:
+        """What the drafter wants to see of the pass (M, L, D)."""
+        wanted = device.speculation is not None and device.speculation.layers
+        runner = self._runner_of(work)
+        return runner.captured if wanted and isinstance(runner, NativeRunner) else None
 
     def _after(self, one: _Work, logits: Tensor, device: _Device) -> bool:
         """Whether a token is to be drawn from the last row."""
@@ -486,10 +500,16 @@ class SamplingEngine:
             return
         if num_new == len(sequence.logprobs):
             speculation.begin(sequence)
+            seen = sequence.job.hidden
+            if seen is not None:
+                speculation.saw(sequence, sequence.job.num_prompt - len(seen), seen)
             return
         audited = turn.drafted and speculation.audits(sequence)
         chances = drawn.chances(turn.rows, turn.drafted[:num_new]) if audited else ()
         speculation.judged(sequence, num_new - 1, chances)
+        if turn.hidden is not None:
+            first = len(sequence.tokens) - num_new - 1
+            speculation.saw(sequence, first, turn.hidden[:num_new])
         speculation.wrote(sequence, num_new)
 
     def _finish(self, ended: Iterable[tuple[Sequence, bool]]) -> None:

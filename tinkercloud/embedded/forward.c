@@ -68,6 +68,9 @@ typedef struct {
   const segment_t *segments;
   int64_t num_wanted;
   const int64_t *wanted; /* rows whose logits are wanted, ascending */
+  int64_t num_captured;
+  const int64_t *captured_layers; /* 1 the first; the last one is `hidden` */
+  float *captured;       /* out: [rows][num_captured][D], what these layers put out */
   float *hidden;         /* out: [rows][D], after the final norm */
   float *logits;         /* out: [num_wanted][V] */
 } batch_t;
@@ -516,6 +519,18 @@ static void embed_row(const model_t *model, int64_t token, float *x) {
     memcpy(x, (const float *)model->embed + at, (size_t)d * sizeof(float));
 }
 
+/* What layer `number` put out, where it is wanted. */
+static void capture(walk_t *w, int64_t number, const float *outputs) {
+  const batch_t *batch = w->p->batch;
+  int64_t d = w->p->model->hidden, count = batch->num_captured;
+  for (int64_t c = 0; c < count; c++) {
+    if (batch->captured_layers[c] != number) continue;
+    EACH_ROW(w, m, batch->rows)
+      memcpy(batch->captured + (m * count + c) * d, outputs + m * d, (size_t)d * sizeof(float));
+    end_stage(w);
+  }
+}
+
 static void run(team_t *team, int rank, void *argument) {
   (void)rank;
   const pass_t *p = argument;
@@ -525,8 +540,12 @@ static void run(team_t *team, int rank, void *argument) {
   int64_t d = model->hidden;
   EACH_ROW(w, m, batch->rows) embed_row(model, batch->tokens[m], p->x + m * d);
   end_stage(w);
-  for (int64_t i = 0; i < model->num_layers; i++) run_layer(w, i);
+  for (int64_t i = 0; i < model->num_layers; i++) {
+    run_layer(w, i);
+    if (i + 1 < model->num_layers) capture(w, i + 1, p->x);
+  }
   norm_rows(w, model->final_norm, batch->hidden, NULL);
+  capture(w, model->num_layers, batch->hidden);
   EACH_ROW(w, i, batch->num_wanted) {
     memcpy(p->chosen + i * d, batch->hidden + batch->wanted[i] * d, (size_t)d * sizeof(float));
     if (model->is_narrow) round_to_narrow(p->chosen + i * d, d, p->chosen_narrow + i * d);
@@ -564,7 +583,7 @@ int forward(team_t *team, const model_t *model, const batch_t *batch) {
   int64_t packed = model->is_narrow ? 0 : packed_size(batch->rows, widest);
   int64_t floats = batch->rows * per_row + packed;
   float *memory = scratch(team, (size_t)floats * sizeof(float));
-  int64_t stages = model->num_layers * STAGES_OF_A_LAYER + OTHER_STAGES;
+  int64_t stages = model->num_layers * STAGES_OF_A_LAYER + OTHER_STAGES + batch->num_captured;
   p.next_task = calloc((size_t)stages, sizeof(atomic_long));
   int64_t offset = 0;
   for (int i = 0; i < 10; i++) {

@@ -71,6 +71,7 @@ class ModelDrafter:
 
     name = "model"
     is_coupled = True
+    layers: tuple[int, ...] = ()
 
     def __init__(self, version: Version, runner: Runner, pool: BlockPool):
         self._version, self._runner, self._pool = version, runner, pool
@@ -88,6 +89,9 @@ class ModelDrafter:
 
     def observe(self, stream: Stream, num_new: int) -> None:
         """It reads them when it is asked."""
+
+    def see(self, stream: Stream, first: int, hidden: Tensor) -> None:
+        """It computes its own."""
 
     def end(self, stream: Stream) -> None:
         self._pool.drop(self._readers.pop(stream.id).blocks)

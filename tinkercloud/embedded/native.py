@@ -86,7 +86,9 @@ class _Batch(c.Structure):
         ("num_segments", c.c_int64),
         ("segments", c.POINTER(_Segment)),
         ("num_wanted", c.c_int64),
-        *((name, c.c_void_p) for name in ("wanted", "hidden", "logits")),
+        ("wanted", c.c_void_p),
+        ("num_captured", c.c_int64),
+        *((name, c.c_void_p) for name in ("captured_layers", "captured", "hidden", "logits")),
     )
 
 
@@ -301,15 +303,19 @@ class NativeModel:
         rows: Rows,
         rotary: tuple[Tensor, Tensor],
         segments: Sequence[tuple[int, int, float, AdapterTable]],
-    ) -> Tensor:
-        """Logits (W, V) of the wanted rows, good until the next call; keys and values of all rows
-        go to their blocks.
+        layers: Sequence[int] = (),
+    ) -> tuple[Tensor, Tensor]:
+        """Logits (W, V) of the wanted rows, good until the next call, and what `layers` put out
+        (M, L, D), 1 being the first and the last one's after the final norm; keys and values of all
+        rows go to their blocks.
 
         rotary: cosines and sines of all positions up to the last (P, Dh / 2). segments: (first
         row, number of rows, scale, factors), disjoint.
         """
         hidden = torch.empty(len(rows.tokens), self._config.hidden_size)
         logits = self._logits_of(len(rows.wanted))
+        captured = torch.empty(len(rows.tokens), len(layers), self._config.hidden_size)
+        numbers = np.array(layers, np.int64)
         given = (rows.tokens, rows.positions, rows.sequence, rows.tables, rows.wanted)
         arrays = [np.ascontiguousarray(one) for one in given]
         tokens, positions, sequence, tables, wanted = (one.ctypes.data for one in arrays)
@@ -319,11 +325,12 @@ class NativeModel:
             *(len(rows.tokens), tokens, positions, sequence, tables, rows.tables.shape[1]),
             *(_address(one) for one in angles),
             *(len(segments), entries, len(rows.wanted), wanted),
+            *(len(layers), numbers.ctypes.data, _address(captured)),
             *(_address(hidden), _address(logits)),
         )
         if team.library.forward(team.handle, c.byref(self._model), c.byref(batch)):
             raise MemoryError(f"no memory for a batch of {len(rows.tokens)} rows")
-        return logits
+        return logits, captured
 
     def _logits_of(self, num_rows: int) -> Tensor:
         """Memory for them. What is kept for the next pass is bounded."""

@@ -127,6 +127,13 @@ class NativeRunner:
         self._models: dict[str, tuple[BlockPool, NativeModel]] = {}
         self._adapters: dict[str, AdapterTable] = {}
         self._angles: dict[str, tuple[Tensor, Tensor]] = {}  # by base; they grow as needed
+        self._layers: dict[str, tuple[int, ...]] = {}  # by base
+        self.captured = torch.empty(0, 0, 0)
+
+    def capture(self, base: BaseModel, layers: tuple[int, ...]) -> None:
+        """From now on `captured` (M, L, D) is what these layers of the base put out in the last
+        pass; numbered as in `speculative.head.HeadConfig`."""
+        self._layers[base.name] = layers
 
     def forward(self, batch: Batch, pool: BlockPool) -> Tensor:
         segments, first = [], 0
@@ -136,7 +143,9 @@ class NativeRunner:
             first += count
         model = self._model(batch.versions[0][0], pool)
         rotary = self._rotary(batch.base, int(batch.positions.max()) + 1)
-        return model.forward(self._team, batch, rotary, segments)
+        layers = self._layers.get(batch.base.name, ())
+        logits, self.captured = model.forward(self._team, batch, rotary, segments, layers)
+        return logits
 
     def rest(self) -> None:
         self._models = {n: m for n, m in self._models.items() if n.startswith(_BASE)}

@@ -126,6 +126,7 @@ class Job:
     prompt: Sequence = field(init=False)
     is_scoring: bool = field(init=False)  # all rows of the prompt are wanted, and not done
     logits: Tensor | None = None  # (V,) after the whole prompt
+    hidden: Tensor | None = None  # (n, L, D) of its last tokens, where a drafter reads them
     cache_hit_tokens: int = 0
     next_sample: int = 0
     samples: dict[int, SampledSequence] = field(default_factory=dict)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
+from torch import Tensor
+
 from tinkercloud.embedded.sequences import Sequence as Sample
 from tinkercloud.embedded.speculation_trace import Trace, TracedDraft
 from tinkercloud.embedded.versions import Version
@@ -71,6 +73,16 @@ class Speculation:
         if self._was_drawn_before(stream):
             self._repeated.add(sample)
         self._drafter.begin(stream)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Of the target, whose outputs the drafter wants to see."""
+        return self._drafter.layers
+
+    def saw(self, sample: Sample, first: int, hidden: Tensor) -> None:
+        """hidden (n, L, D) of the tokens from place `first` on, before what comes after the last of
+        them is told by `wrote`."""
+        self._drafter.see(self._streams[sample], first, hidden)
 
     def wrote(self, sample: Sample, num_new: int) -> None:
         self._drafter.observe(self._streams[sample], num_new)

@@ -8,6 +8,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from torch import Tensor
+
 
 @dataclass(frozen=True, slots=True)
 class Stream:
@@ -51,7 +53,7 @@ class Drafter(Protocol):
     """Calls come from one thread: `begin` once, then `observe` and `propose`, then `end` once.
 
     is_coupled: it draws with the target's own noise, so that its tokens stand more often than their
-    probability says.
+    probability says. layers: of the target, whose outputs it wants to see.
     """
 
     is_coupled: bool
@@ -59,10 +61,18 @@ class Drafter(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def layers(self) -> tuple[int, ...]: ...
+
     def begin(self, stream: Stream) -> None: ...
 
     def observe(self, stream: Stream, num_new: int) -> None:
         """The last `num_new` of the stream's tokens are new."""
+        ...
+
+    def see(self, stream: Stream, first: int, hidden: Tensor) -> None:
+        """hidden (n, L, D): what `layers` put out at the sample's tokens from place `first` on, all
+        of which stand; comes before `observe` of the tokens after them."""
         ...
 
     def end(self, stream: Stream) -> None:
@@ -82,6 +92,13 @@ class SilentDrafter:
     @property
     def name(self) -> str:
         return "off"
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return ()
+
+    def see(self, stream: Stream, first: int, hidden: Tensor) -> None:
+        pass
 
     def begin(self, stream: Stream) -> None:
         pass

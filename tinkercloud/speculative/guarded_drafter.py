@@ -10,6 +10,8 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from torch import Tensor
+
 from tinkercloud.speculative.drafter import NOTHING, Draft, Drafter, SilentDrafter, Stream
 
 NUM_EXCEPTIONS = 3  # after these the drafter is off
@@ -22,6 +24,7 @@ class GuardedDrafter:
     def __init__(self, drafter: Drafter, vocab_size: int) -> None:
         self._name = drafter.name
         self.is_coupled = drafter.is_coupled
+        self.layers = drafter.layers
         self._drafter = drafter
         self._vocab_size = vocab_size
         self._begun: set[int] = set()
@@ -39,6 +42,10 @@ class GuardedDrafter:
     def observe(self, stream: Stream, num_new: int) -> None:
         if stream.id in self._begun:
             self._tried(lambda: self._drafter.observe(stream, num_new))
+
+    def see(self, stream: Stream, first: int, hidden: Tensor) -> None:
+        if stream.id in self._begun:
+            self._tried(lambda: self._drafter.see(stream, first, hidden))
 
     def end(self, stream: Stream) -> None:
         if stream.id in self._begun:

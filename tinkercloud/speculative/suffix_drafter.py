@@ -8,6 +8,8 @@ weights, and under earlier ones; where the longest end of the sample was seen, f
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from tinkercloud.speculative.drafter import NOTHING, Draft, Stream
 from tinkercloud.speculative.history import Group, History, HistoryLimits, Text
 from tinkercloud.speculative.suffix import ROOT, Automaton, ContinuationRule
@@ -123,6 +125,7 @@ class SuffixDrafter:
 
     name = "suffix"
     is_coupled = False
+    layers: tuple[int, ...] = ()
 
     def __init__(self, settings: SuffixSettings | None = None) -> None:
         self._settings = settings or SuffixSettings()
@@ -136,6 +139,9 @@ class SuffixDrafter:
 
     def observe(self, stream: Stream, num_new: int) -> None:
         self._readers[stream.id].read(stream.tokens, num_new)
+
+    def see(self, stream: Stream, first: int, hidden: Tensor) -> None:
+        """It reads text only."""
 
     def end(self, stream: Stream) -> None:
         self.history.leave(self._readers.pop(stream.id).group)

@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import cast
 
+from torch import Tensor
+
 from tinkercloud.speculative.drafter import Draft, Drafter, SilentDrafter, Stream
 
 Future = Callable[[Stream], Sequence[int]]  # what the target will write from here on, if known
@@ -58,6 +60,7 @@ class DyingDrafter:
         self._drafter = drafter
         self._left = num_good
         self.is_coupled = drafter.is_coupled
+        self.layers = drafter.layers
 
     @property
     def name(self) -> str:
@@ -66,6 +69,10 @@ class DyingDrafter:
     def begin(self, stream: Stream) -> None:
         self._live()
         self._drafter.begin(stream)
+
+    def see(self, stream: Stream, first: int, hidden: Tensor) -> None:
+        self._live()
+        self._drafter.see(stream, first, hidden)
 
     def observe(self, stream: Stream, num_new: int) -> None:
         self._live()
