@@ -107,7 +107,9 @@ class Bench:
         self._store = ModelStore(
             lambda name: self.base, VersionCache(scratch / "versions", 2**30), Limits(1024)
         )
-        self._speculate = speculate(Asked("suffix", None, self.threads, scratch))
+        self._speculate = speculate(
+            Asked("suffix", None, self.threads, scratch, scratch / "drafts")
+        )
         assert self._speculate is not None
         self._version = self._store.version(self._store.publish(FromBase("smollm2")))
 

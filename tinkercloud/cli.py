@@ -35,7 +35,7 @@ HELP = {
     "result_ttl_s": "seconds that a finished result is kept",
     "engine.threads": "threads that compute; auto: the cores this process may use",
     "engine.max_batch": "sequences decoded together",
-    "speculate": "what drafts for samples: auto, off, suffix, model:PATH; it changes time only",
+    "speculate": "what drafts: auto, off, suffix, head, model:PATH; it changes time only",
     "speculate_trace": "write each draft and what became of it to this file (JSON lines)",
     "engine.decode_depth": "no prompts are begun beyond so many times max-batch samples",
     "engine.kv_cache_bytes": "memory for keys and values; K, M, G count in 1024",
@@ -119,11 +119,34 @@ def _parser() -> argparse.ArgumentParser:
     _add_settings(speculation, known)
     speculation.set_defaults(run=_bench_speculation)
 
+    _add_draft(commands.add_parser("draft", help="draft heads: make, list, choose"), known)
     _add_keys(commands.add_parser("keys", help="make, list and revoke API keys"), known)
 
     version = commands.add_parser("version", help="print the version")
     version.set_defaults(run=_version)
     return parser
+
+
+def _add_draft(draft: argparse.ArgumentParser, known: dict[str, Setting]) -> None:
+    commands = draft.add_subparsers(required=True, metavar="COMMAND")
+    status = commands.add_parser("status", help="the drafts of the model, and what they are worth")
+    train = commands.add_parser("train", help="make a head from the model's own samples")
+    train.add_argument("--prompts", type=Path, help="a file, one prompt on each line")
+    train.add_argument("--samples", type=int, default=16, help="of each prompt [16]")
+    train.add_argument("--tokens", type=int, default=96, help="of each sample [96]")
+    train.add_argument("--minutes", type=float, default=15.0, help="of training at most [15]")
+    use = commands.add_parser("use", help="draft with this one from the next start on")
+    use.add_argument("name", help="as `draft status` shows it, or latest")
+    back = commands.add_parser("rollback", help="back to the draft before the best one")
+    chosen = {n: known[n] for n in ("data_dir", "models", "dtype", "engine.threads")}
+    for command, run in (
+        (status, _draft_status),
+        (train, _draft_train),
+        (use, _draft_use),
+        (back, _draft_rollback),
+    ):
+        _add_settings(command, chosen)
+        command.set_defaults(run=run)
 
 
 def _add_keys(keys: argparse.ArgumentParser, known: dict[str, Setting]) -> None:
@@ -300,6 +323,47 @@ def _bench_speculation(arguments: dict[str, object]) -> int:
     config = _with_models(_config(arguments))
     rows = bench_command.rows(config, wanted, lambda line: print(line, file=sys.stderr))
     _say(json.dumps(rows, indent=1) if as_json else bench_command.table(rows))
+    return 0
+
+
+def _draft_status(arguments: dict[str, object]) -> int:
+    from tinkercloud.embedded import draft_command
+
+    for line in draft_command.status(_with_models(_config(arguments))):
+        _say(line)
+    return 0
+
+
+def _draft_train(arguments: dict[str, object]) -> int:
+    from tinkercloud.embedded import distill, draft_command
+
+    given = distill.Distillation(
+        samples=int(str(arguments["samples"])),
+        tokens=int(str(arguments["tokens"])),
+        minutes=float(str(arguments["minutes"])),
+    )
+    if given.samples < 1 or given.tokens < 4 or not given.minutes > 0:
+        raise ConfigError("--samples must be at least 1, --tokens 4, --minutes above 0")
+    path = arguments["prompts"]
+    wanted = draft_command.Wanted(path if isinstance(path, Path) else None, given)
+    draft_command.train(_with_models(_config(arguments)), wanted, _say)
+    return 0
+
+
+def _draft_use(arguments: dict[str, object]) -> int:
+    from tinkercloud.embedded import draft_command
+
+    folder = draft_command.folder_of(_with_models(_config(arguments)))
+    folder.use("best", str(arguments["name"]))
+    _say(f"best is {folder.resolve('best')}")
+    return 0
+
+
+def _draft_rollback(arguments: dict[str, object]) -> int:
+    from tinkercloud.embedded import draft_command
+
+    folder = draft_command.folder_of(_with_models(_config(arguments)))
+    _say(f"best is {folder.rollback('best')}")
     return 0
 
 

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_MODEL_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 ENV_PREFIX = "TINKERCLOUD_"
-DRAFTERS = ("auto", "off", "suffix")
+DRAFTERS = ("auto", "off", "suffix", "head")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class Config:
     gap_grace_s: float = 10.0  # how long an early forward_backward waits for missing seq_ids
     max_body_bytes: int = 1024**3
     result_ttl_s: float = 24 * 3600.0  # how long a finished result is kept
-    speculate: str = "auto"  # what drafts for samples: auto, off, suffix, model:PATH
+    speculate: str = "auto"  # what drafts for samples: auto, off, suffix, head, model:PATH
     speculate_trace: Path | None = None  # each round of it, as lines of JSON
     engine: EngineConfig = field(default_factory=EngineConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -142,7 +142,7 @@ class Config:
         if self.gap_grace_s < 0:
             raise ConfigError(f"gap_grace_s must not be negative: {self.gap_grace_s}")
         kind, _, path = self.speculate.partition(":")
-        if self.speculate not in DRAFTERS and not (kind == "model" and path):
+        if self.speculate not in DRAFTERS and not (kind in ("head", "model") and path):
             raise ConfigError(
                 f"speculate is {self.speculate!r}, not one of {', '.join(DRAFTERS)}, model:PATH"
             )

@@ -24,7 +24,7 @@ class Driver:
         self._threads = torch.get_num_threads()
         settings = EngineSettings(
             *((("tiny", folder),), "float32", scratch, 1, 4, 1.2, 2**26, 2**26, 1024, 2**28),
-            *("off", None),
+            *("off", None, scratch),
         )
         self._worker = Worker(settings, self._take)
         self._worker.start()

@@ -40,6 +40,7 @@ class EmbeddedBackend(Backend):
             activation_bytes=engine.activation_bytes,
             speculate=config.speculate,
             speculate_trace=config.speculate_trace,
+            drafts_dir=config.data_dir / "drafts",
         )
         self._host = EngineHost(settings, engine.restart_limit)
 

@@ -32,10 +32,14 @@ def rows(config: Config, wanted: Wanted, say: Callable[[str], None]) -> list[Row
     threads = config.engine.threads or usable_cores()
     torch.set_num_threads(threads)
     cache_dir = config.data_dir / "cache"
-    make = speculate(Asked(config.speculate, config.speculate_trace, threads, cache_dir))
+    make = speculate(
+        Asked(
+            config.speculate, config.speculate_trace, threads, cache_dir, config.data_dir / "drafts"
+        )
+    )
     if make is None:
         raise ConfigError("--speculate off has nothing to compare; name a drafter")
-    base = _base(config)
+    base = base_of(config)
     if base.decoder is None:
         raise ConfigError(f"{base.name} has no tokenizer; the texts of this benchmark need one")
     version = Version("bench", base, base.weights, None, 1.0)
@@ -64,7 +68,8 @@ def _sizes(wanted: Wanted) -> tuple[int, int]:
     return wanted.tokens, wanted.at_once
 
 
-def _base(config: Config) -> BaseModel:
+def base_of(config: Config) -> BaseModel:
+    """The first model of the settings."""
     source = config.models[0]
     device = choose_device()
     tokenizer = ensure_tokenizer_folder(source.path, config.data_dir / "cache")

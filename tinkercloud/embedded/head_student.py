@@ -156,14 +156,18 @@ class HeadStudent:
         return Evaluation(expected[begins].cpu().numpy(), tuple(by_depth))
 
     def write(self, params: Mapping[str, Tensor], directory: Path) -> None:
-        vocabulary = self._head.frozen.vocabulary.ids
-        write_tensors({**params, "vocabulary": vocabulary}, directory / HEAD_FILE)
+        more = {
+            "vocabulary": self._head.frozen.vocabulary.ids,
+            "layers": torch.tensor(self._head.config.layers),
+        }
+        write_tensors({**params, **more}, directory / HEAD_FILE)
 
     def read(self, directory: Path) -> dict[str, Tensor]:
         tensors = read_tensors(directory / HEAD_FILE)
         ids = tensors.pop("vocabulary", torch.zeros(0))
+        layers = tensors.pop("layers", torch.zeros(0)).tolist()
         shapes = {name: tuple(t.shape) for name, t in tensors.items()}
-        if shapes != self._head.config.shapes():
+        if shapes != self._head.config.shapes() or tuple(layers) != self._head.config.layers:
             raise UserError(f"the draft head in {directory} is not one of this model")
         if not torch.equal(ids, self._head.frozen.vocabulary.ids):
             raise UserError(f"the draft head in {directory} has another vocabulary")

@@ -33,6 +33,7 @@ class EngineSettings:
     activation_bytes: int
     speculate: str
     speculate_trace: Path | None
+    drafts_dir: Path
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,17 @@ from pathlib import Path
 
 from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.blocks import BlockPool, blocks_for
+from tinkercloud.embedded.draft_files import drafts_of, open_head
 from tinkercloud.embedded.engine import Speculate
+from tinkercloud.embedded.head_drafter import HeadDrafter
 from tinkercloud.embedded.model_drafter import ModelDrafter, open_draft
 from tinkercloud.embedded.round_costs import round_costs
-from tinkercloud.embedded.runners import Runner
+from tinkercloud.embedded.runners import NativeRunner, Runner
 from tinkercloud.embedded.speculation import Speculation
 from tinkercloud.embedded.speculation_trace import Trace
 from tinkercloud.embedded.versions import Version
-from tinkercloud.speculative.drafter_table import drafter_table
+from tinkercloud.errors import ConfigError
+from tinkercloud.speculative.drafter_table import Maker, drafter_table
 from tinkercloud.speculative.guarded_drafter import guarded
 from tinkercloud.speculative.planning import Knowledge
 from tinkercloud.speculative.policy import Policy
@@ -29,12 +32,13 @@ DRAFT_POOL_BYTES = 512 * 1024**2
 @dataclass(frozen=True, slots=True)
 class Asked:
     """name: as `--speculate` has it. trace_to: a file, or None. cache_dir: for what is made of a
-    draft model's files."""
+    draft model's files. drafts_dir: where draft heads are."""
 
     name: str
     trace_to: Path | None
     num_threads: int
     cache_dir: Path
+    drafts_dir: Path
 
 
 def speculate(asked: Asked) -> Speculate | None:
@@ -50,12 +54,24 @@ def speculate(asked: Asked) -> Speculate | None:
         if not runner.is_exact:
             logger.warning("on this device drafts may change the last bits of log-probabilities")
         vocab_size = base.config.vocab_size
-        makers = {"model": lambda path: _model_drafter(Path(path), base, runner, asked.cache_dir)}
+        makers: dict[str, Maker] = {
+            "model": lambda path: _model_drafter(Path(path), base, runner, asked.cache_dir),
+            "head": lambda name: _head_drafter(name or "best", base, runner, asked.drafts_dir),
+        }
         drafter = guarded(drafter_table(vocab_size, makers).make(named), vocab_size)
         costs = round_costs(base, runner, pool, asked.num_threads)
         return Speculation(drafter, Policy(Knowledge(costs)), trace)
 
     return make
+
+
+def _head_drafter(name: str, base: BaseModel, runner: Runner, drafts_dir: Path) -> HeadDrafter:
+    if not isinstance(runner, NativeRunner):
+        raise ConfigError("--speculate head needs the compiled pass of a CPU")
+    head, params = open_head(drafts_of(drafts_dir, base.name), name, base)
+    drafter = HeadDrafter(head, params)
+    runner.capture(base, drafter.layers)
+    return drafter
 
 
 def _model_drafter(path: Path, base: BaseModel, runner: Runner, cache_dir: Path) -> ModelDrafter:

@@ -60,7 +60,13 @@ class Worker:
             kv_cache_bytes=settings.kv_cache_bytes,
             num_threads=threads,
             speculate=speculate(
-                Asked(settings.speculate, settings.speculate_trace, threads, settings.cache_dir)
+                Asked(
+                    settings.speculate,
+                    settings.speculate_trace,
+                    threads,
+                    settings.cache_dir,
+                    settings.drafts_dir,
+                )
             ),
         )
         self._settings = settings
