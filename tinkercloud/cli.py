@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tinkercloud import __version__, fetch, plan_command
 from tinkercloud.config import Config, ModelSource, Setting, load_config, settings
-from tinkercloud.errors import ConfigError, PlanRefused
+from tinkercloud.errors import ConfigError, PlanRefused, UserError
 
 DEFAULT_PACKAGED = "smollm2"
 ANY_KEY = "tml-local"  # the official client insists on a key even where the server does not
@@ -79,6 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"tinkercloud: {error}", file=sys.stderr)
         return 2
+    except UserError as error:
+        print(f"tinkercloud: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
 

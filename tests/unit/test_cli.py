@@ -306,3 +306,24 @@ def test_plan_refuses_a_file_that_is_no_config(run, tmp_path, content):
 def test_plan_refuses_what_is_neither_folder_nor_config(run):
     status, _, err = run("plan", "model.gguf", "--gpus", "8")
     assert (status, "neither a folder" in err) == (2, True)
+
+
+def test_a_draft_that_is_not_there_is_said_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--data-dir", str(tmp_path), "--model", f"m={tmp_path}"]
+    assert cli.main(["draft", "use", "nothing", *options]) == 1
+    assert "there is no draft 'nothing'" in capsys.readouterr().err
+    assert cli.main(["draft", "rollback", *options]) == 1
+    assert cli.main(["draft", "status", *options]) == 0
+    assert "draft train" in capsys.readouterr().out
+
+
+def test_speculation_off_has_nothing_to_measure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--data-dir", str(tmp_path), "--model", f"m={tmp_path}"]
+    assert cli.main(["bench", "speculation", "--speculate", "off", *options]) == 2
+    assert "name a drafter" in capsys.readouterr().err
+    assert cli.main(["serve", "--speculate", "cleverly", *options]) == 2
+    assert "auto, off, suffix, head, model:PATH" in capsys.readouterr().err
