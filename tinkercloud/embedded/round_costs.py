@@ -87,11 +87,18 @@ def round_costs(base: BaseModel, runner: Runner, pool: BlockPool, num_threads: i
     rows, repeats = (SLOW_ROWS, 1) if slow else (ROWS, QUICK_REPEATS)
     found = CostTable(measured(rounds.ms, rows, num_passes=1, quick_repeats=repeats))
     logger.info("measured what rounds cost in %.1f s", time.perf_counter() - began)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_suffix(f".{time.monotonic_ns()}")
-    scratch.write_text(json.dumps(found.to_json()), encoding="utf-8")
-    scratch.replace(path)
+    _write(path, found)
     return found
+
+
+def _write(path: Path, costs: CostTable) -> None:
+    scratch = path.with_suffix(f".{time.monotonic_ns()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch.write_text(json.dumps(costs.to_json()), encoding="utf-8")
+        scratch.replace(path)
+    except OSError as error:  # measured again at the next start, then
+        logger.warning("cannot keep what rounds cost: %s", error)
 
 
 def _path(base: BaseModel, num_threads: int) -> Path:

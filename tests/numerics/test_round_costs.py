@@ -1,0 +1,69 @@
+"""What rounds cost on this machine: measured, kept, and never in the way."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.numerics.tiny import open_store
+from tinkercloud.embedded import round_costs as module
+from tinkercloud.embedded.base_model import BaseModel
+from tinkercloud.embedded.blocks import BlockPool
+from tinkercloud.embedded.round_costs import Rounds, round_costs
+from tinkercloud.embedded.runners import NativeRunner, library
+
+pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler here")
+
+
+@pytest.fixture
+def base(folder: Path) -> BaseModel:
+    return open_store(folder).base("tiny")
+
+
+def pool_of(base: BaseModel, num_blocks: int) -> BlockPool:
+    return BlockPool(base.config, base.dtype, base.device, num_blocks)
+
+
+def test_they_are_measured_once_and_read_from_then_on(
+    base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "user_cache_dir", lambda: tmp_path / "cache")
+    pool, runner = pool_of(base, 300), NativeRunner(1)
+    first = round_costs(base, runner, pool, 1)
+    assert pool.num_available == pool.num_blocks
+    assert first.plain_ms(1, 64) > 0
+    rows = np.array([128.0])
+    assert first.verify_ms(rows, 32, 64)[0] >= first.plain_ms(32, 64)
+    monkeypatch.setattr(Rounds, "ms", lambda *_: pytest.fail("measured again"))
+    assert round_costs(base, runner, pool, 1).to_json() == first.to_json()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": [1]}'])
+def test_a_spoiled_file_is_measured_anew(
+    base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setattr(module, "user_cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(module, "ROWS", (1, 2, 4))
+    round_costs(base, NativeRunner(1), pool_of(base, 300), 1)
+    (path,) = tmp_path.glob("round-costs-*")
+    path.write_text(text)
+    assert round_costs(base, NativeRunner(1), pool_of(base, 300), 1).plain_ms(1, 64) > 0
+
+
+def test_where_nothing_can_be_written_they_are_measured_each_time(
+    base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setattr(module, "user_cache_dir", lambda: tmp_path / "file" / "cache")
+    monkeypatch.setattr(module, "ROWS", (1, 2, 4))
+    assert round_costs(base, NativeRunner(1), pool_of(base, 300), 1).plain_ms(1, 64) > 0
+
+
+def test_few_blocks_are_enough(
+    base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one sequence's context: rows then share blocks."""
+    monkeypatch.setattr(module, "user_cache_dir", lambda: tmp_path)
+    pool = pool_of(base, 65)
+    assert round_costs(base, NativeRunner(1), pool, 1).plain_ms(128, 64) > 0
+    assert pool.num_available == 65
