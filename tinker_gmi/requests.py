@@ -178,19 +178,26 @@ class SaveWeightsForSamplerRequest(WireModel):
 
 
 class CreateSamplingSessionRequest(WireModel):
+    """speculate: false for samples without drafts, of this session; it changes time only."""
+
     session_id: str
     sampling_session_seq_id: int
     base_model: str | None = None
     model_path: str | None = None
+    speculate: bool = True
     type: Literal["create_sampling_session"] = "create_sampling_session"
 
 
 class CreateSamplingClientRequest(WireModel):
-    """The create_sampling_client endpoint for curl: without a session the server makes one."""
+    """The create_sampling_client endpoint for curl: without a session the server makes one.
+
+    speculate: as with CreateSamplingSessionRequest.
+    """
 
     base_model: str | None = None
     model_path: str | None = None
     session_id: str | None = None
+    speculate: bool = True
 
 
 class JoinSamplingSessionRequest(WireModel):

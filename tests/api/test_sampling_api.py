@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from tests.api.harness import Api, serving
+from tinkercloud.backends.fake import FakeBackend
+from tinkercloud.core.types import SampleOutput, SampleRequest
 
 PROMPT = [1, 2, 3]
 
@@ -337,3 +339,31 @@ async def test_a_deleted_checkpoint_is_sampled_while_its_version_lives(tmp_path:
         assert await probe(api, sampler_id) == before
     async with serving(tmp_path) as api:
         assert "does not exist" in await api.failure(await api.sample(sampler_id))
+
+
+async def test_a_session_may_do_without_drafts(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    plain = FakeBackend.sample
+
+    async def sample(self: FakeBackend, version: str, request: SampleRequest) -> SampleOutput:
+        asked.append(request.speculate)
+        return await plain(self, version, request)
+
+    monkeypatch.setattr(FakeBackend, "sample", sample)
+    session_id = await api.session()
+    for number, more in enumerate(({}, {"speculate": False}, {"speculate": True})):
+        body = {"session_id": session_id, "sampling_session_seq_id": number, **more}
+        made = await api.ok("create_sampling_session", base_model="fake/tiny", **body)
+        await tokens(api, made["sampling_session_id"])
+    made = await api.ok("create_sampling_client", base_model="fake/tiny", speculate=False)
+    await tokens(api, made["sampling_session_id"])
+    assert asked == [True, False, True, False]
+
+
+async def test_metrics_are_lines_that_prometheus_reads(api: Api) -> None:
+    answer = await api.http.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    lines = answer.text.splitlines()
+    assert any(line.startswith("tinkercloud_requests_pending ") for line in lines)
+    for line in lines:
+        assert line.startswith("# TYPE ") or math.isfinite(float(line.rsplit(" ", 1)[1]))

@@ -472,6 +472,16 @@ def test_requests_that_come_at_any_time_are_answered_as_alone(
     assert told["tokens"] > told["forwards"] > 0
 
 
+def test_a_request_may_do_without_drafts(store: ModelStore, base: str) -> None:
+    request = ask(random_prompt(10, 1), n=4, max_tokens=30, seed=1, use_eos=False)
+    sampler = Sampler(store, speculate=decided("random", (10.0, 10.5, 12.0)))
+    without = replace(request, speculate=False)
+    same(sampler.one(base, without), sampler.one(base, request))
+    told = sampler.engine.speculation()[0]["tiny"]
+    assert told["off"]["not wanted by the sessions"] >= 29
+    assert told["drafters"]["random"]["depths"][0]["verified"] > 0
+
+
 def test_where_rows_cost_their_full_price_nothing_is_drafted_for_many(
     store: ModelStore, base: str
 ) -> None:

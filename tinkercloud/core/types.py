@@ -107,7 +107,8 @@ class SamplingParams:
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
     """prompt int32 (P,), P >= 1. prompt_logprobs_last_n None: all. *_k 0: not wanted.
-    target_prompt_logprobs int64 (P-1, K), -1 = skip; row i scores position i+1."""
+    target_prompt_logprobs int64 (P-1, K), -1 = skip; row i scores position i+1. speculate: False
+    for a sample without drafts."""
 
     prompt: NDArray[np.int32]
     num_samples: int
@@ -117,6 +118,7 @@ class SampleRequest:
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
     target_prompt_logprobs: NDArray[np.int64] | None = None
+    speculate: bool = True
 
 
 @dataclass(frozen=True, slots=True)

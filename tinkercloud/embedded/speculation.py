@@ -195,7 +195,8 @@ class Speculation:
 
     def _load(self, sample: Sample) -> Load:
         group = self._streams[sample].group
-        return Load(len(sample.tokens), group, sample.num_left, self._living[group])
+        wanted = sample.job.request.speculate
+        return Load(len(sample.tokens), group, sample.num_left, self._living[group], wanted)
 
     def _epoch(self, version: Version) -> int:
         if version.id not in self._epochs:

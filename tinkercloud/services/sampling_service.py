@@ -8,6 +8,7 @@ backend's memory only.
 import asyncio
 import uuid
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 from tinker_gmi.types import (
     CreateSamplingClientRequest,
@@ -41,6 +42,7 @@ class SamplingService:
         self._checkpoints = foundation.checkpoints
         self._versions = VersionStore(self._backend)
         self._samplers: dict[tuple[str, str], Sampler] = {}
+        self._plain: set[str] = set()  # samplers without drafts; not kept, for time is all it is
         self._sessions.when_finished(self._release_session)
 
     async def close(self) -> None:
@@ -53,7 +55,8 @@ class SamplingService:
         await self._sessions.require_open(user, body.session_id)
         number = checked("sampling_session_seq_id", body.sampling_session_seq_id, lowest=0)
         sampler_id = f"{body.session_id}:sample:{number}"
-        return await self._add(user, sampler_id, body.session_id, body.base_model, body.model_path)
+        await self._add(user, sampler_id, body.session_id, body.base_model, body.model_path)
+        return self._with_drafts(sampler_id, wanted=body.speculate)
 
     async def create_alone(self, user: str, body: CreateSamplingClientRequest) -> str:
         """The same without counting, in a session of its own where none is given."""
@@ -62,7 +65,13 @@ class SamplingService:
             session_id = await self._sessions.create(user, {"tags": ["sampling"]})
         await self._sessions.require_open(user, session_id)
         sampler_id = f"{session_id}:sample:{uuid.uuid4().hex}"
-        return await self._add(user, sampler_id, session_id, body.base_model, body.model_path)
+        await self._add(user, sampler_id, session_id, body.base_model, body.model_path)
+        return self._with_drafts(sampler_id, wanted=body.speculate)
+
+    def _with_drafts(self, sampler_id: str, *, wanted: bool) -> str:
+        if not wanted:
+            self._plain.add(sampler_id)
+        return sampler_id
 
     async def _add(
         self,
@@ -146,6 +155,8 @@ class SamplingService:
         async def work() -> Outcome:
             await self._sessions.require_open(user, sampler.session_id)
             request = await self._checked(sampler, body)
+            if sampler.sampler_id in self._plain:
+                request = replace(request, speculate=False)
             return completed_protobuf(encode_sample_output(await self._sample(sampler, request)))
 
         request_id = await self._tasks.submit(Ticket(user, SAMPLING_KIND, key), work)
@@ -203,6 +214,7 @@ class SamplingService:
     async def _release_session(self, user: str, session_id: str) -> None:
         for sampler in await self._metadata.samplers_of_session(session_id, user):
             self._samplers.pop((user, sampler.sampler_id), None)
+            self._plain.discard(sampler.sampler_id)
             await self._versions.leave(_version_key(sampler), sampler.sampler_id)
 
 
