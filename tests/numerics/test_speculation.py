@@ -478,7 +478,7 @@ def test_a_request_may_do_without_drafts(store: ModelStore, base: str) -> None:
     without = replace(request, speculate=False)
     same(sampler.one(base, without), sampler.one(base, request))
     told = sampler.engine.speculation()[0]["tiny"]
-    assert told["off"]["not wanted by the sessions"] >= 29
+    assert told["off"]["not wanted by the sessions"] >= 3  # asked now and then
     assert told["drafters"]["random"]["depths"][0]["verified"] > 0
 
 

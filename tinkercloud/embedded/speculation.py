@@ -20,9 +20,12 @@ from tinkercloud.embedded.versions import Version
 from tinkercloud.speculative.drafter import Draft, Stream
 from tinkercloud.speculative.guarded_drafter import GuardedDrafter
 from tinkercloud.speculative.policy import Policy
-from tinkercloud.speculative.rounds import Load, Reason, Round, Times
+from tinkercloud.speculative.rounds import Kind, Load, Reason, Round, Times
 from tinkercloud.speculative.telemetry import Report, Telemetry
 
+REST = 7
+"""Rounds after one in which nobody was asked, that go by without deciding: where drafts do not pay,
+finding that out again in every round would be most of what they cost."""
 MOST_KNOWN = 65_536
 """Draws that are remembered: text that the same draw wrote before stands more often than the
 target's law says, so it is not audited."""
@@ -55,6 +58,8 @@ class Speculation:
         self._repeated: set[Sample] = set()
         self._round: dict[Sample, _Turn] = {}
         self._draft_ms = 0.0
+        self._rest = 0
+        self._unread: Counter[Sample] = Counter()  # tokens that the drafter was not told of
 
     # ---- samples come and go
 
@@ -85,13 +90,21 @@ class Speculation:
         self._drafter.see(self._streams[sample], first, hidden)
 
     def wrote(self, sample: Sample, num_new: int) -> None:
-        self._drafter.observe(self._streams[sample], num_new)
+        self._unread[sample] += num_new
+        if not self._rest:
+            self._tell(sample)
+
+    def _tell(self, sample: Sample) -> None:
+        num_new = self._unread.pop(sample, 0)
+        if num_new:
+            self._drafter.observe(self._streams[sample], num_new)
 
     def end(self, sample: Sample) -> None:
         """Finished, dropped, or begun anew."""
-        stream = self._streams.pop(sample, None)
-        if stream is None:
+        if sample not in self._streams:
             return
+        self._tell(sample)
+        stream = self._streams.pop(sample)
         self._repeated.discard(sample)
         if sample in self._round and not self._round[sample].is_judged:
             del self._round[sample]
@@ -111,8 +124,15 @@ class Speculation:
 
     def propose(self, samples: Sequence[Sample]) -> list[tuple[int, ...]]:
         """Drafted tokens for each, to be verified."""
+        if self._rest:
+            self._rest -= 1
+            return [()] * len(samples)
         began = time.perf_counter()
+        for sample in list(self._unread):
+            self._tell(sample)
         limits = self._policy.limits([self._load(sample) for sample in samples])
+        if self._policy.kind is Kind.PLAIN:
+            self._rest = REST
         asked = [
             (self._streams[sample], min(limit, sample.num_left - 1))
             for sample, limit in zip(samples, limits, strict=True)
@@ -132,7 +152,8 @@ class Speculation:
 
     def cut(self, sample: Sample) -> None:
         """There was no room for its draft."""
-        self._round[sample].verified = 0
+        if sample in self._round:
+            self._round[sample].verified = 0
 
     def audits(self, sample: Sample) -> bool:
         """Whether the chances of its drafted tokens are wanted."""
