@@ -131,7 +131,7 @@ class Speculation:
         for sample in list(self._unread):
             self._tell(sample)
         limits = self._policy.limits([self._load(sample) for sample in samples])
-        if self._policy.kind is Kind.PLAIN:
+        if self._policy.kind is not Kind.COMPARISON and not any(limits):
             self._rest = REST
         asked = [
             (self._streams[sample], min(limit, sample.num_left - 1))

@@ -18,8 +18,8 @@ from tinkercloud.embedded.versions import Version
 from tinkercloud.errors import ConfigError
 from tinkercloud.speculative.drafter_table import Maker, drafter_table
 from tinkercloud.speculative.guarded_drafter import guarded
-from tinkercloud.speculative.planning import Knowledge
-from tinkercloud.speculative.policy import Policy
+from tinkercloud.speculative.planning import Bounds, Knowledge
+from tinkercloud.speculative.policy import Policy, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +27,9 @@ AUTO = "suffix"
 
 
 DRAFT_POOL_BYTES = 512 * 1024**2
+MOST_ROWS = 64
+"""Of a pass, drafted ones included. Beyond, a CPU is bound by arithmetic: a drafted row costs what a
+sample's own does, and the noise of a measured table must not promise otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,9 @@ def speculate(asked: Asked) -> Speculate | None:
         }
         drafter = guarded(drafter_table(vocab_size, makers).make(named), vocab_size)
         costs = round_costs(base, runner, pool, asked.num_threads)
-        return Speculation(drafter, Policy(Knowledge(costs)), trace)
+        return Speculation(
+            drafter, Policy(Knowledge(costs), Settings(Bounds(max_rows=MOST_ROWS))), trace
+        )
 
     return make
 
