@@ -28,8 +28,8 @@ AUTO = "suffix"
 
 DRAFT_POOL_BYTES = 512 * 1024**2
 MOST_ROWS = 64
-"""Of a pass, drafted ones included. Beyond, a CPU is bound by arithmetic: a drafted row costs what a
-sample's own does, and the noise of a measured table must not promise otherwise."""
+"""Of a pass, drafted ones included. Beyond, a CPU is bound by arithmetic: a drafted row costs what
+a sample's own does, and the noise of a measured table must not promise otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,8 @@ def speculate(asked: Asked) -> Speculate | None:
         }
         drafter = guarded(drafter_table(vocab_size, makers).make(named), vocab_size)
         costs = round_costs(base, runner, pool, asked.num_threads)
-        return Speculation(
-            drafter, Policy(Knowledge(costs), Settings(Bounds(max_rows=MOST_ROWS))), trace
-        )
+        policy = Policy(Knowledge(costs), Settings(Bounds(max_rows=MOST_ROWS)))
+        return Speculation(drafter, policy, trace)
 
     return make
 
