@@ -141,6 +141,7 @@ def test_a_server_drafts_by_itself_and_tells_of_it(
     answers = [
         sampler.sample(prompt, num_samples=1, sampling_params=params).result() for _ in range(3)
     ]
+    service.close("success").result()
     first = answers[0].sequences[0]
     assert all(one.sequences[0].tokens == first.tokens for one in answers)
     assert all(one.sequences[0].logprobs == first.logprobs for one in answers)
