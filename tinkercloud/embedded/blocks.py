@@ -79,6 +79,16 @@ class BlockPool:
             self._holders[block] = 1
         return taken
 
+    def extend(self, blocks: list[int], num_tokens: int) -> bool:
+        """To as many as that many tokens take; False when there are not so many."""
+        missing = blocks_for(num_tokens) - len(blocks)
+        if missing > 0:
+            taken = self.take(missing)
+            if taken is None:
+                return False
+            blocks += taken
+        return True
+
     def hold(self, blocks: Iterable[int]) -> None:
         """Once more each."""
         for block in blocks:

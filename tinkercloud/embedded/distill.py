@@ -16,12 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tinkercloud.core.types import SampleOutput, SampleRequest, SamplingParams
+from tinkercloud.core.types import SampleRequest, SamplingParams
 from tinkercloud.embedded.draft_capture import capture
 from tinkercloud.embedded.draft_fit import Evaluation, Fit, Plan, joined
 from tinkercloud.embedded.draft_material import CapturedSequences, Mix
 from tinkercloud.embedded.engine import SamplingEngine
 from tinkercloud.embedded.head_student import HeadStudent, HeadTraining, Told
+from tinkercloud.embedded.speculation_bench import Case, timed
 from tinkercloud.embedded.versions import Version
 from tinkercloud.errors import UserError
 from tinkercloud.speculative.draft_folder import DraftFolder
@@ -53,13 +54,15 @@ def written(
 ) -> list[tuple[int, NDArray[np.int32]]]:
     """(prompt tokens, all tokens) of each sample."""
     engine = SamplingEngine(max_batch=64, kv_cache_bytes=2**30, num_threads=num_threads)
-    found: dict[int, SampleOutput] = {}
-    for i, prompt in enumerate(prompts):
-        params = SamplingParams(wanted.tokens, wanted.seed + i, wanted.temperature)
-        request = SampleRequest(np.array(prompt, np.int32), wanted.samples, params)
-        engine.submit(version, request, _keep(found, i))
-    while engine.busy:
-        engine.step()
+    requests = [
+        SampleRequest(
+            np.array(prompt, np.int32),
+            wanted.samples,
+            SamplingParams(wanted.tokens, wanted.seed + i, wanted.temperature),
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+    found, _ = timed(engine, Case("prompts", version, tuple(requests)))
     return [
         (len(prompts[i]), np.concatenate([prompts[i], one.tokens]).astype(np.int32))
         for i in range(len(prompts))
@@ -144,14 +147,3 @@ def _trained(
 
 def _judged(student: HeadStudent, held_out: Sequence[Any]) -> Evaluation:
     return joined([student.evaluate(batch) for batch in held_out])
-
-
-def _keep(
-    found: dict[int, SampleOutput], index: int
-) -> Callable[[SampleOutput | BaseException], None]:
-    def keep(outcome: SampleOutput | BaseException) -> None:
-        if isinstance(outcome, BaseException):
-            raise outcome
-        found[index] = outcome
-
-    return keep

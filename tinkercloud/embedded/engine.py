@@ -228,10 +228,14 @@ class SamplingEngine:
                 continue
             samples = [one.sequence for one in own]
             for one, tokens in zip(samples, device.speculation.propose(samples), strict=True):
+                if not tokens:
+                    continue
                 if one.reserve(device.pool, len(one.tokens) + len(tokens)):
                     drafted[one] = tokens
                 else:
                     device.speculation.cut(one)
+        if not drafted:
+            return work
         return [replace(one, drafted=drafted.get(one.sequence, ())) for one in work]
 
     def _end_round(self, ms: float, *, alone: bool) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tinkercloud.decoding.sampler import RowParams, gumbel_noise_at, warp
+from tinkercloud.embedded.draft_rows import row_params
 from tinkercloud.speculative.drafter import NOTHING, Draft, Stream
 from tinkercloud.speculative.head import Head
 from tinkercloud.speculative.head_cache import HeadCache, NewRows, extend
@@ -124,7 +125,7 @@ class HeadDrafter:
     def _drafted(self, ready: Sequence[tuple[_Reader, int]]) -> dict[int, Draft]:
         deepest = max(most for _, most in ready)
         outputs = [reader.output for reader, _ in ready if reader.output is not None]
-        rows = [[_params(reader.stream, k) for reader, _ in ready] for k in range(deepest)]
+        rows = [[row_params(reader.stream, k) for reader, _ in ready] for k in range(deepest)]
         start = Start([reader.slot for reader, _ in ready], torch.stack(outputs), rows)
         chains = draft_chains(self._head, self._params, self._cache, start, self._coupling)
         tokens, chances = chains.tokens.tolist(), chains.chances.clamp(0, 1).tolist()
@@ -136,10 +137,3 @@ class HeadDrafter:
     def _begin_anew(self, reader: _Reader) -> None:
         self._cache.rewind(reader.slot, 0)
         reader.unread, reader.num_unread, reader.output = [], 0, None
-
-
-def _params(stream: Stream, ahead: int) -> RowParams:
-    """What the target draws its token with, so many after the next."""
-    s = stream
-    position = len(s.tokens) + ahead
-    return RowParams(s.temperature, s.top_k, s.top_p, s.seed, s.sample, position)

@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tinkercloud.decoding.sampler import RowParams, sample
+from tinkercloud.decoding.sampler import sample
 from tinkercloud.embedded.base_model import BaseModel
-from tinkercloud.embedded.blocks import BlockPool, blocks_for
+from tinkercloud.embedded.blocks import BlockPool
+from tinkercloud.embedded.draft_rows import row_params
 from tinkercloud.embedded.runners import Part, Runner, ragged
 from tinkercloud.embedded.versions import Version
 from tinkercloud.errors import ConfigError
@@ -43,15 +44,6 @@ class _Reader:
         self.agreed = min(self.agreed, most)
         del self.path[self.agreed :]
 
-    def reserve(self, pool: BlockPool, num_tokens: int) -> bool:
-        missing = blocks_for(num_tokens) - len(self.blocks)
-        if missing > 0:
-            taken = pool.take(missing)
-            if taken is None:
-                return False
-            self.blocks += taken
-        return True
-
 
 @dataclass(slots=True)
 class _Underway:
@@ -59,11 +51,6 @@ class _Underway:
     most: int
     tokens: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
-
-    def params(self) -> RowParams:
-        s = self.reader.stream
-        position = len(s.tokens) + len(self.tokens)
-        return RowParams(s.temperature, s.top_k, s.top_p, s.seed, s.sample, position)
 
 
 class ModelDrafter:
@@ -114,7 +101,7 @@ class ModelDrafter:
         reader.rewind()
         length = len(stream.tokens)
         most = min(most, self._longest - length)
-        if most < 1 or not reader.reserve(self._pool, length + most):
+        if most < 1 or not self._pool.extend(reader.blocks, length + most):
             return None
         return _Underway(reader, most)
 
@@ -141,7 +128,11 @@ class ModelDrafter:
 
     def _drawn(self, drafting: list[_Underway], logits: Tensor) -> list[_Underway]:
         """One more token each; who wants yet more."""
-        drawn = sample(logits, [one.params() for one in drafting], self._runner.scan)
+        drawn = sample(
+            logits,
+            [row_params(one.reader.stream, len(one.tokens)) for one in drafting],
+            self._runner.scan,
+        )
         chances = drawn.logprobs.exp().tolist()
         for one, token, chance in zip(drafting, drawn.tokens.tolist(), chances, strict=True):
             one.tokens.append(token)

@@ -44,13 +44,7 @@ class Sequence:
 
     def reserve(self, pool: BlockPool, num_tokens: int) -> bool:
         """Blocks for that many tokens; False when there are not enough."""
-        missing = blocks_for(num_tokens) - len(self.blocks)
-        if missing > 0:
-            taken = pool.take(missing)
-            if taken is None:
-                return False
-            self.blocks += taken
-        return True
+        return pool.extend(self.blocks, num_tokens)
 
     def look_up(self, pool: BlockPool) -> int:
         """Use what is known of its beginning; the number of its tokens. One token stays to do."""
