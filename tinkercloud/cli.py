@@ -42,6 +42,8 @@ HELP = {
     "engine.version_cache_bytes": "memory for published versions; the rest wait on disk",
     "engine.microbatch_tokens": "tokens per training micro-batch",
     "engine.activation_bytes": "memory for what a backward pass needs; K, M, G count in 1024",
+    "engine.draft_share": "of the time of training steps, for training of drafts; 0: none",
+    "engine.draft_memory_bytes": "memory for what drafts learn from; K, M, G count in 1024",
     "engine.restart_limit": "engine restarts within ten minutes before giving up",
     "cluster.ray_address": "Ray to use, host:port; auto: one of its own on this machine",
     "cluster.gpus": "GPUs of one model, or of all adapters of one base; auto: all that Ray has",

@@ -48,6 +48,8 @@ class EngineConfig:
     version_cache_bytes: int = 1024**3  # published versions kept in memory, the rest on disk
     microbatch_tokens: int = 1024  # tokens per training micro-batch
     activation_bytes: int = 2 * 1024**3  # what training keeps for a backward pass
+    draft_share: float = 0.1  # of the time of training steps, for training of drafts; 0: none
+    draft_memory_bytes: int = 256 * 1024**2  # what drafts learn from
     restart_limit: int = 5  # engine restarts within ten minutes before giving up
 
     def __post_init__(self) -> None:
@@ -58,12 +60,15 @@ class EngineConfig:
             "version_cache_bytes",
             "microbatch_tokens",
             "activation_bytes",
+            "draft_memory_bytes",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"engine.{name} must be at least 1, not {value}")
         if not self.decode_depth >= 1:  # NaN too
             raise ConfigError(f"engine.decode_depth must be at least 1, not {self.decode_depth}")
+        if not 0 <= self.draft_share <= 1:
+            raise ConfigError(f"engine.draft_share must be from 0 to 1, not {self.draft_share}")
         if self.restart_limit < 0:
             raise ConfigError(f"engine.restart_limit must not be negative: {self.restart_limit}")
 

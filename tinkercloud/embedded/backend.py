@@ -41,6 +41,8 @@ class EmbeddedBackend(Backend):
             speculate=config.speculate,
             speculate_trace=config.speculate_trace,
             drafts_dir=config.data_dir / "drafts",
+            draft_share=engine.draft_share,
+            draft_memory_bytes=engine.draft_memory_bytes,
         )
         self._host = EngineHost(settings, engine.restart_limit)
 

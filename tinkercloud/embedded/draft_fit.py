@@ -92,9 +92,10 @@ class Fit(Generic[Batch]):
     def done(self) -> bool:
         return len(self.losses) >= self.plan.num_steps
 
-    def advance(self, budget: TimeBudget) -> None:
-        """Steps until the plan is done or the time is used up."""
-        while not self.done and budget.left_s > 0:
+    def advance(self, budget: TimeBudget, most_steps: int | None = None) -> None:
+        """Steps until the plan is done, the time is used up, or so many are made."""
+        last = len(self.losses) + (most_steps or self.plan.num_steps)
+        while not self.done and budget.left_s > 0 and len(self.losses) < last:
             with budget.spending():
                 self.losses.append(self._step(len(self.losses)))
 

@@ -21,12 +21,13 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Mix:
     """share: of the new among what is drawn, the others being replayed. One of `held_out_one_in`
-    texts is held out, at most `most_held_out` of them are asked."""
+    texts is held out; at most `most_held_out` of them are asked, of the last `recent` versions."""
 
     batch_size: int = 8
     share: float = 0.8
     held_out_one_in: int = 8
     most_held_out: int = 64
+    recent: int = 1
     seed: int = 0
 
     def holds_out(self, text: str) -> bool:
@@ -71,7 +72,7 @@ class CapturedSequences:
     def held_out(self) -> list[list[CapturedSequence]]:
         if not len(self._shelf):
             return []
-        current = [s for s in self._held_out if s.epoch == self._epoch]
+        current = [s for s in self._held_out if s.epoch > self._epoch - self._mix.recent]
         return _cut(current[-self._mix.most_held_out :], self._mix.batch_size)
 
 
@@ -93,7 +94,8 @@ class Lessons:
         if not any(map(self._is_taught, cases)):
             return []
         newest = max(case.epoch for case in cases)
-        held = [c for c in cases if c.epoch == newest and not self._is_taught(c)]
+        oldest = newest - self._mix.recent
+        held = [c for c in cases if c.epoch > oldest and not self._is_taught(c)]
         held = held[-self._mix.most_held_out :]
         return _cut([self._lesson(c) for c in held], self._mix.batch_size)
 

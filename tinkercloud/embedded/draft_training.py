@@ -120,16 +120,25 @@ class DraftTrainer(Generic[Batch]):
         if acceptance is not None:
             self.trigger.observe(acceptance)
 
-    def work(self, reason: str | None = None) -> Outcome | None:
-        """Train as far as there is time; the outcome once a training is done. `reason`: train
-        whether or not it is due. Raises UserError when a training breaks off."""
+    @property
+    def is_due(self) -> bool:
+        """Whether `work` would do something."""
+        if self.budget.left_s <= 0:
+            return False
+        if self._running is not None:
+            return True
+        return self.trigger.due(self._step) is not None and bool(self._material.held_out())
+
+    def work(self, reason: str | None = None, most_steps: int | None = None) -> Outcome | None:
+        """Train as far as there is time, or so many steps; the outcome once a training is done.
+        `reason`: train whether or not it is due. Raises UserError when a training breaks off."""
         if self._running is None:
             self._begin(reason or self.trigger.due(self._step))
         running = self._running
         if running is None:
             return None
         try:
-            running.fit.advance(self.budget)
+            running.fit.advance(self.budget, most_steps)
         except UserError:  # a gradient that is not finite: what is served stays as it is
             self._running = None
             raise

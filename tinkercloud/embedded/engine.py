@@ -369,7 +369,10 @@ class SamplingEngine:
             if self._runner is None:
                 self._runner = runner_for(base, self._num_threads)
             scorer = scorer_for(base, self._runner)
-            speculation = self._speculate(base, self._runner, pool) if self._speculate else None
+            speculation = None
+            if self._speculate is not None:
+                with torch.inference_mode(False):  # what it trains is no tensor of a forward pass
+                    speculation = self._speculate(base, self._runner, pool)
             self._devices[id(base)] = _Device(base, pool, self._runner, scorer, speculation)
         return self._devices[id(base)]
 
@@ -510,7 +513,8 @@ class SamplingEngine:
             return
         audited = turn.drafted and speculation.audits(sequence)
         chances = drawn.chances(turn.rows, turn.drafted[:num_new]) if audited else ()
-        speculation.judged(sequence, num_new - 1, chances)
+        law = partial(_law, drawn, turn.first)
+        speculation.judged(sequence, num_new - 1, chances, law)
         if turn.hidden is not None:
             first = len(sequence.tokens) - num_new - 1
             speculation.saw(sequence, first, turn.hidden[:num_new])
@@ -527,6 +531,10 @@ class SamplingEngine:
             sequence.job.finish(sequence, stopped=stopped)
         if gone:
             self._running = [one for one in self._running if id(one) not in gone]
+
+
+def _law(drawn: Drawn, first: int, at: int) -> Tensor:
+    return drawn.law(first + at)
 
 
 def _part(work: _Work) -> Part:

@@ -40,7 +40,7 @@ class HeadDrafter:
     is_coupled = True
 
     def __init__(self, head: Head, params: Mapping[str, Tensor]):
-        self._head, self._params = head, dict(params)
+        self.head, self._params = head, dict(params)
         self._cache = HeadCache(head, 1)
         self._free = [0]
         self._readers: dict[int, _Reader] = {}
@@ -48,7 +48,12 @@ class HeadDrafter:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        return self._head.config.layers
+        return self.head.config.layers
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        """What it drafts with at present."""
+        return dict(self._params)
 
     def use(self, params: Mapping[str, Tensor]) -> None:
         self._params = dict(params)
@@ -104,7 +109,7 @@ class HeadDrafter:
         for reader in readers:
             if self._cache.lengths[reader.slot] + reader.num_unread > MOST_CONTEXT:
                 self._cache.rewind(reader.slot, 0)
-        features = [self._head.fuse(self._params, torch.cat(r.unread)) for r in readers]
+        features = [self.head.fuse(self._params, torch.cat(r.unread)) for r in readers]
         tokens = [
             torch.tensor(r.stream.tokens[r.first + 1 : r.first + 1 + r.num_unread]) for r in readers
         ]
@@ -117,7 +122,7 @@ class HeadDrafter:
             padded(tokens, batch_first=True),
             counts,
         )
-        outputs = extend(self._head, self._params, self._cache, new)
+        outputs = extend(self.head, self._params, self._cache, new)
         for i, reader in enumerate(readers):
             reader.output = outputs[i, counts[i] - 1]
             reader.unread, reader.num_unread = [], 0
@@ -127,7 +132,7 @@ class HeadDrafter:
         outputs = [reader.output for reader, _ in ready if reader.output is not None]
         rows = [[row_params(reader.stream, k) for reader, _ in ready] for k in range(deepest)]
         start = Start([reader.slot for reader, _ in ready], torch.stack(outputs), rows)
-        chains = draft_chains(self._head, self._params, self._cache, start, self._coupling)
+        chains = draft_chains(self.head, self._params, self._cache, start, self._coupling)
         tokens, chances = chains.tokens.tolist(), chains.chances.clamp(0, 1).tolist()
         return {
             reader.stream.id: Draft(tuple(tokens[i][:most]), tuple(chances[i][:most]))

@@ -57,11 +57,23 @@ class CapturedSequence:
         """logits (N, V) of the policy; the arrays are copies, on the CPU."""
         z = logits.detach().float() / (told.temperature or 1.0)
         teacher = most_probable(torch.softmax(z, -1), told.count)
-        assert teacher.ids is not None
         weights = np.ones(len(tokens), np.float32)
         weights[: max(told.num_prompt - 1, 0)] = 0.0
+        return cls.taught(tokens.cpu().numpy(), hidden, teacher, weights, told)
+
+    @classmethod
+    def taught(
+        cls,
+        tokens: NDArray[np.integer],
+        hidden: Tensor,
+        teacher: Teacher,
+        weights: NDArray[np.float32],
+        told: "Told",
+    ) -> "CapturedSequence":
+        """teacher: the M most probable tokens after each token. weights count, not num_prompt."""
+        assert teacher.ids is not None
         return cls(
-            tokens.cpu().numpy().astype(np.int32),
+            tokens.astype(np.int32),
             hidden.detach().to(torch.float32, copy=True).cpu().numpy(),
             teacher.ids.cpu().numpy().astype(np.int32),
             teacher.probs.cpu().numpy(),

@@ -61,13 +61,13 @@ class ModelDrafter:
     layers: tuple[int, ...] = ()
 
     def __init__(self, version: Version, runner: Runner, pool: BlockPool):
-        self._version, self._runner, self._pool = version, runner, pool
+        self.version, self._runner, self._pool = version, runner, pool
         self._readers: dict[int, _Reader] = {}
         self._longest = version.base.config.max_position_embeddings
 
     def use(self, version: Version) -> None:
         """Other weights of the same network: what the old ones computed is forgotten."""
-        self._version = version
+        self.version = version
         for reader in self._readers.values():
             reader.path, reader.agreed = [], 0
 
@@ -119,7 +119,7 @@ class ModelDrafter:
         return self._drawn(ready, self._forward(parts)) if parts else []
 
     def _part(self, reader: _Reader, tokens: Sequence[int]) -> Part:
-        part = Part(self._version, tokens, len(reader.path), reader.blocks, 1)
+        part = Part(self.version, tokens, len(reader.path), reader.blocks, 1)
         reader.path += tokens
         return part
 

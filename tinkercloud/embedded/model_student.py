@@ -62,6 +62,11 @@ class ModelStudent:
         """The trained tensors themselves, as the engine's passes take them."""
         return _paired(self._params)
 
+    @staticmethod
+    def adapter_of(params: Mapping[str, Tensor]) -> Adapter:
+        """Of what `params` or `read` gave."""
+        return _paired(params)
+
     def loss(self, batch: Sequence[Lesson]) -> Tensor:
         logits = self._logits(batch)
         teacher, temperature = _teacher(batch, logits.device)

@@ -114,21 +114,23 @@ class ModelStore:
         return self._versions.get(version_id)
 
     def _version_of(self, version_id: str, source: WeightsSource) -> Version:
+        origin = ""
         match source:
             case FromBase(base_model):
                 base = self.base(base_model)
                 return Version(version_id, base, base.weights, None, 1.0)
             case FromModel(model_id):
-                model = self.model(model_id)
+                model, origin = self.model(model_id), model_id
                 adapter, full, spec, base = model.adapter, model.full, model.spec, model.base
             case FromCheckpoint(base_model, directory):
                 base = self.base(base_model)
                 spec, adapter, full, _ = checkpoints.load_weights(base, directory)
         if adapter is not None:
-            return Version(version_id, base, base.weights, _copied(adapter), spec.alpha / spec.rank)
+            scale = spec.alpha / spec.rank
+            return Version(version_id, base, base.weights, _copied(adapter), scale, origin)
         assert full is not None, "a model has an adapter or full weights"
         copies = {n: t.detach().to(base.dtype, copy=True) for n, t in full.items()}
-        return Version(version_id, base, with_tied_head(base, copies), None, 1.0)
+        return Version(version_id, base, with_tied_head(base, copies), None, 1.0, origin)
 
 
 def _copied(adapter: Adapter) -> Adapter:

@@ -34,6 +34,8 @@ class EngineSettings:
     speculate: str
     speculate_trace: Path | None
     drafts_dir: Path
+    draft_share: float
+    draft_memory_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,16 +7,17 @@ here can change a token: a draft stands where it is what the target draws anyway
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from tinkercloud.embedded.sequences import Sequence as Sample
 from tinkercloud.embedded.speculation_trace import Trace, TracedDraft
 from tinkercloud.embedded.versions import Version
+from tinkercloud.speculative.collecting import Verdict
 from tinkercloud.speculative.drafter import Draft, Stream
 from tinkercloud.speculative.guarded_drafter import GuardedDrafter
 from tinkercloud.speculative.policy import Policy
@@ -29,6 +30,18 @@ finding that out again in every round would be most of what they cost."""
 MOST_KNOWN = 65_536
 """Draws that are remembered: text that the same draw wrote before stands more often than the
 target's law says, so it is not audited."""
+
+
+class Listener(Protocol):
+    """Who learns from what became of drafts. category: the model whose samples they were for."""
+
+    def drafted(self, category: str, num_judged: int, num_accepted: int) -> None:
+        """In one round; judged are those that stand, and of each draft the first that does not."""
+        ...
+
+    def judged(self, stream: Stream, verdict: Verdict, category: str) -> None: ...
+
+    def ended(self, stream: Stream) -> None: ...
 
 
 @dataclass(slots=True)
@@ -46,8 +59,15 @@ class _Turn:
 
 
 class Speculation:
-    def __init__(self, drafter: GuardedDrafter, policy: Policy, trace: Trace | None = None):
+    def __init__(
+        self,
+        drafter: GuardedDrafter,
+        policy: Policy,
+        trace: Trace | None = None,
+        listener: Listener | None = None,
+    ):
         self._drafter, self._policy, self._trace = drafter, policy, trace
+        self._listener = listener
         self._telemetry = Telemetry()
         self._streams: dict[Sample, Stream] = {}
         self._living: Counter[Hashable] = Counter()  # by group
@@ -112,6 +132,12 @@ class Speculation:
         if not self._living[stream.group]:
             del self._living[stream.group]
         self._drafter.end(stream)
+        if self._listener is not None:
+            self._listener.ended(stream)
+
+    def renew(self) -> None:
+        """The drafter is another one: what was counted of it is worth less."""
+        self._policy.renew()
 
     def end_all(self) -> None:
         for sample in list(self._streams):
@@ -159,11 +185,27 @@ class Speculation:
         """Whether the chances of its drafted tokens are wanted."""
         return not self._drafter.is_coupled and sample not in self._repeated
 
-    def judged(self, sample: Sample, accepted: int, chances: tuple[float, ...]) -> None:
-        """chances: of each drafted token to stand, by the target's law; () where not audited."""
+    def judged(
+        self,
+        sample: Sample,
+        accepted: int,
+        chances: tuple[float, ...],
+        law: Callable[[int], Tensor],
+    ) -> None:
+        """chances: of each drafted token to stand, by the target's law; () where not audited. law:
+        the target's log-probabilities (1, V) where that drafted token was to stand."""
         turn = self._round.get(sample)
-        if turn is not None:
-            turn.accepted, turn.chances, turn.is_judged = accepted, chances, True
+        if turn is None:
+            return
+        turn.accepted, turn.chances, turn.is_judged = accepted, chances, True
+        if turn.verified and self._listener is not None:
+            at = min(accepted, turn.verified - 1)  # what did not stand, or the last that did
+            position = len(sample.tokens) - 1 - accepted + at
+            verdict = Verdict(
+                position, turn.draft.tokens[at], sample.tokens[position], lambda: law(at).exp()
+            )
+            category = sample.job.version.origin
+            self._listener.judged(self._streams[sample], verdict, category)
 
     def round_over(self, whole_ms: float, *, usable: bool) -> None:
         """whole_ms: of the round, its drafting included. usable: it was nothing but this round."""
@@ -182,6 +224,7 @@ class Speculation:
             tuple(turn.group for turn in turns),
         )
         self._policy.learned(told)
+        self._tell_listener(turns, told)
         chances = tuple(turn.chances for turn in turns)
         report = Report(self._drafter.name, self._policy.kind, self._policy.reason, told, chances)
         if self._telemetry.record(report):
@@ -195,6 +238,17 @@ class Speculation:
                 if turn.verified
             ]
             self._trace.round(self._drafter.name, str(self._policy.kind), drafts, times)
+
+    def _tell_listener(self, turns: Sequence[_Turn], told: Round) -> None:
+        if self._listener is None or not told.num_verified:
+            return
+        judged, stood = Counter[str](), Counter[str]()
+        for turn, num in zip(turns, told.num_judged, strict=True):
+            category = turn.sample.job.version.origin
+            judged[category] += num
+            stood[category] += turn.accepted
+        for category, num in judged.items():
+            self._listener.drafted(category, num, stood[category])
 
     # ---- for those who watch
 

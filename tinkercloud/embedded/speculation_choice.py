@@ -1,12 +1,14 @@
 """Which drafter the engine's samples get, as `--speculate` names it."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.blocks import BlockPool, blocks_for
 from tinkercloud.embedded.draft_files import drafts_of, open_head
+from tinkercloud.embedded.draft_loop import DraftLoop, DraftLoops, Following
+from tinkercloud.embedded.draft_pupils import head_pupil, model_pupil
 from tinkercloud.embedded.engine import Speculate
 from tinkercloud.embedded.head_drafter import HeadDrafter
 from tinkercloud.embedded.model_drafter import ModelDrafter, open_draft
@@ -16,6 +18,8 @@ from tinkercloud.embedded.speculation import Speculation
 from tinkercloud.embedded.speculation_trace import Trace
 from tinkercloud.embedded.versions import Version
 from tinkercloud.errors import ConfigError
+from tinkercloud.speculative.cases import CaseStore
+from tinkercloud.speculative.drafter import Drafter
 from tinkercloud.speculative.drafter_table import Maker, drafter_table
 from tinkercloud.speculative.guarded_drafter import guarded
 from tinkercloud.speculative.planning import Bounds, Knowledge
@@ -42,10 +46,11 @@ class Asked:
     num_threads: int
     cache_dir: Path
     drafts_dir: Path
+    following: Following = field(default_factory=Following)
 
 
-def speculate(asked: Asked) -> Speculate | None:
-    """None where it is off."""
+def speculate(asked: Asked, loops: DraftLoops | None = None) -> Speculate | None:
+    """None where it is off. loops: where the drafts' training goes; None: they are not trained."""
     if asked.name == "off":
         return None
     named = AUTO if asked.name == "auto" else asked.name
@@ -61,12 +66,33 @@ def speculate(asked: Asked) -> Speculate | None:
             "model": lambda path: _model_drafter(Path(path), base, runner, asked.cache_dir),
             "head": lambda name: _head_drafter(name or "best", base, runner, asked.drafts_dir),
         }
-        drafter = guarded(drafter_table(vocab_size, makers).make(named), vocab_size)
+        drafter = drafter_table(vocab_size, makers).make(named)
         costs = round_costs(base, runner, pool, asked.num_threads)
         policy = Policy(Knowledge(costs), Settings(Bounds(max_rows=MOST_ROWS)))
-        return Speculation(drafter, policy, trace)
+        loop = None
+        if loops is not None:
+            loop = _loop(drafter, base, asked)
+            loops.add(base, loop)
+        speculation = Speculation(guarded(drafter, vocab_size), policy, trace, loop)
+        if loop is not None:
+            loop.speculation = speculation
+        return speculation
 
     return make
+
+
+def _loop(drafter: Drafter, base: BaseModel, asked: Asked) -> DraftLoop:
+    """What trains the drafter: the one that is best, not one that was asked for by its name."""
+    following = asked.following
+    store = CaseStore(int(following.case_share * following.memory_bytes), following.max_age)
+    folder = drafts_of(asked.drafts_dir, base.name)
+    pupil = None
+    if isinstance(drafter, HeadDrafter) and asked.name in ("head", "head:best"):
+        pupil = head_pupil(drafter, following)
+    elif isinstance(drafter, ModelDrafter):
+        folder = drafts_of(asked.drafts_dir, f"{base.name}--{drafter.version.base.name}")
+        pupil = model_pupil(drafter, drafter.version, store, folder)
+    return DraftLoop(folder, store, pupil, following)
 
 
 def _head_drafter(name: str, base: BaseModel, runner: Runner, drafts_dir: Path) -> HeadDrafter:

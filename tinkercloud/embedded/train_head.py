@@ -7,7 +7,7 @@ known as soon as it is (all losses by token), a chunk's logits are computed once
 Axes: n rows of a chunk, D hidden, V vocabulary, P pairs (row, target).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,12 +81,16 @@ class Head:
             if targets.per_sequence:
                 targets.score_sequences(with_gradient=False)
 
-    def forward_backward(self, hidden: Tensor, dhidden: Tensor) -> Iterator[None]:
+    def forward_backward(
+        self, hidden: Tensor, dhidden: Tensor, show: Callable[[Tensor, Tensor], None]
+    ) -> Iterator[None]:
         """hidden (T, D). Scores all pairs, adds the head's gradients to the parts and writes those
-        of the rows to dhidden (T, D), which comes as zeros; yields after each chunk."""
+        of the rows to dhidden (T, D), which comes as zeros; yields after each chunk. show: is given
+        each chunk's packed rows (n,) and their probabilities (n, V)."""
         late = any(targets.per_sequence for targets in self._targets)
         for chunk in self._chunks():
             rows, down, gradients = self._logprobs(chunk, hidden, with_gradient=not late)
+            show(self._rows[chunk.rows], self._wide[: chunk.num_rows])
             if chunk.active and not late:
                 dhidden[self._rows[chunk.rows]] = self._backward(chunk, rows, down, gradients)
             yield

@@ -23,6 +23,7 @@ from tinkercloud.embedded.train_layout import lay_out
 from tinkercloud.embedded.train_linear import Linears, Part, Segment
 from tinkercloud.embedded.train_rows import norm_backward, norm_forward
 from tinkercloud.embedded.train_targets import arrange
+from tinkercloud.embedded.train_witness import Careful, Witness
 from tinkercloud.errors import UserError
 
 
@@ -43,11 +44,11 @@ class Share:
 
 
 def run_pass(
-    base: BaseModel, shares: Sequence[Share], *, recompute: bool
+    base: BaseModel, shares: Sequence[Share], *, recompute: bool, witness: Witness | None = None
 ) -> Generator[None, None, None]:
     """All shares train, or all are forward_only. recompute: keep each block's input only, and
-    compute the rest again in the backward pass."""
-    pass_ = _Pass(base, shares)
+    compute the rest again in the backward pass. witness: of training alone."""
+    pass_ = _Pass(base, shares, Careful(witness))
     steps = pass_.forward_only() if shares[0].batch.forward_only else pass_.train(recompute)
     while True:
         # Grad mode belongs to the thread: it must not be off while somebody else's work runs.
@@ -60,8 +61,8 @@ def run_pass(
 
 
 class _Pass:
-    def __init__(self, base: BaseModel, shares: Sequence[Share]):
-        self._base, self._shares = base, shares
+    def __init__(self, base: BaseModel, shares: Sequence[Share], witness: Careful):
+        self._base, self._shares, self._witness = base, shares, witness
         parts = [share.part for share in shares]
         layout = lay_out([[share.batch.data[i] for i in share.indices] for share in shares])
         self._tokens = base.tensor(layout.tokens)
@@ -76,8 +77,10 @@ class _Pass:
         # The padding is a sequence of its own, in nobody's segment and without gradient.
         segments = [Segment(part, *layout.span(i)) for i, part in enumerate(parts)]
         self._blocks = Blocks(base.architecture, self._linears, segments, attention, rotation)
-        self._targets, order = arrange(base, [(s.batch, s.indices) for s in shares], layout)
+        datums = [(share.batch, share.indices) for share in shares]
+        self._targets, order = arrange(base, datums, layout)
         self._head = Head(base, self._linears, parts, self._targets, order)
+        self._witness.begin(datums, layout)
 
     def forward_only(self) -> Generator[None, None, None]:
         x = self._embed()
@@ -97,11 +100,15 @@ class _Pass:
             before = x
             x, saved = self._blocks.forward(index, x, keep=reached and not recompute)
             kept.append(saved if saved is not None else before if reached else None)
+            if index + 1 < num_layers:
+                self._witness.block(index + 1, x)
             yield
         hidden, inverse = self._final_norm(x)
+        self._witness.block(num_layers, hidden)
         dhidden = torch.zeros_like(hidden)
-        yield from self._head.forward_backward(hidden, dhidden)
+        yield from self._head.forward_backward(hidden, dhidden, self._witness.laws)
         self._finish()
+        self._witness.end()
         if not reached or all(share.error is not None for share in self._shares):
             return
         dx = self._final_norm_backward(x, inverse, dhidden)

@@ -6,7 +6,7 @@ gradient is added to its model when the whole call is done, and not at all when 
 """
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,12 +14,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tinkercloud.core.types import TrainBatch, TrainOutput
+from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.train_linear import Part
 from tinkercloud.embedded.train_pass import Share, run_pass
 from tinkercloud.embedded.train_plan import Limits, MicroBatch, micro_batches
 from tinkercloud.embedded.train_reference import run_reference
 from tinkercloud.embedded.train_targets import PER_SEQUENCE
+from tinkercloud.embedded.train_witness import Witness
 from tinkercloud.embedded.trainer import TrainableModel
+
+Watch = Callable[[BaseModel, Sequence[str]], Witness | None]
+"""Who looks on at a pass in which these models train, if anybody."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +82,8 @@ class _Running:
 class TrainingQueue:
     """Owned by one thread. A step never raises: what goes wrong is some call's error."""
 
-    def __init__(self, limits: Limits):
-        self._limits = limits
+    def __init__(self, limits: Limits, watch: Watch | None = None):
+        self._limits, self._watch = limits, watch
         self._jobs: list[_Job] = []
         self._running: _Running | None = None
         self._last_turn: dict[str, int] = {}
@@ -132,9 +137,16 @@ class TrainingQueue:
         self._forget_idle_models()
         shares = [job.share() for job in jobs]
         base, recompute = jobs[0].model.base, jobs[0].waiting[0].recompute
-        run = run_pass if base.is_llama_family else run_reference
-        steps = run(base, shares, recompute=recompute)
+        if not base.is_llama_family:
+            return _Running(jobs, shares, run_reference(base, shares, recompute=recompute))
+        witness = self._witness(base, jobs)
+        steps = run_pass(base, shares, recompute=recompute, witness=witness)
         return _Running(jobs, shares, steps)
+
+    def _witness(self, base: BaseModel, jobs: Sequence[_Job]) -> Witness | None:
+        if self._watch is None or jobs[0].batch.forward_only:
+            return None
+        return self._watch(base, [job.model.id for job in jobs])
 
     def _longest_waiting(self) -> list[_Job]:
         """Every model's oldest call, the model first whose last turn is longest ago."""

@@ -10,13 +10,15 @@ from tinkercloud.weights.adapters import Adapter
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """Immutable published weights. `weights` are the base's own, or a full fine-tune's."""
+    """Immutable published weights. `weights` are the base's own, or a full fine-tune's. origin: the
+    model that they were published of; "" for a base's or a checkpoint's."""
 
     id: str
     base: BaseModel
     weights: dict[str, Tensor]
     adapter: Adapter | None
     scale: float
+    origin: str = ""
 
     @property
     def own_bytes(self) -> int:

@@ -13,12 +13,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from tinkercloud.core.types import SampleOutput, ServedModel
 from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.device import choose_device, choose_dtype, usable_cores
+from tinkercloud.embedded.draft_loop import DraftLoops, Following
 from tinkercloud.embedded.engine import SamplingEngine
 from tinkercloud.embedded.models import ModelStore
 from tinkercloud.embedded.protocol import (
@@ -53,6 +55,7 @@ class Worker:
 
     def __init__(self, settings: EngineSettings, send: Callable[[object], None]):
         self._send = send
+        self._drafts = DraftLoops()
         threads = settings.threads or usable_cores()
         self._engine = SamplingEngine(
             max_batch=settings.max_batch,
@@ -66,16 +69,19 @@ class Worker:
                     threads,
                     settings.cache_dir,
                     settings.drafts_dir,
-                )
+                    Following(settings.draft_share, settings.draft_memory_bytes),
+                ),
+                self._drafts,
             ),
         )
         self._settings = settings
         self._models: ModelStore | None = None
         self._limits = Limits(settings.microbatch_tokens, settings.activation_bytes)
-        self._training = TrainingQueue(self._limits)
+        self._training = TrainingQueue(self._limits, self._drafts.witness)
         self._inbox: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._turns = Turns()
         self._last_stats_s = 0.0
+        self._worked_s = 0.0  # since a model made a step
 
     def start(self) -> tuple[ServedModel, ...]:
         """Read every model's configuration, load the default model."""
@@ -109,10 +115,13 @@ class Worker:
         """Until the other end is gone (None in the inbox)."""
         while True:
             idle = not self._engine.busy and not self._training
-            if idle:
+            drafts = self._drafts.are_due(idle=idle)
+            if idle and not drafts:
                 self._report(force=True)
-            if not self._take_messages(block=idle):
+            if not self._take_messages(block=idle and not drafts):
                 return
+            if drafts:
+                self._drafts.work()
             self._work()
             self._report()
 
@@ -147,6 +156,8 @@ class Worker:
             if call.method == "release":
                 self._engine.forget(*call.args)
             value = getattr(self._models, call.method)(*call.args)
+            if call.method == "optim_step":
+                self._stepped(call.args[0])
         except Exception as error:  # noqa: BLE001 - every call is answered, whatever went wrong
             self._answer_error(call.id, error)
         else:
@@ -169,6 +180,12 @@ class Worker:
 
     # ---- work
 
+    def _stepped(self, model_id: str) -> None:
+        """A model has made its step: drafts may take a share of the time that it took."""
+        assert self._models is not None
+        self._drafts.stepped(self._models.model(model_id).base, self._worked_s)
+        self._worked_s = 0.0
+
     def _work(self) -> None:
         """One step of sampling, or a slice of training."""
         began = time.monotonic()
@@ -179,7 +196,9 @@ class Worker:
         elif self._training:
             self._train_a_little()
         both = all(waiting.values()) and self._engine.busy and bool(self._training)
-        self._turns.took(time.monotonic() - began, samples=samples, both_wait=both)
+        took_s = time.monotonic() - began
+        self._worked_s += took_s
+        self._turns.took(took_s, samples=samples, both_wait=both)
 
     def _sample_once(self) -> None:
         try:
@@ -201,6 +220,7 @@ class Worker:
             return
         self._last_stats_s = now
         assert self._models is not None
+        self._drafts.look(now, idle=force)
         self._send(
             Stats(
                 {
@@ -210,9 +230,15 @@ class Worker:
                     "tokens_sampled": self._engine.num_tokens_sampled,
                     **self._models.counts(),
                 },
-                *self._engine.speculation(),
+                *self._speculation(),
             )
         )
+
+    def _speculation(self) -> tuple[dict[str, Any], list[str]]:
+        told, lines = self._engine.speculation()
+        for name, of_draft in self._drafts.snapshot().items():
+            told[name]["following"] = of_draft
+        return told, lines
 
 
 def _writer(sock: socket.socket, outbox: "queue.SimpleQueue[object]") -> None:

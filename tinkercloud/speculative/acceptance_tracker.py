@@ -71,11 +71,20 @@ class AcceptanceTracker:
     def categories(self) -> list[str]:
         return sorted({name for step in self._steps for name in step.counts if name != ALL})
 
-    def as_json(self, windows: Sequence[int] = (1, 10, 100)) -> dict[str, Any]:
+    def as_json(
+        self, windows: Sequence[int] = (1, 10, 100), *, by_step: bool = True
+    ) -> dict[str, Any]:
         """`by_step`: [step, rate] pairs, for a plot."""
         summary = self._summary(ALL, windows)
         summary["categories"] = {c: self._summary(c, windows) for c in self.categories()}
+        if not by_step:
+            for one in (summary, *summary["categories"].values()):
+                del one["by_step"]
         return summary
+
+    def by_step(self, category: str = ALL) -> list[tuple[int, float]]:
+        """Steps with drafts, and their rates."""
+        return self._points(category)
 
     def _summary(self, category: str, windows: Sequence[int]) -> dict[str, Any]:
         return {

@@ -7,7 +7,7 @@ in it. Axes: N tokens of a context, M most probable tokens of the target.
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,10 @@ class Case:
     epoch: int
     category: str = ""
 
+    def within(self, context: str) -> "Case":
+        """The same in a context of that digest."""
+        return replace(self, context=context)
+
     @property
     def agreed(self) -> bool:
         return self.drafted == self.target
@@ -71,6 +75,7 @@ class CaseStore:
         self.disagreed: Shelf[Case] = Shelf(max_bytes, self._forget)
         self.agreed: Shelf[Case] = Shelf(int(max_bytes * agreed_share), self._forget)
         self._contexts: dict[str, tuple[Tokens, int]] = {}
+        self.num_added = 0
         self._context_bytes = 0
 
     def __len__(self) -> int:
@@ -89,6 +94,7 @@ class CaseStore:
         is not in it or behind its end."""
         if not 0 < case.position <= len(tokens):
             raise ValueError(f"position {case.position} of {len(tokens)} tokens")
+        self.num_added += 1
         self._remember(case.context, tokens)
         shelf = self.agreed if case.agreed else self.disagreed
         shelf.add(case, case.num_bytes)

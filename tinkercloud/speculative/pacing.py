@@ -61,14 +61,25 @@ class TimeBudget:
     ):
         self.share, self.most_s = share, most_s
         self.left_s = 0.0
-        self.earned_s = self.spent_s = 0.0
+        self.earned_s = self.spent_s = self._last_earned_s = 0.0
         self._clock = clock
 
     def step_took(self, seconds: float) -> None:
         """One of the policy's steps, rollouts and training together."""
         earned = self.share * seconds
         self.earned_s += earned
+        self._last_earned_s = earned
         self.left_s = min(self.left_s + earned, self.most_s)
+
+    @property
+    def may_borrow(self) -> bool:
+        """For what cannot wait: no more is owed than one step brings."""
+        return self.left_s > -self._last_earned_s
+
+    @property
+    def is_overdue(self) -> bool:
+        """What two steps brought lies unused: there is no quiet moment to wait for."""
+        return self.left_s > 2 * self._last_earned_s
 
     @contextmanager
     def spending(self) -> Iterator[None]:
