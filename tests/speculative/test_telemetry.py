@@ -64,7 +64,8 @@ def coupled(coins: Coins) -> Judged:
     p, q = law(coins), law(coins)
     p = 0.5 * p + 0.5 * q
     noise = gumbel(coins)
-    return drawn(p, noise) == drawn(q, noise), verify.coupled_overlap(p, q)
+    token = drawn(q, noise)
+    return drawn(p, noise) == token, verify.coupled_chance(p, q, token)
 
 
 def accepts_too_much(coins: Coins) -> Judged:

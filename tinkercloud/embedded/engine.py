@@ -508,9 +508,7 @@ class SamplingEngine:
             if seen is not None:
                 speculation.saw(sequence, sequence.job.num_prompt - len(seen), seen)
             return
-        audited = turn.drafted and speculation.audits(sequence)
-        chances = drawn.chances(turn.rows, turn.drafted[:num_new]) if audited else ()
-        speculation.judged(sequence, num_new - 1, chances)
+        speculation.judged(sequence, num_new, drawn, turn.rows)
         if turn.hidden is not None:
             first = len(sequence.tokens) - num_new - 1
             speculation.saw(sequence, first, turn.hidden[:num_new])

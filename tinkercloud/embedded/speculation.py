@@ -10,18 +10,22 @@ from collections import Counter, OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from math import nan
 from typing import Any
 
 from torch import Tensor
 
+from tinkercloud.decoding.sampler import Drawn
 from tinkercloud.embedded.sequences import Sequence as Sample
 from tinkercloud.embedded.speculation_trace import Trace, TracedDraft
 from tinkercloud.embedded.versions import Version
+from tinkercloud.speculative.draft_law import DraftLaw
 from tinkercloud.speculative.drafter import Draft, Stream
 from tinkercloud.speculative.guarded_drafter import GuardedDrafter
 from tinkercloud.speculative.policy import Policy
 from tinkercloud.speculative.rounds import Kind, Load, Reason, Round, Times
 from tinkercloud.speculative.telemetry import Report, Telemetry
+from tinkercloud.speculative.verify import coupled_chance
 
 REST = 7
 """Rounds after one in which nobody was asked, that go by without deciding: where drafts do not pay,
@@ -155,15 +159,25 @@ class Speculation:
         if sample in self._round:
             self._round[sample].verified = 0
 
-    def audits(self, sample: Sample) -> bool:
-        """Whether the chances of its drafted tokens are wanted."""
-        return not self._drafter.is_coupled and sample not in self._repeated
-
-    def judged(self, sample: Sample, accepted: int, chances: tuple[float, ...]) -> None:
-        """chances: of each drafted token to stand, by the target's law; () where not audited."""
+    def judged(self, sample: Sample, num_new: int, drawn: Drawn, rows: Sequence[int]) -> None:
+        """num_new: the sample's tokens of this round. rows: those of `drawn` that its draft was
+        verified with, and the one after."""
         turn = self._round.get(sample)
-        if turn is not None:
-            turn.accepted, turn.chances, turn.is_judged = accepted, chances, True
+        if turn is None:
+            return
+        turn.accepted, turn.is_judged = num_new - 1, True
+        num_judged = min(turn.verified, num_new)
+        if num_judged and sample not in self._repeated:
+            turn.chances = self._chances(turn.draft, drawn, rows[:num_judged])
+
+    def _chances(self, draft: Draft, drawn: Drawn, rows: Sequence[int]) -> tuple[float, ...]:
+        """Of each judged token to stand; () where the draft is not audited."""
+        if not self._drafter.is_coupled:
+            return drawn.chances(rows, draft.tokens)
+        return tuple(
+            _coupled(drawn, row, token, law)
+            for row, token, law in zip(rows, draft.tokens, draft.laws, strict=False)
+        )
 
     def round_over(self, whole_ms: float, *, usable: bool) -> None:
         """whole_ms: of the round, its drafting included. usable: it was nothing but this round."""
@@ -235,6 +249,15 @@ class Speculation:
         if len(self._known) > MOST_KNOWN:
             self._known.popitem(last=False)
         return known
+
+
+def _coupled(drawn: Drawn, row: int, token: int, own: DraftLaw) -> float:
+    """The chance that a token drawn from `own` stands; NaN at temperature 0, where nothing is
+    drawn."""
+    if drawn.rows[row].temperature == 0:
+        return nan
+    law = drawn.law(row)[0].double().exp().cpu().numpy()
+    return coupled_chance(law, own.dense(len(law)), token)
 
 
 def _group(sample: Sample) -> bytes:
