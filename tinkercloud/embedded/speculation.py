@@ -45,6 +45,7 @@ class _Turn:
     draft: Draft
     verified: int
     accepted: int = 0
+    ended: bool = False
     chances: tuple[float, ...] = ()
     is_judged: bool = False
 
@@ -165,8 +166,10 @@ class Speculation:
         turn = self._round.get(sample)
         if turn is None:
             return
-        turn.accepted, turn.is_judged = num_new - 1, True
         num_judged = min(turn.verified, num_new)
+        last = turn.draft.tokens[num_new - 1] if num_judged == num_new else None
+        turn.ended = last == sample.tokens[-1]  # a stop is among what stands: nothing comes after
+        turn.accepted, turn.is_judged = num_new - 1 + turn.ended, True
         if num_judged and sample not in self._repeated:
             turn.chances = self._chances(turn.draft, drawn, rows[:num_judged])
 
@@ -194,6 +197,7 @@ class Speculation:
             times,
             context,
             tuple(turn.group for turn in turns),
+            tuple(turn.ended for turn in turns),
         )
         self._policy.learned(told)
         chances = tuple(turn.chances for turn in turns)
@@ -204,7 +208,7 @@ class Speculation:
             self._policy.stop(Reason.OFF)
         if self._trace is not None:
             drafts = [
-                TracedDraft(turn.sample, turn.draft, turn.verified, turn.accepted)
+                TracedDraft(turn.sample, turn.draft, turn.verified, turn.accepted, turn.ended)
                 for turn in turns
                 if turn.verified
             ]
