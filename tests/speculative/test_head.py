@@ -200,14 +200,18 @@ def test_ties_go_to_the_lowest_id():
     assert drawn.tokens.tolist() == [4]
 
 
-def test_a_chain_is_what_drafting_token_by_token_gives():
+@pytest.mark.parametrize("more", [{}, {"temperature": 0.7, "top_k": 5}], ids=str)
+def test_a_chain_is_what_drafting_token_by_token_gives(more):
     head, params = a_head()
     hidden, tokens = sequences(2, 6, 3)
     cache = HeadCache(head, 2)
     feature = head.fuse(params, hidden)
     output = extend(head, params, cache, NewRows([0, 1], feature, tokens, [6, 6]))[:, -1]
-    rows = [[replace(ROW, position=7 + k, sample_index=b) for b in range(2)] for k in range(4)]
-    chains = draft_chains(head, params, cache, Start([0, 1], output, rows), COUPLING)
+    rows = [
+        [replace(ROW, position=7 + k, sample_index=b, **more) for b in range(2)] for k in range(4)
+    ]
+    chains = draft_chains(head, params, cache, Start([0, 1], output, rows, [1]), COUPLING)
+    assert set(chains.laws) == {1}
     assert chains.tokens.shape == chains.chances.shape == (2, 4)
     assert cache.lengths == [6, 6]
     for b in range(2):
@@ -219,4 +223,8 @@ def test_a_chain_is_what_drafting_token_by_token_gives():
                 head.logits(params, last[None]), [rows[k][b]], head.frozen.vocabulary, COUPLING
             )
             assert int(one.tokens) == int(chains.tokens[b, k])
+            if b in chains.laws:
+                law = torch.from_numpy(chains.laws[b][k].dense(V)).float()
+                torch.testing.assert_close(law[::2], one.probs[0], rtol=1e-4, atol=1e-6)
+                assert law[1::2].sum() == 0 and (law > 0).sum() == (one.probs > 0).sum()
             told.append(int(one.tokens))
