@@ -32,7 +32,7 @@ REST = 7
 finding that out again in every round would be most of what they cost."""
 MOST_KNOWN = 65_536
 """Draws that are remembered: text that the same draw wrote before stands more often than the
-target's law says, so it is not audited."""
+target's law says, and the same draft has the same verdict again, so they are not audited."""
 
 
 @dataclass(slots=True)
