@@ -100,16 +100,18 @@ def draft_chains(
     """K = len(start.rows) tokens for each sequence. The cache is left as it was found: after the
     target's verdict the rows come again, with the target's features."""
     lengths = [cache.lengths[slot] for slot in start.slots]
-    vocabulary, output, steps = head.frozen.vocabulary, start.output, list[Drawn]()
+    vocabulary, output, tokens, chances = head.frozen.vocabulary, start.output, [], []
+    laws: dict[int, list[DraftLaw]] = {b: [] for b in start.audited}
     for step, rows in enumerate(start.rows):
         drawn = draw(head.logits(params, output), rows, vocabulary, coupling)
-        steps.append(drawn)
+        tokens.append(drawn.tokens)
+        chances.append(drawn.chances)
+        for b, own in laws.items():
+            own.append(DraftLaw.of(drawn.probs[b], vocabulary.ids))
         if step + 1 < len(start.rows):
-            token = drawn.tokens[:, None]
-            new = NewRows(start.slots, output[:, None], token, [1] * len(start.slots))
+            before, token = output[:, None], drawn.tokens[:, None]
+            new = NewRows(start.slots, before, token, [1] * len(start.slots))
             output = extend(head, params, cache, new)[:, 0]
     for slot, length in zip(start.slots, lengths, strict=True):
         cache.rewind(slot, length)
-    tokens, chances = [one.tokens for one in steps], [one.chances for one in steps]
-    laws = {b: [DraftLaw.of(one.probs[b], vocabulary.ids) for one in steps] for b in start.audited}
     return Chains(torch.stack(tokens, -1), torch.stack(chances, -1), laws)
