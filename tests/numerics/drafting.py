@@ -14,7 +14,8 @@ from tinkercloud.speculative.rounds import Kind, Load, Reason, Round
 
 @dataclass
 class SteadyPolicy:
-    """Asks for `most` tokens of every sample in every round, and verifies all that come."""
+    """Asks for `most` tokens of every sample in every round, and verifies all that come.
+    can_stop: it drafts no more once it is stopped; else that is only noted."""
 
     most: int
     kind: Kind = Kind.SPECULATIVE
@@ -22,9 +23,10 @@ class SteadyPolicy:
     rounds: list[Round] = field(default_factory=list)
     is_on: bool = True
     stops: list[Reason] = field(default_factory=list)
+    can_stop: bool = False
 
     def limits(self, loads: Sequence[Load]) -> list[int]:
-        return [self.most] * len(loads)
+        return [self.most if self.is_on else 0] * len(loads)
 
     def choose(self, confidences: Sequence[Sequence[float]]) -> list[int]:
         return [len(own) for own in confidences]
@@ -36,8 +38,8 @@ class SteadyPolicy:
         pass
 
     def stop(self, reason: Reason) -> None:
-        """Only noted: what knows the target's draws would raise the alarm."""
         self.stops.append(reason)
+        self.is_on = self.is_on and not self.can_stop
 
     @property
     def num_accepted(self) -> int:
@@ -47,8 +49,8 @@ class SteadyPolicy:
 class Drafting:
     """What a SamplingEngine takes; remembers the parts it made."""
 
-    def __init__(self, make: Callable[[int], Drafter], most: int):
-        self._make, self.policy = make, SteadyPolicy(most)
+    def __init__(self, make: Callable[[int], Drafter], most: int, *, can_stop: bool = False):
+        self._make, self.policy = make, SteadyPolicy(most, can_stop=can_stop)
         self.speculation: Speculation | None = None
 
     def __call__(self, base: BaseModel, runner: Runner, pool: BlockPool) -> Speculation:

@@ -28,6 +28,7 @@ from tinkercloud.embedded.speculation import Speculation
 from tinkercloud.embedded.speculation_trace import Trace
 from tinkercloud.embedded.versions import Version
 from tinkercloud.speculative.costs import CostTable, Measured
+from tinkercloud.speculative.draft_law import AUDIT_EVERY
 from tinkercloud.speculative.draft_vocabulary import DraftVocabulary
 from tinkercloud.speculative.drafter import Draft, Drafter, SilentDrafter, Stream
 from tinkercloud.speculative.drafter_table import drafter_table
@@ -172,17 +173,19 @@ def test_a_model_drafts_by_the_targets_own_noise(
     assert right.policy.num_accepted == sum(told.num_verified for told in right.policy.rounds) > 0
 
 
-def head(base: BaseModel) -> HeadDrafter:
+def head(base: BaseModel, audit_every: int = AUDIT_EVERY) -> HeadDrafter:
     """An untaught head that can say every token."""
     vocabulary = DraftVocabulary.of(range(base.config.vocab_size), base.config.vocab_size)
     config = HeadConfig.of(base.config)
     made = Head(config, FrozenRows.of(base.weights, vocabulary))
-    return HeadDrafter(made, fresh_params(config, 0))
+    return HeadDrafter(made, fresh_params(config, 0), audit_every)
 
 
-def heading(most: int, made: list[HeadDrafter]) -> Callable[..., Speculation]:
+def heading(
+    most: int, made: list[HeadDrafter], audit_every: int = AUDIT_EVERY
+) -> Callable[..., Speculation]:
     def make(base: BaseModel, runner: Runner, pool: BlockPool) -> Speculation:
-        made.append(head(base))
+        made.append(head(base, audit_every))
         assert isinstance(runner, NativeRunner)
         runner.capture(base, made[-1].layers)
         return Speculation(guarded(made[-1], base.config.vocab_size), SteadyPolicy(most))

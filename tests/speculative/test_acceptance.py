@@ -1,6 +1,7 @@
 """Calibrated acceptance against drafters whose true rates are known."""
 
 from collections.abc import Hashable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -49,6 +50,14 @@ def test_a_drafter_that_is_too_sure_is_believed_as_far_as_it_was_right():
     assert found[0, :2] == pytest.approx([0.6, 0.36], abs=0.06)
     assert found[1, 0] == pytest.approx(0.1, abs=0.05)
     assert found[2, 1] == pytest.approx(0.06, abs=0.04)
+
+
+def test_a_draft_that_is_cut_by_its_samples_end_has_no_token_that_fell():
+    one = replace(told([(0.9,) * K], [2]), ended=(True,))
+    assert learned([one] * 500).survivals([(0.9,) * K])[0, 1] > 0.95
+    fell = replace(one, ended=(False,))
+    assert learned([fell] * 500).survivals([(0.9,) * K])[0, 2] < 0.05
+    assert learned([one] * 500).survivals([(0.9,) * K])[0, 2] > 0.5  # nothing is known of it
 
 
 def test_rates_equal_counting_where_there_is_much():

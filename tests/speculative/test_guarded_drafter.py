@@ -4,9 +4,11 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.speculative.streams import stream, written
+from tinkercloud.speculative.draft_law import DraftLaw
 from tinkercloud.speculative.drafter import Draft, Drafter, SilentDrafter, Stream
 from tinkercloud.speculative.guarded_drafter import NUM_EXCEPTIONS, guarded
 from tinkercloud.speculative.suffix_drafter import SuffixDrafter
@@ -20,6 +22,8 @@ from tinkercloud.speculative.trial_drafters import (
 
 V = 50
 TEXT = list(range(10, 40)) * 4
+LAW = DraftLaw(np.array([1, 2], np.int32), np.array([0.5, 0.5], np.float32))
+HALF = DraftLaw(np.array([1, 2], np.int32), np.array([0.5, 0.1], np.float32))
 
 
 class Answering(SilentDrafter):
@@ -66,6 +70,14 @@ def asked_once(drafter: Drafter, most: int = 3) -> tuple[Draft, dict[str, int]]:
         ([Draft((1,), (float("inf"),))], "confidence"),
         ([Draft((1,), (1.5,))], "confidence"),
         ([Draft((1,), ("high",))], "form"),
+        ([Draft((1, 2), (0.5, 0.5), (LAW,))], "law"),
+        ([Draft((1,), (0.5,), (LAW, LAW))], "law"),
+        ([Draft((1, 3), (0.5, 0.5), (LAW, LAW))], "law"),
+        ([Draft((1,), (0.5,), (HALF,))], "law"),
+        ([Draft((), (), (LAW,))], "law"),
+        ([Draft((1,), (0.5,), [LAW])], "form"),
+        ([Draft((1,), (0.5,), (None,))], "form"),
+        ([Draft((1,), (0.5,), (DraftLaw([1], [1.0]),))], "form"),
         ([Draft((1.0,), (1.0,))], "form"),
         ([Draft([1], (1.0,))], "form"),
         ([(1, 2)], "form"),
@@ -85,6 +97,8 @@ def test_what_is_allowed_passes():
     good = Draft((0, V - 1, 7), (1.0, 0.0, 0.5))
     assert asked_once(Answering([good])) == (good, {})
     assert asked_once(Answering([Draft()])) == (Draft(), {})
+    audited = Draft((1, 2), (0.5, 0.5), (LAW, LAW))
+    assert asked_once(Answering([audited])) == (audited, {})
 
 
 def test_one_bad_draft_does_not_spoil_the_others():
@@ -155,7 +169,7 @@ def test_whatever_garbage_is_drafted_every_draft_is_allowed_and_samples_are_fini
         tally = written(guard, samples, most)
         assert all(is_allowed(draft, most) for draft in tally.drafts)
         assert all(sample.tokens[1:] == text for sample, _ in samples)
-    refused = {"answer", "form", "length", "vocabulary", "confidence"}
+    refused = {"answer", "form", "length", "vocabulary", "confidence", "law"}
     assert refused <= set(guard.num_refused)
     assert guard.off_reason is None
 

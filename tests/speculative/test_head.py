@@ -170,8 +170,9 @@ def test_a_draft_with_the_targets_law_draws_the_targets_token(temperature, top_k
     logits = torch.randn(40, V, generator=generator) * 2
     row = replace(ROW, temperature=temperature, top_k=top_k, top_p=top_p)
     rows = [replace(row, position=i) for i in range(40)]
-    tokens, chances = draw(logits, rows, vocabulary, COUPLING)
-    assert torch.equal(tokens, sample(logits, rows).tokens)
+    drawn = draw(logits, rows, vocabulary, COUPLING)
+    assert torch.equal(drawn.tokens, sample(logits, rows).tokens)
+    chances = drawn.chances
     assert ((chances > 0) & (chances <= 1)).all()
 
 
@@ -180,7 +181,7 @@ def test_on_a_trimmed_vocabulary_the_token_is_the_targets_wherever_it_can_be():
     logits = torch.randn(300, V, generator=torch.Generator().manual_seed(1))
     rows = [replace(ROW, position=i) for i in range(300)]
     target = sample(logits, rows).tokens
-    tokens, _ = draw(logits[:, ::2], rows, vocabulary, COUPLING)
+    tokens = draw(logits[:, ::2], rows, vocabulary, COUPLING).tokens
     assert torch.equal(tokens == target, target % 2 == 0)
 
 
@@ -189,24 +190,28 @@ def test_other_noise_would_rarely_give_the_targets_token():
     logits = torch.zeros(200, V)
     rows = [replace(ROW, position=i) for i in range(200)]
     target = sample(logits, rows).tokens
-    tokens, _ = draw(logits, [replace(r, seed=9) for r in rows], vocabulary, COUPLING)
+    tokens = draw(logits, [replace(r, seed=9) for r in rows], vocabulary, COUPLING).tokens
     assert (tokens == target).float().mean() < 0.1
 
 
 def test_ties_go_to_the_lowest_id():
     vocabulary = DraftVocabulary.of([4, 7, 9], V)
-    tokens, _ = draw(torch.zeros(1, 3), [replace(ROW, temperature=0.0)], vocabulary, COUPLING)
-    assert tokens.tolist() == [4]
+    drawn = draw(torch.zeros(1, 3), [replace(ROW, temperature=0.0)], vocabulary, COUPLING)
+    assert drawn.tokens.tolist() == [4]
 
 
-def test_a_chain_is_what_drafting_token_by_token_gives():
+@pytest.mark.parametrize("more", [{}, {"temperature": 0.7, "top_k": 5}], ids=str)
+def test_a_chain_is_what_drafting_token_by_token_gives(more):
     head, params = a_head()
     hidden, tokens = sequences(2, 6, 3)
     cache = HeadCache(head, 2)
     feature = head.fuse(params, hidden)
     output = extend(head, params, cache, NewRows([0, 1], feature, tokens, [6, 6]))[:, -1]
-    rows = [[replace(ROW, position=7 + k, sample_index=b) for b in range(2)] for k in range(4)]
-    chains = draft_chains(head, params, cache, Start([0, 1], output, rows), COUPLING)
+    rows = [
+        [replace(ROW, position=7 + k, sample_index=b, **more) for b in range(2)] for k in range(4)
+    ]
+    chains = draft_chains(head, params, cache, Start([0, 1], output, rows, [1]), COUPLING)
+    assert set(chains.laws) == {1}
     assert chains.tokens.shape == chains.chances.shape == (2, 4)
     assert cache.lengths == [6, 6]
     for b in range(2):
@@ -214,8 +219,12 @@ def test_a_chain_is_what_drafting_token_by_token_gives():
         for k in range(4):
             padded = torch.cat((hidden[b], torch.zeros(k, *hidden.shape[2:])))
             last = drafted_outputs(head, params, (padded, torch.tensor(told)), 5, k + 1)[-1]
-            token, _ = draw(
+            one = draw(
                 head.logits(params, last[None]), [rows[k][b]], head.frozen.vocabulary, COUPLING
             )
-            assert int(token) == int(chains.tokens[b, k])
-            told.append(int(token))
+            assert int(one.tokens) == int(chains.tokens[b, k])
+            if b in chains.laws:
+                law = torch.from_numpy(chains.laws[b][k].dense(V)).float()
+                torch.testing.assert_close(law[::2], one.probs[0], rtol=1e-4, atol=1e-6)
+                assert law[1::2].sum() == 0 and (law > 0).sum() == (one.probs > 0).sum()
+            told.append(int(one.tokens))

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -64,7 +65,44 @@ def coupled(coins: Coins) -> Judged:
     p, q = law(coins), law(coins)
     p = 0.5 * p + 0.5 * q
     noise = gumbel(coins)
-    return drawn(p, noise) == drawn(q, noise), verify.coupled_overlap(p, q)
+    token = drawn(q, noise)
+    return drawn(p, noise) == token, verify.coupled_chance(p, q, token)
+
+
+def selected(coins: Coins, of_token: bool) -> Judged:
+    """A draft that is less sure than the target, verified where it is sure of its token; the chance
+    is that of the drafted token, or the mean over all that it might have drafted."""
+    token, q = 0, np.zeros(V)
+    while q[token] < 0.1:
+        p, noise = law(coins), gumbel(coins)
+        q = p**0.7 / (p**0.7).sum()
+        token = drawn(q, noise)
+    chances = np.array([verify.coupled_chance(p, q, x) for x in range(V)])
+    return drawn(p, noise) == token, float(chances[token] if of_token else q @ chances)
+
+
+def coupled_selected(coins: Coins) -> Judged:
+    return selected(coins, of_token=True)
+
+
+def coupled_selected_by_the_mean(coins: Coins) -> Judged:
+    return selected(coins, of_token=False)
+
+
+def coupled_with_another_law(coins: Coins) -> Judged:
+    """The drafter tells the law of the position before."""
+    before, p, q = law(coins), law(coins), law(coins)
+    p = 0.5 * p + 0.5 * q
+    noise = gumbel(coins)
+    token = drawn(q, noise)
+    return drawn(p, noise) == token, verify.coupled_chance(p, before, token)
+
+
+def coupled_by_other_noise(coins: Coins) -> Judged:
+    p, q = law(coins), law(coins)
+    p = 0.5 * p + 0.5 * q
+    token = drawn(q, gumbel(coins))
+    return drawn(p, gumbel(coins)) == token, verify.coupled_chance(p, q, token)
 
 
 def accepts_too_much(coins: Coins) -> Judged:
@@ -95,8 +133,16 @@ def off_by_one(coins: Coins) -> Judged:
     return drawn(before, gumbel(coins)) == token, p[token]
 
 
-RIGHT = (matching, point_mass, greedy, coupled)
-WRONG = (accepts_too_much, accepts_too_little, seed_used_twice, off_by_one)
+RIGHT = (matching, point_mass, greedy, coupled, coupled_selected)
+WRONG = (
+    accepts_too_much,
+    accepts_too_little,
+    seed_used_twice,
+    off_by_one,
+    coupled_selected_by_the_mean,
+    coupled_by_other_noise,
+    coupled_with_another_law,
+)
 
 
 def window(rule: Callable[[Coins], Judged], seed: int, tokens: int = TOKENS) -> Calibration:
@@ -183,6 +229,18 @@ def test_expected_is_compared_with_what_stood_of_the_same_tokens():
     assert (first["audited"], first["expected"], first["stood"]) == (1, 0.5, 1)
     assert (second["audited"], second["expected"], second["stood"]) == (1, 0.25, 0)
     assert third["audited"] == 0
+
+
+def test_what_is_drafted_after_a_samples_end_is_not_judged():
+    """Two drafted tokens stand and the second ends the sample: none is added, none falls."""
+    telemetry = Telemetry()
+    one = replace(told((3, 3), (2, 2)), ended=(True, False))
+    telemetry.record(report(one, chances=((0.9,) * 3, (0.9,) * 3)))
+    assert one.num_emitted == 5 and one.num_judged == (2, 3)
+    found = telemetry.snapshot()
+    depths = found["drafters"]["suffix"]["depths"]
+    assert [(d["audited"], d["stood"]) for d in depths] == [(2, 2), (2, 2), (1, 0)]
+    assert found["tokens"] == 5 and found["rows"] == {"used": 5, "wasted": 3}
 
 
 def test_running_acceptance_follows_a_change():

@@ -290,6 +290,8 @@ def test_arguments_that_do_not_belong_together_are_refused(call):
 
 # ---- how often a draft stands
 
+V_COUPLED = 6
+
 
 def test_expected_shares_are_those_that_are_counted():
     toy, coins = Toy(4), np.random.default_rng(2)
@@ -301,7 +303,36 @@ def test_expected_shares_are_those_that_are_counted():
         noise = coins.gumbel(size=V)
         equal += gumbel(p, noise) == gumbel(q, noise)
     assert stood / rounds == pytest.approx(verify.overlap(p, q), abs=0.015)
-    assert equal / rounds == pytest.approx(verify.coupled_overlap(p, q), abs=0.015)
+    assert equal / rounds == pytest.approx(coupled_share(p, q), abs=0.015)
+
+
+def coupled_share(p: Law, q: Law) -> float:
+    """The chance that draws from p and from q with the same noise are equal."""
+    return sum(q[x] * verify.coupled_chance(p, q, x) for x in range(len(q)))
+
+
+@pytest.mark.parametrize("top_k", [4, V_COUPLED], ids=["cut", "whole"])
+@pytest.mark.parametrize("missing", [0, 2])
+def test_coupled_draws_are_equal_as_often_as_is_said_of_each_token(top_k, missing):
+    """Whichever token the draft has drawn, of which some are none of the target's or none of its
+    own."""
+    generator = np.random.default_rng(11)
+    p, other = generator.dirichlet(np.full(V_COUPLED, 0.8), 2)
+    q = 0.5 * p + 0.5 * other
+    p = warped(p[None], 0.8, top_k)[0]
+    q[:missing] = 0.0
+    q /= q.sum()
+    noise = generator.gumbel(size=(200_000, V_COUPLED))
+    with np.errstate(divide="ignore"):
+        of_p, of_q = ((np.log(law) + noise).argmax(1) for law in (p, q))
+    for token in range(V_COUPLED):
+        drawn = of_q == token
+        chance = verify.coupled_chance(p, q, token)
+        if q[token] == 0:
+            assert not drawn.any() and chance == 0
+            continue
+        error = np.sqrt(chance * (1 - chance) / drawn.sum())
+        assert abs((of_p[drawn] == token).mean() - chance) <= 4 * error
 
 
 def test_the_share_of_coupled_draws_is_the_sum_it_is_defined_by():
@@ -314,6 +345,13 @@ def test_the_share_of_coupled_draws_is_the_sum_it_is_defined_by():
         slow = sum(
             1 / np.maximum(p / p[x], q / q[x]).sum() for x in range(30) if p[x] > 0 and q[x] > 0
         )
-        assert verify.coupled_overlap(p, q) == pytest.approx(slow, rel=1e-9)
+        assert coupled_share(p, q) == pytest.approx(slow, rel=1e-9)
         distance = 1 - verify.overlap(p, q)
         assert slow >= (1 - distance) / (1 + distance) - 1e-12
+
+
+def test_a_chance_is_one_for_equal_laws_and_none_where_a_law_cannot_give_the_token():
+    p = np.array([0.7, 0.3, 0.0])
+    assert verify.coupled_chance(p, p, 0) == verify.coupled_chance(p, p, 1) == pytest.approx(1.0)
+    assert verify.coupled_chance(p, np.array([0.0, 0.5, 0.5]), 2) == 0
+    assert verify.coupled_chance(np.array([1.0, 5e-324]), np.array([0.5, 0.5]), 1) == 0

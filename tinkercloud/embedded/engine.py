@@ -511,10 +511,7 @@ class SamplingEngine:
             if seen is not None:
                 speculation.saw(sequence, sequence.job.num_prompt - len(seen), seen)
             return
-        audited = turn.drafted and speculation.audits(sequence)
-        chances = drawn.chances(turn.rows, turn.drafted[:num_new]) if audited else ()
-        law = partial(_law, drawn, turn.first)
-        speculation.judged(sequence, num_new - 1, chances, law)
+        speculation.judged(sequence, num_new, drawn, turn.rows)
         if turn.hidden is not None:
             first = len(sequence.tokens) - num_new - 1
             speculation.saw(sequence, first, turn.hidden[:num_new])
@@ -531,10 +528,6 @@ class SamplingEngine:
             sequence.job.finish(sequence, stopped=stopped)
         if gone:
             self._running = [one for one in self._running if id(one) not in gone]
-
-
-def _law(drawn: Drawn, first: int, at: int) -> Tensor:
-    return drawn.law(first + at)
 
 
 def _part(work: _Work) -> Part:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tinkercloud.decoding.sampler import RowParams, gumbel_noise_at, warp
 from tinkercloud.embedded.draft_rows import row_params
+from tinkercloud.speculative.draft_law import AUDIT_EVERY, AuditSchedule
 from tinkercloud.speculative.drafter import NOTHING, Draft, Stream
 from tinkercloud.speculative.head import Head
 from tinkercloud.speculative.head_cache import HeadCache, NewRows, extend
@@ -39,8 +40,9 @@ class HeadDrafter:
     name = "head"
     is_coupled = True
 
-    def __init__(self, head: Head, params: Mapping[str, Tensor]):
+    def __init__(self, head: Head, params: Mapping[str, Tensor], audit_every: int = AUDIT_EVERY):
         self.head, self._params = head, dict(params)
+        self._audits = AuditSchedule(audit_every)
         self._cache = HeadCache(head, 1)
         self._free = [0]
         self._readers: dict[int, _Reader] = {}
@@ -131,11 +133,17 @@ class HeadDrafter:
         deepest = max(most for _, most in ready)
         outputs = [reader.output for reader, _ in ready if reader.output is not None]
         rows = [[row_params(reader.stream, k) for reader, _ in ready] for k in range(deepest)]
-        start = Start([reader.slot for reader, _ in ready], torch.stack(outputs), rows)
+        takes = self._audits.takes
+        audited = [i for i, (one, _) in enumerate(ready) if takes(one.stream.temperature)]
+        start = Start([reader.slot for reader, _ in ready], torch.stack(outputs), rows, audited)
         chains = draft_chains(self.head, self._params, self._cache, start, self._coupling)
         tokens, chances = chains.tokens.tolist(), chains.chances.clamp(0, 1).tolist()
         return {
-            reader.stream.id: Draft(tuple(tokens[i][:most]), tuple(chances[i][:most]))
+            reader.stream.id: Draft(
+                tuple(tokens[i][:most]),
+                tuple(chances[i][:most]),
+                tuple(chains.laws.get(i, ())[:most]),
+            )
             for i, (reader, most) in enumerate(ready)
         }
 

@@ -19,6 +19,7 @@ from tinkercloud.embedded.draft_rows import row_params
 from tinkercloud.embedded.runners import Part, Runner, ragged
 from tinkercloud.embedded.versions import Version
 from tinkercloud.errors import ConfigError
+from tinkercloud.speculative.draft_law import AUDIT_EVERY, AuditSchedule, DraftLaw
 from tinkercloud.speculative.drafter import NOTHING, Draft, Stream
 from tinkercloud.weights.tokenizer import ensure_tokenizer_folder
 
@@ -49,8 +50,10 @@ class _Reader:
 class _Underway:
     reader: _Reader
     most: int
+    is_audited: bool
     tokens: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
+    laws: list[DraftLaw] = field(default_factory=list)
 
 
 class ModelDrafter:
@@ -60,8 +63,11 @@ class ModelDrafter:
     is_coupled = True
     layers: tuple[int, ...] = ()
 
-    def __init__(self, version: Version, runner: Runner, pool: BlockPool):
+    def __init__(
+        self, version: Version, runner: Runner, pool: BlockPool, audit_every: int = AUDIT_EVERY
+    ):
         self.version, self._runner, self._pool = version, runner, pool
+        self._audits = AuditSchedule(audit_every)
         self._readers: dict[int, _Reader] = {}
         self._longest = version.base.config.max_position_embeddings
 
@@ -103,7 +109,7 @@ class ModelDrafter:
         most = min(most, self._longest - length)
         if most < 1 or not self._pool.extend(reader.blocks, length + most):
             return None
-        return _Underway(reader, most)
+        return _Underway(reader, most, self._audits.takes(stream.temperature))
 
     def _caught_up(self, underway: list[_Underway]) -> list[_Underway]:
         """All read what is new to them; those at their ends have their first token."""
@@ -137,11 +143,16 @@ class ModelDrafter:
         for one, token, chance in zip(drafting, drawn.tokens.tolist(), chances, strict=True):
             one.tokens.append(token)
             one.confidences.append(min(1.0, chance))
+        for i, one in enumerate(drafting):
+            if one.is_audited:
+                one.laws.append(DraftLaw.of(drawn.law(i)[0].exp()))
         return [one for one in drafting if len(one.tokens) < one.most]
 
     @staticmethod
     def _draft(one: _Underway | None) -> Draft:
-        return NOTHING if one is None else Draft(tuple(one.tokens), tuple(one.confidences))
+        if one is None:
+            return NOTHING
+        return Draft(tuple(one.tokens), tuple(one.confidences), tuple(one.laws))
 
 
 def open_draft(path: Path, target: BaseModel, cache_dir: Path) -> BaseModel:

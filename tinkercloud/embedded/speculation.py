@@ -7,29 +7,33 @@ here can change a token: a draft stands where it is what the target draws anyway
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from math import nan
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from tinkercloud.decoding.sampler import Drawn
 from tinkercloud.embedded.sequences import Sequence as Sample
 from tinkercloud.embedded.speculation_trace import Trace, TracedDraft
 from tinkercloud.embedded.versions import Version
 from tinkercloud.speculative.collecting import Verdict
+from tinkercloud.speculative.draft_law import DraftLaw
 from tinkercloud.speculative.drafter import Draft, Stream
 from tinkercloud.speculative.guarded_drafter import GuardedDrafter
 from tinkercloud.speculative.policy import Policy
 from tinkercloud.speculative.rounds import Kind, Load, Reason, Round, Times
 from tinkercloud.speculative.telemetry import Report, Telemetry
+from tinkercloud.speculative.verify import coupled_chance
 
 REST = 7
 """Rounds after one in which nobody was asked, that go by without deciding: where drafts do not pay,
 finding that out again in every round would be most of what they cost."""
 MOST_KNOWN = 65_536
 """Draws that are remembered: text that the same draw wrote before stands more often than the
-target's law says, so it is not audited."""
+target's law says, and the same draft has the same verdict again, so they are not audited."""
 
 
 class Listener(Protocol):
@@ -54,6 +58,7 @@ class _Turn:
     draft: Draft
     verified: int
     accepted: int = 0
+    ended: bool = False
     chances: tuple[float, ...] = ()
     is_judged: bool = False
 
@@ -181,31 +186,40 @@ class Speculation:
         if sample in self._round:
             self._round[sample].verified = 0
 
-    def audits(self, sample: Sample) -> bool:
-        """Whether the chances of its drafted tokens are wanted."""
-        return not self._drafter.is_coupled and sample not in self._repeated
-
-    def judged(
-        self,
-        sample: Sample,
-        accepted: int,
-        chances: tuple[float, ...],
-        law: Callable[[int], Tensor],
-    ) -> None:
-        """chances: of each drafted token to stand, by the target's law; () where not audited. law:
-        the target's log-probabilities (1, V) where that drafted token was to stand."""
+    def judged(self, sample: Sample, num_new: int, drawn: Drawn, rows: Sequence[int]) -> None:
+        """num_new: the sample's tokens of this round. rows: those of `drawn` that its draft was
+        verified with, and the one after."""
         turn = self._round.get(sample)
         if turn is None:
             return
-        turn.accepted, turn.chances, turn.is_judged = accepted, chances, True
-        if turn.verified and self._listener is not None:
-            at = min(accepted, turn.verified - 1)  # what did not stand, or the last that did
-            position = len(sample.tokens) - 1 - accepted + at
+        num_judged = min(turn.verified, num_new)
+        last = turn.draft.tokens[num_new - 1] if num_judged == num_new else None
+        turn.ended = last == sample.tokens[-1]  # a stop is among what stands: nothing comes after
+        turn.accepted, turn.is_judged = num_new - 1 + turn.ended, True
+        if not num_judged:
+            return
+        if sample not in self._repeated:
+            turn.chances = self._chances(turn.draft, drawn, rows[:num_judged])
+        if self._listener is not None:
+            at = num_judged - 1  # what did not stand, or the last that did
+            position = len(sample.tokens) - num_new + at
             verdict = Verdict(
-                position, turn.draft.tokens[at], sample.tokens[position], lambda: law(at).exp()
+                position,
+                turn.draft.tokens[at],
+                sample.tokens[position],
+                lambda: drawn.law(rows[at]).exp(),
             )
             category = sample.job.version.origin
             self._listener.judged(self._streams[sample], verdict, category)
+
+    def _chances(self, draft: Draft, drawn: Drawn, rows: Sequence[int]) -> tuple[float, ...]:
+        """Of each judged token to stand; () where the draft is not audited."""
+        if not self._drafter.is_coupled:
+            return drawn.chances(rows, draft.tokens)
+        return tuple(
+            _coupled(drawn, row, token, law)
+            for row, token, law in zip(rows, draft.tokens, draft.laws, strict=False)
+        )
 
     def round_over(self, whole_ms: float, *, usable: bool) -> None:
         """whole_ms: of the round, its drafting included. usable: it was nothing but this round."""
@@ -222,6 +236,7 @@ class Speculation:
             times,
             context,
             tuple(turn.group for turn in turns),
+            tuple(turn.ended for turn in turns),
         )
         self._policy.learned(told)
         self._tell_listener(turns, told)
@@ -233,7 +248,7 @@ class Speculation:
             self._policy.stop(Reason.OFF)
         if self._trace is not None:
             drafts = [
-                TracedDraft(turn.sample, turn.draft, turn.verified, turn.accepted)
+                TracedDraft(turn.sample, turn.draft, turn.verified, turn.accepted, turn.ended)
                 for turn in turns
                 if turn.verified
             ]
@@ -289,6 +304,15 @@ class Speculation:
         if len(self._known) > MOST_KNOWN:
             self._known.popitem(last=False)
         return known
+
+
+def _coupled(drawn: Drawn, row: int, token: int, own: DraftLaw) -> float:
+    """The chance that a token drawn from `own` stands; NaN at temperature 0, where nothing is
+    drawn."""
+    if drawn.rows[row].temperature == 0:
+        return nan
+    law = drawn.law(row)[0].double().exp().cpu().numpy()
+    return coupled_chance(law, own.dense(len(law)), token)
 
 
 def _group(sample: Sample) -> bytes:

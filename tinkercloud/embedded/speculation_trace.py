@@ -17,14 +17,15 @@ class TracedDraft:
     draft: Draft
     verified: int
     accepted: int
+    ended: bool  # with a drafted token, none of the target's coming after
 
     def told(self) -> dict[str, Any]:
         """target: its own tokens, up to the first that is not the drafted one."""
-        tokens, judged = self.sample.tokens, min(self.verified, self.accepted + 1)
-        at = len(tokens) - self.accepted - 1  # of the first drafted token
+        tokens, num_new = self.sample.tokens, self.accepted + 1 - self.ended
+        at, judged = len(tokens) - num_new, min(self.verified, num_new)
         return {
             "sample": self.sample.index,
-            "position": at,
+            "position": at,  # of the first drafted token
             "drafted": list(self.draft.tokens[: self.verified]),
             "confidences": [round(one, 4) for one in self.draft.confidences[: self.verified]],
             "target": tokens[at : at + judged],

@@ -81,11 +81,11 @@ class Acceptance:
             return
         padded, _ = self._padded(told.confidences)
         depths = np.arange(len(self._judged))
-        verified, accepted, asked = (
+        verified, accepted, asked, num_judged = (
             np.array(counts, np.int64)[:, None]
-            for counts in (told.verified, told.accepted, told.asked)
+            for counts in (told.verified, told.accepted, told.asked, told.num_judged)
         )
-        judged = depths < np.minimum(verified, accepted + 1)
+        judged = depths < num_judged
         stood = depths < accepted
         self.age(float(np.exp(-judged.sum() / self._prior.memory)))
         buckets = _buckets(padded)

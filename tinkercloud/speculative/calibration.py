@@ -4,8 +4,12 @@ z = sum(s_i - a_i) / sqrt(sum a_i (1 - a_i)) over a window, with s_i 1 where tok
 its chance of that. The chance is taken before its own verdict and after those before it, so that
 the differences are a martingale's and z is near a standard normal, whatever is drafted. For a
 drafter that does not know the target's noise a_i = p(x_i), the target's law after temperature,
-top-k and top-p. One that draws with the same noise stands more often: `verify.coupled_overlap`.
-Text that this very sample wrote before (same seed, same index) is such a draft too.
+top-k and top-p. One that draws with the same noise stands more often. Its a_i needs the law of its
+own that x_i was drawn from, which it tells of one draft in `draft_law.AUDIT_EVERY`, and it is given
+x_i (`verify.coupled_chance`): which tokens are verified follows from the drafter's confidence in
+them, and the mean over all that might have been drafted is not the mean over those.
+What this very sample wrote before (same seed, same index) was drawn with the noise of now, and the
+same draft would have the same verdict again: neither is counted.
 
 A draft tested against the wrong position, noise that is used twice, a cache that is one token off:
 each shows here with nothing to compare to.

@@ -10,6 +10,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from tinkercloud.speculative.draft_law import DraftLaw
+
 
 @dataclass(frozen=True, slots=True)
 class Stream:
@@ -39,11 +41,13 @@ class Draft:
     """A chain of tokens, shorter than asked or empty where the drafter has no more to say.
 
     confidences: of each token, the drafter's own estimate in 0..1 that it stands if those before
-    it do; not calibrated.
+    it do; not calibrated. laws: what each token was drawn from, where a coupled drafter tells it
+    (`AuditSchedule`); () else.
     """
 
     tokens: tuple[int, ...] = ()
     confidences: tuple[float, ...] = ()
+    laws: tuple[DraftLaw, ...] = ()
 
 
 NOTHING = Draft()
@@ -53,7 +57,8 @@ class Drafter(Protocol):
     """Calls come from one thread: `begin` once, then `observe` and `propose`, then `end` once.
 
     is_coupled: it draws with the target's own noise, so that its tokens stand more often than their
-    probability says. layers: of the target, whose outputs it wants to see.
+    probability says; it is audited by the laws that it tells. layers: of the target, whose outputs
+    it wants to see.
     """
 
     is_coupled: bool

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from tinkercloud.speculative.draft_law import DraftLaw
 from tinkercloud.speculative.drafter import NOTHING, Draft, Drafter, SilentDrafter, Stream
 
 NUM_EXCEPTIONS = 3  # after these the drafter is off
@@ -19,7 +20,7 @@ NUM_EXCEPTIONS = 3  # after these the drafter is off
 
 class GuardedDrafter:
     """num_refused: by what was wrong: "exception", "answer" (all drafts of a call), "form",
-    "length", "vocabulary", "confidence". off_reason: None while the drafter is asked."""
+    "length", "vocabulary", "confidence", "law". off_reason: None while the drafter is asked."""
 
     def __init__(self, drafter: Drafter, vocab_size: int) -> None:
         self._name = drafter.name
@@ -83,8 +84,8 @@ class GuardedDrafter:
         """The draft in plain numbers, and what is wrong with it, or ""."""
         if not isinstance(draft, Draft):
             raise TypeError
-        tokens, confidences = draft.tokens, draft.confidences
-        if not isinstance(tokens, tuple) or not isinstance(confidences, tuple):
+        tokens, confidences, laws = draft.tokens, draft.confidences, draft.laws
+        if not all(isinstance(part, tuple) for part in (tokens, confidences, laws)):
             raise TypeError
         if len(tokens) > most or len(confidences) != len(tokens):
             return NOTHING, "length"
@@ -94,7 +95,20 @@ class GuardedDrafter:
             return NOTHING, "vocabulary"
         if not all(math.isfinite(share) and 0 <= share <= 1 for share in confidences):
             return NOTHING, "confidence"
-        return Draft(tokens, confidences), ""
+        if laws and not self._gave(laws, tokens):
+            return NOTHING, "law"
+        return Draft(tokens, confidences, laws), ""
+
+    def _gave(self, laws: Sequence[object], tokens: Sequence[int]) -> bool:
+        """Whether each token has a law that can give it. Raises TypeError where one is no law."""
+        if len(laws) != len(tokens):
+            return False
+        for law, token in zip(laws, tokens, strict=True):
+            if not isinstance(law, DraftLaw):
+                raise TypeError
+            if not law.can_give(token, self._vocab_size):
+                return False
+        return True
 
     def _tried(self, call: Callable[[], None]) -> bool:
         """Whether it went well."""

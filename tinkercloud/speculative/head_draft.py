@@ -8,13 +8,14 @@ come in from whoever draws the target's tokens, so that both draw alike.
 Axes: B sequences, K drafted tokens, D hidden, Vd draft vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from tinkercloud.speculative.draft_law import DraftLaw
 from tinkercloud.speculative.draft_vocabulary import DraftVocabulary
 from tinkercloud.speculative.head import Head, Params
 from tinkercloud.speculative.head_cache import HeadCache, NewRows, extend
@@ -43,27 +44,41 @@ class Coupling(Generic[RowT]):
 @dataclass(frozen=True, slots=True)
 class Start(Generic[RowT]):
     """Where chains begin. output (B, D): the block's output of each sequence's last row.
-    rows[k][b]: what the k-th token of chain b is drawn with."""
+    rows[k][b]: what the k-th token of chain b is drawn with. audited: chains whose laws are
+    wanted."""
 
     slots: Sequence[int]
     output: Tensor
     rows: Sequence[Sequence[RowT]]
+    audited: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Chains:
-    """tokens int64 (B, K), ids of the target; chances float32 (B, K): what the draft gave each."""
+    """tokens int64 (B, K), ids of the target; chances float32 (B, K): what the draft gave each.
+    laws: by audited chain, what each of its K tokens was drawn from."""
 
     tokens: Tensor
     chances: Tensor
+    laws: Mapping[int, Sequence[DraftLaw]]
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """tokens int64 (B,), as the target numbers them. probs (B, Vd): the draft's law, of its own
+    vocabulary; chances (B,): what it gave the tokens."""
+
+    tokens: Tensor
+    chances: Tensor
+    probs: Tensor
 
 
 @torch.no_grad()
 def draw(
     logits: Tensor, rows: Sequence[RowT], vocabulary: DraftVocabulary, coupling: Coupling[RowT]
-) -> tuple[Tensor, Tensor]:
-    """The draft's token of each row, int64 (B,) as the target numbers them, and its probability
-    under the draft's law, (B,). Ties go to the lowest id, as with the target."""
+) -> Drawn:
+    """The draft's token of each row of logits (B, Vd). Ties go to the lowest id, as with the
+    target."""
     weights = coupling.warp(logits, rows)
     scored = weights
     if any(row.temperature > 0 for row in rows):
@@ -73,8 +88,9 @@ def draw(
     places = torch.arange(scored.shape[-1], device=scored.device)
     highest = scored == scored.amax(-1, keepdim=True)
     best = torch.where(highest, places, len(vocabulary)).amin(-1)  # argmax leaves ties open
-    chances = torch.softmax(weights, -1).gather(-1, best[:, None])[:, 0]
-    return vocabulary.ids.to(best.device)[best], chances
+    probs = torch.softmax(weights, -1)
+    chances = probs.gather(-1, best[:, None])[:, 0]
+    return Drawn(vocabulary.ids.to(best.device)[best], chances, probs)
 
 
 @torch.no_grad()
@@ -84,14 +100,18 @@ def draft_chains(
     """K = len(start.rows) tokens for each sequence. The cache is left as it was found: after the
     target's verdict the rows come again, with the target's features."""
     lengths = [cache.lengths[slot] for slot in start.slots]
-    output, tokens, chances = start.output, [], []
+    vocabulary, output, tokens, chances = head.frozen.vocabulary, start.output, [], []
+    laws: dict[int, list[DraftLaw]] = {b: [] for b in start.audited}
     for step, rows in enumerate(start.rows):
-        token, chance = draw(head.logits(params, output), rows, head.frozen.vocabulary, coupling)
-        tokens.append(token)
-        chances.append(chance)
+        drawn = draw(head.logits(params, output), rows, vocabulary, coupling)
+        tokens.append(drawn.tokens)
+        chances.append(drawn.chances)
+        for b, own in laws.items():
+            own.append(DraftLaw.of(drawn.probs[b], vocabulary.ids))
         if step + 1 < len(start.rows):
-            new = NewRows(start.slots, output[:, None], token[:, None], [1] * len(start.slots))
+            before, token = output[:, None], drawn.tokens[:, None]
+            new = NewRows(start.slots, before, token, [1] * len(start.slots))
             output = extend(head, params, cache, new)[:, 0]
     for slot, length in zip(start.slots, lengths, strict=True):
         cache.rewind(slot, length)
-    return Chains(torch.stack(tokens, -1), torch.stack(chances, -1))
+    return Chains(torch.stack(tokens, -1), torch.stack(chances, -1), laws)

@@ -76,6 +76,8 @@ class Round:
 
     asked: of the drafter, at most. confidences: of the tokens that came. verified: how many of
     those the target saw. accepted: how many of these stand. context: mean over the sequences.
+    ended: whether its sample ended with a drafted token, so that the target added none and what was
+    drafted after it was not judged; () where none did.
     """
 
     asked: tuple[int, ...]
@@ -85,6 +87,7 @@ class Round:
     times: Times
     context: float = 0.0
     groups: tuple[Hashable, ...] = ()
+    ended: tuple[bool, ...] = ()
 
     @property
     def num_sequences(self) -> int:
@@ -101,9 +104,11 @@ class Round:
 
     @property
     def num_emitted(self) -> int:
-        return self.num_sequences + sum(self.accepted)
+        return self.num_sequences + sum(self.accepted) - sum(self.ended)
 
     @property
     def num_judged(self) -> tuple[int, ...]:
         """Drafted tokens whose fate is known: those that stand, and the first that does not."""
-        return tuple(min(v, a + 1) for v, a in zip(self.verified, self.accepted, strict=True))
+        ended = self.ended or (False,) * self.num_sequences
+        judged = zip(self.verified, self.accepted, ended, strict=True)
+        return tuple(min(v, a + 1 - e) for v, a, e in judged)

@@ -185,22 +185,21 @@ def overlap(p: Law, q: Law) -> float:
     return float(np.minimum(p, q).sum())
 
 
-def coupled_overlap(p: Law, q: Law) -> float:
-    """The chance that p and q, each drawn by Gumbel-max with the same noise, give the same token.
+def coupled_chance(p: Law, q: Law, token: int) -> float:
+    """The chance that a token drawn from q is also what p gives with the same noise (Gumbel-max).
 
-    sum_x 1 / sum_y max(p(y) / p(x), q(y) / q(x)) (Daliri et al. 2408.07978), in O(V log V): of
-    the y with the larger p(y) / q(y) the first ratio counts, of the others the second. At least
-    (1 - TV) / (1 + TV).
+    Of the token that was drawn, since what is done with a draft may depend on which one it is.
+    With independent exponential times E(x) of rate 1, argmax log p(x) + g(x) is the x of the
+    smallest E(x) / p(x). A token x wins both races if every other y has
+    E(y) > E(x) m(y) with m(y) = max(p(y) / p(x), q(y) / q(x)); given E(x) = t that has the
+    probability exp(-t sum of m(y)), and over t, with m(x) = 1, 1 / sum_y m(y) (its sum over x is in
+    Daliri et al. 2408.07978). x wins the draft's race with probability q(x), hence
+
+        P(p gives x | q gave x) = 1 / sum_y max(p(y) q(x) / p(x), q(y)).
+
+    q is 0 where the draft has no such token. 0 where either law cannot give the token.
     """
-    both = np.flatnonzero((p > 0) & (q > 0))
-    if not len(both):
+    if min(p[token], q[token]) < np.finfo(np.float64).tiny:
         return 0.0
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = np.where(q > 0, p / q, np.inf)
-    ratio[(p == 0) & (q == 0)] = 0.0
-    order = np.argsort(-ratio, kind="stable")
-    of_p = np.empty_like(p)
-    of_q = np.empty_like(q)
-    of_p[order] = np.cumsum(p[order])  # with itself, and all of a larger ratio
-    of_q[order] = q.sum() - np.cumsum(q[order])
-    return float((1.0 / (of_p[both] / p[both] + of_q[both] / q[both])).sum())
+    times = np.maximum(p * (q[token] / p[token]), q).sum()
+    return float(min(1.0, 1.0 / times))
