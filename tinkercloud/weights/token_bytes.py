@@ -79,7 +79,7 @@ class TokenBytes:
 
     def encode_beginning(self, text: bytes) -> list[int]:
         """As the first tokens of a text, after those that the tokenizer begins every text with."""
-        if self._adds_space and not text.startswith(b" "):
+        if text and self._adds_space and not text.startswith(b" "):
             text = b" " + text  # what this tokenizer would put there
         tokens, opening = self.encode(text), self._opening
         return tokens if tokens[: len(opening)] == opening else [*opening, *tokens]
