@@ -1,5 +1,7 @@
 """A text in another tokenizer's tokens: told in parts as at once, and only its end told again."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -24,7 +26,7 @@ def parts(text: bytes, seed: int) -> list[bytes]:
     generator = np.random.default_rng(seed)
     cuts = np.cumsum(generator.integers(1, 7, len(text)))
     edges = [0, *cuts[cuts < len(text)].tolist(), len(text)]
-    return [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [text[a:b] for a, b in pairwise(edges)]
 
 
 @pytest.mark.parametrize("seed", range(3))

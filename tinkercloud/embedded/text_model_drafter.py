@@ -40,10 +40,11 @@ class _Reader:
     num_read: int = 0
 
     def num_own(self, most: int) -> int:
-        """Of the draft's tokens, for so many of the target's: as many as this text takes, and where
-        it takes more than one for one, what the last of the target's may lack to its end."""
+        """Of the draft's tokens, for so many of the target's: as many as this text takes, and what
+        the last of the target's may lack to its end; more inside a character, which it begins."""
         ratio = len(self.text.tokens) / max(1, self.num_read)
-        return min(MOST_OWN, max(1, math.floor(most * ratio + max(0.0, ratio - 1) + 0.5)))
+        wanted = math.floor(most * ratio + max(0.0, ratio - 1) + 0.5) + len(self.text.held)
+        return min(MOST_OWN, max(1, wanted))
 
 
 class TextModelDrafter:
