@@ -2,7 +2,6 @@
 where the model knows the text."""
 
 import itertools
-import math
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,23 +11,22 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from tests.numerics.drafting import Drafting
+from tests.numerics.knowing_runner import KnowingRunner
 from tests.numerics.test_speculation import LAWS, all_same, mixture
 from tests.numerics.tiny import VOCAB, Sampler, ask, open_store, random_prompt, write_tiny_model
 from tests.speculative.streams import Tally, stream, written
-from tests.tokenizers_made import TEXT, byte_level, words_in_pieces
+from tests.tokenizers_made import TEXT, byte_level, numbers, words_in_pieces
 from tinkercloud.core.types import FromBase
-from tinkercloud.decoding.sampler import Scan
 from tinkercloud.embedded import runners
 from tinkercloud.embedded.base_model import BaseModel
-from tinkercloud.embedded.blocks import BLOCK_TOKENS, BlockPool
+from tinkercloud.embedded.blocks import BlockPool
 from tinkercloud.embedded.draft_model import open_draft, tokenizer_pair
 from tinkercloud.embedded.model_drafter import ModelDrafter
 from tinkercloud.embedded.models import ModelStore
-from tinkercloud.embedded.runners import Batch, NativeRunner
+from tinkercloud.embedded.runners import NativeRunner
 from tinkercloud.embedded.speculation_choice import _model_drafter
 from tinkercloud.embedded.text_model_drafter import TextModelDrafter
 from tinkercloud.embedded.versions import Version
@@ -166,54 +164,6 @@ def share(drafting: Drafting) -> float:
 # ---- by a network that knows the text
 
 
-class KnowingRunner:
-    """A network that goes on with a known text, whatever tokens it was cut into so far; the token
-    it says has the chance 1/2.
-
-    Its keys and values are the tokens themselves, in the blocks: told wrong blocks or places, or
-    blocks with another's tokens, it does not know the text.
-    """
-
-    is_exact = True
-    scan: Scan | None = None
-
-    def __init__(self, tokenizer: TokenBytes, texts: Sequence[bytes], vocab_size: int):
-        self._tokenizer, self._texts, self._vocab_size = tokenizer, texts, vocab_size
-        self._memory: dict[tuple[int, int], int] = {}
-        self.num_rows = 0
-
-    def forward(self, batch: Batch, pool: BlockPool) -> Tensor:
-        self.num_rows += len(batch.tokens)
-        for row, token in enumerate(batch.tokens.tolist()):
-            self._memory[_place(batch, row, int(batch.positions[row]))] = token
-        return torch.stack([self._logits(batch, row) for row in batch.wanted.tolist()])
-
-    def _logits(self, batch: Batch, row: int) -> Tensor:
-        places = range(int(batch.positions[row]) + 1)
-        tokens = [self._memory[_place(batch, row, place)] for place in places]
-        logits = torch.zeros(self._vocab_size)
-        for text in self._texts:
-            said = self._tokenizer.joined(tokens).removeprefix(b" ")
-            if text.startswith(said) and len(text) > len(said):
-                logits[self._next(text, said, tokens)] = math.log(self._vocab_size - 1)
-        return logits
-
-    def _next(self, text: bytes, said: bytes, tokens: list[int]) -> int:
-        """As the whole text is cut, where what is there was."""
-        whole = self._tokenizer.encode_beginning(text)
-        if whole[: len(tokens)] == tokens:
-            return whole[len(tokens)]
-        return self._tokenizer.encode(text[len(said) :])[0]
-
-    def rest(self) -> None:
-        pass
-
-
-def _place(batch: Batch, row: int, position: int) -> tuple[int, int]:
-    table = batch.tables[batch.sequence[row]]
-    return int(table[position // BLOCK_TOKENS]), position % BLOCK_TOKENS
-
-
 TOKENIZERS = {
     "bytes": byte_level(256),
     "few": byte_level(320),
@@ -221,21 +171,22 @@ TOKENIZERS = {
     "pieces": words_in_pieces(),
 }
 DIFFERENT = list(itertools.permutations(TOKENIZERS, 2))
+TOKENIZERS["numbers"] = numbers()
 KNOWN = TEXT[: len(TEXT) // 3]
 TEXTS = (KNOWN, KNOWN[60:] + KNOWN[:60])
 
 
 class Scene:
-    """A drafter whose network knows TEXTS; target and draft have tokenizers by their names."""
+    """A drafter whose network knows the texts; target and draft have tokenizers by their names."""
 
-    def __init__(self, base: BaseModel, target: str, draft: str):
+    def __init__(self, base: BaseModel, target: str, draft: str, texts: Sequence[str] = TEXTS):
         self.target = TOKENIZERS[target]
         pair = TokenizerPair.of(self.target, TOKENIZERS[draft])
         vocab_size = TOKENIZERS[draft].get_vocab_size() + 8
         sized = replace(base, config=replace(base.config, vocab_size=vocab_size))
         self.pool = BlockPool(sized.config, sized.dtype, sized.device, 200)
         version = Version("draft", sized, sized.weights, None, 1.0)
-        self.runner = KnowingRunner(pair.draft, [text.encode() for text in TEXTS], vocab_size)
+        self.runner = KnowingRunner(pair.draft, [text.encode() for text in texts], vocab_size)
         self.drafter = TextModelDrafter(version, self.runner, self.pool, pair)
 
     def stream(self, text: bytes, **more: object) -> Stream:
@@ -324,6 +275,24 @@ def test_inside_a_character_a_draft_goes_on_with_its_rest(base: BaseModel, draft
         said = TokenBytes(scene.target).joined(found.tokens)
         assert said.startswith(whole[-missing:]), "the rest of the character"
         assert (whole[:-missing] + said) == KNOWN.encode()[: len(whole) - missing + len(said)]
+
+
+def test_a_draft_is_cut_into_tokens_as_after_what_is_there(base: BaseModel) -> None:
+    """Alone, "345" would be 34, 5."""
+    scene = Scene(base, "numbers", "bytes", ["12345"])
+    begun = scene.stream(b"12")
+    (draft,) = scene.drafter.propose([(begun, 2)])
+    assert scene.target.encode("12345").tokens == ["12", "3", "45"]
+    assert [*begun.tokens, *draft.tokens] == scene.target.encode("12345").ids
+
+
+def test_tokens_that_are_there_stay_where_they_would_be_cut_otherwise(base: BaseModel) -> None:
+    """A target may have written 1, 2 where its tokenizer says 12."""
+    scene = Scene(base, "numbers", "bytes", ["12345"])
+    begun = scene.stream(b"1")
+    begun.tokens.append(scene.target.token_to_id("2"))
+    (draft,) = scene.drafter.propose([(begun, 3)])
+    assert TokenBytes(scene.target).joined(draft.tokens) == b"345"
 
 
 def test_a_draft_that_says_another_character_is_dropped(base: BaseModel) -> None:
