@@ -62,3 +62,15 @@ def words_in_pieces() -> Tokenizer:
     known = dict.fromkeys(run for run in runs if "\n" not in run and "\u2581" not in run[1:])
     letters = dict.fromkeys(letter for letter in text if letter.isalpha() or letter == "\u2581")
     return sentencepiece([*letters, *known])
+
+
+def metaspace(size: int) -> Tokenizer:
+    """Unigram pieces of TEXT with U+2581 for spaces, one before every text; no bytes."""
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=size, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False
+    )
+    tokenizer.train_from_iterator([TEXT], trainer)
+    return tokenizer

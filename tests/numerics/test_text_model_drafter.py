@@ -185,7 +185,7 @@ class Scene:
         vocab_size = TOKENIZERS[draft].get_vocab_size() + 8
         sized = replace(base, config=replace(base.config, vocab_size=vocab_size))
         self.pool = BlockPool(sized.config, sized.dtype, sized.device, 200)
-        version = Version("draft", sized, sized.weights, None, 1.0)
+        self.version = version = Version("draft", sized, sized.weights, None, 1.0)
         self.runner = KnowingRunner(pair.draft, [text.encode() for text in texts], vocab_size)
         self.drafter = TextModelDrafter(version, self.runner, self.pool, pair)
 
@@ -230,6 +230,18 @@ def test_what_was_read_is_not_read_again(base: BaseModel) -> None:
     num_own = sum(len(TOKENIZERS["many"].encode(text).ids) for text in TEXTS)
     assert tally.rounds > 2 * num_own
     assert scene.runner.num_rows < 1.5 * tally.rounds + num_own
+
+
+def test_with_other_weights_all_is_read_again(base: BaseModel) -> None:
+    scene = Scene(base, "few", "many")
+    begun = scene.stream(KNOWN[:25].encode())
+    first = scene.drafter.propose([(begun, 1)])
+    num_rows = scene.runner.num_rows
+    scene.drafter.propose([(begun, 1)])
+    assert scene.runner.num_rows == num_rows + 1
+    scene.drafter.use(Version("newer", scene.version.base, scene.version.weights, None, 1.0))
+    assert scene.drafter.propose([(begun, 1)]) == first
+    assert scene.runner.num_rows == 2 * num_rows + 1
 
 
 def test_a_token_made_of_several_has_the_product_of_their_chances(base: BaseModel) -> None:

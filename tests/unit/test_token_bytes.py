@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from tests.tokenizers_made import TEXT, byte_level, sentencepiece, words_in_pieces
+from tests.tokenizers_made import TEXT, byte_level, metaspace, sentencepiece, words_in_pieces
 from tinkercloud.errors import ConfigError
 from tinkercloud.weights.token_bytes import TokenBytes, TokenizerPair, whole_characters
 
@@ -52,6 +52,16 @@ def test_the_middle_of_a_text_gets_no_space() -> None:
     assert pieces.joined(pieces.encode(b"one two")) == b"one two"
     once = pieces.encode_beginning(b" one two")
     assert once == pieces.encode_beginning(b"one two"), "the space that another put there"
+
+
+def test_pieces_without_bytes_are_read_and_written_too() -> None:
+    tokenizer = metaspace(300)
+    both = TokenBytes(tokenizer)
+    text = TEXT.split("\n")[3].encode()
+    assert both.encode_beginning(text) == tokenizer.encode(text.decode()).ids
+    assert both.joined(both.encode_beginning(text)) == b" " + text
+    assert both.joined(both.encode(text)) == text
+    assert both.encode(b"\xff") == [], "there is no token for it"
 
 
 def test_what_every_text_begins_with_is_there_once() -> None:

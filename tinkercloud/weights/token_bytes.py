@@ -54,7 +54,7 @@ class TokenBytes:
         self._of_byte = [self._tokenizer.token_to_id(name) for name in single]
         self._adds_space = self.joined(self._plain("a")) == b" a"
         first = self._tokenizer.encode("a")
-        self._opening = first.ids[: first.special_tokens_mask.index(0)]
+        self._opening = first.ids[: [*first.special_tokens_mask, 0].index(0)]
 
     def of(self, token: int) -> bytes:
         """b"" for a special token that is not text, and for an id that is no token."""
