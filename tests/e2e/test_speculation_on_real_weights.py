@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -17,9 +18,13 @@ from tests.serving import Server, start_server
 from tinkercloud.core.types import SampleOutput, SampleRequest, SamplingParams
 from tinkercloud.embedded import runners
 from tinkercloud.embedded.base_model import BaseModel
+from tinkercloud.embedded.blocks import BlockPool
 from tinkercloud.embedded.engine import SamplingEngine
+from tinkercloud.embedded.runners import NativeRunner
+from tinkercloud.embedded.text_model_drafter import TextModelDrafter
 from tinkercloud.embedded.versions import Version
 from tinkercloud.speculative.drafter_table import drafter_table
+from tinkercloud.weights.token_bytes import TokenizerPair
 from tinkercloud.weights.tokenizer import ensure_tokenizer_folder
 
 pytestmark = pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
@@ -116,6 +121,36 @@ def test_repeated_text_takes_few_passes(version: Version) -> None:
     drafting = Drafting(lambda size: drafter_table(size).make("suffix"), 8)
     require_same(sampled(version, requests, drafting), sampled(version, requests, None))
     assert len(drafting.policy.rounds) < 96 / 2
+
+
+def with_fewer_merges(tokenizer: Tokenizer, num_merges: int) -> Tokenizer:
+    """Rarer words are several tokens to it; their own tokens it can still read."""
+    told = json.loads(tokenizer.to_str())
+    told["model"]["merges"] = told["model"]["merges"][:num_merges]
+    return Tokenizer.from_str(json.dumps(told))
+
+
+@pytest.mark.parametrize(("law", "least"), [(LAWS[0], 0.6), (LAWS[2], 0.25)], ids=str)
+def test_a_model_that_cuts_words_otherwise_drafts_through_text(
+    version: Version, law: Mapping[str, object], least: float
+) -> None:
+    """The target's own network as its draft, behind a tokenizer with a tenth of the merges."""
+    base = version.base
+    assert isinstance(base.decoder, Tokenizer)
+    own = with_fewer_merges(base.decoder, 5000)
+    assert any(own.encode(text).ids != base.decoder.encode(text).ids for text in TEXTS)
+    draft = Version("draft", replace(base, name="draft", decoder=own), base.weights, None, 1.0)
+
+    def make(_: int) -> TextModelDrafter:
+        pool = BlockPool(base.config, base.dtype, base.device, 64)
+        pair = TokenizerPair.of(base.decoder, own)
+        return TextModelDrafter(draft, NativeRunner(2), pool, pair)
+
+    requests, drafting = requests_of(version, 4, law), Drafting(make, 4)
+    require_same(sampled(version, requests, drafting), sampled(version, requests, None))
+    told = drafting.policy.rounds
+    share = drafting.policy.num_accepted / sum(sum(one.num_judged) for one in told)
+    assert share > least
 
 
 @pytest.fixture(scope="module")

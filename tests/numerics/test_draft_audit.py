@@ -32,14 +32,16 @@ from tinkercloud.speculative.rounds import Reason
 pytestmark = pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
 
 
-def model_told(folder: Path, audit_every: int = 1) -> Callable[[int], ModelDrafter]:
+def model_told(
+    folder: Path, audit_every: int = 1, kind: type[ModelDrafter] = ModelDrafter
+) -> Callable[[int], ModelDrafter]:
     """A model whose drafts tell their laws."""
 
     def make(_: int) -> ModelDrafter:
         base = BaseModel.load("draft", folder, folder, torch.float32, torch.device("cpu"))
         pool = BlockPool(base.config, base.dtype, base.device, 800)
         version = Version("draft", base, base.weights, None, 1.0)
-        return ModelDrafter(version, NativeRunner(1), pool, audit_every)
+        return kind(version, NativeRunner(1), pool, audit_every)
 
     return make
 
@@ -55,11 +57,7 @@ class LawsOfTheTokenBefore(ModelDrafter):
 
 
 def with_laws_of_the_token_before(folder: Path) -> Callable[[int], ModelDrafter]:
-    def make(vocab_size: int) -> ModelDrafter:
-        right = model_told(folder)(vocab_size)
-        return LawsOfTheTokenBefore(right._version, right._runner, right._pool, 1)
-
-    return make
+    return model_told(folder, 1, LawsOfTheTokenBefore)
 
 
 def calibration(speculation: Speculation | None) -> tuple[float, int]:

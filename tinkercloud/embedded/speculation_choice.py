@@ -8,14 +8,16 @@ from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.blocks import BlockPool, blocks_for
 from tinkercloud.embedded.draft_files import drafts_of, open_head
 from tinkercloud.embedded.draft_loop import DraftLoop, DraftLoops, Following
+from tinkercloud.embedded.draft_model import open_draft, tokenizer_pair
 from tinkercloud.embedded.draft_pupils import head_pupil, model_pupil
 from tinkercloud.embedded.engine import Speculate
 from tinkercloud.embedded.head_drafter import HeadDrafter
-from tinkercloud.embedded.model_drafter import ModelDrafter, open_draft
+from tinkercloud.embedded.model_drafter import ModelDrafter
 from tinkercloud.embedded.round_costs import round_costs
 from tinkercloud.embedded.runners import NativeRunner, Runner
 from tinkercloud.embedded.speculation import Speculation
 from tinkercloud.embedded.speculation_trace import Trace
+from tinkercloud.embedded.text_model_drafter import TextModelDrafter
 from tinkercloud.embedded.versions import Version
 from tinkercloud.errors import ConfigError
 from tinkercloud.speculative.cases import CaseStore
@@ -104,12 +106,16 @@ def _head_drafter(name: str, base: BaseModel, runner: Runner, drafts_dir: Path) 
     return drafter
 
 
-def _model_drafter(path: Path, base: BaseModel, runner: Runner, cache_dir: Path) -> ModelDrafter:
+def _model_drafter(path: Path, base: BaseModel, runner: Runner, cache_dir: Path) -> Drafter:
     draft = open_draft(path, base, cache_dir)
+    pair = tokenizer_pair(draft, base)
     num_blocks = max(
         DRAFT_POOL_BYTES // BlockPool.bytes_per_block(draft.config, draft.dtype),
         blocks_for(draft.config.max_position_embeddings),
     )
     pool = BlockPool(draft.config, draft.dtype, draft.device, num_blocks)
     version = Version(f"draft {path}", draft, draft.weights, None, 1.0)
-    return ModelDrafter(version, runner, pool)
+    if pair is None:
+        return ModelDrafter(version, runner, pool)
+    logger.info("%s has other tokens than %s: it drafts through text", draft.name, base.name)
+    return TextModelDrafter(version, runner, pool, pair)
