@@ -21,7 +21,7 @@ from tinkercloud.embedded.speculation_trace import Trace, TracedDraft
 from tinkercloud.embedded.versions import Version
 from tinkercloud.speculative.collecting import Verdict
 from tinkercloud.speculative.draft_law import DraftLaw
-from tinkercloud.speculative.drafter import Draft, Stream
+from tinkercloud.speculative.drafter import NOTHING, Draft, Stream
 from tinkercloud.speculative.guarded_drafter import GuardedDrafter
 from tinkercloud.speculative.policy import Policy
 from tinkercloud.speculative.rounds import Kind, Load, Reason, Round, Times
@@ -82,7 +82,7 @@ class Speculation:
         self._known: OrderedDict[bytes, None] = OrderedDict()  # draws that were made before
         self._repeated: set[Sample] = set()
         self._round: dict[Sample, _Turn] = {}
-        self._draft_ms = 0.0
+        self._draft_ms = self._host_ms = 0.0
         self._rest = 0
         self._unread: Counter[Sample] = Counter()  # tokens that the drafter was not told of
 
@@ -168,9 +168,11 @@ class Speculation:
             (self._streams[sample], min(limit, sample.num_left - 1))
             for sample, limit in zip(samples, limits, strict=True)
         ]
-        drafts = [Draft()] * len(samples)
+        drafts, drafting_ms = [NOTHING] * len(samples), 0.0
         if any(limit for _, limit in asked):
+            asked_at = time.perf_counter()
             drafts = self._drafter.propose(asked)
+            drafting_ms = 1e3 * (time.perf_counter() - asked_at)
         chosen = self._policy.choose([draft.confidences for draft in drafts])
         self._round = {
             sample: _Turn(sample, stream.group, limit, draft, min(num, len(draft.tokens)))
@@ -178,7 +180,8 @@ class Speculation:
                 samples, asked, drafts, chosen, strict=True
             )
         }
-        self._draft_ms = 1e3 * (time.perf_counter() - began)
+        self._draft_ms = drafting_ms
+        self._host_ms = 1e3 * (time.perf_counter() - began) - drafting_ms
         return [turn.draft.tokens[: turn.verified] for turn in self._round.values()]
 
     def cut(self, sample: Sample) -> None:
@@ -226,7 +229,8 @@ class Speculation:
         turns, self._round = list(self._round.values()), {}
         if not turns:
             return
-        times = Times(self._draft_ms, max(0.0, whole_ms - self._draft_ms), 0.0, usable)
+        verify_ms = max(0.0, whole_ms - self._draft_ms - self._host_ms)
+        times = Times(self._draft_ms, verify_ms, self._host_ms, usable)
         context = sum(len(turn.sample.tokens) for turn in turns) / len(turns)
         told = Round(
             tuple(turn.asked for turn in turns),

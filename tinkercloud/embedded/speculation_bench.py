@@ -19,9 +19,12 @@ STRUCTURED = {
     "JSON": '[{"id": 1, "name": "item 1", "price": 10, "tags": ["new", "small"]},\n'
     ' {"id": 2, "name": "item 2", "price": 20, "tags": ["new", "small"]},\n'
     ' {"id": 3, "name": "item 3", "price": 30, "tags":',
-    "code": "def test_add_1():\n    result = add(1, 1)\n    assert result == 2\n\n\n"
-    "def test_add_2():\n    result = add(2, 2)\n    assert result == 4\n\n\ndef test_add_3():\n",
-    "arithmetic": "1 + 1 = 2, and 2 + 2 = 4.\n2 + 2 = 4, and 4 + 4 = 8.\n3 + 3 = 6, and 6 + 6 =",
+    "code": "class Config:\n    def __init__(self):\n        self._host = None\n"
+    "        self._port = None\n        self._user = None\n\n    def get_host(self):\n"
+    "        return self._host\n\n    def set_host(self, host):\n        self._host = host\n\n"
+    "    def get_port(self):\n        return self._port\n\n",
+    "arithmetic": "a = 3, b = 4: a + b = 7, a * b = 12\na = 4, b = 5: a + b = 9, a * b = 20\n"
+    "a = 5, b = 6: a + b = 11, a * b = 30\na = 6, b = 7:",
 }
 PROSE = "The old harbour was quiet that morning, and nobody expected"
 COLUMNS = (

@@ -20,12 +20,14 @@ from tinkercloud.embedded.speculation_trace import Trace
 from tinkercloud.embedded.text_model_drafter import TextModelDrafter
 from tinkercloud.embedded.versions import Version
 from tinkercloud.errors import ConfigError
+from tinkercloud.speculative.acceptance import Acceptance
 from tinkercloud.speculative.cases import CaseStore
 from tinkercloud.speculative.drafter import Drafter
 from tinkercloud.speculative.drafter_table import Maker, drafter_table
 from tinkercloud.speculative.guarded_drafter import guarded
 from tinkercloud.speculative.planning import Bounds, Knowledge
 from tinkercloud.speculative.policy import Policy, Settings
+from tinkercloud.speculative.suffix_drafter import SuffixDrafter
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,7 @@ AUTO = "suffix"
 
 
 DRAFT_POOL_BYTES = 512 * 1024**2
+MOST_READ, MOST_DRAWN = 16, 8  # tokens of a draft: each costs nothing to find, or a step
 MOST_ROWS = 64
 """Of a pass, drafted ones included. Beyond, a CPU is bound by arithmetic: a drafted row costs what
 a sample's own does, and the noise of a measured table must not promise otherwise."""
@@ -70,7 +73,9 @@ def speculate(asked: Asked, loops: DraftLoops | None = None) -> Speculate | None
         }
         drafter = drafter_table(vocab_size, makers).make(named)
         costs = round_costs(base, runner, pool, asked.num_threads)
-        policy = Policy(Knowledge(costs), Settings(Bounds(max_rows=MOST_ROWS)))
+        most = MOST_READ if isinstance(drafter, SuffixDrafter) else MOST_DRAWN
+        known = Knowledge(costs, acceptance=Acceptance(most))
+        policy = Policy(known, Settings(Bounds(most, MOST_ROWS)))
         loop = None
         if loops is not None:
             loop = _loop(drafter, base, asked)

@@ -142,6 +142,14 @@ class Automaton:
             state, length = (ROOT, 0) if following == NONE else (following, length + 1)
         return state, length
 
+    def went_on(self, state: int, token: int) -> tuple[int, bool]:
+        """The state after that token, or where it never came there, after the one that most often
+        did; and whether it was the token. NONE where nothing ever came."""
+        following = self._after(state, token)
+        if following != NONE or self._token[state] == NONE:
+            return following, following != NONE
+        return self._likeliest(state, 0.0)[1], False
+
     def followed(self, state: int, length: int) -> tuple[int, int]:
         """The longest suffix that was seen and went on: its state and its length."""
         while self._token[state] == NONE and state != ROOT:

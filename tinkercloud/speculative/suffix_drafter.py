@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tinkercloud.speculative.drafter import NOTHING, Draft, Stream
 from tinkercloud.speculative.history import Group, History, HistoryLimits, Text
-from tinkercloud.speculative.suffix import ROOT, Automaton, ContinuationRule
+from tinkercloud.speculative.suffix import NONE, ROOT, Automaton, ContinuationRule
 
 LEAD = 8  # of the prompt's tokens stand before an output, so that its first token may be drafted
 CATCH_UP = 32  # tokens after which a place in a text that is new to a sample counts as found
@@ -21,11 +21,13 @@ CATCH_UP = 32  # tokens after which a place in a text that is new to a sample co
 @dataclass(frozen=True, slots=True)
 class SuffixSettings:
     """factor: tokens drafted for each token that matches, at most. own_tokens: of a sample's own
-    output that are remembered at a time."""
+    output that are remembered at a time. forgives: text that was right but for a token, a number in
+    a form for example, is gone on with behind it."""
 
     rule: ContinuationRule = field(default_factory=ContinuationRule)
     factor: float = 4.0
     own_tokens: int = 16_384
+    forgives: bool = True
     history: HistoryLimits = field(default_factory=HistoryLimits)
 
 
@@ -45,12 +47,23 @@ class Place:
     def moved_to(self, state: int) -> None:
         self.state, self.length = state, self.automaton.length(state)
 
+    def forgive(self, tokens: Sequence[int]) -> None:
+        """As `follow`, but for a token that never came there the one that most often did is taken,
+        which leaves half of the length: what stood before it says half as much of what comes."""
+        for token in tokens:
+            following, was_it = self.automaton.went_on(self.state, token)
+            if following == NONE:
+                self.length = 0
+                return
+            self.state, self.length = following, self.length + 1 if was_it else self.length // 2
+
 
 class Reader:
     """A sample's places in everything that it may go on from."""
 
     def __init__(self, stream: Stream, history: History, own_tokens: int) -> None:
         self._epoch = stream.epoch
+        self._drafted_from: Place | None = None
         self._history = history
         self._own_tokens = own_tokens
         self._num_own = 0
@@ -66,6 +79,8 @@ class Reader:
         """tokens: the sample's, of which the last `num_new` were not read yet."""
         num_read = len(tokens) - num_new
         new = tokens[num_read:]
+        if self._drafted_from is not None:  # before these tokens are what came there
+            self._drafted_from.forgive(new)
         target = self._target(tokens, num_read)
         self._write_own(new)
         for text, place in self._places.items():
@@ -73,6 +88,14 @@ class Reader:
                 place.moved_to(self._history.write(text, place.state, new))
             else:
                 place.follow(new)
+
+    def place(self, tokens: Sequence[int]) -> Place:
+        """Where to draft from: where the longest end of the sample was seen, or what it was drafted
+        from before, with the tokens forgiven that were others."""
+        longest, before = self.longest(tokens), self._drafted_from
+        if before is None or longest.length >= before.length:
+            self._drafted_from = before = longest
+        return Place(before.automaton, before.state, before.length)
 
     def longest(self, tokens: Sequence[int]) -> Place:
         """Where the longest end of the sample was seen and went on; of equals its own, then its
@@ -152,7 +175,9 @@ class SuffixDrafter:
     def _draft(self, stream: Stream, most: int) -> Draft:
         if most < 1:
             return NOTHING
-        place = self._readers[stream.id].longest(stream.tokens)
+        reader = self._readers[stream.id]
+        forgives = self._settings.forgives
+        place = (reader.place if forgives else reader.longest)(stream.tokens)
         most = min(most, int(self._settings.factor * place.length))
         rule = self._settings.rule
         return place.automaton.continuation(place.state, place.length, most, rule)
