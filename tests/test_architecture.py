@@ -52,6 +52,7 @@ THIRD_PARTY = {
     **dict.fromkeys(("sqlite3", "aiosqlite"), "storage"),
     **dict.fromkeys(("fastapi", "starlette"), "app middleware routers server"),
     "uvicorn": "server",
+    "matplotlib": "speculative",
     "yaml": "config",
 }
 

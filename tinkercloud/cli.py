@@ -12,6 +12,7 @@ from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import cast
 
 from tinkercloud import __version__, fetch, plan_command
 from tinkercloud.config import Config, ModelSource, Setting, load_config, settings
@@ -134,19 +135,32 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_draft(draft: argparse.ArgumentParser, known: dict[str, Setting]) -> None:
     commands = draft.add_subparsers(required=True, metavar="COMMAND")
-    status = commands.add_parser("status", help="the drafts of the model, and what they are worth")
-    train = commands.add_parser("train", help="make a head from the model's own samples")
-    train.add_argument("--prompts", type=Path, help="a file, one prompt on each line")
-    train.add_argument("--samples", type=int, default=16, help="of each prompt [16]")
-    train.add_argument("--tokens", type=int, default=96, help="of each sample [96]")
+    status = commands.add_parser("status", help="what is drafted with, and how often it stands")
+    status.add_argument("--plot", type=Path, help="draw acceptance over time to this PNG")
+    listing = commands.add_parser("list", help="the drafts of the model, and what they are worth")
+    collect = commands.add_parser("collect", help="sample, and keep where the best draft was wrong")
+    collect.add_argument("--export", type=Path, help="write all cases here too (JSON lines)")
+    train = commands.add_parser(
+        "train", help="teach the best head by collected cases; without, make one from samples"
+    )
     train.add_argument("--minutes", type=float, default=15.0, help="of training at most [15]")
-    use = commands.add_parser("use", help="draft with this one from the next start on")
-    use.add_argument("name", help="as `draft status` shows it, or latest")
+    train.add_argument("--anew", action="store_true", help="make one though there is one")
+    evaluate = commands.add_parser("evaluate", help="how often drafts stand, on the same samples")
+    evaluate.add_argument("name", nargs="*", help="drafts, as `draft list` shows them [best]")
+    for command, samples, tokens in ((collect, 4, 64), (train, 16, 96), (evaluate, 2, 64)):
+        command.add_argument("--prompts", type=Path, help="a file, one prompt on each line")
+        command.add_argument("--samples", type=int, default=samples, help=f"of each [{samples}]")
+        command.add_argument("--tokens", type=int, default=tokens, help=f"of a sample [{tokens}]")
+    use = commands.add_parser("use", help="draft with this one; a server that runs takes it up")
+    use.add_argument("name", help="as `draft list` shows it, or latest")
     back = commands.add_parser("rollback", help="back to the draft before the best one")
     chosen = {n: known[n] for n in ("data_dir", "models", "dtype", "engine.threads")}
     for command, run in (
         (status, _draft_status),
+        (listing, _draft_list),
+        (collect, _draft_collect),
         (train, _draft_train),
+        (evaluate, _draft_evaluate),
         (use, _draft_use),
         (back, _draft_rollback),
     ):
@@ -334,23 +348,67 @@ def _bench_speculation(arguments: dict[str, object]) -> int:
 def _draft_status(arguments: dict[str, object]) -> int:
     from tinkercloud.embedded import draft_command
 
-    for line in draft_command.status(_with_models(_config(arguments))):
+    plot = arguments.pop("plot")
+    told = draft_command.status(
+        _with_models(_config(arguments)), plot if isinstance(plot, Path) else None
+    )
+    for line in told:
         _say(line)
     return 0
+
+
+def _draft_list(arguments: dict[str, object]) -> int:
+    from tinkercloud.embedded import draft_command
+
+    for line in draft_command.listed(_with_models(_config(arguments))):
+        _say(line)
+    return 0
+
+
+def _draft_collect(arguments: dict[str, object]) -> int:
+    from tinkercloud.embedded import draft_command, draft_practice
+
+    export = arguments.pop("export")
+    practice = draft_practice.Practice(*_sizes(arguments))
+    wanted = draft_command.Collecting(
+        _prompts(arguments), practice, export if isinstance(export, Path) else None
+    )
+    draft_command.collect(_with_models(_config(arguments)), wanted, _say)
+    return 0
+
+
+def _draft_evaluate(arguments: dict[str, object]) -> int:
+    from tinkercloud.embedded import draft_command, draft_practice
+
+    names = arguments.pop("name")
+    practice = draft_practice.Practice(*_sizes(arguments), seed=2_000_000)
+    wanted = draft_command.Collecting(_prompts(arguments), practice)
+    named = [str(name) for name in cast(list[object], names)]
+    draft_command.evaluate(_with_models(_config(arguments)), named, wanted, _say)
+    return 0
+
+
+def _sizes(arguments: dict[str, object]) -> tuple[int, int]:
+    """Samples of each prompt, and tokens of each."""
+    samples, tokens = (int(str(arguments.pop(name))) for name in ("samples", "tokens"))
+    if samples < 1 or tokens < 4:
+        raise ConfigError("--samples must be at least 1, --tokens 4")
+    return samples, tokens
+
+
+def _prompts(arguments: dict[str, object]) -> Path | None:
+    path = arguments.pop("prompts")
+    return path if isinstance(path, Path) else None
 
 
 def _draft_train(arguments: dict[str, object]) -> int:
     from tinkercloud.embedded import distill, draft_command
 
-    given = distill.Distillation(
-        samples=int(str(arguments["samples"])),
-        tokens=int(str(arguments["tokens"])),
-        minutes=float(str(arguments["minutes"])),
-    )
-    if given.samples < 1 or given.tokens < 4 or not given.minutes > 0:
-        raise ConfigError("--samples must be at least 1, --tokens 4, --minutes above 0")
-    path = arguments["prompts"]
-    wanted = draft_command.Wanted(path if isinstance(path, Path) else None, given)
+    minutes, anew = float(str(arguments.pop("minutes"))), bool(arguments.pop("anew"))
+    if not minutes > 0:
+        raise ConfigError("--minutes must be above 0")
+    given = distill.Distillation(*_sizes(arguments), minutes=minutes)
+    wanted = draft_command.Wanted(_prompts(arguments), given, anew)
     draft_command.train(_with_models(_config(arguments)), wanted, _say)
     return 0
 

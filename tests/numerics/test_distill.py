@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from tests.numerics.drafting import SteadyPolicy
-from tests.numerics.tiny import Sampler, ask, open_store, random_prompt, write_tiny_model
-from tinkercloud.config import load_config
+from tests.numerics.tiny import Sampler, ask, open_store, random_prompt
 from tinkercloud.core.types import FromBase
-from tinkercloud.embedded import draft_command, runners
+from tinkercloud.embedded import runners
 from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.blocks import BlockPool
 from tinkercloud.embedded.distill import Distillation, distilled, written
@@ -114,25 +113,3 @@ def test_too_little_text_is_refused(folder: Path, tmp_path: Path) -> None:
     texts = written(version, [random_prompt(3, 0)], least, 1)
     with pytest.raises(UserError, match="too little text"):
         distilled(version, texts, least, drafts_of(tmp_path, "m"), lambda line: None)
-
-
-def test_the_command_makes_lists_and_takes_back_drafts(tmp_path: Path) -> None:
-    model = write_tiny_model(tmp_path / "model")
-    config = load_config({"models": f"tiny={model}", "data_dir": str(tmp_path / "data")}, {})
-    assert "draft train" in draft_command.status(config)[0]
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("\n".join(f"text {i}" for i in range(12)))
-    wanted = draft_command.Wanted(
-        prompts, Distillation(samples=4, tokens=24, plan=Plan(num_steps=4))
-    )
-    said: list[str] = []
-    first = draft_command.train(config, wanted, said.append)
-    second = draft_command.train(config, wanted, said.append)
-    lines = draft_command.status(config)
-    assert [line.split()[0] for line in lines] == [first, second]
-    assert "best latest" in lines[1]
-    assert draft_command.folder_of(config).rollback("best") == first
-    assert "best" in draft_command.status(config)[0]
-    prompts.write_text("\n\n")
-    with pytest.raises(ConfigError, match="has no prompts"):
-        draft_command.train(config, wanted, said.append)

@@ -144,6 +144,10 @@ class DraftTrainer(Generic[Batch]):
             raise
         return self._conclude(running) if running.fit.done else None
 
+    def finish(self) -> Outcome | None:
+        """What is underway ends as far as it has come; None where nothing is."""
+        return self._conclude(self._running) if self._running is not None else None
+
     def rollback(self) -> str:
         """Draft again with what was used before; its version. Raises NotFound without one."""
         return self.use(self._folder.rollback("best"))

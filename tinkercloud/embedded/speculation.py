@@ -23,8 +23,8 @@ from tinkercloud.speculative.collecting import Verdict
 from tinkercloud.speculative.draft_law import DraftLaw
 from tinkercloud.speculative.drafter import NOTHING, Draft, Stream
 from tinkercloud.speculative.guarded_drafter import GuardedDrafter
-from tinkercloud.speculative.policy import Policy
 from tinkercloud.speculative.rounds import Kind, Load, Reason, Round, Times
+from tinkercloud.speculative.steady import Deciding
 from tinkercloud.speculative.telemetry import Report, Telemetry
 from tinkercloud.speculative.verify import coupled_chance
 
@@ -67,7 +67,7 @@ class Speculation:
     def __init__(
         self,
         drafter: GuardedDrafter,
-        policy: Policy,
+        policy: Deciding,
         trace: Trace | None = None,
         listener: Listener | None = None,
     ):

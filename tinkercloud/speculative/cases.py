@@ -89,6 +89,10 @@ class CaseStore:
         """What the case's position follows, (position,)."""
         return self._contexts[case.context][0][: case.position]
 
+    def whole(self, case: Case) -> Tokens:
+        """The text that the case lies in."""
+        return self._contexts[case.context][0]
+
     def add(self, tokens: Tokens, case: Case) -> None:
         """tokens (N,): the context that `case.context` names. Raises ValueError for a position that
         is not in it or behind its end."""
