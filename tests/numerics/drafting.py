@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.blocks import BlockPool
-from tinkercloud.embedded.runners import Runner
+from tinkercloud.embedded.runners import NativeRunner, Runner
 from tinkercloud.embedded.speculation import Speculation
 from tinkercloud.speculative.drafter import Drafter
 from tinkercloud.speculative.guarded_drafter import guarded
@@ -56,5 +56,8 @@ class Drafting:
     def __call__(self, base: BaseModel, runner: Runner, pool: BlockPool) -> Speculation:
         vocab_size = base.config.vocab_size
         drafter = guarded(self._make(vocab_size), vocab_size)
+        if drafter.layers:
+            assert isinstance(runner, NativeRunner)
+            runner.capture(base, drafter.layers)
         self.speculation = Speculation(drafter, self.policy)
         return self.speculation

@@ -80,7 +80,7 @@ class Course:
     minutes: float
 
 
-class _Collects:
+class KeepsCases:
     """A listener that keeps every case."""
 
     def __init__(self, store: CaseStore):
@@ -106,7 +106,7 @@ def practised(scene: Scene, drafter: HeadDrafter, practice: Practice, store: Cas
             raise ConfigError("a draft head needs the compiled pass of a CPU")
         runner.capture(base, drafter.layers)
         guard = guarded(drafter, base.config.vocab_size)
-        made.append(Speculation(guard, Steady(DRAFTED), None, _Collects(store)))
+        made.append(Speculation(guard, Steady(DRAFTED), None, KeepsCases(store)))
         return made[-1]
 
     engine = SamplingEngine(
