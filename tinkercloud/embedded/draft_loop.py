@@ -116,7 +116,7 @@ class DraftLoop:
         self._trainer = self._trainer_of(pupil)
         self._served = self._best()
         self._temperature = 1.0
-        self._step = self._turn = self._num_written = 0
+        self._step = self._turn = self._num_written = self._served_step = 0
         self._last: Outcome | None = None
         self._written_s = 0.0
         self.speculation: Renewed | None = None
@@ -135,6 +135,10 @@ class DraftLoop:
         return trainer
 
     # ---- what goes by: the listener of speculation, the witness of training passes
+
+    @property
+    def version_lag(self) -> int:
+        return self._step - self._served_step if self._pupil is not None else 0
 
     @harmless(None)
     def drafted(self, category: str, num_judged: int, num_accepted: int) -> None:
@@ -224,7 +228,7 @@ class DraftLoop:
         assert self._pupil is not None
         assert self._trainer is not None
         self._pupil.use(self._trainer.served)
-        self._served = self._best()
+        self._served, self._served_step = self._best(), self._step
         if self.speculation is not None:
             self.speculation.renew()
 

@@ -87,6 +87,8 @@ class KeepsCases:
         everything = Collecting(per_second=1e9, burst=1e9, agreed_one_in=4)
         self._collector = CaseCollector(store, everything)
 
+    version_lag = 0
+
     def drafted(self, category: str, num_judged: int, num_accepted: int) -> None:
         """The engine counts them too."""
 

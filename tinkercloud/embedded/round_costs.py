@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 SLOW_MS = 40.0  # of one row; where it takes longer fewer points are measured, once each
 SLOW_ROWS = (1, 2, 4, 8, 16, 32)
+PASSES = 3  # of which the median counts: a slow moment of the machine is no cost of a round
 MOST_BLOCKS = 0.5  # of those that are free
 
 
@@ -85,7 +86,8 @@ def round_costs(base: BaseModel, runner: Runner, pool: BlockPool, num_threads: i
     rounds = Rounds(base, runner, pool)
     slow = min(rounds.ms(1, 1, 64) for _ in range(2)) > SLOW_MS
     rows, repeats = (SLOW_ROWS, 1) if slow else (ROWS, QUICK_REPEATS)
-    found = CostTable(measured(rounds.ms, rows, num_passes=1, quick_repeats=repeats))
+    passes = 1 if slow else PASSES
+    found = CostTable(measured(rounds.ms, rows, num_passes=passes, quick_repeats=repeats))
     logger.info("measured what rounds cost in %.1f s", time.perf_counter() - began)
     _write(path, found)
     return found
@@ -102,7 +104,8 @@ def _write(path: Path, costs: CostTable) -> None:
 
 
 def _path(base: BaseModel, num_threads: int) -> Path:
-    shape = (sorted(base.config.linear_shapes().items()), str(base.dtype), num_threads, ROWS)
+    linears = sorted(base.config.linear_shapes().items())
+    shape = (linears, str(base.dtype), num_threads, ROWS, PASSES)
     told = hashlib.sha256(f"{shape}\n{processor()}".encode()).hexdigest()[:24]
     return user_cache_dir() / f"round-costs-{told}.json"
 

@@ -39,6 +39,11 @@ target's law says, and the same draft has the same verdict again, so they are no
 class Listener(Protocol):
     """Who learns from what became of drafts. category: the model whose samples they were for."""
 
+    @property
+    def version_lag(self) -> int:
+        """Steps of the policy since the draft that is used was made."""
+        ...
+
     def drafted(self, category: str, num_judged: int, num_accepted: int) -> None:
         """In one round; judged are those that stand, and of each draft the first that does not."""
         ...
@@ -245,7 +250,10 @@ class Speculation:
         self._policy.learned(told)
         self._tell_listener(turns, told)
         chances = tuple(turn.chances for turn in turns)
-        report = Report(self._drafter.name, self._policy.kind, self._policy.reason, told, chances)
+        lag = self._listener.version_lag if self._listener is not None else 0
+        report = Report(
+            self._drafter.name, self._policy.kind, self._policy.reason, told, chances, lag
+        )
         if self._telemetry.record(report):
             self._policy.stop(Reason.ALARM)
         elif self._drafter.off_reason is not None:
