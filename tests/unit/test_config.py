@@ -58,6 +58,7 @@ def test_every_setting_can_be_given_by_its_variable(setting):
         "log_level": "debug",
         "speculate": "suffix",
         "speculate_trace": "/some/rounds.jsonl",
+        "engine.draft_share": "0.5",
         "cluster.strategy": "SPREAD",
         "cluster.trainer": "miles",
         "cluster.device": "cpu",
