@@ -28,9 +28,10 @@ from tinkercloud.speculative.steady import Deciding
 from tinkercloud.speculative.telemetry import Report, Telemetry
 from tinkercloud.speculative.verify import coupled_chance
 
-REST = 7
-"""Rounds after one in which nobody was asked, that go by without deciding: where drafts do not pay,
-finding that out again in every round would be most of what they cost."""
+REST, SHORT_REST, PATIENCE = 7, 3, 4
+"""Rounds that go by without deciding: so many after one in which nobody was asked, and up to so
+many where drafts cost nothing but none was worth verifying, one more for each PATIENCE rounds of
+that. Finding it out again in every round would be most of what drafts cost."""
 MOST_KNOWN = 65_536
 """Draws that are remembered: text that the same draw wrote before stands more often than the
 target's law says, and the same draft has the same verdict again, so they are not audited."""
@@ -88,7 +89,7 @@ class Speculation:
         self._repeated: set[Sample] = set()
         self._round: dict[Sample, _Turn] = {}
         self._draft_ms = self._host_ms = 0.0
-        self._rest = 0
+        self._rest = self._num_idle = 0
         self._unread: Counter[Sample] = Counter()  # tokens that the drafter was not told of
 
     # ---- samples come and go
@@ -179,6 +180,8 @@ class Speculation:
             drafts = self._drafter.propose(asked)
             drafting_ms = 1e3 * (time.perf_counter() - asked_at)
         chosen = self._policy.choose([draft.confidences for draft in drafts])
+        self._num_idle = 0 if any(chosen) else self._num_idle + 1
+        self._rest = max(self._rest, min(self._num_idle // PATIENCE, SHORT_REST))
         self._round = {
             sample: _Turn(sample, stream.group, limit, draft, min(num, len(draft.tokens)))
             for sample, (stream, limit), draft, num in zip(

@@ -52,12 +52,14 @@ class Planner:
         self._plan: Allocation | None = None
         self._why: Reason | None = None
         self._rounds_left = 0
+        self._plain_ms: float | None = None  # of these sequences, until others come
 
     def face(self, loads: Sequence[Load]) -> None:
         """The sequences of the next round, one at least."""
         changed = _who(loads) != _who(self._loads)
         self._loads = tuple(loads)
         self._context = sum(load.context for load in loads) / len(loads)
+        self._plain_ms = None
         self._rounds_left -= 1
         if changed or self._rounds_left < 0:
             self._plan = self._why = None
@@ -103,9 +105,9 @@ class Planner:
         return max(found, key=lambda allocation: allocation.goodput)
 
     def _depths(self, freely: bool) -> Sequence[int]:
-        """Depths worth trying: all where one more costs a step, else the deepest alone."""
+        """Depths worth trying: all where one more costs a step to speak of, else the deepest."""
         most = self._bounds.max_tokens
-        return (most,) if freely or not self._known.drafting.step_ms else range(1, most + 1)
+        return (most,) if freely or self.is_free else range(1, most + 1)
 
     def _allocated(self, survival: Array, rows: Array, freely: bool) -> Allocation:
         drafting, steps = self._known.drafting, survival.shape[1]
@@ -145,7 +147,9 @@ class Planner:
         return self._known.costs.pace
 
     def plain_ms(self) -> float:
-        return self._known.costs.plain_ms(len(self._loads), self._context)
+        if self._plain_ms is None:
+            self._plain_ms = self._known.costs.plain_ms(len(self._loads), self._context)
+        return self._plain_ms
 
     @property
     def room(self) -> int:
