@@ -289,8 +289,7 @@ def main() -> int:
         rows: list[tuple[Cell, ...]] = []
         goals: list[dict[str, Cell]] = []
         for case in bench.cases():
-            repeats = scale.repeats if case.at_once <= 8 else 1
-            outcome = compared(case, bench.engines(case.at_once), repeats)
+            outcome = compared(case, bench.engines(case.at_once), scale.repeats)
             name = f"{case.name}, {case.at_once} at once"
             print(f"{name}: {outcome.times:.2f} times", file=sys.stderr, flush=True)
             cells = outcome.cells()

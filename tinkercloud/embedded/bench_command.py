@@ -47,7 +47,7 @@ def rows(config: Config, wanted: Wanted, say: Callable[[str], None]) -> list[Row
     found = []
     decoder = base.decoder
     for case in cases(version, lambda text: decoder.encode(text).ids, *_sizes(wanted)):
-        outcome = compared(case, engines, REPEATS if case.at_once <= 8 else 1)
+        outcome = compared(case, engines, REPEATS)
         found.append(dict(zip(COLUMNS, outcome.cells(), strict=True)))
         say(f"{case.name}, {case.at_once} at once: {outcome.times:.2f}")
     return found
