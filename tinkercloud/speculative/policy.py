@@ -23,6 +23,7 @@ from tinkercloud.speculative.probing import Pace, Probing
 from tinkercloud.speculative.rounds import Kind, Load, Reason, Round
 
 FIRST_COMPARISON = 4  # speculative rounds before the first plain one; then twice as many each time
+FREE_PATIENCE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ class Policy:
         self._switch()
         if self._is_new:
             return Kind.FIRST, Reason.NONE
-        if self._pays and self._since_compared >= self._next_comparison:
+        if self._pays and self._since_compared >= self._rounds_to_compare:
             return Kind.COMPARISON, Reason.COMPARING
         if not self._pays and self._probing.due(self._probe_loss_ms()):
             return Kind.PROBE, Reason.NONE
@@ -118,9 +119,18 @@ class Policy:
         return Kind.PLAIN, self._why()
 
     @property
+    def _rounds_to_compare(self) -> int:
+        """From one plain round to the next; more where drafts cost nothing, and only their tokens'
+        rows may be dearer than they seem."""
+        return self._next_comparison * (FREE_PATIENCE if self._planner.is_free else 1)
+
+    @property
     def _is_new(self) -> bool:
-        """The drafter's times are wanted, and the first of them was not frightening."""
+        """The drafter's times are wanted, and the first of them was neither frightening nor nothing
+        to speak of."""
         seen = self._known.drafting.num_rounds
+        if seen and self._planner.is_free:
+            return False
         frightening = self._planner.drafting_ms(1, 1) > self._planner.plain_ms()
         return seen < len(self._settings.first) and not frightening and self._planner.room > 0
 
