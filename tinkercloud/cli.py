@@ -348,10 +348,8 @@ def _bench_speculation(arguments: dict[str, object]) -> int:
 def _draft_status(arguments: dict[str, object]) -> int:
     from tinkercloud.embedded import draft_command
 
-    plot = arguments.pop("plot")
-    told = draft_command.status(
-        _with_models(_config(arguments)), plot if isinstance(plot, Path) else None
-    )
+    plot = _path(arguments, "plot")
+    told = draft_command.status(_with_models(_config(arguments)), plot)
     for line in told:
         _say(line)
     return 0
@@ -368,11 +366,9 @@ def _draft_list(arguments: dict[str, object]) -> int:
 def _draft_collect(arguments: dict[str, object]) -> int:
     from tinkercloud.embedded import draft_command, draft_practice
 
-    export = arguments.pop("export")
     practice = draft_practice.Practice(*_sizes(arguments))
-    wanted = draft_command.Collecting(
-        _prompts(arguments), practice, export if isinstance(export, Path) else None
-    )
+    prompts, export = _path(arguments, "prompts"), _path(arguments, "export")
+    wanted = draft_command.Collecting(prompts, practice, export)
     draft_command.collect(_with_models(_config(arguments)), wanted, _say)
     return 0
 
@@ -382,7 +378,7 @@ def _draft_evaluate(arguments: dict[str, object]) -> int:
 
     names = arguments.pop("name")
     practice = draft_practice.Practice(*_sizes(arguments), seed=2_000_000)
-    wanted = draft_command.Collecting(_prompts(arguments), practice)
+    wanted = draft_command.Collecting(_path(arguments, "prompts"), practice)
     named = [str(name) for name in cast(list[object], names)]
     draft_command.evaluate(_with_models(_config(arguments)), named, wanted, _say)
     return 0
@@ -396,8 +392,8 @@ def _sizes(arguments: dict[str, object]) -> tuple[int, int]:
     return samples, tokens
 
 
-def _prompts(arguments: dict[str, object]) -> Path | None:
-    path = arguments.pop("prompts")
+def _path(arguments: dict[str, object], name: str) -> Path | None:
+    path = arguments.pop(name)
     return path if isinstance(path, Path) else None
 
 
@@ -408,7 +404,7 @@ def _draft_train(arguments: dict[str, object]) -> int:
     if not minutes > 0:
         raise ConfigError("--minutes must be above 0")
     given = distill.Distillation(*_sizes(arguments), minutes=minutes)
-    wanted = draft_command.Wanted(_prompts(arguments), given, anew)
+    wanted = draft_command.Wanted(_path(arguments, "prompts"), given, anew)
     draft_command.train(_with_models(_config(arguments)), wanted, _say)
     return 0
 

@@ -26,6 +26,7 @@ from tinkercloud.embedded import runners
 from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.draft_capture import capture
 from tinkercloud.embedded.draft_files import drafts_of
+from tinkercloud.embedded.draft_loop import DraftLoop
 from tinkercloud.embedded.head_student import CapturedSequence, HeadStudent, HeadTraining, Told
 from tinkercloud.embedded.models import ModelStore
 from tinkercloud.embedded.pass_capture import Capture, PassCapture
@@ -34,6 +35,7 @@ from tinkercloud.embedded.train_plan import Limits
 from tinkercloud.embedded.train_witness import Datums
 from tinkercloud.embedded.training_queue import TrainingQueue, Watch
 from tinkercloud.speculative.acceptance_log import AcceptanceLog
+from tinkercloud.speculative.cases import CaseStore
 from tinkercloud.speculative.draft_vocabulary import DraftVocabulary
 from tinkercloud.speculative.head import FrozenRows, Head, HeadConfig, fresh_params
 from tinkercloud.speculative.pacing import TimeBudget
@@ -258,3 +260,13 @@ def test_what_stood_of_drafts_is_written_down(runs: tuple[Run, Run, Driver, Path
     assert {line.category for line in lines} == {"m"}
     assert sum(line.proposed for line in lines) >= sum(line.accepted for line in lines) >= 0
     assert all(line.draft.startswith("draft-") for line in lines)
+
+
+def test_where_the_policy_makes_no_step_a_line_is_written_each_minute(tmp_path: Path) -> None:
+    folder = drafts_of(tmp_path, "m")
+    loop = DraftLoop(folder, CaseStore(1 << 20, 4))
+    for now_s in (1000.0, 1030.0, 1061.0):
+        loop.drafted("m", 10, 4)
+        loop.look(now_s, idle=False)
+    lines = AcceptanceLog(folder.root).lines()
+    assert [(line.proposed, line.accepted) for line in lines] == [(10, 4), (20, 8)]

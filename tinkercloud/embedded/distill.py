@@ -9,7 +9,7 @@ Axes: V vocabulary.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -49,12 +49,24 @@ class Distillation:
     seed: int = 0
 
 
-def written(
-    version: Version, prompts: Sequence[Sequence[int]], wanted: Distillation, num_threads: int
-) -> list[tuple[int, NDArray[np.int32]]]:
-    """(prompt tokens, all tokens) of each sample."""
-    engine = SamplingEngine(max_batch=64, kv_cache_bytes=2**30, num_threads=num_threads)
-    requests = [
+class Writing(Protocol):
+    """samples: of each prompt, `tokens` of each. Another seed writes others."""
+
+    @property
+    def samples(self) -> int: ...
+
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def temperature(self) -> float: ...
+
+    @property
+    def seed(self) -> int: ...
+
+
+def requests_of(prompts: Sequence[Sequence[int]], wanted: Writing) -> list[SampleRequest]:
+    return [
         SampleRequest(
             np.array(prompt, np.int32),
             wanted.samples,
@@ -62,7 +74,14 @@ def written(
         )
         for i, prompt in enumerate(prompts)
     ]
-    found, _ = timed(engine, Case("prompts", version, tuple(requests)))
+
+
+def written(
+    version: Version, prompts: Sequence[Sequence[int]], wanted: Writing, num_threads: int
+) -> list[tuple[int, NDArray[np.int32]]]:
+    """(prompt tokens, all tokens) of each sample."""
+    engine = SamplingEngine(max_batch=64, kv_cache_bytes=2**30, num_threads=num_threads)
+    found, _ = timed(engine, Case("prompts", version, tuple(requests_of(prompts, wanted))))
     return [
         (len(prompts[i]), np.concatenate([prompts[i], one.tokens]).astype(np.int32))
         for i in range(len(prompts))

@@ -1,6 +1,6 @@
 """What `tinkercloud draft` does: list a model's drafts, make and teach one, choose between them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +9,7 @@ import torch
 from tinkercloud.config import Config
 from tinkercloud.embedded.bench_command import base_of
 from tinkercloud.embedded.device import usable_cores
-from tinkercloud.embedded.distill import Distillation, distilled, written
+from tinkercloud.embedded.distill import Distillation, Say, distilled, written
 from tinkercloud.embedded.draft_files import drafts_of, open_head
 from tinkercloud.embedded.draft_loop import CASES
 from tinkercloud.embedded.draft_practice import Course, Practice, Scene, judged, practised, taught
@@ -22,7 +22,6 @@ from tinkercloud.speculative.acceptance_tracker import AcceptanceTracker
 from tinkercloud.speculative.cases import CaseStore
 from tinkercloud.speculative.draft_folder import ALIASES, DraftFolder
 
-Say = Callable[[str], None]
 CASE_BYTES, MOST_AGE = 64 * 1024**2, 10**6
 
 PROMPTS = (
@@ -186,9 +185,8 @@ def collect(config: Config, wanted: Collecting, say: Say) -> int:
     store = store_of(folder)
     before = len(store)
     seen = practised(scene, drafter, wanted.practice, store)
-    lines = [line + "\n" for line in store.lines()]
     for path in (folder.root / CASES, *([wanted.export] if wanted.export else [])):
-        path.write_text("".join(lines), encoding="utf-8")
+        store.write(path)
     say(
         f"{seen.num_tokens} tokens, {_depths(seen.by_depth)} of drafted ones stood; "
         f"{len(store) - before} cases more, {len(store)} in all"
@@ -202,10 +200,7 @@ def evaluate(config: Config, names: Sequence[str], wanted: Collecting, say: Say)
     folder = folder_of(config)
     scene = _scene(config, wanted.prompts)
     practice = wanted.practice
-    writing = Distillation(
-        practice.samples, practice.tokens, practice.temperature, seed=practice.seed
-    )
-    texts = written(scene.version, scene.prompts, writing, scene.num_threads)
+    texts = written(scene.version, scene.prompts, practice, scene.num_threads)
     for name in names or [_named(folder, "best") or "best"]:
         head = open_head(folder, name, scene.version.base)
         expected = judged(scene.version, head, texts)

@@ -112,13 +112,13 @@ class DraftLoop:
         self._folder, self._pupil = folder, pupil
         self._collector = CaseCollector(store)
         self._tracker = AcceptanceTracker()
-        self._log, self._counting = AcceptanceLog(folder.root), Counting.begun()
+        self._log, self._counting = AcceptanceLog(folder.root), Counting()
         self._trainer = self._trainer_of(pupil)
         self._served = self._best()
         self._temperature = 1.0
         self._step = self._turn = self._num_written = self._served_step = 0
         self._last: Outcome | None = None
-        self._written_s = 0.0
+        self._written_s = self._line_s = 0.0
         self.speculation: Renewed | None = None
         self.is_over = False
 
@@ -218,7 +218,8 @@ class DraftLoop:
                 self._served = self._best()
             else:
                 self._use_served()
-        if now_s - self._counting.since_s > LINE_S:
+        if now_s - self._line_s > LINE_S:
+            self._line_s = now_s
             self._write_line()
         if idle and now_s - self._written_s > WRITE_S:
             self._written_s = now_s
@@ -251,10 +252,7 @@ class DraftLoop:
         self._num_written = store.num_added
         path = self._folder.root / CASES
         try:
-            unfinished = path.with_suffix(".new")
-            with unfinished.open("w", encoding="utf-8") as out:
-                out.writelines(line + "\n" for line in store.lines())
-            unfinished.replace(path)
+            store.write(path)
         except OSError as error:
             logger.warning("%s cannot be written: %s", path, error)
 

@@ -4,17 +4,16 @@ wrong, and teaching it by that.
 The model writes with the head beside it, which changes nothing of what is written.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
-from tinkercloud.core.types import SampleRequest, SamplingParams
 from tinkercloud.embedded import speculation_bench as bench
 from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.blocks import BlockPool
+from tinkercloud.embedded.distill import MOST_BYTES, Say, requests_of
 from tinkercloud.embedded.draft_capture import capture
 from tinkercloud.embedded.draft_fit import Evaluation, Plan, joined
 from tinkercloud.embedded.draft_material import CapturedSequences, Mix
@@ -35,11 +34,9 @@ from tinkercloud.speculative.head import Head
 from tinkercloud.speculative.pacing import TimeBudget
 from tinkercloud.speculative.steady import Steady
 
-Say = Callable[[str], None]
 Taught = tuple[Head, dict[str, Tensor]]
 """A head and its parameters."""
 DRAFTED = 4  # tokens of each draft
-MATERIAL_BYTES = 2 * 1024**3
 LEAST_CONTEXT = 8  # tokens of a text that is learned from
 
 
@@ -114,14 +111,7 @@ def practised(scene: Scene, drafter: HeadDrafter, practice: Practice, store: Cas
     engine = SamplingEngine(
         max_batch=16, kv_cache_bytes=2**30, num_threads=scene.num_threads, speculate=make
     )
-    requests = [
-        SampleRequest(
-            np.array(prompt, np.int32),
-            practice.samples,
-            SamplingParams(practice.tokens, practice.seed + i, practice.temperature),
-        )
-        for i, prompt in enumerate(scene.prompts)
-    ]
+    requests = requests_of(scene.prompts, practice)
     bench.timed(engine, bench.Case("prompts", scene.version, tuple(requests)))
     return _seen(made[0].snapshot())
 
@@ -139,7 +129,7 @@ def taught(version: Version, head: Taught, store: CaseStore, course: Course, say
     for case in (*store.disagreed, *store.agreed):
         if case.context not in texts or case.position < texts[case.context].position:
             texts[case.context] = case
-    material = CapturedSequences(MATERIAL_BYTES, 1, Mix(batch_size=8))
+    material = CapturedSequences(MOST_BYTES, 1, Mix(batch_size=8))
     for case in texts.values():
         tokens = store.whole(case)
         if len(tokens) >= LEAST_CONTEXT:

@@ -65,7 +65,7 @@ class PassCapture:
             place[wanted] = np.arange(len(wanted))
             self._rows, self._place = torch.from_numpy(wanted), torch.from_numpy(place)
             count = self._capture.told[0].count
-            self._ids = torch.full((len(wanted), count), -1, dtype=torch.int64)
+            self._ids = torch.zeros(len(wanted), count, dtype=torch.int64)
             self._probs = torch.zeros(len(wanted), count)
 
     def block(self, number: int, x: Tensor) -> None:
@@ -97,7 +97,7 @@ class PassCapture:
     def _sequence(self, one: _Chosen, hidden: Tensor) -> CapturedSequence:
         place = self._place[torch.from_numpy(one.rows)]
         probs = self._probs[place]
-        teacher = Teacher(probs, self._ids[place].clamp(min=0), 1.0 - probs.sum(-1))
+        teacher = Teacher(probs, self._ids[place], 1.0 - probs.sum(-1))
         weights = counted(one.datum).astype(np.float32)
         return CapturedSequence.taught(one.datum.tokens, hidden[place], teacher, weights, one.told)
 

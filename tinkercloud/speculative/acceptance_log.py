@@ -2,7 +2,7 @@
 
 import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from tinkercloud.speculative.acceptance_tracker import AcceptanceTracker
@@ -72,12 +72,7 @@ class AcceptanceLog:
 class Counting:
     """Drafted tokens since the last line, by category."""
 
-    counts: dict[str, list[int]]
-    since_s: float
-
-    @classmethod
-    def begun(cls) -> "Counting":
-        return cls({}, time.time())
+    counts: dict[str, list[int]] = field(default_factory=dict)
 
     def add(self, category: str, proposed: int, accepted: int) -> None:
         own = self.counts.setdefault(category, [0, 0])
@@ -97,5 +92,5 @@ class Counting:
             for category, (proposed, accepted) in self.counts.items()
             if proposed
         ]
-        self.counts, self.since_s = {}, now
+        self.counts = {}
         return told

@@ -82,10 +82,6 @@ class AcceptanceTracker:
                 del one["by_step"]
         return summary
 
-    def by_step(self, category: str = ALL) -> list[tuple[int, float]]:
-        """Steps with drafts, and their rates."""
-        return self._points(category)
-
     def _summary(self, category: str, windows: Sequence[int]) -> dict[str, Any]:
         return {
             "rate": self.rate(category=category),

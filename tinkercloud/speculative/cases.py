@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -143,6 +144,13 @@ class CaseStore:
                 line["tokens"] = self._contexts[case.context][0].tolist()
                 told.add(case.context)
             yield json.dumps(line)
+
+    def write(self, path: Path) -> None:
+        """All lines; whoever reads the file gets the old one or the new one."""
+        unfinished = path.with_suffix(".new")
+        with unfinished.open("w", encoding="utf-8") as out:
+            out.writelines(line + "\n" for line in self.lines())
+        unfinished.replace(path)
 
     def read(self, lines: Iterable[str]) -> int:
         """Add what `lines` wrote; how many cases. Raises UserError naming a bad line."""
