@@ -1,8 +1,9 @@
 """What this machine can do at most: memory reads and matrix products, on the cores one process may
 use. Every speed of the other benchmarks is also given as a fraction of these, taken in their run.
 
-Bandwidth is streaming reads of a buffer far larger than the caches. Matrix throughput is the best
-over square products and over the shapes of a small model's layers.
+Bandwidth is streaming reads of a buffer far larger than the caches, in large pages where there are
+any. Matrix throughput is the best over square products and over the shapes of a small model's
+layers.
 """
 
 import argparse
@@ -18,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tinkercloud.embedded.device import choose_dtype, usable_cores  # noqa: E402
+from tinkercloud.embedded.huge_pages import in_huge_pages  # noqa: E402
 
 BUFFER_BYTES = 1024**3
 ROWS = 8192  # of the matrix whose product with a vector is one of the two ways to read
@@ -55,7 +57,9 @@ def native_bfloat16() -> bool:
 
 @torch.inference_mode()
 def read_gb_s(seconds: float) -> float:
-    buffer = torch.ones(ROWS, BUFFER_BYTES // 4 // ROWS)
+    held = {"buffer": torch.ones(ROWS, BUFFER_BYTES // 4 // ROWS)}
+    in_huge_pages(held)
+    buffer = held["buffer"]
     vector = torch.ones(buffer.shape[1])
     ways = (lambda: torch.mv(buffer, vector), lambda: buffer.sum())
     return max(BUFFER_BYTES / best_s(way, seconds / len(ways)) for way in ways) / 1e9

@@ -16,6 +16,7 @@ from tinkercloud.core.types import (
 )
 from tinkercloud.embedded import checkpoints
 from tinkercloud.embedded.base_model import BaseModel
+from tinkercloud.embedded.huge_pages import in_huge_pages
 from tinkercloud.embedded.train_block import neighbours
 from tinkercloud.embedded.train_linear import join_weights
 from tinkercloud.embedded.train_plan import Limits
@@ -47,6 +48,7 @@ class ModelStore:
             base = self._load_base(name)
             if base.is_llama_family:
                 join_weights(base.weights, neighbours(base.config.num_layers))
+            in_huge_pages(base.weights)
             self._bases[name] = base
         return self._bases[name]
 
@@ -130,6 +132,7 @@ class ModelStore:
             return Version(version_id, base, base.weights, _copied(adapter), scale, origin)
         assert full is not None, "a model has an adapter or full weights"
         copies = {n: t.detach().to(base.dtype, copy=True) for n, t in full.items()}
+        in_huge_pages(copies)
         return Version(version_id, base, with_tied_head(base, copies), None, 1.0, origin)
 
 

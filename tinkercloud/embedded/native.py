@@ -135,8 +135,7 @@ def _compiled() -> Path:
     compiler = c_compiler()
     if compiler is None:
         raise FileNotFoundError("there is no C compiler (install gcc or clang, or set CC)")
-    texts = [path.read_text() for path in (*SOURCES, *HEADERS)]
-    what = "\n".join((*texts, compiler, *FLAGS, processor()))
+    what = "\n".join((source(), compiler, *FLAGS, processor()))
     name = f"kernels-{hashlib.sha256(what.encode()).hexdigest()[:24]}.so"
     folder = user_cache_dir()
     if (folder / name).exists():
@@ -150,6 +149,12 @@ def _compiled() -> Path:
             raise OSError(f"{compiler} failed: {done.stderr.strip()[-500:]}")
         made.replace(folder / name)  # at once, whoever else compiles it too
     return folder / name
+
+
+@cache
+def source() -> str:
+    """What is compiled; the speed of a pass depends on it, too."""
+    return "\n".join(path.read_text() for path in (*SOURCES, *HEADERS))
 
 
 def processor() -> str:

@@ -15,6 +15,7 @@
 
 #define LINE 16  /* floats of a cache line */
 #define CHUNK 768 /* floats of an input that go together at most: first-level cache */
+#define SOME_COLUMNS 16 /* whose results are put together: a cache line of y */
 
 typedef struct {
   const void *x; /* float, or narrow as w is */
@@ -45,8 +46,10 @@ static void put(const product_t *p, int64_t row, int64_t col, int64_t count, con
     for (int64_t c = 0; c < count; c++) y[c] += p->scale * sums[c];
   else if (p->bias)
     for (int64_t c = 0; c < count; c++) y[c] = sums[c] + p->bias[col + c];
+  else if (count == SOME_COLUMNS) /* in line, being of known size */
+    memcpy(y, sums, SOME_COLUMNS * sizeof(float));
   else
-    memcpy(y, sums, (size_t)count * sizeof(float));
+    for (int64_t c = 0; c < count; c++) y[c] = sums[c];
 }
 
 /* Where k inputs are cut that go `most` together: as equal as can be, at ends of cache lines. */
@@ -63,11 +66,9 @@ static int64_t chunk_of(int64_t k, int64_t most) {
 #define TILE_ROWS 3
 #endif
 #define TILE_COLUMNS 4
-#define ROW_COLUMNS 8   /* that one row alone goes through together */
-#define FAR_AHEAD 2
-#define FAR_COLUMNS 32  /* columns of w that are on their way before their turn */
-#define SOME_COLUMNS 16 /* whose results are put together: a cache line of y */
-#define ROW_BLOCK 96    /* rows that columns meet before the next do: second-level cache */
+#define LINE_BYTES 64
+#define AHEAD_BYTES 8192 /* between the columns that are read and those asked for */
+#define ROW_BLOCK 96     /* rows that columns meet before the next do: second-level cache */
 
 /* What a tile computes with: rows of x, and columns of y, which are rows of w. */
 typedef struct {
@@ -78,9 +79,10 @@ typedef struct {
   vec *sums;  /* [row][column], NULL: from zero */
   float *out; /* [row][SOME_COLUMNS], NULL: back to sums */
   vec *keep;  /* where to, then */
-  /* What is read next, so that it is on its way: every `step`th from `first` on of the TILE_COLUMNS
-     rows at `next`. */
-  const void *next;
+  /* What is read later, so that it is on its way: of each TILE_COLUMNS cache lines behind `later`
+     every `step`th from `first` on. In the order of memory, which its own prefetching then follows;
+     a column after another's line, as they are read, it does not. */
+  const char *later;
   int64_t first, step;
 } tile_t;
 
@@ -121,87 +123,101 @@ INLINE vec load_some(const float *p, int64_t count) {
 
 #define ALONE __attribute__((noinline)) /* the registers are all needed */
 
-#define DEFINE_TILE(NAME, NUMBER, STEP, VECTOR, LOAD, REST, ADD, ROWS, COLUMNS, AHEAD)             \
+#define DEFINE_TILE(NAME, NUMBER, STEP, VECTOR, LOAD, REST, ADD, ROWS, COLUMNS)                    \
   static ALONE void NAME##_##ROWS##_##COLUMNS(const tile_t *t) {                                   \
     const NUMBER *x = t->x, *w = t->w;                                                             \
     int64_t xs = t->x_stride, ws = t->w_stride, k = t->k, i = 0;                                   \
     vec a[ROWS][COLUMNS] = {};                                                                     \
     if (t->sums) EACH(r, ROWS) EACH(c, COLUMNS) a[r][c] = t->sums[r * COLUMNS + c];                \
     for (; i + STEP <= k; i += STEP, x += STEP, w += STEP) {                                       \
-      if (AHEAD == FAR_AHEAD && i % (64 / (int64_t)sizeof(NUMBER)) == 0)                           \
-        EACH(n, COLUMNS) __builtin_prefetch(w + (FAR_COLUMNS + n) * ws, 0, 3);                     \
-      if (AHEAD == 1 && i % (64 / (int64_t)sizeof(NUMBER)) == 0)                                   \
+      int64_t line = i * (int64_t)sizeof(NUMBER);                                                  \
+      if (line % LINE_BYTES == 0)                                                                  \
         for (int64_t n = t->first; n < TILE_COLUMNS; n += t->step)                                 \
-          __builtin_prefetch((const NUMBER *)t->next + n * ws + i, 0, 3);                          \
+          __builtin_prefetch(t->later + line * TILE_COLUMNS + n * LINE_BYTES, 0, 2);               \
       ADD_PRODUCTS(ROWS, COLUMNS, VECTOR, LOAD, ADD);                                              \
     }                                                                                              \
     if (i < k) ADD_PRODUCTS(ROWS, COLUMNS, VECTOR, REST, ADD);                                     \
     if (!t->out) {                                                                                 \
       EACH(r, ROWS) EACH(c, COLUMNS) t->keep[r * COLUMNS + c] = a[r][c];                           \
-    } else if (COLUMNS % 4) {                                                                      \
-      EACH(r, ROWS) EACH(c, COLUMNS) t->out[r * SOME_COLUMNS + c] = sum1(a[r][c]);                 \
     } else {                                                                                       \
-      EACH(r, ROWS) EACH(q, COLUMNS / 4) {                                                         \
-        const vec *four = &a[r][4 * q];                                                            \
-        sum4(four[0], four[1], four[2], four[3], t->out + r * SOME_COLUMNS + 4 * q);               \
-      }                                                                                            \
+      EACH(r, ROWS) sum4(a[r][0], a[r][1], a[r][2], a[r][3], t->out + r * SOME_COLUMNS);           \
     }                                                                                              \
+  }
+
+/* One row alone waits for memory only: its columns come one after the other, as they lie there, and
+   the processor begins a column while the sum of the one before it is underway. */
+#define DEFINE_ROW(NAME, NUMBER, STEP, VECTOR, LOAD, REST, ADD)                                    \
+  INLINE vec NAME##_column(const NUMBER *x, const NUMBER *w, int64_t k) {                          \
+    vec a = {};                                                                                    \
+    int64_t i = 0;                                                                                 \
+    for (; i + STEP <= k; i += STEP, x += STEP, w += STEP) {                                       \
+      VECTOR left = LOAD(x), right = LOAD(w);                                                      \
+      ADD(a, left, right);                                                                         \
+    }                                                                                              \
+    if (i < k) {                                                                                   \
+      VECTOR left = REST(x), right = REST(w);                                                      \
+      ADD(a, left, right);                                                                         \
+    }                                                                                              \
+    return a;                                                                                      \
+  }                                                                                                \
+  static ALONE void NAME##_one(const tile_t *t) { *t->out = sum1(NAME##_column(t->x, t->w, t->k)); } \
+  static ALONE void NAME##_four(const tile_t *t) {                                                 \
+    const NUMBER *w = t->w;                                                                        \
+    int64_t k = t->k;                                                                              \
+    vec a = NAME##_column(t->x, w, k), b = NAME##_column(t->x, w + k, k);                          \
+    vec c = NAME##_column(t->x, w + 2 * k, k), d = NAME##_column(t->x, w + 3 * k, k);              \
+    sum4(a, b, c, d, t->out);                                                                      \
   }
 
 typedef void run_tile_t(const tile_t *);
 
-/* one, eight: a row and that many columns; some: 1 to TILE_ROWS rows and TILE_COLUMNS columns. */
+/* one, four: a row and that many columns; some: 1 to TILE_ROWS rows and TILE_COLUMNS columns. */
 typedef struct {
-  run_tile_t *one, *eight, *some[TILE_ROWS];
+  run_tile_t *one, *four, *some[TILE_ROWS];
   int64_t bytes; /* of a number */
 } tiles_t;
 
 #if TILE_ROWS == 6
 #define MORE_ROWS(DEFINE, ...)                                                                     \
-  DEFINE(__VA_ARGS__, 4, 4, 1) DEFINE(__VA_ARGS__, 5, 4, 1) DEFINE(__VA_ARGS__, 6, 4, 1)
+  DEFINE(__VA_ARGS__, 4, 4) DEFINE(__VA_ARGS__, 5, 4) DEFINE(__VA_ARGS__, 6, 4)
 #define MORE_NAMES(NAME) , NAME##_4_4, NAME##_5_4, NAME##_6_4
 #else
 #define MORE_ROWS(DEFINE, ...)
 #define MORE_NAMES(NAME)
 #endif
 
-/* Memory's own prefetching follows one row's eight columns where they are long: in float32. Columns
-   of bfloat16 are half as long; asking for those far ahead takes a twentieth off a step. */
-#define DEFINE_TILES(NAME, NUMBER, ONE_AHEAD, ...)                                                 \
-  DEFINE_TILE(NAME, NUMBER, __VA_ARGS__, 1, 1, 0)                                                  \
-  DEFINE_TILE(NAME, NUMBER, __VA_ARGS__, 1, 8, ONE_AHEAD)                                          \
-  DEFINE_TILE(NAME, NUMBER, __VA_ARGS__, 1, 4, 1)                                                  \
-  DEFINE_TILE(NAME, NUMBER, __VA_ARGS__, 2, 4, 1)                                                  \
-  DEFINE_TILE(NAME, NUMBER, __VA_ARGS__, 3, 4, 1)                                                  \
+#define DEFINE_TILES(NAME, NUMBER, ...)                                                            \
+  DEFINE_ROW(NAME, NUMBER, __VA_ARGS__)                                                            \
+  DEFINE_TILE(NAME, NUMBER, __VA_ARGS__, 1, 4)                                                     \
+  DEFINE_TILE(NAME, NUMBER, __VA_ARGS__, 2, 4)                                                     \
+  DEFINE_TILE(NAME, NUMBER, __VA_ARGS__, 3, 4)                                                     \
   MORE_ROWS(DEFINE_TILE, NAME, NUMBER, __VA_ARGS__)                                                \
   static const tiles_t NAME = {                                                                    \
-      NAME##_1_1,                                                                                  \
-      NAME##_1_8,                                                                                  \
+      NAME##_one,                                                                                  \
+      NAME##_four,                                                                                 \
       {NAME##_1_4, NAME##_2_4, NAME##_3_4 MORE_NAMES(NAME)},                                       \
       sizeof(NUMBER)};
 
-DEFINE_TILES(wide_tiles, float, 0, LANES, vec, load, LOAD_REST, ADD_PRODUCT)
-DEFINE_TILES(narrow_tiles, narrow, FAR_AHEAD, NARROW_STEP, narrow_vec, load_narrow, LOAD_NARROW_REST,
-             ADD_NARROW)
+DEFINE_TILES(wide_tiles, float, LANES, vec, load, LOAD_REST, ADD_PRODUCT)
+DEFINE_TILES(narrow_tiles, narrow, NARROW_STEP, narrow_vec, load_narrow, LOAD_NARROW_REST, ADD_NARROW)
 
 static const tiles_t *tiles_of(const product_t *p) {
   return p->is_narrow ? &narrow_tiles : &wide_tiles;
 }
 
-INLINE const void *number_at(const void *start, int64_t index, int64_t bytes) {
+INLINE const char *number_at(const void *start, int64_t index, int64_t bytes) {
   return (const char *)start + index * bytes;
 }
 
 static void one_row(const product_t *p, int64_t row, range_t cols) {
   float out[SOME_COLUMNS];
   const tiles_t *tiles = tiles_of(p);
-  tile_t t = {.x = number_at(p->x, row * p->x_stride, tiles->bytes), .w_stride = p->k, .k = p->k,
-              .out = out};
+  tile_t t = {.x = number_at(p->x, row * p->x_stride, tiles->bytes), .k = p->k, .out = out};
   int64_t n = cols.first;
-  for (; n + ROW_COLUMNS <= cols.end; n += ROW_COLUMNS) {
+  for (; n + TILE_COLUMNS <= cols.end; n += TILE_COLUMNS) {
     t.w = number_at(p->w, n * p->k, tiles->bytes);
-    tiles->eight(&t);
-    put(p, row, n, ROW_COLUMNS, out);
+    tiles->four(&t);
+    put(p, row, n, TILE_COLUMNS, out);
   }
   for (; n < cols.end; n++) {
     t.w = number_at(p->w, n * p->k, tiles->bytes);
@@ -221,7 +237,7 @@ static void some_rows(const product_t *p, int64_t row, int64_t rows, int64_t col
     int last = i + chunk >= p->k;
     tile_t t = {.x_stride = p->x_stride, .w = number_at(w, i, bytes), .w_stride = p->k,
                 .k = MIN(chunk, p->k - i),
-                .next = number_at(w, last ? TILE_COLUMNS * p->k : i + chunk, bytes),
+                .later = number_at(w, TILE_COLUMNS * (p->k + i), bytes) + AHEAD_BYTES,
                 .step = count};
     /* The tiles are as equal as can be: one of one row would wait for itself. */
     for (t.first = 0; t.first < count; t.first++) {

@@ -16,7 +16,7 @@ from tinkercloud.config import user_cache_dir
 from tinkercloud.decoding.sampler import RowParams, sample
 from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.blocks import BLOCK_TOKENS, BlockPool, blocks_for
-from tinkercloud.embedded.native import processor
+from tinkercloud.embedded.native import processor, source
 from tinkercloud.embedded.runners import Batch, Part, Runner, ragged
 from tinkercloud.embedded.versions import Version
 from tinkercloud.speculative.costs import QUICK_REPEATS, CostTable, measured
@@ -106,7 +106,7 @@ def _write(path: Path, costs: CostTable) -> None:
 def _path(base: BaseModel, num_threads: int) -> Path:
     linears = sorted(base.config.linear_shapes().items())
     shape = (linears, str(base.dtype), num_threads, ROWS, PASSES)
-    told = hashlib.sha256(f"{shape}\n{processor()}".encode()).hexdigest()[:24]
+    told = hashlib.sha256(f"{shape}\n{processor()}\n{source()}".encode()).hexdigest()[:24]
     return user_cache_dir() / f"round-costs-{told}.json"
 
 
