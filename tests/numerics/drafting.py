@@ -1,6 +1,6 @@
 """Ways tests make an engine draft: every round the same number of tokens, by any drafter."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 
 from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.blocks import BlockPool
@@ -50,7 +50,7 @@ class Drafting:
         return self.speculation
 
 
-def untaught_head(base: BaseModel, says: Iterable[int] | None = None) -> tuple[Head, Params]:
+def untaught_head(base: BaseModel, says: Collection[int] | None = None) -> tuple[Head, Params]:
     """One that knows nothing. says: the tokens that it can draft, or None for all."""
     size = base.config.vocab_size
     vocabulary = DraftVocabulary.of(range(size) if says is None else says, size)
