@@ -12,7 +12,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from tests.numerics.drafting import Drafting
+from tests.numerics.drafting import Drafting, untaught_head
 from tests.serving import Server, start_server
 from tinkercloud.core.types import SampleOutput, SampleRequest, SamplingParams
 from tinkercloud.embedded import runners
@@ -24,10 +24,8 @@ from tinkercloud.embedded.model_drafter import ModelDrafter
 from tinkercloud.embedded.runners import NativeRunner
 from tinkercloud.embedded.text_model_drafter import TextModelDrafter
 from tinkercloud.embedded.versions import Version
-from tinkercloud.speculative.draft_vocabulary import DraftVocabulary
 from tinkercloud.speculative.drafter import Drafter
 from tinkercloud.speculative.drafter_table import drafter_table
-from tinkercloud.speculative.head import FrozenRows, Head, HeadConfig, fresh_params
 from tinkercloud.weights.token_bytes import TokenizerPair
 from tinkercloud.weights.tokenizer import ensure_tokenizer_folder
 
@@ -70,9 +68,7 @@ def drafter_of(version: Version, name: str) -> Drafter:
         pool = BlockPool(base.config, base.dtype, base.device, 64)
         return ModelDrafter(version, NativeRunner(2), pool)
     if name == "head":
-        config, size = HeadConfig.of(base.config), base.config.vocab_size
-        rows = FrozenRows.of(base.weights, DraftVocabulary.of(range(4096), size))
-        return HeadDrafter(Head(config, rows), fresh_params(config, 0))
+        return HeadDrafter(*untaught_head(base, range(4096)))
     return drafter_table(base.config.vocab_size).make(name)
 
 

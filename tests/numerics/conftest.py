@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.numerics.tiny import open_store, write_tiny_model
 from tinkercloud.embedded.models import ModelStore
@@ -11,6 +12,12 @@ from tinkercloud.embedded.models import ModelStore
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    """Of the weights: each test that asks for it runs in both."""
+    return request.param
 
 
 @pytest.fixture

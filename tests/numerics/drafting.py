@@ -1,45 +1,32 @@
 """Ways tests make an engine draft: every round the same number of tokens, by any drafter."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
 
 from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.blocks import BlockPool
 from tinkercloud.embedded.runners import NativeRunner, Runner
 from tinkercloud.embedded.speculation import Speculation
+from tinkercloud.speculative.draft_vocabulary import DraftVocabulary
 from tinkercloud.speculative.drafter import Drafter
 from tinkercloud.speculative.guarded_drafter import guarded
-from tinkercloud.speculative.rounds import Kind, Load, Reason, Round
+from tinkercloud.speculative.head import FrozenRows, Head, HeadConfig, Params, fresh_params
+from tinkercloud.speculative.rounds import Reason, Round
+from tinkercloud.speculative.steady import Steady
 
 
-@dataclass
-class SteadyPolicy:
-    """Asks for `most` tokens of every sample in every round, and verifies all that come.
-    can_stop: it drafts no more once it is stopped; else that is only noted."""
+class Watched(Steady):
+    """Remembers the rounds that it is told of, and why it should have stopped."""
 
-    most: int
-    kind: Kind = Kind.SPECULATIVE
-    reason: Reason = Reason.NONE
-    rounds: list[Round] = field(default_factory=list)
-    is_on: bool = True
-    stops: list[Reason] = field(default_factory=list)
-    can_stop: bool = False
-
-    def limits(self, loads: Sequence[Load]) -> list[int]:
-        return [self.most if self.is_on else 0] * len(loads)
-
-    def choose(self, confidences: Sequence[Sequence[float]]) -> list[int]:
-        return [len(own) for own in confidences]
+    def __init__(self, most: int):
+        super().__init__(most)
+        self.rounds: list[Round] = []
+        self.stops: list[Reason] = []
 
     def learned(self, told: Round) -> None:
         self.rounds.append(told)
 
-    def renew(self) -> None:
-        pass
-
     def stop(self, reason: Reason) -> None:
         self.stops.append(reason)
-        self.is_on = self.is_on and not self.can_stop
 
     @property
     def num_accepted(self) -> int:
@@ -49,8 +36,8 @@ class SteadyPolicy:
 class Drafting:
     """What a SamplingEngine takes; remembers the parts it made."""
 
-    def __init__(self, make: Callable[[int], Drafter], most: int, *, can_stop: bool = False):
-        self._make, self.policy = make, SteadyPolicy(most, can_stop=can_stop)
+    def __init__(self, make: Callable[[int], Drafter], most: int):
+        self._make, self.policy = make, Watched(most)
         self.speculation: Speculation | None = None
 
     def __call__(self, base: BaseModel, runner: Runner, pool: BlockPool) -> Speculation:
@@ -61,3 +48,11 @@ class Drafting:
             runner.capture(base, drafter.layers)
         self.speculation = Speculation(drafter, self.policy)
         return self.speculation
+
+
+def untaught_head(base: BaseModel, says: Collection[int] | None = None) -> tuple[Head, Params]:
+    """One that knows nothing. says: the tokens that it can draft, or None for all."""
+    size = base.config.vocab_size
+    vocabulary = DraftVocabulary.of(range(size) if says is None else says, size)
+    config = HeadConfig.of(base.config)
+    return Head(config, FrozenRows.of(base.weights, vocabulary)), fresh_params(config, 0)

@@ -6,22 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from tests.numerics.drafting import SteadyPolicy
+from tests.numerics.drafting import Drafting
 from tests.numerics.tiny import Sampler, ask, open_store, random_prompt
 from tinkercloud.core.types import FromBase
 from tinkercloud.embedded import runners
-from tinkercloud.embedded.base_model import BaseModel
-from tinkercloud.embedded.blocks import BlockPool
 from tinkercloud.embedded.distill import Distillation, distilled, written
 from tinkercloud.embedded.draft_files import drafts_of, open_head
 from tinkercloud.embedded.draft_fit import Plan
 from tinkercloud.embedded.head_drafter import HeadDrafter
-from tinkercloud.embedded.runners import NativeRunner, Runner
-from tinkercloud.embedded.speculation import Speculation
 from tinkercloud.embedded.versions import Version
 from tinkercloud.errors import ConfigError, UserError
 from tinkercloud.speculative.draft_folder import DraftFolder
-from tinkercloud.speculative.guarded_drafter import guarded
 
 pytestmark = pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
 WANTED = Distillation(
@@ -71,20 +66,13 @@ def test_the_taught_head_stands_more_often_in_the_engine_and_changes_nothing(
     distilled(version, texts, least, untaught, lambda line: None)
     accepted = {}
     for name, drafts in (("untaught", untaught), ("taught", made[0])):
-        policy = SteadyPolicy(3)
-
-        def make(
-            base: BaseModel, runner: Runner, pool: BlockPool, drafts=drafts, policy=policy
-        ) -> Speculation:
-            assert isinstance(runner, NativeRunner)
-            drafter = HeadDrafter(*open_head(drafts, "best", base))
-            runner.capture(base, drafter.layers)
-            return Speculation(guarded(drafter, base.config.vocab_size), policy)
-
-        found = Sampler(store, speculate=make).one(base, request)
+        head = open_head(drafts, "best", version.base)
+        drafting = Drafting(lambda _, head=head: HeadDrafter(*head), 3)
+        found = Sampler(store, speculate=drafting).one(base, request)
         for one, other in zip(found.sequences, plain.sequences, strict=True):
             assert np.array_equal(one.tokens, other.tokens)
-        accepted[name] = policy.num_accepted / sum(told.num_verified for told in policy.rounds)
+        verified = sum(told.num_verified for told in drafting.policy.rounds)
+        accepted[name] = drafting.policy.num_accepted / verified
     assert accepted["taught"] > accepted["untaught"]
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.numerics.drafting import Drafting, SteadyPolicy
+from tests.numerics.drafting import Drafting, Watched, untaught_head
 from tests.numerics.test_paged_sampling import tuned
-from tests.numerics.test_speculation import LAWS, Oracle, all_same, heading, mixture
+from tests.numerics.test_speculation import LAWS, Oracle, all_same, mixture
 from tests.numerics.tiny import VOCAB, Sampler, ask, open_store, random_prompt
 from tinkercloud.core.types import FromBase
 from tinkercloud.embedded import model_drafter, runners
@@ -27,7 +27,8 @@ from tinkercloud.embedded.versions import Version
 from tinkercloud.speculative.draft_law import AUDIT_EVERY
 from tinkercloud.speculative.drafter import Draft, Stream
 from tinkercloud.speculative.guarded_drafter import guarded
-from tinkercloud.speculative.rounds import Reason
+from tinkercloud.speculative.rounds import Load, Reason
+from tinkercloud.speculative.steady import Steady
 
 pytestmark = pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
 
@@ -92,8 +93,8 @@ def test_a_model_that_draws_with_the_targets_noise_stands_as_often_as_its_laws_s
 def test_a_head_stands_as_often_as_its_laws_say(folder: Path) -> None:
     store = open_store(folder)
     base = store.publish(FromBase("tiny"))
-    made: list[HeadDrafter] = []
-    sampler = Sampler(store, speculate=heading(3, made, audit_every=1))
+    drafter = HeadDrafter(*untaught_head(store.base("tiny")), audit_every=1)
+    sampler = Sampler(store, speculate=Drafting(lambda _: drafter, 3))
     sampler.run(mixture(base, 12, 1.0, use_eos=False))
     told = sampler.engine.speculation()[0]["tiny"]
     record = told["drafters"]["head"]
@@ -142,7 +143,7 @@ def test_the_trace_of_a_draft_that_ends_its_sample_tells_where_it_stands(
     stop = next(i for i in range(24, 40) if tokens[i] not in tokens[20:i])
 
     def traced(*args: object) -> Speculation:
-        return Speculation(guarded(Oracle([tokens]), VOCAB), SteadyPolicy(30), Trace(path))
+        return Speculation(guarded(Oracle([tokens]), VOCAB), Steady(30), Trace(path))
 
     Sampler(store, speculate=traced).one(
         base, replace(free, params=replace(free.params, stop_token_ids=(tokens[stop],)))
@@ -152,7 +153,7 @@ def test_the_trace_of_a_draft_that_ends_its_sample_tells_where_it_stands(
     assert line["target"] == tokens[21 : stop + 1] == line["drafted"][: stop - 20]
 
 
-class Choosy(SteadyPolicy):
+class Choosy(Watched):
     """Verifies what the drafter is sure of, which depends on the tokens drafted."""
 
     def choose(self, confidences: Sequence[Sequence[float]]) -> list[int]:
@@ -171,6 +172,17 @@ def test_a_model_that_is_right_runs_long_without_alarm(folder: Path) -> None:
         sampler.run({"0": (target, asked)})
     z, num_tokens = calibration(drafting.speculation)
     assert drafting.policy.stops == [] and abs(z) < 4 and num_tokens > 2000
+
+
+class Stoppable(Watched):
+    """Drafts no more once it is stopped."""
+
+    def limits(self, loads: Sequence[Load]) -> list[int]:
+        return super().limits(loads) if self.is_on else [0] * len(loads)
+
+    def stop(self, reason: Reason) -> None:
+        super().stop(reason)
+        self.is_on = False
 
 
 def drawing_with_other_noise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +204,8 @@ def test_a_model_with_another_places_noise_or_laws_raises_the_alarm_and_is_off(
         drawing_with_other_noise(monkeypatch)
     else:
         make = with_laws_of_the_token_before(folder)
-    drafting = Drafting(make, 2, can_stop=True)
+    drafting = Drafting(make, 2)
+    drafting.policy = Stoppable(2)
     all_same(Sampler(store, speculate=drafting).run(requests), plain)
     assert drafting.speculation is not None
     told = drafting.speculation.snapshot()

@@ -14,6 +14,7 @@ from tinkercloud.embedded.draft_fit import Plan
 from tinkercloud.embedded.draft_practice import Practice
 from tinkercloud.errors import ConfigError, UserError
 from tinkercloud.speculative.acceptance_log import AcceptanceLog, Line
+from tinkercloud.speculative.draft_folder import DraftFolder
 
 pytestmark = pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
 
@@ -55,6 +56,29 @@ def test_drafts_are_made_listed_and_taken_back(config: Config, prompts: Path) ->
     prompts.write_text("\n\n")
     with pytest.raises(ConfigError, match="has no prompts"):
         draft_command.train(config, wanted(prompts), said.append)
+
+
+def test_status_has_a_line_for_the_best_draft_and_one_for_the_latest(config: Config) -> None:
+    folder = draft_command.folder_of(config)
+    first = published(folder, 1.5, "distilled")
+    folder.use("best", first)
+    assert drafts_told(config) == [
+        f"{first}  best latest   1.50 tokens of a draft stand (75% 50%)  distilled"
+    ]
+    second = published(folder, 1.25, "fell behind")
+    assert drafts_told(config) == [
+        f"{first}  best          1.50 tokens of a draft stand (75% 50%)  distilled",
+        f"{second}  latest        1.25 tokens of a draft stand (75% 50%)  fell behind",
+    ]
+
+
+def published(folder: DraftFolder, mean: float, reason: str) -> str:
+    after = {"mean": mean, "by_depth": [0.75, 0.5]}
+    return folder.publish(lambda path: None, {"after": after, "reason": reason})
+
+
+def drafts_told(config: Config) -> list[str]:
+    return [line for line in draft_command.status(config) if line.startswith("draft-")]
 
 
 def test_a_head_learns_from_where_it_was_wrong(

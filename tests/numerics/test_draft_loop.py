@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.numerics.drafting import untaught_head
 from tests.numerics.test_paged_sampling import same
 from tests.numerics.test_speculative_rl import datum
 from tests.numerics.tiny import ask, open_store, random_prompt
@@ -36,8 +37,6 @@ from tinkercloud.embedded.train_witness import Datums
 from tinkercloud.embedded.training_queue import TrainingQueue, Watch
 from tinkercloud.speculative.acceptance_log import AcceptanceLog
 from tinkercloud.speculative.cases import CaseStore
-from tinkercloud.speculative.draft_vocabulary import DraftVocabulary
-from tinkercloud.speculative.head import FrozenRows, Head, HeadConfig, fresh_params
 from tinkercloud.speculative.pacing import TimeBudget
 
 pytestmark = pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
@@ -157,11 +156,7 @@ def test_looking_on_changes_no_bit_of_a_gradient_even_where_it_fails(store: Mode
 
 def untaught(folder: Path, drafts: Path) -> None:
     """A head that knows nothing is the best there is."""
-    base = open_store(folder).base("tiny")
-    config = HeadConfig.of(base.config)
-    vocabulary = DraftVocabulary.of(range(base.config.vocab_size), base.config.vocab_size)
-    head = Head(config, FrozenRows.of(base.weights, vocabulary))
-    student = HeadStudent(head, fresh_params(config, 0), HeadTraining())
+    student = HeadStudent(*untaught_head(open_store(folder).base("tiny")), HeadTraining())
     target = drafts_of(drafts, "tiny")
     params = {name: p.detach() for name, p in student.params.items()}
     name = target.publish(lambda path: student.write(params, path), {"reason": "untaught"})

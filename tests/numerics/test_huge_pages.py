@@ -12,14 +12,13 @@ from tinkercloud.embedded.train_linear import join_weights, joined
 SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
-def weights(request: pytest.FixtureRequest) -> dict[str, torch.Tensor]:
+@pytest.fixture
+def weights(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Of odd sizes; a head that is the embedding, a row apart, a matrix turned around."""
     generator = torch.Generator().manual_seed(3)
     shapes = {"embed": (33, 7), "q": (5, 7), "k": (3, 7), "norm": (7,), "nothing": (0,)}
     made = {
-        name: torch.randn(shape, generator=generator).to(request.param)
-        for name, shape in shapes.items()
+        name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()
     }
     return {**made, "head": made["embed"], "a row": made["embed"][4], "turned": made["q"].T}
 

@@ -20,9 +20,9 @@ pytestmark = pytest.mark.skipif(runners.library() is None, reason="there is no C
 PROMPT = random_prompt(100, 0)
 
 
-@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def store(folder: Path, request: pytest.FixtureRequest) -> ModelStore:
-    return open_store(folder, dtype=request.param)
+@pytest.fixture
+def store(folder: Path, dtype: torch.dtype) -> ModelStore:
+    return open_store(folder, dtype=dtype)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.numerics.drafting import Drafting, SteadyPolicy
+from tests.numerics.drafting import Drafting, untaught_head
 from tests.numerics.test_paged_sampling import same, tuned
 from tests.numerics.tiny import VOCAB, Sampler, ask, open_store, random_prompt, write_tiny_model
 from tinkercloud.core.types import FromBase, SampleOutput, SampleRequest
@@ -28,12 +28,9 @@ from tinkercloud.embedded.speculation import Speculation
 from tinkercloud.embedded.speculation_trace import Trace
 from tinkercloud.embedded.versions import Version
 from tinkercloud.speculative.costs import CostTable, Measured
-from tinkercloud.speculative.draft_law import AUDIT_EVERY
-from tinkercloud.speculative.draft_vocabulary import DraftVocabulary
 from tinkercloud.speculative.drafter import Draft, Drafter, SilentDrafter, Stream
 from tinkercloud.speculative.drafter_table import drafter_table
 from tinkercloud.speculative.guarded_drafter import guarded
-from tinkercloud.speculative.head import FrozenRows, Head, HeadConfig, fresh_params
 from tinkercloud.speculative.planning import Knowledge
 from tinkercloud.speculative.policy import Policy
 from tinkercloud.speculative.rounds import Reason
@@ -44,9 +41,9 @@ pytestmark = pytest.mark.skipif(runners.library() is None, reason="there is no C
 Requests = Mapping[str, tuple[str, SampleRequest]]
 
 
-@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def store(folder: Path, request: pytest.FixtureRequest) -> ModelStore:
-    return open_store(folder, dtype=request.param)
+@pytest.fixture
+def store(folder: Path, dtype: torch.dtype) -> ModelStore:
+    return open_store(folder, dtype=dtype)
 
 
 @pytest.fixture
@@ -173,26 +170,6 @@ def test_a_model_drafts_by_the_targets_own_noise(
     assert right.policy.num_accepted == sum(told.num_verified for told in right.policy.rounds) > 0
 
 
-def head(base: BaseModel, audit_every: int = AUDIT_EVERY) -> HeadDrafter:
-    """An untaught head that can say every token."""
-    vocabulary = DraftVocabulary.of(range(base.config.vocab_size), base.config.vocab_size)
-    config = HeadConfig.of(base.config)
-    made = Head(config, FrozenRows.of(base.weights, vocabulary))
-    return HeadDrafter(made, fresh_params(config, 0), audit_every)
-
-
-def heading(
-    most: int, made: list[HeadDrafter], audit_every: int = AUDIT_EVERY
-) -> Callable[..., Speculation]:
-    def make(base: BaseModel, runner: Runner, pool: BlockPool) -> Speculation:
-        made.append(head(base, audit_every))
-        assert isinstance(runner, NativeRunner)
-        runner.capture(base, made[-1].layers)
-        return Speculation(guarded(made[-1], base.config.vocab_size), SteadyPolicy(most))
-
-    return make
-
-
 @pytest.mark.parametrize(("temperature", "more"), LAWS, ids=str)
 @pytest.mark.parametrize("most", [1, 5])
 def test_a_head_drafts_from_the_targets_states_and_changes_nothing(
@@ -201,8 +178,8 @@ def test_a_head_drafts_from_the_targets_states_and_changes_nothing(
     base = store.publish(FromBase("tiny"))
     requests = mixture(base, 5, temperature, use_eos=False, **more)
     plain = Sampler(store, num_threads=2).run(requests)
-    made: list[HeadDrafter] = []
-    sampler = Sampler(store, num_threads=2, speculate=heading(most, made))
+    drafting = Drafting(lambda _: HeadDrafter(*untaught_head(store.base("tiny"))), most)
+    sampler = Sampler(store, num_threads=2, speculate=drafting)
     all_same(sampler.run(requests), plain)
     told = sampler.engine.speculation()[0]["tiny"]
     assert told["refused"] == {}
@@ -215,8 +192,8 @@ def test_a_heads_cache_holds_what_the_finished_text_would_give(store: ModelStore
     base = store.publish(FromBase("tiny"))
     prompt = random_prompt(12, 1)
     request = ask(prompt, max_tokens=40, seed=3, use_eos=False)
-    made: list[HeadDrafter] = []
-    engine = Sampler(store, speculate=heading(3, made)).engine
+    drafter, fresh = (HeadDrafter(*untaught_head(store.base("tiny"))) for _ in range(2))
+    engine = Sampler(store, speculate=Drafting(lambda _: drafter, 3)).engine
     engine.submit(store.version(base), request, lambda output: None)
     for _ in range(12):
         engine.step()
@@ -224,8 +201,7 @@ def test_a_heads_cache_holds_what_the_finished_text_would_give(store: ModelStore
     device = next(iter(engine._devices.values()))
     assert device.speculation is not None
     stream = device.speculation._streams[sequence]
-    (found,) = made[0].propose([(stream, 3)])
-    fresh = head(store.base("tiny"))
+    (found,) = drafter.propose([(stream, 3)])
     tokens = np.array(stream.tokens, np.int32)
     told = Told(num_prompt=len(prompt), temperature=1.0, epoch=0)
     version = store.version(base)

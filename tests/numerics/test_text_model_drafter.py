@@ -99,9 +99,9 @@ def makers(permuted_folder: Path, merging_folder: Path) -> Makers:
 # ---- in the engine
 
 
-@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def typed_store(folder: Path, request: pytest.FixtureRequest) -> ModelStore:
-    return open_store(folder, dtype=request.param)
+@pytest.fixture
+def typed_store(folder: Path, dtype: torch.dtype) -> ModelStore:
+    return open_store(folder, dtype=dtype)
 
 
 @needs_compiler

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.numerics.drafting import untaught_head
 from tests.numerics.tiny import random_prompt
 from tests.speculative.head_scene import V, drafted_outputs
 from tests.speculative.toy_policy import (
@@ -23,10 +24,7 @@ from tinkercloud.embedded.draft_capture import capture
 from tinkercloud.embedded.draft_fit import assign, copied, gradients, joined
 from tinkercloud.embedded.draft_material import CapturedSequences, Mix
 from tinkercloud.embedded.head_student import CapturedSequence, HeadStudent, HeadTraining, Told
-from tinkercloud.embedded.versions import Version
 from tinkercloud.speculative.cases import digest
-from tinkercloud.speculative.draft_vocabulary import DraftVocabulary
-from tinkercloud.speculative.head import FrozenRows, Head, HeadConfig, fresh_params
 from tinkercloud.speculative.head_cache import HeadCache, NewRows, extend
 from tinkercloud.speculative.head_draft import Coupling, Start, draft_chains
 
@@ -159,8 +157,8 @@ def test_no_gradient_reaches_the_policy(folder_of_tiny):
     weights = version.base.weights
     for tensor in weights.values():
         tensor.requires_grad_()
-    head = head_of(version)
-    student = HeadStudent(head, fresh_params(head.config, 0), HeadTraining())
+    head, params = untaught_head(version.base, range(0, 260, 2))
+    student = HeadStudent(head, params, HeadTraining())
     tokens = torch.tensor(random_prompt(12, 0))
     x = weights["model.embed_tokens"][tokens]
     hidden = torch.stack([x @ weights["model.layers.0.self_attn.o_proj"].T] * 2, 1)
@@ -181,8 +179,8 @@ def test_no_gradient_reaches_the_policy(folder_of_tiny):
 def test_training_leaves_the_policys_weights_bitwise_unchanged(folder_of_tiny):
     version = tiny_version(folder_of_tiny)
     before = copied(version.base.weights)
-    head = head_of(version)
-    student = HeadStudent(head, fresh_params(head.config, 0), HeadTraining())
+    head, params = untaught_head(version.base, range(0, 260, 2))
+    student = HeadStudent(head, params, HeadTraining())
     material = CapturedSequences(ROOM_BYTES, 4, Mix(batch_size=4))
     for seed in range(12):
         tokens = np.array(random_prompt(20, seed), np.int32)
@@ -202,12 +200,6 @@ def test_a_captured_law_is_the_policys(folder_of_tiny):
     law = torch.softmax(logits / 0.7, -1)
     told = law.gather(-1, torch.from_numpy(captured.top_ids).long())
     torch.testing.assert_close(told, torch.from_numpy(captured.top_probs))
-
-
-def head_of(version: Version) -> Head:
-    config = HeadConfig.of(version.base.config)
-    vocabulary = DraftVocabulary.of(range(0, 260, 2), 260)
-    return Head(config, FrozenRows.of(version.base.weights, vocabulary))
 
 
 # ---- material

@@ -76,13 +76,14 @@ def folder_of(config: Config) -> DraftFolder:
 
 
 def status(config: Config, plot: Path | None = None) -> list[str]:
-    """What is drafted with, what it learns from, how often its tokens stood; a picture to `plot`.
-    Raises UserError where there is nothing to draw."""
+    """What is drafted with (a line for the best draft, one for the latest where it is another),
+    what they learn from, how often their tokens stood; a picture to `plot`. Raises UserError where
+    there is nothing to draw."""
     folder = folder_of(config)
     best = _named(folder, "best")
     lines = [f"drafting with: {best or 'no draft yet; `tinkercloud draft train` makes one'}"]
-    if best is not None:
-        lines += listed(config)[-1:] if best == folder.versions()[-1] else []
+    named = [version for alias in ALIASES if (version := _named(folder, alias)) is not None]
+    lines += [_line(folder, version) for version in dict.fromkeys(named)]
     store = store_of(folder)
     lines.append(
         f"collected: {len(store.disagreed)} disagreements, {len(store.agreed)} agreed cases"
@@ -122,18 +123,20 @@ def store_of(folder: DraftFolder) -> CaseStore:
 
 def listed(config: Config) -> list[str]:
     """A line for each draft, the newest last; or that there is none."""
-    folder = folder_of(config)
-    aliases = {alias: _named(folder, alias) for alias in ALIASES}
-    lines = []
-    for name in folder.versions():
-        notes = folder.notes(name)
-        called = " ".join(alias for alias, version in aliases.items() if version == name)
-        after = notes.get("after", {})
-        depths = " ".join(f"{share:.0%}" for share in after.get("by_depth", ()))
-        stands = f"{after['mean']:.2f} tokens of a draft stand ({depths})" if after else ""
-        lines.append(f"{name}  {called:12}  {stands}  {notes.get('reason', '')}".rstrip())
-    model = config.models[0].name
+    folder, model = folder_of(config), config.models[0].name
+    lines = [_line(folder, version) for version in folder.versions()]
     return lines or [f"{model} has no draft yet; `tinkercloud draft train` makes one"]
+
+
+def _line(folder: DraftFolder, version: str) -> str:
+    """Of one draft: the aliases that name it, what is expected to stand, why it was made."""
+    notes = folder.notes(version)
+    called = " ".join(alias for alias in ALIASES if _named(folder, alias) == version)
+    after = notes.get("after", {})
+    stands = ""
+    if after:
+        stands = f"{after['mean']:.2f} tokens of a draft stand ({_depths(after['by_depth'])})"
+    return f"{version}  {called:12}  {stands}  {notes.get('reason', '')}".rstrip()
 
 
 def _scene(config: Config, prompts: Path | None) -> Scene:
