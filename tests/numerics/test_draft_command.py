@@ -103,7 +103,10 @@ def test_a_head_learns_from_where_it_was_wrong(
     assert f"{count} collected cases" in notes["reason"]
     assert notes["promoted"]
     assert folder.resolve("best") == better
-    assert notes["expected_after"] > 1.2 * notes["expected_before"]
+    assert notes["after"]["mean"] > 1.2 * notes["before"]["mean"]
+    assert (
+        f"{notes['after']['mean']:.2f} tokens of a draft stand" in draft_command.listed(config)[-1]
+    )
 
 
 def test_heads_are_compared_on_the_same_samples(config: Config, prompts: Path) -> None:

@@ -119,8 +119,8 @@ def distilled(
         "reason": "distilled from the model's own samples",
         "num_tokens": sum(len(tokens) for _, tokens in texts),
         "coverage": vocabulary.coverage(counts),
-        "before": {"mean": before.mean, "by_depth": before.by_depth},
-        "after": {"mean": after.mean, "by_depth": after.by_depth},
+        "before": before.as_json(),
+        "after": after.as_json(),
         "steps": len(losses),
     }
     parameters: dict[str, Tensor] = {n: p.detach() for n, p in student.params.items()}

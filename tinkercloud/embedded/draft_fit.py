@@ -31,6 +31,10 @@ class Evaluation:
     def mean(self) -> float:
         return float(self.per_row.mean()) if len(self.per_row) else 0.0
 
+    def as_json(self) -> dict[str, Any]:
+        """As the notes of a draft have it."""
+        return {"mean": self.mean, "by_depth": list(self.by_depth)}
+
 
 class Student(Protocol[BatchIn]):
     """A draft that learns. params: its trained tensors by name, float32 leaves, its own alone."""

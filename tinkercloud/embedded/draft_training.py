@@ -75,10 +75,8 @@ class Outcome:
     def as_json(self) -> dict[str, Any]:
         return {
             "reason": self.reason,
-            "expected_before": self.before.mean,
-            "expected_after": self.after.mean,
-            "by_depth_before": list(self.before.by_depth),
-            "by_depth_after": list(self.after.by_depth),
+            "before": self.before.as_json(),
+            "after": self.after.as_json(),
             "promoted": self.promoted,
             "num_steps": len(self.losses),
             "first_loss": self.losses[0] if self.losses else None,
