@@ -4,6 +4,7 @@ Run as `python -m tinkercloud.embedded.worker FD` by `embedded.host`. Messages c
 reader thread into a queue and leave through a writer thread; every tensor belongs to the worker.
 """
 
+import gc
 import logging
 import os
 import queue
@@ -276,6 +277,8 @@ def main(fd: int) -> None:
     except (ConfigError, OSError) as error:
         sock.sendall(pack(StartFailed(str(error))))
         return
+    gc.collect()
+    gc.freeze()  # modules and models stay: looking through them takes tens of milliseconds
     threading.Thread(target=_writer, args=(sock, outbox), name="writer", daemon=True).start()
     outbox.put(Ready(served))
     threading.Thread(target=_reader, args=(sock, worker), name="reader", daemon=True).start()
