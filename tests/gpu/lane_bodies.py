@@ -38,8 +38,8 @@ def mixed(temperature: float = 0.0) -> Load:
     requests = [
         ask(
             prompts[i], n=1 + i % 3, max_tokens=12 + i, seed=i, temperature=temperature,
-            use_eos=i % 5 == 0, stop_strings=STOPS if i % 4 == 1 else (), prompt_logprobs=i in (4, 6),
-            topk_prompt_logprobs=3 if i == 6 else 0,
+            use_eos=i % 5 == 0, stop_strings=STOPS if i % 4 == 1 else (), 
+            prompt_logprobs=i in (4, 6), topk_prompt_logprobs=3 if i == 6 else 0,
         )
         for i in range(14)
     ]  # fmt: skip
