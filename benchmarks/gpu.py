@@ -35,6 +35,7 @@ from gpu_work import (  # noqa: E402
     train_call,
     version,
 )
+from lane_trace import traced  # noqa: E402
 
 from tinkercloud.architectures.config import ArchitectureConfig  # noqa: E402
 from tinkercloud.embedded.base_model import BaseModel  # noqa: E402
@@ -243,6 +244,10 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--quick", action="store_true", help="one sequence, one training shape")
     parser.add_argument(
+        "--trace", type=Path, metavar="FILE",
+        help="measure no speed: write a trace of prompts that are read beside decoding",
+    )  # fmt: skip
+    parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda",
         help="cpu: tiny shapes, only to see that this script runs",
     )  # fmt: skip
@@ -250,7 +255,11 @@ def main() -> int:
     if given.device == "cuda" and not torch.cuda.is_available():
         print("there is no CUDA device here: nothing is measured")
         return 0
-    report = measured(Plan.of(torch.device(given.device), given.quick))
+    plan = Plan.of(torch.device(given.device), given.quick)
+    if given.trace is not None:
+        print("\n".join(traced(plan.device, plan.dtype, given.trace)))
+        return 0
+    report = measured(plan)
     print(f"{report.about}\n")
     report.publish(given.json)
     return 0

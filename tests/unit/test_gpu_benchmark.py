@@ -34,6 +34,15 @@ def test_tiny_shapes_are_checked_and_measured_on_a_cpu(tmp_path: Path):
     assert len(found["targets"]) == 2
 
 
+def test_a_trace_of_lanes_is_written_and_without_streams_shows_none(tmp_path: Path):
+    path = tmp_path / "trace.json"
+    told = run("--device", "cpu", "--trace", str(path))
+    assert not told.returncode, told.stderr
+    assert told.stdout == "the trace has no kernels of lanes: this device has one lane\n"
+    names = [event.get("name") for event in json.loads(path.read_text())["traceEvents"]]
+    assert "lane draft" in names
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path: Path):
     told = run("--json", str(tmp_path / "gpu.json"))

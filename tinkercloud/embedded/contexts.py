@@ -7,10 +7,12 @@ D hidden, Hq/Hkv heads, Dh head size, V vocabulary.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tinkercloud.embedded.uploads import uploaded
 from tinkercloud.weights.adapters import Adapter
 
 ROW_TILE = 8
@@ -55,7 +57,7 @@ def segments_of(
             segments.append(Segment(adapter, scale, None, len(rows)))
             continue
         padded = rows + [rows[0]] * (pad_rows(len(rows)) - len(rows))
-        index = torch.tensor(padded, device=device)
+        index = uploaded(np.array(padded, np.int64), device)
         segments.append(Segment(adapter, scale, index, len(rows)))
     return segments
 

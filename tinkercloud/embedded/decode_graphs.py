@@ -2,9 +2,9 @@
 use of adapters.
 
 A graph is captured when a step of its kind first comes, on that step's own numbers, which may be
-computed again and again. Graphs share one memory pool: they never run side by side, and what
-they leave behind is copied out of it. Where capturing fails, and on a CPU, the same step runs as
-it is.
+computed again and again. Graphs share one memory pool: they never run side by side (see `lanes`),
+and what they leave behind is copied out of it. Where capturing fails, and on a CPU, the same step
+runs as it is.
 
 Axes: B rows, W blocks of a table, V vocabulary.
 """
@@ -166,9 +166,10 @@ class CudaCapture:
 
     def __init__(self) -> None:
         self._memory = torch.cuda.graph_pool_handle()
+        self._beside = torch.cuda.Stream()  # one: torch has few, and gives them out again in turn
 
     def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
-        beside = torch.cuda.Stream()
+        beside = self._beside
         beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(beside):  # compiles kernels and makes workspaces, outside the graph
             work()

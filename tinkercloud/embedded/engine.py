@@ -23,11 +23,13 @@ from tinkercloud.decoding.sampler import Drawn, sample, topk_rows
 from tinkercloud.decoding.stops import StopRule
 from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.blocks import BLOCK_TOKENS, BlockPool, blocks_for
-from tinkercloud.embedded.runners import NativeRunner, Part, Runner, ragged, runner_for, scorer_for
+from tinkercloud.embedded.lanes import Lane, Lanes, OneLane, lanes_for
+from tinkercloud.embedded.runners import NativeRunner, Runner, ragged, runner_for, scorer_for
 from tinkercloud.embedded.scoring import PromptScores
 from tinkercloud.embedded.sequences import Job, Reply, Sequence
 from tinkercloud.embedded.speculation import Speculation
 from tinkercloud.embedded.versions import Version
+from tinkercloud.embedded.work import Launched, Turn, Work
 from tinkercloud.errors import ServerFault
 from tinkercloud.speculative.verify import match
 
@@ -54,57 +56,6 @@ Speculate = Callable[[BaseModel, Runner, BlockPool], Speculation | None]
 """Makes what drafts for the samples of a base; None: nothing does."""
 
 
-@dataclass(slots=True)
-class _Turn:
-    """A sample whose next tokens are drawn from some rows of the logits: one, and one more for each
-    drafted token."""
-
-    sequence: Sequence
-    first: int
-    drafted: tuple[int, ...] = ()
-    hidden: Tensor | None = None  # (1 + drafted, L, D) after the tokens before them
-
-    @property
-    def rows(self) -> range:
-        return range(self.first, self.first + 1 + len(self.drafted))
-
-
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """`count` more tokens of a sequence; all_rows: the logits of each are wanted. drafted: what may
-    come after its last token; the logits after that and after each of these are wanted."""
-
-    sequence: Sequence
-    count: int
-    drafted: tuple[int, ...] = ()
-
-    @property
-    def version(self) -> Version:
-        return self.sequence.job.version
-
-    @property
-    def all_rows(self) -> bool:
-        return self.sequence.index < 0 and self.sequence.job.is_scoring
-
-    @property
-    def ends(self) -> bool:
-        return self.count == self.sequence.num_pending
-
-    @property
-    def is_decode(self) -> bool:
-        return self.sequence.index >= 0 and self.sequence.num_pending == 1
-
-    @property
-    def num_rows(self) -> int:
-        return self.count + len(self.drafted)
-
-    @property
-    def num_wanted(self) -> int:
-        if self.all_rows:
-            return self.count
-        return 1 + len(self.drafted) if self.ends else 0
-
-
 class SamplingEngine:
     """submit() requests, call step() while busy; replies come from inside step()."""
 
@@ -128,6 +79,7 @@ class SamplingEngine:
         self._running: list[Sequence] = []  # in the order they were admitted
         self._devices: dict[int, _Device] = {}  # by base
         self._runner: Runner | None = None  # all bases have one device and number type
+        self._lanes: Lanes | None = None  # of that device; None: nothing came yet
         self.num_tokens_sampled = 0
         self.num_preempted = 0
 
@@ -156,6 +108,12 @@ class SamplingEngine:
         scores = PromptScores(request) if PromptScores.wanted(request) else None
         rule = StopRule(request.params, version.base.config.eos_token_ids, version.base.decoder)
         self._waiting.append(Job(version, request, reply, scores, rule))
+        if self._lanes is None:
+            self._lanes = lanes_for(version.base.device)
+
+    def use_lanes(self, lanes: Lanes) -> None:
+        """Between rounds: others than the device's own."""
+        self._lanes = lanes
 
     def forget(self, version_id: str) -> None:
         """Drop what is kept of a released version; samples underway finish."""
@@ -168,14 +126,10 @@ class SamplingEngine:
     def step(self) -> None:
         """One round: a forward pass for each set of base weights, then one token per sequence."""
         began = time.perf_counter()
-        work = [*self._with_drafts(self._decode_work()), *self._prefill_work()]
-        passes: dict[tuple[int, int], list[_Work]] = {}
-        for one in work:
-            runner = self._runner_of(one)
-            passes.setdefault((id(one.version.weights), id(runner)), []).append(one)
-        for group in passes.values():
-            self._forward(group)
-        alone = len(passes) == 1 and all(one.is_decode for one in work)
+        lanes = self._lanes or OneLane()
+        with lanes.round():
+            groups = self._side_by_side(lanes) if lanes.are_apart else self._together(lanes)
+        alone = len(groups) == 1 and all(one.is_decode for one in groups[0])
         self._end_round(1e3 * (time.perf_counter() - began), alone=alone)
         self._admit()
         if not self.busy and self._runner is not None:
@@ -199,8 +153,8 @@ class SamplingEngine:
 
     # ---- what the next pass computes
 
-    def _decode_work(self) -> list[_Work]:
-        work: list[_Work] = []
+    def _decode_work(self) -> list[Work]:
+        work: list[Work] = []
         budget = PREFILL_ROWS  # of sequences that take up their blocks again
         for sequence in list(self._running):
             device = self._device(sequence.job.version.base)
@@ -213,11 +167,11 @@ class SamplingEngine:
             if count > 1 and budget < count:
                 continue
             if self._reserve(sequence, sequence.done + count):
-                work.append(_Work(sequence, count))
+                work.append(Work(sequence, count))
                 budget -= count if count > 1 else 0
         return work
 
-    def _with_drafts(self, work: list[_Work]) -> list[_Work]:
+    def _with_drafts(self, work: list[Work], lanes: Lanes) -> list[Work]:
         """Samples that wait for one token may get more in this pass."""
         drafted: dict[Sequence, tuple[int, ...]] = {}
         for device in self._devices.values():
@@ -227,7 +181,9 @@ class SamplingEngine:
             if not own:
                 continue
             samples = [one.sequence for one in own]
-            for one, tokens in zip(samples, device.speculation.propose(samples), strict=True):
+            with lanes.on(Lane.DRAFT):
+                drafts = device.speculation.propose(samples)
+            for one, tokens in zip(samples, drafts, strict=True):
                 if not tokens:
                     continue
                 if one.reserve(device.pool, len(one.tokens) + len(tokens)):
@@ -243,8 +199,8 @@ class SamplingEngine:
             if device.speculation is not None:
                 device.speculation.round_over(ms, usable=alone)
 
-    def _prefill_work(self) -> list[_Work]:
-        work: list[_Work] = []
+    def _prefill_work(self) -> list[Work]:
+        work: list[Work] = []
         rows, begun = 0, self.num_running + sum(job.num_left for job in self._ready)
         underway: set[bytes] = set()
         for job in list(self._waiting):
@@ -261,7 +217,7 @@ class SamplingEngine:
                 if not self._reserve(sequence, sequence.done + count):
                     break
             underway.update(sequence.digests[sequence.done // BLOCK_TOKENS :])
-            work.append(_Work(sequence, count))
+            work.append(Work(sequence, count))
             rows += count
             begun += job.num_left
         return work
@@ -376,43 +332,80 @@ class SamplingEngine:
             self._devices[id(base)] = _Device(base, pool, self._runner, scorer, speculation)
         return self._devices[id(base)]
 
-    def _runner_of(self, work: _Work) -> Runner:
+    def _runner_of(self, work: Work) -> Runner:
         device = self._device(work.version.base)
         return device.scorer if work.all_rows else device.runner
 
     # ---- a pass and what follows from it
 
-    def _forward(self, group: list[_Work]) -> None:
-        group.sort(key=lambda one: one.version.id)  # rows of one adapter are neighbours
+    def _together(self, lanes: Lanes) -> list[list[Work]]:
+        """Everything in one ragged pass for each set of weights."""
+        work = [*self._with_drafts(self._decode_work(), lanes), *self._prefill_work()]
+        groups = self._groups(work)
+        for group in groups:
+            self._take(self._launched(group))
+        return groups
+
+    def _side_by_side(self, lanes: Lanes) -> list[list[Work]]:
+        """Whoever has several tokens to read does so while the others draft and verify. Each lane's
+        results are taken on it; what was launched first comes last."""
+        work = [*self._decode_work(), *self._prefill_work()]
+        ahead = self._groups([one for one in work if one.count > 1])
+        launched: list[Launched] = []
+        for group in ahead:
+            with lanes.on(Lane.PREFILL):
+                launched.append(self._launched(group))
+        single = [one for one in work if one.count == 1]
+        beside = self._groups(self._with_drafts(single, lanes))
+        for group in beside:
+            with lanes.on(Lane.VERIFY, Lane.DRAFT):
+                self._take(self._launched(group))
+        for one in launched:
+            with lanes.on(Lane.PREFILL, Lane.DRAFT, Lane.VERIFY):
+                self._take(one)
+        return [*ahead, *beside]
+
+    def _groups(self, work: Iterable[Work]) -> list[list[Work]]:
+        """By weights and runner; rows of one adapter are neighbours."""
+        groups: dict[tuple[int, int], list[Work]] = {}
+        for one in work:
+            runner = self._runner_of(one)
+            groups.setdefault((id(one.version.weights), id(runner)), []).append(one)
+        return [sorted(group, key=lambda one: one.version.id) for group in groups.values()]
+
+    def _launched(self, group: list[Work]) -> Launched:
         device = self._device(group[0].version.base)
-        logits = self._runner_of(group[0]).forward(
-            ragged([_part(one) for one in group]), device.pool
-        )
-        hidden = self._captured(group[0], device)
-        drawing: list[_Turn] = []
+        batch = ragged([one.part for one in group])
+        logits = self._runner_of(group[0]).forward(batch, device.pool)
+        return Launched(group, logits, self._captured(group[0], device))
+
+    def _take(self, launched: Launched) -> None:
+        """What follows from a pass."""
+        logits, hidden = launched.logits, launched.hidden
+        drawing: list[Turn] = []
         rows: list[int] = []  # of logits, of those in `drawing`
         at = row = 0
-        for one in group:
+        for one in launched.works:
             own, at = logits[at : at + one.num_wanted], at + one.num_wanted
             row += one.num_rows
             seen = None if hidden is None else hidden[row - one.num_wanted : row]
             if hidden is not None and one.ends and one.sequence.index < 0:
                 last = hidden[max(row - one.count, row - SEEN_ROWS) : row]
                 one.sequence.job.hidden = last.clone()
-            if self._after(one, own, device):
-                turn = _Turn(one.sequence, len(rows), one.drafted, seen)
+            if self._after(one, own, self._device(one.version.base)):
+                turn = Turn(one.sequence, len(rows), one.drafted, seen)
                 drawing.append(turn)
                 rows += range(at - len(turn.rows), at)
         if drawing:
             self._draw(drawing, logits if len(rows) == len(logits) else logits[rows])
 
-    def _captured(self, work: _Work, device: _Device) -> Tensor | None:
+    def _captured(self, work: Work, device: _Device) -> Tensor | None:
         """What the drafter wants to see of the pass (M, L, D)."""
         wanted = device.speculation is not None and device.speculation.layers
         runner = self._runner_of(work)
         return runner.captured if wanted and isinstance(runner, NativeRunner) else None
 
-    def _after(self, one: _Work, logits: Tensor, device: _Device) -> bool:
+    def _after(self, one: Work, logits: Tensor, device: _Device) -> bool:
         """Whether a token is to be drawn from the last row."""
         sequence, job, ends = one.sequence, one.sequence.job, one.ends
         if one.all_rows and job.scores is not None:
@@ -460,9 +453,9 @@ class SamplingEngine:
         for base in {id(s.job.version.base): s for s in begun}.values():
             own = [s for s in begun if s.job.version.base is base.job.version.base]
             rows = [s.job.logits for s in own if s.job.logits is not None]
-            self._draw([_Turn(s, i) for i, s in enumerate(own)], torch.stack(rows))
+            self._draw([Turn(s, i) for i, s in enumerate(own)], torch.stack(rows))
 
-    def _draw(self, turns: list[_Turn], logits: Tensor) -> None:
+    def _draw(self, turns: list[Turn], logits: Tensor) -> None:
         """Draw the target's tokens, keep those that follow what stands, finish what ended."""
         scan = self._runner.scan if self._runner is not None else None
         params = [turn.sequence.row_params(i) for turn in turns for i in range(len(turn.rows))]
@@ -495,7 +488,7 @@ class SamplingEngine:
             sequence.topk.append(topk_rows(law(), job.request.topk_sample_logprobs))
         return job.stop_rule.ends(sequence.tokens, job.num_prompt)
 
-    def _keep(self, turn: _Turn, num_new: int, drawn: Drawn) -> None:
+    def _keep(self, turn: Turn, num_new: int, drawn: Drawn) -> None:
         """The drafted tokens that stand have their keys and values already; the others' go."""
         sequence = turn.sequence
         device = self._device(sequence.job.version.base)
@@ -528,11 +521,3 @@ class SamplingEngine:
             sequence.job.finish(sequence, stopped=stopped)
         if gone:
             self._running = [one for one in self._running if id(one) not in gone]
-
-
-def _part(work: _Work) -> Part:
-    sequence = work.sequence
-    tokens = sequence.tokens[sequence.done : sequence.done + work.count]
-    return Part(
-        work.version, [*tokens, *work.drafted], sequence.done, sequence.blocks, work.num_wanted
-    )

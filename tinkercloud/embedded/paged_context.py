@@ -17,6 +17,7 @@ from tinkercloud.embedded.blocks import BLOCK_TOKENS, BlockPool, blocks_for
 from tinkercloud.embedded.contexts import SampleContext, pad_rows, segments_of
 from tinkercloud.embedded.kernel_choice import attention_for
 from tinkercloud.embedded.paged_attention import TILE
+from tinkercloud.embedded.uploads import uploaded
 from tinkercloud.embedded.versions import Version
 
 
@@ -36,7 +37,8 @@ class PagedContext(SampleContext):
     """Rows past the given ones are padding: they read and write nothing.
 
     positions, sequence (M,), tables (S, blocks): as in `runners.Batch`. All indices are made and
-    brought to the device once, here, not in every layer.
+    brought to the device once, here, not in every layer; nothing here or in a layer waits for the
+    device, so that other lanes' work can be queued while the pass runs.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class PagedContext(SampleContext):
         """Tokens and positions, int64, in whole tiles of rows."""
         more = len(self._versions) - self._num_rows
         pair = (np.pad(tokens, (0, more)), np.pad(self._positions.astype(np.int64), (0, more)))
-        return torch.from_numpy(pair[0]).to(device), torch.from_numpy(pair[1]).to(device)
+        return uploaded(pair[0], device), uploaded(pair[1], device)
 
     def unembed(self, architecture: Llama, hidden: Tensor, wanted: NDArray[np.int64]) -> Tensor:
         """hidden (M, D) -> logits (W, V) of the wanted rows."""
@@ -117,7 +119,7 @@ class PagedContext(SampleContext):
         return _Chunk(slice(start, start + count), held, total, seen)
 
     def _tensors(self, *arrays: NDArray[np.generic]) -> list[Tensor]:
-        return [torch.from_numpy(each.astype(np.int64)).to(self._device) for each in arrays]
+        return [uploaded(each.astype(np.int64), self._device) for each in arrays]
 
 
 def _chunk_attention(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None) -> Tensor:

@@ -108,7 +108,8 @@ class Runner(Protocol):
     scan: Scan | None  # for `decoding.sampler.sample`
 
     def forward(self, batch: Batch, pool: BlockPool) -> Tensor:
-        """Logits (W, V); writes the rows' keys and values into their blocks."""
+        """Logits (W, V); writes the rows' keys and values into their blocks. On a device with
+        `lanes` the logits are the caller's to keep; else they are good until the next call."""
         ...
 
     def rest(self) -> None:
