@@ -1,5 +1,6 @@
 """What rounds cost on this machine: measured, kept, and never in the way."""
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ from tests.numerics.tiny import open_store
 from tinkercloud.embedded import round_costs as module
 from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.blocks import BlockPool
-from tinkercloud.embedded.round_costs import Rounds, round_costs
+from tinkercloud.embedded.round_costs import PROBES, Rounds, round_costs
 from tinkercloud.embedded.runners import NativeRunner, library
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler here")
@@ -28,6 +29,7 @@ def test_they_are_measured_once_and_read_from_then_on(
     base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "user_cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr(module, "BUSY", np.inf)  # rounds of so small a model are
     pool, runner = pool_of(base, 300), NativeRunner(1)
     first = round_costs(base, runner, pool, 1)
     assert pool.num_available == pool.num_blocks
@@ -44,6 +46,7 @@ def test_a_spoiled_file_is_measured_anew(
 ) -> None:
     monkeypatch.setattr(module, "user_cache_dir", lambda: tmp_path)
     monkeypatch.setattr(module, "ROWS", (1, 2, 4))
+    monkeypatch.setattr(module, "BUSY", np.inf)
     round_costs(base, NativeRunner(1), pool_of(base, 300), 1)
     (path,) = tmp_path.glob("round-costs-*")
     path.write_text(text)
@@ -67,3 +70,28 @@ def test_few_blocks_are_enough(
     pool = pool_of(base, 65)
     assert round_costs(base, NativeRunner(1), pool, 1).plain_ms(128, 64) > 0
     assert pool.num_available == 65
+
+
+def test_what_other_work_disturbed_is_not_kept(
+    base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every third round is undisturbed."""
+    monkeypatch.setattr(module, "user_cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(module, "ROWS", (1, 2, 4))
+    turns = itertools.cycle((10.0, 40.0, 40.0))
+    monkeypatch.setattr(Rounds, "ms", lambda _, rows, *__: rows * next(turns))
+    round_costs(base, NativeRunner(1), pool_of(base, 300), 1)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(Rounds, "ms", lambda _, rows, *__: 10.0 * rows)
+    round_costs(base, NativeRunner(1), pool_of(base, 300), 1)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_busy_moment_does_not_make_a_machine_slow(
+    base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "user_cache_dir", lambda: tmp_path)
+    times = itertools.chain([90.0] * (PROBES - 1), itertools.repeat(10.0))
+    monkeypatch.setattr(Rounds, "ms", lambda _, rows, *__: rows * next(times))
+    costs = round_costs(base, NativeRunner(1), pool_of(base, 300), 1)
+    assert costs.to_json()["rows"] == module.ROWS

@@ -28,6 +28,8 @@ SLOW_MS = 40.0  # of one row; where it takes longer fewer points are measured, o
 SLOW_ROWS = (1, 2, 4, 8, 16, 32)
 PASSES = 3  # of which the median counts: a slow moment of the machine is no cost of a round
 MOST_BLOCKS = 0.5  # of those that are free
+PROBES = 6  # rounds of one row; the best of them says whether rows are slow
+BUSY = 2.0  # times the best round of one row that the typical one takes where others compute too
 
 
 class Rounds:
@@ -77,19 +79,33 @@ class Rounds:
 
 
 def round_costs(base: BaseModel, runner: Runner, pool: BlockPool, num_threads: int) -> CostTable:
-    """From the cache, where a model of this shape was measured on such a machine."""
+    """From the cache, where a model of this shape was measured on such a machine.
+
+    Kept there unless other work on the machine disturbed the measurement.
+    """
     path = _path(base, num_threads)
     known = _read(path)
     if known is not None:
         return known
     began = time.perf_counter()
     rounds = Rounds(base, runner, pool)
-    slow = min(rounds.ms(1, 1, 64) for _ in range(2)) > SLOW_MS
+    of_one: list[float] = []
+
+    def ms(rows: int, sequences: int, context: int) -> float:
+        took = rounds.ms(rows, sequences, context)
+        if rows == 1:
+            of_one.append(took)
+        return took
+
+    slow = min(ms(1, 1, 64) for _ in range(PROBES)) > SLOW_MS
     rows, repeats = (SLOW_ROWS, 1) if slow else (ROWS, QUICK_REPEATS)
     passes = 1 if slow else PASSES
-    found = CostTable(measured(rounds.ms, rows, num_passes=passes, quick_repeats=repeats))
+    found = CostTable(measured(ms, rows, num_passes=passes, quick_repeats=repeats))
     logger.info("measured what rounds cost in %.1f s", time.perf_counter() - began)
-    _write(path, found)
+    if np.median(of_one) > BUSY * min(of_one):
+        logger.warning("other work disturbed this; what rounds cost is measured at the next start")
+    else:
+        _write(path, found)
     return found
 
 
