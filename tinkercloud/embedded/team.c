@@ -23,6 +23,7 @@ team_t *team_new(int size) {
   team_t *team = calloc(1, sizeof *team);
   if (team == NULL) return NULL;
   team->size = size;
+  team->patience = MOST_SPINS;
   pthread_mutex_init(&team->mutex, NULL);
   pthread_cond_init(&team->woken, NULL);
   team->threads = calloc((size_t)size, sizeof *team->threads);

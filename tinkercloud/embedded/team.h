@@ -10,7 +10,7 @@
 
 typedef struct team {
   int size;
-  atomic_int waiting, turn, sleepers;
+  atomic_int waiting, turn, sleepers, patience;
   pthread_mutex_t mutex;
   pthread_cond_t woken;
   void (*job)(struct team *, int, void *);
@@ -29,7 +29,13 @@ static inline void *scratch(team_t *team, size_t bytes) {
   return team->scratch;
 }
 
-#define SPINS 4000 /* a few dozen microseconds; then a thread sleeps and leaves the core */
+/* How often a thread looks before it sleeps and leaves the core. Most is a few dozen microseconds.
+   Where others want the cores, too, a member may wait for its own for milliseconds; who spins until
+   then and sleeps has used up its turn and is not woken at once. So after one such wait threads are
+   quick to sleep, and get more patient with each wait that was short. */
+#define MOST_SPINS 4000
+#define LEAST_SPINS 300
+#define GROWTH 64
 
 static inline void pause_a_moment(void) {
 #if defined(__x86_64__)
@@ -39,7 +45,14 @@ static inline void pause_a_moment(void) {
 #endif
 }
 
-static inline void meet(team_t *team) {
+static inline void set_patience(team_t *team, int spins) {
+  int most = spins < MOST_SPINS ? spins : MOST_SPINS;
+  atomic_store_explicit(&team->patience, most, memory_order_relaxed);
+}
+
+/* Every member gets here before any goes on. learns: how long it took says how busy the machine is;
+   not so between jobs. */
+static inline void meet_and(team_t *team, int learns) {
   if (team->size == 1) return;
   int turn = atomic_load(&team->turn);
   if (atomic_fetch_add(&team->waiting, 1) + 1 == team->size) {
@@ -52,16 +65,23 @@ static inline void meet(team_t *team) {
     }
     return;
   }
-  for (int i = 0; i < SPINS; i++) {
-    if (atomic_load_explicit(&team->turn, memory_order_acquire) != turn) return;
+  int patience = atomic_load_explicit(&team->patience, memory_order_relaxed);
+  for (int i = 0; i < patience; i++) {
+    if (atomic_load_explicit(&team->turn, memory_order_acquire) != turn) {
+      if (learns) set_patience(team, patience + patience / GROWTH);
+      return;
+    }
     pause_a_moment();
   }
+  if (learns) set_patience(team, LEAST_SPINS);
   pthread_mutex_lock(&team->mutex);
   atomic_fetch_add(&team->sleepers, 1);
   while (atomic_load(&team->turn) == turn) pthread_cond_wait(&team->woken, &team->mutex);
   atomic_fetch_sub(&team->sleepers, 1);
   pthread_mutex_unlock(&team->mutex);
 }
+
+static inline void meet(team_t *team) { meet_and(team, 0); }
 
 static inline void work(team_t *team, void (*job)(team_t *, int, void *), void *argument) {
   team->job = job;
