@@ -40,7 +40,7 @@ static float dot(const float *x, const float *w, int64_t k) {
   return sum;
 }
 
-static void put(const product_t *p, int64_t row, int64_t col, int64_t count, const float *sums) {
+INLINE void put(const product_t *p, int64_t row, int64_t col, int64_t count, const float *sums) {
   float *y = p->y + row * p->y_stride + col;
   if (p->add)
     for (int64_t c = 0; c < count; c++) y[c] += p->scale * sums[c];

@@ -196,6 +196,28 @@ static void scan_kept(scan_t *s, int64_t row, const float *weights, item_t *item
 
 /* ---- a row */
 
+/* Whether one of the next LANES tokens is lucky or `close`; few are. 1 where they are not so many. */
+INLINE int any_may_win(const float *weights, const uint32_t *words, int64_t first, int64_t size,
+                       float close) {
+#if defined(__AVX512F__)
+  if (first + LANES > size) return 1;
+  __mmask16 lucky = _mm512_cmplt_epu32_mask(_mm512_loadu_si512(words + first),
+                                            _mm512_set1_epi32((int)LUCKY_WORD));
+  return (lucky | _mm512_cmp_ps_mask(_mm512_loadu_ps(weights + first), _mm512_set1_ps(close),
+                                     _CMP_GE_OQ)) != 0;
+#elif defined(__AVX2__)
+  if (first + LANES > size) return 1;
+  const __m256i turn = _mm256_set1_epi32((int)0x80000000);
+  __m256i word = _mm256_xor_si256(_mm256_loadu_si256((const void *)(words + first)), turn);
+  __m256i lucky = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)(LUCKY_WORD ^ 0x80000000)), word);
+  __m256 near = _mm256_cmp_ps(_mm256_loadu_ps(weights + first), _mm256_set1_ps(close), _CMP_GE_OQ);
+  return _mm256_movemask_ps(_mm256_or_ps(_mm256_castsi256_ps(lucky), near)) != 0;
+#else
+  (void)weights, (void)words, (void)first, (void)size, (void)close;
+  return 1;
+#endif
+}
+
 static void scan_row(scan_t *s, int64_t row, float *weights, uint32_t *words, item_t *items) {
   const float *logits = s->logits + row * s->size;
   const draw_t *draw = &s->draws[row];
@@ -217,14 +239,20 @@ static void scan_row(scan_t *s, int64_t row, float *weights, uint32_t *words, it
     memcpy(words + i, random, sizeof random);
   }
   double least = score_of(weights[s->best[row]], words[s->best[row]]);
-  for (int64_t i = 0; i < s->size; i++)
-    if (words[i] < LUCKY_WORD) least = MAX(least, score_of(weights[i], words[i]));
+  for (int64_t first = 0; first < s->size; first += LANES) {
+    if (!any_may_win(weights, words, first, s->size, INFINITY)) continue;
+    for (int64_t i = first; i < MIN(first + LANES, s->size); i++)
+      if (words[i] < LUCKY_WORD) least = MAX(least, score_of(weights[i], words[i]));
+  }
   least -= SLACK;
   float close = (float)(least - LUCK);
-  for (int64_t i = 0; i < s->size; i++) {
-    if (!(words[i] < LUCKY_WORD) && !(weights[i] >= close)) continue;
-    if (score_of(weights[i], words[i]) < least) continue;
-    if (!offer(s, row, i, words[i])) return;
+  for (int64_t first = 0; first < s->size; first += LANES) {
+    if (!any_may_win(weights, words, first, s->size, close)) continue;
+    for (int64_t i = first; i < MIN(first + LANES, s->size); i++) {
+      if (!(words[i] < LUCKY_WORD) && !(weights[i] >= close)) continue;
+      if (score_of(weights[i], words[i]) < least) continue;
+      if (!offer(s, row, i, words[i])) return;
+    }
   }
 }
 
