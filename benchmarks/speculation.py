@@ -34,6 +34,7 @@ from tinkercloud.core.types import (  # noqa: E402
 from tinkercloud.embedded.base_model import BaseModel  # noqa: E402
 from tinkercloud.embedded.blocks import BlockPool  # noqa: E402
 from tinkercloud.embedded.device import choose_dtype, usable_cores  # noqa: E402
+from tinkercloud.embedded.engine import SamplingEngine  # noqa: E402
 from tinkercloud.embedded.models import ModelStore  # noqa: E402
 from tinkercloud.embedded.round_costs import round_costs  # noqa: E402
 from tinkercloud.embedded.runners import runner_for  # noqa: E402
@@ -64,7 +65,8 @@ COLUMNS = (
 @dataclass(frozen=True)
 class Scale:
     """tokens: of a structured sample. most: samples at once. Of the run of RL: epochs, prompts,
-    samples of each, tokens of each, at_once decoded together, steps of the policy's schooling."""
+    samples of each, tokens of each, how many are decoded together, steps of the policy's
+    schooling."""
 
     tokens: int = 256
     repeats: int = 3
@@ -74,18 +76,19 @@ class Scale:
     prompts: int = 4
     samples: int = 8
     answer_tokens: int = 48
-    at_once: int = 8
+    at_once: tuple[int, ...] = (4, 8)
     lessons: int = 6
 
 
 QUICK = Scale(tokens=48, repeats=1, most=8, many_tokens=16, epochs=2, prompts=2, samples=4,
-              answer_tokens=16, lessons=1)  # fmt: skip
+              answer_tokens=16, at_once=(8,), lessons=1)  # fmt: skip
 
 
 @dataclass
 class Epochs:
-    """Seconds of each epoch's rollouts, and their tokens."""
+    """Seconds of each epoch's rollouts with so many at once, and their tokens."""
 
+    at_once: int
     plain_s: list[float] = field(default_factory=list)
     drafted_s: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -94,6 +97,33 @@ class Epochs:
 
     def times(self, first: int = 0) -> float:
         return sum(self.plain_s[first:]) / sum(self.drafted_s[first:])
+
+
+@dataclass
+class Rollouts:
+    """One engine without drafts and one with, which remember what they wrote."""
+
+    plain: SamplingEngine
+    drafted: SamplingEngine
+    seen: Epochs
+
+    @classmethod
+    def of(cls, engines: Engines, at_once: int) -> "Rollouts":
+        return cls(engines.make(drafts=False), engines.make(drafts=True), Epochs(at_once))
+
+    def take(self, case: Case, epoch: int) -> list[list[SampleOutput]]:
+        order = [(self.plain, self.seen.plain_s), (self.drafted, self.seen.drafted_s)]
+        outputs = []
+        for engine, seconds in order if epoch % 2 else order[::-1]:
+            output, took = timed(engine, case)
+            outputs.append(output)
+            seconds.append(took)
+        self.seen.tokens.append(sum(len(s.tokens) for o in outputs[0] for s in o.sequences))
+        return outputs
+
+    def told(self) -> Epochs:
+        self.seen.told = self.drafted.speculation()[0]["smollm2"]
+        return self.seen
 
 
 class Bench:
@@ -158,35 +188,31 @@ class Bench:
 
     # ---- RL
 
-    def rl(self) -> Epochs:
+    def rl(self) -> list[Epochs]:
         """The policy is taught the form of an answer, then goes over the same prompts again and
         again; rollouts with drafts and without take turns at being first."""
-        scale, seen = self._scale, Epochs()
+        scale = self._scale
         self._store.create_model("policy", "smollm2", LoraSpec(rank=16, seed=0))
         for lesson in range(scale.lessons):
             self._train([self._worked(7 * lesson + i) for i in range(16)], "cross_entropy", 2e-3)
-        engines = self.engines(scale.at_once)
-        plain, drafted = (engines.make(drafts=drafts) for drafts in (False, True))
+        runs = [Rollouts.of(self.engines(at_once), at_once) for at_once in scale.at_once]
         for epoch in range(scale.epochs):
             version = self._store.version(self._store.publish(FromModel("policy")))
             case = Case("epoch", version, tuple(self._questions(epoch)))
-            order = [(plain, seen.plain_s), (drafted, seen.drafted_s)]
-            outputs = []
-            for engine, seconds in order if epoch % 2 else order[::-1]:
-                output, took = timed(engine, case)
-                outputs.append(output)
-                seconds.append(took)
-            require_equal(f"epoch {epoch}", *outputs)
-            seen.tokens.append(sum(len(s.tokens) for o in outputs[0] for s in o.sequences))
-            seen.rewards.append(self._learn(case.requests, outputs[0]))
-            times = seen.plain_s[-1] / seen.drafted_s[-1]
+            outputs = [output for run in runs for output in run.take(case, epoch)]
+            for output in outputs[1:]:
+                require_equal(f"epoch {epoch}", outputs[0], output)
+            reward = self._learn(case.requests, outputs[0])
+            for run in runs:
+                run.seen.rewards.append(reward)
+            times = ", ".join(f"{run.seen.times(epoch):.2f}" for run in runs)
             print(
-                f"epoch {epoch + 1}: {times:.2f} times, reward {seen.rewards[-1]:.2f}",
+                f"epoch {epoch + 1}: {times} times with {scale.at_once} at once, reward "
+                f"{reward:.2f}",
                 file=sys.stderr,
                 flush=True,
             )
-        seen.told = drafted.speculation()[0]["smollm2"]
-        return seen
+        return [run.told() for run in runs]
 
     def _questions(self, epoch: int) -> Iterator[SampleRequest]:
         scale = self._scale
@@ -255,7 +281,7 @@ def target(name: str, value: float, wanted: str, *, met: bool) -> dict[str, Cell
     return {"name": name, "value": round(value, 2), "target": wanted, "met": met}
 
 
-def epoch_rows(seen: Epochs, scale: Scale) -> list[tuple[Cell, ...]]:
+def epoch_rows(seen: Epochs) -> list[tuple[Cell, ...]]:
     told = seen.told
     forwards = max(1, told["forwards"])  # type: ignore[type-var]
     found = []
@@ -267,7 +293,7 @@ def epoch_rows(seen: Epochs, scale: Scale) -> list[tuple[Cell, ...]]:
         if plain:
             found.append(
                 (
-                    name, 1.0, scale.at_once, round(tokens / plain, 1),
+                    name, 1.0, seen.at_once, round(tokens / plain, 1),
                     round(tokens / drafted, 1), round(plain / drafted, 2),
                     round(float(told["tokens_per_sequence_forward"]), 2),  # type: ignore[arg-type]
                     round(told["ms"]["draft"] / forwards, 2),  # type: ignore[index]
@@ -275,6 +301,17 @@ def epoch_rows(seen: Epochs, scale: Scale) -> list[tuple[Cell, ...]]:
                 )
             )  # fmt: skip
     return found
+
+
+def epoch_goals(seen: Epochs) -> list[dict[str, Cell]]:
+    found, epochs = [], len(seen.tokens)
+    name = f"RL, {seen.at_once} at once"
+    if epochs > 1:
+        later = seen.times(1)
+        goal, met = f">= {LATER_TIMES}", later >= LATER_TIMES
+        found.append(target(f"{name}, epochs 2 and later: times plain", later, goal, met=met))
+    goal, met = f">= {RUN_TIMES}", seen.times() >= RUN_TIMES
+    return [*found, target(f"{name}, {epochs} epochs: times plain", seen.times(), goal, met=met)]
 
 
 def main() -> int:
@@ -302,23 +339,16 @@ def main() -> int:
                 wanted = f">= {EVEN[0]}" if case.at_once < 128 else f"{EVEN[0]} to {EVEN[1]}"
                 met = outcome.times >= EVEN[0] and (case.at_once < 128 or outcome.times <= EVEN[1])
                 goals.append(target(f"{name}: times plain", outcome.times, wanted, met=met))
-        seen = bench.rl()
-    rows += epoch_rows(seen, scale)
-    if scale.epochs > 1:
-        later = seen.times(1)
-        goals.append(
-            target("RL, epochs 2 and later: times plain", later, f">= {LATER_TIMES}",
-                   met=later >= LATER_TIMES)
-        )  # fmt: skip
-    goals.append(
-        target(f"RL, {scale.epochs} epochs: times plain", seen.times(), f">= {RUN_TIMES}",
-               met=seen.times() >= RUN_TIMES)
-    )  # fmt: skip
+        runs = bench.rl()
+    for seen in runs:
+        rows += epoch_rows(seen)
+        goals += epoch_goals(seen)
     result = Report(
         title="Speculation",
         about=ABOUT.format(
             dtype=str(bench.base.dtype).removeprefix("torch."), scale=scale, costs=costs,
-            rewards=", ".join(f"{one:.2f}" for one in seen.rewards),
+            rewards=", ".join(f"{one:.2f}" for one in runs[0].rewards),
+            at_once=" and ".join(map(str, scale.at_once)),
         ),
         command="python benchmarks/speculation.py" + (" --quick" if given.quick else ""),
         columns=COLUMNS,
@@ -338,7 +368,7 @@ log-probabilities of both are compared, bit by bit. JSON, code and arithmetic: o
 {scale.tokens} tokens that goes on from such a text. Prose: one prompt, samples of
 {scale.many_tokens} tokens. Each of these turns begins with a drafter that has seen nothing. RL:
 {scale.prompts} prompts with {scale.samples} samples of up to {scale.answer_tokens} tokens,
-{scale.at_once} decoded at once, {scale.epochs} epochs; the policy is a LoRA adapter of rank 16,
+{at_once} decoded at once, {scale.epochs} epochs; the policy is a LoRA adapter of rank 16,
 taught the form of an answer in {scale.lessons} steps, and is updated after every epoch, so that
 drafts come from what earlier versions wrote; mean rewards {rewards}. *tokens a pass*: of each
 sample, and of all epochs together.
