@@ -192,6 +192,7 @@ def arguments() -> argparse.Namespace:
         "--peers", type=Path, default=ROOT / ".peers", help="their environments (peers.md)"
     )
     parser.add_argument("--only", help=f"contenders, of {', '.join(SHORT)}")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="this one alone")
     parser.add_argument(
         "--budget-s", type=float, default=400.0, help="seconds of loads for each contender"
     )
@@ -205,6 +206,7 @@ def main() -> int:
     names = [SHORT[name] for name in (given.only or usual).split(",")]
     setting = Setting(model, given.peers.absolute(), names, given.quick, given.budget_s)
     dtypes = ["float32", *(["bfloat16"] if native_bfloat16() and not given.quick else [])]
+    dtypes = [dtype for dtype in dtypes if given.dtype in (None, dtype)]
     bench, seen, scale = asyncio.run(measured(setting, dtypes))
     if not native_bfloat16():
         bench.notes.append("bfloat16: this processor has no instructions for it.")

@@ -7,6 +7,7 @@
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <time.h>
 
 typedef struct team {
   int size;
@@ -30,12 +31,13 @@ static inline void *scratch(team_t *team, size_t bytes) {
 }
 
 /* How often a thread looks before it sleeps and leaves the core. Most is a few dozen microseconds.
-   Where others want the cores, too, a member may wait for its own for milliseconds; who spins until
-   then and sleeps has used up its turn and is not woken at once. So after one such wait threads are
+   Where others want the cores, too, a member may wait for its own for milliseconds; who spins before
+   it sleeps then has used up its turn and is not woken at once. So after one such wait threads are
    quick to sleep, and get more patient with each wait that was short. */
 #define MOST_SPINS 4000
 #define LEAST_SPINS 300
 #define GROWTH 64
+#define LONG_WAIT_NS 1000000
 
 static inline void pause_a_moment(void) {
 #if defined(__x86_64__)
@@ -43,6 +45,12 @@ static inline void pause_a_moment(void) {
 #elif defined(__aarch64__)
   __asm__ volatile("yield");
 #endif
+}
+
+static inline int64_t nanoseconds(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * 1000000000ll + now.tv_nsec;
 }
 
 static inline void set_patience(team_t *team, int spins) {
@@ -73,12 +81,13 @@ static inline void meet_and(team_t *team, int learns) {
     }
     pause_a_moment();
   }
-  if (learns) set_patience(team, LEAST_SPINS);
+  int64_t began = nanoseconds();
   pthread_mutex_lock(&team->mutex);
   atomic_fetch_add(&team->sleepers, 1);
   while (atomic_load(&team->turn) == turn) pthread_cond_wait(&team->woken, &team->mutex);
   atomic_fetch_sub(&team->sleepers, 1);
   pthread_mutex_unlock(&team->mutex);
+  if (learns && nanoseconds() - began > LONG_WAIT_NS) set_patience(team, LEAST_SPINS);
 }
 
 static inline void meet(team_t *team) { meet_and(team, 0); }
