@@ -124,7 +124,7 @@ class HeadDrafter:
         padded = torch.nn.utils.rnn.pad_sequence
         new = NewRows(
             [r.slot for r in readers],
-            padded(features, batch_first=True),
+            padded(list(features), batch_first=True),
             sent(padded(tokens, batch_first=True), self.head.device),
             counts,
         )
