@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection
 
 from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.blocks import BlockPool
-from tinkercloud.embedded.runners import NativeRunner, Runner
+from tinkercloud.embedded.runners import Runner
 from tinkercloud.embedded.speculation import Speculation
 from tinkercloud.speculative.draft_vocabulary import DraftVocabulary
 from tinkercloud.speculative.drafter import Drafter
@@ -44,7 +44,6 @@ class Drafting:
         vocab_size = base.config.vocab_size
         drafter = guarded(self._make(vocab_size), vocab_size)
         if drafter.layers:
-            assert isinstance(runner, NativeRunner)
             runner.capture(base, drafter.layers)
         self.speculation = Speculation(drafter, self.policy)
         return self.speculation

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
+from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.blocks import BLOCK_TOKENS, BlockPool
 from tinkercloud.embedded.lanes import Lane, StreamLanes
 from tinkercloud.embedded.runners import Batch, Runner
@@ -108,6 +109,13 @@ class WatchedRunner:
         self.is_exact, self.scan = runner.is_exact, runner.scan
         self.fails_on: str | None = None  # the stream's name
         self.rows: dict[str, list[int]] = defaultdict(list)  # of each pass, by stream
+
+    @property
+    def captured(self) -> Tensor:
+        return self._runner.captured
+
+    def capture(self, base: BaseModel, layers: tuple[int, ...]) -> None:
+        self._runner.capture(base, layers)
 
     def forward(self, batch: Batch, pool: BlockPool) -> Tensor:
         self._streams.note("pass")

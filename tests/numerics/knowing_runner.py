@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tinkercloud.decoding.sampler import Scan
+from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.blocks import BLOCK_TOKENS, BlockPool
 from tinkercloud.embedded.runners import Batch
 from tinkercloud.weights.token_bytes import TokenBytes
@@ -27,6 +28,10 @@ class KnowingRunner:
         self._tokenizer, self._texts, self._vocab_size = tokenizer, texts, vocab_size
         self._memory: dict[tuple[int, int], int] = {}
         self.num_rows = 0
+        self.captured = torch.empty(0, 0, 0)
+
+    def capture(self, base: BaseModel, layers: tuple[int, ...]) -> None:
+        """It has none."""
 
     def forward(self, batch: Batch, pool: BlockPool) -> Tensor:
         self.num_rows += len(batch.tokens)

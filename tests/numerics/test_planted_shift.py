@@ -88,7 +88,6 @@ def stood(
 
     def make(base: BaseModel, runner: Runner, pool: BlockPool) -> Speculation:
         if drafter.layers:
-            assert isinstance(runner, NativeRunner)
             runner.capture(base, drafter.layers)
         guard = guarded(drafter, base.config.vocab_size)
         made.append(Speculation(guard, Steady(DRAFTED), None, listener))

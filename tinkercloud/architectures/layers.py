@@ -5,7 +5,7 @@ H heads, Dh head size. Every function here is row-wise: a row's result depends o
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +14,10 @@ from torch import Tensor
 
 from tinkercloud.architectures.config import ArchitectureConfig
 from tinkercloud.errors import ConfigError
+
+Show = Callable[[int, Tensor], None]
+"""Is given a block's number, from 1 on, and what it put out (T, D); of the last block what follows
+the final norm. To be copied: it may be changed after."""
 
 
 class Context(Protocol):

@@ -10,6 +10,7 @@ from torch import Tensor
 from tinkercloud.architectures.config import ArchitectureConfig
 from tinkercloud.architectures.layers import (
     Context,
+    Show,
     rms_norm,
     rotary_frequencies,
     rotate,
@@ -23,13 +24,21 @@ class Llama:
         frequencies, self._magnitude = rotary_frequencies(config)
         self._frequencies = frequencies.to(device)
 
-    def hidden(self, ctx: Context, tokens: Tensor, positions: Tensor) -> Tensor:
-        """tokens and positions int64 (T,) -> (T, D) after the final norm."""
+    def hidden(
+        self, ctx: Context, tokens: Tensor, positions: Tensor, show: Show | None = None
+    ) -> Tensor:
+        """tokens and positions int64 (T,) -> (T, D) after the final norm. show: is given what every
+        block puts out."""
         cos, sin = self.rotary(positions)
-        x = ctx.embed(tokens)
-        for index in range(self.config.num_layers):
+        x, last = ctx.embed(tokens), self.config.num_layers
+        for index in range(last):
             x = self.layer(ctx, index, x, cos, sin)
-        return self.final_norm(ctx, x)
+            if show is not None and index + 1 < last:
+                show(index + 1, x)
+        x = self.final_norm(ctx, x)
+        if show is not None:
+            show(last, x)
+        return x
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """int64 (T,) -> cos and sin, float32 (T, Dh / 2)."""

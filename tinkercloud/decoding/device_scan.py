@@ -61,6 +61,12 @@ def read(found: NDArray[np.int64]) -> Scanned:
     return Scanned(found[:, 0].copy(), norm, count, ids, words.astype(np.uint32))
 
 
+def noise_at(params: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
+    """`sampler.gumbel_noise_at` on the device, but for the last bits of its logarithms: the entries
+    `ids` int64 (k,) of each row's noise, float32 (B, k). params: of `packed`."""
+    return _noise(random_words(params[:, :3].contiguous(), vocab_size)[:, ids])
+
+
 def _temperatures(params: Tensor) -> Tensor:
     return params[:, 3:].contiguous().view(torch.float64)
 

@@ -24,6 +24,7 @@ from tinkercloud.decoding import device_scan
 from tinkercloud.decoding.sampler import RowParams, Scanned
 from tinkercloud.embedded.adapter_bank import AdapterBank
 from tinkercloud.embedded.decode_step import HEAD, Step
+from tinkercloud.embedded.layer_states import LayerStates
 
 logger = logging.getLogger(__name__)
 
@@ -102,13 +103,25 @@ class Graphs:
 
 
 class DecodeGraphs:
-    """Of one Step. The buffers are as large as the largest step needs, from the start."""
+    """Of one Step, which puts out the same layers' states every time. The buffers are as large as
+    the largest step needs, from the start.
 
-    def __init__(self, model: Step, device: torch.device, capture: Capture | None, max_width: int):
+    states: the buffer of these, MAX_ROWS rows of it; None: none are wanted.
+    """
+
+    def __init__(
+        self,
+        model: Step,
+        device: torch.device,
+        capture: Capture | None,
+        max_width: int,
+        states: LayerStates | None = None,
+    ):
         config = model.architecture.config
         dtype = model.weights["model.embed_tokens"].dtype
         self._model, self._graphs = model, Graphs(capture, "the decode step")
         self._packed = torch.zeros(MAX_ROWS * (HEAD + max_width), dtype=torch.int32, device=device)
+        self._states = states
         self._out = torch.zeros(MAX_ROWS, config.vocab_size, dtype=dtype, device=device)
 
     def __len__(self) -> int:
@@ -120,9 +133,19 @@ class DecodeGraphs:
         buffer = self._packed[: packed.size].view(num_rows, columns)
         buffer.copy_(torch.from_numpy(packed))
         out = self._out[:num_rows]
+        states = None if self._states is None else self._states.rows(num_rows)
         kind = Kind(num_rows, columns - HEAD, -1 if bank is None else bank.generation)
-        self._graphs.run(kind, lambda: self._model.step(buffer, bank, out))
+        self._graphs.run(kind, lambda: self._model.step(buffer, bank, out, states))
         return out[:num_real].clone()
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return () if self._states is None else self._states.layers
+
+    def captured(self, num_real: int) -> Tensor:
+        """What `layers` put out in the last step, (num_real, L, D), the caller's to keep."""
+        assert self._states is not None, "no layers are wanted"
+        return self._states.out[:num_real].clone()
 
 
 class DrawGraphs:

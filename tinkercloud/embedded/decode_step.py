@@ -20,6 +20,7 @@ from torch import Tensor
 from tinkercloud.architectures.llama import Llama
 from tinkercloud.embedded.adapter_bank import NONE, AdapterBank
 from tinkercloud.embedded.blocks import BLOCK_TOKENS, BlockPool
+from tinkercloud.embedded.layer_states import LayerStates
 from tinkercloud.embedded.paged_attention import PagedAttention
 
 HEAD = 3  # columns before a row's table: token, position, slot of its adapter
@@ -115,9 +116,15 @@ class Step(Protocol):
     @property
     def weights(self) -> Mapping[str, Tensor]: ...
 
-    def step(self, packed: Tensor, bank: AdapterBank | None, out: Tensor) -> None:
-        """Logits of packed (B, HEAD + W) to out (B, V); keys and values to their blocks. What
-        runs depends on the shapes alone."""
+    def step(
+        self,
+        packed: Tensor,
+        bank: AdapterBank | None,
+        out: Tensor,
+        states: LayerStates | None = None,
+    ) -> None:
+        """Logits of packed (B, HEAD + W) to out (B, V); keys and values to their blocks; to states
+        what its layers put out. What runs depends on the shapes and these layers alone."""
         ...
 
 
@@ -130,9 +137,16 @@ class DecodeModel:
     pool: "ref[BlockPool]"  # its owner may give the memory back
     attend: PagedAttention
 
-    def step(self, packed: Tensor, bank: AdapterBank | None, out: Tensor) -> None:
+    def step(
+        self,
+        packed: Tensor,
+        bank: AdapterBank | None,
+        out: Tensor,
+        states: LayerStates | None = None,
+    ) -> None:
         inputs, pool = Inputs.of(packed), self.pool()
         assert pool is not None, "decoded into what is gone"
         context = DecodeContext(self.weights, pool, inputs, bank, self.attend)
-        hidden = self.architecture.hidden(context, inputs.tokens, inputs.positions)
+        show = None if states is None else states.show
+        hidden = self.architecture.hidden(context, inputs.tokens, inputs.positions, show)
         out.copy_(self.architecture.unembed(context, hidden))

@@ -21,10 +21,10 @@ from tinkercloud.embedded.draft_training import DraftTrainer, DraftTraining, Gat
 from tinkercloud.embedded.engine import SamplingEngine
 from tinkercloud.embedded.head_drafter import HeadDrafter
 from tinkercloud.embedded.head_student import HeadStudent, HeadTraining, Told
-from tinkercloud.embedded.runners import NativeRunner, Runner
+from tinkercloud.embedded.runners import Runner
 from tinkercloud.embedded.speculation import Speculation
 from tinkercloud.embedded.versions import Version
-from tinkercloud.errors import ConfigError, UserError
+from tinkercloud.errors import UserError
 from tinkercloud.speculative.cases import Case, CaseStore
 from tinkercloud.speculative.collecting import CaseCollector, Collecting, Verdict
 from tinkercloud.speculative.draft_folder import DraftFolder
@@ -101,8 +101,6 @@ def practised(scene: Scene, drafter: HeadDrafter, practice: Practice, store: Cas
     made: list[Speculation] = []
 
     def make(base: BaseModel, runner: Runner, pool: BlockPool) -> Speculation:
-        if not isinstance(runner, NativeRunner):
-            raise ConfigError("a draft head needs the compiled pass of a CPU")
         runner.capture(base, drafter.layers)
         guard = guarded(drafter, base.config.vocab_size)
         made.append(Speculation(guard, Steady(DRAFTED), None, KeepsCases(store)))

@@ -24,7 +24,7 @@ from tinkercloud.decoding.stops import StopRule
 from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.blocks import BLOCK_TOKENS, BlockPool, blocks_for
 from tinkercloud.embedded.lanes import Lane, Lanes, OneLane, lanes_for
-from tinkercloud.embedded.runners import NativeRunner, Runner, ragged, runner_for, scorer_for
+from tinkercloud.embedded.runners import Runner, ragged, runner_for, scorer_for
 from tinkercloud.embedded.scoring import PromptScores
 from tinkercloud.embedded.sequences import Job, Reply, Sequence
 from tinkercloud.embedded.speculation import Speculation
@@ -403,7 +403,7 @@ class SamplingEngine:
         """What the drafter wants to see of the pass (M, L, D)."""
         wanted = device.speculation is not None and device.speculation.layers
         runner = self._runner_of(work)
-        return runner.captured if wanted and isinstance(runner, NativeRunner) else None
+        return runner.captured if wanted and runner is device.runner else None
 
     def _after(self, one: Work, logits: Tensor, device: _Device) -> bool:
         """Whether a token is to be drawn from the last row."""

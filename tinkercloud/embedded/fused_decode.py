@@ -13,6 +13,7 @@ from weakref import ref
 import torch.nn.functional as F
 from torch import Tensor
 
+from tinkercloud.architectures.layers import Show
 from tinkercloud.architectures.llama import Llama
 from tinkercloud.architectures.qwen3 import Qwen3
 from tinkercloud.embedded import attention_kernel
@@ -20,6 +21,7 @@ from tinkercloud.embedded import decode_kernels as kernels
 from tinkercloud.embedded.adapter_bank import AdapterBank
 from tinkercloud.embedded.blocks import BlockPool
 from tinkercloud.embedded.decode_step import Inputs
+from tinkercloud.embedded.layer_states import LayerStates
 
 FEW_ROWS = 16
 """Up to so many rows a low-rank product reads each row's own factors; for more, matrix products of
@@ -34,11 +36,17 @@ class FusedModel:
     weights: Mapping[str, Tensor]
     pool: "ref[BlockPool]"  # its owner may give the memory back
 
-    def step(self, packed: Tensor, bank: AdapterBank | None, out: Tensor) -> None:
+    def step(
+        self,
+        packed: Tensor,
+        bank: AdapterBank | None,
+        out: Tensor,
+        states: LayerStates | None = None,
+    ) -> None:
         pool = self.pool()
         assert pool is not None, "decoded into what is gone"
         run = _Run(self.architecture, self.weights, pool, Inputs.of(packed), bank)
-        out.copy_(run.logits())
+        out.copy_(run.logits(None if states is None else states.show))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +59,7 @@ class _Run:
     at: Inputs
     bank: AdapterBank | None
 
-    def logits(self) -> Tensor:
+    def logits(self, show: Show | None) -> Tensor:
         """(B, V)."""
         rotary = self.architecture.rotary(self.at.positions)
         x = F.embedding(self.at.tokens, self.weights["model.embed_tokens"])
@@ -59,11 +67,16 @@ class _Run:
         for index in range(self.architecture.config.num_layers):
             path = f"model.layers.{index}"
             normed = self._norm(f"{path}.input_layernorm", x, added)
+            if show is not None and index:
+                show(index, x)  # only now what the block before added is in x
             added = self._attention(index, normed, rotary)
             normed = self._norm(f"{path}.post_attention_layernorm", x, added)
             gate, up = (self._linear(f"{path}.mlp.{n}_proj", normed) for n in ("gate", "up"))
             added = self._linear(f"{path}.mlp.down_proj", kernels.swiglu(gate, up))
-        return self._linear("lm_head", self._norm("model.norm", x, added))
+        normed = self._norm("model.norm", x, added)
+        if show is not None:
+            show(self.architecture.config.num_layers, normed)
+        return self._linear("lm_head", normed)
 
     def _attention(self, index: int, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         path = f"model.layers.{index}.self_attn"

@@ -10,13 +10,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from tinkercloud.decoding import device_scan
 from tinkercloud.decoding.sampler import RowParams, gumbel_noise_at, warp
 from tinkercloud.embedded.draft_rows import row_params
 from tinkercloud.speculative.draft_law import AUDIT_EVERY, AuditSchedule
+from tinkercloud.speculative.draft_vocabulary import DraftVocabulary
 from tinkercloud.speculative.drafter import NOTHING, Draft, Stream
 from tinkercloud.speculative.head import Head
 from tinkercloud.speculative.head_cache import HeadCache, NewRows, extend
 from tinkercloud.speculative.head_draft import Coupling, Start, draft_chains
+from tinkercloud.speculative.sending import sent
 
 MOST_UNREAD = 256  # rows of a sample that wait to be read; what is older is given up
 MOST_CONTEXT = 1024  # rows of a sample in the head's cache; then it begins anew
@@ -35,18 +38,18 @@ class _Reader:
 
 
 class HeadDrafter:
-    """Parameters may be replaced between rounds (`use`)."""
+    """Parameters may be replaced between rounds (`use`). It computes where the target does."""
 
     name = "head"
     is_coupled = True
 
     def __init__(self, head: Head, params: Mapping[str, Tensor], audit_every: int = AUDIT_EVERY):
-        self.head, self._params = head, dict(params)
+        self.head, self._params = head, head.placed(params)
         self._audits = AuditSchedule(audit_every)
         self._cache = HeadCache(head, 1)
         self._free = [0]
         self._readers: dict[int, _Reader] = {}
-        self._coupling: Coupling[RowParams] = Coupling(warp, gumbel_noise_at)
+        self._coupling = _coupling(head.vocabulary)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -58,7 +61,7 @@ class HeadDrafter:
         return dict(self._params)
 
     def use(self, params: Mapping[str, Tensor]) -> None:
-        self._params = dict(params)
+        self._params = self.head.placed(params)
         for reader in self._readers.values():
             self._begin_anew(reader)
 
@@ -111,17 +114,18 @@ class HeadDrafter:
         for reader in readers:
             if self._cache.lengths[reader.slot] + reader.num_unread > MOST_CONTEXT:
                 self._cache.rewind(reader.slot, 0)
-        features = [self.head.fuse(self._params, torch.cat(r.unread)) for r in readers]
+        counts = [r.num_unread for r in readers]
+        unread = torch.cat([states for r in readers for states in r.unread])
+        features = self.head.fuse(self._params, unread).split(counts)
         tokens = [
             torch.tensor(r.stream.tokens[r.first + 1 : r.first + 1 + r.num_unread]) for r in readers
         ]
-        counts = [r.num_unread for r in readers]
         assert [len(one) for one in tokens] == counts, "states of tokens that do not stand"
         padded = torch.nn.utils.rnn.pad_sequence
         new = NewRows(
             [r.slot for r in readers],
-            padded(features, batch_first=True),
-            padded(tokens, batch_first=True),
+            padded(list(features), batch_first=True),
+            sent(padded(tokens, batch_first=True), self.head.device),
             counts,
         )
         outputs = extend(self.head, self._params, self._cache, new)
@@ -137,7 +141,9 @@ class HeadDrafter:
         audited = [i for i, (one, _) in enumerate(ready) if takes(one.stream.temperature)]
         start = Start([reader.slot for reader, _ in ready], torch.stack(outputs), rows, audited)
         chains = draft_chains(self.head, self._params, self._cache, start, self._coupling)
-        tokens, chances = chains.tokens.tolist(), chains.chances.clamp(0, 1).tolist()
+        # Both at once: each time the host reads, it waits for the device.
+        told = torch.stack((chains.tokens.double(), chains.chances.clamp(0, 1).double())).tolist()
+        tokens, chances = [[int(token) for token in row] for row in told[0]], told[1]
         return {
             reader.stream.id: Draft(
                 tuple(tokens[i][:most]),
@@ -150,3 +156,14 @@ class HeadDrafter:
     def _begin_anew(self, reader: _Reader) -> None:
         self._cache.rewind(reader.slot, 0)
         reader.unread, reader.num_unread, reader.output = [], 0, None
+
+
+def _coupling(vocabulary: DraftVocabulary) -> Coupling[RowParams]:
+    """The noise is made where the vocabulary lies."""
+    size, device = len(vocabulary.index), vocabulary.ids.device
+
+    def noise(rows: Sequence[RowParams], ids: Tensor) -> Tensor:
+        params = sent(torch.from_numpy(device_scan.packed(rows)), device)
+        return device_scan.noise_at(params, ids, size)
+
+    return Coupling(warp, gumbel_noise_at if device.type == "cpu" else noise)

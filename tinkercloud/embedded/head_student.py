@@ -126,7 +126,8 @@ class HeadStudent:
 
     def __init__(self, head: Head, params: Mapping[str, Tensor], training: HeadTraining):
         self._head, self._training = head, training
-        self._params = {n: t.detach().clone().requires_grad_() for n, t in params.items()}
+        own = head.placed(params)
+        self._params = {n: t.detach().clone().requires_grad_() for n, t in own.items()}
 
     @property
     def params(self) -> dict[str, Tensor]:
@@ -186,10 +187,10 @@ class HeadStudent:
         return tensors
 
     def _collate(self, batch: Sequence[CapturedSequence]) -> _Rows:
-        device = self._head.frozen.embed.device
+        device = self._head.device
         ids = _padded([s.top_ids[1:].astype(np.int64) for s in batch], device)
         probs = _padded([s.top_probs[1:] for s in batch], device)
-        index = self._head.frozen.vocabulary.index.to(device)
+        index = self._head.vocabulary.index
         weights = _padded([s.weights[1:] for s in batch], device)
         temperature = torch.tensor([s.temperature for s in batch], device=device)
         return _Rows(

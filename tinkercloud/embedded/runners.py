@@ -19,6 +19,7 @@ from tinkercloud.embedded.adapter_bank import AdapterBank
 from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.blocks import BlockPool, blocks_for
 from tinkercloud.embedded.decode_graphs import (
+    MAX_ROWS,
     Capture,
     CudaCapture,
     DecodeGraphs,
@@ -28,11 +29,13 @@ from tinkercloud.embedded.decode_graphs import (
 )
 from tinkercloud.embedded.decode_step import Rows
 from tinkercloud.embedded.kernel_choice import has_kernels, step_for
+from tinkercloud.embedded.layer_states import LayerStates
 from tinkercloud.embedded.native import AdapterTable, NativeModel, Team, library, scan
 from tinkercloud.embedded.paged_context import PagedContext
 from tinkercloud.embedded.versions import Version
 
 _BASE = "base "
+_NO_STATES = torch.empty(0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,17 @@ class Runner(Protocol):
     is_exact: bool
     scan: Scan | None  # for `decoding.sampler.sample`
 
+    def capture(self, base: BaseModel, layers: tuple[int, ...]) -> None:
+        """From now on these layers' outputs are wanted of passes of the base, and no others;
+        numbered as in `speculative.head.HeadConfig`."""
+        ...
+
+    @property
+    def captured(self) -> Tensor:
+        """What the wanted layers put out in the last pass (M, L, D), float32 on the base's device;
+        the caller's to keep. Empty where none are wanted."""
+        ...
+
     def forward(self, batch: Batch, pool: BlockPool) -> Tensor:
         """Logits (W, V); writes the rows' keys and values into their blocks. On a device with
         `lanes` the logits are the caller's to keep; else they are good until the next call."""
@@ -129,11 +143,9 @@ class NativeRunner:
         self._adapters: dict[str, AdapterTable] = {}
         self._angles: dict[str, tuple[Tensor, Tensor]] = {}  # by base; they grow as needed
         self._layers: dict[str, tuple[int, ...]] = {}  # by base
-        self.captured = torch.empty(0, 0, 0)
+        self.captured = _NO_STATES
 
     def capture(self, base: BaseModel, layers: tuple[int, ...]) -> None:
-        """From now on `captured` (M, L, D) is what these layers of the base put out in the last
-        pass; numbered as in `speculative.head.HeadConfig`."""
         self._layers[base.name] = layers
 
     def forward(self, batch: Batch, pool: BlockPool) -> Tensor:
@@ -185,10 +197,22 @@ class TorchRunner:
     is_exact = False
     scan: Scan | None = None
 
+    def __init__(self) -> None:
+        self._layers: dict[str, tuple[int, ...]] = {}  # by base
+        self.captured = _NO_STATES
+
+    def capture(self, base: BaseModel, layers: tuple[int, ...]) -> None:
+        self._layers[base.name] = layers
+
     def forward(self, batch: Batch, pool: BlockPool) -> Tensor:
         base = batch.base
+        layers = self._layers.get(base.name, ())
+        states = LayerStates.empty(layers, len(batch.tokens), base) if layers else None
+        self.captured = _NO_STATES if states is None else states.out
         context = PagedContext(batch.versions, pool, batch.positions, batch.sequence, batch.tables)
-        hidden = base.architecture.hidden(context, *context.padded(batch.tokens, base.device))
+        tokens, positions = context.padded(batch.tokens, base.device)
+        show = None if states is None else states.show
+        hidden = base.architecture.hidden(context, tokens, positions, show)
         return context.unembed(base.architecture, hidden, batch.wanted)
 
     def rest(self) -> None:
@@ -211,10 +235,19 @@ class GraphRunner:
         self._graphs: dict[str, tuple[ref[BlockPool], DecodeGraphs]] = {}
         self._banks: dict[str, AdapterBank] = {}  # by base
         self._spare_blocks: WeakKeyDictionary[BlockPool, int] = WeakKeyDictionary()
+        self._layers: dict[str, tuple[int, ...]] = {}  # by base
+        self.captured = _NO_STATES
+
+    def capture(self, base: BaseModel, layers: tuple[int, ...]) -> None:
+        self._layers[base.name] = layers
+        self._plain.capture(base, layers)
 
     def forward(self, batch: Batch, pool: BlockPool) -> Tensor:
         logits = self._decode(batch, pool) if batch.is_decode else None
-        return self._plain.forward(batch, pool) if logits is None else logits
+        if logits is None:
+            logits = self._plain.forward(batch, pool)
+            self.captured = self._plain.captured
+        return logits
 
     def rest(self) -> None:
         self._graphs = {n: g for n, g in self._graphs.items() if n.startswith(_BASE)}
@@ -238,19 +271,22 @@ class GraphRunner:
         rows = Rows(batch.tokens, batch.positions, slots, batch.tables[batch.sequence])
         packed = rows.packed(num_rows, width, spare)
         adapters = bank if any(v.adapter is not None for v in versions) else None
-        logits = self._graphs_of(versions[0], pool).run(packed, adapters, len(batch.tokens))
+        graphs = self._graphs_of(versions[0], pool)
+        logits = graphs.run(packed, adapters, len(batch.tokens))
+        self.captured = graphs.captured(len(batch.tokens)) if graphs.layers else _NO_STATES
         if len(batch.wanted) == len(batch.tokens):
             return logits
         return logits[torch.from_numpy(batch.wanted).to(base.device)]
 
     def _graphs_of(self, version: Version, pool: BlockPool) -> DecodeGraphs:
         name, base = _weights_name(version), version.base
-        known = self._graphs.get(name)
-        if known is not None and known[0]() is pool:
+        known, layers = self._graphs.get(name), self._layers.get(base.name, ())
+        if known is not None and known[0]() is pool and known[1].layers == layers:
             return known[1]
         longest = blocks_for(base.config.max_position_embeddings)
         width = width_for(longest, longest, any_width=False)
-        made = DecodeGraphs(step_for(version, pool), base.device, self._capture, width)
+        states = LayerStates.empty(layers, MAX_ROWS, base) if layers else None
+        made = DecodeGraphs(step_for(version, pool), base.device, self._capture, width, states)
         self._graphs[name] = (ref(pool), made)
         return made
 

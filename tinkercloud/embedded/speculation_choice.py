@@ -14,12 +14,11 @@ from tinkercloud.embedded.engine import Speculate
 from tinkercloud.embedded.head_drafter import HeadDrafter
 from tinkercloud.embedded.model_drafter import ModelDrafter
 from tinkercloud.embedded.round_costs import round_costs
-from tinkercloud.embedded.runners import NativeRunner, Runner
+from tinkercloud.embedded.runners import Runner
 from tinkercloud.embedded.speculation import Speculation
 from tinkercloud.embedded.speculation_trace import Trace
 from tinkercloud.embedded.text_model_drafter import TextModelDrafter
 from tinkercloud.embedded.versions import Version
-from tinkercloud.errors import ConfigError
 from tinkercloud.speculative.acceptance import Acceptance
 from tinkercloud.speculative.cases import CaseStore
 from tinkercloud.speculative.drafter import Drafter
@@ -103,8 +102,6 @@ def _loop(drafter: Drafter, base: BaseModel, asked: Asked) -> DraftLoop:
 
 
 def _head_drafter(name: str, base: BaseModel, runner: Runner, drafts_dir: Path) -> HeadDrafter:
-    if not isinstance(runner, NativeRunner):
-        raise ConfigError("--speculate head needs the compiled pass of a CPU")
     head, params = open_head(drafts_of(drafts_dir, base.name), name, base)
     drafter = HeadDrafter(head, params)
     runner.capture(base, drafter.layers)

@@ -8,6 +8,7 @@ Axes: V vocabulary of the target, Vd of the draft.
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -42,6 +43,10 @@ class DraftVocabulary:
         chosen = set(kept)
         kept += [i for i in order if i not in chosen][: size - len(kept)]
         return cls.of(kept, len(counts))
+
+    def on(self, device: torch.device) -> Self:
+        """The same there."""
+        return type(self)(self.ids.to(device), self.index.to(device))
 
     def __len__(self) -> int:
         return len(self.ids)

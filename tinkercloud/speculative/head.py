@@ -112,13 +112,20 @@ class Projected:
 
 
 class Head:
-    """The layer's arithmetic; the attention between is the caller's."""
+    """The layer's arithmetic, on the device of the target's rows, where parameters and all else are
+    given too; the attention between is the caller's. vocabulary: the frozen rows', there."""
 
     def __init__(self, config: HeadConfig, frozen: FrozenRows):
         self.config = config
         self.frozen = frozen
         frequencies, self._magnitude = rotary_frequencies(config.target)
-        self._frequencies = frequencies.to(frozen.embed.device)
+        self.device = frozen.embed.device
+        self.vocabulary = frozen.vocabulary.on(self.device)
+        self._frequencies = frequencies.to(self.device)
+
+    def placed(self, params: Params) -> dict[str, Tensor]:
+        """The parameters on its device; where they lie there, themselves."""
+        return {name: tensor.to(self.device) for name, tensor in params.items()}
 
     def fuse(self, params: Params, hidden: Tensor) -> Tensor:
         """hidden (..., L, D) -> feature (..., D), float32. Layers grow with depth, so each comes to

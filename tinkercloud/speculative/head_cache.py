@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tinkercloud.speculative.head import Head, Params, mix, scores
+from tinkercloud.speculative.sending import sent
 
 LEAST_CAPACITY = 64
 
@@ -24,9 +25,8 @@ class HeadCache:
     def __init__(self, head: Head, num_slots: int, capacity: int = LEAST_CAPACITY):
         target = head.config.target
         shape = (num_slots, target.num_kv_heads, capacity, target.head_dim)
-        device = head.frozen.embed.device
-        self.keys = torch.zeros(shape, device=device)
-        self.values = torch.zeros(shape, device=device)
+        self.keys = torch.zeros(shape, device=head.device)
+        self.values = torch.zeros(shape, device=head.device)
         self.lengths = [0] * num_slots
 
     @property
@@ -63,16 +63,16 @@ class NewRows:
 @torch.no_grad()
 def extend(head: Head, params: Params, cache: HeadCache, new: NewRows) -> Tensor:
     """Append rows to their slots; the block's outputs (B, N, D)."""
-    device, num_new = new.tokens.device, new.tokens.shape[1]
+    num_new = new.tokens.shape[1]
     lengths = [cache.lengths[slot] for slot in new.slots]
     most = max(lengths) + num_new
     cache.reserve(0, most)
-    slots = torch.tensor(new.slots, device=device)
-    positions = torch.tensor(lengths, device=device)[:, None] + torch.arange(num_new, device=device)
+    slots, starts = sent(torch.tensor([list(new.slots), lengths]), head.device)
+    positions = starts[:, None] + torch.arange(num_new, device=head.device)
     made = head.project(params, new.feature, new.tokens, positions)
     cache.keys[slots[:, None], :, positions] = made.k.transpose(1, 2)
     cache.values[slots[:, None], :, positions] = made.v.transpose(1, 2)
-    later = torch.arange(most, device=device) > positions[:, :, None]
+    later = torch.arange(most, device=head.device) > positions[:, :, None]
     told = scores(made.q, cache.keys[slots, :, :most])
     shares = torch.softmax(told.masked_fill(later[:, None, None], float("-inf")), -1)
     for slot, length, count in zip(new.slots, lengths, new.counts, strict=True):

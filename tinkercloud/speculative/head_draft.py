@@ -19,6 +19,7 @@ from tinkercloud.speculative.draft_law import DraftLaw
 from tinkercloud.speculative.draft_vocabulary import DraftVocabulary
 from tinkercloud.speculative.head import Head, Params
 from tinkercloud.speculative.head_cache import HeadCache, NewRows, extend
+from tinkercloud.speculative.sending import sent
 
 
 class Row(Protocol):
@@ -83,7 +84,7 @@ def draw(
     scored = weights
     if any(row.temperature > 0 for row in rows):
         noise = coupling.noise(rows, vocabulary.ids).to(weights.device)
-        hot = torch.tensor([row.temperature > 0 for row in rows], device=weights.device)
+        hot = sent(torch.tensor([row.temperature > 0 for row in rows]), weights.device)
         scored = torch.where(hot[:, None], weights + noise, weights)
     places = torch.arange(scored.shape[-1], device=scored.device)
     highest = scored == scored.amax(-1, keepdim=True)
@@ -100,7 +101,7 @@ def draft_chains(
     """K = len(start.rows) tokens for each sequence. The cache is left as it was found: after the
     target's verdict the rows come again, with the target's features."""
     lengths = [cache.lengths[slot] for slot in start.slots]
-    vocabulary, output, tokens, chances = head.frozen.vocabulary, start.output, [], []
+    vocabulary, output, tokens, chances = head.vocabulary, start.output, [], []
     laws: dict[int, list[DraftLaw]] = {b: [] for b in start.audited}
     for step, rows in enumerate(start.rows):
         drawn = draw(head.logits(params, output), rows, vocabulary, coupling)
