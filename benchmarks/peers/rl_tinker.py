@@ -27,7 +27,8 @@ from tokenizers import Tokenizer
 from tests.serving import start_server
 
 MODEL = "smollm2"
-GAP = 1e-3
+KV_CACHE_BYTES = 4 * 1024**3
+GAP = {"float32": 1e-3, "bfloat16": 0.1}  # mean, of log-probabilities, trainer from sampler
 """Mean |difference| of a sampled token's log-probability, trainer's and sampler's, in float32."""
 PROBE_SEED = 10**6
 
@@ -149,8 +150,8 @@ class Skyrl:
 class Loop:
     """The script of RL that every Tinker server runs."""
 
-    def __init__(self, policy: Policy, work: Work, diary: Diary):
-        self._policy, self._scale, self._diary = policy, work.scale, diary
+    def __init__(self, policy: Policy, work: Work, diary: Diary, gap: float):
+        self._policy, self._scale, self._diary, self._gap = policy, work.scale, diary, gap
         self._tokenizer = Tokenizer.from_file(f"{work.model}/tokenizer.json")
         self._prompts = [self._tokenizer.encode(text).ids for text in work.texts]
 
@@ -218,7 +219,7 @@ class Loop:
         self._diary.gap = max(gap, self._diary.gap or 0.0)
         if not math.isfinite(loss):
             self._diary.fault = "the loss is not finite"
-        elif not gap < GAP:
+        elif not gap < self._gap:
             self._diary.fault = f"trainer and sampler are {gap:.1e} apart"
 
     async def _probe(self) -> list[list[float]]:
@@ -228,13 +229,15 @@ class Loop:
         return [one.logprobs for one in await self._policy.sample(self._prompts[0], *sizes)]
 
 
-def run(policy: Callable[[], Awaitable[Policy]], work: Work, limit_s: float) -> Diary:
+def run(
+    policy: Callable[[], Awaitable[Policy]], work: Work, limit_s: float, dtype: str = "float32"
+) -> Diary:
     """All steps, or what was done of them in `limit_s`."""
 
     async def whole(diary: Diary) -> None:
         try:
             async with asyncio.timeout(limit_s):
-                await Loop(await policy(), work, diary).run()
+                await Loop(await policy(), work, diary, GAP[dtype]).run()
         except TimeoutError:
             diary.stop(limit_s)
 
@@ -243,19 +246,19 @@ def run(policy: Callable[[], Awaitable[Policy]], work: Work, limit_s: float) -> 
     return diary
 
 
-def ours(model: Path, work: Work, max_batch: int, kv_cache_bytes: int, limit_s: float) -> Diary:
+def ours(model: Path, work: Work, max_batch: int, limit_s: float, dtype: str) -> Diary:
     """model: GGUF file or Hugging Face folder."""
     with (
         tempfile.TemporaryDirectory() as folder,
         start_server(
-            *("--backend", "embedded", "--model", f"{MODEL}={model}", "--dtype", "float32"),
+            *("--backend", "embedded", "--model", f"{MODEL}={model}", "--dtype", dtype),
             *("--engine-max-batch", str(max_batch)),
-            *("--engine-kv-cache-bytes", str(kv_cache_bytes)),
+            *("--engine-kv-cache-bytes", str(KV_CACHE_BYTES)),
             data_dir=Path(folder) / "data",
         ) as server,
     ):
         os.environ.update(server.sdk_environment)
-        return run(Tinkercloud.create, work, limit_s)
+        return run(Tinkercloud.create, work, limit_s, dtype)
 
 
 def skyrl(peers: Path, work: Work, max_batch: int, limit_s: float) -> Diary:
