@@ -4,6 +4,8 @@ import asyncio
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.api.harness import Api, serving
 from tinkercloud.backends.fake import FakeBackend
 from tinkercloud.config import Config
@@ -78,6 +80,20 @@ async def test_results_belong_to_who_asked_for_them(api: Api) -> None:
     accepted = await api.optim_step(await api.model(), 1)
     await api.result(accepted)
     assert (await bob.retrieve(accepted["request_id"])).status_code == 404
+
+
+async def test_the_log_says_why_a_result_is_unknown(
+    api: Api, caplog: pytest.LogCaptureFixture
+) -> None:
+    accepted = await api.optim_step(await api.model(), 1)
+    await api.result(accepted)
+    await api.as_user("bob").retrieve(accepted["request_id"])
+    await api.retrieve("train-00\nanother line")
+    theirs, nobodys = (record.getMessage() for record in caplog.records[-2:])
+    assert theirs.startswith("bob asked for")
+    assert "which is completed for user" in theirs
+    assert nobodys.endswith("which is not on record")
+    assert "\n" not in nobodys
 
 
 async def test_a_pending_result_is_hidden_from_others_too(tmp_path: Path) -> None:

@@ -91,6 +91,13 @@ class FuturesStorage:
         )
         return None if row is None else Outcome(row["status"], row["content_type"], row["body"])
 
+    async def on_record(self, request_id: str) -> str:
+        """What the database has of a request that it has no outcome of, in words for a log."""
+        row = await self._database.one(
+            "SELECT user, status FROM futures WHERE request_id = ?", request_id
+        )
+        return "not on record" if row is None else f"{row['status']} for user {row['user']}"
+
     async def find(self, dedup_key: str) -> str | None:
         """The request id that already has this key."""
         row = await self._database.one(
