@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.numerics.decode_scene import FAMILIES, random_base, tiny_config
 from tests.numerics.tiny import open_store, write_tiny_model
+from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.models import ModelStore
 
 
@@ -23,3 +25,14 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 @pytest.fixture
 def store(folder: Path) -> ModelStore:
     return open_store(folder)
+
+
+@pytest.fixture(params=FAMILIES, scope="module")
+def base(request: pytest.FixtureRequest) -> BaseModel:
+    """Each family of networks, tiny."""
+    return random_base(tiny_config(request.param))
+
+
+@pytest.fixture(scope="module")
+def llama() -> BaseModel:
+    return random_base(tiny_config("Llama"))

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tests.numerics.decode_scene import (
-    FAMILIES,
     Scene,
     Traced,
     random_base,
@@ -29,16 +28,6 @@ from tinkercloud.embedded.versions import Version
 
 LENGTHS = [1, 15, 16, 40, 129, 7, 300, 33, 2, 90, 17]
 CLOSE = {"atol": 2e-5, "rtol": 1e-4}
-
-
-@pytest.fixture(params=FAMILIES, scope="module")
-def base(request: pytest.FixtureRequest) -> BaseModel:
-    return random_base(tiny_config(request.param))
-
-
-@pytest.fixture(scope="module")
-def llama() -> BaseModel:
-    return random_base(tiny_config("Llama"))
 
 
 def several(base: BaseModel) -> list[tuple[Version, int]]:

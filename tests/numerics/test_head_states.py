@@ -9,7 +9,7 @@ import torch
 
 from tests.gpu import head_bodies as bodies
 from tests.gpu.lane_bodies import mixed
-from tests.numerics.decode_scene import FAMILIES, Traced, random_base, tiny_config, version
+from tests.numerics.decode_scene import Traced, version
 from tests.numerics.fake_streams import FakeStreams
 from tests.numerics.test_decode_graphs import Recorded
 from tinkercloud.decoding import device_scan
@@ -39,16 +39,6 @@ OTHERS = [
     pytest.param(partial(GraphRunner, None, DrawGraphs(None)), id="fixed shapes"),
     pytest.param(lambda: GraphRunner(Recorded(), DrawGraphs(None)), id="graphs"),
 ]
-
-
-@pytest.fixture(params=FAMILIES, scope="module")
-def base(request: pytest.FixtureRequest) -> BaseModel:
-    return random_base(tiny_config(request.param))
-
-
-@pytest.fixture(scope="module")
-def llama() -> BaseModel:
-    return random_base(tiny_config("Llama"))
 
 
 # ---- of one pass
