@@ -32,7 +32,7 @@ INLINE narrow narrowed(float x) {
 }
 
 /* `count` of them; x gets what they then are. */
-static void round_to_narrow(float *x, int64_t count, narrow *out) {
+static inline void round_to_narrow(float *x, int64_t count, narrow *out) {
   for (int64_t i = 0; i < count; i++) {
     out[i] = narrowed(x[i]);
     x[i] = widen1(out[i]);

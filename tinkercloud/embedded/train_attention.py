@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tinkercloud.embedded.attention_gradient import attention_gradient, is_available
+
 
 def bucket(length: int) -> int:
     """Padded rows of a sequence: at most an eighth more than it has, from 64 on."""
@@ -35,13 +37,18 @@ class _Bucket:
     own: Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
 class _Kept:
-    """One bucket's share of a forward pass with what its gradient needs."""
+    """One bucket's share of a forward pass with what its gradient needs: q, k and v, and autograd's
+    result where the gradient is autograd's."""
 
-    __slots__ = ("inputs", "out")
+    inputs: tuple[Tensor, Tensor, Tensor]
+    out: Tensor | None
 
-    def __init__(self, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor):
-        self.inputs, self.out = inputs, out
+    def gradient(self, dout: Tensor) -> tuple[Tensor, ...]:
+        if self.out is None:
+            return attention_gradient(*self.inputs, dout)
+        return torch.autograd.grad(self.out, self.inputs, dout)
 
 
 Kept = list[_Kept]
@@ -72,15 +79,16 @@ class PackedAttention:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, keep: bool) -> tuple[Tensor, Kept]:
         """q (T, Hq, Dh), k and v (T, Hkv, Dh) -> (T, Hq, Dh); Kept is empty unless `keep`."""
         kept: Kept = []
+        taped = keep and not is_available(q.device, q.dtype)
         whole: Tensor | None = None
         for at in self._buckets:
-            own_q, own_k, own_v = (_rows(x, at).detach().requires_grad_(keep) for x in (q, k, v))
-            with torch.set_grad_enabled(keep):
+            own_q, own_k, own_v = (_rows(x, at).detach().requires_grad_(taped) for x in (q, k, v))
+            with torch.set_grad_enabled(taped):
                 out = F.scaled_dot_product_attention(
                     own_q, own_k, own_v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
                 )
             if keep:
-                kept.append(_Kept((own_q, own_k, own_v), out))
+                kept.append(_Kept((own_q, own_k, own_v), out if taped else None))
             packed = _packed(out.detach())
             if len(self._buckets) == 1 and at.own is None:
                 return packed, kept
@@ -94,8 +102,7 @@ class PackedAttention:
         grads: list[tuple[Tensor, ...]] = []
         for at, one in zip(self._buckets, kept, strict=True):
             given = _rows(dout, at, others_silent=True)
-            found = torch.autograd.grad(one.out, one.inputs, given)
-            grads.append(tuple(map(_packed, found)))
+            grads.append(tuple(map(_packed, one.gradient(given))))
         for i, target in enumerate(into):
             if self._sums is not None:
                 self._sums.put(target, torch.cat([of_bucket[i] for of_bucket in grads]))

@@ -1,0 +1,321 @@
+/* The gradient of causal attention, for train_attention.py, on the cores of one machine.
+
+   Of each query head, with S = scale Q K^T below the diagonal and P = softmax(S):
+     dV = P^T dO    dP = dO V^T    dS = P (dP - sum(P dP))    dQ = scale dS K    dK = scale dS^T Q
+   (Dao et al. 2022, appendix B.4; here with the whole of a few rows of S at once, so that neither the
+   forward pass's result nor its sums are needed.) All sums are float32, those of each sequence in an
+   order that depends on its length alone.
+
+   Names: L rows of a sequence, Hq / Hkv query and key/value heads, Dh head size. */
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "narrow.h"
+#include "team.h"
+#include "vectors.h"
+
+/* Numbers are float, or narrow where `is_narrow`; entry (b, l, h, d) of a tensor lies at
+   (b L + l) row + h Dh + d. Results are written without gaps: a row is H Dh. */
+typedef struct {
+  int64_t is_narrow, batch, length, heads, kv_heads, head_dim;
+  float scale;
+  const void *q, *k, *v, *dout;
+  int64_t q_row, k_row, v_row, dout_row;
+  void *dq, *dk, *dv;
+} attention_gradient_t;
+
+#define TILE_ROWS 6
+#if LANES == 16
+#define TILE_VECS 4
+#else
+#define TILE_VECS 2
+#endif
+#define PANEL (TILE_VECS * LANES)
+#define BLOCK (6 * TILE_ROWS) /* rows of S at once */
+#define TASKS_PER_THREAD 4
+
+#define ROUND_UP(n, step) (((n) + (step)-1) / (step) * (step))
+
+/* ---- products: c[i, n] += sum over k of a[i, k] b[k, n], or = where `fresh` */
+
+typedef struct {
+  float *at;
+  int64_t row;
+} out_t;
+
+typedef struct {
+  const float *at;
+  int64_t row, column;
+} left_t;
+
+typedef struct {
+  const float *at;
+  int64_t row;
+} right_t;
+
+INLINE void tile(out_t c, left_t a, right_t b, int64_t depth, int vecs, int fresh) {
+  vec sum[TILE_ROWS][TILE_VECS];
+#pragma GCC unroll 8
+  for (int i = 0; i < TILE_ROWS; i++)
+#pragma GCC unroll 8
+    for (int j = 0; j < vecs; j++)
+      sum[i][j] = fresh ? (vec){} : load(c.at + i * c.row + j * LANES);
+  for (int64_t k = 0; k < depth; k++) {
+    vec right[TILE_VECS];
+#pragma GCC unroll 8
+    for (int j = 0; j < vecs; j++) right[j] = load(b.at + k * b.row + j * LANES);
+#pragma GCC unroll 8
+    for (int i = 0; i < TILE_ROWS; i++) {
+      vec left = all(a.at[i * a.row + k * a.column]);
+#pragma GCC unroll 8
+      for (int j = 0; j < vecs; j++) sum[i][j] += left * right[j];
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < TILE_ROWS; i++)
+#pragma GCC unroll 8
+    for (int j = 0; j < vecs; j++) store(c.at + i * c.row + j * LANES, sum[i][j]);
+}
+
+/* rows: a multiple of TILE_ROWS. columns: at most PANEL, a multiple of LANES. */
+static void panel(out_t c, left_t a, right_t b, int64_t rows, int64_t depth, int64_t columns,
+                  int fresh) {
+  for (int64_t i = 0; i < rows; i += TILE_ROWS) {
+    out_t to = {c.at + i * c.row, c.row};
+    left_t from = {a.at + i * a.row, a.row, a.column};
+    switch (columns / LANES) {
+      case 1: tile(to, from, b, depth, 1, fresh); break;
+      case 2: tile(to, from, b, depth, 2, fresh); break;
+#if TILE_VECS == 4
+      case 3: tile(to, from, b, depth, 3, fresh); break;
+      case 4: tile(to, from, b, depth, 4, fresh); break;
+#endif
+    }
+  }
+}
+
+static void product(out_t c, left_t a, right_t b, int64_t rows, int64_t depth, int64_t columns,
+                    int fresh) {
+  for (int64_t n = 0; n < columns; n += PANEL)
+    panel((out_t){c.at + n, c.row}, a, (right_t){b.at + n, b.row}, rows, depth,
+          MIN(PANEL, columns - n), fresh);
+}
+
+/* ---- one query head */
+
+typedef struct {
+  int64_t length, width, stride; /* width: Dh, stride: of rows of S, both with their padding */
+  int64_t rows;                  /* numbers of [L and padding][width] */
+  float *keys;                   /* [L][width] */
+  float *keys_t, *values_t;      /* panels of keys and values, turned: [panel][Dh][PANEL] */
+  float *q, *dout, *dq;          /* [BLOCK][width] */
+  float *scores, *dscores;       /* [BLOCK][stride] */
+  float *dk, *dv;                /* of one head, [L and padding][width] */
+  float *dkv, *dkv_sum;          /* memory for both, and of all heads that read these keys */
+} work_t;
+
+/* Puts the arrays into `memory`; returns how many numbers they are. */
+static size_t place(const attention_gradient_t *a, work_t *w, float *memory) {
+  int64_t padded = ROUND_UP(a->length, PANEL), turned = padded * a->head_dim;
+  w->length = a->length;
+  w->width = ROUND_UP(a->head_dim, LANES);
+  w->stride = padded + LANES; /* rows a power of two apart would share few lines of the cache */
+  w->rows = ROUND_UP(a->length, TILE_ROWS) * w->width;
+  int64_t block = BLOCK * w->width, wide = BLOCK * w->stride;
+  float **parts[] = {&w->keys, &w->dkv,  &w->dkv_sum, &w->keys_t, &w->values_t,
+                     &w->q,    &w->dout, &w->dq,      &w->scores, &w->dscores};
+  int64_t sizes[] = {w->rows, 2 * w->rows, 2 * w->rows, turned, turned,
+                     block,   block,       block,       wide,   wide};
+  size_t total = 0;
+  for (int i = 0; i < 10; i++) {
+    *parts[i] = memory + total;
+    total += (size_t)ROUND_UP(sizes[i], LANES);
+  }
+  return total;
+}
+
+/* `count` numbers as floats, zeros up to `width`. */
+INLINE void read_row(const attention_gradient_t *a, const void *from, int64_t at, float *to,
+                     int64_t count, int64_t width) {
+  if (a->is_narrow) {
+    for (int64_t d = 0; d < count; d++) to[d] = widen1(((const narrow *)from)[at + d]);
+  } else {
+    memcpy(to, (const float *)from + at, (size_t)count * sizeof *to);
+  }
+  for (int64_t d = count; d < width; d++) to[d] = 0.0f;
+}
+
+INLINE void write_row(const attention_gradient_t *a, void *to, int64_t at, const float *from) {
+  if (!a->is_narrow) {
+    memcpy((float *)to + at, from, (size_t)a->head_dim * sizeof *from);
+    return;
+  }
+  for (int64_t d = 0; d < a->head_dim; d++) ((narrow *)to)[at + d] = narrowed(from[d]);
+}
+
+static void turn(const attention_gradient_t *a, const void *from, int64_t row, int64_t first,
+                 work_t *w, float *to) {
+  float one[w->width];
+  int64_t padded = ROUND_UP(w->length, PANEL), size = a->head_dim;
+  for (int64_t l = 0; l < padded; l++) {
+    if (l < w->length)
+      read_row(a, from, first + l * row, one, size, size);
+    else
+      memset(one, 0, sizeof one);
+    float *into = to + l / PANEL * PANEL * size + l % PANEL;
+    for (int64_t d = 0; d < size; d++) into[d * PANEL] = one[d];
+  }
+}
+
+/* Row `r` of the block whose last key is `last`: scores become probabilities, what came from dO
+   becomes the gradient of the scores. seen: keys of the block, a multiple of LANES. */
+static void soften(float *scores, float *dscores, float scale, int64_t last, int64_t seen) {
+  for (int64_t j = last + 1; j < seen; j++) scores[j] = -INFINITY;
+  vec most = all(-INFINITY);
+  for (int64_t j = 0; j < seen; j += LANES) {
+    vec x = load(scores + j);
+    ivec more = x > most;
+    most = (vec)(((ivec)x & more) | ((ivec)most & ~more));
+  }
+  float top = -INFINITY;
+  for (int j = 0; j < LANES; j++) top = MAX(top, most[j]);
+  vec sum = {}, dot = {};
+  for (int64_t j = 0; j < seen; j += LANES) {
+    vec p = exp_vec((load(scores + j) - all(top)) * all(scale));
+    store(scores + j, p);
+    sum += p;
+    dot += p * load(dscores + j);
+  }
+  float inverse = 1.0f / sum1(sum), mean = sum1(dot) * inverse;
+  for (int64_t j = 0; j < seen; j += LANES) {
+    vec p = load(scores + j) * all(inverse);
+    store(scores + j, p);
+    store(dscores + j, p * (load(dscores + j) - all(mean)) * all(scale));
+  }
+}
+
+static void block(const attention_gradient_t *a, work_t *w, int64_t b, int64_t head, int64_t from) {
+  int64_t size = a->head_dim, count = MIN(BLOCK, w->length - from), seen = from + count;
+  int64_t rows = ROUND_UP(count, TILE_ROWS), keys = ROUND_UP(seen, LANES);
+  for (int64_t r = 0; r < rows; r++) {
+    int64_t row = b * w->length + from + r;
+    int64_t real = r < count ? size : 0;
+    read_row(a, a->q, real ? row * a->q_row + head * size : 0, w->q + r * w->width, real, w->width);
+    read_row(a, a->dout, real ? row * a->dout_row + head * size : 0, w->dout + r * w->width, real,
+             w->width);
+  }
+  for (int64_t n = 0; n < keys; n += PANEL) {
+    int64_t columns = MIN(PANEL, keys - n);
+    panel((out_t){w->scores + n, w->stride}, (left_t){w->q, w->width, 1},
+          (right_t){w->keys_t + n * size, PANEL}, rows, size, columns, 1);
+    panel((out_t){w->dscores + n, w->stride}, (left_t){w->dout, w->width, 1},
+          (right_t){w->values_t + n * size, PANEL}, rows, size, columns, 1);
+  }
+  int64_t reached = ROUND_UP(seen, TILE_ROWS);
+  for (int64_t r = 0; r < rows; r++) {
+    float *scores = w->scores + r * w->stride, *dscores = w->dscores + r * w->stride;
+    if (r < count) soften(scores, dscores, a->scale, from + r, keys);
+    for (int64_t j = r < count ? keys : 0; j < reached; j++) scores[j] = dscores[j] = 0.0f;
+  }
+  product((out_t){w->dq, w->width}, (left_t){w->dscores, w->stride, 1},
+          (right_t){w->keys, w->width}, rows, seen, w->width, 1);
+  for (int64_t r = 0; r < count; r++)
+    write_row(a, a->dq, ((b * w->length + from + r) * a->heads + head) * size, w->dq + r * w->width);
+  product((out_t){w->dk, w->width}, (left_t){w->dscores, 1, w->stride}, (right_t){w->q, w->width},
+          reached, rows, w->width, 0);
+  product((out_t){w->dv, w->width}, (left_t){w->scores, 1, w->stride}, (right_t){w->dout, w->width},
+          reached, rows, w->width, 0);
+}
+
+/* ---- tasks: the query heads that read one head's keys of one sequence; each of them by itself where
+   that would leave threads idle. A sum over heads is the same either way. */
+
+static void read_keys(const attention_gradient_t *a, work_t *w, int64_t b, int64_t kv_head) {
+  int64_t size = a->head_dim, first = b * w->length;
+  for (int64_t l = 0; l < w->length; l++)
+    read_row(a, a->k, (first + l) * a->k_row + kv_head * size, w->keys + l * w->width, size,
+             w->width);
+  turn(a, a->k, a->k_row, first * a->k_row + kv_head * size, w, w->keys_t);
+  turn(a, a->v, a->v_row, first * a->v_row + kv_head * size, w, w->values_t);
+}
+
+static void one_head(const attention_gradient_t *a, work_t *w, int64_t b, int64_t head, float *dkv) {
+  memset(dkv, 0, (size_t)(2 * w->rows) * sizeof *dkv);
+  w->dk = dkv;
+  w->dv = dkv + w->rows;
+  for (int64_t from = 0; from < w->length; from += BLOCK) block(a, w, b, head, from);
+}
+
+static void add(const work_t *w, const float *dkv) {
+  for (int64_t i = 0; i < 2 * w->rows; i++) w->dkv_sum[i] += dkv[i];
+}
+
+static void write_keys(const attention_gradient_t *a, const work_t *w, int64_t b, int64_t kv_head) {
+  for (int64_t l = 0; l < w->length; l++) {
+    int64_t at = ((b * w->length + l) * a->kv_heads + kv_head) * a->head_dim;
+    write_row(a, a->dk, at, w->dkv_sum + l * w->width);
+    write_row(a, a->dv, at, w->dkv_sum + w->rows + l * w->width);
+  }
+}
+
+typedef struct {
+  attention_gradient_t *a;
+  float *memory, *dkv; /* each thread's own, and [B][Hq][2 rows] or NULL */
+  size_t own;
+  atomic_long next;
+} job_t;
+
+static void run_by_keys(team_t *team, int rank, void *argument) {
+  (void)team;
+  job_t *job = argument;
+  const attention_gradient_t *a = job->a;
+  work_t w;
+  place(a, &w, job->memory + (size_t)rank * job->own);
+  for (;;) {
+    int64_t task = atomic_fetch_add(&job->next, 1);
+    if (task >= a->batch * a->kv_heads) break;
+    int64_t b = task / a->kv_heads, kv_head = task % a->kv_heads, group = a->heads / a->kv_heads;
+    if (job->dkv == NULL) read_keys(a, &w, b, kv_head);
+    memset(w.dkv_sum, 0, (size_t)(2 * w.rows) * sizeof(float));
+    for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++) {
+      float *dkv = job->dkv == NULL ? w.dkv : job->dkv + (b * a->heads + head) * 2 * w.rows;
+      if (job->dkv == NULL) one_head(a, &w, b, head, dkv);
+      add(&w, dkv);
+    }
+    write_keys(a, &w, b, kv_head);
+  }
+}
+
+static void run_by_head(team_t *team, int rank, void *argument) {
+  (void)team;
+  job_t *job = argument;
+  const attention_gradient_t *a = job->a;
+  work_t w;
+  place(a, &w, job->memory + (size_t)rank * job->own);
+  for (;;) {
+    int64_t task = atomic_fetch_add(&job->next, 1);
+    if (task >= a->batch * a->heads) break;
+    int64_t b = task / a->heads, head = task % a->heads;
+    read_keys(a, &w, b, head / (a->heads / a->kv_heads));
+    one_head(a, &w, b, head, job->dkv + task * 2 * w.rows);
+  }
+}
+
+/* 0, or -1 when there is no memory. */
+int attention_gradient(team_t *team, attention_gradient_t *a) {
+  work_t w;
+  size_t own = place(a, &w, NULL);
+  int by_head = team->size > 1 && a->batch * a->kv_heads < TASKS_PER_THREAD * team->size;
+  size_t shared = by_head ? (size_t)(a->batch * a->heads * 2 * w.rows) : 0;
+  float *memory = scratch(team, ((size_t)team->size * own + shared) * sizeof(float));
+  if (memory == NULL) return -1;
+  job_t job = {a, memory, by_head ? memory + (size_t)team->size * own : NULL, own, 0};
+  if (by_head) {
+    work(team, run_by_head, &job);
+    atomic_store(&job.next, 0);
+  }
+  work(team, run_by_keys, &job);
+  return 0;
+}
