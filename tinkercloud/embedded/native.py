@@ -1,9 +1,8 @@
 """The C files beside this one, compiled for this machine and called with tensors.
 
-The structures mirror those of forward.c and scan.c (that of attention_gradient.c stands in
-attention_gradient.py). Weights, keys and values are float32, or all
-bfloat16; everything else is float32. Machines without a C compiler and other devices take the path
-through torch (paged_context.py).
+The structures mirror those of forward.c and scan.c; train_kernels.py calls the others. Weights,
+keys and values are float32, or all bfloat16; everything else is float32. Machines without a C
+compiler and other devices take the path through torch (paged_context.py).
 """
 
 import ctypes as c
@@ -128,7 +127,6 @@ def library() -> c.CDLL | None:
     loaded.team_end.argtypes = (c.c_void_p,)
     loaded.forward.argtypes = (c.c_void_p, c.POINTER(_Model), c.POINTER(_Batch))
     loaded.scan.argtypes = (c.c_void_p, c.POINTER(_Scan))
-    loaded.attention_gradient.argtypes = (c.c_void_p, c.c_void_p)
     return loaded
 
 

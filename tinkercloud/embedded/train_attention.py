@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tinkercloud.embedded.attention_gradient import attention_gradient, is_available
+from tinkercloud.embedded.train_kernels import attention_gradient, can_take
 
 
 def bucket(length: int) -> int:
@@ -79,7 +79,7 @@ class PackedAttention:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, keep: bool) -> tuple[Tensor, Kept]:
         """q (T, Hq, Dh), k and v (T, Hkv, Dh) -> (T, Hq, Dh); Kept is empty unless `keep`."""
         kept: Kept = []
-        taped = keep and not is_available(q.device, q.dtype)
+        taped = keep and not can_take(q[0])
         whole: Tensor | None = None
         for at in self._buckets:
             own_q, own_k, own_v = (_rows(x, at).detach().requires_grad_(taped) for x in (q, k, v))

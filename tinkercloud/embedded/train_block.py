@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tinkercloud.architectures.llama import Llama
@@ -24,6 +23,7 @@ from tinkercloud.embedded.train_rows import (
     rotate_,
     scaled,
     swiglu_backward,
+    swiglu_forward,
 )
 
 
@@ -78,8 +78,7 @@ class Blocks:
         middle += x
         normed, inverse_middle = self._norm(f"{path}.post_attention_layernorm", middle)
         gates, down_gates = self._group(_gates(path)).forward(normed)
-        gate, up = gates.chunk(2, dim=1)
-        product = F.silu(gate).mul_(up)
+        product = swiglu_forward(gates, exact=True)
         out, down_out = self._group((f"{path}.mlp.down_proj",)).forward(product)
         out += middle
         if not keep:
@@ -96,11 +95,10 @@ class Blocks:
 
     def _feed_forward_backward(self, index: int, saved: Saved, dout: Tensor) -> Tensor:
         path = f"model.layers.{index}"
-        gate, up = saved.gates.chunk(2, dim=1)
-        activated = F.silu(gate)
-        product = activated * up
+        product = swiglu_forward(saved.gates, exact=False)
         dproduct = self._back((f"{path}.mlp.down_proj",), product, saved.down_out, dout)
-        dgates = swiglu_backward(saved.gates, activated, dproduct, scratch=product)
+        del product
+        dgates = swiglu_backward(saved.gates, dproduct)
         name = f"{path}.post_attention_layernorm"
         normed = self._renorm(name, saved.middle, saved.inverse_middle)
         dnormed = self._back(_gates(path), normed, saved.down_gates, dgates)

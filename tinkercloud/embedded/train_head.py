@@ -17,6 +17,7 @@ from torch import Tensor
 from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.contexts import pad_rows
 from tinkercloud.embedded.train_linear import Group, Linears, Part, Segment
+from tinkercloud.embedded.train_rows import softmax
 from tinkercloud.embedded.train_targets import Order, Targets
 
 LOGIT_ROWS = 256
@@ -109,12 +110,12 @@ class Head:
         self, chunk: _Chunk, hidden: Tensor, *, with_gradient: bool
     ) -> tuple[Tensor, list[Tensor | None], list[Tensor | None]]:
         rows, down = self._logits(chunk, hidden)
-        logits = self._wide[: len(rows)]
+        logits = self._narrow[: len(rows)]
         picked = [
-            logits[self._in_chunk(chunk, p), self._targets[p.share].ids[p.pairs]]
+            logits[self._in_chunk(chunk, p), self._targets[p.share].ids[p.pairs]].float()
             for p in chunk.pieces
         ]
-        normalizer = _softmax_(logits)
+        normalizer = softmax(logits, self._wide[: len(rows)])
         gradients = []
         wants = with_gradient and chunk.active
         for piece, scores in zip(chunk.pieces, picked, strict=True):
@@ -125,16 +126,13 @@ class Head:
 
     def _probabilities(self, chunk: _Chunk, hidden: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         rows, down = self._logits(chunk, hidden)
-        _softmax_(self._wide[: len(rows)])
+        softmax(self._narrow[: len(rows)], self._wide[: len(rows)])
         return rows, down
 
     def _logits(self, chunk: _Chunk, hidden: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         rows = hidden.new_zeros(pad_rows(chunk.num_rows), hidden.shape[1])
         rows[: chunk.num_rows] = hidden[self._rows[chunk.rows]]
-        out = self._narrow[: len(rows)]
-        _, down = self._group(chunk).forward(rows, out=out)
-        if self._narrow is not self._wide:
-            self._wide[: len(rows)] = out
+        _, down = self._group(chunk).forward(rows, out=self._narrow[: len(rows)])
         return rows, down
 
     def _backward(
@@ -198,13 +196,3 @@ class Head:
                 first, last = map(int, np.searchsorted(of_share, (start, stop)))
                 active = stop <= self._order.num_active
                 yield _Piece(span.share, active, slice(start, stop), slice(first, last))
-
-
-def _softmax_(logits: Tensor) -> Tensor:
-    """Logits (n, V) become probabilities in place; returns the log of what they were divided by.
-
-    The log comes from the largest probability, which is never small: one exponential per entry.
-    """
-    largest = logits.amax(-1)
-    torch.softmax(logits, -1, out=logits)
-    return largest - logits.amax(-1).log_()

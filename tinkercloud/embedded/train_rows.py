@@ -1,14 +1,17 @@
 """The decoder's row-wise parts and their gradients in few passes over memory.
 
-The formulas are those of `architectures.layers`, which tests compare with these.
+On CPUs compiled (train_kernels.py), elsewhere by PyTorch. The formulas are those of
+`architectures.layers`, which tests compare with both.
 
-Axes: ... any leading axes, D the last one, T rows, H heads, Dh head size.
+Axes: ... any leading axes, D the last one, T rows, H heads, Dh head size, V vocabulary.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tinkercloud.architectures import layers
+from tinkercloud.embedded import train_kernels as compiled
 
 
 def norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -27,6 +30,8 @@ def norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]
 
 def scaled(x: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
     """weight * (x * inverse), rounded to x's type before the weight as `layers.rms_norm` does."""
+    if compiled.can_take(x, weight):
+        return compiled.norm_scaled(x, inverse, weight)
     if x.dtype == torch.float32:
         return (x * inverse).mul_(weight)
     return (x.float() * inverse).to(x.dtype).mul_(weight)
@@ -34,6 +39,9 @@ def scaled(x: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
 
 def norm_backward(x: Tensor, inverse: Tensor, weight: Tensor, dy: Tensor, into: Tensor) -> None:
     """Adds to `into` (..., D) the gradient of x; dy may be written over."""
+    if compiled.can_take(x, weight, dy, into):
+        compiled.norm_gradient(x, inverse, weight, dy, into)
+        return
     wide_x = x.float()
     grad = dy.mul_(weight).float()
     # d/dx of x * inverse: inverse * (grad - x * inverse^2 * mean(grad * x))
@@ -46,25 +54,41 @@ def norm_backward(x: Tensor, inverse: Tensor, weight: Tensor, dy: Tensor, into: 
 
 
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """`layers.rotate` in place: x (T, H, Dh), cos and sin (T, Dh / 2)."""
-    if x.dtype != torch.float32:
-        x.copy_(layers.rotate(x, cos, sin))
+    """`layers.rotate` in place: x (T, H, Dh), its heads side by side; cos and sin (T, Dh / 2)."""
+    if compiled.can_take(x[0]):
+        compiled.rotate_(x, cos, sin)
         return
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    first, second = x.chunk(2, dim=-1)
-    before = first * cos
-    before.addcmul_(second, sin, value=-1)
-    second.mul_(cos).addcmul_(first, sin)
-    first.copy_(before)
+    x.copy_(layers.rotate(x, cos, sin))
 
 
-def swiglu_backward(gates: Tensor, activated: Tensor, dproduct: Tensor, scratch: Tensor) -> Tensor:
-    """Gradient of gates (T, 2 I), gate and up side by side, where product = activated * up and
-    activated = silu(gate). `scratch` (T, I) is written over."""
+def swiglu_forward(gates: Tensor, *, exact: bool) -> Tensor:
+    """silu(gate) * up (T, I) of gates (T, 2 I), gate and up side by side. exact: in bfloat16, too,
+    rounded everywhere as `layers.swiglu` rounds."""
+    if compiled.can_take(gates) and not (exact and gates.dtype != torch.float32):
+        return compiled.swiglu(gates)
+    gate, up = gates.chunk(2, dim=1)
+    return F.silu(gate).mul_(up)
+
+
+def swiglu_backward(gates: Tensor, dproduct: Tensor) -> Tensor:
+    """The gradient of gates (T, 2 I) from that of silu(gate) * up (T, I)."""
+    if compiled.can_take(gates, dproduct):
+        return compiled.swiglu_gradient(gates, dproduct)
     gate, up = gates.chunk(2, dim=1)
     dgates = torch.empty_like(gates)
     dgate, dup = dgates.chunk(2, dim=1)
-    torch.mul(dproduct, activated, out=dup)
-    torch.mul(dproduct, up, out=scratch)
-    torch.ops.aten.silu_backward.grad_input(scratch, gate, grad_input=dgate)
+    torch.mul(dproduct, F.silu(gate), out=dup)
+    torch.ops.aten.silu_backward.grad_input(dproduct * up, gate, grad_input=dgate)
     return dgates
+
+
+def softmax(logits: Tensor, out: Tensor) -> Tensor:
+    """Writes the probabilities of logits (T, V) to `out`, float32, which may be the same tensor;
+    returns the log of what they were divided by (T,)."""
+    if compiled.can_take(logits):
+        return compiled.softmax(logits, out)
+    wide = logits if logits is out else out.copy_(logits)
+    # The log comes from the largest probability, which is never small: one exponential per entry.
+    largest = wide.amax(-1)
+    torch.softmax(wide, -1, out=out)
+    return largest - out.amax(-1).log_()
