@@ -78,7 +78,7 @@ class Blocks:
         middle += x
         normed, inverse_middle = self._norm(f"{path}.post_attention_layernorm", middle)
         gates, down_gates = self._group(_gates(path)).forward(normed)
-        product = swiglu_forward(gates, exact=True)
+        product = swiglu_forward(gates)
         out, down_out = self._group((f"{path}.mlp.down_proj",)).forward(product)
         out += middle
         if not keep:
@@ -95,7 +95,7 @@ class Blocks:
 
     def _feed_forward_backward(self, index: int, saved: Saved, dout: Tensor) -> Tensor:
         path = f"model.layers.{index}"
-        product = swiglu_forward(saved.gates, exact=False)
+        product = swiglu_forward(saved.gates)
         dproduct = self._back((f"{path}.mlp.down_proj",), product, saved.down_out, dout)
         del product
         dgates = swiglu_backward(saved.gates, dproduct)

@@ -86,8 +86,7 @@ def norm_gradient(x: Tensor, inverse: Tensor, weight: Tensor, dy: Tensor, into: 
 
 
 def swiglu(gates: Tensor) -> Tensor:
-    """silu(gate) * up (T, D); gates (T, 2 D), gate and up side by side. In bfloat16 a few values in
-    a million are rounded otherwise than PyTorch's, whose exponential is not the same."""
+    """silu(gate) * up (T, D); gates (T, 2 D), gate and up side by side."""
     num_rows, width = gates.shape[0], gates.shape[1] // 2
     product = gates.new_empty(num_rows, width)
     with _team() as team:

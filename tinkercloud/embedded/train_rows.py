@@ -61,10 +61,10 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     x.copy_(layers.rotate(x, cos, sin))
 
 
-def swiglu_forward(gates: Tensor, *, exact: bool) -> Tensor:
-    """silu(gate) * up (T, I) of gates (T, 2 I), gate and up side by side. exact: in bfloat16, too,
-    rounded everywhere as `layers.swiglu` rounds."""
-    if compiled.can_take(gates) and not (exact and gates.dtype != torch.float32):
+def swiglu_forward(gates: Tensor) -> Tensor:
+    """silu(gate) * up (T, I) of gates (T, 2 I), gate and up side by side; in bfloat16 rounded as
+    `layers.swiglu` rounds."""
+    if compiled.can_take(gates):
         return compiled.swiglu(gates)
     gate, up = gates.chunk(2, dim=1)
     return F.silu(gate).mul_(up)
