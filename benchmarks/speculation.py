@@ -81,8 +81,8 @@ class Scale:
     lessons: int = 6
 
 
-QUICK = Scale(tokens=48, repeats=1, even_repeats=1, most=8, many_tokens=16, epochs=2, prompts=2, samples=4,
-              answer_tokens=16, at_once=(8,), lessons=1)  # fmt: skip
+QUICK = Scale(tokens=48, repeats=1, even_repeats=1, most=8, many_tokens=16, epochs=2, prompts=2,
+              samples=4, answer_tokens=16, at_once=(8,), lessons=1)  # fmt: skip
 
 
 @dataclass
