@@ -9,6 +9,7 @@ every speed is also given as a fraction of the machine's limits, measured in the
 import argparse
 import asyncio
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Coroutine, Sequence
@@ -36,7 +37,7 @@ from peers.sampling_bench import (  # noqa: E402
     Scale,
 )
 from peers.sampling_check import Reference  # noqa: E402
-from peers.sampling_common import Contender, Unavailable  # noqa: E402
+from peers.sampling_common import Contender, Unavailable, signal_family  # noqa: E402
 from peers.sampling_servers import LlamaCpp, Vllm  # noqa: E402
 from peers.sampling_tinker import TinkerServer  # noqa: E402
 from peers.sampling_transformers import Transformers  # noqa: E402
@@ -100,6 +101,7 @@ async def measured(setting: Setting, dtypes: Sequence[str]) -> tuple[Bench, list
                 await bench.compete(running, reference, dtype)
             finally:
                 for contender in running:
+                    signal_family(contender.pid, signal.SIGCONT)
                     await contender.close()
         seen += running
     assert reference is not None
@@ -231,9 +233,9 @@ weights' bytes, read once per token, of the read bandwidth; else two operations 
 row, prompts' rows included, of the matrix throughput. Ours and SkyRL's are servers that answer
 whole samples: their first token is timed with `max_tokens` 1, and what lies between tokens cannot
 be seen. Streams of llama.cpp and vLLM are timed in a separate run of 16 tokens; transformers has no
-server. Ours also returns every token's log-probability, the others do not. Before a load counts,
-greedy tokens of each contender are compared with transformers' probabilities, and two samples of
-each load with the distribution."""
+server. Whoever is not measured is stopped (SIGSTOP). Ours also returns every token's
+log-probability, the others do not. Before a load counts, greedy tokens of each contender are
+compared with transformers' probabilities, and two samples of each load with the distribution."""
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -3,6 +3,7 @@
 Contenders take turns, repeat by repeat; tokens are checked before a speed is kept.
 """
 
+import signal
 import sys
 import time
 from collections.abc import Awaitable, Sequence
@@ -11,7 +12,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from limits import Limits
 from peers.sampling_check import Reference
-from peers.sampling_common import Contender, Load, Outcome, Unavailable
+from peers.sampling_common import (
+    Contender,
+    Load,
+    Outcome,
+    Unavailable,
+    awake,
+    signal_family,
+)
 from report import Cell
 
 CHECKED = 2  # sequences of every timed load whose tokens are checked
@@ -169,8 +177,14 @@ class Bench:
 
     async def compete(self, contenders: list[Contender], reference: Reference, dtype: str) -> None:
         """All cases; within each the contenders take turns, as often as the case is repeated, so
-        that no moment of the machine is one contender's alone."""
-        right = [one for one in contenders if await self._is_right(one, reference)]
+        that no moment of the machine is one contender's alone. Only one of them is ever awake."""
+        right = []
+        for contender in contenders:
+            signal_family(contender.pid, signal.SIGSTOP)
+        for contender in contenders:
+            with awake(contender):
+                if await self._is_right(contender, reference):
+                    right.append(contender)
         for case in self.cases:
             trials = [
                 _Trial(one) for one in right if self._affordable(f"{one.name}, {dtype}", case)
@@ -207,7 +221,8 @@ class Bench:
     async def _unless_unavailable(self, trial: "_Trial", work: Awaitable[None]) -> None:
         begun = time.perf_counter()
         try:
-            await work
+            with awake(trial.contender):
+                await work
         except Unavailable as reason:
             self.notes.append(f"{trial.contender.name} gave up: {reason}")
             trial.gone = True

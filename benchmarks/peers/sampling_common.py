@@ -12,7 +12,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -70,6 +71,11 @@ class Contender(Protocol):
     name: str
     version: str
 
+    @property
+    def pid(self) -> int | None:
+        """Of its process, which may have others below it; None where none runs."""
+        ...
+
     async def prepare(self, load: Load) -> None:
         """Get ready for loads of this size; not timed."""
         ...
@@ -81,6 +87,39 @@ class Contender(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+def families() -> dict[int, list[int]]:
+    """The children of each process."""
+    found: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has just ended
+            continue
+        found.setdefault(parent, []).append(int(stat.parent.name))
+    return found
+
+
+def signal_family(pid: int | None, what: signal.Signals) -> None:
+    """To a process and all below it. On Linux; elsewhere nothing happens."""
+    children, left = families(), [] if pid is None else [pid]
+    while left:
+        one = left.pop()
+        left += children.get(one, [])
+        with suppress(ProcessLookupError):
+            os.kill(one, what)
+
+
+@contextmanager
+def awake(contender: Contender) -> Iterator[None]:
+    """Whoever is not measured is stopped: some look for work all the time, which takes a core's
+    time from others."""
+    signal_family(contender.pid, signal.SIGCONT)
+    try:
+        yield
+    finally:
+        signal_family(contender.pid, signal.SIGSTOP)
 
 
 def outcome(load: Load, begun: float, samples: list[list[int]]) -> Outcome:
@@ -167,6 +206,7 @@ class ServerProcess:
         if self._process.poll() is not None:
             return
         os.killpg(self._process.pid, signal.SIGTERM)
+        os.killpg(self._process.pid, signal.SIGCONT)  # it may be stopped, and would not hear
         try:
             self._process.wait(STOP_LIMIT_S)
         except subprocess.TimeoutExpired:

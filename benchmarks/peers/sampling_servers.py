@@ -111,6 +111,10 @@ class LlamaCpp:
         (binary,) = (python.parent.parent / "lib").glob("*/site-packages/*/bin/llama-server")
         return cls(binary, version, gguf, folder)
 
+    @property
+    def pid(self) -> int | None:
+        return self._server.pid if self._server is not None else None
+
     async def prepare(self, load: Load) -> None:
         room = -(-(load.longest + SLOT_SLACK) // CONTEXT_STEP) * CONTEXT_STEP
         if self._shape != (load.num_sequences, room):
@@ -199,6 +203,10 @@ class Vllm:
         )
         server.await_ready(f"http://127.0.0.1:{port}/health")
         return cls(server, connect(port), version, model)
+
+    @property
+    def pid(self) -> int:
+        return self._server.pid
 
     async def prepare(self, load: Load) -> None:
         prompts = tuple(prompt[:8] for prompt in load.prompts)

@@ -109,10 +109,13 @@ class TinkerClient:
 class TinkerServer:
     """A server with a client on it."""
 
-    def __init__(self, name: str, version: str, client: TinkerClient, ended: ExitStack):
+    def __init__(
+        self, name: str, version: str, client: TinkerClient, pid: int | None, ended: ExitStack
+    ):
         self.name = name
         self.version = version
         self.client = client
+        self.pid = pid
         self._ended = ended
 
     @classmethod
@@ -131,7 +134,8 @@ class TinkerServer:
             )
         )
         client = await TinkerClient.connect(server.base_url, server.api_key, MODEL)
-        return cls("tinkercloud", __version__, client, ended)
+        pid = None if server.process is None else server.process.pid
+        return cls("tinkercloud", __version__, client, pid, ended)
 
     @classmethod
     async def skyrl(cls, peers: Path, model: Path, max_sequences: int) -> "TinkerServer":
@@ -152,7 +156,7 @@ class TinkerServer:
             said = server.last_words()
             ended.close()
             raise Unavailable(f"does not sample: {error or 'no answer in time'}; {said}") from error
-        return cls("SkyRL tinker", version, client, ended)
+        return cls("SkyRL tinker", version, client, server.pid, ended)
 
     async def prepare(self, load: Load) -> None:
         """A short load of the same shape: whatever is made at the first request is made now."""

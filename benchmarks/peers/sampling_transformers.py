@@ -33,6 +33,7 @@ class Transformers:
     def __init__(self, process: asyncio.subprocess.Process, version: str):
         self._process = process
         self.version = version
+        self.pid = process.pid
 
     @classmethod
     async def start(cls, peers: Path, model: Path, dtype: str) -> "Transformers":
