@@ -33,7 +33,7 @@ from tinkercloud.core.types import (  # noqa: E402
 )
 from tinkercloud.embedded.base_model import BaseModel  # noqa: E402
 from tinkercloud.embedded.blocks import BlockPool  # noqa: E402
-from tinkercloud.embedded.device import choose_dtype, usable_cores  # noqa: E402
+from tinkercloud.embedded.device import choose_dtype, settle, usable_cores  # noqa: E402
 from tinkercloud.embedded.engine import SamplingEngine  # noqa: E402
 from tinkercloud.embedded.models import ModelStore  # noqa: E402
 from tinkercloud.embedded.round_costs import round_costs  # noqa: E402
@@ -143,6 +143,7 @@ class Bench:
         )
         assert self._speculate is not None
         self._version = self._store.version(self._store.publish(FromBase("smollm2")))
+        settle()  # as the engine's process does
 
     def tokens(self, text: str) -> list[int]:
         assert self.base.decoder is not None

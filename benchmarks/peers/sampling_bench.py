@@ -6,7 +6,7 @@ Contenders take turns, repeat by repeat; tokens are checked before a speed is ke
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -165,12 +165,14 @@ class _Trial:
 
 @dataclass
 class Bench:
-    """What a run has, and what it found. budget_s: timed seconds that each contender may take."""
+    """What a run has, and what it found. budget_s: timed seconds that each contender may take.
+    between: called after each case, while nobody is awake."""
 
     cases: Sequence[Case]
     prompts: Prompts
     latencies: bool
     budget_s: float
+    between: Callable[[], None]
     rows: list[Measured] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     spent_s: dict[str, float] = field(default_factory=dict)
@@ -198,6 +200,7 @@ class Bench:
                         await self._unless_unavailable(trial, once)
             for trial in trials:
                 await self._conclude(trial, case, dtype)
+            self.between()
             gone = [trial.contender for trial in trials if trial.gone]
             right = [one for one in right if one not in gone]
 

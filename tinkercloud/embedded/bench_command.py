@@ -8,7 +8,7 @@ import torch
 
 from tinkercloud.config import Config
 from tinkercloud.embedded.base_model import BaseModel
-from tinkercloud.embedded.device import choose_device, choose_dtype, usable_cores
+from tinkercloud.embedded.device import choose_device, choose_dtype, settle, usable_cores
 from tinkercloud.embedded.speculation_bench import COLUMNS, Engines, cases, compared
 from tinkercloud.embedded.speculation_choice import Asked, speculate
 from tinkercloud.embedded.versions import Version
@@ -46,6 +46,7 @@ def rows(config: Config, wanted: Wanted, say: Callable[[str], None]) -> list[Row
     engines = Engines(max(wanted.at_once, 1), config.engine.kv_cache_bytes, threads, make)
     found = []
     decoder = base.decoder
+    settle()  # as the engine's process does
     for case in cases(version, lambda text: decoder.encode(text).ids, *_sizes(wanted)):
         outcome = compared(case, engines, REPEATS)
         found.append(dict(zip(COLUMNS, outcome.cells(), strict=True)))

@@ -4,7 +4,6 @@ Run as `python -m tinkercloud.embedded.worker FD` by `embedded.host`. Messages c
 reader thread into a queue and leave through a writer thread; every tensor belongs to the worker.
 """
 
-import gc
 import logging
 import os
 import queue
@@ -20,7 +19,7 @@ import torch
 
 from tinkercloud.core.types import SampleOutput, ServedModel
 from tinkercloud.embedded.base_model import BaseModel
-from tinkercloud.embedded.device import choose_device, choose_dtype, usable_cores
+from tinkercloud.embedded.device import choose_device, choose_dtype, settle, usable_cores
 from tinkercloud.embedded.draft_loop import DraftLoops, Following
 from tinkercloud.embedded.engine import SamplingEngine
 from tinkercloud.embedded.models import ModelStore
@@ -277,8 +276,7 @@ def main(fd: int) -> None:
     except (ConfigError, OSError) as error:
         sock.sendall(pack(StartFailed(str(error))))
         return
-    gc.collect()
-    gc.freeze()  # modules and models stay: looking through them takes tens of milliseconds
+    settle()
     threading.Thread(target=_writer, args=(sock, outbox), name="writer", daemon=True).start()
     outbox.put(Ready(served))
     threading.Thread(target=_reader, args=(sock, worker), name="reader", daemon=True).start()
