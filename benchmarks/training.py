@@ -121,7 +121,7 @@ class Row:
 @dataclass
 class Bench:
     """starts: by whether the adapter is on the unembedding too. through: a command that every
-    contender is run through. limit_s: of each contender's process."""
+    contender is run through. limit_s: of each contender's process. short_turns: of short batches."""
 
     root: Path
     peers: Path
@@ -130,13 +130,14 @@ class Bench:
     repeats: int
     through: Sequence[str]
     limit_s: float
+    short_turns: int
     notes: list[str] = field(default_factory=list)
     too_slow: dict[str, int] = field(default_factory=dict)
 
     def measure(self, shape: str, lengths: Sequence[int], dtype: str) -> list[Row]:
         """All contenders, their results compared; raises AssertionError where they differ."""
         best: dict[str, Row] = {}
-        for turn in range(SHORT_TURNS if sum(lengths) <= SHORT_TOKENS else 1):
+        for turn in range(self.short_turns if sum(lengths) <= SHORT_TOKENS else 1):
             for name in self.contenders:
                 again = turn == 0 or (name in best and name not in ONE_TURN)
                 if again and dtype in CONTENDERS[name].dtypes:
@@ -315,7 +316,7 @@ def main() -> int:
         starts = {kind: prepare(root, model, unembedding=kind) for kind in (True, False)}
         bench = Bench(
             root, given.peers.absolute(), starts, chosen(given), given.repeats,
-            shlex.split(given.through), given.limit_s,
+            shlex.split(given.through), given.limit_s, 1 if given.quick else SHORT_TURNS,
         )  # fmt: skip
         seconds = 0.5 if given.quick else 2.0
         dtypes = DTYPES if native_bfloat16() and not given.quick else DTYPES[:1]
