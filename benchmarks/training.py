@@ -121,7 +121,8 @@ class Row:
 @dataclass
 class Bench:
     """starts: by whether the adapter is on the unembedding too. through: a command that every
-    contender is run through. limit_s: of each contender's process. short_turns: of short batches."""
+    contender is run through. limit_s: of each contender's process. short_turns: of a short
+    batch."""
 
     root: Path
     peers: Path
