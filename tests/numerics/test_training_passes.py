@@ -10,7 +10,7 @@ import torch
 
 from tests.numerics.networks import FAMILIES, SIZES, random_network
 from tinkercloud.core.types import Datum, LoraSpec, TrainBatch
-from tinkercloud.embedded import train_head
+from tinkercloud.embedded import train_attention, train_head, train_kernels
 from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.contexts import pad_rows
 from tinkercloud.embedded.train_attention import PackedAttention, bucket
@@ -133,6 +133,16 @@ def test_lora_gradients_of_every_family_equal_autograd(base: BaseModel) -> None:
 
 
 def test_full_gradients_of_every_family_equal_autograd(base: BaseModel) -> None:
+    assert_equal_to_reference(full(base), batch())
+
+
+def test_gradients_equal_autograd_without_the_compiled_parts_too(
+    base: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, or without a C compiler."""
+    for module in (train_kernels, train_attention):
+        monkeypatch.setattr(module, "can_take", lambda *_: False)
+    assert_equal_to_reference(lora(base), batch())
     assert_equal_to_reference(full(base), batch())
 
 
