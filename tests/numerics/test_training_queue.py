@@ -313,7 +313,8 @@ def test_the_estimate_of_kept_bytes_is_from_above_and_not_far(store: ModelStore)
     def watched(self, index, x, *, keep):
         out, saved = forward(self, index, x, keep=keep)
         kept = [saved.x, saved.mixed, saved.middle, saved.gates, saved.inverse]
-        kept += [t for one in saved.attention for t in (*one.inputs, one.out)]
+        kept += [t for one in saved.attention for t in one.inputs]
+        kept += [one.out for one in saved.attention if one.out is not None]
         lows = (saved.down_qkv, saved.down_o, saved.down_gates, saved.down_out)
         kept += [low for group in lows for low in group if low is not None]
         for tensor in kept:

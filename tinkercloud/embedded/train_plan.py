@@ -46,7 +46,8 @@ class MicroBatch:
 def kept_bytes(config: ArchitectureConfig, element_bytes: int, rank: int) -> KeptBytes:
     """A block keeps its input and what follows attention (D each), attention's result, gate and up
     (I each), and seven low-rank products in float32; q, k, v and attention's result a second time
-    (for families that norm heads, and for the padding of ragged sequences)."""
+    (for families that norm heads, for the padding of ragged sequences, and where the gradient of
+    attention is autograd's)."""
     heads = config.num_heads * config.head_dim
     kv_heads = config.num_kv_heads * config.head_dim
     row = (2 * config.hidden_size + heads + 2 * config.intermediate_size) * element_bytes
