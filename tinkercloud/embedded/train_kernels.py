@@ -55,7 +55,7 @@ def attention_gradient(
     asked = _AttentionGradient(
         *(_is_narrow(q), batch, length, heads, kv_heads, size, size**-0.5),
         *(x.data_ptr() for x in given),
-        *(x.stride(1) for x in given),
+        *(x.stride(1 if length > 1 else 0) for x in given),
         *(x.data_ptr() for x in made),
     )
     with _team() as team:
@@ -174,5 +174,5 @@ def _by_rows(x: Tensor) -> Tensor:
     rows = x.transpose(1, 2)
     _, length, heads, size = rows.shape
     lies_so = rows.stride(3) == 1 and (heads == 1 or rows.stride(2) == size)
-    follow = rows.shape[0] == 1 or rows.stride(0) == length * rows.stride(1)
+    follow = 1 in (rows.shape[0], length) or rows.stride(0) == length * rows.stride(1)
     return rows if lies_so and follow else rows.contiguous()
