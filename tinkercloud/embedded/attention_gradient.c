@@ -2,9 +2,9 @@
 
    Of each query head, with S = scale Q K^T below the diagonal and P = softmax(S):
      dV = P^T dO    dP = dO V^T    dS = P (dP - sum(P dP))    dQ = scale dS K    dK = scale dS^T Q
-   (Dao et al. 2022, appendix B.4; here with the whole of a few rows of S at once, so that neither the
-   forward pass's result nor its sums are needed.) All sums are float32, those of each sequence in an
-   order that depends on its length alone.
+   (Dao et al. 2022, appendix B.4; here with the whole of a few rows of S at once, so that neither
+   the forward pass's result nor its sums are needed.) All sums are float32, those of each sequence
+   in an order that depends on its length alone.
 
    Names: L rows of a sequence, Hq / Hkv query and key/value heads, Dh head size. */
 
@@ -136,32 +136,13 @@ static size_t place(const attention_gradient_t *a, work_t *w, float *memory) {
   return total;
 }
 
-/* `count` numbers as floats, zeros up to `width`. */
-INLINE void read_row(const attention_gradient_t *a, const void *from, int64_t at, float *to,
-                     int64_t count, int64_t width) {
-  if (a->is_narrow) {
-    for (int64_t d = 0; d < count; d++) to[d] = widen1(((const narrow *)from)[at + d]);
-  } else {
-    memcpy(to, (const float *)from + at, (size_t)count * sizeof *to);
-  }
-  for (int64_t d = count; d < width; d++) to[d] = 0.0f;
-}
-
-INLINE void write_row(const attention_gradient_t *a, void *to, int64_t at, const float *from) {
-  if (!a->is_narrow) {
-    memcpy((float *)to + at, from, (size_t)a->head_dim * sizeof *from);
-    return;
-  }
-  for (int64_t d = 0; d < a->head_dim; d++) ((narrow *)to)[at + d] = narrowed(from[d]);
-}
-
 static void turn(const attention_gradient_t *a, const void *from, int64_t row, int64_t first,
                  work_t *w, float *to) {
   float one[w->width];
   int64_t padded = ROUND_UP(w->length, PANEL), size = a->head_dim;
   for (int64_t l = 0; l < padded; l++) {
     if (l < w->length)
-      read_row(a, from, first + l * row, one, size, size);
+      read_numbers(a->is_narrow, from, first + l * row, one, size);
     else
       memset(one, 0, sizeof one);
     float *into = to + l / PANEL * PANEL * size + l % PANEL;
@@ -173,14 +154,7 @@ static void turn(const attention_gradient_t *a, const void *from, int64_t row, i
    becomes the gradient of the scores. seen: keys of the block, a multiple of LANES. */
 static void soften(float *scores, float *dscores, float scale, int64_t last, int64_t seen) {
   for (int64_t j = last + 1; j < seen; j++) scores[j] = -INFINITY;
-  vec most = all(-INFINITY);
-  for (int64_t j = 0; j < seen; j += LANES) {
-    vec x = load(scores + j);
-    ivec more = x > most;
-    most = (vec)(((ivec)x & more) | ((ivec)most & ~more));
-  }
-  float top = -INFINITY;
-  for (int j = 0; j < LANES; j++) top = MAX(top, most[j]);
+  float top = largest(scores, seen);
   vec sum = {}, dot = {};
   for (int64_t j = 0; j < seen; j += LANES) {
     vec p = exp_vec((load(scores + j) - all(top)) * all(scale));
@@ -201,10 +175,14 @@ static void block(const attention_gradient_t *a, work_t *w, int64_t b, int64_t h
   int64_t rows = ROUND_UP(count, TILE_ROWS), keys = ROUND_UP(seen, LANES);
   for (int64_t r = 0; r < rows; r++) {
     int64_t row = b * w->length + from + r;
-    int64_t real = r < count ? size : 0;
-    read_row(a, a->q, real ? row * a->q_row + head * size : 0, w->q + r * w->width, real, w->width);
-    read_row(a, a->dout, real ? row * a->dout_row + head * size : 0, w->dout + r * w->width, real,
-             w->width);
+    float *q = w->q + r * w->width, *dout = w->dout + r * w->width;
+    if (r < count) {
+      read_numbers(a->is_narrow, a->q, row * a->q_row + head * size, q, size);
+      read_numbers(a->is_narrow, a->dout, row * a->dout_row + head * size, dout, size);
+    } else {
+      memset(q, 0, (size_t)w->width * sizeof *q);
+      memset(dout, 0, (size_t)w->width * sizeof *dout);
+    }
   }
   for (int64_t n = 0; n < keys; n += PANEL) {
     int64_t columns = MIN(PANEL, keys - n);
@@ -222,26 +200,28 @@ static void block(const attention_gradient_t *a, work_t *w, int64_t b, int64_t h
   product((out_t){w->dq, w->width}, (left_t){w->dscores, w->stride, 1},
           (right_t){w->keys, w->width}, rows, seen, w->width, 1);
   for (int64_t r = 0; r < count; r++)
-    write_row(a, a->dq, ((b * w->length + from + r) * a->heads + head) * size, w->dq + r * w->width);
+    write_numbers(a->is_narrow, a->dq, ((b * w->length + from + r) * a->heads + head) * size,
+                  w->dq + r * w->width, size);
   product((out_t){w->dk, w->width}, (left_t){w->dscores, 1, w->stride}, (right_t){w->q, w->width},
           reached, rows, w->width, 0);
   product((out_t){w->dv, w->width}, (left_t){w->scores, 1, w->stride}, (right_t){w->dout, w->width},
           reached, rows, w->width, 0);
 }
 
-/* ---- tasks: the query heads that read one head's keys of one sequence; each of them by itself where
-   that would leave threads idle. A sum over heads is the same either way. */
+/* ---- tasks: the query heads that read one head's keys of one sequence; each of them by itself
+   where that would leave threads idle. A sum over heads is the same either way. */
 
 static void read_keys(const attention_gradient_t *a, work_t *w, int64_t b, int64_t kv_head) {
   int64_t size = a->head_dim, first = b * w->length;
   for (int64_t l = 0; l < w->length; l++)
-    read_row(a, a->k, (first + l) * a->k_row + kv_head * size, w->keys + l * w->width, size,
-             w->width);
+    read_numbers(a->is_narrow, a->k, (first + l) * a->k_row + kv_head * size,
+                 w->keys + l * w->width, size);
   turn(a, a->k, a->k_row, first * a->k_row + kv_head * size, w, w->keys_t);
   turn(a, a->v, a->v_row, first * a->v_row + kv_head * size, w, w->values_t);
 }
 
-static void one_head(const attention_gradient_t *a, work_t *w, int64_t b, int64_t head, float *dkv) {
+static void one_head(const attention_gradient_t *a, work_t *w, int64_t b, int64_t head,
+                     float *dkv) {
   memset(dkv, 0, (size_t)(2 * w->rows) * sizeof *dkv);
   w->dk = dkv;
   w->dv = dkv + w->rows;
@@ -255,8 +235,9 @@ static void add(const work_t *w, const float *dkv) {
 static void write_keys(const attention_gradient_t *a, const work_t *w, int64_t b, int64_t kv_head) {
   for (int64_t l = 0; l < w->length; l++) {
     int64_t at = ((b * w->length + l) * a->kv_heads + kv_head) * a->head_dim;
-    write_row(a, a->dk, at, w->dkv_sum + l * w->width);
-    write_row(a, a->dv, at, w->dkv_sum + w->rows + l * w->width);
+    const float *dk = w->dkv_sum + l * w->width, *dv = dk + w->rows;
+    write_numbers(a->is_narrow, a->dk, at, dk, a->head_dim);
+    write_numbers(a->is_narrow, a->dv, at, dv, a->head_dim);
   }
 }
 
@@ -273,9 +254,7 @@ static void run_by_keys(team_t *team, int rank, void *argument) {
   const attention_gradient_t *a = job->a;
   work_t w;
   place(a, &w, job->memory + (size_t)rank * job->own);
-  for (;;) {
-    int64_t task = atomic_fetch_add(&job->next, 1);
-    if (task >= a->batch * a->kv_heads) break;
+  for (int64_t task; (task = atomic_fetch_add(&job->next, 1)) < a->batch * a->kv_heads;) {
     int64_t b = task / a->kv_heads, kv_head = task % a->kv_heads, group = a->heads / a->kv_heads;
     if (job->dkv == NULL) read_keys(a, &w, b, kv_head);
     memset(w.dkv_sum, 0, (size_t)(2 * w.rows) * sizeof(float));
@@ -294,9 +273,7 @@ static void run_by_head(team_t *team, int rank, void *argument) {
   const attention_gradient_t *a = job->a;
   work_t w;
   place(a, &w, job->memory + (size_t)rank * job->own);
-  for (;;) {
-    int64_t task = atomic_fetch_add(&job->next, 1);
-    if (task >= a->batch * a->heads) break;
+  for (int64_t task; (task = atomic_fetch_add(&job->next, 1)) < a->batch * a->heads;) {
     int64_t b = task / a->heads, head = task % a->heads;
     read_keys(a, &w, b, head / (a->heads / a->kv_heads));
     one_head(a, &w, b, head, job->dkv + task * 2 * w.rows);

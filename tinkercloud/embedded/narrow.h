@@ -39,6 +39,29 @@ static inline void round_to_narrow(float *x, int64_t count, narrow *out) {
   }
 }
 
+/* `count` numbers, narrow ones or floats, from entry `at` on; what follows them in `to` up to a
+   whole vector is zero. */
+INLINE void read_numbers(int64_t is_narrow, const void *from, int64_t at, float *to,
+                         int64_t count) {
+  if (is_narrow) {
+    const narrow *source = (const narrow *)from + at;
+    for (int64_t i = 0; i < count; i++) to[i] = widen1(source[i]);
+  } else {
+    memcpy(to, (const float *)from + at, (size_t)count * sizeof *to);
+  }
+  for (int64_t i = count; i % LANES; i++) to[i] = 0.0f;
+}
+
+INLINE void write_numbers(int64_t is_narrow, void *to, int64_t at, const float *from,
+                          int64_t count) {
+  if (is_narrow) {
+    narrow *target = (narrow *)to + at;
+    for (int64_t i = 0; i < count; i++) target[i] = narrowed(from[i]);
+  } else {
+    memcpy((float *)to + at, from, (size_t)count * sizeof *from);
+  }
+}
+
 /* ADD_NARROW: sums += products of NARROW_STEP inputs. Where the processor multiplies bfloat16, lane
    l takes the inputs 2 l and 2 l + 1 of each step, by its own instruction; else the input l. */
 #if defined(__AVX512BF16__)

@@ -59,17 +59,9 @@ static double score_of(float weight, uint32_t word) {
 }
 
 static void find_best(const float *logits, int64_t size, int64_t *best) {
-  vec most = all(-INFINITY);
+  float top = largest(logits, size);
   int64_t i = 0;
-  for (; i + LANES <= size; i += LANES) {
-    vec x = load(logits + i);
-    ivec more = x > most;
-    most = (vec)(((ivec)x & more) | ((ivec)most & ~more));
-  }
-  float top = -INFINITY;
-  for (int j = 0; j < LANES; j++) top = MAX(top, most[j]);
-  for (; i < size; i++) top = MAX(top, logits[i]);
-  for (i = 0; i < size - 1 && logits[i] != top; i++) continue;
+  for (; i < size - 1 && logits[i] != top; i++) continue;
   *best = i;
 }
 

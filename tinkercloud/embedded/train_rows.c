@@ -23,26 +23,6 @@ typedef struct rows {
   atomic_long next;
 } rows_t;
 
-/* `count` numbers from entry `at` on; what follows them up to a whole vector is zero. */
-INLINE void read_numbers(const rows_t *a, const void *from, int64_t at, float *to, int64_t count) {
-  if (a->is_narrow) {
-    const narrow *source = (const narrow *)from + at;
-    for (int64_t i = 0; i < count; i++) to[i] = widen1(source[i]);
-  } else {
-    memcpy(to, (const float *)from + at, (size_t)count * sizeof *to);
-  }
-  for (int64_t i = count; i % LANES; i++) to[i] = 0.0f;
-}
-
-INLINE void write_numbers(const rows_t *a, void *to, int64_t at, const float *from, int64_t count) {
-  if (a->is_narrow) {
-    narrow *target = (narrow *)to + at;
-    for (int64_t i = 0; i < count; i++) target[i] = narrowed(from[i]);
-  } else {
-    memcpy((float *)to + at, from, (size_t)count * sizeof *from);
-  }
-}
-
 /* As if it were written and read again. */
 INLINE void round_off(const rows_t *a, float *x, int64_t count) {
   if (!a->is_narrow) return;
@@ -70,12 +50,12 @@ static void scale_row(const rows_t *a, int64_t r) {
   float x[PIECE], weight[PIECE];
   for (int64_t d = 0; d < a->width; d += PIECE) {
     int64_t count = MIN(PIECE, a->width - d), at = r * a->width + d;
-    read_numbers(a, a->x, at, x, count);
-    read_numbers(a, a->weight, d, weight, count);
+    read_numbers(a->is_narrow, a->x, at, x, count);
+    read_numbers(a->is_narrow, a->weight, d, weight, count);
     for (int64_t i = 0; i < count; i++) x[i] *= a->inverse[r];
     round_off(a, x, count);
     for (int64_t i = 0; i < count; i++) x[i] *= weight[i];
-    write_numbers(a, a->out, at, x, count);
+    write_numbers(a->is_narrow, a->out, at, x, count);
   }
 }
 
@@ -95,18 +75,18 @@ static void norm_back_row(const rows_t *a, int64_t r) {
     for (int64_t d = 0; d < a->width; d += PIECE) {
       int64_t count = MIN(PIECE, a->width - d), at = r * a->width + d;
       if (pass == 0 || a->width > PIECE) {
-        read_numbers(a, a->x, at, x, count);
-        read_numbers(a, a->y, at, g, count);
-        read_numbers(a, a->weight, d, weight, count);
+        read_numbers(a->is_narrow, a->x, at, x, count);
+        read_numbers(a->is_narrow, a->y, at, g, count);
+        read_numbers(a->is_narrow, a->weight, d, weight, count);
         for (int64_t i = 0; i < count; i++) g[i] *= weight[i];
       }
       if (pass == 0) {
         for (int64_t i = 0; i < count; i += LANES) dot += load(g + i) * load(x + i);
         continue;
       }
-      read_numbers(a, a->out, at, into, count);
+      read_numbers(a->is_narrow, a->out, at, into, count);
       for (int64_t i = 0; i < count; i++) into[i] += g[i] * inverse + x[i] * along;
-      write_numbers(a, a->out, at, into, count);
+      write_numbers(a->is_narrow, a->out, at, into, count);
     }
     if (pass == 0) along = -sum1(dot) * inverse * inverse * inverse / (float)a->width;
   }
@@ -132,12 +112,15 @@ static void gate_row(const rows_t *a, int64_t r) {
   float gate[PIECE], up[PIECE];
   for (int64_t d = 0; d < a->width; d += PIECE) {
     int64_t count = MIN(PIECE, a->width - d), at = 2 * r * a->width + d;
-    read_numbers(a, a->x, at, gate, count);
-    read_numbers(a, a->x, at + a->width, up, count);
-    for (int64_t i = 0; i < count; i += LANES) store(gate + i, load(gate + i) * sigmoid(load(gate + i)));
+    read_numbers(a->is_narrow, a->x, at, gate, count);
+    read_numbers(a->is_narrow, a->x, at + a->width, up, count);
+    for (int64_t i = 0; i < count; i += LANES) {
+      vec g = load(gate + i);
+      store(gate + i, g * sigmoid(g));
+    }
     round_off(a, gate, count);
     for (int64_t i = 0; i < count; i++) gate[i] *= up[i];
-    write_numbers(a, a->out, r * a->width + d, gate, count);
+    write_numbers(a->is_narrow, a->out, r * a->width + d, gate, count);
   }
 }
 
@@ -152,9 +135,9 @@ static void gate_back_row(const rows_t *a, int64_t r) {
   float gate[PIECE], up[PIECE], dy[PIECE], active[PIECE], slope[PIECE];
   for (int64_t d = 0; d < a->width; d += PIECE) {
     int64_t count = MIN(PIECE, a->width - d), at = r * a->width + d, of_gate = 2 * r * a->width + d;
-    read_numbers(a, a->x, of_gate, gate, count);
-    read_numbers(a, a->x, of_gate + a->width, up, count);
-    read_numbers(a, a->y, at, dy, count);
+    read_numbers(a->is_narrow, a->x, of_gate, gate, count);
+    read_numbers(a->is_narrow, a->x, of_gate + a->width, up, count);
+    read_numbers(a->is_narrow, a->y, at, dy, count);
     for (int64_t i = 0; i < count; i += LANES) {
       vec g = load(gate + i), s = sigmoid(g);
       store(active + i, g * s);
@@ -164,8 +147,8 @@ static void gate_back_row(const rows_t *a, int64_t r) {
       slope[i] *= dy[i] * up[i];
       dy[i] *= active[i];
     }
-    write_numbers(a, a->out, of_gate, slope, count);
-    write_numbers(a, a->out, of_gate + a->width, dy, count);
+    write_numbers(a->is_narrow, a->out, of_gate, slope, count);
+    write_numbers(a->is_narrow, a->out, of_gate + a->width, dy, count);
   }
 }
 
@@ -189,8 +172,8 @@ static void rotate_row(const rows_t *a, int64_t r) {
     round_off(a, sine, count);
     for (int64_t h = 0; h < a->heads; h++) {
       int64_t at = r * a->stride + h * a->width + d;
-      read_numbers(a, a->out, at, first, count);
-      read_numbers(a, a->out, at + half, second, count);
+      read_numbers(a->is_narrow, a->out, at, first, count);
+      read_numbers(a->is_narrow, a->out, at + half, second, count);
       float crossed[PIECE], turned[PIECE];
       for (int64_t i = 0; i < count; i++) {
         product[i] = first[i] * cosine[i];
@@ -206,8 +189,8 @@ static void rotate_row(const rows_t *a, int64_t r) {
       round_off(a, product, count);
       round_off(a, crossed, count);
       for (int64_t i = 0; i < count; i++) second[i] = product[i] + crossed[i];
-      write_numbers(a, a->out, at, turned, count);
-      write_numbers(a, a->out, at + half, second, count);
+      write_numbers(a->is_narrow, a->out, at, turned, count);
+      write_numbers(a->is_narrow, a->out, at + half, second, count);
     }
   }
 }
@@ -226,16 +209,8 @@ static void soften_row(const rows_t *a, int64_t r) {
   float piece[PIECE], *law = (float *)a->out + r * a->width, top = -INFINITY;
   for (int64_t d = 0; d < a->width; d += PIECE) {
     int64_t count = MIN(PIECE, a->width - d);
-    read_numbers(a, a->x, r * a->width + d, piece, count);
-    vec most = all(-INFINITY);
-    int64_t i = 0;
-    for (; i + LANES <= count; i += LANES) {
-      vec x = load(piece + i);
-      ivec more = x > most;
-      most = (vec)(((ivec)x & more) | ((ivec)most & ~more));
-    }
-    for (int j = 0; j < LANES; j++) top = MAX(top, most[j]);
-    for (; i < count; i++) top = MAX(top, piece[i]);
+    read_numbers(a->is_narrow, a->x, r * a->width + d, piece, count);
+    top = MAX(top, largest(piece, count));
     memcpy(law + d, piece, (size_t)count * sizeof *law);
   }
   double sum = 0.0;

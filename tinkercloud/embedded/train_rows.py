@@ -66,8 +66,7 @@ def swiglu_forward(gates: Tensor) -> Tensor:
     `layers.swiglu` rounds."""
     if compiled.can_take(gates):
         return compiled.swiglu(gates)
-    gate, up = gates.chunk(2, dim=1)
-    return F.silu(gate).mul_(up)
+    return layers.swiglu(*gates.chunk(2, dim=1))
 
 
 def swiglu_backward(gates: Tensor, dproduct: Tensor) -> Tensor:

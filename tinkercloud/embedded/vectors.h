@@ -65,6 +65,21 @@ INLINE float sum1(vec a) {
   return out[0];
 }
 
+/* -INFINITY for none. */
+static inline float largest(const float *x, int64_t count) {
+  vec most = all(-INFINITY);
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) {
+    vec here = load(x + i);
+    ivec more = here > most;
+    most = (vec)(((ivec)here & more) | ((ivec)most & ~more));
+  }
+  float top = -INFINITY;
+  for (int j = 0; j < LANES; j++) top = MAX(top, most[j]);
+  for (; i < count; i++) top = MAX(top, x[i]);
+  return top;
+}
+
 /* exp(x) for x <= 88, within two units in the last place; 0 below -87 (Cephes' polynomial). */
 INLINE vec exp_vec(vec x) {
   ivec low = x < all(-87.0f);
