@@ -1,8 +1,8 @@
 """Samples with drafts against the same samples without, by turns in one process.
 
 Structured text one at a time, greedy; epochs of RL over the same prompts with a policy that learns
-in between; many at once, where drafts do not pay. Every sample is compared, token by token and bit
-by bit, before a speed is reported.
+in between; many at once, where drafts do not pay; requests of all kinds as they come. Every sample
+is compared, token by token and bit by bit, before a speed is reported.
 """
 
 import argparse
@@ -56,23 +56,27 @@ KV_CACHE_BYTES = 2 * 1024**3
 STRUCTURED_TIMES, LATER_TIMES, RUN_TIMES = 2.5, 1.5, 1.4
 EVEN = (0.95, 1.05)
 BEGINNING = "Add the numbers.\n"
+STREAM, STREAM_BATCH, STREAM_LEVEL = "as they come", 32, 8
 COLUMNS = (
     *("load", "temperature", "at once", "plain tokens/s", "with drafts tokens/s", "times"),
     *("tokens a pass", "drafting ms a pass", "verifying ms a pass"),
+    *("plain p99 answer ms", "with drafts p99 answer ms"),
 )
 
 
 @dataclass(frozen=True)
 class Scale:
     """tokens: of a structured sample. even_repeats: of prose, where a twentieth counts, which is
-    what a machine wanders by. most: samples at once. Of the run of RL: epochs, prompts, samples of
-    each, tokens of each, how many are decoded together, steps of the policy's schooling."""
+    what a machine wanders by. most: samples at once. come: requests that come as they come, of up
+    to twice `many_tokens`. Of the run of RL: epochs, prompts, samples of each, tokens of each, how
+    many are decoded together, steps of the policy's schooling."""
 
     tokens: int = 256
     repeats: int = 3
     even_repeats: int = 5
     most: int = 128
     many_tokens: int = 48
+    come: int = 64
     epochs: int = 10
     prompts: int = 4
     samples: int = 8
@@ -81,8 +85,8 @@ class Scale:
     lessons: int = 6
 
 
-QUICK = Scale(tokens=48, repeats=1, even_repeats=1, most=8, many_tokens=16, epochs=2, prompts=2,
-              samples=4, answer_tokens=16, at_once=(8,), lessons=1)  # fmt: skip
+QUICK = Scale(tokens=48, repeats=1, even_repeats=1, most=8, many_tokens=16, come=8, epochs=2,
+              prompts=2, samples=4, answer_tokens=16, at_once=(8,), lessons=1)  # fmt: skip
 
 
 @dataclass
@@ -116,9 +120,9 @@ class Rollouts:
         order = [(self.plain, self.seen.plain_s), (self.drafted, self.seen.drafted_s)]
         outputs = []
         for engine, seconds in order if epoch % 2 else order[::-1]:
-            output, took = timed(engine, case)
-            outputs.append(output)
-            seconds.append(took)
+            turn = timed(engine, case)
+            outputs.append(turn.outputs)
+            seconds.append(turn.seconds)
         self.seen.tokens.append(sum(len(s.tokens) for o in outputs[0] for s in o.sequences))
         return outputs
 
@@ -143,6 +147,9 @@ class Bench:
         )
         assert self._speculate is not None
         self._version = self._store.version(self._store.publish(FromBase("smollm2")))
+        runner = runner_for(self.base, self.threads)
+        pool = BlockPool(self.base.config, dtype, self.base.device, 2048)
+        self._table = round_costs(self.base, runner, pool, self.threads)
         settle()  # as the engine's process does
 
     def tokens(self, text: str) -> list[int]:
@@ -155,10 +162,7 @@ class Bench:
 
     def costs(self) -> str:
         """How many times as long as a plain round one with so many drafted tokens each takes."""
-        runner = runner_for(self.base, self.threads)
-        pool = BlockPool(self.base.config, self.base.dtype, self.base.device, 2048)
-        table = round_costs(self.base, runner, pool, self.threads)
-        drafted = (1, 2, 4, 8)
+        table, drafted = self._table, (1, 2, 4, 8)
         lines = [
             "| at once | plain round ms | " + " | ".join(f"{k} drafted" for k in drafted) + " |",
             "|---:|---:|" + "---:|" * len(drafted),
@@ -183,6 +187,21 @@ class Bench:
                     self._request(PROSE, scale.many_tokens, seed, 1.0) for seed in range(at_once)
                 )
                 yield Case("prose", self._version, together)
+        yield self._stream()
+
+    def _stream(self) -> Case:
+        """Texts of all kinds; as many tokens are asked for in a second as the machine writes with
+        STREAM_LEVEL samples at once."""
+        scale, coins = self._scale, np.random.default_rng(0)
+        lengths = coins.integers(scale.many_tokens // 2, 2 * scale.many_tokens, scale.come)
+        texts = (*STRUCTURED.values(), PROSE)
+        requests = tuple(
+            self._request(texts[i % len(texts)], int(tokens), i, 1.0)
+            for i, tokens in enumerate(lengths)
+        )
+        token_s = 1e-3 * self._table.plain_ms(STREAM_LEVEL, 100.0) / STREAM_LEVEL
+        gaps = coins.exponential(float(lengths.mean()) * token_s, scale.come)
+        return Case(STREAM, self._version, requests, tuple(np.cumsum(gaps).tolist()))
 
     def _request(self, text: str, tokens: int, seed: int, temperature: float) -> SampleRequest:
         params = SamplingParams(tokens, seed, temperature, use_eos=False)
@@ -300,6 +319,7 @@ def epoch_rows(seen: Epochs) -> list[tuple[Cell, ...]]:
                     round(float(told["tokens_per_sequence_forward"]), 2),  # type: ignore[arg-type]
                     round(told["ms"]["draft"] / forwards, 2),  # type: ignore[index]
                     round(told["ms"]["verify"] / forwards, 2),  # type: ignore[index]
+                    "-", "-",
                 )
             )  # fmt: skip
     return found
@@ -329,11 +349,17 @@ def main() -> int:
         goals: list[dict[str, Cell]] = []
         for case in bench.cases():
             repeats = scale.repeats if case.name in STRUCTURED else scale.even_repeats
-            outcome = compared(case, bench.engines(case.at_once), repeats)
             name = f"{case.name}, {case.at_once} at once"
+            at_once = case.at_once
+            if case.arrivals_s:
+                at_once = min(at_once, STREAM_BATCH)
+                name = f"{case.at_once} requests {case.name}"
+            outcome = compared(case, bench.engines(at_once), repeats)
             print(f"{name}: {outcome.times:.2f} times", file=sys.stderr, flush=True)
-            cells = outcome.cells()
-            rows.append((*cells[:7], *cells[8:10]))
+            told = outcome.cells()
+            tails = (round(outcome.plain.p99_ms), round(outcome.drafted.p99_ms))
+            which = (*told[:2], f"<= {at_once}" if case.arrivals_s else at_once)
+            rows.append((*which, *told[3:7], *told[8:10], *tails))
             if case.name in STRUCTURED:
                 met = outcome.times >= STRUCTURED_TIMES
                 wanted = f">= {STRUCTURED_TIMES}"
@@ -351,7 +377,7 @@ def main() -> int:
         about=ABOUT.format(
             dtype=str(bench.base.dtype).removeprefix("torch."), scale=scale, costs=costs,
             rewards=", ".join(f"{one:.2f}" for one in runs[0].rewards),
-            at_once=" and ".join(map(str, scale.at_once)),
+            at_once=" and ".join(map(str, scale.at_once)), level=STREAM_LEVEL,
         ),
         command="python benchmarks/speculation.py" + (" --quick" if given.quick else ""),
         columns=COLUMNS,
@@ -369,7 +395,10 @@ SmolLM2-135M-Instruct in {dtype}, the suffix drafter under its policy, against t
 without drafts; turns alternate, the best of each counts. Before a speed is reported all tokens and
 log-probabilities of both are compared, bit by bit. JSON, code and arithmetic: one sample of
 {scale.tokens} tokens that goes on from such a text. Prose: one prompt, samples of
-{scale.many_tokens} tokens. Each of these turns begins with a drafter that has seen nothing. RL:
+{scale.many_tokens} tokens. As they come: {scale.come} requests of all four kinds, of
+{scale.many_tokens} tokens on average and a quarter more, by a Poisson process that asks for what
+the machine writes with {level} at once; tokens/s until the last answer, an answer's time from its
+request. Each of these turns begins with a drafter that has seen nothing. RL:
 {scale.prompts} prompts with {scale.samples} samples of up to {scale.answer_tokens} tokens,
 {at_once} decoded at once, {scale.epochs} epochs; the policy is a LoRA adapter of rank 16,
 taught the form of an answer in {scale.lessons} steps, and is updated after every epoch, so that

@@ -75,10 +75,12 @@ class Policy(Protocol):
 
     async def publish(self) -> None: ...
 
+    async def close(self) -> None: ...
+
 
 class Tinkercloud:
-    def __init__(self, training: Any):
-        self._training = training
+    def __init__(self, service: Any, training: Any):
+        self._service, self._training = service, training
         self._sampling: Any = None
 
     @classmethod
@@ -90,7 +92,7 @@ class Tinkercloud:
         training = await service.create_lora_training_client(
             base_model=MODEL, rank=RANK, train_unembed=False
         )
-        return cls(training)
+        return cls(service, training)
 
     async def sample(
         self, prompt: list[int], num_samples: int, max_tokens: int, seed: int
@@ -124,6 +126,9 @@ class Tinkercloud:
     async def publish(self) -> None:
         self._sampling = await self._training.save_weights_and_get_sampling_client()
 
+    async def close(self) -> None:
+        await self._service.close("success")
+
 
 class Skyrl:
     def __init__(self, model: SkyrlModel):
@@ -145,6 +150,9 @@ class Skyrl:
 
     async def publish(self) -> None:
         await self._model.publish()
+
+    async def close(self) -> None:
+        await self._model.http.aclose()
 
 
 class Loop:
@@ -237,7 +245,11 @@ def run(
     async def whole(diary: Diary) -> None:
         try:
             async with asyncio.timeout(limit_s):
-                await Loop(await policy(), work, diary, GAP[dtype]).run()
+                own = await policy()
+                try:
+                    await Loop(own, work, diary, GAP[dtype]).run()
+                finally:
+                    await own.close()
         except TimeoutError:
             diary.stop(limit_s)
 

@@ -15,8 +15,7 @@ from tests.numerics.decode_scene import (
     tiny_config,
     version,
 )
-from tests.numerics.test_paged_sampling import tuned
-from tests.numerics.tiny import Sampler, ask, random_prompt
+from tests.numerics.tiny import Sampler, ask, random_prompt, tuned
 from tinkercloud.core.types import FromBase
 from tinkercloud.embedded import engine as engine_module
 from tinkercloud.embedded.adapter_bank import NONE, AdapterBank

@@ -9,10 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from tests.numerics.drafting import Drafting, Watched, untaught_head
-from tests.numerics.test_paged_sampling import tuned
-from tests.numerics.test_speculation import LAWS, Oracle, all_same, mixture
-from tests.numerics.tiny import VOCAB, Sampler, ask, open_store, random_prompt
+from tests.numerics.drafting import (
+    LAWS,
+    Drafting,
+    Oracle,
+    Watched,
+    all_same,
+    mixture,
+    untaught_head,
+)
+from tests.numerics.tiny import VOCAB, Sampler, ask, open_store, random_prompt, tuned
 from tinkercloud.core.types import FromBase
 from tinkercloud.embedded import model_drafter, runners
 from tinkercloud.embedded.base_model import BaseModel

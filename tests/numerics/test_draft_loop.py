@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from tests.numerics.drafting import untaught_head
-from tests.numerics.test_paged_sampling import same
 from tests.numerics.test_speculative_rl import datum
-from tests.numerics.tiny import ask, open_store, random_prompt
+from tests.numerics.tiny import ask, open_store, random_prompt, same
 from tests.numerics.worker_driver import Driver
 from tinkercloud.core.types import (
     AdamParams,

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from tests.numerics.drafting import Drafting
-from tests.numerics.test_paged_sampling import same
-from tests.numerics.tiny import Sampler, ask, open_store, random_prompt, train
+from tests.numerics.tiny import Sampler, ask, open_store, random_prompt, same, train
 from tinkercloud.core.types import AdamParams, Datum, FromModel, LoraSpec, SampleOutput
 from tinkercloud.embedded import runners
 from tinkercloud.embedded.models import ModelStore

@@ -13,9 +13,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaForCausalLM
 
-from tests.numerics.drafting import Drafting
+from tests.numerics.drafting import LAWS, Drafting, all_same, mixture
 from tests.numerics.knowing_runner import KnowingRunner
-from tests.numerics.test_speculation import LAWS, all_same, mixture
 from tests.numerics.tiny import VOCAB, Sampler, ask, open_store, random_prompt, write_tiny_model
 from tests.speculative.streams import Tally, stream, written
 from tests.tokenizers_made import TEXT, byte_level, numbers, words_in_pieces

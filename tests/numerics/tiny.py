@@ -10,7 +10,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tinkercloud.core.types import (
+    AdamParams,
     Datum,
+    FromModel,
+    LoraSpec,
     SampleOutput,
     SampleRequest,
     SamplingParams,
@@ -131,6 +134,20 @@ def grads(store: ModelStore, model_id: str) -> dict[str, torch.Tensor]:
 
 def params(store: ModelStore, model_id: str) -> dict[str, torch.Tensor]:
     return {n: p.detach().clone() for n, p in store.model(model_id).params.items()}
+
+
+def tuned(store: ModelStore, model_id: str, rank: int, seed: int = 1) -> str:
+    """A version that differs from the base."""
+    store.create_model(model_id, "tiny", LoraSpec(rank=rank, seed=seed))
+    train(store, model_id, [supervised(20, seed)])
+    store.optim_step(model_id, AdamParams(learning_rate=0.02))
+    return store.publish(FromModel(model_id))
+
+
+def same(one: SampleOutput, other: SampleOutput) -> None:
+    for a, b in zip(one.sequences, other.sequences, strict=True):
+        assert np.array_equal(a.tokens, b.tokens)
+        assert np.array_equal(a.logprobs, b.logprobs)
 
 
 def law(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> torch.Tensor:

@@ -97,7 +97,8 @@ class Run:
     policy: Policy
     outcome: Outcome = field(default_factory=Outcome)
 
-    def round(self, loads: list[Load]) -> None:
+    def round(self, loads: list[Load]) -> list[int]:
+        """How many drafted tokens of each stood."""
         coins, drafter = self.machine.coins, self.drafter
         asked = self.policy.limits(loads)
         hard = coins.random(len(loads)) < drafter.hard
@@ -126,6 +127,7 @@ class Run:
         self.outcome.drafted.append(told.num_verified)
         self.outcome.reasons.append(self.policy.reason)
         self.outcome.kinds.append(self.policy.kind)
+        return accepted
 
     def _expected(self, most: int, dull: float) -> float:
         rates = [self.drafter.rate(depth) * dull for depth in range(most)]

@@ -81,7 +81,8 @@ def written(
 ) -> list[tuple[int, NDArray[np.int32]]]:
     """(prompt tokens, all tokens) of each sample."""
     engine = SamplingEngine(max_batch=64, kv_cache_bytes=2**30, num_threads=num_threads)
-    found, _ = timed(engine, Case("prompts", version, tuple(requests_of(prompts, wanted))))
+    case = Case("prompts", version, tuple(requests_of(prompts, wanted)))
+    found = timed(engine, case).outputs
     return [
         (len(prompts[i]), np.concatenate([prompts[i], one.tokens]).astype(np.int32))
         for i in range(len(prompts))

@@ -39,13 +39,29 @@ class UnequalError(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Case:
+    """arrivals_s: when each request comes, in ascending order; () for all of them at once."""
+
     name: str
     version: Version
     requests: tuple[SampleRequest, ...]
+    arrivals_s: tuple[float, ...] = ()
 
     @property
     def at_once(self) -> int:
         return sum(request.num_samples for request in self.requests)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """seconds: from the first arrival to the last answer. latencies_s: of each request."""
+
+    outputs: list[SampleOutput]
+    seconds: float
+    latencies_s: tuple[float, ...]
+
+    @property
+    def p99_ms(self) -> float:
+        return 1e3 * float(np.percentile(self.latencies_s, 99))
 
 
 @dataclass(slots=True)
@@ -54,21 +70,22 @@ class Outcome:
 
     case: Case
     num_tokens: int
-    plain_s: float
-    drafted_s: float
+    plain: Turn
+    drafted: Turn
     told: dict[str, Any]
 
     @property
     def times(self) -> float:
-        return self.plain_s / self.drafted_s
+        return self.plain.seconds / self.drafted.seconds
 
     def cells(self) -> tuple[str | int | float, ...]:
         told, params = self.told, self.case.requests[0].params
         forwards = max(1, told["forwards"])
         return (
             self.case.name, params.temperature, self.case.at_once,
-            round(self.num_tokens / self.plain_s, 1), round(self.num_tokens / self.drafted_s, 1),
-            round(self.times, 2), round(told["tokens_per_sequence_forward"], 2), _depths(told),
+            round(self.num_tokens / self.plain.seconds, 1),
+            round(self.num_tokens / self.drafted.seconds, 1), round(self.times, 2),
+            round(told["tokens_per_sequence_forward"], 2), _depths(told),
             round(told["ms"]["draft"] / forwards, 2), round(told["ms"]["verify"] / forwards, 2),
             "yes",
         )  # fmt: skip
@@ -94,41 +111,49 @@ class Engines:
 
 def compared(case: Case, engines: Engines, repeats: int) -> Outcome:
     """Raises UnequalError."""
-    best = {True: float("inf"), False: float("inf")}
+    best: dict[bool, Turn] = {}
     expected: list[SampleOutput] = []
     told: dict[str, Any] = {}
     for turn in range(2 * repeats):
         drafts = turn % 2 == 1
         engine = engines.make(drafts=drafts)
-        outputs, seconds = timed(engine, case)
-        best[drafts] = min(best[drafts], seconds)
-        expected = expected or outputs
-        require_equal(case.name, outputs, expected)
+        found = timed(engine, case)
+        best[drafts] = min(best.get(drafts, found), found, key=lambda one: one.seconds)
+        expected = expected or found.outputs
+        require_equal(case.name, found.outputs, expected)
         if drafts:
             told = next(iter(engine.speculation()[0].values()))
     num_tokens = sum(len(one.tokens) for output in expected for one in output.sequences)
     return Outcome(case, num_tokens, best[False], best[True], told)
 
 
-def timed(engine: SamplingEngine, case: Case) -> tuple[list[SampleOutput], float]:
-    """All requests at once."""
+def timed(engine: SamplingEngine, case: Case) -> Turn:
+    """The case's requests, each when it comes, until all are answered."""
     outputs: list[SampleOutput | None] = [None] * len(case.requests)
+    arrivals = case.arrivals_s or (0.0,) * len(case.requests)
+    latencies = [0.0] * len(arrivals)
 
     def reply(index: int) -> Callable[[SampleOutput | BaseException], None]:
         def take(outcome: SampleOutput | BaseException) -> None:
             if isinstance(outcome, BaseException):
                 raise outcome
             outputs[index] = outcome
+            latencies[index] = time.perf_counter() - began - arrivals[index]
 
         return take
 
-    began = time.perf_counter()
-    for i, request in enumerate(case.requests):
-        engine.submit(case.version, request, reply(i))
-    while engine.busy:
-        engine.step()
+    began, num_come = time.perf_counter(), 0
+    while num_come < len(arrivals) or engine.busy:
+        spent = time.perf_counter() - began
+        while num_come < len(arrivals) and arrivals[num_come] <= spent:
+            engine.submit(case.version, case.requests[num_come], reply(num_come))
+            num_come += 1
+        if engine.busy:
+            engine.step()
+        else:
+            time.sleep(arrivals[num_come] - spent)
     seconds = time.perf_counter() - began
-    return [one for one in outputs if one is not None], seconds
+    return Turn([one for one in outputs if one is not None], seconds, tuple(latencies))
 
 
 def require_equal(

@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +10,25 @@ import numpy as np
 import pytest
 import torch
 
-from tests.numerics.drafting import Drafting, untaught_head
-from tests.numerics.test_paged_sampling import same, tuned
-from tests.numerics.tiny import VOCAB, Sampler, ask, open_store, random_prompt, write_tiny_model
-from tinkercloud.core.types import FromBase, SampleOutput, SampleRequest
+from tests.numerics.drafting import (
+    LAWS,
+    Drafting,
+    all_same,
+    knowing,
+    mixture,
+    named,
+    untaught_head,
+)
+from tests.numerics.tiny import (
+    VOCAB,
+    Sampler,
+    ask,
+    random_prompt,
+    same,
+    tuned,
+    write_tiny_model,
+)
+from tinkercloud.core.types import FromBase
 from tinkercloud.decoding.sampler import RowParams, warp
 from tinkercloud.embedded import runners
 from tinkercloud.embedded.base_model import BaseModel
@@ -23,95 +38,17 @@ from tinkercloud.embedded.head_drafter import HeadDrafter
 from tinkercloud.embedded.head_student import Told
 from tinkercloud.embedded.model_drafter import ModelDrafter
 from tinkercloud.embedded.models import ModelStore
-from tinkercloud.embedded.runners import NativeRunner, Runner
+from tinkercloud.embedded.runners import NativeRunner
 from tinkercloud.embedded.speculation import Speculation
 from tinkercloud.embedded.speculation_trace import Trace
 from tinkercloud.embedded.versions import Version
-from tinkercloud.speculative.costs import CostTable, Measured
-from tinkercloud.speculative.drafter import Draft, Drafter, SilentDrafter, Stream
+from tinkercloud.speculative.drafter import Drafter
 from tinkercloud.speculative.drafter_table import drafter_table
 from tinkercloud.speculative.guarded_drafter import guarded
-from tinkercloud.speculative.planning import Knowledge
-from tinkercloud.speculative.policy import Policy
 from tinkercloud.speculative.rounds import Reason
 from tinkercloud.speculative.trial_drafters import DyingDrafter, GarbageDrafter
 
 pytestmark = pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
-
-Requests = Mapping[str, tuple[str, SampleRequest]]
-
-
-@pytest.fixture
-def store(folder: Path, dtype: torch.dtype) -> ModelStore:
-    return open_store(folder, dtype=dtype)
-
-
-@pytest.fixture
-def base(store: ModelStore) -> str:
-    return store.publish(FromBase("tiny"))
-
-
-class Oracle(SilentDrafter):
-    """Knows how each sample goes on; from `wrong_after` of its tokens on it errs now and then."""
-
-    def __init__(self, known: Sequence[Sequence[int]], err_every: int = 0):
-        self._known = [list(tokens) for tokens in known]
-        self._err_every = err_every
-
-    @property
-    def name(self) -> str:
-        return "oracle"
-
-    def propose(self, asked: Sequence[tuple[Stream, int]]) -> list[Draft]:
-        return [self._draft(stream, most) for stream, most in asked]
-
-    def _draft(self, stream: Stream, most: int) -> Draft:
-        own = stream.tokens
-        for tokens in self._known:
-            if tokens[: len(own)] == own:
-                going = tokens[len(own) : len(own) + most]
-                if self._err_every:
-                    going = [
-                        (token + 1) % 256 if (len(own) + i) % self._err_every == 0 else token
-                        for i, token in enumerate(going)
-                    ]
-                return Draft(tuple(going), (0.5,) * len(going))
-        return Draft()
-
-
-def named(name: str) -> Callable[[int], Drafter]:
-    return lambda vocab_size: drafter_table(vocab_size).make(name)
-
-
-def knowing(outputs: Mapping[str, SampleOutput], requests: Requests, err_every: int) -> Oracle:
-    known = []
-    for name, output in outputs.items():
-        prompt = requests[name][1].prompt.tolist()
-        known += [[*prompt, *one.tokens.tolist()] for one in output.sequences]
-    return Oracle(known, err_every)
-
-
-def all_same(found: Mapping[str, SampleOutput], expected: Mapping[str, SampleOutput]) -> None:
-    for name, output in expected.items():
-        same(found[name], output)
-        reasons = [[s.stop_reason for s in one.sequences] for one in (found[name], output)]
-        assert reasons[0] == reasons[1]
-
-
-def mixture(version: str, batch: int, temperature: float, **more: object) -> Requests:
-    return {
-        str(i): (
-            version,
-            ask(
-                random_prompt(5 + 7 * i, i), n=1 + i % 2, max_tokens=30 + i, seed=i,
-                temperature=temperature, **more,
-            ),
-        )
-        for i in range(batch)
-    }  # fmt: skip
-
-
-LAWS = [(0.0, {}), (0.7, {}), (1.0, {}), (1.0, {"top_p": 0.9}), (0.7, {"top_k": 5, "top_p": 0.9})]
 
 
 @pytest.mark.parametrize(("temperature", "more"), LAWS, ids=str)
@@ -404,83 +341,14 @@ def test_a_drafter_that_knows_what_the_target_will_draw_raises_the_alarm(
     assert Reason.ALARM in drafting.policy.stops
 
 
-# ---- with the policy that decides
-
-
-def decided(drafter: str, machine: Sequence[float]) -> Callable[..., Speculation]:
-    """Speculation under its real policy, where 1, 8 and 128 rows are said to take so many ms."""
-
-    def make(base: BaseModel, runner: Runner, pool: BlockPool) -> Speculation:
-        vocab_size = base.config.vocab_size
-        rows = (1, 2, 4, 8, 16, 32, 64, 128)
-        ms = tuple(np.interp(rows, (1, 8, 128), machine).tolist())
-        policy = Policy(Knowledge(CostTable(Measured(rows, ms, ms))))
-        return Speculation(guarded(named(drafter)(vocab_size), vocab_size), policy)
-
-    return make
-
-
-@pytest.mark.parametrize("machine", [(10.0, 10.5, 12.0), (1.0, 8.0, 128.0)], ids=["flat", "steep"])
-def test_requests_that_come_at_any_time_are_answered_as_alone(
-    store: ModelStore, base: str, machine: tuple[float, float, float]
-) -> None:
-    """T8: arrivals at random between rounds; every one is answered, whatever is drafted."""
-    generator = np.random.default_rng(0)
-    requests = [
-        ask(
-            random_prompt(int(generator.integers(3, 40)), i % 5), n=1 + i % 3,
-            max_tokens=int(generator.integers(2, 50)), seed=i, use_eos=False,
-            temperature=(0.0, 0.3, 1.0)[i % 3],
-        )
-        for i in range(40)
-    ]  # fmt: skip
-    sampler = Sampler(store, max_batch=12, num_threads=2, speculate=decided("suffix", machine))
-    outputs: dict[int, SampleOutput] = {}
-    waiting = list(enumerate(requests))
-    while waiting or sampler.engine.busy:
-        for _ in range(min(len(waiting), int(generator.poisson(0.4)))):
-            i, request = waiting.pop(0)
-            sampler.engine.submit(
-                store.version(base), request, lambda o, i=i: outputs.__setitem__(i, o)
-            )
-        if sampler.engine.busy:
-            sampler.engine.step()
-    assert len(outputs) == len(requests)
-    for i, request in enumerate(requests):
-        same(outputs[i], Sampler(store).one(base, request))
-    told = sampler.engine.speculation()[0]["tiny"]
-    assert told["tokens"] > told["forwards"] > 0
-
-
-def test_a_request_may_do_without_drafts(store: ModelStore, base: str) -> None:
-    request = ask(random_prompt(10, 1), n=4, max_tokens=30, seed=1, use_eos=False)
-    sampler = Sampler(store, speculate=decided("random", (10.0, 10.5, 12.0)))
-    without = replace(request, speculate=False)
-    same(sampler.one(base, without), sampler.one(base, request))
-    told = sampler.engine.speculation()[0]["tiny"]
-    assert told["off"]["not wanted by the sessions"] >= 3  # asked now and then
-    assert told["drafters"]["random"]["depths"][0]["verified"] > 0
-
-
-def test_where_rows_cost_their_full_price_nothing_is_drafted_for_many(
-    store: ModelStore, base: str
-) -> None:
-    """Times are this machine's own, so only what the table says at the start is looked at."""
-    request = ask(random_prompt(10, 1), n=48, max_tokens=20, seed=1, use_eos=False)
-    sampler = Sampler(store, speculate=decided("random", (1.0, 8.0, 128.0)))
-    same(sampler.one(base, request), Sampler(store).one(base, request))
-    told = sampler.engine.speculation()[0]["tiny"]
-    assert told["rounds"]["speculative"] == 0 or told["rows"]["wasted"] < 0.2 * told["rows"]["used"]
-
-
 @pytest.mark.parametrize(("temperature", "more"), LAWS[1:], ids=str)
 def test_log_probabilities_are_those_of_the_finished_text(
-    folder: Path, temperature: float, more: dict[str, object]
+    store: ModelStore, base: str, temperature: float, more: dict[str, object]
 ) -> None:
-    """T6: of the law that was drawn from, computed from the scored text; float32."""
-    store = open_store(folder)
-    base = store.publish(FromBase("tiny"))
+    """T6: of the law that was drawn from, computed from the scored text. In bfloat16 that is scored
+    as transformers computes it, whose own distance from exact this is."""
     requests = mixture(base, 3, temperature, use_eos=False, **more)
+    distances = []
     plain = Sampler(store).run(requests)
     drafting = Drafting(lambda _: knowing(plain, requests, 4), 5)
     found = Sampler(store, speculate=drafting).run(requests)
@@ -498,4 +366,8 @@ def test_log_probabilities_are_those_of_the_finished_text(
                 own = request.params
                 params = RowParams(own.temperature, own.top_k, own.top_p, 0, 0, 0)
                 law = torch.log_softmax(warp(logits, [params]).double(), -1)[0]
-                assert abs(float(law[sampled.tokens[i]]) - logprob) < 1e-4
+                distances.append(abs(float(law[sampled.tokens[i]]) - logprob))
+    if store.base("tiny").dtype == torch.float32:
+        assert max(distances) < 1e-4
+    else:
+        assert np.mean(distances) < 2e-2

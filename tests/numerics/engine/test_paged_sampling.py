@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.numerics.tiny import VOCAB, Sampler, ask, open_store, random_prompt, supervised, train
-from tinkercloud.core.types import AdamParams, FromBase, FromModel, LoraSpec, SampleOutput
+from tests.numerics.tiny import VOCAB, Sampler, ask, open_store, random_prompt, same, tuned
+from tinkercloud.core.types import FromBase, SampleOutput
 from tinkercloud.embedded import engine as engine_module
 from tinkercloud.embedded import runners
 from tinkercloud.embedded.blocks import BLOCK_TOKENS, BlockPool, chain
@@ -18,30 +18,6 @@ from tinkercloud.errors import ServerFault, VersionLost
 
 pytestmark = pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
 PROMPT = random_prompt(100, 0)
-
-
-@pytest.fixture
-def store(folder: Path, dtype: torch.dtype) -> ModelStore:
-    return open_store(folder, dtype=dtype)
-
-
-@pytest.fixture
-def base(store: ModelStore) -> str:
-    return store.publish(FromBase("tiny"))
-
-
-def same(one: SampleOutput, other: SampleOutput) -> None:
-    for a, b in zip(one.sequences, other.sequences, strict=True):
-        assert np.array_equal(a.tokens, b.tokens)
-        assert np.array_equal(a.logprobs, b.logprobs)
-
-
-def tuned(store: ModelStore, model_id: str, rank: int, seed: int = 1) -> str:
-    """A version that differs from the base."""
-    store.create_model(model_id, "tiny", LoraSpec(rank=rank, seed=seed))
-    train(store, model_id, [supervised(20, seed)])
-    store.optim_step(model_id, AdamParams(learning_rate=0.02))
-    return store.publish(FromModel(model_id))
 
 
 # ---- the compiled pass and the plain one
