@@ -580,7 +580,7 @@ int forward(team_t *team, const model_t *model, const batch_t *batch) {
   int64_t narrow_sizes[] = {model->hidden, q_size, model->inner, model->hidden};
   narrow **narrow_places[] = {&p.normed_narrow, &p.mixed_narrow, &p.gate_narrow, &p.chosen_narrow};
   for (int i = 0; i < 4 && model->is_narrow; i++) per_row += (narrow_sizes[i] + 1) / 2;
-  int64_t packed = model->is_narrow ? 0 : packed_size(batch->rows, widest);
+  int64_t packed = model->is_narrow || batch->rows < MANY_ROWS ? 0 : packed_size(batch->rows, widest);
   int64_t floats = batch->rows * per_row + packed;
   float *memory = scratch(team, (size_t)floats * sizeof(float));
   int64_t stages = model->num_layers * STAGES_OF_A_LAYER + OTHER_STAGES + batch->num_captured;

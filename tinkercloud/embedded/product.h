@@ -62,8 +62,10 @@ static int64_t chunk_of(int64_t k, int64_t most) {
 
 #if LANES == 16 /* 32 registers */
 #define TILE_ROWS 6
+#define GROUP_COLUMNS 16 /* that rows meet while they are in the first-level cache */
 #else
 #define TILE_ROWS 3
+#define GROUP_COLUMNS 4
 #endif
 #define TILE_COLUMNS 4
 #define LINE_BYTES 64
@@ -226,27 +228,30 @@ static void one_row(const product_t *p, int64_t row, range_t cols) {
   }
 }
 
-/* TILE_COLUMNS columns from `col` on, rows from `row` on. */
-static void some_rows(const product_t *p, int64_t row, int64_t rows, int64_t col, float *out) {
-  static _Thread_local vec sums[ROW_BLOCK * TILE_COLUMNS];
+/* Up to GROUP_COLUMNS columns from `col` on, rows from `row` on. */
+static void some_rows(const product_t *p, int64_t row, int64_t rows, int64_t col, int64_t columns,
+                      float *out) {
+  static _Thread_local vec sums[GROUP_COLUMNS * ROW_BLOCK];
   const tiles_t *tiles = tiles_of(p);
   int64_t bytes = tiles->bytes, count = (rows + TILE_ROWS - 1) / TILE_ROWS;
   int64_t chunk = chunk_of(p->k, CHUNK * (int64_t)sizeof(float) / bytes);
-  const void *w = number_at(p->w, col * p->k, bytes);
   for (int64_t i = 0; i < p->k; i += chunk) {
     int last = i + chunk >= p->k;
-    tile_t t = {.x_stride = p->x_stride, .w = number_at(w, i, bytes), .w_stride = p->k,
-                .k = MIN(chunk, p->k - i),
-                .later = number_at(w, TILE_COLUMNS * (p->k + i), bytes) + AHEAD_BYTES,
-                .step = count};
+    tile_t t = {
+        .x_stride = p->x_stride, .w_stride = p->k, .k = MIN(chunk, p->k - i), .step = count};
     /* The tiles are as equal as can be: one of one row would wait for itself. */
     for (t.first = 0; t.first < count; t.first++) {
       int64_t first = rows * t.first / count, end = rows * (t.first + 1) / count;
       t.x = number_at(p->x, (row + first) * p->x_stride + i, bytes);
-      t.keep = sums + first * TILE_COLUMNS;
-      t.sums = i ? t.keep : NULL;
-      t.out = last ? out + first * SOME_COLUMNS : NULL;
-      tiles->some[end - first - 1](&t);
+      for (int64_t c = 0; c < columns; c += TILE_COLUMNS) {
+        const void *w = number_at(p->w, (col + c) * p->k, bytes);
+        t.w = number_at(w, i, bytes);
+        t.later = number_at(w, columns * p->k + TILE_COLUMNS * i, bytes) + AHEAD_BYTES;
+        t.keep = sums + c * ROW_BLOCK + first * TILE_COLUMNS;
+        t.sums = i ? t.keep : NULL;
+        t.out = last ? out + first * SOME_COLUMNS + c : NULL;
+        tiles->some[end - first - 1](&t);
+      }
     }
   }
 }
@@ -260,7 +265,11 @@ static void some_rows(const product_t *p, int64_t row, int64_t rows, int64_t col
 #define STRIP_WIDTH 8     /* floats that they take of each input */
 #define PANEL (2 * LANES) /* columns */
 #define BLOCK_STRIPS 32   /* strips that meet a panel before the next does */
-#define MANY_ROWS 48      /* from here on strips are faster */
+#if LANES == 16
+#define MANY_ROWS INT64_MAX /* with twice the registers tiles are faster always */
+#else
+#define MANY_ROWS 48 /* from here on strips are faster */
+#endif
 
 #if defined(__AVX__)
 INLINE __m256 two_halves(const float *low, const float *high) {
@@ -406,8 +415,8 @@ static void multiply(const product_t *p, range_t cols) {
     int64_t row = p->rows * b / blocks, end = p->rows * (b + 1) / blocks, n = cols.first;
     for (int64_t count; end - row > 1 && n + TILE_COLUMNS <= cols.end; n += count) {
       count = MIN(SOME_COLUMNS, (cols.end - n) / TILE_COLUMNS * TILE_COLUMNS);
-      for (int64_t c = 0; c < count; c += TILE_COLUMNS)
-        some_rows(p, row, end - row, n + c, out + c);
+      for (int64_t c = 0; c < count; c += GROUP_COLUMNS)
+        some_rows(p, row, end - row, n + c, MIN(GROUP_COLUMNS, count - c), out + c);
       for (int64_t r = row; r < end; r++) put(p, r, n, count, out + (r - row) * SOME_COLUMNS);
     }
     for (; row < end && n < cols.end; row++) one_row(p, row, (range_t){n, cols.end});
