@@ -67,13 +67,15 @@ COLUMNS = (
 @dataclass(frozen=True)
 class Scale:
     """tokens: of a structured sample. even_repeats: of prose, where a twentieth counts, which is
-    what a machine wanders by. most: samples at once. come: requests that come as they come, of up
-    to twice `many_tokens`. Of the run of RL: epochs, prompts, samples of each, tokens of each, how
-    many are decoded together, steps of the policy's schooling."""
+    what a machine wanders by; single_repeats of one sample, where a turn is half a second. most:
+    samples at once. come: requests that come as they come, of up to twice `many_tokens`. Of the run
+    of RL: epochs, prompts, samples of each, tokens of each, how many are decoded together, steps of
+    the policy's schooling."""
 
     tokens: int = 256
     repeats: int = 3
     even_repeats: int = 5
+    single_repeats: int = 15
     most: int = 128
     many_tokens: int = 48
     come: int = 64
@@ -85,8 +87,9 @@ class Scale:
     lessons: int = 6
 
 
-QUICK = Scale(tokens=48, repeats=1, even_repeats=1, most=8, many_tokens=16, come=8, epochs=2,
-              prompts=2, samples=4, answer_tokens=16, at_once=(8,), lessons=1)  # fmt: skip
+QUICK = Scale(tokens=48, repeats=1, even_repeats=1, single_repeats=1, most=8, many_tokens=16,
+              come=8, epochs=2, prompts=2, samples=4, answer_tokens=16, at_once=(8,),
+              lessons=1)  # fmt: skip
 
 
 @dataclass
@@ -348,7 +351,9 @@ def main() -> int:
         rows: list[tuple[Cell, ...]] = []
         goals: list[dict[str, Cell]] = []
         for case in bench.cases():
-            repeats = scale.repeats if case.name in STRUCTURED else scale.even_repeats
+            repeats = scale.single_repeats if case.at_once == 1 else scale.even_repeats
+            if case.name in STRUCTURED:
+                repeats = scale.repeats
             name = f"{case.name}, {case.at_once} at once"
             at_once = case.at_once
             if case.arrivals_s:

@@ -28,7 +28,7 @@ from tinkercloud.speculative.steady import Deciding
 from tinkercloud.speculative.telemetry import Report, Telemetry
 from tinkercloud.speculative.verify import coupled_chance
 
-REST, PATIENCE = 7, 4
+REST, PATIENCE = 7, 2
 """Rounds that go by without deciding: so many after one in which nobody was asked, and up to so
 many where drafts cost nothing but none was worth verifying, one more for each PATIENCE rounds of
 that. Finding it out again in every round would be most of what drafts cost."""
