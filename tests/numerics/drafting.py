@@ -87,7 +87,7 @@ def all_same(found: Mapping[str, SampleOutput], expected: Mapping[str, SampleOut
 
 
 class Oracle(SilentDrafter):
-    """Knows how each sample goes on; from `wrong_after` of its tokens on it errs now and then."""
+    """Knows how each sample goes on; errs at every `err_every`th token, where that is not 0."""
 
     def __init__(self, known: Sequence[Sequence[int]], err_every: int = 0):
         self._known = [list(tokens) for tokens in known]

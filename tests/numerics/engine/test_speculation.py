@@ -30,6 +30,7 @@ from tests.numerics.tiny import (
 )
 from tinkercloud.core.types import FromBase
 from tinkercloud.decoding.sampler import RowParams, warp
+from tinkercloud.embedded import engine as engine_module
 from tinkercloud.embedded import runners
 from tinkercloud.embedded.base_model import BaseModel
 from tinkercloud.embedded.blocks import BlockPool
@@ -70,6 +71,18 @@ def test_drafts_change_no_token_and_no_logprob(
         if name == "oracle":  # samples of one prompt may begin alike
             num_verified = sum(told.num_verified for told in drafting.policy.rounds)
             assert drafting.policy.num_accepted > 0.9 * num_verified > 0
+
+
+@pytest.mark.parametrize("chunk", [1, 7])
+def test_drafts_beside_prompts_that_are_read_in_pieces_change_nothing(
+    store: ModelStore, base: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = mixture(base, 5, 1.0, use_eos=False)
+    plain = Sampler(store).run(requests)
+    monkeypatch.setattr(engine_module, "CHUNK", chunk)
+    drafting = Drafting(lambda _: knowing(plain, requests, 3), 5)
+    all_same(Sampler(store, speculate=drafting).run(requests), plain)
+    assert drafting.policy.num_accepted > 0
 
 
 @pytest.fixture(scope="module")
