@@ -30,8 +30,8 @@ from tinkercloud.embedded.model.base_model import BaseModel  # noqa: E402
 from tinkercloud.embedded.sampling.cuda_streams import Lane, Lanes, lanes_for  # noqa: E402
 from tinkercloud.embedded.sampling.engine import SamplingEngine  # noqa: E402
 from tinkercloud.embedded.sampling.speculation import Speculation  # noqa: E402
-from tinkercloud.speculative.draft_length.fixed_length import Steady  # noqa: E402
-from tinkercloud.speculative.drafters.guarded_drafter import guarded  # noqa: E402
+from tinkercloud.speculative.draft_length.fixed_length import FixedLength  # noqa: E402
+from tinkercloud.speculative.drafters.guarded_drafter import GuardedDrafter  # noqa: E402
 
 MOST_DRAFTED = 3
 DRAFT_BLOCKS = 2048
@@ -86,7 +86,7 @@ class Drafting:
         own, vocab_size = self._base, base.config.vocab_size
         blocks = BlockPool(own.config, own.dtype, own.device, DRAFT_BLOCKS)
         drafter = ModelDrafter(version(own, adapter=False), runner, blocks)
-        return Speculation(guarded(drafter, vocab_size), Steady(MOST_DRAFTED))
+        return Speculation(GuardedDrafter(drafter, vocab_size), FixedLength(MOST_DRAFTED))
 
 
 def request(num_tokens: int, max_tokens: int, seed: int, vocab_size: int) -> SampleRequest:

@@ -25,12 +25,16 @@ from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.sampling.engine import SamplingEngine
 from tinkercloud.embedded.sampling.speculation import Speculation
 from tinkercloud.errors import UserError
-from tinkercloud.speculative.draft_length.fixed_length import Steady
+from tinkercloud.speculative.draft_length.fixed_length import FixedLength
 from tinkercloud.speculative.drafters.drafter import Stream
-from tinkercloud.speculative.drafters.guarded_drafter import guarded
+from tinkercloud.speculative.drafters.guarded_drafter import GuardedDrafter
 from tinkercloud.speculative.head.head import Head
 from tinkercloud.speculative.learning.cases import Case, CaseStore
-from tinkercloud.speculative.learning.collecting import CaseCollector, Collecting, Verdict
+from tinkercloud.speculative.learning.collecting import (
+    CaseCollector,
+    CollectorSettings,
+    JudgedToken,
+)
 from tinkercloud.speculative.learning.draft_folder import DraftFolder
 from tinkercloud.speculative.learning.schedule import TimeBudget
 
@@ -81,7 +85,7 @@ class KeepsCases:
     """A listener that keeps every case."""
 
     def __init__(self, store: CaseStore):
-        everything = Collecting(per_second=1e9, burst=1e9, agreed_one_in=4)
+        everything = CollectorSettings(per_second=1e9, burst=1e9, agreed_one_in=4)
         self._collector = CaseCollector(store, everything)
 
     version_lag = 0
@@ -89,7 +93,7 @@ class KeepsCases:
     def drafted(self, category: str, num_judged: int, num_accepted: int) -> None:
         """The engine counts them too."""
 
-    def judged(self, stream: Stream, verdict: Verdict, category: str) -> None:
+    def judged(self, stream: Stream, verdict: JudgedToken, category: str) -> None:
         self._collector.judged(stream, verdict, category)
 
     def ended(self, stream: Stream) -> None:
@@ -102,8 +106,8 @@ def practised(scene: Scene, drafter: HeadDrafter, practice: Practice, store: Cas
 
     def make(base: BaseModel, runner: Runner, pool: BlockPool) -> Speculation:
         runner.capture(base, drafter.layers)
-        guard = guarded(drafter, base.config.vocab_size)
-        made.append(Speculation(guard, Steady(DRAFTED), None, KeepsCases(store)))
+        guard = GuardedDrafter(drafter, base.config.vocab_size)
+        made.append(Speculation(guard, FixedLength(DRAFTED), None, KeepsCases(store)))
         return made[-1]
 
     engine = SamplingEngine(

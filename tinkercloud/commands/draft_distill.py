@@ -25,7 +25,7 @@ from tinkercloud.embedded.draft_training.reference_capture import capture
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.sampling.engine import SamplingEngine
 from tinkercloud.errors import UserError
-from tinkercloud.speculative.head.head import FrozenRows, Head, HeadConfig, fresh_params
+from tinkercloud.speculative.head.head import FrozenRows, Head, HeadConfig, initial_params
 from tinkercloud.speculative.head.vocabulary import DraftVocabulary
 from tinkercloud.speculative.learning.draft_folder import DraftFolder
 from tinkercloud.speculative.learning.schedule import TimeBudget
@@ -108,7 +108,7 @@ def distilled(
     config = HeadConfig.of(version.base.config)
     material = _captured(version, texts, config, wanted, say)
     head = Head(config, FrozenRows.of(version.base.weights, vocabulary))
-    student = HeadStudent(head, fresh_params(config, wanted.seed), HeadTraining())
+    student = HeadStudent(head, initial_params(config, wanted.seed), HeadTraining())
     held_out = material.held_out()
     if not held_out:
         raise UserError("too little text to hold a part of it out; ask for more samples")

@@ -29,7 +29,7 @@ from tinkercloud.embedded.draft_training.head_model import (
 )
 from tinkercloud.embedded.draft_training.trainer import DraftTrainer, DraftTraining, Gate
 from tinkercloud.errors import NotFound, UserError
-from tinkercloud.speculative.head.head import FrozenRows, Head, HeadConfig, fresh_params
+from tinkercloud.speculative.head.head import FrozenRows, Head, HeadConfig, initial_params
 from tinkercloud.speculative.head.vocabulary import DraftVocabulary
 from tinkercloud.speculative.learning.draft_folder import DraftFolder
 from tinkercloud.speculative.learning.schedule import TimeBudget, TriggerSettings
@@ -139,7 +139,7 @@ def test_a_draft_of_another_model_is_refused(taught, tmp_path):
     config = HeadConfig.of(student._head.config.target, (1, 4))
     other = Head(config, student._head.frozen)
     with pytest.raises(UserError, match="not one of this model"):
-        HeadStudent(other, fresh_params(config, 0), HeadTraining()).read(tmp_path)
+        HeadStudent(other, initial_params(config, 0), HeadTraining()).read(tmp_path)
     trimmed = FrozenRows.of(policy.weights, DraftVocabulary.of(range(9), V))
     small = HeadStudent(Head(student._head.config, trimmed), student.params, HeadTraining())
     with pytest.raises(UserError, match="another vocabulary"):

@@ -19,7 +19,7 @@ from tinkercloud.embedded.draft_training.head_model import (
     Told,
 )
 from tinkercloud.embedded.model.version import Version
-from tinkercloud.speculative.head.head import FrozenRows, Head, HeadConfig, fresh_params
+from tinkercloud.speculative.head.head import FrozenRows, Head, HeadConfig, initial_params
 from tinkercloud.speculative.head.vocabulary import DraftVocabulary
 from tinkercloud.speculative.learning.schedule import TimeBudget
 
@@ -61,7 +61,7 @@ def student_of(
 ) -> HeadStudent:
     config = HeadConfig.of(target_config(), (4,))
     head = Head(config, FrozenRows.of(weights, DraftVocabulary.of(ALL, V)))
-    return HeadStudent(head, fresh_params(config, seed), training or HeadTraining())
+    return HeadStudent(head, initial_params(config, seed), training or HeadTraining())
 
 
 def endless() -> TimeBudget:
