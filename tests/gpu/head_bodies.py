@@ -16,7 +16,7 @@ from tests.embedded.speculative_engine import Drafting, untaught_head
 from tests.embedded.tiny import ask, random_prompt
 from tests.gpu.lane_bodies import RANKS, Load, engine_of
 from tinkercloud.core.types import SampleOutput
-from tinkercloud.embedded.draft_training.head_model import Told
+from tinkercloud.embedded.draft_training.head_trainer import SequenceMetadata
 from tinkercloud.embedded.draft_training.reference_capture import capture
 from tinkercloud.embedded.drafting.head_drafter import HeadDrafter
 from tinkercloud.embedded.forward.kv_blocks import BlockPool, blocks_for
@@ -146,7 +146,7 @@ def check_what_was_shown(folder: Path, head: Remembering, tolerance: float) -> N
     for stream, first, hidden in head.shown:
         if stream.id not in texts:
             tokens = np.array(stream.tokens, np.int32)
-            told = Told(stream.num_prompt, 1.0, 0)
+            told = SequenceMetadata(stream.num_prompt, 1.0, 0)
             texts[stream.id] = capture(versions[stream.version], tokens, head.layers, told).hidden
         expected = texts[stream.id][first : first + len(hidden)]
         np.testing.assert_allclose(hidden.numpy(), expected, atol=tolerance, rtol=tolerance)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from tinkercloud.core.types import SampleOutput, ServedModel
-from tinkercloud.embedded.draft_training.online_trainer import DraftLoops, Following
+from tinkercloud.embedded.draft_training.online_trainer import OnlineSettings, OnlineTrainers
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.device import choose_device, choose_dtype, settle, usable_cores
 from tinkercloud.embedded.process.drafter_setup import Asked, speculate
@@ -56,7 +56,7 @@ class Worker:
 
     def __init__(self, settings: EngineSettings, send: Callable[[object], None]):
         self._send = send
-        self._drafts = DraftLoops()
+        self._drafts = OnlineTrainers()
         threads = settings.threads or usable_cores()
         self._engine = SamplingEngine(
             max_batch=settings.max_batch,
@@ -70,7 +70,7 @@ class Worker:
                     threads,
                     settings.cache_dir,
                     settings.drafts_dir,
-                    Following(settings.draft_share, settings.draft_memory_bytes),
+                    OnlineSettings(settings.draft_share, settings.draft_memory_bytes),
                 ),
                 self._drafts,
             ),
