@@ -53,7 +53,8 @@ class Worker:
         self, settings: EngineSettings, models: ModelStore, send: Callable[[object], None]
     ):
         self._send = send
-from tinkercloud.embedded.draft_training.online_trainer import OnlineSettings, OnlineTrainers
+        self._models = models
+        self._drafts = OnlineTrainers()
         threads = settings.threads or usable_cores()
         self._engine = SamplingEngine(
             max_batch=settings.max_batch,
