@@ -46,7 +46,7 @@ from tinkercloud.embedded.process.protocol import (
 from tinkercloud.embedded.training.layout import Layout
 from tinkercloud.embedded.training.micro_batches import Limits
 from tinkercloud.embedded.training.observer import Datums
-from tinkercloud.embedded.training.queue import TrainingQueue, Watch
+from tinkercloud.embedded.training.queue import ObserverFactory, TrainingQueue
 from tinkercloud.speculative.learning.cases import CaseStore
 from tinkercloud.speculative.learning.schedule import TimeBudget
 from tinkercloud.speculative.observability.acceptance_log import AcceptanceLog
@@ -72,7 +72,7 @@ def group(prompt_seed: int, advantages: Sequence[float]) -> list[Datum]:
 
 
 def trained(
-    store: ModelStore, model: str, data: list[Datum], watch: Watch | None
+    store: ModelStore, model: str, data: list[Datum], watch: ObserverFactory | None
 ) -> dict[str, torch.Tensor]:
     """The gradient of one call."""
     queue = TrainingQueue(Limits(1024), watch)
@@ -143,7 +143,7 @@ class Broken:
     def block(self, number: int, x: torch.Tensor) -> None:
         raise AssertionError("nothing more is shown")
 
-    laws = end = block
+    distributions = end = block
 
 
 def test_looking_on_changes_no_bit_of_a_gradient_even_where_it_fails(store: ModelStore) -> None:

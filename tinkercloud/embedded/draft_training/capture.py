@@ -44,7 +44,7 @@ class _Chosen:
 
 
 class PassCapture:
-    """The witness of one pass. took: is given every sequence. budget: its time is a draft's."""
+    """The observer of one pass. took: is given every sequence. budget: its time is a draft's."""
 
     def __init__(
         self, capture: CaptureSettings, took: Callable[[CapturedSequence], None], budget: TimeBudget
@@ -73,7 +73,7 @@ class PassCapture:
             with self._budget.spending():
                 self._hidden[number] = x[self._rows.to(x.device)].float().cpu()
 
-    def laws(self, rows: Tensor, probs: Tensor) -> None:
+    def distributions(self, rows: Tensor, probs: Tensor) -> None:
         with self._budget.spending():
             place = self._place[rows.cpu()]
             taken = place >= 0
