@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT))
 
 from tinkercloud.architectures import load_architecture  # noqa: E402
 from tinkercloud.architectures.config import ArchitectureConfig, from_hf  # noqa: E402
-from tinkercloud.core.types import AdamParams, Datum, LoraSpec, TrainBatch  # noqa: E402
+from tinkercloud.core.types import AdamParams, Datum, LoraSpec, SamplingParams, TrainBatch  # noqa: E402
 from tinkercloud.decoding import device_scan  # noqa: E402
 from tinkercloud.decoding.sampler import RowParams, sample  # noqa: E402
 from tinkercloud.embedded.forward.decode_graphs import CudaCapture, DrawGraphs  # noqa: E402
@@ -117,7 +117,7 @@ class Decoding:
         logits = self.logits()
         synchronize(logits.device)
         self.forward_s += time.perf_counter() - begun
-        params = [RowParams(1.0, -1, 1.0, i, 0, self._at) for i in range(self._num_seqs)]
+        params = [RowParams(SamplingParams(None, i), 0, self._at) for i in range(self._num_seqs)]
         drawn = sample(logits, params, self.runner.scan or device_scan.scan)
         self._tokens = drawn.tokens.numpy()
 

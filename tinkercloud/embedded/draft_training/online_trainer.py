@@ -157,7 +157,7 @@ class DraftLoop:
 
     @harmless(None)
     def ended(self, stream: Stream) -> None:
-        self._temperature = stream.temperature
+        self._temperature = stream.params.temperature
         self._collector.ended(stream)
 
     @harmless(None)
