@@ -35,6 +35,14 @@ from tinkercloud.embedded.draft_training.reference_capture import capture
 from tinkercloud.embedded.forward import runners
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.process.model_store import ModelStore
+from tinkercloud.embedded.process.protocol import (
+    CreateModel,
+    ForwardBackward,
+    OptimStep,
+    Publish,
+    Sample,
+    SaveModel,
+)
 from tinkercloud.embedded.training.layout import Layout
 from tinkercloud.embedded.training.micro_batches import Limits
 from tinkercloud.embedded.training.observer import Datums
@@ -172,18 +180,18 @@ class Run:
 
     def __init__(self, driver: Driver):
         self._driver = driver
-        driver.wait(driver.send("create_model", "m", "tiny", LoraSpec(rank=4, seed=0)))
+        driver.call(CreateModel("m", "tiny", LoraSpec(rank=4, seed=0)))
         self.samples: list[SampleOutput] = []
 
     def step(self, number: int) -> None:
         driver = self._driver
-        version = driver.wait(driver.send("publish", FromModel("m")))
+        version = driver.call(Publish(FromModel("m")))
         requests = [
             ask(random_prompt(18, i), n=4, max_tokens=32, seed=10 * number + i, use_eos=False)
             for i in range(2)
         ]
         data = []
-        for call, request in [(driver.send("sample", version, r), r) for r in requests]:
+        for call, request in [(driver.send(Sample(version, r)), r) for r in requests]:
             output = driver.wait(call)
             assert isinstance(output, SampleOutput)
             self.samples.append(output)
@@ -193,11 +201,11 @@ class Run:
                 for one, advantage in zip(output.sequences, rewards - rewards.mean(), strict=True)
             ]
         batch = TrainBatch(tuple(data), "importance_sampling")
-        driver.wait(driver.send("forward_backward", "m", batch))
-        driver.wait(driver.send("optim_step", "m", AdamParams(learning_rate=0.01)))
+        driver.call(ForwardBackward("m", batch))
+        driver.call(OptimStep("m", AdamParams(learning_rate=0.01)))
 
     def saved(self, folder: Path) -> dict[str, bytes]:
-        self._driver.wait(self._driver.send("save_model", "m", folder, False))
+        self._driver.call(SaveModel("m", folder, False))
         return {p.name: p.read_bytes() for p in folder.iterdir() if p.suffix == ".safetensors"}
 
 
@@ -239,7 +247,7 @@ def test_training_keeps_within_its_share_and_is_told_of(
     told: dict[str, Any] = {"last_training": None}
     while not (told["last_training"] and told["policy_steps"] == STEPS):
         assert time.monotonic() < until, str(told)
-        driver.wait(driver.send("publish", FromBase("tiny")))
+        driver.call(Publish(FromBase("tiny")))
         time.sleep(0.1)
         told = driver.stats.speculation["tiny"]["following"]
     assert not told["is_over"]
