@@ -176,7 +176,7 @@ class TestOfTheEmbeddedBackend:
 
     def test_memory_counts_the_first_models_weights_and_all_caches(self, target):
         finding = line(target, laptop_facts(), "memory").finding
-        assert finding.fact == "8.0 GiB of memory free, up to 5.5 used"
+        assert finding.fact == "8.0 GiB of memory free; weights and caches take up to 5.5"
 
     def test_more_than_fits_is_a_warning_with_the_settings_to_lower(self, target):
         facts = laptop_facts()
@@ -188,7 +188,7 @@ class TestOfTheEmbeddedBackend:
     def test_on_a_gpu_it_is_the_gpus_memory(self, target):
         facts = healthy_facts() | {"models": laptop_facts()["models"]}
         finding = line(target, facts, "memory").finding
-        assert finding.fact == "79.0 GiB of GPU memory free, up to 5.3 used"
+        assert finding.fact == "79.0 GiB of GPU memory free; weights and caches take up to 5.3"
 
     def test_a_model_that_is_not_there_blocks(self, target):
         facts = laptop_facts() | {"models": {"a/b": {"error": "no model at /nowhere"}}}

@@ -2,39 +2,42 @@
 
 import sys
 import textwrap
+from dataclasses import replace
 from importlib import metadata
 
 import pytest
 
+from tinkercloud.backends import BACKENDS
 from tinkercloud.config import ModelSource
 from tinkercloud.doctor import facts as probes
 from tinkercloud.doctor.checks import CHECKS
 from tinkercloud.doctor.diagnosis import ALL_FACTS, diagnose
 from tinkercloud.doctor.target import Target, python_of
 
-NAMES = ("python", "versions", "host", "torch", "engine", "models", "ray")
-
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory, smollm2_gguf):
     served = (ModelSource("a/b", smollm2_gguf), ModelSource("c", smollm2_gguf.parent / "no"))
-    return Target("embedded", tmp_path_factory.mktemp("data"), models=served)
+    data_dir = tmp_path_factory.mktemp("data")
+    return Target("embedded", data_dir, models=served, sglang_python=None)
 
 
 @pytest.fixture(scope="module")
 def facts(target):
-    return probes.gather(target, NAMES)
+    return probes.gather(target, ALL_FACTS)
 
 
 class TestOnThisMachine:
-    def test_every_check_has_the_facts_that_it_reads(self, tmp_path):
-        target = Target("fake", tmp_path, sglang_python=None)
-        diagnosis = diagnose(target, probes.gather(target, ALL_FACTS))
+    @pytest.mark.parametrize("backend", BACKENDS)
+    def test_every_check_has_the_facts_that_it_reads(self, target, facts, backend):
+        diagnosis = diagnose(replace(target, backend=backend), facts)
         assert [line.name for line in diagnosis.lines] == [check.name for check in CHECKS]
-        assert diagnosis.can_run
 
-    def test_only_the_named_facts_are_gathered(self, facts):
-        assert set(facts) == set(NAMES)
+    def test_the_fake_backend_can_run(self, target, facts):
+        assert diagnose(replace(target, backend="fake"), facts).can_run
+
+    def test_only_named_facts_are_gathered(self, target):
+        assert set(probes.gather(target, ["python"])) == {"python", "ray", "sglang"}
 
     def test_versions_are_those_of_the_installed_packages(self, facts):
         assert facts["versions"]["fastapi"] == metadata.version("fastapi")

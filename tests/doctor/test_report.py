@@ -29,7 +29,7 @@ def test_a_healthy_laptop_is_nine_lines(report, tmp_path):
         "ok       device     CPU, 8 cores",
         "ok       numbers    float32 (--dtype auto), AVX2, AVX-512",
         "ok       kernels    C kernels, compiled for this machine",
-        "ok       memory     8.0 GiB of memory free, up to 5.5 used",
+        "ok       memory     8.0 GiB of memory free; weights and caches take up to 5.5",
         "ok       models     HuggingFaceTB/SmolLM2-135M-Instruct (llama, 135M parameters)",
         f"ok       data       900 GiB free in {tmp_path}",
         "ok       address    127.0.0.1 port 0 is free",
@@ -42,7 +42,7 @@ def test_a_healthy_cluster_is_ten_lines(report, tmp_path):
     assert lines == [
         "ok       software   Python 3.11.7, torch 2.13.0+cu130",
         "ok       GPUs       8 x NVIDIA H100 80GB HBM3, 80 GiB, driver 580.10, NCCL 2.30.7",
-        "ok       Ray        Ray 2.60.0, a local one, 2 nodes with 16 GPUs",
+        "ok       Ray        Ray 2.60.0, a local one, nodes: 2, with 16 GPUs",
         "ok       training   megatron-core 0.16.1, transformer-engine 2.11.0",
         "ok       sampling   SGLang 0.5.23, torch 2.13.0+cu130, kernels 0.4.10, "
         "sglang-router 0.3.2, torch_memory_saver 0.0.10",

@@ -34,7 +34,7 @@ def nodes(target: Target, facts: Facts) -> Finding:
         f"{node['object_store_bytes'] / GIB:.1f} GiB objects)"
         for node in rows
     )
-    brief = f"{len(rows)} nodes with {sum(node['gpus'] for node in rows):.0f} GPUs"
+    brief = f"nodes: {len(rows)}, with {sum(node['gpus'] for node in rows):.0f} GPUs"
     if target.needs_gpus and not any(node["gpus"] for node in rows):
         advice = "no node offers a GPU: start Ray with --num-gpus"
         return Finding("missing", fact, advice, brief)

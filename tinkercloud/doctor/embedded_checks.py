@@ -67,7 +67,7 @@ def memory(target: Target, facts: Facts) -> Finding:
     needed_bytes = _weight_bytes(target, facts) + target.cache_bytes
     if target.backend != "embedded" or not needed_bytes:
         return Finding("ok", f"{free} of {answer['total_bytes'] / GIB:.1f}", brief=free)
-    fact = f"{free}, up to {needed_bytes / GIB:.1f} used"
+    fact = f"{free}; weights and caches take up to {needed_bytes / GIB:.1f}"
     if needed_bytes > answer["free_bytes"]:
         advice = (
             "less for caches: --engine-kv-cache-bytes, --engine-version-cache-bytes, "

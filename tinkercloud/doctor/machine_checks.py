@@ -24,7 +24,8 @@ def driver(target: Target, facts: Facts) -> Finding:
     if not target.needs_gpus or target.ray_address or target.backend != "cluster":
         advice = "nothing, unless it should have GPUs"
         return Finding("warning", "none on this machine", advice, brief="")
-    return Finding("missing", answer["error"], "install NVIDIA's driver; `nvidia-smi` must run")
+    advice = "install NVIDIA's driver; `nvidia-smi` must run"
+    return Finding("missing", answer["error"], advice, "no NVIDIA driver")
 
 
 def gpus(target: Target, facts: Facts) -> Finding:

@@ -46,7 +46,8 @@ def imported(name: str, extra: str, without: str = "") -> Look:
         answer = facts[name]
         advice = " ".join(filter(None, (without, remedy(extra))))
         if "error" in answer:
-            return Finding("warning" if without else "missing", answer["error"], advice)
+            status = "warning" if without else "missing"
+            return Finding(status, answer["error"], advice, _absent(name, answer["error"]))
         text = misfit(name, answer["version"], extra)
         if text:
             return Finding("warning", text, advice)
@@ -55,10 +56,14 @@ def imported(name: str, extra: str, without: str = "") -> Look:
     return look
 
 
+def _absent(name: str, error: str) -> str | None:
+    return f"no {name}" if error.startswith("ModuleNotFoundError") else None
+
+
 def torch(target: Target, facts: Facts) -> Finding:
     answer = facts["torch"]
     if "error" in answer:
-        brief = "no torch" if "ModuleNotFoundError" in answer["error"] else None
+        brief = _absent("torch", answer["error"])
         return Finding("missing", answer["error"], remedy("embedded"), brief)
     build = f"CUDA {answer['cuda']}" if answer["cuda"] else "a CPU build"
     fact, brief = f"{answer['version']}, {build}", f"torch {answer['version']}"
