@@ -218,8 +218,8 @@ class ParsedCheckpointTinkerPath(WireModel):
             raise ValueError(f"{tinker_path!r} is not of the form tinker://RUN/SEGMENT/NAME")
         run, segment, name = parts
         if segment not in CHECKPOINT_SEGMENTS:
-            known = ", ".join(CHECKPOINT_SEGMENTS)
-            raise ValueError(f"{segment!r} in {tinker_path!r} is none of: {known}")
+            segments = ", ".join(CHECKPOINT_SEGMENTS)
+            raise ValueError(f"{segment!r} in {tinker_path!r} is none of: {segments}")
         return cls(
             tinker_path=tinker_path,
             training_run_id=run,

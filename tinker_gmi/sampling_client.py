@@ -5,6 +5,7 @@ from typing import Any
 
 import httpx
 
+from tinker_gmi.async_methods import async_call, async_result
 from tinker_gmi.conversions import sample_response
 from tinker_gmi.errors import APIResponseValidationError, APIStatusError
 from tinker_gmi.futures import APIFuture
@@ -74,40 +75,18 @@ class SamplingClient:
         )
         return self._session.submit(self._sample(request))
 
-    async def sample_async(  # noqa: PLR0913 - the official signature
-        self,
-        prompt: ModelInput,
-        num_samples: int,
-        sampling_params: SamplingParams,
-        include_prompt_logprobs: bool = False,
-        topk_prompt_logprobs: int = 0,
-        topk_sample_logprobs: int = 0,
-        target_prompt_logprobs: TensorData | None = None,
-        prompt_logprobs_last_n: int | None = None,
-    ) -> SampleResponse:
-        return await self.sample(
-            prompt,
-            num_samples,
-            sampling_params,
-            include_prompt_logprobs,
-            topk_prompt_logprobs,
-            topk_sample_logprobs,
-            target_prompt_logprobs,
-            prompt_logprobs_last_n,
-        )
+    sample_async = async_result(sample)
 
     def compute_logprobs(self, prompt: ModelInput) -> APIFuture[list[float | None]]:
         """log p(token | those before it) for each prompt token; None for the first."""
         return self._session.submit(self._prompt_logprobs(prompt))
 
-    async def compute_logprobs_async(self, prompt: ModelInput) -> list[float | None]:
-        return await self.compute_logprobs(prompt)
+    compute_logprobs_async = async_result(compute_logprobs)
 
     def get_base_model(self) -> str:
         return self._base_model
 
-    async def get_base_model_async(self) -> str:
-        return self._base_model
+    get_base_model_async = async_call(get_base_model)
 
     def get_tokenizer(self) -> Any:
         """Needs transformers."""

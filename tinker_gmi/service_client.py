@@ -7,6 +7,7 @@ from typing import Any, Self
 import httpx
 
 from tinker_gmi import settings
+from tinker_gmi.async_methods import async_result
 from tinker_gmi.futures import ClientFuture
 from tinker_gmi.sampling_client import SamplingClient, open_sampling_client
 from tinker_gmi.session import Session
@@ -86,22 +87,10 @@ class ServiceClient:
             train_attn=train_attn,
             train_unembed=train_unembed,
         )
-        making = self._create(base_model, lora, _optional_dict(user_metadata))
-        return ClientFuture(self._session.submit(making).future())
+        client = self._create(base_model, lora, _optional_dict(user_metadata))
+        return self._session.submit_client(client)
 
-    async def create_lora_training_client_async(  # noqa: PLR0913 - the official signature
-        self,
-        base_model: str,
-        rank: int = 32,
-        seed: int | None = None,
-        train_mlp: bool = True,
-        train_attn: bool = True,
-        train_unembed: bool = True,
-        user_metadata: Mapping[str, Any] | None = None,
-    ) -> TrainingClient:
-        return await self.create_lora_training_client(
-            base_model, rank, seed, train_mlp, train_attn, train_unembed, user_metadata
-        )
+    create_lora_training_client_async = async_result(create_lora_training_client)
 
     def create_training_client_from_state(
         self,
@@ -111,20 +100,16 @@ class ServiceClient:
         weights_access_token: str | None = None,
     ) -> ClientFuture[TrainingClient]:
         """A new model with saved weights and a fresh optimizer."""
-        return self._from_state(
-            path, base_model, user_metadata, weights_access_token, optimizer=False
+        request = LoadWeightsRequest(
+            path=path,
+            optimizer=False,
+            base_model=base_model,
+            user_metadata=_optional_dict(user_metadata),
+            weights_access_token=weights_access_token,
         )
+        return self._session.submit_client(self._load(request))
 
-    async def create_training_client_from_state_async(
-        self,
-        path: str,
-        base_model: str | None = None,
-        user_metadata: Mapping[str, Any] | None = None,
-        weights_access_token: str | None = None,
-    ) -> TrainingClient:
-        return await self.create_training_client_from_state(
-            path, base_model, user_metadata, weights_access_token
-        )
+    create_training_client_from_state_async = async_result(create_training_client_from_state)
 
     def create_training_client_from_state_with_optimizer(
         self,
@@ -134,32 +119,27 @@ class ServiceClient:
         weights_access_token: str | None = None,
     ) -> ClientFuture[TrainingClient]:
         """A new model that goes on as the saved one would have."""
-        return self._from_state(
-            path, base_model, user_metadata, weights_access_token, optimizer=True
+        request = LoadWeightsRequest(
+            path=path,
+            optimizer=True,
+            base_model=base_model,
+            user_metadata=_optional_dict(user_metadata),
+            weights_access_token=weights_access_token,
         )
+        return self._session.submit_client(self._load(request))
 
-    async def create_training_client_from_state_with_optimizer_async(
-        self,
-        path: str,
-        base_model: str | None = None,
-        user_metadata: Mapping[str, Any] | None = None,
-        weights_access_token: str | None = None,
-    ) -> TrainingClient:
-        return await self.create_training_client_from_state_with_optimizer(
-            path, base_model, user_metadata, weights_access_token
-        )
+    create_training_client_from_state_with_optimizer_async = async_result(
+        create_training_client_from_state_with_optimizer
+    )
 
     def create_sampling_client(
         self, model_path: str | None = None, base_model: str | None = None
     ) -> ClientFuture[SamplingClient]:
         """A sampler of saved weights, or of a base model as it is."""
-        opening = open_sampling_client(self._session, model_path=model_path, base_model=base_model)
-        return ClientFuture(self._session.submit(opening).future())
+        sampler = open_sampling_client(self._session, model_path=model_path, base_model=base_model)
+        return self._session.submit_client(sampler)
 
-    async def create_sampling_client_async(
-        self, model_path: str | None = None, base_model: str | None = None
-    ) -> SamplingClient:
-        return await self.create_sampling_client(model_path, base_model)
+    create_sampling_client_async = async_result(create_sampling_client)
 
     def close(self, status: str = "success", detail: str | None = None) -> None:
         """End the session; status: "success", "errored" or "interrupted". What is still under way
@@ -197,26 +177,8 @@ class ServiceClient:
             user_metadata=user_metadata,
             lora_config=lora,
         )
-        made = await self._session.post_and_wait("create_model", request, CreateModelResponse)
-        return await self._training_client(made.model_id)
-
-    def _from_state(
-        self,
-        path: str,
-        base_model: str | None,
-        user_metadata: Mapping[str, Any] | None,
-        weights_access_token: str | None,
-        *,
-        optimizer: bool,
-    ) -> ClientFuture[TrainingClient]:
-        request = LoadWeightsRequest(
-            path=path,
-            optimizer=optimizer,
-            base_model=base_model,
-            user_metadata=_optional_dict(user_metadata),
-            weights_access_token=weights_access_token,
-        )
-        return ClientFuture(self._session.submit(self._load(request)).future())
+        model = await self._session.post_and_wait("create_model", request, CreateModelResponse)
+        return await self._training_client(model.model_id)
 
     async def _load(self, request: LoadWeightsRequest) -> TrainingClient:
         session_id = await self._session.session_id()

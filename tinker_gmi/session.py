@@ -11,7 +11,7 @@ import httpx
 
 from tinker_gmi.errors import APIError, APIStatusError, NotFoundError
 from tinker_gmi.event_loop import LoopThread, cancel_other_tasks
-from tinker_gmi.futures import APIFuture
+from tinker_gmi.futures import APIFuture, ClientFuture
 from tinker_gmi.transport import Call, Transport, decoder
 from tinker_gmi.types import (
     ClientConfigRequest,
@@ -54,6 +54,10 @@ class Session:
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> APIFuture[T]:
         """Run a coroutine in the session's loop."""
         return APIFuture(self._submit(coroutine))
+
+    def submit_client(self, coroutine: Coroutine[Any, Any, T]) -> ClientFuture[T]:
+        """As `submit`, of a coroutine that creates a client."""
+        return ClientFuture(self._submit(coroutine))
 
     def _submit(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
         try:

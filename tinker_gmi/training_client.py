@@ -2,12 +2,12 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import httpx
 
+from tinker_gmi.async_methods import async_call, async_result
 from tinker_gmi.conversions import (
     check_sparse_growth,
     forward_backward_output,
@@ -46,6 +46,8 @@ from tinker_gmi.types import (
 )
 from tinkercloud.wire import codec
 
+T = TypeVar("T")
+PostedT = TypeVar("PostedT")
 ModelT = TypeVar("ModelT", bound=WireModel)
 LossFnConfig = Mapping[str, float | str]
 
@@ -80,7 +82,9 @@ class TrainingClient:
     ) -> APIFuture[ForwardBackwardOutput]:
         """The loss and log-probabilities, without a gradient."""
         batch = self._batch(data, loss_fn, loss_fn_config, forward_only=True)
-        return self._results(self._lane.submit(lambda: self._post_batch(batch)))
+        return self._ordered(lambda: self._post_batch(batch), self._collect)
+
+    forward_async = async_call(forward)
 
     def forward_backward(
         self,
@@ -90,7 +94,9 @@ class TrainingClient:
     ) -> APIFuture[ForwardBackwardOutput]:
         """Add the gradient of the loss, a plain sum over tokens and datums, to what is there."""
         batch = self._batch(data, loss_fn, loss_fn_config)
-        return self._results(self._lane.submit(lambda: self._post_batch(batch)))
+        return self._ordered(lambda: self._post_batch(batch), self._collect)
+
+    forward_backward_async = async_call(forward_backward)
 
     def forward_backward_custom(
         self, data: Sequence[Datum], loss_fn: CustomLossFn
@@ -99,29 +105,11 @@ class TrainingClient:
         scalar and metrics. It costs one more forward pass. Needs torch."""
         datums = list(data)
         forward = self._batch(forward_data(datums), "cross_entropy", None, forward_only=True)
-        posted = self._lane.submit(lambda: self._post_custom(datums, loss_fn, forward))
-        return self._session.submit(self._collect_custom(posted))
+        return self._ordered(
+            lambda: self._post_custom(datums, loss_fn, forward), self._collect_custom
+        )
 
-    async def forward_async(
-        self,
-        data: Sequence[Datum],
-        loss_fn: LossFnType,
-        loss_fn_config: LossFnConfig | None = None,
-    ) -> APIFuture[ForwardBackwardOutput]:
-        return self.forward(data, loss_fn, loss_fn_config)
-
-    async def forward_backward_async(
-        self,
-        data: Sequence[Datum],
-        loss_fn: LossFnType,
-        loss_fn_config: LossFnConfig | None = None,
-    ) -> APIFuture[ForwardBackwardOutput]:
-        return self.forward_backward(data, loss_fn, loss_fn_config)
-
-    async def forward_backward_custom_async(
-        self, data: Sequence[Datum], loss_fn: CustomLossFn
-    ) -> APIFuture[ForwardBackwardOutput]:
-        return self.forward_backward_custom(data, loss_fn)
+    forward_backward_custom_async = async_call(forward_backward_custom)
 
     # ---- steps
 
@@ -143,15 +131,9 @@ class TrainingClient:
             adam_params=params if isinstance(params, AdamParams) else None,
             optimizer_params=None if isinstance(params, AdamParams) else dict(params),
         )
-        return self._ordered("optim_step", body, OptimStepResponse)
+        return self._ordered_post("optim_step", body, OptimStepResponse)
 
-    async def optim_step_async(
-        self,
-        optim_params: AdamParams | Mapping[str, Any] | None = None,
-        *,
-        adam_params: AdamParams | None = None,
-    ) -> APIFuture[OptimStepResponse]:
-        return self.optim_step(optim_params, adam_params=adam_params)
+    optim_step_async = async_call(optim_step)
 
     # ---- checkpoints
 
@@ -170,16 +152,9 @@ class TrainingClient:
             overwrite=overwrite,
             user_metadata=None if user_metadata is None else dict(user_metadata),
         )
-        return self._ordered("save_weights", body, SaveWeightsResponse)
+        return self._ordered_post("save_weights", body, SaveWeightsResponse)
 
-    async def save_state_async(
-        self,
-        name: str,
-        ttl_seconds: int | None = None,
-        overwrite: bool = False,
-        user_metadata: Mapping[str, str] | None = None,
-    ) -> APIFuture[SaveWeightsResponse]:
-        return self.save_state(name, ttl_seconds, overwrite, user_metadata)
+    save_state_async = async_call(save_state)
 
     def save_weights_for_sampler(
         self,
@@ -194,15 +169,9 @@ class TrainingClient:
             ttl_seconds=ttl_seconds,
             user_metadata=None if user_metadata is None else dict(user_metadata),
         )
-        return self._ordered("save_weights_for_sampler", body, SaveWeightsForSamplerResponse)
+        return self._ordered_post("save_weights_for_sampler", body, SaveWeightsForSamplerResponse)
 
-    async def save_weights_for_sampler_async(
-        self,
-        name: str,
-        ttl_seconds: int | None = None,
-        user_metadata: Mapping[str, str] | None = None,
-    ) -> APIFuture[SaveWeightsForSamplerResponse]:
-        return self.save_weights_for_sampler(name, ttl_seconds, user_metadata)
+    save_weights_for_sampler_async = async_call(save_weights_for_sampler)
 
     # ---- samplers
 
@@ -214,21 +183,17 @@ class TrainingClient:
         body = SaveWeightsForSamplerRequest(model_id=self.model_id, path=name, kind=kind)
         if name is None:
             body.sampling_session_seq_id = self._session.next_sampling_session_seq_id()
-        saved = self._ordered("save_weights_for_sampler", body, SaveWeightsForSamplerResponse)
-        return ClientFuture(self._session.submit(self._open_sampler(saved)).future())
+        saved = self._ordered_post("save_weights_for_sampler", body, SaveWeightsForSamplerResponse)
+        return self._session.submit_client(self._open_sampler(saved))
 
-    async def save_weights_and_get_sampling_client_async(
-        self, name: str | None = None, *, kind: SamplingClientKind = "snapshot"
-    ) -> SamplingClient:
-        return await self.save_weights_and_get_sampling_client(name, kind=kind)
+    save_weights_and_get_sampling_client_async = async_result(save_weights_and_get_sampling_client)
 
     def create_sampling_client(self, model_path: str) -> ClientFuture[SamplingClient]:
         """A sampler of saved weights."""
-        opening = open_sampling_client(self._session, model_path=model_path)
-        return ClientFuture(self._session.submit(opening).future())
+        sampler = open_sampling_client(self._session, model_path=model_path)
+        return self._session.submit_client(sampler)
 
-    async def create_sampling_client_async(self, model_path: str) -> SamplingClient:
-        return await self.create_sampling_client(model_path)
+    create_sampling_client_async = async_result(create_sampling_client)
 
     async def _open_sampler(
         self, saved: APIFuture[SaveWeightsForSamplerResponse]
@@ -249,8 +214,7 @@ class TrainingClient:
         """As it was when this client was made; no request."""
         return self._info
 
-    async def get_info_async(self) -> GetInfoResponse:
-        return self._info
+    get_info_async = async_call(get_info)
 
     def get_tokenizer(self) -> Any:
         """Needs transformers."""
@@ -261,13 +225,25 @@ class TrainingClient:
 
     # ---- requests
 
-    def _ordered(self, path: str, body: Any, reply: type[ModelT]) -> APIFuture[ModelT]:
-        posted = self._lane.submit(lambda: self._post(path, body))
+    def _ordered_post(self, path: str, body: Any, reply: type[ModelT]) -> APIFuture[ModelT]:
+        async def collect(request_id: str) -> ModelT:
+            return await self._session.result(request_id, reply)
 
-        async def wait() -> ModelT:
-            return await self._session.result(await asyncio.wrap_future(posted), reply)
+        return self._ordered(lambda: self._post(path, body), collect)
 
-        return self._session.submit(wait())
+    def _ordered(
+        self,
+        post: Callable[[], Coroutine[Any, Any, PostedT]],
+        collect: Callable[[PostedT], Coroutine[Any, Any, T]],
+    ) -> APIFuture[T]:
+        """Post in the lane and collect outside of it: the next operation need not wait for this
+        one's result."""
+        posted = self._lane.submit(post)
+
+        async def result() -> T:
+            return await collect(await asyncio.wrap_future(posted))
+
+        return self._session.submit(result())
 
     async def _post(self, path: str, body: Any) -> str:
         """The request id. Retries repeat the same number, so the server executes once."""
@@ -317,12 +293,6 @@ class TrainingClient:
             request_ids.append(accepted.request_id)
         return request_ids
 
-    def _results(self, posted: "Future[list[str]]") -> APIFuture[ForwardBackwardOutput]:
-        async def wait() -> ForwardBackwardOutput:
-            return await self._collect(await asyncio.wrap_future(posted))
-
-        return self._session.submit(wait())
-
     async def _collect(self, request_ids: list[str]) -> ForwardBackwardOutput:
         retrieve = self._session.transport.retrieve
         polls = [retrieve(i, _decode_output, protobuf=True) for i in request_ids]
@@ -341,10 +311,8 @@ class TrainingClient:
         backward = self._batch(local.data, "cross_entropy", None)
         return await self._post_batch(backward), local
 
-    async def _collect_custom(
-        self, posted: "Future[tuple[list[str], LocalLoss]]"
-    ) -> ForwardBackwardOutput:
-        request_ids, local = await asyncio.wrap_future(posted)
+    async def _collect_custom(self, posted: tuple[list[str], LocalLoss]) -> ForwardBackwardOutput:
+        request_ids, local = posted
         return with_local_metrics(await self._collect(request_ids), local)
 
 
