@@ -15,7 +15,7 @@ ENV DEBIAN_FRONTEND=noninteractive \
     TINKERCLOUD_HOST=0.0.0.0 \
     TINKERCLOUD_PORT=8700 \
     TINKERCLOUD_DATA_DIR=/data \
-    TINKERCLOUD_CLUSTER_SGLANG_COMMAND="/opt/sglang/bin/python -m tinkercloud.cluster.sglang_entry"
+    TINKERCLOUD_CLUSTER_SGLANG_COMMAND="/opt/sglang/bin/python -m tinkercloud.cluster.sglang.entry"
 
 RUN apt-get update \
  && apt-get install -y --no-install-recommends python3 python3-dev python3-venv git libnuma1 \

@@ -38,9 +38,9 @@ from gpu_work import (  # noqa: E402
 from lane_trace import traced  # noqa: E402
 
 from tinkercloud.architectures.config import ArchitectureConfig  # noqa: E402
-from tinkercloud.embedded.base_model import BaseModel  # noqa: E402
-from tinkercloud.embedded.blocks import BLOCK_TOKENS  # noqa: E402
-from tinkercloud.embedded.runners import TorchRunner  # noqa: E402
+from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS  # noqa: E402
+from tinkercloud.embedded.forward.runners import TorchRunner  # noqa: E402
+from tinkercloud.embedded.model.base_model import BaseModel  # noqa: E402
 
 COLUMNS = ("shape", "work", "sequences", "tokens/s", "ms a step", "forward ms", "of the limit")
 DECODE_TARGET, TRAINING_TARGET = 0.70, 0.45

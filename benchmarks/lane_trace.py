@@ -23,15 +23,15 @@ sys.path.insert(0, str(ROOT))
 from gpu_work import SHAPES, TINY, random_base, version  # noqa: E402
 
 from tinkercloud.core.types import SampleRequest, SamplingParams  # noqa: E402
-from tinkercloud.embedded.base_model import BaseModel  # noqa: E402
-from tinkercloud.embedded.blocks import BlockPool  # noqa: E402
-from tinkercloud.embedded.engine import SamplingEngine  # noqa: E402
-from tinkercloud.embedded.lanes import Lane, Lanes, lanes_for  # noqa: E402
-from tinkercloud.embedded.model_drafter import ModelDrafter  # noqa: E402
-from tinkercloud.embedded.runners import Runner  # noqa: E402
-from tinkercloud.embedded.speculation import Speculation  # noqa: E402
-from tinkercloud.speculative.guarded_drafter import guarded  # noqa: E402
-from tinkercloud.speculative.steady import Steady  # noqa: E402
+from tinkercloud.embedded.drafting.model_drafter import ModelDrafter  # noqa: E402
+from tinkercloud.embedded.forward.kv_blocks import BlockPool  # noqa: E402
+from tinkercloud.embedded.forward.runners import Runner  # noqa: E402
+from tinkercloud.embedded.model.base_model import BaseModel  # noqa: E402
+from tinkercloud.embedded.sampling.cuda_streams import Lane, Lanes, lanes_for  # noqa: E402
+from tinkercloud.embedded.sampling.engine import SamplingEngine  # noqa: E402
+from tinkercloud.embedded.sampling.speculation import Speculation  # noqa: E402
+from tinkercloud.speculative.draft_length.fixed_length import Steady  # noqa: E402
+from tinkercloud.speculative.drafters.guarded_drafter import guarded  # noqa: E402
 
 MOST_DRAFTED = 3
 DRAFT_BLOCKS = 2048

@@ -18,8 +18,8 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tinkercloud.embedded.device import choose_dtype, usable_cores  # noqa: E402
-from tinkercloud.embedded.huge_pages import in_huge_pages  # noqa: E402
+from tinkercloud.embedded.model.device import choose_dtype, usable_cores  # noqa: E402
+from tinkercloud.embedded.model.huge_pages import in_huge_pages  # noqa: E402
 
 BUFFER_BYTES = 1024**3
 ROWS = 8192  # of the matrix whose product with a vector is one of the two ways to read

@@ -29,7 +29,7 @@ from peers.rl_tinker import ours, skyrl  # noqa: E402
 from peers.rl_trl import trl  # noqa: E402
 from peers.sampling_common import Unavailable, python_of, version_of  # noqa: E402
 
-from tinkercloud.embedded.device import usable_cores  # noqa: E402
+from tinkercloud.embedded.model.device import usable_cores  # noqa: E402
 from tinkercloud.weights.huggingface import ensure_hf_folder  # noqa: E402
 
 OURS, SKYRL, TRL = "tinkercloud", "SkyRL tinker", "TRL GRPO"

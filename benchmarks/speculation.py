@@ -20,6 +20,15 @@ from smollm2 import weights
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from tinkercloud.commands.bench import (  # noqa: E402
+    PROSE,
+    STRUCTURED,
+    Case,
+    Engines,
+    compared,
+    require_equal,
+    timed,
+)
 from tinkercloud.core.types import (  # noqa: E402
     AdamParams,
     Datum,
@@ -31,25 +40,16 @@ from tinkercloud.core.types import (  # noqa: E402
     SamplingParams,
     TrainBatch,
 )
-from tinkercloud.embedded.base_model import BaseModel  # noqa: E402
-from tinkercloud.embedded.blocks import BlockPool  # noqa: E402
-from tinkercloud.embedded.device import choose_dtype, settle, usable_cores  # noqa: E402
-from tinkercloud.embedded.engine import SamplingEngine  # noqa: E402
-from tinkercloud.embedded.models import ModelStore  # noqa: E402
-from tinkercloud.embedded.round_costs import round_costs  # noqa: E402
-from tinkercloud.embedded.runners import runner_for  # noqa: E402
-from tinkercloud.embedded.speculation_bench import (  # noqa: E402
-    PROSE,
-    STRUCTURED,
-    Case,
-    Engines,
-    compared,
-    require_equal,
-    timed,
-)
-from tinkercloud.embedded.speculation_choice import Asked, speculate  # noqa: E402
-from tinkercloud.embedded.train_plan import Limits  # noqa: E402
-from tinkercloud.embedded.version_cache import VersionCache  # noqa: E402
+from tinkercloud.embedded.drafting.step_costs import round_costs  # noqa: E402
+from tinkercloud.embedded.forward.kv_blocks import BlockPool  # noqa: E402
+from tinkercloud.embedded.forward.runners import runner_for  # noqa: E402
+from tinkercloud.embedded.model.base_model import BaseModel  # noqa: E402
+from tinkercloud.embedded.model.device import choose_dtype, settle, usable_cores  # noqa: E402
+from tinkercloud.embedded.process.drafter_setup import Asked, speculate  # noqa: E402
+from tinkercloud.embedded.process.model_store import ModelStore  # noqa: E402
+from tinkercloud.embedded.process.version_cache import VersionCache  # noqa: E402
+from tinkercloud.embedded.sampling.engine import SamplingEngine  # noqa: E402
+from tinkercloud.embedded.training.micro_batches import Limits  # noqa: E402
 from tinkercloud.weights.tokenizer import ensure_tokenizer_folder  # noqa: E402
 
 KV_CACHE_BYTES = 2 * 1024**3

@@ -34,7 +34,7 @@ from peers.sampling_common import (  # noqa: E402
 from peers.training_common import Job, ragged, tokens_of  # noqa: E402
 from peers.training_start import Start, prepare  # noqa: E402
 
-from tinkercloud.embedded.device import usable_cores  # noqa: E402
+from tinkercloud.embedded.model.device import usable_cores  # noqa: E402
 from tinkercloud.weights.huggingface import ensure_hf_folder  # noqa: E402
 
 LEARNING_RATE = 1e-4

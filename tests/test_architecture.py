@@ -1,9 +1,11 @@
 """The import rule of docs/architecture.md, by parsing; and what the tables say of their folders."""
 
 import ast
+import re
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterable
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -16,9 +18,10 @@ from tinkercloud.losses import LOSSES
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = [p for top in ("tinkercloud", "tinker_gmi") for p in sorted((ROOT / top).rglob("*.py"))]
-TOP = {"__init__", "__main__", "app", "cli", "server"}  # they wire everything
+TOP = {"__init__", "__main__", "app", "cli", "commands", "server"}  # they wire everything
 
-# Room -> the rooms it may import, besides itself. A room is a folder or a single module.
+# Room -> the rooms it may import, besides itself. A room is a folder or a single module; a folder
+# that has rooms inside stands for the files that lie in none of them.
 RULES = {
     "errors": "",
     "config": "errors",
@@ -34,26 +37,56 @@ RULES = {
     "backends": "backends.base config core.types errors losses",
     "weights": "architectures core.types errors",
     "decoding": "core.types",
-    "speculative": "architectures errors",
-    "embedded": "architectures backends.base config core.types decoding errors losses speculative "
-    "weights",
-    "cluster": "backends.base config core core.types decoding errors losses weights",
-    "plan_command": "core errors",
+    "doctor": "config errors",
     "services": "backends.base config core core.types errors losses storage tinker_gmi wire",
-    "routers": "config core core.types errors services tinker_gmi wire",
-    "middleware": "errors routers storage",
+    "routers": "config core core.types errors services storage tinker_gmi wire",
+    # speculative decoding, without an engine
+    "speculative": "",
+    "speculative.drafters": "errors speculative",
+    "speculative.head": "architectures errors speculative speculative.drafters",
+    "speculative.draft_length": "errors speculative",
+    "speculative.learning": "errors speculative.drafters speculative.head",
+    "speculative.observability": "errors speculative.draft_length",
+    # the embedded backend
+    "embedded.model": "architectures config errors speculative weights",
+    "embedded.native": "architectures config decoding errors weights",
+    "embedded.forward": "architectures decoding embedded.model embedded.native errors weights",
+    "embedded.sampling": "core.types decoding embedded.forward embedded.model errors speculative "
+    "speculative.draft_length speculative.drafters speculative.learning speculative.observability",
+    "embedded.training": "architectures core.types embedded.forward embedded.model embedded.native "
+    "errors losses weights",
+    "embedded.drafting": "config decoding embedded.forward embedded.model embedded.native errors "
+    "speculative speculative.draft_length speculative.drafters speculative.head weights",
+    "embedded.draft_training": "core.types embedded.drafting embedded.model embedded.training "
+    "errors speculative.drafters speculative.head speculative.learning speculative.observability "
+    "weights",
+    "embedded.process": "config core.types embedded.draft_training embedded.drafting "
+    "embedded.forward embedded.model embedded.sampling embedded.training errors "
+    "speculative.draft_length speculative.drafters speculative.learning weights",
+    "embedded": "backends.base config core.types embedded.process errors",
+    # the cluster backend
+    "cluster.gpus": "config core core.types errors weights",
+    "cluster.lora": "core core.types errors",
+    "cluster.rollout": "cluster.gpus config core core.types decoding errors",
+    "cluster.weights": "cluster.gpus cluster.rollout core core.types errors weights",
+    "cluster.sglang": "cluster.rollout cluster.weights decoding",
+    "cluster.training": "cluster.gpus cluster.lora cluster.rollout cluster.weights config core "
+    "core.types errors losses weights",
+    "cluster": "backends.base cluster.gpus cluster.rollout cluster.training config core core.types "
+    "errors",
 }
-# Third-party package -> the rooms that may import it (tinker_gmi takes torch by name, at need).
+# Third-party package -> the rooms that may import it, with all that lie inside them (tinker_gmi
+# takes torch by name, at need).
 THIRD_PARTY = {
-    "torch": "architectures cluster decoding embedded losses speculative weights",
-    **dict.fromkeys(("megatron", "ray", "sglang", "sglang_router"), "cluster"),
+    "torch": "architectures cluster commands decoding doctor embedded losses speculative weights",
+    **dict.fromkeys(("megatron", "ray", "sglang", "sglang_router"), "cluster doctor"),
     **dict.fromkeys(
-        ("gguf", "safetensors", "tokenizers", "transformers"), "cluster embedded weights"
+        ("gguf", "safetensors", "tokenizers", "transformers"), "cluster commands embedded weights"
     ),
     **dict.fromkeys(("sqlite3", "aiosqlite"), "storage"),
-    **dict.fromkeys(("fastapi", "starlette"), "app middleware routers server"),
+    **dict.fromkeys(("fastapi", "starlette"), "app routers server"),
     "uvicorn": "server",
-    "matplotlib": "speculative",
+    "matplotlib": "speculative.observability",
     "yaml": "config",
 }
 
@@ -101,11 +134,12 @@ def test_a_file_imports_only_what_its_room_may(path):
     room, tree = room_of(dotted(path)), parsed(path)
     assert room in RULES or room in TOP, f"{room} has no row in the import rule"
     allowed = {room, *RULES.get(room, " ".join(RULES)).split()} | (TOP if room in TOP else set())
+    around = {room, room.split(".")[0]}
     for name in imports(tree):
         top = name.split(".")[0]
         if top in ("tinkercloud", "tinker_gmi") and name != "tinkercloud.__version__":
             assert room_of(name) in allowed, f"{room} may not import {name}"
-        assert room in THIRD_PARTY.get(top, room).split(), f"{room} may not import {name}"
+        assert around & set(THIRD_PARTY.get(top, room).split()), f"{room} may not import {name}"
     if room not in ("config", "cli") and path.name != "settings.py":  # the client's TINKER_*
         environ = [
             n.lineno for n in ast.walk(tree) if getattr(n, "attr", "") in ("environ", "getenv")
@@ -115,6 +149,34 @@ def test_a_file_imports_only_what_its_room_may(path):
 
 def test_the_import_rule_has_no_cycle():
     list(TopologicalSorter({room: below.split() for room, below in RULES.items()}).static_order())
+
+
+@pytest.mark.parametrize("room", RULES)
+def test_a_row_of_the_import_rule_names_a_file_or_a_folder(room):
+    path = ROOT / (room if room == "tinker_gmi" else f"tinkercloud/{room.replace('.', '/')}")
+    assert path.is_dir() or path.with_suffix(".py").is_file()
+
+
+def test_the_document_has_the_same_rows():
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    table = text.split("| room | may import |", 1)[1].split("\n\n", 1)[0]
+    rows = {}
+    for line in table.splitlines()[2:]:
+        room, below = (re.findall(r"`([\w.]+)`", cell) for cell in line.split("|")[1:3])
+        rows |= {name: set(below) for name in room}
+    assert rows == {room: set(below.split()) for room, below in RULES.items()}
+
+
+def test_every_folder_of_the_product_has_its_sentence_in_the_document():
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    folders = {path.parent.relative_to(ROOT).as_posix() for path in SOURCES} - {"tinkercloud"}
+    assert sorted(name for name in folders if f"| `{name}/` |" not in text) == []
+
+
+def test_files_that_are_checked_strictly_exist():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    strict = settings["tool"]["basedpyright"]["strict"]
+    assert [name for name in strict if not (ROOT / name).exists()] == []
 
 
 def test_every_table_lists_exactly_the_files_of_its_folder():

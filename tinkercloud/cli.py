@@ -14,7 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import cast
 
-from tinkercloud import __version__, fetch, plan_command
+from tinkercloud import __version__, fetch
+from tinkercloud.commands import plan as plan_command
 from tinkercloud.config import Config, ModelSource, Setting, load_config, settings
 from tinkercloud.errors import ConfigError, PlanRefused, UserError
 
@@ -283,7 +284,7 @@ def _keys_command(config: Config, verb: str) -> str:
 
 
 def _models(arguments: dict[str, object]) -> int:
-    from tinkercloud.embedded.device import choose_device, choose_dtype
+    from tinkercloud.embedded.model.device import choose_device, choose_dtype
     from tinkercloud.weights.loader import read_config
 
     config = _config(arguments)
@@ -314,7 +315,7 @@ def _plan(arguments: dict[str, object]) -> int:
 
 def _doctor(arguments: dict[str, object]) -> int:
     try:
-        from tinkercloud.cluster import doctor
+        from tinkercloud.doctor import report as doctor
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error}; pip install 'tinkercloud[server]'") from error
 
@@ -331,7 +332,7 @@ def _doctor(arguments: dict[str, object]) -> int:
 
 def _bench_speculation(arguments: dict[str, object]) -> int:
     try:
-        from tinkercloud.embedded import bench_command
+        from tinkercloud.commands import bench_command
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error}; pip install 'tinkercloud[server]'") from error
 
@@ -346,7 +347,7 @@ def _bench_speculation(arguments: dict[str, object]) -> int:
 
 
 def _draft_status(arguments: dict[str, object]) -> int:
-    from tinkercloud.embedded import draft_command
+    from tinkercloud.commands import draft as draft_command
 
     plot = _path(arguments, "plot")
     told = draft_command.status(_with_models(_config(arguments)), plot)
@@ -356,7 +357,7 @@ def _draft_status(arguments: dict[str, object]) -> int:
 
 
 def _draft_list(arguments: dict[str, object]) -> int:
-    from tinkercloud.embedded import draft_command
+    from tinkercloud.commands import draft as draft_command
 
     for line in draft_command.listed(_with_models(_config(arguments))):
         _say(line)
@@ -364,9 +365,10 @@ def _draft_list(arguments: dict[str, object]) -> int:
 
 
 def _draft_collect(arguments: dict[str, object]) -> int:
-    from tinkercloud.embedded import draft_command, draft_practice
+    from tinkercloud.commands import draft as draft_command
+    from tinkercloud.commands import draft_collect
 
-    practice = draft_practice.Practice(*_sizes(arguments))
+    practice = draft_collect.Practice(*_sizes(arguments))
     prompts, export = _path(arguments, "prompts"), _path(arguments, "export")
     wanted = draft_command.Collecting(prompts, practice, export)
     draft_command.collect(_with_models(_config(arguments)), wanted, _say)
@@ -374,10 +376,11 @@ def _draft_collect(arguments: dict[str, object]) -> int:
 
 
 def _draft_evaluate(arguments: dict[str, object]) -> int:
-    from tinkercloud.embedded import draft_command, draft_practice
+    from tinkercloud.commands import draft as draft_command
+    from tinkercloud.commands import draft_collect
 
     names = arguments.pop("name")
-    practice = draft_practice.Practice(*_sizes(arguments), seed=2_000_000)
+    practice = draft_collect.Practice(*_sizes(arguments), seed=2_000_000)
     wanted = draft_command.Collecting(_path(arguments, "prompts"), practice)
     named = [str(name) for name in cast(list[object], names)]
     draft_command.evaluate(_with_models(_config(arguments)), named, wanted, _say)
@@ -398,19 +401,20 @@ def _path(arguments: dict[str, object], name: str) -> Path | None:
 
 
 def _draft_train(arguments: dict[str, object]) -> int:
-    from tinkercloud.embedded import distill, draft_command
+    from tinkercloud.commands import draft as draft_command
+    from tinkercloud.commands import draft_distill
 
     minutes, anew = float(str(arguments.pop("minutes"))), bool(arguments.pop("anew"))
     if not minutes > 0:
         raise ConfigError("--minutes must be above 0")
-    given = distill.Distillation(*_sizes(arguments), minutes=minutes)
+    given = draft_distill.Distillation(*_sizes(arguments), minutes=minutes)
     wanted = draft_command.Wanted(_path(arguments, "prompts"), given, anew)
     draft_command.train(_with_models(_config(arguments)), wanted, _say)
     return 0
 
 
 def _draft_use(arguments: dict[str, object]) -> int:
-    from tinkercloud.embedded import draft_command
+    from tinkercloud.commands import draft as draft_command
 
     folder = draft_command.folder_of(_with_models(_config(arguments)))
     folder.use("best", str(arguments["name"]))
@@ -419,7 +423,7 @@ def _draft_use(arguments: dict[str, object]) -> int:
 
 
 def _draft_rollback(arguments: dict[str, object]) -> int:
-    from tinkercloud.embedded import draft_command
+    from tinkercloud.commands import draft as draft_command
 
     folder = draft_command.folder_of(_with_models(_config(arguments)))
     _say(f"best is {folder.rollback('best')}")

@@ -11,10 +11,10 @@ from training_common import Job, read_job, run
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tinkercloud.core.types import AdamParams, Datum, LoraSpec, TrainBatch
-from tinkercloud.embedded.base_model import BaseModel
-from tinkercloud.embedded.models import ModelStore
-from tinkercloud.embedded.train_plan import Limits
-from tinkercloud.embedded.version_cache import VersionCache
+from tinkercloud.embedded.model.base_model import BaseModel
+from tinkercloud.embedded.process.model_store import ModelStore
+from tinkercloud.embedded.process.version_cache import VersionCache
+from tinkercloud.embedded.training.micro_batches import Limits
 from tinkercloud.weights.adapters import load_adapter, save_adapter
 
 MICROBATCH_TOKENS = 1024

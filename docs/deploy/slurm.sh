@@ -36,4 +36,4 @@ srun --overlap --nodes=1 --ntasks=1 -w "$HEAD" "$SERVER_ENV/bin/tinkercloud" ser
   --backend cluster --host 0.0.0.0 --data-dir "$DATA" --model "$MODEL" \
   --ray-address "$ADDRESS:$PORT" \
   --cluster-gpus "$((GPUS_PER_NODE * ${#NODES[@]}))" --cluster-gpus-per-node "$GPUS_PER_NODE" \
-  --cluster-sglang-command "$SGLANG_ENV/bin/python -m tinkercloud.cluster.sglang_entry"
+  --cluster-sglang-command "$SGLANG_ENV/bin/python -m tinkercloud.cluster.sglang.entry"

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.cluster.rank_scripts import Op
 from tinkercloud.core.types import TrainBatch, TrainOutput
-from tinkercloud.embedded.optimizer import AdamW
+from tinkercloud.embedded.training.optimizer import AdamW
 from tinkercloud.losses import load_loss
 
 PREFIX = "base_model.model."

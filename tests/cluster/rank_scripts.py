@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from tests.numerics.tiny import train
-from tinkercloud.cluster.rank_types import RankSettings, merge_outputs
+from tests.embedded.tiny import train
+from tinkercloud.cluster.training.rank_types import RankSettings, merge_outputs
 from tinkercloud.core.plan import Plan
 from tinkercloud.core.types import AdamParams, Datum, LoraSpec, TrainBatch, TrainOutput
-from tinkercloud.embedded.base_model import BaseModel
-from tinkercloud.embedded.models import ModelStore
-from tinkercloud.embedded.train_plan import Limits
-from tinkercloud.embedded.version_cache import VersionCache
+from tinkercloud.embedded.model.base_model import BaseModel
+from tinkercloud.embedded.process.model_store import ModelStore
+from tinkercloud.embedded.process.version_cache import VersionCache
+from tinkercloud.embedded.training.micro_batches import Limits
 from tinkercloud.errors import TinkercloudError
 
 Op = tuple[Any, ...]
@@ -103,7 +103,7 @@ def on_rank(rank: int, world: int, init_method: str, meeting: Path, jobs: list[J
 def _do(job: Job, rank: int, world: int, init_method: str) -> list[Any]:
     from megatron.core import parallel_state
 
-    from tinkercloud.cluster.train_rank import MegatronRank
+    from tinkercloud.cluster.training.train_rank import MegatronRank
 
     settings = RankSettings(
         rank, world, init_method, job.plan, "tiny", job.folder, "tests.cluster.cpu.ranks:prepare",

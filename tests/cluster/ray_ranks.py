@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from tinkercloud.cluster.rank_actors import INLINE_BYTES
-from tinkercloud.cluster.rank_types import RankOutput, RankSettings
+from tinkercloud.cluster.training.rank_actors import INLINE_BYTES
+from tinkercloud.cluster.training.rank_types import RankOutput, RankSettings
 from tinkercloud.core.types import AdamParams, LoraSpec, TrainBatch
 from tinkercloud.errors import ModelStateLost, UserError
 

@@ -20,7 +20,7 @@ from tests.cluster.cpu.engines import (
 )
 from tests.cluster.cpu.recorder import calls, recorded
 from tests.cluster.ray_cluster import groups_alive, one_node, settled
-from tests.numerics.tiny import ask, random_prompt, supervised
+from tests.embedded.tiny import ask, random_prompt, supervised
 from tinkercloud.cluster.backend import ClusterBackend
 from tinkercloud.config import ClusterConfig, Config, ModelSource
 from tinkercloud.core.types import (

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tinkercloud.cluster import doctor
+from tinkercloud.doctor import report as doctor
 
 
 def ray_line(target: doctor.Target, name: str) -> doctor.Line:

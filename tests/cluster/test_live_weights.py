@@ -16,7 +16,7 @@ from tests.cluster.cpu.engines import (
     write_served_model,
 )
 from tests.cluster.ray_cluster import groups_alive, one_node, settled
-from tests.numerics.tiny import ask, supervised
+from tests.embedded.tiny import ask, supervised
 from tinkercloud.cluster.backend import ClusterBackend
 from tinkercloud.config import ClusterConfig, Config, ModelSource
 from tinkercloud.core.types import AdamParams, FromModel, LoraSpec, TrainBatch

@@ -13,9 +13,9 @@ import pytest
 
 from tests.cluster.cpu.tiny import PLAIN, SIZES
 from tests.cluster.ray_cluster import free_cpus, groups_alive, one_node, settled, total_cpus
-from tinkercloud.cluster import placement
 from tinkercloud.cluster.backend import ClusterBackend
 from tinkercloud.cluster.base_models import BaseModels
+from tinkercloud.cluster.gpus import placement
 from tinkercloud.config import ClusterConfig, Config, ModelSource
 from tinkercloud.core.types import (
     AdamParams,

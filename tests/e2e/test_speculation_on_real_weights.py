@@ -12,20 +12,20 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from tests.numerics.drafting import Drafting, untaught_head
+from tests.embedded.speculative_engine import Drafting, untaught_head
 from tests.serving import Server, start_server
 from tinkercloud.core.types import SampleOutput, SampleRequest, SamplingParams
-from tinkercloud.embedded import runners
-from tinkercloud.embedded.base_model import BaseModel
-from tinkercloud.embedded.blocks import BlockPool
-from tinkercloud.embedded.engine import SamplingEngine
-from tinkercloud.embedded.head_drafter import HeadDrafter
-from tinkercloud.embedded.model_drafter import ModelDrafter
-from tinkercloud.embedded.runners import NativeRunner
-from tinkercloud.embedded.text_model_drafter import TextModelDrafter
-from tinkercloud.embedded.versions import Version
-from tinkercloud.speculative.drafter import Drafter
-from tinkercloud.speculative.drafter_table import drafter_table
+from tinkercloud.embedded.drafting.head_drafter import HeadDrafter
+from tinkercloud.embedded.drafting.model_drafter import ModelDrafter
+from tinkercloud.embedded.drafting.text_model_drafter import TextModelDrafter
+from tinkercloud.embedded.forward import runners
+from tinkercloud.embedded.forward.kv_blocks import BlockPool
+from tinkercloud.embedded.forward.runners import NativeRunner
+from tinkercloud.embedded.model.base_model import BaseModel
+from tinkercloud.embedded.model.version import Version
+from tinkercloud.embedded.sampling.engine import SamplingEngine
+from tinkercloud.speculative.drafters.drafter import Drafter
+from tinkercloud.speculative.drafters.drafter_table import drafter_table
 from tinkercloud.weights.token_bytes import TokenizerPair
 from tinkercloud.weights.tokenizer import ensure_tokenizer_folder
 

@@ -56,8 +56,8 @@ def trained(  # noqa: PLR0913 - spawn's signature
     """One rank's life: three LoRA steps, away to the host and back, one step more."""
     import torch
 
-    from tinkercloud.cluster.rank_types import RankSettings
-    from tinkercloud.cluster.train_rank import MegatronRank
+    from tinkercloud.cluster.training.rank_types import RankSettings
+    from tinkercloud.cluster.training.train_rank import MegatronRank
 
     settings = RankSettings(
         rank=rank,
@@ -98,10 +98,10 @@ def embedded(folder: Path, device: str) -> tuple[list[float], list[np.ndarray], 
 
     import torch
 
-    from tinkercloud.embedded.base_model import BaseModel
-    from tinkercloud.embedded.train_plan import Limits
-    from tinkercloud.embedded.trainer import TrainableModel
-    from tinkercloud.embedded.training_queue import run_alone
+    from tinkercloud.embedded.model.base_model import BaseModel
+    from tinkercloud.embedded.training.micro_batches import Limits
+    from tinkercloud.embedded.training.queue import run_alone
+    from tinkercloud.embedded.training.trainable_model import TrainableModel
     from tinkercloud.weights.adapters import fresh_adapter
 
     place = torch.device(device)

@@ -1,4 +1,4 @@
-"""What tests of decoding on a GPU do, as functions of the device; tests/numerics runs them too."""
+"""What tests of decoding on a GPU do, as functions of the device; tests/embedded runs them too."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from tests.numerics.decode_scene import Scene, random_base, steps, tiny_config, version
-from tests.numerics.tiny import ask, random_prompt
+from tests.embedded.decode_scene import Scene, random_base, steps, tiny_config, version
+from tests.embedded.tiny import ask, random_prompt
 from tinkercloud.core.types import SampleOutput
 from tinkercloud.decoding import philox
 from tinkercloud.decoding.sampler import RowParams, Scan, gumbel_noise, noise_of, sample
-from tinkercloud.embedded import engine as engine_module
-from tinkercloud.embedded.base_model import BaseModel
-from tinkercloud.embedded.engine import SamplingEngine
-from tinkercloud.embedded.runners import GraphRunner, Runner, TorchRunner
-from tinkercloud.embedded.versions import Version
+from tinkercloud.embedded.forward.runners import GraphRunner, Runner, TorchRunner
+from tinkercloud.embedded.model.base_model import BaseModel
+from tinkercloud.embedded.model.version import Version
+from tinkercloud.embedded.sampling import engine as engine_module
+from tinkercloud.embedded.sampling.engine import SamplingEngine
 
 LENGTHS = (1, 15, 16, 40, 129, 7, 300, 33, 2, 90, 17)
 NUM_STEPS = 20  # so that some tables grow wider

@@ -1,4 +1,4 @@
-"""What tests of draft heads do, as functions of the device; tests/numerics runs them on a CPU.
+"""What tests of draft heads do, as functions of the device; tests/embedded runs them on a CPU.
 
 Axes: M rows of a pass, N tokens, L layers, D hidden.
 """
@@ -11,19 +11,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tests.embedded.decode_scene import Scene, version
+from tests.embedded.speculative_engine import Drafting, untaught_head
+from tests.embedded.tiny import ask, random_prompt
 from tests.gpu.lane_bodies import RANKS, Load, engine_of
-from tests.numerics.decode_scene import Scene, version
-from tests.numerics.drafting import Drafting, untaught_head
-from tests.numerics.tiny import ask, random_prompt
 from tinkercloud.core.types import SampleOutput
-from tinkercloud.embedded.base_model import BaseModel
-from tinkercloud.embedded.blocks import BlockPool, blocks_for
-from tinkercloud.embedded.draft_capture import capture
-from tinkercloud.embedded.head_drafter import HeadDrafter
-from tinkercloud.embedded.head_student import Told
-from tinkercloud.embedded.lanes import Lanes
-from tinkercloud.embedded.runners import Batch, Part, Runner, ragged
-from tinkercloud.speculative.drafter import Draft, Stream
+from tinkercloud.embedded.draft_training.head_model import Told
+from tinkercloud.embedded.draft_training.reference_capture import capture
+from tinkercloud.embedded.drafting.head_drafter import HeadDrafter
+from tinkercloud.embedded.forward.kv_blocks import BlockPool, blocks_for
+from tinkercloud.embedded.forward.runners import Batch, Part, Runner, ragged
+from tinkercloud.embedded.model.base_model import BaseModel
+from tinkercloud.embedded.sampling.cuda_streams import Lanes
+from tinkercloud.speculative.drafters.drafter import Draft, Stream
 
 LAYERS = (1, 3)  # of three: a block's output, and what follows the final norm
 LENGTHS = (40, 17, 33, 90, 5)

@@ -1,4 +1,4 @@
-"""What tests of lanes do, as functions of the device; tests/numerics runs them on a CPU."""
+"""What tests of lanes do, as functions of the device; tests/embedded runs them on a CPU."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tests.numerics.decode_scene import version
-from tests.numerics.drafting import Drafting
-from tests.numerics.tiny import ask, random_prompt
+from tests.embedded.decode_scene import version
+from tests.embedded.speculative_engine import Drafting
+from tests.embedded.tiny import ask, random_prompt
 from tinkercloud.core.types import SampleOutput, SampleRequest
-from tinkercloud.embedded.base_model import BaseModel
-from tinkercloud.embedded.blocks import BlockPool
-from tinkercloud.embedded.engine import SamplingEngine, Speculate
-from tinkercloud.embedded.lanes import Lanes
-from tinkercloud.speculative.drafter_table import drafter_table
+from tinkercloud.embedded.forward.kv_blocks import BlockPool
+from tinkercloud.embedded.model.base_model import BaseModel
+from tinkercloud.embedded.sampling.cuda_streams import Lanes
+from tinkercloud.embedded.sampling.engine import SamplingEngine, Speculate
+from tinkercloud.speculative.drafters.drafter_table import drafter_table
 
 RANKS = (None, 4, 8)
 STOPS = tuple("abcdefghijklmnopqrstuvwxyz")

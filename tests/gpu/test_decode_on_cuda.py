@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.embedded.decode_scene import FAMILIES
+from tests.embedded.tiny import write_tiny_model
 from tests.gpu import decode_bodies as bodies
-from tests.numerics.decode_scene import FAMILIES
-from tests.numerics.tiny import write_tiny_model
 from tinkercloud.decoding import device_scan
-from tinkercloud.embedded import kernel_choice
-from tinkercloud.embedded.decode_graphs import CudaCapture, DrawGraphs
-from tinkercloud.embedded.kernel_choice import TOLERANCES, differences, has_kernels
-from tinkercloud.embedded.runners import GraphRunner, TorchRunner
+from tinkercloud.embedded.forward import kernel_choice
+from tinkercloud.embedded.forward.decode_graphs import CudaCapture, DrawGraphs
+from tinkercloud.embedded.forward.kernel_choice import TOLERANCES, differences, has_kernels
+from tinkercloud.embedded.forward.runners import GraphRunner, TorchRunner
 
 CUDA = "cuda"
 NEEDS_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="there is no Triton")

@@ -15,11 +15,11 @@ import torch
 
 from tests.cluster.cpu import engines
 from tests.cluster.ray_cluster import one_node
+from tests.embedded.tiny import Sampler, ask, open_store, random_prompt
 from tests.gpu import bodies
-from tests.numerics.tiny import Sampler, ask, open_store, random_prompt
 from tinkercloud.cluster.base_models import ENGINE_ENTRY
-from tinkercloud.cluster.placement import Placer, Request, release
-from tinkercloud.cluster.rollout_manager import RolloutManager
+from tinkercloud.cluster.gpus.placement import Placer, Request, release
+from tinkercloud.cluster.rollout.manager import RolloutManager
 from tinkercloud.core.types import FromBase
 
 PYTHON = os.environ.get("TINKERCLOUD_TEST_SGLANG_PYTHON") or (

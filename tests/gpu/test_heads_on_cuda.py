@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.embedded.decode_scene import FAMILIES, random_base, tiny_config
+from tests.embedded.tiny import write_tiny_model
 from tests.gpu import head_bodies as bodies
 from tests.gpu.lane_bodies import mixed
-from tests.numerics.decode_scene import FAMILIES, random_base, tiny_config
-from tests.numerics.tiny import write_tiny_model
 from tinkercloud.decoding import device_scan
 from tinkercloud.decoding.sampler import RowParams, gumbel_noise_at
-from tinkercloud.embedded.decode_graphs import CudaCapture, DrawGraphs
-from tinkercloud.embedded.lanes import OneLane
-from tinkercloud.embedded.runners import GraphRunner, TorchRunner
+from tinkercloud.embedded.forward.decode_graphs import CudaCapture, DrawGraphs
+from tinkercloud.embedded.forward.runners import GraphRunner, TorchRunner
+from tinkercloud.embedded.sampling.cuda_streams import OneLane
 
 CUDA, CPU = "cuda", "cpu"
 TOLERANCE = 1e-3  # of states: rows go by other kernels in other batches

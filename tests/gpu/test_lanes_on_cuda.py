@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from benchmarks.overlap import lane_kernels, overlap
+from tests.embedded.tiny import write_tiny_model
 from tests.gpu import lane_bodies as bodies
-from tests.numerics.tiny import write_tiny_model
 from tests.serving import ROOT
-from tinkercloud.embedded.lanes import Lane, OneLane, lanes_for
-from tinkercloud.embedded.uploads import uploaded
+from tinkercloud.embedded.model.uploads import uploaded
+from tinkercloud.embedded.sampling.cuda_streams import Lane, OneLane, lanes_for
 
 CUDA = "cuda"
 TOLERANCE = 1e-3  # of log-probabilities: rows go by other kernels in other batches

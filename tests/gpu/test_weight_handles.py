@@ -8,7 +8,7 @@ import sys
 import torch
 
 from tests.serving import ROOT
-from tinkercloud.cluster.weight_sender import _pickled
+from tinkercloud.cluster.weights.sender import _pickled
 
 READER = """
 import base64, os, pickle, sys, torch

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinkercloud.backends.base import Backend
-from tinkercloud.cluster import folders
 from tinkercloud.cluster.base_models import MODELS_FOLDER, BaseModel, BaseModels
-from tinkercloud.cluster.placement import Placer
+from tinkercloud.cluster.gpus import worker_jobs
+from tinkercloud.cluster.gpus.placement import Placer
+from tinkercloud.cluster.gpus.ray_session import RaySession
 from tinkercloud.cluster.pool import ModelPool
-from tinkercloud.cluster.ray_session import RaySession
-from tinkercloud.cluster.restore_points import STATE_FILE, link_files
-from tinkercloud.cluster.rollout_manager import RolloutManager
-from tinkercloud.cluster.train_group import RayTrainGroup
+from tinkercloud.cluster.rollout.manager import RolloutManager
+from tinkercloud.cluster.training.restore_points import STATE_FILE, link_files
+from tinkercloud.cluster.training.train_group import RayTrainGroup
 from tinkercloud.cluster.versions import Version, VersionFolders, new_id, remove
 from tinkercloud.config import Config
 from tinkercloud.core.types import (
@@ -257,7 +257,7 @@ class ClusterBackend(Backend):
             return Version(version_id, base.name, place, is_adapter=True)
         await asyncio.to_thread(self._folders.make, version_id)
         if spec.rank == 0:
-            await folders.run(folders.whole_folder, base.folder, directory, place)
+            await worker_jobs.run(worker_jobs.whole_folder, base.folder, directory, place)
         else:
             _check_rank(spec, base)
             pool = self._base_pool(base)

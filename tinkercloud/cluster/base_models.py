@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tinkercloud.cluster import folders
-from tinkercloud.cluster.miles_start import check_miles
-from tinkercloud.cluster.placement import Request, num_bundles
+from tinkercloud.cluster.gpus import worker_jobs
+from tinkercloud.cluster.gpus.placement import Request, num_bundles
 from tinkercloud.cluster.pool import PoolSettings
-from tinkercloud.cluster.rank_actors import MEGATRON_RANK, MILES_RANK, GroupSettings
-from tinkercloud.cluster.rollout_manager import RolloutSettings
+from tinkercloud.cluster.rollout.manager import RolloutSettings
+from tinkercloud.cluster.training.miles_start import check_miles
+from tinkercloud.cluster.training.rank_actors import MEGATRON_RANK, MILES_RANK, GroupSettings
 from tinkercloud.config import ClusterConfig, Config, ModelSource
 from tinkercloud.core.plan import ClusterShape, Plan, SglangArguments, Wishes
 from tinkercloud.core.slime_builder import SlimeArgumentBuilder
@@ -22,7 +22,7 @@ from tinkercloud.errors import ConfigError, PlanRefused
 
 Dtype = Literal["bfloat16", "float32"]
 MODELS_FOLDER = Path("cluster", "models")  # restore points; of no use to a later server
-ENGINE_ENTRY = "tinkercloud.cluster.sglang_entry"
+ENGINE_ENTRY = "tinkercloud.cluster.sglang.entry"
 _SIZES = ("max_seq_len", "rollout_gpus", "tp", "pp", "cp", "ep", "dp", "rollout_tp")
 
 
@@ -41,7 +41,7 @@ class BaseModel:
 
 
 class BaseModels:
-    """Reads folders, makes plans. shape: of the GPUs that each model may use.
+    """Reads worker_jobs, makes plans. shape: of the GPUs that each model may use.
 
     Raises ConfigError for a trainer that cannot be had.
     """
@@ -56,8 +56,8 @@ class BaseModels:
     async def read(self, source: ModelSource) -> BaseModel:
         """Raises ConfigError: for files that cannot be read, and for what cannot be planned."""
         cache_dir = self._config.data_dir / "cache"
-        folder = await folders.run(folders.hf_folder, source.path, cache_dir, self._dtype)
-        hf_config = await asyncio.to_thread(folders.read_json, folder / "config.json")
+        folder = await worker_jobs.run(worker_jobs.hf_folder, source.path, cache_dir, self._dtype)
+        hf_config = await asyncio.to_thread(worker_jobs.read_json, folder / "config.json")
         try:
             plan = self.plan(hf_config, self._config.cluster.lora_rank)
         except PlanRefused as refused:
@@ -82,7 +82,7 @@ class BaseModels:
         return self._builder.build(hf_config, wishes)
 
     def pool_settings(self, name: str, base: BaseModel, plan: Plan) -> PoolSettings:
-        """name: of the pool; it names its folders too."""
+        """name: of the pool; it names its worker_jobs too."""
         own, data_dir = self._config.cluster, self._config.data_dir
         group = GroupSettings(
             name=name,
@@ -134,10 +134,10 @@ def engine_command(config: ClusterConfig) -> tuple[str, ...]:
 
 def _eos_token_ids(folder: Path, hf_config: Mapping[str, Any]) -> tuple[int, ...]:
     """Of both files: chat models name the end of a turn in the second only."""
-    found = folders.token_ids(hf_config.get("eos_token_id"))
+    found = worker_jobs.token_ids(hf_config.get("eos_token_id"))
     generation = folder / "generation_config.json"
     if generation.is_file():
-        found += folders.token_ids(folders.read_json(generation).get("eos_token_id"))
+        found += worker_jobs.token_ids(worker_jobs.read_json(generation).get("eos_token_id"))
     return tuple(dict.fromkeys(found))
 
 

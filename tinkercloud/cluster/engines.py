@@ -12,12 +12,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from tinkercloud.cluster.gpus.memory import WEIGHTS
+from tinkercloud.cluster.gpus.placement import Slot
 from tinkercloud.cluster.live_weights import LiveWeights
-from tinkercloud.cluster.memory import WEIGHTS
-from tinkercloud.cluster.placement import Slot
-from tinkercloud.cluster.rollout_manager import BASE, RolloutManager, RolloutSettings
+from tinkercloud.cluster.rollout.manager import BASE, RolloutManager, RolloutSettings
+from tinkercloud.cluster.rollout.weight_sync import load_weights
 from tinkercloud.cluster.versions import Version, remove
-from tinkercloud.cluster.weight_sync import load_weights
 from tinkercloud.core.types import SampleOutput, SampleRequest
 from tinkercloud.errors import EngineDied, VersionLost
 

@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Literal
 
-from tinkercloud.cluster.placement import rollout_indices
-from tinkercloud.cluster.rollout_manager import RolloutManager
-from tinkercloud.cluster.train_group import RayTrainGroup
-from tinkercloud.cluster.weight_sync import How, Route, Sent, Transfer, send_weights
+from tinkercloud.cluster.gpus.placement import rollout_indices
+from tinkercloud.cluster.rollout.manager import RolloutManager
+from tinkercloud.cluster.rollout.weight_sync import How, Route, Sent, Transfer, send_weights
+from tinkercloud.cluster.training.train_group import RayTrainGroup
 from tinkercloud.core.plan import Plan
 
 logger = logging.getLogger(__name__)

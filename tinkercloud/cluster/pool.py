@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from tinkercloud.cluster.engines import Engines
-from tinkercloud.cluster.live_weights import LiveWeights
-from tinkercloud.cluster.phases import Phases
-from tinkercloud.cluster.placement import (
+from tinkercloud.cluster.gpus.phases import Phases
+from tinkercloud.cluster.gpus.placement import (
     Placement,
     Placer,
     Request,
@@ -23,9 +22,10 @@ from tinkercloud.cluster.placement import (
     rollout_indices,
     train_indices,
 )
-from tinkercloud.cluster.rank_actors import MILES_RANK, GroupSettings
-from tinkercloud.cluster.rollout_manager import RolloutSettings
-from tinkercloud.cluster.train_group import RayTrainGroup
+from tinkercloud.cluster.live_weights import LiveWeights
+from tinkercloud.cluster.rollout.manager import RolloutSettings
+from tinkercloud.cluster.training.rank_actors import MILES_RANK, GroupSettings
+from tinkercloud.cluster.training.train_group import RayTrainGroup
 from tinkercloud.cluster.versions import Version
 from tinkercloud.core.plan import Plan
 from tinkercloud.core.types import SampleOutput, SampleRequest

@@ -9,7 +9,7 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinkercloud.cluster.rollout_manager import BASE
+from tinkercloud.cluster.rollout.manager import BASE
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,13 @@ from tinkercloud.core.types import (
     TrainOutput,
     WeightsSource,
 )
-from tinkercloud.embedded.host import EngineHost
-from tinkercloud.embedded.protocol import EngineSettings
+from tinkercloud.embedded.process.host import EngineHost
+from tinkercloud.embedded.process.protocol import EngineSettings
 from tinkercloud.errors import ConfigError
 
 
 class EmbeddedBackend(Backend):
-    """One engine process on this machine; see `embedded.worker` for what runs in it."""
+    """One engine process on this machine; see `embedded.process.worker` for what runs in it."""
 
     def __init__(self, config: Config):
         if not config.models:

@@ -1,1 +1,1 @@
-"""Speculative decoding: what is drafted, and what of it stands."""
+"""Speculative decoding: what is drafted, how much of it, and what of it is accepted."""

@@ -14,9 +14,9 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from tests.numerics.tiny import EOS, write_tiny_model
-from tinkercloud.cluster.rollout_manager import RolloutManager
-from tinkercloud.cluster.rollout_settings import RolloutSettings
+from tests.embedded.tiny import EOS, write_tiny_model
+from tinkercloud.cluster.rollout.manager import RolloutManager
+from tinkercloud.cluster.rollout.settings import RolloutSettings
 from tinkercloud.core.plan import SglangArguments
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -15,7 +15,7 @@ def prepare() -> Any:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     warnings.filterwarnings("ignore")  # what Megatron says of a machine without Apex and TE
     from tests.cluster.cpu import megatron_shim
-    from tinkercloud.cluster.megatron_model import RankHooks
+    from tinkercloud.cluster.training.megatron_model import RankHooks
 
     megatron_shim.install()
     return RankHooks(device="cpu", backend="gloo", layer_spec=layer_spec)

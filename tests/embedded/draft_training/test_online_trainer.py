@@ -1,0 +1,271 @@
+"""A draft that follows the policy by itself: what it is shown, when it trains, what it changes."""
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.embedded.drafting.test_speculative_rl import datum
+from tests.embedded.process.worker_driver import Driver
+from tests.embedded.speculative_engine import untaught_head
+from tests.embedded.tiny import ask, open_store, random_prompt, same
+from tinkercloud.core.types import (
+    AdamParams,
+    Datum,
+    FromBase,
+    FromModel,
+    LoraSpec,
+    SampleOutput,
+    TrainBatch,
+)
+from tinkercloud.embedded.draft_training.capture import Capture, PassCapture
+from tinkercloud.embedded.draft_training.files import drafts_of
+from tinkercloud.embedded.draft_training.head_model import (
+    CapturedSequence,
+    HeadStudent,
+    HeadTraining,
+    Told,
+)
+from tinkercloud.embedded.draft_training.online_trainer import DraftLoop
+from tinkercloud.embedded.draft_training.reference_capture import capture
+from tinkercloud.embedded.forward import runners
+from tinkercloud.embedded.model.base_model import BaseModel
+from tinkercloud.embedded.process.model_store import ModelStore
+from tinkercloud.embedded.training.layout import Layout
+from tinkercloud.embedded.training.micro_batches import Limits
+from tinkercloud.embedded.training.observer import Datums
+from tinkercloud.embedded.training.queue import TrainingQueue, Watch
+from tinkercloud.speculative.learning.cases import CaseStore
+from tinkercloud.speculative.learning.schedule import TimeBudget
+from tinkercloud.speculative.observability.acceptance_log import AcceptanceLog
+
+pytestmark = pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
+STEPS = 12
+LONGEST_S = 5.0  # of one piece of training, which is not cut
+LAYERS = (1, 2)
+
+
+def group(prompt_seed: int, advantages: Sequence[float]) -> list[Datum]:
+    """Samples of one prompt, long enough to be shared by a pass."""
+    prompt = np.array(random_prompt(24, prompt_seed), np.int32)
+    return [
+        datum(
+            prompt,
+            np.array(random_prompt(12 + i, 100 * prompt_seed + i), np.int32),
+            np.full(12 + i, -1.0, np.float32),
+            advantage,
+        )
+        for i, advantage in enumerate(advantages)
+    ]
+
+
+def trained(
+    store: ModelStore, model: str, data: list[Datum], watch: Watch | None
+) -> dict[str, torch.Tensor]:
+    """The gradient of one call."""
+    queue = TrainingQueue(Limits(1024), watch)
+    queue.add(0, store.model(model), TrainBatch(tuple(data), "importance_sampling"))
+    (done,) = queue.step(60.0)
+    assert done.error is None
+    return store.model(model).grads
+
+
+@pytest.fixture
+def store(folder: Path) -> ModelStore:
+    store = open_store(folder)
+    store.create_model("m", "tiny", LoraSpec(rank=4, seed=0))
+    generator = torch.Generator().manual_seed(0)
+    adapter = store.model("m").adapter
+    assert adapter is not None
+    with torch.no_grad():
+        for _, b in adapter.values():
+            b.normal_(0, 0.05, generator=generator)
+    return store
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_training_pass_shows_what_a_pass_of_its_own_would(
+    store: ModelStore, temperature: float
+) -> None:
+    seen: list[CapturedSequence] = []
+    budget = TimeBudget()
+
+    def watch(base: BaseModel, model_ids: Sequence[str]) -> PassCapture:
+        assert model_ids == ["m"]
+        told = [Told(0, temperature, 3, 16, "m")]
+        return PassCapture(Capture(LAYERS, 10_000, 0, told), seen.append, budget)
+
+    data = group(1, [0.5, -0.5, 0.0]) + group(2, [1.0, -1.0])
+    trained(store, "m", data, watch)
+    assert len(seen) == len(data)
+    assert budget.spent_s > 0
+    version = store.version(store.publish(FromModel("m")))
+    for one in seen:
+        told = Told(24, temperature, 3, 16, "m")
+        alone = capture(version, one.tokens, LAYERS, told)
+        np.testing.assert_allclose(one.hidden, alone.hidden, atol=1e-4)
+        np.testing.assert_allclose(one.top_probs, alone.top_probs, atol=1e-5)
+        assert (one.top_ids == alone.top_ids).mean() > 0.99
+        np.testing.assert_array_equal(one.weights, alone.weights)
+        assert (one.temperature, one.epoch, one.category) == (temperature, 3, "m")
+
+
+def test_rows_are_bounded_and_turns_take_other_datums(store: ModelStore) -> None:
+    data = group(1, [1.0, -1.0]) + group(2, [1.0, -1.0]) + group(3, [1.0, -1.0])
+    lengths: list[list[int]] = []
+    for turn in range(3):
+        seen: list[CapturedSequence] = []
+        wanted = Capture(LAYERS, 80, turn, [Told(0, 1.0, 0)])
+        trained(
+            store, "m", data, lambda *_, s=seen, w=wanted: PassCapture(w, s.append, TimeBudget())
+        )
+        assert sum(len(one.tokens) for one in seen) <= 80
+        lengths.append([one.tokens[30] for one in seen])
+    assert lengths[0] != lengths[1] != lengths[2]
+
+
+class Broken:
+    def begin(self, shares: Sequence[Datums], layout: Layout) -> None:
+        raise ValueError("no")
+
+    def block(self, number: int, x: torch.Tensor) -> None:
+        raise AssertionError("nothing more is shown")
+
+    laws = end = block
+
+
+def test_looking_on_changes_no_bit_of_a_gradient_even_where_it_fails(store: ModelStore) -> None:
+    data = group(1, [0.5, -0.5]) + group(2, [1.0, -1.0])
+    model = store.model("m")
+    found = []
+    wanted = Capture(LAYERS, 1000, 0, [Told(0, 1.0, 0)])
+    for watch in (
+        None,
+        lambda *_: PassCapture(wanted, lambda sequence: None, TimeBudget()),
+        lambda *_: Broken(),
+    ):
+        found.append(dict(trained(store, "m", data, watch)))
+        model.grads = {}
+    for name, grad in found[0].items():
+        assert torch.equal(grad, found[1][name])
+        assert torch.equal(grad, found[2][name])
+
+
+# ---- in the worker
+
+
+def untaught(folder: Path, drafts: Path) -> None:
+    """A head that knows nothing is the best there is."""
+    student = HeadStudent(*untaught_head(open_store(folder).base("tiny")), HeadTraining())
+    target = drafts_of(drafts, "tiny")
+    params = {name: p.detach() for name, p in student.params.items()}
+    name = target.publish(lambda path: student.write(params, path), {"reason": "untaught"})
+    target.use("best", name)
+
+
+class Run:
+    """RL through a worker, as the server calls it."""
+
+    def __init__(self, driver: Driver):
+        self._driver = driver
+        driver.wait(driver.send("create_model", "m", "tiny", LoraSpec(rank=4, seed=0)))
+        self.samples: list[SampleOutput] = []
+
+    def step(self, number: int) -> None:
+        driver = self._driver
+        version = driver.wait(driver.send("publish", FromModel("m")))
+        requests = [
+            ask(random_prompt(18, i), n=4, max_tokens=32, seed=10 * number + i, use_eos=False)
+            for i in range(2)
+        ]
+        data = []
+        for call, request in [(driver.send("sample", version, r), r) for r in requests]:
+            output = driver.wait(call)
+            assert isinstance(output, SampleOutput)
+            self.samples.append(output)
+            rewards = np.array([(one.tokens < 64).mean() for one in output.sequences])
+            data += [
+                datum(request.prompt, one.tokens, one.logprobs, advantage)
+                for one, advantage in zip(output.sequences, rewards - rewards.mean(), strict=True)
+            ]
+        batch = TrainBatch(tuple(data), "importance_sampling")
+        driver.wait(driver.send("forward_backward", "m", batch))
+        driver.wait(driver.send("optim_step", "m", AdamParams(learning_rate=0.01)))
+
+    def saved(self, folder: Path) -> dict[str, bytes]:
+        self._driver.wait(self._driver.send("save_model", "m", folder, False))
+        return {p.name: p.read_bytes() for p in folder.iterdir() if p.suffix == ".safetensors"}
+
+
+@pytest.fixture(scope="module")
+def runs(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Run, Run, Driver, Path]]:
+    """Without drafts, and with a head that learns; the latter's worker and its drafts."""
+    scratch = tmp_path_factory.mktemp("following")
+    untaught(folder, scratch)
+    plain = Driver(folder, tmp_path_factory.mktemp("plain"))
+    # The tiny model steps in no time: a tenth of that would train nothing here.
+    drafted = Driver(folder, scratch, "head", draft_share=5.0)
+    found = Run(plain), Run(drafted)
+    for number in range(STEPS):
+        for run in found:
+            run.step(number)
+    yield *found, drafted, scratch
+    plain.end()
+    drafted.end()
+
+
+def test_samples_and_weights_are_those_without_a_draft_that_learns(
+    runs: tuple[Run, Run, Driver, Path], tmp_path: Path
+) -> None:
+    plain, drafted, _, _ = runs
+    for one, other in zip(plain.samples, drafted.samples, strict=True):
+        same(one, other)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    assert plain.saved(tmp_path / "a") == drafted.saved(tmp_path / "b")
+
+
+def test_training_keeps_within_its_share_and_is_told_of(
+    runs: tuple[Run, Run, Driver, Path],
+) -> None:
+    _, _, driver, scratch = runs
+    until = time.monotonic() + 60.0
+    told: dict[str, Any] = {"last_training": None}
+    while not (told["last_training"] and told["policy_steps"] == STEPS):
+        assert time.monotonic() < until, str(told)
+        driver.wait(driver.send("publish", FromBase("tiny")))
+        time.sleep(0.1)
+        told = driver.stats.speculation["tiny"]["following"]
+    assert not told["is_over"]
+    assert 0 < told["training_s"] < told["allowed_s"] + LONGEST_S
+    last = told["last_training"]
+    assert last["num_steps"] == 24
+    assert last["last_loss"] < last["first_loss"]
+    folder = drafts_of(scratch, "tiny")
+    assert folder.resolve("latest") != "draft-000001"
+    assert told["draft"] == folder.resolve("best")
+
+
+def test_what_stood_of_drafts_is_written_down(runs: tuple[Run, Run, Driver, Path]) -> None:
+    _, _, _, scratch = runs
+    lines = AcceptanceLog(drafts_of(scratch, "tiny").root).lines()
+    assert lines
+    assert {line.category for line in lines} == {"m"}
+    assert sum(line.proposed for line in lines) >= sum(line.accepted for line in lines) >= 0
+    assert all(line.draft.startswith("draft-") for line in lines)
+
+
+def test_where_the_policy_makes_no_step_a_line_is_written_each_minute(tmp_path: Path) -> None:
+    folder = drafts_of(tmp_path, "m")
+    loop = DraftLoop(folder, CaseStore(1 << 20, 4))
+    for now_s in (1000.0, 1030.0, 1061.0):
+        loop.drafted("m", 10, 4)
+        loop.look(now_s, idle=False)
+    lines = AcceptanceLog(folder.root).lines()
+    assert [(line.proposed, line.accepted) for line in lines] == [(10, 4), (20, 8)]

@@ -1,0 +1,185 @@
+"""T7 in the engine: the policy is taught another style, its drafts fall, are taught, and stand."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.embedded.tiny import Sampler, ask, open_store, random_prompt, train
+from tinkercloud.commands.draft_collect import KeepsCases
+from tinkercloud.commands.draft_distill import Distillation, distilled, written
+from tinkercloud.core.types import AdamParams, Datum, FromModel, LoraSpec, TrainBatch
+from tinkercloud.embedded.draft_training.capture import Capture, PassCapture
+from tinkercloud.embedded.draft_training.dataset import CapturedSequences, Mix
+from tinkercloud.embedded.draft_training.files import drafts_of, open_head
+from tinkercloud.embedded.draft_training.fit import Plan
+from tinkercloud.embedded.draft_training.head_model import HeadStudent, HeadTraining, Told
+from tinkercloud.embedded.draft_training.online_trainer import Pupil
+from tinkercloud.embedded.draft_training.trainees import model_pupil
+from tinkercloud.embedded.draft_training.trainer import DraftTrainer, DraftTraining, Outcome
+from tinkercloud.embedded.drafting.head_drafter import HeadDrafter
+from tinkercloud.embedded.drafting.model_drafter import ModelDrafter
+from tinkercloud.embedded.forward import runners
+from tinkercloud.embedded.forward.kv_blocks import BlockPool
+from tinkercloud.embedded.forward.runners import NativeRunner, Runner
+from tinkercloud.embedded.model.base_model import BaseModel
+from tinkercloud.embedded.model.version import Version
+from tinkercloud.embedded.process.model_store import ModelStore
+from tinkercloud.embedded.sampling.speculation import Listener, Speculation
+from tinkercloud.embedded.training.micro_batches import Limits
+from tinkercloud.embedded.training.queue import TrainingQueue
+from tinkercloud.speculative.draft_length.fixed_length import Steady
+from tinkercloud.speculative.drafters.drafter import Drafter
+from tinkercloud.speculative.drafters.guarded_drafter import guarded
+from tinkercloud.speculative.learning.cases import CaseStore
+from tinkercloud.speculative.learning.schedule import TimeBudget
+
+pytestmark = pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
+STYLE_STEPS, DRAFTED = 40, 3
+
+
+def style(seed: int, length: int = 40) -> list[int]:
+    """What the policy is taught: each token follows from the one before it."""
+    tokens = [int(np.random.default_rng(seed).integers(0, 200))]
+    while len(tokens) < length:
+        tokens.append((5 * tokens[-1] + 17) % 200)
+    return tokens
+
+
+def datum(seed: int) -> Datum:
+    tokens = style(seed)
+    inputs = {
+        "target_tokens": np.array(tokens[1:], np.int64),
+        "weights": np.ones(len(tokens) - 1, np.float32) / 16,
+    }
+    return Datum(np.array(tokens[:-1], np.int32), inputs)
+
+
+@dataclass
+class Scene:
+    """base: what drafts were made for. policy: the same model after it was taught the style."""
+
+    store: ModelStore
+    base: Version
+    policy: Version
+
+
+@pytest.fixture(scope="module")
+def scene(folder: Path) -> Scene:
+    store = open_store(folder)
+    store.create_model("m", "tiny", LoraSpec(rank=16, seed=0))
+    for step in range(STYLE_STEPS):
+        train(store, "m", [datum(16 * step + i) for i in range(16)])
+        store.optim_step("m", AdamParams(learning_rate=0.02))
+    base = store.base("tiny")
+    policy = store.version(store.publish(FromModel("m")))
+    return Scene(store, Version("b", base, base.weights, None, 1.0), policy)
+
+
+def stood(
+    scene: Scene, version: Version, drafter: Drafter, listener: Listener | None = None
+) -> float:
+    """The share of verified tokens that stood, of the same samples whoever drafts."""
+    made: list[Speculation] = []
+
+    def make(base: BaseModel, runner: Runner, pool: BlockPool) -> Speculation:
+        if drafter.layers:
+            runner.capture(base, drafter.layers)
+        guard = guarded(drafter, base.config.vocab_size)
+        made.append(Speculation(guard, Steady(DRAFTED), None, listener))
+        return made[-1]
+
+    sampler = Sampler(scene.store, speculate=make)
+    for i in range(8):
+        request = ask(style(9000 + i, 3), n=4, max_tokens=32, seed=i, use_eos=False)
+        sampler.engine.submit(version, request, lambda output: None)
+    while sampler.engine.busy:
+        sampler.engine.step()
+    depths = made[0].snapshot()["drafters"][drafter.name]["depths"]
+    return sum(d["accepted"] for d in depths) / sum(d["verified"] for d in depths)
+
+
+def weights_of(base: BaseModel) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in base.weights.items()}
+
+
+def trained(pupil: Pupil, folder: Any, plan: Plan) -> tuple[DraftTrainer[Any], Outcome]:
+    budget = TimeBudget(1.0, 1e9)
+    budget.step_took(1e9)
+    trainer = DraftTrainer(pupil.student, pupil.material, folder, budget, DraftTraining(plan))
+    trainer.publish({})
+    outcome = trainer.work("the policy has another style")
+    assert outcome is not None
+    return trainer, outcome
+
+
+def seen_in_training(scene: Scene, layers: Sequence[int], material: CapturedSequences) -> None:
+    """The policy's own passes, in one more step that it is taught."""
+
+    def watch(base: BaseModel, model_ids: Sequence[str]) -> PassCapture:
+        told = [Told(0, 1.0, 1, category=name) for name in model_ids]
+        return PassCapture(Capture(tuple(layers), 4000, 0, told), material.add, TimeBudget())
+
+    queue = TrainingQueue(Limits(1024), watch)
+    batch = TrainBatch(tuple(datum(5000 + i) for i in range(64)), "cross_entropy")
+    queue.add(0, scene.store.model("m"), batch)
+    (done,) = queue.step(60.0)
+    assert done.error is None
+    scene.store.model("m").grads = {}
+
+
+def test_a_head_falls_behind_a_new_style_and_comes_after_by_the_policys_own_passes(
+    scene: Scene, tmp_path: Path
+) -> None:
+    wanted = Distillation(
+        samples=8,
+        tokens=40,
+        vocabulary=260,
+        plan=Plan(num_steps=60, warmup_steps=5, peak_rate=3e-3),
+    )
+    texts = written(scene.base, [random_prompt(6, i) for i in range(12)], wanted, 1)
+    folder = drafts_of(tmp_path, "tiny")
+    distilled(scene.base, texts, wanted, folder, lambda line: None)
+    head, params = open_head(folder, "best", scene.base.base)
+    before = weights_of(scene.base.base)
+    fallen = stood(scene, scene.policy, HeadDrafter(head, params))
+    material = CapturedSequences(1 << 28, 4, Mix(held_out_one_in=5))
+    seen_in_training(scene, head.config.layers, material)
+    drafter = HeadDrafter(head, params)
+    pupil = Pupil(HeadStudent(head, params, HeadTraining()), material, drafter.use)
+    trainer, outcome = trained(pupil, folder, Plan(num_steps=50, peak_rate=3e-3))
+    assert outcome.promoted
+    pupil.use(trainer.served)
+    risen = stood(scene, scene.policy, drafter)
+    assert risen > fallen + 0.15, (fallen, risen)
+    assert outcome.after.mean > outcome.before.mean + 0.2
+    for name, tensor in scene.base.base.weights.items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_a_draft_model_falls_behind_a_new_style_and_comes_after_by_its_disagreements(
+    scene: Scene, tmp_path: Path
+) -> None:
+    """The untaught model itself is the draft."""
+    base = scene.base.base
+    draft = replace(base, name="draft", weights=dict(base.weights))
+    version = Version("draft", draft, draft.weights, None, 1.0)
+    pool = BlockPool(base.config, base.dtype, base.device, 400)
+    drafter = ModelDrafter(version, NativeRunner(1), pool)
+    store, folder = CaseStore(1 << 24, 100), drafts_of(tmp_path, "draft")
+    pupil = model_pupil(drafter, version, store, folder)
+    before = weights_of(base)
+    fallen = stood(scene, scene.policy, drafter, KeepsCases(store))
+    assert len(store.disagreed) > 100
+    plan = Plan(num_steps=60, peak_rate=1e-2, accumulate=2)
+    trainer, outcome = trained(pupil, folder, plan)
+    assert outcome.promoted
+    pupil.use(trainer.served)
+    risen = stood(scene, scene.policy, drafter)
+    assert risen > fallen + 0.15, (fallen, risen)
+    for name, tensor in base.weights.items():
+        assert torch.equal(tensor, before[name])

@@ -1,0 +1,240 @@
+"""When a draft is trained, whether it is used, how it is undone."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.embedded.draft_training.toy_policy import (
+    RATE,
+    ROOM_BYTES,
+    ToyPolicy,
+    copy_of,
+    endless,
+    filled,
+    same_bits,
+    student_of,
+)
+from tests.speculative.head.head_scene import (
+    V,
+)
+from tinkercloud.embedded.draft_training.dataset import CapturedSequences, Mix
+from tinkercloud.embedded.draft_training.fit import Fit, Plan, copied
+from tinkercloud.embedded.draft_training.head_model import (
+    CapturedSequence,
+    HeadStudent,
+    HeadTraining,
+)
+from tinkercloud.embedded.draft_training.trainer import DraftTrainer, DraftTraining, Gate
+from tinkercloud.errors import NotFound, UserError
+from tinkercloud.speculative.head.head import FrozenRows, Head, HeadConfig, fresh_params
+from tinkercloud.speculative.head.vocabulary import DraftVocabulary
+from tinkercloud.speculative.learning.draft_folder import DraftFolder
+from tinkercloud.speculative.learning.schedule import TimeBudget, TriggerSettings
+
+
+class Clock:
+    """Every look at it is a second later."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def trainer_of(
+    student: HeadStudent, material: object, folder: Path, **training: object
+) -> DraftTrainer:
+    given = {"plan": Plan(num_steps=50, peak_rate=RATE)} | training
+    return DraftTrainer(student, material, DraftFolder(folder), endless(), DraftTraining(**given))
+
+
+def test_acceptance_rises_on_a_planted_shift_within_fifty_steps(taught, tmp_path):
+    policy, student = taught
+    shifted = ToyPolicy(1)
+    student = copy_of(student, policy)
+    material = filled(policy)
+    for sequence in shifted.sequences(48, 500, epoch=1):
+        material.add(sequence)
+    trainer = trainer_of(student, material, tmp_path)
+    trainer.policy_stepped(1, 10.0)
+    outcome = trainer.work()
+    assert outcome is not None
+    assert len(outcome.losses) == 50
+    assert outcome.promoted
+    assert outcome.after.by_depth[0] > outcome.before.by_depth[0] + 0.1
+    assert DraftFolder(tmp_path).resolve("best") == outcome.version
+
+
+# ---- gate, publication, rollback, budget
+
+
+class Poisoned:
+    """Batches of another policy than the one that is held out."""
+
+    def __init__(self, right: ToyPolicy, wrong: ToyPolicy):
+        self._right, self._wrong = right, wrong
+
+    def batch(self, number: int) -> list[CapturedSequence]:
+        return self._wrong.sequences(8, 8 * number)
+
+    def held_out(self) -> list[list[CapturedSequence]]:
+        return [self._right.sequences(8, 9000)]
+
+
+def test_the_gate_refuses_a_worse_draft(taught, tmp_path):
+    policy, student = taught
+    student = copy_of(student, policy)
+    trainer = trainer_of(student, Poisoned(policy, ToyPolicy(1)), tmp_path)
+    first = trainer.publish({})
+    before = copied(trainer.served)
+    outcome = trainer.work("now")
+    assert outcome is not None
+    assert not outcome.promoted
+    assert outcome.after.mean < outcome.before.mean
+    assert same_bits(trainer.served, before)
+    folder = DraftFolder(tmp_path)
+    assert folder.resolve("best") == first
+    assert folder.resolve("latest") == outcome.version
+    assert folder.notes("latest")["promoted"] is False
+
+
+def test_the_gate_does_not_open_on_too_few_places(taught, tmp_path):
+    policy, _ = taught
+    trainer = trainer_of(
+        student_of(policy.weights), filled(policy), tmp_path, gate=Gate(least_rows=10**6)
+    )
+    outcome = trainer.work("now")
+    assert outcome is not None
+    assert outcome.after.mean > outcome.before.mean
+    assert not outcome.promoted
+
+
+def test_rollback_restores_every_bit(tmp_path):
+    policy = ToyPolicy(0)
+    trainer = trainer_of(student_of(policy.weights), filled(policy), tmp_path)
+    first = trainer.publish({})
+    before = copied(trainer.served)
+    outcome = trainer.work("now")
+    assert outcome is not None
+    assert outcome.promoted
+    trained = copied(trainer.served)
+    assert not same_bits(trained, before)
+    assert trainer.rollback() == first
+    assert same_bits(trainer.served, before)
+    trainer.use("latest")
+    assert same_bits(trainer.served, trained)
+    trainer.use(first)
+    with pytest.raises(NotFound, match="no draft before it"):
+        trainer.rollback()
+
+
+def test_a_draft_of_another_model_is_refused(taught, tmp_path):
+    policy, student = taught
+    student.write(student.params, tmp_path)
+    config = HeadConfig.of(student._head.config.target, (1, 4))
+    other = Head(config, student._head.frozen)
+    with pytest.raises(UserError, match="not one of this model"):
+        HeadStudent(other, fresh_params(config, 0), HeadTraining()).read(tmp_path)
+    trimmed = FrozenRows.of(policy.weights, DraftVocabulary.of(range(9), V))
+    small = HeadStudent(Head(student._head.config, trimmed), student.params, HeadTraining())
+    with pytest.raises(UserError, match="another vocabulary"):
+        small.read(tmp_path)
+
+
+def test_what_is_served_does_not_move_while_a_draft_is_trained(tmp_path):
+    policy = ToyPolicy(0)
+    clock = Clock()
+    budget = TimeBudget(0.1, clock=clock)
+    trainer = DraftTrainer(
+        student_of(policy.weights), filled(policy), DraftFolder(tmp_path), budget,
+        DraftTraining(plan=Plan(num_steps=6, peak_rate=RATE)),
+    )  # fmt: skip
+    before = copied(trainer.served)
+    policy_s, outcomes = 0.0, []
+    for step in range(1, 12):
+        trainer.policy_stepped(step, 10.0)
+        policy_s += 10.0
+        outcomes.append(trainer.work())
+        # Every piece of work takes a second here: one step at a time is what fits.
+        assert budget.spent_s <= 0.1 * policy_s + 1.0
+        if not any(outcomes):
+            assert same_bits(trainer.served, before)
+    done = [o for o in outcomes if o is not None]
+    assert len(done) == 1
+    assert done[0].reason == "1 policy steps"
+    assert not same_bits(trainer.served, before)
+
+
+def test_nothing_is_trained_without_time_or_without_something_held_out(taught, tmp_path):
+    policy, _ = taught
+    empty = CapturedSequences(ROOM_BYTES, 4, Mix())
+    assert trainer_of(student_of(policy.weights), empty, tmp_path).work("now") is None
+    trainer = DraftTrainer(
+        student_of(policy.weights), filled(policy), DraftFolder(tmp_path),
+        TimeBudget(), DraftTraining(),
+    )  # fmt: skip
+    assert trainer.work("now") is None
+    assert DraftFolder(tmp_path).versions() == []
+
+
+def test_a_fall_of_acceptance_starts_a_training(tmp_path):
+    policy = ToyPolicy(0)
+    trainer = trainer_of(
+        student_of(policy.weights), filled(policy), tmp_path,
+        trigger=TriggerSettings(every_steps=0, fall=0.03, decay=0.5),
+        plan=Plan(num_steps=2),
+    )  # fmt: skip
+    for step, acceptance in enumerate((0.6, 0.6, 0.58)):
+        trainer.policy_stepped(step, 10.0, acceptance)
+        assert trainer.work() is None
+    trainer.policy_stepped(3, 10.0, 0.5)
+    outcome = trainer.work()
+    assert outcome is not None
+    assert outcome.reason.startswith("acceptance fell from 0.600")
+    trainer.policy_stepped(4, 10.0, 0.5)
+    assert trainer.work() is None
+
+
+def test_a_training_that_breaks_off_leaves_what_is_served(taught, tmp_path):
+    policy, student = taught
+    broken = policy.sequence(0)
+    broken.hidden[3] = np.nan
+
+    class Broken(Poisoned):
+        def batch(self, number: int) -> list[CapturedSequence]:
+            return [broken]
+
+    trainer = trainer_of(copy_of(student, policy), Broken(policy, policy), tmp_path)
+    before = copied(trainer.served)
+    with pytest.raises(UserError, match="not finite"):
+        trainer.work("now")
+    assert same_bits(trainer.served, before)
+
+
+# ---- the schedule
+
+
+def test_rates_rise_linearly_and_fall_along_a_cosine():
+    plan = Plan(num_steps=25, peak_rate=1.0, warmup_steps=5, least_share=0.1)
+    rates = [plan.rate(step) for step in range(25)]
+    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert rates[15] == pytest.approx(0.55)
+    assert all(a >= b for a, b in pairwise(rates[4:]))
+    assert plan.rate(1000) == pytest.approx(0.1)
+
+
+def test_accumulated_batches_step_as_their_mean_does(taught):
+    policy, _ = taught
+    batches = [policy.sequences(4, 0), policy.sequences(4, 50)]
+    ends = []
+    for batches_of, count in ((lambda n: batches[n], 2), (lambda n: batches[0] + batches[1], 1)):
+        student = student_of(policy.weights)
+        Fit(student, batches_of, Plan(num_steps=1, accumulate=count)).advance(endless())
+        ends.append(student.params)
+    for name in ends[0]:
+        torch.testing.assert_close(ends[0][name], ends[1][name], rtol=1e-3, atol=1e-5)

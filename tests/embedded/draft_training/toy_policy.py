@@ -1,0 +1,98 @@
+"""A policy whose hidden state after a token follows from that token alone, so that what a head has
+to learn, and a planted shift of it, are known."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tests.embedded.tiny import open_store
+from tests.speculative.head.head_scene import D, V, target_config, target_weights
+from tinkercloud.core.types import FromBase
+from tinkercloud.embedded.draft_training.dataset import CapturedSequences, Mix
+from tinkercloud.embedded.draft_training.fit import Fit, Plan, assign
+from tinkercloud.embedded.draft_training.head_model import (
+    CapturedSequence,
+    HeadStudent,
+    HeadTraining,
+    Told,
+)
+from tinkercloud.embedded.model.version import Version
+from tinkercloud.speculative.head.head import FrozenRows, Head, HeadConfig, fresh_params
+from tinkercloud.speculative.head.vocabulary import DraftVocabulary
+from tinkercloud.speculative.learning.schedule import TimeBudget
+
+LENGTH = 24
+RATE = 1e-2
+ROOM_BYTES = 1 << 26
+ALL = range(V)
+
+
+class ToyPolicy:
+    """says: the tokens that it ever draws. Another seed is another policy."""
+
+    def __init__(self, seed: int, says: range = ALL):
+        generator = torch.Generator().manual_seed(1000 + seed)
+        self.weights = target_weights()
+        turn = torch.linalg.qr(torch.randn(D, D, generator=generator))[0]
+        self.after = self.weights["model.embed_tokens"] @ turn  # (V, D)
+        self.logits = self.after @ self.weights["lm_head"].T * 0.5
+        silent = [x for x in range(V) if x not in says]
+        self.logits[:, silent] = -30.0
+        self.says = says
+
+    def sequence(self, seed: int, epoch: int = 0, temperature: float = 1.0) -> CapturedSequence:
+        coins = np.random.default_rng(seed)
+        tokens = [int(coins.choice(self.says))]
+        laws = torch.softmax(self.logits.double(), -1).numpy()
+        while len(tokens) < LENGTH:
+            tokens.append(int(coins.choice(V, p=laws[tokens[-1]])))
+        ids = torch.tensor(tokens)
+        told = Told(num_prompt=2, temperature=temperature, epoch=epoch, count=16)
+        return CapturedSequence.of(ids, self.after[ids][:, None], self.logits[ids], told)
+
+    def sequences(self, count: int, first_seed: int, epoch: int = 0) -> list[CapturedSequence]:
+        return [self.sequence(first_seed + i, epoch) for i in range(count)]
+
+
+def student_of(
+    weights: dict[str, Tensor], training: HeadTraining | None = None, seed: int = 0
+) -> HeadStudent:
+    config = HeadConfig.of(target_config(), (4,))
+    head = Head(config, FrozenRows.of(weights, DraftVocabulary.of(ALL, V)))
+    return HeadStudent(head, fresh_params(config, seed), training or HeadTraining())
+
+
+def endless() -> TimeBudget:
+    budget = TimeBudget(1.0, 1e9)
+    budget.step_took(1e9)
+    return budget
+
+
+def fitted(student, material, num_steps: int = 100) -> list[float]:
+    fit = Fit(student, material.batch, Plan(num_steps=num_steps, peak_rate=RATE))
+    fit.advance(endless())
+    return fit.losses
+
+
+def filled(policy: ToyPolicy, count: int = 48, **mix: object) -> CapturedSequences:
+    material = CapturedSequences(ROOM_BYTES, 4, Mix(**mix))
+    for sequence in policy.sequences(count, 0):
+        material.add(sequence)
+    return material
+
+
+def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+def copy_of(student: HeadStudent, policy: ToyPolicy) -> HeadStudent:
+    other = student_of(policy.weights)
+    assign(other, student.params)
+    return other
+
+
+def tiny_version(folder: Path) -> Version:
+    store = open_store(folder)
+    return store.version(store.publish(FromBase("tiny")))

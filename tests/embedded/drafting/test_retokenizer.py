@@ -1,0 +1,83 @@
+"""A text in another tokenizer's tokens: told in parts as at once, and only its end told again."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from tests.tokenizers_made import TEXT, byte_level, words_in_pieces
+from tinkercloud.embedded.drafting.retokenizer import MOST_LOOK_BACK, RetoldText
+from tinkercloud.weights.token_bytes import TokenBytes, whole_characters
+
+KINDS = {
+    "bytes": TokenBytes(byte_level(256)),
+    "merges": TokenBytes(byte_level(600)),
+    "sentencepiece": TokenBytes(words_in_pieces()),
+}
+
+
+@pytest.fixture(params=KINDS, ids=str)
+def tokenizer(request: pytest.FixtureRequest) -> TokenBytes:
+    return KINDS[request.param]
+
+
+def parts(text: bytes, seed: int) -> list[bytes]:
+    """Of one to six bytes, so that they end inside words and inside characters."""
+    generator = np.random.default_rng(seed)
+    cuts = np.cumsum(generator.integers(1, 7, len(text)))
+    edges = [0, *cuts[cuts < len(text)].tolist(), len(text)]
+    return [text[a:b] for a, b in pairwise(edges)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_text_told_in_parts_has_the_tokens_of_one_told_at_once(
+    tokenizer: TokenBytes, seed: int
+) -> None:
+    text = RetoldText(tokenizer)
+    for part in parts(TEXT.encode(), seed):
+        text.append(part)
+    assert text.tokens == tokenizer.encode_beginning(TEXT.encode())
+    assert text.held == b""
+
+
+def test_a_character_that_is_not_whole_is_held_back(tokenizer: TokenBytes) -> None:
+    text, told = RetoldText(tokenizer), b""
+    for byte in "é 🙂!".encode():
+        text.append(bytes([byte]))
+        told += bytes([byte])
+        whole = whole_characters(told)
+        assert text.held == told[whole:]
+        assert text.tokens == tokenizer.encode_beginning(told[:whole]) or not whole
+
+
+def test_the_place_is_that_of_the_first_token_that_differs(tokenizer: TokenBytes) -> None:
+    text = RetoldText(tokenizer)
+    for part in parts(TEXT.encode(), 4):
+        before = list(text.tokens)
+        place = text.append(part)
+        alike = [a == b for a, b in zip(before, text.tokens, strict=False)] + [False]
+        assert place == alike.index(False)
+
+
+def test_what_is_far_from_the_end_is_not_told_again(
+    tokenizer: TokenBytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = RetoldText(tokenizer)
+    text.append(TEXT.encode() * 20)
+    length, encode, sizes = len(text.tokens), tokenizer.encode, []
+
+    def noted(data: bytes) -> list[int]:
+        sizes.append(len(data))
+        return encode(data)
+
+    monkeypatch.setattr(tokenizer, "encode", noted)
+    assert text.append(b" and one") >= length - MOST_LOOK_BACK
+    assert sizes and max(sizes) < 40 * MOST_LOOK_BACK
+
+
+def test_bytes_that_are_no_text_are_told_too(tokenizer: TokenBytes) -> None:
+    wanted = np.random.default_rng(0).integers(0, 256, 400, np.uint8).tobytes()
+    text = RetoldText(tokenizer)
+    for part in parts(wanted, 1):
+        text.append(part)
+    assert (tokenizer.joined(text.tokens) + text.held).removeprefix(b" ") == wanted

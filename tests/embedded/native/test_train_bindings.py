@@ -1,0 +1,200 @@
+"""The compiled parts of a training pass against autograd in float64 and PyTorch's own steps."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tinkercloud.architectures import layers
+from tinkercloud.embedded.native import bindings
+from tinkercloud.embedded.native import train_bindings as compiled
+from tinkercloud.embedded.training import rowwise
+
+pytestmark = pytest.mark.skipif(bindings.library() is None, reason="there is no C compiler")
+
+DTYPES = (torch.float32, torch.bfloat16)
+PRECISION = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
+WIDTHS = (1, 24, 64, 513, 1536)
+
+
+@pytest.fixture(params=DTYPES, ids=("float32", "bfloat16"))
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def by_pytorch(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Tensor]) -> Tensor:
+    with monkeypatch.context() as patch:
+        patch.setattr(compiled, "can_take", lambda *_: False)
+        return run()
+
+
+def assert_near(found: Tensor, expected: Tensor) -> None:
+    """Up to the rounding of a result in its own type."""
+    assert found.dtype in PRECISION
+    error = float((found.double() - expected.double()).abs().max())
+    assert error <= PRECISION[found.dtype] * float(expected.abs().max()) + 1e-9
+
+
+Shape = tuple[int, int, int, int, int]
+
+
+def sequences(shape: Shape, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """shape: B, L, Hq, Hkv, Dh. q, k, v (B, H, L, Dh) as the columns of one matrix, and the
+    gradient of what comes out."""
+    batch, length, heads, kv_heads, size = shape
+    both = torch.randn(batch, length, heads + 2 * kv_heads, size).to(dtype)
+    parts = both.split([heads, kv_heads, kv_heads], dim=2)
+    q, k, v = (part.transpose(1, 2) for part in parts)
+    return q, k, v, torch.randn(batch, length, heads, size).to(dtype).transpose(1, 2)
+
+
+def attention_by_autograd(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
+    given = [x.double().detach().requires_grad_() for x in (q, k, v)]
+    own_k, own_v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in given[1:])
+    scores = given[0] @ own_k.transpose(2, 3) * q.shape[3] ** -0.5
+    later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
+    out = scores.masked_fill(later, -torch.inf).softmax(-1) @ own_v
+    return torch.autograd.grad(out, given, dout.double())
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1, 1, 1, 1, 8),
+        (3, 1, 2, 1, 8),
+        (2, 7, 6, 2, 24),
+        (1, 65, 4, 4, 64),
+        (3, 36, 9, 3, 64),
+        (1, 37, 3, 1, 5),
+        (5, 100, 9, 3, 80),
+        (1, 300, 9, 3, 64),
+        (9, 49, 2, 2, 128),
+    ],
+)
+def test_the_gradient_of_attention_is_that_of_autograd(shape: Shape, dtype: torch.dtype) -> None:
+    given = sequences(shape, dtype)
+    for found, expected in zip(
+        compiled.attention_gradient(*given), attention_by_autograd(*given), strict=True
+    ):
+        assert_near(found, expected)
+
+
+def test_large_scores_leave_the_gradient_of_attention_finite(dtype: torch.dtype) -> None:
+    q, k, v, dout = sequences((1, 50, 2, 1, 16), dtype)
+    given = ((q * 100).to(dtype), (k * 100).to(dtype), v, dout)
+    for found, expected in zip(
+        compiled.attention_gradient(*given), attention_by_autograd(*given), strict=True
+    ):
+        assert_near(found, expected)
+
+
+def test_a_sequences_gradient_does_not_depend_on_its_company_or_on_threads(
+    dtype: torch.dtype,
+) -> None:
+    """One sequence is shared among threads by heads, twelve by themselves."""
+    threads = torch.get_num_threads()
+    given = sequences((12, 70, 6, 2, 32), dtype)
+    found = []
+    try:
+        for num_threads in (1, 2, 3):
+            torch.set_num_threads(num_threads)
+            found.append(compiled.attention_gradient(*given))
+            found.append(compiled.attention_gradient(*(x[4:5] for x in given)))
+    finally:
+        torch.set_num_threads(threads)
+    for together, alone in zip(found[::2], found[1::2], strict=True):
+        for whole, one, first in zip(together, alone, found[0], strict=True):
+            assert torch.equal(whole[4:5], one)
+            assert torch.equal(whole, first)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_norms_are_scaled_to_the_bit(
+    width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight = torch.randn(19, width).to(dtype), torch.randn(width).to(dtype)
+    inverse = torch.rand(19, 1) + 0.5
+    plain = by_pytorch(monkeypatch, lambda: rowwise.scaled(x, inverse, weight))
+    assert torch.equal(rowwise.scaled(x, inverse, weight), plain)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_gradient_of_a_norm_is_that_of_autograd(width: int, dtype: torch.dtype) -> None:
+    x, dy = torch.randn(19, width).to(dtype), torch.randn(19, width).to(dtype)
+    weight, before = torch.randn(width).to(dtype), torch.randn(19, width).to(dtype)
+    _, inverse = rowwise.norm_forward(x, weight, 1e-5)
+    wide = x.double().requires_grad_()
+    norm = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5) * weight.double()
+    [expected] = torch.autograd.grad(norm, wide, dy.double())
+    into = before.clone()
+    compiled.norm_gradient(x, inverse, weight, dy, into)
+    assert_near(into, before.double() + expected)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_gate_and_its_gradient_are_those_of_autograd(width: int, dtype: torch.dtype) -> None:
+    gates = (torch.randn(19, 2 * width) * 4).to(dtype)
+    gates[0] = 100.0
+    gates[1] = -100.0
+    dy = torch.randn(19, width).to(dtype)
+    wide = gates.double().requires_grad_()
+    gate, up = wide.chunk(2, dim=1)
+    product = F.silu(gate) * up
+    [expected] = torch.autograd.grad(product, wide, dy.double())
+    assert_near(compiled.swiglu(gates), product.detach())
+    assert_near(compiled.swiglu_gradient(gates, dy), expected)
+
+
+def test_every_gate_of_bfloat16_is_rounded_as_the_plain_pass_rounds_it() -> None:
+    """Below -80 both vanish, not at the same place."""
+    numbers = torch.arange(-(2**15), 2**15).short().view(torch.bfloat16)
+    gate = numbers[numbers.isfinite() & (numbers > -80)]
+    up = torch.linspace(-3, 3, len(gate)).bfloat16()
+    assert torch.equal(
+        rowwise.swiglu_forward(torch.cat((gate, up))[None])[0], layers.swiglu(gate, up)
+    )
+
+
+@pytest.mark.parametrize("size", [2, 24, 64, 128])
+def test_rows_are_rotated_as_the_plain_pass_rotates_them(size: int, dtype: torch.dtype) -> None:
+    both = torch.randn(13, 5, size).to(dtype)
+    x, beside = both[:, 1:4], both[:, 4:].clone()
+    angles = torch.rand(13, size // 2) * 6
+    expected = layers.rotate(x, angles.cos(), angles.sin())
+    rowwise.rotate_(x, angles.cos(), angles.sin())
+    if dtype == torch.bfloat16:
+        assert torch.equal(x, expected)
+    else:
+        assert_near(x, expected)
+    assert torch.equal(both[:, 4:], beside)
+
+
+@pytest.mark.parametrize("width", [1, 17, 512, 5000, 49152])
+def test_the_law_and_its_normalizer_are_those_of_float64(width: int, dtype: torch.dtype) -> None:
+    logits = (torch.randn(9, width) * 8).to(dtype)
+    law = torch.empty(9, width)
+    normalizers = compiled.softmax(logits, law)
+    exact = logits.double()
+    torch.testing.assert_close(law.double(), exact.softmax(-1), rtol=2e-6, atol=1e-12)
+    torch.testing.assert_close(normalizers.double(), exact.logsumexp(-1), rtol=1e-6, atol=1e-6)
+    if dtype == torch.float32:
+        assert torch.equal(compiled.softmax(logits, logits), normalizers)
+        assert torch.equal(logits, law)
+
+
+def test_what_cannot_be_taken_goes_through_pytorch() -> None:
+    x = torch.randn(4, 8)
+    assert compiled.can_take(x, x[0])
+    assert not compiled.can_take(x.t())
+    assert not compiled.can_take(x.double())
+    assert not compiled.can_take(x, x.bfloat16())
+    turned = torch.randn(8, 4).t()
+    expected = (turned * 2.0) * x[0]
+    torch.testing.assert_close(rowwise.scaled(turned, torch.full((4, 1), 2.0), x[0]), expected)

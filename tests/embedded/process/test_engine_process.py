@@ -1,0 +1,156 @@
+"""The engine as a process: calls, concurrency, errors, death and restart."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.embedded.tiny import ask, random_prompt, supervised
+from tinkercloud.config import Config, EngineConfig, ModelSource
+from tinkercloud.core.types import AdamParams, FromBase, FromModel, LoraSpec, TrainBatch
+from tinkercloud.embedded.backend import EmbeddedBackend
+from tinkercloud.errors import ConfigError, EngineDied, ModelStateLost, UserError, VersionLost
+
+
+def config(folder: Path, tmp_path: Path, **engine: int) -> Config:
+    return Config(
+        data_dir=tmp_path,
+        models=(ModelSource("tiny", folder),),
+        dtype="float32",
+        engine=EngineConfig(**engine),
+    )
+
+
+@pytest.fixture
+async def backend(folder: Path, tmp_path: Path) -> AsyncIterator[EmbeddedBackend]:
+    backend = EmbeddedBackend(config(folder, tmp_path))
+    (served,) = await backend.start()
+    assert (served.name, served.architecture, served.vocab_size) == ("tiny", "llama", 260)
+    yield backend
+    await backend.stop()
+
+
+BATCH = TrainBatch((supervised(40, 1),), "cross_entropy")
+
+
+async def kill_engine(backend: EmbeddedBackend) -> None:
+    os.kill(backend._host.pid, signal.SIGKILL)
+
+
+async def test_a_model_trains_and_is_sampled_across_the_process_boundary(
+    backend: EmbeddedBackend, tmp_path: Path
+) -> None:
+    await backend.create_model("m", "tiny", LoraSpec(rank=4, seed=0))
+    losses = []
+    for _ in range(15):
+        losses.append((await backend.forward_backward("m", BATCH)).metrics["loss:sum"])
+        await backend.optim_step("m", AdamParams(learning_rate=0.01))
+    assert losses[-1] < losses[0] / 2
+    version = await backend.publish(FromModel("m"))
+    output = await backend.sample(version, ask(random_prompt(5, 1), n=3))
+    assert [len(s.tokens) <= 8 for s in output.sequences] == [True] * 3
+    (tmp_path / "save").mkdir()
+    await backend.save_model("m", tmp_path / "save", with_optimizer=True)
+    spec = await backend.load_model("m2", "tiny", tmp_path / "save", with_optimizer=True)
+    assert spec == LoraSpec(rank=4, seed=0)
+    after = [await backend.forward_backward(m, BATCH) for m in ("m", "m2")]
+    assert after[0].metrics == after[1].metrics
+
+
+async def test_errors_keep_their_class_and_text(backend: EmbeddedBackend, tmp_path: Path) -> None:
+    with pytest.raises(ModelStateLost, match="'nobody'"):
+        await backend.optim_step("nobody", AdamParams())
+    with pytest.raises(VersionLost, match="'v-0'"):
+        await backend.sample("v-0", ask([1]))
+    with pytest.raises(UserError, match="not a checkpoint"):
+        await backend.load_model("m", "tiny", tmp_path, with_optimizer=False)
+
+
+async def test_samples_are_answered_while_a_long_training_call_runs(
+    folder: Path, tmp_path: Path
+) -> None:
+    backend = EmbeddedBackend(config(folder, tmp_path, microbatch_tokens=64))
+    await backend.start()
+    try:
+        await backend.create_model("m", "tiny", LoraSpec(rank=4, seed=0))
+        version = await backend.publish(FromBase("tiny"))
+        long = TrainBatch(tuple(supervised(60, i) for i in range(200)), "cross_entropy")
+        training = asyncio.create_task(backend.forward_backward("m", long))
+        await asyncio.sleep(0.1)
+        for seed in range(3):
+            await backend.sample(version, ask(random_prompt(5, 1), seed=seed))
+        assert not training.done()
+        assert len((await training).outputs) == 200
+    finally:
+        await backend.stop()
+
+
+async def test_when_the_engine_dies_its_calls_fail_and_a_new_one_serves(
+    backend: EmbeddedBackend,
+) -> None:
+    await backend.create_model("m", "tiny", LoraSpec(rank=4, seed=0))
+    version = await backend.publish(FromBase("tiny"))
+    long = TrainBatch(tuple(supervised(60, i) for i in range(400)), "cross_entropy")
+    training = asyncio.create_task(backend.forward_backward("m", long))
+    await asyncio.sleep(0.2)
+    await kill_engine(backend)
+    with pytest.raises(EngineDied, match="resumed from their checkpoints"):
+        await training
+    # These wait for the new engine, which knows neither the model nor the version.
+    with pytest.raises(ModelStateLost):
+        await backend.optim_step("m", AdamParams())
+    with pytest.raises(VersionLost):
+        await backend.sample(version, ask([1]))
+    again = await backend.publish(FromBase("tiny"))
+    output = await backend.sample(again, ask(random_prompt(5, 1)))
+    assert np.isfinite(output.sequences[0].logprobs).all()
+    assert backend.stats()["engine_restarts"] == 1
+
+
+async def test_an_engine_that_keeps_dying_is_given_up(folder: Path, tmp_path: Path) -> None:
+    backend = EmbeddedBackend(config(folder, tmp_path, restart_limit=1))
+    await backend.start()
+    try:
+        await kill_engine(backend)
+        await asyncio.sleep(0.1)
+        await backend.publish(FromBase("tiny"))
+        await kill_engine(backend)
+        with pytest.raises(EngineDied):
+            while True:
+                await backend.publish(FromBase("tiny"))
+                await asyncio.sleep(0.01)
+        with pytest.raises(EngineDied, match="keeps ending"):
+            await asyncio.sleep(0.2)
+            await backend.publish(FromBase("tiny"))
+    finally:
+        await backend.stop()
+
+
+async def test_a_model_that_cannot_be_served_fails_the_start(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    backend = EmbeddedBackend(config(tmp_path, tmp_path))
+    with pytest.raises(ConfigError, match="GPT2LMHeadModel"):
+        await backend.start()
+    await backend.stop()
+
+
+async def test_stop_ends_the_process_and_the_calls_underway(folder: Path, tmp_path: Path) -> None:
+    backend = EmbeddedBackend(config(folder, tmp_path))
+    await backend.start()
+    pid = backend._host.pid
+    await backend.create_model("m", "tiny", LoraSpec(rank=4, seed=0))
+    long = TrainBatch(tuple(supervised(60, i) for i in range(2000)), "cross_entropy")
+    training = asyncio.create_task(backend.forward_backward("m", long))
+    await asyncio.sleep(0.2)
+    began = time.monotonic()
+    await backend.stop()
+    assert time.monotonic() - began < 6
+    with pytest.raises(EngineDied, match="shutting down"):
+        await training
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)

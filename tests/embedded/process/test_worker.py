@@ -1,0 +1,78 @@
+"""Sampling for one model and training for another share the device: neither starves."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.embedded.process.worker_driver import Driver
+from tests.embedded.tiny import ask, random_prompt, supervised
+from tinkercloud.core.types import FromBase, LoraSpec, TrainBatch
+
+
+@pytest.fixture
+def driver(folder: Path, tmp_path: Path) -> Iterator[Driver]:
+    driver = Driver(folder, tmp_path)
+    yield driver
+    driver.end()
+
+
+def batch(length: int) -> TrainBatch:
+    return TrainBatch((supervised(length, 0),) * 8, "cross_entropy")
+
+
+def test_training_goes_on_under_an_endless_stream_of_samples(driver: Driver) -> None:
+    version = driver.wait(driver.send("publish", FromBase("tiny")))
+    driver.wait(driver.send("create_model", "m", "tiny", LoraSpec(rank=4, seed=0)))
+    request = ask(random_prompt(20, 1), max_tokens=8, use_eos=False)
+    samples = {driver.send("sample", version, request) for _ in range(8)}
+    begun = max(samples)
+
+    def another(number: int) -> None:
+        if number in samples:
+            samples.add(driver.send("sample", version, request))
+
+    driver.whenever = another
+    driver.wait(begun)
+    calls = [driver.send("forward_backward", "m", batch(100)) for _ in range(3)]
+    driver.wait(calls[0])
+    before = len(samples & set(driver.order))
+    for call in calls:
+        driver.wait(call)
+    assert len(samples & set(driver.order)) > before, "samples went on too"
+
+
+def test_samples_are_answered_under_an_endless_stream_of_training(driver: Driver) -> None:
+    version = driver.wait(driver.send("publish", FromBase("tiny")))
+    driver.wait(driver.send("create_model", "m", "tiny", LoraSpec(rank=4, seed=0)))
+    calls = {driver.send("forward_backward", "m", batch(100)) for _ in range(2)}
+
+    def another(number: int) -> None:
+        if number in calls:
+            calls.add(driver.send("forward_backward", "m", batch(100)))
+
+    driver.whenever = another
+    request = ask(random_prompt(20, 1), max_tokens=900, use_eos=False)
+    output = driver.wait(driver.send("sample", version, request))
+    assert len(output.sequences[0].tokens) == 900
+    assert calls & set(driver.order), "training went on too"
+
+
+def test_company_changes_no_result(driver: Driver) -> None:
+    version = driver.wait(driver.send("publish", FromBase("tiny")))
+    for name in ("alone", "beside"):
+        driver.wait(driver.send("create_model", name, "tiny", LoraSpec(rank=4, seed=0)))
+    request = ask(random_prompt(20, 1), max_tokens=64, use_eos=False)
+    sampled = driver.wait(driver.send("sample", version, request))
+    trained = driver.wait(driver.send("forward_backward", "alone", batch(200)))
+    both = (
+        driver.send("forward_backward", "beside", batch(200)),
+        driver.send("sample", version, request),
+    )
+    trained_beside, sampled_beside = map(driver.wait, both)
+    ours, theirs = sampled.sequences[0], sampled_beside.sequences[0]
+    np.testing.assert_array_equal(ours.tokens, theirs.tokens)
+    np.testing.assert_array_equal(ours.logprobs, theirs.logprobs)
+    for one, other in zip(trained.outputs, trained_beside.outputs, strict=True):
+        np.testing.assert_array_equal(one["logprobs"], other["logprobs"])

@@ -1,0 +1,315 @@
+"""Blocks: what is shared, what is given up and taken up again, and that none of it shows."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.embedded.tiny import VOCAB, Sampler, ask, open_store, random_prompt, same, tuned
+from tinkercloud.core.types import FromBase, SampleOutput
+from tinkercloud.embedded.forward import runners
+from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool, chain
+from tinkercloud.embedded.process.model_store import ModelStore
+from tinkercloud.embedded.sampling import engine as engine_module
+from tinkercloud.errors import ServerFault, VersionLost
+
+pytestmark = pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
+PROMPT = random_prompt(100, 0)
+
+
+# ---- the compiled pass and the plain one
+
+
+def laws(store: ModelStore, version: str, **limits: int) -> np.ndarray:
+    """(4, V): log-probabilities after some beginnings of PROMPT."""
+    sampler, found = Sampler(store, **limits), []
+    for length in (1, 2, 17, 100):
+        request = ask(PROMPT[:length], max_tokens=1, topk_sample_logprobs=VOCAB)
+        (topk,) = [sequence.topk for sequence in sampler.one(version, request).sequences]
+        assert topk is not None
+        found.append(topk.logprobs[0][np.argsort(topk.token_ids[0])])
+    return np.array(found)
+
+
+def version_of(store: ModelStore, rank: int | None) -> str:
+    return store.publish(FromBase("tiny")) if rank is None else tuned(store, "m", rank)
+
+
+@pytest.mark.parametrize("rank", [None, 0, 4])
+def test_the_compiled_pass_gives_the_plain_ones_log_probabilities(
+    folder: Path, rank: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(folder)
+    version = version_of(store, rank)
+    compiled = laws(store, version)
+    request = ask(PROMPT, max_tokens=1, prompt_logprobs=True)
+    scored = Sampler(store).one(version, request).prompt_logprobs
+    monkeypatch.setattr(runners, "library", lambda: None)
+    np.testing.assert_allclose(compiled, laws(store, version), atol=2e-4)
+    plain = Sampler(store).one(version, request).prompt_logprobs
+    np.testing.assert_allclose(scored[1:], plain[1:], atol=2e-4)
+
+
+def test_in_bfloat16_the_compiled_pass_is_nearer_to_exact_than_the_plain_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exact: the same rounded weights, all else in float32."""
+    exact, narrow = open_store(folder), open_store(folder, dtype=torch.bfloat16)
+    for name, weight in exact.base("tiny").weights.items():
+        weight.copy_(narrow.base("tiny").weights[name])
+    base = narrow.publish(FromBase("tiny"))
+    truth, compiled = laws(exact, exact.publish(FromBase("tiny"))), laws(narrow, base)
+    monkeypatch.setattr(runners, "library", lambda: None)
+    plain = laws(narrow, base)
+    likely = truth > np.log(1e-3)
+    distance = [np.abs(found - truth)[likely].mean() for found in (compiled, plain)]
+    assert 0 < distance[0] < 0.7 * distance[1], distance
+
+
+def test_in_bfloat16_prompts_are_scored_by_the_plain_pass(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It rounds where the trainer does; what is sampled does not depend on it."""
+    store = open_store(folder, dtype=torch.bfloat16)
+    base = store.publish(FromBase("tiny"))
+    request = ask(PROMPT, n=2, max_tokens=20, seed=3, use_eos=False)
+    scored = replace(request, prompt_logprobs=True)
+    sampler = Sampler(store)
+    outputs = sampler.run({"plain": (base, request), "scored": (base, scored)})
+    same(outputs["plain"], outputs["scored"])
+    same(outputs["plain"], Sampler(store).one(base, scored))
+    pool = next(iter(sampler.engine._devices.values())).pool
+    assert pool.num_available == pool.num_blocks
+    monkeypatch.setattr(runners, "library", lambda: None)
+    by_torch = Sampler(store).one(base, scored)
+    assert np.array_equal(outputs["scored"].prompt_logprobs, by_torch.prompt_logprobs, True)
+
+
+@pytest.mark.parametrize("rank", [None, 0, 4])
+def test_rows_are_the_same_bits_however_they_are_cut_and_with_any_number_of_threads(
+    store: ModelStore, rank: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = version_of(store, rank)
+    whole = laws(store, version)
+    for size, threads in ((1, 1), (7, 2), (64, 3)):
+        monkeypatch.setattr(engine_module, "CHUNK", size)
+        cut = laws(store, version, num_threads=threads)
+        assert np.array_equal(whole, cut), (size, threads)
+
+
+def test_scored_rows_are_the_same_bits_however_they_are_cut(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(folder)
+    base, request = version_of(store, None), ask(PROMPT, max_tokens=1, prompt_logprobs=True)
+    whole = Sampler(store).one(base, request).prompt_logprobs
+    for size, threads in ((1, 1), (7, 2), (64, 3)):
+        monkeypatch.setattr(engine_module, "SCORED_CHUNK", size)
+        cut = Sampler(store, num_threads=threads).one(base, request).prompt_logprobs
+        assert np.array_equal(whole[1:], cut[1:]), (size, threads)
+
+
+def test_many_adapters_in_one_batch_are_each_as_alone(store: ModelStore, base: str) -> None:
+    versions = [base, *(tuned(store, f"m{i}", rank=2 + 3 * i, seed=i) for i in range(4))]
+    requests = {
+        str(i): (versions[i % 5], ask(random_prompt(10 + i, i), n=2, max_tokens=30, seed=i))
+        for i in range(15)
+    }
+    together = Sampler(store, num_threads=2).run(requests)
+    for name, request in requests.items():
+        same(Sampler(store).one(*request), together[name])
+
+
+# ---- beginnings that are known
+
+
+def test_a_prompt_seen_before_is_computed_from_its_last_block_on(
+    store: ModelStore, base: str
+) -> None:
+    sampler = Sampler(store)
+    request = ask(PROMPT, max_tokens=30, seed=4, use_eos=False)
+    first, second = sampler.one(base, request), sampler.one(base, request)
+    assert (first.prompt_cache_hit_tokens, second.prompt_cache_hit_tokens) == (0, 96)
+    same(first, second)
+
+
+def test_the_second_turn_of_a_chat_computes_only_what_is_new(store: ModelStore, base: str) -> None:
+    sampler = Sampler(store)
+    answer = sampler.one(base, ask(PROMPT, max_tokens=40, seed=2, use_eos=False)).sequences[0]
+    turn = [*PROMPT, *answer.tokens.tolist(), *random_prompt(20, 1)]
+    request = ask(turn, max_tokens=20, seed=3, use_eos=False)
+    output = sampler.one(base, request)
+    assert output.prompt_cache_hit_tokens == (100 + 39) // BLOCK_TOKENS * BLOCK_TOKENS
+    same(output, Sampler(store).one(base, request))
+
+
+def test_prompts_that_arrive_together_compute_their_common_beginning_once(
+    store: ModelStore, base: str
+) -> None:
+    requests = {
+        str(i): (base, ask([*PROMPT, i], max_tokens=10, seed=i, use_eos=False)) for i in range(8)
+    }
+    together = Sampler(store).run(requests)
+    hits = sorted(output.prompt_cache_hit_tokens for output in together.values())
+    assert hits == [0] + [96] * 7
+    for name, request in requests.items():
+        same(Sampler(store).one(*request), together[name])
+
+
+def test_samples_of_one_prompt_hold_its_full_blocks_once(store: ModelStore, base: str) -> None:
+    sampler = Sampler(store)
+    whole = Sampler(store).one(base, ask(PROMPT, n=16, max_tokens=2, seed=1, use_eos=False))
+    request = ask(PROMPT, n=16, max_tokens=2, seed=1, use_eos=False)
+    outcome: list[object] = []
+    sampler.engine.submit(store.version(base), request, outcome.append)
+    sampler.engine.step()
+    assert sampler.engine.num_running == 16
+    pool = next(iter(sampler.engine._devices.values())).pool
+    assert pool.num_blocks - pool.num_available == 6 + 16  # six full ones, and a last one for each
+    while sampler.engine.busy:
+        sampler.engine.step()
+    same(outcome[0], whole)
+    assert pool.num_available == pool.num_blocks
+
+
+def test_versions_do_not_share_what_they_have_computed(store: ModelStore, base: str) -> None:
+    sampler = Sampler(store)
+    sampler.one(base, ask(PROMPT))
+    assert sampler.one(tuned(store, "m", 4), ask(PROMPT)).prompt_cache_hit_tokens == 0
+
+
+def test_a_released_version_is_lost_and_its_blocks_are_free(store: ModelStore, base: str) -> None:
+    sampler = Sampler(store)
+    sampler.one(base, ask(PROMPT))
+    version = store.version(base)
+    sampler.engine.forget(base)
+    store.release(base)
+    outcome: list[SampleOutput] = []
+    sampler.engine.submit(version, ask(PROMPT), outcome.append)
+    while sampler.engine.busy:
+        sampler.engine.step()
+    assert outcome[0].prompt_cache_hit_tokens == 0
+    with pytest.raises(VersionLost):
+        store.version(base)
+
+
+# ---- too few blocks
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_samples_that_lose_their_blocks_go_on_as_if_they_had_not(
+    store: ModelStore, base: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not compiled:
+        monkeypatch.setattr(runners, "library", lambda: None)
+    requests = {
+        str(i): (base, ask(random_prompt(40 + i, i), n=2, seed=i, max_tokens=600, use_eos=False))
+        for i in range(2)
+    }
+    plenty = Sampler(store).run(requests)
+    tight = Sampler(store, kv_cache_bytes=1)  # room for one sequence of 1024 tokens
+    for name, output in tight.run(requests).items():
+        same(output, plenty[name])
+    assert tight.engine.num_preempted > 0
+
+
+def test_a_sequence_that_can_never_fit_is_refused_and_the_others_go_on(
+    store: ModelStore, base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "blocks_for", lambda tokens: min(5, -(-tokens // 16)))
+    sampler = Sampler(store, kv_cache_bytes=1)
+    outputs = sampler.run(
+        {"long": (base, ask(PROMPT, max_tokens=4)), "short": (base, ask(PROMPT[:20]))}
+    )
+    assert isinstance(outputs["long"], ServerFault)
+    assert "engine.kv_cache_bytes" in str(outputs["long"])
+    assert outputs["short"].sequences
+
+
+def test_prompts_that_fill_all_blocks_do_not_wait_for_each_other(
+    store: ModelStore, base: str
+) -> None:
+    """65 blocks: the first prompt has 33, the second's first chunk the other 32."""
+    requests = {
+        str(i): (base, ask(random_prompt(520, i), n=2, max_tokens=3, seed=i, use_eos=False))
+        for i in range(3)
+    }
+    sampler = Sampler(store, kv_cache_bytes=1)
+    outcomes: dict[str, SampleOutput] = {}
+    for name, (version, request) in requests.items():
+        reply = partial(outcomes.__setitem__, name)
+        sampler.engine.submit(store.version(version), request, reply)
+    for _ in range(100):
+        if sampler.engine.busy:
+            sampler.engine.step()
+    for name, output in Sampler(store).run(requests).items():
+        same(outcomes[name], output)
+
+
+def test_no_prompt_is_begun_while_many_samples_wait(store: ModelStore, base: str) -> None:
+    sampler = Sampler(store, max_batch=4)
+    for i in range(10):
+        prompt = random_prompt(10, i)
+        sampler.engine.submit(store.version(base), ask(prompt, n=2, max_tokens=50), lambda o: None)
+    sampler.engine.step()
+    assert sampler.engine.num_running == 4
+    assert len(sampler.engine._ready) * 2 <= 1.2 * 4 + 2
+    assert len(sampler.engine._waiting) > 4
+
+
+# ---- the pool itself
+
+
+@pytest.fixture
+def pool(store: ModelStore) -> BlockPool:
+    return BlockPool(store.base("tiny").config, torch.float32, torch.device("cpu"), 4)
+
+
+def test_the_longest_unused_block_makes_room_first(pool: BlockPool) -> None:
+    digests = chain("v", list(range(64)))
+    blocks = pool.take(4)
+    for block, digest in zip(blocks, digests, strict=True):
+        pool.name(block, "v", digest)
+    pool.drop(blocks)
+    assert pool.find(digests[:1]) == blocks[:1]
+    pool.drop(blocks[:1])
+    taken = pool.take(2)
+    assert blocks[0] not in taken  # used last; and the ends go before the beginnings
+    assert taken == [blocks[3], blocks[2]]
+
+
+def test_a_block_that_is_held_is_never_given_away(pool: BlockPool) -> None:
+    held = pool.take(3)
+    assert pool.take(2) is None
+    assert pool.num_available == 1
+    pool.drop(held)
+    assert pool.num_available == 4
+
+
+def test_a_digest_stands_for_the_version_and_everything_before() -> None:
+    tokens = list(range(48))
+    assert chain("v", tokens)[:2] == chain("v", tokens[:40])
+    assert chain("v", tokens)[1] != chain("w", tokens)[1]
+    assert chain("v", [99, *tokens[1:]])[2] != chain("v", tokens)[2]
+    assert chain("v", tokens, chain("v", tokens[:16])) == chain("v", tokens)
+
+
+# ---- without a compiler
+
+
+def test_without_a_compiler_the_plain_pass_serves(
+    store: ModelStore, base: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from tinkercloud.embedded.native import bindings
+
+    bindings.library.cache_clear()
+    try:
+        monkeypatch.setenv("CC", str(tmp_path / "none"))
+        assert bindings.library() is None
+        assert Sampler(store).one(base, ask(PROMPT)).sequences
+    finally:
+        monkeypatch.undo()
+        bindings.library.cache_clear()

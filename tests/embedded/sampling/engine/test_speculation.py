@@ -1,0 +1,386 @@
+"""Samples with drafts are the samples without: tokens, log-probabilities, whatever drafts."""
+
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.embedded.speculative_engine import (
+    LAWS,
+    Drafting,
+    all_same,
+    knowing,
+    mixture,
+    named,
+    untaught_head,
+)
+from tests.embedded.tiny import (
+    VOCAB,
+    Sampler,
+    ask,
+    random_prompt,
+    same,
+    tuned,
+    write_tiny_model,
+)
+from tinkercloud.core.types import FromBase
+from tinkercloud.decoding.sampler import RowParams, warp
+from tinkercloud.embedded.draft_training.head_model import Told
+from tinkercloud.embedded.draft_training.reference_capture import capture
+from tinkercloud.embedded.drafting.head_drafter import HeadDrafter
+from tinkercloud.embedded.drafting.model_drafter import ModelDrafter
+from tinkercloud.embedded.forward import runners
+from tinkercloud.embedded.forward.kv_blocks import BlockPool
+from tinkercloud.embedded.forward.runners import NativeRunner
+from tinkercloud.embedded.model.base_model import BaseModel
+from tinkercloud.embedded.model.version import Version
+from tinkercloud.embedded.process.model_store import ModelStore
+from tinkercloud.embedded.sampling import engine as engine_module
+from tinkercloud.embedded.sampling.speculation import Speculation
+from tinkercloud.embedded.sampling.trace import Trace
+from tinkercloud.speculative.draft_length.rounds import Reason
+from tinkercloud.speculative.drafters.drafter import Drafter
+from tinkercloud.speculative.drafters.drafter_table import drafter_table
+from tinkercloud.speculative.drafters.guarded_drafter import guarded
+from tinkercloud.speculative.drafters.trial_drafters import DyingDrafter, GarbageDrafter
+
+pytestmark = pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
+
+
+@pytest.mark.parametrize(("temperature", "more"), LAWS, ids=str)
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_drafts_change_no_token_and_no_logprob(
+    store: ModelStore, base: str, batch: int, temperature: float, more: dict[str, object]
+) -> None:
+    requests = mixture(base, batch, temperature, use_eos=False, **more)
+    plain = Sampler(store, num_threads=2).run(requests)
+    makers: dict[str, Callable[[int], Drafter]] = {
+        name: named(name) for name in ("off", "suffix", "always-wrong", "random")
+    }
+    makers["oracle"] = lambda _: knowing(plain, requests, 0)
+    makers["erring oracle"] = lambda _: knowing(plain, requests, 3)
+    for (name, make), most in itertools.product(makers.items(), (1, 2, 5, 8)):
+        drafting = Drafting(make, most)
+        found = Sampler(store, num_threads=2, speculate=drafting).run(requests)
+        all_same(found, plain)
+        if name == "oracle":  # samples of one prompt may begin alike
+            num_verified = sum(told.num_verified for told in drafting.policy.rounds)
+            assert drafting.policy.num_accepted > 0.9 * num_verified > 0
+
+
+@pytest.mark.parametrize("chunk", [1, 7])
+def test_drafts_beside_prompts_that_are_read_in_pieces_change_nothing(
+    store: ModelStore, base: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = mixture(base, 5, 1.0, use_eos=False)
+    plain = Sampler(store).run(requests)
+    monkeypatch.setattr(engine_module, "CHUNK", chunk)
+    drafting = Drafting(lambda _: knowing(plain, requests, 3), 5)
+    all_same(Sampler(store, speculate=drafting).run(requests), plain)
+    assert drafting.policy.num_accepted > 0
+
+
+@pytest.fixture(scope="module")
+def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("other"), seed=1)
+
+
+def model(folder: Path, dtype: torch.dtype, num_blocks: int = 400) -> Callable[[int], Drafter]:
+    def make(_: int) -> ModelDrafter:
+        base = BaseModel.load("draft", folder, folder, dtype, torch.device("cpu"))
+        pool = BlockPool(base.config, dtype, base.device, num_blocks)
+        version = Version("draft", base, base.weights, None, 1.0)
+        return ModelDrafter(version, NativeRunner(1), pool)
+
+    return make
+
+
+@pytest.mark.parametrize(("temperature", "more"), LAWS, ids=str)
+def test_a_model_drafts_by_the_targets_own_noise(
+    store: ModelStore, folder: Path, other_folder: Path, temperature: float, more: dict[str, object]
+) -> None:
+    """The target itself as its draft is always right; another model, and one without room, change
+    nothing."""
+    base = store.publish(FromBase("tiny"))
+    requests = mixture(base, 5, temperature, use_eos=False, **more)
+    plain = Sampler(store, num_threads=2).run(requests)
+    dtype = store.base("tiny").dtype
+    for make in (model(folder, dtype), model(other_folder, dtype), model(folder, dtype, 7)):
+        for most in (1, 4, 8):
+            drafting = Drafting(make, most)
+            found = Sampler(store, num_threads=2, speculate=drafting).run(requests)
+            all_same(found, plain)
+    right = Drafting(model(folder, dtype), 4)
+    all_same(Sampler(store, speculate=right).run(requests), plain)
+    assert right.policy.num_accepted == sum(told.num_verified for told in right.policy.rounds) > 0
+
+
+@pytest.mark.parametrize(("temperature", "more"), LAWS, ids=str)
+@pytest.mark.parametrize("most", [1, 5])
+def test_a_head_drafts_from_the_targets_states_and_changes_nothing(
+    store: ModelStore, most: int, temperature: float, more: dict[str, object]
+) -> None:
+    base = store.publish(FromBase("tiny"))
+    requests = mixture(base, 5, temperature, use_eos=False, **more)
+    plain = Sampler(store, num_threads=2).run(requests)
+    drafting = Drafting(lambda _: HeadDrafter(*untaught_head(store.base("tiny"))), most)
+    sampler = Sampler(store, num_threads=2, speculate=drafting)
+    all_same(sampler.run(requests), plain)
+    told = sampler.engine.speculation()[0]["tiny"]
+    assert told["refused"] == {}
+    assert told["drafters"]["head"]["depths"][0]["verified"] > 50
+
+
+def test_a_heads_cache_holds_what_the_finished_text_would_give(store: ModelStore) -> None:
+    """After rounds in which drafts fell: the next draft is that of a head that reads the text at
+    once, with states from a pass over all of it."""
+    base = store.publish(FromBase("tiny"))
+    prompt = random_prompt(12, 1)
+    request = ask(prompt, max_tokens=40, seed=3, use_eos=False)
+    drafter, fresh = (HeadDrafter(*untaught_head(store.base("tiny"))) for _ in range(2))
+    engine = Sampler(store, speculate=Drafting(lambda _: drafter, 3)).engine
+    engine.submit(store.version(base), request, lambda output: None)
+    for _ in range(12):
+        engine.step()
+    (sequence,) = engine._running
+    device = next(iter(engine._devices.values()))
+    assert device.speculation is not None
+    stream = device.speculation._streams[sequence]
+    (found,) = drafter.propose([(stream, 3)])
+    tokens = np.array(stream.tokens, np.int32)
+    told = Told(num_prompt=len(prompt), temperature=1.0, epoch=0)
+    version = store.version(base)
+    states = torch.from_numpy(capture(version, tokens, fresh.layers, told).hidden)
+    fresh.begin(stream)
+    fresh.see(stream, 0, states[:-1])
+    (expected,) = fresh.propose([(stream, 3)])
+    assert found.tokens == expected.tokens
+    np.testing.assert_allclose(found.confidences, expected.confidences, atol=0.05)
+
+
+def test_another_models_drafts_stand_more_often_than_chance(
+    store: ModelStore, base: str, folder: Path
+) -> None:
+    """One that was tuned a little, at temperature 1: the noise is shared. By chance it would be one
+    in a hundred; how many more depends on what little the tuning was."""
+    tuned_id = tuned(store, "m", 4)
+    requests = {"0": (tuned_id, ask(random_prompt(20, 1), n=8, max_tokens=60, use_eos=False))}
+    plain = Sampler(store).run(requests)
+    drafting = Drafting(model(folder, store.base("tiny").dtype), 3)
+    all_same(Sampler(store, speculate=drafting).run(requests), plain)
+    judged = sum(sum(told.num_judged) for told in drafting.policy.rounds)
+    assert drafting.policy.num_accepted > 0.1 * judged
+    assert drafting.policy.stops == [], "more than their probability says, as it must be"
+
+
+def test_every_drafted_token_that_is_right_stands(store: ModelStore, base: str) -> None:
+    """30 tokens: one with the prompt, then a round for each 9."""
+    requests = {"0": (base, ask(random_prompt(20, 1), max_tokens=30, seed=1, use_eos=False))}
+    plain = Sampler(store).run(requests)
+    drafting = Drafting(lambda _: knowing(plain, requests, 0), 8)
+    sampler = Sampler(store, speculate=drafting)
+    all_same(sampler.run(requests), plain)
+    assert [told.accepted for told in drafting.policy.rounds] == [(8,), (8,), (8,), (1,)]
+    assert sampler.engine.num_tokens_sampled == 30
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_drafts_change_nothing_of_a_tuned_model_beside_others(
+    store: ModelStore, base: str, rank: int
+) -> None:
+    other = tuned(store, "m", rank)
+    requests = dict(mixture(base, 4, 1.0, use_eos=False))
+    requests |= {f"m{name}": (other, request) for name, (_, request) in requests.items()}
+    plain = Sampler(store).run(requests)
+    drafting = Drafting(lambda _: knowing(plain, requests, 4), 4)
+    all_same(Sampler(store, speculate=drafting).run(requests), plain)
+    assert drafting.policy.num_accepted > 0
+
+
+def test_a_sample_ends_inside_a_draft_where_it_would_have_ended(
+    store: ModelStore, base: str
+) -> None:
+    """At the end token, at a stop sequence, at max_tokens."""
+    free = ask(random_prompt(20, 2), n=4, max_tokens=40, seed=5, use_eos=False)
+    whole = Sampler(store).one(base, free)
+    wanted = whole.sequences[0].tokens.tolist()
+    decoder = store.base("tiny").decoder
+    assert decoder is not None
+    texts = [decoder.decode([token]) for token in wanted[8:]]
+    for ended in (
+        {"stop_token_ids": (wanted[17],)},
+        {"stop_strings": (next(text for text in texts if text.isascii() and text),)},
+        {"max_tokens": 13},
+    ):
+        request = replace(free, params=replace(free.params, **ended))
+        requests = {"0": (base, request)}
+        plain = Sampler(store).run(requests)
+        lengths = [len(one.tokens) for one in plain["0"].sequences]
+        assert min(lengths) < 40
+        drafting = Drafting(lambda _: knowing({"0": whole}, {"0": (base, free)}, 0), 8)
+        sampler = Sampler(store, speculate=drafting)
+        all_same(sampler.run(requests), plain)
+        pool = next(iter(sampler.engine._devices.values())).pool
+        assert pool.num_available == pool.num_blocks
+
+
+def test_keys_and_values_after_a_round_are_those_of_a_fresh_prefill(
+    store: ModelStore, base: str
+) -> None:
+    """A second turn that begins with what was drafted and judged reuses its blocks."""
+    requests = {"0": (base, ask(random_prompt(30, 3), max_tokens=60, seed=2, use_eos=False))}
+    plain = Sampler(store).run(requests)
+    for err_every in (0, 2, 3, 7):
+        drafting = Drafting(lambda _, e=err_every: knowing(plain, requests, e), 6)
+        sampler = Sampler(store, speculate=drafting)
+        first = sampler.run(requests)
+        all_same(first, plain)
+        turn = [*requests["0"][1].prompt.tolist(), *first["0"].sequences[0].tokens.tolist(), 7, 8]
+        second = ask(turn, max_tokens=10, seed=4, use_eos=False)
+        found = sampler.one(base, second)
+        assert found.prompt_cache_hit_tokens >= 80
+        same(found, Sampler(store).one(base, second))
+
+
+def test_no_block_is_kept_for_drafts_that_did_not_stand(store: ModelStore, base: str) -> None:
+    sampler = Sampler(store, speculate=Drafting(named("always-wrong"), 8))
+    request = ask(random_prompt(10, 0), max_tokens=100, seed=1, use_eos=False)
+    sampler.engine.submit(store.version(base), request, lambda output: None)
+    while sampler.engine.busy:
+        sampler.engine.step()
+        for sequence in sampler.engine._running:
+            assert len(sequence.blocks) <= -(-len(sequence.tokens) // 16)
+            assert sequence.done == len(sequence.tokens) - 1
+
+
+def test_samples_that_lose_their_blocks_go_on_with_drafts(store: ModelStore, base: str) -> None:
+    requests = {
+        str(i): (base, ask(random_prompt(40 + i, i), n=2, seed=i, max_tokens=600, use_eos=False))
+        for i in range(2)
+    }
+    plain = Sampler(store).run(requests)
+    drafting = Drafting(lambda _: knowing(plain, requests, 5), 8)
+    tight = Sampler(store, kv_cache_bytes=1, speculate=drafting)  # room for 1024 tokens
+    all_same(tight.run(requests), plain)
+    assert tight.engine.num_preempted > 0
+    assert drafting.policy.num_accepted > 500
+
+
+@pytest.mark.parametrize("num_good", [0, 1, 5])
+def test_a_drafter_that_dies_costs_nothing_but_drafts(
+    store: ModelStore, base: str, num_good: int
+) -> None:
+    requests = mixture(base, 3, 1.0, use_eos=False)
+    plain = Sampler(store).run(requests)
+    for drafting in (
+        Drafting(lambda v: DyingDrafter(drafter_table(v).make("random"), num_good), 4),
+        Drafting(lambda v: GarbageDrafter(v), 4),
+    ):
+        all_same(Sampler(store, speculate=drafting).run(requests), plain)
+
+
+def test_a_history_of_the_same_prompt_is_drafted_from(store: ModelStore, base: str) -> None:
+    """The suffix drafter, a second time over greedy samples: nearly all of them stands."""
+    requests = mixture(base, 3, 0.0, use_eos=False)
+    plain = Sampler(store).run(requests)
+    drafting = Drafting(named("suffix"), 6)
+    sampler = Sampler(store, speculate=drafting)
+    all_same(sampler.run(requests), plain)
+    before = len(drafting.policy.rounds)
+    all_same(sampler.run(requests), plain)
+    told = drafting.policy.rounds[before:]
+    assert sum(sum(one.accepted) for one in told) > 0.7 * sum(sum(one.verified) for one in told)
+
+
+def test_each_round_can_be_written_down(store: ModelStore, base: str, tmp_path: Path) -> None:
+    requests = {"0": (base, ask(random_prompt(20, 1), max_tokens=30, seed=1, use_eos=False))}
+    plain = Sampler(store).run(requests)
+    drafting = Drafting(lambda _: knowing(plain, requests, 4), 5)
+    path = tmp_path / "trace" / "rounds.jsonl"
+
+    def traced(*args: object) -> Speculation:
+        drafter = guarded(knowing(plain, requests, 4), 260)
+        return Speculation(drafter, drafting.policy, Trace(path))
+
+    Sampler(store, speculate=traced).run(requests)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    tokens = [*requests["0"][1].prompt.tolist(), *plain["0"].sequences[0].tokens.tolist()]
+    assert lines
+    for line in lines:
+        at, judged = line["position"], min(len(line["drafted"]), line["accepted"] + 1)
+        assert line["target"] == tokens[at : at + judged]
+        assert line["drafted"][: line["accepted"]] == line["target"][: line["accepted"]]
+
+
+def test_acceptance_is_what_the_targets_law_says(store: ModelStore, base: str) -> None:
+    """T4: random tokens and an honest suffix drafter raise no alarm; z is small."""
+    for name in ("random", "suffix"):
+        drafting = Drafting(named(name), 4)
+        sampler = Sampler(store, speculate=drafting)
+        for seed in range(6):
+            prompt = random_prompt(12, seed % 3)
+            sampler.one(base, ask(prompt, n=8, max_tokens=60, seed=100 + seed, use_eos=False))
+        assert drafting.speculation is not None
+        told = drafting.speculation.snapshot()["drafters"][name]
+        assert told["calibration_tokens"] > 200
+        assert abs(told["calibration_z"]) < 4
+        assert np.isfinite(told["calibration_z"])
+
+
+def test_a_draw_that_is_repeated_raises_no_alarm(store: ModelStore, base: str) -> None:
+    """Its own text of last time stands always, which is more often than the law says."""
+    drafting = Drafting(named("suffix"), 6)
+    sampler = Sampler(store, speculate=drafting)
+    request = ask(random_prompt(12, 1), n=4, max_tokens=60, seed=3, use_eos=False)
+    for _ in range(4):
+        sampler.one(base, request)
+    assert drafting.policy.num_accepted > 400
+    assert drafting.policy.stops == []
+
+
+def test_a_drafter_that_knows_what_the_target_will_draw_raises_the_alarm(
+    store: ModelStore, base: str
+) -> None:
+    """Whoever stands more often than the law says has a hand in the noise, or the noise is not."""
+    requests = mixture(base, 8, 1.0, use_eos=False)
+    plain = Sampler(store).run(requests)
+    drafting = Drafting(lambda _: knowing(plain, requests, 0), 8)
+    all_same(Sampler(store, speculate=drafting).run(requests), plain)
+    assert Reason.ALARM in drafting.policy.stops
+
+
+@pytest.mark.parametrize(("temperature", "more"), LAWS[1:], ids=str)
+def test_log_probabilities_are_those_of_the_finished_text(
+    store: ModelStore, base: str, temperature: float, more: dict[str, object]
+) -> None:
+    """T6: of the law that was drawn from, computed from the scored text. In bfloat16 that is scored
+    as transformers computes it, whose own distance from exact this is."""
+    requests = mixture(base, 3, temperature, use_eos=False, **more)
+    distances = []
+    plain = Sampler(store).run(requests)
+    drafting = Drafting(lambda _: knowing(plain, requests, 4), 5)
+    found = Sampler(store, speculate=drafting).run(requests)
+    for name, (_, request) in requests.items():
+        prompt = request.prompt.tolist()
+        for sampled in found[name].sequences:
+            whole = [*prompt, *sampled.tokens.tolist()]
+            scored = Sampler(store).one(base, ask(whole, max_tokens=1, topk_prompt_logprobs=VOCAB))
+            topk = scored.topk_prompt_logprobs
+            assert topk is not None
+            ids, values = topk.token_ids, topk.logprobs
+            for i, logprob in enumerate(sampled.logprobs):
+                row = np.argsort(ids[len(prompt) + i])
+                logits = torch.from_numpy(values[len(prompt) + i][row])[None]
+                own = request.params
+                params = RowParams(own.temperature, own.top_k, own.top_p, 0, 0, 0)
+                law = torch.log_softmax(warp(logits, [params]).double(), -1)[0]
+                distances.append(abs(float(law[sampled.tokens[i]]) - logprob))
+    if store.base("tiny").dtype == torch.float32:
+        assert max(distances) < 1e-4
+    else:
+        assert np.mean(distances) < 2e-2

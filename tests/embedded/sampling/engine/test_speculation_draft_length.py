@@ -1,0 +1,89 @@
+"""Samples with drafts under the policy that decides how many, whatever comes and when."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.embedded.speculative_engine import named
+from tests.embedded.tiny import Sampler, ask, random_prompt, same
+from tinkercloud.core.types import SampleOutput
+from tinkercloud.embedded.forward import runners
+from tinkercloud.embedded.forward.kv_blocks import BlockPool
+from tinkercloud.embedded.forward.runners import Runner
+from tinkercloud.embedded.model.base_model import BaseModel
+from tinkercloud.embedded.process.model_store import ModelStore
+from tinkercloud.embedded.sampling.speculation import Speculation
+from tinkercloud.speculative.draft_length.controller import Policy
+from tinkercloud.speculative.draft_length.costs import CostTable, Measured
+from tinkercloud.speculative.draft_length.planning import Knowledge
+from tinkercloud.speculative.drafters.guarded_drafter import guarded
+
+pytestmark = pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
+
+
+def decided(drafter: str, machine: Sequence[float]) -> Callable[..., Speculation]:
+    """Speculation under its real policy, where 1, 8 and 128 rows are said to take so many ms."""
+
+    def make(base: BaseModel, runner: Runner, pool: BlockPool) -> Speculation:
+        vocab_size = base.config.vocab_size
+        rows = (1, 2, 4, 8, 16, 32, 64, 128)
+        ms = tuple(np.interp(rows, (1, 8, 128), machine).tolist())
+        policy = Policy(Knowledge(CostTable(Measured(rows, ms, ms))))
+        return Speculation(guarded(named(drafter)(vocab_size), vocab_size), policy)
+
+    return make
+
+
+@pytest.mark.parametrize("machine", [(10.0, 10.5, 12.0), (1.0, 8.0, 128.0)], ids=["flat", "steep"])
+def test_requests_that_come_at_any_time_are_answered_as_alone(
+    store: ModelStore, base: str, machine: tuple[float, float, float]
+) -> None:
+    """T8: arrivals at random between rounds; every one is answered, whatever is drafted."""
+    generator = np.random.default_rng(0)
+    requests = [
+        ask(
+            random_prompt(int(generator.integers(3, 40)), i % 5), n=1 + i % 3,
+            max_tokens=int(generator.integers(2, 50)), seed=i, use_eos=False,
+            temperature=(0.0, 0.3, 1.0)[i % 3],
+        )
+        for i in range(40)
+    ]  # fmt: skip
+    sampler = Sampler(store, max_batch=12, num_threads=2, speculate=decided("suffix", machine))
+    outputs: dict[int, SampleOutput] = {}
+    waiting = list(enumerate(requests))
+    while waiting or sampler.engine.busy:
+        for _ in range(min(len(waiting), int(generator.poisson(0.4)))):
+            i, request = waiting.pop(0)
+            sampler.engine.submit(
+                store.version(base), request, lambda o, i=i: outputs.__setitem__(i, o)
+            )
+        if sampler.engine.busy:
+            sampler.engine.step()
+    assert len(outputs) == len(requests)
+    for i, request in enumerate(requests):
+        same(outputs[i], Sampler(store).one(base, request))
+    told = sampler.engine.speculation()[0]["tiny"]
+    assert told["tokens"] > told["forwards"] > 0
+
+
+def test_a_request_may_do_without_drafts(store: ModelStore, base: str) -> None:
+    request = ask(random_prompt(10, 1), n=4, max_tokens=30, seed=1, use_eos=False)
+    sampler = Sampler(store, speculate=decided("random", (10.0, 10.5, 12.0)))
+    without = replace(request, speculate=False)
+    same(sampler.one(base, without), sampler.one(base, request))
+    told = sampler.engine.speculation()[0]["tiny"]
+    assert told["off"]["not wanted by the sessions"] >= 3  # asked now and then
+    assert told["drafters"]["random"]["depths"][0]["verified"] > 0
+
+
+def test_where_rows_cost_their_full_price_nothing_is_drafted_for_many(
+    store: ModelStore, base: str
+) -> None:
+    """Times are this machine's own, so only what the table says at the start is looked at."""
+    request = ask(random_prompt(10, 1), n=48, max_tokens=20, seed=1, use_eos=False)
+    sampler = Sampler(store, speculate=decided("random", (1.0, 8.0, 128.0)))
+    same(sampler.one(base, request), Sampler(store).one(base, request))
+    told = sampler.engine.speculation()[0]["tiny"]
+    assert told["rounds"]["speculative"] == 0 or told["rows"]["wasted"] < 0.2 * told["rows"]["used"]

@@ -1,0 +1,311 @@
+"""Rounds whose prompts are read beside drafting and verification, on streams that only pretend."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.embedded.decode_scene import FAMILIES, Traced, random_base, tiny_config, version
+from tests.embedded.fake_streams import FakeStreams, Race, WatchedRunner
+from tests.embedded.speculative_engine import Drafting
+from tests.embedded.tiny import ask, random_prompt
+from tests.gpu import lane_bodies as bodies
+from tinkercloud.core.types import SampleOutput
+from tinkercloud.embedded.forward import contexts, paged_context, runners
+from tinkercloud.embedded.forward.decode_graphs import DrawGraphs
+from tinkercloud.embedded.forward.kv_blocks import BlockPool
+from tinkercloud.embedded.forward.runners import (
+    GraphRunner,
+    NativeRunner,
+    Part,
+    Runner,
+    TorchRunner,
+    ragged,
+)
+from tinkercloud.embedded.model.base_model import BaseModel
+from tinkercloud.embedded.model.uploads import uploaded
+from tinkercloud.embedded.sampling import engine as engine_module
+from tinkercloud.embedded.sampling.cuda_streams import Lane, OneLane, StreamLanes, lanes_for
+from tinkercloud.embedded.sampling.engine import SamplingEngine
+from tinkercloud.speculative.drafters.drafter import SilentDrafter
+from tinkercloud.speculative.drafters.trial_drafters import DyingDrafter
+
+CPU = "cpu"
+COMPILED = pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
+RUNNERS = [
+    pytest.param(TorchRunner, 1e-3, id="plain"),
+    pytest.param(partial(GraphRunner, None, DrawGraphs(None)), 1e-3, id="fixed shapes"),
+    pytest.param(partial(NativeRunner, 1), 0.0, id="compiled", marks=COMPILED),
+]
+
+
+@pytest.fixture
+def streams() -> FakeStreams:
+    return FakeStreams()
+
+
+def using(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Runner]) -> None:
+    monkeypatch.setattr(engine_module, "runner_for", lambda base, num_threads: make())
+
+
+def watching(
+    monkeypatch: pytest.MonkeyPatch, streams: FakeStreams, make: Callable[[], Runner]
+) -> list[WatchedRunner]:
+    """Runners that are made from now on; copies of blocks are watched too."""
+    made: list[WatchedRunner] = []
+    copy = BlockPool.copy
+
+    def watched() -> WatchedRunner:
+        made.append(WatchedRunner(make(), streams))
+        return made[-1]
+
+    def watched_copy(pool: BlockPool, source: int, target: int) -> None:
+        made[-1].places.copied(source, target)
+        copy(pool, source, target)
+
+    using(monkeypatch, watched)
+    monkeypatch.setattr(BlockPool, "copy", watched_copy)
+    return made
+
+
+# ---- what is sampled
+
+
+@pytest.mark.parametrize(("make", "tolerance"), RUNNERS)
+@pytest.mark.parametrize("load", [bodies.mixed(), bodies.crowded()], ids=["mixed", "crowded"])
+def test_lanes_change_no_token_and_no_keys_are_used_that_are_underway(  # noqa: PLR0913
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    streams: FakeStreams,
+    load: bodies.Load,
+    make: Callable[[], Runner],
+    tolerance: float,
+):
+    using(monkeypatch, make)
+    plain = bodies.answered(folder, CPU, load, OneLane())
+    watched = watching(monkeypatch, streams, make)
+    found = bodies.answered(folder, CPU, load, streams.lanes())
+    bodies.compare(found, plain, tolerance)
+    rows = watched[0].rows
+    assert min(rows["prefill"]) > 1
+    assert rows["verify"]
+    assert not rows["main"]
+    if load.most_drafted:
+        assert found.num_accepted > 10
+        reasons = {one.stop_reason for output in found.outputs for one in output.sequences}
+        assert reasons == {"stop", "length"}
+        hits = [output.prompt_cache_hit_tokens for output in found.outputs]
+        assert any(hits) == watched[0].is_exact
+    else:
+        assert found.num_preempted > 0
+        assert found.num_rounds > 50
+
+
+@COMPILED
+def test_seeded_samples_are_the_same_to_the_bit(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, streams: FakeStreams
+):
+    load = bodies.mixed(temperature=1.0)
+    plain = bodies.answered(folder, CPU, load, OneLane())
+    watching(monkeypatch, streams, partial(NativeRunner, 1))
+    bodies.compare(bodies.answered(folder, CPU, load, streams.lanes()), plain, 0.0)
+
+
+def test_what_is_watched_shows_a_race_where_lanes_are_not_joined(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, streams: FakeStreams
+):
+    class Unjoined(StreamLanes):
+        @contextmanager
+        def round(self) -> Iterator[None]:
+            self._main = streams.current
+            yield
+
+    watching(monkeypatch, streams, TorchRunner)
+    lanes = streams.lanes()
+    lanes.__class__ = Unjoined
+    with pytest.raises(Race):
+        bodies.answered(folder, CPU, bodies.mixed(), lanes)
+
+
+# ---- the order of a round
+
+
+class Noting(SilentDrafter):
+    def __init__(self, streams: FakeStreams):
+        self._streams = streams
+
+    def propose(self, asked):
+        self._streams.note("drafts")
+        return super().propose(asked)
+
+
+class Bench:
+    """An engine on pretended streams, with everything it does in the streams' log."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, streams: FakeStreams):
+        self.streams, sample = streams, engine_module.sample
+        self.base = BaseModel.load("tiny", folder, folder, torch.float32, torch.device(CPU))
+        self.runners = watching(monkeypatch, streams, TorchRunner)
+
+        def drawn(*given):
+            streams.note("draw")
+            return sample(*given)
+
+        monkeypatch.setattr(engine_module, "sample", drawn)
+        drafting = Drafting(lambda _: Noting(streams), 2)
+        self.engine = SamplingEngine(max_batch=8, kv_cache_bytes=2**24, speculate=drafting)
+        self.engine.use_lanes(streams.lanes())
+        self.outcomes: list[SampleOutput | BaseException] = []
+
+    def submit(self, length: int, seed: int, **more: object) -> None:
+        request = ask(
+            random_prompt(length, seed), max_tokens=9, use_eos=False, temperature=0.0, **more
+        )
+        self.engine.submit(version(self.base, None, 0), request, self.outcomes.append)
+
+    def round(self) -> list[str]:
+        """What it did."""
+        self.streams.log.clear()
+        self.engine.step()
+        return list(self.streams.log)
+
+    def run(self) -> None:
+        while self.engine.busy:
+            self.engine.step()
+
+
+@pytest.fixture
+def bench(folder: Path, monkeypatch: pytest.MonkeyPatch, streams: FakeStreams) -> Bench:
+    return Bench(folder, monkeypatch, streams)
+
+
+def test_prefill_is_launched_first_and_its_logits_are_taken_last(bench: Bench):
+    bench.submit(20, 1)
+    bench.round()
+    bench.submit(30, 2, prompt_logprobs=True)
+    bench.submit(40, 3)
+    assert bench.round() == [
+        "prefill waits for main", "prefill: pass",
+        "draft waits for main", "draft: drafts",
+        "verify waits for main", "verify waits for draft", "verify: pass", "verify: draw",
+        "prefill waits for main", "prefill waits for draft", "prefill waits for verify",
+        "main waits for prefill", "main waits for draft", "main waits for verify",
+        "main: draw",
+    ]  # fmt: skip
+
+
+def test_a_round_of_samples_alone_takes_no_prefill_lane(bench: Bench):
+    bench.submit(20, 1)
+    bench.round()
+    assert [line for line in bench.round() if "prefill" in line] == []
+
+
+def test_a_prompt_of_one_token_goes_with_the_samples(bench: Bench):
+    bench.submit(1, 1)
+    assert "verify: pass" in bench.round()
+    bench.run()
+    assert isinstance(bench.outcomes[0], SampleOutput)
+
+
+def test_without_streams_a_round_is_one_pass(bench: Bench):
+    bench.engine.use_lanes(OneLane())
+    bench.submit(20, 1)
+    bench.round()
+    bench.submit(30, 2)
+    assert bench.round() == ["main: drafts", "main: pass", "main: draw", "main: draw"]
+
+
+def test_a_cpu_has_one_lane():
+    assert not lanes_for(torch.device(CPU)).are_apart
+
+
+# ---- what goes wrong on a lane
+
+
+@pytest.mark.parametrize("num_good", [3, 12, 40])
+def test_a_drafter_that_dies_on_its_lane_changes_no_token(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, streams: FakeStreams, num_good: int
+):
+    using(monkeypatch, TorchRunner)
+    plain = bodies.answered(folder, CPU, bodies.mixed(), OneLane())
+    suffix = bodies.suffix
+    monkeypatch.setattr(bodies, "suffix", lambda size: DyingDrafter(suffix(size), num_good))
+    found = bodies.answered(folder, CPU, bodies.mixed(), streams.lanes())
+    bodies.compare(found, plain, 1e-3)
+
+
+@pytest.mark.parametrize("lane", [Lane.PREFILL, Lane.VERIFY])
+def test_after_a_pass_that_failed_all_lanes_are_joined_and_the_engine_works(
+    bench: Bench, lane: Lane
+):
+    bench.submit(20, 1)
+    bench.round()
+    bench.submit(30, 2)
+    bench.runners[0].fails_on = lane.value
+    with pytest.raises(RuntimeError, match="the pass failed") as error:
+        bench.round()
+    joined = {line for line in bench.streams.log if line.startswith("main waits for")}
+    entered = {line.split(" waits")[0] for line in bench.streams.log if "waits for main" in line}
+    assert joined == {f"main waits for {name}" for name in entered} >= {"main waits for prefill"}
+    assert bench.streams.current.name == "main"
+    bench.engine.fail_all(error.value)
+    bench.runners[0].fails_on = None
+    assert bench.outcomes == [error.value] * 2
+    for seed in (1, 2):
+        bench.submit(20 + seed, seed)
+        bench.round()
+    bench.run()
+    answers = [one for one in bench.outcomes if isinstance(one, SampleOutput)]
+    assert [len(one.sequences[0].tokens) for one in answers] == [9, 9]
+
+
+def test_a_lane_outside_of_a_round_is_refused(streams: FakeStreams):
+    with pytest.raises(AssertionError, match="outside of a round"), streams.lanes().on(Lane.DRAFT):
+        pass
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pass_over_prompts_waits_for_no_result_and_for_no_copy(
+    family: str, monkeypatch: pytest.MonkeyPatch
+):
+    """On a GPU reading a number back would wait for the pass, and so would a plain copy to it."""
+    base = random_base(tiny_config(family))
+    own, pool = version(base, 4, 1), BlockPool(base.config, base.dtype, base.device, 20)
+    parts = [
+        Part(own if i else version(base, None, 0), range(5 + i), 16 * i, pool.take(4), i % 2)
+        for i in range(4)
+    ]
+    uploads, arrays = [], []
+    from_numpy = torch.from_numpy
+    for module in (paged_context, contexts):
+        monkeypatch.setattr(module, "uploaded", lambda *a: uploads.append(1) or uploaded(*a))
+    monkeypatch.setattr(torch, "from_numpy", lambda a: arrays.append(1) or from_numpy(a))
+    monkeypatch.setattr(torch, "tensor", None)
+    monkeypatch.setattr(torch, "as_tensor", None)
+    with Operations() as seen, torch.inference_mode():
+        TorchRunner().forward(ragged(parts), pool)
+    waiting = [name for name in seen.names if any(bad in name for bad in Traced.FORBIDDEN)]
+    assert seen.names and waiting == []
+    assert len(uploads) == len(arrays) > 5
+
+
+def test_what_is_uploaded_to_a_cpu_keeps_its_type_and_numbers():
+    for values in ([3, 1, 2], []):
+        array = torch.tensor(values, dtype=torch.int64).numpy()
+        found = uploaded(array, torch.device(CPU))
+        assert found.dtype == torch.int64
+        assert found.tolist() == values

@@ -1,0 +1,159 @@
+"""A machine and a drafter that exist in numbers only, with times as noisy as a shared machine's."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tinkercloud.speculative.draft_length.acceptance import Acceptance
+from tinkercloud.speculative.draft_length.controller import Policy
+from tinkercloud.speculative.draft_length.costs import CostTable, Measured, measured
+from tinkercloud.speculative.draft_length.draft_costs import DraftCosts
+from tinkercloud.speculative.draft_length.planning import Knowledge
+from tinkercloud.speculative.draft_length.rounds import Load, Round, Times
+
+
+def memory_bound(rows: int) -> float:
+    """A GPU at small batches: weights are read whatever the rows, until 128."""
+    return 10.0 * (1.0 + 0.01 * rows + max(0.0, rows / 128 - 1.0))
+
+
+def few_cores(rows: int) -> float:
+    """Two cores, as v_k = 1 + 0.12 k at small batches, in proportion to rows at large ones."""
+    return 30.0 * (0.88 + 0.12 * rows)
+
+
+def compute_bound(rows: int) -> float:
+    return 1.0 + 4.0 * rows
+
+
+MACHINES = {"memory bound": memory_bound, "few cores": few_cores, "compute bound": compute_bound}
+
+
+@dataclass
+class Drafter:
+    """Token d of a draft stands with rates[d] (the last for all deeper). A share `hard` of the
+    drafts have rates[d] * dull instead, and confidences say which, on a wrong scale. empty: the
+    share of times that nothing is proposed."""
+
+    rates: tuple[float, ...]
+    hard: float = 0.0
+    dull: float = 0.3
+    empty: float = 0.0
+    round_ms: float = 0.0
+    step_ms: float = 0.0
+    token_ms: float = 0.001
+
+    def rate(self, depth: int) -> float:
+        return self.rates[min(depth, len(self.rates) - 1)]
+
+    def ms(self, asked: list[int]) -> float:
+        if not any(asked):
+            return 0.0
+        return self.round_ms + self.step_ms * max(asked) + self.token_ms * sum(asked)
+
+
+@dataclass
+class Machine:
+    """wander: how far, in the logarithm, the pace strays within minutes; jitter: each round."""
+
+    ms: Callable[[int], float]
+    seed: int = 0
+    wander: float = 0.35
+    jitter: float = 0.08
+    _pace: float = 0.0
+    coins: np.random.Generator = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.coins = np.random.default_rng(self.seed)
+
+    def noise(self) -> float:
+        self._pace = 0.995 * self._pace + 0.1 * self.wander * self.coins.standard_normal()
+        spike = 2.0 if self.coins.random() < 0.01 else 1.0
+        return spike * float(np.exp(self._pace + self.jitter * self.coins.standard_normal()))
+
+    def measured(self) -> Measured:
+        return measured(lambda rows, sequences, context: self.ms(rows) * self.noise())
+
+
+@dataclass
+class Outcome:
+    tokens: float = 0.0  # that the rounds bring on average, given what they verified
+    quiet_ms: float = 0.0  # that they take on a machine without noise
+    drafted: list[int] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
+
+    @property
+    def goodput(self) -> float:
+        """Tokens per millisecond, the run's luck apart."""
+        return self.tokens / self.quiet_ms
+
+
+@dataclass
+class Run:
+    machine: Machine
+    drafter: Drafter
+    policy: Policy
+    outcome: Outcome = field(default_factory=Outcome)
+
+    def round(self, loads: list[Load]) -> list[int]:
+        """How many drafted tokens of each stood."""
+        coins, drafter = self.machine.coins, self.drafter
+        asked = self.policy.limits(loads)
+        hard = coins.random(len(loads)) < drafter.hard
+        lengths = [n if coins.random() >= drafter.empty else 0 for n in asked]
+        confidences = tuple(
+            tuple(0.5 if hard[i] else 0.99 for _ in range(n)) for i, n in enumerate(lengths)
+        )
+        verified = self.policy.choose(confidences) if any(asked) else [0] * len(loads)
+        accepted = [
+            self._stands(n, drafter.dull if hard[i] else 1.0) for i, n in enumerate(verified)
+        ]
+        rows = len(loads) + sum(verified)
+        quiet = drafter.ms(asked), self.machine.ms(rows)
+        noise = self.machine.noise()
+        own = float(np.exp(self.machine.jitter * coins.standard_normal()))
+        times = Times(quiet[0] * noise * own, quiet[1] * noise)
+        groups = tuple(load.group for load in loads)
+        told = Round(
+            tuple(asked), confidences, tuple(verified), tuple(accepted), times, groups=groups
+        )
+        self.policy.learned(told)
+        self.outcome.tokens += len(loads) + sum(
+            self._expected(n, drafter.dull if hard[i] else 1.0) for i, n in enumerate(verified)
+        )
+        self.outcome.quiet_ms += sum(quiet)
+        self.outcome.drafted.append(told.num_verified)
+        self.outcome.reasons.append(self.policy.reason)
+        self.outcome.kinds.append(self.policy.kind)
+        return accepted
+
+    def _expected(self, most: int, dull: float) -> float:
+        rates = [self.drafter.rate(depth) * dull for depth in range(most)]
+        return float(np.cumprod(rates).sum())
+
+    def _stands(self, most: int, dull: float) -> int:
+        coins = self.machine.coins.random(most)
+        for depth, coin in enumerate(coins):
+            if coin >= self.drafter.rate(depth) * dull:
+                return depth
+        return most
+
+
+def started(ms: Callable[[int], float], drafter: Drafter, seed: int = 0) -> Run:
+    machine = Machine(ms, seed)
+    known = Knowledge(CostTable(machine.measured()), DraftCosts(), Acceptance())
+    return Run(machine, drafter, Policy(known))
+
+
+def fixed_goodput(ms: Callable[[int], float], drafter: Drafter, num_loads: int, k: int) -> float:
+    """Of k tokens for every sequence in every round, by the law: tokens per quiet millisecond."""
+    rates = np.array([drafter.rate(depth) for depth in range(k)])
+    proposing = 1.0 - drafter.empty
+    survives = (1.0 - drafter.hard) * np.cumprod(rates)
+    survives = survives + drafter.hard * np.cumprod(rates * drafter.dull)
+    tokens = num_loads * (1.0 + proposing * survives.sum())
+    asked = [k] * num_loads
+    # The target's time is not linear, so this is what fixed k takes at best.
+    return tokens / (ms(num_loads + round(num_loads * k * proposing)) + drafter.ms(asked))

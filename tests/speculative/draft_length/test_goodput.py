@@ -1,0 +1,117 @@
+"""The choice of tokens against trying all choices."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from tinkercloud.speculative.draft_length.goodput import Allocation, Limit, allocate
+
+B, D = 3, 3
+
+
+def steps(rows: np.ndarray) -> np.ndarray:
+    """A forward that takes rows by fours, and more for each."""
+    return 10.0 + 8.0 * np.ceil((B + rows) / 4) + 0.3 * rows
+
+
+def smooth(rows: np.ndarray) -> np.ndarray:
+    return 20.0 + 2.0 * rows
+
+
+def flat(rows: np.ndarray) -> np.ndarray:
+    return np.full_like(rows, 10.0)
+
+
+def steep(rows: np.ndarray) -> np.ndarray:
+    return 1.0 + 10.0 * rows
+
+
+COSTS = {"steps": steps, "smooth": smooth, "flat": flat, "steep": steep}
+
+
+def drawn(seed: int) -> np.ndarray:
+    coins = np.random.default_rng(seed)
+    survival = np.cumprod(coins.random((B, D)) ** 0.5, 1)
+    survival[np.arange(D) >= coins.integers(0, D + 1, B)[:, None]] = 0.0
+    return survival
+
+
+def best_of_all(survival: np.ndarray, ms, most_rows: float = np.inf) -> float:
+    lengths = (survival > 0).sum(1)
+    best = 0.0
+    for counts in itertools.product(*(range(n + 1) for n in lengths)):
+        gained = sum(survival[i, :n].sum() for i, n in enumerate(counts))
+        if sum(counts) <= most_rows:
+            best = max(best, (B + gained) / float(ms(np.array([sum(counts)], float))[0]))
+    return best
+
+
+def found(survival: np.ndarray, ms, limit: Limit | None = None) -> Allocation:
+    plain_ms = float(ms(np.zeros(1))[0])
+    cost = lambda taken, tokens: ms(taken)  # noqa: E731
+    return allocate(survival, np.ones_like(survival), cost, plain_ms, limit)
+
+
+@pytest.mark.parametrize("name", COSTS)
+@pytest.mark.parametrize("seed", range(20))
+def test_no_choice_brings_more(name, seed):
+    survival, ms = drawn(seed), COSTS[name]
+    told = found(survival, ms)
+    gained = sum(survival[i, :n].sum() for i, n in enumerate(told.counts))
+    rows = np.array([float(sum(told.counts))])
+    assert (B + gained) / float(ms(rows)[0]) == pytest.approx(best_of_all(survival, ms))
+    assert told.goodput == pytest.approx(best_of_all(survival, ms))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_choice_within_the_rows_brings_more(seed):
+    survival = drawn(seed)
+    told = found(survival, smooth, Limit(rows=2))
+    assert sum(told.counts) <= 2
+    assert told.goodput == pytest.approx(best_of_all(survival, smooth, 2))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_draft_is_chosen_beyond_its_end(seed):
+    survival = drawn(seed)
+    counts = found(survival, flat).counts
+    assert list(counts) == (survival > 0).sum(1).tolist()
+
+
+def test_behind_a_step_there_is_room():
+    """One more token does not pay, four more do: stopping at the first would draft nothing."""
+    survival = np.full((B, D), 0.9)
+    assert sum(found(survival, lambda rows: 10.0 + 6.0 * (rows > 0)).counts) == B * D
+
+
+def test_nothing_pays_where_each_row_costs_as_much_as_a_token():
+    told = found(np.full((B, D), 0.99), steep)
+    assert told.counts == (0, 0, 0) and told.gain == 0.0
+
+
+def test_of_equals_the_beginning_of_a_draft_comes_first():
+    told = found(np.ones((B, D)), flat, Limit(rows=4))
+    assert sum(told.counts) == 4 and max(told.counts) == D
+
+
+def test_the_urgent_are_served_first():
+    survival = np.tile([0.8, 0.78, 0.76], (B, 1))
+    urgency = np.array([1.0, 1.0, 2.0])
+    told = found(survival, smooth, Limit(rows=3, urgency=urgency, sacrifice=0.05))
+    assert told.counts == (0, 0, 3)
+    assert found(survival, smooth, Limit(rows=3)).counts == (1, 1, 1)
+
+
+def test_urgency_costs_no_more_than_it_may():
+    survival = np.array([[0.9, 0.8, 0.7], [0.9, 0.8, 0.7], [0.3, 0.2, 0.1]])
+    urgency = np.array([1.0, 1.0, 9.0])
+    told = found(survival, flat, Limit(rows=3, urgency=urgency))
+    assert told == found(survival, flat, Limit(rows=3))
+
+
+def test_drafts_that_will_be_short_take_few_rows():
+    """Asked for, but expected in one of ten rounds only: the rows are counted as often."""
+    survival, rows = np.full((B, D), 0.09), np.full((B, D), 0.1)
+    cost = lambda taken, tokens: 10.0 + 1.0 * taken  # noqa: E731
+    assert allocate(survival, rows, cost, 10.0).counts == (D, D, D)

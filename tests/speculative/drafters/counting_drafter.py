@@ -1,0 +1,109 @@
+"""What the suffix drafter promises, by counting all that was written anew for every draft."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tinkercloud.speculative.drafters.drafter import Draft, Stream
+from tinkercloud.speculative.drafters.suffix_drafter import LEAD, SuffixSettings
+
+Dated = list[tuple[int, int]]  # tokens, each with when it was written
+
+
+@dataclass
+class Written:
+    stream: Stream
+    dated: Dated = field(default_factory=list)
+
+
+class CountingDrafter:
+    """Forgets nothing. Prompts are no longer than LEAD, and groups do not differ in them."""
+
+    name = "counting"
+
+    def __init__(self, settings: SuffixSettings) -> None:
+        self._settings = settings
+        self._samples: list[Written] = []
+        self._now = 0
+
+    def begin(self, stream: Stream) -> None:
+        assert stream.num_prompt <= LEAD
+        self._samples.append(Written(stream))
+        self._write(self._samples[-1], stream.tokens)
+
+    def observe(self, stream: Stream, num_new: int) -> None:
+        sample = next(sample for sample in self._samples if sample.stream is stream)
+        self._write(sample, stream.tokens[len(stream.tokens) - num_new :])
+
+    def end(self, stream: Stream) -> None:
+        pass
+
+    def propose(self, asked: Sequence[tuple[Stream, int]]) -> list[Draft]:
+        return [self._draft(stream, most) for stream, most in asked]
+
+    def _write(self, sample: Written, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            sample.dated.append((token, self._now))
+            self._now += 1
+
+    def _draft(self, stream: Stream, most: int) -> Draft:
+        best: tuple[int, list[Dated]] = (0, [])
+        for texts in self._sources(stream):
+            length = longest(texts, stream.tokens)
+            if length > best[0]:
+                best = length, texts
+        length, texts = best
+        most = min(most, int(self._settings.factor * length))
+        return self._continued(texts, stream.tokens[len(stream.tokens) - length :], most)
+
+    def _sources(self, stream: Stream) -> list[list[Dated]]:
+        """Own output, prompt, and the group's texts of each version, the newest first."""
+        group = [one for one in self._samples if one.stream.group == stream.group]
+        own = next(one for one in group if one.stream is stream).dated
+        epochs = sorted({one.stream.epoch for one in group}, reverse=True)
+        by_epoch = [[one.dated for one in group if one.stream.epoch == e] for e in epochs]
+        prompt, output = own[: stream.num_prompt], own[stream.num_prompt :]
+        return [[output], [prompt], *by_epoch]
+
+    def _continued(self, texts: list[Dated], end: list[int], most: int) -> Draft:
+        rule = self._settings.rule
+        tokens: list[int] = []
+        shares: list[float] = []
+        certain = 1.0
+        while len(tokens) < most:
+            end = end[len(end) - longest(texts, end) :]
+            if len(end) < rule.shortest:
+                break
+            token, share = likeliest(followers(texts, end), rule.doubt / len(end))
+            certain *= share
+            if certain < rule.share:
+                break
+            tokens.append(token)
+            shares.append(share)
+            end = [*end, token]
+        return Draft(tuple(tokens), tuple(shares))
+
+
+def followers(texts: list[Dated], end: list[int]) -> Dated:
+    """What followed `end`, wherever it stands in the texts."""
+    found: Dated = []
+    for text in texts:
+        tokens = [token for token, _ in text]
+        for at in range(len(text) - len(end)):
+            if tokens[at : at + len(end)] == end:
+                found.append(text[at + len(end)])
+    return found
+
+
+def longest(texts: list[Dated], tokens: list[int]) -> int:
+    """How many of the last tokens stand somewhere in the texts and are followed there."""
+    for length in range(len(tokens), 0, -1):
+        if followers(texts, tokens[len(tokens) - length :]):
+            return length
+    return 0
+
+
+def likeliest(found: Dated, doubt: float) -> tuple[int, float]:
+    """The token that is there most often, of equals the one that came first; its share."""
+    tokens = [token for token, _ in sorted(found, key=lambda dated: dated[1])]
+    token = max(dict.fromkeys(tokens), key=tokens.count)
+    return token, tokens.count(token) / (len(tokens) + doubt)

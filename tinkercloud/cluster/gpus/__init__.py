@@ -1,0 +1,1 @@
+"""Who holds which GPU and when: placement groups, memory phases, process lifetimes."""

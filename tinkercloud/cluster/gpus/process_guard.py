@@ -1,0 +1,67 @@
+"""Runs a command that must not outlive the process that started it.
+
+`python -m tinkercloud.cluster.gpus.process_guard COMMAND...` with a pipe as standard input: the
+command gets a session of its own; when the pipe closes (its other end died, however), or the guard
+is told to end, the whole session is ended. The kernel's parent-death signal alone would not do: it
+is tied to the starting thread, and an actor's threads come and go. It covers the guard's own death
+here, where there is one thread only.
+"""
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+
+GRACE_S = 2.0
+_PR_SET_PDEATHSIG = 1
+_POLL_S = 0.2
+
+
+def main() -> int:
+    """The command's exit status; 143 when it was ended from here."""
+    told: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: told.append(1))
+    child = subprocess.Popen(
+        sys.argv[1:],
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=_die_with_parent,
+    )
+    try:
+        while child.poll() is None and not told and not _closed():
+            pass
+    finally:
+        ended = child.poll()
+        _end(child)
+    return 143 if ended is None else ended & 0xFF
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _closed() -> bool:
+    readable, _, _ = select.select([0], [], [], _POLL_S)
+    return bool(readable) and os.read(0, 1) == b""
+
+
+def _end(child: "subprocess.Popen[bytes]") -> None:
+    """End what is left of the session; a server that ended may have left workers."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + GRACE_S
+        try:
+            os.killpg(child.pid, number)
+            while time.monotonic() < deadline:
+                child.poll()
+                os.killpg(child.pid, 0)
+                time.sleep(0.05)
+        except (ProcessLookupError, PermissionError):
+            return
+
+
+if __name__ == "__main__":
+    sys.exit(main())

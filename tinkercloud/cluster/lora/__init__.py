@@ -1,0 +1,1 @@
+"""Adapters inside Megatron-core layers: where they attach and how they compute."""

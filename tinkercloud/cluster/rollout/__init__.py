@@ -1,0 +1,1 @@
+"""Sampling on SGLang engines: their start, routing, admission and weight updates."""

@@ -1,0 +1,115 @@
+"""The HTTP interface of one SGLang server, as far as it is used, with our errors."""
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import httpx
+
+from tinkercloud.cluster.rollout.generate import Served, sample_bodies, sample_output, target_bodies
+from tinkercloud.core.types import SampleOutput, SampleRequest
+from tinkercloud.errors import EngineDied, ServerFault, UserError
+
+CALL_TIMEOUT_S = 600.0
+
+
+class EngineRefused(ServerFault):
+    """The engine is alive and said no; the text is the engine's."""
+
+
+class EngineClient:
+    """Calls fail with EngineDied when it cannot be reached, with EngineRefused when it says no."""
+
+    def __init__(self, url: str, served: Served):
+        self.url = url
+        self._served = served
+        # No limit on connections: the engine queues, and it knows its batch.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
+        self._http = httpx.AsyncClient(base_url=url, limits=limits, timeout=CALL_TIMEOUT_S)
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def sample(
+        self, adapter: str | None, request: SampleRequest, timeout_s: float
+    ) -> SampleOutput:
+        """All samples of a request. Raises Aborted, UserError, EngineDied."""
+        samples = sample_bodies(request, adapter, self._served)
+        targets = target_bodies(request, adapter, self._served)
+        tasks = [
+            asyncio.ensure_future(self._generate(body, timeout_s)) for body in (*samples, *targets)
+        ]
+        try:
+            answers = await asyncio.gather(*tasks)
+        finally:
+            # A closed connection makes the engine drop the request.
+            for task in tasks:
+                task.cancel()
+        return sample_output(request, answers[: len(samples)], answers[len(samples) :])
+
+    async def _generate(self, body: Mapping[str, Any], timeout_s: float) -> Mapping[str, Any]:
+        try:
+            return await self.call("/generate", body, timeout_s)
+        except EngineRefused as refused:
+            raise UserError(str(refused)) from refused
+
+    async def call(
+        self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = CALL_TIMEOUT_S
+    ) -> Any:
+        """POST; the answer's JSON, None where it has no body."""
+        try:
+            answer = await self._http.post(path, json=body or {}, timeout=timeout_s)
+        except httpx.HTTPError as error:
+            raise EngineDied(f"{self.url}{path}: {type(error).__name__}: {error}") from error
+        return _content(answer, f"{self.url}{path}")
+
+    async def get(self, path: str, timeout_s: float) -> Any:
+        """GET; as `call`."""
+        try:
+            answer = await self._http.get(path, timeout=timeout_s)
+        except httpx.HTTPError as error:
+            raise EngineDied(f"{self.url}{path}: {type(error).__name__}: {error}") from error
+        return _content(answer, f"{self.url}{path}")
+
+    async def healthy(self, timeout_s: float) -> bool:
+        """Whether it generates a token (or is busy generating others)."""
+        try:
+            await self.get("/health", timeout_s)
+        except ServerFault:
+            return False
+        return True
+
+
+async def everywhere(
+    clients: Sequence[EngineClient], path: str, body: Mapping[str, Any] | None = None
+) -> list[Any]:
+    """The same call to several engines at once; all have answered when it returns or raises."""
+    calls = [client.call(path, body) for client in clients]
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+    return answers
+
+
+def _content(answer: httpx.Response, where: str) -> Any:
+    text = answer.text
+    if answer.status_code >= 500:
+        raise EngineDied(f"{where} answered {answer.status_code}: {text[:500]}")
+    try:
+        content = json.loads(text) if text else None
+    except ValueError:
+        content = None
+    if answer.status_code >= 400:
+        raise EngineRefused(f"{where}: {_message(content) or text[:500]}")
+    if isinstance(content, dict) and content.get("success") is False:
+        raise EngineRefused(f"{where}: {_message(content) or text[:500]}")
+    return content
+
+
+def _message(content: Any) -> str | None:
+    if not isinstance(content, dict):
+        return None
+    found = content.get("message") or content.get("error_message") or content.get("error")
+    return str(found.get("message", found)) if isinstance(found, dict) else found

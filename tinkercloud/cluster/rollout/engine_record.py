@@ -1,0 +1,199 @@
+"""What the rollout manager knows of an engine, and how its Ray actors come and go."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tinkercloud.cluster.gpus.placement import ROLLOUT_SHARE, Slot
+from tinkercloud.cluster.rollout.engine import Launch, RolloutEngine, server_options
+from tinkercloud.cluster.rollout.engine_client import EngineClient
+from tinkercloud.cluster.rollout.settings import RolloutSettings
+from tinkercloud.errors import EngineDied
+
+logger = logging.getLogger(__name__)
+
+_ACTOR_CONCURRENCY = 4
+_STOP_TIMEOUT_S = 30.0
+_PROBE_TIMEOUT_S = 60.0
+
+
+@dataclass(slots=True)
+class Engine:
+    """client None: not up. adapters: loaded on it. released: parts of its memory that it gave up.
+
+    running: requests sent to it and not answered. failures: health checks failed in a row.
+    """
+
+    index: int
+    slots: tuple[Slot, ...]
+    actors: list[Any] = field(default_factory=list)
+    client: EngineClient | None = None
+    serving: bool = False
+    given_up: bool = False
+    weights: str = ""
+    adapters: set[str] = field(default_factory=set[str])
+    released: set[str] = field(default_factory=set[str])
+    running: int = 0
+    failures: int = 0
+    starts: int = 0
+    restarts_at_s: list[float] = field(default_factory=list[float])
+
+    @property
+    def up(self) -> EngineClient:
+        if self.client is None:
+            raise EngineDied(f"engine {self.index} is not up")
+        return self.client
+
+    def serves(self, adapter: str | None, weights: str) -> bool:
+        here = self.serving and self.client is not None and not self.released
+        return here and weights == self.weights and (adapter is None or adapter in self.adapters)
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        body = {"lora_name": name, "lora_path": str(folder)}
+        await self.up.call("/load_lora_adapter", body)
+        self.adapters.add(name)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unknown names are ignored."""
+        if name in self.adapters:
+            self.adapters.discard(name)
+            await self.up.call("/unload_lora_adapter", {"lora_name": name})
+
+    async def release(self, tags: Sequence[str]) -> None:
+        wanted = [tag for tag in tags if tag not in self.released]
+        if wanted:
+            self.released.update(wanted)
+            await self.up.call("/release_memory_occupation", {"tags": wanted})
+
+    async def bring_back(self, tags: Sequence[str]) -> None:
+        """SGLang dies of a tag that it did not release: those are left out."""
+        wanted = [tag for tag in tags if tag in self.released]
+        if wanted:
+            await self.up.call("/resume_memory_occupation", {"tags": wanted})
+            self.released.difference_update(wanted)
+
+    def count_restart(self, window_s: float) -> int:
+        """Restarts within the window, this one included."""
+        now = time.monotonic()
+        self.restarts_at_s = [at for at in self.restarts_at_s if now - at < window_s] + [now]
+        return len(self.restarts_at_s)
+
+
+class EngineStarter:
+    """Starts and ends the actors of engines: one per node that an engine spans."""
+
+    def __init__(self, settings: RolloutSettings):
+        self._settings = settings
+
+    async def start(self, engine: Engine) -> None:
+        """Raises EngineDied with the end of the server's log; then nothing of it is left."""
+        engine.starts += 1
+        try:
+            launches = self._launches(engine)
+            engine.actors = [
+                await asyncio.to_thread(_actor, launch, slot) for launch, slot in launches
+            ]
+            urls = await asyncio.gather(*(_ask(actor.start.remote()) for actor in engine.actors))
+        except BaseException:
+            await asyncio.shield(self.end(engine))
+            raise
+        engine.client = EngineClient(urls[0], self._settings.served)
+        engine.failures = 0
+        logger.info("%s: engine %d serves at %s", self._settings.name, engine.index, urls[0])
+
+    async def end(self, engine: Engine) -> None:
+        """End its processes, however they are; never raises."""
+        client, engine.client = engine.client, None
+        actors, engine.actors = engine.actors, []
+        engine.serving = False
+        engine.adapters, engine.released, engine.weights = set(), set(), ""
+        if client is not None:
+            await client.close()
+        await asyncio.gather(*(_end(actor) for actor in actors))
+
+    async def running(self, engine: Engine) -> bool:
+        """Whether all its processes are there."""
+        try:
+            async with asyncio.timeout(_PROBE_TIMEOUT_S):
+                alive = await asyncio.gather(*(_ask(a.running.remote()) for a in engine.actors))
+        except (EngineDied, TimeoutError):
+            return False
+        return bool(alive) and all(alive)
+
+    async def memory_used(self, engine: Engine) -> int:
+        """Bytes in use on its GPUs."""
+        if not any(slot.bundle.gpu >= 0 for slot in engine.slots):
+            return 0
+        return sum(await asyncio.gather(*(_ask(a.memory_used.remote()) for a in engine.actors)))
+
+    def _launches(self, engine: Engine) -> list[tuple[Launch, Slot | None]]:
+        settings, nodes = self._settings, _by_node(engine.slots)
+        options = server_options(settings.model_path, settings.arguments, settings.kv_tokens)
+        launches: list[tuple[Launch, Slot | None]] = []
+        for rank, slots in enumerate(nodes):
+            more = list(settings.options)
+            if len(nodes) > 1:
+                meet = f"{nodes[0][0].bundle.address}:{_MEETING_PORT + engine.index}"
+                more += ["--node-rank", str(rank), "--dist-init-addr", meet]
+            launch = Launch(
+                command=settings.command,
+                options=(*options, *more),
+                log_path=settings.log_dir / f"engine-{engine.index}-node-{rank}.log",
+                host=settings.host,
+                gpus=tuple(slot.bundle.gpu for slot in slots if slot.bundle.gpu >= 0),
+                environment=settings.environment,
+                start_timeout_s=settings.start_timeout_s,
+                wait=rank == 0,
+            )
+            launches.append((launch, slots[0] if slots else None))
+        return launches
+
+
+_MEETING_PORT = 20500
+"""Where the nodes of engine 0 meet; engine i at that plus i."""
+
+
+def _by_node(slots: tuple[Slot, ...]) -> list[list[Slot]]:
+    """In order of appearance; one empty list where there are no slots."""
+    nodes: dict[str, list[Slot]] = {}
+    for slot in slots:
+        nodes.setdefault(slot.bundle.node_id, []).append(slot)
+    return list(nodes.values()) or [[]]
+
+
+def _actor(launch: Launch, slot: Slot | None) -> Any:
+    import ray
+
+    options = slot.options(ROLLOUT_SHARE) if slot is not None else {"num_cpus": 0}
+    maker = ray.remote(RolloutEngine).options(max_concurrency=_ACTOR_CONCURRENCY, **options)
+    return maker.remote(launch)
+
+
+async def _ask(reference: Any) -> Any:
+    """The answer of an actor. Raises EngineDied when the actor died."""
+    from ray.exceptions import RayActorError, RayTaskError
+
+    try:
+        return await reference
+    except RayActorError as error:
+        raise EngineDied(f"the engine's actor died: {error}") from error
+    except RayTaskError as error:
+        if isinstance(error.cause, EngineDied):
+            raise EngineDied(str(error.cause)) from error
+        raise
+
+
+async def _end(actor: Any) -> None:
+    import ray
+
+    try:
+        async with asyncio.timeout(_STOP_TIMEOUT_S):
+            await _ask(actor.stop.remote())
+    except (EngineDied, TimeoutError) as error:
+        logger.warning("an engine's actor did not stop by itself: %s", error)
+    # The guard ends the server when the actor's end closes its pipe.
+    await asyncio.to_thread(ray.kill, actor, no_restart=True)

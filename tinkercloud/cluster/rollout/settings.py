@@ -1,0 +1,37 @@
+"""What a model's engines are started with."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tinkercloud.cluster.rollout.generate import Served
+from tinkercloud.core.plan import SglangArguments
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSettings:
+    """name: of the model, for logs and actors. command: starts SGLang's server, see
+    `sglang_entry`. options: more of SGLang's own, speculative ones for example; they come last and
+    win. host None: each node's address in the cluster."""
+
+    name: str
+    model_path: Path
+    arguments: SglangArguments
+    eos_token_ids: tuple[int, ...]
+    log_dir: Path
+    command: tuple[str, ...]
+    kv_tokens: int | None = None
+    options: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    host: str | None = None
+    router: bool = True
+    start_timeout_s: float = 900.0
+    request_timeout_s: float = 3600.0
+    health_interval_s: float = 10.0
+    health_timeout_s: float = 60.0
+    health_failures: int = 3  # in a row, before an engine counts as dead
+    restart_limit: int = 5  # of one engine within ten minutes
+
+    @property
+    def served(self) -> Served:
+        return Served(self.arguments.context_length, self.eos_token_ids)

@@ -1,0 +1,1 @@
+"""What runs inside an SGLang engine process: our sampler and weight digests."""

@@ -1,0 +1,1 @@
+"""Training ranks: Megatron-core models, their optimizer, micro-batches and checkpoints."""

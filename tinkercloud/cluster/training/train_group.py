@@ -1,0 +1,263 @@
+"""RayTrainGroup: the ranks that train one base's adapters, or one full-parameter model.
+
+When ranks die, hang or disagree, the operation underway fails with EngineDied and all ranks are
+ended. The next `onload` starts new ones and brings every model back from its restore point: its
+last checkpoint with optimizer state (saved or loaded), or its beginning.
+
+A model is never rewound in silence. If it had training newer than its restore point, acknowledged
+or underway, its next operation fails once with TrainingRewound, which names the point; what comes
+after that goes on from there. (Operations are pipelined: an optim_step that was sent behind a lost
+forward_backward must not be applied to a model without that gradient.)
+"""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from tinkercloud.cluster.gpus.placement import Slot
+from tinkercloud.cluster.rollout.weight_sync import Sent, Transfer
+from tinkercloud.cluster.training.rank_actors import GroupSettings, RankActors
+from tinkercloud.cluster.training.rank_types import merge_outputs
+from tinkercloud.cluster.training.restore_points import BEGINNING, KnownModel, RestorePoints
+from tinkercloud.core.types import AdamParams, LoraSpec, TrainBatch, TrainOutput
+from tinkercloud.errors import EngineDied, ModelStateLost, TinkercloudError, TrainingRewound
+
+logger = logging.getLogger(__name__)
+
+
+class RayTrainGroup:
+    """slots: where the ranks go, in rank order; asked at every start, since nodes may be lost.
+
+    Every operation but `onload` needs ranks; without them it raises EngineDied.
+    """
+
+    def __init__(self, settings: GroupSettings, slots: Callable[[], Awaitable[Sequence[Slot]]]):
+        self._settings = settings
+        self._slots = slots
+        self._ranks: RankActors | None = None
+        self._models: dict[str, KnownModel] = {}
+        self._points = RestorePoints(settings.state_dir)
+        self._num_starts = 0
+
+    @property
+    def alive(self) -> bool:
+        return self._ranks is not None and self._ranks.dead is None
+
+    @property
+    def model_ids(self) -> tuple[str, ...]:
+        return tuple(self._models)
+
+    def stats(self) -> dict[str, float | int | str]:
+        return {
+            "ranks": self._settings.plan.layout.world if self.alive else 0,
+            "rank_restarts": max(0, self._num_starts - 1),
+            "models": len(self._models),
+            "rank_calls": self._ranks.num_calls if self._ranks else 0,
+            "rank_busy_ms": round(self._ranks.busy_ms, 3) if self._ranks else 0.0,
+        }
+
+    # ---- memory: this is a TrainSide
+
+    async def onload(self) -> int:
+        """Bytes brought to the GPUs. Starts the ranks, and brings the models back, if need be."""
+        if self.alive:
+            return sum(await self._call("onload"))
+        await self.discard()
+        self._ranks = await RankActors.start(self._settings, await self._slots())
+        self._num_starts += 1
+        try:
+            for model_id, model in self._models.items():
+                await self._bring_back(model_id, model)
+            stats = await self._call("stats")
+        except BaseException:
+            await asyncio.shield(self.discard())
+            raise
+        return sum(size for one in stats for name, size in one.items() if name.endswith("_bytes"))
+
+    async def offload(self) -> int:
+        """Bytes freed on the GPUs."""
+        return sum(await self._call("offload"))
+
+    async def discard(self) -> None:
+        """End the ranks, whatever they do."""
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            await ranks.end()
+
+    async def close(self) -> None:
+        """End the ranks and forget the models."""
+        await self.discard()
+        self._models.clear()
+        await self._points.forget_all()
+
+    # ---- models
+
+    async def create(self, model_id: str, spec: LoraSpec) -> None:
+        await self._call("create", model_id, spec)
+        await self._know(model_id, KnownModel(spec, BEGINNING))
+
+    async def load(self, model_id: str, folder: Path, *, with_optimizer: bool) -> LoraSpec:
+        async with self.unchanged(model_id):
+            spec = (await self._call("load", model_id, folder, with_optimizer=with_optimizer))[0]
+        point = await self._points.keep(model_id, folder, with_optimizer=with_optimizer)
+        await self._know(model_id, KnownModel(spec, point))
+        return spec
+
+    async def save(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
+        model = self._known(model_id)
+        await self._call("save", model_id, folder, with_optimizer=with_optimizer)
+        if with_optimizer:
+            old, model.unsaved = model.point, model.gradient
+            model.point = await self._points.keep(model_id, folder, with_optimizer=True)
+            await self._points.drop(old)
+
+    async def delete(self, model_id: str) -> None:
+        """Unknown ids are ignored."""
+        if self._models.pop(model_id, None) is not None:
+            await self._points.forget(model_id)
+        if self.alive:
+            with suppress(EngineDied):  # then it is gone as well
+                await self._call("delete", model_id)
+
+    async def export(
+        self, model_id: str | None, folder: Path, *, form: Literal["adapter", "merged"]
+    ) -> None:
+        """For engines: a PEFT folder, or a Hugging Face folder. None: the base."""
+        if model_id is not None:
+            self._known(model_id)
+        await self._call("export", model_id, folder, form=form)
+
+    async def merge(self, checkpoint: Path, folder: Path) -> None:
+        """A Hugging Face folder of the base with a checkpoint's adapter merged in."""
+        passing = f"merging {uuid.uuid4().hex}"
+        await self._call("load", passing, checkpoint, with_optimizer=False)
+        try:
+            await self._call("export", passing, folder, form="merged")
+        finally:
+            await self._call("delete", passing)
+
+    async def checksum(self, model_id: str | None) -> str:
+        return (await self._call("checksum", model_id))[0]
+
+    # ---- training
+
+    async def forward_backward_only(self, model_id: str, batch: TrainBatch) -> TrainOutput:
+        """Adds the gradient to the model's accumulator, or changes nothing."""
+        model = self._known(model_id)
+        async with _Training(model):
+            parts = await self._call_on_data("forward_backward_only", model_id, batch)
+            model.gradient = True
+        return merge_outputs(parts)
+
+    async def forward_only(self, model_id: str, batch: TrainBatch) -> TrainOutput:
+        self._known(model_id)
+        return merge_outputs(await self._call_on_data("forward_only", model_id, batch))
+
+    async def apply_optimizer_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
+        model = self._known(model_id)
+        async with model.turn, _Training(model):
+            model.weights = object()
+            try:
+                metrics = (await self._call("apply_optimizer_step", model_id, params))[0]
+            finally:
+                model.gradient = False  # a refused gradient is dropped too
+        return metrics
+
+    # ---- weights for engines
+
+    def state_of(self, model_id: str) -> object | None:
+        """The same object as long as the model's weights are the same; None: they are not here."""
+        model = self._models.get(model_id)
+        return None if model is None or model.lost or model.rewound else model.weights
+
+    @asynccontextmanager
+    async def unchanged(self, model_id: str) -> AsyncIterator[None]:
+        """The ranks do not change the model's weights for the length of the block, unless they
+        die; what would waits."""
+        model = self._models.get(model_id)
+        async with model.turn if model is not None else nullcontext():
+            yield
+
+    @property
+    def address(self) -> str:
+        """Of the node of rank 0. Raises EngineDied when the ranks are gone."""
+        return self._running().address
+
+    async def send_weights(self, model_id: str, transfer: Transfer) -> Sent:
+        """Every rank sends its part to the engines; also while they are offloaded."""
+        return (await self._call("send_weights", model_id, transfer))[0]
+
+    # ---- inside
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Any other method of the ranks, on all of them at once."""
+        return await self._call(method, *args, **kwargs)
+
+    async def _call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        return await self._running().call(method, *args, **kwargs)
+
+    async def _call_on_data(self, method: str, model_id: str, batch: TrainBatch) -> list[Any]:
+        return await self._running().call_on_data(method, model_id, batch)
+
+    def _running(self) -> RankActors:
+        if self._ranks is None:
+            raise EngineDied(f"the ranks of {self._settings.name} are not running")
+        return self._ranks
+
+    async def _know(self, model_id: str, model: KnownModel) -> None:
+        old, self._models[model_id] = self._models.get(model_id), model
+        if old is not None:
+            await self._points.drop(old.point)
+
+    def _known(self, model_id: str) -> KnownModel:
+        model = self._models.get(model_id)
+        if model is None or model.lost:
+            raise ModelStateLost(model_id)
+        if model.rewound is not None:
+            told, model.rewound = model.rewound, None
+            raise TrainingRewound(told)
+        return model
+
+    async def _bring_back(self, model_id: str, model: KnownModel) -> None:
+        point = model.point
+        try:
+            if point.folder is None:
+                await self._call("create", model_id, model.spec)
+            else:
+                options = {"with_optimizer": point.with_optimizer}
+                await self._call("load", model_id, point.folder, **options)
+        except EngineDied:
+            raise
+        except TinkercloudError:
+            logger.exception("model %s could not be brought back", model_id)
+            model.lost = True
+            return
+        if model.unsaved:
+            model.weights = object()
+            model.rewound = (
+                f"the training processes of model {model_id!r} died, and it was restored to "
+                f"{point.label}. Training since then is lost; this operation was not executed. "
+                "What is sent from now on continues from there"
+            )
+            logger.warning("model %s was rewound to %s", model_id, point.label)
+        model.unsaved = model.gradient = False
+
+
+class _Training:
+    """Marks a model as trained since its restore point, unless the operation was refused."""
+
+    def __init__(self, model: KnownModel):
+        self._model = model
+        self._before = model.unsaved
+
+    async def __aenter__(self) -> None:
+        # Before, not after: a cancelled caller does not stop the ranks.
+        self._model.unsaved = True
+
+    async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, TinkercloudError) and not isinstance(error, EngineDied):
+            self._model.unsaved = self._before

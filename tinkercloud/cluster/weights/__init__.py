@@ -1,0 +1,1 @@
+"""Weights between Megatron-core ranks, Hugging Face files and engines."""

@@ -1,0 +1,1 @@
+"""Training of drafts while a server runs, from what its passes and samples leave."""

@@ -1,0 +1,110 @@
+"""What drafts are trained on, as batches: mostly what is new, some of what was, and a part that is
+held out.
+
+What is held out is chosen by a digest of the tokens, so that a text is never on both sides.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from tinkercloud.embedded.draft_training.head_model import CapturedSequence
+from tinkercloud.embedded.draft_training.small_model import Lesson
+from tinkercloud.speculative.learning.cases import Case, CaseStore, digest
+from tinkercloud.speculative.learning.replay_buffer import Shelf, sample_mix
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """share: of the new among what is drawn, the others being replayed. One of `held_out_one_in`
+    texts is held out; at most `most_held_out` of them are asked, of the last `recent` versions."""
+
+    batch_size: int = 8
+    share: float = 0.8
+    held_out_one_in: int = 8
+    most_held_out: int = 64
+    recent: int = 1
+    seed: int = 0
+
+    def holds_out(self, text: str) -> bool:
+        """text: a digest."""
+        return int(text[:8], 16) % self.held_out_one_in == 0
+
+    def generator(self, number: int) -> np.random.Generator:
+        return np.random.default_rng((self.seed, number))
+
+
+class CapturedSequences:
+    """For heads: whole sequences of the policy, bounded in bytes, none older than `max_age`
+    versions. New is what the newest version wrote."""
+
+    def __init__(self, max_bytes: int, max_age: int, mix: Mix):
+        self._max_age, self._mix = max_age, mix
+        one_in = mix.held_out_one_in
+        self._shelf: Shelf[CapturedSequence] = Shelf(max_bytes - max_bytes // one_in)
+        self._held_out: Shelf[CapturedSequence] = Shelf(max_bytes // one_in)
+        self._epoch = 0
+
+    def __len__(self) -> int:
+        return len(self._shelf) + len(self._held_out)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._shelf.num_bytes + self._held_out.num_bytes
+
+    def add(self, sequence: CapturedSequence) -> None:
+        held = self._mix.holds_out(digest(sequence.tokens))
+        (self._held_out if held else self._shelf).add(sequence, sequence.num_bytes)
+        self._epoch = max(self._epoch, sequence.epoch)
+        for shelf in (self._shelf, self._held_out):
+            shelf.expire(self._epoch - self._max_age)
+
+    def batch(self, number: int) -> list[CapturedSequence]:
+        new = [s for s in self._shelf if s.epoch == self._epoch]
+        old = [s for s in self._shelf if s.epoch != self._epoch]
+        mix = self._mix
+        return sample_mix(new, old, mix.batch_size, mix.share, mix.generator(number))
+
+    def held_out(self) -> list[list[CapturedSequence]]:
+        if not len(self._shelf):
+            return []
+        current = [s for s in self._held_out if s.epoch > self._epoch - self._mix.recent]
+        return _cut(current[-self._mix.most_held_out :], self._mix.batch_size)
+
+
+class Lessons:
+    """For small models: disagreements, and agreed cases as replay."""
+
+    def __init__(self, store: CaseStore, mix: Mix):
+        self._store, self._mix = store, mix
+
+    def batch(self, number: int) -> list[Lesson]:
+        mix = self._mix
+        cases = self._store.sample(
+            mix.batch_size, mix.generator(number), mix.share, where=self._is_taught
+        )
+        return [self._lesson(case) for case in cases]
+
+    def held_out(self) -> list[list[Lesson]]:
+        cases = [*self._store.disagreed, *self._store.agreed]
+        if not any(map(self._is_taught, cases)):
+            return []
+        newest = max(case.epoch for case in cases)
+        oldest = newest - self._mix.recent
+        held = [c for c in cases if c.epoch > oldest and not self._is_taught(c)]
+        held = held[-self._mix.most_held_out :]
+        return _cut([self._lesson(c) for c in held], self._mix.batch_size)
+
+    def _is_taught(self, case: Case) -> bool:
+        return not self._mix.holds_out(case.context)
+
+    def _lesson(self, case: Case) -> Lesson:
+        return Lesson(self._store.tokens(case), case)
+
+
+def _cut(items: Sequence[T], size: int) -> list[list[T]]:
+    return [list(items[i : i + size]) for i in range(0, len(items), size)]

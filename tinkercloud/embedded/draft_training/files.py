@@ -1,0 +1,51 @@
+"""Draft heads as files: where those of a model lie, and reading one back."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tinkercloud.embedded.draft_training.head_model import HEAD_FILE
+from tinkercloud.embedded.model.base_model import BaseModel
+from tinkercloud.errors import ConfigError, NotFound
+from tinkercloud.speculative.head.head import FrozenRows, Head, HeadConfig
+from tinkercloud.speculative.head.vocabulary import DraftVocabulary
+from tinkercloud.speculative.learning.draft_folder import DraftFolder
+from tinkercloud.weights.checkpoints import read_tensors
+
+
+def drafts_of(drafts_dir: Path, model: str) -> DraftFolder:
+    """The folder of one base model's drafts; made where it is not there."""
+    return DraftFolder(drafts_dir / re.sub(r"[^A-Za-z0-9._-]+", "--", model))
+
+
+def open_head(folder: DraftFolder, name: str, base: BaseModel) -> tuple[Head, dict[str, Tensor]]:
+    """A version, or the one that an alias names. Raises ConfigError where there is none, or where
+    it is not a head of this model."""
+    try:
+        path = folder.path(name)
+    except NotFound as error:
+        raise ConfigError(
+            f"{base.name} has no draft head yet ({error}); `tinkercloud draft train` makes one"
+        ) from None
+    return head_of(read_tensors(path / HEAD_FILE), base, path)
+
+
+def head_of(
+    tensors: Mapping[str, Tensor], base: BaseModel, path: Path
+) -> tuple[Head, dict[str, Tensor]]:
+    params = {n: t.float() for n, t in tensors.items() if n not in ("vocabulary", "layers")}
+    layers = tuple(int(layer) for layer in tensors.get("layers", torch.zeros(0)))
+    try:
+        inner = params["gate_proj"].shape[0]
+        config = HeadConfig(base.config, layers, inner)
+        fits = {name: tuple(t.shape) for name, t in params.items()} == config.shapes()
+        ids = tensors["vocabulary"].tolist()
+        vocabulary = DraftVocabulary.of(ids, base.config.vocab_size)
+    except (KeyError, ValueError) as error:
+        raise ConfigError(f"{path} holds no draft head of {base.name}: {error}") from None
+    if not fits:
+        raise ConfigError(f"the draft head in {path} is not one of {base.name}: other sizes")
+    return Head(config, FrozenRows.of(base.weights, vocabulary)), params

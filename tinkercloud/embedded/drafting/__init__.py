@@ -1,0 +1,1 @@
+"""Drafters that need the target's weights or passes: heads and draft models."""

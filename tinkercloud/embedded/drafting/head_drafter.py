@@ -1,0 +1,169 @@
+"""The draft head as drafter: it goes on from the hidden states that the target's own passes left.
+
+Row i of a sample is the target's states after token i and token i + 1. Where drafted tokens did not
+stand nothing has to be undone: chains leave the head's cache as they found it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tinkercloud.decoding import device_scan
+from tinkercloud.decoding.sampler import RowParams, gumbel_noise_at, warp
+from tinkercloud.embedded.drafting.draft_rows import row_params
+from tinkercloud.speculative.drafters.draft_distribution import AUDIT_EVERY, AuditSchedule
+from tinkercloud.speculative.drafters.drafter import NOTHING, Draft, Stream
+from tinkercloud.speculative.head.cache import HeadCache, NewRows, extend
+from tinkercloud.speculative.head.draft import Coupling, Start, draft_chains
+from tinkercloud.speculative.head.head import Head
+from tinkercloud.speculative.head.vocabulary import DraftVocabulary
+from tinkercloud.speculative.sending import sent
+
+MOST_UNREAD = 256  # rows of a sample that wait to be read; what is older is given up
+MOST_CONTEXT = 1024  # rows of a sample in the head's cache; then it begins anew
+
+
+@dataclass(slots=True, eq=False)
+class _Reader:
+    """unread: states (n, L, D) of the rows that come next; first: the place of their first."""
+
+    stream: Stream
+    slot: int
+    unread: list[Tensor] = field(default_factory=list)
+    num_unread: int = 0
+    first: int = 0
+    output: Tensor | None = None  # (D,) of its last row
+
+
+class HeadDrafter:
+    """Parameters may be replaced between rounds (`use`). It computes where the target does."""
+
+    name = "head"
+    is_coupled = True
+
+    def __init__(self, head: Head, params: Mapping[str, Tensor], audit_every: int = AUDIT_EVERY):
+        self.head, self._params = head, head.placed(params)
+        self._audits = AuditSchedule(audit_every)
+        self._cache = HeadCache(head, 1)
+        self._free = [0]
+        self._readers: dict[int, _Reader] = {}
+        self._coupling = _coupling(head.vocabulary)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return self.head.config.layers
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        """What it drafts with at present."""
+        return dict(self._params)
+
+    def use(self, params: Mapping[str, Tensor]) -> None:
+        self._params = self.head.placed(params)
+        for reader in self._readers.values():
+            self._begin_anew(reader)
+
+    def begin(self, stream: Stream) -> None:
+        if not self._free:
+            num_slots = len(self._cache.lengths)
+            self._cache.reserve(2 * num_slots, 0)
+            self._free = list(range(num_slots, 2 * num_slots))
+        self._readers[stream.id] = _Reader(stream, self._free.pop())
+
+    def see(self, stream: Stream, first: int, hidden: Tensor) -> None:
+        """hidden (n, L, D): the target's states after the tokens from place `first` on, all of
+        which stand."""
+        reader = self._readers[stream.id]
+        if reader.num_unread and reader.first + reader.num_unread != first:
+            self._begin_anew(reader)
+        if not reader.num_unread:
+            reader.first = first
+        reader.unread.append(hidden.clone())
+        reader.num_unread += len(hidden)
+        if reader.num_unread > MOST_UNREAD:
+            kept = torch.cat(reader.unread)[-MOST_UNREAD // 2 :]
+            last = reader.first + reader.num_unread
+            self._begin_anew(reader)
+            reader.unread, reader.num_unread = [kept], len(kept)
+            reader.first = last - len(kept)
+
+    def observe(self, stream: Stream, num_new: int) -> None:
+        """It reads them when it is asked."""
+
+    def end(self, stream: Stream) -> None:
+        reader = self._readers.pop(stream.id)
+        self._cache.rewind(reader.slot, 0)
+        self._free.append(reader.slot)
+
+    @torch.inference_mode()
+    def propose(self, asked: Sequence[tuple[Stream, int]]) -> list[Draft]:
+        wanted = [(self._readers[stream.id], most) for stream, most in asked if most > 0]
+        self._read([reader for reader, _ in wanted if reader.num_unread])
+        ready = [(reader, most) for reader, most in wanted if reader.output is not None]
+        drafts: dict[int, Draft] = {}
+        if ready:
+            drafts = self._drafted(ready)
+        return [drafts.get(stream.id, NOTHING) for stream, _ in asked]
+
+    def _read(self, readers: Sequence[_Reader]) -> None:
+        """The states that came, each with the token after it."""
+        if not readers:
+            return
+        for reader in readers:
+            if self._cache.lengths[reader.slot] + reader.num_unread > MOST_CONTEXT:
+                self._cache.rewind(reader.slot, 0)
+        counts = [r.num_unread for r in readers]
+        unread = torch.cat([states for r in readers for states in r.unread])
+        features = self.head.fuse(self._params, unread).split(counts)
+        tokens = [
+            torch.tensor(r.stream.tokens[r.first + 1 : r.first + 1 + r.num_unread]) for r in readers
+        ]
+        assert [len(one) for one in tokens] == counts, "states of tokens that do not stand"
+        padded = torch.nn.utils.rnn.pad_sequence
+        new = NewRows(
+            [r.slot for r in readers],
+            padded(list(features), batch_first=True),
+            sent(padded(tokens, batch_first=True), self.head.device),
+            counts,
+        )
+        outputs = extend(self.head, self._params, self._cache, new)
+        for i, reader in enumerate(readers):
+            reader.output = outputs[i, counts[i] - 1]
+            reader.unread, reader.num_unread = [], 0
+
+    def _drafted(self, ready: Sequence[tuple[_Reader, int]]) -> dict[int, Draft]:
+        deepest = max(most for _, most in ready)
+        outputs = [reader.output for reader, _ in ready if reader.output is not None]
+        rows = [[row_params(reader.stream, k) for reader, _ in ready] for k in range(deepest)]
+        takes = self._audits.takes
+        audited = [i for i, (one, _) in enumerate(ready) if takes(one.stream.temperature)]
+        start = Start([reader.slot for reader, _ in ready], torch.stack(outputs), rows, audited)
+        chains = draft_chains(self.head, self._params, self._cache, start, self._coupling)
+        # Both at once: each time the host reads, it waits for the device.
+        told = torch.stack((chains.tokens.double(), chains.chances.clamp(0, 1).double())).tolist()
+        tokens, chances = [[int(token) for token in row] for row in told[0]], told[1]
+        return {
+            reader.stream.id: Draft(
+                tuple(tokens[i][:most]),
+                tuple(chances[i][:most]),
+                tuple(chains.laws.get(i, ())[:most]),
+            )
+            for i, (reader, most) in enumerate(ready)
+        }
+
+    def _begin_anew(self, reader: _Reader) -> None:
+        self._cache.rewind(reader.slot, 0)
+        reader.unread, reader.num_unread, reader.output = [], 0, None
+
+
+def _coupling(vocabulary: DraftVocabulary) -> Coupling[RowParams]:
+    """The noise is made where the vocabulary lies."""
+    size, device = len(vocabulary.index), vocabulary.ids.device
+
+    def noise(rows: Sequence[RowParams], ids: Tensor) -> Tensor:
+        params = sent(torch.from_numpy(device_scan.packed(rows)), device)
+        return device_scan.noise_at(params, ids, size)
+
+    return Coupling(warp, gumbel_noise_at if device.type == "cpu" else noise)

@@ -1,0 +1,152 @@
+"""One token for each of up to B sequences, with shapes that do not depend on the batch.
+
+All that changes from step to step lies in one buffer of whole numbers, which is filled before; what
+runs is the same every time, so that a CUDA graph can hold it. Rows that are no sequence's are
+padding: they write to a block of their own that nobody reads.
+
+Axes: B rows, W blocks of a table, Hq/Hkv heads, Dh head size, V vocabulary.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+from weakref import ref
+
+import numpy as np
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tinkercloud.architectures.llama import Llama
+from tinkercloud.embedded.forward.adapter_bank import NONE, AdapterBank
+from tinkercloud.embedded.forward.hidden_states import LayerStates
+from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool
+from tinkercloud.embedded.forward.paged_attention import PagedAttention
+
+HEAD = 3  # columns before a row's table: token, position, slot of its adapter
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What the rows of a step are: views of a buffer int32 (B, HEAD + W), taken once a step."""
+
+    tokens: Tensor  # int64 (B,)
+    positions: Tensor  # int64 (B,)
+    adapters: Tensor  # int32 (B,)
+    tables: Tensor  # int32 (B, W)
+    lengths: Tensor  # int32 (B,)
+    blocks: Tensor  # int64 (B,): where the row's keys and values go
+    places: Tensor  # int64 (B,): within that block
+
+    @classmethod
+    def of(cls, packed: Tensor) -> "Inputs":
+        head, tables = packed[:, :HEAD], packed[:, HEAD:].contiguous()
+        positions = head[:, 1].long()
+        blocks = tables.gather(1, (positions // BLOCK_TOKENS)[:, None])[:, 0].long()
+        return cls(
+            tokens=head[:, 0].long(),
+            positions=positions,
+            adapters=head[:, 2].contiguous(),
+            tables=tables,
+            lengths=head[:, 1] + 1,
+            blocks=blocks,
+            places=positions % BLOCK_TOKENS,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of a step, on the host. tokens, positions, adapters (B,); tables (B, blocks)."""
+
+    tokens: NDArray[np.int64]
+    positions: NDArray[np.int32]
+    adapters: NDArray[np.int64]
+    tables: NDArray[np.int32]
+
+    def packed(self, num_rows: int, width: int, spare_block: int) -> NDArray[np.int32]:
+        """The buffer of a step, int32 (num_rows, HEAD + width). Rows past ours are padding."""
+        num, held = len(self.tokens), min(width, self.tables.shape[1])
+        packed = np.zeros((num_rows, HEAD + width), np.int32)
+        packed[:num, 0], packed[:num, 1] = self.tokens, self.positions
+        packed[:num, 2] = self.adapters
+        packed[:num, HEAD : HEAD + held] = self.tables[:, :held]
+        packed[num:, 2] = NONE
+        packed[num:, HEAD:] = spare_block
+        return packed
+
+
+class DecodeContext:
+    """An `architectures.layers.Context` for one row of every sequence. bank None: no adapters."""
+
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        pool: BlockPool,
+        inputs: Inputs,
+        bank: AdapterBank | None,
+        attend: PagedAttention,
+    ):
+        self._weights, self._pool, self._inputs = weights, pool, inputs
+        self._bank, self._attend = bank, attend
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        y = F.linear(x, self._weights[name], self._weights.get(f"{name}.bias"))
+        if self._bank is not None and name in self._bank:
+            y += self._bank.delta(name, x, self._inputs.adapters)
+        return y
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self._weights["model.embed_tokens"])
+
+    def norm_weight(self, name: str) -> Tensor:
+        return self._weights[name]
+
+    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values, at = self._pool.keys[layer], self._pool.values[layer], self._inputs
+        keys[at.blocks, :, :, at.places] = k
+        values[at.blocks, :, at.places] = v
+        return self._attend(q, keys, values, at.tables, at.lengths)
+
+
+class Step(Protocol):
+    """One set of weights, and how it decodes into one pool."""
+
+    @property
+    def architecture(self) -> Llama: ...
+    @property
+    def weights(self) -> Mapping[str, Tensor]: ...
+
+    def step(
+        self,
+        packed: Tensor,
+        bank: AdapterBank | None,
+        out: Tensor,
+        states: LayerStates | None = None,
+    ) -> None:
+        """Logits of packed (B, HEAD + W) to out (B, V); keys and values to their blocks; to states
+        what its layers put out. What runs depends on the shapes and these layers alone."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeModel:
+    """A Step by the architecture's own code, for any network."""
+
+    architecture: Llama
+    weights: Mapping[str, Tensor]
+    pool: "ref[BlockPool]"  # its owner may give the memory back
+    attend: PagedAttention
+
+    def step(
+        self,
+        packed: Tensor,
+        bank: AdapterBank | None,
+        out: Tensor,
+        states: LayerStates | None = None,
+    ) -> None:
+        inputs, pool = Inputs.of(packed), self.pool()
+        assert pool is not None, "decoded into what is gone"
+        context = DecodeContext(self.weights, pool, inputs, bank, self.attend)
+        show = None if states is None else states.show
+        hidden = self.architecture.hidden(context, inputs.tokens, inputs.positions, show)
+        out.copy_(self.architecture.unembed(context, hidden))

@@ -1,0 +1,36 @@
+"""What some layers of a network put out in a pass, for drafters that read it.
+
+Axes: M rows, L layers, D hidden size.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from tinkercloud.embedded.model.base_model import BaseModel
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStates:
+    """Where it goes. layers: numbered as in `speculative.head.head.HeadConfig`; out
+    float32 (M, L, D), on the network's device."""
+
+    layers: tuple[int, ...]
+    out: Tensor
+
+    @classmethod
+    def empty(cls, layers: tuple[int, ...], num_rows: int, base: BaseModel) -> Self:
+        size = base.config.hidden_size
+        return cls(layers, torch.empty(num_rows, len(layers), size, device=base.device))
+
+    def rows(self, count: int) -> Self:
+        """The first of them, in the same memory."""
+        return type(self)(self.layers, self.out[:count])
+
+    def show(self, number: int, x: Tensor) -> None:
+        """An `architectures.layers.Show`; rows of x past M are padding."""
+        for place, layer in enumerate(self.layers):
+            if layer == number:
+                self.out[:, place].copy_(x[: len(self.out)])

@@ -1,0 +1,168 @@
+"""Whether our Triton kernels can be used: they are where they are to run, and they are right there.
+
+Before the first use every kernel is compared with its plain form on the device itself. What does
+not compile or does not agree is not used; sampling is slower then, and a warning says why.
+"""
+
+import logging
+import time
+from functools import cache
+from importlib.util import find_spec
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from tinkercloud.architectures import load_architecture
+from tinkercloud.architectures.config import from_hf
+from tinkercloud.architectures.llama import Llama
+from tinkercloud.embedded.forward.adapter_bank import AdapterBank
+from tinkercloud.embedded.forward.decode_step import HEAD, DecodeModel, Step
+from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool
+from tinkercloud.embedded.forward.paged_attention import PagedAttention, paged_attention
+from tinkercloud.embedded.model.base_model import BaseModel
+from tinkercloud.embedded.model.version import Version
+from tinkercloud.weights.adapters import Adapter
+
+logger = logging.getLogger(__name__)
+
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 8e-2, torch.float16: 1e-2}
+"""Of the largest entry."""
+_BLOCKS = 24
+_TINY = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 72,
+    "hidden_size": 80,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "max_position_embeddings": 4096,
+}
+
+
+@cache
+def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether they run on the device and agree with the plain forms there."""
+    if device.type != "cuda" or dtype not in TOLERANCES or find_spec("triton") is None:
+        return False
+    if torch.cuda.get_device_capability(device) < (8, 0):  # no products of bfloat16
+        return False
+    begun = time.perf_counter()
+    try:
+        found = differences(device, dtype)
+    except Exception as error:  # noqa: BLE001 - a compiler's; there is another way to compute
+        logger.warning("Triton kernels are not used, sampling is slower: %s", error)
+        return False
+    wrong = {name: value for name, value in found.items() if not value <= TOLERANCES[dtype]}
+    if wrong:
+        logger.warning("Triton kernels are not used, sampling is slower; they are off: %s", wrong)
+        return False
+    took = (time.perf_counter() - begun) * 1000
+    logger.info("Triton kernels for %s compiled and compared in %.0f ms", dtype, took)
+    return True
+
+
+def attention_for(device: torch.device, dtype: torch.dtype) -> PagedAttention:
+    """The fastest there is."""
+    if has_kernels(device, dtype):
+        from tinkercloud.embedded.forward.attention_kernel import paged_attention as compiled
+
+        return compiled
+    return paged_attention
+
+
+def step_for(version: Version, pool: BlockPool) -> Step:
+    """The decode step of the version's weights, the fastest there is."""
+    base = version.base
+    if base.is_llama_family and has_kernels(base.device, base.dtype):
+        from tinkercloud.embedded.forward.fused_decode import FusedModel
+
+        return FusedModel(base.architecture, version.weights, ref(pool))
+    attend = attention_for(base.device, base.dtype)
+    return DecodeModel(base.architecture, version.weights, ref(pool), attend)
+
+
+def differences(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """Between our kernels and the plain forms: the largest, as a fraction of the largest entry."""
+    generator = torch.Generator().manual_seed(3)
+    found = {}
+    for num_seqs, width in ((1, 8), (3, 24)):
+        name = f"attention of {num_seqs} over {width} blocks"
+        found[name] = _attention_difference(num_seqs, width, device, dtype, generator)
+    found |= _step_differences(device, dtype, generator)
+    return found
+
+
+def _attention_difference(
+    num_seqs: int, width: int, device: torch.device, dtype: torch.dtype, generator: torch.Generator
+) -> float:
+    from tinkercloud.embedded.forward.attention_kernel import paged_attention as compiled
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    q, keys = random(num_seqs, 6, 24), random(_BLOCKS, 2, 24, BLOCK_TOKENS)
+    values = random(_BLOCKS, 2, BLOCK_TOKENS, 24)
+    order = torch.stack([torch.randperm(_BLOCKS, generator=generator) for _ in range(num_seqs)])
+    tables = order[:, :width].int().to(device)
+    lengths = torch.tensor([width * BLOCK_TOKENS - 7, 1, 65][:num_seqs], device=device)
+    given = (q, keys, values, tables, lengths)
+    return _difference(compiled(*given), paged_attention(*given))
+
+
+def _step_differences(
+    device: torch.device, dtype: torch.dtype, generator: torch.Generator
+) -> dict[str, float]:
+    """Of logits, keys and values of a step without and with adapters."""
+    from tinkercloud.embedded.forward.fused_decode import FusedModel
+
+    base = _tiny_base(device, dtype, generator)
+    bank = AdapterBank(base.config.linear_shapes(), device)
+    placed = bank.place([_adapted(base, rank, generator) for rank in (4, 11)])
+    assert placed is not None
+    packed = torch.zeros(3, HEAD + 8, dtype=torch.int32, device=device)
+    packed[:, 0] = torch.tensor([5, 6, 70])
+    packed[:, 1] = torch.tensor([0, 100, 17])
+    packed[:, 2] = torch.tensor([placed[0], -1, placed[1]])
+    packed[:, HEAD:] = torch.arange(_BLOCKS).view(3, 8)
+    found = {}
+    for name, used in (("plain step", None), ("step with adapters", bank)):
+        results = []
+        for kind in ("ours", "plain"):
+            pool = BlockPool(base.config, dtype, device, _BLOCKS)
+            model: Step = FusedModel(base.architecture, base.weights, ref(pool))
+            if kind == "plain":
+                model = DecodeModel(base.architecture, base.weights, ref(pool), paged_attention)
+            out = torch.zeros(3, base.config.vocab_size, device=device, dtype=dtype)
+            model.step(packed, used, out)
+            results.append((out, *pool.keys, *pool.values))
+        pairs = zip(*results, strict=True)
+        found[name] = max(_difference(ours, theirs) for ours, theirs in pairs)
+    return found
+
+
+def _difference(ours: Tensor, theirs: Tensor) -> float:
+    ours, theirs = ours.float(), theirs.float()
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+def _tiny_base(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> BaseModel:
+    config = from_hf(_TINY)
+    weights = {}
+    for name, shape in config.weight_shapes().items():
+        noise = torch.randn(shape, generator=generator)
+        scale = shape[-1] ** -0.5 if len(shape) > 1 else 0.3
+        weights[name] = (noise * scale + ("norm" in name)).to(device, dtype)
+    network: Llama = load_architecture(config.name)(config, device)
+    return BaseModel("kernel check", config, network, weights, None, dtype, device)
+
+
+def _adapted(base: BaseModel, rank: int, generator: torch.Generator) -> Version:
+    adapter: Adapter = {}
+    for name, (out_size, in_size) in base.config.linear_shapes().items():
+        a = torch.randn(rank, in_size, generator=generator) * in_size**-0.5
+        b = torch.randn(out_size, rank, generator=generator) * rank**-0.5
+        adapter[name] = (a.to(base.device), b.to(base.device))
+    return Version(f"rank {rank}", base, base.weights, adapter, 0.5)

@@ -1,0 +1,135 @@
+"""A ragged batch through torch: attention over keys and values that lie in blocks.
+
+Axes: M rows, S sequences, Hq/Hkv query and key/value heads, Dh head size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tinkercloud.architectures.llama import Llama
+from tinkercloud.embedded.forward.contexts import SampleContext, pad_rows, segments_of
+from tinkercloud.embedded.forward.kernel_choice import attention_for
+from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool, blocks_for
+from tinkercloud.embedded.forward.paged_attention import TILE
+from tinkercloud.embedded.model.uploads import uploaded
+from tinkercloud.embedded.model.version import Version
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Several rows of one sequence: `rows` of the batch, the blocks (blocks,) of the `total` tokens
+    up to the last of them, and which of these each row sees, bool (n, total); None: those before
+    it, and all rows are there."""
+
+    rows: slice
+    blocks: Tensor
+    total: int
+    seen: Tensor | None
+
+
+class PagedContext(SampleContext):
+    """Rows past the given ones are padding: they read and write nothing.
+
+    positions, sequence (M,), tables (S, blocks): as in `runners.Batch`. All indices are made and
+    brought to the device once, here, not in every layer; nothing here or in a layer waits for the
+    device, so that other lanes' work can be queued while the pass runs.
+    """
+
+    def __init__(
+        self,
+        versions: Sequence[tuple[Version, int]],
+        pool: BlockPool,
+        positions: NDArray[np.int32],
+        sequence: NDArray[np.int32],
+        tables: NDArray[np.int32],
+    ):
+        base = versions[0][0].base
+        self._versions = [version for version, count in versions for _ in range(count)]
+        num_rows = len(positions)
+        self._versions += [self._versions[-1]] * (pad_rows(num_rows) - num_rows)
+        entries = [version.entry for version in self._versions]
+        super().__init__(versions[0][0].weights, segments_of(entries, base.device))
+        self._pool, self._device, self._num_rows = pool, base.device, num_rows
+        self._positions = positions
+        blocks = tables[sequence, positions // BLOCK_TOKENS]
+        self._blocks, self._slots = self._tensors(blocks, positions % BLOCK_TOKENS)
+        starts = np.flatnonzero(np.diff(sequence, prepend=-1))
+        counts = np.diff(starts, append=num_rows)
+        self._attend = attention_for(base.device, base.dtype)
+        single = starts[counts == 1]  # rows that are alone in their sequence
+        self._single = self._alone(single, tables[sequence[single]]) if len(single) else None
+        self._chunks = [
+            self._chunk(int(start), int(count), tables[sequence[start]])
+            for start, count in zip(starts, counts, strict=True)
+            if count > 1
+        ]
+
+    def padded(self, tokens: NDArray[np.int64], device: torch.device) -> tuple[Tensor, Tensor]:
+        """Tokens and positions, int64, in whole tiles of rows."""
+        more = len(self._versions) - self._num_rows
+        pair = (np.pad(tokens, (0, more)), np.pad(self._positions.astype(np.int64), (0, more)))
+        return uploaded(pair[0], device), uploaded(pair[1], device)
+
+    def unembed(self, architecture: Llama, hidden: Tensor, wanted: NDArray[np.int64]) -> Tensor:
+        """hidden (M, D) -> logits (W, V) of the wanted rows."""
+        rows = np.concatenate([wanted, np.repeat(wanted[:1], pad_rows(len(wanted)) - len(wanted))])
+        entries = [self._versions[row].entry for row in rows.tolist()]
+        context = SampleContext(self._base, segments_of(entries, self._device))
+        (held,) = self._tensors(rows)
+        return architecture.unembed(context, hidden[held])[: len(wanted)]
+
+    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values = self._pool.keys[layer], self._pool.values[layer]
+        keys[self._blocks, :, :, self._slots] = k[: self._num_rows]
+        values[self._blocks, :, self._slots] = v[: self._num_rows]
+        out = torch.zeros_like(q)
+        if self._single is not None:
+            rows, tables, lengths = self._single
+            out[rows] = self._attend(q[rows], keys, values, tables, lengths)
+        for chunk in self._chunks:
+            own_keys = keys[chunk.blocks].permute(1, 0, 3, 2).flatten(1, 2)[:, : chunk.total]
+            own_values = values[chunk.blocks].permute(1, 0, 2, 3).flatten(1, 2)[:, : chunk.total]
+            out[chunk.rows] = _chunk_attention(q[chunk.rows], own_keys, own_values, chunk.seen)
+        return out
+
+    def _alone(
+        self, rows: NDArray[np.int64], tables: NDArray[np.int32]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """For one query of each of B sequences: rows (B,), tables (B, W) in whole tiles of
+        attention, lengths (B,)."""
+        lengths = self._positions[rows] + 1
+        longest = blocks_for(-(-int(lengths.max()) // TILE) * TILE)
+        tables = np.pad(tables, ((0, 0), (0, max(0, longest - tables.shape[1]))))[:, :longest]
+        at, held, valid = self._tensors(rows, tables, lengths)
+        return at, held, valid
+
+    def _chunk(self, start: int, count: int, table: NDArray[np.int32]) -> _Chunk:
+        total = int(self._positions[start + count - 1]) + 1
+        (held,) = self._tensors(table[: blocks_for(total)])
+        seen = None
+        if count != total:
+            last_seen = torch.arange(total - count, total, device=self._device)[:, None]
+            seen = torch.arange(total, device=self._device)[None] <= last_seen
+        return _Chunk(slice(start, start + count), held, total, seen)
+
+    def _tensors(self, *arrays: NDArray[np.generic]) -> list[Tensor]:
+        return [uploaded(each.astype(np.int64), self._device) for each in arrays]
+
+
+def _chunk_attention(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None) -> Tensor:
+    """q (n, Hq, Dh), the last n positions of keys (Hkv, P, Dh); seen: as in `_Chunk`
+    -> (n, Hq, Dh)."""
+    groups = q.shape[1] // keys.shape[0]
+    if groups > 1:
+        keys = keys.repeat_interleave(groups, dim=0)
+        values = values.repeat_interleave(groups, dim=0)
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None], keys[None], values[None], attn_mask=seen, is_causal=seen is None
+    )
+    return out[0].transpose(0, 1)

@@ -1,0 +1,329 @@
+"""One forward pass over a ragged batch: rows of any number of sequences, any number of each.
+
+Axes: M rows, W of them wanted, D hidden size, V vocabulary, S sequences, Dh head size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+from weakref import WeakKeyDictionary, ref
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tinkercloud.decoding.sampler import Scan
+from tinkercloud.embedded.forward.adapter_bank import AdapterBank
+from tinkercloud.embedded.forward.decode_graphs import (
+    MAX_ROWS,
+    Capture,
+    CudaCapture,
+    DecodeGraphs,
+    DrawGraphs,
+    bucket_for,
+    width_for,
+)
+from tinkercloud.embedded.forward.decode_step import Rows
+from tinkercloud.embedded.forward.hidden_states import LayerStates
+from tinkercloud.embedded.forward.kernel_choice import has_kernels, step_for
+from tinkercloud.embedded.forward.kv_blocks import BlockPool, blocks_for
+from tinkercloud.embedded.forward.paged_context import PagedContext
+from tinkercloud.embedded.model.base_model import BaseModel
+from tinkercloud.embedded.model.version import Version
+from tinkercloud.embedded.native.bindings import AdapterTable, NativeModel, Team, library, scan
+
+_BASE = "base "
+_NO_STATES = torch.empty(0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows that share base weights; those of one version are neighbours.
+
+    tokens, positions, sequence (M,): each row's id, its place in its sequence, and its sequence's
+    row in tables (S, blocks); a sequence's rows are neighbours, in order. versions: with how many
+    rows each. wanted (W,): the rows whose logits are wanted, ascending.
+    """
+
+    tokens: NDArray[np.int64]
+    positions: NDArray[np.int32]
+    sequence: NDArray[np.int32]
+    tables: NDArray[np.int32]
+    versions: Sequence[tuple[Version, int]]
+    wanted: NDArray[np.int64]
+
+    @property
+    def base(self) -> BaseModel:
+        return self.versions[0][0].base
+
+    @property
+    def is_decode(self) -> bool:
+        """One row of each sequence."""
+        return len(self.tokens) == len(self.tables)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of one sequence: the place of the first in it, the sequence's blocks, and of how many of
+    the last rows the logits are wanted."""
+
+    version: Version
+    tokens: Sequence[int]
+    start: int
+    blocks: Sequence[int]
+    num_wanted: int
+
+
+def ragged(parts: Sequence[Part]) -> Batch:
+    """One batch of them; those of one version are neighbours."""
+    tables = np.zeros((len(parts), max(len(part.blocks) for part in parts)), np.int32)
+    tokens: list[int] = []
+    wanted: list[int] = []
+    versions: list[tuple[Version, int]] = []
+    for i, part in enumerate(parts):
+        tables[i, : len(part.blocks)] = part.blocks
+        tokens += part.tokens
+        wanted += range(len(tokens) - part.num_wanted, len(tokens))
+        if versions and versions[-1][0] is part.version:
+            versions[-1] = (part.version, versions[-1][1] + len(part.tokens))
+        else:
+            versions.append((part.version, len(part.tokens)))
+    counts = np.array([len(part.tokens) for part in parts])
+    starts = np.array([part.start for part in parts])
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return Batch(
+        np.array(tokens, np.int64),
+        (np.repeat(starts, counts) + within).astype(np.int32),
+        np.repeat(np.arange(len(parts)), counts).astype(np.int32),
+        tables,
+        versions,
+        np.array(wanted, np.int64),
+    )
+
+
+class Runner(Protocol):
+    """is_exact: a row's bits depend on its own sequence's tokens alone, not on how they are cut
+    into batches; so keys and values may be used wherever the same tokens stand."""
+
+    is_exact: bool
+    scan: Scan | None  # for `decoding.sampler.sample`
+
+    def capture(self, base: BaseModel, layers: tuple[int, ...]) -> None:
+        """From now on these layers' outputs are wanted of passes of the base, and no others;
+        numbered as in `speculative.head.head.HeadConfig`."""
+        ...
+
+    @property
+    def captured(self) -> Tensor:
+        """What the wanted layers put out in the last pass (M, L, D), float32 on the base's device;
+        the caller's to keep. Empty where none are wanted."""
+        ...
+
+    def forward(self, batch: Batch, pool: BlockPool) -> Tensor:
+        """Logits (W, V); writes the rows' keys and values into their blocks. On a device with
+        `lanes` the logits are the caller's to keep; else they are good until the next call."""
+        ...
+
+    def rest(self) -> None:
+        """Nothing is underway: keep no version's tensors."""
+        ...
+
+
+class NativeRunner:
+    """The compiled pass on a CPU, in float32 or bfloat16 (see forward.c for what is rounded)."""
+
+    is_exact = True
+
+    def __init__(self, num_threads: int):
+        self._team = Team(num_threads)
+        self.scan: Scan | None = partial(scan, self._team)
+        self._models: dict[str, tuple[BlockPool, NativeModel]] = {}
+        self._adapters: dict[str, AdapterTable] = {}
+        self._angles: dict[str, tuple[Tensor, Tensor]] = {}  # by base; they grow as needed
+        self._layers: dict[str, tuple[int, ...]] = {}  # by base
+        self.captured = _NO_STATES
+
+    def capture(self, base: BaseModel, layers: tuple[int, ...]) -> None:
+        self._layers[base.name] = layers
+
+    def forward(self, batch: Batch, pool: BlockPool) -> Tensor:
+        segments, first = [], 0
+        for version, count in batch.versions:
+            if version.adapter is not None:
+                segments.append((first, count, version.scale, self._table(version)))
+            first += count
+        model = self._model(batch.versions[0][0], pool)
+        rotary = self._rotary(batch.base, int(batch.positions.max()) + 1)
+        layers = self._layers.get(batch.base.name, ())
+        logits, self.captured = model.forward(self._team, batch, rotary, segments, layers)
+        return logits
+
+    def rest(self) -> None:
+        self._models = {n: m for n, m in self._models.items() if n.startswith(_BASE)}
+        self._adapters.clear()
+
+    def _model(self, version: Version, pool: BlockPool) -> NativeModel:
+        name = _weights_name(version)
+        known = self._models.get(name)
+        if known is not None and known[0] is pool:
+            return known[1]
+        made = NativeModel(version.base.config, version.weights, pool.keys, pool.values)
+        self._models[name] = (pool, made)
+        return made
+
+    def _rotary(self, base: BaseModel, num_positions: int) -> tuple[Tensor, Tensor]:
+        known = self._angles.get(base.name)
+        if known is None or len(known[0]) < num_positions:
+            more = torch.arange(1 << max(10, (num_positions - 1).bit_length()))
+            known = self._angles[base.name] = base.architecture.rotary(more)
+        return known
+
+    def _table(self, version: Version) -> AdapterTable:
+        if version.id not in self._adapters:
+            assert version.adapter is not None
+            layers = version.base.config.num_layers
+            self._adapters[version.id] = AdapterTable(version.adapter, layers)
+        return self._adapters[version.id]
+
+
+class TorchRunner:
+    """The same through torch: every device and number type, and what the other is tested against.
+
+    Its rows are exact only when prompts are always cut at the same places.
+    """
+
+    is_exact = False
+    scan: Scan | None = None
+
+    def __init__(self) -> None:
+        self._layers: dict[str, tuple[int, ...]] = {}  # by base
+        self.captured = _NO_STATES
+
+    def capture(self, base: BaseModel, layers: tuple[int, ...]) -> None:
+        self._layers[base.name] = layers
+
+    def forward(self, batch: Batch, pool: BlockPool) -> Tensor:
+        base = batch.base
+        layers = self._layers.get(base.name, ())
+        states = LayerStates.empty(layers, len(batch.tokens), base) if layers else None
+        self.captured = _NO_STATES if states is None else states.out
+        context = PagedContext(batch.versions, pool, batch.positions, batch.sequence, batch.tables)
+        tokens, positions = context.padded(batch.tokens, base.device)
+        show = None if states is None else states.show
+        hidden = base.architecture.hidden(context, tokens, positions, show)
+        return context.unembed(base.architecture, hidden, batch.wanted)
+
+    def rest(self) -> None:
+        """It keeps nothing."""
+
+
+class GraphRunner:
+    """Batches of one row per sequence take a step of fixed shapes, as a CUDA graph where there are
+    such; all others go the way of TorchRunner. `capture` None: the same step without graphs.
+
+    A step of n rows is padded to one of `decode_graphs.BUCKETS`; the last bits of a row may differ
+    from bucket to bucket.
+    """
+
+    is_exact = False
+
+    def __init__(self, capture: Capture | None, scan: Scan | None = None):
+        self._plain = TorchRunner()
+        self._capture, self.scan = capture, scan
+        self._graphs: dict[str, tuple[ref[BlockPool], DecodeGraphs]] = {}
+        self._banks: dict[str, AdapterBank] = {}  # by base
+        self._spare_blocks: WeakKeyDictionary[BlockPool, int] = WeakKeyDictionary()
+        self._layers: dict[str, tuple[int, ...]] = {}  # by base
+        self.captured = _NO_STATES
+
+    def capture(self, base: BaseModel, layers: tuple[int, ...]) -> None:
+        self._layers[base.name] = layers
+        self._plain.capture(base, layers)
+
+    def forward(self, batch: Batch, pool: BlockPool) -> Tensor:
+        logits = self._decode(batch, pool) if batch.is_decode else None
+        if logits is None:
+            logits = self._plain.forward(batch, pool)
+            self.captured = self._plain.captured
+        return logits
+
+    def rest(self) -> None:
+        self._graphs = {n: g for n, g in self._graphs.items() if n.startswith(_BASE)}
+        for bank in self._banks.values():
+            bank.forget()
+
+    @torch.inference_mode()
+    def _decode(self, batch: Batch, pool: BlockPool) -> Tensor | None:
+        """None: this batch does not fit a step."""
+        num_rows, base = bucket_for(len(batch.tokens)), batch.base
+        versions = [version for version, _ in batch.versions]
+        bank = self._bank(base)
+        places = bank.place(versions)
+        spare = self._spare_block(pool)
+        if num_rows is None or places is None or spare is None:
+            return None
+        most = blocks_for(base.config.max_position_embeddings)
+        needed = blocks_for(int(batch.positions.max()) + 1)
+        width = width_for(needed, most, any_width=has_kernels(base.device, base.dtype))
+        slots = np.repeat(places, [count for _, count in batch.versions])
+        rows = Rows(batch.tokens, batch.positions, slots, batch.tables[batch.sequence])
+        packed = rows.packed(num_rows, width, spare)
+        adapters = bank if any(v.adapter is not None for v in versions) else None
+        graphs = self._graphs_of(versions[0], pool)
+        logits = graphs.run(packed, adapters, len(batch.tokens))
+        self.captured = graphs.captured(len(batch.tokens)) if graphs.layers else _NO_STATES
+        if len(batch.wanted) == len(batch.tokens):
+            return logits
+        return logits[torch.from_numpy(batch.wanted).to(base.device)]
+
+    def _graphs_of(self, version: Version, pool: BlockPool) -> DecodeGraphs:
+        name, base = _weights_name(version), version.base
+        known, layers = self._graphs.get(name), self._layers.get(base.name, ())
+        if known is not None and known[0]() is pool and known[1].layers == layers:
+            return known[1]
+        longest = blocks_for(base.config.max_position_embeddings)
+        width = width_for(longest, longest, any_width=False)
+        states = LayerStates.empty(layers, MAX_ROWS, base) if layers else None
+        made = DecodeGraphs(step_for(version, pool), base.device, self._capture, width, states)
+        self._graphs[name] = (ref(pool), made)
+        return made
+
+    def _bank(self, base: BaseModel) -> AdapterBank:
+        if base.name not in self._banks:
+            self._banks[base.name] = AdapterBank(base.config.linear_shapes(), base.device)
+        return self._banks[base.name]
+
+    def _spare_block(self, pool: BlockPool) -> int | None:
+        """Where padding writes; None while there is no free one."""
+        if pool not in self._spare_blocks:
+            taken = pool.take(1)
+            if taken is None:
+                return None
+            self._spare_blocks[pool] = taken[0]
+        return self._spare_blocks[pool]
+
+
+def _weights_name(version: Version) -> str:
+    shared = version.weights is version.base.weights
+    return f"{_BASE}{version.base.name}" if shared else version.id
+
+
+def runner_for(base: BaseModel, num_threads: int) -> Runner:
+    """The fastest there is for the base's device and number type."""
+    fits = base.device.type == "cpu" and base.dtype in (torch.float32, torch.bfloat16)
+    if fits and library() is not None:
+        return NativeRunner(num_threads)
+    if base.device.type == "cuda":
+        capture = CudaCapture()
+        return GraphRunner(capture, DrawGraphs(capture))
+    return TorchRunner()
+
+
+def scorer_for(base: BaseModel, runner: Runner) -> Runner:
+    """What computes the log-probabilities of prompts. In bfloat16 where values are rounded moves
+    them as much as the type itself does; only the plain pass rounds where other implementations
+    and the trainer do."""
+    apart = isinstance(runner, NativeRunner) and base.dtype == torch.bfloat16
+    return TorchRunner() if apart else runner

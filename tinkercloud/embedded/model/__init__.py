@@ -1,0 +1,1 @@
+"""Base models and published versions in memory, and the device that holds them."""

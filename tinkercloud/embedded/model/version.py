@@ -1,0 +1,34 @@
+"""Published weights, as the sampling engine reads them."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tinkercloud.embedded.model.base_model import BaseModel
+from tinkercloud.weights.adapters import Adapter
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """Immutable published weights. `weights` are the base's own, or a full fine-tune's. origin: the
+    model that they were published of; "" for a base's or a checkpoint's."""
+
+    id: str
+    base: BaseModel
+    weights: dict[str, Tensor]
+    adapter: Adapter | None
+    scale: float
+    origin: str = ""
+
+    @property
+    def own_bytes(self) -> int:
+        """What it holds beside the shared base."""
+        if self.adapter is not None:
+            return sum(a.nbytes + b.nbytes for a, b in self.adapter.values())
+        if self.weights is self.base.weights:
+            return 0
+        return sum({id(t): t.nbytes for t in self.weights.values()}.values())
+
+    @property
+    def entry(self) -> tuple[Adapter, float] | None:
+        return (self.adapter, self.scale) if self.adapter is not None else None

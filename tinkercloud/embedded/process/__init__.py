@@ -1,0 +1,1 @@
+"""The engine process: its supervisor, its worker, and the messages between them."""

@@ -1,0 +1,190 @@
+"""The API process's side of the engine: start it, call it, notice its death, start it again."""
+
+import asyncio
+import itertools
+import logging
+import pickle
+import socket
+import sys
+import time
+from collections import deque
+from typing import Any
+
+from tinkercloud.config import engine_environment
+from tinkercloud.core.types import ServedModel
+from tinkercloud.embedded.process.protocol import (
+    HEADER,
+    Call,
+    EngineSettings,
+    Ready,
+    Result,
+    StartFailed,
+    Stats,
+    decode_error,
+    pack,
+)
+from tinkercloud.errors import ConfigError, EngineDied
+
+log = logging.getLogger(__name__)
+
+RESTART_WINDOW_S = 600.0
+
+
+class EngineHost:
+    """Supervises one engine process. `call` is safe from any task of one event loop."""
+
+    def __init__(self, settings: EngineSettings, restart_limit: int):
+        self._settings = settings
+        self._restart_limit = restart_limit
+        self._ids = itertools.count()
+        self._pending: dict[int, asyncio.Future[Any]] = {}
+        self._process: asyncio.subprocess.Process | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._up = asyncio.Event()
+        self._stopping = False
+        self._gave_up = ""
+        self._starts: deque[float] = deque()
+        self.num_restarts = 0
+        self.stats = Stats()
+
+    async def start(self) -> tuple[ServedModel, ...]:
+        """Start the engine and wait until it serves. Raises ConfigError when it cannot."""
+        reader, served = await self._spawn()
+        self._supervisor = asyncio.create_task(self._supervise(reader), name="engine-supervisor")
+        return served
+
+    async def stop(self) -> None:
+        """End the engine; calls underway fail with EngineDied."""
+        self._stopping = True
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.gather(self._supervisor, return_exceptions=True)
+        await self._end_process()
+        self._fail_pending("the server is shutting down")
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Run `method` in the engine. While the engine restarts, this waits for it."""
+        if not self._up.is_set():
+            await self._up.wait()
+        if self._gave_up or self._writer is None:
+            raise EngineDied(self._gave_up or "the engine is not running")
+        call_id = next(self._ids)
+        future = asyncio.get_running_loop().create_future()
+        self._pending[call_id] = future
+        self._writer.write(pack(Call(call_id, method, args)))
+        return await future
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    @property
+    def alive(self) -> bool:
+        return self._up.is_set() and not self._gave_up
+
+    # ---- the process
+
+    async def _spawn(self) -> tuple[asyncio.StreamReader, tuple[ServedModel, ...]]:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            fd = theirs.fileno()
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "tinkercloud.embedded.process.worker", str(fd),
+                pass_fds=(fd,), env=engine_environment(),
+            )  # fmt: skip
+        reader, self._writer = await asyncio.open_connection(sock=ours)
+        self._writer.write(pack(self._settings))
+        try:
+            first = await _read(reader)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            code = await self._process.wait()
+            raise ConfigError(f"the engine process ended with code {code} while starting") from None
+        if isinstance(first, StartFailed):
+            await self._end_process()
+            raise ConfigError(first.reason)
+        assert isinstance(first, Ready)
+        self._up.set()
+        return reader, first.served
+
+    async def _end_process(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        if self._process is None or self._process.returncode is not None:
+            return
+        try:
+            await asyncio.wait_for(self._process.wait(), 5)
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+
+    async def _supervise(self, reader: asyncio.StreamReader) -> None:
+        while True:
+            await self._read_until_gone(reader)
+            assert self._process is not None
+            self._up.clear()
+            await self._end_process()
+            code = self._process.returncode
+            log.error("the engine process ended with code %s", code)
+            self._fail_pending(
+                f"the engine process ended (code {code}) while it held this request; it is being "
+                "restarted. Models must be resumed from their checkpoints"
+            )
+            next_reader = await self._restart()
+            if next_reader is None:
+                return
+            reader = next_reader
+
+    async def _restart(self) -> asyncio.StreamReader | None:
+        """A new engine, or None after too many starts in a short time."""
+        while True:
+            now = time.monotonic()
+            self._starts.append(now)
+            while self._starts[0] < now - RESTART_WINDOW_S:
+                self._starts.popleft()
+            if len(self._starts) > self._restart_limit:
+                return self._give_up("the engine process keeps ending; see the server's log")
+            try:
+                reader, _ = await self._spawn()
+            except ConfigError as error:
+                log.error("the engine did not start again: %s", error)
+                await asyncio.sleep(min(2.0 ** len(self._starts), 30.0))
+                continue
+            self.num_restarts += 1
+            return reader
+
+    def _give_up(self, reason: str) -> None:
+        self._gave_up = reason
+        self._up.set()
+
+    async def _read_until_gone(self, reader: asyncio.StreamReader) -> None:
+        while True:
+            try:
+                message = await _read(reader)
+            except (asyncio.IncompleteReadError, ConnectionError):
+                return
+            if isinstance(message, Stats):
+                self.stats = message
+            elif isinstance(message, Result):
+                self._settle(message)
+
+    def _settle(self, result: Result) -> None:
+        future = self._pending.pop(result.id, None)
+        if future is None or future.done():
+            return
+        if result.error is not None:
+            future.set_exception(decode_error(result.error))
+        else:
+            future.set_result(result.value)
+
+    def _fail_pending(self, reason: str) -> None:
+        pending, self._pending = self._pending, {}
+        for future in pending.values():
+            if not future.done():
+                future.set_exception(EngineDied(reason))
+
+
+async def _read(reader: asyncio.StreamReader) -> object:
+    (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
+    return pickle.loads(await reader.readexactly(length))

@@ -1,0 +1,145 @@
+"""The engine's models and published versions. Owned by the worker thread."""
+
+import uuid
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+from tinkercloud.core.types import (
+    AdamParams,
+    FromBase,
+    FromCheckpoint,
+    FromModel,
+    LoraSpec,
+    TrainBatch,
+    TrainOutput,
+    WeightsSource,
+)
+from tinkercloud.embedded.model.base_model import BaseModel
+from tinkercloud.embedded.model.huge_pages import in_huge_pages
+from tinkercloud.embedded.model.version import Version
+from tinkercloud.embedded.process.version_cache import VersionCache
+from tinkercloud.embedded.training import checkpoints
+from tinkercloud.embedded.training.block import neighbours
+from tinkercloud.embedded.training.linear import join_weights
+from tinkercloud.embedded.training.micro_batches import Limits
+from tinkercloud.embedded.training.queue import run_alone
+from tinkercloud.embedded.training.trainable_model import (
+    TrainableModel,
+    full_parameters,
+    with_tied_head,
+)
+from tinkercloud.errors import ModelStateLost
+from tinkercloud.weights.adapters import Adapter, fresh_adapter
+
+
+class ModelStore:
+    """Base models are loaded at their first use and shared, frozen, by everything made of them."""
+
+    def __init__(
+        self,
+        load_base: Callable[[str], BaseModel],
+        versions: VersionCache,
+        limits: Limits,
+    ):
+        self._load_base = load_base
+        self._limits = limits
+        self._bases: dict[str, BaseModel] = {}
+        self._models: dict[str, TrainableModel] = {}
+        self._versions = versions
+
+    def base(self, name: str) -> BaseModel:
+        if name not in self._bases:
+            base = self._load_base(name)
+            if base.is_llama_family:
+                join_weights(base.weights, neighbours(base.config.num_layers))
+            in_huge_pages(base.weights)
+            self._bases[name] = base
+        return self._bases[name]
+
+    def counts(self) -> dict[str, float | int | str]:
+        return {
+            "base_models_loaded": len(self._bases),
+            "models": len(self._models),
+            "versions": len(self._versions),
+            "versions_on_disk": self._versions.num_on_disk,
+        }
+
+    # ---- models
+
+    def create_model(self, model_id: str, base_model: str, spec: LoraSpec) -> None:
+        base = self.base(base_model)
+        adapter, full = None, None
+        if spec.rank > 0:
+            adapter = fresh_adapter(spec, base.config.linear_shapes(), base.device)
+        else:
+            full = full_parameters(base)
+        self._models[model_id] = TrainableModel(model_id, base, spec, adapter, full)
+
+    def load_model(
+        self, model_id: str, base_model: str, directory: Path, with_optimizer: bool
+    ) -> LoraSpec:
+        model = checkpoints.load(
+            model_id, self.base(base_model), directory, with_optimizer=with_optimizer
+        )
+        self._models[model_id] = model
+        return model.spec
+
+    def delete_model(self, model_id: str) -> None:
+        self._models.pop(model_id, None)
+
+    def save_model(self, model_id: str, directory: Path, with_optimizer: bool) -> None:
+        checkpoints.save(self.model(model_id), directory, with_optimizer=with_optimizer)
+
+    def forward_backward(
+        self, model_id: str, batch: TrainBatch
+    ) -> Generator[None, None, TrainOutput]:
+        """One call by itself; the worker takes calls of all models through a TrainingQueue."""
+        return run_alone(self.model(model_id), batch, self._limits)
+
+    def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
+        return self.model(model_id).optim_step(params)
+
+    def model(self, model_id: str) -> TrainableModel:
+        try:
+            return self._models[model_id]
+        except KeyError:
+            raise ModelStateLost(model_id) from None
+
+    # ---- versions
+
+    def publish(self, source: WeightsSource) -> str:
+        """Ids are never used twice, not even by another engine process."""
+        version_id = f"v-{uuid.uuid4().hex[:16]}"
+        self._versions.put(self._version_of(version_id, source))
+        return version_id
+
+    def release(self, version_id: str) -> None:
+        self._versions.drop(version_id)
+
+    def version(self, version_id: str) -> Version:
+        return self._versions.get(version_id)
+
+    def _version_of(self, version_id: str, source: WeightsSource) -> Version:
+        origin = ""
+        match source:
+            case FromBase(base_model):
+                base = self.base(base_model)
+                return Version(version_id, base, base.weights, None, 1.0)
+            case FromModel(model_id):
+                model, origin = self.model(model_id), model_id
+                adapter, full, spec, base = model.adapter, model.full, model.spec, model.base
+            case FromCheckpoint(base_model, directory):
+                base = self.base(base_model)
+                spec, adapter, full, _ = checkpoints.load_weights(base, directory)
+        if adapter is not None:
+            scale = spec.alpha / spec.rank
+            return Version(version_id, base, base.weights, _copied(adapter), scale, origin)
+        assert full is not None, "a model has an adapter or full weights"
+        copies = {n: t.detach().to(base.dtype, copy=True) for n, t in full.items()}
+        in_huge_pages(copies)
+        return Version(version_id, base, with_tied_head(base, copies), None, 1.0, origin)
+
+
+def _copied(adapter: Adapter) -> Adapter:
+    """The trainer updates its tensors in place; a version must not move with them."""
+    return {name: (a.detach().clone(), b.detach().clone()) for name, (a, b) in adapter.items()}

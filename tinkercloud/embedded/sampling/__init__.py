@@ -1,0 +1,1 @@
+"""Continuous batching: the engine, its sequences, prompt log-probabilities and speculation."""

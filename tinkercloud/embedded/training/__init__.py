@@ -1,0 +1,1 @@
+"""Training: models, the optimizer, micro-batches and their forward and backward passes."""

@@ -1,0 +1,211 @@
+"""Causal attention inside each packed sequence, several sequences to a call, and its gradient.
+
+Sequences of similar length are one call: each is padded at its end to a bucket that depends on its
+own length alone, so that its result does not depend on its company. What stands in the padding is
+seen by no real row (attention is causal), and no gradient comes from it. A row that several
+sequences begin with takes part in each; its result is that of the first.
+
+Axes: T packed rows, B sequences of a bucket, L their padded length, Hq/Hkv heads, Dh head size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tinkercloud.embedded.native.train_bindings import attention_gradient, can_take
+
+
+def bucket(length: int) -> int:
+    """Padded rows of a sequence: at most an eighth more than it has, from 64 on."""
+    step = 8 if length <= 64 else 16 if length <= 128 else 32 if length <= 512 else 64
+    return -(-length // step) * step
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """rows: of the packing, (B * L,), or a slice where the sequences are whole and neighbours.
+    own: which of the B * L are neither padding nor another sequence's, or None for all."""
+
+    num: int
+    length: int
+    rows: Tensor | slice
+    own: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """One bucket's share of a forward pass with what its gradient needs: q, k and v, and autograd's
+    result where the gradient is autograd's."""
+
+    inputs: tuple[Tensor, Tensor, Tensor]
+    out: Tensor | None
+
+    def gradient(self, dout: Tensor) -> tuple[Tensor, ...]:
+        if self.out is None:
+            return attention_gradient(*self.inputs, dout)
+        return torch.autograd.grad(self.out, self.inputs, dout)
+
+
+Kept = list[_Kept]
+
+
+class PackedAttention:
+    """Attention for sequences of these rows of a packing, which together have all of them.
+
+    exact: no padding, so that in bfloat16 results are rounded as those of each sequence alone; only
+    sequences of one length are one call.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequence[NDArray[np.int64]],
+        num_rows: int,
+        device: torch.device,
+        *,
+        exact: bool = False,
+    ):
+        places = _Places(sequences, num_rows)
+        self._buckets = [
+            _gathered(size, members, sequences, places, device)
+            for size, members in _members(sequences, exact=exact).items()
+        ]
+        self._sums = places.sums(device)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, keep: bool) -> tuple[Tensor, Kept]:
+        """q (T, Hq, Dh), k and v (T, Hkv, Dh) -> (T, Hq, Dh); Kept is empty unless `keep`."""
+        kept: Kept = []
+        taped = keep and not can_take(q[0])
+        whole: Tensor | None = None
+        for at in self._buckets:
+            own_q, own_k, own_v = (_rows(x, at).detach().requires_grad_(taped) for x in (q, k, v))
+            with torch.set_grad_enabled(taped):
+                out = F.scaled_dot_product_attention(
+                    own_q, own_k, own_v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+                )
+            if keep:
+                kept.append(_Kept((own_q, own_k, own_v), out if taped else None))
+            packed = _packed(out.detach())
+            if len(self._buckets) == 1 and at.own is None:
+                return packed, kept
+            whole = torch.empty_like(q) if whole is None else whole
+            _put(whole, packed, at)
+        assert whole is not None, "a pass has at least one sequence"
+        return whole, kept
+
+    def backward(self, kept: Kept, dout: Tensor, into: Sequence[Tensor]) -> None:
+        """Write dq, dk and dv to the three tensors of `into`, shaped as q, k and v were."""
+        grads: list[tuple[Tensor, ...]] = []
+        for at, one in zip(self._buckets, kept, strict=True):
+            given = _rows(dout, at, others_silent=True)
+            grads.append(tuple(map(_packed, one.gradient(given))))
+        for i, target in enumerate(into):
+            if self._sums is not None:
+                self._sums.put(target, torch.cat([of_bucket[i] for of_bucket in grads]))
+                continue
+            for at, of_bucket in zip(self._buckets, grads, strict=True):
+                _put(target, of_bucket[i], at)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """Row t of the packing is the sum of entries[starts[t] : starts[t + 1]] of all buckets' rows
+    behind each other."""
+
+    entries: Tensor
+    starts: Tensor
+
+    def put(self, target: Tensor, packed: Tensor) -> None:
+        """target (T, H, Dh), packed (sum of B * L, H, Dh)."""
+        summed = F.embedding_bag(self.entries, packed.flatten(1), self.starts, mode="sum")
+        target.copy_(summed.view_as(target))
+
+
+class _Places:
+    """Where the packing's rows stand in the buckets, as these are made one after the other."""
+
+    def __init__(self, sequences: Sequence[NDArray[np.int64]], num_rows: int):
+        self._owner = np.full(num_rows, -1)  # the first sequence that has the row, of all buckets
+        for index, rows in reversed(list(enumerate(sequences))):
+            self._owner[rows] = index
+        assert (self._owner >= 0).all(), "rows without a sequence"
+        # Of every entry that is no padding.
+        self._rows: list[NDArray[np.int64]] = []
+        self._sequences: list[NDArray[np.int64]] = []
+        self._entries: list[NDArray[np.int64]] = []
+        self._num_entries = 0
+
+    def add(
+        self, rows: NDArray[np.int64], real: NDArray[np.bool_], sequence: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
+        """Entries (B * L,) of the next bucket; which of them are their row's own."""
+        entries = np.flatnonzero(real)
+        self._rows.append(rows[entries])
+        self._sequences.append(sequence[entries])
+        self._entries.append(entries + self._num_entries)
+        self._num_entries += len(rows)
+        return real & (self._owner[rows] == sequence)
+
+    def sums(self, device: torch.device) -> _Sums | None:
+        """None where no row stands twice."""
+        rows, entries = np.concatenate(self._rows), np.concatenate(self._entries)
+        if len(rows) == len(self._owner):
+            return None
+        # Not as the buckets come, which depends on a sequence's company.
+        order = np.lexsort((np.concatenate(self._sequences), rows))
+        starts = np.searchsorted(rows[order], np.arange(len(self._owner)))
+        return _Sums(
+            torch.from_numpy(entries[order]).to(device), torch.from_numpy(starts).to(device)
+        )
+
+
+def _members(sequences: Sequence[NDArray[np.int64]], *, exact: bool) -> dict[int, list[int]]:
+    """Padded length -> its sequences."""
+    members: dict[int, list[int]] = {}
+    for index, rows in enumerate(sequences):
+        length = len(rows) if exact else bucket(len(rows))
+        members.setdefault(length, []).append(index)
+    return members
+
+
+def _gathered(
+    size: int,
+    members: Sequence[int],
+    sequences: Sequence[NDArray[np.int64]],
+    places: _Places,
+    device: torch.device,
+) -> _Bucket:
+    chosen = [sequences[index] for index in members]
+    # Padding repeats the sequence's first row: any finite row will do.
+    rows = np.concatenate([np.pad(m[1:], (1, size - len(m)), constant_values=m[0]) for m in chosen])
+    real = np.concatenate([np.arange(size) < len(m) for m in chosen])
+    own = places.add(rows, real, np.repeat(members, size))
+    if own.all() and bool((np.diff(rows) == 1).all()):
+        return _Bucket(len(members), size, slice(int(rows[0]), int(rows[-1]) + 1), None)
+    whole = None if own.all() else torch.from_numpy(own).to(device)
+    return _Bucket(len(members), size, torch.from_numpy(rows).to(device), whole)
+
+
+def _rows(x: Tensor, at: _Bucket, *, others_silent: bool = False) -> Tensor:
+    """x (T, H, Dh) -> (B, H, L, Dh); others_silent: zeros in what is not the bucket's own."""
+    rows = x[at.rows]
+    if others_silent and at.own is not None:
+        rows = rows.masked_fill(~at.own[:, None, None], 0.0)
+    return rows.view(at.num, at.length, *x.shape[1:]).transpose(1, 2)
+
+
+def _packed(x: Tensor) -> Tensor:
+    """(B, H, L, Dh) -> (B * L, H, Dh)."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _put(target: Tensor, packed: Tensor, at: _Bucket) -> None:
+    if at.own is None:
+        target[at.rows] = packed
+    else:
+        assert isinstance(at.rows, Tensor)
+        target[at.rows[at.own]] = packed[at.own]

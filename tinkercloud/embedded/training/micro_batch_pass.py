@@ -1,0 +1,159 @@
+"""One micro-batch, forward and backward, written out: no tape, so that little is held.
+
+A pass may hold datums of several LoRA models of one base: the products with the base are then
+shared, everything else is each model's own. It yields often, so that its owner can do other work.
+
+Axes: T packed rows, D hidden.
+"""
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tinkercloud.core.types import TrainBatch
+from tinkercloud.embedded.model.base_model import BaseModel
+from tinkercloud.embedded.training.attention import PackedAttention
+from tinkercloud.embedded.training.block import Blocks, Saved
+from tinkercloud.embedded.training.head import Head
+from tinkercloud.embedded.training.layout import lay_out
+from tinkercloud.embedded.training.linear import Linears, Part, Segment
+from tinkercloud.embedded.training.observer import Careful, Witness
+from tinkercloud.embedded.training.rowwise import norm_backward, norm_forward
+from tinkercloud.embedded.training.targets import arrange
+from tinkercloud.errors import UserError
+
+
+@dataclass(slots=True)
+class Share:
+    """One model's datums in a pass, and what becomes of them.
+
+    indices: of batch.data. part.grads receives the gradient, unless the batch is forward_only.
+    When `error` is set the gradient is worthless; the other shares are as they should be.
+    """
+
+    part: Part
+    batch: TrainBatch
+    indices: Sequence[int]
+    loss: float = 0.0
+    outputs: list[dict[str, NDArray[np.float32]]] = field(default_factory=list)
+    error: UserError | None = None
+
+
+def run_pass(
+    base: BaseModel, shares: Sequence[Share], *, recompute: bool, witness: Witness | None = None
+) -> Generator[None, None, None]:
+    """All shares train, or all are forward_only. recompute: keep each block's input only, and
+    compute the rest again in the backward pass. witness: of training alone."""
+    pass_ = _Pass(base, shares, Careful(witness))
+    steps = pass_.forward_only() if shares[0].batch.forward_only else pass_.train(recompute)
+    while True:
+        # Grad mode belongs to the thread: it must not be off while somebody else's work runs.
+        with torch.no_grad():
+            try:
+                next(steps)
+            except StopIteration:
+                return
+        yield
+
+
+class _Pass:
+    def __init__(self, base: BaseModel, shares: Sequence[Share], witness: Careful):
+        self._base, self._shares, self._witness = base, shares, witness
+        parts = [share.part for share in shares]
+        layout = lay_out([[share.batch.data[i] for i in share.indices] for share in shares])
+        self._tokens = base.tensor(layout.tokens)
+        self._linears = Linears(base.weights, parts)
+        rotation = base.architecture.rotary(base.tensor(layout.positions))
+        attention = PackedAttention(
+            layout.sequences(),
+            len(layout.tokens),
+            base.device,
+            exact=base.dtype != torch.float32,
+        )
+        # The padding is a sequence of its own, in nobody's segment and without gradient.
+        segments = [Segment(part, *layout.span(i)) for i, part in enumerate(parts)]
+        self._blocks = Blocks(base.architecture, self._linears, segments, attention, rotation)
+        datums = [(share.batch, share.indices) for share in shares]
+        self._targets, order = arrange(base, datums, layout)
+        self._head = Head(base, self._linears, parts, self._targets, order)
+        self._witness.begin(datums, layout)
+
+    def forward_only(self) -> Generator[None, None, None]:
+        x = self._embed()
+        for index in range(self._base.config.num_layers):
+            x, _ = self._blocks.forward(index, x, keep=False)
+            yield
+        hidden, _ = self._final_norm(x)
+        yield from self._head.forward(hidden)
+        self._finish()
+
+    def train(self, recompute: bool) -> Generator[None, None, None]:
+        num_layers = self._base.config.num_layers
+        reached = any(map(_reaches_blocks, (share.part for share in self._shares)))
+        kept: list[Saved | Tensor | None] = []
+        x = self._embed()
+        for index in range(num_layers):
+            before = x
+            x, saved = self._blocks.forward(index, x, keep=reached and not recompute)
+            kept.append(saved if saved is not None else before if reached else None)
+            if index + 1 < num_layers:
+                self._witness.block(index + 1, x)
+            yield
+        hidden, inverse = self._final_norm(x)
+        self._witness.block(num_layers, hidden)
+        dhidden = torch.zeros_like(hidden)
+        yield from self._head.forward_backward(hidden, dhidden, self._witness.laws)
+        self._finish()
+        self._witness.end()
+        if not reached or all(share.error is not None for share in self._shares):
+            return
+        dx = self._final_norm_backward(x, inverse, dhidden)
+        del x, hidden, dhidden
+        yield from self._blocks_backward(kept, dx)
+
+    def _blocks_backward(
+        self, kept: list[Saved | Tensor | None], dx: Tensor
+    ) -> Generator[None, None, None]:
+        trains_embedding = self._linears.trains("model.embed_tokens")
+        for index in reversed(range(len(kept))):
+            saved = kept.pop()
+            if isinstance(saved, Tensor):
+                _, saved = self._blocks.forward(index, saved, keep=True)
+            assert saved is not None
+            wants_dx = index > 0 or trains_embedding
+            below = self._blocks.backward(index, saved, dx, wants_dx=wants_dx)
+            if below is not None:
+                dx = below
+            yield
+        self._linears.add_embedding_gradient(self._tokens, dx)
+
+    def _embed(self) -> Tensor:
+        return torch.nn.functional.embedding(
+            self._tokens, self._linears.weight("model.embed_tokens")
+        )
+
+    def _final_norm(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        weight = self._linears.weight("model.norm")
+        return norm_forward(x, weight, self._base.config.rms_norm_eps)
+
+    def _final_norm_backward(self, x: Tensor, inverse: Tensor, dy: Tensor) -> Tensor:
+        dx = torch.zeros_like(x)
+        self._linears.add_norm_gradient("model.norm", x, inverse, dy)
+        norm_backward(x, inverse, self._linears.weight("model.norm"), dy, dx)
+        return dx
+
+    def _finish(self) -> None:
+        for share, targets in zip(self._shares, self._targets, strict=True):
+            try:
+                share.loss, share.outputs = targets.finish()
+            except UserError as error:
+                share.error = error
+
+
+def _reaches_blocks(part: Part) -> bool:
+    """Whether anything before the unembedding is trained."""
+    return part.adapter is None or any(name != "lm_head" for name in part.adapter)

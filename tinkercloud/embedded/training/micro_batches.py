@@ -1,0 +1,105 @@
+"""How a batch is cut into micro-batches, by tokens and by memory.
+
+Axes: T tokens of a micro-batch, D hidden, I intermediate, Hq/Hkv heads, Dh head size.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tinkercloud.architectures.config import ArchitectureConfig
+from tinkercloud.core.types import Datum
+from tinkercloud.embedded.training.layout import PrefixTree, alike_together
+
+ACTIVATION_BYTES = 2 * 1024**3
+"""Default of `Limits.activation_bytes`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """tokens: of one micro-batch, what its datums share counted once, unless one datum alone has
+    more; datums that share at least half with others may come on top of the first one.
+    activation_bytes: what the blocks may keep for the backward pass; a datum that needs more is
+    recomputed block by block."""
+
+    tokens: int = 1024
+    activation_bytes: int = ACTIVATION_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class KeptBytes:
+    """What all blocks keep for the backward pass: of each row, and in attention, where a shared
+    row stands once for each of its datums, of each token. An estimate from above."""
+
+    row: int
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """indices: datums of a batch. recompute: keep the blocks' inputs only."""
+
+    indices: tuple[int, ...]
+    num_rows: int
+    recompute: bool
+
+
+def kept_bytes(config: ArchitectureConfig, element_bytes: int, rank: int) -> KeptBytes:
+    """A block keeps its input and what follows attention (D each), attention's result, gate and up
+    (I each), and seven low-rank products in float32; q, k, v and attention's result a second time
+    (for families that norm heads, for the padding of ragged sequences, and where the gradient of
+    attention is autograd's)."""
+    heads = config.num_heads * config.head_dim
+    kv_heads = config.num_kv_heads * config.head_dim
+    row = (2 * config.hidden_size + heads + 2 * config.intermediate_size) * element_bytes
+    token = (2 * heads + 3 * kv_heads) * element_bytes
+    return KeptBytes(config.num_layers * (row + 7 * rank * 4), config.num_layers * token)
+
+
+def micro_batches(
+    data: Sequence[Datum], limits: Limits, kept: KeptBytes, *, shares: bool = True
+) -> Iterator[MicroBatch]:
+    """Datums within both limits, at least one to a micro-batch, in their order but for those that
+    begin alike, which follow the first of them. Depends on the batch and the limits alone, so that
+    a batch gives the same gradient whatever else is going on. shares False: the pass will compute
+    every datum whole."""
+    part = _Part(limits, kept, shares)
+    for i in alike_together(data):
+        if part.indices and not part.has_room(data[i]):
+            yield part.cut()
+            part = _Part(limits, kept, shares)
+        part.add(i, data[i])
+    if part.indices:
+        yield part.cut()
+
+
+class _Part:
+    """A micro-batch in the making."""
+
+    def __init__(self, limits: Limits, kept: KeptBytes, shares: bool):
+        self._limits, self._kept = limits, kept
+        self._tree = PrefixTree(shares=shares)
+        self._num_tokens = self._first_rows = 0
+        self.indices: list[int] = []
+
+    def has_room(self, datum: Datum) -> bool:
+        new, tokens = self._tree.num_new(datum.tokens), len(datum.tokens)
+        rows, most = self._tree.num_rows + new, self._limits.tokens
+        if 2 * new <= tokens:  # alone, each of a prompt's samples would compute it again
+            most += self._first_rows
+        num_bytes = self._num_bytes(rows, self._num_tokens + tokens)
+        return rows <= most and num_bytes <= self._limits.activation_bytes
+
+    def add(self, index: int, datum: Datum) -> None:
+        self._tree.add(datum.tokens)
+        self._num_tokens += len(datum.tokens)
+        if not self.indices:
+            self._first_rows = self._tree.num_rows
+        self.indices.append(index)
+
+    def cut(self) -> MicroBatch:
+        rows = self._tree.num_rows
+        recompute = self._num_bytes(rows, self._num_tokens) > self._limits.activation_bytes
+        return MicroBatch(tuple(self.indices), rows, recompute)
+
+    def _num_bytes(self, rows: int, tokens: int) -> int:
+        return self._kept.row * rows + self._kept.token * tokens

@@ -1,0 +1,239 @@
+"""forward_backward calls of all models, worked off in short steps.
+
+Models take turns, a micro-batch each. Micro-batches of different LoRA models that wait at the same
+time share one pass where they fit one together: many small ones cost little more than one. A call's
+gradient is added to its model when the whole call is done, and not at all when it fails.
+"""
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tinkercloud.core.types import TrainBatch, TrainOutput
+from tinkercloud.embedded.model.base_model import BaseModel
+from tinkercloud.embedded.training.linear import Part
+from tinkercloud.embedded.training.micro_batch_pass import Share, run_pass
+from tinkercloud.embedded.training.micro_batches import Limits, MicroBatch, micro_batches
+from tinkercloud.embedded.training.observer import Witness
+from tinkercloud.embedded.training.reference import run_reference
+from tinkercloud.embedded.training.targets import PER_SEQUENCE
+from tinkercloud.embedded.training.trainable_model import TrainableModel
+
+Watch = Callable[[BaseModel, Sequence[str]], Witness | None]
+"""Who looks on at a pass in which these models train, if anybody."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A call that is done: exactly one of output and error is not None."""
+
+    call_id: int
+    output: TrainOutput | None = None
+    error: Exception | None = None
+
+
+@dataclass(slots=True)
+class _Job:
+    call_id: int
+    model: TrainableModel
+    batch: TrainBatch
+    waiting: list[MicroBatch]
+    added: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[int, dict[str, NDArray[np.float32]]] = field(default_factory=dict)
+    loss: float = 0.0
+    alone: bool = False
+
+    def share(self) -> Share:
+        """Of the next micro-batch. A pass of several models adds to a gradient of its own, so that
+        nothing is left of it when it breaks off; full weights are always alone."""
+        model = self.model
+        full = model.full_weights()
+        grads = self.added if full is not None else {}
+        part = Part(model.adapter, model.scale, full, grads)
+        return Share(part, self.batch, self.waiting[0].indices)
+
+    def take(self, share: Share) -> None:
+        if not self.batch.forward_only:
+            add_gradients(self.added, share.part.grads)
+        self.outputs |= zip(share.indices, share.outputs, strict=True)
+        self.loss += share.loss
+        del self.waiting[0]
+
+    def finish(self) -> Finished:
+        add_gradients(self.model.grads, self.added)
+        outputs = tuple(self.outputs[i] for i in range(len(self.batch.data)))
+        output = TrainOutput(outputs, {"loss:sum": self.loss})
+        return Finished(self.call_id, output)
+
+
+@dataclass(slots=True)
+class _Running:
+    """A pass underway; jobs[i] owns shares[i]."""
+
+    jobs: list[_Job]
+    shares: list[Share]
+    steps: Generator[None, None, None]
+
+
+class TrainingQueue:
+    """Owned by one thread. A step never raises: what goes wrong is some call's error."""
+
+    def __init__(self, limits: Limits, watch: Watch | None = None):
+        self._limits, self._watch = limits, watch
+        self._jobs: list[_Job] = []
+        self._running: _Running | None = None
+        self._last_turn: dict[str, int] = {}
+        self._turn = 0
+
+    def __len__(self) -> int:
+        """Calls that are not finished."""
+        return len(self._jobs)
+
+    def add(self, call_id: int, model: TrainableModel, batch: TrainBatch) -> None:
+        shares = model.base.is_llama_family
+        parts = list(micro_batches(batch.data, self._limits, model.kept_bytes(), shares=shares))
+        self._jobs.append(_Job(call_id, model, batch, parts))
+        # A model that comes anew queues behind those that wait, or a stream of small calls would
+        # always go first.
+        self._last_turn.setdefault(model.id, self._turn)
+
+    def step(self, budget_s: float = 0.0) -> list[Finished]:
+        """Works until the budget is used (at least a block of one pass) or calls are finished."""
+        until = time.monotonic() + budget_s
+        while self._jobs:
+            finished = self._advance()
+            if finished or time.monotonic() >= until:
+                return finished
+        return []
+
+    def _advance(self) -> list[Finished]:
+        done = [job for job in self._jobs if not job.waiting]  # a batch without data
+        if done:
+            return [self._remove(job, job.finish()) for job in done]
+        if self._running is None:
+            self._running = self._next_pass()
+        running = self._running
+        try:
+            next(running.steps)
+        except StopIteration:
+            self._running = None
+            return self._conclude(running)
+        except Exception as error:  # noqa: BLE001 - it becomes the answer of the call
+            self._running = None
+            return self._broken(running.jobs, error)
+        return []
+
+    # ---- choosing
+
+    def _next_pass(self) -> _Running:
+        jobs = self._together(self._longest_waiting())
+        self._turn += 1
+        for job in jobs:
+            self._last_turn[job.model.id] = self._turn
+        self._forget_idle_models()
+        shares = [job.share() for job in jobs]
+        base, recompute = jobs[0].model.base, jobs[0].waiting[0].recompute
+        if not base.is_llama_family:
+            return _Running(jobs, shares, run_reference(base, shares, recompute=recompute))
+        witness = self._witness(base, jobs)
+        steps = run_pass(base, shares, recompute=recompute, witness=witness)
+        return _Running(jobs, shares, steps)
+
+    def _witness(self, base: BaseModel, jobs: Sequence[_Job]) -> Witness | None:
+        if self._watch is None or jobs[0].batch.forward_only:
+            return None
+        return self._watch(base, [job.model.id for job in jobs])
+
+    def _longest_waiting(self) -> list[_Job]:
+        """Every model's oldest call, the model first whose last turn is longest ago."""
+        oldest: dict[str, _Job] = {}
+        for job in self._jobs:
+            oldest.setdefault(job.model.id, job)
+        return sorted(oldest.values(), key=lambda job: self._last_turn[job.model.id])
+
+    def _together(self, candidates: Sequence[_Job]) -> list[_Job]:
+        """The first candidate, and those that share its pass."""
+        first, *others = candidates
+        chosen, num_rows = [first], first.waiting[0].num_rows
+        for job in others:
+            rows = job.waiting[0].num_rows
+            if _may_share(first, job) and num_rows + rows <= self._limits.tokens:
+                chosen.append(job)
+                num_rows += rows
+        return chosen
+
+    def _forget_idle_models(self) -> None:
+        waiting = {job.model.id for job in self._jobs}
+        self._last_turn = {m: turn for m, turn in self._last_turn.items() if m in waiting}
+
+    # ---- ending
+
+    def _conclude(self, running: _Running) -> list[Finished]:
+        finished = []
+        for job, share in zip(running.jobs, running.shares, strict=True):
+            if share.error is not None:
+                finished.append(self._remove(job, Finished(job.call_id, error=share.error)))
+                continue
+            job.take(share)
+            if not job.waiting:
+                finished.append(self._remove(job, job.finish()))
+        return finished
+
+    def _broken(self, jobs: Sequence[_Job], error: Exception) -> list[Finished]:
+        """Nobody knows whose fault it was: each gets its micro-batch again, alone."""
+        if len(jobs) == 1:
+            return [self._remove(jobs[0], Finished(jobs[0].call_id, error=error))]
+        for job in jobs:
+            job.alone = True
+        return []
+
+    def _remove(self, job: _Job, result: Finished) -> Finished:
+        self._jobs.remove(job)
+        return result
+
+
+def _may_share(a: _Job, b: _Job) -> bool:
+    def kind(job: _Job) -> tuple[bool, bool]:
+        return job.batch.forward_only, job.batch.loss_fn in PER_SEQUENCE
+
+    return (
+        not (a.alone or b.alone)
+        and a.model.base is b.model.base
+        and a.model.adapter is not None
+        and b.model.adapter is not None
+        and not (a.waiting[0].recompute or b.waiting[0].recompute)
+        and kind(a) == kind(b)
+    )
+
+
+def add_gradients(into: dict[str, Tensor], grads: dict[str, Tensor]) -> None:
+    """Entries that `into` lacks are taken over, not copied."""
+    if into is grads:
+        return
+    for name, grad in grads.items():
+        if name in into:
+            into[name].add_(grad)
+        else:
+            into[name] = grad
+
+
+def run_alone(
+    model: TrainableModel, batch: TrainBatch, limits: Limits
+) -> Generator[None, None, TrainOutput]:
+    """One call by itself: yields between its steps, returns its output or raises its error."""
+    queue = TrainingQueue(limits)
+    queue.add(0, model, batch)
+    while True:
+        finished = queue.step()
+        if not finished:
+            yield
+            continue
+        (result,) = finished
+        if result.error is not None:
+            raise result.error
+        assert result.output is not None
+        return result.output

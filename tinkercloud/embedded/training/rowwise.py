@@ -1,0 +1,93 @@
+"""The decoder's row-wise parts and their gradients in few passes over memory.
+
+On CPUs compiled (train_kernels.py), elsewhere by PyTorch. The formulas are those of
+`architectures.layers`, which tests compare with both.
+
+Axes: ... any leading axes, D the last one, T rows, H heads, Dh head size, V vocabulary.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tinkercloud.architectures import layers
+from tinkercloud.embedded.native import train_bindings as compiled
+
+
+def norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The root-mean-square norm of x (..., D), and the inverse norms (..., 1), float32.
+
+    In bfloat16 by the steps of `layers.rms_norm`: a last bit more or less of a sum of squares is
+    rounded up or down with everything after it, and log-probabilities move by 0.02.
+    """
+    if x.dtype != torch.float32:
+        inverse = x.float().pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
+        return scaled(x, inverse, weight), inverse
+    mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    inverse = mean_square.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return scaled(x, inverse, weight), inverse
+
+
+def scaled(x: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
+    """weight * (x * inverse), rounded to x's type before the weight as `layers.rms_norm` does."""
+    if compiled.can_take(x, weight):
+        return compiled.norm_scaled(x, inverse, weight)
+    if x.dtype == torch.float32:
+        return (x * inverse).mul_(weight)
+    return (x.float() * inverse).to(x.dtype).mul_(weight)
+
+
+def norm_backward(x: Tensor, inverse: Tensor, weight: Tensor, dy: Tensor, into: Tensor) -> None:
+    """Adds to `into` (..., D) the gradient of x; dy may be written over."""
+    if compiled.can_take(x, weight, dy, into):
+        compiled.norm_gradient(x, inverse, weight, dy, into)
+        return
+    wide_x = x.float()
+    grad = dy.mul_(weight).float()
+    # d/dx of x * inverse: inverse * (grad - x * inverse^2 * mean(grad * x))
+    dot = (grad * wide_x).sum(-1, keepdim=True)
+    along = dot.mul_(inverse.pow(3)).div_(-x.shape[-1])
+    if into.dtype == torch.float32:
+        into.addcmul_(grad, inverse).addcmul_(wide_x, along)
+    else:
+        into.add_((grad * inverse).addcmul_(wide_x, along).to(into.dtype))
+
+
+def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """`layers.rotate` in place: x (T, H, Dh), its heads side by side; cos and sin (T, Dh / 2)."""
+    if compiled.can_take(x[0]):
+        compiled.rotate_(x, cos, sin)
+        return
+    x.copy_(layers.rotate(x, cos, sin))
+
+
+def swiglu_forward(gates: Tensor) -> Tensor:
+    """silu(gate) * up (T, I) of gates (T, 2 I), gate and up side by side; in bfloat16 rounded as
+    `layers.swiglu` rounds."""
+    if compiled.can_take(gates):
+        return compiled.swiglu(gates)
+    return layers.swiglu(*gates.chunk(2, dim=1))
+
+
+def swiglu_backward(gates: Tensor, dproduct: Tensor) -> Tensor:
+    """The gradient of gates (T, 2 I) from that of silu(gate) * up (T, I)."""
+    if compiled.can_take(gates, dproduct):
+        return compiled.swiglu_gradient(gates, dproduct)
+    gate, up = gates.chunk(2, dim=1)
+    dgates = torch.empty_like(gates)
+    dgate, dup = dgates.chunk(2, dim=1)
+    torch.mul(dproduct, F.silu(gate), out=dup)
+    torch.ops.aten.silu_backward.grad_input(dproduct * up, gate, grad_input=dgate)
+    return dgates
+
+
+def softmax(logits: Tensor, out: Tensor) -> Tensor:
+    """Writes the probabilities of logits (T, V) to `out`, float32, which may be the same tensor;
+    returns the log of what they were divided by (T,)."""
+    if compiled.can_take(logits):
+        return compiled.softmax(logits, out)
+    wide = logits if logits is out else out.copy_(logits)
+    # The log comes from the largest probability, which is never small: one exponential per entry.
+    largest = wide.amax(-1)
+    torch.softmax(wide, -1, out=out)
+    return largest - out.amax(-1).log_()

@@ -1,0 +1,229 @@
+"""The targets of one pass in the order that the unembedding takes them, and their losses.
+
+A pair is a row and one of its targets; a datum's pairs are its target_tokens in C order. Datums
+that share a row have pairs of their own there. Rows that can have a gradient come first (those
+whose weight or advantage is not zero for some target), so that the others cost no backward pass.
+
+Axes: T packed rows of the pass, P pairs of one share, V vocabulary.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tinkercloud.core.types import Datum, TrainBatch
+from tinkercloud.embedded.model.base_model import BaseModel
+from tinkercloud.embedded.training.layout import Layout
+from tinkercloud.errors import UserError
+from tinkercloud.losses import LOSSES, load_loss
+
+PER_SEQUENCE = ("gspo",)
+"""Losses that look at a whole datum: their gradient is known only when all its pairs are scored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Rows first..last-1 of one share in the order of the pass, and its pairs among its own."""
+
+    rows: slice
+    pairs: slice
+
+
+@dataclass(slots=True)
+class Targets:
+    """One share's pairs.
+
+    rows: int64 (P,), packed row of each pair, `order` applied. order: position of each pair among
+    the datums' pairs. logprobs, losses: float32 (P,), filled by the pass, in the datums' order.
+    """
+
+    data: Sequence[Datum]
+    batch: TrainBatch
+    indices: Sequence[int]  # of the datums in their batch
+    ids: Tensor
+    inputs: Mapping[str, Tensor]
+    order: Tensor
+    logprobs: Tensor
+    losses: Tensor
+    gradient: Tensor = field(init=False)
+
+    @property
+    def per_sequence(self) -> bool:
+        return self.batch.loss_fn in PER_SEQUENCE
+
+    def score(self, pairs: slice, logprobs: Tensor, *, with_gradient: bool) -> Tensor | None:
+        """Record these ordered pairs' log-probabilities; returns d loss / d logprob, float32.
+
+        A loss by sequence is scored at the end (`score_sequences`).
+        """
+        at = self.order[pairs]
+        self.logprobs[at] = logprobs
+        if self.per_sequence:
+            return None
+        inputs = {name: value[at] for name, value in self.inputs.items()}
+        losses, gradient = self._loss(logprobs, inputs, with_gradient=with_gradient)
+        self.losses[at] = losses
+        return gradient
+
+    def score_sequences(self, *, with_gradient: bool) -> None:
+        """The losses of all datums, each by itself; `gradient` in the ordered pairs' order."""
+        counts = self.counts()
+        inputs = {name: value.split(counts) for name, value in self.inputs.items()}
+        gradients = []
+        for i, logprobs in enumerate(self.logprobs.split(counts)):
+            own = {name: parts[i] for name, parts in inputs.items()}
+            losses, gradient = self._loss(logprobs, own, with_gradient=with_gradient)
+            self.losses[sum(counts[:i]) : sum(counts[: i + 1])] = losses
+            gradients.append(gradient)
+        if with_gradient:
+            self.gradient = torch.cat(gradients)[self.order]
+
+    def _loss(
+        self, logprobs: Tensor, inputs: Mapping[str, Tensor], *, with_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
+        with torch.set_grad_enabled(with_gradient):
+            leaf = logprobs.detach().requires_grad_(with_gradient)
+            losses = load_loss(self.batch.loss_fn)(leaf, inputs, self.batch.loss_fn_config)
+            gradient = torch.zeros_like(leaf)
+            if losses.requires_grad:
+                (gradient,) = torch.autograd.grad(losses.sum(), leaf)
+        return losses.detach(), gradient
+
+    def counts(self) -> list[int]:
+        return [datum.inputs["target_tokens"].size for datum in self.data]
+
+    def finish(self) -> tuple[float, list[dict[str, NDArray[np.float32]]]]:
+        """The summed loss and every datum's outputs; UserError where a loss is not finite."""
+        ends = np.cumsum(self.counts())[:-1]
+        logprobs = np.split(self.logprobs.cpu().numpy(), ends)
+        losses = np.split(self.losses.cpu().numpy(), ends)
+        total, outputs = 0.0, []
+        for i, datum in enumerate(self.data):
+            value = float(losses[i].sum(dtype=np.float64))
+            if not np.isfinite(value):
+                raise UserError(
+                    f"the {self.batch.loss_fn} loss of datum {self.indices[i]} is {value}; "
+                    "the gradient of this call was dropped. Check logprobs, advantages and weights"
+                )
+            total += value
+            shape = datum.inputs["target_tokens"].shape
+            output = {"logprobs": logprobs[i].reshape(shape)}
+            if self.batch.loss_fn == "cross_entropy":
+                output["elementwise_loss"] = losses[i].reshape(shape)
+            outputs.append(output)
+        return total, outputs
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Rows of the pass's order that belong to one share, all active or all not.
+
+    share: which. rows: in the order of the pass. pairs: in the share's order.
+    """
+
+    share: int
+    rows: slice
+    pairs: slice
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """The order of a pass's rows: rows int64 (T,) are packed rows; active ones stand first.
+
+    pair_rows[share] int64 (P,): position in `rows` of each of its ordered pairs.
+    """
+
+    rows: NDArray[np.int64]
+    num_active: int
+    spans: tuple[Span, ...]
+    pair_rows: tuple[NDArray[np.int64], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Flat:
+    """One share's pairs in the datums' order. rows: packed rows of the pass."""
+
+    rows: NDArray[np.int64]
+    ids: NDArray[np.int64]
+    inputs: dict[str, NDArray[np.float32]]
+    active: NDArray[np.bool_]  # by row of the share
+
+
+def _flatten(
+    data: Sequence[Datum], loss: str, rows_of: Sequence[NDArray[np.int64]], span: tuple[int, int]
+) -> _Flat:
+    """rows_of: of each datum. span: the share's rows in the pass."""
+    names = LOSSES[loss].inputs
+    deciding = "weights" if "weights" in names else "advantages"
+    rows = []
+    for datum, own in zip(data, rows_of, strict=True):
+        wanted = datum.inputs["target_tokens"]
+        per_row = wanted.shape[1] if wanted.ndim == 2 else 1
+        rows.append(np.repeat(own[: len(wanted)], per_row))
+    flat_rows = np.concatenate(rows)
+    inputs = {
+        name: np.concatenate([np.asarray(d.inputs[name], np.float32).ravel() for d in data])
+        for name in names
+    }
+    active = np.zeros(span[1] - span[0], np.bool_)
+    active[flat_rows[inputs[deciding] != 0] - span[0]] = True
+    ids = np.concatenate([d.inputs["target_tokens"].ravel() for d in data]).astype(np.int64)
+    return _Flat(flat_rows, ids, inputs, active)
+
+
+def arrange(
+    base: BaseModel, shares: Sequence[tuple[TrainBatch, Sequence[int]]], layout: Layout
+) -> tuple[list[Targets], Order]:
+    """shares: batches and the indices of their datums in this pass, in the layout's order."""
+    flats = []
+    for i, (batch, indices) in enumerate(shares):
+        data = [batch.data[index] for index in indices]
+        flats.append(_flatten(data, batch.loss_fn, layout.rows[i], layout.span(i)))
+    idle = np.concatenate([~flat.active for flat in flats])
+    # Stable: within active and idle rows the packing's order, and so the shares', stays.
+    rows = np.argsort(idle, kind="stable")
+    place = np.empty_like(rows)
+    place[rows] = np.arange(len(rows))
+    orders = [np.argsort(place[flat.rows], kind="stable") for flat in flats]
+    pair_rows = tuple(place[f.rows][o] for f, o in zip(flats, orders, strict=True))
+    order = Order(rows, int((~idle).sum()), tuple(_spans(flats, pair_rows)), pair_rows)
+    targets = []
+    for (batch, indices), flat, own in zip(shares, flats, orders, strict=True):
+        targets.append(_targets(base, batch, indices, flat, own))
+    return targets, order
+
+
+def _targets(
+    base: BaseModel,
+    batch: TrainBatch,
+    indices: Sequence[int],
+    flat: _Flat,
+    order: NDArray[np.int64],
+) -> Targets:
+    num = len(flat.ids)
+    return Targets(
+        data=[batch.data[i] for i in indices],
+        batch=batch,
+        indices=indices,
+        ids=base.tensor(flat.ids[order]),
+        inputs={name: base.tensor(value) for name, value in flat.inputs.items()},
+        order=base.tensor(order),
+        logprobs=torch.zeros(num, device=base.device),
+        losses=torch.zeros(num, device=base.device),
+    )
+
+
+def _spans(flats: Sequence[_Flat], pair_rows: Sequence[NDArray[np.int64]]) -> list[Span]:
+    spans, row = [], 0
+    for active in (True, False):
+        for share, flat in enumerate(flats):
+            num = int((flat.active == active).sum())
+            if num:
+                pairs = np.searchsorted(pair_rows[share], (row, row + num))
+                spans.append(Span(share, slice(row, row + num), slice(*map(int, pairs))))
+            row += num
+    return spans

@@ -1,0 +1,1 @@
+"""How many tokens to draft: costs, acceptance, goodput, and the controller that weighs them."""

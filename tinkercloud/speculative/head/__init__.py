@@ -1,0 +1,1 @@
+"""The draft head: its network, cache, drafts, training losses."""

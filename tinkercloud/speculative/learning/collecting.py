@@ -1,0 +1,100 @@
+"""Disagreements of draft and target as they happen while samples are written.
+
+What there is to learn from is plenty; what looking at it may cost is little. So only so many cases
+are taken in a second, and a sample's cases wait until it is whole: they then share one context.
+
+Axes: M most probable tokens of the target.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from tinkercloud.speculative.drafters.drafter import Stream
+from tinkercloud.speculative.head.losses import most_probable
+from tinkercloud.speculative.learning.cases import Case, CaseStore, digest
+
+
+@dataclass(frozen=True, slots=True)
+class Collecting:
+    """per_second: cases, at most. burst: taken at once after a pause. top: of the target's most
+    probable tokens, what is kept. agreed_one_in: cases in which the two agreed, of all that are."""
+
+    per_second: float = 20.0
+    burst: float = 40.0
+    top: int = 32
+    agreed_one_in: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A drafted token, and the target's token of the same place; position: its index in the
+    sample's tokens. law: the target's probabilities there, (1, V)."""
+
+    position: int
+    drafted: int
+    target: int
+    law: Callable[[], Tensor]
+
+
+class CaseCollector:
+    """Owned by the thread that samples."""
+
+    def __init__(
+        self,
+        store: CaseStore,
+        collecting: Collecting | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.store = store
+        self._collecting = collecting or Collecting()
+        self._clock = clock
+        self._left = self._collecting.burst
+        self._last_s = clock()
+        self._num_agreed = 0
+        self._waiting: dict[int, list[Case]] = {}  # by stream
+
+    def judged(self, stream: Stream, verdict: Verdict, category: str) -> None:
+        if not self._is_wanted(agreed=verdict.drafted == verdict.target):
+            return
+        probs, ids = self._most_probable(verdict)
+        case = Case(
+            "", verdict.position, verdict.drafted, verdict.target, ids, probs,
+            stream.temperature, stream.version, stream.epoch, category,
+        )  # fmt: skip
+        self._waiting.setdefault(stream.id, []).append(case)
+
+    def ended(self, stream: Stream) -> None:
+        """Its cases go to the store, if there are any; the newest version decides what is old."""
+        waiting = self._waiting.pop(stream.id, [])
+        if not waiting:
+            return
+        tokens = np.array(stream.tokens, np.int32)
+        context = digest(tokens)
+        for case in waiting:
+            self.store.add(tokens, case.within(context))
+        self.store.expire(stream.epoch)
+
+    def _is_wanted(self, *, agreed: bool) -> bool:
+        now = self._clock()
+        earned = (now - self._last_s) * self._collecting.per_second
+        self._left, self._last_s = min(self._left + earned, self._collecting.burst), now
+        if agreed:
+            self._num_agreed += 1
+            if self._num_agreed % self._collecting.agreed_one_in:
+                return False
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
+
+    def _most_probable(self, verdict: Verdict) -> tuple[np.ndarray, np.ndarray]:
+        law = verdict.law()
+        drafted = law.new_full((1,), verdict.drafted).long()
+        teacher = most_probable(law, self._collecting.top, drafted)
+        assert teacher.ids is not None
+        ids = teacher.ids[0].cpu().numpy().astype(np.int32)
+        return teacher.probs[0].cpu().numpy().astype(np.float32), ids

@@ -1,0 +1,1 @@
+"""What is seen of speculation: counters, calibration, the log and plot of acceptance."""
