@@ -325,7 +325,7 @@ def _bench_speculation(arguments: dict[str, object]) -> int:
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error}; pip install 'tinkercloud[server]'") from error
 
-    wanted = bench_command.Wanted(
+    wanted = bench_command.BenchOptions(
         int(str(arguments.pop("tokens"))), int(str(arguments.pop("at_once")))
     )
     as_json = bool(arguments.pop("json"))
@@ -357,9 +357,9 @@ def _draft_collect(arguments: dict[str, object]) -> int:
     from tinkercloud.commands import draft as draft_command
     from tinkercloud.commands import draft_collect
 
-    practice = draft_collect.Practice(*_sizes(arguments))
+    practice = draft_collect.CollectConfig(*_sizes(arguments))
     prompts, export = _path(arguments, "prompts"), _path(arguments, "export")
-    wanted = draft_command.Collecting(prompts, practice, export)
+    wanted = draft_command.CollectOptions(prompts, practice, export)
     draft_command.collect(_with_models(_config(arguments)), wanted, _say)
     return 0
 
@@ -369,8 +369,8 @@ def _draft_evaluate(arguments: dict[str, object]) -> int:
     from tinkercloud.commands import draft_collect
 
     names = arguments.pop("name")
-    practice = draft_collect.Practice(*_sizes(arguments), seed=2_000_000)
-    wanted = draft_command.Collecting(_path(arguments, "prompts"), practice)
+    practice = draft_collect.CollectConfig(*_sizes(arguments), seed=2_000_000)
+    wanted = draft_command.CollectOptions(_path(arguments, "prompts"), practice)
     named = [str(name) for name in cast(list[object], names)]
     draft_command.evaluate(_with_models(_config(arguments)), named, wanted, _say)
     return 0
@@ -396,8 +396,8 @@ def _draft_train(arguments: dict[str, object]) -> int:
     minutes, anew = float(str(arguments.pop("minutes"))), bool(arguments.pop("anew"))
     if not minutes > 0:
         raise ConfigError("--minutes must be above 0")
-    given = draft_distill.Distillation(*_sizes(arguments), minutes=minutes)
-    wanted = draft_command.Wanted(_path(arguments, "prompts"), given, anew)
+    given = draft_distill.DistillConfig(*_sizes(arguments), minutes=minutes)
+    wanted = draft_command.TrainOptions(_path(arguments, "prompts"), given, anew)
     draft_command.train(_with_models(_config(arguments)), wanted, _say)
     return 0
 
