@@ -24,14 +24,14 @@ class Span(NamedTuple):
 
 def spans(intervals: Iterable[Interval], stream: Hashable) -> list[Span]:
     """When the stream was busy: in order, without overlap among themselves."""
-    found: list[Span] = []
-    own = [one for one in intervals if one.stream == stream and one.end > one.start]
-    for _, start, end in sorted(own, key=lambda one: one.start):
-        if found and start <= found[-1].end:
-            found[-1] = Span(found[-1].start, max(end, found[-1].end))
+    merged: list[Span] = []
+    of_stream = [each for each in intervals if each.stream == stream and each.end > each.start]
+    for _, start, end in sorted(of_stream, key=lambda interval: interval.start):
+        if merged and start <= merged[-1].end:
+            merged[-1] = Span(merged[-1].start, max(end, merged[-1].end))
         else:
-            found.append(Span(start, end))
-    return found
+            merged.append(Span(start, end))
+    return merged
 
 
 def busy(intervals: Iterable[Interval], stream: Hashable) -> float:
@@ -39,10 +39,10 @@ def busy(intervals: Iterable[Interval], stream: Hashable) -> float:
     return sum(span.end - span.start for span in spans(intervals, stream))
 
 
-def overlap(intervals: Sequence[Interval], one: Hashable, other: Hashable) -> float:
+def overlap(intervals: Sequence[Interval], first: Hashable, second: Hashable) -> float:
     """Microseconds in which both streams computed, by a sweep over all beginnings and ends."""
     edges: list[tuple[float, int]] = []
-    for stream in (one, other):
+    for stream in (first, second):
         for span in spans(intervals, stream):
             edges += [(span.start, 1), (span.end, -1)]
     edges.sort()
@@ -72,14 +72,14 @@ def lane_kernels(trace: Mapping[str, Any]) -> LaneKernels:
             lane = _lane_at(sections, event)
             if lane is not None:
                 lanes[event["args"]["correlation"]] = lane
-    found = LaneKernels([], {})
+    kernels = LaneKernels([], {})
     for event in events:
-        given = event.get("args", {})
-        if event.get("cat") == "kernel" and given.get("correlation") in lanes:
-            lane = lanes[given["correlation"]]
-            found.intervals.append(Interval(lane, event["ts"], event["ts"] + event["dur"]))
-            found.streams.setdefault(lane, set()).add(given["stream"])
-    return found
+        args = event.get("args", {})
+        if event.get("cat") == "kernel" and args.get("correlation") in lanes:
+            lane = lanes[args["correlation"]]
+            kernels.intervals.append(Interval(lane, event["ts"], event["ts"] + event["dur"]))
+            kernels.streams.setdefault(lane, set()).add(args["stream"])
+    return kernels
 
 
 def _sections(events: Iterable[Mapping[str, Any]]) -> list[tuple[str, int, Span]]:
