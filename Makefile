@@ -15,6 +15,9 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 MODEL := .tinkercloud/models/SmolLM2-135M-Instruct.Q4_1.gguf
 PYTEST := $(BIN)/python -m pytest
+SUITE := $(BIN)/python -m tests.suite
+# For a slice of the slow tests.
+SLICE_S ?= 1200
 # SGLang has an environment of its own: its pins are not ours.
 SGLANG := .venv-sglang
 SGLANG_PINS := tests/cluster/requirements-sglang.txt
@@ -26,7 +29,7 @@ export HF_HUB_OFFLINE := 1
 # Threads that wait sleep: tests run a server and a client on the same cores.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: help install lint format test test-cluster test-all demo serve bench proto clean
+.PHONY: help install lint format test test-cluster test-all test-slice demo serve bench proto clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -58,15 +61,18 @@ $(SGLANG)/installed: $(SGLANG_PINS)
 	@touch $@
 
 test: install lint ## lint and every test but the slow ones and the cluster's
-	$(PYTEST) -m 'not slow' --ignore=tests/cluster
+	$(SUITE) fast
 
 test-cluster: install $(SGLANG)/installed ## the cluster backend on its real engines, on a CPU
-	$(PYTEST) -m 'not slow' tests/cluster
+	$(SUITE) cluster
 	TINKERCLOUD_TEST_BACKEND=cluster $(PYTEST) tests/e2e/test_first_light.py -k 'not ours'
 
 test-all: install lint $(SGLANG)/installed ## lint and every test
-	$(PYTEST)
+	$(SUITE) all
 	TINKERCLOUD_TEST_BACKEND=cluster $(PYTEST) tests/e2e/test_first_light.py
+
+test-slice: install $(SGLANG)/installed ## as many slow tests as fit into SLICE_S seconds, other ones for each commit
+	$(SUITE) slow --seconds $(SLICE_S)
 
 demo: install ## SFT and RL on a real model, live, under ten minutes
 	$(BIN)/python cookbook/demo.py

@@ -28,11 +28,11 @@ from benchmarks.gpu_work import (
     train_call,
     version,
 )
-from benchmarks.lane_trace import traced
 from benchmarks.lib.arguments import BenchmarkParser
 from benchmarks.lib.machine import machine, versions
 from benchmarks.lib.report import Cell, Report, Target, about
 from benchmarks.lib.timing import best_s
+from benchmarks.stream_trace import traced
 from tinkercloud.architectures.config import ArchitectureConfig
 from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS
 from tinkercloud.embedded.forward.runners import TorchRunner

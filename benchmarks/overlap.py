@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-MARK = "lane "  # what a lane's sections are named in a trace, before the lane's own name
+MARK = "role "  # what the sections of a stream's role are named in a trace, before its own name
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 
 
@@ -54,31 +54,31 @@ def overlap(intervals: Sequence[Interval], first: Hashable, second: Hashable) ->
 
 
 @dataclass(frozen=True)
-class LaneKernels:
-    """Kernels by lane, and on which of the device's streams each lane's ran."""
+class RoleKernels:
+    """Kernels by the role of their stream, and the device's streams of each role."""
 
     intervals: list[Interval]
     streams: dict[str, set[int]]
 
 
-def lane_kernels(trace: Mapping[str, Any]) -> LaneKernels:
-    """Of a Chrome trace by torch.profiler in which lanes' sections are marked. A kernel is of the
-    lane in whose section it was launched; others are left out."""
+def role_kernels(trace: Mapping[str, Any]) -> RoleKernels:
+    """Of a Chrome trace by torch.profiler in which the sections of roles are marked. A kernel is of
+    the role in whose section it was launched; others are left out."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     sections = _sections(events)
-    lanes: dict[int, str] = {}  # by the number that a launch and its kernels share
+    roles: dict[int, str] = {}  # by the number that a launch and its kernels share
     for event in events:
         if event.get("cat") in LAUNCHES and "correlation" in event.get("args", {}):
-            lane = _lane_at(sections, event)
-            if lane is not None:
-                lanes[event["args"]["correlation"]] = lane
-    kernels = LaneKernels([], {})
+            role = _role_at(sections, event)
+            if role is not None:
+                roles[event["args"]["correlation"]] = role
+    kernels = RoleKernels([], {})
     for event in events:
         args = event.get("args", {})
-        if event.get("cat") == "kernel" and args.get("correlation") in lanes:
-            lane = lanes[args["correlation"]]
-            kernels.intervals.append(Interval(lane, event["ts"], event["ts"] + event["dur"]))
-            kernels.streams.setdefault(lane, set()).add(args["stream"])
+        if event.get("cat") == "kernel" and args.get("correlation") in roles:
+            role = roles[args["correlation"]]
+            kernels.intervals.append(Interval(role, event["ts"], event["ts"] + event["dur"]))
+            kernels.streams.setdefault(role, set()).add(args["stream"])
     return kernels
 
 
@@ -91,7 +91,7 @@ def _sections(events: Iterable[Mapping[str, Any]]) -> list[tuple[str, int, Span]
     ]
 
 
-def _lane_at(sections: Iterable[tuple[str, int, Span]], launch: Mapping[str, Any]) -> str | None:
+def _role_at(sections: Iterable[tuple[str, int, Span]], launch: Mapping[str, Any]) -> str | None:
     at, thread = launch["ts"], launch["tid"]
-    inside = (lane for lane, tid, span in sections if tid == thread and span.start <= at < span.end)
+    inside = (role for role, tid, span in sections if tid == thread and span.start <= at < span.end)
     return next(inside, None)

@@ -22,7 +22,7 @@ from tinkercloud.errors import PlanRefused
 
 TARGET = ROOT / "docs" / "scaling.md"
 PICTURE = ROOT / "docs" / "scaling.png"
-CONFIGS = ROOT / "tests" / "unit" / "configs"
+CONFIGS = ROOT / "tests" / "core" / "configs"
 
 MODELS = {"8B": "Llama-3.1-8B", "70B": "Llama-3.1-70B", "235B-MoE": "Qwen3-235B-A22B"}
 GPUS = (8, 64, 512)

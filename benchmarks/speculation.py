@@ -18,7 +18,7 @@ from benchmarks.lib.machine import versions
 from benchmarks.lib.report import Cell, Report, Target, about
 from benchmarks.lib.smollm2 import weights
 from benchmarks.speculation_rl import Epochs, LocalModel, PolicyLoop, RlScale
-from tinkercloud.commands.bench import PROSE, STRUCTURED, Case, Outcome, compared
+from tinkercloud.commands.bench import PROSE, STRUCTURED, Comparison, Workload, compare
 from tinkercloud.core.types import FromBase, SampleRequest, SamplingParams
 from tinkercloud.embedded.drafting.step_costs import round_costs
 from tinkercloud.embedded.forward.kv_blocks import BlockPool
@@ -51,10 +51,10 @@ class Scale:
     come: int = 64
     rl: RlScale = field(default_factory=RlScale)
 
-    def repeats_of(self, case: Case) -> int:
-        if case.name in STRUCTURED:
+    def repeats_of(self, workload: Workload) -> int:
+        if workload.name in STRUCTURED:
             return self.repeats
-        return self.single_repeats if case.at_once == 1 else self.even_repeats
+        return self.single_repeats if workload.at_once == 1 else self.even_repeats
 
 
 QUICK = Scale(
@@ -93,19 +93,19 @@ class Loads:
             lines.append(f"| {at_once} | {plain:.1f} | {cells} |")
         return "\n".join(lines)
 
-    def cases(self) -> Iterator[Case]:
+    def workloads(self) -> Iterator[Workload]:
         scale = self._scale
         for name, text in STRUCTURED.items():
-            yield Case(name, self._version, (self._request(text, scale.tokens, 0, 0.0),))
+            yield Workload(name, self._version, (self._request(text, scale.tokens, 0, 0.0),))
         for at_once in (1, 8, 32, 128):
             if at_once <= scale.most:
                 together = tuple(
                     self._request(PROSE, scale.many_tokens, seed, 1.0) for seed in range(at_once)
                 )
-                yield Case("prose", self._version, together)
+                yield Workload("prose", self._version, together)
         yield self._stream()
 
-    def _stream(self) -> Case:
+    def _stream(self) -> Workload:
         """Texts of all kinds; as many tokens are asked for in a second as the machine writes with
         STREAM_LEVEL samples at once."""
         scale, generator = self._scale, np.random.default_rng(0)
@@ -117,7 +117,7 @@ class Loads:
         )
         token_s = 1e-3 * self._table.plain_ms(STREAM_LEVEL, CONTEXT) / STREAM_LEVEL
         gaps = generator.exponential(float(lengths.mean()) * token_s, scale.come)
-        return Case(STREAM, self._version, requests, tuple(np.cumsum(gaps).tolist()))
+        return Workload(STREAM, self._version, requests, tuple(np.cumsum(gaps).tolist()))
 
     def _request(self, text: str, tokens: int, seed: int, temperature: float) -> SampleRequest:
         params = SamplingParams(tokens, seed, temperature, use_eos=False)
@@ -127,28 +127,30 @@ class Loads:
 # ---- rows and targets
 
 
-def compare(case: Case, model: LocalModel, scale: Scale) -> tuple[tuple[Cell, ...], Target]:
-    at_once = min(case.at_once, STREAM_BATCH) if case.arrivals_s else case.at_once
-    outcome = compared(case, model.engines(at_once), scale.repeats_of(case))
-    target = case_target(case, outcome.times)
-    print(f"{target.name}: {outcome.times:.2f}", file=sys.stderr, flush=True)
-    return case_row(case, outcome, at_once), target
+def measured(
+    workload: Workload, model: LocalModel, scale: Scale
+) -> tuple[tuple[Cell, ...], Target]:
+    at_once = min(workload.at_once, STREAM_BATCH) if workload.arrivals_s else workload.at_once
+    comparison = compare(workload, model.engines(at_once), scale.repeats_of(workload))
+    target = load_target(workload, comparison.times)
+    print(f"{target.name}: {comparison.times:.2f}", file=sys.stderr, flush=True)
+    return load_row(workload, comparison, at_once), target
 
 
-def case_row(case: Case, outcome: Outcome, at_once: int) -> tuple[Cell, ...]:
-    cells = outcome.cells()
-    tails = (round(outcome.plain.p99_ms), round(outcome.drafted.p99_ms))
-    load = (*cells[:2], f"<= {at_once}" if case.arrivals_s else at_once)
+def load_row(workload: Workload, comparison: Comparison, at_once: int) -> tuple[Cell, ...]:
+    cells = comparison.cells()
+    tails = (round(comparison.plain.p99_ms), round(comparison.drafted.p99_ms))
+    load = (*cells[:2], f"<= {at_once}" if workload.arrivals_s else at_once)
     return (*load, *cells[3:7], *cells[8:10], *tails)
 
 
-def case_target(case: Case, times: float) -> Target:
-    name = f"{case.name}, {case.at_once} at once"
-    if case.arrivals_s:
-        name = f"{case.at_once} requests {case.name}"
-    if case.name in STRUCTURED:
+def load_target(workload: Workload, times: float) -> Target:
+    name = f"{workload.name}, {workload.at_once} at once"
+    if workload.arrivals_s:
+        name = f"{workload.at_once} requests {workload.name}"
+    if workload.name in STRUCTURED:
         return Target.at_least(f"{name}, greedy: times plain", times, STRUCTURED_TIMES)
-    if case.at_once < 128:
+    if workload.at_once < 128:
         return Target.at_least(f"{name}: times plain", times, EVEN[0])
     return Target.between(f"{name}: times plain", times, *EVEN)
 
@@ -189,7 +191,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         model = LocalModel(weights(), Path(scratch))
         loads = Loads(model, scale)
-        pairs = [compare(case, model, scale) for case in loads.cases()]
+        pairs = [measured(workload, model, scale) for workload in loads.workloads()]
         runs = PolicyLoop(model, scale.rl).run()
     report = Report(
         title="Speculation",

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tinkercloud.commands.bench import Case, Engines, require_equal, timed
+from tinkercloud.commands.bench import EngineFactory, Workload, require_equal, run_timed
 from tinkercloud.core.types import (
     AdamParams,
     Datum,
@@ -54,9 +54,9 @@ class LocalModel:
             Asked("suffix", None, self.threads, scratch, scratch / "drafts")
         )
 
-    def engines(self, at_once: int) -> Engines:
+    def engines(self, at_once: int) -> EngineFactory:
         assert self._speculate is not None
-        return Engines(at_once, KV_CACHE_BYTES, self.threads, self._speculate)
+        return EngineFactory(at_once, KV_CACHE_BYTES, self.threads, self._speculate)
 
     def encode(self, text: str) -> list[int]:
         assert self.base.decoder is not None
@@ -105,15 +105,15 @@ class Rollouts:
     epochs: Epochs
 
     @classmethod
-    def of(cls, engines: Engines, at_once: int) -> "Rollouts":
+    def of(cls, engines: EngineFactory, at_once: int) -> "Rollouts":
         return cls(engines.make(drafts=False), engines.make(drafts=True), Epochs(at_once))
 
-    def run(self, case: Case, epoch: int) -> list[list[SampleOutput]]:
+    def run(self, workload: Workload, epoch: int) -> list[list[SampleOutput]]:
         """Both engines' outputs; which one is first alternates."""
         order = [(self.plain, self.epochs.plain_s), (self.drafted, self.epochs.drafted_s)]
         outputs = []
         for engine, seconds in order if epoch % 2 else order[::-1]:
-            rollout = timed(engine, case)
+            rollout = run_timed(engine, workload)
             outputs.append(rollout.outputs)
             seconds.append(rollout.seconds)
         self.epochs.tokens.append(sum(len(s.tokens) for o in outputs[0] for s in o.sequences))
@@ -138,14 +138,14 @@ class PolicyLoop:
         runs = [Rollouts.of(self._model.engines(at_once), at_once) for at_once in scale.at_once]
         for epoch in range(scale.epochs):
             version = store.version(store.publish(FromModel(POLICY)))
-            self._epoch(epoch, Case("epoch", version, tuple(self._questions(epoch))), runs)
+            self._epoch(epoch, Workload("epoch", version, tuple(self._questions(epoch))), runs)
         return [run.finish() for run in runs]
 
-    def _epoch(self, epoch: int, case: Case, runs: Sequence[Rollouts]) -> None:
-        outputs = [output for run in runs for output in run.run(case, epoch)]
+    def _epoch(self, epoch: int, workload: Workload, runs: Sequence[Rollouts]) -> None:
+        outputs = [output for run in runs for output in run.run(workload, epoch)]
         for output in outputs[1:]:
             require_equal(f"epoch {epoch}", outputs[0], output)
-        reward = self._learn(case.requests, outputs[0])
+        reward = self._learn(workload.requests, outputs[0])
         for run in runs:
             run.epochs.rewards.append(reward)
         times = ", ".join(f"{run.epochs.times(epoch):.2f}" for run in runs)

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,22 @@ def smollm2_gguf() -> Path:
     if found is None:
         pytest.fail("the SmolLM2 weights are not here; run `make install`", pytrace=False)
     return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model, as a Hugging Face folder."""
+    from tests.embedded.tiny import write_tiny_model  # torch only where it is needed
+
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(params=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> Any:
+    """Of the weights: each test that asks for it runs in both."""
+    import torch
+
+    return getattr(torch, request.param)
 
 
 @pytest.fixture(scope="module")

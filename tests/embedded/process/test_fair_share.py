@@ -1,9 +1,9 @@
-"""The device's time between sampling and training."""
+"""How sampling and training share the device's time."""
 
 import numpy as np
 import pytest
 
-from tinkercloud.embedded.process.fair_share import Turns
+from tinkercloud.embedded.process.fair_share import FairShareScheduler
 
 
 @pytest.mark.parametrize("sample_s", [0.002, 0.03, 0.085, 0.4])
@@ -11,21 +11,21 @@ from tinkercloud.embedded.process.fair_share import Turns
 def test_both_get_half_of_the_time_whatever_their_steps_take(
     sample_s: float, slice_s: float
 ) -> None:
-    turns, spent = Turns(), {True: 0.0, False: 0.0}
+    scheduler, spent = FairShareScheduler(), {True: 0.0, False: 0.0}
     generator = np.random.default_rng(0)
     while sum(spent.values()) < 60:
-        samples = turns.is_for_samples(samples_wait=True, training_waits=True)
+        samples = scheduler.is_for_samples(samples_wait=True, training_waits=True)
         seconds = (sample_s if samples else slice_s) * generator.uniform(0.5, 2.0)
         spent[samples] += seconds
-        turns.took(seconds, samples=samples, both_wait=True)
+        scheduler.took(seconds, samples=samples, both_wait=True)
         assert abs(spent[True] - spent[False]) <= 2 * max(sample_s, slice_s)
 
 
-def test_who_is_alone_has_every_turn_and_gains_none() -> None:
-    turns = Turns()
+def test_who_is_alone_has_every_step_and_earns_no_credit() -> None:
+    scheduler = FairShareScheduler()
     for _ in range(100):
-        assert not turns.is_for_samples(samples_wait=False, training_waits=True)
-        turns.took(0.1, samples=False, both_wait=False)
-    assert turns.is_for_samples(samples_wait=True, training_waits=True)
-    turns.took(0.1, samples=True, both_wait=True)
-    assert not turns.is_for_samples(samples_wait=True, training_waits=True)
+        assert not scheduler.is_for_samples(samples_wait=False, training_waits=True)
+        scheduler.took(0.1, samples=False, both_wait=False)
+    assert scheduler.is_for_samples(samples_wait=True, training_waits=True)
+    scheduler.took(0.1, samples=True, both_wait=True)
+    assert not scheduler.is_for_samples(samples_wait=True, training_waits=True)

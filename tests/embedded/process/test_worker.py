@@ -9,6 +9,7 @@ import pytest
 from tests.embedded.process.worker_driver import Driver
 from tests.embedded.tiny import ask, random_prompt, supervised
 from tinkercloud.core.types import FromBase, LoraSpec, TrainBatch
+from tinkercloud.embedded.process.protocol import CreateModel, ForwardBackward, Publish, Sample
 
 
 @pytest.fixture
@@ -23,19 +24,19 @@ def batch(length: int) -> TrainBatch:
 
 
 def test_training_goes_on_under_an_endless_stream_of_samples(driver: Driver) -> None:
-    version = driver.wait(driver.send("publish", FromBase("tiny")))
-    driver.wait(driver.send("create_model", "m", "tiny", LoraSpec(rank=4, seed=0)))
+    version = driver.call(Publish(FromBase("tiny")))
+    driver.call(CreateModel("m", "tiny", LoraSpec(rank=4, seed=0)))
     request = ask(random_prompt(20, 1), max_tokens=8, use_eos=False)
-    samples = {driver.send("sample", version, request) for _ in range(8)}
+    samples = {driver.send(Sample(version, request)) for _ in range(8)}
     begun = max(samples)
 
     def another(number: int) -> None:
         if number in samples:
-            samples.add(driver.send("sample", version, request))
+            samples.add(driver.send(Sample(version, request)))
 
     driver.whenever = another
     driver.wait(begun)
-    calls = [driver.send("forward_backward", "m", batch(100)) for _ in range(3)]
+    calls = [driver.send(ForwardBackward("m", batch(100))) for _ in range(3)]
     driver.wait(calls[0])
     before = len(samples & set(driver.order))
     for call in calls:
@@ -44,31 +45,31 @@ def test_training_goes_on_under_an_endless_stream_of_samples(driver: Driver) -> 
 
 
 def test_samples_are_answered_under_an_endless_stream_of_training(driver: Driver) -> None:
-    version = driver.wait(driver.send("publish", FromBase("tiny")))
-    driver.wait(driver.send("create_model", "m", "tiny", LoraSpec(rank=4, seed=0)))
-    calls = {driver.send("forward_backward", "m", batch(100)) for _ in range(2)}
+    version = driver.call(Publish(FromBase("tiny")))
+    driver.call(CreateModel("m", "tiny", LoraSpec(rank=4, seed=0)))
+    calls = {driver.send(ForwardBackward("m", batch(100))) for _ in range(2)}
 
     def another(number: int) -> None:
         if number in calls:
-            calls.add(driver.send("forward_backward", "m", batch(100)))
+            calls.add(driver.send(ForwardBackward("m", batch(100))))
 
     driver.whenever = another
     request = ask(random_prompt(20, 1), max_tokens=900, use_eos=False)
-    output = driver.wait(driver.send("sample", version, request))
+    output = driver.call(Sample(version, request))
     assert len(output.sequences[0].tokens) == 900
     assert calls & set(driver.order), "training went on too"
 
 
 def test_company_changes_no_result(driver: Driver) -> None:
-    version = driver.wait(driver.send("publish", FromBase("tiny")))
+    version = driver.call(Publish(FromBase("tiny")))
     for name in ("alone", "beside"):
-        driver.wait(driver.send("create_model", name, "tiny", LoraSpec(rank=4, seed=0)))
+        driver.call(CreateModel(name, "tiny", LoraSpec(rank=4, seed=0)))
     request = ask(random_prompt(20, 1), max_tokens=64, use_eos=False)
-    sampled = driver.wait(driver.send("sample", version, request))
-    trained = driver.wait(driver.send("forward_backward", "alone", batch(200)))
+    sampled = driver.call(Sample(version, request))
+    trained = driver.call(ForwardBackward("alone", batch(200)))
     both = (
-        driver.send("forward_backward", "beside", batch(200)),
-        driver.send("sample", version, request),
+        driver.send(ForwardBackward("beside", batch(200))),
+        driver.send(Sample(version, request)),
     )
     trained_beside, sampled_beside = map(driver.wait, both)
     ours, theirs = sampled.sequences[0], sampled_beside.sequences[0]

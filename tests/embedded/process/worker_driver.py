@@ -4,13 +4,17 @@ import threading
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
-from tinkercloud.embedded.process.protocol import Call, EngineSettings, Result, Stats
+from tinkercloud.embedded.process.protocol import Call, EngineSettings, Request, Result, Stats
+from tinkercloud.embedded.process.served_models import open_models
 from tinkercloud.embedded.process.worker import Worker
 
 LIMIT_S = 120.0
+
+R = TypeVar("R")
 
 
 class Driver:
@@ -26,8 +30,8 @@ class Driver:
             *(speculate, None, scratch, draft_share, 2**26),
         )
         self.stats = Stats()
-        self._worker = Worker(settings, self._take)
-        self._worker.start()
+        _, models = open_models(settings)
+        self._worker = Worker(settings, models, self._take)
         self._ids = count()
         self._changed = threading.Condition()
         self._results: dict[int, Result] = {}
@@ -46,17 +50,23 @@ class Driver:
         elif isinstance(message, Stats):
             self.stats = message
 
-    def send(self, method: str, *args: object) -> int:
+    def send(self, request: Request[object]) -> int:
         number = next(self._ids)
-        self._worker.put(Call(number, method, args))
+        self._worker.put(Call(number, request))
         return number
 
-    def wait(self, number: int) -> object:
+    def result(self, number: int) -> Result:
         with self._changed:
             assert self._changed.wait_for(lambda: number in self._results, LIMIT_S)
-        result = self._results[number]
+        return self._results[number]
+
+    def wait(self, number: int) -> object:
+        result = self.result(number)
         assert result.error is None, result.error
         return result.value
+
+    def call(self, request: Request[R]) -> R:
+        return self.wait(self.send(request))
 
     def end(self) -> None:
         self.whenever = lambda _: None

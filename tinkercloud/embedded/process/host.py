@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from collections import deque
-from typing import Any
+from typing import Any, TypeVar
 
 from tinkercloud.config import engine_environment
 from tinkercloud.core.types import ServedModel
@@ -17,6 +17,7 @@ from tinkercloud.embedded.process.protocol import (
     Call,
     EngineSettings,
     Ready,
+    Request,
     Result,
     StartFailed,
     Stats,
@@ -25,9 +26,11 @@ from tinkercloud.embedded.process.protocol import (
 )
 from tinkercloud.errors import ConfigError, EngineDied
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 RESTART_WINDOW_S = 600.0
+
+R = TypeVar("R")
 
 
 class EngineHost:
@@ -63,16 +66,16 @@ class EngineHost:
         await self._end_process()
         self._fail_pending("the server is shutting down")
 
-    async def call(self, method: str, *args: Any) -> Any:
-        """Run `method` in the engine. While the engine restarts, this waits for it."""
+    async def call(self, request: Request[R]) -> R:
+        """Have the engine process serve the request. While the engine restarts, this waits."""
         if not self._up.is_set():
             await self._up.wait()
         if self._gave_up or self._writer is None:
             raise EngineDied(self._gave_up or "the engine is not running")
         call_id = next(self._ids)
-        future = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         self._pending[call_id] = future
-        self._writer.write(pack(Call(call_id, method, args)))
+        self._writer.write(pack(Call(call_id, request)))
         return await future
 
     @property
@@ -126,7 +129,7 @@ class EngineHost:
             self._up.clear()
             await self._end_process()
             code = self._process.returncode
-            log.error("the engine process ended with code %s", code)
+            logger.error("the engine process ended with code %s", code)
             self._fail_pending(
                 f"the engine process ended (code {code}) while it held this request; it is being "
                 "restarted. Models must be resumed from their checkpoints"
@@ -148,7 +151,7 @@ class EngineHost:
             try:
                 reader, _ = await self._spawn()
             except ConfigError as error:
-                log.error("the engine did not start again: %s", error)
+                logger.error("the engine did not start again: %s", error)
                 await asyncio.sleep(min(2.0 ** len(self._starts), 30.0))
                 continue
             self.num_restarts += 1

@@ -4,15 +4,30 @@ Both ends are this project's own code on one machine; nothing that a client sent
 (requests arrive here as `core.types` values). No torch: the API process imports this.
 """
 
+import logging
 import pickle
 import socket
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Self, TypeVar
 
-from tinkercloud import errors
-from tinkercloud.core.types import ServedModel
+from tinkercloud.core.types import (
+    AdamParams,
+    LoraSpec,
+    SampleOutput,
+    SampleRequest,
+    ServedModel,
+    TrainBatch,
+    TrainOutput,
+    WeightsSource,
+)
+from tinkercloud.errors import TinkercloudError, error_of
+
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
 
 HEADER = struct.Struct("<Q")
 
@@ -52,11 +67,83 @@ class StartFailed:
     reason: str
 
 
+class Request(Generic[R]):
+    """One operation of the engine process; `R` is the type of its result. Its contract is that of
+    the method of `backends.base.Backend` with the same name; `request_handlers` has its handler.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def answered_by(cls, handler: Callable[[Self], R]) -> "TableRow":
+        """The table row of a handler that returns the result."""
+        return cls, lambda request, reply: reply(handler(request))
+
+    @classmethod
+    def queued_by(cls, handler: Callable[[Self, "Reply[R]"], None]) -> "TableRow":
+        """The table row of a handler whose result comes later, through `reply`."""
+        return cls, handler
+
+
+@dataclass(frozen=True, slots=True)
+class CreateModel(Request[None]):
+    model_id: str
+    base_model: str
+    lora: LoraSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LoadModel(Request[LoraSpec]):
+    model_id: str
+    base_model: str
+    directory: Path
+    with_optimizer: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteModel(Request[None]):
+    model_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBackward(Request[TrainOutput]):
+    model_id: str
+    batch: TrainBatch
+
+
+@dataclass(frozen=True, slots=True)
+class OptimStep(Request[dict[str, float]]):
+    model_id: str
+    params: AdamParams
+
+
+@dataclass(frozen=True, slots=True)
+class SaveModel(Request[None]):
+    model_id: str
+    directory: Path
+    with_optimizer: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Publish(Request[str]):
+    source: WeightsSource
+
+
+@dataclass(frozen=True, slots=True)
+class Release(Request[None]):
+    version_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sample(Request[SampleOutput]):
+    version_id: str
+    sample: SampleRequest
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     id: int
-    method: str
-    args: tuple[Any, ...] = ()
+    request: Request[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +153,27 @@ class Result:
     id: int
     value: Any = None
     error: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reply(Generic[R]):
+    """Where the outcome of one call goes. Call it exactly once."""
+
+    call_id: int
+    send: Callable[[object], None]
+
+    def __call__(self, outcome: R | BaseException) -> None:
+        if not isinstance(outcome, BaseException):
+            self.send(Result(self.call_id, outcome))
+            return
+        name, text = encode_error(outcome)
+        if name == "TinkercloudError":
+            logger.error("call %s failed", self.call_id, exc_info=outcome)
+        self.send(Result(self.call_id, error=(name, text)))
+
+
+Handler = Callable[[Any, Reply[Any]], None]
+TableRow = tuple[type[Request[Any]], Handler]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +213,10 @@ def _exactly(sock: socket.socket, num_bytes: int) -> bytes | None:
 
 def encode_error(error: BaseException) -> tuple[str, str]:
     """Errors of our tree keep their class; anything else becomes a TinkercloudError."""
-    if isinstance(error, errors.TinkercloudError):
+    if isinstance(error, TinkercloudError):
         return type(error).__name__, str(error)
     return "TinkercloudError", f"{type(error).__name__}: {error}"
 
 
-def decode_error(error: tuple[str, str]) -> errors.TinkercloudError:
-    name, text = error
-    kind = getattr(errors, name, errors.TinkercloudError)
-    # The classes build their text from what was wrong; here the text is already built.
-    rebuilt = kind.__new__(kind)
-    Exception.__init__(rebuilt, text)
-    return rebuilt
+def decode_error(error: tuple[str, str]) -> TinkercloudError:
+    return error_of(*error)

@@ -1,8 +1,8 @@
-"""A trace of the engine's lanes on one GPU: whether prompts are read while others are decoded.
+"""A trace of the engine's CUDA streams on one GPU: whether prompts are read while others decode.
 
 Sequences of a network of random weights are decoded, with drafts by a network of two layers, while
 long prompts come. `python -m benchmarks.gpu --trace FILE` writes the trace of torch.profiler, for a
-browser's chrome://tracing or Perfetto, and says how long the lanes computed at once.
+browser's chrome://tracing or Perfetto, and says how long the streams computed at once.
 """
 
 import json
@@ -16,13 +16,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.gpu_work import SHAPES, TINY, random_base, version
-from benchmarks.overlap import MARK, LaneKernels, busy, lane_kernels, overlap
+from benchmarks.overlap import MARK, RoleKernels, busy, overlap, role_kernels
 from tinkercloud.core.types import SampleRequest, SamplingParams
 from tinkercloud.embedded.drafting.model_drafter import ModelDrafter
 from tinkercloud.embedded.forward.kv_blocks import BlockPool
 from tinkercloud.embedded.forward.runners import Runner
 from tinkercloud.embedded.model.base_model import BaseModel
-from tinkercloud.embedded.sampling.cuda_streams import Lane, Lanes, lanes_for
+from tinkercloud.embedded.sampling.cuda_streams import StreamRole, Streams, streams_for
 from tinkercloud.embedded.sampling.engine import SamplingEngine
 from tinkercloud.embedded.sampling.speculation import Speculation
 from tinkercloud.speculative.draft_length.fixed_length import Steady
@@ -51,22 +51,22 @@ class Load:
         return cls("Qwen3-0.6B", 16, 24, 2000, 2**33, 40, 30)
 
 
-class MarkedLanes:
-    """Other lanes, whose sections have names in a profiler's trace."""
+class MarkedStreams:
+    """Streams whose sections have the names of their roles in a profiler's trace."""
 
-    def __init__(self, lanes: Lanes):
-        self._lanes = lanes
+    def __init__(self, streams: Streams):
+        self._streams = streams
 
     @property
-    def are_apart(self) -> bool:
-        return self._lanes.are_apart
+    def are_parallel(self) -> bool:
+        return self._streams.are_parallel
 
-    def round(self) -> AbstractContextManager[None]:
-        return self._lanes.round()
+    def fork_join(self) -> AbstractContextManager[None]:
+        return self._streams.fork_join()
 
     @contextmanager
-    def on(self, lane: Lane, *after: Lane) -> Iterator[None]:
-        with record_function(f"{MARK}{lane.value}"), self._lanes.on(lane, *after):
+    def on(self, role: StreamRole, *after: StreamRole) -> Iterator[None]:
+        with record_function(f"{MARK}{role.value}"), self._streams.on(role, *after):
             yield
 
 
@@ -97,7 +97,7 @@ class Mixed:
         self.engine = SamplingEngine(
             max_batch=256, kv_cache_bytes=load.kv_cache_bytes, depth=2.0, speculate=Drafting(base)
         )
-        self.engine.use_lanes(MarkedLanes(lanes_for(base.device)))
+        self.engine.use_streams(MarkedStreams(streams_for(base.device)))
         self._num_requests = 0
 
     def submit(self, num_tokens: int, max_tokens: int) -> None:
@@ -138,22 +138,22 @@ def traced(device: torch.device, dtype: torch.dtype, path: Path) -> list[str]:
     load = Load.of(device)
     base = random_base(load.shape, {**SHAPES, **TINY}[load.shape], dtype, device)
     Mixed(load, base).run(path)
-    return list(summary(lane_kernels(json.loads(path.read_text()))))
+    return list(summary(role_kernels(json.loads(path.read_text()))))
 
 
-def summary(kernels: LaneKernels) -> Iterator[str]:
+def summary(kernels: RoleKernels) -> Iterator[str]:
     if not kernels.intervals:
-        yield "the trace has no kernels of lanes: this device has one lane"
+        yield "the trace has no kernels: this device has one stream"
         return
-    for lane, streams in sorted(kernels.streams.items()):
-        ms = busy(kernels.intervals, lane) / 1e3
-        yield f"{lane}: {ms:.2f} ms of kernels, on streams {_listed(streams)}"
-    prefill = busy(kernels.intervals, Lane.PREFILL.value)
-    for lane in (Lane.DRAFT, Lane.VERIFY):
-        both = overlap(kernels.intervals, Lane.PREFILL.value, lane.value)
+    for role, streams in sorted(kernels.streams.items()):
+        ms = busy(kernels.intervals, role) / 1e3
+        yield f"{role}: {ms:.2f} ms of kernels, on streams {_listed(streams)}"
+    prefill = busy(kernels.intervals, StreamRole.PREFILL.value)
+    for role in (StreamRole.DRAFT, StreamRole.VERIFY):
+        both = overlap(kernels.intervals, StreamRole.PREFILL.value, role.value)
         share = both / prefill if prefill else 0.0
         together = f"{both / 1e3:.2f} ms, {share:.1%} of prefill's time"
-        yield f"prefill together with {lane.value}: {together}"
+        yield f"prefill together with {role.value}: {together}"
 
 
 def _listed(streams: set[int]) -> str:

@@ -1,0 +1,111 @@
+"""The engine process's handler of each request type of `protocol`. Runs in the worker thread."""
+
+from collections.abc import Callable, Mapping
+
+from tinkercloud.core.types import LoraSpec, SampleOutput, TrainOutput
+from tinkercloud.embedded.model.base_model import BaseModel
+from tinkercloud.embedded.process.model_store import ModelStore
+from tinkercloud.embedded.process.protocol import (
+    Call,
+    CreateModel,
+    DeleteModel,
+    ForwardBackward,
+    Handler,
+    LoadModel,
+    OptimStep,
+    Publish,
+    Release,
+    Reply,
+    Request,
+    Sample,
+    SaveModel,
+    TableRow,
+)
+from tinkercloud.embedded.sampling.engine import SamplingEngine
+from tinkercloud.embedded.training.queue import TrainingQueue
+from tinkercloud.errors import UnknownRequest
+
+
+class RequestHandlers:
+    """`sample` and `forward_backward` queue their work; the others are done when they return."""
+
+    def __init__(
+        self,
+        models: ModelStore,
+        engine: SamplingEngine,
+        training: TrainingQueue,
+        after_optim_step: Callable[[BaseModel], None],
+    ):
+        self._models = models
+        self._engine = engine
+        self._training = training
+        self._after_optim_step = after_optim_step
+        self._table = _table(
+            CreateModel.answered_by(self.create_model),
+            LoadModel.answered_by(self.load_model),
+            DeleteModel.answered_by(self.delete_model),
+            ForwardBackward.queued_by(self.forward_backward),
+            OptimStep.answered_by(self.optim_step),
+            SaveModel.answered_by(self.save_model),
+            Publish.answered_by(self.publish),
+            Release.answered_by(self.release),
+            Sample.queued_by(self.sample),
+        )
+
+    @property
+    def request_types(self) -> frozenset[type[Request[object]]]:
+        return frozenset(self._table)
+
+    def handle(self, call: Call, send: Callable[[object], None]) -> None:
+        """Serve one call. Its Result is sent now or later, and whatever goes wrong."""
+        reply = Reply(call.id, send)
+        try:
+            handler = self._table.get(type(call.request))
+            if handler is None:
+                raise UnknownRequest(type(call.request).__name__)
+            handler(call.request, reply)
+        except Exception as error:  # noqa: BLE001 - the caller gets it
+            reply(error)
+
+    # ---- models
+
+    def create_model(self, request: CreateModel) -> None:
+        self._models.create_model(request.model_id, request.base_model, request.lora)
+
+    def load_model(self, request: LoadModel) -> LoraSpec:
+        return self._models.load_model(
+            request.model_id, request.base_model, request.directory, request.with_optimizer
+        )
+
+    def delete_model(self, request: DeleteModel) -> None:
+        self._models.delete_model(request.model_id)
+
+    def forward_backward(self, request: ForwardBackward, reply: Reply[TrainOutput]) -> None:
+        model = self._models.model(request.model_id)
+        self._training.add(reply.call_id, model, request.batch)
+
+    def optim_step(self, request: OptimStep) -> dict[str, float]:
+        metrics = self._models.optim_step(request.model_id, request.params)
+        self._after_optim_step(self._models.model(request.model_id).base)
+        return metrics
+
+    def save_model(self, request: SaveModel) -> None:
+        self._models.save_model(request.model_id, request.directory, request.with_optimizer)
+
+    # ---- versions
+
+    def publish(self, request: Publish) -> str:
+        return self._models.publish(request.source)
+
+    def release(self, request: Release) -> None:
+        self._engine.forget(request.version_id)
+        self._models.release(request.version_id)
+
+    def sample(self, request: Sample, reply: Reply[SampleOutput]) -> None:
+        self._engine.submit(self._models.version(request.version_id), request.sample, reply)
+
+
+def _table(*rows: TableRow) -> Mapping[type[Request[object]], Handler]:
+    table = dict(rows)
+    assert len(table) == len(rows), "a request type has two handlers"
+    return table
