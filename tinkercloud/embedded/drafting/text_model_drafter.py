@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tinkercloud.decoding.sampler import lowest_argmax
 from tinkercloud.embedded.drafting.draft_network import Chain, DraftNetwork, Start
-from tinkercloud.embedded.drafting.retokenizer import RetoldText
+from tinkercloud.embedded.drafting.retokenizer import IncrementalRetokenizer
 from tinkercloud.embedded.forward.kv_blocks import BlockPool
 from tinkercloud.embedded.forward.runners import Runner
 from tinkercloud.embedded.model.version import Version
@@ -36,7 +36,7 @@ class _Reader:
     """num_read: of the stream's tokens."""
 
     stream: Stream
-    text: RetoldText
+    text: IncrementalRetokenizer
     num_read: int = 0
 
     def num_own(self, most: int) -> int:
@@ -64,7 +64,7 @@ class TextModelDrafter:
         self._network.use(version)
 
     def begin(self, stream: Stream) -> None:
-        self._readers[stream.id] = _Reader(stream, RetoldText(self._own))
+        self._readers[stream.id] = _Reader(stream, IncrementalRetokenizer(self._own))
         self._network.begin(stream.id)
 
     def observe(self, stream: Stream, num_new: int) -> None:

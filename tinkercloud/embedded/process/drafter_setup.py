@@ -5,8 +5,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tinkercloud.embedded.draft_training.files import drafts_of, open_head
-from tinkercloud.embedded.draft_training.online_trainer import DraftLoop, DraftLoops, Following
-from tinkercloud.embedded.draft_training.trainees import head_pupil, model_pupil
+from tinkercloud.embedded.draft_training.online_trainer import (
+    OnlineSettings,
+    OnlineTrainer,
+    OnlineTrainers,
+)
+from tinkercloud.embedded.draft_training.trainees import head_trainee, model_trainee
 from tinkercloud.embedded.drafting.draft_model import open_draft, tokenizer_pair
 from tinkercloud.embedded.drafting.head_drafter import HeadDrafter
 from tinkercloud.embedded.drafting.model_drafter import ModelDrafter
@@ -50,10 +54,10 @@ class Asked:
     num_threads: int
     cache_dir: Path
     drafts_dir: Path
-    following: Following = field(default_factory=Following)
+    following: OnlineSettings = field(default_factory=OnlineSettings)
 
 
-def speculate(asked: Asked, loops: DraftLoops | None = None) -> Speculate | None:
+def speculate(asked: Asked, loops: OnlineTrainers | None = None) -> Speculate | None:
     """None where it is off. loops: where the drafts' training goes; None: they are not trained."""
     if asked.name == "off":
         return None
@@ -87,18 +91,18 @@ def speculate(asked: Asked, loops: DraftLoops | None = None) -> Speculate | None
     return make
 
 
-def _loop(drafter: Drafter, base: BaseModel, asked: Asked) -> DraftLoop:
+def _loop(drafter: Drafter, base: BaseModel, asked: Asked) -> OnlineTrainer:
     """What trains the drafter: the one that is best, not one that was asked for by its name."""
     following = asked.following
     store = CaseStore(int(following.case_share * following.memory_bytes), following.max_age)
     folder = drafts_of(asked.drafts_dir, base.name)
     pupil = None
     if isinstance(drafter, HeadDrafter) and asked.name in ("head", "head:best"):
-        pupil = head_pupil(drafter, following)
+        pupil = head_trainee(drafter, following)
     elif isinstance(drafter, ModelDrafter):
         folder = drafts_of(asked.drafts_dir, f"{base.name}--{drafter.version.base.name}")
-        pupil = model_pupil(drafter, drafter.version, store, folder)
-    return DraftLoop(folder, store, pupil, following)
+        pupil = model_trainee(drafter, drafter.version, store, folder)
+    return OnlineTrainer(folder, store, pupil, following)
 
 
 def _head_drafter(name: str, base: BaseModel, runner: Runner, drafts_dir: Path) -> HeadDrafter:

@@ -1,4 +1,4 @@
-"""What tests of lanes do, as functions of the device; tests/embedded runs them on a CPU."""
+"""What tests of streams do, as functions of the device; tests/embedded runs them on a CPU."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from tests.embedded.tiny import ask, random_prompt
 from tinkercloud.core.types import SampleOutput, SampleRequest
 from tinkercloud.embedded.forward.kv_blocks import BlockPool
 from tinkercloud.embedded.model.base_model import BaseModel
-from tinkercloud.embedded.sampling.cuda_streams import Lanes
+from tinkercloud.embedded.sampling.cuda_streams import Streams
 from tinkercloud.embedded.sampling.engine import SamplingEngine, Speculate
 from tinkercloud.speculative.drafters.drafter_table import drafter_table
 
 RANKS = (None, 4, 8)
 STOPS = tuple("abcdefghijklmnopqrstuvwxyz")
-APART = 3  # rounds between two arrivals of two
+APART = 3  # steps between two arrivals of two requests each
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def mixed(temperature: float = 0.0) -> Load:
 
 
 def crowded() -> Load:
-    """Far more than the blocks hold, for over 50 rounds."""
+    """Far more than the blocks hold, for over 50 steps."""
     requests = [
         ask(random_prompt(200 + 30 * i, i), n=2, max_tokens=70, seed=i, use_eos=False,
             temperature=0.0)
@@ -63,39 +63,39 @@ def suffix(vocab_size: int) -> object:
 @dataclass(frozen=True)
 class Answered:
     outputs: list[SampleOutput]
-    num_rounds: int
+    num_steps: int
     num_preempted: int
     num_accepted: int
 
 
-def answered(folder: Path, device: str, load: Load, lanes: Lanes | None) -> Answered:
-    """The load's answers, in float32. lanes None: the device's own."""
+def answered(folder: Path, device: str, load: Load, streams: Streams | None) -> Answered:
+    """The load's answers, in float32. streams None: the device's own."""
     base = BaseModel.load("tiny", folder, folder, torch.float32, torch.device(device))
     drafting = Drafting(suffix, load.most_drafted) if load.most_drafted else None
-    engine = engine_of(base, load, lanes, drafting)
+    engine = engine_of(base, load, streams, drafting)
     versions = [version(base, rank, i) for i, rank in enumerate(RANKS)]
     outputs: dict[int, SampleOutput | BaseException] = {}
-    num_rounds, waiting = 0, list(enumerate(load.requests))
+    num_steps, waiting = 0, list(enumerate(load.requests))
     while waiting or engine.busy:
-        for i, request in waiting[: 2 if num_rounds % APART == 0 else 0]:
+        for i, request in waiting[: 2 if num_steps % APART == 0 else 0]:
             engine.submit(versions[i % 3], request, lambda o, i=i: outputs.__setitem__(i, o))
             waiting = waiting[1:]
         engine.step()
-        num_rounds += 1
+        num_steps += 1
     found = [outputs[i] for i in range(len(load.requests))]
     num_accepted = drafting.policy.num_accepted if drafting else 0
-    return Answered(found, num_rounds, engine.num_preempted, num_accepted)
+    return Answered(found, num_steps, engine.num_preempted, num_accepted)
 
 
 def engine_of(
-    base: BaseModel, load: Load, lanes: Lanes | None, speculate: Speculate | None
+    base: BaseModel, load: Load, streams: Streams | None, speculate: Speculate | None
 ) -> SamplingEngine:
     per_block = BlockPool.bytes_per_block(base.config, base.dtype)
     engine = SamplingEngine(
         max_batch=64, kv_cache_bytes=load.num_blocks * per_block, speculate=speculate
     )
-    if lanes is not None:
-        engine.use_lanes(lanes)
+    if streams is not None:
+        engine.use_streams(streams)
     return engine
 
 

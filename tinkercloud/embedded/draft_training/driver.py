@@ -1,6 +1,6 @@
 """A draft that follows the policy: when it is trained, on what, and whether the result is used.
 
-The draft that is served never changes under whoever reads it: training works on the student's own
+The draft that is served never changes under whoever reads it: training works on the trainer's own
 tensors, and a promotion replaces the served ones in one go.
 """
 
@@ -14,7 +14,7 @@ from tinkercloud.embedded.draft_training.fit import (
     Evaluation,
     Fit,
     Plan,
-    Student,
+    Trainer,
     assign,
     copied,
     joined,
@@ -27,7 +27,7 @@ Batch = TypeVar("Batch")
 BatchOut = TypeVar("BatchOut", covariant=True)
 
 
-class Material(Protocol[BatchOut]):
+class Dataset(Protocol[BatchOut]):
     """What there is to learn from."""
 
     def batch(self, number: int) -> BatchOut:
@@ -55,14 +55,14 @@ class Gate:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftTraining:
+class TrainingSettings:
     plan: Plan = field(default_factory=Plan)
     trigger: TriggerSettings = field(default_factory=TriggerSettings)
     gate: Gate = field(default_factory=Gate)
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TrainingResult:
     """Of one training. version: the folder it was written to."""
 
     reason: str
@@ -91,24 +91,24 @@ class _Running(Generic[Batch]):
     fit: Fit[Batch]
 
 
-class DraftTrainer(Generic[Batch]):
+class TrainingDriver(Generic[Batch]):
     """Owned by one thread, which calls `work` when it has nothing better to do."""
 
     def __init__(
         self,
-        student: Student[Batch],
-        material: Material[Batch],
+        trainer: Trainer[Batch],
+        dataset: Dataset[Batch],
         folder: DraftFolder,
         budget: TimeBudget,
-        training: DraftTraining,
+        training: TrainingSettings,
     ):
-        self._student, self._material, self._folder = student, material, folder
+        self._trainer, self._dataset, self._folder = trainer, dataset, folder
         self._training = training
         self._running: _Running[Batch] | None = None
         self._step = 0
         self.budget = budget
         self.trigger = Trigger(training.trigger)
-        self.served: Mapping[str, Tensor] = copied(student.params)
+        self.served: Mapping[str, Tensor] = copied(trainer.params)
 
     def policy_stepped(self, step: int, took_s: float, acceptance: float | None = None) -> None:
         """The policy has made its step `step` in `took_s` seconds; acceptance: of the drafted
@@ -125,10 +125,12 @@ class DraftTrainer(Generic[Batch]):
             return False
         if self._running is not None:
             return True
-        return self.trigger.due(self._step) is not None and bool(self._material.held_out())
+        return self.trigger.due(self._step) is not None and bool(self._dataset.held_out())
 
-    def work(self, reason: str | None = None, most_steps: int | None = None) -> Outcome | None:
-        """Train as far as there is time, or so many steps; the outcome once a training is done.
+    def work(
+        self, reason: str | None = None, most_steps: int | None = None
+    ) -> TrainingResult | None:
+        """Train as far as there is time, or so many steps; the result once a training is done.
         `reason`: train whether or not it is due. Raises UserError when a training breaks off."""
         if self._running is None:
             self._begin(reason or self.trigger.due(self._step))
@@ -142,7 +144,7 @@ class DraftTrainer(Generic[Batch]):
             raise
         return self._conclude(running) if running.fit.done else None
 
-    def finish(self) -> Outcome | None:
+    def finish(self) -> TrainingResult | None:
         """What is underway ends as far as it has come; None where nothing is."""
         return self._conclude(self._running) if self._running is not None else None
 
@@ -153,7 +155,7 @@ class DraftTrainer(Generic[Batch]):
     def use(self, name: str) -> str:
         """Draft with a version or an alias of the folder. Raises NotFound and UserError."""
         version = self._folder.resolve(name)
-        self.served = self._student.read(self._folder.path(version))
+        self.served = self._trainer.read(self._folder.path(version))
         self._folder.use("best", version)
         self._running = None  # it began from another draft
         return version
@@ -165,32 +167,32 @@ class DraftTrainer(Generic[Batch]):
         return version
 
     def _begin(self, reason: str | None) -> None:
-        if reason is None or self.budget.left_s <= 0 or not self._material.held_out():
+        if reason is None or self.budget.left_s <= 0 or not self._dataset.held_out():
             return
-        assign(self._student, self.served)
-        fit = Fit(self._student, self._material.batch, self._training.plan)
+        assign(self._trainer, self.served)
+        fit = Fit(self._trainer, self._dataset.batch, self._training.plan)
         self._running = _Running(reason, self._step, fit)
 
-    def _conclude(self, running: _Running[Batch]) -> Outcome:
+    def _conclude(self, running: _Running[Batch]) -> TrainingResult:
         """Both drafts on what is held out now: the policy may have moved since the beginning."""
         self._running = None
-        trained = copied(self._student.params)
+        trained = copied(self._trainer.params)
         with self.budget.spending():
             after = self._evaluated(trained)
             before = self._evaluated(self.served)
         promoted = self._training.gate.opens(before, after)
         losses = tuple(running.fit.losses)
-        outcome = Outcome(running.reason, before, after, promoted, "", losses)
-        version = self._write(trained, outcome.as_json())
+        result = TrainingResult(running.reason, before, after, promoted, "", losses)
+        version = self._write(trained, result.as_json())
         if promoted:
             self.served = trained
             self._folder.use("best", version)
         self.trigger.updated(self._step)
-        return Outcome(running.reason, before, after, promoted, version, losses)
+        return TrainingResult(running.reason, before, after, promoted, version, losses)
 
     def _evaluated(self, params: Mapping[str, Tensor]) -> Evaluation:
-        assign(self._student, params)
-        return joined([self._student.evaluate(batch) for batch in self._material.held_out()])
+        assign(self._trainer, params)
+        return joined([self._trainer.evaluate(batch) for batch in self._dataset.held_out()])
 
     def _write(self, params: Mapping[str, Tensor], notes: Mapping[str, Any]) -> str:
-        return self._folder.publish(lambda path: self._student.write(params, path), notes)
+        return self._folder.publish(lambda path: self._trainer.write(params, path), notes)

@@ -53,7 +53,9 @@ class CapturedSequence:
     category: str = ""
 
     @classmethod
-    def of(cls, tokens: Tensor, hidden: Tensor, logits: Tensor, told: "Told") -> "CapturedSequence":
+    def of(
+        cls, tokens: Tensor, hidden: Tensor, logits: Tensor, told: "SequenceMetadata"
+    ) -> "CapturedSequence":
         """logits (N, V) of the policy; the arrays are copies, on the CPU."""
         z = logits.detach().float() / (told.temperature or 1.0)
         teacher = most_probable(torch.softmax(z, -1), told.count)
@@ -68,7 +70,7 @@ class CapturedSequence:
         hidden: Tensor,
         teacher: Teacher,
         weights: NDArray[np.float32],
-        told: "Told",
+        told: "SequenceMetadata",
     ) -> "CapturedSequence":
         """teacher: the M most probable tokens after each token. weights count, not num_prompt."""
         assert teacher.ids is not None
@@ -90,7 +92,7 @@ class CapturedSequence:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class SequenceMetadata:
     """What is known of a sequence beside its arrays. count: tokens of each law that are kept."""
 
     num_prompt: int
@@ -101,7 +103,7 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadTraining:
+class HeadObjective:
     """measure: a key of MEASURES. num_steps: how far the head is unrolled on its own outputs.
     step_share: what a step counts beside the one before."""
 
@@ -121,10 +123,10 @@ class _Rows:
     temperature: Tensor  # (B, N - 1)
 
 
-class HeadStudent:
-    """params are the student's own; the head's frozen rows are the policy's and stay the same."""
+class HeadTrainer:
+    """params are the trainer's own; the head's frozen rows are the policy's and stay the same."""
 
-    def __init__(self, head: Head, params: Mapping[str, Tensor], training: HeadTraining):
+    def __init__(self, head: Head, params: Mapping[str, Tensor], training: HeadObjective):
         self._head, self._training = head, training
         own = head.placed(params)
         self._params = {n: t.detach().clone().requires_grad_() for n, t in own.items()}

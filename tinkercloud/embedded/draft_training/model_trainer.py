@@ -29,7 +29,7 @@ from tinkercloud.weights.adapters import Adapter, fresh_adapter, load_adapter, s
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Lesson:
+class CaseExample:
     """A case with the tokens before it, (position,)."""
 
     tokens: Tokens
@@ -37,7 +37,7 @@ class Lesson:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelTraining:
+class ModelObjective:
     """measure: a key of MEASURES. disagreed_weight: what a disagreement counts beside an agreed
     case."""
 
@@ -45,10 +45,10 @@ class ModelTraining:
     disagreed_weight: float = 3.0
 
 
-class ModelStudent:
-    """The draft's base is frozen and shared; the adapter is the student's."""
+class DraftModelTrainer:
+    """The draft's base is frozen and shared; the adapter is the trainer's."""
 
-    def __init__(self, base: BaseModel, spec: LoraSpec, training: ModelTraining):
+    def __init__(self, base: BaseModel, spec: LoraSpec, training: ModelObjective):
         self._base, self._spec, self._training = base, spec, training
         adapter = fresh_adapter(spec, base.config.linear_shapes(), base.device)
         self._params = {n: t.requires_grad_() for n, t in _flat(adapter).items()}
@@ -67,7 +67,7 @@ class ModelStudent:
         """Of what `params` or `read` gave."""
         return _paired(params)
 
-    def loss(self, batch: Sequence[Lesson]) -> Tensor:
+    def loss(self, batch: Sequence[CaseExample]) -> Tensor:
         logits = self._logits(batch)
         teacher, temperature = _teacher(batch, logits.device)
         rows = distances(logits, teacher, temperature, MEASURES[self._training.measure])
@@ -76,7 +76,7 @@ class ModelStudent:
         return weighted_mean(rows, weights.to(rows.device))
 
     @torch.no_grad()
-    def evaluate(self, batch: Sequence[Lesson]) -> Evaluation:
+    def evaluate(self, batch: Sequence[CaseExample]) -> Evaluation:
         logits = self._logits(batch)
         teacher, temperature = _teacher(batch, logits.device)
         alpha = expected_acceptance(logits, teacher, temperature).double()
@@ -92,7 +92,7 @@ class ModelStudent:
         except (SafetensorError, OSError) as error:
             raise UserError(f"the draft in {directory} cannot be read: {error}") from None
 
-    def _logits(self, batch: Sequence[Lesson]) -> Tensor:
+    def _logits(self, batch: Sequence[CaseExample]) -> Tensor:
         """(cases, V), in the order of the batch; a context is computed once for all its cases."""
         longest: dict[str, Tokens] = {}
         for each in batch:
@@ -116,7 +116,7 @@ class ModelStudent:
         return TrainContext(self._base.weights, lengths, adapter=self.adapter, scale=scale)
 
 
-def _teacher(batch: Sequence[Lesson], device: torch.device) -> tuple[Teacher, Tensor]:
+def _teacher(batch: Sequence[CaseExample], device: torch.device) -> tuple[Teacher, Tensor]:
     """Cases may tell different numbers of tokens; shorter ones are filled with "none"."""
     most = max(len(each.case.top_ids) for each in batch)
     ids = np.full((len(batch), most), -1, np.int64)

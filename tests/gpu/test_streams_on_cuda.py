@@ -1,4 +1,4 @@
-"""Lanes on a GPU: what is sampled with them is what is sampled without, and they do overlap."""
+"""Streams on a GPU: what is sampled with them is what is sampled without, and they do overlap."""
 
 import json
 import subprocess
@@ -11,10 +11,10 @@ import torch
 
 from benchmarks.overlap import lane_kernels, overlap
 from tests.embedded.tiny import write_tiny_model
-from tests.gpu import lane_bodies as bodies
+from tests.gpu import stream_bodies as bodies
 from tests.serving import ROOT
 from tinkercloud.embedded.model.uploads import uploaded
-from tinkercloud.embedded.sampling.cuda_streams import Lane, OneLane, lanes_for
+from tinkercloud.embedded.sampling.cuda_streams import SingleStream, StreamRole, streams_for
 
 CUDA = "cuda"
 TOLERANCE = 1e-3  # of log-probabilities: rows go by other kernels in other batches
@@ -26,22 +26,22 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_gpu_has_lanes_of_its_own():
-    assert lanes_for(torch.device(CUDA)).are_apart
+    assert streams_for(torch.device(CUDA)).are_parallel
 
 
 @pytest.mark.parametrize("load", [bodies.mixed(), bodies.mixed(1.0)], ids=["greedy", "drawn"])
 def test_lanes_change_no_token(folder: Path, load: bodies.Load):
-    plain = bodies.answered(folder, CUDA, load, OneLane())
+    plain = bodies.answered(folder, CUDA, load, SingleStream())
     found = bodies.answered(folder, CUDA, load, None)
     bodies.compare(found, plain, TOLERANCE)
     assert found.num_accepted > 10
 
 
-def test_rounds_with_too_few_blocks_leave_nothing_broken(folder: Path):
-    plain = bodies.answered(folder, CUDA, bodies.crowded(), OneLane())
+def test_steps_with_too_few_blocks_answer_all_requests(folder: Path):
+    plain = bodies.answered(folder, CUDA, bodies.crowded(), SingleStream())
     found = bodies.answered(folder, CUDA, bodies.crowded(), None)
     bodies.compare(found, plain, TOLERANCE)
-    assert found.num_rounds > 50
+    assert found.num_steps > 50
     assert found.num_preempted > 0
 
 
@@ -60,8 +60,8 @@ def test_prompts_are_read_while_others_are_drafted_for_and_verified(tmp_path: Pa
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--trace", str(path)]
     subprocess.run(command, check=True, timeout=600)
     found = lane_kernels(json.loads(path.read_text()))
-    assert set(found.streams) == {lane.value for lane in Lane}
-    prefill, *others = (found.streams[lane.value] for lane in Lane)
+    assert set(found.streams) == {role.value for role in StreamRole}
+    prefill, *others = (found.streams[role.value] for role in StreamRole)
     assert all(prefill.isdisjoint(streams) for streams in others)
-    for lane in (Lane.DRAFT, Lane.VERIFY):
-        assert overlap(found.intervals, Lane.PREFILL.value, lane.value) > 0
+    for role in (StreamRole.DRAFT, StreamRole.VERIFY):
+        assert overlap(found.intervals, StreamRole.PREFILL.value, role.value) > 0

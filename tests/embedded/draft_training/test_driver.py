@@ -15,19 +15,19 @@ from tests.embedded.draft_training.toy_policy import (
     endless,
     filled,
     same_bits,
-    student_of,
+    trainer_of,
 )
 from tests.speculative.head.head_scene import (
     V,
 )
-from tinkercloud.embedded.draft_training.dataset import CapturedSequences, Mix
+from tinkercloud.embedded.draft_training.dataset import Mix, SequenceDataset
+from tinkercloud.embedded.draft_training.driver import Gate, TrainingDriver, TrainingSettings
 from tinkercloud.embedded.draft_training.fit import Fit, Plan, copied
-from tinkercloud.embedded.draft_training.head_model import (
+from tinkercloud.embedded.draft_training.head_trainer import (
     CapturedSequence,
-    HeadStudent,
-    HeadTraining,
+    HeadObjective,
+    HeadTrainer,
 )
-from tinkercloud.embedded.draft_training.trainer import DraftTrainer, DraftTraining, Gate
 from tinkercloud.errors import NotFound, UserError
 from tinkercloud.speculative.head.head import FrozenRows, Head, HeadConfig, fresh_params
 from tinkercloud.speculative.head.vocabulary import DraftVocabulary
@@ -46,28 +46,30 @@ class Clock:
         return self.now
 
 
-def trainer_of(
-    student: HeadStudent, material: object, folder: Path, **training: object
-) -> DraftTrainer:
+def driver_of(
+    trainer: HeadTrainer, dataset: object, folder: Path, **training: object
+) -> TrainingDriver:
     given = {"plan": Plan(num_steps=50, peak_rate=RATE)} | training
-    return DraftTrainer(student, material, DraftFolder(folder), endless(), DraftTraining(**given))
+    return TrainingDriver(
+        trainer, dataset, DraftFolder(folder), endless(), TrainingSettings(**given)
+    )
 
 
 def test_acceptance_rises_on_a_planted_shift_within_fifty_steps(taught, tmp_path):
-    policy, student = taught
+    policy, trainer = taught
     shifted = ToyPolicy(1)
-    student = copy_of(student, policy)
-    material = filled(policy)
+    trainer = copy_of(trainer, policy)
+    dataset = filled(policy)
     for sequence in shifted.sequences(48, 500, epoch=1):
-        material.add(sequence)
-    trainer = trainer_of(student, material, tmp_path)
-    trainer.policy_stepped(1, 10.0)
-    outcome = trainer.work()
-    assert outcome is not None
-    assert len(outcome.losses) == 50
-    assert outcome.promoted
-    assert outcome.after.by_depth[0] > outcome.before.by_depth[0] + 0.1
-    assert DraftFolder(tmp_path).resolve("best") == outcome.version
+        dataset.add(sequence)
+    driver = driver_of(trainer, dataset, tmp_path)
+    driver.policy_stepped(1, 10.0)
+    result = driver.work()
+    assert result is not None
+    assert len(result.losses) == 50
+    assert result.promoted
+    assert result.after.by_depth[0] > result.before.by_depth[0] + 0.1
+    assert DraftFolder(tmp_path).resolve("best") == result.version
 
 
 # ---- gate, publication, rollback, budget
@@ -87,61 +89,61 @@ class Poisoned:
 
 
 def test_the_gate_refuses_a_worse_draft(taught, tmp_path):
-    policy, student = taught
-    student = copy_of(student, policy)
-    trainer = trainer_of(student, Poisoned(policy, ToyPolicy(1)), tmp_path)
-    first = trainer.publish({})
-    before = copied(trainer.served)
-    outcome = trainer.work("now")
-    assert outcome is not None
-    assert not outcome.promoted
-    assert outcome.after.mean < outcome.before.mean
-    assert same_bits(trainer.served, before)
+    policy, trainer = taught
+    trainer = copy_of(trainer, policy)
+    driver = driver_of(trainer, Poisoned(policy, ToyPolicy(1)), tmp_path)
+    first = driver.publish({})
+    before = copied(driver.served)
+    result = driver.work("now")
+    assert result is not None
+    assert not result.promoted
+    assert result.after.mean < result.before.mean
+    assert same_bits(driver.served, before)
     folder = DraftFolder(tmp_path)
     assert folder.resolve("best") == first
-    assert folder.resolve("latest") == outcome.version
+    assert folder.resolve("latest") == result.version
     assert folder.notes("latest")["promoted"] is False
 
 
 def test_the_gate_does_not_open_on_too_few_places(taught, tmp_path):
     policy, _ = taught
-    trainer = trainer_of(
-        student_of(policy.weights), filled(policy), tmp_path, gate=Gate(least_rows=10**6)
+    driver = driver_of(
+        trainer_of(policy.weights), filled(policy), tmp_path, gate=Gate(least_rows=10**6)
     )
-    outcome = trainer.work("now")
-    assert outcome is not None
-    assert outcome.after.mean > outcome.before.mean
-    assert not outcome.promoted
+    result = driver.work("now")
+    assert result is not None
+    assert result.after.mean > result.before.mean
+    assert not result.promoted
 
 
 def test_rollback_restores_every_bit(tmp_path):
     policy = ToyPolicy(0)
-    trainer = trainer_of(student_of(policy.weights), filled(policy), tmp_path)
-    first = trainer.publish({})
-    before = copied(trainer.served)
-    outcome = trainer.work("now")
-    assert outcome is not None
-    assert outcome.promoted
-    trained = copied(trainer.served)
+    driver = driver_of(trainer_of(policy.weights), filled(policy), tmp_path)
+    first = driver.publish({})
+    before = copied(driver.served)
+    result = driver.work("now")
+    assert result is not None
+    assert result.promoted
+    trained = copied(driver.served)
     assert not same_bits(trained, before)
-    assert trainer.rollback() == first
-    assert same_bits(trainer.served, before)
-    trainer.use("latest")
-    assert same_bits(trainer.served, trained)
-    trainer.use(first)
+    assert driver.rollback() == first
+    assert same_bits(driver.served, before)
+    driver.use("latest")
+    assert same_bits(driver.served, trained)
+    driver.use(first)
     with pytest.raises(NotFound, match="no draft before it"):
-        trainer.rollback()
+        driver.rollback()
 
 
 def test_a_draft_of_another_model_is_refused(taught, tmp_path):
-    policy, student = taught
-    student.write(student.params, tmp_path)
-    config = HeadConfig.of(student._head.config.target, (1, 4))
-    other = Head(config, student._head.frozen)
+    policy, trainer = taught
+    trainer.write(trainer.params, tmp_path)
+    config = HeadConfig.of(trainer._head.config.target, (1, 4))
+    other = Head(config, trainer._head.frozen)
     with pytest.raises(UserError, match="not one of this model"):
-        HeadStudent(other, fresh_params(config, 0), HeadTraining()).read(tmp_path)
+        HeadTrainer(other, fresh_params(config, 0), HeadObjective()).read(tmp_path)
     trimmed = FrozenRows.of(policy.weights, DraftVocabulary.of(range(9), V))
-    small = HeadStudent(Head(student._head.config, trimmed), student.params, HeadTraining())
+    small = HeadTrainer(Head(trainer._head.config, trimmed), trainer.params, HeadObjective())
     with pytest.raises(UserError, match="another vocabulary"):
         small.read(tmp_path)
 
@@ -150,58 +152,58 @@ def test_what_is_served_does_not_move_while_a_draft_is_trained(tmp_path):
     policy = ToyPolicy(0)
     clock = Clock()
     budget = TimeBudget(0.1, clock=clock)
-    trainer = DraftTrainer(
-        student_of(policy.weights), filled(policy), DraftFolder(tmp_path), budget,
-        DraftTraining(plan=Plan(num_steps=6, peak_rate=RATE)),
+    driver = TrainingDriver(
+        trainer_of(policy.weights), filled(policy), DraftFolder(tmp_path), budget,
+        TrainingSettings(plan=Plan(num_steps=6, peak_rate=RATE)),
     )  # fmt: skip
-    before = copied(trainer.served)
-    policy_s, outcomes = 0.0, []
+    before = copied(driver.served)
+    policy_s, results = 0.0, []
     for step in range(1, 12):
-        trainer.policy_stepped(step, 10.0)
+        driver.policy_stepped(step, 10.0)
         policy_s += 10.0
-        outcomes.append(trainer.work())
+        results.append(driver.work())
         # Every piece of work takes a second here: one step at a time is what fits.
         assert budget.spent_s <= 0.1 * policy_s + 1.0
-        if not any(outcomes):
-            assert same_bits(trainer.served, before)
-    done = [o for o in outcomes if o is not None]
+        if not any(results):
+            assert same_bits(driver.served, before)
+    done = [o for o in results if o is not None]
     assert len(done) == 1
     assert done[0].reason == "1 policy steps"
-    assert not same_bits(trainer.served, before)
+    assert not same_bits(driver.served, before)
 
 
 def test_nothing_is_trained_without_time_or_without_something_held_out(taught, tmp_path):
     policy, _ = taught
-    empty = CapturedSequences(ROOM_BYTES, 4, Mix())
-    assert trainer_of(student_of(policy.weights), empty, tmp_path).work("now") is None
-    trainer = DraftTrainer(
-        student_of(policy.weights), filled(policy), DraftFolder(tmp_path),
-        TimeBudget(), DraftTraining(),
+    empty = SequenceDataset(ROOM_BYTES, 4, Mix())
+    assert driver_of(trainer_of(policy.weights), empty, tmp_path).work("now") is None
+    driver = TrainingDriver(
+        trainer_of(policy.weights), filled(policy), DraftFolder(tmp_path),
+        TimeBudget(), TrainingSettings(),
     )  # fmt: skip
-    assert trainer.work("now") is None
+    assert driver.work("now") is None
     assert DraftFolder(tmp_path).versions() == []
 
 
 def test_a_fall_of_acceptance_starts_a_training(tmp_path):
     policy = ToyPolicy(0)
-    trainer = trainer_of(
-        student_of(policy.weights), filled(policy), tmp_path,
+    driver = driver_of(
+        trainer_of(policy.weights), filled(policy), tmp_path,
         trigger=TriggerSettings(every_steps=0, fall=0.03, decay=0.5),
         plan=Plan(num_steps=2),
     )  # fmt: skip
     for step, acceptance in enumerate((0.6, 0.6, 0.58)):
-        trainer.policy_stepped(step, 10.0, acceptance)
-        assert trainer.work() is None
-    trainer.policy_stepped(3, 10.0, 0.5)
-    outcome = trainer.work()
-    assert outcome is not None
-    assert outcome.reason.startswith("acceptance fell from 0.600")
-    trainer.policy_stepped(4, 10.0, 0.5)
-    assert trainer.work() is None
+        driver.policy_stepped(step, 10.0, acceptance)
+        assert driver.work() is None
+    driver.policy_stepped(3, 10.0, 0.5)
+    result = driver.work()
+    assert result is not None
+    assert result.reason.startswith("acceptance fell from 0.600")
+    driver.policy_stepped(4, 10.0, 0.5)
+    assert driver.work() is None
 
 
 def test_a_training_that_breaks_off_leaves_what_is_served(taught, tmp_path):
-    policy, student = taught
+    policy, trainer = taught
     broken = policy.sequence(0)
     broken.hidden[3] = np.nan
 
@@ -209,11 +211,11 @@ def test_a_training_that_breaks_off_leaves_what_is_served(taught, tmp_path):
         def batch(self, number: int) -> list[CapturedSequence]:
             return [broken]
 
-    trainer = trainer_of(copy_of(student, policy), Broken(policy, policy), tmp_path)
-    before = copied(trainer.served)
+    driver = driver_of(copy_of(trainer, policy), Broken(policy, policy), tmp_path)
+    before = copied(driver.served)
     with pytest.raises(UserError, match="not finite"):
-        trainer.work("now")
-    assert same_bits(trainer.served, before)
+        driver.work("now")
+    assert same_bits(driver.served, before)
 
 
 # ---- the schedule
@@ -233,8 +235,8 @@ def test_accumulated_batches_step_as_their_mean_does(taught):
     batches = [policy.sequences(4, 0), policy.sequences(4, 50)]
     ends = []
     for batches_of, count in ((lambda n: batches[n], 2), (lambda n: batches[0] + batches[1], 1)):
-        student = student_of(policy.weights)
-        Fit(student, batches_of, Plan(num_steps=1, accumulate=count)).advance(endless())
-        ends.append(student.params)
+        trainer = trainer_of(policy.weights)
+        Fit(trainer, batches_of, Plan(num_steps=1, accumulate=count)).advance(endless())
+        ends.append(trainer.params)
     for name in ends[0]:
         torch.testing.assert_close(ends[0][name], ends[1][name], rtol=1e-3, atol=1e-5)
