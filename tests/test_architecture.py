@@ -37,7 +37,7 @@ RULES = {
     "backends": "backends.base config core.types errors losses",
     "weights": "architectures core.types errors",
     "decoding": "core.types",
-    "doctor": "config errors",
+    "doctor": "config embedded.forward embedded.model embedded.native errors fetch weights",
     "services": "backends.base config core core.types errors losses storage tinker_gmi wire",
     "routers": "config core core.types errors services storage tinker_gmi wire",
     # speculative decoding, without an engine

@@ -4,6 +4,7 @@ from tinkercloud.config.environment import (
     c_compiler,
     default_data_dir,
     engine_environment,
+    nccl_variables,
     quiet_ray,
     user_cache_dir,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "default_data_dir",
     "engine_environment",
     "load_config",
+    "nccl_variables",
     "parse_model",
     "quiet_ray",
     "settings",

@@ -20,6 +20,11 @@ def quiet_ray() -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 
+def nccl_variables() -> dict[str, str]:
+    """What the environment tells NCCL."""
+    return {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+
+
 def user_cache_dir() -> Path:
     """Where what can be made again is kept between runs, whatever the data directory."""
     folder = os.environ.get("XDG_CACHE_HOME")
