@@ -141,7 +141,7 @@ def test_a_file_imports_only_what_its_room_may(path):
         if top in ("tinkercloud", "tinker_gmi") and name != "tinkercloud.__version__":
             assert room_of(name) in allowed, f"{room} may not import {name}"
         assert around & set(THIRD_PARTY.get(top, room).split()), f"{room} may not import {name}"
-    if room not in ("config", "cli") and path.name != "settings.py":  # the client's TINKER_*
+    if room not in ("config", "commands") and path.name != "settings.py":  # the client's TINKER_*
         environ = [
             n.lineno for n in ast.walk(tree) if getattr(n, "attr", "") in ("environ", "getenv")
         ]
