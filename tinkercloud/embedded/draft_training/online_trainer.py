@@ -157,7 +157,7 @@ class OnlineTrainer:
 
     @isolating_errors(None)
     def ended(self, stream: Stream) -> None:
-        self._temperature = stream.temperature
+        self._temperature = stream.params.temperature
         self._collector.ended(stream)
 
     @isolating_errors(None)

@@ -138,7 +138,7 @@ class HeadDrafter:
         outputs = [reader.output for reader, _ in ready if reader.output is not None]
         rows = [[row_params(reader.stream, k) for reader, _ in ready] for k in range(deepest)]
         takes = self._audits.takes
-        audited = [i for i, (one, _) in enumerate(ready) if takes(one.stream.temperature)]
+        audited = [i for i, (one, _) in enumerate(ready) if takes(one.stream.params.temperature)]
         start = Start([reader.slot for reader, _ in ready], torch.stack(outputs), rows, audited)
         chains = draft_chains(self.head, self._params, self._cache, start, self._coupling)
         # Both at once: each time the host reads, it waits for the device.

@@ -66,7 +66,7 @@ class ModelDrafter:
     def propose(self, asked: Sequence[tuple[Stream, int]]) -> list[Draft]:
         starts = [Start(stream.id, stream.tokens, most) for stream, most in asked]
         takes = self._audits.takes
-        self._laws = {s.id: [] for s, most in asked if most > 0 and takes(s.temperature)}
+        self._laws = {s.id: [] for s, most in asked if most > 0 and takes(s.params.temperature)}
         chains = self._network.go_on(starts, self._drawn)
         return [self._draft(chains.get(stream.id)) for stream, _ in asked]
 

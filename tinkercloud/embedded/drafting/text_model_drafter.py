@@ -96,7 +96,7 @@ class TextModelDrafter:
 
     def _likeliest(self, chains: Sequence[Chain], logits: Tensor) -> tuple[list[int], list[float]]:
         """Chances are those at the sample's temperature; at 0, those at 1."""
-        drawn_at = [self._readers[chain.id].stream.temperature or 1.0 for chain in chains]
+        drawn_at = [self._readers[chain.id].stream.params.temperature or 1.0 for chain in chains]
         weights = logits.float() / torch.tensor(drawn_at, device=logits.device)[:, None]
         tokens = lowest_argmax(weights)
         logprobs = weights.gather(1, tokens[:, None])[:, 0] - weights.logsumexp(1)
