@@ -298,7 +298,7 @@ class GraphRunner:
     def _spare_block(self, pool: BlockPool) -> int | None:
         """Where padding writes; None while there is no free one."""
         if pool not in self._spare_blocks:
-            taken = pool.take(1)
+            taken = pool.allocate(1)
             if taken is None:
                 return None
             self._spare_blocks[pool] = taken[0]
