@@ -30,7 +30,7 @@ from tinkercloud.speculative.draft_length.controller import (
 )
 from tinkercloud.speculative.draft_length.planning import Estimates, PlannerSettings
 from tinkercloud.speculative.drafters.drafter import Drafter
-from tinkercloud.speculative.drafters.drafter_table import DrafterFactory, drafter_table
+from tinkercloud.speculative.drafters.drafter_table import DrafterFactory, DrafterTable
 from tinkercloud.speculative.drafters.guarded_drafter import GuardedDrafter
 from tinkercloud.speculative.drafters.suffix_drafter import SuffixDrafter
 from tinkercloud.speculative.learning.cases import CaseStore
@@ -73,11 +73,11 @@ def speculate(asked: Asked, loops: OnlineTrainers | None = None) -> Speculate | 
         if not runner.is_exact:
             logger.warning("on this device drafts may change the last bits of log-probabilities")
         vocab_size = base.config.vocab_size
-        makers: dict[str, DrafterFactory] = {
+        factories: dict[str, DrafterFactory] = {
             "model": lambda path: _model_drafter(Path(path), base, runner, asked.cache_dir),
             "head": lambda name: _head_drafter(name or "best", base, runner, asked.drafts_dir),
         }
-        drafter = drafter_table(vocab_size, makers).make(named)
+        drafter = DrafterTable(factories).make(named)
         costs = round_costs(base, runner, pool, asked.num_threads)
         most = MOST_READ if isinstance(drafter, SuffixDrafter) else MOST_DRAWN
         known = Estimates(costs, acceptance=Acceptance(most))
