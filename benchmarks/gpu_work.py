@@ -9,7 +9,7 @@ import torch
 
 from tinkercloud.architectures import load_architecture
 from tinkercloud.architectures.config import ArchitectureConfig, from_hf
-from tinkercloud.core.types import AdamParams, Datum, LoraSpec, TrainBatch
+from tinkercloud.core.types import AdamParams, Datum, LoraSpec, SamplingParams, TrainBatch
 from tinkercloud.decoding import device_scan
 from tinkercloud.decoding.sampler import RowParams, sample
 from tinkercloud.embedded.forward.decode_graphs import CudaCapture, DrawGraphs
@@ -115,7 +115,7 @@ class Decoding:
         logits = self.logits()
         synchronize(logits.device)
         self.forward_s += time.perf_counter() - start
-        params = [RowParams(1.0, -1, 1.0, i, 0, self._at) for i in range(self._num_seqs)]
+        params = [RowParams(SamplingParams(None, i), 0, self._at) for i in range(self._num_seqs)]
         drawn = sample(logits, params, self.runner.scan or device_scan.scan)
         self._tokens = drawn.tokens.numpy()
 

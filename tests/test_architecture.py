@@ -42,7 +42,7 @@ RULES = {
     "routers": "config core core.types errors services storage tinker_gmi wire",
     # speculative decoding, without an engine
     "speculative": "",
-    "speculative.drafters": "errors speculative",
+    "speculative.drafters": "core.types errors speculative",
     "speculative.head": "architectures errors speculative speculative.drafters",
     "speculative.draft_length": "errors speculative",
     "speculative.learning": "errors speculative.drafters speculative.head",
@@ -55,8 +55,9 @@ RULES = {
     "speculative.draft_length speculative.drafters speculative.learning speculative.observability",
     "embedded.training": "architectures core.types embedded.forward embedded.model embedded.native "
     "errors losses weights",
-    "embedded.drafting": "config decoding embedded.forward embedded.model embedded.native errors "
-    "speculative speculative.draft_length speculative.drafters speculative.head weights",
+    "embedded.drafting": "config core.types decoding embedded.forward embedded.model "
+    "embedded.native errors speculative speculative.draft_length speculative.drafters "
+    "speculative.head weights",
     "embedded.draft_training": "core.types embedded.drafting embedded.model embedded.training "
     "errors speculative.drafters speculative.head speculative.learning speculative.observability "
     "weights",

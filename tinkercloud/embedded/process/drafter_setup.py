@@ -24,11 +24,14 @@ from tinkercloud.embedded.sampling.engine import Speculate
 from tinkercloud.embedded.sampling.speculation import Speculation
 from tinkercloud.embedded.sampling.trace import Trace
 from tinkercloud.speculative.draft_length.acceptance import Acceptance
-from tinkercloud.speculative.draft_length.controller import Policy, Settings
-from tinkercloud.speculative.draft_length.planning import Bounds, Knowledge
+from tinkercloud.speculative.draft_length.controller import (
+    ControllerSettings,
+    DraftLengthController,
+)
+from tinkercloud.speculative.draft_length.planning import Estimates, PlannerSettings
 from tinkercloud.speculative.drafters.drafter import Drafter
-from tinkercloud.speculative.drafters.drafter_table import Maker, drafter_table
-from tinkercloud.speculative.drafters.guarded_drafter import guarded
+from tinkercloud.speculative.drafters.drafter_table import DrafterFactory, drafter_table
+from tinkercloud.speculative.drafters.guarded_drafter import GuardedDrafter
 from tinkercloud.speculative.drafters.suffix_drafter import SuffixDrafter
 from tinkercloud.speculative.learning.cases import CaseStore
 
@@ -70,20 +73,20 @@ def speculate(asked: Asked, loops: OnlineTrainers | None = None) -> Speculate | 
         if not runner.is_exact:
             logger.warning("on this device drafts may change the last bits of log-probabilities")
         vocab_size = base.config.vocab_size
-        makers: dict[str, Maker] = {
+        makers: dict[str, DrafterFactory] = {
             "model": lambda path: _model_drafter(Path(path), base, runner, asked.cache_dir),
             "head": lambda name: _head_drafter(name or "best", base, runner, asked.drafts_dir),
         }
         drafter = drafter_table(vocab_size, makers).make(named)
         costs = round_costs(base, runner, pool, asked.num_threads)
         most = MOST_READ if isinstance(drafter, SuffixDrafter) else MOST_DRAWN
-        known = Knowledge(costs, acceptance=Acceptance(most))
-        policy = Policy(known, Settings(Bounds(most, MOST_ROWS)))
+        known = Estimates(costs, acceptance=Acceptance(most))
+        policy = DraftLengthController(known, ControllerSettings(PlannerSettings(most, MOST_ROWS)))
         loop = None
         if loops is not None:
             loop = _loop(drafter, base, asked)
             loops.add(base, loop)
-        speculation = Speculation(guarded(drafter, vocab_size), policy, trace, loop)
+        speculation = Speculation(GuardedDrafter(drafter, vocab_size), policy, trace, loop)
         if loop is not None:
             loop.speculation = speculation
         return speculation
