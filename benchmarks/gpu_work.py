@@ -17,9 +17,10 @@ from tinkercloud.architectures.config import ArchitectureConfig, from_hf  # noqa
 from tinkercloud.core.types import AdamParams, Datum, LoraSpec, TrainBatch  # noqa: E402
 from tinkercloud.decoding import device_scan  # noqa: E402
 from tinkercloud.decoding.sampler import RowParams, sample  # noqa: E402
+from tinkercloud.embedded.forward.batch import Batch  # noqa: E402
 from tinkercloud.embedded.forward.decode_graphs import CudaCapture, DrawGraphs  # noqa: E402
 from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool, blocks_for  # noqa: E402
-from tinkercloud.embedded.forward.runners import Batch, GraphRunner, Runner  # noqa: E402
+from tinkercloud.embedded.forward.runners import GraphRunner, Runner  # noqa: E402
 from tinkercloud.embedded.model.base_model import BaseModel  # noqa: E402
 from tinkercloud.embedded.model.version import Version  # noqa: E402
 from tinkercloud.embedded.training.micro_batches import Limits  # noqa: E402
