@@ -15,6 +15,9 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 MODEL := .tinkercloud/models/SmolLM2-135M-Instruct.Q4_1.gguf
 PYTEST := $(BIN)/python -m pytest
+SUITE := $(BIN)/python -m tests.suite
+# For a slice of the slow tests.
+SLICE_S ?= 1200
 # SGLang has an environment of its own: its pins are not ours.
 SGLANG := .venv-sglang
 SGLANG_PINS := tests/cluster/requirements-sglang.txt
@@ -26,7 +29,7 @@ export HF_HUB_OFFLINE := 1
 # Threads that wait sleep: tests run a server and a client on the same cores.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: help install lint format test test-cluster test-all demo serve bench proto clean
+.PHONY: help install lint format test test-cluster test-all test-slice demo serve bench proto clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -58,15 +61,18 @@ $(SGLANG)/installed: $(SGLANG_PINS)
 	@touch $@
 
 test: install lint ## lint and every test but the slow ones and the cluster's
-	$(PYTEST) -m 'not slow' --ignore=tests/cluster
+	$(SUITE) fast
 
 test-cluster: install $(SGLANG)/installed ## the cluster backend on its real engines, on a CPU
-	$(PYTEST) -m 'not slow' tests/cluster
+	$(SUITE) cluster
 	TINKERCLOUD_TEST_BACKEND=cluster $(PYTEST) tests/e2e/test_first_light.py -k 'not ours'
 
 test-all: install lint $(SGLANG)/installed ## lint and every test
-	$(PYTEST)
+	$(SUITE) all
 	TINKERCLOUD_TEST_BACKEND=cluster $(PYTEST) tests/e2e/test_first_light.py
+
+test-slice: install $(SGLANG)/installed ## as many slow tests as fit into SLICE_S seconds, other ones for each commit
+	$(SUITE) slow --seconds $(SLICE_S)
 
 demo: install ## SFT and RL on a real model, live, under ten minutes
 	$(BIN)/python cookbook/demo.py
@@ -74,17 +80,14 @@ demo: install ## SFT and RL on a real model, live, under ten minutes
 serve: install ## the server on 127.0.0.1:8700
 	$(BIN)/tinkercloud serve
 
-bench: install $(SGLANG)/installed ## all benchmarks, beside the peers that are there, and docs/benchmarks.md
-	$(BIN)/python benchmarks/service_overhead.py --json benchmarks/results/service_overhead.json
-	$(BIN)/python benchmarks/cluster_overhead.py --json benchmarks/results/cluster_overhead.json
-	$(BIN)/python benchmarks/cookbook_recipes.py --json benchmarks/results/cookbook_recipes.json
-	$(BIN)/python benchmarks/sampling.py --json benchmarks/results/sampling.json
-	$(BIN)/python benchmarks/concurrency.py --json benchmarks/results/concurrency.json
-	$(BIN)/python benchmarks/sharing.py --json benchmarks/results/sharing.json
-	$(BIN)/python benchmarks/training.py --json benchmarks/results/training.json
-	$(BIN)/python benchmarks/rl_step.py --json benchmarks/results/rl_step.json
-	$(BIN)/python benchmarks/speculation.py --json benchmarks/results/speculation.json
-	$(BIN)/python benchmarks/render.py
+bench: install $(SGLANG)/installed ## all benchmarks, peers where they are installed, and docs/benchmarks/
+	for name in service_overhead cluster_overhead cookbook_recipes concurrency sharing training \
+			rl_step speculation; do \
+		$(BIN)/python -m benchmarks.$$name --json benchmarks/results/$$name.json; done
+	for dtype in float32 bfloat16; do \
+		$(BIN)/python -m benchmarks.sampling --dtype $$dtype \
+			--json benchmarks/results/sampling-$$dtype.json; done
+	$(BIN)/python -m benchmarks.render
 
 # protoc 25: its code carries no runtime version check, so it serves protobuf 5, 6 and 7.
 proto: ## regenerate the protobuf module

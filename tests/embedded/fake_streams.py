@@ -16,7 +16,7 @@ from tinkercloud.embedded.forward.batch import Batch
 from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool
 from tinkercloud.embedded.forward.runners import Runner
 from tinkercloud.embedded.model.base_model import BaseModel
-from tinkercloud.embedded.sampling.cuda_streams import Lane, StreamLanes
+from tinkercloud.embedded.sampling.cuda_streams import ParallelStreams, StreamRole
 
 MAIN = "main"
 
@@ -48,10 +48,10 @@ class FakeStreams:
     def __init__(self) -> None:
         self.log: list[str] = []
         self.current = FakeStream(MAIN, self.log)
-        self._lanes = {lane: FakeStream(lane.value, self.log) for lane in Lane}
+        self._streams = {role: FakeStream(role.value, self.log) for role in StreamRole}
 
-    def lanes(self) -> StreamLanes:
-        return StreamLanes(self._lanes, lambda: self.current, self.use)
+    def parallel(self) -> ParallelStreams:
+        return ParallelStreams(self._streams, lambda: self.current, self.use)
 
     @contextmanager
     def use(self, stream: FakeStream) -> Iterator[None]:
@@ -130,7 +130,7 @@ class WatchedRunner:
         self.places.use(_read(batch), set(written))
         if name == self.fails_on:
             raise RuntimeError("the pass failed")
-        # The compiled pass, which no lanes are for, gives its next logits the same memory.
+        # The compiled pass, which needs no streams, writes its next logits to the same memory.
         return self._runner.forward(batch, pool).clone()
 
     def rest(self) -> None:

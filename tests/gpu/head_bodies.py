@@ -14,16 +14,16 @@ from torch import Tensor
 from tests.embedded.decode_scene import Scene, version
 from tests.embedded.speculative_engine import Drafting, untaught_head
 from tests.embedded.tiny import ask, random_prompt
-from tests.gpu.lane_bodies import RANKS, Load, engine_of
+from tests.gpu.stream_bodies import RANKS, Load, engine_of
 from tinkercloud.core.types import SampleOutput
-from tinkercloud.embedded.draft_training.head_model import Told
+from tinkercloud.embedded.draft_training.head_trainer import SequenceMetadata
 from tinkercloud.embedded.draft_training.reference_capture import capture
 from tinkercloud.embedded.drafting.head_drafter import HeadDrafter
 from tinkercloud.embedded.forward.batch import Batch, Part, ragged
 from tinkercloud.embedded.forward.kv_blocks import BlockPool, blocks_for
 from tinkercloud.embedded.forward.runners import Runner
 from tinkercloud.embedded.model.base_model import BaseModel
-from tinkercloud.embedded.sampling.cuda_streams import Lanes
+from tinkercloud.embedded.sampling.cuda_streams import Streams
 from tinkercloud.speculative.drafters.drafter import Draft, Stream
 
 LAYERS = (1, 3)  # of three: a block's output, and what follows the final norm
@@ -106,7 +106,7 @@ class Remembering(HeadDrafter):
     def propose(self, asked: Sequence[tuple[Stream, int]]) -> list[Draft]:
         drafts = super().propose(asked)
         for (stream, _), draft in zip(asked, drafts, strict=True):
-            self.drafts[stream.seed, stream.sample, len(stream.tokens)] = draft.tokens
+            self.drafts[stream.params.seed, stream.sample_index, len(stream.tokens)] = draft.tokens
         return drafts
 
 
@@ -120,14 +120,14 @@ class Written:
 
 
 def written(
-    folder: Path, device: str, load: Load, lanes: Lanes | None, *, by_head: bool = True
+    folder: Path, device: str, load: Load, streams: Streams | None, *, by_head: bool = True
 ) -> Written:
-    """The load's answers, in float32; each request comes a round after the one before. lanes None:
-    the device's own."""
+    """The load's answers, in float32; each request comes a step after the one before. streams
+    None: the device's own."""
     base = BaseModel.load("tiny", folder, folder, torch.float32, torch.device(device))
     head = Remembering(base) if by_head else None
     drafting = Drafting(lambda _: head, DRAFTED) if by_head else None
-    engine = engine_of(base, load, lanes, drafting)
+    engine = engine_of(base, load, streams, drafting)
     versions = [version(base, rank, i) for i, rank in enumerate(RANKS)]
     outputs: dict[int, SampleOutput | BaseException] = {}
     for i, request in enumerate(load.requests):
@@ -147,7 +147,7 @@ def check_what_was_shown(folder: Path, head: Remembering, tolerance: float) -> N
     for stream, first, hidden in head.shown:
         if stream.id not in texts:
             tokens = np.array(stream.tokens, np.int32)
-            told = Told(stream.num_prompt, 1.0, 0)
+            told = SequenceMetadata(stream.num_prompt, 1.0, 0)
             texts[stream.id] = capture(versions[stream.version], tokens, head.layers, told).hidden
         expected = texts[stream.id][first : first + len(hidden)]
         np.testing.assert_allclose(hidden.numpy(), expected, atol=tolerance, rtol=tolerance)

@@ -7,15 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.decoding.rows import row_params
 from tests.embedded.decode_scene import FAMILIES, random_base, tiny_config
 from tests.embedded.tiny import write_tiny_model
 from tests.gpu import head_bodies as bodies
-from tests.gpu.lane_bodies import mixed
+from tests.gpu.stream_bodies import mixed
 from tinkercloud.decoding import device_scan
-from tinkercloud.decoding.sampler import RowParams, gumbel_noise_at
+from tinkercloud.decoding.sampler import gumbel_noise_at
 from tinkercloud.embedded.forward.decode_graphs import CudaCapture, DrawGraphs
 from tinkercloud.embedded.forward.runners import GraphRunner, TorchRunner
-from tinkercloud.embedded.sampling.cuda_streams import OneLane
+from tinkercloud.embedded.sampling.cuda_streams import SingleStream
 
 CUDA, CPU = "cuda", "cpu"
 TOLERANCE = 1e-3  # of states: rows go by other kernels in other batches
@@ -59,8 +60,8 @@ def test_states_of_graphs_are_those_of_a_cpu_and_outlive_the_next_replay(
 
 @pytest.mark.parametrize("load", [bodies.short(), mixed()], ids=["short", "mixed"])
 def test_a_head_drafts_and_changes_no_token(folder: Path, load: bodies.Load):
-    """In the device's lanes; what it saw is what the finished texts give on a CPU."""
-    plain = bodies.written(folder, CUDA, load, OneLane(), by_head=False)
+    """In the device's streams; what it saw is what the finished texts give on a CPU."""
+    plain = bodies.written(folder, CUDA, load, SingleStream(), by_head=False)
     found = bodies.written(folder, CUDA, load, None)
     bodies.same_tokens(found, plain)
     assert found.head is not None
@@ -71,7 +72,7 @@ def test_a_head_drafts_and_changes_no_token(folder: Path, load: bodies.Load):
 
 def test_a_head_drafts_what_it_drafts_on_a_cpu(folder: Path):
     load = bodies.short(temperature=1.0)
-    here = bodies.written(folder, CPU, load, OneLane())
+    here = bodies.written(folder, CPU, load, SingleStream())
     there = bodies.written(folder, CUDA, load, None)
     assert here.head is not None and there.head is not None
     assert bodies.alike(there.head, here.head) > 0.9
@@ -79,7 +80,7 @@ def test_a_head_drafts_what_it_drafts_on_a_cpu(folder: Path):
 
 def test_noise_made_on_the_device_is_the_samplers():
     ids = torch.tensor([0, 5, 17, 299])
-    rows = [RowParams(1.0, -1, 1.0, seed, 2, 70) for seed in (0, 3, 2**64 - 1)]
+    rows = [row_params(seed=seed, sample_index=2, position=70) for seed in (0, 3, 2**64 - 1)]
     packed = torch.from_numpy(device_scan.packed(rows)).to(CUDA)
     found = device_scan.noise_at(packed, ids.to(CUDA), 300).cpu()
     torch.testing.assert_close(found, gumbel_noise_at(rows, ids), atol=2e-5, rtol=0)

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.decoding.rows import row_params
 from tests.embedded.decode_scene import Traced, version
 from tests.embedded.fake_streams import FakeStreams
 from tests.embedded.forward.test_decode_graphs import Recorded
 from tests.gpu import head_bodies as bodies
-from tests.gpu.lane_bodies import mixed
+from tests.gpu.stream_bodies import mixed
 from tinkercloud.decoding import device_scan
-from tinkercloud.decoding.sampler import RowParams, gumbel_noise_at
+from tinkercloud.decoding.sampler import gumbel_noise_at
 from tinkercloud.embedded.draft_training.reference_capture import layer_outputs
 from tinkercloud.embedded.forward import runners
 from tinkercloud.embedded.forward.batch import Part, ragged
@@ -22,7 +23,7 @@ from tinkercloud.embedded.forward.kv_blocks import BlockPool
 from tinkercloud.embedded.forward.runners import GraphRunner, NativeRunner, Runner, TorchRunner
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.sampling import engine as engine_module
-from tinkercloud.embedded.sampling.cuda_streams import Lanes, OneLane
+from tinkercloud.embedded.sampling.cuda_streams import SingleStream, Streams
 from tinkercloud.embedded.training.context import TrainContext
 
 CPU = "cpu"
@@ -98,8 +99,8 @@ def using(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Runner]) -> None:
     monkeypatch.setattr(engine_module, "runner_for", lambda base, num_threads: make())
 
 
-def both(streams: FakeStreams) -> list[Lanes]:
-    return [OneLane(), streams.lanes()]
+def both(streams: FakeStreams) -> list[Streams]:
+    return [SingleStream(), streams.parallel()]
 
 
 @pytest.mark.parametrize("make", OTHERS)
@@ -110,9 +111,9 @@ def test_a_head_sees_the_states_of_the_finished_text_and_changes_no_token(
     """Prompts of several chunks, scored ones, beside samples that are decoded and verified."""
     using(monkeypatch, make)
     load = mixed(temperature)
-    plain = bodies.written(folder, CPU, load, OneLane(), by_head=False)
-    for lanes in both(FakeStreams()):
-        found = bodies.written(folder, CPU, load, lanes)
+    plain = bodies.written(folder, CPU, load, SingleStream(), by_head=False)
+    for streams in both(FakeStreams()):
+        found = bodies.written(folder, CPU, load, streams)
         bodies.same_tokens(found, plain)
         assert found.head is not None
         assert len(found.head.shown) > 100
@@ -126,10 +127,10 @@ def test_a_head_drafts_what_it_drafts_beside_the_compiled_pass(
 ):
     load = bodies.short(temperature=1.0)
     using(monkeypatch, partial(NativeRunner, 1))
-    native = bodies.written(folder, CPU, load, OneLane())
+    native = bodies.written(folder, CPU, load, SingleStream())
     using(monkeypatch, make)
-    for lanes in both(FakeStreams()):
-        found = bodies.written(folder, CPU, load, lanes)
+    for streams in both(FakeStreams()):
+        found = bodies.written(folder, CPU, load, streams)
         assert found.head is not None and native.head is not None
         assert bodies.alike(found.head, native.head) > 0.99
         assert found.num_accepted > 0
@@ -142,13 +143,13 @@ def test_states_of_a_runner_that_only_scores_reach_no_head(
     """It is not the one that was told which layers are wanted."""
     using(monkeypatch, TorchRunner)
     monkeypatch.setattr(engine_module, "scorer_for", lambda base, runner: TorchRunner())
-    found = bodies.written(folder, CPU, mixed(), OneLane())
+    found = bodies.written(folder, CPU, mixed(), SingleStream())
     assert found.head is not None
     bodies.check_what_was_shown(folder, found.head, CLOSE)
 
 
 def test_noise_made_on_the_device_is_the_samplers():
     ids = torch.tensor([0, 5, 17, 299])
-    rows = [RowParams(1.0, -1, 1.0, seed, 2, 70) for seed in (0, 3, 2**64 - 1)]
+    rows = [row_params(seed=seed, sample_index=2, position=70) for seed in (0, 3, 2**64 - 1)]
     found = device_scan.noise_at(torch.from_numpy(device_scan.packed(rows)), ids, 300)
     torch.testing.assert_close(found, gumbel_noise_at(rows, ids), atol=2e-5, rtol=0)

@@ -1,4 +1,4 @@
-"""Rounds whose prompts are read beside drafting and verification, on streams that only pretend."""
+"""Engine steps that prefill in parallel with drafting and verification, on fake streams."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from tests.embedded.decode_scene import FAMILIES, Traced, random_base, tiny_conf
 from tests.embedded.fake_streams import FakeStreams, Race, WatchedRunner
 from tests.embedded.speculative_engine import Drafting
 from tests.embedded.tiny import ask, random_prompt
-from tests.gpu import lane_bodies as bodies
+from tests.gpu import stream_bodies as bodies
 from tinkercloud.core.types import SampleOutput
 from tinkercloud.embedded.forward import contexts, paged_context, runners
 from tinkercloud.embedded.forward.batch import Part, ragged
@@ -23,7 +23,12 @@ from tinkercloud.embedded.forward.runners import GraphRunner, NativeRunner, Runn
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.uploads import uploaded
 from tinkercloud.embedded.sampling import engine as engine_module
-from tinkercloud.embedded.sampling.cuda_streams import Lane, OneLane, StreamLanes, lanes_for
+from tinkercloud.embedded.sampling.cuda_streams import (
+    ParallelStreams,
+    SingleStream,
+    StreamRole,
+    streams_for,
+)
 from tinkercloud.embedded.sampling.engine import SamplingEngine
 from tinkercloud.speculative.drafters.drafter import SilentDrafter
 from tinkercloud.speculative.drafters.trial_drafters import DyingDrafter
@@ -71,7 +76,7 @@ def watching(
 
 @pytest.mark.parametrize(("make", "tolerance"), RUNNERS)
 @pytest.mark.parametrize("load", [bodies.mixed(), bodies.crowded()], ids=["mixed", "crowded"])
-def test_lanes_change_no_token_and_no_keys_are_used_that_are_underway(  # noqa: PLR0913
+def test_streams_change_no_token_and_no_keys_are_read_before_they_are_written(  # noqa: PLR0913
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     streams: FakeStreams,
@@ -80,9 +85,9 @@ def test_lanes_change_no_token_and_no_keys_are_used_that_are_underway(  # noqa: 
     tolerance: float,
 ):
     using(monkeypatch, make)
-    plain = bodies.answered(folder, CPU, load, OneLane())
+    plain = bodies.answered(folder, CPU, load, SingleStream())
     watched = watching(monkeypatch, streams, make)
-    found = bodies.answered(folder, CPU, load, streams.lanes())
+    found = bodies.answered(folder, CPU, load, streams.parallel())
     bodies.compare(found, plain, tolerance)
     rows = watched[0].rows
     assert min(rows["prefill"]) > 1
@@ -96,7 +101,7 @@ def test_lanes_change_no_token_and_no_keys_are_used_that_are_underway(  # noqa: 
         assert any(hits) == watched[0].is_exact
     else:
         assert found.num_preempted > 0
-        assert found.num_rounds > 50
+        assert found.num_steps > 50
 
 
 @COMPILED
@@ -104,28 +109,28 @@ def test_seeded_samples_are_the_same_to_the_bit(
     folder: Path, monkeypatch: pytest.MonkeyPatch, streams: FakeStreams
 ):
     load = bodies.mixed(temperature=1.0)
-    plain = bodies.answered(folder, CPU, load, OneLane())
+    plain = bodies.answered(folder, CPU, load, SingleStream())
     watching(monkeypatch, streams, partial(NativeRunner, 1))
-    bodies.compare(bodies.answered(folder, CPU, load, streams.lanes()), plain, 0.0)
+    bodies.compare(bodies.answered(folder, CPU, load, streams.parallel()), plain, 0.0)
 
 
-def test_what_is_watched_shows_a_race_where_lanes_are_not_joined(
+def test_unjoined_streams_raise_a_race(
     folder: Path, monkeypatch: pytest.MonkeyPatch, streams: FakeStreams
 ):
-    class Unjoined(StreamLanes):
+    class Unjoined(ParallelStreams):
         @contextmanager
-        def round(self) -> Iterator[None]:
+        def fork_join(self) -> Iterator[None]:
             self._main = streams.current
             yield
 
     watching(monkeypatch, streams, TorchRunner)
-    lanes = streams.lanes()
-    lanes.__class__ = Unjoined
+    parallel = streams.parallel()
+    parallel.__class__ = Unjoined
     with pytest.raises(Race):
-        bodies.answered(folder, CPU, bodies.mixed(), lanes)
+        bodies.answered(folder, CPU, bodies.mixed(), parallel)
 
 
-# ---- the order of a round
+# ---- the order of a step
 
 
 class Noting(SilentDrafter):
@@ -138,7 +143,7 @@ class Noting(SilentDrafter):
 
 
 class Bench:
-    """An engine on pretended streams, with everything it does in the streams' log."""
+    """An engine on fake streams, which log everything it does."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, streams: FakeStreams):
         self.streams, sample = streams, engine_module.sample
@@ -152,7 +157,7 @@ class Bench:
         monkeypatch.setattr(engine_module, "sample", drawn)
         drafting = Drafting(lambda _: Noting(streams), 2)
         self.engine = SamplingEngine(max_batch=8, kv_cache_bytes=2**24, speculate=drafting)
-        self.engine.use_lanes(streams.lanes())
+        self.engine.use_streams(streams.parallel())
         self.outcomes: list[SampleOutput | BaseException] = []
 
     def submit(self, length: int, seed: int, **more: object) -> None:
@@ -161,8 +166,8 @@ class Bench:
         )
         self.engine.submit(version(self.base, None, 0), request, self.outcomes.append)
 
-    def round(self) -> list[str]:
-        """What it did."""
+    def step(self) -> list[str]:
+        """The log of one step."""
         self.streams.log.clear()
         self.engine.step()
         return list(self.streams.log)
@@ -179,10 +184,10 @@ def bench(folder: Path, monkeypatch: pytest.MonkeyPatch, streams: FakeStreams) -
 
 def test_prefill_is_launched_first_and_its_logits_are_taken_last(bench: Bench):
     bench.submit(20, 1)
-    bench.round()
+    bench.step()
     bench.submit(30, 2, prompt_logprobs=True)
     bench.submit(40, 3)
-    assert bench.round() == [
+    assert bench.step() == [
         "prefill waits for main", "prefill: pass",
         "draft waits for main", "draft: drafts",
         "verify waits for main", "verify waits for draft", "verify: pass", "verify: draw",
@@ -192,56 +197,56 @@ def test_prefill_is_launched_first_and_its_logits_are_taken_last(bench: Bench):
     ]  # fmt: skip
 
 
-def test_a_round_of_samples_alone_takes_no_prefill_lane(bench: Bench):
+def test_a_step_of_samples_alone_uses_no_prefill_stream(bench: Bench):
     bench.submit(20, 1)
-    bench.round()
-    assert [line for line in bench.round() if "prefill" in line] == []
+    bench.step()
+    assert [line for line in bench.step() if "prefill" in line] == []
 
 
 def test_a_prompt_of_one_token_goes_with_the_samples(bench: Bench):
     bench.submit(1, 1)
-    assert "verify: pass" in bench.round()
+    assert "verify: pass" in bench.step()
     bench.run()
     assert isinstance(bench.outcomes[0], SampleOutput)
 
 
-def test_without_streams_a_round_is_one_pass(bench: Bench):
-    bench.engine.use_lanes(OneLane())
+def test_without_streams_a_step_is_one_pass(bench: Bench):
+    bench.engine.use_streams(SingleStream())
     bench.submit(20, 1)
-    bench.round()
+    bench.step()
     bench.submit(30, 2)
-    assert bench.round() == ["main: drafts", "main: pass", "main: draw", "main: draw"]
+    assert bench.step() == ["main: drafts", "main: pass", "main: draw", "main: draw"]
 
 
-def test_a_cpu_has_one_lane():
-    assert not lanes_for(torch.device(CPU)).are_apart
+def test_a_cpu_has_a_single_stream():
+    assert not streams_for(torch.device(CPU)).are_parallel
 
 
-# ---- what goes wrong on a lane
+# ---- errors on a stream
 
 
 @pytest.mark.parametrize("num_good", [3, 12, 40])
-def test_a_drafter_that_dies_on_its_lane_changes_no_token(
+def test_a_drafter_that_dies_on_its_stream_changes_no_token(
     folder: Path, monkeypatch: pytest.MonkeyPatch, streams: FakeStreams, num_good: int
 ):
     using(monkeypatch, TorchRunner)
-    plain = bodies.answered(folder, CPU, bodies.mixed(), OneLane())
+    plain = bodies.answered(folder, CPU, bodies.mixed(), SingleStream())
     suffix = bodies.suffix
     monkeypatch.setattr(bodies, "suffix", lambda size: DyingDrafter(suffix(size), num_good))
-    found = bodies.answered(folder, CPU, bodies.mixed(), streams.lanes())
+    found = bodies.answered(folder, CPU, bodies.mixed(), streams.parallel())
     bodies.compare(found, plain, 1e-3)
 
 
-@pytest.mark.parametrize("lane", [Lane.PREFILL, Lane.VERIFY])
-def test_after_a_pass_that_failed_all_lanes_are_joined_and_the_engine_works(
-    bench: Bench, lane: Lane
+@pytest.mark.parametrize("role", [StreamRole.PREFILL, StreamRole.VERIFY])
+def test_after_a_failed_pass_all_streams_are_joined_and_the_engine_works(
+    bench: Bench, role: StreamRole
 ):
     bench.submit(20, 1)
-    bench.round()
+    bench.step()
     bench.submit(30, 2)
-    bench.runners[0].fails_on = lane.value
+    bench.runners[0].fails_on = role.value
     with pytest.raises(RuntimeError, match="the pass failed") as error:
-        bench.round()
+        bench.step()
     joined = {line for line in bench.streams.log if line.startswith("main waits for")}
     entered = {line.split(" waits")[0] for line in bench.streams.log if "waits for main" in line}
     assert joined == {f"main waits for {name}" for name in entered} >= {"main waits for prefill"}
@@ -251,14 +256,17 @@ def test_after_a_pass_that_failed_all_lanes_are_joined_and_the_engine_works(
     assert bench.outcomes == [error.value] * 2
     for seed in (1, 2):
         bench.submit(20 + seed, seed)
-        bench.round()
+        bench.step()
     bench.run()
     answers = [one for one in bench.outcomes if isinstance(one, SampleOutput)]
     assert [len(one.sequences[0].tokens) for one in answers] == [9, 9]
 
 
-def test_a_lane_outside_of_a_round_is_refused(streams: FakeStreams):
-    with pytest.raises(AssertionError, match="outside of a round"), streams.lanes().on(Lane.DRAFT):
+def test_a_stream_outside_of_fork_join_is_refused(streams: FakeStreams):
+    with (
+        pytest.raises(AssertionError, match="outside of fork_join"),
+        streams.parallel().on(StreamRole.DRAFT),
+    ):
         pass
 
 

@@ -20,7 +20,7 @@ from tinkercloud.embedded.training.attention import PackedAttention, bucket
 from tinkercloud.embedded.training.block import neighbours
 from tinkercloud.embedded.training.context import causal_attention
 from tinkercloud.embedded.training.layout import lay_out
-from tinkercloud.embedded.training.linear import Part, join_weights, joined
+from tinkercloud.embedded.training.linear import ModelWeights, join_weights, joined
 from tinkercloud.embedded.training.micro_batch_pass import Share, run_pass
 from tinkercloud.embedded.training.reference import run_reference
 from tinkercloud.embedded.training.trainable_model import TrainableModel, full_parameters
@@ -98,8 +98,8 @@ def beginning_alike(loss: str = "cross_entropy", **more: int) -> TrainBatch:
 
 
 def share(model: TrainableModel, work: TrainBatch) -> Share:
-    part = Part(model.adapter, model.scale, model.full_weights())
-    return Share(part, work, range(len(work.data)))
+    weights = ModelWeights(model.adapter, model.scale, model.full_weights())
+    return Share(weights, work, range(len(work.data)))
 
 
 def ran(run, base: BaseModel, *shares: Share, recompute: bool = False) -> Share:
@@ -122,9 +122,9 @@ def assert_equal_to_reference(model: TrainableModel, work: TrainBatch, **how: bo
         assert ours.keys() == theirs.keys()
         for name, value in ours.items():
             np.testing.assert_allclose(value, theirs[name], rtol=1e-5, atol=2e-5)
-    assert fast.part.grads.keys() == slow.part.grads.keys()
-    for name, grad in fast.part.grads.items():
-        other = slow.part.grads[name]
+    assert fast.model.grads.keys() == slow.model.grads.keys()
+    for name, grad in fast.model.grads.items():
+        other = slow.model.grads[name]
         largest = float(other.abs().max())
         assert largest > 0, name
         torch.testing.assert_close(grad, other, rtol=0, atol=2e-5 * largest, msg=name)
@@ -226,7 +226,7 @@ def test_a_batch_without_any_weight_has_a_zero_gradient(llama: BaseModel) -> Non
         each.inputs["weights"][:] = 0
     done = ran(run_pass, llama, share(lora(llama), work))
     assert done.loss == 0
-    assert all(grad.abs().max() == 0 for grad in done.part.grads.values())
+    assert all(grad.abs().max() == 0 for grad in done.model.grads.values())
 
 
 def test_forward_only_scores_as_training_does_and_adds_nothing(llama: BaseModel) -> None:
@@ -234,7 +234,7 @@ def test_forward_only_scores_as_training_does_and_adds_nothing(llama: BaseModel)
         work = batch(loss)
         trained = ran(run_pass, llama, share(lora(llama), work))
         scored = ran(run_pass, llama, share(lora(llama), replace(work, forward_only=True)))
-        assert scored.part.grads == {}
+        assert scored.model.grads == {}
         assert scored.loss == trained.loss
         for a, b in zip(scored.outputs, trained.outputs, strict=True):
             np.testing.assert_array_equal(a["logprobs"], b["logprobs"])
@@ -242,10 +242,10 @@ def test_forward_only_scores_as_training_does_and_adds_nothing(llama: BaseModel)
 
 def test_bfloat16_gradients_are_as_near_to_float32_as_those_of_autograd(tmp_path: Path) -> None:
     exact, narrow = open_base("Qwen3", tmp_path), open_base("Qwen3", tmp_path, torch.bfloat16)
-    truth = ran(run_pass, exact, share(lora(exact), batch())).part.grads
+    truth = ran(run_pass, exact, share(lora(exact), batch())).model.grads
 
     def distance(run) -> float:
-        found = ran(run, narrow, share(lora(narrow), batch())).part.grads
+        found = ran(run, narrow, share(lora(narrow), batch())).model.grads
         apart = [float((found[n] - truth[n]).norm() / truth[n].norm()) for n in truth]
         return float(np.mean(apart))
 
@@ -279,7 +279,7 @@ def test_in_bfloat16_values_are_rounded_where_the_plain_pass_rounds_them(
 def test_the_same_pass_gives_the_same_bits(base: BaseModel) -> None:
     first, second = (ran(run_pass, base, share(lora(base), batch())) for _ in range(2))
     assert first.loss == second.loss
-    assert_same_bits(first.part.grads, second.part.grads)
+    assert_same_bits(first.model.grads, second.model.grads)
 
 
 def test_joined_weights_keep_their_values_and_give_the_same_gradients(tmp_path: Path) -> None:
@@ -291,8 +291,8 @@ def test_joined_weights_keep_their_values_and_give_the_same_gradients(tmp_path: 
         assert joined([together.weights[name] for name in group]) is not None
         assert joined([plain.weights[name] for name in group]) is None
     found = [ran(run_pass, b, share(lora(b), batch())) for b in (plain, together)]
-    for name, grad in found[0].part.grads.items():
-        other = found[1].part.grads[name]
+    for name, grad in found[0].model.grads.items():
+        other = found[1].model.grads[name]
         torch.testing.assert_close(grad, other, rtol=0, atol=1e-5 * float(other.abs().max()))
 
 
@@ -359,7 +359,7 @@ def test_models_that_share_a_pass_get_what_each_gets_alone(base: BaseModel, loss
     for one, shared in zip(alone, together, strict=True):
         exact = is_row_invariant(torch.float32)
         assert shared.loss == pytest.approx(one.loss, rel=0 if exact else 1e-5, abs=0)
-        assert_same_gradients_in_company(one.part.grads, shared.part.grads)
+        assert_same_gradients_in_company(one.model.grads, shared.model.grads)
 
 
 def test_an_error_of_one_share_leaves_the_others_as_they_are(llama: BaseModel) -> None:
@@ -372,4 +372,4 @@ def test_an_error_of_one_share_leaves_the_others_as_they_are(llama: BaseModel) -
     ran(run_pass, llama, *shares)
     assert "importance_sampling loss of datum 1 is -inf" in str(shares[0].error)
     assert shares[1].error is None
-    assert_same_gradients_in_company(alone.part.grads, shares[1].part.grads)
+    assert_same_gradients_in_company(alone.model.grads, shares[1].model.grads)

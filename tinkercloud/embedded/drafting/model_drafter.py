@@ -15,8 +15,12 @@ from tinkercloud.embedded.drafting.draft_rows import row_params
 from tinkercloud.embedded.forward.kv_blocks import BlockPool
 from tinkercloud.embedded.forward.runners import Runner
 from tinkercloud.embedded.model.version import Version
-from tinkercloud.speculative.drafters.draft_distribution import AUDIT_EVERY, AuditSchedule, DraftLaw
-from tinkercloud.speculative.drafters.drafter import NOTHING, Draft, Stream
+from tinkercloud.speculative.drafters.draft_distribution import (
+    AUDIT_EVERY,
+    AuditSchedule,
+    DraftDistribution,
+)
+from tinkercloud.speculative.drafters.drafter import NO_DRAFT, Draft, Stream
 
 
 class ModelDrafter:
@@ -32,7 +36,9 @@ class ModelDrafter:
         self._network = DraftNetwork(version, runner, pool)
         self._streams: dict[int, Stream] = {}
         self._audits = AuditSchedule(audit_every)
-        self._laws: dict[int, list[DraftLaw]] = {}  # of this call's audited drafts, by sample
+        self._laws: dict[
+            int, list[DraftDistribution]
+        ] = {}  # of this call's audited drafts, by sample
 
     @property
     def version(self) -> Version:
@@ -60,7 +66,7 @@ class ModelDrafter:
     def propose(self, asked: Sequence[tuple[Stream, int]]) -> list[Draft]:
         starts = [Start(stream.id, stream.tokens, most) for stream, most in asked]
         takes = self._audits.takes
-        self._laws = {s.id: [] for s, most in asked if most > 0 and takes(s.temperature)}
+        self._laws = {s.id: [] for s, most in asked if most > 0 and takes(s.params.temperature)}
         chains = self._network.go_on(starts, self._drawn)
         return [self._draft(chains.get(stream.id)) for stream, _ in asked]
 
@@ -70,11 +76,11 @@ class ModelDrafter:
         drawn = sample(logits, rows, self._network.scan)
         for i, chain in enumerate(chains):
             if chain.id in self._laws:
-                self._laws[chain.id].append(DraftLaw.of(drawn.law(i)[0].exp()))
+                self._laws[chain.id].append(DraftDistribution.of(drawn.law(i)[0].exp()))
         return drawn.tokens.tolist(), drawn.logprobs.exp().tolist()
 
     def _draft(self, chain: Chain | None) -> Draft:
         if chain is None:
-            return NOTHING
+            return NO_DRAFT
         laws = self._laws.get(chain.id, ())
         return Draft(tuple(chain.tokens), tuple(chain.chances), tuple(laws))

@@ -5,8 +5,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tinkercloud.embedded.draft_training.files import drafts_of, open_head
-from tinkercloud.embedded.draft_training.online_trainer import DraftLoop, DraftLoops, Following
-from tinkercloud.embedded.draft_training.trainees import head_pupil, model_pupil
+from tinkercloud.embedded.draft_training.online_trainer import (
+    OnlineSettings,
+    OnlineTrainer,
+    OnlineTrainers,
+)
+from tinkercloud.embedded.draft_training.trainees import head_trainee, model_trainee
 from tinkercloud.embedded.drafting.draft_model import open_draft, tokenizer_pair
 from tinkercloud.embedded.drafting.head_drafter import HeadDrafter
 from tinkercloud.embedded.drafting.model_drafter import ModelDrafter
@@ -20,11 +24,14 @@ from tinkercloud.embedded.sampling.engine import Speculate
 from tinkercloud.embedded.sampling.speculation import Speculation
 from tinkercloud.embedded.sampling.trace import Trace
 from tinkercloud.speculative.draft_length.acceptance import Acceptance
-from tinkercloud.speculative.draft_length.controller import Policy, Settings
-from tinkercloud.speculative.draft_length.planning import Bounds, Knowledge
+from tinkercloud.speculative.draft_length.controller import (
+    ControllerSettings,
+    DraftLengthController,
+)
+from tinkercloud.speculative.draft_length.planning import Estimates, PlannerSettings
 from tinkercloud.speculative.drafters.drafter import Drafter
-from tinkercloud.speculative.drafters.drafter_table import Maker, drafter_table
-from tinkercloud.speculative.drafters.guarded_drafter import guarded
+from tinkercloud.speculative.drafters.drafter_table import DrafterFactory, drafter_table
+from tinkercloud.speculative.drafters.guarded_drafter import GuardedDrafter
 from tinkercloud.speculative.drafters.suffix_drafter import SuffixDrafter
 from tinkercloud.speculative.learning.cases import CaseStore
 
@@ -50,10 +57,10 @@ class Asked:
     num_threads: int
     cache_dir: Path
     drafts_dir: Path
-    following: Following = field(default_factory=Following)
+    following: OnlineSettings = field(default_factory=OnlineSettings)
 
 
-def speculate(asked: Asked, loops: DraftLoops | None = None) -> Speculate | None:
+def speculate(asked: Asked, loops: OnlineTrainers | None = None) -> Speculate | None:
     """None where it is off. loops: where the drafts' training goes; None: they are not trained."""
     if asked.name == "off":
         return None
@@ -66,20 +73,20 @@ def speculate(asked: Asked, loops: DraftLoops | None = None) -> Speculate | None
         if not runner.is_exact:
             logger.warning("on this device drafts may change the last bits of log-probabilities")
         vocab_size = base.config.vocab_size
-        makers: dict[str, Maker] = {
+        makers: dict[str, DrafterFactory] = {
             "model": lambda path: _model_drafter(Path(path), base, runner, asked.cache_dir),
             "head": lambda name: _head_drafter(name or "best", base, runner, asked.drafts_dir),
         }
         drafter = drafter_table(vocab_size, makers).make(named)
         costs = round_costs(base, runner, pool, asked.num_threads)
         most = MOST_READ if isinstance(drafter, SuffixDrafter) else MOST_DRAWN
-        known = Knowledge(costs, acceptance=Acceptance(most))
-        policy = Policy(known, Settings(Bounds(most, MOST_ROWS)))
+        known = Estimates(costs, acceptance=Acceptance(most))
+        policy = DraftLengthController(known, ControllerSettings(PlannerSettings(most, MOST_ROWS)))
         loop = None
         if loops is not None:
             loop = _loop(drafter, base, asked)
             loops.add(base, loop)
-        speculation = Speculation(guarded(drafter, vocab_size), policy, trace, loop)
+        speculation = Speculation(GuardedDrafter(drafter, vocab_size), policy, trace, loop)
         if loop is not None:
             loop.speculation = speculation
         return speculation
@@ -87,18 +94,18 @@ def speculate(asked: Asked, loops: DraftLoops | None = None) -> Speculate | None
     return make
 
 
-def _loop(drafter: Drafter, base: BaseModel, asked: Asked) -> DraftLoop:
+def _loop(drafter: Drafter, base: BaseModel, asked: Asked) -> OnlineTrainer:
     """What trains the drafter: the one that is best, not one that was asked for by its name."""
     following = asked.following
     store = CaseStore(int(following.case_share * following.memory_bytes), following.max_age)
     folder = drafts_of(asked.drafts_dir, base.name)
     pupil = None
     if isinstance(drafter, HeadDrafter) and asked.name in ("head", "head:best"):
-        pupil = head_pupil(drafter, following)
+        pupil = head_trainee(drafter, following)
     elif isinstance(drafter, ModelDrafter):
         folder = drafts_of(asked.drafts_dir, f"{base.name}--{drafter.version.base.name}")
-        pupil = model_pupil(drafter, drafter.version, store, folder)
-    return DraftLoop(folder, store, pupil, following)
+        pupil = model_trainee(drafter, drafter.version, store, folder)
+    return OnlineTrainer(folder, store, pupil, following)
 
 
 def _head_drafter(name: str, base: BaseModel, runner: Runner, drafts_dir: Path) -> HeadDrafter:

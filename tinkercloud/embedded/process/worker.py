@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tinkercloud.embedded.draft_training.online_trainer import DraftLoops, Following
+from tinkercloud.embedded.draft_training.online_trainer import OnlineSettings, OnlineTrainers
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.device import settle, usable_cores
 from tinkercloud.embedded.process.drafter_setup import Asked, speculate
@@ -54,7 +54,7 @@ class Worker:
     ):
         self._send = send
         self._models = models
-        self._drafts = DraftLoops()
+        self._drafts = OnlineTrainers()
         threads = settings.threads or usable_cores()
         self._engine = SamplingEngine(
             max_batch=settings.max_batch,
@@ -68,7 +68,7 @@ class Worker:
                     threads,
                     settings.cache_dir,
                     settings.drafts_dir,
-                    Following(settings.draft_share, settings.draft_memory_bytes),
+                    OnlineSettings(settings.draft_share, settings.draft_memory_bytes),
                 ),
                 self._drafts,
             ),

@@ -14,7 +14,7 @@ from tinkercloud.embedded.sampling.sequences import Sequence
 
 
 @dataclass(slots=True)
-class Turn:
+class DrawnRows:
     """A sample whose next tokens are drawn from some rows of the logits: one, and one more for each
     drafted token."""
 
@@ -29,7 +29,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class BatchItem:
     """`count` more tokens of a sequence; all_rows: the logits of each are wanted. drafted: what may
     come after its last token; the logits after that and after each of these are wanted."""
 
@@ -73,10 +73,10 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
+class LaunchedPass:
     """A pass of works that share weights and a runner, whose results are still to be taken, and may
     still be being computed. logits (W, V); hidden (M, L, D), where a drafter reads them."""
 
-    works: Several[Work]
+    works: Several[BatchItem]
     logits: Tensor
     hidden: Tensor | None

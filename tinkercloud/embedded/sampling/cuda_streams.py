@@ -1,24 +1,26 @@
-"""Lanes of a round: prompts are read beside drafting and verifying, on streams of their own.
+"""CUDA streams of one engine step: prefill runs in parallel with drafting and verification.
 
     main     --+------------------------------------------+-- samples begin
     PREFILL    +-- pass over prompts --------- its logits --+
     DRAFT      +-- drafts --+                  |            |
     VERIFY                  +-- pass, draw ----+------------+
 
-A lane begins after what was queued on the main stream and on the lanes it is told to come after;
-at the round's end the main stream waits for all lanes. So of two pieces of work only prefill's pass
-and what others do meanwhile may run at once, and that is without a race:
+Work on a stream begins after what was queued so far on the main stream and on the streams it is
+ordered after; at the end of the step the main stream waits for all of them. So prefill's pass is
+all that may overlap with other work, and that is without a race:
 
-- Keys and values. A pass writes to blocks that its sequence alone holds. What it reads besides was
-  written in an earlier round: blocks are shared once they are full and named, they are named where
-  a pass's results are taken, and looked up before the round's first pass; who needs a block that is
-  being computed in this round waits (`underway` in the engine) and holds none of it. Blocks given
-  back while a pass runs are nobody's that it reads, since it holds those.
+- Keys and values. A pass writes to blocks that its sequence alone holds. The other blocks it reads
+  were written in an earlier step: blocks are shared once they are full and registered by digest;
+  they are registered where a pass's results are processed, and looked up before the first pass of
+  a step. A sequence that needs a block which this step computes waits (`Scheduler`) and holds none
+  of it. Blocks that are freed while a pass runs are not read by it, since its sequences hold
+  theirs.
 - CUDA graphs, their one memory pool and their buffers. Prefill's pass has several rows of each
-  sequence, which graphs never serve; drafts, verification and what is drawn from prefill's logits
-  come one after the other.
-- Memory. An allocator gives what was freed to the same stream's next work. Whoever used it on
-  another stream is done by then: between lanes tensors pass through the round's end only.
+  sequence, which graphs never serve; drafts, verification and draws from prefill's logits are
+  ordered one after the other.
+- Memory. The allocator reuses freed memory for the next work on the same stream. Work on other
+  streams that used it is done by then: tensors pass from stream to stream at the end of a step
+  only.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -30,91 +32,93 @@ from typing import Any, Protocol
 import torch
 
 
-class Lane(Enum):
+class StreamRole(Enum):
     PREFILL = "prefill"
     DRAFT = "draft"
     VERIFY = "verify"
 
 
-class Lanes(Protocol):
+class Streams(Protocol):
     @property
-    def are_apart(self) -> bool:
-        """Whether work on one may run beside work on another; else a round is best one pass."""
+    def are_parallel(self) -> bool:
+        """Whether work on one may overlap with work on another; else a step is best one pass."""
         ...
 
-    def round(self) -> AbstractContextManager[None]:
-        """What is queued after it comes after all that lanes were given in it, errors or not."""
+    def fork_join(self) -> AbstractContextManager[None]:
+        """Work queued after the block comes after all work queued on the streams inside it, also
+        when the block raises."""
         ...
 
-    def on(self, lane: Lane, *after: Lane) -> AbstractContextManager[None]:
-        """Work inside goes to the lane: after that of the main stream, and of `after`, so far. Only
-        inside a round."""
+    def on(self, role: StreamRole, *after: StreamRole) -> AbstractContextManager[None]:
+        """Work inside goes to the role's stream: after the work queued so far on the main stream
+        and on the streams of `after`. Only inside `fork_join`."""
         ...
 
 
-class OneLane:
-    """Where there are no streams: everything runs where it stands."""
+class SingleStream:
+    """For devices without streams: all work runs in the order in which it is queued."""
 
-    are_apart = False
+    are_parallel = False
 
-    def round(self) -> AbstractContextManager[None]:
+    def fork_join(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def on(self, lane: Lane, *after: Lane) -> AbstractContextManager[None]:
+    def on(self, role: StreamRole, *after: StreamRole) -> AbstractContextManager[None]:
         return nullcontext()
 
 
 class Stream(Protocol):
-    """Of `torch.cuda.Stream`, what lanes need."""
+    """The part of `torch.cuda.Stream` that is needed here."""
 
     def wait_stream(self, stream: Any) -> None:
-        """What is queued here from now on comes after what is queued there so far."""
+        """Work queued here from now on comes after all work queued there so far."""
         ...
 
 
-class StreamLanes:
-    """current: the stream that work goes to. use: makes it another one for a while."""
+class ParallelStreams:
+    """A stream for each role. current: returns the stream that work goes to. use: makes another
+    stream the current one inside a block."""
 
-    are_apart = True
+    are_parallel = True
 
     def __init__(
         self,
-        streams: Mapping[Lane, Stream],
+        streams: Mapping[StreamRole, Stream],
         current: Callable[[], Stream],
         use: Callable[[Any], AbstractContextManager[Any]],
     ):
         self._streams, self._current, self._use = dict(streams), current, use
-        self._main: Stream | None = None  # of the round underway
-        self._used: dict[Lane, None] = {}  # in it
+        self._main: Stream | None = None  # while a step runs
+        self._used: dict[StreamRole, None] = {}  # in this step
 
     @contextmanager
-    def round(self) -> Iterator[None]:
+    def fork_join(self) -> Iterator[None]:
         self._main = self._current()
         try:
             yield
         finally:
-            for lane in self._used:
-                self._main.wait_stream(self._streams[lane])
+            for role in self._used:
+                self._main.wait_stream(self._streams[role])
             self._used.clear()
             self._main = None
 
     @contextmanager
-    def on(self, lane: Lane, *after: Lane) -> Iterator[None]:
-        assert self._main is not None, "a lane outside of a round"
-        stream = self._streams[lane]
-        self._used[lane] = None  # also where what follows fails: some of it may be queued
+    def on(self, role: StreamRole, *after: StreamRole) -> Iterator[None]:
+        assert self._main is not None, "a stream is used outside of fork_join"
+        stream = self._streams[role]
+        self._used[role] = None  # before anything can fail: part of the work may be queued then
         stream.wait_stream(self._main)
-        for other in after:
-            stream.wait_stream(self._streams[other])
+        for earlier in after:
+            stream.wait_stream(self._streams[earlier])
         with self._use(stream):
             yield
 
 
-def lanes_for(device: torch.device) -> Lanes:
-    """On a GPU drafts and verification go before prefill where both want the same unit: samples
-    wait for them, and prefill fills what they leave."""
+def streams_for(device: torch.device) -> Streams:
+    """On a GPU drafts and verification have priority over prefill where both want the same unit:
+    samples wait for them, and prefill fills the units that they leave idle."""
     if device.type != "cuda":
-        return OneLane()
-    priorities = {Lane.PREFILL: 0, Lane.DRAFT: -1, Lane.VERIFY: -1}
-    streams = {lane: torch.cuda.Stream(device, priority) for lane, priority in priorities.items()}
-    return StreamLanes(streams, partial(torch.cuda.current_stream, device), torch.cuda.stream)
+        return SingleStream()
+    priorities = {StreamRole.PREFILL: 0, StreamRole.DRAFT: -1, StreamRole.VERIFY: -1}
+    streams = {role: torch.cuda.Stream(device, priority) for role, priority in priorities.items()}
+    return ParallelStreams(streams, partial(torch.cuda.current_stream, device), torch.cuda.stream)

@@ -26,8 +26,13 @@ from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool, bloc
 from tinkercloud.embedded.forward.runners import Runner, runner_for, scorer_for
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
-from tinkercloud.embedded.sampling.batch_plan import Launched, Turn, Work
-from tinkercloud.embedded.sampling.cuda_streams import Lane, Lanes, OneLane, lanes_for
+from tinkercloud.embedded.sampling.batch_plan import BatchItem, DrawnRows, LaunchedPass
+from tinkercloud.embedded.sampling.cuda_streams import (
+    SingleStream,
+    StreamRole,
+    Streams,
+    streams_for,
+)
 from tinkercloud.embedded.sampling.prompt_logprobs import PromptScores
 from tinkercloud.embedded.sampling.sequences import Job, Reply, Sequence
 from tinkercloud.embedded.sampling.speculation import Speculation
@@ -43,7 +48,7 @@ SEEN_ROWS = 64  # of a prompt's end that a drafter sees
 
 
 @dataclass(slots=True)
-class _Device:
+class _BaseState:
     """What the versions of one base share."""
 
     base: BaseModel
@@ -78,9 +83,9 @@ class SamplingEngine:
         self._waiting: deque[Job] = deque()  # their prompts are not done
         self._ready: deque[Job] = deque()  # samples to begin
         self._running: list[Sequence] = []  # in the order they were admitted
-        self._devices: dict[int, _Device] = {}  # by base
+        self._devices: dict[int, _BaseState] = {}  # by base
         self._runner: Runner | None = None  # all bases have one device and number type
-        self._lanes: Lanes | None = None  # of that device; None: nothing came yet
+        self._streams: Streams | None = None  # of that device; None: nothing came yet
         self.num_tokens_sampled = 0
         self.num_preempted = 0
 
@@ -109,12 +114,12 @@ class SamplingEngine:
         scores = PromptScores(request) if PromptScores.wanted(request) else None
         rule = StopRule(request.params, version.base.config.eos_token_ids, version.base.decoder)
         self._waiting.append(Job(version, request, reply, scores, rule))
-        if self._lanes is None:
-            self._lanes = lanes_for(version.base.device)
+        if self._streams is None:
+            self._streams = streams_for(version.base.device)
 
-    def use_lanes(self, lanes: Lanes) -> None:
+    def use_streams(self, streams: Streams) -> None:
         """Between rounds: others than the device's own."""
-        self._lanes = lanes
+        self._streams = streams
 
     def forget(self, version_id: str) -> None:
         """Drop what is kept of a released version; samples underway finish."""
@@ -127,9 +132,11 @@ class SamplingEngine:
     def step(self) -> None:
         """One round: a forward pass for each set of base weights, then one token per sequence."""
         began = time.perf_counter()
-        lanes = self._lanes or OneLane()
-        with lanes.round():
-            groups = self._side_by_side(lanes) if lanes.are_apart else self._together(lanes)
+        streams = self._streams or SingleStream()
+        with streams.fork_join():
+            groups = (
+                self._side_by_side(streams) if streams.are_parallel else self._together(streams)
+            )
         alone = len(groups) == 1 and all(one.is_decode for one in groups[0])
         self._end_round(1e3 * (time.perf_counter() - began), alone=alone)
         self._admit()
@@ -154,8 +161,8 @@ class SamplingEngine:
 
     # ---- what the next pass computes
 
-    def _decode_work(self) -> list[Work]:
-        work: list[Work] = []
+    def _decode_work(self) -> list[BatchItem]:
+        work: list[BatchItem] = []
         budget = PREFILL_ROWS  # of sequences that take up their blocks again
         for sequence in list(self._running):
             device = self._device(sequence.job.version.base)
@@ -168,11 +175,11 @@ class SamplingEngine:
             if count > 1 and budget < count:
                 continue
             if self._reserve(sequence, sequence.done + count):
-                work.append(Work(sequence, count))
+                work.append(BatchItem(sequence, count))
                 budget -= count if count > 1 else 0
         return work
 
-    def _with_drafts(self, work: list[Work], lanes: Lanes) -> list[Work]:
+    def _with_drafts(self, work: list[BatchItem], streams: Streams) -> list[BatchItem]:
         """Samples that wait for one token may get more in this pass."""
         drafted: dict[Sequence, tuple[int, ...]] = {}
         for device in self._devices.values():
@@ -182,7 +189,7 @@ class SamplingEngine:
             if not own:
                 continue
             samples = [one.sequence for one in own]
-            with lanes.on(Lane.DRAFT):
+            with streams.on(StreamRole.DRAFT):
                 drafts = device.speculation.propose(samples)
             for one, tokens in zip(samples, drafts, strict=True):
                 if not tokens:
@@ -200,8 +207,8 @@ class SamplingEngine:
             if device.speculation is not None:
                 device.speculation.round_over(ms, usable=alone)
 
-    def _prefill_work(self) -> list[Work]:
-        work: list[Work] = []
+    def _prefill_work(self) -> list[BatchItem]:
+        work: list[BatchItem] = []
         rows, begun = 0, self.num_running + sum(job.num_left for job in self._ready)
         underway: set[bytes] = set()
         for job in list(self._waiting):
@@ -218,12 +225,12 @@ class SamplingEngine:
                 if not self._reserve(sequence, sequence.done + count):
                     break
             underway.update(sequence.digests[sequence.done // BLOCK_TOKENS :])
-            work.append(Work(sequence, count))
+            work.append(BatchItem(sequence, count))
             rows += count
             begun += job.num_left
         return work
 
-    def _look_up(self, job: Job, device: _Device, underway: set[bytes]) -> bool:
+    def _look_up(self, job: Job, device: _BaseState, underway: set[bytes]) -> bool:
         """Take over what is known of a prompt; False: what it needs next is being computed."""
         sequence = job.prompt
         if job.is_scoring or not device.runner.is_exact:
@@ -315,7 +322,7 @@ class SamplingEngine:
             )
         )
 
-    def _device(self, base: BaseModel) -> _Device:
+    def _device(self, base: BaseModel) -> _BaseState:
         if id(base) not in self._devices:
             per_block = BlockPool.bytes_per_block(base.config, base.dtype)
             num_blocks = self._kv_cache_bytes // per_block
@@ -330,60 +337,60 @@ class SamplingEngine:
             if self._speculate is not None:
                 with torch.inference_mode(False):  # what it trains is no tensor of a forward pass
                     speculation = self._speculate(base, self._runner, pool)
-            self._devices[id(base)] = _Device(base, pool, self._runner, scorer, speculation)
+            self._devices[id(base)] = _BaseState(base, pool, self._runner, scorer, speculation)
         return self._devices[id(base)]
 
-    def _runner_of(self, work: Work) -> Runner:
+    def _runner_of(self, work: BatchItem) -> Runner:
         device = self._device(work.version.base)
         return device.scorer if work.all_rows else device.runner
 
     # ---- a pass and what follows from it
 
-    def _together(self, lanes: Lanes) -> list[list[Work]]:
+    def _together(self, streams: Streams) -> list[list[BatchItem]]:
         """Everything in one ragged pass for each set of weights."""
-        work = [*self._with_drafts(self._decode_work(), lanes), *self._prefill_work()]
+        work = [*self._with_drafts(self._decode_work(), streams), *self._prefill_work()]
         groups = self._groups(work)
         for group in groups:
             self._take(self._launched(group))
         return groups
 
-    def _side_by_side(self, lanes: Lanes) -> list[list[Work]]:
-        """Whoever has several tokens to read does so while the others draft and verify. Each lane's
+    def _side_by_side(self, streams: Streams) -> list[list[BatchItem]]:
+        """Whoever has several tokens to read does so while the others draft and verify. Each role's
         results are taken on it; what was launched first comes last."""
         work = [*self._decode_work(), *self._prefill_work()]
         ahead = self._groups([one for one in work if one.count > 1])
-        launched: list[Launched] = []
+        launched: list[LaunchedPass] = []
         for group in ahead:
-            with lanes.on(Lane.PREFILL):
+            with streams.on(StreamRole.PREFILL):
                 launched.append(self._launched(group))
         single = [one for one in work if one.count == 1]
-        beside = self._groups(self._with_drafts(single, lanes))
+        beside = self._groups(self._with_drafts(single, streams))
         for group in beside:
-            with lanes.on(Lane.VERIFY, Lane.DRAFT):
+            with streams.on(StreamRole.VERIFY, StreamRole.DRAFT):
                 self._take(self._launched(group))
         for one in launched:
-            with lanes.on(Lane.PREFILL, Lane.DRAFT, Lane.VERIFY):
+            with streams.on(StreamRole.PREFILL, StreamRole.DRAFT, StreamRole.VERIFY):
                 self._take(one)
         return [*ahead, *beside]
 
-    def _groups(self, work: Iterable[Work]) -> list[list[Work]]:
+    def _groups(self, work: Iterable[BatchItem]) -> list[list[BatchItem]]:
         """By weights and runner; rows of one adapter are neighbours."""
-        groups: dict[tuple[int, int], list[Work]] = {}
+        groups: dict[tuple[int, int], list[BatchItem]] = {}
         for one in work:
             runner = self._runner_of(one)
             groups.setdefault((id(one.version.weights), id(runner)), []).append(one)
         return [sorted(group, key=lambda one: one.version.id) for group in groups.values()]
 
-    def _launched(self, group: list[Work]) -> Launched:
+    def _launched(self, group: list[BatchItem]) -> LaunchedPass:
         device = self._device(group[0].version.base)
         batch = ragged([one.part for one in group])
         logits = self._runner_of(group[0]).forward(batch, device.pool)
-        return Launched(group, logits, self._captured(group[0], device))
+        return LaunchedPass(group, logits, self._captured(group[0], device))
 
-    def _take(self, launched: Launched) -> None:
+    def _take(self, launched: LaunchedPass) -> None:
         """What follows from a pass."""
         logits, hidden = launched.logits, launched.hidden
-        drawing: list[Turn] = []
+        drawing: list[DrawnRows] = []
         rows: list[int] = []  # of logits, of those in `drawing`
         at = row = 0
         for one in launched.works:
@@ -394,19 +401,19 @@ class SamplingEngine:
                 last = hidden[max(row - one.count, row - SEEN_ROWS) : row]
                 one.sequence.job.hidden = last.clone()
             if self._after(one, own, self._device(one.version.base)):
-                turn = Turn(one.sequence, len(rows), one.drafted, seen)
+                turn = DrawnRows(one.sequence, len(rows), one.drafted, seen)
                 drawing.append(turn)
                 rows += range(at - len(turn.rows), at)
         if drawing:
             self._draw(drawing, logits if len(rows) == len(logits) else logits[rows])
 
-    def _captured(self, work: Work, device: _Device) -> Tensor | None:
+    def _captured(self, work: BatchItem, device: _BaseState) -> Tensor | None:
         """What the drafter wants to see of the pass (M, L, D)."""
         wanted = device.speculation is not None and device.speculation.layers
         runner = self._runner_of(work)
         return runner.captured if wanted and runner is device.runner else None
 
-    def _after(self, one: Work, logits: Tensor, device: _Device) -> bool:
+    def _after(self, one: BatchItem, logits: Tensor, device: _BaseState) -> bool:
         """Whether a token is to be drawn from the last row."""
         sequence, job, ends = one.sequence, one.sequence.job, one.ends
         if one.all_rows and job.scores is not None:
@@ -454,9 +461,9 @@ class SamplingEngine:
         for base in {id(s.job.version.base): s for s in begun}.values():
             own = [s for s in begun if s.job.version.base is base.job.version.base]
             rows = [s.job.logits for s in own if s.job.logits is not None]
-            self._draw([Turn(s, i) for i, s in enumerate(own)], torch.stack(rows))
+            self._draw([DrawnRows(s, i) for i, s in enumerate(own)], torch.stack(rows))
 
-    def _draw(self, turns: list[Turn], logits: Tensor) -> None:
+    def _draw(self, turns: list[DrawnRows], logits: Tensor) -> None:
         """Draw the target's tokens, keep those that follow what stands, finish what ended."""
         scan = self._runner.scan if self._runner is not None else None
         params = [turn.sequence.row_params(i) for turn in turns for i in range(len(turn.rows))]
@@ -489,7 +496,7 @@ class SamplingEngine:
             sequence.topk.append(topk_rows(law(), job.request.topk_sample_logprobs))
         return job.stop_rule.ends(sequence.tokens, job.num_prompt)
 
-    def _keep(self, turn: Turn, num_new: int, drawn: Drawn) -> None:
+    def _keep(self, turn: DrawnRows, num_new: int, drawn: Drawn) -> None:
         """The drafted tokens that stand have their keys and values already; the others' go."""
         sequence = turn.sequence
         device = self._device(sequence.job.version.base)

@@ -38,7 +38,7 @@ class _Bucket:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _BucketActivations:
     """One bucket's share of a forward pass with what its gradient needs: q, k and v, and autograd's
     result where the gradient is autograd's."""
 
@@ -51,7 +51,7 @@ class _Kept:
         return torch.autograd.grad(self.out, self.inputs, dout)
 
 
-Kept = list[_Kept]
+AttentionActivations = list[_BucketActivations]
 
 
 class PackedAttention:
@@ -76,9 +76,12 @@ class PackedAttention:
         ]
         self._sums = places.sums(device)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, keep: bool) -> tuple[Tensor, Kept]:
-        """q (T, Hq, Dh), k and v (T, Hkv, Dh) -> (T, Hq, Dh); Kept is empty unless `keep`."""
-        kept: Kept = []
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, keep: bool
+    ) -> tuple[Tensor, AttentionActivations]:
+        """q (T, Hq, Dh), k and v (T, Hkv, Dh) -> (T, Hq, Dh); the activations are empty
+        unless `keep`."""
+        kept: AttentionActivations = []
         taped = keep and not can_take(q[0])
         whole: Tensor | None = None
         for at in self._buckets:
@@ -88,7 +91,7 @@ class PackedAttention:
                     own_q, own_k, own_v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
                 )
             if keep:
-                kept.append(_Kept((own_q, own_k, own_v), out if taped else None))
+                kept.append(_BucketActivations((own_q, own_k, own_v), out if taped else None))
             packed = _packed(out.detach())
             if len(self._buckets) == 1 and at.own is None:
                 return packed, kept
@@ -97,7 +100,7 @@ class PackedAttention:
         assert whole is not None, "a pass has at least one sequence"
         return whole, kept
 
-    def backward(self, kept: Kept, dout: Tensor, into: Sequence[Tensor]) -> None:
+    def backward(self, kept: AttentionActivations, dout: Tensor, into: Sequence[Tensor]) -> None:
         """Write dq, dk and dv to the three tensors of `into`, shaped as q, k and v were."""
         grads: list[tuple[Tensor, ...]] = []
         for at, one in zip(self._buckets, kept, strict=True):

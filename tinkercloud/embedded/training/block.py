@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tinkercloud.architectures.llama import Llama
 from tinkercloud.architectures.qwen3 import Qwen3
-from tinkercloud.embedded.training.attention import Kept, PackedAttention
+from tinkercloud.embedded.training.attention import AttentionActivations, PackedAttention
 from tinkercloud.embedded.training.linear import Group, Linears, Segment
 from tinkercloud.embedded.training.rowwise import (
     norm_backward,
@@ -28,14 +28,14 @@ from tinkercloud.embedded.training.rowwise import (
 
 
 @dataclass(slots=True)
-class Saved:
+class BlockActivations:
     """What a block's backward pass needs: (T, ...) tensors, inverse norms (T, 1) float32."""
 
     x: Tensor
     inverse: Tensor
     down_qkv: list[Tensor | None]
     heads: tuple[Tensor, Tensor, Tensor, Tensor] | None  # q, k before their norms; inverse norms
-    attention: Kept
+    attention: AttentionActivations
     mixed: Tensor
     down_o: list[Tensor | None]
     middle: Tensor
@@ -63,7 +63,9 @@ class Blocks:
         self._cos, self._sin = rotation
         self._norms_heads = isinstance(architecture, Qwen3)
 
-    def forward(self, index: int, x: Tensor, *, keep: bool) -> tuple[Tensor, Saved | None]:
+    def forward(
+        self, index: int, x: Tensor, *, keep: bool
+    ) -> tuple[Tensor, BlockActivations | None]:
         """(T, D) -> (T, D)."""
         path = f"model.layers.{index}"
         normed, inverse = self._norm(f"{path}.input_layernorm", x)
@@ -83,17 +85,20 @@ class Blocks:
         out += middle
         if not keep:
             return out, None
-        return out, Saved(
+        return out, BlockActivations(
             x, inverse, down_qkv, heads, attention, mixed, down_o, middle, inverse_middle, gates,
             down_gates, down_out,
         )  # fmt: skip
 
-    def backward(self, index: int, saved: Saved, dout: Tensor, *, wants_dx: bool) -> Tensor | None:
-        """Adds gradients to the parts; dout (T, D) is written over. Returns dx or None."""
+    def backward(
+        self, index: int, saved: BlockActivations, dout: Tensor, *, wants_dx: bool
+    ) -> Tensor | None:
+        """Adds the parameters' gradients to the models; dout (T, D) is overwritten. Returns dx or
+        None."""
         dmiddle = self._feed_forward_backward(index, saved, dout)
         return self._attend_backward(index, saved, dmiddle, wants_dx=wants_dx)
 
-    def _feed_forward_backward(self, index: int, saved: Saved, dout: Tensor) -> Tensor:
+    def _feed_forward_backward(self, index: int, saved: BlockActivations, dout: Tensor) -> Tensor:
         path = f"model.layers.{index}"
         product = swiglu_forward(saved.gates)
         dproduct = self._back((f"{path}.mlp.down_proj",), product, saved.down_out, dout)
@@ -106,7 +111,7 @@ class Blocks:
         return dout
 
     def _attend_backward(
-        self, index: int, saved: Saved, dmiddle: Tensor, *, wants_dx: bool
+        self, index: int, saved: BlockActivations, dmiddle: Tensor, *, wants_dx: bool
     ) -> Tensor | None:
         path = f"model.layers.{index}"
         o_proj = (f"{path}.self_attn.o_proj",)
@@ -165,8 +170,8 @@ class Blocks:
         """Views (T, H, Dh) of (T, all)."""
         before_k, before_v, _ = self._sizes()
         size = self._config.head_dim
-        parts = (qkv[:, :before_k], qkv[:, before_k:before_v], qkv[:, before_v:])
-        q, k, v = (part.unflatten(1, (-1, size)) for part in parts)
+        columns = (qkv[:, :before_k], qkv[:, before_k:before_v], qkv[:, before_v:])
+        q, k, v = (heads.unflatten(1, (-1, size)) for heads in columns)
         return q, k, v
 
     def _norm_heads(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tinkercloud.embedded.forward.row_invariance import pad_rows
 from tinkercloud.embedded.model.base_model import BaseModel
-from tinkercloud.embedded.training.linear import Group, Linears, Part, Segment
+from tinkercloud.embedded.training.linear import Group, Linears, ModelWeights, Segment
 from tinkercloud.embedded.training.rowwise import softmax
 from tinkercloud.embedded.training.targets import Order, Targets
 
@@ -59,11 +59,11 @@ class Head:
         self,
         base: BaseModel,
         linears: Linears,
-        parts: Sequence[Part],
+        models: Sequence[ModelWeights],
         targets: Sequence[Targets],
         order: Order,
     ):
-        self._base, self._linears, self._parts = base, linears, parts
+        self._base, self._linears, self._models = base, linears, models
         self._targets, self._order = targets, order
         self._rows = base.tensor(order.rows)
         self._pair_rows = [base.tensor(rows) for rows in order.pair_rows]
@@ -85,9 +85,9 @@ class Head:
     def forward_backward(
         self, hidden: Tensor, dhidden: Tensor, show: Callable[[Tensor, Tensor], None]
     ) -> Iterator[None]:
-        """hidden (T, D). Scores all pairs, adds the head's gradients to the parts and writes those
-        of the rows to dhidden (T, D), which comes as zeros; yields after each chunk. show: is given
-        each chunk's packed rows (n,) and their probabilities (n, V)."""
+        """hidden (T, D). Scores all pairs, adds the head's gradients to the models and writes those
+        of the rows to dhidden (T, D), which the caller zeroed; yields after each chunk. show:
+        receives each chunk's packed rows (n,) and their probabilities (n, V)."""
         late = any(targets.per_sequence for targets in self._targets)
         for chunk in self._chunks():
             rows, down, gradients = self._logprobs(chunk, hidden, with_gradient=not late)
@@ -170,7 +170,7 @@ class Head:
     def _group(self, chunk: _Chunk) -> Group:
         first = chunk.rows.start
         segments = [
-            Segment(self._parts[p.share], p.rows.start - first, p.rows.stop - first)
+            Segment(self._models[p.share], p.rows.start - first, p.rows.stop - first)
             for p in chunk.pieces
         ]
         return Group(self._linears, ("lm_head",), segments)

@@ -18,7 +18,7 @@ from tinkercloud.weights.adapters import Adapter
 
 
 @dataclass(slots=True)
-class Part:
+class ModelWeights:
     """One model's weights in a pass. Exactly one of adapter and full is not None.
 
     grads: gradients are added here by parameter name, float32; an entry is made when first needed.
@@ -41,9 +41,9 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Rows start..stop-1 of an input belong to `part`."""
+    """Rows start..stop-1 of an input belong to `model`."""
 
-    part: Part
+    model: ModelWeights
     start: int
     stop: int
 
@@ -81,15 +81,15 @@ def joined(matrices: Sequence[Tensor]) -> Tensor | None:
 class Linears:
     """The linear modules of one base for the rows of one pass.
 
-    weights: the base's tensors. A part with `full` is alone in its pass.
+    weights: the base's tensors. A model with `full` is alone in its pass.
     """
 
-    def __init__(self, weights: Mapping[str, Tensor], parts: Sequence[Part]):
+    def __init__(self, weights: Mapping[str, Tensor], models: Sequence[ModelWeights]):
         self._base = weights
-        self._parts = parts
-        self._full = parts[0].full or {}
+        self._models = models
+        self._full = models[0].full or {}
         self._dtype = weights["model.embed_tokens"].dtype
-        assert len(parts) == 1 or not any(part.full for part in parts)
+        assert len(models) == 1 or not any(model.full for model in models)
 
     def weight(self, name: str) -> Tensor:
         """In the base's number type."""
@@ -105,14 +105,14 @@ class Linears:
         """Of the scale of a norm whose input was x, where it is trained; shapes: norm_backward."""
         if name in self._full:
             grad = dy.float() * x.float() * inverse
-            part = self._parts[0]
-            part.grad(name, self._full[name]).add_(grad.flatten(0, -2).sum(0))
+            model = self._models[0]
+            model.grad(name, self._full[name]).add_(grad.flatten(0, -2).sum(0))
 
     def add_embedding_gradient(self, tokens: Tensor, dx: Tensor) -> None:
         """dx (T, D) of the rows that were looked up, where the embedding is trained."""
         name = "model.embed_tokens"
         if name in self._full:
-            self._parts[0].grad(name, self._full[name]).index_add_(0, tokens, dx.float())
+            self._models[0].grad(name, self._full[name]).index_add_(0, tokens, dx.float())
 
     def bias(self, name: str) -> Tensor | None:
         path = f"{name}.bias"
@@ -122,13 +122,13 @@ class Linears:
         """Of these modules, whose outputs are the columns of dy, where they are trained."""
         if not self._full:
             return
-        part = self._parts[0]
+        model = self._models[0]
         for name, span in columns.items():
             own, bias = parameter_name(self._full, name), f"{name}.bias"
             rows = dy[:, span]
-            _add_product(part.grad(own, self._full[own]), rows.t(), x)
+            _add_product(model.grad(own, self._full[own]), rows.t(), x)
             if bias in self._full:
-                part.grad(bias, self._full[bias]).add_(rows.float().sum(0))
+                model.grad(bias, self._full[bias]).add_(rows.float().sum(0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ class Group:
     def backward(
         self, x: Tensor, down: Sequence[Tensor | None], dy: Tensor, *, wants_dx: bool = True
     ) -> Tensor | None:
-        """Adds the parameters' gradients to the parts; returns dx (T, in) where it is wanted."""
+        """Adds the parameters' gradients to the models; returns dx (T, in) where it is wanted."""
         matrices, columns = self._matrices()
         dx = _back(matrices, columns, dy) if wants_dx else None
         self.linears.add_matrix_gradients(dict(zip(self.names, columns, strict=True)), x, dy)
@@ -172,7 +172,7 @@ class Group:
             if low is not None:
                 ddown = self._low_rank_gradients(at, x[at.rows], low, dy[at.rows])
                 if dx is not None:
-                    dx[at.rows].addmm_(ddown, _stacked(at.part, self._adapted(at)).to(dx.dtype))
+                    dx[at.rows].addmm_(ddown, _stacked(at.model, self._adapted(at)).to(dx.dtype))
         return dx
 
     def _matrices(self) -> tuple[list[Tensor], list[slice]]:
@@ -181,7 +181,7 @@ class Group:
         return matrices, [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
 
     def _adapted(self, at: Segment) -> list[str]:
-        return [name for name in self.names if at.part.adapts(name)]
+        return [name for name in self.names if at.model.adapts(name)]
 
     def _add_low_rank(
         self, at: Segment, x: Tensor, y: Tensor, columns: Sequence[slice]
@@ -189,29 +189,29 @@ class Group:
         adapted = self._adapted(at)
         if not adapted:
             return None
-        down = torch.mm(x[at.rows], _stacked(at.part, adapted).to(x.dtype).t())
+        down = torch.mm(x[at.rows], _stacked(at.model, adapted).to(x.dtype).t())
         for name, own in zip(adapted, down.chunk(len(adapted), dim=1), strict=True):
-            _, b = _pair(at.part, name)
+            _, b = _pair(at.model, name)
             target = y[at.rows, columns[self.names.index(name)]]
-            target.addmm_(own, b.to(x.dtype).t(), alpha=at.part.scale)
+            target.addmm_(own, b.to(x.dtype).t(), alpha=at.model.scale)
         return down
 
     def _low_rank_gradients(self, at: Segment, x: Tensor, down: Tensor, dy: Tensor) -> Tensor:
         """All of one segment's rows. Returns the gradient of A x."""
-        part, adapted = at.part, self._adapted(at)
+        model, adapted = at.model, self._adapted(at)
         _, columns = self._matrices()
         ddown = torch.empty_like(down)
         num = len(adapted)
         for name, low, dlow in zip(
             adapted, down.chunk(num, dim=1), ddown.chunk(num, dim=1), strict=True
         ):
-            _, b = _pair(part, name)
+            _, b = _pair(model, name)
             rows = dy[:, columns[self.names.index(name)]]
-            torch.mm(rows, (b * part.scale).to(rows.dtype), out=dlow)
-            _add_product(part.grad(f"{name}.lora_B", b), rows.t(), low, scale=part.scale)
+            torch.mm(rows, (b * model.scale).to(rows.dtype), out=dlow)
+            _add_product(model.grad(f"{name}.lora_B", b), rows.t(), low, scale=model.scale)
         da = torch.mm(ddown.t(), x)
         for name, grad in zip(adapted, da.chunk(num), strict=True):
-            part.grad(f"{name}.lora_A", _pair(part, name)[0]).add_(grad)
+            model.grad(f"{name}.lora_A", _pair(model, name)[0]).add_(grad)
         return ddown
 
 
@@ -222,17 +222,17 @@ def parameter_name(full: Mapping[str, Tensor], name: str) -> str:
     return name
 
 
-def _pair(part: Part, name: str) -> tuple[Tensor, Tensor]:
-    assert part.adapter is not None
-    a, b = part.adapter[name]
+def _pair(model: ModelWeights, name: str) -> tuple[Tensor, Tensor]:
+    assert model.adapter is not None
+    a, b = model.adapter[name]
     return a.detach(), b.detach()
 
 
-def _stacked(part: Part, names: Sequence[str]) -> Tensor:
+def _stacked(model: ModelWeights, names: Sequence[str]) -> Tensor:
     """A of all the modules, (R * G, in)."""
     if len(names) == 1:
-        return _pair(part, names[0])[0]
-    return torch.cat([_pair(part, name)[0] for name in names])
+        return _pair(model, names[0])[0]
+    return torch.cat([_pair(model, name)[0] for name in names])
 
 
 def _add_product(grad: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> None:

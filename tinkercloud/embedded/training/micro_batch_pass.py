@@ -17,11 +17,11 @@ from torch import Tensor
 from tinkercloud.core.types import TrainBatch
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.training.attention import PackedAttention
-from tinkercloud.embedded.training.block import Blocks, Saved
+from tinkercloud.embedded.training.block import BlockActivations, Blocks
 from tinkercloud.embedded.training.head import Head
 from tinkercloud.embedded.training.layout import lay_out
-from tinkercloud.embedded.training.linear import Linears, Part, Segment
-from tinkercloud.embedded.training.observer import Careful, Witness
+from tinkercloud.embedded.training.linear import Linears, ModelWeights, Segment
+from tinkercloud.embedded.training.observer import ErrorIsolatingObserver, PassObserver
 from tinkercloud.embedded.training.rowwise import norm_backward, norm_forward
 from tinkercloud.embedded.training.targets import arrange
 from tinkercloud.errors import UserError
@@ -31,11 +31,11 @@ from tinkercloud.errors import UserError
 class Share:
     """One model's datums in a pass, and what becomes of them.
 
-    indices: of batch.data. part.grads receives the gradient, unless the batch is forward_only.
+    indices: of batch.data. model.grads receives the gradient, unless the batch is forward_only.
     When `error` is set the gradient is worthless; the other shares are as they should be.
     """
 
-    part: Part
+    model: ModelWeights
     batch: TrainBatch
     indices: Sequence[int]
     loss: float = 0.0
@@ -44,11 +44,15 @@ class Share:
 
 
 def run_pass(
-    base: BaseModel, shares: Sequence[Share], *, recompute: bool, witness: Witness | None = None
+    base: BaseModel,
+    shares: Sequence[Share],
+    *,
+    recompute: bool,
+    observer: PassObserver | None = None,
 ) -> Generator[None, None, None]:
     """All shares train, or all are forward_only. recompute: keep each block's input only, and
-    compute the rest again in the backward pass. witness: of training alone."""
-    pass_ = _Pass(base, shares, Careful(witness))
+    compute the rest again in the backward pass. observer: used where the shares train."""
+    pass_ = _Pass(base, shares, ErrorIsolatingObserver(observer))
     steps = pass_.forward_only() if shares[0].batch.forward_only else pass_.train(recompute)
     while True:
         # Grad mode belongs to the thread: it must not be off while somebody else's work runs.
@@ -61,12 +65,12 @@ def run_pass(
 
 
 class _Pass:
-    def __init__(self, base: BaseModel, shares: Sequence[Share], witness: Careful):
-        self._base, self._shares, self._witness = base, shares, witness
-        parts = [share.part for share in shares]
+    def __init__(self, base: BaseModel, shares: Sequence[Share], observer: ErrorIsolatingObserver):
+        self._base, self._shares, self._observer = base, shares, observer
+        models = [share.model for share in shares]
         layout = lay_out([[share.batch.data[i] for i in share.indices] for share in shares])
         self._tokens = base.tensor(layout.tokens)
-        self._linears = Linears(base.weights, parts)
+        self._linears = Linears(base.weights, models)
         rotation = base.architecture.rotary(base.tensor(layout.positions))
         attention = PackedAttention(
             layout.sequences(),
@@ -75,12 +79,12 @@ class _Pass:
             exact=base.dtype != torch.float32,
         )
         # The padding is a sequence of its own, in nobody's segment and without gradient.
-        segments = [Segment(part, *layout.span(i)) for i, part in enumerate(parts)]
+        segments = [Segment(model, *layout.span(i)) for i, model in enumerate(models)]
         self._blocks = Blocks(base.architecture, self._linears, segments, attention, rotation)
         datums = [(share.batch, share.indices) for share in shares]
         self._targets, order = arrange(base, datums, layout)
-        self._head = Head(base, self._linears, parts, self._targets, order)
-        self._witness.begin(datums, layout)
+        self._head = Head(base, self._linears, models, self._targets, order)
+        self._observer.begin(datums, layout)
 
     def forward_only(self) -> Generator[None, None, None]:
         x = self._embed()
@@ -93,22 +97,22 @@ class _Pass:
 
     def train(self, recompute: bool) -> Generator[None, None, None]:
         num_layers = self._base.config.num_layers
-        reached = any(map(_reaches_blocks, (share.part for share in self._shares)))
-        kept: list[Saved | Tensor | None] = []
+        reached = any(map(_reaches_blocks, (share.model for share in self._shares)))
+        kept: list[BlockActivations | Tensor | None] = []
         x = self._embed()
         for index in range(num_layers):
             before = x
             x, saved = self._blocks.forward(index, x, keep=reached and not recompute)
             kept.append(saved if saved is not None else before if reached else None)
             if index + 1 < num_layers:
-                self._witness.block(index + 1, x)
+                self._observer.block(index + 1, x)
             yield
         hidden, inverse = self._final_norm(x)
-        self._witness.block(num_layers, hidden)
+        self._observer.block(num_layers, hidden)
         dhidden = torch.zeros_like(hidden)
-        yield from self._head.forward_backward(hidden, dhidden, self._witness.laws)
+        yield from self._head.forward_backward(hidden, dhidden, self._observer.distributions)
         self._finish()
-        self._witness.end()
+        self._observer.end()
         if not reached or all(share.error is not None for share in self._shares):
             return
         dx = self._final_norm_backward(x, inverse, dhidden)
@@ -116,7 +120,7 @@ class _Pass:
         yield from self._blocks_backward(kept, dx)
 
     def _blocks_backward(
-        self, kept: list[Saved | Tensor | None], dx: Tensor
+        self, kept: list[BlockActivations | Tensor | None], dx: Tensor
     ) -> Generator[None, None, None]:
         trains_embedding = self._linears.trains("model.embed_tokens")
         for index in reversed(range(len(kept))):
@@ -154,6 +158,6 @@ class _Pass:
                 share.error = error
 
 
-def _reaches_blocks(part: Part) -> bool:
+def _reaches_blocks(model: ModelWeights) -> bool:
     """Whether anything before the unembedding is trained."""
-    return part.adapter is None or any(name != "lm_head" for name in part.adapter)
+    return model.adapter is None or any(name != "lm_head" for name in model.adapter)

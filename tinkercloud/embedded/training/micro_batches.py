@@ -62,18 +62,18 @@ def micro_batches(
     begin alike, which follow the first of them. Depends on the batch and the limits alone, so that
     a batch gives the same gradient whatever else is going on. shares False: the pass will compute
     every datum whole."""
-    part = _Part(limits, kept, shares)
+    builder = _MicroBatchBuilder(limits, kept, shares)
     for i in alike_together(data):
-        if part.indices and not part.has_room(data[i]):
-            yield part.cut()
-            part = _Part(limits, kept, shares)
-        part.add(i, data[i])
-    if part.indices:
-        yield part.cut()
+        if builder.indices and not builder.has_room(data[i]):
+            yield builder.finish()
+            builder = _MicroBatchBuilder(limits, kept, shares)
+        builder.add(i, data[i])
+    if builder.indices:
+        yield builder.finish()
 
 
-class _Part:
-    """A micro-batch in the making."""
+class _MicroBatchBuilder:
+    """Collects the datums of one micro-batch."""
 
     def __init__(self, limits: Limits, kept: KeptBytes, shares: bool):
         self._limits, self._kept = limits, kept
@@ -96,7 +96,7 @@ class _Part:
             self._first_rows = self._tree.num_rows
         self.indices.append(index)
 
-    def cut(self) -> MicroBatch:
+    def finish(self) -> MicroBatch:
         rows = self._tree.num_rows
         recompute = self._num_bytes(rows, self._num_tokens) > self._limits.activation_bytes
         return MicroBatch(tuple(self.indices), rows, recompute)

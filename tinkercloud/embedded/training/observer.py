@@ -1,4 +1,5 @@
-"""Who looks on while a pass trains: states and laws go by that cost a pass of their own elsewhere.
+"""Observers of training passes: a pass computes hidden states and distributions that drafts can
+learn from, and that would cost a pass of their own elsewhere.
 
 Axes: T packed rows of the pass, n some of them, D hidden, V vocabulary.
 """
@@ -18,18 +19,20 @@ Datums = tuple[TrainBatch, Sequence[int]]
 """A share's batch, and the indices of its datums in the pass."""
 
 
-class Witness(Protocol):
-    """Of one pass. What it is shown is the pass's own: to be copied, never to be changed."""
+class PassObserver(Protocol):
+    """Of one pass. The tensors belong to the pass, which goes on to use them: an observer copies
+    what it keeps and changes nothing."""
 
     def begin(self, shares: Sequence[Datums], layout: Layout) -> None: ...
 
     def block(self, number: int, x: Tensor) -> None:
-        """x (T, D): what block `number` put out, the first being 1; of the last one, what follows
-        the final norm."""
+        """x (T, D): the output of block `number`, counted from 1; for the last block, the output
+        of the final norm."""
         ...
 
-    def laws(self, rows: Tensor, probs: Tensor) -> None:
-        """rows int64 (n,) of the pass, each once in all; probs float32 (n, V) at temperature 1."""
+    def distributions(self, rows: Tensor, probs: Tensor) -> None:
+        """rows int64 (n,) of the pass, each row once over all calls; probs float32 (n, V) at
+        temperature 1."""
         ...
 
     def end(self) -> None:
@@ -37,29 +40,30 @@ class Witness(Protocol):
         ...
 
 
-class Careful:
-    """A witness whose failure is nobody else's: it is told once, and shown nothing more."""
+class ErrorIsolatingObserver:
+    """Forwards to an observer until it raises: the error is logged once, the observer is dropped,
+    and the pass goes on. A draft that cannot learn must not fail a client's training call."""
 
-    def __init__(self, witness: Witness | None):
-        self._witness = witness
+    def __init__(self, observer: PassObserver | None):
+        self._observer = observer
 
     def begin(self, shares: Sequence[Datums], layout: Layout) -> None:
-        self._tried(lambda witness: witness.begin(shares, layout))
+        self._notify(lambda observer: observer.begin(shares, layout))
 
     def block(self, number: int, x: Tensor) -> None:
-        self._tried(lambda witness: witness.block(number, x))
+        self._notify(lambda observer: observer.block(number, x))
 
-    def laws(self, rows: Tensor, probs: Tensor) -> None:
-        self._tried(lambda witness: witness.laws(rows, probs))
+    def distributions(self, rows: Tensor, probs: Tensor) -> None:
+        self._notify(lambda observer: observer.distributions(rows, probs))
 
     def end(self) -> None:
-        self._tried(lambda witness: witness.end())
+        self._notify(lambda observer: observer.end())
 
-    def _tried(self, show: Callable[[Witness], None]) -> None:
-        if self._witness is None:
+    def _notify(self, event: Callable[[PassObserver], None]) -> None:
+        if self._observer is None:
             return
         try:
-            show(self._witness)
+            event(self._observer)
         except Exception:
-            logger.exception("a training pass could not be looked on; it goes on by itself")
-            self._witness = None
+            logger.exception("the observer of a training pass failed; the pass goes on without it")
+            self._observer = None

@@ -15,16 +15,16 @@ from torch import Tensor
 
 from tinkercloud.core.types import TrainBatch, TrainOutput
 from tinkercloud.embedded.model.base_model import BaseModel
-from tinkercloud.embedded.training.linear import Part
+from tinkercloud.embedded.training.linear import ModelWeights
 from tinkercloud.embedded.training.micro_batch_pass import Share, run_pass
 from tinkercloud.embedded.training.micro_batches import Limits, MicroBatch, micro_batches
-from tinkercloud.embedded.training.observer import Witness
+from tinkercloud.embedded.training.observer import PassObserver
 from tinkercloud.embedded.training.reference import run_reference
 from tinkercloud.embedded.training.targets import PER_SEQUENCE
 from tinkercloud.embedded.training.trainable_model import TrainableModel
 
-Watch = Callable[[BaseModel, Sequence[str]], Witness | None]
-"""Who looks on at a pass in which these models train, if anybody."""
+ObserverFactory = Callable[[BaseModel, Sequence[str]], PassObserver | None]
+"""Makes the observer of a pass in which these models train; None: there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +53,12 @@ class _Job:
         model = self.model
         full = model.full_weights()
         grads = self.added if full is not None else {}
-        part = Part(model.adapter, model.scale, full, grads)
-        return Share(part, self.batch, self.waiting[0].indices)
+        weights = ModelWeights(model.adapter, model.scale, full, grads)
+        return Share(weights, self.batch, self.waiting[0].indices)
 
     def take(self, share: Share) -> None:
         if not self.batch.forward_only:
-            add_gradients(self.added, share.part.grads)
+            add_gradients(self.added, share.model.grads)
         self.outputs |= zip(share.indices, share.outputs, strict=True)
         self.loss += share.loss
         del self.waiting[0]
@@ -82,12 +82,12 @@ class _Running:
 class TrainingQueue:
     """Owned by one thread. A step never raises: what goes wrong is some call's error."""
 
-    def __init__(self, limits: Limits, watch: Watch | None = None):
-        self._limits, self._watch = limits, watch
+    def __init__(self, limits: Limits, observer_for: ObserverFactory | None = None):
+        self._limits, self._observer_for = limits, observer_for
         self._jobs: list[_Job] = []
         self._running: _Running | None = None
-        self._last_turn: dict[str, int] = {}
-        self._turn = 0
+        self._last_pass: dict[str, int] = {}
+        self._num_passes = 0
 
     def __len__(self) -> int:
         """Calls that are not finished."""
@@ -95,11 +95,11 @@ class TrainingQueue:
 
     def add(self, call_id: int, model: TrainableModel, batch: TrainBatch) -> None:
         shares = model.base.is_llama_family
-        parts = list(micro_batches(batch.data, self._limits, model.kept_bytes(), shares=shares))
-        self._jobs.append(_Job(call_id, model, batch, parts))
+        micro = list(micro_batches(batch.data, self._limits, model.kept_bytes(), shares=shares))
+        self._jobs.append(_Job(call_id, model, batch, micro))
         # A model that comes anew queues behind those that wait, or a stream of small calls would
         # always go first.
-        self._last_turn.setdefault(model.id, self._turn)
+        self._last_pass.setdefault(model.id, self._num_passes)
 
     def step(self, budget_s: float = 0.0) -> list[Finished]:
         """Works until the budget is used (at least a block of one pass) or calls are finished."""
@@ -131,29 +131,29 @@ class TrainingQueue:
 
     def _next_pass(self) -> _Running:
         jobs = self._together(self._longest_waiting())
-        self._turn += 1
+        self._num_passes += 1
         for job in jobs:
-            self._last_turn[job.model.id] = self._turn
+            self._last_pass[job.model.id] = self._num_passes
         self._forget_idle_models()
         shares = [job.share() for job in jobs]
         base, recompute = jobs[0].model.base, jobs[0].waiting[0].recompute
         if not base.is_llama_family:
             return _Running(jobs, shares, run_reference(base, shares, recompute=recompute))
-        witness = self._witness(base, jobs)
-        steps = run_pass(base, shares, recompute=recompute, witness=witness)
+        observer = self._observer(base, jobs)
+        steps = run_pass(base, shares, recompute=recompute, observer=observer)
         return _Running(jobs, shares, steps)
 
-    def _witness(self, base: BaseModel, jobs: Sequence[_Job]) -> Witness | None:
-        if self._watch is None or jobs[0].batch.forward_only:
+    def _observer(self, base: BaseModel, jobs: Sequence[_Job]) -> PassObserver | None:
+        if self._observer_for is None or jobs[0].batch.forward_only:
             return None
-        return self._watch(base, [job.model.id for job in jobs])
+        return self._observer_for(base, [job.model.id for job in jobs])
 
     def _longest_waiting(self) -> list[_Job]:
         """Every model's oldest call, the model first whose last turn is longest ago."""
         oldest: dict[str, _Job] = {}
         for job in self._jobs:
             oldest.setdefault(job.model.id, job)
-        return sorted(oldest.values(), key=lambda job: self._last_turn[job.model.id])
+        return sorted(oldest.values(), key=lambda job: self._last_pass[job.model.id])
 
     def _together(self, candidates: Sequence[_Job]) -> list[_Job]:
         """The first candidate, and those that share its pass."""
@@ -168,7 +168,7 @@ class TrainingQueue:
 
     def _forget_idle_models(self) -> None:
         waiting = {job.model.id for job in self._jobs}
-        self._last_turn = {m: turn for m, turn in self._last_turn.items() if m in waiting}
+        self._last_pass = {m: turn for m, turn in self._last_pass.items() if m in waiting}
 
     # ---- ending
 

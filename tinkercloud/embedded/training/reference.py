@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from tinkercloud.core.types import Datum
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.training.context import TrainContext
-from tinkercloud.embedded.training.linear import Part, parameter_name
+from tinkercloud.embedded.training.linear import ModelWeights, parameter_name
 from tinkercloud.embedded.training.micro_batch_pass import Share
 from tinkercloud.errors import UserError
 from tinkercloud.losses import load_loss
@@ -32,29 +32,29 @@ def run_reference(
         with torch.set_grad_enabled(not share.batch.forward_only):
             loss = _forward(base, share, recompute=recompute)
         if loss is not None and loss.requires_grad:
-            _add_gradients(share.part, loss)
+            _add_gradients(share.model, loss)
         yield
 
 
-def _add_gradients(part: Part, loss: Tensor) -> None:
+def _add_gradients(model: ModelWeights, loss: Tensor) -> None:
     params: dict[str, Tensor] = {}
-    for name, (a, b) in (part.adapter or {}).items():
+    for name, (a, b) in (model.adapter or {}).items():
         params |= {f"{name}.lora_A": a, f"{name}.lora_B": b}
-    for name, tensor in (part.full or {}).items():
-        params[parameter_name(part.full or {}, name)] = tensor
+    for name, tensor in (model.full or {}).items():
+        params[parameter_name(model.full or {}, name)] = tensor
     grads = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
     for (name, param), grad in zip(params.items(), grads, strict=True):
         if grad is not None:
-            part.grad(name, param).add_(grad)
+            model.grad(name, param).add_(grad)
 
 
 def _forward(base: BaseModel, share: Share, *, recompute: bool) -> Tensor | None:
     """Fills the share's outputs; the summed loss, or None after an error."""
     data = [share.batch.data[i] for i in share.indices]
     lengths = [len(datum.tokens) for datum in data]
-    part = share.part
+    model = share.model
     context = TrainContext(
-        base.weights, lengths, adapter=part.adapter, scale=part.scale, full=part.full
+        base.weights, lengths, adapter=model.adapter, scale=model.scale, full=model.full
     )
     hidden = _hidden(base, context, data, recompute=recompute)
     losses = []

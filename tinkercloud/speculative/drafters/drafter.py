@@ -10,7 +10,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from tinkercloud.speculative.drafters.draft_distribution import DraftLaw
+from tinkercloud.core.types import SamplingParams
+from tinkercloud.speculative.drafters.draft_distribution import DraftDistribution
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class Stream:
     id: unique in the engine. group: equal for samples of the same prompt that may learn from one
     another, across epochs too. version: of the policy's weights; epoch: the versions published
     before it. tokens: the prompt and what was emitted so far; the engine appends, drafters only
-    read. The rest is what the target draws with.
+    read. params, sample_index: what the target draws with.
     """
 
     id: int
@@ -29,36 +30,33 @@ class Stream:
     epoch: int
     tokens: list[int]
     num_prompt: int
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
-    sample: int
+    params: SamplingParams
+    sample_index: int
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
     """A chain of tokens, shorter than asked or empty where the drafter has no more to say.
 
-    confidences: of each token, the drafter's own estimate in 0..1 that it stands if those before
-    it do; not calibrated. laws: what each token was drawn from, where a coupled drafter tells it
-    (`AuditSchedule`); () else.
+    confidences: of each token, the drafter's own estimate in 0..1 that it is accepted if those
+    before it are; not calibrated. distributions: what each token was drawn from, where a coupled
+    drafter reports it (`AuditSchedule`); () else.
     """
 
     tokens: tuple[int, ...] = ()
     confidences: tuple[float, ...] = ()
-    laws: tuple[DraftLaw, ...] = ()
+    distributions: tuple[DraftDistribution, ...] = ()
 
 
-NOTHING = Draft()
+NO_DRAFT = Draft()
 
 
 class Drafter(Protocol):
     """Calls come from one thread: `begin` once, then `observe` and `propose`, then `end` once.
 
-    is_coupled: it draws with the target's own noise, so that its tokens stand more often than their
-    probability says; it is audited by the laws that it tells. layers: of the target, whose outputs
-    it wants to see.
+    is_coupled: it draws with the target's own noise, so that its tokens are accepted more often
+    than their probability says; it is audited by the distributions that it reports. layers: of the
+    target, whose outputs it reads.
     """
 
     is_coupled: bool
@@ -115,4 +113,4 @@ class SilentDrafter:
         pass
 
     def propose(self, asked: Sequence[tuple[Stream, int]]) -> list[Draft]:
-        return [NOTHING for _ in asked]
+        return [NO_DRAFT for _ in asked]
