@@ -69,7 +69,7 @@ class BaseModelNotServed(NotFound):
 
 
 class PlanRefused(UserError):
-    """No plan for this model on these GPUs. `reasons`: every fact that stands against one."""
+    """No plan for this model on these GPUs. `reasons`: every fact against one."""
 
     def __init__(self, reasons: tuple[str, ...]):
         super().__init__("; ".join(reasons))

@@ -267,8 +267,8 @@ class TaskManager:
             return pending.outcome if pending.finished.is_set() else None
         outcome = await self._futures.outcome(request_id, user)
         if outcome is None:
-            found = await self._futures.on_record(request_id)
-            logger.warning("%s asked for %r, which is %s", user, request_id, found)
+            status = await self._futures.on_record(request_id)
+            logger.warning("%s asked for %r, which is %s", user, request_id, status)
             raise FutureUnknown(request_id, sampling=is_sampling(request_id))
         return outcome
 
