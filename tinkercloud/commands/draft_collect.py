@@ -34,12 +34,16 @@ from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.sampling.engine import SamplingEngine
 from tinkercloud.embedded.sampling.speculation import Speculation
 from tinkercloud.errors import UserError
-from tinkercloud.speculative.draft_length.fixed_length import Steady
+from tinkercloud.speculative.draft_length.fixed_length import FixedLength
 from tinkercloud.speculative.drafters.drafter import Stream
-from tinkercloud.speculative.drafters.guarded_drafter import guarded
+from tinkercloud.speculative.drafters.guarded_drafter import GuardedDrafter
 from tinkercloud.speculative.head.head import Head
 from tinkercloud.speculative.learning.cases import Case, CaseStore
-from tinkercloud.speculative.learning.collecting import CaseCollector, Collecting, Verdict
+from tinkercloud.speculative.learning.collecting import (
+    CaseCollector,
+    CollectorSettings,
+    JudgedToken,
+)
 from tinkercloud.speculative.learning.draft_folder import DraftFolder
 from tinkercloud.speculative.learning.schedule import TimeBudget
 
@@ -90,7 +94,7 @@ class CaseRecorder:
     """A listener that keeps every case."""
 
     def __init__(self, store: CaseStore):
-        everything = Collecting(per_second=1e9, burst=1e9, agreed_one_in=4)
+        everything = CollectorSettings(per_second=1e9, burst=1e9, agreed_one_in=4)
         self._collector = CaseCollector(store, everything)
 
     version_lag = 0
@@ -98,7 +102,7 @@ class CaseRecorder:
     def drafted(self, category: str, num_judged: int, num_accepted: int) -> None:
         """The engine counts them too."""
 
-    def judged(self, stream: Stream, verdict: Verdict, category: str) -> None:
+    def judged(self, stream: Stream, verdict: JudgedToken, category: str) -> None:
         self._collector.judged(stream, verdict, category)
 
     def ended(self, stream: Stream) -> None:
@@ -113,8 +117,8 @@ def collected(
 
     def make(base: BaseModel, runner: Runner, pool: BlockPool) -> Speculation:
         runner.capture(base, drafter.layers)
-        guard = guarded(drafter, base.config.vocab_size)
-        made.append(Speculation(guard, Steady(DRAFTED), None, CaseRecorder(store)))
+        guard = GuardedDrafter(drafter, base.config.vocab_size)
+        made.append(Speculation(guard, FixedLength(DRAFTED), None, CaseRecorder(store)))
         return made[-1]
 
     engine = SamplingEngine(

@@ -29,7 +29,7 @@ from tinkercloud.embedded.draft_training.reference_capture import capture
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.sampling.engine import SamplingEngine
 from tinkercloud.errors import UserError
-from tinkercloud.speculative.head.head import FrozenRows, Head, HeadConfig, fresh_params
+from tinkercloud.speculative.head.head import FrozenRows, Head, HeadConfig, initial_params
 from tinkercloud.speculative.head.vocabulary import DraftVocabulary
 from tinkercloud.speculative.learning.draft_folder import DraftFolder
 from tinkercloud.speculative.learning.schedule import TimeBudget
@@ -112,7 +112,7 @@ def distilled(
     head_config = HeadConfig.of(version.base.config)
     dataset = _captured(version, texts, head_config, config, say)
     head = Head(head_config, FrozenRows.of(version.base.weights, vocabulary))
-    trainer = HeadTrainer(head, fresh_params(head_config, config.seed), HeadObjective())
+    trainer = HeadTrainer(head, initial_params(head_config, config.seed), HeadObjective())
     held_out = dataset.held_out()
     if not held_out:
         raise UserError("too little text to hold a part of it out; ask for more samples")

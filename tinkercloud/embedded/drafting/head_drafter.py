@@ -13,13 +13,13 @@ from torch import Tensor
 from tinkercloud.decoding import device_scan
 from tinkercloud.decoding.sampler import RowParams, gumbel_noise_at, warp
 from tinkercloud.embedded.drafting.draft_rows import row_params
+from tinkercloud.speculative.device_copy import to_device
 from tinkercloud.speculative.drafters.draft_distribution import AUDIT_EVERY, AuditSchedule
-from tinkercloud.speculative.drafters.drafter import NOTHING, Draft, Stream
+from tinkercloud.speculative.drafters.drafter import NO_DRAFT, Draft, Stream
 from tinkercloud.speculative.head.cache import HeadCache, NewRows, extend
 from tinkercloud.speculative.head.draft import Coupling, Start, draft_chains
 from tinkercloud.speculative.head.head import Head
 from tinkercloud.speculative.head.vocabulary import DraftVocabulary
-from tinkercloud.speculative.sending import sent
 
 MOST_UNREAD = 256  # rows of a sample that wait to be read; what is older is given up
 MOST_CONTEXT = 1024  # rows of a sample in the head's cache; then it begins anew
@@ -105,7 +105,7 @@ class HeadDrafter:
         drafts: dict[int, Draft] = {}
         if ready:
             drafts = self._drafted(ready)
-        return [drafts.get(stream.id, NOTHING) for stream, _ in asked]
+        return [drafts.get(stream.id, NO_DRAFT) for stream, _ in asked]
 
     def _read(self, readers: Sequence[_Reader]) -> None:
         """The states that came, each with the token after it."""
@@ -125,7 +125,7 @@ class HeadDrafter:
         new = NewRows(
             [r.slot for r in readers],
             padded(list(features), batch_first=True),
-            sent(padded(tokens, batch_first=True), self.head.device),
+            to_device(padded(tokens, batch_first=True), self.head.device),
             counts,
         )
         outputs = extend(self.head, self._params, self._cache, new)
@@ -148,7 +148,7 @@ class HeadDrafter:
             reader.stream.id: Draft(
                 tuple(tokens[i][:most]),
                 tuple(chances[i][:most]),
-                tuple(chains.laws.get(i, ())[:most]),
+                tuple(chains.distributions.get(i, ())[:most]),
             )
             for i, (reader, most) in enumerate(ready)
         }
@@ -163,7 +163,7 @@ def _coupling(vocabulary: DraftVocabulary) -> Coupling[RowParams]:
     size, device = len(vocabulary.index), vocabulary.ids.device
 
     def noise(rows: Sequence[RowParams], ids: Tensor) -> Tensor:
-        params = sent(torch.from_numpy(device_scan.packed(rows)), device)
+        params = to_device(torch.from_numpy(device_scan.packed(rows)), device)
         return device_scan.noise_at(params, ids, size)
 
     return Coupling(warp, gumbel_noise_at if device.type == "cpu" else noise)

@@ -15,8 +15,12 @@ from tinkercloud.embedded.drafting.draft_rows import row_params
 from tinkercloud.embedded.forward.kv_blocks import BlockPool
 from tinkercloud.embedded.forward.runners import Runner
 from tinkercloud.embedded.model.version import Version
-from tinkercloud.speculative.drafters.draft_distribution import AUDIT_EVERY, AuditSchedule, DraftLaw
-from tinkercloud.speculative.drafters.drafter import NOTHING, Draft, Stream
+from tinkercloud.speculative.drafters.draft_distribution import (
+    AUDIT_EVERY,
+    AuditSchedule,
+    DraftDistribution,
+)
+from tinkercloud.speculative.drafters.drafter import NO_DRAFT, Draft, Stream
 
 
 class ModelDrafter:
@@ -32,7 +36,9 @@ class ModelDrafter:
         self._network = DraftNetwork(version, runner, pool)
         self._streams: dict[int, Stream] = {}
         self._audits = AuditSchedule(audit_every)
-        self._laws: dict[int, list[DraftLaw]] = {}  # of this call's audited drafts, by sample
+        self._laws: dict[
+            int, list[DraftDistribution]
+        ] = {}  # of this call's audited drafts, by sample
 
     @property
     def version(self) -> Version:
@@ -70,11 +76,11 @@ class ModelDrafter:
         drawn = sample(logits, rows, self._network.scan)
         for i, chain in enumerate(chains):
             if chain.id in self._laws:
-                self._laws[chain.id].append(DraftLaw.of(drawn.law(i)[0].exp()))
+                self._laws[chain.id].append(DraftDistribution.of(drawn.law(i)[0].exp()))
         return drawn.tokens.tolist(), drawn.logprobs.exp().tolist()
 
     def _draft(self, chain: Chain | None) -> Draft:
         if chain is None:
-            return NOTHING
+            return NO_DRAFT
         laws = self._laws.get(chain.id, ())
         return Draft(tuple(chain.tokens), tuple(chain.chances), tuple(laws))

@@ -20,7 +20,7 @@ from tinkercloud.embedded.forward.runners import Batch, Part, Runner, ragged
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.native.bindings import processor, source
-from tinkercloud.speculative.draft_length.costs import QUICK_REPEATS, CostTable, measured
+from tinkercloud.speculative.draft_length.costs import QUICK_REPEATS, CostTable, measure_costs
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ def round_costs(base: BaseModel, runner: Runner, pool: BlockPool, num_threads: i
     slow = min(ms(1, 1, 64) for _ in range(PROBES)) > SLOW_MS
     rows, repeats = (SLOW_ROWS, 1) if slow else (ROWS, QUICK_REPEATS)
     passes = 1 if slow else PASSES
-    found = CostTable(measured(ms, rows, num_passes=passes, quick_repeats=repeats))
+    found = CostTable(measure_costs(ms, rows, num_passes=passes, quick_repeats=repeats))
     logger.info("measured what rounds cost in %.1f s", time.perf_counter() - began)
     if np.median(of_one) > BUSY * min(of_one):
         logger.warning("other work disturbed this; what rounds cost is measured at the next start")

@@ -24,7 +24,7 @@ from tinkercloud.embedded.drafting.retokenizer import IncrementalRetokenizer
 from tinkercloud.embedded.forward.kv_blocks import BlockPool
 from tinkercloud.embedded.forward.runners import Runner
 from tinkercloud.embedded.model.version import Version
-from tinkercloud.speculative.drafters.drafter import NOTHING, Draft, Stream
+from tinkercloud.speculative.drafters.drafter import NO_DRAFT, Draft, Stream
 from tinkercloud.weights.token_bytes import TokenizerPair, whole_characters
 
 LOOK_BACK = 4  # of the target's tokens that are encoded with what comes after them
@@ -84,7 +84,7 @@ class TextModelDrafter:
         return [
             self._draft(self._readers[stream.id], chains[stream.id], most)
             if stream.id in chains
-            else NOTHING
+            else NO_DRAFT
             for stream, most in asked
         ]
 
@@ -107,7 +107,7 @@ class TextModelDrafter:
         text, held = b"".join(pieces), reader.text.held
         text = text[: whole_characters(text)]
         if not text.startswith(held):
-            return NOTHING  # it does not go on where the target is inside a character
+            return NO_DRAFT  # it does not go on where the target is inside a character
         tokens = self._in_targets_tokens(reader.stream, text[len(held) :])
         starts = [begin - len(held) for begin in accumulate(map(len, pieces), initial=0)]
         chances = self._chances(tokens, list(zip(starts, chain.chances, strict=False)))

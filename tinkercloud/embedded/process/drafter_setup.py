@@ -24,11 +24,14 @@ from tinkercloud.embedded.sampling.engine import Speculate
 from tinkercloud.embedded.sampling.speculation import Speculation
 from tinkercloud.embedded.sampling.trace import Trace
 from tinkercloud.speculative.draft_length.acceptance import Acceptance
-from tinkercloud.speculative.draft_length.controller import Policy, Settings
-from tinkercloud.speculative.draft_length.planning import Bounds, Knowledge
+from tinkercloud.speculative.draft_length.controller import (
+    ControllerSettings,
+    DraftLengthController,
+)
+from tinkercloud.speculative.draft_length.planning import Estimates, PlannerSettings
 from tinkercloud.speculative.drafters.drafter import Drafter
-from tinkercloud.speculative.drafters.drafter_table import Maker, drafter_table
-from tinkercloud.speculative.drafters.guarded_drafter import guarded
+from tinkercloud.speculative.drafters.drafter_table import DrafterFactory, drafter_table
+from tinkercloud.speculative.drafters.guarded_drafter import GuardedDrafter
 from tinkercloud.speculative.drafters.suffix_drafter import SuffixDrafter
 from tinkercloud.speculative.learning.cases import CaseStore
 
@@ -70,20 +73,21 @@ def speculate(
         if not runner.is_exact:
             logger.warning("on this device drafts may change the last bits of log-probabilities")
         vocab_size = base.config.vocab_size
-        makers: dict[str, Maker] = {
+        factories: dict[str, DrafterFactory] = {
             "model": lambda path: _model_drafter(Path(path), base, runner, settings.cache_dir),
             "head": lambda head: _head_drafter(head or "best", base, runner, settings.drafts_dir),
         }
-        drafter = drafter_table(vocab_size, makers).make(name)
+        drafter = drafter_table(vocab_size, factories).make(name)
         costs = round_costs(base, runner, pool, settings.num_threads)
         max_draft = MAX_LOOKED_UP if isinstance(drafter, SuffixDrafter) else MAX_COMPUTED
-        knowledge = Knowledge(costs, acceptance=Acceptance(max_draft))
-        policy = Policy(knowledge, Settings(Bounds(max_draft, MAX_ROWS)))
+        estimates = Estimates(costs, acceptance=Acceptance(max_draft))
+        planner = PlannerSettings(max_draft, MAX_ROWS)
+        controller = DraftLengthController(estimates, ControllerSettings(planner))
         trainer = None
         if trainers is not None:
             trainer = _online_trainer(drafter, base, settings)
             trainers.add(base, trainer)
-        speculation = Speculation(guarded(drafter, vocab_size), policy, trace, trainer)
+        speculation = Speculation(GuardedDrafter(drafter, vocab_size), controller, trace, trainer)
         if trainer is not None:
             trainer.speculation = speculation
         return speculation

@@ -18,7 +18,7 @@ SUM_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DraftLaw:
+class DraftDistribution:
     """What one token was drawn from, after the drafter's own temperature, top-k and top-p.
 
     ids int32 (n,): what could be drawn, ascending, as the target numbers it. probs float32 (n,):

@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from tinkercloud.core.types import SamplingParams
-from tinkercloud.speculative.drafters.draft_distribution import DraftLaw
+from tinkercloud.speculative.drafters.draft_distribution import DraftDistribution
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,25 +38,25 @@ class Stream:
 class Draft:
     """A chain of tokens, shorter than asked or empty where the drafter has no more to say.
 
-    confidences: of each token, the drafter's own estimate in 0..1 that it stands if those before
-    it do; not calibrated. laws: what each token was drawn from, where a coupled drafter tells it
-    (`AuditSchedule`); () else.
+    confidences: of each token, the drafter's own estimate in 0..1 that it is accepted if those
+    before it are; not calibrated. distributions: what each token was drawn from, where a coupled
+    drafter reports it (`AuditSchedule`); () else.
     """
 
     tokens: tuple[int, ...] = ()
     confidences: tuple[float, ...] = ()
-    laws: tuple[DraftLaw, ...] = ()
+    distributions: tuple[DraftDistribution, ...] = ()
 
 
-NOTHING = Draft()
+NO_DRAFT = Draft()
 
 
 class Drafter(Protocol):
     """Calls come from one thread: `begin` once, then `observe` and `propose`, then `end` once.
 
-    is_coupled: it draws with the target's own noise, so that its tokens stand more often than their
-    probability says; it is audited by the laws that it tells. layers: of the target, whose outputs
-    it wants to see.
+    is_coupled: it draws with the target's own noise, so that its tokens are accepted more often
+    than their probability says; it is audited by the distributions that it reports. layers: of the
+    target, whose outputs it reads.
     """
 
     is_coupled: bool
@@ -113,4 +113,4 @@ class SilentDrafter:
         pass
 
     def propose(self, asked: Sequence[tuple[Stream, int]]) -> list[Draft]:
-        return [NOTHING for _ in asked]
+        return [NO_DRAFT for _ in asked]

@@ -6,7 +6,9 @@ from tinkercloud.speculative.drafters.drafter import Drafter, SilentDrafter
 from tinkercloud.speculative.drafters.suffix_drafter import SuffixDrafter
 from tinkercloud.speculative.drafters.trial_drafters import RandomDrafter, WrongDrafter
 
-Maker = Callable[[str], Drafter]  # of what follows the colon in "model:PATH", "" without one
+DrafterFactory = Callable[
+    [str], Drafter
+]  # of what follows the colon in "model:PATH", "" without one
 
 
 class UnknownDrafterError(ValueError):
@@ -16,7 +18,7 @@ class UnknownDrafterError(ValueError):
 class DrafterTable:
     """From names, as in `--speculate NAME` or `NAME:ARGUMENT`, to new drafters."""
 
-    def __init__(self, makers: Mapping[str, Maker]) -> None:
+    def __init__(self, makers: Mapping[str, DrafterFactory]) -> None:
         self._makers = dict(makers)
 
     @property
@@ -31,9 +33,11 @@ class DrafterTable:
         return self._makers[name](argument)
 
 
-def drafter_table(vocab_size: int, more: Mapping[str, Maker] | None = None) -> DrafterTable:
+def drafter_table(
+    vocab_size: int, more: Mapping[str, DrafterFactory] | None = None
+) -> DrafterTable:
     """What needs no weights, and `more`, which may replace any of it."""
-    makers: dict[str, Maker] = {
+    makers: dict[str, DrafterFactory] = {
         "off": lambda _: SilentDrafter(),
         "suffix": lambda _: SuffixDrafter(),
         "always-wrong": lambda _: WrongDrafter(vocab_size),

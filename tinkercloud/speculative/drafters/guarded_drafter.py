@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from tinkercloud.speculative.drafters.draft_distribution import DraftLaw
-from tinkercloud.speculative.drafters.drafter import NOTHING, Draft, Drafter, SilentDrafter, Stream
+from tinkercloud.speculative.drafters.draft_distribution import DraftDistribution
+from tinkercloud.speculative.drafters.drafter import NO_DRAFT, Draft, Drafter, SilentDrafter, Stream
 
 NUM_EXCEPTIONS = 3  # after these the drafter is off
 
@@ -54,7 +54,7 @@ class GuardedDrafter:
             self._tried(lambda: self._drafter.end(stream))
 
     def propose(self, asked: Sequence[tuple[Stream, int]]) -> list[Draft]:
-        drafts = [NOTHING for _ in asked]
+        drafts = [NO_DRAFT for _ in asked]
         known = [i for i, (stream, most) in enumerate(asked) if stream.id in self._begun and most]
         if known:
             self._tried(lambda: self._fill(drafts, asked, known))
@@ -74,39 +74,41 @@ class GuardedDrafter:
         try:
             clean, wrong = self._read(draft, most)
         except (TypeError, ValueError, OverflowError):
-            clean, wrong = NOTHING, "form"
+            clean, wrong = NO_DRAFT, "form"
         if wrong:
             self.num_refused[wrong] += 1
-            return NOTHING
+            return NO_DRAFT
         return clean
 
     def _read(self, draft: object, most: int) -> tuple[Draft, str]:
         """The draft in plain numbers, and what is wrong with it, or ""."""
         if not isinstance(draft, Draft):
             raise TypeError
-        tokens, confidences, laws = draft.tokens, draft.confidences, draft.laws
-        if not all(isinstance(part, tuple) for part in (tokens, confidences, laws)):
+        tokens, confidences = draft.tokens, draft.confidences
+        distributions = draft.distributions
+        if not all(isinstance(part, tuple) for part in (tokens, confidences, distributions)):
             raise TypeError
         if len(tokens) > most or len(confidences) != len(tokens):
-            return NOTHING, "length"
+            return NO_DRAFT, "length"
         tokens = tuple(map(operator.index, tokens))
         confidences = tuple(map(float, confidences))
         if not all(0 <= token < self._vocab_size for token in tokens):
-            return NOTHING, "vocabulary"
+            return NO_DRAFT, "vocabulary"
         if not all(math.isfinite(share) and 0 <= share <= 1 for share in confidences):
-            return NOTHING, "confidence"
-        if laws and not self._gave(laws, tokens):
-            return NOTHING, "law"
-        return Draft(tokens, confidences, laws), ""
+            return NO_DRAFT, "confidence"
+        if distributions and not self._gave(distributions, tokens):
+            return NO_DRAFT, "law"
+        return Draft(tokens, confidences, distributions), ""
 
-    def _gave(self, laws: Sequence[object], tokens: Sequence[int]) -> bool:
-        """Whether each token has a law that can give it. Raises TypeError where one is no law."""
-        if len(laws) != len(tokens):
+    def _gave(self, distributions: Sequence[object], tokens: Sequence[int]) -> bool:
+        """Whether each token has a distribution that can give it. Raises TypeError where one
+        is none."""
+        if len(distributions) != len(tokens):
             return False
-        for law, token in zip(laws, tokens, strict=True):
-            if not isinstance(law, DraftLaw):
+        for distribution, token in zip(distributions, tokens, strict=True):
+            if not isinstance(distribution, DraftDistribution):
                 raise TypeError
-            if not law.can_give(token, self._vocab_size):
+            if not distribution.can_give(token, self._vocab_size):
                 return False
         return True
 
@@ -126,8 +128,3 @@ class GuardedDrafter:
         if self.off_reason is None:
             last = traceback.format_exception_only(error)[-1].strip()
             self.off_reason = f"{NUM_EXCEPTIONS} exceptions, the last {last}"
-
-
-def guarded(drafter: Drafter, vocab_size: int) -> GuardedDrafter:
-    """Held to tokens 0..vocab_size - 1, and to the rest of the contract."""
-    return GuardedDrafter(drafter, vocab_size)

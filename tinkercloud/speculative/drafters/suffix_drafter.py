@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from tinkercloud.speculative.drafters.drafter import NOTHING, Draft, Stream
+from tinkercloud.speculative.drafters.drafter import NO_DRAFT, Draft, Stream
 from tinkercloud.speculative.drafters.history import Group, History, HistoryLimits, Text
 from tinkercloud.speculative.drafters.suffix import NONE, ROOT, Automaton, ContinuationRule
 
@@ -174,7 +174,7 @@ class SuffixDrafter:
 
     def _draft(self, stream: Stream, most: int) -> Draft:
         if most < 1:
-            return NOTHING
+            return NO_DRAFT
         reader = self._readers[stream.id]
         forgives = self._settings.forgives
         place = (reader.place if forgives else reader.longest)(stream.tokens)

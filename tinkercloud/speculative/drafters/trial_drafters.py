@@ -8,7 +8,7 @@ from typing import cast
 import numpy as np
 from torch import Tensor
 
-from tinkercloud.speculative.drafters.draft_distribution import DraftLaw
+from tinkercloud.speculative.drafters.draft_distribution import DraftDistribution
 from tinkercloud.speculative.drafters.drafter import Draft, Drafter, SilentDrafter, Stream
 
 Future = Callable[[Stream], Sequence[int]]  # what the target will write from here on, if known
@@ -134,7 +134,9 @@ class GarbageDrafter(SilentDrafter):
 
     def _draft(self, most: int) -> object:
         good, size = self._random.random(), self._vocab_size
-        no_law = DraftLaw(np.array([size], np.int32), np.array([good], np.float32))
+        no_distribution = DraftDistribution(
+            np.array([size], np.int32), np.array([good], np.float32)
+        )
         tokens = tuple(self._random.randrange(size) for _ in range(most))
         return self._random.choice(
             [
@@ -148,8 +150,8 @@ class GarbageDrafter(SilentDrafter):
                 Draft(cast(tuple[int, ...], ("a",) * most), (good,) * most),
                 Draft(cast(tuple[int, ...], list(tokens)), (good,) * most),
                 Draft(tokens, cast(tuple[float, ...], ("b",) * most)),
-                Draft(tokens, (good,) * most, (no_law,) * most),
-                Draft(tokens, (good,) * most, cast(tuple[DraftLaw, ...], tokens)),
+                Draft(tokens, (good,) * most, (no_distribution,) * most),
+                Draft(tokens, (good,) * most, cast(tuple[DraftDistribution, ...], tokens)),
                 None,
                 tokens,
             ]

@@ -46,7 +46,7 @@ from tinkercloud.embedded.sampling.trace import Trace
 from tinkercloud.speculative.draft_length.rounds import Reason
 from tinkercloud.speculative.drafters.drafter import Drafter
 from tinkercloud.speculative.drafters.drafter_table import drafter_table
-from tinkercloud.speculative.drafters.guarded_drafter import guarded
+from tinkercloud.speculative.drafters.guarded_drafter import GuardedDrafter
 from tinkercloud.speculative.drafters.trial_drafters import DyingDrafter, GarbageDrafter
 
 pytestmark = pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
@@ -304,7 +304,7 @@ def test_each_round_can_be_written_down(store: ModelStore, base: str, tmp_path: 
     path = tmp_path / "trace" / "rounds.jsonl"
 
     def traced(*args: object) -> Speculation:
-        drafter = guarded(knowing(plain, requests, 4), 260)
+        drafter = GuardedDrafter(knowing(plain, requests, 4), 260)
         return Speculation(drafter, drafting.policy, Trace(path))
 
     Sampler(store, speculate=traced).run(requests)
