@@ -16,7 +16,7 @@ from benchmarks.lib.machine import ROOT
 from tinkercloud.core import memory_estimate as memory
 from tinkercloud.core.model_shape import ModelShape
 from tinkercloud.core.model_table import read_shape
-from tinkercloud.core.plan import GIB, ClusterShape, Plan, Wishes
+from tinkercloud.core.plan import GIB, ClusterShape, Plan, PlanConstraints
 from tinkercloud.core.slime_builder import SlimeArgumentBuilder
 from tinkercloud.errors import PlanRefused
 
@@ -160,9 +160,9 @@ def cases() -> Iterator[Case]:
         shape = read_shape(config)
         for full in (False, True):
             for gpus in GPUS:
-                wishes = Wishes(lora_rank=None if full else 32, max_seq_len=SEQ_LEN)
+                constraints = PlanConstraints(lora_rank=None if full else 32, max_seq_len=SEQ_LEN)
                 try:
-                    plan = SlimeArgumentBuilder(ClusterShape(gpus)).build(config, wishes)
+                    plan = SlimeArgumentBuilder(ClusterShape(gpus)).build(config, constraints)
                 except PlanRefused as refused:
                     yield Case(label, gpus, full, None, None, refused.reasons[0])
                 else:
