@@ -26,7 +26,7 @@ from tinkercloud.core.types import (
 )
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.device import choose_dtype, usable_cores
-from tinkercloud.embedded.process.drafter_setup import Asked, speculate
+from tinkercloud.embedded.process.drafter_setup import DrafterSettings, speculate
 from tinkercloud.embedded.process.model_store import ModelStore
 from tinkercloud.embedded.process.version_cache import VersionCache
 from tinkercloud.embedded.sampling.engine import SamplingEngine
@@ -51,7 +51,7 @@ class LocalModel:
         versions = VersionCache(scratch / "versions", 2**30)
         self.store = ModelStore(lambda name: self.base, versions, Limits(1024))
         self._speculate = speculate(
-            Asked("suffix", None, self.threads, scratch, scratch / "drafts")
+            DrafterSettings("suffix", None, self.threads, scratch, scratch / "drafts")
         )
 
     def engines(self, at_once: int) -> EngineFactory:

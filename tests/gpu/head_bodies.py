@@ -19,8 +19,9 @@ from tinkercloud.core.types import SampleOutput
 from tinkercloud.embedded.draft_training.head_trainer import SequenceMetadata
 from tinkercloud.embedded.draft_training.reference_capture import capture
 from tinkercloud.embedded.drafting.head_drafter import HeadDrafter
+from tinkercloud.embedded.forward.batch import Batch, Part, ragged
 from tinkercloud.embedded.forward.kv_blocks import BlockPool, blocks_for
-from tinkercloud.embedded.forward.runners import Batch, Part, Runner, ragged
+from tinkercloud.embedded.forward.runners import Runner
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.sampling.cuda_streams import Streams
 from tinkercloud.speculative.drafters.drafter import Draft, Stream

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tinkercloud.commands.options import Arguments, complain, say
-from tinkercloud.core.plan import GIB, ClusterShape, MemoryPhase, Plan, Wishes
+from tinkercloud.core.plan import GIB, ClusterShape, MemoryPhase, Plan, PlanConstraints
 from tinkercloud.core.slime_builder import SlimeArgumentBuilder
 from tinkercloud.errors import ConfigError, PlanRefused
 
@@ -73,11 +73,11 @@ def make_plan(arguments: Mapping[str, Any]) -> Plan:
         gpu_memory_bytes=_bytes(arguments["gpu_memory"]),
     )
     same = ("max_seq_len", "rollout_gpus", "rollout_tp", "recompute", "microbatch_tokens", "dtype")
-    wishes = Wishes(
+    constraints = PlanConstraints(
         lora_rank=None if arguments["full"] else arguments["lora_rank"],
         **{name: arguments[name] for name in (*SIZES, *same)},
     )
-    return SlimeArgumentBuilder(cluster).build(read_config(Path(arguments["model"])), wishes)
+    return SlimeArgumentBuilder(cluster).build(read_config(Path(arguments["model"])), constraints)
 
 
 def _bytes(gib: float) -> int:

@@ -17,16 +17,10 @@ from tests.gpu import stream_bodies as bodies
 from tests.speculative.drafters.trial_drafters import DyingDrafter
 from tinkercloud.core.types import SampleOutput
 from tinkercloud.embedded.forward import contexts, paged_context, runners
+from tinkercloud.embedded.forward.batch import Part, ragged
 from tinkercloud.embedded.forward.decode_graphs import DrawGraphs
 from tinkercloud.embedded.forward.kv_blocks import BlockPool
-from tinkercloud.embedded.forward.runners import (
-    GraphRunner,
-    NativeRunner,
-    Part,
-    Runner,
-    TorchRunner,
-    ragged,
-)
+from tinkercloud.embedded.forward.runners import GraphRunner, NativeRunner, Runner, TorchRunner
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.uploads import uploaded
 from tinkercloud.embedded.sampling import engine as engine_module

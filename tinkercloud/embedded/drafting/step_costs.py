@@ -15,8 +15,9 @@ import torch
 from tinkercloud.config import user_cache_dir
 from tinkercloud.core.types import SamplingParams
 from tinkercloud.decoding.sampler import RowParams, sample
+from tinkercloud.embedded.forward.batch import Batch, Part, ragged
 from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool, blocks_for
-from tinkercloud.embedded.forward.runners import Batch, Part, Runner, ragged
+from tinkercloud.embedded.forward.runners import Runner
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.native.bindings import processor, source
