@@ -11,9 +11,12 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import PeftModel
-from training_common import Job, Record, read_job
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import SFTConfig, SFTTrainer, pack_dataset
+
+from benchmarks.lib.peer_script import Replies
+from benchmarks.peers.training_common import Job, Record, start
+from benchmarks.peers.trl_settings import CPU_TRAINER
 
 MICROBATCH_TOKENS = 1024
 
@@ -30,10 +33,10 @@ class SummedLoss(SFTTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        loss = found[0] if return_outputs else found
+        result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        loss = result[0] if return_outputs else result
         self.total += float(loss.detach()) * float(num_items_in_batch)
-        return found
+        return result
 
 
 class Clock(TrainerCallback):
@@ -63,22 +66,15 @@ def settings(job: Job, data: Dataset) -> SFTConfig:
         packing=True,
         max_length=longest,
         learning_rate=job.learning_rate,
-        lr_scheduler_type="constant",
         adam_beta2=0.95,
         adam_epsilon=1e-12,
         weight_decay=0.0,
         max_grad_norm=0.0,
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
-        disable_tqdm=True,
-        logging_strategy="no",
-        save_strategy="no",
-        report_to="none",
+        **CPU_TRAINER,
     )
 
 
-def main(job: Job) -> None:
+def main(job: Job, replies: Replies) -> None:
     torch.set_num_threads(job.threads)
     base = AutoModelForCausalLM.from_pretrained(
         job.model, dtype=torch.float32, attn_implementation="sdpa"
@@ -94,12 +90,12 @@ def main(job: Job) -> None:
     warm_up = torch.tensor(job.warm_up)
     model(input_ids=warm_up, labels=warm_up, fused_lm_head=True).loss.backward()
     model.zero_grad()
-    record = Record()
+    record = Record(replies)
     trainer.add_callback(Clock(trainer, record))
     trainer.train()
     model.save_pretrained(job.save_to)
-    record.tell()
+    record.send()
 
 
 if __name__ == "__main__":
-    main(read_job())
+    main(*start())

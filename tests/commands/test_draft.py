@@ -8,8 +8,8 @@ import pytest
 from tests.embedded.tiny import write_tiny_model
 from tinkercloud.cli import main
 from tinkercloud.commands import draft as draft_command
-from tinkercloud.commands.draft_collect import Practice
-from tinkercloud.commands.draft_distill import Distillation
+from tinkercloud.commands.draft_collect import CollectConfig
+from tinkercloud.commands.draft_distill import DistillConfig
 from tinkercloud.config import Config, load_config
 from tinkercloud.embedded.draft_training.fit import Plan
 from tinkercloud.embedded.forward import runners
@@ -37,9 +37,9 @@ def config(model: Path, tmp_path: Path) -> Config:
     return load_config({"models": f"tiny={model}", "data_dir": str(tmp_path / "data")}, {})
 
 
-def wanted(prompts: Path, num_steps: int = 4, *, anew: bool = False) -> draft_command.Wanted:
+def wanted(prompts: Path, num_steps: int = 4, *, anew: bool = False) -> draft_command.TrainOptions:
     plan = Plan(num_steps=num_steps, warmup_steps=2, peak_rate=3e-3)
-    return draft_command.Wanted(prompts, Distillation(samples=6, tokens=32, plan=plan), anew)
+    return draft_command.TrainOptions(prompts, DistillConfig(samples=6, tokens=32, plan=plan), anew)
 
 
 def test_drafts_are_made_listed_and_taken_back(config: Config, prompts: Path) -> None:
@@ -88,7 +88,9 @@ def test_a_head_learns_from_where_it_was_wrong(
     said: list[str] = []
     draft_command.train(config, wanted(prompts), said.append)
     exported = tmp_path / "cases.jsonl"
-    collecting = draft_command.Collecting(prompts, Practice(samples=6, tokens=32), exported)
+    collecting = draft_command.CollectOptions(
+        prompts, CollectConfig(samples=6, tokens=32), exported
+    )
     count = draft_command.collect(config, collecting, said.append)
     lines = [json.loads(line) for line in exported.read_text().splitlines()]
     assert len(lines) == count > 200
@@ -115,7 +117,7 @@ def test_heads_are_compared_on_the_same_samples(config: Config, prompts: Path) -
     little = draft_command.train(config, wanted(prompts, 1), said.append)
     more = draft_command.train(config, wanted(prompts, 60, anew=True), said.append)
     said.clear()
-    collecting = draft_command.Collecting(prompts, Practice(samples=4, tokens=32, seed=7))
+    collecting = draft_command.CollectOptions(prompts, CollectConfig(samples=4, tokens=32, seed=7))
     draft_command.evaluate(config, [little, "best"], collecting, said.append)
     assert [line.split(":")[0] for line in said] == [little, more]
     per_pass = [float(line.rsplit(", ")[-1].split()[0]) for line in said]
@@ -146,5 +148,5 @@ def test_what_cannot_be_drawn_or_collected_says_why(
         draft_command.status(config, tmp_path / "a.png")
     with pytest.raises(ConfigError, match="draft train"):
         draft_command.collect(
-            config, draft_command.Collecting(prompts, Practice()), lambda line: None
+            config, draft_command.CollectOptions(prompts, CollectConfig()), lambda line: None
         )

@@ -8,7 +8,7 @@ import torch
 
 from tests.embedded.speculative_engine import Drafting
 from tests.embedded.tiny import Sampler, ask, open_store, random_prompt
-from tinkercloud.commands.draft_distill import Distillation, distilled, written
+from tinkercloud.commands.draft_distill import DistillConfig, distilled, sample_texts
 from tinkercloud.core.types import FromBase
 from tinkercloud.embedded.draft_training.files import drafts_of, open_head
 from tinkercloud.embedded.draft_training.fit import Plan
@@ -19,7 +19,7 @@ from tinkercloud.errors import ConfigError, UserError
 from tinkercloud.speculative.learning.draft_folder import DraftFolder
 
 pytestmark = pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
-WANTED = Distillation(
+WANTED = DistillConfig(
     samples=8, tokens=40, vocabulary=200, plan=Plan(num_steps=60, warmup_steps=5, peak_rate=3e-3)
 )
 
@@ -31,7 +31,7 @@ def made(
     base = open_store(folder).base("tiny")
     version = Version("v", base, base.weights, None, 1.0)
     prompts = [random_prompt(6, i) for i in range(12)]
-    texts = written(version, prompts, WANTED, 1)
+    texts = sample_texts(version, prompts, WANTED, 1)
     assert [num for num, _ in texts] == [6] * 96
     target = drafts_of(tmp_path_factory.mktemp("drafts"), "some/tiny model")
     said: list[str] = []
@@ -61,8 +61,8 @@ def test_the_taught_head_stands_more_often_in_the_engine_and_changes_nothing(
     plain = Sampler(store).one(base, request)
     untaught = drafts_of(tmp_path, "untaught")
     version = store.version(base)
-    least = Distillation(samples=8, tokens=40, plan=Plan(num_steps=1, peak_rate=1e-9))
-    texts = written(version, [random_prompt(6, i) for i in range(12)], least, 1)
+    least = DistillConfig(samples=8, tokens=40, plan=Plan(num_steps=1, peak_rate=1e-9))
+    texts = sample_texts(version, [random_prompt(6, i) for i in range(12)], least, 1)
     distilled(version, texts, least, untaught, lambda line: None)
     accepted = {}
     for name, drafts in (("untaught", untaught), ("taught", made[0])):
@@ -97,7 +97,7 @@ def test_a_head_of_another_model_is_refused(
 def test_too_little_text_is_refused(folder: Path, tmp_path: Path) -> None:
     base = open_store(folder).base("tiny")
     version = Version("v", base, base.weights, None, 1.0)
-    least = Distillation(samples=1, tokens=5)
-    texts = written(version, [random_prompt(3, 0)], least, 1)
+    least = DistillConfig(samples=1, tokens=5)
+    texts = sample_texts(version, [random_prompt(3, 0)], least, 1)
     with pytest.raises(UserError, match="too little text"):
         distilled(version, texts, least, drafts_of(tmp_path, "m"), lambda line: None)

@@ -16,11 +16,12 @@ from tests.embedded.speculative_engine import Drafting, untaught_head
 from tests.embedded.tiny import ask, random_prompt
 from tests.gpu.stream_bodies import RANKS, Load, engine_of
 from tinkercloud.core.types import SampleOutput
-from tinkercloud.embedded.draft_training.head_model import Told
+from tinkercloud.embedded.draft_training.head_trainer import SequenceMetadata
 from tinkercloud.embedded.draft_training.reference_capture import capture
 from tinkercloud.embedded.drafting.head_drafter import HeadDrafter
+from tinkercloud.embedded.forward.batch import Batch, Part, ragged
 from tinkercloud.embedded.forward.kv_blocks import BlockPool, blocks_for
-from tinkercloud.embedded.forward.runners import Batch, Part, Runner, ragged
+from tinkercloud.embedded.forward.runners import Runner
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.sampling.cuda_streams import Streams
 from tinkercloud.speculative.drafters.drafter import Draft, Stream
@@ -98,14 +99,14 @@ class Remembering(HeadDrafter):
         self.shown: list[tuple[Stream, int, Tensor]] = []
         self.drafts: dict[tuple[int, int, int], tuple[int, ...]] = {}  # by seed, sample and place
 
-    def see(self, stream: Stream, first: int, hidden: Tensor) -> None:
+    def observe_hidden(self, stream: Stream, first: int, hidden: Tensor) -> None:
         self.shown.append((stream, first, hidden.cpu().clone()))
-        super().see(stream, first, hidden)
+        super().observe_hidden(stream, first, hidden)
 
-    def propose(self, asked: Sequence[tuple[Stream, int]]) -> list[Draft]:
-        drafts = super().propose(asked)
-        for (stream, _), draft in zip(asked, drafts, strict=True):
-            self.drafts[stream.seed, stream.sample, len(stream.tokens)] = draft.tokens
+    def propose(self, requests: Sequence[tuple[Stream, int]]) -> list[Draft]:
+        drafts = super().propose(requests)
+        for (stream, _), draft in zip(requests, drafts, strict=True):
+            self.drafts[stream.params.seed, stream.sample_index, len(stream.tokens)] = draft.tokens
         return drafts
 
 
@@ -146,7 +147,7 @@ def check_what_was_shown(folder: Path, head: Remembering, tolerance: float) -> N
     for stream, first, hidden in head.shown:
         if stream.id not in texts:
             tokens = np.array(stream.tokens, np.int32)
-            told = Told(stream.num_prompt, 1.0, 0)
+            told = SequenceMetadata(stream.num_prompt, 1.0, 0)
             texts[stream.id] = capture(versions[stream.version], tokens, head.layers, told).hidden
         expected = texts[stream.id][first : first + len(hidden)]
         np.testing.assert_allclose(hidden.numpy(), expected, atol=tolerance, rtol=tolerance)

@@ -39,7 +39,7 @@ class UnequalError(AssertionError):
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class Workload:
     """arrivals_s: when each request comes, in ascending order; () for all of them at once."""
 
     name: str
@@ -53,7 +53,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class TimedRun:
     """seconds: from the first arrival to the last answer. latencies_s: of each request."""
 
     outputs: list[SampleOutput]
@@ -66,13 +66,13 @@ class Turn:
 
 
 @dataclass(slots=True)
-class Outcome:
-    """The best of some turns; told: what the drafter's telemetry says of the last one."""
+class Comparison:
+    """The best of some runs; told: what the drafter's telemetry says of the last one."""
 
-    case: Case
+    workload: Workload
     num_tokens: int
-    plain: Turn
-    drafted: Turn
+    plain: TimedRun
+    drafted: TimedRun
     told: dict[str, Any]
 
     @property
@@ -80,10 +80,10 @@ class Outcome:
         return self.plain.seconds / self.drafted.seconds
 
     def cells(self) -> tuple[str | int | float, ...]:
-        told, params = self.told, self.case.requests[0].params
+        told, params = self.told, self.workload.requests[0].params
         forwards = max(1, told["forwards"])
         return (
-            self.case.name, params.temperature, self.case.at_once,
+            self.workload.name, params.temperature, self.workload.at_once,
             round(self.num_tokens / self.plain.seconds, 1),
             round(self.num_tokens / self.drafted.seconds, 1), round(self.times, 2),
             round(told["tokens_per_sequence_forward"], 2), _depths(told),
@@ -93,7 +93,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Engines:
+class EngineFactory:
     """How each turn's engine is made."""
 
     max_batch: int
@@ -110,28 +110,28 @@ class Engines:
         )
 
 
-def compared(case: Case, engines: Engines, repeats: int) -> Outcome:
+def compare(workload: Workload, engines: EngineFactory, repeats: int) -> Comparison:
     """Raises UnequalError."""
-    best: dict[bool, Turn] = {}
+    best: dict[bool, TimedRun] = {}
     expected: list[SampleOutput] = []
     told: dict[str, Any] = {}
     for turn in range(2 * repeats):
         drafts = turn % 2 == 1
         engine = engines.make(drafts=drafts)
-        found = timed(engine, case)
+        found = run_timed(engine, workload)
         best[drafts] = min(best.get(drafts, found), found, key=lambda one: one.seconds)
         expected = expected or found.outputs
-        require_equal(case.name, found.outputs, expected)
+        require_equal(workload.name, found.outputs, expected)
         if drafts:
             told = next(iter(engine.speculation()[0].values()))
     num_tokens = sum(len(one.tokens) for output in expected for one in output.sequences)
-    return Outcome(case, num_tokens, best[False], best[True], told)
+    return Comparison(workload, num_tokens, best[False], best[True], told)
 
 
-def timed(engine: SamplingEngine, case: Case) -> Turn:
-    """The case's requests, each when it comes, until all are answered."""
-    outputs: list[SampleOutput | None] = [None] * len(case.requests)
-    arrivals = case.arrivals_s or (0.0,) * len(case.requests)
+def run_timed(engine: SamplingEngine, workload: Workload) -> TimedRun:
+    """The workload's requests, each when it comes, until all are answered."""
+    outputs: list[SampleOutput | None] = [None] * len(workload.requests)
+    arrivals = workload.arrivals_s or (0.0,) * len(workload.requests)
     latencies = [0.0] * len(arrivals)
 
     def reply(index: int) -> Callable[[SampleOutput | BaseException], None]:
@@ -147,14 +147,14 @@ def timed(engine: SamplingEngine, case: Case) -> Turn:
     while num_come < len(arrivals) or engine.busy:
         spent = time.perf_counter() - began
         while num_come < len(arrivals) and arrivals[num_come] <= spent:
-            engine.submit(case.version, case.requests[num_come], reply(num_come))
+            engine.submit(workload.version, workload.requests[num_come], reply(num_come))
             num_come += 1
         if engine.busy:
             engine.step()
         else:
             time.sleep(arrivals[num_come] - spent)
     seconds = time.perf_counter() - began
-    return Turn([one for one in outputs if one is not None], seconds, tuple(latencies))
+    return TimedRun([one for one in outputs if one is not None], seconds, tuple(latencies))
 
 
 def require_equal(
@@ -167,9 +167,9 @@ def require_equal(
                 raise UnequalError(f"{name}: samples with drafts differ from those without")
 
 
-def cases(
+def workloads(
     version: Version, tokenize: Callable[[str], list[int]], num_tokens: int, most: int
-) -> Iterator[Case]:
+) -> Iterator[Workload]:
     """Structured texts one at a time, greedy; then prose and JSON at temperature 1, up to `most` at
     once."""
 
@@ -178,11 +178,11 @@ def cases(
         return SampleRequest(np.array(tokenize(text), np.int32), 1, params)
 
     for name, text in STRUCTURED.items():
-        yield Case(name, version, (request(text, 0, 0.0),))
+        yield Workload(name, version, (request(text, 0, 0.0),))
     for at_once in (count for count in (1, 8, 32, 128) if count <= most):
         for name, text in (("JSON", STRUCTURED["JSON"]), ("prose", PROSE)):
             together = tuple(request(text, seed, 1.0) for seed in range(at_once))
-            yield Case(name, version, together)
+            yield Workload(name, version, together)
 
 
 def _depths(told: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""What `tinkercloud bench speculation` does: one model, its cases one after the other."""
+"""What `tinkercloud bench speculation` does: one model, its workloads one after the other."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from tinkercloud.commands.bench import COLUMNS, Engines, cases, compared
+from tinkercloud.commands.bench import COLUMNS, EngineFactory, compare, workloads
 from tinkercloud.config import Config
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.device import choose_device, choose_dtype, settle, usable_cores
 from tinkercloud.embedded.model.version import Version
-from tinkercloud.embedded.process.drafter_setup import Asked, speculate
+from tinkercloud.embedded.process.drafter_setup import DrafterSettings, speculate
 from tinkercloud.errors import ConfigError
 from tinkercloud.weights.tokenizer import ensure_tokenizer_folder
 
@@ -20,20 +20,20 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class BenchOptions:
     """tokens: of each sample. at_once: samples, at most."""
 
     tokens: int
     at_once: int
 
 
-def rows(config: Config, wanted: Wanted, say: Callable[[str], None]) -> list[Row]:
-    """One for each case, the columns by name. say: is told of each as it is done."""
+def rows(config: Config, options: BenchOptions, say: Callable[[str], None]) -> list[Row]:
+    """One for each workload, the columns by name. say: is told of each as it is done."""
     threads = config.engine.threads or usable_cores()
     torch.set_num_threads(threads)
     cache_dir = config.data_dir / "cache"
     make = speculate(
-        Asked(
+        DrafterSettings(
             config.speculate, config.speculate_trace, threads, cache_dir, config.data_dir / "drafts"
         )
     )
@@ -43,14 +43,14 @@ def rows(config: Config, wanted: Wanted, say: Callable[[str], None]) -> list[Row
     if base.decoder is None:
         raise ConfigError(f"{base.name} has no tokenizer; the texts of this benchmark need one")
     version = Version("bench", base, base.weights, None, 1.0)
-    engines = Engines(max(wanted.at_once, 1), config.engine.kv_cache_bytes, threads, make)
+    engines = EngineFactory(max(options.at_once, 1), config.engine.kv_cache_bytes, threads, make)
     found = []
     decoder = base.decoder
     settle()  # as the engine's process does
-    for case in cases(version, lambda text: decoder.encode(text).ids, *_sizes(wanted)):
-        outcome = compared(case, engines, REPEATS)
-        found.append(dict(zip(COLUMNS, outcome.cells(), strict=True)))
-        say(f"{case.name}, {case.at_once} at once: {outcome.times:.2f}")
+    for workload in workloads(version, lambda text: decoder.encode(text).ids, *_sizes(options)):
+        comparison = compare(workload, engines, REPEATS)
+        found.append(dict(zip(COLUMNS, comparison.cells(), strict=True)))
+        say(f"{workload.name}, {workload.at_once} at once: {comparison.times:.2f}")
     return found
 
 
@@ -63,10 +63,10 @@ def table(found: Sequence[Row]) -> str:
     )
 
 
-def _sizes(wanted: Wanted) -> tuple[int, int]:
-    if wanted.tokens < 2 or wanted.at_once < 1:
+def _sizes(options: BenchOptions) -> tuple[int, int]:
+    if options.tokens < 2 or options.at_once < 1:
         raise ConfigError("--tokens must be at least 2 and --at-once at least 1")
-    return wanted.tokens, wanted.at_once
+    return options.tokens, options.at_once
 
 
 def base_of(config: Config) -> BaseModel:

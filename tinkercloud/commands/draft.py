@@ -7,8 +7,15 @@ from pathlib import Path
 import torch
 
 from tinkercloud.commands.bench_command import base_of
-from tinkercloud.commands.draft_collect import Course, Practice, Scene, judged, practised, taught
-from tinkercloud.commands.draft_distill import Distillation, Say, distilled, written
+from tinkercloud.commands.draft_collect import (
+    CollectConfig,
+    FinetuneConfig,
+    Target,
+    collected,
+    evaluated,
+    finetuned,
+)
+from tinkercloud.commands.draft_distill import DistillConfig, Say, distilled, sample_texts
 from tinkercloud.config import Config
 from tinkercloud.embedded.draft_training.files import drafts_of, open_head
 from tinkercloud.embedded.draft_training.online_trainer import CASES
@@ -53,21 +60,21 @@ PROMPTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class TrainOptions:
     """prompts: a file with one on each line, or None for a few of every kind. anew: from the
     model's own samples though there is a head, and cases that it may learn from."""
 
     prompts: Path | None
-    distillation: Distillation
+    distillation: DistillConfig
     anew: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Collecting:
+class CollectOptions:
     """export: a file for the cases, beside the drafts' own."""
 
     prompts: Path | None
-    practice: Practice
+    sampling: CollectConfig
     export: Path | None = None
 
 
@@ -139,7 +146,7 @@ def _line(folder: DraftFolder, version: str) -> str:
     return f"{version}  {called:12}  {stands}  {notes.get('reason', '')}".rstrip()
 
 
-def _scene(config: Config, prompts: Path | None) -> Scene:
+def _target(config: Config, prompts: Path | None) -> Target:
     """The model of the settings, ready to write."""
     threads = config.engine.threads or usable_cores()
     torch.set_num_threads(threads)
@@ -148,20 +155,20 @@ def _scene(config: Config, prompts: Path | None) -> Scene:
         raise ConfigError(f"{base.name} has no tokenizer; its drafts are made from texts")
     decoder, texts = base.decoder, _prompts(prompts)
     tokens = [ids for text in texts if (ids := decoder.encode(text).ids)]
-    return Scene(Version("draft target", base, base.weights, None, 1.0), tokens, threads)
+    return Target(Version("draft target", base, base.weights, None, 1.0), tokens, threads)
 
 
-def train(config: Config, wanted: Wanted, say: Say) -> str:
+def train(config: Config, options: TrainOptions, say: Say) -> str:
     """Teaches the best head by the collected cases, where there are both; else distils one. The
     version that it wrote."""
     folder = folder_of(config)
     store = store_of(folder)
-    scene = _scene(config, wanted.prompts)
-    if wanted.anew or _named(folder, "best") is None or not len(store):
-        return _distil(scene, wanted, folder, say)
-    head = open_head(folder, "best", scene.version.base)
-    course = Course(folder, wanted.distillation.minutes)
-    outcome = taught(scene.version, head, store, course, say)
+    target = _target(config, options.prompts)
+    if options.anew or _named(folder, "best") is None or not len(store):
+        return _distil(target, options, folder, say)
+    head = open_head(folder, "best", target.version.base)
+    finetune_config = FinetuneConfig(folder, options.distillation.minutes)
+    outcome = finetuned(target.version, head, store, finetune_config, say)
     say(
         f"{outcome.version}: {outcome.before.mean:.2f} tokens of a draft stood before, "
         f"{outcome.after.mean:.2f} now; {'it is the best' if outcome.promoted else 'not used'}"
@@ -169,26 +176,26 @@ def train(config: Config, wanted: Wanted, say: Say) -> str:
     return outcome.version
 
 
-def _distil(scene: Scene, wanted: Wanted, folder: DraftFolder, say: Say) -> str:
-    asked, name = wanted.distillation, scene.version.base.name
-    say(f"{name} writes {asked.samples} samples of {len(scene.prompts)} prompts")
-    samples = written(scene.version, scene.prompts, asked, scene.num_threads)
-    notes = distilled(scene.version, samples, asked, folder, say)
+def _distil(target: Target, options: TrainOptions, folder: DraftFolder, say: Say) -> str:
+    asked, name = options.distillation, target.version.base.name
+    say(f"{name} writes {asked.samples} samples of {len(target.prompts)} prompts")
+    samples = sample_texts(target.version, target.prompts, asked, target.num_threads)
+    notes = distilled(target.version, samples, asked, folder, say)
     before, after = notes["before"]["mean"], notes["after"]["mean"]
     say(f"{notes['version']}: {before:.2f} tokens of a draft stood before, {after:.2f} now")
     return notes["version"]
 
 
-def collect(config: Config, wanted: Collecting, say: Say) -> int:
+def collect(config: Config, options: CollectOptions, say: Say) -> int:
     """Samples with the best head beside them; how many cases there are now, in the folder and in
-    `wanted.export`. Raises ConfigError without a head."""
+    `options.export`. Raises ConfigError without a head."""
     folder = folder_of(config)
-    scene = _scene(config, wanted.prompts)
-    drafter = HeadDrafter(*open_head(folder, "best", scene.version.base))
+    target = _target(config, options.prompts)
+    drafter = HeadDrafter(*open_head(folder, "best", target.version.base))
     store = store_of(folder)
     before = len(store)
-    seen = practised(scene, drafter, wanted.practice, store)
-    for path in (folder.root / CASES, *([wanted.export] if wanted.export else [])):
+    seen = collected(target, drafter, options.sampling, store)
+    for path in (folder.root / CASES, *([options.export] if options.export else [])):
         store.write(path)
     say(
         f"{seen.num_tokens} tokens, {_depths(seen.by_depth)} of drafted ones stood; "
@@ -197,18 +204,18 @@ def collect(config: Config, wanted: Collecting, say: Say) -> int:
     return len(store)
 
 
-def evaluate(config: Config, names: Sequence[str], wanted: Collecting, say: Say) -> None:
+def evaluate(config: Config, names: Sequence[str], options: CollectOptions, say: Say) -> None:
     """Of each head, on the same samples: tokens of a draft that are expected to stand, and those
     that did."""
     folder = folder_of(config)
-    scene = _scene(config, wanted.prompts)
-    practice = wanted.practice
-    texts = written(scene.version, scene.prompts, practice, scene.num_threads)
+    target = _target(config, options.prompts)
+    sampling = options.sampling
+    texts = sample_texts(target.version, target.prompts, sampling, target.num_threads)
     for name in names or [_named(folder, "best") or "best"]:
-        head = open_head(folder, name, scene.version.base)
-        expected = judged(scene.version, head, texts)
+        head = open_head(folder, name, target.version.base)
+        expected = evaluated(target.version, head, texts)
         store = CaseStore(CASE_BYTES, MOST_AGE)
-        seen = practised(scene, HeadDrafter(*head), practice, store)
+        seen = collected(target, HeadDrafter(*head), sampling, store)
         say(
             f"{folder.resolve(name)}: {expected.mean:.2f} tokens of a draft expected to stand "
             f"({_depths(expected.by_depth)}); in the engine {_depths(seen.by_depth)} stood, "

@@ -16,16 +16,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tinkercloud.commands.bench import Case, timed
+from tinkercloud.commands.bench import Workload, run_timed
 from tinkercloud.core.types import SampleRequest, SamplingParams
-from tinkercloud.embedded.draft_training.dataset import CapturedSequences, Mix
+from tinkercloud.embedded.draft_training.dataset import Mix, SequenceDataset
 from tinkercloud.embedded.draft_training.fit import Evaluation, Fit, Plan, joined
-from tinkercloud.embedded.draft_training.head_model import HeadStudent, HeadTraining, Told
+from tinkercloud.embedded.draft_training.head_trainer import (
+    HeadObjective,
+    HeadTrainer,
+    SequenceMetadata,
+)
 from tinkercloud.embedded.draft_training.reference_capture import capture
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.sampling.engine import SamplingEngine
 from tinkercloud.errors import UserError
-from tinkercloud.speculative.head.head import FrozenRows, Head, HeadConfig, fresh_params
+from tinkercloud.speculative.head.head import FrozenRows, Head, HeadConfig, initial_params
 from tinkercloud.speculative.head.vocabulary import DraftVocabulary
 from tinkercloud.speculative.learning.draft_folder import DraftFolder
 from tinkercloud.speculative.learning.schedule import TimeBudget
@@ -36,7 +40,7 @@ SECTION_S = 20.0  # of training, between two lines that tell how it goes
 
 
 @dataclass(frozen=True, slots=True)
-class Distillation:
+class DistillConfig:
     """samples: of each prompt, `tokens` of each, at `temperature`. vocabulary: tokens that the head
     can say. minutes: of training at most."""
 
@@ -65,24 +69,24 @@ class Writing(Protocol):
     def seed(self) -> int: ...
 
 
-def requests_of(prompts: Sequence[Sequence[int]], wanted: Writing) -> list[SampleRequest]:
+def requests_of(prompts: Sequence[Sequence[int]], config: Writing) -> list[SampleRequest]:
     return [
         SampleRequest(
             np.array(prompt, np.int32),
-            wanted.samples,
-            SamplingParams(wanted.tokens, wanted.seed + i, wanted.temperature),
+            config.samples,
+            SamplingParams(config.tokens, config.seed + i, config.temperature),
         )
         for i, prompt in enumerate(prompts)
     ]
 
 
-def written(
-    version: Version, prompts: Sequence[Sequence[int]], wanted: Writing, num_threads: int
+def sample_texts(
+    version: Version, prompts: Sequence[Sequence[int]], config: Writing, num_threads: int
 ) -> list[tuple[int, NDArray[np.int32]]]:
     """(prompt tokens, all tokens) of each sample."""
     engine = SamplingEngine(max_batch=64, kv_cache_bytes=2**30, num_threads=num_threads)
-    case = Case("prompts", version, tuple(requests_of(prompts, wanted)))
-    found = timed(engine, case).outputs
+    workload = Workload("prompts", version, tuple(requests_of(prompts, config)))
+    found = run_timed(engine, workload).outputs
     return [
         (len(prompts[i]), np.concatenate([prompts[i], one.tokens]).astype(np.int32))
         for i in range(len(prompts))
@@ -93,7 +97,7 @@ def written(
 def distilled(
     version: Version,
     texts: Sequence[tuple[int, NDArray[np.int32]]],
-    wanted: Distillation,
+    config: DistillConfig,
     folder: DraftFolder,
     say: Say,
 ) -> dict[str, Any]:
@@ -103,19 +107,19 @@ def distilled(
     for _, tokens in texts:
         counts += torch.bincount(torch.from_numpy(tokens).long(), minlength=len(counts))
     vocabulary = DraftVocabulary.most_frequent(
-        counts, min(wanted.vocabulary, len(counts)), version.base.config.eos_token_ids
+        counts, min(config.vocabulary, len(counts)), version.base.config.eos_token_ids
     )
-    config = HeadConfig.of(version.base.config)
-    material = _captured(version, texts, config, wanted, say)
-    head = Head(config, FrozenRows.of(version.base.weights, vocabulary))
-    student = HeadStudent(head, fresh_params(config, wanted.seed), HeadTraining())
-    held_out = material.held_out()
+    head_config = HeadConfig.of(version.base.config)
+    dataset = _captured(version, texts, head_config, config, say)
+    head = Head(head_config, FrozenRows.of(version.base.weights, vocabulary))
+    trainer = HeadTrainer(head, initial_params(head_config, config.seed), HeadObjective())
+    held_out = dataset.held_out()
     if not held_out:
         raise UserError("too little text to hold a part of it out; ask for more samples")
-    before = _judged(student, held_out)
+    before = _judged(trainer, held_out)
     say(f"untaught: {before.mean:.2f} tokens of a draft are expected to stand")
-    losses = _trained(student, material, wanted, say)
-    after = _judged(student, held_out)
+    losses = _trained(trainer, dataset, config, say)
+    after = _judged(trainer, held_out)
     notes = {
         "reason": "distilled from the model's own samples",
         "num_tokens": sum(len(tokens) for _, tokens in texts),
@@ -124,8 +128,8 @@ def distilled(
         "after": after.as_json(),
         "steps": len(losses),
     }
-    parameters: dict[str, Tensor] = {n: p.detach() for n, p in student.params.items()}
-    name = folder.publish(lambda path: student.write(parameters, path), notes)
+    parameters: dict[str, Tensor] = {n: p.detach() for n, p in trainer.params.items()}
+    name = folder.publish(lambda path: trainer.write(parameters, path), notes)
     folder.use("best", name)
     return {"version": name, **notes}
 
@@ -133,37 +137,37 @@ def distilled(
 def _captured(
     version: Version,
     texts: Sequence[tuple[int, NDArray[np.int32]]],
-    config: HeadConfig,
-    wanted: Distillation,
+    head_config: HeadConfig,
+    config: DistillConfig,
     say: Say,
-) -> CapturedSequences:
-    material = CapturedSequences(MOST_BYTES, 1, Mix(batch_size=8, seed=wanted.seed))
+) -> SequenceDataset:
+    dataset = SequenceDataset(MOST_BYTES, 1, Mix(batch_size=8, seed=config.seed))
     began = time.monotonic()
     for i, (num_prompt, tokens) in enumerate(texts):
         if len(tokens) < 3:
             continue
-        told = Told(num_prompt, wanted.temperature, 0)
-        material.add(capture(version, tokens, config.layers, told))
+        told = SequenceMetadata(num_prompt, config.temperature, 0)
+        dataset.add(capture(version, tokens, head_config.layers, told))
         if time.monotonic() - began > SECTION_S:
             began = time.monotonic()
             say(f"read {i + 1} of {len(texts)} texts")
-    return material
+    return dataset
 
 
 def _trained(
-    student: HeadStudent, material: CapturedSequences, wanted: Distillation, say: Say
+    trainer: HeadTrainer, dataset: SequenceDataset, config: DistillConfig, say: Say
 ) -> list[float]:
-    fit = Fit(student, material.batch, wanted.plan)
-    left_s = 60.0 * wanted.minutes
+    fit = Fit(trainer, dataset.batch, config.plan)
+    left_s = 60.0 * config.minutes
     while not fit.done and left_s > 0:
         budget = TimeBudget(share=1.0)
         budget.step_took(min(SECTION_S, left_s))
         fit.advance(budget)
         left_s -= budget.spent_s
         recent = float(np.mean(fit.losses[-20:]))
-        say(f"step {len(fit.losses)} of {wanted.plan.num_steps}: loss {recent:.3f}")
+        say(f"step {len(fit.losses)} of {config.plan.num_steps}: loss {recent:.3f}")
     return fit.losses
 
 
-def _judged(student: HeadStudent, held_out: Sequence[Any]) -> Evaluation:
-    return joined([student.evaluate(batch) for batch in held_out])
+def _judged(trainer: HeadTrainer, held_out: Sequence[Any]) -> Evaluation:
+    return joined([trainer.evaluate(batch) for batch in held_out])

@@ -4,18 +4,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.embedded.draft_training.toy_policy import ToyPolicy, filled, fitted, student_of
+from tests.embedded.draft_training.toy_policy import ToyPolicy, filled, fitted, trainer_of
 from tests.embedded.tiny import write_tiny_model
-from tinkercloud.embedded.draft_training.head_model import HeadStudent
+from tinkercloud.embedded.draft_training.head_trainer import HeadTrainer
 
 
 @pytest.fixture(scope="module")
-def taught() -> tuple[ToyPolicy, HeadStudent]:
+def taught() -> tuple[ToyPolicy, HeadTrainer]:
     """A policy, and a head that has learned to draft for it."""
     policy = ToyPolicy(0)
-    student = student_of(policy.weights)
-    fitted(student, filled(policy))
-    return policy, student
+    trainer = trainer_of(policy.weights)
+    fitted(trainer, filled(policy))
+    return policy, trainer
 
 
 @pytest.fixture(scope="module")

@@ -22,15 +22,15 @@ from tinkercloud.core.types import (
     SampleOutput,
     TrainBatch,
 )
-from tinkercloud.embedded.draft_training.capture import Capture, PassCapture
+from tinkercloud.embedded.draft_training.capture import CaptureSettings, PassCapture
 from tinkercloud.embedded.draft_training.files import drafts_of
-from tinkercloud.embedded.draft_training.head_model import (
+from tinkercloud.embedded.draft_training.head_trainer import (
     CapturedSequence,
-    HeadStudent,
-    HeadTraining,
-    Told,
+    HeadObjective,
+    HeadTrainer,
+    SequenceMetadata,
 )
-from tinkercloud.embedded.draft_training.online_trainer import DraftLoop
+from tinkercloud.embedded.draft_training.online_trainer import OnlineTrainer
 from tinkercloud.embedded.draft_training.reference_capture import capture
 from tinkercloud.embedded.forward import runners
 from tinkercloud.embedded.model.base_model import BaseModel
@@ -104,8 +104,8 @@ def test_a_training_pass_shows_what_a_pass_of_its_own_would(
 
     def watch(base: BaseModel, model_ids: Sequence[str]) -> PassCapture:
         assert model_ids == ["m"]
-        told = [Told(0, temperature, 3, 16, "m")]
-        return PassCapture(Capture(LAYERS, 10_000, 0, told), seen.append, budget)
+        told = [SequenceMetadata(0, temperature, 3, 16, "m")]
+        return PassCapture(CaptureSettings(LAYERS, 10_000, 0, told), seen.append, budget)
 
     data = group(1, [0.5, -0.5, 0.0]) + group(2, [1.0, -1.0])
     trained(store, "m", data, watch)
@@ -113,7 +113,7 @@ def test_a_training_pass_shows_what_a_pass_of_its_own_would(
     assert budget.spent_s > 0
     version = store.version(store.publish(FromModel("m")))
     for one in seen:
-        told = Told(24, temperature, 3, 16, "m")
+        told = SequenceMetadata(24, temperature, 3, 16, "m")
         alone = capture(version, one.tokens, LAYERS, told)
         np.testing.assert_allclose(one.hidden, alone.hidden, atol=1e-4)
         np.testing.assert_allclose(one.top_probs, alone.top_probs, atol=1e-5)
@@ -127,7 +127,7 @@ def test_rows_are_bounded_and_turns_take_other_datums(store: ModelStore) -> None
     lengths: list[list[int]] = []
     for turn in range(3):
         seen: list[CapturedSequence] = []
-        wanted = Capture(LAYERS, 80, turn, [Told(0, 1.0, 0)])
+        wanted = CaptureSettings(LAYERS, 80, turn, [SequenceMetadata(0, 1.0, 0)])
         trained(
             store, "m", data, lambda *_, s=seen, w=wanted: PassCapture(w, s.append, TimeBudget())
         )
@@ -150,7 +150,7 @@ def test_looking_on_changes_no_bit_of_a_gradient_even_where_it_fails(store: Mode
     data = group(1, [0.5, -0.5]) + group(2, [1.0, -1.0])
     model = store.model("m")
     found = []
-    wanted = Capture(LAYERS, 1000, 0, [Told(0, 1.0, 0)])
+    wanted = CaptureSettings(LAYERS, 1000, 0, [SequenceMetadata(0, 1.0, 0)])
     for watch in (
         None,
         lambda *_: PassCapture(wanted, lambda sequence: None, TimeBudget()),
@@ -168,10 +168,10 @@ def test_looking_on_changes_no_bit_of_a_gradient_even_where_it_fails(store: Mode
 
 def untaught(folder: Path, drafts: Path) -> None:
     """A head that knows nothing is the best there is."""
-    student = HeadStudent(*untaught_head(open_store(folder).base("tiny")), HeadTraining())
+    trainer = HeadTrainer(*untaught_head(open_store(folder).base("tiny")), HeadObjective())
     target = drafts_of(drafts, "tiny")
-    params = {name: p.detach() for name, p in student.params.items()}
-    name = target.publish(lambda path: student.write(params, path), {"reason": "untaught"})
+    params = {name: p.detach() for name, p in trainer.params.items()}
+    name = target.publish(lambda path: trainer.write(params, path), {"reason": "untaught"})
     target.use("best", name)
 
 
@@ -271,7 +271,7 @@ def test_what_stood_of_drafts_is_written_down(runs: tuple[Run, Run, Driver, Path
 
 def test_where_the_policy_makes_no_step_a_line_is_written_each_minute(tmp_path: Path) -> None:
     folder = drafts_of(tmp_path, "m")
-    loop = DraftLoop(folder, CaseStore(1 << 20, 4))
+    loop = OnlineTrainer(folder, CaseStore(1 << 20, 4))
     for now_s in (1000.0, 1030.0, 1061.0):
         loop.drafted("m", 10, 4)
         loop.look(now_s, idle=False)

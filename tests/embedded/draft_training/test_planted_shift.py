@@ -10,17 +10,25 @@ import pytest
 import torch
 
 from tests.embedded.tiny import Sampler, ask, open_store, random_prompt, train
-from tinkercloud.commands.draft_collect import KeepsCases
-from tinkercloud.commands.draft_distill import Distillation, distilled, written
+from tinkercloud.commands.draft_collect import CaseRecorder
+from tinkercloud.commands.draft_distill import DistillConfig, distilled, sample_texts
 from tinkercloud.core.types import AdamParams, Datum, FromModel, LoraSpec, TrainBatch
-from tinkercloud.embedded.draft_training.capture import Capture, PassCapture
-from tinkercloud.embedded.draft_training.dataset import CapturedSequences, Mix
+from tinkercloud.embedded.draft_training.capture import CaptureSettings, PassCapture
+from tinkercloud.embedded.draft_training.dataset import Mix, SequenceDataset
+from tinkercloud.embedded.draft_training.driver import (
+    TrainingDriver,
+    TrainingResult,
+    TrainingSettings,
+)
 from tinkercloud.embedded.draft_training.files import drafts_of, open_head
 from tinkercloud.embedded.draft_training.fit import Plan
-from tinkercloud.embedded.draft_training.head_model import HeadStudent, HeadTraining, Told
-from tinkercloud.embedded.draft_training.online_trainer import Pupil
-from tinkercloud.embedded.draft_training.trainees import model_pupil
-from tinkercloud.embedded.draft_training.trainer import DraftTrainer, DraftTraining, Outcome
+from tinkercloud.embedded.draft_training.head_trainer import (
+    HeadObjective,
+    HeadTrainer,
+    SequenceMetadata,
+)
+from tinkercloud.embedded.draft_training.online_trainer import DraftTrainee
+from tinkercloud.embedded.draft_training.trainees import model_trainee
 from tinkercloud.embedded.drafting.head_drafter import HeadDrafter
 from tinkercloud.embedded.drafting.model_drafter import ModelDrafter
 from tinkercloud.embedded.forward import runners
@@ -32,9 +40,9 @@ from tinkercloud.embedded.process.model_store import ModelStore
 from tinkercloud.embedded.sampling.speculation import Listener, Speculation
 from tinkercloud.embedded.training.micro_batches import Limits
 from tinkercloud.embedded.training.queue import TrainingQueue
-from tinkercloud.speculative.draft_length.fixed_length import Steady
+from tinkercloud.speculative.draft_length.fixed_length import FixedLength
 from tinkercloud.speculative.drafters.drafter import Drafter
-from tinkercloud.speculative.drafters.guarded_drafter import guarded
+from tinkercloud.speculative.drafters.guarded_drafter import GuardedDrafter
 from tinkercloud.speculative.learning.cases import CaseStore
 from tinkercloud.speculative.learning.schedule import TimeBudget
 
@@ -89,8 +97,8 @@ def stood(
     def make(base: BaseModel, runner: Runner, pool: BlockPool) -> Speculation:
         if drafter.layers:
             runner.capture(base, drafter.layers)
-        guard = guarded(drafter, base.config.vocab_size)
-        made.append(Speculation(guard, Steady(DRAFTED), None, listener))
+        guard = GuardedDrafter(drafter, base.config.vocab_size)
+        made.append(Speculation(guard, FixedLength(DRAFTED), None, listener))
         return made[-1]
 
     sampler = Sampler(scene.store, speculate=make)
@@ -107,22 +115,26 @@ def weights_of(base: BaseModel) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in base.weights.items()}
 
 
-def trained(pupil: Pupil, folder: Any, plan: Plan) -> tuple[DraftTrainer[Any], Outcome]:
+def trained(
+    trainee: DraftTrainee, folder: Any, plan: Plan
+) -> tuple[TrainingDriver[Any], TrainingResult]:
     budget = TimeBudget(1.0, 1e9)
     budget.step_took(1e9)
-    trainer = DraftTrainer(pupil.student, pupil.material, folder, budget, DraftTraining(plan))
-    trainer.publish({})
-    outcome = trainer.work("the policy has another style")
-    assert outcome is not None
-    return trainer, outcome
+    driver = TrainingDriver(
+        trainee.trainer, trainee.dataset, folder, budget, TrainingSettings(plan)
+    )
+    driver.publish({})
+    result = driver.work("the policy has another style")
+    assert result is not None
+    return driver, result
 
 
-def seen_in_training(scene: Scene, layers: Sequence[int], material: CapturedSequences) -> None:
+def seen_in_training(scene: Scene, layers: Sequence[int], dataset: SequenceDataset) -> None:
     """The policy's own passes, in one more step that it is taught."""
 
     def watch(base: BaseModel, model_ids: Sequence[str]) -> PassCapture:
-        told = [Told(0, 1.0, 1, category=name) for name in model_ids]
-        return PassCapture(Capture(tuple(layers), 4000, 0, told), material.add, TimeBudget())
+        told = [SequenceMetadata(0, 1.0, 1, category=name) for name in model_ids]
+        return PassCapture(CaptureSettings(tuple(layers), 4000, 0, told), dataset.add, TimeBudget())
 
     queue = TrainingQueue(Limits(1024), watch)
     batch = TrainBatch(tuple(datum(5000 + i) for i in range(64)), "cross_entropy")
@@ -135,28 +147,28 @@ def seen_in_training(scene: Scene, layers: Sequence[int], material: CapturedSequ
 def test_a_head_falls_behind_a_new_style_and_comes_after_by_the_policys_own_passes(
     scene: Scene, tmp_path: Path
 ) -> None:
-    wanted = Distillation(
+    wanted = DistillConfig(
         samples=8,
         tokens=40,
         vocabulary=260,
         plan=Plan(num_steps=60, warmup_steps=5, peak_rate=3e-3),
     )
-    texts = written(scene.base, [random_prompt(6, i) for i in range(12)], wanted, 1)
+    texts = sample_texts(scene.base, [random_prompt(6, i) for i in range(12)], wanted, 1)
     folder = drafts_of(tmp_path, "tiny")
     distilled(scene.base, texts, wanted, folder, lambda line: None)
     head, params = open_head(folder, "best", scene.base.base)
     before = weights_of(scene.base.base)
     fallen = stood(scene, scene.policy, HeadDrafter(head, params))
-    material = CapturedSequences(1 << 28, 4, Mix(held_out_one_in=5))
-    seen_in_training(scene, head.config.layers, material)
+    dataset = SequenceDataset(1 << 28, 4, Mix(held_out_one_in=5))
+    seen_in_training(scene, head.config.layers, dataset)
     drafter = HeadDrafter(head, params)
-    pupil = Pupil(HeadStudent(head, params, HeadTraining()), material, drafter.use)
-    trainer, outcome = trained(pupil, folder, Plan(num_steps=50, peak_rate=3e-3))
-    assert outcome.promoted
-    pupil.use(trainer.served)
+    trainee = DraftTrainee(HeadTrainer(head, params, HeadObjective()), dataset, drafter.use)
+    driver, result = trained(trainee, folder, Plan(num_steps=50, peak_rate=3e-3))
+    assert result.promoted
+    trainee.use(driver.served)
     risen = stood(scene, scene.policy, drafter)
     assert risen > fallen + 0.15, (fallen, risen)
-    assert outcome.after.mean > outcome.before.mean + 0.2
+    assert result.after.mean > result.before.mean + 0.2
     for name, tensor in scene.base.base.weights.items():
         assert torch.equal(tensor, before[name])
 
@@ -171,14 +183,14 @@ def test_a_draft_model_falls_behind_a_new_style_and_comes_after_by_its_disagreem
     pool = BlockPool(base.config, base.dtype, base.device, 400)
     drafter = ModelDrafter(version, NativeRunner(1), pool)
     store, folder = CaseStore(1 << 24, 100), drafts_of(tmp_path, "draft")
-    pupil = model_pupil(drafter, version, store, folder)
+    trainee = model_trainee(drafter, version, store, folder)
     before = weights_of(base)
-    fallen = stood(scene, scene.policy, drafter, KeepsCases(store))
+    fallen = stood(scene, scene.policy, drafter, CaseRecorder(store))
     assert len(store.disagreed) > 100
     plan = Plan(num_steps=60, peak_rate=1e-2, accumulate=2)
-    trainer, outcome = trained(pupil, folder, plan)
-    assert outcome.promoted
-    pupil.use(trainer.served)
+    driver, result = trained(trainee, folder, plan)
+    assert result.promoted
+    trainee.use(driver.served)
     risen = stood(scene, scene.policy, drafter)
     assert risen > fallen + 0.15, (fallen, risen)
     for name, tensor in base.weights.items():

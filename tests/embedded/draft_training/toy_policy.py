@@ -10,16 +10,16 @@ from torch import Tensor
 from tests.embedded.tiny import open_store
 from tests.speculative.head.head_scene import D, V, target_config, target_weights
 from tinkercloud.core.types import FromBase
-from tinkercloud.embedded.draft_training.dataset import CapturedSequences, Mix
+from tinkercloud.embedded.draft_training.dataset import Mix, SequenceDataset
 from tinkercloud.embedded.draft_training.fit import Fit, Plan, assign
-from tinkercloud.embedded.draft_training.head_model import (
+from tinkercloud.embedded.draft_training.head_trainer import (
     CapturedSequence,
-    HeadStudent,
-    HeadTraining,
-    Told,
+    HeadObjective,
+    HeadTrainer,
+    SequenceMetadata,
 )
 from tinkercloud.embedded.model.version import Version
-from tinkercloud.speculative.head.head import FrozenRows, Head, HeadConfig, fresh_params
+from tinkercloud.speculative.head.head import FrozenRows, Head, HeadConfig, initial_params
 from tinkercloud.speculative.head.vocabulary import DraftVocabulary
 from tinkercloud.speculative.learning.schedule import TimeBudget
 
@@ -49,19 +49,19 @@ class ToyPolicy:
         while len(tokens) < LENGTH:
             tokens.append(int(coins.choice(V, p=laws[tokens[-1]])))
         ids = torch.tensor(tokens)
-        told = Told(num_prompt=2, temperature=temperature, epoch=epoch, count=16)
+        told = SequenceMetadata(num_prompt=2, temperature=temperature, epoch=epoch, count=16)
         return CapturedSequence.of(ids, self.after[ids][:, None], self.logits[ids], told)
 
     def sequences(self, count: int, first_seed: int, epoch: int = 0) -> list[CapturedSequence]:
         return [self.sequence(first_seed + i, epoch) for i in range(count)]
 
 
-def student_of(
-    weights: dict[str, Tensor], training: HeadTraining | None = None, seed: int = 0
-) -> HeadStudent:
+def trainer_of(
+    weights: dict[str, Tensor], training: HeadObjective | None = None, seed: int = 0
+) -> HeadTrainer:
     config = HeadConfig.of(target_config(), (4,))
     head = Head(config, FrozenRows.of(weights, DraftVocabulary.of(ALL, V)))
-    return HeadStudent(head, fresh_params(config, seed), training or HeadTraining())
+    return HeadTrainer(head, initial_params(config, seed), training or HeadObjective())
 
 
 def endless() -> TimeBudget:
@@ -70,26 +70,26 @@ def endless() -> TimeBudget:
     return budget
 
 
-def fitted(student, material, num_steps: int = 100) -> list[float]:
-    fit = Fit(student, material.batch, Plan(num_steps=num_steps, peak_rate=RATE))
+def fitted(trainer, dataset, num_steps: int = 100) -> list[float]:
+    fit = Fit(trainer, dataset.batch, Plan(num_steps=num_steps, peak_rate=RATE))
     fit.advance(endless())
     return fit.losses
 
 
-def filled(policy: ToyPolicy, count: int = 48, **mix: object) -> CapturedSequences:
-    material = CapturedSequences(ROOM_BYTES, 4, Mix(**mix))
+def filled(policy: ToyPolicy, count: int = 48, **mix: object) -> SequenceDataset:
+    dataset = SequenceDataset(ROOM_BYTES, 4, Mix(**mix))
     for sequence in policy.sequences(count, 0):
-        material.add(sequence)
-    return material
+        dataset.add(sequence)
+    return dataset
 
 
 def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
-def copy_of(student: HeadStudent, policy: ToyPolicy) -> HeadStudent:
-    other = student_of(policy.weights)
-    assign(other, student.params)
+def copy_of(trainer: HeadTrainer, policy: ToyPolicy) -> HeadTrainer:
+    other = trainer_of(policy.weights)
+    assign(other, trainer.params)
     return other
 
 

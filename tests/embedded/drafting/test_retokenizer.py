@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.tokenizers_made import TEXT, byte_level, words_in_pieces
-from tinkercloud.embedded.drafting.retokenizer import MOST_LOOK_BACK, RetoldText
+from tinkercloud.embedded.drafting.retokenizer import MOST_LOOK_BACK, IncrementalRetokenizer
 from tinkercloud.weights.token_bytes import TokenBytes, whole_characters
 
 KINDS = {
@@ -33,7 +33,7 @@ def parts(text: bytes, seed: int) -> list[bytes]:
 def test_a_text_told_in_parts_has_the_tokens_of_one_told_at_once(
     tokenizer: TokenBytes, seed: int
 ) -> None:
-    text = RetoldText(tokenizer)
+    text = IncrementalRetokenizer(tokenizer)
     for part in parts(TEXT.encode(), seed):
         text.append(part)
     assert text.tokens == tokenizer.encode_beginning(TEXT.encode())
@@ -41,7 +41,7 @@ def test_a_text_told_in_parts_has_the_tokens_of_one_told_at_once(
 
 
 def test_a_character_that_is_not_whole_is_held_back(tokenizer: TokenBytes) -> None:
-    text, told = RetoldText(tokenizer), b""
+    text, told = IncrementalRetokenizer(tokenizer), b""
     for byte in "é 🙂!".encode():
         text.append(bytes([byte]))
         told += bytes([byte])
@@ -51,7 +51,7 @@ def test_a_character_that_is_not_whole_is_held_back(tokenizer: TokenBytes) -> No
 
 
 def test_the_place_is_that_of_the_first_token_that_differs(tokenizer: TokenBytes) -> None:
-    text = RetoldText(tokenizer)
+    text = IncrementalRetokenizer(tokenizer)
     for part in parts(TEXT.encode(), 4):
         before = list(text.tokens)
         place = text.append(part)
@@ -62,7 +62,7 @@ def test_the_place_is_that_of_the_first_token_that_differs(tokenizer: TokenBytes
 def test_what_is_far_from_the_end_is_not_told_again(
     tokenizer: TokenBytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = RetoldText(tokenizer)
+    text = IncrementalRetokenizer(tokenizer)
     text.append(TEXT.encode() * 20)
     length, encode, sizes = len(text.tokens), tokenizer.encode, []
 
@@ -77,7 +77,7 @@ def test_what_is_far_from_the_end_is_not_told_again(
 
 def test_bytes_that_are_no_text_are_told_too(tokenizer: TokenBytes) -> None:
     wanted = np.random.default_rng(0).integers(0, 256, 400, np.uint8).tobytes()
-    text = RetoldText(tokenizer)
+    text = IncrementalRetokenizer(tokenizer)
     for part in parts(wanted, 1):
         text.append(part)
     assert (tokenizer.joined(text.tokens) + text.held).removeprefix(b" ") == wanted

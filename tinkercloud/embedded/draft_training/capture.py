@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tinkercloud.core.types import Datum
-from tinkercloud.embedded.draft_training.head_model import CapturedSequence, Told
+from tinkercloud.embedded.draft_training.head_trainer import CapturedSequence, SequenceMetadata
 from tinkercloud.embedded.training.layout import Layout
 from tinkercloud.embedded.training.observer import Datums
 from tinkercloud.speculative.head.losses import Teacher, most_probable
@@ -24,14 +24,14 @@ LEAST_TOKENS = 4  # of a datum worth learning from
 
 
 @dataclass(frozen=True, slots=True)
-class Capture:
+class CaptureSettings:
     """layers: as in HeadConfig. most_rows: of one pass. turn: another one takes other datums.
     told: of each share's sequences; its num_prompt is not read."""
 
     layers: tuple[int, ...]
     most_rows: int
     turn: int
-    told: Sequence[Told]
+    told: Sequence[SequenceMetadata]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +40,14 @@ class _Chosen:
 
     datum: Datum
     rows: NDArray[np.int64]
-    told: Told
+    told: SequenceMetadata
 
 
 class PassCapture:
     """The observer of one pass. took: is given every sequence. budget: its time is a draft's."""
 
     def __init__(
-        self, capture: Capture, took: Callable[[CapturedSequence], None], budget: TimeBudget
+        self, capture: CaptureSettings, took: Callable[[CapturedSequence], None], budget: TimeBudget
     ):
         self._capture, self._took, self._budget = capture, took, budget
         self._chosen: list[_Chosen] = []

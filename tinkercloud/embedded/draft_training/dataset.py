@@ -10,10 +10,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from tinkercloud.embedded.draft_training.head_model import CapturedSequence
-from tinkercloud.embedded.draft_training.small_model import Lesson
+from tinkercloud.embedded.draft_training.head_trainer import CapturedSequence
+from tinkercloud.embedded.draft_training.model_trainer import CaseExample
 from tinkercloud.speculative.learning.cases import Case, CaseStore, digest
-from tinkercloud.speculative.learning.replay_buffer import Shelf, sample_mix
+from tinkercloud.speculative.learning.replay_buffer import ReplayBuffer, sample_mix
 
 T = TypeVar("T")
 
@@ -38,15 +38,15 @@ class Mix:
         return np.random.default_rng((self.seed, number))
 
 
-class CapturedSequences:
+class SequenceDataset:
     """For heads: whole sequences of the policy, bounded in bytes, none older than `max_age`
     versions. New is what the newest version wrote."""
 
     def __init__(self, max_bytes: int, max_age: int, mix: Mix):
         self._max_age, self._mix = max_age, mix
         one_in = mix.held_out_one_in
-        self._shelf: Shelf[CapturedSequence] = Shelf(max_bytes - max_bytes // one_in)
-        self._held_out: Shelf[CapturedSequence] = Shelf(max_bytes // one_in)
+        self._shelf: ReplayBuffer[CapturedSequence] = ReplayBuffer(max_bytes - max_bytes // one_in)
+        self._held_out: ReplayBuffer[CapturedSequence] = ReplayBuffer(max_bytes // one_in)
         self._epoch = 0
 
     def __len__(self) -> int:
@@ -76,20 +76,20 @@ class CapturedSequences:
         return _cut(current[-self._mix.most_held_out :], self._mix.batch_size)
 
 
-class Lessons:
+class CaseDataset:
     """For small models: disagreements, and agreed cases as replay."""
 
     def __init__(self, store: CaseStore, mix: Mix):
         self._store, self._mix = store, mix
 
-    def batch(self, number: int) -> list[Lesson]:
+    def batch(self, number: int) -> list[CaseExample]:
         mix = self._mix
         cases = self._store.sample(
             mix.batch_size, mix.generator(number), mix.share, where=self._is_taught
         )
-        return [self._lesson(case) for case in cases]
+        return [self._example(case) for case in cases]
 
-    def held_out(self) -> list[list[Lesson]]:
+    def held_out(self) -> list[list[CaseExample]]:
         cases = [*self._store.disagreed, *self._store.agreed]
         if not any(map(self._is_taught, cases)):
             return []
@@ -97,13 +97,13 @@ class Lessons:
         oldest = newest - self._mix.recent
         held = [c for c in cases if c.epoch > oldest and not self._is_taught(c)]
         held = held[-self._mix.most_held_out :]
-        return _cut([self._lesson(c) for c in held], self._mix.batch_size)
+        return _cut([self._example(c) for c in held], self._mix.batch_size)
 
     def _is_taught(self, case: Case) -> bool:
         return not self._mix.holds_out(case.context)
 
-    def _lesson(self, case: Case) -> Lesson:
-        return Lesson(self._store.tokens(case), case)
+    def _example(self, case: Case) -> CaseExample:
+        return CaseExample(self._store.tokens(case), case)
 
 
 def _cut(items: Sequence[T], size: int) -> list[list[T]]:

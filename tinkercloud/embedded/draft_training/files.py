@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tinkercloud.embedded.draft_training.head_model import HEAD_FILE
+from tinkercloud.embedded.draft_training.head_trainer import HEAD_FILE
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.errors import ConfigError, NotFound
 from tinkercloud.speculative.head.head import FrozenRows, Head, HeadConfig

@@ -36,7 +36,7 @@ class Evaluation:
         return {"mean": self.mean, "by_depth": list(self.by_depth)}
 
 
-class Student(Protocol[BatchIn]):
+class Trainer(Protocol[BatchIn]):
     """A draft that learns. params: its trained tensors by name, float32 leaves, its own alone."""
 
     @property
@@ -81,16 +81,16 @@ class Plan:
 
 @dataclass(slots=True)
 class Fit(Generic[Batch]):
-    """One training of one student, in pieces. next_batch: the batch of that number."""
+    """One training of one trainer, in pieces. next_batch: the batch of that number."""
 
-    student: Student[Batch]
+    trainer: Trainer[Batch]
     next_batch: Callable[[int], Batch]
     plan: Plan
     losses: list[float] = field(default_factory=list)
     _optimizer: AdamW = field(init=False)
 
     def __post_init__(self) -> None:
-        self._optimizer = AdamW({n: p.detach() for n, p in self.student.params.items()})
+        self._optimizer = AdamW({n: p.detach() for n, p in self.trainer.params.items()})
 
     @property
     def done(self) -> bool:
@@ -108,7 +108,7 @@ class Fit(Generic[Batch]):
         grads: dict[str, Tensor] = {}
         total = 0.0
         for i in range(count):
-            loss, new = gradients(self.student, self.next_batch(number * count + i))
+            loss, new = gradients(self.trainer, self.next_batch(number * count + i))
             total += loss / count
             for name, grad in new.items():
                 grads[name] = grads[name] + grad / count if name in grads else grad / count
@@ -123,12 +123,12 @@ class Fit(Generic[Batch]):
         )
 
 
-def gradients(student: Student[Batch], batch: Batch) -> tuple[float, dict[str, Tensor]]:
-    """The loss and its gradient in the student's parameters; no other tensor gets one."""
-    names = list(student.params)
+def gradients(trainer: Trainer[Batch], batch: Batch) -> tuple[float, dict[str, Tensor]]:
+    """The loss and its gradient in the trainer's parameters; no other tensor gets one."""
+    names = list(trainer.params)
     with torch.enable_grad():
-        loss = student.loss(batch)
-        grads = torch.autograd.grad(loss, [student.params[n] for n in names], allow_unused=True)
+        loss = trainer.loss(batch)
+        grads = torch.autograd.grad(loss, [trainer.params[n] for n in names], allow_unused=True)
     found = {n: g for n, g in zip(names, grads, strict=True) if g is not None}
     return float(loss.detach()), found
 
@@ -137,10 +137,10 @@ def copied(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in params.items()}
 
 
-def assign(student: Student[Any], params: Mapping[str, Tensor]) -> None:
-    """The student goes on from these values."""
+def assign(trainer: Trainer[Any], params: Mapping[str, Tensor]) -> None:
+    """The trainer goes on from these values."""
     with torch.no_grad():
-        for name, tensor in student.params.items():
+        for name, tensor in trainer.params.items():
             tensor.copy_(params[name])
 
 

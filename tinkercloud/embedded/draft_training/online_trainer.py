@@ -14,20 +14,20 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from torch import Tensor
 
-from tinkercloud.embedded.draft_training.capture import Capture, PassCapture
-from tinkercloud.embedded.draft_training.fit import Plan, Student
-from tinkercloud.embedded.draft_training.head_model import CapturedSequence, Told
-from tinkercloud.embedded.draft_training.trainer import (
-    DraftTrainer,
-    DraftTraining,
-    Material,
-    Outcome,
+from tinkercloud.embedded.draft_training.capture import CaptureSettings, PassCapture
+from tinkercloud.embedded.draft_training.driver import (
+    Dataset,
+    TrainingDriver,
+    TrainingResult,
+    TrainingSettings,
 )
+from tinkercloud.embedded.draft_training.fit import Plan, Trainer
+from tinkercloud.embedded.draft_training.head_trainer import CapturedSequence, SequenceMetadata
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.errors import NotFound, UserError
 from tinkercloud.speculative.drafters.drafter import Stream
 from tinkercloud.speculative.learning.cases import CaseStore
-from tinkercloud.speculative.learning.collecting import CaseCollector, Verdict
+from tinkercloud.speculative.learning.collecting import CaseCollector, JudgedToken
 from tinkercloud.speculative.learning.draft_folder import DraftFolder
 from tinkercloud.speculative.learning.schedule import TimeBudget
 from tinkercloud.speculative.observability.acceptance_log import AcceptanceLog, Counting
@@ -41,7 +41,7 @@ WRITE_S = 30.0  # between two times that cases are written, while there is nothi
 
 
 @dataclass(frozen=True, slots=True)
-class Following:
+class OnlineSettings:
     """share: of the time of the policy's steps, 0 for no training. memory_bytes: of what is kept to
     learn from; max_age: versions after which it is forgotten. pass_rows: captured in one pass of
     training."""
@@ -51,20 +51,20 @@ class Following:
     max_age: int = 16
     pass_rows: int = 512
     case_share: float = 1 / 16  # of the memory
-    training: DraftTraining = field(
-        default_factory=lambda: DraftTraining(
+    training: TrainingSettings = field(
+        default_factory=lambda: TrainingSettings(
             plan=Plan(num_steps=24, peak_rate=3e-4, warmup_steps=3)
         )
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Pupil:
+class DraftTrainee:
     """What is trained. use: draft with these parameters from the next round on. layers: of the
     target, whose outputs `took` wants to see in training passes; () where cases are enough."""
 
-    student: Student[Any]
-    material: Material[Any]
+    trainer: Trainer[Any]
+    dataset: Dataset[Any]
     use: Callable[[Mapping[str, Tensor]], None]
     layers: tuple[int, ...] = ()
     took: Callable[[CapturedSequence], None] = lambda sequence: None
@@ -81,13 +81,13 @@ R = TypeVar("R")
 Method = Callable[Concatenate[Any, P], R]
 
 
-def harmless(otherwise: Any) -> Callable[[Method[P, R]], Method[P, R]]:
+def isolating_errors(otherwise: Any) -> Callable[[Method[P, R]], Method[P, R]]:
     """Whatever goes wrong in the method, samples and training go on: the loop is over, and from
     then on answers `otherwise`."""
 
     def guarded(method: Method[P, R]) -> Method[P, R]:
         @functools.wraps(method)
-        def tried(self: "DraftLoop", *args: P.args, **kwargs: P.kwargs) -> R:
+        def tried(self: "OnlineTrainer", *args: P.args, **kwargs: P.kwargs) -> R:
             if self.is_over:
                 return otherwise
             try:
@@ -102,122 +102,124 @@ def harmless(otherwise: Any) -> Callable[[Method[P, R]], Method[P, R]]:
     return guarded
 
 
-class DraftLoop:
-    """Of one base model, owned by the thread that samples and trains. pupil None: nothing here can
-    be trained, but acceptance is written down. is_over: something went wrong, see the log."""
+class OnlineTrainer:
+    """Of one base model, owned by the thread that samples and trains. trainee None: nothing here
+    can be trained, but acceptance is written down. is_over: something went wrong, see the log."""
 
     def __init__(
         self,
         folder: DraftFolder,
         store: CaseStore,
-        pupil: Pupil | None = None,
-        following: Following | None = None,
+        trainee: DraftTrainee | None = None,
+        following: OnlineSettings | None = None,
     ):
-        self._following = following or Following()
-        self._folder, self._pupil = folder, pupil
+        self._following = following or OnlineSettings()
+        self._folder, self._trainee = folder, trainee
         self._collector = CaseCollector(store)
         self._tracker = AcceptanceTracker()
         self._log, self._counting = AcceptanceLog(folder.root), Counting()
-        self._trainer = self._trainer_of(pupil)
+        self._driver = self._driver_of(trainee)
         self._served = self._best()
         self._temperature = 1.0
         self._step = self._turn = self._num_written = self._served_step = 0
-        self._last: Outcome | None = None
+        self._last: TrainingResult | None = None
         self._written_s = self._line_s = 0.0
         self.speculation: Renewed | None = None
         self.is_over = False
 
-    def _trainer_of(self, pupil: Pupil | None) -> DraftTrainer[Any] | None:
+    def _driver_of(self, trainee: DraftTrainee | None) -> TrainingDriver[Any] | None:
         following = self._following
-        if pupil is None or following.share <= 0:
+        if trainee is None or following.share <= 0:
             return None
         budget = TimeBudget(following.share)
-        trainer = DraftTrainer(
-            pupil.student, pupil.material, self._folder, budget, following.training
+        driver = TrainingDriver(
+            trainee.trainer, trainee.dataset, self._folder, budget, following.training
         )
         if self._best() is None:
-            trainer.publish({"reason": "as it was before any training"})
-        return trainer
+            driver.publish({"reason": "as it was before any training"})
+        return driver
 
     # ---- what goes by: the listener of speculation, the witness of training passes
 
     @property
     def version_lag(self) -> int:
-        return self._step - self._served_step if self._pupil is not None else 0
+        return self._step - self._served_step if self._trainee is not None else 0
 
-    @harmless(None)
+    @isolating_errors(None)
     def drafted(self, category: str, num_judged: int, num_accepted: int) -> None:
         self._counting.add(category, num_judged, num_accepted)
         self._tracker.add(self._step, num_judged, num_accepted, category)
 
-    @harmless(None)
-    def judged(self, stream: Stream, verdict: Verdict, category: str) -> None:
-        if self._trainer is not None:
+    @isolating_errors(None)
+    def judged(self, stream: Stream, verdict: JudgedToken, category: str) -> None:
+        if self._driver is not None:
             self._collector.judged(stream, verdict, category)
 
-    @harmless(None)
+    @isolating_errors(None)
     def ended(self, stream: Stream) -> None:
-        self._temperature = stream.temperature
+        self._temperature = stream.params.temperature
         self._collector.ended(stream)
 
-    @harmless(None)
+    @isolating_errors(None)
     def witness(self, model_ids: Sequence[str]) -> PassCapture | None:
         """Of a pass in which these models train."""
-        pupil, trainer = self._pupil, self._trainer
-        if pupil is None or trainer is None or not pupil.layers or not trainer.budget.may_borrow:
+        trainee, driver = self._trainee, self._driver
+        if trainee is None or driver is None or not trainee.layers or not driver.budget.may_borrow:
             return None
         self._turn += 1
-        told = [Told(0, self._temperature, self._step, category=name) for name in model_ids]
-        wanted = Capture(pupil.layers, self._following.pass_rows, self._turn, told)
-        return PassCapture(wanted, pupil.took, trainer.budget)
+        told = [
+            SequenceMetadata(0, self._temperature, self._step, category=name) for name in model_ids
+        ]
+        wanted = CaptureSettings(trainee.layers, self._following.pass_rows, self._turn, told)
+        return PassCapture(wanted, trainee.took, driver.budget)
 
-    @harmless(None)
+    @isolating_errors(None)
     def stepped(self, took_s: float) -> None:
         """A model of this base has made a step; took_s: of work since the last one."""
         self._step += 1
-        if self._trainer is not None:
-            self._trainer.policy_stepped(self._step, took_s, self._counting.rate)
+        if self._driver is not None:
+            self._driver.policy_stepped(self._step, took_s, self._counting.rate)
         self._write_line()
 
     # ---- work
 
     @property
-    @harmless(False)
+    @isolating_errors(False)
     def is_due(self) -> bool:
-        return self._trainer is not None and self._trainer.is_due
+        return self._driver is not None and self._driver.is_due
 
     @property
-    @harmless(False)
+    @isolating_errors(False)
     def is_overdue(self) -> bool:
         """Due, and the device has not been idle for long."""
-        return self._trainer is not None and self._trainer.budget.is_overdue and self.is_due
+        return self._driver is not None and self._driver.budget.is_overdue and self.is_due
 
-    @harmless(None)
+    @isolating_errors(None)
     def work(self) -> None:
         """A step of training, or its end."""
-        assert self._trainer is not None
+        assert self._driver is not None
         try:
-            outcome = self._trainer.work(most_steps=1)
+            result = self._driver.work(most_steps=1)
         except UserError as error:
             logger.warning("training of the draft was given up: %s", error)
             return
-        if outcome is None:
+        if result is None:
             return
-        self._last = outcome
+        self._last = result
         logger.info(
             "a draft was trained (%s): %.3f of its tokens were expected to stand, now %.3f; %s",
-            *(outcome.reason, outcome.before.mean, outcome.after.mean),
-            "used" if outcome.promoted else "not used",
+            *(result.reason, result.before.mean, result.after.mean),
+            "used" if result.promoted else "not used",
         )
-        if outcome.promoted:
+        if result.promoted:
             self._use_served()
 
-    @harmless(None)
+    @isolating_errors(None)
     def look(self, now_s: float, *, idle: bool) -> None:
         """Has somebody chosen another draft? And what was collected goes to disk."""
-        if self._trainer is not None and self._best() not in (None, self._served):
+        if self._driver is not None and self._best() not in (None, self._served):
             try:
-                self._trainer.use("best")
+                self._driver.use("best")
             except (NotFound, UserError) as error:
                 logger.warning("the draft that was chosen cannot be used: %s", error)
                 self._served = self._best()
@@ -231,9 +233,9 @@ class DraftLoop:
             self._write_cases()
 
     def _use_served(self) -> None:
-        assert self._pupil is not None
-        assert self._trainer is not None
-        self._pupil.use(self._trainer.served)
+        assert self._trainee is not None
+        assert self._driver is not None
+        self._trainee.use(self._driver.served)
         self._served, self._served_step = self._best(), self._step
         if self.speculation is not None:
             self.speculation.renew()
@@ -264,29 +266,29 @@ class DraftLoop:
     # ---- for those who watch
 
     def snapshot(self) -> dict[str, Any]:
-        store, trainer = self._collector.store, self._trainer
+        store, driver = self._collector.store, self._driver
         told: dict[str, Any] = {
             "policy_steps": self._step,
             "is_over": self.is_over,
             "acceptance": self._tracker.as_json(by_step=False),
             "cases": {"disagreed": len(store.disagreed), "agreed": len(store.agreed)},
         }
-        if trainer is not None:
+        if driver is not None:
             told["draft"] = self._served
-            told["training_s"] = trainer.budget.spent_s
-            told["allowed_s"] = trainer.budget.earned_s
+            told["training_s"] = driver.budget.spent_s
+            told["allowed_s"] = driver.budget.earned_s
             told["last_training"] = self._last.as_json() if self._last is not None else None
         return told
 
 
-class DraftLoops:
+class OnlineTrainers:
     """Of all base models that an engine samples."""
 
     def __init__(self) -> None:
-        self._loops: dict[int, DraftLoop] = {}
+        self._loops: dict[int, OnlineTrainer] = {}
         self._names: dict[int, str] = {}
 
-    def add(self, base: BaseModel, loop: DraftLoop) -> None:
+    def add(self, base: BaseModel, loop: OnlineTrainer) -> None:
         self._loops[id(base)], self._names[id(base)] = loop, base.name
 
     def witness(self, base: BaseModel, model_ids: Sequence[str]) -> PassCapture | None:

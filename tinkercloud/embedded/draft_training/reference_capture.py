@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tinkercloud.embedded.draft_training.head_model import CapturedSequence, Told
+from tinkercloud.embedded.draft_training.head_trainer import CapturedSequence, SequenceMetadata
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.training.context import TrainContext
 from tinkercloud.speculative.learning.cases import Tokens
@@ -17,7 +17,7 @@ from tinkercloud.speculative.learning.cases import Tokens
 
 @torch.no_grad()
 def capture(
-    version: Version, tokens: Tokens, layers: Sequence[int], told: Told
+    version: Version, tokens: Tokens, layers: Sequence[int], told: SequenceMetadata
 ) -> CapturedSequence:
     """layers: as in HeadConfig."""
     ids = version.base.tensor(tokens.astype("int64"))

@@ -6,6 +6,4 @@ from tinkercloud.speculative.drafters.drafter import Stream
 
 def row_params(stream: Stream, ahead: int) -> RowParams:
     """What the target draws its token with, so many after the next."""
-    s = stream
-    position = len(s.tokens) + ahead
-    return RowParams(s.temperature, s.top_k, s.top_p, s.seed, s.sample, position)
+    return RowParams(stream.params, stream.sample_index, len(stream.tokens) + ahead)

@@ -8,7 +8,7 @@ MOST_LOOK_BACK = 32  # tokens before the end within which the start of a word is
 _CONTINUES, _BEGINS = b"\x80", b"\xc0"  # first bytes between them continue a character (UTF-8)
 
 
-class RetoldText:
+class IncrementalRetokenizer:
     """tokens: of the text's whole characters. held: the bytes after them, of a character that is
     not whole yet."""
 

@@ -13,13 +13,15 @@ import numpy as np
 import torch
 
 from tinkercloud.config import user_cache_dir
+from tinkercloud.core.types import SamplingParams
 from tinkercloud.decoding.sampler import RowParams, sample
+from tinkercloud.embedded.forward.batch import Batch, Part, ragged
 from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool, blocks_for
-from tinkercloud.embedded.forward.runners import Batch, Part, Runner, ragged
+from tinkercloud.embedded.forward.runners import Runner
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.native.bindings import processor, source
-from tinkercloud.speculative.draft_length.costs import QUICK_REPEATS, CostTable, measured
+from tinkercloud.speculative.draft_length.costs import QUICK_REPEATS, CostTable, measure_costs
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +55,7 @@ class Rounds:
             batch = self._batch(counts.tolist(), np.resize(blocks, (sequences, each)).tolist())
             began = time.perf_counter()
             logits = self._runner.forward(batch, self._pool)
-            params = [RowParams(1.0, -1, 1.0, 0, 0, position) for position in range(rows)]
+            params = [RowParams(SamplingParams(None, 0), 0, position) for position in range(rows)]
             sample(logits, params, self._runner.scan)
             return 1e3 * (time.perf_counter() - began)
         finally:
@@ -100,7 +102,7 @@ def round_costs(base: BaseModel, runner: Runner, pool: BlockPool, num_threads: i
     slow = min(ms(1, 1, 64) for _ in range(PROBES)) > SLOW_MS
     rows, repeats = (SLOW_ROWS, 1) if slow else (ROWS, QUICK_REPEATS)
     passes = 1 if slow else PASSES
-    found = CostTable(measured(ms, rows, num_passes=passes, quick_repeats=repeats))
+    found = CostTable(measure_costs(ms, rows, num_passes=passes, quick_repeats=repeats))
     logger.info("measured what rounds cost in %.1f s", time.perf_counter() - began)
     if np.median(of_one) > BUSY * min(of_one):
         logger.warning("other work disturbed this; what rounds cost is measured at the next start")

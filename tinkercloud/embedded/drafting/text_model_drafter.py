@@ -20,11 +20,11 @@ from torch import Tensor
 
 from tinkercloud.decoding.sampler import lowest_argmax
 from tinkercloud.embedded.drafting.draft_network import Chain, DraftNetwork, Start
-from tinkercloud.embedded.drafting.retokenizer import RetoldText
+from tinkercloud.embedded.drafting.retokenizer import IncrementalRetokenizer
 from tinkercloud.embedded.forward.kv_blocks import BlockPool
 from tinkercloud.embedded.forward.runners import Runner
 from tinkercloud.embedded.model.version import Version
-from tinkercloud.speculative.drafters.drafter import NOTHING, Draft, Stream
+from tinkercloud.speculative.drafters.drafter import NO_DRAFT, Draft, Drafter, Stream
 from tinkercloud.weights.token_bytes import TokenizerPair, whole_characters
 
 LOOK_BACK = 4  # of the target's tokens that are encoded with what comes after them
@@ -36,7 +36,7 @@ class _Reader:
     """num_read: of the stream's tokens."""
 
     stream: Stream
-    text: RetoldText
+    text: IncrementalRetokenizer
     num_read: int = 0
 
     def num_own(self, most: int) -> int:
@@ -47,12 +47,10 @@ class _Reader:
         return min(MOST_OWN, max(1, wanted))
 
 
-class TextModelDrafter:
+class TextModelDrafter(Drafter):
     """The version's weights may be replaced between rounds (`use`)."""
 
     name = "model"
-    is_coupled = False
-    layers: tuple[int, ...] = ()
 
     def __init__(self, version: Version, runner: Runner, pool: BlockPool, pair: TokenizerPair):
         self._network = DraftNetwork(version, runner, pool)
@@ -64,28 +62,22 @@ class TextModelDrafter:
         self._network.use(version)
 
     def begin(self, stream: Stream) -> None:
-        self._readers[stream.id] = _Reader(stream, RetoldText(self._own))
+        self._readers[stream.id] = _Reader(stream, IncrementalRetokenizer(self._own))
         self._network.begin(stream.id)
-
-    def observe(self, stream: Stream, num_new: int) -> None:
-        """It reads them when it is asked."""
-
-    def see(self, stream: Stream, first: int, hidden: Tensor) -> None:
-        """It computes its own."""
 
     def end(self, stream: Stream) -> None:
         del self._readers[stream.id]
         self._network.end(stream.id)
 
     @torch.inference_mode()
-    def propose(self, asked: Sequence[tuple[Stream, int]]) -> list[Draft]:
-        starts = [self._start(self._readers[stream.id], most) for stream, most in asked if most > 0]
+    def propose(self, requests: Sequence[tuple[Stream, int]]) -> list[Draft]:
+        starts = [self._start(self._readers[s.id], most) for s, most in requests if most > 0]
         chains = self._network.go_on(starts, self._likeliest)
         return [
             self._draft(self._readers[stream.id], chains[stream.id], most)
             if stream.id in chains
-            else NOTHING
-            for stream, most in asked
+            else NO_DRAFT
+            for stream, most in requests
         ]
 
     def _start(self, reader: _Reader, most: int) -> Start:
@@ -96,7 +88,7 @@ class TextModelDrafter:
 
     def _likeliest(self, chains: Sequence[Chain], logits: Tensor) -> tuple[list[int], list[float]]:
         """Chances are those at the sample's temperature; at 0, those at 1."""
-        drawn_at = [self._readers[chain.id].stream.temperature or 1.0 for chain in chains]
+        drawn_at = [self._readers[chain.id].stream.params.temperature or 1.0 for chain in chains]
         weights = logits.float() / torch.tensor(drawn_at, device=logits.device)[:, None]
         tokens = lowest_argmax(weights)
         logprobs = weights.gather(1, tokens[:, None])[:, 0] - weights.logsumexp(1)
@@ -107,7 +99,7 @@ class TextModelDrafter:
         text, held = b"".join(pieces), reader.text.held
         text = text[: whole_characters(text)]
         if not text.startswith(held):
-            return NOTHING  # it does not go on where the target is inside a character
+            return NO_DRAFT  # it does not go on where the target is inside a character
         tokens = self._in_targets_tokens(reader.stream, text[len(held) :])
         starts = [begin - len(held) for begin in accumulate(map(len, pieces), initial=0)]
         chances = self._chances(tokens, list(zip(starts, chain.chances, strict=False)))

@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tinkercloud.embedded.draft_training.online_trainer import DraftLoops, Following
+from tinkercloud.embedded.draft_training.online_trainer import OnlineSettings, OnlineTrainers
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.device import settle, usable_cores
-from tinkercloud.embedded.process.drafter_setup import Asked, speculate
+from tinkercloud.embedded.process.drafter_setup import DrafterSettings, speculate
 from tinkercloud.embedded.process.fair_share import FairShareScheduler
 from tinkercloud.embedded.process.model_store import ModelStore
 from tinkercloud.embedded.process.protocol import (
@@ -54,7 +54,7 @@ class Worker:
     ):
         self._send = send
         self._models = models
-        self._drafts = DraftLoops()
+        self._drafts = OnlineTrainers()
         threads = settings.threads or usable_cores()
         self._engine = SamplingEngine(
             max_batch=settings.max_batch,
@@ -62,13 +62,13 @@ class Worker:
             kv_cache_bytes=settings.kv_cache_bytes,
             num_threads=threads,
             speculate=speculate(
-                Asked(
+                DrafterSettings(
                     settings.speculate,
                     settings.speculate_trace,
                     threads,
                     settings.cache_dir,
                     settings.drafts_dir,
-                    Following(settings.draft_share, settings.draft_memory_bytes),
+                    OnlineSettings(settings.draft_share, settings.draft_memory_bytes),
                 ),
                 self._drafts,
             ),

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from tinkercloud.core.types import SampleRequest
 from tinkercloud.decoding.stops import StopRule
-from tinkercloud.embedded.forward.runners import Runner, ragged
+from tinkercloud.embedded.forward.batch import ragged
+from tinkercloud.embedded.forward.runners import Runner
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.sampling.base_states import BaseState, BaseStates, Speculate
 from tinkercloud.embedded.sampling.batch_plan import BatchItem, LaunchedPass

@@ -19,13 +19,13 @@ from tinkercloud.decoding.sampler import Drawn
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.sampling.sequences import Sequence as Sample
 from tinkercloud.embedded.sampling.trace import Trace, TracedDraft
-from tinkercloud.speculative.draft_length.fixed_length import Deciding
+from tinkercloud.speculative.draft_length.fixed_length import DraftLength
 from tinkercloud.speculative.draft_length.rounds import Kind, Load, Reason, Round, Times
-from tinkercloud.speculative.drafters.draft_distribution import DraftLaw
-from tinkercloud.speculative.drafters.drafter import NOTHING, Draft, Stream
+from tinkercloud.speculative.drafters.draft_distribution import DraftDistribution
+from tinkercloud.speculative.drafters.drafter import NO_DRAFT, Draft, Stream
 from tinkercloud.speculative.drafters.guarded_drafter import GuardedDrafter
-from tinkercloud.speculative.learning.collecting import Verdict
-from tinkercloud.speculative.observability.telemetry import Report, Telemetry
+from tinkercloud.speculative.learning.collecting import JudgedToken
+from tinkercloud.speculative.observability.telemetry import RoundReport, Telemetry
 from tinkercloud.speculative.verify import coupled_chance
 
 REST, PATIENCE = 7, 2
@@ -49,7 +49,7 @@ class Listener(Protocol):
         """In one round; judged are those that stand, and of each draft the first that does not."""
         ...
 
-    def judged(self, stream: Stream, verdict: Verdict, category: str) -> None: ...
+    def judged(self, stream: Stream, verdict: JudgedToken, category: str) -> None: ...
 
     def ended(self, stream: Stream) -> None: ...
 
@@ -73,7 +73,7 @@ class Speculation:
     def __init__(
         self,
         drafter: GuardedDrafter,
-        policy: Deciding,
+        policy: DraftLength,
         trace: Trace | None = None,
         listener: Listener | None = None,
     ):
@@ -96,12 +96,10 @@ class Speculation:
 
     def begin(self, sample: Sample) -> None:
         """With its first token, or with all that it has where it takes up its blocks again."""
-        job, params = sample.job, sample.row_params()
-        group = _group(sample)
+        job, group = sample.job, _group(sample)
         stream = Stream(
             self._num_streams, group, job.version.id, self._epoch(job.version), sample.tokens,
-            job.num_prompt, params.temperature, params.top_k, params.top_p, params.seed,
-            params.sample_index,
+            job.num_prompt, job.request.params, sample.index,
         )  # fmt: skip
         self._num_streams += 1
         self._streams[sample] = stream
@@ -118,7 +116,7 @@ class Speculation:
     def saw(self, sample: Sample, first: int, hidden: Tensor) -> None:
         """hidden (n, L, D) of the tokens from place `first` on, before what comes after the last of
         them is told by `wrote`."""
-        self._drafter.see(self._streams[sample], first, hidden)
+        self._drafter.observe_hidden(self._streams[sample], first, hidden)
 
     def wrote(self, sample: Sample, num_new: int) -> None:
         self._unread[sample] += num_new
@@ -174,7 +172,7 @@ class Speculation:
             (self._streams[sample], min(limit, sample.num_left - 1))
             for sample, limit in zip(samples, limits, strict=True)
         ]
-        drafts, drafting_ms = [NOTHING] * len(samples), 0.0
+        drafts, drafting_ms = [NO_DRAFT] * len(samples), 0.0
         if any(limit for _, limit in asked):
             asked_at = time.perf_counter()
             drafts = self._drafter.propose(asked)
@@ -214,7 +212,7 @@ class Speculation:
         if self._listener is not None:
             at = num_judged - 1  # what did not stand, or the last that did
             position = len(sample.tokens) - num_new + at
-            verdict = Verdict(
+            verdict = JudgedToken(
                 position,
                 turn.draft.tokens[at],
                 sample.tokens[position],
@@ -228,8 +226,10 @@ class Speculation:
         if not self._drafter.is_coupled:
             return drawn.chances(rows, draft.tokens)
         return tuple(
-            _coupled(drawn, row, token, law)
-            for row, token, law in zip(rows, draft.tokens, draft.laws, strict=False)
+            _coupled(drawn, row, token, distribution)
+            for row, token, distribution in zip(
+                rows, draft.tokens, draft.distributions, strict=False
+            )
         )
 
     def round_over(self, whole_ms: float, *, usable: bool) -> None:
@@ -250,11 +250,11 @@ class Speculation:
             tuple(turn.group for turn in turns),
             tuple(turn.ended for turn in turns),
         )
-        self._policy.learned(told)
+        self._policy.observe(told)
         self._tell_listener(turns, told)
         chances = tuple(turn.chances for turn in turns)
         lag = self._listener.version_lag if self._listener is not None else 0
-        report = Report(
+        report = RoundReport(
             self._drafter.name, self._policy.kind, self._policy.reason, told, chances, lag
         )
         if self._telemetry.record(report):
@@ -311,7 +311,8 @@ class Speculation:
         return self._epochs[version.id]
 
     def _was_drawn_before(self, stream: Stream) -> bool:
-        told = (stream.group, stream.seed, stream.sample, stream.temperature)
+        params = stream.params
+        told = (stream.group, params.seed, stream.sample_index, params.temperature)
         digest = blake2b(repr(told).encode(), digest_size=16).digest()
         known = digest in self._known
         self._known[digest] = None
@@ -321,10 +322,10 @@ class Speculation:
         return known
 
 
-def _coupled(drawn: Drawn, row: int, token: int, own: DraftLaw) -> float:
+def _coupled(drawn: Drawn, row: int, token: int, own: DraftDistribution) -> float:
     """The chance that a token drawn from `own` stands; NaN at temperature 0, where nothing is
     drawn."""
-    if drawn.rows[row].temperature == 0:
+    if drawn.rows[row].is_greedy:
         return nan
     law = drawn.law(row)[0].double().exp().cpu().numpy()
     return coupled_chance(law, own.dense(len(law)), token)

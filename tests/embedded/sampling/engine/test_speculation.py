@@ -28,9 +28,10 @@ from tests.embedded.tiny import (
     tuned,
     write_tiny_model,
 )
+from tests.speculative.drafters.trial_drafters import DyingDrafter, GarbageDrafter, RandomDrafter
 from tinkercloud.core.types import FromBase
 from tinkercloud.decoding.sampler import RowParams, warp
-from tinkercloud.embedded.draft_training.head_model import Told
+from tinkercloud.embedded.draft_training.head_trainer import SequenceMetadata
 from tinkercloud.embedded.draft_training.reference_capture import capture
 from tinkercloud.embedded.drafting.head_drafter import HeadDrafter
 from tinkercloud.embedded.drafting.model_drafter import ModelDrafter
@@ -45,9 +46,7 @@ from tinkercloud.embedded.sampling.speculation import Speculation
 from tinkercloud.embedded.sampling.trace import Trace
 from tinkercloud.speculative.draft_length.rounds import Reason
 from tinkercloud.speculative.drafters.drafter import Drafter
-from tinkercloud.speculative.drafters.drafter_table import drafter_table
-from tinkercloud.speculative.drafters.guarded_drafter import guarded
-from tinkercloud.speculative.drafters.trial_drafters import DyingDrafter, GarbageDrafter
+from tinkercloud.speculative.drafters.guarded_drafter import GuardedDrafter
 
 pytestmark = pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
 
@@ -153,11 +152,11 @@ def test_a_heads_cache_holds_what_the_finished_text_would_give(store: ModelStore
     stream = state.speculation._streams[sequence]
     (found,) = drafter.propose([(stream, 3)])
     tokens = np.array(stream.tokens, np.int32)
-    told = Told(num_prompt=len(prompt), temperature=1.0, epoch=0)
+    told = SequenceMetadata(num_prompt=len(prompt), temperature=1.0, epoch=0)
     version = store.version(base)
     states = torch.from_numpy(capture(version, tokens, fresh.layers, told).hidden)
     fresh.begin(stream)
-    fresh.see(stream, 0, states[:-1])
+    fresh.observe_hidden(stream, 0, states[:-1])
     (expected,) = fresh.propose([(stream, 3)])
     assert found.tokens == expected.tokens
     np.testing.assert_allclose(found.confidences, expected.confidences, atol=0.05)
@@ -279,7 +278,7 @@ def test_a_drafter_that_dies_costs_nothing_but_drafts(
     requests = mixture(base, 3, 1.0, use_eos=False)
     plain = Sampler(store).run(requests)
     for drafting in (
-        Drafting(lambda v: DyingDrafter(drafter_table(v).make("random"), num_good), 4),
+        Drafting(lambda v: DyingDrafter(RandomDrafter(v), num_good), 4),
         Drafting(lambda v: GarbageDrafter(v), 4),
     ):
         all_same(Sampler(store, speculate=drafting).run(requests), plain)
@@ -305,7 +304,7 @@ def test_each_round_can_be_written_down(store: ModelStore, base: str, tmp_path: 
     path = tmp_path / "trace" / "rounds.jsonl"
 
     def traced(*args: object) -> Speculation:
-        drafter = guarded(knowing(plain, requests, 4), 260)
+        drafter = GuardedDrafter(knowing(plain, requests, 4), 260)
         return Speculation(drafter, drafting.policy, Trace(path))
 
     Sampler(store, speculate=traced).run(requests)
@@ -375,11 +374,10 @@ def test_log_probabilities_are_those_of_the_finished_text(
             assert topk is not None
             ids, values = topk.token_ids, topk.logprobs
             for i, logprob in enumerate(sampled.logprobs):
-                row = np.argsort(ids[len(prompt) + i])
-                logits = torch.from_numpy(values[len(prompt) + i][row])[None]
-                own = request.params
-                params = RowParams(own.temperature, own.top_k, own.top_p, 0, 0, 0)
-                law = torch.log_softmax(warp(logits, [params]).double(), -1)[0]
+                order = np.argsort(ids[len(prompt) + i])
+                logits = torch.from_numpy(values[len(prompt) + i][order])[None]
+                row = RowParams(request.params, 0, 0)
+                law = torch.log_softmax(warp(logits, [row]).double(), -1)[0]
                 distances.append(abs(float(law[sampled.tokens[i]]) - logprob))
     if store.base("tiny").dtype == torch.float32:
         assert max(distances) < 1e-4

@@ -29,7 +29,7 @@ from tinkercloud.embedded.sampling import postprocessor
 from tinkercloud.embedded.sampling.engine import SamplingEngine
 from tinkercloud.embedded.sampling.sequences import Sequence as Sample
 from tinkercloud.speculative.drafters.drafter import Drafter
-from tinkercloud.speculative.drafters.drafter_table import drafter_table
+from tinkercloud.speculative.drafters.suffix_drafter import SuffixDrafter
 from tinkercloud.speculative.verify import Verdict, match
 
 pytestmark = pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
@@ -150,7 +150,7 @@ def model(base: BaseModel) -> ModelDrafter:
 
 
 DRAFTERS: dict[str, Callable[[BaseModel], Drafter]] = {
-    "suffix": lambda base: drafter_table(V).make("suffix"),
+    "suffix": lambda base: SuffixDrafter(),
     "model": model,
     "head": lambda base: HeadDrafter(*untaught_head(base)),
 }
@@ -202,8 +202,10 @@ def draws_a_round_with_one_noise(patch: pytest.MonkeyPatch) -> None:
 
 
 def verifies_by_the_law_before_warping(patch: pytest.MonkeyPatch) -> None:
-    plain = {"temperature": 1.0, "top_k": -1, "top_p": 1.0}
-    with_rows(patch, lambda row, i: replace(row, **plain) if i else row)
+    def unwarped(row: RowParams) -> RowParams:
+        return replace(row, params=replace(row.params, temperature=1.0, top_k=-1, top_p=1.0))
+
+    with_rows(patch, lambda row, i: unwarped(row) if i else row)
 
 
 WRONG = (

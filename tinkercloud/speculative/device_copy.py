@@ -1,0 +1,15 @@
+"""Numbers of the host brought to the device without waiting for what the device does."""
+
+import torch
+from torch import Tensor
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on the device; on a CPU itself.
+
+    A copy from ordinary memory would wait for all that its stream was given before. The page-locked
+    copy belongs to torch's cache and is not used again before the device has read it.
+    """
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
