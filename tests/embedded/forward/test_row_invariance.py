@@ -24,7 +24,7 @@ from tinkercloud.embedded.forward.row_invariance import (
 )
 from tinkercloud.embedded.forward.runners import GraphRunner, TorchRunner
 from tinkercloud.embedded.model.base_model import BaseModel
-from tinkercloud.embedded.process.drafter_setup import Asked, speculate
+from tinkercloud.embedded.process.drafter_setup import DrafterSettings, speculate
 from tinkercloud.embedded.process.model_store import ModelStore
 from tinkercloud.embedded.sampling import engine as engine_module
 from tinkercloud.embedded.sampling.engine import SamplingEngine
@@ -157,7 +157,7 @@ def test_where_they_are_not_no_keys_are_used_again(uneven_store: ModelStore) -> 
 def test_where_they_are_not_nothing_is_drafted_unless_asked_for(
     uneven_store: ModelStore, tmp_path: Path
 ) -> None:
-    auto = speculate(Asked("auto", None, 1, tmp_path, tmp_path))
+    auto = speculate(DrafterSettings("auto", None, 1, tmp_path, tmp_path))
     base, sampler = uneven_store.publish(FromBase("tiny")), Sampler(uneven_store)
     sampler.engine = SamplingEngine(max_batch=8, kv_cache_bytes=2**20, speculate=auto)
     sampler.one(base, REQUEST)

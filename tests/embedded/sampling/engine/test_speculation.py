@@ -28,6 +28,7 @@ from tests.embedded.tiny import (
     tuned,
     write_tiny_model,
 )
+from tests.speculative.drafters.trial_drafters import DyingDrafter, GarbageDrafter, RandomDrafter
 from tinkercloud.core.types import FromBase
 from tinkercloud.decoding.sampler import RowParams, warp
 from tinkercloud.embedded.draft_training.head_trainer import SequenceMetadata
@@ -45,9 +46,7 @@ from tinkercloud.embedded.sampling.speculation import Speculation
 from tinkercloud.embedded.sampling.trace import Trace
 from tinkercloud.speculative.draft_length.rounds import Reason
 from tinkercloud.speculative.drafters.drafter import Drafter
-from tinkercloud.speculative.drafters.drafter_table import drafter_table
 from tinkercloud.speculative.drafters.guarded_drafter import GuardedDrafter
-from tinkercloud.speculative.drafters.trial_drafters import DyingDrafter, GarbageDrafter
 
 pytestmark = pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
 
@@ -157,7 +156,7 @@ def test_a_heads_cache_holds_what_the_finished_text_would_give(store: ModelStore
     version = store.version(base)
     states = torch.from_numpy(capture(version, tokens, fresh.layers, told).hidden)
     fresh.begin(stream)
-    fresh.see(stream, 0, states[:-1])
+    fresh.observe_hidden(stream, 0, states[:-1])
     (expected,) = fresh.propose([(stream, 3)])
     assert found.tokens == expected.tokens
     np.testing.assert_allclose(found.confidences, expected.confidences, atol=0.05)
@@ -278,7 +277,7 @@ def test_a_drafter_that_dies_costs_nothing_but_drafts(
     requests = mixture(base, 3, 1.0, use_eos=False)
     plain = Sampler(store).run(requests)
     for drafting in (
-        Drafting(lambda v: DyingDrafter(drafter_table(v).make("random"), num_good), 4),
+        Drafting(lambda v: DyingDrafter(RandomDrafter(v), num_good), 4),
         Drafting(lambda v: GarbageDrafter(v), 4),
     ):
         all_same(Sampler(store, speculate=drafting).run(requests), plain)
