@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from benchmarks.lib.training import train_alone
 from tinkercloud.architectures import load_architecture
 from tinkercloud.architectures.config import ArchitectureConfig, from_hf
 from tinkercloud.core.types import AdamParams, Datum, LoraSpec, SamplingParams, TrainBatch
@@ -19,7 +20,6 @@ from tinkercloud.embedded.forward.runners import GraphRunner, Runner
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.training.micro_batches import Limits
-from tinkercloud.embedded.training.queue import run_alone
 from tinkercloud.embedded.training.trainable_model import TrainableModel
 from tinkercloud.weights.adapters import fresh_adapter
 
@@ -160,13 +160,9 @@ def train_call(base: BaseModel, rows: Sequence[np.ndarray]) -> tuple[float, floa
     for _ in range(2):
         synchronize(base.device)
         start = time.perf_counter()
-        run = run_alone(model, TrainBatch(data, "cross_entropy"), Limits(tokens, memory))
-        while True:
-            try:
-                next(run)
-            except StopIteration as done:
-                losses.append(float(done.value.metrics["loss:sum"]))
-                break
+        batch = TrainBatch(data, "cross_entropy")
+        output = train_alone(model, batch, Limits(tokens, memory))
+        losses.append(float(output.metrics["loss:sum"]))
         model.optim_step(AdamParams(learning_rate=1e-4))
         synchronize(base.device)
         step_s = time.perf_counter() - start
