@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.embedded import float64_decoder
 from tests.embedded.decode_scene import (
     Scene,
     Traced,
@@ -23,7 +24,7 @@ from tinkercloud.embedded.forward.runners import GraphRunner, TorchRunner
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.process.model_store import ModelStore
-from tinkercloud.embedded.sampling import engine as engine_module
+from tinkercloud.embedded.sampling import base_states
 
 LENGTHS = [1, 15, 16, 40, 129, 7, 300, 33, 2, 90, 17]
 CLOSE = {"atol": 2e-5, "rtol": 1e-4}
@@ -151,11 +152,12 @@ def test_buckets_and_widths_hold_what_is_asked_for():
 
 
 def test_adapters_that_come_and_go_are_each_as_alone(llama: BaseModel):
-    runner, plain = GraphRunner(None), TorchRunner()
+    runners = GraphRunner(None), TorchRunner()
     for seed in range(1, 9):
         versions = [(version(llama, 3 * seed, seed), 1), (version(llama, 4, seed // 2), 1)]
-        make = lambda v=versions: Scene.of(v, [20, 30])  # noqa: E731
-        agree(steps(make(), runner, 2), steps(make(), plain, 2))
+        for runner in runners:
+            scene = Scene.of(versions, [20, 30])
+            float64_decoder.assert_near(scene, steps(scene, runner, 2))
 
 
 def test_more_adapters_than_the_bank_holds_go_the_plain_way(llama: BaseModel):
@@ -292,7 +294,7 @@ def test_a_trace_of_one_step_repeated_on_other_numbers_is_right(base: BaseModel,
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "runner_for", lambda base, threads: GraphRunner(Recorded()))
+    monkeypatch.setattr(base_states, "runner_for", lambda base, threads: GraphRunner(Recorded()))
 
 
 def test_the_engine_samples_the_same_tokens_through_it(
@@ -305,7 +307,7 @@ def test_the_engine_samples_the_same_tokens_through_it(
     }
     expected = Sampler(store).run(requests)
     make = lambda base, threads: GraphRunner(Recorded())  # noqa: E731
-    monkeypatch.setattr(engine_module, "runner_for", make)
+    monkeypatch.setattr(base_states, "runner_for", make)
     for name, output in Sampler(store).run(requests).items():
         for ours, theirs in zip(output.sequences, expected[name].sequences, strict=True):
             assert ours.tokens.tolist() == theirs.tokens.tolist()
@@ -318,7 +320,7 @@ def test_the_engine_gives_memory_of_keys_and_values_back_after_a_failure(
     sampler = Sampler(store)
     base = store.publish(FromBase("tiny"))
     sampler.one(base, ask(random_prompt(20, 0), max_tokens=3))
-    runner = sampler.engine._runner
+    (runner,) = [state.runner for state in sampler.engine.states]
     assert isinstance(runner, GraphRunner)
     assert len(runner._spare_blocks) == 1
     sampler.engine.fail_all(RuntimeError("broken"))

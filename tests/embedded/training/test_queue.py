@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.embedded.tiny import supervised
+from tests.embedded.exactness import assert_same_gradients_in_company
+from tests.embedded.tiny import supervised, train_alone
 from tinkercloud.core.types import Datum, LoraSpec, TrainBatch
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.process.model_store import ModelStore
 from tinkercloud.embedded.training import queue as training_queue
 from tinkercloud.embedded.training.micro_batches import KeptBytes, Limits, kept_bytes, micro_batches
-from tinkercloud.embedded.training.queue import Finished, TrainingQueue, run_alone
+from tinkercloud.embedded.training.queue import Finished, TrainingQueue
 from tinkercloud.embedded.training.trainable_model import TrainableModel
 from tinkercloud.errors import UserError
 
@@ -54,20 +55,15 @@ def finish(queue: TrainingQueue) -> list[Finished]:
 
 def alone(model: TrainableModel, work: TrainBatch) -> dict[str, torch.Tensor]:
     """The gradient of one call by itself; the model is left without."""
-    for _ in run_alone(model, work, LIMITS):
-        pass
+    train_alone(model, work, LIMITS)
     found, model.grads = model.grads, {}
     return found
 
 
 def outputs_of(model: TrainableModel, work: TrainBatch, limits: Limits) -> list[np.ndarray]:
     """Log-probabilities of each datum."""
-    steps = run_alone(model, replace(work, forward_only=True), limits)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as stop:
-            return [each["logprobs"] for each in stop.value.outputs]
+    output = train_alone(model, replace(work, forward_only=True), limits)
+    return [each["logprobs"] for each in output.outputs]
 
 
 def assert_same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
@@ -103,7 +99,7 @@ def test_small_calls_of_several_models_share_a_pass_with_the_results_of_separate
     assert [result.call_id for result in done] == [0, 1, 2]
     assert passes == [[2, 1, 1]]
     for model, wanted in zip(models, expected, strict=True):
-        assert_same_bits(model.grads, wanted)
+        assert_same_gradients_in_company(wanted, model.grads)
 
 
 def test_what_does_not_fit_a_pass_waits_for_the_next(
@@ -186,7 +182,7 @@ def test_a_loss_that_is_not_finite_fails_its_call_only(store: ModelStore) -> Non
     assert isinstance(failed.error, UserError)
     assert a.grads == {}
     assert fine.error is None
-    assert_same_bits(b.grads, expected)
+    assert_same_gradients_in_company(expected, b.grads)
 
 
 def test_when_a_shared_pass_breaks_only_the_call_at_fault_fails(store: ModelStore) -> None:
@@ -201,7 +197,7 @@ def test_when_a_shared_pass_breaks_only_the_call_at_fault_fails(store: ModelStor
     assert isinstance(results[0].error, IndexError)
     assert a.grads == {}
     assert results[1].error is None
-    assert_same_bits(b.grads, expected)
+    assert_same_gradients_in_company(expected, b.grads)
 
 
 def test_a_failed_call_drops_the_gradient_of_its_earlier_micro_batches(store: ModelStore) -> None:

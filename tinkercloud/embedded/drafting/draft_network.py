@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from tinkercloud.decoding.sampler import Scan
+from tinkercloud.embedded.forward.batch import Part, ragged
 from tinkercloud.embedded.forward.kv_blocks import BlockPool
-from tinkercloud.embedded.forward.runners import Part, Runner, ragged
+from tinkercloud.embedded.forward.runners import Runner
 from tinkercloud.embedded.model.version import Version
 
 CATCH_UP = 512  # rows that one sample is brought forward in a round; with more it waits
@@ -93,7 +94,7 @@ class DraftNetwork:
         reader.agreed = min(reader.agreed, place)
 
     def end(self, sample: int) -> None:
-        self._pool.drop(self._readers.pop(sample).blocks)
+        self._pool.free(self._readers.pop(sample).blocks)
 
     def go_on(self, starts: Sequence[Start], choose: Choose) -> dict[int, Chain]:
         """By sample; without those that have no room, and those too far behind with an empty

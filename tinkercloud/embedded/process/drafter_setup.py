@@ -20,7 +20,7 @@ from tinkercloud.embedded.forward.kv_blocks import BlockPool, blocks_for
 from tinkercloud.embedded.forward.runners import Runner
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
-from tinkercloud.embedded.sampling.engine import Speculate
+from tinkercloud.embedded.sampling.base_states import Speculate
 from tinkercloud.embedded.sampling.speculation import Speculation
 from tinkercloud.embedded.sampling.trace import Trace
 from tinkercloud.speculative.draft_length.acceptance import Acceptance
@@ -30,7 +30,7 @@ from tinkercloud.speculative.draft_length.controller import (
 )
 from tinkercloud.speculative.draft_length.planning import Estimates, PlannerSettings
 from tinkercloud.speculative.drafters.drafter import Drafter
-from tinkercloud.speculative.drafters.drafter_table import DrafterFactory, drafter_table
+from tinkercloud.speculative.drafters.drafter_table import DrafterFactory, DrafterTable
 from tinkercloud.speculative.drafters.guarded_drafter import GuardedDrafter
 from tinkercloud.speculative.drafters.suffix_drafter import SuffixDrafter
 from tinkercloud.speculative.learning.cases import CaseStore
@@ -38,74 +38,75 @@ from tinkercloud.speculative.learning.cases import CaseStore
 logger = logging.getLogger(__name__)
 
 AUTO = "suffix"
-
-
 DRAFT_POOL_BYTES = 512 * 1024**2
-MOST_READ, MOST_DRAWN = 16, 8  # tokens of a draft: each costs nothing to find, or a step
-MOST_ROWS = 64
-"""Of a pass, drafted ones included. Beyond, a CPU is bound by arithmetic: a drafted row costs what
-a sample's own does, and the noise of a measured table must not promise otherwise."""
+MAX_LOOKED_UP, MAX_COMPUTED = 16, 8  # tokens of a draft: each costs nothing, or a step of a network
+MAX_ROWS = 64
+"""Of a pass, drafted ones included. Beyond, a CPU is bound by arithmetic: a drafted row costs as
+much as a sample's next token, and the noise of a measured table must not promise otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """name: as `--speculate` has it. trace_to: a file, or None. cache_dir: for what is made of a
-    draft model's files. drafts_dir: where draft heads are."""
+class DrafterSettings:
+    """name: as `--speculate` has it. trace_file: for `Trace`, if any. cache_dir: for files derived
+    from a draft model's. drafts_dir: the folder of draft heads. online: how drafts are trained."""
 
     name: str
-    trace_to: Path | None
+    trace_file: Path | None
     num_threads: int
     cache_dir: Path
     drafts_dir: Path
-    following: OnlineSettings = field(default_factory=OnlineSettings)
+    online: OnlineSettings = field(default_factory=OnlineSettings)
 
 
-def speculate(asked: Asked, loops: OnlineTrainers | None = None) -> Speculate | None:
-    """None where it is off. loops: where the drafts' training goes; None: they are not trained."""
-    if asked.name == "off":
+def speculate(
+    settings: DrafterSettings, trainers: OnlineTrainers | None = None
+) -> Speculate | None:
+    """None where it is off. trainers: these train the drafts; None: they are not trained."""
+    if settings.name == "off":
         return None
-    named = AUTO if asked.name == "auto" else asked.name
-    trace = Trace(asked.trace_to) if asked.trace_to is not None else None
+    name = AUTO if settings.name == "auto" else settings.name
+    trace = Trace(settings.trace_file) if settings.trace_file is not None else None
 
     def make(base: BaseModel, runner: Runner, pool: BlockPool) -> Speculation | None:
-        if not runner.is_exact and asked.name == "auto":
+        if not runner.is_exact and settings.name == "auto":
             return None  # several rows of a sample may differ from one in their last bits
         if not runner.is_exact:
             logger.warning("on this device drafts may change the last bits of log-probabilities")
         vocab_size = base.config.vocab_size
-        makers: dict[str, DrafterFactory] = {
-            "model": lambda path: _model_drafter(Path(path), base, runner, asked.cache_dir),
-            "head": lambda name: _head_drafter(name or "best", base, runner, asked.drafts_dir),
+        factories: dict[str, DrafterFactory] = {
+            "model": lambda path: _model_drafter(Path(path), base, runner, settings.cache_dir),
+            "head": lambda head: _head_drafter(head or "best", base, runner, settings.drafts_dir),
         }
-        drafter = drafter_table(vocab_size, makers).make(named)
-        costs = round_costs(base, runner, pool, asked.num_threads)
-        most = MOST_READ if isinstance(drafter, SuffixDrafter) else MOST_DRAWN
-        known = Estimates(costs, acceptance=Acceptance(most))
-        policy = DraftLengthController(known, ControllerSettings(PlannerSettings(most, MOST_ROWS)))
-        loop = None
-        if loops is not None:
-            loop = _loop(drafter, base, asked)
-            loops.add(base, loop)
-        speculation = Speculation(GuardedDrafter(drafter, vocab_size), policy, trace, loop)
-        if loop is not None:
-            loop.speculation = speculation
+        drafter = DrafterTable(factories).make(name)
+        costs = round_costs(base, runner, pool, settings.num_threads)
+        max_draft = MAX_LOOKED_UP if isinstance(drafter, SuffixDrafter) else MAX_COMPUTED
+        estimates = Estimates(costs, acceptance=Acceptance(max_draft))
+        planner = PlannerSettings(max_draft, MAX_ROWS)
+        controller = DraftLengthController(estimates, ControllerSettings(planner))
+        trainer = None
+        if trainers is not None:
+            trainer = _online_trainer(drafter, base, settings)
+            trainers.add(base, trainer)
+        speculation = Speculation(GuardedDrafter(drafter, vocab_size), controller, trace, trainer)
+        if trainer is not None:
+            trainer.speculation = speculation
         return speculation
 
     return make
 
 
-def _loop(drafter: Drafter, base: BaseModel, asked: Asked) -> OnlineTrainer:
-    """What trains the drafter: the one that is best, not one that was asked for by its name."""
-    following = asked.following
-    store = CaseStore(int(following.case_share * following.memory_bytes), following.max_age)
-    folder = drafts_of(asked.drafts_dir, base.name)
-    pupil = None
-    if isinstance(drafter, HeadDrafter) and asked.name in ("head", "head:best"):
-        pupil = head_trainee(drafter, following)
+def _online_trainer(drafter: Drafter, base: BaseModel, settings: DrafterSettings) -> OnlineTrainer:
+    """Trains the drafter only where `best` is served, not a head that was chosen by name."""
+    online = settings.online
+    store = CaseStore(int(online.case_share * online.memory_bytes), online.max_age)
+    folder = drafts_of(settings.drafts_dir, base.name)
+    trainee = None
+    if isinstance(drafter, HeadDrafter) and settings.name in ("head", "head:best"):
+        trainee = head_trainee(drafter, online)
     elif isinstance(drafter, ModelDrafter):
-        folder = drafts_of(asked.drafts_dir, f"{base.name}--{drafter.version.base.name}")
-        pupil = model_trainee(drafter, drafter.version, store, folder)
-    return OnlineTrainer(folder, store, pupil, following)
+        folder = drafts_of(settings.drafts_dir, f"{base.name}--{drafter.version.base.name}")
+        trainee = model_trainee(drafter, drafter.version, store, folder)
+    return OnlineTrainer(folder, store, trainee, online)
 
 
 def _head_drafter(name: str, base: BaseModel, runner: Runner, drafts_dir: Path) -> HeadDrafter:
