@@ -240,3 +240,10 @@ def test_a_module_within_a_line_exists(page: str, command: str) -> None:
     module = command.split()[2]
     ours = module.startswith(("benchmarks", "tests", "tinkercloud"))
     assert not ours or Path(ROOT, *module.split(".")).with_suffix(".py").exists()
+
+
+@pytest.mark.parametrize(("page", "command"), spans("pytest "))
+def test_the_tests_that_a_line_names_exist(page: str, command: str) -> None:
+    named = [word for word in command.split()[1:] if word.startswith("tests/")]
+    assert named
+    assert [word for word in named if not (ROOT / word).exists()] == []
