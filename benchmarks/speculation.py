@@ -45,7 +45,7 @@ from tinkercloud.embedded.forward.kv_blocks import BlockPool  # noqa: E402
 from tinkercloud.embedded.forward.runners import runner_for  # noqa: E402
 from tinkercloud.embedded.model.base_model import BaseModel  # noqa: E402
 from tinkercloud.embedded.model.device import choose_dtype, settle, usable_cores  # noqa: E402
-from tinkercloud.embedded.process.drafter_setup import Asked, speculate  # noqa: E402
+from tinkercloud.embedded.process.drafter_setup import DrafterSettings, speculate  # noqa: E402
 from tinkercloud.embedded.process.model_store import ModelStore  # noqa: E402
 from tinkercloud.embedded.process.version_cache import VersionCache  # noqa: E402
 from tinkercloud.embedded.sampling.engine import SamplingEngine  # noqa: E402
@@ -146,7 +146,7 @@ class Bench:
             lambda name: self.base, VersionCache(scratch / "versions", 2**30), Limits(1024)
         )
         self._speculate = speculate(
-            Asked("suffix", None, self.threads, scratch, scratch / "drafts")
+            DrafterSettings("suffix", None, self.threads, scratch, scratch / "drafts")
         )
         assert self._speculate is not None
         self._version = self._store.version(self._store.publish(FromBase("smollm2")))

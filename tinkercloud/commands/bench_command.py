@@ -11,7 +11,7 @@ from tinkercloud.config import Config
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.device import choose_device, choose_dtype, settle, usable_cores
 from tinkercloud.embedded.model.version import Version
-from tinkercloud.embedded.process.drafter_setup import Asked, speculate
+from tinkercloud.embedded.process.drafter_setup import DrafterSettings, speculate
 from tinkercloud.errors import ConfigError
 from tinkercloud.weights.tokenizer import ensure_tokenizer_folder
 
@@ -33,7 +33,7 @@ def rows(config: Config, options: BenchOptions, say: Callable[[str], None]) -> l
     torch.set_num_threads(threads)
     cache_dir = config.data_dir / "cache"
     make = speculate(
-        Asked(
+        DrafterSettings(
             config.speculate, config.speculate_trace, threads, cache_dir, config.data_dir / "drafts"
         )
     )

@@ -1,16 +1,28 @@
 """Which drafter the engine's samples get, as `--speculate` names it."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torch import Tensor
+
+from tinkercloud.core.types import LoraSpec
+from tinkercloud.embedded.draft_training.dataset import CaseDataset, Mix, SequenceDataset
+from tinkercloud.embedded.draft_training.driver import assign, copied
 from tinkercloud.embedded.draft_training.files import drafts_of, open_head
+from tinkercloud.embedded.draft_training.head_trainer import HeadObjective, HeadTrainer
+from tinkercloud.embedded.draft_training.model_trainer import (
+    DraftModelTrainer,
+    ModelObjective,
+    adapter_of,
+)
 from tinkercloud.embedded.draft_training.online_trainer import (
+    DraftTrainee,
     OnlineSettings,
     OnlineTrainer,
     OnlineTrainers,
 )
-from tinkercloud.embedded.draft_training.trainees import head_trainee, model_trainee
 from tinkercloud.embedded.drafting.draft_model import open_draft, tokenizer_pair
 from tinkercloud.embedded.drafting.head_drafter import HeadDrafter
 from tinkercloud.embedded.drafting.model_drafter import ModelDrafter
@@ -23,6 +35,7 @@ from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.sampling.engine import Speculate
 from tinkercloud.embedded.sampling.speculation import Speculation
 from tinkercloud.embedded.sampling.trace import Trace
+from tinkercloud.errors import NotFound
 from tinkercloud.speculative.draft_length.acceptance import Acceptance
 from tinkercloud.speculative.draft_length.controller import Policy, Settings
 from tinkercloud.speculative.draft_length.planning import Bounds, Knowledge
@@ -31,12 +44,13 @@ from tinkercloud.speculative.drafters.drafter_table import Maker, drafter_table
 from tinkercloud.speculative.drafters.guarded_drafter import guarded
 from tinkercloud.speculative.drafters.suffix_drafter import SuffixDrafter
 from tinkercloud.speculative.learning.cases import CaseStore
+from tinkercloud.speculative.learning.draft_folder import DraftFolder
 
 logger = logging.getLogger(__name__)
 
 AUTO = "suffix"
-
-
+MIX = Mix(batch_size=8, held_out_one_in=5, most_held_out=24, recent=4)
+DRAFT_LORA = LoraSpec(rank=8, seed=0)
 DRAFT_POOL_BYTES = 512 * 1024**2
 MOST_READ, MOST_DRAWN = 16, 8  # tokens of a draft: each costs nothing to find, or a step
 MOST_ROWS = 64
@@ -45,64 +59,93 @@ a sample's own does, and the noise of a measured table must not promise otherwis
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """name: as `--speculate` has it. trace_to: a file, or None. cache_dir: for what is made of a
-    draft model's files. drafts_dir: where draft heads are."""
+class DrafterSettings:
+    """name: as `--speculate` has it. trace: a file for every draft, or None. cache_dir: for
+    converted files of a draft model. drafts_dir: where trained drafts are."""
 
     name: str
-    trace_to: Path | None
+    trace: Path | None
     num_threads: int
     cache_dir: Path
     drafts_dir: Path
-    following: OnlineSettings = field(default_factory=OnlineSettings)
+    online: OnlineSettings = field(default_factory=OnlineSettings)
 
 
-def speculate(asked: Asked, loops: OnlineTrainers | None = None) -> Speculate | None:
-    """None where it is off. loops: where the drafts' training goes; None: they are not trained."""
-    if asked.name == "off":
+def speculate(
+    settings: DrafterSettings, trainers: OnlineTrainers | None = None
+) -> Speculate | None:
+    """None where it is off. trainers: get the trainer of each model's draft; None: drafts are not
+    trained."""
+    if settings.name == "off":
         return None
-    named = AUTO if asked.name == "auto" else asked.name
-    trace = Trace(asked.trace_to) if asked.trace_to is not None else None
+    name = AUTO if settings.name == "auto" else settings.name
+    trace = Trace(settings.trace) if settings.trace is not None else None
 
     def make(base: BaseModel, runner: Runner, pool: BlockPool) -> Speculation | None:
-        if not runner.is_exact and asked.name == "auto":
+        if not runner.is_exact and settings.name == "auto":
             return None  # several rows of a sample may differ from one in their last bits
         if not runner.is_exact:
             logger.warning("on this device drafts may change the last bits of log-probabilities")
         vocab_size = base.config.vocab_size
         makers: dict[str, Maker] = {
-            "model": lambda path: _model_drafter(Path(path), base, runner, asked.cache_dir),
-            "head": lambda name: _head_drafter(name or "best", base, runner, asked.drafts_dir),
+            "model": lambda path: _model_drafter(Path(path), base, runner, settings.cache_dir),
+            "head": lambda name: _head_drafter(name or "best", base, runner, settings.drafts_dir),
         }
-        drafter = drafter_table(vocab_size, makers).make(named)
-        costs = round_costs(base, runner, pool, asked.num_threads)
+        drafter = drafter_table(vocab_size, makers).make(name)
+        costs = round_costs(base, runner, pool, settings.num_threads)
         most = MOST_READ if isinstance(drafter, SuffixDrafter) else MOST_DRAWN
         known = Knowledge(costs, acceptance=Acceptance(most))
         policy = Policy(known, Settings(Bounds(most, MOST_ROWS)))
-        loop = None
-        if loops is not None:
-            loop = _loop(drafter, base, asked)
-            loops.add(base, loop)
-        speculation = Speculation(guarded(drafter, vocab_size), policy, trace, loop)
-        if loop is not None:
-            loop.speculation = speculation
+        trainer = None
+        if trainers is not None:
+            trainer = _online_trainer(drafter, base, settings)
+            trainers.add(base, trainer)
+        speculation = Speculation(guarded(drafter, vocab_size), policy, trace, trainer)
+        if trainer is not None:
+            trainer.speculation = speculation
         return speculation
 
     return make
 
 
-def _loop(drafter: Drafter, base: BaseModel, asked: Asked) -> OnlineTrainer:
-    """What trains the drafter: the one that is best, not one that was asked for by its name."""
-    following = asked.following
-    store = CaseStore(int(following.case_share * following.memory_bytes), following.max_age)
-    folder = drafts_of(asked.drafts_dir, base.name)
-    pupil = None
-    if isinstance(drafter, HeadDrafter) and asked.name in ("head", "head:best"):
-        pupil = head_trainee(drafter, following)
+def _online_trainer(drafter: Drafter, base: BaseModel, settings: DrafterSettings) -> OnlineTrainer:
+    """Trains the best draft only: one that was named by its version stays as it is."""
+    online = settings.online
+    store = CaseStore(int(online.case_share * online.memory_bytes), online.max_age)
+    folder = drafts_of(settings.drafts_dir, base.name)
+    trainee = None
+    if isinstance(drafter, HeadDrafter) and settings.name in ("head", "head:best"):
+        trainee = head_trainee(drafter, online)
     elif isinstance(drafter, ModelDrafter):
-        folder = drafts_of(asked.drafts_dir, f"{base.name}--{drafter.version.base.name}")
-        pupil = model_trainee(drafter, drafter.version, store, folder)
-    return OnlineTrainer(folder, store, pupil, following)
+        folder = drafts_of(settings.drafts_dir, f"{base.name}--{drafter.version.base.name}")
+        trainee = model_trainee(drafter, store, folder)
+    return OnlineTrainer(folder, store, trainee, online)
+
+
+def head_trainee(drafter: HeadDrafter, online: OnlineSettings) -> DraftTrainee:
+    """Learns from hidden states and distributions of the policy's own training passes."""
+    dataset = SequenceDataset(online.memory_bytes, online.max_age, MIX)
+    trainer = HeadTrainer(drafter.head, drafter.params, HeadObjective())
+    return DraftTrainee(trainer, dataset, drafter.use, drafter.layers, dataset.add)
+
+
+def model_trainee(drafter: ModelDrafter, store: CaseStore, folder: DraftFolder) -> DraftTrainee:
+    """Learns an adapter from the cases in which draft and target disagreed; begins with the best
+    one so far, if there is one."""
+    draft = drafter.version
+    trainer = DraftModelTrainer(draft.base, DRAFT_LORA, ModelObjective())
+
+    def use(params: Mapping[str, Tensor]) -> None:
+        scale = DRAFT_LORA.alpha / DRAFT_LORA.rank
+        drafter.use(Version(draft.id, draft.base, draft.weights, adapter_of(params), scale))
+
+    try:
+        assign(trainer, trainer.read(folder.path("best")))
+    except NotFound:
+        pass
+    else:
+        use(copied(trainer.params))
+    return DraftTrainee(trainer, CaseDataset(store, MIX), use)
 
 
 def _head_drafter(name: str, base: BaseModel, runner: Runner, drafts_dir: Path) -> HeadDrafter:

@@ -19,7 +19,7 @@ from typing import Any
 from tinkercloud.embedded.draft_training.online_trainer import OnlineSettings, OnlineTrainers
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.device import settle, usable_cores
-from tinkercloud.embedded.process.drafter_setup import Asked, speculate
+from tinkercloud.embedded.process.drafter_setup import DrafterSettings, speculate
 from tinkercloud.embedded.process.fair_share import FairShareScheduler
 from tinkercloud.embedded.process.model_store import ModelStore
 from tinkercloud.embedded.process.protocol import (
@@ -62,7 +62,7 @@ class Worker:
             kv_cache_bytes=settings.kv_cache_bytes,
             num_threads=threads,
             speculate=speculate(
-                Asked(
+                DrafterSettings(
                     settings.speculate,
                     settings.speculate_trace,
                     threads,
@@ -74,7 +74,7 @@ class Worker:
             ),
         )
         limits = Limits(settings.microbatch_tokens, settings.activation_bytes)
-        self._training = TrainingQueue(limits, self._drafts.witness)
+        self._training = TrainingQueue(limits, self._drafts.observer)
         self._handlers = RequestHandlers(
             models, self._engine, self._training, self._after_optim_step
         )
@@ -153,7 +153,7 @@ class Worker:
         if not force and now - self._last_stats_s < 1.0:
             return
         self._last_stats_s = now
-        self._drafts.look(now, idle=force)
+        self._drafts.poll(now, idle=force)
         self._send(
             Stats(
                 {
