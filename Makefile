@@ -80,17 +80,14 @@ demo: install ## SFT and RL on a real model, live, under ten minutes
 serve: install ## the server on 127.0.0.1:8700
 	$(BIN)/tinkercloud serve
 
-bench: install $(SGLANG)/installed ## all benchmarks, beside the peers that are there, and docs/benchmarks.md
-	$(BIN)/python benchmarks/service_overhead.py --json benchmarks/results/service_overhead.json
-	$(BIN)/python benchmarks/cluster_overhead.py --json benchmarks/results/cluster_overhead.json
-	$(BIN)/python benchmarks/cookbook_recipes.py --json benchmarks/results/cookbook_recipes.json
-	$(BIN)/python benchmarks/sampling.py --json benchmarks/results/sampling.json
-	$(BIN)/python benchmarks/concurrency.py --json benchmarks/results/concurrency.json
-	$(BIN)/python benchmarks/sharing.py --json benchmarks/results/sharing.json
-	$(BIN)/python benchmarks/training.py --json benchmarks/results/training.json
-	$(BIN)/python benchmarks/rl_step.py --json benchmarks/results/rl_step.json
-	$(BIN)/python benchmarks/speculation.py --json benchmarks/results/speculation.json
-	$(BIN)/python benchmarks/render.py
+bench: install $(SGLANG)/installed ## all benchmarks, peers where they are installed, and docs/benchmarks/
+	for name in service_overhead cluster_overhead cookbook_recipes concurrency sharing training \
+			rl_step speculation; do \
+		$(BIN)/python -m benchmarks.$$name --json benchmarks/results/$$name.json; done
+	for dtype in float32 bfloat16; do \
+		$(BIN)/python -m benchmarks.sampling --dtype $$dtype \
+			--json benchmarks/results/sampling-$$dtype.json; done
+	$(BIN)/python -m benchmarks.render
 
 # protoc 25: its code carries no runtime version check, so it serves protobuf 5, 6 and 7.
 proto: ## regenerate the protobuf module

@@ -6,11 +6,8 @@ inside the ranks in the same run; the rest of the wall time is the overhead. Log
 compared with transformers' first.
 """
 
-import argparse
 import asyncio
 import json
-import os
-import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
@@ -22,19 +19,21 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import numpy as np
-from report import Cell, Report, versions
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-from tests.cluster.cpu.serving import cluster_arguments  # noqa: E402
-from tests.cluster.cpu.tiny import write_model  # noqa: E402
-from tests.serving import Server, start_server  # noqa: E402
-from tinkercloud.cluster.backend import ClusterBackend  # noqa: E402
-from tinkercloud.config import load_config  # noqa: E402
-from tinkercloud.core.types import Datum, LoraSpec, TrainBatch  # noqa: E402
-from tinkercloud.wire import codec  # noqa: E402
+from benchmarks.lib.arguments import BenchmarkParser
+from benchmarks.lib.machine import versions
+from benchmarks.lib.processes import prepare_process
+from benchmarks.lib.report import Cell, Report, Target
+from benchmarks.lib.server import our_server
+from benchmarks.lib.timing import quantile
+from benchmarks.lib.tinker_http import JSON, PROTO, SDK_VERSION
+from tests.cluster.cpu.serving import cluster_arguments
+from tests.cluster.cpu.tiny import write_model
+from tests.serving import Server
+from tinkercloud.cluster.backend import ClusterBackend
+from tinkercloud.config import load_config
+from tinkercloud.core.types import Datum, LoraSpec, TrainBatch
+from tinkercloud.wire import codec
 
 MODEL, RANK = "tiny", 8
 SHAPES = ((1, 32), (8, 64), (64, 128))  # datums, tokens of each
@@ -44,7 +43,7 @@ COLUMNS = (
 )
 TARGET_MS = 10.0
 IDLE_S = 0.02
-PROTO = "application/x-protobuf"
+WARM_UPS = 3
 
 
 @dataclass(frozen=True)
@@ -60,14 +59,10 @@ class Row:
         return self.wall_ms - self.ranks_ms
 
     def cells(self) -> tuple[Cell, ...]:
-        def p(values: np.ndarray, q: float) -> float:
-            return round(float(np.quantile(values, q)), 2)
-
-        figures = (p(self.wall_ms, 0.5), p(self.ranks_ms, 0.5))
-        return (
-            *(self.through, self.datums, self.tokens, len(self.wall_ms), *figures),
-            *(p(self.overhead_ms, 0.5), p(self.overhead_ms, 0.99)),
-        )
+        medians = (round(quantile(times, 0.5), 2) for times in (self.wall_ms, self.ranks_ms))
+        overheads = (round(quantile(self.overhead_ms, share), 2) for share in (0.5, 0.99))
+        counts = (self.datums, self.tokens, len(self.wall_ms))
+        return (self.through, *counts, *medians, *overheads)
 
 
 def batch(datums: int, length: int) -> TrainBatch:
@@ -94,12 +89,12 @@ async def measured(
     repeats: int,
 ) -> Row:
     walls, ranks = [], []
-    for i in range(repeats + 3):
+    for i in range(repeats + WARM_UPS):
         before = await busy_ms()
-        begun = time.perf_counter()
+        start = time.perf_counter()
         await operation()
-        wall = 1e3 * (time.perf_counter() - begun)
-        if i >= 3:  # the first ones warm up
+        wall = 1e3 * (time.perf_counter() - start)
+        if i >= WARM_UPS:
             walls.append(wall)
             ranks.append(await busy_ms() - before)
     tokens = sum(len(datum.tokens) for datum in work.data)
@@ -176,52 +171,52 @@ def check(folder: Path, work: TrainBatch, logprobs: list[np.ndarray]) -> None:
     np.testing.assert_allclose(np.stack(logprobs), scores.numpy(), atol=1e-4)
 
 
-class Line:
-    """One connection, by the standard library: little of the client's own time in the figures."""
+class Connection:
+    """By the standard library: little of the client's own time is in the figures."""
 
     def __init__(self, server: Server):
         address = urlsplit(server.base_url)
         self._connection = HTTPConnection(str(address.hostname), address.port, timeout=300)
         self._key = server.api_key
 
-    def ask(self, method: str, path: str, body: bytes = b"", **headers: str) -> bytes:
-        """The answer's body; an answer that tells to ask again (408) is followed."""
-        sent = {"X-API-Key": self._key, "Content-Type": "application/json", **headers}
+    def send(self, method: str, path: str, body: bytes = b"", **headers: str) -> bytes:
+        """The answer's body; sent again while the answer is 408."""
+        headers = {"X-API-Key": self._key, "Content-Type": JSON, **headers}
         while True:
-            self._connection.request(method, path, body, sent)
+            self._connection.request(method, path, body, headers)
             answer = self._connection.getresponse()
-            told = answer.read()
+            content = answer.read()
             if answer.status != HTTPStatus.REQUEST_TIMEOUT:
                 break
-        assert answer.status == HTTPStatus.OK, told
-        if answer.headers["Content-Type"] == "application/json":
-            assert "error" not in json.loads(told), told
-        return told
+        assert answer.status == HTTPStatus.OK, content
+        if answer.headers["Content-Type"] == JSON:
+            assert "error" not in json.loads(content), content
+        return content
 
     def post(self, call: str, **body: object) -> dict[str, str]:
-        return json.loads(self.ask("POST", f"/api/v1/{call}", json.dumps(body).encode()))
+        return json.loads(self.send("POST", f"/api/v1/{call}", json.dumps(body).encode()))
 
-    def retrieve(self, request_id: str, accept: str = "application/json") -> bytes:
+    def retrieve(self, request_id: str, accept: str = JSON) -> bytes:
         body = {"request_id": request_id, "allow_metadata_only": False}
         path = "/api/v1/retrieve_future"
-        return self.ask("POST", path, json.dumps(body).encode(), Accept=accept)
+        return self.send("POST", path, json.dumps(body).encode(), Accept=accept)
 
 
 async def through_service(server: Server, repeats: int) -> list[Row]:
-    line = Line(server)
-    session = line.post("create_session", sdk_version="0.38.0", tags=[])
-    created = line.post(
+    connection = Connection(server)
+    session = connection.post("create_session", sdk_version=SDK_VERSION, tags=[])
+    created = connection.post(
         "create_model",
         session_id=session["session_id"],
         base_model=MODEL,
         model_seq_id=0,
         lora_config={"rank": RANK},
     )
-    model_id = json.loads(line.retrieve(created["request_id"]))["model_id"]
+    model_id = json.loads(connection.retrieve(created["request_id"]))["model_id"]
     numbers = count(1)
 
     async def busy_ms() -> float:
-        stats = json.loads(line.ask("GET", "/health"))["backend"]
+        stats = json.loads(connection.send("GET", "/health"))["backend"]
         return float(stats[f"{MODEL}: rank_busy_ms"])
 
     def forward_backward(work: TrainBatch) -> None:
@@ -232,8 +227,9 @@ async def through_service(server: Server, repeats: int) -> list[Row]:
             loss_fn="cross_entropy",
         )
         body = codec.encode_forward_backward_request(request)
-        told = line.ask("POST", "/api/v1/forward_backward", body, **{"Content-Type": PROTO})
-        result = line.retrieve(json.loads(told)["request_id"], PROTO)
+        path = "/api/v1/forward_backward"
+        future = json.loads(connection.send("POST", path, body, **{"Content-Type": PROTO}))
+        result = connection.retrieve(future["request_id"], PROTO)
         assert len(codec.decode_train_output(result).outputs) == len(work.data)
 
     rows = []
@@ -247,7 +243,7 @@ async def through_service(server: Server, repeats: int) -> list[Row]:
 
     async def empty_requests() -> None:
         for _ in range(2):  # a result takes two requests as well
-            line.ask("GET", "/api/v1/healthz")
+            connection.send("GET", "/api/v1/healthz")
 
     async def nothing() -> float:
         return 0.0
@@ -264,45 +260,41 @@ async def run(repeats: int) -> list[Row]:
         folder = write_model("llama", root / "model")
         rows = await through_ray(folder, root / "ray", repeats)
         flags = ("--model", f"{MODEL}={folder}", "--dtype", "float32")
-        with start_server(
-            *flags, *cluster_arguments(ranks=2, dp=2), data_dir=root / "service" / "data"
-        ) as server:
+        with our_server(*flags, *cluster_arguments(ranks=2, dp=2)) as server:
             rows += await through_service(server, repeats)
     return rows
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the result here")
-    parser.add_argument("--quick", action="store_true", help="a tenth of the operations")
-    given = parser.parse_args()
-    rows = asyncio.run(run(10 if given.quick else 100))
+def main() -> None:
+    parser = BenchmarkParser("cluster_overhead", __doc__, quick="a tenth of the operations")
+    options = parser.parse_args()
+    prepare_process()
+    rows = asyncio.run(run(10 if options.quick else 100))
     report = Report(
         title="Cluster overhead",
         about=ABOUT,
-        command="python benchmarks/cluster_overhead.py" + (" --quick" if given.quick else ""),
+        command=parser.command(options),
         columns=COLUMNS,
         rows=[row.cells() for row in rows],
         versions=versions("tinkercloud", "ray", "megatron-core", "torch", "transformers"),
         targets=[target(row) for row in rows if row.datums],
     )
-    report.publish(given.json, " ms")
-    return 0
+    report.publish(options.json)
 
 
-def target(row: Row) -> dict[str, Cell]:
-    value = round(float(np.median(row.overhead_ms)), 2)
+def target(row: Row) -> Target:
+    median_ms = round(quantile(row.overhead_ms, 0.5), 2)
     name = f"{row.through}, {row.datums} datums: overhead p50"
-    return {"name": name, "value": value, "target": f"< {TARGET_MS:g} ms", "met": value < TARGET_MS}
+    return Target(name, median_ms, f"< {TARGET_MS:g} ms", median_ms < TARGET_MS)
 
 
 ABOUT = """\
 A tiny Llama on two data-parallel Megatron ranks over gloo, each an actor of a Ray on the same
 machine; forward_backward one at a time. *ranks* is the slower rank's own time, measured inside it;
-the overhead is all the rest of the wall time: the batch on its way to the ranks, the calls, the
-answers, and for the second half HTTP, SQLite and protobuf on both sides. Ranks, server and client
+the overhead is the rest of the wall time: the batch on its way to the ranks, the calls, the
+results, and for the second half HTTP, SQLite and protobuf on both sides. Ranks, server and client
 share the cores. Baselines of the same run, which no overhead can be below: two actors of Ray that
 wait 20 ms and compute nothing, and two HTTP requests that do nothing."""
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

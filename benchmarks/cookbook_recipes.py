@@ -5,7 +5,6 @@ as the process that its documentation starts. What they check is in tests/e2e; h
 The baseline is the same command asked for its `--help`: Python, the imports, and no work.
 """
 
-import argparse
 import os
 import subprocess
 import sys
@@ -15,37 +14,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from report import Report, versions
-from smollm2 import weights
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tests.e2e.hub import MODEL, build_hub  # noqa: E402
-from tests.e2e.recipes import RECIPES, Recipe, RecipeFailed, run_recipe  # noqa: E402
-from tests.serving import Server, start_server  # noqa: E402
-from tinkercloud.weights.tokenizer import ensure_tokenizer_folder  # noqa: E402
+from benchmarks.lib.arguments import BenchmarkParser
+from benchmarks.lib.machine import versions
+from benchmarks.lib.processes import prepare_process
+from benchmarks.lib.report import Cell, Report
+from benchmarks.lib.server import our_server
+from benchmarks.lib.smollm2 import weights
+from tests.e2e.hub import MODEL, build_hub
+from tests.e2e.recipes import RECIPES, Recipe, RecipeFailed, run_recipe
+from tests.serving import Server
+from tinkercloud.weights.tokenizer import ensure_tokenizer_folder
 
 LIMIT_S = 1800.0
 WELL = "well"
 COLUMNS = (
-    "recipe",
-    "steps",
-    "wall s",
-    "imports s (baseline)",
-    "s per step",
-    "load before",
-    "ended",
+    *("recipe", "steps", "wall s", "imports s (baseline)", "s per step", "load before", "ended"),
 )
-
-
-ABOUT = """\
-The official `tinker-cookbook` recipes, unmodified, against one server with SmolLM2-135M-Instruct in
-float32, each in the small setting of `tests/e2e/recipes.py`, one after another. Wall time is from
-the command to its exit and includes the baseline: the same command asked for its help, which only
-imports. Seconds per step are all that is not baseline, sampling and checkpoints too, divided by the
-steps. Load is the machine's one-minute load average when the recipe began; it counts the recipe
-before it, and other work on the machine."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +40,7 @@ class Row:
     load: float
     ended: str
 
-    def cells(self) -> tuple[str | int | float, ...]:
+    def cells(self) -> tuple[Cell, ...]:
         per_step = (self.wall_s - self.imports_s) / self.recipe.num_steps
         times = (round(self.wall_s, 1), round(self.imports_s, 1), round(per_step, 1))
         return (self.recipe.title, self.recipe.num_steps, *times, round(self.load, 1), self.ended)
@@ -66,12 +50,12 @@ def measure(recipe: Recipe, hub: Path, server: Server) -> Row:
     """One recipe; one that fails has a row too, with the time until it failed."""
     load = os.getloadavg()[0]
     imports_s = import_time(recipe, hub, server)
-    began = time.perf_counter()
+    start = time.perf_counter()
     try:
         run = run_recipe(recipe, hub, server.sdk_environment, LIMIT_S)
     except RecipeFailed as failure:
         print(failure, file=sys.stderr)
-        wall_s = time.perf_counter() - began
+        wall_s = time.perf_counter() - start
         return Row(recipe, wall_s, imports_s, load, "failed")
     return Row(recipe, run.wall_s, imports_s, load, WELL)
 
@@ -80,11 +64,11 @@ def import_time(recipe: Recipe, hub: Path, server: Server) -> float:
     """Seconds until the recipe could say how it is called."""
     command = [*recipe.command(hub / "unused")[:3], "--help"]
     environment = {**os.environ, **server.sdk_environment}
-    began = time.perf_counter()
-    done = subprocess.run(command, cwd=hub, env=environment, capture_output=True, check=False)
-    seconds = time.perf_counter() - began
-    # chz ends with status 1 after its help: what it said tells more.
-    assert b"model_name" in done.stdout + done.stderr, done.stderr.decode()
+    start = time.perf_counter()
+    process = subprocess.run(command, cwd=hub, env=environment, capture_output=True, check=False)
+    seconds = time.perf_counter() - start
+    # chz ends with status 1 after its help: its output tells more.
+    assert b"model_name" in process.stdout + process.stderr, process.stderr.decode()
     return seconds
 
 
@@ -96,39 +80,40 @@ def run_all(recipes: Sequence[Recipe]) -> list[Row]:
         assert tokenizer is not None
         hub = build_hub(root / "hub", tokenizer)
         served = ("--model", f"{MODEL}={gguf}", "--dtype", "float32")
-        with start_server(*served, data_dir=root / "data") as server:
+        with our_server(*served) as server:
             for recipe in recipes:
                 rows.append(measure(recipe, hub, server))
                 print(*rows[-1].cells(), sep="\t", flush=True)
     return rows
 
 
-def report(rows: Sequence[Row]) -> Report:
-    return Report(
+def main() -> int:
+    parser = BenchmarkParser("cookbook_recipes", __doc__)
+    parser.add_argument("recipes", nargs="*", metavar="RECIPE", help=", ".join(RECIPES))
+    options = parser.parse_args()
+    if unknown := set(options.recipes) - set(RECIPES):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    prepare_process()
+    rows = run_all([RECIPES[name] for name in options.recipes or RECIPES])
+    report = Report(
         title="Stock cookbook recipes",
         about=ABOUT,
-        command="python benchmarks/cookbook_recipes.py",
+        command=parser.command(options),
         columns=COLUMNS,
         rows=[row.cells() for row in rows],
         versions=versions("tinker", "tinker-cookbook", "torch", "transformers"),
     )
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("recipes", nargs="*", metavar="RECIPE", help=", ".join(RECIPES))
-    parser.add_argument("--json", type=Path, help="write the result here")
-    arguments = parser.parse_args()
-    if unknown := set(arguments.recipes) - set(RECIPES):
-        parser.error(f"unknown: {', '.join(sorted(unknown))}")
-    chosen = [RECIPES[name] for name in arguments.recipes or RECIPES]
-    rows = run_all(chosen)
-    result = report(rows)
-    print(result.table())
-    if arguments.json:
-        result.write(arguments.json)
+    report.publish(options.json)
     return 1 if any(row.ended != WELL for row in rows) else 0
 
+
+ABOUT = """\
+The official `tinker-cookbook` recipes, unmodified, against one server with SmolLM2-135M-Instruct in
+float32, each in the small setting of `tests/e2e/recipes.py`, one after another. Wall time is from
+the command to its exit and includes the baseline: the same command asked for its help, which only
+imports. Seconds per step are all that is not baseline, sampling and checkpoints too, divided by the
+steps. Load is the machine's one-minute load average when the recipe began; it counts the recipe
+before it, and other work on the machine."""
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -5,9 +5,7 @@ and losses are compared with transformers' and with the plain path before a spee
 device's limits are measured in the same run. Without a GPU it says so and measures nothing.
 """
 
-import argparse
 import math
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,13 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from limits import best_s
-from report import Cell, Report, machine, versions
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from gpu_work import (  # noqa: E402
+from benchmarks.gpu_work import (
     RANK,
     SHAPES,
     TINY,
@@ -35,12 +28,15 @@ from gpu_work import (  # noqa: E402
     train_call,
     version,
 )
-from lane_trace import traced  # noqa: E402
-
-from tinkercloud.architectures.config import ArchitectureConfig  # noqa: E402
-from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS  # noqa: E402
-from tinkercloud.embedded.forward.runners import TorchRunner  # noqa: E402
-from tinkercloud.embedded.model.base_model import BaseModel  # noqa: E402
+from benchmarks.lib.arguments import BenchmarkParser
+from benchmarks.lib.machine import machine, versions
+from benchmarks.lib.report import Cell, Report, Target, about
+from benchmarks.lib.timing import best_s
+from benchmarks.stream_trace import traced
+from tinkercloud.architectures.config import ArchitectureConfig
+from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS
+from tinkercloud.embedded.forward.runners import TorchRunner
+from tinkercloud.embedded.model.base_model import BaseModel
 
 COLUMNS = ("shape", "work", "sequences", "tokens/s", "ms a step", "forward ms", "of the limit")
 DECODE_TARGET, TRAINING_TARGET = 0.70, 0.45
@@ -96,11 +92,11 @@ def peak(plan: Plan) -> Peak:
     read = max(ones.nbytes / best_s(way, 0.5) for way in ways)
     size = plan.matrix
     left, right = (torch.randn(size, size, device=plan.device).to(plan.dtype) for _ in range(2))
-    took = best_s(lambda: (torch.mm(left, right.T), plan.sync()), 1.0)
-    return Peak(read / 1e9, 2 * size**3 / took / 1e9)
+    product_s = best_s(lambda: (torch.mm(left, right.T), plan.sync()), 1.0)
+    return Peak(read / 1e9, 2 * size**3 / product_s / 1e9)
 
 
-# ---- what is right comes first
+# ---- correctness comes first
 
 
 def check(name: str, config: ArchitectureConfig, plan: Plan) -> list[str]:
@@ -112,12 +108,12 @@ def check(name: str, config: ArchitectureConfig, plan: Plan) -> list[str]:
     del base
     base = random_base(name, cut, plan.dtype, plan.device)
     for adapter in (False, True):
-        own = version(base, adapter=adapter)
-        found = []
+        weights, logits = version(base, adapter=adapter), []
         for runner in (graph_runner(plan.device), TorchRunner()):
             with torch.inference_mode():
-                found.append(Decoding(own, runner, 3, plan.context, BLOCK_TOKENS).logits().float())
-        off = float((found[0] - found[1]).abs().max() / found[1].abs().max())
+                work = Decoding(weights, runner, 3, plan.context, BLOCK_TOKENS)
+                logits.append(work.logits().float())
+        off = float((logits[0] - logits[1]).abs().max() / logits[1].abs().max())
         if not off <= LOGIT_TOLERANCE[plan.dtype]:
             faults.append(f"{name}, adapter {adapter}: logits differ by {off:.2g} of the largest")
     return faults
@@ -162,39 +158,40 @@ def against_transformers(base: BaseModel, plan: Plan) -> list[str]:
 def decode_rows(base: BaseModel, plan: Plan, limits: Peak) -> Iterator[list[Cell]]:
     for num_seqs in plan.at_once:
         for path in (GRAPHS, ADAPTER, EAGER):
-            own = version(base, adapter=path == ADAPTER)
+            weights = version(base, adapter=path == ADAPTER)
             runner = TorchRunner() if path == EAGER else graph_runner(plan.device)
             steps = plan.num_steps if path != EAGER else max(4, plan.num_steps // 8)
-            work = Decoding(own, runner, num_seqs, plan.context, steps + 3)
+            work = Decoding(weights, runner, num_seqs, plan.context, steps + 3)
             for _ in range(3):  # compiles and captures
                 work.step()
             work.forward_s = 0.0
             plan.sync()
-            begun = time.perf_counter()
+            start = time.perf_counter()
             for _ in range(steps):
                 work.step()
-            took, forward = (time.perf_counter() - begun) / steps, work.forward_s / steps
-            least = step_bytes(own, num_seqs, plan.context + steps // 2) / limits.read_gb_s / 1e9
-            figures = (num_seqs / took, took * 1000, forward * 1000, least / took)
+            step_s, forward_s = (time.perf_counter() - start) / steps, work.forward_s / steps
+            least_bytes = step_bytes(weights, num_seqs, plan.context + steps // 2)
+            share = least_bytes / limits.read_gb_s / 1e9 / step_s
+            figures = (num_seqs / step_s, step_s * 1000, forward_s * 1000, share)
             yield [base.name, f"decode, {path}", num_seqs, *figures]
 
 
 def training_row(base: BaseModel, plan: Plan, limits: Peak) -> list[Cell]:
     num, length = plan.train[base.name]
     tokens = np.random.default_rng(5).integers(0, base.config.vocab_size, (num, length + 1))
-    loss, took = train_call(base, list(tokens))
+    loss, step_s = train_call(base, list(tokens))
     if not math.isclose(loss / num / length, math.log(base.config.vocab_size), rel_tol=0.3):
         raise SystemExit(f"{base.name}: a loss of {loss / num / length:.2f} a token is not right")
-    speed = num * length / took
+    speed = num * length / step_s
     share = speed * flop_per_token(base.config) / limits.gflop_s / 1e9
-    return [base.name, f"training, LoRA {RANK}", num, speed, took * 1000, 0.0, share]
+    return [base.name, f"training, LoRA {RANK}", num, speed, step_s * 1000, 0.0, share]
 
 
 # ---- the report
 
 
-def measured(plan: Plan) -> Report:
-    limits, rows, started = peak(plan), [], time.perf_counter()
+def measured(plan: Plan, command: str) -> Report:
+    limits, rows, start = peak(plan), [], time.perf_counter()
     for name, config in plan.shapes.items():
         faults = check(name, config, plan)
         if faults:
@@ -204,14 +201,17 @@ def measured(plan: Plan) -> Report:
         if name in plan.train:
             rows.append(training_row(base, plan, limits))
         del base
-    about = ABOUT.format(
-        read=limits.read_gb_s, rate=limits.gflop_s / 1000, dtype=str(plan.dtype)[6:],
-        context=plan.context, seconds=time.perf_counter() - started,
-    )  # fmt: skip
+    text = ABOUT.format(
+        read=limits.read_gb_s,
+        rate=limits.gflop_s / 1000,
+        dtype=str(plan.dtype).removeprefix("torch."),
+        context=plan.context,
+        seconds=time.perf_counter() - start,
+    )
     return Report(
         title="One GPU",
-        about=about,
-        command="python benchmarks/gpu.py",
+        about=about(text),
+        command=command,
         columns=COLUMNS,
         rows=rows,
         versions=versions("tinkercloud", "torch", "triton", "transformers"),
@@ -221,48 +221,49 @@ def measured(plan: Plan) -> Report:
 
 
 def processor(device: torch.device) -> str:
-    own = str(machine()["processor"])
-    return f"{torch.cuda.get_device_name(device)}, {own}" if device.type == "cuda" else own
+    host = str(machine()["processor"])
+    return f"{torch.cuda.get_device_name(device)}, {host}" if device.type == "cuda" else host
 
 
-def targets(rows: Sequence[Sequence[Cell]]) -> Iterator[dict[str, Cell]]:
+def targets(rows: Sequence[Sequence[Cell]]) -> Iterator[Target]:
     for row in rows:
         name, work, num_seqs, share = row[0], str(row[1]), row[2], float(row[-1])
         if work == f"decode, {GRAPHS}" and num_seqs == 1 and name != "Qwen3-0.6B":
-            yield target(f"{name}: decoding alone, of the read bandwidth", share, DECODE_TARGET)
+            title = f"{name}: decoding alone, of the read bandwidth"
+            yield Target.at_least(title, share, DECODE_TARGET, digits=3)
         if work.startswith("training"):
-            yield target(f"{name}: training, of the matrix throughput", share, TRAINING_TARGET)
+            title = f"{name}: training, of the matrix throughput"
+            yield Target.at_least(title, share, TRAINING_TARGET, digits=3)
 
 
-def target(name: str, share: float, wanted: float) -> dict[str, Cell]:
-    met = share >= wanted
-    return {"name": name, "value": round(share, 3), "target": f">= {wanted:g}", "met": met}
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the result here")
-    parser.add_argument("--quick", action="store_true", help="one sequence, one training shape")
+def make_parser() -> BenchmarkParser:
+    parser = BenchmarkParser("gpu", __doc__, quick="one sequence, one training shape")
     parser.add_argument(
-        "--trace", type=Path, metavar="FILE",
-        help="measure no speed: write a trace of prompts that are read beside decoding",
-    )  # fmt: skip
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="measure no speed: write a trace of prefill and decoding at once",
+    )
     parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda",
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
         help="cpu: tiny shapes, only to see that this script runs",
-    )  # fmt: skip
-    given = parser.parse_args()
-    if given.device == "cuda" and not torch.cuda.is_available():
+    )
+    return parser
+
+
+def main() -> None:
+    parser = make_parser()
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
         print("there is no CUDA device here: nothing is measured")
-        return 0
-    plan = Plan.of(torch.device(given.device), given.quick)
-    if given.trace is not None:
-        print("\n".join(traced(plan.device, plan.dtype, given.trace)))
-        return 0
-    report = measured(plan)
-    print(f"{report.about}\n")
-    report.publish(given.json)
-    return 0
+        return
+    plan = Plan.of(torch.device(options.device), options.quick)
+    if options.trace is not None:
+        print("\n".join(traced(plan.device, plan.dtype, options.trace)))
+        return
+    measured(plan, parser.command(options)).publish(options.json)
 
 
 ABOUT = """\
@@ -277,4 +278,4 @@ measured in this run, of {seconds:.0f} s. A training step is a forward_backward 
 step, the second of two."""
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

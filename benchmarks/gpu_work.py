@@ -1,31 +1,26 @@
 """What benchmarks/gpu.py runs: networks of random weights, growing sequences, training calls."""
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tinkercloud.architectures import load_architecture  # noqa: E402
-from tinkercloud.architectures.config import ArchitectureConfig, from_hf  # noqa: E402
-from tinkercloud.core.types import AdamParams, Datum, LoraSpec, TrainBatch  # noqa: E402
-from tinkercloud.decoding import device_scan  # noqa: E402
-from tinkercloud.decoding.sampler import RowParams, sample  # noqa: E402
-from tinkercloud.embedded.forward.decode_graphs import CudaCapture, DrawGraphs  # noqa: E402
-from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool, blocks_for  # noqa: E402
-from tinkercloud.embedded.forward.runners import Batch, GraphRunner, Runner  # noqa: E402
-from tinkercloud.embedded.model.base_model import BaseModel  # noqa: E402
-from tinkercloud.embedded.model.version import Version  # noqa: E402
-from tinkercloud.embedded.training.micro_batches import Limits  # noqa: E402
-from tinkercloud.embedded.training.queue import run_alone  # noqa: E402
-from tinkercloud.embedded.training.trainable_model import TrainableModel  # noqa: E402
-from tinkercloud.weights.adapters import fresh_adapter  # noqa: E402
+from tinkercloud.architectures import load_architecture
+from tinkercloud.architectures.config import ArchitectureConfig, from_hf
+from tinkercloud.core.types import AdamParams, Datum, LoraSpec, SamplingParams, TrainBatch
+from tinkercloud.decoding import device_scan
+from tinkercloud.decoding.sampler import RowParams, sample
+from tinkercloud.embedded.forward.decode_graphs import CudaCapture, DrawGraphs
+from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool, blocks_for
+from tinkercloud.embedded.forward.runners import Batch, GraphRunner, Runner
+from tinkercloud.embedded.model.base_model import BaseModel
+from tinkercloud.embedded.model.version import Version
+from tinkercloud.embedded.training.micro_batches import Limits
+from tinkercloud.embedded.training.queue import run_alone
+from tinkercloud.embedded.training.trainable_model import TrainableModel
+from tinkercloud.weights.adapters import fresh_adapter
 
 RANK = 32
 
@@ -38,11 +33,12 @@ def synchronize(device: torch.device) -> None:
 def qwen3(hidden: int, layers: int, heads: int, inner: int, *, tied: bool) -> ArchitectureConfig:
     sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": inner}
     heads_of = {"num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128}
-    rest = {"vocab_size": 151936, "rope_theta": 1e6, "max_position_embeddings": 40960}
+    shared = {"vocab_size": 151936, "rope_theta": 1e6, "max_position_embeddings": 40960}
     return from_hf(
-        {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": tied, **sizes}
+        {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": tied}
+        | sizes
         | heads_of
-        | rest
+        | shared
     )
 
 
@@ -90,15 +86,17 @@ def graph_runner(device: torch.device) -> GraphRunner:
 class Decoding:
     """Sequences of random keys and values that grow by a token a step."""
 
-    def __init__(self, own: Version, runner: Runner, num_seqs: int, context: int, num_steps: int):
-        base, each = own.base, blocks_for(context + num_steps)
-        self.runner, self._version, self._num_seqs = runner, own, num_seqs
-        self._pool = BlockPool(base.config, base.dtype, base.device, num_seqs * each + 1)
+    def __init__(
+        self, version: Version, runner: Runner, num_seqs: int, context: int, num_steps: int
+    ):
+        base, num_blocks = version.base, blocks_for(context + num_steps)
+        self.runner, self._version, self._num_seqs = runner, version, num_seqs
+        self._pool = BlockPool(base.config, base.dtype, base.device, num_seqs * num_blocks + 1)
         for tensor in (*self._pool.keys, *self._pool.values):
             tensor.normal_(generator=torch.Generator(base.device).manual_seed(2))
-        taken = self._pool.take(num_seqs * each)
-        assert taken is not None
-        self._tables = np.array(taken, np.int32).reshape(num_seqs, each)
+        blocks = self._pool.take(num_seqs * num_blocks)
+        assert blocks is not None
+        self._tables = np.array(blocks, np.int32).reshape(num_seqs, num_blocks)
         self._tokens, self._at = np.arange(num_seqs, dtype=np.int64), context
         self.forward_s = 0.0
 
@@ -107,17 +105,17 @@ class Decoding:
         positions = np.full(len(rows), self._at - 1, np.int32)
         tables = self._tables[:, : blocks_for(self._at)]
         sequence = rows.astype(np.int32)
-        own = [(self._version, len(rows))]
-        batch = Batch(self._tokens, positions, sequence, tables, own, rows)
+        versions = [(self._version, len(rows))]
+        batch = Batch(self._tokens, positions, sequence, tables, versions, rows)
         return self.runner.forward(batch, self._pool)
 
     @torch.inference_mode()
     def step(self) -> None:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         logits = self.logits()
         synchronize(logits.device)
-        self.forward_s += time.perf_counter() - begun
-        params = [RowParams(1.0, -1, 1.0, i, 0, self._at) for i in range(self._num_seqs)]
+        self.forward_s += time.perf_counter() - start
+        params = [RowParams(SamplingParams(None, i), 0, self._at) for i in range(self._num_seqs)]
         drawn = sample(logits, params, self.runner.scan or device_scan.scan)
         self._tokens = drawn.tokens.numpy()
 
@@ -127,21 +125,21 @@ def decoded(base: BaseModel, tokens: np.ndarray) -> torch.Tensor:
     """Logits (V,) after all tokens: a prompt, then the last one as a decode step."""
     pool = BlockPool(base.config, base.dtype, base.device, blocks_for(len(tokens)) + 1)
     tables = np.array([pool.take(blocks_for(len(tokens)))], np.int32)
-    runner, own = graph_runner(base.device), version(base, adapter=False)
+    runner, plain = graph_runner(base.device), version(base, adapter=False)
     for rows in (np.arange(len(tokens) - 1), np.array([len(tokens) - 1])):
         zeros, last = np.zeros(len(rows), np.int32), np.array([len(rows) - 1])
-        positions, versions_of = rows.astype(np.int32), [(own, len(rows))]
+        positions, versions_of = rows.astype(np.int32), [(plain, len(rows))]
         batch = Batch(tokens[rows], positions, zeros, tables, versions_of, last)
         logits = runner.forward(batch, pool)
     return logits[0]
 
 
-def step_bytes(own: Version, num_seqs: int, context: int) -> int:
+def step_bytes(version: Version, num_seqs: int, context: int) -> int:
     """What a step must read at least: every matrix once, the keys and values of every sequence."""
-    base, config = own.base, own.base.config
+    base, config = version.base, version.base.config
     matrices = sum(base.weights[name].nbytes for name in config.linear_shapes())
-    if own.adapter is not None:
-        matrices += sum(a.nbytes + b.nbytes for a, b in own.adapter.values())
+    if version.adapter is not None:
+        matrices += sum(a.nbytes + b.nbytes for a, b in version.adapter.values())
     per_token = BlockPool.bytes_per_block(config, base.dtype) // BLOCK_TOKENS
     return matrices + num_seqs * context * per_token
 
@@ -157,10 +155,10 @@ def train_call(base: BaseModel, rows: Sequence[np.ndarray]) -> tuple[float, floa
     memory = 2**33
     if base.device.type == "cuda":
         memory = torch.cuda.mem_get_info()[0] // 2
-    losses, took = [], 0.0
+    losses, step_s = [], 0.0
     for _ in range(2):
         synchronize(base.device)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         run = run_alone(model, TrainBatch(data, "cross_entropy"), Limits(tokens, memory))
         while True:
             try:
@@ -170,8 +168,8 @@ def train_call(base: BaseModel, rows: Sequence[np.ndarray]) -> tuple[float, floa
                 break
         model.optim_step(AdamParams(learning_rate=1e-4))
         synchronize(base.device)
-        took = time.perf_counter() - begun
-    return losses[0], took
+        step_s = time.perf_counter() - start
+    return losses[0], step_s
 
 
 def datum(tokens: np.ndarray) -> Datum:

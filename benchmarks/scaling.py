@@ -3,7 +3,7 @@
 Plans come from the planner; times from the formulas below and the assumed machine. Nothing here is
 measured.
 
-    python benchmarks/scaling.py
+    python -m benchmarks.scaling
 """
 
 import json
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 
+from benchmarks.lib.machine import ROOT
 from tinkercloud.core import memory_estimate as memory
 from tinkercloud.core.model_shape import ModelShape
 from tinkercloud.core.model_table import read_shape
@@ -19,7 +20,6 @@ from tinkercloud.core.plan import GIB, ClusterShape, Plan, Wishes
 from tinkercloud.core.slime_builder import SlimeArgumentBuilder
 from tinkercloud.errors import PlanRefused
 
-ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "scaling.md"
 PICTURE = ROOT / "docs" / "scaling.png"
 CONFIGS = ROOT / "tests" / "core" / "configs"
@@ -80,13 +80,13 @@ def step(shape: ModelShape, plan: Plan) -> Step:
     tensor, context, experts = (
         stage * each for each in _layer_seconds(shape, plan, recompute=recompute)
     )
-    one = compute + tensor + context + experts
+    micro_batch = compute + tensor + context + experts
     return Step(
         compute=rounds * compute,
         tensor=rounds * tensor,
         context=rounds * context,
         experts=rounds * experts,
-        bubble=(lay.pp - 1) * one,
+        bubble=(lay.pp - 1) * micro_batch,
         gradients=_gradient_seconds(shape, plan),
         publish=_publish_seconds(shape, plan),
         flops=SEQUENCES * model_flops(shape, lora=lora, recompute=False),
@@ -118,11 +118,18 @@ def _gradient_seconds(shape: ModelShape, plan: Plan) -> float:
     copies = lay.dp * lay.cp
     stage = memory.stages(shape, lay.pp)[0]
     if plan.lora_rank is None:
-        held, each = sum(memory.stage_parameters(shape, lay, stage)), 4 + 2
+        weights, weight_bytes = sum(memory.stage_parameters(shape, lay, stage)), 4 + 2
     else:
-        held, each = sum(memory.stage_adapters(shape, lay, plan.lora_rank, stage)), 4 + 4
+        weights = sum(memory.stage_adapters(shape, lay, plan.lora_rank, stage))
+        weight_bytes = 4 + 4
     inside = lay.tp * copies <= plan.cluster.gpus_per_node
-    return each * held * (copies - 1) / copies / (NVLINK_BYTES_S if inside else NETWORK_BYTES_S)
+    return (
+        weight_bytes
+        * weights
+        * (copies - 1)
+        / copies
+        / (NVLINK_BYTES_S if inside else NETWORK_BYTES_S)
+    )
 
 
 def _publish_seconds(shape: ModelShape, plan: Plan) -> float:
@@ -187,7 +194,7 @@ assumptions below, and where the limits would be. Expect orders, not percents.
 - FLOPs of a token: 2 for each active weight forward; backward 4, or 2 where weights are frozen
   (LoRA); 2 more with recomputation; causal attention on top.
 - A pipeline idles for (pp - 1) micro-batches. Optimizer arithmetic, data loading, Ray and HTTP
-  count nothing; [benchmarks.md](benchmarks.md) measures what of that can be measured on a CPU.
+  count nothing; [the benchmarks](benchmarks/README.md) measure what of that a CPU can show.
 - Sampling time is not modelled: it depends on the lengths of what is sampled. *Publish* is the time
   to bring new weights to engines on the same GPUs: adapters where engines take them, else all
   weights.
@@ -199,10 +206,10 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def render(found: list[Case]) -> str:
+def render(rows: list[Case]) -> str:
     lines = [HEAD, "## Steps", "", _row(COLUMNS), _row(["---"] * len(COLUMNS))]
-    lines += [_row(_cells(case)) for case in found]
-    refused = [case for case in found if case.plan is None]
+    lines += [_row(_cells(case)) for case in rows]
+    refused = [case for case in rows if case.plan is None]
     if refused:
         lines += ["", "No plan, by the planner's words:", ""]
         lines += [f"- {c.model}, {c.gpus} GPUs, {_trains(c)}: {c.refusal}" for c in refused]
@@ -258,7 +265,7 @@ def _cells(case: Case) -> list[str]:
     ]
 
 
-def draw(found: list[Case], target: Path) -> None:
+def draw(rows: list[Case], target: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -267,32 +274,32 @@ def draw(found: list[Case], target: Path) -> None:
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
     for number, label in enumerate(MODELS):
         for full in (False, True):
-            own = [c for c in found if c.model == label and c.full == full and c.plan and c.step]
+            lines = [c for c in rows if c.model == label and c.full == full and c.plan and c.step]
             style = {"color": f"C{number}", "linestyle": "-" if full else "--", "marker": "o"}
             name = f"{label}, {'all weights' if full else 'LoRA'}"
-            gpus = [case.gpus for case in own]
-            axes[0].plot(gpus, [c.step.total for c in own if c.step], label=name, **style)
-            peaks = [c.plan.phases[0].total / GIB for c in own if c.plan]
+            gpus = [case.gpus for case in lines]
+            axes[0].plot(gpus, [c.step.total for c in lines if c.step], label=name, **style)
+            peaks = [c.plan.phases[0].total / GIB for c in lines if c.plan]
             axes[1].plot(gpus, peaks, label=name, **style)
     axes[0].set(yscale="log", ylabel="seconds", title="One step of 4 Mi tokens (model)")
     axes[1].axhline(80, color="gray", linewidth=1)
     axes[1].text(8, 81, "80 GiB", color="gray", va="bottom")
     axes[1].set(ylim=(0, 90), ylabel="GiB", title="Fullest GPU while it trains (estimate)")
-    for one in axes:
-        one.set(xscale="log", xlabel="GPUs (H100, assumed)", xticks=GPUS)
-        one.set_xticks(GPUS, [str(number) for number in GPUS])
-        one.minorticks_off()
-        one.grid(alpha=0.3)
+    for plot in axes:
+        plot.set(xscale="log", xlabel="GPUs (H100, assumed)", xticks=GPUS)
+        plot.set_xticks(GPUS, [str(number) for number in GPUS])
+        plot.minorticks_off()
+        plot.grid(alpha=0.3)
     axes[0].legend(fontsize=8)
     figure.savefig(target, dpi=110, metadata={"Software": None})
     pyplot.close(figure)
 
 
 def main() -> None:
-    found = list(cases())
-    TARGET.write_text(render(found), encoding="utf-8")
-    draw(found, PICTURE)
-    print(f"{TARGET.relative_to(ROOT)}, {PICTURE.relative_to(ROOT)}: {len(found)} cases")
+    rows = list(cases())
+    TARGET.write_text(render(rows), encoding="utf-8")
+    draw(rows, PICTURE)
+    print(f"{TARGET.relative_to(ROOT)}, {PICTURE.relative_to(ROOT)}: {len(rows)} cases")
 
 
 if __name__ == "__main__":

@@ -1,41 +1,47 @@
-"""Training speed and memory: forward_backward and optim_step of LoRA on SmolLM2, beside peers.
+"""Training speed and memory: forward_backward and optim_step of LoRA on SmolLM2, ours and peers'.
 
 Every contender trains an adapter of rank 32 from the same start on the same tokens, in a process of
 its own, with all cores. Losses and trained weights are compared before any speed is reported.
 """
 
 import argparse
-import json
 import shlex
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from limits import matrix_gflop_s, native_bfloat16
-from report import Cell, Report, versions
-from smollm2 import weights
 
-ROOT = Path(__file__).resolve().parent.parent
-PEERS = ROOT / "benchmarks" / "peers"
-sys.path.insert(0, str(ROOT))
-
-from peers.sampling_common import (  # noqa: E402
+from benchmarks.lib.arguments import BenchmarkParser
+from benchmarks.lib.limits import native_bfloat16, products
+from benchmarks.lib.machine import versions
+from benchmarks.lib.peers import (
+    LimitReached,
+    Script,
+    ScriptFailed,
     Unavailable,
-    peer_environment,
     python_of,
-    version_of,
+    versions_of,
 )
-from peers.training_common import Job, ragged, tokens_of  # noqa: E402
-from peers.training_start import Start, prepare  # noqa: E402
+from benchmarks.lib.processes import prepare_process
+from benchmarks.lib.report import Cell, Report, Target, about
+from benchmarks.lib.smollm2 import weights
+from benchmarks.lib.timing import alternating
+from benchmarks.peers.training_common import Job
+from benchmarks.peers.training_start import Start, prepare
+from tinkercloud.embedded.model.device import usable_cores
+from tinkercloud.weights.huggingface import ensure_hf_folder
 
-from tinkercloud.embedded.model.device import usable_cores  # noqa: E402
-from tinkercloud.weights.huggingface import ensure_hf_folder  # noqa: E402
+
+def ragged(num: int, longest: int, seed: int) -> list[int]:
+    """Lengths as an RL batch has them: many short, few long."""
+    generator = np.random.default_rng(seed)
+    return (longest * (0.1 + 0.9 * generator.beta(1.2, 2.5, num))).astype(int).tolist()
+
 
 LEARNING_RATE = 1e-4
 SHAPES: Mapping[str, Sequence[int]] = {
@@ -48,11 +54,11 @@ QUICK: Mapping[str, Sequence[int]] = {"ragged 8 x <= 96": ragged(8, 96, seed=0)}
 
 @dataclass(frozen=True)
 class Contender:
-    """script: in peers/. unembedding: whether its adapter is on that too. environment: whose
+    """module: in peers/. unembedding: whether its adapter is on that too. environment: whose
     interpreter runs it, below --peers; "" is ours. own_start: it draws its adapter itself. dtypes:
     of the frozen weights, that it is measured in."""
 
-    script: str
+    module: str
     variant: str = ""
     unembedding: bool = True
     environment: str = ""
@@ -65,13 +71,13 @@ OURS, OURS_NARROW = "Tinkercloud", "Tinkercloud, no unembedding"
 PLAIN, BEST, LEAN = "PEFT, padded", "PEFT, best", "PEFT, checkpoints"
 TRL, SKYRL = "TRL, packed", "SkyRL tinker"
 CONTENDERS = {
-    OURS: Contender("training_tinkercloud.py", dtypes=DTYPES),
-    PLAIN: Contender("training_peft.py", "plain", dtypes=DTYPES),
-    BEST: Contender("training_peft.py", "best", dtypes=DTYPES),
-    LEAN: Contender("training_peft.py", "lean"),
-    OURS_NARROW: Contender("training_tinkercloud.py", "no unembedding", unembedding=False),
-    TRL: Contender("training_trl.py", unembedding=False, environment="trl"),
-    SKYRL: Contender("training_skyrl.py", unembedding=False, own_start=True),
+    OURS: Contender("training_tinkercloud", dtypes=DTYPES),
+    PLAIN: Contender("training_peft", "plain", dtypes=DTYPES),
+    BEST: Contender("training_peft", "best", dtypes=DTYPES),
+    LEAN: Contender("training_peft", "lean"),
+    OURS_NARROW: Contender("training_tinkercloud", "no unembedding", unembedding=False),
+    TRL: Contender("training_trl", unembedding=False, environment="trl"),
+    SKYRL: Contender("training_skyrl", unembedding=False, own_start=True),
 }
 SHORT = {
     "tinkercloud": (OURS, OURS_NARROW),
@@ -80,11 +86,10 @@ SHORT = {
     "skyrl": (SKYRL,),
 }
 NOT_QUICK = (LEAN, TRL, SKYRL)
-SHORT_TOKENS, SHORT_TURNS = 4096, 3
-"""A batch that takes seconds is measured in turns: the machine may be slower in one minute than in
-the next."""
+SHORT_TOKENS, SHORT_RUNS = 4096, 3
+"""A batch that takes seconds is measured in alternating runs."""
 LONG_TOKENS = 8192
-ONE_TURN = (LEAN, TRL, SKYRL)
+ONE_RUN = (LEAN, TRL, SKYRL)
 COLUMNS = (
     *("batch", "tokens", "contender", "dtype", "tokens/s", "of the matrix limit"),
     *("peak GB", "peak GB above loaded", "x our time"),
@@ -121,8 +126,8 @@ class Row:
 @dataclass
 class Bench:
     """starts: by whether the adapter is on the unembedding too. through: a command that every
-    contender is run through. limit_s: of each contender's process. short_turns: of a short
-    batch."""
+    contender is run through. limit_s: of each contender's process. short_runs: alternating runs of
+    a short batch."""
 
     root: Path
     peers: Path
@@ -131,78 +136,65 @@ class Bench:
     repeats: int
     through: Sequence[str]
     limit_s: float
-    short_turns: int
+    short_runs: int
     notes: list[str] = field(default_factory=list)
     too_slow: dict[str, int] = field(default_factory=dict)
 
     def measure(self, shape: str, lengths: Sequence[int], dtype: str) -> list[Row]:
         """All contenders, their results compared; raises AssertionError where they differ."""
         best: dict[str, Row] = {}
-        for turn in range(self.short_turns if sum(lengths) <= SHORT_TOKENS else 1):
-            for name in self.contenders:
-                again = turn == 0 or (name in best and name not in ONE_TURN)
-                if again and dtype in CONTENDERS[name].dtypes:
-                    self._take(name, shape, lengths, dtype, best)
+        runs = self.short_runs if sum(lengths) <= SHORT_TOKENS else 1
+        for run, name in alternating(self.contenders, runs):
+            again = run == 0 or (name in best and name not in ONE_RUN)
+            if not again or dtype not in CONTENDERS[name].dtypes:
+                continue
+            row = self._run(name, shape, lengths, dtype)
+            if row is not None and (name not in best or row.seconds < best[name].seconds):
+                best[name] = row
         rows = list(best.values())
         for unembedding, start in self.starts.items():
             same = [row for row in rows if row.kind.unembedding == unembedding]
             compare(start, [row for row in same if not row.kind.own_start])
         return rows
 
-    def _take(
-        self, name: str, shape: str, lengths: Sequence[int], dtype: str, best: dict[str, Row]
-    ) -> None:
-        """One turn of a contender; the better one is kept."""
-        if sum(lengths) >= self.too_slow.get(name, sum(lengths) + 1):
+    def _run(self, name: str, shape: str, lengths: Sequence[int], dtype: str) -> Row | None:
+        """One run of a contender; None where it did not come to its end, which is noted."""
+        num_tokens = sum(lengths)
+        if num_tokens >= self.too_slow.get(name, num_tokens + 1):
             self.notes.append(f"{name}, {shape}: a smaller batch took too long already.")
-            return
+            return None
+        job = self._job(name, lengths, dtype)
         try:
-            row = self._contend(name, shape, lengths, dtype)
+            result = self._result(name, job)
         except Unavailable as reason:
+            if isinstance(reason, ScriptFailed) and name in (OURS, OURS_NARROW):
+                sys.exit(f"{name} failed on {shape}:\n{reason.errors[-2000:]}")
+            if isinstance(reason, LimitReached):
+                self.too_slow[name] = num_tokens
             self.notes.append(f"{name}, {shape}: {reason}.")
-            return
-        said = f"{shape}, {dtype}: {name}: {row.tokens_s:.0f} tokens/s"
-        print(said, file=sys.stderr, flush=True)
-        if name not in best or row.seconds < best[name].seconds:
-            best[name] = row
+            return None
+        row = Row(
+            shape=shape,
+            contender=name,
+            dtype=dtype,
+            num_tokens=num_tokens,
+            seconds=min(result["seconds"]),
+            peak_bytes=result["peak_bytes"],
+            loaded_bytes=result["loaded_bytes"],
+            losses=result["losses"],
+            adapter=Path(job.save_to),
+        )
+        print(f"{shape}, {dtype}: {name}: {row.tokens_s:.0f} tokens/s", file=sys.stderr, flush=True)
+        return row
 
-    def _contend(self, name: str, shape: str, lengths: Sequence[int], dtype: str) -> Row:
-        work = self._job(name, lengths, dtype)
-        told = Path(work.save_to) / "job.json"
-        told.write_text(json.dumps(asdict(work)), encoding="utf-8")
-        status, output, said = self._run(name, told, sum(lengths))
-        if status != 0:
-            last = (said.strip().splitlines() or ["it said nothing"])[-1][:200]
-            if name in (OURS, OURS_NARROW):
-                sys.exit(f"{name} failed on {shape}:\n{said[-2000:]}")
-            raise Unavailable(last.removesuffix("."))
-        found = json.loads(output.splitlines()[-1])
-        return Row(
-            shape, name, dtype, tokens_of(work.batch), min(found["seconds"]), found["peak_bytes"],
-            found["loaded_bytes"], found["losses"], Path(work.save_to),
-        )  # fmt: skip
-
-    def _run(self, name: str, told: Path, num_tokens: int) -> tuple[int, str, str]:
-        """Exit status, output and errors of a contender's process. Raises Unavailable."""
-        kind = CONTENDERS[name]
+    def _result(self, name: str, job: Job) -> dict[str, Any]:
+        """What the contender's process replies. Raises Unavailable."""
+        kind, replies = CONTENDERS[name], []
         python = python_of(self.peers, kind.environment) if kind.environment else sys.executable
         ours = {"OMP_WAIT_POLICY": "PASSIVE"} if name in (OURS, OURS_NARROW) else {}
-        process = subprocess.Popen(
-            [*self.through, str(python), "-W", "ignore", str(PEERS / kind.script), str(told)],
-            env=peer_environment() | ours,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            output, said = process.communicate(timeout=self.limit_s)
-        except subprocess.TimeoutExpired:
-            self.too_slow[name] = num_tokens
-            raise Unavailable(f"not done in {self.limit_s:.0f} s") from None
-        finally:
-            process.terminate()
-            process.communicate()
-        return process.returncode, output, said
+        script = Script(kind.module, Path(python), self.through, ours)
+        script.run(asdict(job), self.limit_s, replies.append)
+        return replies[-1]
 
     def _repeats(self, lengths: Sequence[int]) -> int:
         """A batch of minutes is long enough once."""
@@ -215,10 +207,18 @@ class Bench:
             return generator.integers(0, start.config.vocab_size, length + 1).tolist()
 
         return Job(
-            str(start.model), str(start.adapter), [ids(n) for n in lengths],
-            [ids(min(lengths[0], 64))], self._repeats(lengths), usable_cores(), LEARNING_RATE,
-            CONTENDERS[name].variant, dtype, str(self.peers), tempfile.mkdtemp(dir=self.root),
-        )  # fmt: skip
+            model=str(start.model),
+            adapter=str(start.adapter),
+            batch=[ids(length) for length in lengths],
+            warm_up=[ids(min(lengths[0], 64))],
+            repeats=self._repeats(lengths),
+            threads=usable_cores(),
+            learning_rate=LEARNING_RATE,
+            variant=CONTENDERS[name].variant,
+            dtype=dtype,
+            peers=str(self.peers),
+            save_to=tempfile.mkdtemp(dir=self.root),
+        )
 
 
 def compare(start: Start, rows: Sequence[Row]) -> None:
@@ -228,8 +228,8 @@ def compare(start: Start, rows: Sequence[Row]) -> None:
     for row in rows[:-1]:
         np.testing.assert_allclose(row.losses, rows[-1].losses, rtol=LOSS_TOLERANCE[row.dtype])
         apart = start.apart(row.adapter, rows[-1].adapter)
-        said = f"{row.contender}, {row.shape}, {row.dtype}: updates {apart:.3f} apart"
-        assert apart < UPDATE_TOLERANCE[row.dtype], said
+        difference = f"{row.contender}, {row.shape}, {row.dtype}: updates {apart:.3f} apart"
+        assert apart < UPDATE_TOLERANCE[row.dtype], difference
 
 
 Limits = Mapping[str, float]  # GFLOP/s of matrix products, by number type
@@ -241,9 +241,9 @@ def share_of(row: Row, bench: Bench, limits: Limits) -> float:
 
 
 def cells(row: Row, rows: Sequence[Row], bench: Bench, limits: Limits) -> tuple[Cell, ...]:
-    """Times are held against ours with the same adapter."""
-    own = OURS if row.kind.unembedding else OURS_NARROW
-    ours = next((one for one in rows if one.contender == own), None)
+    """Times are relative to ours with the same adapter."""
+    name = OURS if row.kind.unembedding else OURS_NARROW
+    ours = next((other for other in rows if other.contender == name), None)
     above = row.peak_bytes - row.loaded_bytes
     return (
         *(row.shape, row.num_tokens, row.contender, row.dtype, round(row.tokens_s, 1)),
@@ -252,139 +252,118 @@ def cells(row: Row, rows: Sequence[Row], bench: Bench, limits: Limits) -> tuple[
     )
 
 
-def targets(rows: Sequence[Row], bench: Bench, limits: Limits) -> list[dict[str, Cell]]:
+def targets(rows: Sequence[Row], bench: Bench, limits: Limits) -> list[Target]:
     """Against PEFT as it is used plainly and with its best settings, where these were measured."""
     by_name = {row.contender: row for row in rows}
-    ours, found = by_name.get(OURS), []
+    ours, goals = by_name.get(OURS), []
     if ours is None:
         return []
-
-    def one(name: str, value: float, goal: float, *, least: bool) -> None:
-        met = value >= goal if least else value <= goal
-        found.append(
-            {
-                "name": f"{ours.shape}, {ours.dtype}: {name}", "value": round(value, 2),
-                "target": f"{'>=' if least else '<='} {goal:g}", "met": met,
-            }
-        )  # fmt: skip
-
+    case = f"{ours.shape}, {ours.dtype}"
     for name in (PLAIN, BEST):
         if peer := by_name.get(name):
-            one(f"tokens/s over {name}", ours.tokens_s / peer.tokens_s, 2.0, least=True)
-            one(f"peak memory over {name}", ours.peak_bytes / peer.peak_bytes, 0.6, least=False)
-    one("share of the matrix limit", share_of(ours, bench, limits), 0.5, least=True)
-    return found
+            speed, memory = ours.tokens_s / peer.tokens_s, ours.peak_bytes / peer.peak_bytes
+            goals.append(Target.at_least(f"{case}: tokens/s over {name}", speed, 2.0))
+            goals.append(Target.at_most(f"{case}: peak memory over {name}", memory, 0.6))
+    share = share_of(ours, bench, limits)
+    return [*goals, Target.at_least(f"{case}: share of the matrix limit", share, 0.5)]
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the result here")
-    parser.add_argument(
-        "--quick", action="store_true", help="a small batch, ours and PEFT, under a minute"
+def make_parser() -> BenchmarkParser:
+    parser = BenchmarkParser(
+        "training", __doc__, quick="a small batch, ours and PEFT, under a minute"
     )
+    parser.add_peers(SHORT)
     parser.add_argument("--repeats", type=int, default=2, help="steps of each contender [2]")
-    parser.add_argument(
-        "--peers", type=Path, default=ROOT / ".peers", help="their environments (peers.md)"
-    )
-    parser.add_argument("--only", help=f"contenders, of {','.join(SHORT)}")
     parser.add_argument(
         "--limit-s", type=float, default=600.0, help="seconds of a contender for one batch [600]"
     )
     parser.add_argument(
         "--through", default="", help="run every contender through this command: 'taskset -c 0,1'"
     )
-    return parser.parse_args()
+    return parser
 
 
-def chosen(given: argparse.Namespace) -> list[str]:
-    """Ours without an adapter on the unembedding runs beside the peers that have none there."""
-    asked = (given.only or ",".join(SHORT)).split(",")
-    names = [name for short in SHORT if short in asked for name in SHORT[short]]
-    if given.quick and given.only is None:
+def chosen(options: argparse.Namespace) -> list[str]:
+    """Ours without an adapter on the unembedding runs where peers that have none there run."""
+    short_names = (options.only or ",".join(SHORT)).split(",")
+    names = [name for short in SHORT if short in short_names for name in SHORT[short]]
+    if options.quick and options.only is None:
         names = [name for name in names if name not in NOT_QUICK]
     narrow = TRL in names or SKYRL in names
     return [name for name in CONTENDERS if name in names and (narrow or name != OURS_NARROW)]
 
 
 def main() -> int:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # and its processes with it
-    given = arguments()
-    gguf = weights()
+    parser = make_parser()
+    options = parser.parse_args()
+    prepare_process()
     torch.set_num_threads(usable_cores())
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
-        model = ensure_hf_folder(gguf, root / "model")
+        model = ensure_hf_folder(weights(), root / "model")
         starts = {kind: prepare(root, model, unembedding=kind) for kind in (True, False)}
         bench = Bench(
-            root, given.peers.absolute(), starts, chosen(given), given.repeats,
-            shlex.split(given.through), given.limit_s, 1 if given.quick else SHORT_TURNS,
-        )  # fmt: skip
-        seconds = 0.5 if given.quick else 2.0
-        dtypes = DTYPES if native_bfloat16() and not given.quick else DTYPES[:1]
+            root=root,
+            peers=options.peers.absolute(),
+            starts=starts,
+            contenders=chosen(options),
+            repeats=options.repeats,
+            through=shlex.split(options.through),
+            limit_s=options.limit_s,
+            short_runs=1 if options.quick else SHORT_RUNS,
+        )
+        seconds = 0.5 if options.quick else 2.0
+        dtypes = DTYPES if native_bfloat16() and not options.quick else DTYPES[:1]
         before = products(dtypes, seconds)
-        shapes = QUICK if given.quick else SHAPES
-        found = [
+        shapes = QUICK if options.quick else SHAPES
+        groups = [
             bench.measure(shape, lengths, dtype)
             for shape, lengths in shapes.items()
             for dtype in dtypes
         ]
         after = products(dtypes, seconds)
         limits = {dtype: max(before[dtype], after[dtype]) for dtype in dtypes}
-        result = report(bench, found, limits, quick=given.quick)
-    print(f"{result.about}\n")
-    result.publish(given.json)
+        result = report(bench, groups, limits, parser.command(options))
+    result.publish(options.json)
     return 0
 
 
-def products(dtypes: Sequence[str], seconds: float) -> dict[str, float]:
-    return {dtype: matrix_gflop_s(getattr(torch, dtype), seconds) for dtype in dtypes}
-
-
-def report(bench: Bench, found: Sequence[Sequence[Row]], limits: Limits, *, quick: bool) -> Report:
+def report(bench: Bench, groups: Sequence[Sequence[Row]], limits: Limits, command: str) -> Report:
+    """groups: the rows of each batch and number type."""
     limit = " and ".join(f"{limits[dtype]:.0f} GFLOP/s in {dtype}" for dtype in limits)
-    said = [ABOUT.format(limit=limit, flop=bench.starts[True].flop_per_token / 1e6)]
-    said += ["Not measured:\n\n" + "\n".join(f"- {note}" for note in bench.notes)] * bool(
-        bench.notes
-    )
+    text = ABOUT.format(limit=limit, flop=bench.starts[True].flop_per_token / 1e6)
+    contenders = {row.contender for rows in groups for row in rows}
+    peers = [name for name, row in (("trl", TRL), ("skyrl", SKYRL)) if row in contenders]
+    numbers = versions("tinkercloud", "torch", "peft", "transformers")
     return Report(
         title="Training",
-        about="\n\n".join(said),
-        command="python benchmarks/training.py" + (" --quick" if quick else ""),
+        about=about(text, left_out=bench.notes),
+        command=command,
         columns=COLUMNS,
-        rows=[cells(row, rows, bench, limits) for rows in found for row in rows],
-        versions=versions("tinkercloud", "torch", "peft", "transformers") | theirs(bench, found),
-        targets=[target for rows in found for target in targets(rows, bench, limits)],
+        rows=[cells(row, rows, bench, limits) for rows in groups for row in rows],
+        versions=numbers | versions_of(bench.peers, peers),
+        targets=[target for rows in groups for target in targets(rows, bench, limits)],
     )
-
-
-def theirs(bench: Bench, found: Sequence[Sequence[Row]]) -> dict[str, str]:
-    """The versions of the peers that were measured and have environments of their own."""
-    measured = {row.contender for rows in found for row in rows}
-    return {
-        name: version_of(python_of(bench.peers, name), name)
-        for name, row in (("trl", TRL), ("skyrl", SKYRL))
-        if row in measured
-    }
 
 
 ABOUT = """\
 SmolLM2-135M, its frozen weights in float32 and, where the processor multiplies it, in bfloat16; a
 LoRA adapter of rank 32 on all linear layers, in float32 as its optimizer is; one forward_backward
 and one optimizer step of AdamW; all tokens are trained on; the shortest step counts, for the
-smallest batch of three turns. *PEFT, padded*: PEFT and `transformers` with sdpa, micro-batches of 8
-in the given order. *PEFT, best*: sorted by length, micro-batches of about 1024 tokens. *PEFT,
-checkpoints*: the same with gradient checkpointing. *TRL, packed*: SFTTrainer, packing by best fit,
-free of padding, its loss in chunks. All start from one adapter; losses agree to 1e-5 (in bfloat16
-5e-4) and the updates to 3 % of their norm (in bfloat16 to half of it: Adam's first step is the
-gradient's sign, and near zero that is rounding), or there is no report. TRL's loss reads past an
-adapter on the unembedding and SkyRL's server trains none there, so these two are held against
-*Tinkercloud, no unembedding*, which has theirs. SkyRL draws its adapter itself, and its gradient is
-a mean over each sequence; only its first loss is checked, against the base model's, to 1e-4; its
-step is timed through its HTTP API, after one of the same shape. *Above loaded* is the peak of
-resident memory, of all processes, over that before the first step. *x our time*: a step's time by
-ours with the same adapter. The matrix limit is the best product of the run in that number type,
-{limit}; a token counts {flop:.0f} MFLOP: 4 per frozen weight, 6 per weight of the adapter, nothing
-for attention or what is computed twice."""
+smallest batch of three alternating runs. *PEFT, padded*: PEFT and `transformers` with sdpa,
+micro-batches of 8 in the given order. *PEFT, best*: sorted by length, micro-batches of about 1024
+tokens. *PEFT, checkpoints*: the same with gradient checkpointing. *TRL, packed*: SFTTrainer,
+packing by best fit, free of padding, its loss in chunks. All start from one adapter; losses agree
+to 1e-5 (in bfloat16 2e-3) and the updates to 3 % of their norm (in bfloat16 to half of it: Adam's
+first step is the gradient's sign, and near zero that is rounding), or there is no report. TRL's
+loss reads past an adapter on the unembedding and SkyRL's server trains none there, so these two are
+compared with *Tinkercloud, no unembedding*, which has theirs. SkyRL draws its adapter itself, and
+its gradient is a mean over each sequence; only its first loss is checked, against the base model's,
+to 1e-4; its step is timed through its HTTP API, after one of the same shape. *Above loaded* is the
+peak of resident memory, of all processes, over that before the first step. *x our time*: a step's
+time by ours with the same adapter. The matrix limit is the best product of the run in that number
+type, {limit}; a token counts {flop:.0f} MFLOP: 4 per frozen weight, 6 per weight of the adapter,
+nothing for attention or repeated computation."""
 
 if __name__ == "__main__":
     sys.exit(main())

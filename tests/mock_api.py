@@ -40,7 +40,7 @@ class MockApi:
         return ServiceClient(http_transport=transport, **fields)
 
     def bodies(self, path: str) -> list[Any]:
-        return [body for got, body in self.requests if got == path]
+        return [body for request_path, body in self.requests if request_path == path]
 
     def seq_ids(self) -> list[tuple[str, int]]:
         """Of the training requests, in the order of arrival."""

@@ -37,12 +37,12 @@ RULES = {
     "backends": "backends.base config core.types errors losses",
     "weights": "architectures core.types errors",
     "decoding": "core.types",
-    "doctor": "config errors",
+    "doctor": "config embedded.forward embedded.model embedded.native errors fetch weights",
     "services": "backends.base config core core.types errors losses storage tinker_gmi wire",
     "routers": "config core core.types errors services storage tinker_gmi wire",
     # speculative decoding, without an engine
     "speculative": "",
-    "speculative.drafters": "errors speculative",
+    "speculative.drafters": "core.types errors speculative",
     "speculative.head": "architectures errors speculative speculative.drafters",
     "speculative.draft_length": "errors speculative",
     "speculative.learning": "errors speculative.drafters speculative.head",
@@ -55,8 +55,9 @@ RULES = {
     "speculative.draft_length speculative.drafters speculative.learning speculative.observability",
     "embedded.training": "architectures core.types embedded.forward embedded.model embedded.native "
     "errors losses weights",
-    "embedded.drafting": "config decoding embedded.forward embedded.model embedded.native errors "
-    "speculative speculative.draft_length speculative.drafters speculative.head weights",
+    "embedded.drafting": "config core.types decoding embedded.forward embedded.model "
+    "embedded.native errors speculative speculative.draft_length speculative.drafters "
+    "speculative.head weights",
     "embedded.draft_training": "core.types embedded.drafting embedded.model embedded.training "
     "errors speculative.drafters speculative.head speculative.learning speculative.observability "
     "weights",
@@ -140,7 +141,7 @@ def test_a_file_imports_only_what_its_room_may(path):
         if top in ("tinkercloud", "tinker_gmi") and name != "tinkercloud.__version__":
             assert room_of(name) in allowed, f"{room} may not import {name}"
         assert around & set(THIRD_PARTY.get(top, room).split()), f"{room} may not import {name}"
-    if room not in ("config", "cli") and path.name != "settings.py":  # the client's TINKER_*
+    if room not in ("config", "commands") and path.name != "settings.py":  # the client's TINKER_*
         environ = [
             n.lineno for n in ast.walk(tree) if getattr(n, "attr", "") in ("environ", "getenv")
         ]

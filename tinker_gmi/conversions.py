@@ -1,4 +1,4 @@
-"""Between the API's types and the arrays of the wire codec; used by client and server."""
+"""Conversions between the API's types and the arrays of the wire codec, for client and server."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,13 +21,13 @@ from tinkercloud.core.types import SampleOutput, Topk, TrainOutput
 from tinkercloud.wire import codec
 
 UNSCORED_LOGPROB = -99999.0
-"""With token 0: a place of a top-k table that holds nothing (specification 9.2)."""
+"""With token 0: an empty entry of a top-k table (specification 9.2)."""
 
 
 def wire_request(
     model_id: str, seq_id: int, body: ForwardBackwardInput, *, forward_only: bool = False
 ) -> codec.ForwardBackwardRequest:
-    """The JSON form as the protobuf codec would have read it. Raises WireError."""
+    """A JSON request as the protobuf codec would decode it. Raises WireError."""
     check_sparse_growth(body.data)
     return codec.ForwardBackwardRequest(
         model_id=model_id,
@@ -40,7 +40,7 @@ def wire_request(
 
 
 def check_sparse_growth(data: Sequence[Datum]) -> None:
-    """Raises WireError where sparse tensors would take too much memory when made dense."""
+    """Raises WireError where sparse tensors would take too much memory as dense ones."""
     tensors = [tensor for datum in data for tensor in datum.loss_fn_inputs.values()]
     sparse = [math.prod(tensor.shape or ()) for tensor in tensors if tensor.is_sparse]
     codec.check_growth(sparse, sum(tensor.values.nbytes for tensor in tensors))
@@ -66,8 +66,8 @@ def _wire_chunk(chunk: ModelInputChunk) -> NDArray[np.int32] | codec.Unsupported
 def split_for_requests(
     data: Sequence[codec.WireDatum], max_datums: int, max_bytes: int
 ) -> Iterator[list[codec.WireDatum]]:
-    """Consecutive datums in order, at most `max_datums` and `max_bytes` to a request; a larger
-    datum goes alone."""
+    """Consecutive datums in order, at most `max_datums` and `max_bytes` to a request; a datum
+    larger than that has a request to itself."""
     chunk: list[codec.WireDatum] = []
     chunk_bytes = 0
     for datum in data:
@@ -138,13 +138,13 @@ def _topk_rows(topk: Topk | None) -> list[TopkRow | None] | None:
     ]
 
 
-def merged(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
-    """The outputs of the chunks of one call, in order, as one; metrics are reduced by the part of
-    their name after the colon (specification 6.3)."""
+def merge_outputs(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
+    """Concatenate the outputs of the chunks of a call; metrics are reduced as the part of their
+    name after the colon says (specification 6.3)."""
     metrics: dict[str, float] = {}
     for name in outputs[0].metrics:
         if all(name in output.metrics for output in outputs):
-            metrics.update(_reduced(name, outputs))
+            metrics.update(_reduce_metric(name, outputs))
     return ForwardBackwardOutput(
         loss_fn_output_type=outputs[0].loss_fn_output_type,
         loss_fn_outputs=[datum for output in outputs for datum in output.loss_fn_outputs],
@@ -152,7 +152,7 @@ def merged(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
     )
 
 
-def _reduced(name: str, outputs: Sequence[ForwardBackwardOutput]) -> Mapping[str, float]:
+def _reduce_metric(name: str, outputs: Sequence[ForwardBackwardOutput]) -> Mapping[str, float]:
     values = [output.metrics[name] for output in outputs]
     weights = [len(output.loss_fn_outputs) for output in outputs]
     match name.rpartition(":")[2]:

@@ -1,7 +1,7 @@
-"""A loss written by the caller, differentiated here, trained there (specification 7.9).
+"""Custom losses: differentiated in the client, trained on the server (specification 7.9).
 
-The server reports log-probabilities; C and g = dC/dlogprobs are computed here; cross_entropy with
-weights -g then has exactly the gradient g on the server.
+The server reports log-probabilities; the client computes the loss C and g = dC/dlogprobs;
+cross_entropy with weights -g then has exactly the gradient g on the server.
 """
 
 import importlib
@@ -27,7 +27,7 @@ class LocalLoss:
 
 
 def forward_data(data: Sequence[Datum]) -> list[Datum]:
-    """The datums for the forward pass: only targets and weights, zeros where there are none."""
+    """The datums of the forward pass: targets and weights only; missing weights are zeros."""
     return [_with_weights(datum, datum.loss_fn_inputs.get("weights")) for datum in data]
 
 
@@ -52,15 +52,15 @@ def differentiate(
     ]
     loss, metrics = loss_fn(data, logprobs)
     loss.sum().backward()
-    weighted: list[Datum] = []
+    backward_data: list[Datum] = []
     for index, (datum, logprob) in enumerate(zip(data, logprobs, strict=True)):
         if logprob.grad is None:
             raise ValueError(f"the loss does not depend on the logprobs of datum {index}")
-        weighted.append(_with_weights(datum, TensorData.from_torch(-logprob.grad)))
-    return LocalLoss(weighted, float(loss.detach().sum()), metrics)
+        backward_data.append(_with_weights(datum, TensorData.from_torch(-logprob.grad)))
+    return LocalLoss(backward_data, float(loss.detach().sum()), metrics)
 
 
 def with_local_metrics(output: ForwardBackwardOutput, local: LocalLoss) -> ForwardBackwardOutput:
-    """`loss:sum` is C; what the server computed in its place is `surrogate_loss:sum`."""
+    """`loss:sum` is C; the server's loss:sum becomes `surrogate_loss:sum`."""
     surrogate = {"surrogate_loss:sum": output.metrics["loss:sum"], "loss:sum": local.value}
     return output.replace(metrics={**output.metrics, **surrogate, **local.metrics})

@@ -1,10 +1,10 @@
 """What the client raises, by the official names.
 
 TinkerError
-+-- APIError                        something went wrong between here and the server
++-- APIError                        the exchange with the server failed
 |   +-- APIConnectionError          no answer
 |   |   +-- APITimeoutError         no answer in time
-|   +-- APIResponseValidationError  an answer that is not what the API promises
+|   +-- APIResponseValidationError  an answer that does not follow the API
 |   +-- APIStatusError              an HTTP error status (status_code, body)
 |       +-- BadRequestError             400
 |       +-- AuthenticationError         401
@@ -24,7 +24,7 @@ from tinker_gmi.types import RequestErrorCategory
 
 
 class TinkerError(Exception):
-    """Base of everything the client raises on purpose; `message` is the text."""
+    """Base of the client's errors; `message` is the text."""
 
     def __init__(self, message: str):
         super().__init__(message)
@@ -32,7 +32,7 @@ class TinkerError(Exception):
 
 
 class APIError(TinkerError):
-    """Something went wrong between here and the server."""
+    """The exchange with the server failed."""
 
 
 class APIConnectionError(APIError):
@@ -44,11 +44,11 @@ class APITimeoutError(APIConnectionError):
 
 
 class APIResponseValidationError(APIError):
-    """An answer that is not what the API promises."""
+    """An answer that does not follow the API."""
 
 
 class APIStatusError(APIError):
-    """An HTTP error status; `body` is the decoded JSON, or the text where it is none."""
+    """An HTTP error status; `body` is the decoded JSON, or the text where it is not JSON."""
 
     def __init__(self, message: str, status_code: int, body: Any = None):
         super().__init__(message)
@@ -96,7 +96,7 @@ class InternalServerError(APIStatusError):
 
 
 class RequestFailedError(TinkerError):
-    """The server accepted the request and it failed; category says whose fault it was."""
+    """The server accepted the request and failed to execute it; category: whose fault."""
 
     def __init__(self, message: str, request_id: str, category: RequestErrorCategory):
         super().__init__(message)
@@ -120,7 +120,7 @@ _BY_STATUS: dict[int, type[APIStatusError]] = {
 
 
 def status_error(status_code: int, body: Any) -> APIStatusError:
-    """The error of a status; its text carries the server's `detail`."""
+    """The error class for the status; its message carries the server's `detail`."""
     default = InternalServerError if status_code >= 500 else APIStatusError
     detail = cast("dict[str, Any]", body).get("detail", body) if isinstance(body, dict) else body
     return _BY_STATUS.get(status_code, default)(f"HTTP {status_code}: {detail}", status_code, body)

@@ -1,4 +1,4 @@
-"""One asyncio loop in a daemon thread: everything that waits runs there."""
+"""The asyncio event loop of a client, in a daemon thread."""
 
 import asyncio
 import threading
@@ -10,21 +10,21 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Runs coroutines for callers of any thread; starts at first use, ends with `close`."""
+    """Runs coroutines for callers on any thread; starts at first use, stops with `close`."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
         self._tasks: set[asyncio.Task[Any] | None] = set()
-        self._changing = threading.Lock()
+        self._state_lock = threading.Lock()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
-        return asyncio.run_coroutine_threadsafe(self._held(coroutine), self._running())
+        return asyncio.run_coroutine_threadsafe(self._referenced(coroutine), self._running())
 
-    async def _held(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        # A loop refers to its tasks weakly: one that waits for nothing but its own objects (a lane
-        # whose client was dropped) would be destroyed underway by the garbage collector.
+    async def _referenced(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        # An event loop holds its tasks by weak references only: the garbage collector would destroy
+        # a pending task that nothing else refers to, such as the lane of a dropped client.
         task = asyncio.current_task()
         self._tasks.add(task)
         try:
@@ -40,8 +40,8 @@ class LoopThread:
         return self._closed
 
     def close(self) -> None:
-        """Cancel what still runs and end the thread. Not to be called from the loop itself."""
-        with self._changing:
+        """Cancel all tasks and end the thread. Must not be called from the loop itself."""
+        with self._state_lock:
             self._closed = True
             if self._loop is None or self._thread is None or self._loop.is_closed():
                 return
@@ -51,7 +51,7 @@ class LoopThread:
             self._loop.close()
 
     def _running(self) -> asyncio.AbstractEventLoop:
-        with self._changing:
+        with self._state_lock:
             if self._closed:
                 raise RuntimeError("this client was closed")
             if self._loop is None:

@@ -1,4 +1,4 @@
-"""Results that are still to come, for synchronous and asynchronous callers alike."""
+"""Futures for synchronous and asynchronous callers."""
 
 import asyncio
 from collections.abc import Generator
@@ -9,9 +9,9 @@ T = TypeVar("T")
 
 
 class APIFuture(Generic[T]):
-    """`result()` blocks; `await` does not. Both may be used, from any thread, any number of times.
+    """`result()` blocks; `await` does not. Both work from any thread, any number of times.
 
-    A timeout ends the waiting, not the operation.
+    A timeout ends the wait, not the operation.
     """
 
     def __init__(self, future: "Future[T]"):
@@ -30,7 +30,7 @@ class APIFuture(Generic[T]):
         return await self.result_async()
 
     def future(self) -> "Future[T]":
-        """The concurrent future behind it, for `concurrent.futures.wait` and the like."""
+        """The underlying concurrent future, for `concurrent.futures.wait` and the like."""
         return self._future
 
     def done(self) -> bool:
@@ -41,7 +41,8 @@ class APIFuture(Generic[T]):
 
 
 class ClientFuture(APIFuture[T]):
-    """A client that is being made. Used as the client itself, it waits until that is ready."""
+    """The future of a client, usable as the client: public attributes wait for the client and are
+    read from it."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # copy and pickle look for these; they must not block

@@ -12,7 +12,7 @@ SamplingClientKind = Literal["snapshot", "inflight"]
 LossFnType = str
 """A loss by its name: cross_entropy, importance_sampling, ppo, cispo, dro, gspo, ...
 
-Any string on the wire: an unknown loss fails its future with the list of those known."""
+Any string on the wire: an unknown loss fails its future with the list of supported losses."""
 
 
 class ClientConfigRequest(WireModel):
@@ -178,7 +178,7 @@ class SaveWeightsForSamplerRequest(WireModel):
 
 
 class CreateSamplingSessionRequest(WireModel):
-    """speculate: false for samples without drafts, of this session; it changes time only."""
+    """speculate: false turns speculative decoding off for the session; only the time changes."""
 
     session_id: str
     sampling_session_seq_id: int
@@ -189,9 +189,9 @@ class CreateSamplingSessionRequest(WireModel):
 
 
 class CreateSamplingClientRequest(WireModel):
-    """The create_sampling_client endpoint for curl: without a session the server makes one.
+    """Body of create_sampling_client, for curl; without session_id the server creates a session.
 
-    speculate: as with CreateSamplingSessionRequest.
+    speculate: as in CreateSamplingSessionRequest.
     """
 
     base_model: str | None = None
@@ -266,7 +266,7 @@ class DeleteModelRequest(WireModel):
 
 
 class CleanupFuturesRequest(WireModel):
-    """Forget finished results: those listed, or all of a model's. Pending ones are kept."""
+    """Delete finished results: those listed, or all of a model's. Pending futures are kept."""
 
     request_ids: list[str] | None = None
     model_id: str | None = None

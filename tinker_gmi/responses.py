@@ -16,11 +16,11 @@ CHECKPOINT_SEGMENTS: dict[str, CheckpointType] = {
     "sampler_weights": "sampler",
     "external_weights": "external",
 }
-"""The middle part of a tinker:// path, and the checkpoint type that it means."""
+"""The checkpoint type for the middle segment of a tinker:// path."""
 
 
 class ClientConfigResponse(WireModel):
-    """Flags of section 2.1; a field left None is not sent and the client's default holds."""
+    """Flags (specification 2.1). None is not sent: the client's default applies."""
 
     pjwt_auth_enabled: bool | None = None
     credential_default_source: str | None = None
@@ -169,7 +169,7 @@ class RequestErrorCategory(StrEnum):
 
 
 class RequestFailedResponse(WireModel):
-    """A future that failed for good."""
+    """A future that failed; retries do not help."""
 
     error: str
     category: RequestErrorCategory = RequestErrorCategory.Unknown
@@ -185,7 +185,7 @@ class TryAgainResponse(WireModel):
 
 
 class FutureStatusResponse(WireModel):
-    """The answer of `retrieve_future/{request_id}`, the form for curl."""
+    """The answer of `retrieve_future/{request_id}`, for curl."""
 
     request_id: str
     status: Literal["pending", "completed", "failed"]
@@ -212,14 +212,14 @@ class ParsedCheckpointTinkerPath(WireModel):
 
     @classmethod
     def from_tinker_path(cls, tinker_path: str) -> Self:
-        """Raises ValueError where it is no such path."""
+        """Raises ValueError for any other form."""
         parts = tinker_path.removeprefix("tinker://").split("/")
         if not tinker_path.startswith("tinker://") or len(parts) != 3 or not all(parts):
             raise ValueError(f"{tinker_path!r} is not of the form tinker://RUN/SEGMENT/NAME")
         run, segment, name = parts
         if segment not in CHECKPOINT_SEGMENTS:
-            known = ", ".join(CHECKPOINT_SEGMENTS)
-            raise ValueError(f"{segment!r} in {tinker_path!r} is none of: {known}")
+            segments = ", ".join(CHECKPOINT_SEGMENTS)
+            raise ValueError(f"{segment!r} in {tinker_path!r} is none of: {segments}")
         return cls(
             tinker_path=tinker_path,
             training_run_id=run,

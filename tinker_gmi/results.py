@@ -20,8 +20,8 @@ TopkRow = list[tuple[int, float]]
 
 
 class ForwardBackwardOutput(WireModel):
-    """loss_fn_outputs[i] belongs to datum i: `logprobs`, shaped like its target_tokens, and what
-    else the loss reports. metrics: `loss:sum` and others named `what:reduction`."""
+    """loss_fn_outputs[i] belongs to datum i: `logprobs`, shaped like its target_tokens, and the
+    other outputs of the loss. metrics: `loss:sum` and others, named `quantity:reduction`."""
 
     loss_fn_output_type: str = "ArrayRecord"
     loss_fn_outputs: list[LossFnOutput]

@@ -5,6 +5,7 @@ from typing import Any
 
 import httpx
 
+from tinker_gmi.async_methods import async_call, async_result
 from tinker_gmi.conversions import sample_response
 from tinker_gmi.errors import APIResponseValidationError, APIStatusError
 from tinker_gmi.futures import APIFuture
@@ -28,8 +29,8 @@ MAX_RESUBMISSIONS = 5
 
 
 class SamplingClient:
-    """Samples from the weights as they were when this client was made. Calls have no order among
-    each other; many may be under way."""
+    """Samples from the weights as of the creation of this client. Calls run concurrently, in no
+    order."""
 
     def __init__(
         self,
@@ -59,8 +60,9 @@ class SamplingClient:
         target_prompt_logprobs: TensorData | None = None,
         prompt_logprobs_last_n: int | None = None,
     ) -> APIFuture[SampleResponse]:
-        """`num_samples` continuations. target_prompt_logprobs: int64 (P-1, K), -1 to skip; row i
-        scores position i + 1."""
+        """Draw `num_samples` continuations. target_prompt_logprobs: token ids to score, int64
+        (P-1, K), -1 to skip; row i scores position i + 1. prompt_logprobs_last_n: score only the
+        last n prompt tokens."""
         request = SampleRequest(
             prompt=prompt,
             num_samples=num_samples,
@@ -74,43 +76,22 @@ class SamplingClient:
         )
         return self._session.submit(self._sample(request))
 
-    async def sample_async(  # noqa: PLR0913 - the official signature
-        self,
-        prompt: ModelInput,
-        num_samples: int,
-        sampling_params: SamplingParams,
-        include_prompt_logprobs: bool = False,
-        topk_prompt_logprobs: int = 0,
-        topk_sample_logprobs: int = 0,
-        target_prompt_logprobs: TensorData | None = None,
-        prompt_logprobs_last_n: int | None = None,
-    ) -> SampleResponse:
-        return await self.sample(
-            prompt,
-            num_samples,
-            sampling_params,
-            include_prompt_logprobs,
-            topk_prompt_logprobs,
-            topk_sample_logprobs,
-            target_prompt_logprobs,
-            prompt_logprobs_last_n,
-        )
+    sample_async = async_result(sample)
 
     def compute_logprobs(self, prompt: ModelInput) -> APIFuture[list[float | None]]:
-        """log p(token | those before it) for each prompt token; None for the first."""
+        """log p(token | tokens before it) for each prompt token; None for the first."""
         return self._session.submit(self._prompt_logprobs(prompt))
 
-    async def compute_logprobs_async(self, prompt: ModelInput) -> list[float | None]:
-        return await self.compute_logprobs(prompt)
+    compute_logprobs_async = async_result(compute_logprobs)
 
     def get_base_model(self) -> str:
+        """The name of the base model; sends no request."""
         return self._base_model
 
-    async def get_base_model_async(self) -> str:
-        return self._base_model
+    get_base_model_async = async_call(get_base_model)
 
     def get_tokenizer(self) -> Any:
-        """Needs transformers."""
+        """The Hugging Face tokenizer of the base model. Needs transformers."""
         return load_tokenizer(self._tokenizer_id or self._base_model)
 
     async def _prompt_logprobs(self, prompt: ModelInput) -> list[float | None]:
@@ -126,7 +107,8 @@ class SamplingClient:
         return logprobs
 
     async def _sample(self, request: SampleRequest) -> SampleResponse:
-        """A 410 means that the server has lost the request: it is made anew, under a new number."""
+        """Resubmits under a new sequence number where the server answers 410: it lost the
+        request."""
         for attempt in itertools.count(1):
             try:
                 return await self._sample_once(request)
@@ -136,12 +118,12 @@ class SamplingClient:
         raise AssertionError("the loop ends by return or raise")
 
     async def _sample_once(self, request: SampleRequest) -> SampleResponse:
-        numbered = request.model_copy(update={"seq_id": next(self._seq_ids)})
+        request = request.model_copy(update={"seq_id": next(self._seq_ids)})
         transport = self._session.transport
-        accepted = await transport.post("asample", numbered, UntypedAPIFuture, patient=True)
-        ids = accepted.sample_sequence_ids or []
+        acknowledgement = await transport.post("asample", request, UntypedAPIFuture, patient=True)
+        request_id, ids = acknowledgement.request_id, acknowledgement.sample_sequence_ids or []
         return await transport.retrieve(
-            accepted.request_id, lambda response: _decode_sample(response, ids), protobuf=True
+            request_id, lambda response: _decode_sample(response, ids), protobuf=True
         )
 
 
@@ -157,14 +139,14 @@ async def open_sampling_client(
         model_path=model_path,
         base_model=base_model,
     )
-    created = await session.transport.post(
+    sampling_session = await session.transport.post(
         "create_sampling_session", request, CreateSamplingSessionResponse
     )
     sampler = await session.transport.get(
-        f"samplers/{created.sampling_session_id}", GetSamplerResponse
+        f"samplers/{sampling_session.sampling_session_id}", GetSamplerResponse
     )
     return SamplingClient(
-        session, created.sampling_session_id, sampler.base_model, sampler.tokenizer_id
+        session, sampling_session.sampling_session_id, sampler.base_model, sampler.tokenizer_id
     )
 
 
@@ -174,6 +156,6 @@ def _decode_sample(response: httpx.Response, sequence_ids: list[str]) -> SampleR
     output = codec.decode_sample_output(response.content)
     if sequence_ids and len(sequence_ids) != len(output.sequences):
         raise APIResponseValidationError(
-            f"{len(sequence_ids)} samples were promised, {len(output.sequences)} came"
+            f"{len(sequence_ids)} samples were acknowledged, {len(output.sequences)} returned"
         )
     return sample_response(output, sequence_ids)

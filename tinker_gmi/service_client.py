@@ -1,4 +1,4 @@
-"""ServiceClient: the way in."""
+"""ServiceClient: a session with a server, and the clients that it creates."""
 
 from collections.abc import Mapping
 from types import TracebackType
@@ -7,7 +7,8 @@ from typing import Any, Self
 import httpx
 
 from tinker_gmi import settings
-from tinker_gmi.futures import ClientFuture
+from tinker_gmi.async_methods import async_result
+from tinker_gmi.futures import APIFuture, ClientFuture
 from tinker_gmi.sampling_client import SamplingClient, open_sampling_client
 from tinker_gmi.session import Session
 from tinker_gmi.training_client import TrainingClient
@@ -27,13 +28,13 @@ from tinkercloud import __version__
 
 
 class ServiceClient:
-    """Makes training and sampling clients. Contacts the server at first use.
+    """Creates training and sampling clients. Contacts the server at first use.
 
-    base_url: else TINKER_BASE_URL, else a server on this machine. api_key: else TINKER_API_KEY;
-    any text. http_transport replaces the network, in tests for example.
+    base_url: by default TINKER_BASE_URL, then http://127.0.0.1:8700. api_key: by default
+    TINKER_API_KEY; any text. http_transport replaces the network, in tests for example.
 
-    Calls without `_async` return futures or, for clients, a future that is also the client. Close
-    it, or use it as a context manager.
+    The create methods without `_async` return a future that can be used as the client. Call
+    `close`, or use it as a context manager.
     """
 
     def __init__(  # noqa: PLR0913 - the official signature, and two arguments for tests
@@ -63,10 +64,12 @@ class ServiceClient:
         self._session = Session(transport, request)
 
     def get_server_capabilities(self) -> GetServerCapabilitiesResponse:
-        return self._session.submit(self._capabilities()).result()
+        """The models that the server supports."""
+        return self._capabilities().result()
 
     async def get_server_capabilities_async(self) -> GetServerCapabilitiesResponse:
-        return await self._session.submit(self._capabilities())
+        """The models that the server supports."""
+        return await self._capabilities()
 
     def create_lora_training_client(  # noqa: PLR0913 - the official signature
         self,
@@ -78,7 +81,8 @@ class ServiceClient:
         train_unembed: bool = True,
         user_metadata: Mapping[str, Any] | None = None,
     ) -> ClientFuture[TrainingClient]:
-        """A fresh model on `base_model`. rank 0: all parameters, no LoRA (this server only)."""
+        """Create a model with a new LoRA adapter on `base_model`. rank 0: all parameters are
+        trained, no LoRA (this server only)."""
         lora = LoraConfig(
             rank=rank,
             seed=seed,
@@ -86,22 +90,10 @@ class ServiceClient:
             train_attn=train_attn,
             train_unembed=train_unembed,
         )
-        making = self._create(base_model, lora, _optional_dict(user_metadata))
-        return ClientFuture(self._session.submit(making).future())
+        client = self._create(base_model, lora, _optional_dict(user_metadata))
+        return self._session.submit_client(client)
 
-    async def create_lora_training_client_async(  # noqa: PLR0913 - the official signature
-        self,
-        base_model: str,
-        rank: int = 32,
-        seed: int | None = None,
-        train_mlp: bool = True,
-        train_attn: bool = True,
-        train_unembed: bool = True,
-        user_metadata: Mapping[str, Any] | None = None,
-    ) -> TrainingClient:
-        return await self.create_lora_training_client(
-            base_model, rank, seed, train_mlp, train_attn, train_unembed, user_metadata
-        )
+    create_lora_training_client_async = async_result(create_lora_training_client)
 
     def create_training_client_from_state(
         self,
@@ -110,21 +102,17 @@ class ServiceClient:
         user_metadata: Mapping[str, Any] | None = None,
         weights_access_token: str | None = None,
     ) -> ClientFuture[TrainingClient]:
-        """A new model with saved weights and a fresh optimizer."""
-        return self._from_state(
-            path, base_model, user_metadata, weights_access_token, optimizer=False
+        """Create a model with saved weights and a new optimizer state."""
+        request = LoadWeightsRequest(
+            path=path,
+            optimizer=False,
+            base_model=base_model,
+            user_metadata=_optional_dict(user_metadata),
+            weights_access_token=weights_access_token,
         )
+        return self._session.submit_client(self._load(request))
 
-    async def create_training_client_from_state_async(
-        self,
-        path: str,
-        base_model: str | None = None,
-        user_metadata: Mapping[str, Any] | None = None,
-        weights_access_token: str | None = None,
-    ) -> TrainingClient:
-        return await self.create_training_client_from_state(
-            path, base_model, user_metadata, weights_access_token
-        )
+    create_training_client_from_state_async = async_result(create_training_client_from_state)
 
     def create_training_client_from_state_with_optimizer(
         self,
@@ -133,37 +121,32 @@ class ServiceClient:
         user_metadata: Mapping[str, Any] | None = None,
         weights_access_token: str | None = None,
     ) -> ClientFuture[TrainingClient]:
-        """A new model that goes on as the saved one would have."""
-        return self._from_state(
-            path, base_model, user_metadata, weights_access_token, optimizer=True
+        """Create a model with saved weights and saved optimizer state."""
+        request = LoadWeightsRequest(
+            path=path,
+            optimizer=True,
+            base_model=base_model,
+            user_metadata=_optional_dict(user_metadata),
+            weights_access_token=weights_access_token,
         )
+        return self._session.submit_client(self._load(request))
 
-    async def create_training_client_from_state_with_optimizer_async(
-        self,
-        path: str,
-        base_model: str | None = None,
-        user_metadata: Mapping[str, Any] | None = None,
-        weights_access_token: str | None = None,
-    ) -> TrainingClient:
-        return await self.create_training_client_from_state_with_optimizer(
-            path, base_model, user_metadata, weights_access_token
-        )
+    create_training_client_from_state_with_optimizer_async = async_result(
+        create_training_client_from_state_with_optimizer
+    )
 
     def create_sampling_client(
         self, model_path: str | None = None, base_model: str | None = None
     ) -> ClientFuture[SamplingClient]:
-        """A sampler of saved weights, or of a base model as it is."""
-        opening = open_sampling_client(self._session, model_path=model_path, base_model=base_model)
-        return ClientFuture(self._session.submit(opening).future())
+        """A sampling client of saved weights or of a base model: exactly one of the two."""
+        sampler = open_sampling_client(self._session, model_path=model_path, base_model=base_model)
+        return self._session.submit_client(sampler)
 
-    async def create_sampling_client_async(
-        self, model_path: str | None = None, base_model: str | None = None
-    ) -> SamplingClient:
-        return await self.create_sampling_client(model_path, base_model)
+    create_sampling_client_async = async_result(create_sampling_client)
 
     def close(self, status: str = "success", detail: str | None = None) -> None:
-        """End the session; status: "success", "errored" or "interrupted". What is still under way
-        is cancelled here. Idempotent."""
+        """End the session; status: "success", "errored" or "interrupted". Pending calls are
+        cancelled. Idempotent."""
         self._session.close(status, detail)
 
     def __enter__(self) -> Self:
@@ -182,9 +165,10 @@ class ServiceClient:
         else:
             self.close("errored", f"{kind.__name__}: {error}")
 
-    async def _capabilities(self) -> GetServerCapabilitiesResponse:
-        return await self._session.transport.get(
-            "get_server_capabilities", GetServerCapabilitiesResponse
+    def _capabilities(self) -> APIFuture[GetServerCapabilitiesResponse]:
+        path = "get_server_capabilities"
+        return self._session.submit(
+            self._session.transport.get(path, GetServerCapabilitiesResponse)
         )
 
     async def _create(
@@ -197,33 +181,15 @@ class ServiceClient:
             user_metadata=user_metadata,
             lora_config=lora,
         )
-        made = await self._session.post_and_wait("create_model", request, CreateModelResponse)
-        return await self._training_client(made.model_id)
-
-    def _from_state(
-        self,
-        path: str,
-        base_model: str | None,
-        user_metadata: Mapping[str, Any] | None,
-        weights_access_token: str | None,
-        *,
-        optimizer: bool,
-    ) -> ClientFuture[TrainingClient]:
-        request = LoadWeightsRequest(
-            path=path,
-            optimizer=optimizer,
-            base_model=base_model,
-            user_metadata=_optional_dict(user_metadata),
-            weights_access_token=weights_access_token,
-        )
-        return ClientFuture(self._session.submit(self._load(request)).future())
+        model = await self._session.post_and_wait("create_model", request, CreateModelResponse)
+        return await self._training_client(model.model_id)
 
     async def _load(self, request: LoadWeightsRequest) -> TrainingClient:
         session_id = await self._session.session_id()
         model_seq_id = self._session.next_model_seq_id()
-        addressed = request.replace(session_id=session_id, model_seq_id=model_seq_id)
-        await self._session.post_and_wait("load_weights", addressed, LoadWeightsResponse)
-        # By rule; the reply need not name it (specification 3.1).
+        request = request.replace(session_id=session_id, model_seq_id=model_seq_id)
+        await self._session.post_and_wait("load_weights", request, LoadWeightsResponse)
+        # The id follows from the request; the reply need not have it (specification 3.1).
         return await self._training_client(f"{session_id}:train:{model_seq_id}")
 
     async def _training_client(self, model_id: str) -> TrainingClient:

@@ -1,9 +1,10 @@
-"""One client process at one server: the loop, the transport, the session and its counters."""
+"""The session of a ServiceClient: event loop, transport, heartbeat, counters; and the lanes."""
 
 import asyncio
+import functools
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -11,7 +12,7 @@ import httpx
 
 from tinker_gmi.errors import APIError, APIStatusError, NotFoundError
 from tinker_gmi.event_loop import LoopThread, cancel_other_tasks
-from tinker_gmi.futures import APIFuture
+from tinker_gmi.futures import APIFuture, ClientFuture
 from tinker_gmi.transport import Call, Transport, decoder
 from tinker_gmi.types import (
     ClientConfigRequest,
@@ -28,6 +29,7 @@ from tinker_gmi.types import (
 
 T = TypeVar("T")
 ModelT = TypeVar("ModelT", bound=WireModel)
+Operation = Callable[[], Coroutine[Any, Any, T]]
 
 HEARTBEAT_PERIOD_S = 10.0
 HTTP_GONE = 410
@@ -38,7 +40,7 @@ logger = logging.getLogger("tinker_gmi")
 class Session:
     """Started by the first call that needs it; shared by all clients of one ServiceClient.
 
-    Its attributes are touched by coroutines of its own loop only.
+    Only coroutines of its event loop change its attributes, so there is no lock.
     """
 
     def __init__(self, transport: Transport, request: CreateSessionRequest):
@@ -52,8 +54,12 @@ class Session:
         self._sampling_session_seq_ids = itertools.count()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> APIFuture[T]:
-        """Run a coroutine in the session's loop."""
+        """Run a coroutine in the session's event loop."""
         return APIFuture(self._submit(coroutine))
+
+    def submit_client(self, coroutine: Coroutine[Any, Any, T]) -> ClientFuture[T]:
+        """As `submit`, of a coroutine that creates a client."""
+        return ClientFuture(self._submit(coroutine))
 
     def _submit(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
         try:
@@ -83,11 +89,12 @@ class Session:
 
     async def post_and_wait(self, path: str, body: WireModel, reply: type[ModelT]) -> ModelT:
         """Submit work and wait for its JSON result."""
-        accepted = await self.transport.post(path, body, UntypedAPIFuture)
-        return await self.result(accepted.request_id, reply)
+        acknowledgement = await self.transport.post(path, body, UntypedAPIFuture)
+        return await self.result(acknowledgement.request_id, reply)
 
     def close(self, status: str, detail: str | None) -> None:
-        """Tell the server, then end the loop; what still waits is cancelled. Idempotent."""
+        """Finish the session on the server, then end the loop; pending calls are cancelled.
+        Idempotent."""
         if self._loop.closed:
             return
         try:
@@ -100,7 +107,7 @@ class Session:
         try:
             self.config = await self.transport.post("client/config", version, ClientConfigResponse)
         except NotFoundError:
-            logger.debug("the server has no client/config; the defaults hold")
+            logger.debug("the server has no client/config; defaults apply")
         reply = await self.transport.post("create_session", self._request, CreateSessionResponse)
         for level, text in (
             (logging.INFO, reply.info_message),
@@ -126,7 +133,7 @@ class Session:
                 logger.warning("heartbeat: %s", error)
 
     async def _finish(self, status: str, detail: str | None) -> None:
-        await cancel_other_tasks()  # before the transport goes, or they would fail on it
+        await cancel_other_tasks()  # before the transport closes, or they would fail on it
         if self._starting is not None and self._starting.done() and not _failed(self._starting):
             body = FinishSessionRequest(reason=FinishReason(type=status), detail=detail)
             path = f"sessions/{self._starting.result()}/finish"
@@ -134,48 +141,51 @@ class Session:
             try:
                 await self.transport.send_once(Call("POST", path, content, timeout_s=10.0))
             except (APIError, httpx.HTTPError) as error:
-                logger.warning("the session could not be finished: %s", error)
+                logger.warning("finishing the session failed: %s", error)
         await self.transport.close()
 
 
 class Lane:
     """The requests of one model, posted one after another in the order of submission.
 
-    An operation owns the lane until it returns, which is when the server has acknowledged what it
-    posted; results are waited for outside. Numbers are given out at posting time, so an operation
-    that fails before it posts leaves no gap.
+    An operation holds the lane until the server has acknowledged its requests; results are awaited
+    outside. Sequence numbers are assigned when a request is posted, so an operation that fails
+    before that leaves no gap.
     """
 
     def __init__(self, loop: LoopThread):
         self._loop = loop
-        self._queue: asyncio.Queue[tuple[Callable[[], Awaitable[Any]], Future[Any]]] = (
-            asyncio.Queue()
-        )
+        self._queue: asyncio.Queue[tuple[Operation[Any], Future[Any]]] = asyncio.Queue()
         self._seq_ids = itertools.count(1)  # 0 is the creation of the model
         self._worker = loop.submit(self._run())
 
-    def submit(self, operation: Callable[[], Awaitable[T]]) -> "Future[T]":
+    def submit(self, operation: Operation[T]) -> "Future[T]":
         """Queue an operation; from any thread."""
         outcome: Future[T] = Future()
         self._loop.call_soon(self._queue.put_nowait, (operation, outcome))
         return outcome
 
     def next_seq_id(self) -> int:
-        """To be called by the operation that owns the lane."""
+        """Only for the operation that holds the lane."""
         return next(self._seq_ids)
 
     async def _run(self) -> None:
         while True:
             operation, outcome = await self._queue.get()
             if not outcome.set_running_or_notify_cancel():
-                continue  # nobody waits for it any more, and nothing was posted
-            try:
-                outcome.set_result(await operation())
-            except asyncio.CancelledError:
-                outcome.set_exception(RuntimeError("this client was closed"))
-                raise
-            except Exception as error:  # noqa: BLE001 - handed to whoever waits for the outcome
-                outcome.set_exception(error)
+                continue  # cancelled before it was posted
+            task = asyncio.create_task(operation())
+            task.add_done_callback(functools.partial(_settle, outcome))
+            await asyncio.wait([task])  # does not raise what the task raised
+
+
+def _settle(outcome: "Future[T]", task: "asyncio.Task[T]") -> None:
+    if task.cancelled():  # by `cancel_other_tasks`
+        outcome.set_exception(RuntimeError("this client was closed"))
+    elif (error := task.exception()) is not None:
+        outcome.set_exception(error)
+    else:
+        outcome.set_result(task.result())
 
 
 def _failed(task: "asyncio.Task[Any]") -> bool:

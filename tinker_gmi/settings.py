@@ -1,4 +1,4 @@
-"""Where the server is and who is asking: arguments first, then the environment."""
+"""The server's address and the API key: the argument first, then the environment."""
 
 import os
 
@@ -6,10 +6,10 @@ DEFAULT_BASE_URL = "http://127.0.0.1:8700"
 
 
 def base_url(argument: str | None) -> str:
-    """The argument, else TINKER_BASE_URL, else a server on this machine."""
+    """The argument, else TINKER_BASE_URL, else DEFAULT_BASE_URL."""
     return argument or os.environ.get("TINKER_BASE_URL") or DEFAULT_BASE_URL
 
 
 def api_key(argument: str | None) -> str | None:
-    """The argument, else TINKER_API_KEY; any key will do, what it is worth the server decides."""
+    """The argument, else TINKER_API_KEY, else none. The server alone checks it."""
     return argument or os.environ.get("TINKER_API_KEY") or None

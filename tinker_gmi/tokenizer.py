@@ -7,7 +7,7 @@ from tinker_gmi.errors import TinkerError
 
 
 def load_tokenizer(tokenizer_id: str) -> Any:
-    """A Hugging Face tokenizer by its name or folder; what follows a colon is no part of it."""
+    """A Hugging Face tokenizer by its name or folder; a suffix after a colon is ignored."""
     try:
         transformers = importlib.import_module("transformers")
     except ImportError as error:

@@ -2,16 +2,16 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import httpx
 
+from tinker_gmi.async_methods import async_call, async_result
 from tinker_gmi.conversions import (
     check_sparse_growth,
     forward_backward_output,
-    merged,
+    merge_outputs,
     split_for_requests,
     wire_datum,
 )
@@ -25,7 +25,7 @@ from tinker_gmi.custom_loss import (
 from tinker_gmi.errors import TinkerError
 from tinker_gmi.futures import APIFuture, ClientFuture
 from tinker_gmi.sampling_client import SamplingClient, open_sampling_client
-from tinker_gmi.session import Session
+from tinker_gmi.session import Operation, Session
 from tinker_gmi.tokenizer import load_tokenizer
 from tinker_gmi.transport import decoder, is_protobuf
 from tinker_gmi.types import (
@@ -46,6 +46,8 @@ from tinker_gmi.types import (
 )
 from tinkercloud.wire import codec
 
+T = TypeVar("T")
+AckT = TypeVar("AckT")
 ModelT = TypeVar("ModelT", bound=WireModel)
 LossFnConfig = Mapping[str, float | str]
 
@@ -54,11 +56,11 @@ MAX_BYTES_PER_REQUEST = 5_000_000
 
 
 class TrainingClient:
-    """Trains one model. Operations run on the server in the order in which they are called here;
-    a call returns at once, so that several can be under way.
+    """Trains one model. The server runs the operations in the order of the calls; a call returns
+    at once, so that several operations can be pending.
 
-    A batch of more than 1024 datums or 5 MB goes as several requests whose gradients add up. If
-    one of them fails, the gradient of the others has been added.
+    A batch of more than 1024 datums or 5 MB is sent as several requests, whose gradients add up.
+    If one of them fails, the gradient of the others has been added.
     """
 
     def __init__(self, session: Session, info: GetInfoResponse):
@@ -78,9 +80,11 @@ class TrainingClient:
         loss_fn: LossFnType,
         loss_fn_config: LossFnConfig | None = None,
     ) -> APIFuture[ForwardBackwardOutput]:
-        """The loss and log-probabilities, without a gradient."""
+        """Compute the loss and log-probabilities, without a gradient."""
         batch = self._batch(data, loss_fn, loss_fn_config, forward_only=True)
-        return self._results(self._lane.submit(lambda: self._post_batch(batch)))
+        return self._ordered(lambda: self._post_batch(batch), self._collect)
+
+    forward_async = async_call(forward)
 
     def forward_backward(
         self,
@@ -88,40 +92,24 @@ class TrainingClient:
         loss_fn: LossFnType,
         loss_fn_config: LossFnConfig | None = None,
     ) -> APIFuture[ForwardBackwardOutput]:
-        """Add the gradient of the loss, a plain sum over tokens and datums, to what is there."""
+        """Add the gradient of the loss, a sum over tokens and datums, to the accumulated one."""
         batch = self._batch(data, loss_fn, loss_fn_config)
-        return self._results(self._lane.submit(lambda: self._post_batch(batch)))
+        return self._ordered(lambda: self._post_batch(batch), self._collect)
+
+    forward_backward_async = async_call(forward_backward)
 
     def forward_backward_custom(
         self, data: Sequence[Datum], loss_fn: CustomLossFn
     ) -> APIFuture[ForwardBackwardOutput]:
-        """forward_backward with a loss computed here: `loss_fn(data, logprobs)` returns a torch
-        scalar and metrics. It costs one more forward pass. Needs torch."""
+        """forward_backward with a loss computed by the client: `loss_fn(data, logprobs)` returns a
+        torch scalar and metrics. Costs one more forward pass. Needs torch."""
         datums = list(data)
         forward = self._batch(forward_data(datums), "cross_entropy", None, forward_only=True)
-        posted = self._lane.submit(lambda: self._post_custom(datums, loss_fn, forward))
-        return self._session.submit(self._collect_custom(posted))
+        return self._ordered(
+            lambda: self._post_custom(datums, loss_fn, forward), self._collect_custom
+        )
 
-    async def forward_async(
-        self,
-        data: Sequence[Datum],
-        loss_fn: LossFnType,
-        loss_fn_config: LossFnConfig | None = None,
-    ) -> APIFuture[ForwardBackwardOutput]:
-        return self.forward(data, loss_fn, loss_fn_config)
-
-    async def forward_backward_async(
-        self,
-        data: Sequence[Datum],
-        loss_fn: LossFnType,
-        loss_fn_config: LossFnConfig | None = None,
-    ) -> APIFuture[ForwardBackwardOutput]:
-        return self.forward_backward(data, loss_fn, loss_fn_config)
-
-    async def forward_backward_custom_async(
-        self, data: Sequence[Datum], loss_fn: CustomLossFn
-    ) -> APIFuture[ForwardBackwardOutput]:
-        return self.forward_backward_custom(data, loss_fn)
+    forward_backward_custom_async = async_call(forward_backward_custom)
 
     # ---- steps
 
@@ -131,8 +119,8 @@ class TrainingClient:
         *,
         adam_params: AdamParams | None = None,
     ) -> APIFuture[OptimStepResponse]:
-        """One step with the gradient so far, which is then cleared. A mapping with a `type` is for
-        optimizers other than AdamW."""
+        """Take one optimizer step with the accumulated gradient and clear it. A mapping with a
+        `type` selects an optimizer other than AdamW."""
         if optim_params is not None and adam_params is not None:
             raise ValueError("give optim_params or adam_params, not both")
         params = adam_params if optim_params is None else optim_params
@@ -143,15 +131,9 @@ class TrainingClient:
             adam_params=params if isinstance(params, AdamParams) else None,
             optimizer_params=None if isinstance(params, AdamParams) else dict(params),
         )
-        return self._ordered("optim_step", body, OptimStepResponse)
+        return self._ordered_post("optim_step", body, OptimStepResponse)
 
-    async def optim_step_async(
-        self,
-        optim_params: AdamParams | Mapping[str, Any] | None = None,
-        *,
-        adam_params: AdamParams | None = None,
-    ) -> APIFuture[OptimStepResponse]:
-        return self.optim_step(optim_params, adam_params=adam_params)
+    optim_step_async = async_call(optim_step)
 
     # ---- checkpoints
 
@@ -162,7 +144,8 @@ class TrainingClient:
         overwrite: bool = False,
         user_metadata: Mapping[str, str] | None = None,
     ) -> APIFuture[SaveWeightsResponse]:
-        """Weights and optimizer state, to go on training from."""
+        """Save weights and optimizer state under `name`, to resume training from. Fails where the
+        name exists, unless `overwrite`; ttl_seconds None: kept until deleted."""
         body = SaveWeightsRequest(
             model_id=self.model_id,
             path=name,
@@ -170,16 +153,9 @@ class TrainingClient:
             overwrite=overwrite,
             user_metadata=None if user_metadata is None else dict(user_metadata),
         )
-        return self._ordered("save_weights", body, SaveWeightsResponse)
+        return self._ordered_post("save_weights", body, SaveWeightsResponse)
 
-    async def save_state_async(
-        self,
-        name: str,
-        ttl_seconds: int | None = None,
-        overwrite: bool = False,
-        user_metadata: Mapping[str, str] | None = None,
-    ) -> APIFuture[SaveWeightsResponse]:
-        return self.save_state(name, ttl_seconds, overwrite, user_metadata)
+    save_state_async = async_call(save_state)
 
     def save_weights_for_sampler(
         self,
@@ -187,53 +163,43 @@ class TrainingClient:
         ttl_seconds: int | None = None,
         user_metadata: Mapping[str, str] | None = None,
     ) -> APIFuture[SaveWeightsForSamplerResponse]:
-        """Weights only, to sample from."""
+        """Save the weights only, to sample from. ttl_seconds None: kept until deleted."""
         body = SaveWeightsForSamplerRequest(
             model_id=self.model_id,
             path=name,
             ttl_seconds=ttl_seconds,
             user_metadata=None if user_metadata is None else dict(user_metadata),
         )
-        return self._ordered("save_weights_for_sampler", body, SaveWeightsForSamplerResponse)
+        return self._ordered_post("save_weights_for_sampler", body, SaveWeightsForSamplerResponse)
 
-    async def save_weights_for_sampler_async(
-        self,
-        name: str,
-        ttl_seconds: int | None = None,
-        user_metadata: Mapping[str, str] | None = None,
-    ) -> APIFuture[SaveWeightsForSamplerResponse]:
-        return self.save_weights_for_sampler(name, ttl_seconds, user_metadata)
+    save_weights_for_sampler_async = async_call(save_weights_for_sampler)
 
     # ---- samplers
 
     def save_weights_and_get_sampling_client(
         self, name: str | None = None, *, kind: SamplingClientKind = "snapshot"
     ) -> ClientFuture[SamplingClient]:
-        """A sampler of the weights as they are after the calls so far. Without a name nothing is
-        kept beyond the session."""
+        """A sampling client of the weights after the calls so far. Without a name they are not
+        kept beyond the session. kind "inflight": the client follows later inflight saves."""
         body = SaveWeightsForSamplerRequest(model_id=self.model_id, path=name, kind=kind)
         if name is None:
             body.sampling_session_seq_id = self._session.next_sampling_session_seq_id()
-        saved = self._ordered("save_weights_for_sampler", body, SaveWeightsForSamplerResponse)
-        return ClientFuture(self._session.submit(self._open_sampler(saved)).future())
+        future = self._ordered_post("save_weights_for_sampler", body, SaveWeightsForSamplerResponse)
+        return self._session.submit_client(self._open_sampler(future))
 
-    async def save_weights_and_get_sampling_client_async(
-        self, name: str | None = None, *, kind: SamplingClientKind = "snapshot"
-    ) -> SamplingClient:
-        return await self.save_weights_and_get_sampling_client(name, kind=kind)
+    save_weights_and_get_sampling_client_async = async_result(save_weights_and_get_sampling_client)
 
     def create_sampling_client(self, model_path: str) -> ClientFuture[SamplingClient]:
-        """A sampler of saved weights."""
-        opening = open_sampling_client(self._session, model_path=model_path)
-        return ClientFuture(self._session.submit(opening).future())
+        """A sampling client of saved weights."""
+        sampler = open_sampling_client(self._session, model_path=model_path)
+        return self._session.submit_client(sampler)
 
-    async def create_sampling_client_async(self, model_path: str) -> SamplingClient:
-        return await self.create_sampling_client(model_path)
+    create_sampling_client_async = async_result(create_sampling_client)
 
     async def _open_sampler(
-        self, saved: APIFuture[SaveWeightsForSamplerResponse]
+        self, future: APIFuture[SaveWeightsForSamplerResponse]
     ) -> SamplingClient:
-        reply = await saved
+        reply = await future
         if reply.sampling_session_id is None:
             return await open_sampling_client(self._session, model_path=reply.path)
         return SamplingClient(
@@ -246,14 +212,13 @@ class TrainingClient:
     # ---- about the model
 
     def get_info(self) -> GetInfoResponse:
-        """As it was when this client was made; no request."""
+        """The model's description when this client was created; sends no request."""
         return self._info
 
-    async def get_info_async(self) -> GetInfoResponse:
-        return self._info
+    get_info_async = async_call(get_info)
 
     def get_tokenizer(self) -> Any:
-        """Needs transformers."""
+        """The model's Hugging Face tokenizer. Needs transformers."""
         tokenizer_id = self._info.model_data.tokenizer_id or self._info.model_data.model_name
         if tokenizer_id is None:
             raise TinkerError(f"the server names no tokenizer for model {self.model_id!r}")
@@ -261,19 +226,31 @@ class TrainingClient:
 
     # ---- requests
 
-    def _ordered(self, path: str, body: Any, reply: type[ModelT]) -> APIFuture[ModelT]:
-        posted = self._lane.submit(lambda: self._post(path, body))
+    def _ordered_post(self, path: str, body: Any, reply: type[ModelT]) -> APIFuture[ModelT]:
+        async def collect(request_id: str) -> ModelT:
+            return await self._session.result(request_id, reply)
 
-        async def wait() -> ModelT:
-            return await self._session.result(await asyncio.wrap_future(posted), reply)
+        return self._ordered(lambda: self._post(path, body), collect)
 
-        return self._session.submit(wait())
+    def _ordered(
+        self,
+        post: Operation[AckT],
+        collect: Callable[[AckT], Coroutine[Any, Any, T]],
+    ) -> APIFuture[T]:
+        """Post in the lane and collect outside of it, so that the next operation is posted without
+        waiting for this result."""
+        acknowledgement = self._lane.submit(post)
+
+        async def result() -> T:
+            return await collect(await asyncio.wrap_future(acknowledgement))
+
+        return self._session.submit(result())
 
     async def _post(self, path: str, body: Any) -> str:
-        """The request id. Retries repeat the same number, so the server executes once."""
-        numbered = body.replace(seq_id=self._lane.next_seq_id())
-        accepted = await self._session.transport.post(path, numbered, UntypedAPIFuture)
-        return accepted.request_id
+        """The request id. Retries repeat the same sequence number: the server executes it once."""
+        request = body.replace(seq_id=self._lane.next_seq_id())
+        acknowledgement = await self._session.transport.post(path, request, UntypedAPIFuture)
+        return acknowledgement.request_id
 
     def _batch(
         self,
@@ -283,7 +260,7 @@ class TrainingClient:
         *,
         forward_only: bool = False,
     ) -> list[codec.ForwardBackwardRequest]:
-        """The requests of one call, without their numbers."""
+        """The requests of one call, before their sequence numbers are assigned."""
         if not data:
             raise ValueError("data is empty")
         check_sparse_growth(data)
@@ -307,26 +284,20 @@ class TrainingClient:
     async def _post_batch(self, batch: list[codec.ForwardBackwardRequest]) -> list[str]:
         """The request ids, in order."""
         request_ids: list[str] = []
-        for request in batch:
-            numbered = dataclasses.replace(request, seq_id=self._lane.next_seq_id())
-            accepted = await self._session.transport.post_protobuf(
+        for unnumbered in batch:
+            request = dataclasses.replace(unnumbered, seq_id=self._lane.next_seq_id())
+            acknowledgement = await self._session.transport.post_protobuf(
                 "forward_backward",
-                codec.encode_forward_backward_request(numbered),
+                codec.encode_forward_backward_request(request),
                 UntypedAPIFuture,
             )
-            request_ids.append(accepted.request_id)
+            request_ids.append(acknowledgement.request_id)
         return request_ids
-
-    def _results(self, posted: "Future[list[str]]") -> APIFuture[ForwardBackwardOutput]:
-        async def wait() -> ForwardBackwardOutput:
-            return await self._collect(await asyncio.wrap_future(posted))
-
-        return self._session.submit(wait())
 
     async def _collect(self, request_ids: list[str]) -> ForwardBackwardOutput:
         retrieve = self._session.transport.retrieve
         polls = [retrieve(i, _decode_output, protobuf=True) for i in request_ids]
-        return merged(await asyncio.gather(*polls))
+        return merge_outputs(await asyncio.gather(*polls))
 
     async def _post_custom(
         self,
@@ -334,17 +305,15 @@ class TrainingClient:
         loss_fn: CustomLossFn,
         forward: list[codec.ForwardBackwardRequest],
     ) -> tuple[list[str], LocalLoss]:
-        """Owns the lane until the backward pass is acknowledged: what the caller submitted
-        meanwhile must come after it."""
+        """Holds the lane until the backward pass is acknowledged: operations that the caller
+        submits meanwhile must run after it."""
         output = await self._collect(await self._post_batch(forward))
         local = await asyncio.to_thread(differentiate, data, loss_fn, output)
         backward = self._batch(local.data, "cross_entropy", None)
         return await self._post_batch(backward), local
 
-    async def _collect_custom(
-        self, posted: "Future[tuple[list[str], LocalLoss]]"
-    ) -> ForwardBackwardOutput:
-        request_ids, local = await asyncio.wrap_future(posted)
+    async def _collect_custom(self, backward: tuple[list[str], LocalLoss]) -> ForwardBackwardOutput:
+        request_ids, local = backward
         return with_local_metrics(await self._collect(request_ids), local)
 
 

@@ -1,4 +1,4 @@
-"""HTTP with retries, and the long poll for results."""
+"""HTTP with retries, and long polls for results."""
 
 import asyncio
 import json
@@ -35,8 +35,8 @@ class RetryPolicy:
     """Delays double from `first_delay_s` to `max_delay_s`, less up to a quarter of jitter.
 
     After `give_up_s` seconds without a useful answer the last error is raised.
-    quick_poll_s: a "pending" that comes sooner than this was not held by the server; the next poll
-    then waits, so that no server is polled hot.
+    quick_poll_s: the server did not hold a poll that it answered "pending" in less time; the next
+    poll is then delayed, so that the client never polls in a busy loop.
     """
 
     first_delay_s: float = 0.5
@@ -45,14 +45,14 @@ class RetryPolicy:
     quick_poll_s: float = 1.0
 
     def delay_s(self, attempt: int) -> float:
-        """Before retry number `attempt`, counted from 0."""
+        """The delay before retry number `attempt`, counted from 0."""
         delay = min(self.first_delay_s * 2.0 ** min(attempt, 32), self.max_delay_s)
         return delay * random.uniform(0.75, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request, which may be sent several times. It must be safe to repeat.
+    """One HTTP request. It must be safe to repeat: retries send it again.
 
     patient: a 429 means "slow down" and does not count towards giving up.
     """
@@ -93,7 +93,7 @@ class Transport:
     async def post(
         self, path: str, body: WireModel, reply: type[ModelT], *, patient: bool = False
     ) -> ModelT:
-        """POST a JSON body; raises the error tree of `errors`."""
+        """POST a JSON body. Raises the errors of `errors`."""
         content = json.dumps(body.to_json_dict()).encode()
         return _parse(await self.send(Call("POST", path, content, patient=patient)), reply)
 
@@ -125,7 +125,7 @@ class Transport:
         raise outcome
 
     async def _try(self, call: Call) -> httpx.Response | APIError:
-        """A good response, or an error worth a retry; raises those that are not."""
+        """A success, or an error worth a retry; raises all other errors."""
         try:
             response = await self._request(call)
         except httpx.TimeoutException as error:
@@ -161,13 +161,13 @@ class Transport:
         last_answer = time.monotonic()
         attempt = 0
         while True:
-            started = time.monotonic()
+            poll_start = time.monotonic()
             response = await self._poll(call, last_answer)
             if response is not None and not _is_pending(response):
                 return _final(response, request_id, decode)
             now = time.monotonic()
             last_answer = now if response is not None else last_answer
-            held = response is not None and now - started >= self.retry.quick_poll_s
+            held = response is not None and now - poll_start >= self.retry.quick_poll_s
             if held:
                 attempt = 0
                 continue
@@ -175,24 +175,24 @@ class Transport:
             attempt += 1
 
     async def _poll(self, call: Call, last_answer: float) -> httpx.Response | None:
-        """An answer (408 too), or None for trouble that may pass."""
+        """An answer (408 too), or None for a transient error."""
         try:
             response = await self._request(call)
         except httpx.TransportError as error:
             if time.monotonic() - last_answer > self.retry.give_up_s:
-                raise APIConnectionError(f"the server has gone: {error!r}") from error
+                raise APIConnectionError(f"no answer from the server: {error!r}") from error
             return None
         if response.is_success or response.status_code == 408:
             return response
         failure = status_error(response.status_code, _body(response))
-        passing = response.status_code == 429 or response.status_code >= 500
-        if not passing or time.monotonic() - last_answer > self.retry.give_up_s:
+        transient = response.status_code == 429 or response.status_code >= 500
+        if not transient or time.monotonic() - last_answer > self.retry.give_up_s:
             raise failure
         return None
 
 
 def decoder(reply: type[ModelT]) -> Callable[[httpx.Response], ModelT]:
-    """Reads a result that is JSON."""
+    """Decodes a JSON result."""
     return lambda response: _parse(response, reply)
 
 
@@ -215,8 +215,8 @@ def _is_pending(response: httpx.Response) -> bool:
 def _final(response: httpx.Response, request_id: str, decode: Callable[[httpx.Response], T]) -> T:
     body = _json_object(response)
     if "error" in body:
-        failed = RequestFailedResponse.model_validate({**body, "error": str(body["error"])})
-        raise RequestFailedError(failed.error, request_id, failed.category)
+        failure = RequestFailedResponse.model_validate({**body, "error": str(body["error"])})
+        raise RequestFailedError(failure.error, request_id, failure.category)
     return decode(response)
 
 
@@ -225,7 +225,7 @@ def _parse(response: httpx.Response, reply: type[ModelT]) -> ModelT:
         return reply.model_validate_json(response.content or b"{}")
     except ValidationError as error:
         raise APIResponseValidationError(
-            f"{response.request.url.path} answered what is no {reply.__name__}: {error}"
+            f"the answer of {response.request.url.path} is not a {reply.__name__}: {error}"
         ) from error
 
 

@@ -19,6 +19,8 @@ from pathlib import Path
 from tinkercloud.config import DEFAULT_MODEL_NAME, default_data_dir
 from tinkercloud.errors import ConfigError
 
+DEFAULT_PACKAGED = "smollm2"
+"""What the embedded backend serves where no model is named."""
 CHUNK_BYTES = 1024**2
 PIP_TIMEOUT_S = 1800.0
 

@@ -1,4 +1,4 @@
-"""What every contender of the RL benchmark is asked, and what is kept of its steps.
+"""The work of every contender of the RL benchmark, and the record of its steps.
 
 Only the standard library is needed here, so that a peer's environment needs only its own packages.
 """
@@ -57,12 +57,12 @@ def centred(rewards: Sequence[float]) -> list[float]:
 
 
 @dataclass
-class Diary:
+class StepLog:
     """The phases of whole steps, in seconds, and what was under way when it ended.
 
     gap: mean |trainer's - sampler's| log-probability of the sampled tokens, the worst step's; None
-    where a contender does not tell it. fault: what was wrong; stopped: what had been done when the
-    time was up; unfinished_s: how long the step that was under way then had taken."""
+    where a contender does not report it. fault: what was wrong; stopped: what was done when the
+    limit was reached; unfinished_s: how long the step that was under way then had taken."""
 
     steps: list[dict[str, float]] = field(default_factory=list)
     gap: float | None = None
@@ -70,32 +70,32 @@ class Diary:
     stopped: str = ""
     doing: str = "starting"
     current: dict[str, float] = field(default_factory=dict)
-    step_begun: float | None = None
+    step_start: float | None = None
     unfinished_s: float | None = None
 
     def begin(self, phase: str) -> None:
         self.doing = phase
-        if self.step_begun is None:
-            self.step_begun = time.perf_counter()
+        if self.step_start is None:
+            self.step_start = time.perf_counter()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         self.begin(name)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         yield
-        self.current[name] = time.perf_counter() - begun
+        self.current[name] = time.perf_counter() - start
 
     def end_step(self) -> None:
         self.steps.append(self.current)
-        self.current, self.step_begun, self.doing = {}, None, "between steps"
+        self.current, self.step_start, self.doing = {}, None, "between steps"
 
     def stop(self, limit_s: float) -> None:
-        """The time is up: keep what had been done."""
-        if self.step_begun is not None:
-            self.unfinished_s = time.perf_counter() - self.step_begun
-        done = [f"{name} {seconds:.0f} s" for name, seconds in self.current.items()]
+        """At the limit: keep what was done."""
+        if self.step_start is not None:
+            self.unfinished_s = time.perf_counter() - self.step_start
+        phases = [f"{name} {seconds:.0f} s" for name, seconds in self.current.items()]
         whole = f"{len(self.steps)} whole step{'s' * (len(self.steps) != 1)}"
-        self.stopped = f"after {limit_s:.0f} s: {', '.join([whole, *done])}; then in {self.doing}"
+        self.stopped = f"after {limit_s:.0f} s: {', '.join([whole, *phases])}; then in {self.doing}"
 
     @property
     def counted(self) -> list[dict[str, float]]:
@@ -105,8 +105,8 @@ class Diary:
     @property
     def step_s(self) -> float | None:
         """The mean of the steps that count."""
-        spent = [sum(step.values()) for step in self.counted]
-        return sum(spent) / len(spent) if spent else None
+        times = [sum(step.values()) for step in self.counted]
+        return sum(times) / len(times) if times else None
 
     def share(self, phase: str) -> float:
         """Of the counted steps' time; of the first's where it is the only one."""

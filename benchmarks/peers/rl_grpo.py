@@ -1,88 +1,80 @@
 """TRL's GRPOTrainer with PEFT, generating by transformers: the process of `rl_trl`, in the peer's
-environment. It prints a JSON line when a phase begins, when it ends, and at the end of a step.
+environment. It replies when a phase begins, when it ends, and at the end of a step.
 
 Its loss reads past an adapter on the unembedding, so the adapter is on the other layers only.
 """
 
-import json
 import math
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from peers.rl_common import LEARNING_RATE, MICROBATCH, RANK, Scale, vowels
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from benchmarks.lib.peer_script import Replies, read_job
+from benchmarks.peers.rl_common import LEARNING_RATE, MICROBATCH, RANK, Scale, vowels
+
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-REPLIES, sys.stdout = sys.stdout, sys.stderr  # whatever a library prints is no reply
 
 
-def say(**what: Any) -> None:
-    REPLIES.write(json.dumps(what) + "\n")
-    REPLIES.flush()
-
-
-class Timed(GRPOTrainer):
-    """Says when its parts begin, and how long they took; all else of a step is training.
+class TimedTrainer(GRPOTrainer):
+    """Replies when its parts begin, and how long they took; all else of a step is training.
 
     parts_s: seconds of this step that were not training."""
 
+    replies: Replies
     parts_s = 0.0
 
-    def _generate(self, *given: Any, **more: Any) -> Any:
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
         with self._part("sample"):
-            return super()._generate(*given, **more)
+            return super()._generate(*args, **kwargs)
 
-    def _calculate_rewards(self, *given: Any, **more: Any) -> Any:
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
         with self._part("reward"):
-            return super()._calculate_rewards(*given, **more)
+            return super()._calculate_rewards(*args, **kwargs)
 
-    def compute_loss(self, *given: Any, **more: Any) -> Any:
-        loss = super().compute_loss(*given, **more)
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
         if not math.isfinite(float(loss.detach())):
-            say(fault="the loss is not finite")
+            self.replies.send(fault="the loss is not finite")
         return loss
 
     @contextmanager
     def _part(self, name: str) -> Iterator[None]:
-        say(begins=name)
-        begun = time.perf_counter()
+        self.replies.send(begins=name)
+        start = time.perf_counter()
         yield
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - start
         self.parts_s += seconds
-        say(phases={name: seconds}, begins="forward_backward")
+        self.replies.send(phases={name: seconds}, begins="forward_backward")
 
 
 class Clock(TrainerCallback):
     """The whole of each step, and its update."""
 
-    def __init__(self, trainer: Timed):
+    def __init__(self, trainer: TimedTrainer):
         self._trainer = trainer
-        self._begun = self._updating = self._update_s = 0.0
+        self._start = self._update_start = self._update_s = 0.0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self._begun, self._trainer.parts_s = time.perf_counter(), 0.0
+        self._start, self._trainer.parts_s = time.perf_counter(), 0.0
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        self._updating = time.perf_counter()
+        self._update_start = time.perf_counter()
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        self._update_s = time.perf_counter() - self._updating
+        self._update_s = time.perf_counter() - self._update_start
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        whole_s = time.perf_counter() - self._begun
+        whole_s = time.perf_counter() - self._start
         training_s = whole_s - self._trainer.parts_s - self._update_s
-        say(phases={"forward_backward": training_s, "optim_step": self._update_s}, step=True)
+        phases = {"forward_backward": training_s, "optim_step": self._update_s}
+        self._trainer.replies.send(phases=phases, step=True)
 
 
 def settings(scale: Scale, scratch: str) -> GRPOConfig:
@@ -116,33 +108,34 @@ def settings(scale: Scale, scratch: str) -> GRPOConfig:
 
 
 def main() -> None:
-    told = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    scale = Scale(**told["scale"])
-    torch.set_num_threads(told["threads"])
+    replies, job = Replies(), read_job()
+    scale = Scale(**job["scale"])
+    torch.set_num_threads(job["threads"])
 
     def reward(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
         short = sum(len(ids) != scale.tokens for ids in completion_ids)
         if short or len(completions) != scale.sequences:
-            say(fault=f"{len(completions)} samples came, {short} of another length")
+            replies.send(fault=f"{len(completions)} samples came, {short} of another length")
         return [vowels(text) for text in completions]
 
-    tokenizer = AutoTokenizer.from_pretrained(told["model"])
-    lengths = {len(ids) for ids in tokenizer(told["texts"])["input_ids"]}
+    tokenizer = AutoTokenizer.from_pretrained(job["model"])
+    lengths = {len(ids) for ids in tokenizer(job["texts"])["input_ids"]}
     if lengths != {scale.prompt_tokens}:
-        say(fault=f"the prompts have {sorted(lengths)} tokens")
-    trainer = Timed(
-        model=AutoModelForCausalLM.from_pretrained(told["model"], dtype=torch.float32),
+        replies.send(fault=f"the prompts have {sorted(lengths)} tokens")
+    trainer = TimedTrainer(
+        model=AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32),
         reward_funcs=reward,
-        args=settings(scale, told["scratch"]),
-        train_dataset=Dataset.from_dict({"prompt": told["texts"]}),
+        args=settings(scale, job["scratch"]),
+        train_dataset=Dataset.from_dict({"prompt": job["texts"]}),
         processing_class=tokenizer,
         peft_config=LoraConfig(r=RANK, lora_alpha=RANK, target_modules=list(LAYERS)),
     )
+    trainer.replies = replies
     trainer.add_callback(Clock(trainer))
     trainer.train()
     b = [p for name, p in trainer.model.named_parameters() if "lora_B" in name]
     if not any(bool(p.any()) for p in b):
-        say(fault="the weights did not change")
+        replies.send(fault="the weights did not change")
 
 
 if __name__ == "__main__":

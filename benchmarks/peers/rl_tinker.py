@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import os
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -11,25 +10,32 @@ from typing import Any, Protocol
 
 import httpx
 import numpy as np
-from peers.rl_common import (
+
+from benchmarks.lib.peers import Unavailable
+from benchmarks.lib.server import (
+    MODEL,
+    embedded_flags,
+    engine_flags,
+    our_server,
+    sdk_datum,
+    sdk_for,
+)
+from benchmarks.lib.smollm2 import tokenizer_of
+from benchmarks.lib.tinker_http import RequestFailed
+from benchmarks.peers.rl_common import (
     LEARNING_RATE,
     MICROBATCH,
     RANK,
-    Diary,
+    StepLog,
     Work,
     centred,
     vowels,
 )
-from peers.sampling_common import Unavailable
-from peers.skyrl_server import SkyrlModel, skyrl_server
-from tokenizers import Tokenizer
+from benchmarks.peers.skyrl_server import SkyrlModel, skyrl_server
 
-from tests.serving import start_server
-
-MODEL = "smollm2"
-KV_CACHE_BYTES = 4 * 1024**3
-GAP = {"float32": 1e-3, "bfloat16": 0.1}  # mean, of log-probabilities, trainer from sampler
-"""Mean |difference| of a sampled token's log-probability, trainer's and sampler's, in float32."""
+GAP = {"float32": 1e-3, "bfloat16": 0.1}
+"""The most that the mean |difference| of a sampled token's log-probability, trainer's and
+sampler's, may be."""
 PROBE_SEED = 10**6
 
 
@@ -79,49 +85,44 @@ class Policy(Protocol):
 
 
 class Tinkercloud:
-    def __init__(self, service: Any, training: Any):
-        self._service, self._training = service, training
+    def __init__(self, tinker: Any, service: Any, training: Any):
+        self._tinker, self._service, self._training = tinker, service, training
         self._sampling: Any = None
 
     @classmethod
-    async def create(cls) -> "Tinkercloud":
-        import tinker  # here, because it reads the environment
-
+    async def create(cls, tinker: Any) -> "Tinkercloud":
+        """tinker: the SDK."""
         service = tinker.ServiceClient()
         # The layers that every contender's adapter is on.
         training = await service.create_lora_training_client(
             base_model=MODEL, rank=RANK, train_unembed=False
         )
-        return cls(service, training)
+        return cls(tinker, service, training)
 
     async def sample(
         self, prompt: list[int], num_samples: int, max_tokens: int, seed: int
     ) -> list[Sample]:
-        import tinker
-
-        params = tinker.SamplingParams(max_tokens=max_tokens, temperature=1.0, stop=[], seed=seed)
-        told = await self._sampling.sample(
-            tinker.ModelInput.from_ints(prompt), num_samples=num_samples, sampling_params=params
+        params = self._tinker.SamplingParams(
+            max_tokens=max_tokens, temperature=1.0, stop=[], seed=seed
         )
-        return [Sample(list(one.tokens), list(one.logprobs)) for one in told.sequences]
+        tokens = self._tinker.ModelInput.from_ints(prompt)
+        result = await self._sampling.sample(
+            tokens, num_samples=num_samples, sampling_params=params
+        )
+        return [Sample(list(each.tokens), list(each.logprobs)) for each in result.sequences]
 
     async def forward_backward(self, data: list[dict[str, np.ndarray]]) -> list[np.ndarray]:
-        import tinker
-
-        def datum(one: dict[str, np.ndarray]) -> Any:
-            inputs = {k: tinker.TensorData.from_numpy(v) for k, v in one.items() if k != "tokens"}
-            prompt = tinker.ModelInput.from_ints(one["tokens"].tolist())
-            return tinker.Datum(model_input=prompt, loss_fn_inputs=inputs)
-
-        told = await self._training.forward_backward(
-            [datum(one) for one in data], "importance_sampling"
-        )
-        return [one["logprobs"].to_numpy() for one in told.loss_fn_outputs]
+        datums = [
+            sdk_datum(
+                self._tinker, arrays["tokens"], {k: v for k, v in arrays.items() if k != "tokens"}
+            )
+            for arrays in data
+        ]
+        result = await self._training.forward_backward(datums, "importance_sampling")
+        return [output["logprobs"].to_numpy() for output in result.loss_fn_outputs]
 
     async def optim_step(self) -> None:
-        import tinker
-
-        await self._training.optim_step(tinker.AdamParams(learning_rate=LEARNING_RATE))
+        await self._training.optim_step(self._tinker.AdamParams(learning_rate=LEARNING_RATE))
 
     async def publish(self) -> None:
         self._sampling = await self._training.save_weights_and_get_sampling_client()
@@ -137,13 +138,13 @@ class Skyrl:
     async def sample(
         self, prompt: list[int], num_samples: int, max_tokens: int, seed: int
     ) -> list[Sample]:
-        told = await self._model.sample(prompt, num_samples, max_tokens, seed)
-        return [Sample(one["tokens"], one["logprobs"]) for one in told]
+        samples = await self._model.sample(prompt, num_samples, max_tokens, seed)
+        return [Sample(sample["tokens"], sample["logprobs"]) for sample in samples]
 
     async def forward_backward(self, data: list[dict[str, np.ndarray]]) -> list[np.ndarray]:
-        plain = [{name: values.tolist() for name, values in one.items()} for one in data]
-        told = await self._model.forward_backward(plain, "importance_sampling")
-        return [np.array(one["logprobs"]) for one in told]
+        lists = [{name: array.tolist() for name, array in arrays.items()} for arrays in data]
+        outputs = await self._model.forward_backward(lists, "importance_sampling")
+        return [np.array(output["logprobs"]) for output in outputs]
 
     async def optim_step(self) -> None:
         await self._model.optim_step(LEARNING_RATE)
@@ -152,43 +153,43 @@ class Skyrl:
         await self._model.publish()
 
     async def close(self) -> None:
-        await self._model.http.aclose()
+        await self._model.api.close()
 
 
 class Loop:
     """The script of RL that every Tinker server runs."""
 
-    def __init__(self, policy: Policy, work: Work, diary: Diary, gap: float):
-        self._policy, self._scale, self._diary, self._gap = policy, work.scale, diary, gap
-        self._tokenizer = Tokenizer.from_file(f"{work.model}/tokenizer.json")
+    def __init__(self, policy: Policy, work: Work, log: StepLog, gap: float):
+        self._policy, self._scale, self._log, self._gap = policy, work.scale, log, gap
+        self._tokenizer = tokenizer_of(Path(work.model))
         self._prompts = [self._tokenizer.encode(text).ids for text in work.texts]
 
     async def run(self) -> None:
-        self._diary.doing = "the first publish"
+        self._log.doing = "the first publish"
         await self._policy.publish()
         first = await self._probe()
         for number in range(1 + self._scale.steps):
             await self._step(number)
-            if self._diary.fault:
+            if self._log.fault:
                 return
         if await self._probe() == first:
-            self._diary.fault = "the sampler's weights did not change"
+            self._log.fault = "the sampler's weights did not change"
 
     async def _step(self, number: int) -> None:
-        diary, policy = self._diary, self._policy
-        with diary.phase("sample"):
+        log, policy = self._log, self._policy
+        with log.phase("sample"):
             groups = await self._sample(number)
-        with diary.phase("reward"):
+        with log.phase("reward"):
             batch = self._rewarded(groups)
-        with diary.phase("forward_backward"):
-            data = [one.inputs() for one in batch]
+        with log.phase("forward_backward"):
+            data = [rollout.inputs() for rollout in batch]
             logprobs = await policy.forward_backward(data)
         self._check(batch, logprobs)
-        with diary.phase("optim_step"):
+        with log.phase("optim_step"):
             await policy.optim_step()
-        with diary.phase("publish"):
+        with log.phase("publish"):
             await policy.publish()
-        diary.end_step()
+        log.end_step()
 
     async def _sample(self, number: int) -> list[list[Sample]]:
         scale, done = self._scale, 0
@@ -199,7 +200,7 @@ class Loop:
             sizes = (scale.samples, scale.tokens, seed)
             samples = await self._policy.sample(self._prompts[index], *sizes)
             done += len(samples)
-            self._diary.doing = f"sample ({done} of {scale.sequences} samples)"
+            self._log.doing = f"sample ({done} of {scale.sequences} samples)"
             return samples
 
         return await asyncio.gather(*map(group, range(scale.prompts)))
@@ -215,65 +216,58 @@ class Loop:
     def _check(self, batch: Sequence[Rollout], logprobs: Sequence[np.ndarray]) -> None:
         """Numbers of tokens, trainer against sampler, and a loss that is finite."""
         scale, gaps, loss = self._scale, [], 0.0
-        short = [one for one in batch if len(one.sample.tokens) != scale.tokens]
+        short = [each for each in batch if len(each.sample.tokens) != scale.tokens]
         if len(batch) != scale.sequences or short:
-            self._diary.fault = f"{len(batch)} samples came, {len(short)} of another length"
+            self._log.fault = f"{len(batch)} samples came, {len(short)} of another length"
             return
-        for one, theirs in zip(batch, logprobs, strict=True):
-            difference = theirs[-scale.tokens :] - np.array(one.sample.logprobs)
+        for rollout, trained in zip(batch, logprobs, strict=True):
+            difference = trained[-scale.tokens :] - np.array(rollout.sample.logprobs)
             gaps.append(float(np.abs(difference).mean()))
-            loss -= one.advantage * float(np.exp(difference).sum())
+            loss -= rollout.advantage * float(np.exp(difference).sum())
         gap = float(np.mean(gaps))
-        self._diary.gap = max(gap, self._diary.gap or 0.0)
+        self._log.gap = max(gap, self._log.gap or 0.0)
         if not math.isfinite(loss):
-            self._diary.fault = "the loss is not finite"
+            self._log.fault = "the loss is not finite"
         elif not gap < self._gap:
-            self._diary.fault = f"trainer and sampler are {gap:.1e} apart"
+            self._log.fault = f"trainer and sampler are {gap:.1e} apart"
 
     async def _probe(self) -> list[list[float]]:
         """What the published weights make of a prompt and a seed; the same shape as a step's."""
-        self._diary.doing = "the samples that show whether weights changed"
+        self._log.doing = "the samples that show whether weights changed"
         sizes = (self._scale.samples, self._scale.tokens, PROBE_SEED)
-        return [one.logprobs for one in await self._policy.sample(self._prompts[0], *sizes)]
+        samples = await self._policy.sample(self._prompts[0], *sizes)
+        return [sample.logprobs for sample in samples]
 
 
 def run(
     policy: Callable[[], Awaitable[Policy]], work: Work, limit_s: float, dtype: str = "float32"
-) -> Diary:
+) -> StepLog:
     """All steps, or what was done of them in `limit_s`."""
 
-    async def whole(diary: Diary) -> None:
+    async def whole(log: StepLog) -> None:
         try:
             async with asyncio.timeout(limit_s):
-                own = await policy()
+                model = await policy()
                 try:
-                    await Loop(own, work, diary, GAP[dtype]).run()
+                    await Loop(model, work, log, GAP[dtype]).run()
                 finally:
-                    await own.close()
+                    await model.close()
         except TimeoutError:
-            diary.stop(limit_s)
+            log.stop(limit_s)
 
-    diary = Diary()
-    asyncio.run(whole(diary))
-    return diary
+    log = StepLog()
+    asyncio.run(whole(log))
+    return log
 
 
-def ours(model: Path, work: Work, max_batch: int, limit_s: float, dtype: str) -> Diary:
+def ours(model: Path, work: Work, max_batch: int, limit_s: float, dtype: str) -> StepLog:
     """model: GGUF file or Hugging Face folder."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        start_server(
-            *("--backend", "embedded", "--model", f"{MODEL}={model}", "--dtype", dtype),
-            *("--engine-max-batch", str(max_batch)),
-            *("--engine-kv-cache-bytes", str(KV_CACHE_BYTES)),
-            data_dir=Path(folder) / "data",
-        ) as server,
-    ):
-        os.environ.update(server.sdk_environment)
-        return run(Tinkercloud.create, work, limit_s, dtype)
+    with our_server(*embedded_flags(model, dtype), *engine_flags(max_batch)) as server:
+        tinker = sdk_for(server)
+        return run(lambda: Tinkercloud.create(tinker), work, limit_s, dtype)
 
 
-def skyrl(peers: Path, work: Work, max_batch: int, limit_s: float) -> Diary:
+def skyrl(peers: Path, work: Work, max_batch: int, limit_s: float) -> StepLog:
     """Raises Unavailable."""
     config = {
         "max_lora_adapters": 2,
@@ -291,5 +285,5 @@ def skyrl(peers: Path, work: Work, max_batch: int, limit_s: float) -> Diary:
 
         try:
             return run(policy, work, limit_s)
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, RequestFailed) as error:
             raise Unavailable(f"failed: {error}; {server.last_words()}") from error

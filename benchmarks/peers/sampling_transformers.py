@@ -6,24 +6,14 @@ import json
 import os
 import sys
 import time
-from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.lib.machine import ROOT
+from benchmarks.lib.peer_script import Replies
+from benchmarks.lib.peers import Script, Unavailable, peer_environment, python_of, version_of
+from benchmarks.peers.sampling_common import Load, Outcome, gaps, outcome
 
-from peers.sampling_common import (
-    Load,
-    Outcome,
-    Unavailable,
-    outcome,
-    peer_environment,
-    python_of,
-    serve_lines,
-    version_of,
-)
-
-SCRIPT = Path(__file__).resolve()
 LINE_LIMIT_BYTES = 64 * 1024**2
 
 
@@ -38,22 +28,21 @@ class Transformers:
     @classmethod
     async def start(cls, peers: Path, model: Path, dtype: str) -> "Transformers":
         """model: a Hugging Face folder. Raises Unavailable."""
-        python = python_of(peers, "transformers")
-        version = version_of(python, "transformers")
+        script = Script("sampling_transformers", python_of(peers, "transformers"))
+        version = version_of(peers, "transformers")
         process = await asyncio.create_subprocess_exec(
-            *(python, SCRIPT, model, dtype),
+            *script.command(model, dtype),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
             limit=LINE_LIMIT_BYTES,
             env=peer_environment(),
+            cwd=ROOT,
         )
         return cls(process, version)
 
     async def prepare(self, load: Load) -> None:
-        """A short load of the same shape: allocations and caches of the library."""
-        prompts = tuple(prompt[:8] for prompt in load.prompts)
-        await self.generate(Load(prompts, 4, load.num_samples))
+        await self.generate(load.warm_up)
 
     async def generate(self, load: Load) -> Outcome:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -73,6 +62,7 @@ class Transformers:
 
 
 def main() -> None:
+    replies = Replies()
     import torch
     from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 
@@ -91,10 +81,10 @@ def main() -> None:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
 
     @torch.inference_mode()
-    def answer(load: Load) -> Outcome:
-        clock, begun = Clock(), time.perf_counter()
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        load, clock, start = Load(**request), Clock(), time.perf_counter()
         ids = torch.tensor(load.prompts)
-        how = {"do_sample": False} if load.greedy else SAMPLED
+        choice = {"do_sample": False} if load.greedy else SAMPLED
         out = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -102,15 +92,15 @@ def main() -> None:
             num_return_sequences=load.num_samples,
             pad_token_id=0,
             logits_processor=LogitsProcessorList([clock]),
-            **how,
+            **choice,
         )
-        told = outcome(load, begun, out[:, ids.shape[1] :].tolist())
-        ends = [*clock.times[1:], begun + told.wall_s]
-        told.first_s = [ends[0] - begun] * load.num_sequences
-        told.gaps_s = [b - a for a, b in pairwise(ends)]
-        return told
+        result = outcome(load, start, out[:, ids.shape[1] :].tolist())
+        ends = [*clock.times[1:], start + result.wall_s]
+        result.first_s = [ends[0] - start] * load.num_sequences
+        result.gaps_s = gaps(ends)
+        return vars(result)
 
-    serve_lines(answer)
+    replies.serve(answer)
 
 
 SAMPLED = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}

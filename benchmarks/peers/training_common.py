@@ -1,18 +1,15 @@
 """What every contender of the training benchmark does the same: reads its job, times, reports.
 
-A contender is a process of its own, called with a JSON file (`Job`), and prints one JSON line. This
-file imports neither our package nor a peer's, so that a peer's environment needs only its own.
+A contender is a process of its own (`lib.peers.Script`). This file imports neither our package nor
+a peer's, so that a peer's environment needs only its own.
 """
 
-import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
+from benchmarks.lib.peer_script import Replies, read_job
 
 
 @dataclass(frozen=True)
@@ -36,8 +33,10 @@ class Job:
     save_to: str
 
 
-def read_job() -> Job:
-    return Job(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+def start() -> tuple[Job, Replies]:
+    """First in a contender's script: from here on libraries cannot print among its replies."""
+    replies = Replies()
+    return Job(**read_job()), replies
 
 
 def memory_bytes(field: str, pids: Sequence[int | str] = ("self",)) -> int:
@@ -63,50 +62,44 @@ class Record:
     """Takes the figures of a contender's steps, from `begin` to `end`. Made when all is loaded and
     warm; pids: the processes whose memory counts."""
 
-    def __init__(self, pids: Sequence[int | str] = ("self",)):
-        self._pids = pids
+    def __init__(self, replies: Replies, pids: Sequence[int | str] = ("self",)):
+        self._replies, self._pids = replies, pids
         self._loaded = memory_bytes("VmRSS", pids)
-        self._begun, self._peak = 0.0, 0
+        self._start, self._peak = 0.0, 0
         self._seconds: list[float] = []
         self._losses: list[float] = []
         forget_peak(pids)
 
     def begin(self) -> None:
-        self._begun = time.perf_counter()
+        self._start = time.perf_counter()
 
     def end(self, loss: float) -> None:
         """loss: summed over all tokens, before the step's update."""
-        self._seconds.append(time.perf_counter() - self._begun)
+        self._seconds.append(time.perf_counter() - self._start)
         self._peak = memory_bytes("VmHWM", self._pids)
         self._losses.append(loss)
 
-    def tell(self, **more: Any) -> None:
-        """The JSON line that the benchmark reads; `more` goes into it too."""
-        result: dict[str, Any] = {
-            "seconds": self._seconds,
-            "losses": self._losses,
-            "loaded_bytes": self._loaded,
-            "peak_bytes": self._peak,
-        }
-        print(json.dumps(result | more), flush=True)
+    def send(self) -> None:
+        """The reply that the benchmark reads."""
+        self._replies.send(
+            seconds=self._seconds,
+            losses=self._losses,
+            loaded_bytes=self._loaded,
+            peak_bytes=self._peak,
+        )
 
 
-def run(job: Job, step: Callable[[list[list[int]]], float], save: Callable[[Path], None]) -> None:
-    """step(batch) -> the summed loss before its update. Whoever calls has warmed up, and thrown the
-    gradients of it away: the first step starts from the given adapter."""
-    record = Record()
+def run(
+    job: Job,
+    replies: Replies,
+    step: Callable[[list[list[int]]], float],
+    save: Callable[[Path], None],
+) -> None:
+    """step(batch) -> the summed loss before its update. The caller has warmed up, and dropped those
+    gradients: the first step starts from the job's adapter."""
+    record = Record(replies)
     for _ in range(job.repeats):
         record.begin()
         record.end(step(job.batch))
     save(Path(job.save_to))
-    record.tell()
-
-
-def tokens_of(batch: list[list[int]]) -> int:
-    return sum(len(ids) - 1 for ids in batch)
-
-
-def ragged(num: int, longest: int, seed: int) -> list[int]:
-    """Lengths as an RL batch has them: many short, few long."""
-    generator = np.random.default_rng(seed)
-    return (longest * (0.1 + 0.9 * generator.beta(1.2, 2.5, num))).astype(int).tolist()
+    record.send()

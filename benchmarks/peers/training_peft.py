@@ -10,8 +10,10 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel
-from training_common import Job, read_job, run
 from transformers import AutoModelForCausalLM
+
+from benchmarks.lib.peer_script import Replies
+from benchmarks.peers.training_common import Job, run, start
 
 BEST_TOKENS = 1024
 
@@ -47,13 +49,13 @@ def loss_of(model: torch.nn.Module, part: list[list[int]]) -> torch.Tensor:
     inputs, targets, real = padded(part)
     whole = bool(real.all())
     logits = model(input_ids=inputs, attention_mask=None if whole else real, use_cache=False).logits
-    wanted = targets.masked_fill(real == 0, -100)
+    labels = targets.masked_fill(real == 0, -100)
     return torch.nn.functional.cross_entropy(
-        logits.float().flatten(0, 1), wanted.flatten(), ignore_index=-100, reduction="sum"
+        logits.float().flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
     )
 
 
-def main(job: Job) -> None:
+def main(job: Job, replies: Replies) -> None:
     torch.set_num_threads(job.threads)
     base = AutoModelForCausalLM.from_pretrained(
         job.model, dtype=getattr(torch, job.dtype), attn_implementation="sdpa"
@@ -84,7 +86,7 @@ def main(job: Job) -> None:
 
     forward_backward(job.warm_up)
     optimizer.zero_grad()
-    run(job, step, lambda path: save(model, path))
+    run(job, replies, step, lambda path: save(model, path))
 
 
 def save(model: PeftModel, path: Path) -> None:
@@ -92,4 +94,4 @@ def save(model: PeftModel, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(read_job())
+    main(*start())

@@ -7,19 +7,19 @@ goes before, so that what it compiles for these shapes is there.
 
 import asyncio
 import os
-import signal
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from peers.sampling_common import Unavailable
-from peers.skyrl_server import SkyrlModel, skyrl_server
-from training_common import Job, Record, read_job
 from transformers import AutoModelForCausalLM
+
+from benchmarks.lib.peer_script import Replies
+from benchmarks.lib.peers import Unavailable
+from benchmarks.lib.processes import prepare_process
+from benchmarks.peers.skyrl_server import SkyrlModel, skyrl_server
+from benchmarks.peers.training_common import Job, Record, start
 
 RANK = 32
 MICROBATCH_TOKENS = 1024
@@ -28,14 +28,12 @@ LOSS_TOLERANCE = 1e-4  # of the loss: other kernels, another order of sums
 
 def session_of(pid: int) -> list[int]:
     """The processes that a server started, itself too."""
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*"):
-        try:
+        with suppress(ProcessLookupError):  # it has just ended
             if os.getsid(int(path.name)) == pid:
-                found.append(int(path.name))
-        except ProcessLookupError:
-            continue
-    return found
+                pids.append(int(path.name))
+    return pids
 
 
 def data_of(batch: list[list[int]]) -> list[dict[str, list[int]]]:
@@ -43,9 +41,9 @@ def data_of(batch: list[list[int]]) -> list[dict[str, list[int]]]:
 
 
 async def step(model: SkyrlModel, batch: list[list[int]], learning_rate: float) -> float:
-    told = await model.forward_backward(data_of(batch), "cross_entropy")
+    outputs = await model.forward_backward(data_of(batch), "cross_entropy")
     await model.optim_step(learning_rate)
-    return sum(sum(one["elementwise_loss"]) for one in told)
+    return sum(sum(output["elementwise_loss"]) for output in outputs)
 
 
 @torch.inference_mode()
@@ -61,27 +59,26 @@ def base_loss(folder: str, batch: list[list[int]]) -> float:
 
 
 def check(job: Job, loss: float) -> None:
-    wanted = base_loss(job.model, job.batch)
-    if abs(loss - wanted) > LOSS_TOLERANCE * wanted:
-        sys.exit(f"its first loss is {loss:.2f}, the base model's {wanted:.2f}")
+    expected = base_loss(job.model, job.batch)
+    if abs(loss - expected) > LOSS_TOLERANCE * expected:
+        sys.exit(f"its first loss is {loss:.2f}, the base model's {expected:.2f}")
 
 
-async def measure(job: Job, url: str, pid: int) -> None:
+async def measure(job: Job, replies: Replies, url: str, pid: int) -> None:
     warm = await SkyrlModel.create(url, job.model, RANK)
     await step(warm, job.batch, job.learning_rate)
     model = await warm.another(job.model, RANK)
-    record, losses = Record(session_of(pid)), []
+    record, losses = Record(replies, session_of(pid)), []
     for _ in range(job.repeats):
         record.begin()
         losses.append(await step(model, job.batch, job.learning_rate))
         record.end(losses[-1])
     check(job, losses[0])
-    record.tell()
+    record.send()
 
 
-def main(job: Job) -> None:
-    # Whoever stops this process at a limit stops the server with it.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("it was stopped"))
+def main(job: Job, replies: Replies) -> None:
+    prepare_process()  # SIGTERM at a limit stops the server, too
     torch.set_num_threads(job.threads)
     longest = max(map(len, job.batch)) - 1
     config = {
@@ -91,12 +88,12 @@ def main(job: Job) -> None:
     }
     with tempfile.TemporaryDirectory() as scratch:
         try:
-            with skyrl_server(Path(job.peers), Path(job.model), config, Path(scratch)) as found:
-                url, server = found
-                asyncio.run(measure(job, url, server.pid))
+            with skyrl_server(Path(job.peers), Path(job.model), config, Path(scratch)) as running:
+                url, server = running
+                asyncio.run(measure(job, replies, url, server.pid))
         except Unavailable as reason:
             sys.exit(str(reason))
 
 
 if __name__ == "__main__":
-    main(read_job())
+    main(*start())

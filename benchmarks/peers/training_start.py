@@ -37,8 +37,8 @@ class Start:
 
     def apart(self, a: Path, b: Path) -> float:
         """The distance of two trained adapters, over the length of the way from the start to b."""
-        before, one, other = (_tensors(folder) for folder in (self.adapter, a, b))
-        return _distance(one, other) / _distance(before, other)
+        start, first, second = (_tensors(folder) for folder in (self.adapter, a, b))
+        return _distance(first, second) / _distance(start, second)
 
 
 def prepare(root: Path, model: Path, *, unembedding: bool) -> Start:

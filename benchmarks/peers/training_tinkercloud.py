@@ -1,15 +1,13 @@
 """Our embedded trainer, as its engine process runs it."""
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
-from training_common import Job, read_job, run
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
+from benchmarks.lib.peer_script import Replies
+from benchmarks.peers.training_common import Job, run, start
 from tinkercloud.core.types import AdamParams, Datum, LoraSpec, TrainBatch
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.process.model_store import ModelStore
@@ -30,7 +28,7 @@ def data_of(batch: list[list[int]]) -> Iterator[Datum]:
         yield Datum(tokens[:-1].astype(np.int32), inputs)
 
 
-def main(job: Job) -> None:
+def main(job: Job, replies: Replies) -> None:
     torch.set_num_threads(job.threads)
     device = torch.device("cpu")
 
@@ -43,17 +41,16 @@ def main(job: Job) -> None:
     store.create_model("m", "base", spec)
     model = store.model("m")
     assert model.adapter is not None
-    start = load_adapter(Path(job.adapter), spec, model.base.config.linear_shapes(), device)
+    adapter = load_adapter(Path(job.adapter), spec, model.base.config.linear_shapes(), device)
     with torch.no_grad():
-        for name, (a, b) in start.items():
+        for name, (a, b) in adapter.items():
             model.adapter[name][0].copy_(a)
             model.adapter[name][1].copy_(b)
-    del start
+    del adapter
     hyper = AdamParams(job.learning_rate)
 
     def forward_backward(batch: list[list[int]]) -> float:
-        work = TrainBatch(tuple(data_of(batch)), "cross_entropy")
-        steps = store.forward_backward("m", work)
+        steps = store.forward_backward("m", TrainBatch(tuple(data_of(batch)), "cross_entropy"))
         while True:
             try:
                 next(steps)
@@ -71,8 +68,8 @@ def main(job: Job) -> None:
 
     forward_backward(job.warm_up)
     model.grads = {}
-    run(job, step, save)
+    run(job, replies, step, save)
 
 
 if __name__ == "__main__":
-    main(read_job())
+    main(*start())

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import PeftModel
-from training_common import Job, Record, read_job
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import SFTConfig, SFTTrainer, pack_dataset
+
+from benchmarks.lib.peer_script import Replies
+from benchmarks.peers.training_common import Job, Record, start
 
 MICROBATCH_TOKENS = 1024
 
@@ -30,10 +32,10 @@ class SummedLoss(SFTTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        loss = found[0] if return_outputs else found
+        result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        loss = result[0] if return_outputs else result
         self.total += float(loss.detach()) * float(num_items_in_batch)
-        return found
+        return result
 
 
 class Clock(TrainerCallback):
@@ -78,7 +80,7 @@ def settings(job: Job, data: Dataset) -> SFTConfig:
     )
 
 
-def main(job: Job) -> None:
+def main(job: Job, replies: Replies) -> None:
     torch.set_num_threads(job.threads)
     base = AutoModelForCausalLM.from_pretrained(
         job.model, dtype=torch.float32, attn_implementation="sdpa"
@@ -94,12 +96,12 @@ def main(job: Job) -> None:
     warm_up = torch.tensor(job.warm_up)
     model(input_ids=warm_up, labels=warm_up, fused_lm_head=True).loss.backward()
     model.zero_grad()
-    record = Record()
+    record = Record(replies)
     trainer.add_callback(Clock(trainer, record))
     trainer.train()
     model.save_pretrained(job.save_to)
-    record.tell()
+    record.send()
 
 
 if __name__ == "__main__":
-    main(read_job())
+    main(*start())

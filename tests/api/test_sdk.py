@@ -272,7 +272,7 @@ def test_the_command_line_lists_and_changes_checkpoints(
     assert rest.list_checkpoints(run_id).result().checkpoints == []
 
 
-def test_a_killed_server_comes_back_and_lost_promises_are_told(
+def test_a_killed_server_restarts_and_reports_lost_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving.start_server("--backend", "fake", data_dir=tmp_path / "data") as server:
@@ -307,13 +307,13 @@ def test_samples_in_flight_when_the_server_is_killed_all_come_to_an_end(
         futures = [sampler.sample(PROMPT, 1, slow) for _ in range(8)]
         time.sleep(0.3)
         server.restart(how=signal.SIGKILL)
-        told = []
+        errors = []
         for future in futures:
             try:
                 assert len(future.result(timeout=60).sequences[0].tokens) == 1000
             except tinker.RequestFailedError as error:
-                told.append(str(error))
-        assert told
-        assert all("server restarted" in text for text in told)
+                errors.append(str(error))
+        assert errors
+        assert all("server restarted" in text for text in errors)
         assert len(sampler.sample(PROMPT, 1, GREEDY).result().sequences) == 1
         service.close("success").result()

@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py runs: on a CPU with tiny shapes, and without a GPU it says so."""
+"""`python -m benchmarks.gpu` runs: on a CPU with tiny shapes, and without a GPU it says so."""
 
 import json
 import os
@@ -11,41 +11,39 @@ import torch
 
 from tests.serving import ROOT
 
-SCRIPT = ROOT / "benchmarks" / "gpu.py"
-
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments],
-        env=environment, capture_output=True, text=True, timeout=120, check=False,
+        [sys.executable, "-m", "benchmarks.gpu", *arguments],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
 
 
 def test_tiny_shapes_are_checked_and_measured_on_a_cpu(tmp_path: Path):
-    told = run("--device", "cpu", "--json", str(tmp_path / "gpu.json"))
-    assert not told.returncode, told.stderr
-    found = json.loads((tmp_path / "gpu.json").read_text())
-    assert len(found["rows"]) == 2 * 3 + 1
-    for row in found["rows"]:
-        assert len(row) == len(found["columns"])
+    process = run("--device", "cpu", "--json", str(tmp_path / "gpu.json"))
+    assert not process.returncode, process.stderr
+    report = json.loads((tmp_path / "gpu.json").read_text())
+    assert len(report["rows"]) == 2 * 3 + 1
+    for row in report["rows"]:
+        assert len(row) == len(report["columns"])
         assert row[3] > 0, row
         assert 0 < row[-1] < 2, row
-    assert len(found["targets"]) == 2
+    assert len(report["targets"]) == 2
 
 
-def test_a_trace_of_lanes_is_written_and_without_streams_shows_none(tmp_path: Path):
+def test_a_trace_of_streams_is_written_and_shows_no_kernels_of_a_cpu(tmp_path: Path):
     path = tmp_path / "trace.json"
-    told = run("--device", "cpu", "--trace", str(path))
-    assert not told.returncode, told.stderr
-    assert told.stdout == "the trace has no kernels of lanes: this device has one lane\n"
+    process = run("--device", "cpu", "--trace", str(path))
+    assert not process.returncode, process.stderr
+    assert process.stdout == "the trace has no kernels: this device has one stream\n"
     names = [event.get("name") for event in json.loads(path.read_text())["traceEvents"]]
-    assert "lane draft" in names
+    assert "role draft" in names
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path: Path):
-    told = run("--json", str(tmp_path / "gpu.json"))
-    assert not told.returncode
-    assert told.stdout == "there is no CUDA device here: nothing is measured\n"
+    process = run("--json", str(tmp_path / "gpu.json"))
+    assert not process.returncode
+    assert process.stdout == "there is no CUDA device here: nothing is measured\n"
     assert not (tmp_path / "gpu.json").exists()

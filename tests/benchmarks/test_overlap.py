@@ -1,9 +1,9 @@
-"""How long lanes computed at once, against a count of every microsecond."""
+"""How long streams computed at once, against a count of every microsecond."""
 
 import numpy as np
 import pytest
 
-from benchmarks.overlap import Interval, busy, lane_kernels, overlap
+from benchmarks.overlap import Interval, busy, overlap, role_kernels
 
 LENGTH = 400
 
@@ -47,9 +47,9 @@ def test_streams_that_follow_each_other_do_not_overlap():
 # ---- of a trace
 
 
-def section(lane: str, start: float, end: float, tid: int = 1) -> dict:
+def section(role: str, start: float, end: float, tid: int = 1) -> dict:
     return {
-        "ph": "X", "cat": "user_annotation", "name": f"lane {lane}", "tid": tid, "ts": start,
+        "ph": "X", "cat": "user_annotation", "name": f"role {role}", "tid": tid, "ts": start,
         "dur": end - start,
     }  # fmt: skip
 
@@ -67,7 +67,7 @@ def kernel(number: int, start: float, end: float, stream: int) -> dict:
     }  # fmt: skip
 
 
-def test_a_kernel_is_of_the_lane_in_whose_section_it_was_launched():
+def test_a_kernel_is_of_the_role_in_whose_section_it_was_launched():
     events = [
         section("prefill", 0, 10),
         section("verify", 20, 30),
@@ -83,9 +83,9 @@ def test_a_kernel_is_of_the_lane_in_whose_section_it_was_launched():
         kernel(4, 0, 99, 3),
         kernel(5, 0, 99, 3),
         {"ph": "M", "name": "process_name"},
-        {"ph": "X", "cat": "cpu_op", "name": "lane of nothing", "tid": 1, "ts": 0, "dur": 99},
+        {"ph": "X", "cat": "cpu_op", "name": "role of nothing", "tid": 1, "ts": 0, "dur": 99},
     ]
-    found = lane_kernels({"traceEvents": events})
+    found = role_kernels({"traceEvents": events})
     assert found.streams == {"prefill": {7}, "verify": {9}}
     assert busy(found.intervals, "prefill") == 45
     assert busy(found.intervals, "verify") == 18

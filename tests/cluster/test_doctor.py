@@ -6,22 +6,21 @@ from dataclasses import replace
 
 import pytest
 
-from tinkercloud.doctor import report as doctor
+from tinkercloud.doctor.checks import BY_NAME
+from tinkercloud.doctor.diagnosis import Line, diagnose
+from tinkercloud.doctor.facts import gather
+from tinkercloud.doctor.target import Target
 
 
-def ray_line(target: doctor.Target, name: str) -> doctor.Line:
+def ray_line(target: Target, name: str) -> Line:
     """One of Ray's lines, from the answer of the Ray probe alone."""
-    python, arguments = doctor._questions(target)["ray"]
-    told = doctor._probe(python, arguments, target.timeout_s)
-    unasked = {name: {"error": "not asked"} for name in doctor._questions(target)}
-    nothing = {"gpus": [], "version": "2.13.0", "cuda": None}
-    facts = unasked | {"ray": told, "torch": nothing, "versions": {}, "host": {}}
-    return next(line for line in doctor.diagnose(target, facts).lines if line.name == name)
+    check = BY_NAME[name]
+    return diagnose(target, gather(target, check.reads), [check]).lines[0]
 
 
 @pytest.fixture
 def target(tmp_path):
-    return doctor.Target("cluster", tmp_path, python=sys.executable, needs_gpus=False)
+    return Target("cluster", tmp_path, python=sys.executable, needs_gpus=False)
 
 
 @pytest.fixture(scope="module")
@@ -38,20 +37,20 @@ def two_nodes():
 
 def test_a_ray_of_its_own_starts_and_leaves_nothing_in_the_data_directory(target):
     line = ray_line(target, "Ray")
-    assert line.finding.status == "ok", line.finding.found
+    assert line.finding.status == "ok", line.finding.fact
     assert list(target.data_dir.iterdir()) == []
 
 
 def test_every_node_of_a_running_ray_is_named(target, two_nodes):
     line = ray_line(replace(target, ray_address=two_nodes), "Ray's nodes")
     assert line.finding.status == "ok"
-    assert line.finding.found.count("GPUs") == 2
+    assert line.finding.fact.count("GPUs") == 2
 
 
 def test_every_node_sees_the_data_directory_and_has_the_same_versions(target, two_nodes):
     there = replace(target, ray_address=two_nodes)
-    assert ray_line(there, "shared data").finding.found.endswith("is seen by 2 nodes")
-    assert ray_line(there, "same versions").finding.found == "2 nodes agree"
+    assert ray_line(there, "shared data").finding.fact.endswith("is seen by 2 nodes")
+    assert ray_line(there, "same versions").finding.fact == "2 nodes agree"
 
 
 def test_an_address_where_no_ray_answers_blocks_and_says_what_to_try(target):
@@ -60,5 +59,5 @@ def test_an_address_where_no_ray_answers_blocks_and_says_what_to_try(target):
         address = f"127.0.0.1:{reserved.getsockname()[1]}"
         line = ray_line(replace(target, ray_address=address, timeout_s=40.0), "Ray")
     assert line.blocks
-    assert address in line.finding.found
+    assert address in line.finding.fact
     assert "ray status --address" in line.finding.remedy

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.decoding.rows import row_params
 from tinkercloud.decoding import device_scan, philox
 from tinkercloud.decoding.device_scan import CANDIDATES, keep_masks, scan
 from tinkercloud.decoding.sampler import RowParams, gumbel_noise, keep_mask, noise_of, sample
@@ -19,7 +20,9 @@ CUTS = [(-1, 1.0), (3, 1.0), (-1, 0.7), (20, 0.5), (1, 1.0), (-1, 1e-9), (-1, 0.
 
 
 def rows(count: int, temperature: float, top_k: int = -1, top_p: float = 1.0) -> list[RowParams]:
-    return [RowParams(temperature, top_k, top_p, 2**64 - 1 - i, i % 5, 3 * i) for i in range(count)]
+    return [
+        row_params(temperature, (top_k, top_p), 2**64 - 1 - i, i % 5, 3 * i) for i in range(count)
+    ]
 
 
 def random_logits(count: int, size: int, spread: float = 4.0) -> torch.Tensor:

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.decoding.rows import NO_CUT, row_params
 from tests.embedded.tiny import law
 from tinkercloud.decoding.sampler import (
-    RowParams,
     gumbel_noise,
     keep_mask,
     lowest_argmax,
@@ -23,7 +23,7 @@ from tinkercloud.embedded.native import bindings
 def test_sampled_frequencies_follow_the_law() -> None:
     """Chi-square over 20,000 independent keys; the 99.99 % point of 9 degrees is 33.7."""
     logits = torch.linspace(-2, 2, 10)
-    rows = [RowParams(0.8, -1, 1.0, s % 7, s // 7 % 50, s // 350) for s in range(20_000)]
+    rows = [row_params(0.8, NO_CUT, s % 7, s // 7 % 50, s // 350) for s in range(20_000)]
     drawn = sample(logits.expand(len(rows), -1), rows)
     expected = torch.softmax(logits.double() / 0.8, -1) * len(rows)
     counts = torch.bincount(drawn.tokens, minlength=10).double()
@@ -61,7 +61,7 @@ def test_top_k_and_top_p_keep_what_the_definition_keeps(top_k: int, top_p: float
 
 def test_reported_logprobs_obey_the_temperature_law() -> None:
     logits = torch.randn(1, 30, generator=torch.Generator().manual_seed(2))
-    at = {t: sample(logits, [RowParams(t, -1, 1.0, 0, 0, 0)]).law(0)[0] for t in (1.0, 0.5, 2.0)}
+    at = {t: sample(logits, [row_params(t, NO_CUT, 0, 0, 0)]).law(0)[0] for t in (1.0, 0.5, 2.0)}
     for temperature, logprobs in at.items():
         ours = logprobs[3] - logprobs[8]
         assert float(ours) == pytest.approx(float(at[1.0][3] - at[1.0][8]) / temperature, rel=1e-4)
@@ -70,7 +70,7 @@ def test_reported_logprobs_obey_the_temperature_law() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_a_draw_does_not_depend_on_the_rows_beside_it(temperature: float) -> None:
     logits = 4 * torch.randn(64, 49152, generator=torch.Generator().manual_seed(4))
-    rows = [RowParams(temperature, -1, 1.0, i, 0, 5) for i in range(64)]
+    rows = [row_params(temperature, NO_CUT, i, 0, 5) for i in range(64)]
     whole = sample(logits, rows)
     for size in (1, 3, 17):
         for start in range(0, 64 - size, size):
@@ -82,7 +82,7 @@ def test_a_draw_does_not_depend_on_the_rows_beside_it(temperature: float) -> Non
 
 def test_reported_logprobs_are_unbiased_over_a_large_vocabulary() -> None:
     logits = 4 * torch.randn(8, 49152, generator=torch.Generator().manual_seed(3))
-    drawn = sample(logits, [RowParams(1.0, -1, 1.0, i, 0, 0) for i in range(8)])
+    drawn = sample(logits, [row_params(1.0, NO_CUT, i, 0, 0) for i in range(8)])
     exact = torch.log_softmax(logits.double(), -1).gather(-1, drawn.tokens[:, None])[:, 0]
     assert float((drawn.logprobs.double() - exact).abs().max()) < 4e-6
 
@@ -122,7 +122,7 @@ def test_the_compiled_draw_is_the_plain_one(
 ) -> None:
     logits = spread * torch.randn(60, 5003, generator=torch.Generator().manual_seed(7))
     logits[:, 17] = logits[:, 4000]  # ties
-    rows = [RowParams(temperature, *cut, 2**64 - 1 - i, i % 5, 3 * i) for i in range(60)]
+    rows = [row_params(temperature, cut, 2**64 - 1 - i, i % 5, 3 * i) for i in range(60)]
     plain, fast = sample(logits, rows), sample(logits, rows, partial(bindings.scan, team))
     assert torch.equal(fast.tokens, plain.tokens)
     np.testing.assert_allclose(fast.logprobs, plain.logprobs, atol=4e-6)
@@ -132,7 +132,7 @@ def test_the_compiled_draw_is_the_plain_one(
 def test_equal_scores_go_to_the_lowest_id_in_the_compiled_draw_too(team: bindings.Team) -> None:
     logits = torch.zeros(2, 100)
     logits[0, 40], logits[0, 60] = 5.0, 5.0
-    rows = [RowParams(0.0, -1, 1.0, 0, 0, 0)] * 2
+    rows = [row_params(0.0, NO_CUT, 0, 0, 0)] * 2
     assert sample(logits, rows, partial(bindings.scan, team)).tokens.tolist() == [40, 0]
 
 
@@ -149,7 +149,7 @@ def test_the_compiled_cut_keeps_what_the_definition_keeps(
         decimals=1
     )
     logits[:, 5] = float("-inf")
-    rows = [RowParams(0.8, top_k, top_p, i, 0, i) for i in range(20)]
+    rows = [row_params(0.8, (top_k, top_p), i, 0, i) for i in range(20)]
     found = bindings.scan(team, logits, rows)
     for i, row in enumerate(warp(logits, rows).double()):
         assert found.norm[i] == pytest.approx(float(torch.logsumexp(row, -1)), abs=digits)
@@ -160,7 +160,7 @@ def test_the_compiled_cut_keeps_what_the_definition_keeps(
 def test_a_row_drawn_the_plain_way_changes_none_beside_it(team: bindings.Team) -> None:
     logits = 3 * torch.randn(3, 5000, generator=torch.Generator().manual_seed(9))
     logits[1] = 0.0
-    rows = [RowParams(t, -1, 1.0, 1, 0, 0) for t in (0.7, 1000.0, 0.7)]
+    rows = [row_params(t, NO_CUT, 1, 0, 0) for t in (0.7, 1000.0, 0.7)]
     scan = partial(bindings.scan, team)
     together = sample(logits, rows, scan)
     for i in range(3):
@@ -171,7 +171,7 @@ def test_a_row_drawn_the_plain_way_changes_none_beside_it(team: bindings.Team) -
 
 def test_few_tokens_are_left_to_score(team: bindings.Team) -> None:
     logits = 4 * torch.randn(64, 49152, generator=torch.Generator().manual_seed(4))
-    rows = [RowParams(1.0, -1, 1.0, i, 0, 5) for i in range(64)]
+    rows = [row_params(1.0, NO_CUT, i, 0, 5) for i in range(64)]
     found = bindings.scan(team, logits, rows)
     assert found.count.min() >= 1
     assert found.count.mean() < 20
@@ -180,7 +180,7 @@ def test_few_tokens_are_left_to_score(team: bindings.Team) -> None:
 def test_a_flat_law_with_too_many_candidates_is_drawn_the_plain_way(team: bindings.Team) -> None:
     logits = torch.full((1, 5000), -50.0)
     logits[0, :4000] = 700.0  # at temperature 100 equal, and far above all noise
-    rows = [RowParams(100.0, -1, 1.0, 1, 0, 0)]
+    rows = [row_params(100.0, NO_CUT, 1, 0, 0)]
     assert torch.equal(
         sample(logits, rows, partial(bindings.scan, team)).tokens, sample(logits, rows).tokens
     )

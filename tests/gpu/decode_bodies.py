@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests.decoding.rows import row_params
 from tests.embedded.decode_scene import Scene, random_base, steps, tiny_config, version
 from tests.embedded.tiny import ask, random_prompt
 from tinkercloud.core.types import SampleOutput
 from tinkercloud.decoding import philox
-from tinkercloud.decoding.sampler import RowParams, Scan, gumbel_noise, noise_of, sample
+from tinkercloud.decoding.sampler import Scan, gumbel_noise, noise_of, sample
 from tinkercloud.embedded.forward.runners import GraphRunner, Runner, TorchRunner
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
@@ -65,7 +66,7 @@ def draws(device: str, scan: Scan) -> None:
     logits = 4 * torch.randn(48, 50_001, generator=torch.Generator().manual_seed(7))
     cuts = [(-1, 1.0), (20, 1.0), (-1, 0.8), (50, 0.9)]
     rows = [
-        RowParams((0.0, 0.3, 1.0)[i % 3], *cuts[i % 4], 2**64 - 1 - i, i % 5, 3 * i)
+        row_params((0.0, 0.3, 1.0)[i % 3], cuts[i % 4], 2**64 - 1 - i, i % 5, 3 * i)
         for i in range(48)
     ]
     for chosen in (range(48), range(0, 48, 4), range(5, 12), range(0, 40, 4), range(12, 48, 4)):

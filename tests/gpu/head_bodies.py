@@ -105,7 +105,7 @@ class Remembering(HeadDrafter):
     def propose(self, asked: Sequence[tuple[Stream, int]]) -> list[Draft]:
         drafts = super().propose(asked)
         for (stream, _), draft in zip(asked, drafts, strict=True):
-            self.drafts[stream.seed, stream.sample, len(stream.tokens)] = draft.tokens
+            self.drafts[stream.params.seed, stream.sample_index, len(stream.tokens)] = draft.tokens
         return drafts
 
 

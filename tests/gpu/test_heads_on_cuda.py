@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.decoding.rows import row_params
 from tests.embedded.decode_scene import FAMILIES, random_base, tiny_config
 from tests.embedded.tiny import write_tiny_model
 from tests.gpu import head_bodies as bodies
 from tests.gpu.stream_bodies import mixed
 from tinkercloud.decoding import device_scan
-from tinkercloud.decoding.sampler import RowParams, gumbel_noise_at
+from tinkercloud.decoding.sampler import gumbel_noise_at
 from tinkercloud.embedded.forward.decode_graphs import CudaCapture, DrawGraphs
 from tinkercloud.embedded.forward.runners import GraphRunner, TorchRunner
 from tinkercloud.embedded.sampling.cuda_streams import SingleStream
@@ -79,7 +80,7 @@ def test_a_head_drafts_what_it_drafts_on_a_cpu(folder: Path):
 
 def test_noise_made_on_the_device_is_the_samplers():
     ids = torch.tensor([0, 5, 17, 299])
-    rows = [RowParams(1.0, -1, 1.0, seed, 2, 70) for seed in (0, 3, 2**64 - 1)]
+    rows = [row_params(seed=seed, sample_index=2, position=70) for seed in (0, 3, 2**64 - 1)]
     packed = torch.from_numpy(device_scan.packed(rows)).to(CUDA)
     found = device_scan.noise_at(packed, ids.to(CUDA), 300).cpu()
     torch.testing.assert_close(found, gumbel_noise_at(rows, ids), atol=2e-5, rtol=0)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.overlap import lane_kernels, overlap
+from benchmarks.overlap import overlap, role_kernels
 from tests.embedded.tiny import write_tiny_model
 from tests.gpu import stream_bodies as bodies
 from tests.serving import ROOT
@@ -57,9 +57,9 @@ def test_an_upload_does_not_wait_for_what_its_stream_was_given():
 
 def test_prompts_are_read_while_others_are_drafted_for_and_verified(tmp_path: Path):
     path = tmp_path / "trace.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--trace", str(path)]
-    subprocess.run(command, check=True, timeout=600)
-    found = lane_kernels(json.loads(path.read_text()))
+    command = [sys.executable, "-m", "benchmarks.gpu", "--trace", str(path)]
+    subprocess.run(command, check=True, cwd=ROOT, timeout=600)
+    found = role_kernels(json.loads(path.read_text()))
     assert set(found.streams) == {role.value for role in StreamRole}
     prefill, *others = (found.streams[role.value] for role in StreamRole)
     assert all(prefill.isdisjoint(streams) for streams in others)

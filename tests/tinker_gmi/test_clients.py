@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 
 import httpx
 import numpy as np
@@ -290,8 +291,8 @@ def test_a_large_batch_is_cut_by_count_and_put_together_in_order(api: MockApi) -
 
 
 def test_a_large_batch_is_cut_by_bytes(api: MockApi) -> None:
-    one_datum = 100 * (4 + 8 + 4)  # tokens int32, targets int64, weights float32
-    api.config = {"fwdbwd_max_chunk_bytes_count": 2 * one_datum}
+    datum_bytes = 100 * (4 + 8 + 4)  # tokens int32, targets int64, weights float32
+    api.config = {"fwdbwd_max_chunk_bytes_count": 2 * datum_bytes}
     with api.client() as service:
         training = service.create_lora_training_client("tiny").result(timeout=10)
         data = [datum(length=100), datum(length=100), datum(length=300), datum(length=100)]
@@ -307,16 +308,16 @@ def test_the_default_is_1024_datums_to_a_request(
     assert all(body.forward_only for body in api.bodies("forward_backward"))
 
 
-def test_the_batch_arrives_as_it_was_given(api: MockApi, training: tinker.TrainingClient) -> None:
+def test_the_batch_arrives_unchanged(api: MockApi, training: tinker.TrainingClient) -> None:
     weights = np.array([[0.5, -1.5], [0, 2]], np.float32)
-    given = tinker.Datum(
+    two_chunks = tinker.Datum(
         model_input=tinker.ModelInput(
             chunks=[tinker.EncodedTextChunk(tokens=t) for t in ([1], [2])]
         ),
         loss_fn_inputs={"target_tokens": torch.tensor([[1, 2], [3, 4]]), "weights": weights},
     )
     config = {"clip_low_threshold": 0.8}
-    training.forward_backward([given], "ppo", config).result(timeout=10)
+    training.forward_backward([two_chunks], "ppo", config).result(timeout=10)
     (body,) = api.bodies("forward_backward")
     assert [chunk.tolist() for chunk in body.data[0].chunks] == [[1], [2]]
     assert body.data[0].inputs["target_tokens"].tolist() == [[1, 2], [3, 4]]
@@ -490,7 +491,7 @@ def test_backpressure_repeats_the_number_for_longer_than_a_failure_would(
     assert len(api.bodies("asample")) == 21
 
 
-def test_a_lost_sample_is_made_anew_under_a_new_number(
+def test_a_lost_sample_is_resubmitted_under_a_new_number(
     api: MockApi, sampler: tinker.SamplingClient
 ) -> None:
     api.script["retrieve_future"] = [410]
@@ -499,7 +500,7 @@ def test_a_lost_sample_is_made_anew_under_a_new_number(
     assert sample.sequences[0].sequence_id == "sample 1:0"
 
 
-def test_samples_that_are_lost_again_and_again_are_given_up(
+def test_samples_that_are_lost_every_time_are_given_up(
     api: MockApi, sampler: tinker.SamplingClient
 ) -> None:
     api.script["retrieve_future"] = [410] * 100
@@ -509,12 +510,14 @@ def test_samples_that_are_lost_again_and_again_are_given_up(
     assert len(api.bodies("asample")) == 6
 
 
-def test_a_server_that_breaks_its_promise_of_samples_is_reported(
+def test_fewer_samples_than_acknowledged_are_an_error(
     api: MockApi, sampler: tinker.SamplingClient
 ) -> None:
     sampler.sample(PROMPT, 1, PARAMS).result(timeout=10)
     api.script["asample"] = [{"request_id": "sample 0", "sample_sequence_ids": ["a", "b"]}]
-    with pytest.raises(tinker.APIResponseValidationError, match="2 samples were promised"):
+    with pytest.raises(
+        tinker.APIResponseValidationError, match="2 samples were acknowledged, 1 returned"
+    ):
         sampler.sample(PROMPT, 1, PARAMS).result(timeout=10)
 
 
@@ -539,13 +542,26 @@ def test_an_error_inside_the_context_finishes_the_session_as_errored(api: MockAp
     assert body == {"reason": {"type": "errored"}, "detail": "ZeroDivisionError: mine"}
 
 
-def test_closing_ends_what_still_waits(api: MockApi) -> None:
+def test_closing_cancels_pending_calls(api: MockApi) -> None:
     client = api.client()
     training = client.create_lora_training_client("tiny").result(timeout=10)
     api.script["retrieve_future"] = [408] * 10**6
     future = training.optim_step(ADAM)
     client.close()
     assert future.future().cancelled()
+
+
+def test_closing_ends_a_call_that_is_being_posted(api: MockApi) -> None:
+    client = api.client()
+    training = client.create_lora_training_client("tiny").result(timeout=10)
+    api.script["optim_step"] = [503] * 10**6
+    future = training.optim_step(ADAM)
+    while not api.bodies("optim_step"):
+        time.sleep(0.001)
+    client.close()
+    assert future.done()
+    with pytest.raises(CancelledError):
+        future.result(timeout=10)
 
 
 def test_a_cancelled_call_that_was_not_posted_is_never_posted(

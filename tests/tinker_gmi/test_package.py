@@ -1,12 +1,14 @@
-"""The package as a whole: its names, its weight, its likeness to the official client; and the pure
-functions between types and arrays."""
+"""The package as a whole: its names, its imports, its methods beside the official client's; and the
+conversions between types and arrays."""
 
+import asyncio
 import inspect
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -14,7 +16,16 @@ import tinker as official
 from tinker.lib.chunked_fwdbwd_helpers import combine_fwd_bwd_output_results
 
 import tinker_gmi
-from tinker_gmi import conversions, types
+from tinker_gmi import (
+    APIFuture,
+    ForwardBackwardOutput,
+    SampleResponse,
+    SamplingClient,
+    ServiceClient,
+    TrainingClient,
+    conversions,
+    types,
+)
 from tinkercloud.core.types import SampledSequence, SampleOutput, Topk
 from tinkercloud.wire import codec
 
@@ -50,12 +61,11 @@ def test_methods_and_arguments_bear_the_official_names(name: str) -> None:
     for method, function in inspect.getmembers(ours):
         if method.startswith("_") or (name, method) in extensions:
             continue
-        got = list(inspect.signature(function).parameters)
-        wanted = list(inspect.signature(getattr(theirs, method)).parameters)
-        assert set(got) <= set(wanted), method
-        # What may be given by position stands at the same place.
-        common = [parameter for parameter in wanted if parameter in got]
-        assert got == common, method
+        parameters = list(inspect.signature(function).parameters)
+        official_parameters = list(inspect.signature(getattr(theirs, method)).parameters)
+        assert set(parameters) <= set(official_parameters), method
+        # Positional arguments have the same positions.
+        assert parameters == [name for name in official_parameters if name in parameters], method
 
 
 @pytest.mark.parametrize("name", ["ServiceClient", "TrainingClient", "SamplingClient"])
@@ -67,6 +77,45 @@ def test_async_methods_are_coroutines_with_the_arguments_of_their_twins(name: st
         assert inspect.iscoroutinefunction(members[method]), method
         twin = inspect.signature(members[method.removesuffix("_async")])
         assert twin.parameters == inspect.signature(members[method]).parameters, method
+
+
+@pytest.mark.parametrize("name", ["ServiceClient", "TrainingClient", "SamplingClient"])
+def test_async_methods_have_their_own_name_and_the_documentation_of_their_twins(name: str) -> None:
+    client = getattr(tinker_gmi, name)
+    for method, function in inspect.getmembers(client, inspect.isfunction):
+        if method.endswith("_async"):
+            assert function.__name__ == method
+            assert function.__qualname__ == f"{name}.{method}"
+            assert function.__doc__
+            assert function.__doc__ == getattr(client, method.removesuffix("_async")).__doc__
+
+
+@pytest.mark.parametrize(
+    ("method", "twin", "result"),
+    [
+        (TrainingClient.forward, TrainingClient.forward_async, APIFuture[ForwardBackwardOutput]),
+        (SamplingClient.sample, SamplingClient.sample_async, SampleResponse),
+        (
+            ServiceClient.create_sampling_client,
+            ServiceClient.create_sampling_client_async,
+            SamplingClient,
+        ),
+    ],
+)
+def test_the_signature_of_an_async_method_says_what_awaiting_it_returns(
+    method: Callable[..., Any], twin: Callable[..., Any], result: object
+) -> None:
+    assert inspect.signature(twin).return_annotation == result
+    assert get_type_hints(twin) == {**get_type_hints(method), "return": result}
+
+
+def test_the_async_twin_of_an_overridden_method_calls_the_override() -> None:
+    class Fixed(SamplingClient):
+        def get_base_model(self) -> str:
+            return "overridden"
+
+    client = Fixed.__new__(Fixed)
+    assert asyncio.run(client.get_base_model_async()) == "overridden"
 
 
 def test_errors_form_the_official_tree() -> None:
@@ -94,7 +143,7 @@ def test_metrics_are_reduced_as_the_official_client_does() -> None:
     for num_datums in (3, 1, 2):
         metrics = {f"m:{suffix}": float(rng.integers(0, 50)) for suffix in suffixes}
         chunks.append((num_datums, metrics | ({"rare:sum": 1.0} if num_datums == 3 else {})))
-    ours = conversions.merged(
+    ours = conversions.merge_outputs(
         [types.ForwardBackwardOutput(loss_fn_outputs=[{}] * n, metrics=m) for n, m in chunks]
     )
     theirs = combine_fwd_bwd_output_results(
@@ -114,7 +163,7 @@ def test_metrics_are_reduced_as_the_official_client_does() -> None:
 def test_a_mean_without_datums_is_the_plain_mean() -> None:
     empty = types.ForwardBackwardOutput(loss_fn_outputs=[], metrics={"a:mean": 1.0})
     other = types.ForwardBackwardOutput(loss_fn_outputs=[], metrics={"a:mean": 3.0})
-    assert conversions.merged([empty, other]).metrics == {"a:mean": 2.0}
+    assert conversions.merge_outputs([empty, other]).metrics == {"a:mean": 2.0}
 
 
 # ---- conversions
@@ -125,14 +174,14 @@ def test_a_sample_in_json_says_what_the_arrays_say() -> None:
     topk.logprobs[0], topk.logprobs[1, 0] = [-0.5, -1], -0.25
     sequence = SampledSequence(np.array([5], "i4"), np.array([-0.5], "f4"), "stop")
     output = SampleOutput((sequence,), np.array([np.nan, -2], "f4"), topk, np.zeros((1, 2), "f4"))
-    got = conversions.sample_response(output, ["id"])
-    assert got.prompt_logprobs == [None, -2.0]
-    assert got.topk_prompt_logprobs == [[(4, -0.5), (5, -1.0)], [(7, -0.25)], None]
-    assert got.target_prompt_logprobs is not None
-    assert got.target_prompt_logprobs.tolist() == [[0.0, 0.0]]
-    assert types.SampleResponse.model_validate(got.to_json_dict()) == got
-    assert got.prompt_logprobs_np is not None
-    assert np.isnan(got.prompt_logprobs_np[0])
+    sample = conversions.sample_response(output, ["id"])
+    assert sample.prompt_logprobs == [None, -2.0]
+    assert sample.topk_prompt_logprobs == [[(4, -0.5), (5, -1.0)], [(7, -0.25)], None]
+    assert sample.target_prompt_logprobs is not None
+    assert sample.target_prompt_logprobs.tolist() == [[0.0, 0.0]]
+    assert types.SampleResponse.model_validate(sample.to_json_dict()) == sample
+    assert sample.prompt_logprobs_np is not None
+    assert np.isnan(sample.prompt_logprobs_np[0])
 
 
 def test_the_json_form_of_a_request_equals_the_protobuf_form() -> None:

@@ -21,10 +21,10 @@ def tensor(**fields: Any) -> types.TensorData:
 
 
 def test_a_flat_list_takes_its_shape() -> None:
-    got = tensor(data=[1, 2, 3, 4], dtype="int64", shape=[2, 2])
-    assert got.tolist() == [[1, 2], [3, 4]]
-    assert got.data == [1, 2, 3, 4]
-    assert got.to_numpy().dtype == np.int64
+    dense = tensor(data=[1, 2, 3, 4], dtype="int64", shape=[2, 2])
+    assert dense.tolist() == [[1, 2], [3, 4]]
+    assert dense.data == [1, 2, 3, 4]
+    assert dense.to_numpy().dtype == np.int64
 
 
 def test_without_a_shape_a_list_is_one_dimensional() -> None:
@@ -32,15 +32,15 @@ def test_without_a_shape_a_list_is_one_dimensional() -> None:
 
 
 def test_a_sparse_tensor_is_zero_where_nothing_is_listed() -> None:
-    got = tensor(
+    sparse = tensor(
         data=[5, 6],
         dtype="float32",
         shape=[2, 3],
         sparse_crow_indices=[0, 1, 2],
         sparse_col_indices=[0, 2],
     )
-    assert got.tolist() == [[5, 0, 0], [0, 0, 6]]
-    assert got.data == [5, 6]
+    assert sparse.tolist() == [[5, 0, 0], [0, 0, 6]]
+    assert sparse.data == [5, 6]
 
 
 @pytest.mark.parametrize(
@@ -79,27 +79,27 @@ def test_a_malformed_tensor_is_a_validation_error(fields: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.int64])
-def test_torch_tensors_come_and_go(dtype: torch.dtype) -> None:
-    given = torch.tensor([[1, -2], [3, 0]]).to(dtype)
-    back = types.TensorData.from_torch(given).to_torch()
+def test_torch_tensors_convert_both_ways(dtype: torch.dtype) -> None:
+    source = torch.tensor([[1, -2], [3, 0]]).to(dtype)
+    back = types.TensorData.from_torch(source).to_torch()
     assert back.dtype == (torch.float32 if dtype.is_floating_point else torch.int64)
-    assert back.tolist() == given.tolist()
+    assert back.tolist() == source.tolist()
 
 
 def test_a_tensor_with_a_gradient_can_be_sent() -> None:
-    given = torch.tensor([1.0], requires_grad=True)
-    assert types.TensorData.from_torch(given).data == [1.0]
+    source = torch.tensor([1.0], requires_grad=True)
+    assert types.TensorData.from_torch(source).data == [1.0]
 
 
 @pytest.mark.parametrize("listed", [0, 1, 40, 1600])
 def test_sparse_storage_holds_the_same_numbers_and_is_chosen_when_smaller(listed: int) -> None:
     dense = torch.zeros(1600)
     dense[torch.randperm(1600, generator=torch.Generator().manual_seed(1))[:listed]] = 2.5
-    got = types.TensorData.from_torch_sparse(dense.reshape(40, 40))
-    assert got.is_sparse == (listed < 1600)
-    np.testing.assert_array_equal(got.to_numpy(), dense.reshape(40, 40).numpy())
-    again = types.TensorData.model_validate_json(json.dumps(got.to_json_dict()))
-    assert again == got
+    sparse = types.TensorData.from_torch_sparse(dense.reshape(40, 40))
+    assert sparse.is_sparse == (listed < 1600)
+    np.testing.assert_array_equal(sparse.to_numpy(), dense.reshape(40, 40).numpy())
+    again = types.TensorData.model_validate_json(json.dumps(sparse.to_json_dict()))
+    assert again == sparse
 
 
 def test_the_json_of_a_tensor_is_the_official_json() -> None:
@@ -114,8 +114,8 @@ def test_the_json_of_a_tensor_is_the_official_json() -> None:
 # ---- prompts and datums
 
 
-def test_chunks_are_told_apart_by_their_type_and_default_to_text() -> None:
-    got = types.ModelInput.model_validate(
+def test_chunks_are_distinguished_by_their_type_and_default_to_text() -> None:
+    prompt = types.ModelInput.model_validate(
         {
             "chunks": [
                 {"tokens": [1, 2]},
@@ -126,9 +126,9 @@ def test_chunks_are_told_apart_by_their_type_and_default_to_text() -> None:
         }
     )
     kinds = ["EncodedTextChunk", "ImageChunk", "ImageAssetPointerChunk", "DmelChunk"]
-    assert [type(chunk).__name__ for chunk in got.chunks] == kinds
-    assert got.chunks[1].data == b"hi"
-    assert got.to_json_dict()["chunks"][1]["data"] == "aGk="
+    assert [type(chunk).__name__ for chunk in prompt.chunks] == kinds
+    assert prompt.chunks[1].data == b"hi"
+    assert prompt.to_json_dict()["chunks"][1]["data"] == "aGk="
 
 
 @pytest.mark.parametrize(
@@ -156,8 +156,8 @@ def test_a_prompt_with_an_image_has_no_token_ids() -> None:
 
 def test_plain_lists_become_the_dtypes_of_the_specification() -> None:
     lists = {"target_tokens": [1, 2], "weights": [1, 0], "advantages": [1, 2], "mask": [1, 1]}
-    got = types.Datum(model_input=types.ModelInput.from_ints([1, 2]), loss_fn_inputs=lists)
-    dtypes = {name: value.dtype for name, value in got.loss_fn_inputs.items()}
+    datum = types.Datum(model_input=types.ModelInput.from_ints([1, 2]), loss_fn_inputs=lists)
+    dtypes = {name: value.dtype for name, value in datum.loss_fn_inputs.items()}
     assert dtypes == {
         "target_tokens": "int64",
         "weights": "float32",
@@ -212,9 +212,9 @@ def test_a_body_needs_no_field_that_the_official_client_may_leave_out(name: str)
 
 
 def test_a_checkpoint_path_is_taken_apart() -> None:
-    got = types.ParsedCheckpointTinkerPath.from_tinker_path("tinker://a:train:0/sampler_weights/x")
-    assert (got.training_run_id, got.checkpoint_type) == ("a:train:0", "sampler")
-    assert got.checkpoint_id == "sampler_weights/x"
+    path = types.ParsedCheckpointTinkerPath.from_tinker_path("tinker://a:train:0/sampler_weights/x")
+    assert (path.training_run_id, path.checkpoint_type) == ("a:train:0", "sampler")
+    assert path.checkpoint_id == "sampler_weights/x"
 
 
 @pytest.mark.parametrize(
@@ -226,10 +226,10 @@ def test_what_is_no_checkpoint_path_is_refused(path: str) -> None:
 
 
 def test_unknown_fields_are_ignored_and_none_is_not_sent() -> None:
-    got = types.CreateModelRequest.model_validate(
+    request = types.CreateModelRequest.model_validate(
         {"session_id": "s", "model_seq_id": 0, "base_model": "m", "new": {"x": 1}}
     )
-    assert got.to_json_dict() == {
+    assert request.to_json_dict() == {
         "session_id": "s",
         "model_seq_id": 0,
         "base_model": "m",
@@ -247,9 +247,9 @@ def test_where_none_means_something_it_is_sent() -> None:
 @pytest.mark.parametrize("stop", [None, [], "ab", ["a", "b"], [1, 2]])
 def test_stop_keeps_its_form(stop: Any) -> None:
     body = json.dumps({"stop": stop, "seed": -(10**30), "temperature": 0})
-    got = types.SamplingParams.model_validate_json(body)
-    assert got.stop == stop
-    assert (got.seed, got.temperature) == (-(10**30), 0.0)
+    params = types.SamplingParams.model_validate_json(body)
+    assert params.stop == stop
+    assert (params.seed, params.temperature) == (-(10**30), 0.0)
 
 
 def test_an_unknown_failure_category_reads_as_unknown() -> None:

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from tinkercloud.commands.options import Arguments, complain, say
 from tinkercloud.core.plan import GIB, ClusterShape, MemoryPhase, Plan, Wishes
 from tinkercloud.core.slime_builder import SlimeArgumentBuilder
-from tinkercloud.errors import ConfigError
+from tinkercloud.errors import ConfigError, PlanRefused
 
 LARGEST_CONFIG_BYTES = 8 * 1024**2
 SIZES = {
@@ -50,6 +51,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--json", action="store_true", help="the whole plan, for programs")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: Arguments) -> int:
+    try:
+        plan = make_plan(arguments)
+    except PlanRefused as refused:
+        for reason in refused.reasons:
+            complain(reason)
+        return 2
+    say(as_json(plan) if arguments["json"] else as_text(plan))
+    return 0
 
 
 def make_plan(arguments: Mapping[str, Any]) -> Plan:

@@ -29,20 +29,20 @@ def scan(logits: Tensor, rows: Sequence[RowParams]) -> Scanned:
     cut = [i for i, row in enumerate(rows) if row.is_cut]
     if cut:
         at = torch.tensor(cut, device=weights.device)
-        own = weights[at]
-        kept = keep_masks(own, [rows[i].top_k for i in cut], [rows[i].top_p for i in cut])
-        weights[at] = own.masked_fill(~kept, float("-inf"))
+        warped, limits = weights[at], [rows[i].params for i in cut]
+        kept = keep_masks(warped, [p.top_k for p in limits], [p.top_p for p in limits])
+        weights[at] = warped.masked_fill(~kept, float("-inf"))
     return read(_find(weights, params).cpu().numpy())
 
 
 def packed(rows: Sequence[RowParams]) -> NDArray[np.int64]:
     """What `find` has to know of the rows, (B, 4): seed, sample index, position, temperature."""
     out = np.empty((len(rows), 4), np.int64)
-    seeds = np.array([row.seed for row in rows], np.uint64)
+    seeds = np.array([row.params.seed for row in rows], np.uint64)
     out[:, 0] = seeds.view(np.int64)
     out[:, 1] = [row.sample_index for row in rows]
     out[:, 2] = [row.position for row in rows]
-    out[:, 3] = np.array([row.temperature for row in rows], np.float64).view(np.int64)
+    out[:, 3] = np.array([row.params.temperature for row in rows], np.float64).view(np.int64)
     return out
 
 

@@ -16,6 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tinkercloud.core.types import SamplingParams
+
 _UINT32_SCALE = 2.0**-32
 
 
@@ -23,17 +25,18 @@ _UINT32_SCALE = 2.0**-32
 class RowParams:
     """What one row of a batch is sampled with; `position` is the absolute index being drawn."""
 
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
+    params: SamplingParams
     sample_index: int
     position: int
 
     @property
+    def is_greedy(self) -> bool:
+        return self.params.temperature == 0
+
+    @property
     def is_cut(self) -> bool:
         """Whether top-k or top-p leave something out."""
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0)
+        return not self.is_greedy and (self.params.top_k > 0 or self.params.top_p < 1.0)
 
 
 def gumbel_noise(seed: int, sample_index: int, position: int, vocab_size: int) -> Tensor:
@@ -49,7 +52,7 @@ def gumbel_noise_at(rows: Sequence[RowParams], ids: Tensor) -> Tensor:
     """The entries `ids` int64 (k,) of each row's `gumbel_noise`, float32 (B, k)."""
     wanted = ids.cpu().numpy()
     size = int(wanted.max()) + 1
-    words = [_uniform_words(r.seed, r.sample_index, r.position, size)[wanted] for r in rows]
+    words = [_uniform_words(r.params.seed, r.sample_index, r.position, size)[wanted] for r in rows]
     return noise_of(np.stack(words))
 
 
@@ -104,13 +107,13 @@ def warp(logits: Tensor, rows: Sequence[RowParams]) -> Tensor:
     Temperature, then top-k, then top-p. Temperature 0 leaves the plain logits.
     """
     weights = logits.float()
-    if any(r.temperature not in (0.0, 1.0) for r in rows):
+    if any(r.params.temperature not in (0.0, 1.0) for r in rows):
         weights = weights / _temperatures(rows, logits.device)[:, None]
     cut = [i for i, row in enumerate(rows) if row.is_cut]
     if cut and weights is logits:
         weights = weights.clone()
     for i in cut:
-        kept = keep_mask(weights[i], rows[i].top_k, rows[i].top_p)
+        kept = keep_mask(weights[i], rows[i].params.top_k, rows[i].params.top_p)
         weights[i].masked_fill_(~kept, float("-inf"))
     return weights
 
@@ -136,11 +139,11 @@ class Drawn:
         at, and at temperature 0."""
         found = []
         for row, token in zip(rows, tokens, strict=False):
-            params = self.rows[row]
-            if params.temperature == 0 or params.is_cut:
+            drawn_with = self.rows[row]
+            if drawn_with.is_greedy or drawn_with.is_cut:
                 found.append(math.nan)
                 continue
-            weight = float(self.logits[row, token]) / params.temperature
+            weight = float(self.logits[row, token]) / drawn_with.params.temperature
             found.append(math.exp(min(0.0, weight - float(self.norms[row]))))
         return tuple(found)
 
@@ -188,7 +191,8 @@ def sample(logits: Tensor, rows: Sequence[RowParams], scan: Scan | None = None) 
 
 def _temperatures(rows: Sequence[RowParams], device: torch.device) -> Tensor:
     """What logits are divided by: 1 instead of 0."""
-    return torch.tensor([r.temperature or 1.0 for r in rows], dtype=torch.float32, device=device)
+    temperatures = [r.params.temperature or 1.0 for r in rows]
+    return torch.tensor(temperatures, dtype=torch.float32, device=device)
 
 
 def _winners(logits: Tensor, rows: Sequence[RowParams], scanned: Scanned) -> NDArray[np.int64]:
@@ -200,7 +204,7 @@ def _winners(logits: Tensor, rows: Sequence[RowParams], scanned: Scanned) -> NDA
     there = np.arange(scanned.ids.shape[1]) < scanned.count[several, None]
     ids, words = scanned.ids[several][there], scanned.words[several][there]
     row_of = np.repeat(several, scanned.count[several])
-    temperatures = np.array([r.temperature or 1.0 for r in rows], np.float32)
+    temperatures = np.array([r.params.temperature or 1.0 for r in rows], np.float32)
     # Only these leave the device that the logits are on.
     weights = logits[torch.from_numpy(row_of), torch.from_numpy(ids)].float().cpu().numpy()
     weights = weights / temperatures[row_of]
@@ -214,12 +218,12 @@ def _winners(logits: Tensor, rows: Sequence[RowParams], scanned: Scanned) -> NDA
 def _sample(logits: Tensor, rows: Sequence[RowParams]) -> Drawn:
     weights = warp(logits, rows)
     scores = weights
-    if any(r.temperature > 0 for r in rows):
+    if not all(r.is_greedy for r in rows):
         scores = weights.clone()
         vocab_size = logits.shape[-1]
         for i, row in enumerate(rows):
-            if row.temperature > 0:
-                noise = gumbel_noise(row.seed, row.sample_index, row.position, vocab_size)
+            if not row.is_greedy:
+                noise = gumbel_noise(row.params.seed, row.sample_index, row.position, vocab_size)
                 scores[i] += noise.to(scores.device, non_blocking=True)
     tokens = lowest_argmax(scores)
     # Not torch.log_softmax: its float32 sum of V terms is biased by about 1e-5 at V = 49152 on a

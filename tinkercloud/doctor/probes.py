@@ -1,9 +1,9 @@
-"""What one Python environment can say of itself: `python probes.py NAME [ARGUMENT ...]`.
+"""Facts of one Python environment: `python probes.py NAME [ARGUMENT ...]`.
 
-`doctor` runs this file, never imports it, so that a package that crashes or hangs costs one answer
-and not the doctor, and so that any Python can be asked, SGLang's too: the standard library only,
-until a probe imports what it is about. The answer is the last line of standard output, as JSON;
-{"error": ...} where the probe failed.
+The doctor runs this file in a process for each probe and never imports it. So a package that
+crashes or hangs costs one answer, and any Python can be probed, SGLang's too: the standard library
+only, until a probe imports what it is about. The answer is the last line of standard output, as
+JSON; {"error": ...} where the probe failed.
 """
 
 import ast
@@ -22,6 +22,12 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+INSTRUCTIONS = {  # flags of /proc/cpuinfo for which kernels are written -> their usual names
+    "avx2": "AVX2",
+    "avx512f": "AVX-512",
+    "avx512_bf16": "AVX-512 bfloat16",
+    "amx_bf16": "AMX bfloat16",
+}
 
 
 def python() -> dict[str, Any]:
@@ -34,7 +40,7 @@ def versions(*distributions: str) -> dict[str, Any]:
 
 
 def host(data_dir: str, address: str, port: str) -> dict[str, Any]:
-    """Limits and devices of this machine. memlock and open files: -1 is unlimited."""
+    """Limits and devices of this machine. memlock_bytes, open_files: -1 is unlimited."""
     import resource
     import shutil
 
@@ -50,7 +56,43 @@ def host(data_dir: str, address: str, port: str) -> dict[str, Any]:
         "memlock_bytes": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         "interfaces": _interfaces(),
         "port_error": _port_error(address, int(port)),
+        "processor": _processor(),
+        "memory": _memory(),
     }
+
+
+def _processor() -> dict[str, Any]:
+    """Of the first core; {} where Linux does not say."""
+    lines = _lines(Path("/proc/cpuinfo"))
+    fields = dict(line.split(":", 1) for line in reversed(lines) if ":" in line)
+    fields = {name.strip(): value.strip() for name, value in fields.items()}
+    if "flags" not in fields:
+        return {}
+    flags = set(fields["flags"].split())
+    names = [name for flag, name in INSTRUCTIONS.items() if flag in flags]
+    return {"model": fields.get("model name", ""), "instructions": names}
+
+
+def _memory() -> dict[str, int]:
+    """Bytes, the control group's where it has a limit; {} where Linux does not say."""
+    lines = [line.split() for line in _lines(Path("/proc/meminfo"))]
+    kib = {words[0].rstrip(":"): int(words[1]) for words in lines if len(words) > 1}
+    if "MemAvailable" not in kib:
+        return {}
+    total, free = kib["MemTotal"] * 1024, kib["MemAvailable"] * 1024
+    limit, used = (
+        _lines(Path("/sys/fs/cgroup") / name) for name in ("memory.max", "memory.current")
+    )
+    if limit and used and limit[0].isdigit() and used[0].isdigit():
+        total, free = min(total, int(limit[0])), min(free, int(limit[0]) - int(used[0]))
+    return {"total_bytes": total, "free_bytes": max(0, free)}
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
 
 
 def _interfaces() -> list[str]:
@@ -65,10 +107,11 @@ def _interfaces() -> list[str]:
 
 def _port_error(address: str, port: int) -> str:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family) as tried:
-        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with socket.socket(family) as listener:
+        # As the server binds: a port whose last connections are still closing is free.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            tried.bind((address, port))
+            listener.bind((address, port))
         except OSError as error:
             return error.strerror or str(error)
     return ""
@@ -86,17 +129,17 @@ def driver() -> dict[str, Any]:
         timeout=30,
     )
     if done.returncode:
-        told = (done.stdout + done.stderr).strip().splitlines()
-        return {"error": f"nvidia-smi ended with status {done.returncode}: {' '.join(told[:1])}"}
+        output = (done.stdout + done.stderr).strip().splitlines()
+        return {"error": f"nvidia-smi ended with status {done.returncode}: {' '.join(output[:1])}"}
     gpus = [line.strip() for line in done.stdout.splitlines() if line.strip()]
     return {"version": gpus[0].split(",")[0] if gpus else "", "gpus": gpus}
 
 
 def package(module: str, distribution: str) -> dict[str, Any]:
-    """Imported, since being installed is not working. version: the distribution's."""
+    """Imported, since an installed package may still fail to load. version: the distribution's."""
     version = _version(distribution)
-    imported = importlib.import_module(module)
-    return {"version": version or str(getattr(imported, "__version__", "unknown"))}
+    loaded = importlib.import_module(module)
+    return {"version": version or str(getattr(loaded, "__version__", "unknown"))}
 
 
 def torch() -> dict[str, Any]:
@@ -107,30 +150,100 @@ def torch() -> dict[str, Any]:
     if not torch.cuda.is_available():
         return answer
     count = torch.cuda.device_count()
-    for index in range(count):
-        properties = torch.cuda.get_device_properties(index)
-        free_bytes, total_bytes = torch.cuda.mem_get_info(index)
-        gpus.append(
-            {
-                "name": properties.name,
-                "capability": [properties.major, properties.minor],
-                "free_bytes": free_bytes,
-                "total_bytes": total_bytes,
-            }
-        )
+    gpus += [_gpu(index) for index in range(count)]
     answer["no_peer_access"] = [
-        [one, other]
-        for one in range(count)
-        for other in range(count)
-        if one != other and not torch.cuda.can_device_access_peer(one, other)
+        [reader, owner]
+        for reader in range(count)
+        for owner in range(count)
+        if reader != owner and not torch.cuda.can_device_access_peer(reader, owner)
     ]
     nccl = importlib.import_module("torch.cuda.nccl")
     answer["nccl"] = ".".join(map(str, nccl.version()))
     return answer
 
 
+def _gpu(index: int) -> dict[str, Any]:
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+    return {
+        "name": properties.name,
+        "capability": [properties.major, properties.minor],
+        "free_bytes": free_bytes,
+        "total_bytes": total_bytes,
+    }
+
+
+def engine(dtype: str) -> dict[str, Any]:
+    """What the embedded engine would compute on, by its own choice, and with which kernels.
+
+    Compiles them if need be, as the engine does when it first starts.
+    """
+    _find_our_package()
+    from tinkercloud.config import c_compiler
+    from tinkercloud.embedded.forward.kernel_choice import has_kernels
+    from tinkercloud.embedded.model.device import choose_device, choose_dtype, usable_cores
+    from tinkercloud.embedded.native.bindings import library
+
+    device = choose_device()
+    chosen, best = choose_dtype(dtype, device), choose_dtype("auto", device)
+    warnings = _Warnings()
+    logging.getLogger("tinkercloud").addHandler(warnings)
+    is_cuda = device.type == "cuda"
+    compiled = has_kernels(device, chosen) if is_cuda else library() is not None
+    return {
+        "device": device.type,
+        "gpu": _gpu(0) if is_cuda else {},
+        "cores": usable_cores(),
+        "dtype": str(chosen).removeprefix("torch."),
+        "best_dtype": str(best).removeprefix("torch."),
+        "kernels": ("Triton" if is_cuda else "C") if compiled else "",
+        "kernels_error": "" if compiled else " ".join(warnings.texts) or "they do not run here",
+        "compiler": c_compiler() or "",
+    }
+
+
+def _find_our_package() -> None:
+    """Also where it is not installed. Not in every probe: the folder may be our Python's
+    site-packages, whose distributions another Python must not count as its own."""
+    sys.path.append(str(HERE.parents[1]))
+
+
+class _Warnings(logging.Handler):
+    """The reason why kernels are not used is a warning in the log of whoever chooses them."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def models(backend: str, *sources: str) -> dict[str, Any]:
+    """sources: NAME=PATH. By name: architecture, and parameters where they can be counted."""
+    named = (source.partition("=") for source in sources)
+    return {name: _answer_of(lambda p=Path(path): _model(backend, p)) for name, _, path in named}
+
+
+def _model(backend: str, path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {"error": f"no model at {path}"}
+    # The cluster has families that the embedded backend lacks; `tinkercloud plan` judges them.
+    if backend == "embedded" and importlib.util.find_spec("torch") is not None:
+        _find_our_package()
+        from tinkercloud.weights.loader import read_config
+
+        config = read_config(path)
+        return {"architecture": config.model_type, "parameters": config.num_parameters}
+    if path.is_file():
+        return {"architecture": "GGUF"}
+    return {"architecture": json.loads((path / "config.json").read_text())["model_type"]}
+
+
 def sglang() -> dict[str, Any]:
-    """SGLang, its kernels and what it would speculate with; each may fail alone."""
+    """SGLang, its kernels and the algorithms it can speculate with; each may fail alone."""
     answer: dict[str, Any] = {
         "version": importlib.metadata.version("sglang"),
         "python": python()["version"],
@@ -138,16 +251,16 @@ def sglang() -> dict[str, Any]:
         "torch_memory_saver": _version("torch_memory_saver"),
         "kernels": _version("sglang-kernel") or _version("sgl-kernel"),
     }
-    tried = _answer_of(lambda: package("sgl_kernel", "sglang-kernel"))
-    answer |= {"kernels_error": tried["error"]} if "error" in tried else {}
+    kernels = _answer_of(lambda: package("sgl_kernel", "sglang-kernel"))
+    answer |= {"kernels_error": kernels["error"]} if "error" in kernels else {}
     answer["speculative"] = _speculative_algorithms()
     return answer
 
 
 def _speculative_algorithms() -> list[str]:
     """Read, not imported: importing SGLang's runtime needs its GPU."""
-    found = importlib.util.find_spec("sglang")
-    for folder in (found and found.submodule_search_locations) or []:
+    spec = importlib.util.find_spec("sglang")
+    for folder in (spec and spec.submodule_search_locations) or []:
         source = Path(folder) / "srt" / "speculative" / "spec_info.py"
         if not source.is_file():
             continue
@@ -160,16 +273,16 @@ def _speculative_algorithms() -> list[str]:
 
 
 def ray(address: str, data_dir: str, distributions: str) -> dict[str, Any]:
-    """Start a local Ray (address "") or join one; ask every node what it has and what it sees.
+    """Start a local Ray (address "") or join one; by node, its resources and what it sees.
 
-    distributions: names, separated by commas, whose versions every node tells.
+    distributions: names, separated by commas, whose versions every node reports.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if port.isdigit():
-        # Ray itself tries for minutes.
+        # Ray itself retries for minutes before it says that nobody listens.
         socket.create_connection((host, int(port)), timeout=10).close()
     where: dict[str, Any] = {"address": address or "local"}
     if not address:
@@ -179,7 +292,7 @@ def ray(address: str, data_dir: str, distributions: str) -> dict[str, Any]:
     names = distributions.split(",")
 
     def look() -> dict[str, Any]:
-        # Sent to the node as it is, so it may use nothing of this file.
+        # Ray pickles this function by value and nothing else of this file: it imports its own.
         import importlib.metadata as metadata
         import os
         import sys
@@ -203,14 +316,14 @@ def ray(address: str, data_dir: str, distributions: str) -> dict[str, Any]:
         token.touch()
         alive = [node for node in ray.nodes() if node["Alive"]]
         task = ray.remote(num_cpus=0)(look)
-        asked = [
+        references = [
             task.options(
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             ).remote()
             for node in alive
         ]
-        # Each of its own, so that one node that does not answer hides no other.
-        answers = [_answer_of(lambda r=reference: ray.get(r, timeout=30)) for reference in asked]
+        # One call each: a node that does not answer must not hide the others' answers.
+        answers = [_answer_of(lambda r=ref: ray.get(r, timeout=30)) for ref in references]
     finally:
         with contextlib.suppress(OSError):
             token.unlink()
@@ -218,14 +331,14 @@ def ray(address: str, data_dir: str, distributions: str) -> dict[str, Any]:
     return {"version": ray.__version__, "nodes": list(map(_node, alive, answers))}
 
 
-def _node(node: dict[str, Any], told: dict[str, Any]) -> dict[str, Any]:
+def _node(node: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
     resources = node["Resources"]
     return {
         "address": node["NodeManagerAddress"],
         "cpus": resources.get("CPU", 0),
         "gpus": resources.get("GPU", 0),
         "object_store_bytes": resources.get("object_store_memory", 0),
-        **told,
+        **answer,
     }
 
 
@@ -249,12 +362,13 @@ def _shown(error: BaseException) -> str:
 
 
 PROBES: dict[str, Callable[..., dict[str, Any]]] = {
-    probe.__name__: probe for probe in (python, versions, host, driver, package, torch, sglang, ray)
+    probe.__name__: probe
+    for probe in (python, versions, host, driver, package, torch, engine, models, sglang, ray)
 }
 
 
 def main(name: str, *arguments: str) -> None:
-    # A script's folder comes first on its path, and ours holds files named as packages are.
+    # A script's folder comes first on its path; ours would hide packages named as its files are.
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != HERE]
     answer = _answer_of(lambda: PROBES[name](*arguments))
     sys.stdout.write("\n" + json.dumps(answer) + "\n")

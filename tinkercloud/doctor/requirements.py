@@ -15,29 +15,32 @@ _CHECKOUT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 
 def requirements(extra: str) -> dict[str, Requirement]:
     """By normal name, those of the extras that it includes too; empty for an unknown extra."""
-    wanted: dict[str, Requirement] = {}
+    by_name: dict[str, Requirement] = {}
     for text in _declared().get(extra, ()):
         requirement = Requirement(text)
         if canonicalize_name(requirement.name) == PROJECT:
             for included in requirement.extras:
-                wanted |= requirements(included)
+                by_name |= requirements(included)
         else:
-            wanted[canonicalize_name(requirement.name)] = requirement
-    return wanted
+            by_name[canonicalize_name(requirement.name)] = requirement
+    return by_name
 
 
-def misfit(name: str, found: str | None, extra: str) -> str:
-    """Why the version that was found does not do; empty when it does or nothing is asked."""
-    wanted = requirements(extra).get(canonicalize_name(name))
-    if found is None:
+def misfit(name: str, version: str | None, extra: str) -> str:
+    """Why the installed version does not do; empty when it does or the extra asks for none.
+
+    version None: not installed.
+    """
+    requirement = requirements(extra).get(canonicalize_name(name))
+    if version is None:
         return f"{name} is not installed"
-    if wanted is None:
+    if requirement is None:
         return ""
     try:
-        fits = wanted.specifier.contains(Version(found), prereleases=True)
+        fits = requirement.specifier.contains(Version(version), prereleases=True)
     except InvalidVersion:
-        return ""  # a build of one's own, whose name says nothing
-    return "" if fits else f"{name} {found}, but {wanted.specifier} is needed"
+        return ""  # a local build, whose name says nothing of its age
+    return "" if fits else f"{name} {version}, but {requirement.specifier} is needed"
 
 
 def remedy(extra: str) -> str:

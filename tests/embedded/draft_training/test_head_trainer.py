@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.decoding.rows import row_params
 from tests.embedded.draft_training.toy_policy import (
     LENGTH,
     ROOM_BYTES,
@@ -19,7 +20,7 @@ from tests.embedded.draft_training.toy_policy import (
 from tests.embedded.speculative_engine import untaught_head
 from tests.embedded.tiny import random_prompt
 from tests.speculative.head.head_scene import V, drafted_outputs
-from tinkercloud.decoding.sampler import RowParams, gumbel_noise_at, sample, warp
+from tinkercloud.decoding.sampler import gumbel_noise_at, sample, warp
 from tinkercloud.embedded.draft_training.dataset import Mix, SequenceDataset
 from tinkercloud.embedded.draft_training.fit import assign, copied, gradients, joined
 from tinkercloud.embedded.draft_training.head_trainer import (
@@ -116,7 +117,7 @@ def accepted(trainer: HeadTrainer, policy: ToyPolicy, num_drafted: int = 3) -> f
     new = NewRows(slots, head.fuse(params, hidden), tokens, [tokens.shape[1]] * len(texts))
     output = extend(head, params, cache, new)[:, -1]
     rows = [
-        [RowParams(1.0, 0, 1.0, 3, sample_index=b, position=LENGTH + k) for b in slots]
+        [row_params(seed=3, sample_index=b, position=LENGTH + k) for b in slots]
         for k in range(num_drafted)
     ]
     coupling = Coupling(warp, gumbel_noise_at)

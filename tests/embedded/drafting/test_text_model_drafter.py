@@ -188,9 +188,9 @@ class Scene:
         self.runner = KnowingRunner(pair.draft, [text.encode() for text in texts], vocab_size)
         self.drafter = TextModelDrafter(version, self.runner, self.pool, pair)
 
-    def stream(self, text: bytes, **more: object) -> Stream:
-        tokens = TokenBytes(self.target).encode_beginning(text)
-        begun = replace(stream(7, tokens), **more)
+    def stream(self, text: bytes, temperature: float = 1.0) -> Stream:
+        begun = stream(7, TokenBytes(self.target).encode_beginning(text))
+        begun = replace(begun, params=replace(begun.params, temperature=temperature))
         self.drafter.begin(begun)
         return begun
 

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.decoding.rows import row_params
 from tests.embedded.decode_scene import Traced, version
 from tests.embedded.fake_streams import FakeStreams
 from tests.embedded.forward.test_decode_graphs import Recorded
 from tests.gpu import head_bodies as bodies
 from tests.gpu.stream_bodies import mixed
 from tinkercloud.decoding import device_scan
-from tinkercloud.decoding.sampler import RowParams, gumbel_noise_at
+from tinkercloud.decoding.sampler import gumbel_noise_at
 from tinkercloud.embedded.draft_training.reference_capture import layer_outputs
 from tinkercloud.embedded.forward import runners
 from tinkercloud.embedded.forward.decode_graphs import DrawGraphs
@@ -155,6 +156,6 @@ def test_states_of_a_runner_that_only_scores_reach_no_head(
 
 def test_noise_made_on_the_device_is_the_samplers():
     ids = torch.tensor([0, 5, 17, 299])
-    rows = [RowParams(1.0, -1, 1.0, seed, 2, 70) for seed in (0, 3, 2**64 - 1)]
+    rows = [row_params(seed=seed, sample_index=2, position=70) for seed in (0, 3, 2**64 - 1)]
     found = device_scan.noise_at(torch.from_numpy(device_scan.packed(rows)), ids, 300)
     torch.testing.assert_close(found, gumbel_noise_at(rows, ids), atol=2e-5, rtol=0)

@@ -3,6 +3,7 @@
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
+from tinkercloud.core.types import SamplingParams
 from tinkercloud.speculative.drafters.drafter import Draft, Drafter, Stream
 
 
@@ -14,11 +15,8 @@ def stream(number: int, prompt: Sequence[int], group: Hashable = "group", epoch:
         epoch=epoch,
         tokens=list(prompt),
         num_prompt=len(prompt),
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        seed=0,
-        sample=number,
+        params=SamplingParams(None, 0),
+        sample_index=number,
     )
 
 

@@ -1,11 +1,12 @@
 """The draft head: whole sequences against row by row, its cache, its vocabulary, its draws."""
 
-from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.decoding.rows import row_params
 from tests.speculative.head.head_scene import (
     V,
     a_head,
@@ -14,7 +15,7 @@ from tests.speculative.head.head_scene import (
     target_config,
     target_weights,
 )
-from tinkercloud.decoding.sampler import RowParams, gumbel_noise, gumbel_noise_at, sample, warp
+from tinkercloud.decoding.sampler import gumbel_noise, gumbel_noise_at, sample, warp
 from tinkercloud.speculative.head.cache import HeadCache, NewRows, extend
 from tinkercloud.speculative.head.draft import Coupling, Start, draft_chains, draw
 from tinkercloud.speculative.head.head import (
@@ -28,7 +29,7 @@ from tinkercloud.speculative.head.unroll import unroll
 from tinkercloud.speculative.head.vocabulary import DraftVocabulary
 
 COUPLING = Coupling(warp, gumbel_noise_at)
-ROW = RowParams(temperature=1.0, top_k=0, top_p=1.0, seed=7, sample_index=2, position=5)
+a_row = partial(row_params, seed=7, sample_index=2, position=5)
 
 
 @pytest.mark.parametrize("layers", [(4,), (1, 2, 4)])
@@ -156,9 +157,9 @@ def test_the_trimmed_logits_are_rows_of_the_whole():
 
 def test_noise_of_some_tokens_is_that_of_the_sampler():
     ids = torch.tensor([0, 5, 17, 300])
-    rows = [ROW, replace(ROW, position=6), replace(ROW, seed=8)]
+    rows = [a_row(), a_row(position=6), a_row(seed=8)]
     for noise, row in zip(gumbel_noise_at(rows, ids), rows, strict=True):
-        whole = gumbel_noise(row.seed, row.sample_index, row.position, 1000)
+        whole = gumbel_noise(row.params.seed, row.sample_index, row.position, 1000)
         assert torch.equal(noise, whole[ids])
 
 
@@ -168,8 +169,7 @@ def test_a_draft_with_the_targets_law_draws_the_targets_token(temperature, top_k
     vocabulary = DraftVocabulary.of(range(V), V)
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(40, V, generator=generator) * 2
-    row = replace(ROW, temperature=temperature, top_k=top_k, top_p=top_p)
-    rows = [replace(row, position=i) for i in range(40)]
+    rows = [a_row(temperature=temperature, cut=(top_k, top_p), position=i) for i in range(40)]
     drawn = draw(logits, rows, vocabulary, COUPLING)
     assert torch.equal(drawn.tokens, sample(logits, rows).tokens)
     chances = drawn.chances
@@ -179,7 +179,7 @@ def test_a_draft_with_the_targets_law_draws_the_targets_token(temperature, top_k
 def test_on_a_trimmed_vocabulary_the_token_is_the_targets_wherever_it_can_be():
     vocabulary = DraftVocabulary.of(range(0, V, 2), V)
     logits = torch.randn(300, V, generator=torch.Generator().manual_seed(1))
-    rows = [replace(ROW, position=i) for i in range(300)]
+    rows = [a_row(position=i) for i in range(300)]
     target = sample(logits, rows).tokens
     tokens = draw(logits[:, ::2], rows, vocabulary, COUPLING).tokens
     assert torch.equal(tokens == target, target % 2 == 0)
@@ -188,28 +188,28 @@ def test_on_a_trimmed_vocabulary_the_token_is_the_targets_wherever_it_can_be():
 def test_other_noise_would_rarely_give_the_targets_token():
     vocabulary = DraftVocabulary.of(range(V), V)
     logits = torch.zeros(200, V)
-    rows = [replace(ROW, position=i) for i in range(200)]
+    rows = [a_row(position=i) for i in range(200)]
     target = sample(logits, rows).tokens
-    tokens = draw(logits, [replace(r, seed=9) for r in rows], vocabulary, COUPLING).tokens
+    tokens = draw(
+        logits, [a_row(position=i, seed=9) for i in range(200)], vocabulary, COUPLING
+    ).tokens
     assert (tokens == target).float().mean() < 0.1
 
 
 def test_ties_go_to_the_lowest_id():
     vocabulary = DraftVocabulary.of([4, 7, 9], V)
-    drawn = draw(torch.zeros(1, 3), [replace(ROW, temperature=0.0)], vocabulary, COUPLING)
+    drawn = draw(torch.zeros(1, 3), [a_row(temperature=0.0)], vocabulary, COUPLING)
     assert drawn.tokens.tolist() == [4]
 
 
-@pytest.mark.parametrize("more", [{}, {"temperature": 0.7, "top_k": 5}], ids=str)
+@pytest.mark.parametrize("more", [{}, {"temperature": 0.7, "cut": (5, 1.0)}], ids=str)
 def test_a_chain_is_what_drafting_token_by_token_gives(more):
     head, params = a_head()
     hidden, tokens = sequences(2, 6, 3)
     cache = HeadCache(head, 2)
     feature = head.fuse(params, hidden)
     output = extend(head, params, cache, NewRows([0, 1], feature, tokens, [6, 6]))[:, -1]
-    rows = [
-        [replace(ROW, position=7 + k, sample_index=b, **more) for b in range(2)] for k in range(4)
-    ]
+    rows = [[a_row(position=7 + k, sample_index=b, **more) for b in range(2)] for k in range(4)]
     chains = draft_chains(head, params, cache, Start([0, 1], output, rows, [1]), COUPLING)
     assert set(chains.laws) == {1}
     assert chains.tokens.shape == chains.chances.shape == (2, 4)

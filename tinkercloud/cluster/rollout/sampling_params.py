@@ -1,31 +1,28 @@
-"""How a request's law of sampling and stopping travels inside SGLang's `custom_params`.
+"""How a request's sampling parameters travel inside SGLang's `custom_params`.
 
 SGLang's own fields round temperature and top-p to 32 bits, end at 2**63 for seeds and know no
-sample index; its stops merge what the request and the model say. So the whole law goes beside them.
+sample index; its stops merge those of the request and of the model. So ours travel beside them.
 No torch, no SGLang: both ends import this file.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from tinkercloud.core.types import SamplingParams
 from tinkercloud.decoding.stops import StopRule
 from tinkercloud.errors import UserError
 
-_LAW = "tinkercloud"
+_SAMPLING = "tinkercloud"
 _STOP_IDS = "tinkercloud_stop_ids"
 _STOP_STRINGS = "tinkercloud_stop_strings"
 
 
 @dataclass(frozen=True, slots=True)
-class Law:
-    """What one sample is drawn with, besides the position."""
+class SampleParams:
+    """One sample of a request, besides its prompt."""
 
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
+    params: SamplingParams
     sample_index: int
 
 
@@ -38,28 +35,39 @@ def custom_params(
     """
     if not 0 <= params.seed < 2**64:
         raise UserError(f"a seed lies between 0 and 2**64 - 1, {params.seed} does not")
-    law = Law(params.temperature, params.top_k, params.top_p, params.seed, sample_index)
     stop_ids = set(params.stop_token_ids) | (set(eos_ids) if params.use_eos else set())
     return {
-        _LAW: asdict(law) | {"seed": str(law.seed)},
+        _SAMPLING: {
+            "temperature": params.temperature,
+            "top_k": params.top_k,
+            "top_p": params.top_p,
+            "seed": str(params.seed),
+            "sample_index": sample_index,
+        },
         _STOP_IDS: sorted(stop_ids),
         _STOP_STRINGS: list(params.stop_strings),
     }
 
 
-def law_of(custom: Mapping[str, Any] | None) -> Law | None:
-    """The law that `custom_params` wrote, None for a request that is not ours."""
-    fields = (custom or {}).get(_LAW)
-    return Law(**{**fields, "seed": int(fields["seed"])}) if fields is not None else None
-
-
-def stop_rule_of(custom: Mapping[str, Any], tokenizer: Any) -> StopRule:
-    """tokenizer: a transformers tokenizer or None; its fast core decodes bytes as they are."""
+def sample_params_of(custom: Mapping[str, Any] | None) -> SampleParams | None:
+    """What `custom_params` wrote, end-of-sequence tokens among the stop tokens; None for a request
+    that is not ours."""
+    fields = (custom or {}).get(_SAMPLING)
+    if custom is None or fields is None:
+        return None
     params = SamplingParams(
-        None,
-        0,
-        stop_token_ids=tuple(custom[_STOP_IDS]),
+        max_tokens=None,
+        seed=int(fields["seed"]),
+        temperature=fields["temperature"],
+        top_k=fields["top_k"],
+        top_p=fields["top_p"],
         stop_strings=tuple(custom[_STOP_STRINGS]),
+        stop_token_ids=tuple(custom[_STOP_IDS]),
         use_eos=False,
     )
-    return StopRule(params, (), getattr(tokenizer, "backend_tokenizer", tokenizer))
+    return SampleParams(params, fields["sample_index"])
+
+
+def stop_rule_of(sample: SampleParams, tokenizer: Any) -> StopRule:
+    """tokenizer: a transformers tokenizer or None; its fast core decodes bytes as they are."""
+    return StopRule(sample.params, (), getattr(tokenizer, "backend_tokenizer", tokenizer))

@@ -1,9 +1,9 @@
-"""The sampler inside SGLang: the law of `tinkercloud.decoding`, row by row, and its stops.
+"""The sampler inside SGLang: it draws and stops as `tinkercloud.decoding` does, row by row.
 
-A request carries its law in `sampling_params.custom_params` (`cluster.rollout.generate` writes it,
-this file reads it); a request without one is sampled and stopped as SGLang does. SGLang hands
-custom parameters to a batch for its logit processors only, so rows of laws travel beside the batch:
-its three extension points, made for such additions, keep them in step with the batch's rows.
+A request carries its parameters in `sampling_params.custom_params` (`cluster.rollout.generate`
+writes them, this file reads them); a request without ours is sampled and stopped as SGLang does.
+SGLang hands custom parameters to a batch for its logit processors only, so our rows travel beside
+the batch: its three extension points, made for such additions, keep them in step with its rows.
 
 Axes: B rows, V vocabulary.
 """
@@ -22,43 +22,44 @@ from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN
 from torch import Tensor
 
-from tinkercloud.cluster.rollout.sampling_params import Law, law_of, stop_rule_of
+from tinkercloud.cluster.rollout.sampling_params import SampleParams, sample_params_of, stop_rule_of
 from tinkercloud.decoding.sampler import Drawn, RowParams, sample
 
-_ROWS = "tinkercloud_laws"
+_ROWS = "tinkercloud_sample_params"
 _RULE = "tinkercloud_stop_rule"
 
 
 def attach(info: Any, batch: Any, _vocab_size: int) -> None:
-    """SamplingBatchInfo.adjusted_from_schedule_batch: one law (or None) per request."""
-    setattr(info, _ROWS, [law_of(r.sampling_params.custom_params) for r in batch.reqs])
+    """SamplingBatchInfo.adjusted_from_schedule_batch: our parameters, or None, per request."""
+    setattr(info, _ROWS, [sample_params_of(r.sampling_params.custom_params) for r in batch.reqs])
 
 
 def keep_rows(info: Any, keep: Sequence[int], _keep_on_device: Tensor) -> None:
     """SamplingBatchInfo.adjusted_filter_batch."""
-    laws = _laws(info)
-    setattr(info, _ROWS, [laws[i] for i in keep])
+    rows = _params_of(info)
+    setattr(info, _ROWS, [rows[i] for i in keep])
 
 
 def append_rows(info: Any, other: Any) -> None:
     """SamplingBatchInfo.adjusted_merge_batch."""
-    setattr(info, _ROWS, _laws(info) + _laws(other))
+    setattr(info, _ROWS, _params_of(info) + _params_of(other))
 
 
 def copy_with_rows(original: Callable[..., Any], info: Any) -> Any:
     """SamplingBatchInfo.copy_for_forward."""
     copied = original(info)
-    setattr(copied, _ROWS, list(_laws(info)))
+    setattr(copied, _ROWS, list(_params_of(info)))
     return copied
 
 
 def check_stop(original: Callable[..., bool], request: Any, accepted: list[int]) -> bool:
     """Req._check_token_based_finish: our rule where the request has one, and nothing else."""
-    if law_of(request.sampling_params.custom_params) is None:
-        return original(request, accepted)
     rule = getattr(request, _RULE, None)
     if rule is None:
-        rule = stop_rule_of(request.sampling_params.custom_params, request.tokenizer)
+        params = sample_params_of(request.sampling_params.custom_params)
+        if params is None:
+            return original(request, accepted)
+        rule = stop_rule_of(params, request.tokenizer)
         setattr(request, _RULE, rule)
     tokens = list(request.output_ids)
     for end in range(len(tokens) - len(accepted) + 1, len(tokens) + 1):
@@ -69,7 +70,7 @@ def check_stop(original: Callable[..., bool], request: Any, accepted: list[int])
     return False
 
 
-def _laws(info: Any) -> list[Law | None]:
+def _params_of(info: Any) -> list[SampleParams | None]:
     return getattr(info, _ROWS)
 
 
@@ -83,7 +84,7 @@ class _Wanted:
 
 
 class LawSampler(Sampler):
-    """SGLang's sampler for rows without a law, ours for rows with one."""
+    """SGLang's sampler for rows without our parameters, ours for rows with them."""
 
     def forward(  # noqa: PLR0913 (SGLang's signature)
         self,
@@ -96,15 +97,15 @@ class LawSampler(Sampler):
         **more: Any,
     ) -> Tensor:
         """One token per row, int64 (B,). positions (B,): of the last token read, not drawn."""
-        laws = _laws(sampling_info)
-        ours = [i for i, law in enumerate(laws) if law is not None]
+        params = _params_of(sampling_info)
+        ours = [i for i, row in enumerate(params) if row is not None]
         asked = (return_logprob, top_logprobs_nums, token_ids_logprobs)
         if not ours:
             return super().forward(logits_output, sampling_info, *asked, positions, **more)
         wanted = _Wanted(*asked)
         logits = self._preprocess_logits(logits_output.next_token_logits, sampling_info)
-        if len(ours) == len(laws):
-            drawn = _draw(logits, laws, positions)
+        if len(ours) == len(params):
+            drawn = _draw(logits, params, positions)
             if return_logprob:
                 _report(drawn, wanted).write_output_to(logits_output)
             self._sync_token_ids_across_tp(drawn.tokens, sampling_info)
@@ -113,7 +114,7 @@ class LawSampler(Sampler):
         output = copy.copy(logits_output)
         output.next_token_logits = logits.clone()
         tokens = super().forward(output, sampling_info, *asked, positions, **more).long()
-        drawn = _draw(logits[ours], [laws[i] for i in ours], positions[ours])
+        drawn = _draw(logits[ours], [params[i] for i in ours], positions[ours])
         tokens[ours] = drawn.tokens
         self._sync_token_ids_across_tp(tokens, sampling_info)
         if return_logprob:
@@ -121,11 +122,11 @@ class LawSampler(Sampler):
         return tokens
 
 
-def _draw(logits: Tensor, laws: Sequence[Law | None], positions: Tensor) -> Drawn:
+def _draw(logits: Tensor, params: Sequence[SampleParams | None], positions: Tensor) -> Drawn:
     rows = [
-        RowParams(law.temperature, law.top_k, law.top_p, law.seed, law.sample_index, position + 1)
-        for law, position in zip(laws, positions.tolist(), strict=True)
-        if law is not None
+        RowParams(row.params, row.sample_index, position + 1)
+        for row, position in zip(params, positions.tolist(), strict=True)
+        if row is not None
     ]
     return sample(logits, rows)
 

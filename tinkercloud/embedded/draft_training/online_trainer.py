@@ -159,7 +159,7 @@ class OnlineTrainer:
 
     @isolates_errors
     def ended(self, stream: Stream) -> None:
-        self._temperature = stream.temperature
+        self._temperature = stream.params.temperature
         self._collector.ended(stream)
 
     @isolates_errors

@@ -135,7 +135,9 @@ class HeadDrafter:
         outputs = [reader.output for reader, _ in ready if reader.output is not None]
         rows = [[row_params(reader.stream, k) for reader, _ in ready] for k in range(depth)]
         takes = self._audits.takes
-        audited = [i for i, (reader, _) in enumerate(ready) if takes(reader.stream.temperature)]
+        audited = [
+            i for i, (reader, _) in enumerate(ready) if takes(reader.stream.params.temperature)
+        ]
         start = Start([reader.slot for reader, _ in ready], torch.stack(outputs), rows, audited)
         chains = draft_chains(self.head, self._params, self._cache, start, self._coupling)
         # One copy for both: each copy to the host waits for the device. float64 holds any token id.

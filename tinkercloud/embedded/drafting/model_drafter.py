@@ -41,7 +41,7 @@ class ModelDrafter(NetworkDrafter):
         requests = [DraftRequest(stream.id, stream.tokens, most) for stream, most in asked]
         takes = self._audits.takes
         self._streams = {stream.id: stream for stream, _ in asked}
-        self._audited = {s.id: [] for s, most in asked if most > 0 and takes(s.temperature)}
+        self._audited = {s.id: [] for s, most in asked if most > 0 and takes(s.params.temperature)}
         chains = self._chains(requests, self._drawn)
         return [self._draft(chains.get(stream.id)) for stream, _ in asked]
 

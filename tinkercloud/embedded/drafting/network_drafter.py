@@ -163,7 +163,4 @@ class NetworkDrafter:
 
 def row_params(stream: Stream, ahead: int) -> RowParams:
     """The parameters with which the target draws its token of the place `ahead` after the next."""
-    position = len(stream.tokens) + ahead
-    return RowParams(
-        stream.temperature, stream.top_k, stream.top_p, stream.seed, stream.sample, position
-    )
+    return RowParams(stream.params, stream.sample_index, len(stream.tokens) + ahead)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from tinkercloud.config import user_cache_dir
+from tinkercloud.core.types import SamplingParams
 from tinkercloud.decoding.sampler import RowParams, sample
 from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool, blocks_for
 from tinkercloud.embedded.forward.runners import Batch, Part, Runner, ragged
@@ -57,7 +58,7 @@ class RoundTimer:
             batch = self._batch(counts.tolist(), tables)
             began = time.perf_counter()
             logits = self._runner.forward(batch, self._pool)
-            params = [RowParams(1.0, -1, 1.0, 0, 0, position) for position in range(rows)]
+            params = [RowParams(SamplingParams(None, 0), 0, position) for position in range(rows)]
             sample(logits, params, self._runner.scan)
             return 1e3 * (time.perf_counter() - began)
         finally:

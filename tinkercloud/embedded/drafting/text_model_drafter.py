@@ -84,7 +84,9 @@ class TextModelDrafter(NetworkDrafter):
 
     def _likeliest(self, chains: Sequence[Chain], logits: Tensor) -> tuple[list[int], list[float]]:
         """Probabilities at the sample's temperature; at 1 for greedy samples."""
-        temperatures = [self._readers[chain.id].stream.temperature or 1.0 for chain in chains]
+        temperatures = [
+            self._readers[chain.id].stream.params.temperature or 1.0 for chain in chains
+        ]
         weights = logits.float() / torch.tensor(temperatures, device=logits.device)[:, None]
         tokens = lowest_argmax(weights)
         logprobs = weights.gather(1, tokens[:, None])[:, 0] - weights.logsumexp(1)

@@ -214,7 +214,11 @@ def scan(team: Team, logits: Tensor, rows: Sequence[RowParams]) -> Scanned:
     """logits float32 (B, V). See `Scanned`."""
     num, size = logits.shape
     draws = (_Draw * num)(
-        *[(r.temperature, r.top_k, r.top_p, r.seed, r.sample_index, r.position) for r in rows]
+        *[
+            (p.temperature, p.top_k, p.top_p, p.seed, row.sample_index, row.position)
+            for row in rows
+            for p in (row.params,)
+        ]
     )
     best, count = np.empty(num, np.int64), np.empty(num, np.int64)
     norm = np.empty(num, np.float64)

@@ -109,9 +109,7 @@ class Sequence:
 
     def row_params(self, ahead: int = 0) -> RowParams:
         """Of the token that is drawn next, or so many after it."""
-        p = self.job.request.params
-        position = len(self.tokens) + ahead
-        return RowParams(p.temperature, p.top_k, p.top_p, p.seed, self.index, position)
+        return RowParams(self.job.request.params, self.index, len(self.tokens) + ahead)
 
 
 @dataclass(slots=True, eq=False)

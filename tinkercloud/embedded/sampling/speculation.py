@@ -96,12 +96,10 @@ class Speculation:
 
     def begin(self, sample: Sample) -> None:
         """With its first token, or with all that it has where it takes up its blocks again."""
-        job, params = sample.job, sample.row_params()
-        group = _group(sample)
+        job, group = sample.job, _group(sample)
         stream = Stream(
             self._num_streams, group, job.version.id, self._epoch(job.version), sample.tokens,
-            job.num_prompt, params.temperature, params.top_k, params.top_p, params.seed,
-            params.sample_index,
+            job.num_prompt, job.request.params, sample.index,
         )  # fmt: skip
         self._num_streams += 1
         self._streams[sample] = stream
@@ -311,7 +309,8 @@ class Speculation:
         return self._epochs[version.id]
 
     def _was_drawn_before(self, stream: Stream) -> bool:
-        told = (stream.group, stream.seed, stream.sample, stream.temperature)
+        params = stream.params
+        told = (stream.group, params.seed, stream.sample_index, params.temperature)
         digest = blake2b(repr(told).encode(), digest_size=16).digest()
         known = digest in self._known
         self._known[digest] = None
@@ -324,7 +323,7 @@ class Speculation:
 def _coupled(drawn: Drawn, row: int, token: int, own: DraftLaw) -> float:
     """The chance that a token drawn from `own` stands; NaN at temperature 0, where nothing is
     drawn."""
-    if drawn.rows[row].temperature == 0:
+    if drawn.rows[row].is_greedy:
         return nan
     law = drawn.law(row)[0].double().exp().cpu().numpy()
     return coupled_chance(law, own.dense(len(law)), token)

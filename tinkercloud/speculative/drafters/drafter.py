@@ -10,6 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from tinkercloud.core.types import SamplingParams
 from tinkercloud.speculative.drafters.draft_distribution import DraftLaw
 
 
@@ -20,7 +21,7 @@ class Stream:
     id: unique in the engine. group: equal for samples of the same prompt that may learn from one
     another, across epochs too. version: of the policy's weights; epoch: the versions published
     before it. tokens: the prompt and what was emitted so far; the engine appends, drafters only
-    read. The rest is what the target draws with.
+    read. params, sample_index: what the target draws with.
     """
 
     id: int
@@ -29,11 +30,8 @@ class Stream:
     epoch: int
     tokens: list[int]
     num_prompt: int
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
-    sample: int
+    params: SamplingParams
+    sample_index: int
 
 
 @dataclass(frozen=True, slots=True)

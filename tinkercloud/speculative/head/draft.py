@@ -26,7 +26,7 @@ class Row(Protocol):
     """What one token is drawn with: all that this file needs of the sampler's own type."""
 
     @property
-    def temperature(self) -> float: ...
+    def is_greedy(self) -> bool: ...
 
 
 RowT = TypeVar("RowT", bound=Row)
@@ -82,9 +82,9 @@ def draw(
     target."""
     weights = coupling.warp(logits, rows)
     scored = weights
-    if any(row.temperature > 0 for row in rows):
+    if not all(row.is_greedy for row in rows):
         noise = coupling.noise(rows, vocabulary.ids).to(weights.device)
-        hot = sent(torch.tensor([row.temperature > 0 for row in rows]), weights.device)
+        hot = sent(torch.tensor([not row.is_greedy for row in rows]), weights.device)
         scored = torch.where(hot[:, None], weights + noise, weights)
     places = torch.arange(scored.shape[-1], device=scored.device)
     highest = scored == scored.amax(-1, keepdim=True)

@@ -63,7 +63,7 @@ class CaseCollector:
         probs, ids = self._most_probable(verdict)
         case = Case(
             "", verdict.position, verdict.drafted, verdict.target, ids, probs,
-            stream.temperature, stream.version, stream.epoch, category,
+            stream.params.temperature, stream.version, stream.epoch, category,
         )  # fmt: skip
         self._waiting.setdefault(stream.id, []).append(case)
 

@@ -374,11 +374,10 @@ def test_log_probabilities_are_those_of_the_finished_text(
             assert topk is not None
             ids, values = topk.token_ids, topk.logprobs
             for i, logprob in enumerate(sampled.logprobs):
-                row = np.argsort(ids[len(prompt) + i])
-                logits = torch.from_numpy(values[len(prompt) + i][row])[None]
-                own = request.params
-                params = RowParams(own.temperature, own.top_k, own.top_p, 0, 0, 0)
-                law = torch.log_softmax(warp(logits, [params]).double(), -1)[0]
+                order = np.argsort(ids[len(prompt) + i])
+                logits = torch.from_numpy(values[len(prompt) + i][order])[None]
+                row = RowParams(request.params, 0, 0)
+                law = torch.log_softmax(warp(logits, [row]).double(), -1)[0]
                 distances.append(abs(float(law[sampled.tokens[i]]) - logprob))
     if store.base("tiny").dtype == torch.float32:
         assert max(distances) < 1e-4

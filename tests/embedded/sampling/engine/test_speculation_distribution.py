@@ -202,8 +202,10 @@ def draws_a_round_with_one_noise(patch: pytest.MonkeyPatch) -> None:
 
 
 def verifies_by_the_law_before_warping(patch: pytest.MonkeyPatch) -> None:
-    plain = {"temperature": 1.0, "top_k": -1, "top_p": 1.0}
-    with_rows(patch, lambda row, i: replace(row, **plain) if i else row)
+    def unwarped(row: RowParams) -> RowParams:
+        return replace(row, params=replace(row.params, temperature=1.0, top_k=-1, top_p=1.0))
+
+    with_rows(patch, lambda row, i: unwarped(row) if i else row)
 
 
 WRONG = (

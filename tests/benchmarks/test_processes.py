@@ -1,8 +1,7 @@
-"""How the sampling benchmark keeps contenders apart."""
+"""How a benchmark keeps contenders apart."""
 
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,11 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.serving import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from peers.sampling_common import awake, families, signal_family
+from benchmarks.lib.processes import awake, families, signal_family
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="there is no /proc")
 

@@ -8,18 +8,14 @@ layers.
 
 import argparse
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tinkercloud.embedded.model.device import choose_dtype, usable_cores  # noqa: E402
-from tinkercloud.embedded.model.huge_pages import in_huge_pages  # noqa: E402
+from benchmarks.lib.timing import best_s
+from tinkercloud.embedded.model.device import choose_dtype, usable_cores
+from tinkercloud.embedded.model.huge_pages import in_huge_pages
 
 BUFFER_BYTES = 1024**3
 ROWS = 8192  # of the matrix whose product with a vector is one of the two ways to read
@@ -34,6 +30,10 @@ class Limits:
     read_gb_s: float
     gflop_s: dict[str, float]
 
+    def __str__(self) -> str:
+        rates = [f"{rate:.0f} GFLOP/s in {dtype}" for dtype, rate in self.gflop_s.items()]
+        return ", ".join([f"{self.read_gb_s:.1f} GB/s read", *rates])
+
     def best_of(self, other: "Limits") -> "Limits":
         """The higher figure of each: other work on the machine only lowers them."""
         rates = {
@@ -45,9 +45,13 @@ class Limits:
 def measure(seconds: float = 2.0) -> Limits:
     """Takes about `seconds` for each figure; sets the threads of this process."""
     torch.set_num_threads(usable_cores())
-    dtypes = [torch.float32, *([torch.bfloat16] if native_bfloat16() else [])]
-    rates = {str(dtype).removeprefix("torch."): matrix_gflop_s(dtype, seconds) for dtype in dtypes}
-    return Limits(read_gb_s(seconds), rates)
+    dtypes = ["float32", *(["bfloat16"] if native_bfloat16() else [])]
+    return Limits(read_gb_s(seconds), products(dtypes, seconds))
+
+
+def products(dtypes: Sequence[str], seconds: float) -> dict[str, float]:
+    """10**9 operations a second, by number type."""
+    return {dtype: matrix_gflop_s(getattr(torch, dtype), seconds) for dtype in dtypes}
 
 
 def native_bfloat16() -> bool:
@@ -57,9 +61,9 @@ def native_bfloat16() -> bool:
 
 @torch.inference_mode()
 def read_gb_s(seconds: float) -> float:
-    held = {"buffer": torch.ones(ROWS, BUFFER_BYTES // 4 // ROWS)}
-    in_huge_pages(held)
-    buffer = held["buffer"]
+    tensors = {"buffer": torch.ones(ROWS, BUFFER_BYTES // 4 // ROWS)}
+    in_huge_pages(tensors)
+    buffer = tensors["buffer"]
     vector = torch.ones(buffer.shape[1])
     ways = (lambda: torch.mv(buffer, vector), lambda: buffer.sum())
     return max(BUFFER_BYTES / best_s(way, seconds / len(ways)) for way in ways) / 1e9
@@ -70,24 +74,13 @@ def matrix_gflop_s(dtype: torch.dtype, seconds: float) -> float:
     rates = []
     for m, k, n in SHAPES:
         left, right = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
-        took = best_s(lambda a=left, b=right: torch.mm(a, b.T), seconds / len(SHAPES))
-        rates.append(2 * m * k * n / took)
+        step_s = best_s(lambda a=left, b=right: torch.mm(a, b.T), seconds / len(SHAPES))
+        rates.append(2 * m * k * n / step_s)
     return max(rates) / 1e9
 
 
-def best_s(work: Callable[[], object], seconds: float) -> float:
-    """The shortest of at least three runs."""
-    work()
-    best, count, deadline = float("inf"), 0, time.perf_counter() + seconds
-    while count < 3 or time.perf_counter() < deadline:
-        begun = time.perf_counter()
-        work()
-        best, count = min(best, time.perf_counter() - begun), count + 1
-    return best
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="What this machine can do at most.")
     parser.add_argument("--seconds", type=float, default=2.0, help="for each figure")
     limits = measure(parser.parse_args().seconds)
     print(f"cores: {usable_cores()}")

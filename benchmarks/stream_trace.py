@@ -1,12 +1,11 @@
-"""A trace of the engine's lanes on one GPU: whether prompts are read while others are decoded.
+"""A trace of the engine's CUDA streams on one GPU: whether prompts are read while others decode.
 
 Sequences of a network of random weights are decoded, with drafts by a network of two layers, while
-long prompts come. `benchmarks/gpu.py --trace FILE` writes what torch.profiler saw, for a browser's
-chrome://tracing or Perfetto, and says how long the lanes computed at once.
+long prompts come. `python -m benchmarks.gpu --trace FILE` writes the trace of torch.profiler, for a
+browser's chrome://tracing or Perfetto, and says how long the streams computed at once.
 """
 
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -14,24 +13,20 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from overlap import MARK, LaneKernels, busy, lane_kernels, overlap
 from torch.profiler import ProfilerActivity, profile, record_function
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from gpu_work import SHAPES, TINY, random_base, version  # noqa: E402
-
-from tinkercloud.core.types import SampleRequest, SamplingParams  # noqa: E402
-from tinkercloud.embedded.drafting.model_drafter import ModelDrafter  # noqa: E402
-from tinkercloud.embedded.forward.kv_blocks import BlockPool  # noqa: E402
-from tinkercloud.embedded.forward.runners import Runner  # noqa: E402
-from tinkercloud.embedded.model.base_model import BaseModel  # noqa: E402
-from tinkercloud.embedded.sampling.cuda_streams import StreamRole, Streams, streams_for  # noqa: E402
-from tinkercloud.embedded.sampling.engine import SamplingEngine  # noqa: E402
-from tinkercloud.embedded.sampling.speculation import Speculation  # noqa: E402
-from tinkercloud.speculative.draft_length.fixed_length import Steady  # noqa: E402
-from tinkercloud.speculative.drafters.guarded_drafter import guarded  # noqa: E402
+from benchmarks.gpu_work import SHAPES, TINY, random_base, version
+from benchmarks.overlap import MARK, RoleKernels, busy, overlap, role_kernels
+from tinkercloud.core.types import SampleRequest, SamplingParams
+from tinkercloud.embedded.drafting.model_drafter import ModelDrafter
+from tinkercloud.embedded.forward.kv_blocks import BlockPool
+from tinkercloud.embedded.forward.runners import Runner
+from tinkercloud.embedded.model.base_model import BaseModel
+from tinkercloud.embedded.sampling.cuda_streams import StreamRole, Streams, streams_for
+from tinkercloud.embedded.sampling.engine import SamplingEngine
+from tinkercloud.embedded.sampling.speculation import Speculation
+from tinkercloud.speculative.draft_length.fixed_length import Steady
+from tinkercloud.speculative.drafters.guarded_drafter import guarded
 
 MOST_DRAFTED = 3
 DRAFT_BLOCKS = 2048
@@ -56,22 +51,22 @@ class Load:
         return cls("Qwen3-0.6B", 16, 24, 2000, 2**33, 40, 30)
 
 
-class MarkedLanes:
-    """Other lanes, whose sections have names in a profiler's trace."""
+class MarkedStreams:
+    """Streams whose sections have the names of their roles in a profiler's trace."""
 
-    def __init__(self, lanes: Streams):
-        self._lanes = lanes
+    def __init__(self, streams: Streams):
+        self._streams = streams
 
     @property
     def are_parallel(self) -> bool:
-        return self._lanes.are_parallel
+        return self._streams.are_parallel
 
     def fork_join(self) -> AbstractContextManager[None]:
-        return self._lanes.fork_join()
+        return self._streams.fork_join()
 
     @contextmanager
-    def on(self, lane: StreamRole, *after: StreamRole) -> Iterator[None]:
-        with record_function(f"{MARK}{lane.value}"), self._lanes.on(lane, *after):
+    def on(self, role: StreamRole, *after: StreamRole) -> Iterator[None]:
+        with record_function(f"{MARK}{role.value}"), self._streams.on(role, *after):
             yield
 
 
@@ -83,10 +78,10 @@ class Drafting:
         self._base = random_base("draft", config, base.dtype, base.device)
 
     def __call__(self, base: BaseModel, runner: Runner, pool: BlockPool) -> Speculation:
-        own, vocab_size = self._base, base.config.vocab_size
-        blocks = BlockPool(own.config, own.dtype, own.device, DRAFT_BLOCKS)
-        drafter = ModelDrafter(version(own, adapter=False), runner, blocks)
-        return Speculation(guarded(drafter, vocab_size), Steady(MOST_DRAFTED))
+        draft = self._base
+        blocks = BlockPool(draft.config, draft.dtype, draft.device, DRAFT_BLOCKS)
+        drafter = ModelDrafter(version(draft, adapter=False), runner, blocks)
+        return Speculation(guarded(drafter, base.config.vocab_size), Steady(MOST_DRAFTED))
 
 
 def request(num_tokens: int, max_tokens: int, seed: int, vocab_size: int) -> SampleRequest:
@@ -98,18 +93,18 @@ class Mixed:
     """An engine under the load."""
 
     def __init__(self, load: Load, base: BaseModel):
-        self._load, self._base, self._own = load, base, version(base, adapter=False)
+        self._load, self._base, self._version = load, base, version(base, adapter=False)
         self.engine = SamplingEngine(
             max_batch=256, kv_cache_bytes=load.kv_cache_bytes, depth=2.0, speculate=Drafting(base)
         )
-        self.engine.use_streams(MarkedLanes(streams_for(base.device)))
-        self._num_given = 0
+        self.engine.use_streams(MarkedStreams(streams_for(base.device)))
+        self._num_requests = 0
 
     def submit(self, num_tokens: int, max_tokens: int) -> None:
-        self._num_given += 1
+        self._num_requests += 1
         size = self._base.config.vocab_size
-        given = request(num_tokens, max_tokens, self._num_given, size)
-        self.engine.submit(self._own, given, _check)
+        next_request = request(num_tokens, max_tokens, self._num_requests, size)
+        self.engine.submit(self._version, next_request, _check)
 
     def rounds(self, count: int) -> None:
         for _ in range(count):
@@ -143,21 +138,22 @@ def traced(device: torch.device, dtype: torch.dtype, path: Path) -> list[str]:
     load = Load.of(device)
     base = random_base(load.shape, {**SHAPES, **TINY}[load.shape], dtype, device)
     Mixed(load, base).run(path)
-    return list(told(lane_kernels(json.loads(path.read_text()))))
+    return list(summary(role_kernels(json.loads(path.read_text()))))
 
 
-def told(found: LaneKernels) -> Iterator[str]:
-    if not found.intervals:
-        yield "the trace has no kernels of lanes: this device has one lane"
+def summary(kernels: RoleKernels) -> Iterator[str]:
+    if not kernels.intervals:
+        yield "the trace has no kernels: this device has one stream"
         return
-    for lane, streams in sorted(found.streams.items()):
-        ms = busy(found.intervals, lane) / 1e3
-        yield f"{lane}: {ms:.2f} ms of kernels, on streams {_listed(streams)}"
-    prefill = busy(found.intervals, StreamRole.PREFILL.value)
-    for lane in (StreamRole.DRAFT, StreamRole.VERIFY):
-        both = overlap(found.intervals, StreamRole.PREFILL.value, lane.value)
+    for role, streams in sorted(kernels.streams.items()):
+        ms = busy(kernels.intervals, role) / 1e3
+        yield f"{role}: {ms:.2f} ms of kernels, on streams {_listed(streams)}"
+    prefill = busy(kernels.intervals, StreamRole.PREFILL.value)
+    for role in (StreamRole.DRAFT, StreamRole.VERIFY):
+        both = overlap(kernels.intervals, StreamRole.PREFILL.value, role.value)
         share = both / prefill if prefill else 0.0
-        yield f"prefill beside {lane.value}: {both / 1e3:.2f} ms, {share:.1%} of prefill's time"
+        together = f"{both / 1e3:.2f} ms, {share:.1%} of prefill's time"
+        yield f"prefill together with {role.value}: {together}"
 
 
 def _listed(streams: set[int]) -> str:

@@ -1,0 +1,234 @@
+"""What the summary of the benchmarks claims, each with where its figures are in the results.
+
+Nothing here is a figure: `render.py` takes them from benchmarks/results/.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks.lib.report import Cell, Report
+
+Row = Mapping[str, Cell]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """text: with its unit, and whose it is."""
+
+    value: float
+    text: str
+
+
+Finder = Callable[[Sequence[Row]], Figure | None]
+"""The figure in a result's rows; None where it was not measured."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """result: a file of benchmarks/results/. peer: the best one's figure, or a baseline's. target:
+    the name of the result's target. less: whether a smaller figure is the better one. times: where
+    the result has the ratio itself, of figures that were not rounded."""
+
+    result: str
+    text: str
+    ours: Finder
+    peer: Finder | None = None
+    target: str = ""
+    less: bool = False
+    times: Finder | None = None
+
+    def ratio(self, rows: Sequence[Row], ours: Figure, peer: Figure) -> float:
+        """Above 1: ours is ahead."""
+        if self.times is not None and (times := self.times(rows)) is not None:
+            return times.value
+        return peer.value / ours.value if self.less else ours.value / peer.value
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best figure of a column, of the rows with these cells. label: whose it is, if it is not
+    the row's contender. peers: of other contenders than ours alone."""
+
+    column: str
+    unit: str
+    cells: Row
+    label: str = ""
+    less: bool = False
+    peers: bool = False
+
+    def __call__(self, rows: Sequence[Row]) -> Figure | None:
+        figures = [(float(row[self.column]), row) for row in rows if self._fits(row)]
+        if not figures:
+            return None
+        value, row = (min if self.less else max)(figures, key=lambda figure: figure[0])
+        label = self.label or (str(row.get("contender", "")) if self.peers else "")
+        return Figure(value, f"{short(value)} {self.unit} {label}".strip())
+
+    def _fits(self, row: Row) -> bool:
+        if any(row[column] != cell for column, cell in self.cells.items()):
+            return False
+        if self.peers and str(row["contender"]).lower().startswith("tinkercloud"):
+            return False
+        return is_number(row[self.column])
+
+
+@dataclass(frozen=True)
+class Count:
+    """How many of the rows have these cells."""
+
+    cells: Row
+
+    def __call__(self, rows: Sequence[Row]) -> Figure | None:
+        fitting = [row for row in rows if all(row[c] == cell for c, cell in self.cells.items())]
+        return Figure(len(fitting), f"{len(fitting)} of {len(rows)}")
+
+
+def is_number(cell: Cell) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
+
+
+def short(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def rows_of(report: Report) -> list[Row]:
+    return [dict(zip(report.columns, row, strict=True)) for row in report.rows]
+
+
+# ---- the claims
+
+
+def sampling(dtype: str, at_once: str, peer: str = "llama.cpp server") -> Claim:
+    cells: Row = {"dtype": dtype, "prompt": 64, "at once": at_once}
+    return Claim(
+        f"sampling-{dtype}",
+        f"sampling, {dtype}, {at_once} at once",
+        Best("tokens/s", "tokens/s", cells | {"contender": "tinkercloud"}),
+        Best("tokens/s", "tokens/s", cells, peers=True),
+        f"{dtype}, prompt 64, {at_once} at once: times {peer}",
+    )
+
+
+def training(dtype: str, batch: str) -> Claim:
+    cells: Row = {"dtype": dtype, "batch": batch}
+    return Claim(
+        "training",
+        f"LoRA training, {dtype}, {batch}",
+        Best("tokens/s", "tokens/s", cells | {"contender": "Tinkercloud"}),
+        Best("tokens/s", "tokens/s", cells, peers=True),
+        f"{batch}, {dtype}: tokens/s over PEFT, best",
+        times=Best("x our time", "", cells, less=True, peers=True),
+    )
+
+
+def training_memory(dtype: str, batch: str) -> Claim:
+    cells: Row = {"dtype": dtype, "batch": batch}
+    return Claim(
+        "training",
+        f"LoRA training, {dtype}, {batch}: peak memory",
+        Best("peak GB", "GB", cells | {"contender": "Tinkercloud"}, less=True),
+        Best("peak GB", "GB", cells, less=True, peers=True),
+        f"{batch}, {dtype}: peak memory over PEFT, best",
+        less=True,
+    )
+
+
+def rl_step(contender: str, text: str, target: str) -> Claim:
+    column = "seconds per step"
+    return Claim(
+        "rl_step",
+        text,
+        Best(column, "s", {"contender": contender}, less=True),
+        Best(column, "s", {}, less=True, peers=True),
+        target,
+        less=True,
+    )
+
+
+def speculation(load: str, at_once: int, target: str) -> Claim:
+    cells: Row = {"load": load, "at once": at_once}
+    return Claim(
+        "speculation",
+        f"speculation: {load}, {at_once} at once",
+        Best("with drafts tokens/s", "tokens/s", cells),
+        Best("plain tokens/s", "tokens/s", cells, "without drafts"),
+        target,
+    )
+
+
+def sharing(work: str) -> Claim:
+    return Claim(
+        "sharing",
+        f"sampling and training at once: {work}",
+        Best("tokens/s", "tokens/s", {"work": work, "alone or both": "both"}),
+        Best("tokens/s", "tokens/s", {"work": work, "alone or both": "alone"}, "alone"),
+        f"{work} keeps of its speed",
+    )
+
+
+def cluster_overhead(through: str, baseline: str) -> Claim:
+    column = "overhead p50 ms"
+    return Claim(
+        "cluster_overhead",
+        f"overhead over Megatron's time, 64 datums: {through}",
+        Best(column, "ms", {"through": through, "datums": 64}),
+        Best(column, "ms", {"through": baseline}, f"({baseline})"),
+        f"{through}, 64 datums: overhead p50",
+        less=True,
+    )
+
+
+CLAIMS = (
+    *(sampling("bfloat16", at_once) for at_once in ("1", "8", "128")),
+    *(sampling("float32", at_once) for at_once in ("1", "128")),
+    *(training(dtype, "8 x 256") for dtype in ("bfloat16", "float32")),
+    training("bfloat16", "32 x 512"),
+    training_memory("float32", "8 x 256"),
+    rl_step(
+        "tinkercloud, bfloat16",
+        "a step of RL, bfloat16 (peers: float32)",
+        "speed of a step, times SkyRL's in bfloat16, theirs in float32",
+    ),
+    rl_step(
+        "tinkercloud",
+        "a step of RL, float32",
+        "speed of a step, times SkyRL's",
+    ),
+    speculation("JSON", 1, "JSON, 1 at once, greedy: times plain"),
+    speculation("arithmetic", 1, "arithmetic, 1 at once, greedy: times plain"),
+    speculation("prose", 1, "prose, 1 at once: times plain"),
+    speculation("RL, later epochs", 4, "RL, 4 at once, epochs 2 and later: times plain"),
+    speculation("RL, later epochs", 8, "RL, 8 at once, epochs 2 and later: times plain"),
+    Claim(
+        "concurrency",
+        "throughput of 256 clients",
+        Best("goodput tokens/s", "tokens/s", {"load": "burst", "clients": 256}),
+        Best("goodput tokens/s", "tokens/s", {"load": "burst"}, "(best burst)"),
+        "throughput at 256 clients, of the best burst's",
+    ),
+    sharing("sampling"),
+    sharing("training"),
+    cluster_overhead("Ray", "Ray, two empty calls"),
+    cluster_overhead("Ray and service", "HTTP, two health checks"),
+    Claim(
+        "service_overhead",
+        "the service alone: optim_step by HTTP, p50",
+        Best("p50 ms", "ms", {"client": "HTTP", "operation": "optim_step", "in flight": 1}),
+        Best(
+            "p50 ms",
+            "ms",
+            {"client": "HTTP", "operation": "health check (baseline)", "in flight": 1},
+            "(health check)",
+        ),
+        less=True,
+    ),
+    Claim(
+        "cookbook_recipes",
+        "official cookbook recipes, unmodified, that ended well",
+        Count({"ended": "well"}),
+    ),
+)

@@ -1,0 +1,220 @@
+"""Epochs of RL with drafts and without: the rollouts of `benchmarks.speculation`.
+
+A policy first learns the form of an answer, then goes over the same prompts again and again, with
+an update after every epoch, so that drafts come from what its earlier versions wrote.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tinkercloud.commands.bench import EngineFactory, Workload, require_equal, run_timed
+from tinkercloud.core.types import (
+    AdamParams,
+    Datum,
+    FromModel,
+    LoraSpec,
+    SampleOutput,
+    SampleRequest,
+    SamplingParams,
+    TrainBatch,
+)
+from tinkercloud.embedded.model.base_model import BaseModel
+from tinkercloud.embedded.model.device import choose_dtype, usable_cores
+from tinkercloud.embedded.process.drafter_setup import DrafterSettings, speculate
+from tinkercloud.embedded.process.model_store import ModelStore
+from tinkercloud.embedded.process.version_cache import VersionCache
+from tinkercloud.embedded.sampling.engine import SamplingEngine
+from tinkercloud.embedded.training.micro_batches import Limits
+from tinkercloud.weights.tokenizer import ensure_tokenizer_folder
+
+KV_CACHE_BYTES = 2 * 1024**3
+BASE, POLICY = "smollm2", "policy"
+INSTRUCTION = "Add the numbers.\n"
+LESSON_EXAMPLES = 16
+
+
+class LocalModel:
+    """The base model with its store of trained models, in this process."""
+
+    def __init__(self, gguf: Path, scratch: Path):
+        self.threads = usable_cores()
+        torch.set_num_threads(self.threads)
+        tokenizer = ensure_tokenizer_folder(gguf, scratch)
+        self.dtype = choose_dtype("auto", torch.device("cpu"))
+        self.base = BaseModel.load(BASE, gguf, tokenizer, self.dtype, torch.device("cpu"))
+        versions = VersionCache(scratch / "versions", 2**30)
+        self.store = ModelStore(lambda name: self.base, versions, Limits(1024))
+        self._speculate = speculate(
+            DrafterSettings("suffix", None, self.threads, scratch, scratch / "drafts")
+        )
+
+    def engines(self, at_once: int) -> EngineFactory:
+        assert self._speculate is not None
+        return EngineFactory(at_once, KV_CACHE_BYTES, self.threads, self._speculate)
+
+    def encode(self, text: str) -> list[int]:
+        assert self.base.decoder is not None
+        return self.base.decoder.encode(text).ids
+
+    def decode(self, tokens: list[int]) -> str:
+        assert self.base.decoder is not None
+        return self.base.decoder.decode(tokens)
+
+
+@dataclass(frozen=True)
+class RlScale:
+    """samples: of each prompt. at_once: how many are decoded together, each number in a run of its
+    own. lessons: steps in which the policy learns the form of an answer."""
+
+    epochs: int = 10
+    prompts: int = 4
+    samples: int = 8
+    answer_tokens: int = 48
+    at_once: tuple[int, ...] = (4, 8)
+    lessons: int = 6
+
+
+@dataclass
+class Epochs:
+    """Seconds of each epoch's rollouts with so many at once, and their tokens. telemetry: the
+    drafter's, of all epochs together."""
+
+    at_once: int
+    plain_s: list[float] = field(default_factory=list)
+    drafted_s: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    telemetry: dict[str, Any] = field(default_factory=dict)
+
+    def times(self, first: int = 0) -> float:
+        return sum(self.plain_s[first:]) / sum(self.drafted_s[first:])
+
+
+@dataclass
+class Rollouts:
+    """An engine without drafts and one with; both remember what they wrote."""
+
+    plain: SamplingEngine
+    drafted: SamplingEngine
+    epochs: Epochs
+
+    @classmethod
+    def of(cls, engines: EngineFactory, at_once: int) -> "Rollouts":
+        return cls(engines.make(drafts=False), engines.make(drafts=True), Epochs(at_once))
+
+    def run(self, workload: Workload, epoch: int) -> list[list[SampleOutput]]:
+        """Both engines' outputs; which one is first alternates."""
+        order = [(self.plain, self.epochs.plain_s), (self.drafted, self.epochs.drafted_s)]
+        outputs = []
+        for engine, seconds in order if epoch % 2 else order[::-1]:
+            rollout = run_timed(engine, workload)
+            outputs.append(rollout.outputs)
+            seconds.append(rollout.seconds)
+        self.epochs.tokens.append(sum(len(s.tokens) for o in outputs[0] for s in o.sequences))
+        return outputs
+
+    def finish(self) -> Epochs:
+        self.epochs.telemetry = self.drafted.speculation()[0][BASE]
+        return self.epochs
+
+
+class PolicyLoop:
+    def __init__(self, model: LocalModel, scale: RlScale):
+        self._model, self._scale = model, scale
+
+    def run(self) -> list[Epochs]:
+        """One for each number of samples at once."""
+        scale, store = self._scale, self._model.store
+        store.create_model(POLICY, BASE, LoraSpec(rank=16, seed=0))
+        for lesson in range(scale.lessons):
+            examples = [self._example(7 * lesson + i) for i in range(LESSON_EXAMPLES)]
+            self._train(examples, "cross_entropy", 2e-3)
+        runs = [Rollouts.of(self._model.engines(at_once), at_once) for at_once in scale.at_once]
+        for epoch in range(scale.epochs):
+            version = store.version(store.publish(FromModel(POLICY)))
+            self._epoch(epoch, Workload("epoch", version, tuple(self._questions(epoch))), runs)
+        return [run.finish() for run in runs]
+
+    def _epoch(self, epoch: int, workload: Workload, runs: Sequence[Rollouts]) -> None:
+        outputs = [output for run in runs for output in run.run(workload, epoch)]
+        for output in outputs[1:]:
+            require_equal(f"epoch {epoch}", outputs[0], output)
+        reward = self._learn(workload.requests, outputs[0])
+        for run in runs:
+            run.epochs.rewards.append(reward)
+        times = ", ".join(f"{run.epochs.times(epoch):.2f}" for run in runs)
+        at_once = self._scale.at_once
+        print(
+            f"epoch {epoch + 1}: {times} times with {at_once} at once, reward {reward:.2f}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def _questions(self, epoch: int) -> Iterator[SampleRequest]:
+        scale = self._scale
+        for i in range(scale.prompts):
+            text, _ = problem(100 + i)
+            params = SamplingParams(
+                scale.answer_tokens, 1000 * epoch + i, 1.0, stop_strings=("\n\n",)
+            )
+            prompt = np.array(self._model.encode(text), np.int32)
+            yield SampleRequest(prompt, scale.samples, params)
+
+    def _example(self, number: int) -> Datum:
+        """A problem with its answer, which is what is trained on."""
+        question, answer = problem(number)
+        prompt, tokens = self._model.encode(question), self._model.encode(question + answer)
+        weights = np.zeros(len(tokens) - 1, np.float32)
+        weights[len(prompt) - 1 :] = 1.0 / LESSON_EXAMPLES
+        inputs = {"target_tokens": np.array(tokens[1:], np.int64), "weights": weights}
+        return Datum(np.array(tokens[:-1], np.int32), inputs)
+
+    def _learn(self, requests: Sequence[SampleRequest], outputs: Sequence[SampleOutput]) -> float:
+        """A step of GRPO. The mean reward: how much of the right answer a sample has."""
+        data, rewards = [], []
+        for i, (request, output) in enumerate(zip(requests, outputs, strict=True)):
+            group = np.array([self._reward(100 + i, s.tokens.tolist()) for s in output.sequences])
+            rewards += group.tolist()
+            for sequence, advantage in zip(output.sequences, group - group.mean(), strict=True):
+                tokens = np.concatenate([request.prompt, sequence.tokens])
+                before = np.zeros(len(request.prompt) - 1, np.float32)
+                share = advantage / self._scale.samples
+                advantages = np.full(len(sequence.tokens), share, np.float32)
+                inputs = {
+                    "target_tokens": tokens[1:].astype(np.int64),
+                    "logprobs": np.concatenate([before, sequence.logprobs]).astype(np.float32),
+                    "advantages": np.concatenate([before, advantages]),
+                }
+                data.append(Datum(tokens[:-1].astype(np.int32), inputs))
+        self._train(data, "importance_sampling", 2e-4)
+        return float(np.mean(rewards))
+
+    def _reward(self, number: int, tokens: list[int]) -> float:
+        text = self._model.decode(tokens).strip()
+        answer = problem(number)[1].strip()
+        same = sum(a == b for a, b in zip(text, answer, strict=False))
+        return same / max(len(answer), len(text), 1)
+
+    def _train(self, data: list[Datum], loss: str, rate: float) -> None:
+        store = self._model.store
+        for _ in store.forward_backward(POLICY, TrainBatch(tuple(data), loss)):
+            pass
+        store.optim_step(POLICY, AdamParams(learning_rate=rate))
+
+
+def problem(number: int) -> tuple[str, str]:
+    """A question and its worked answer."""
+    generator = np.random.default_rng(number)
+    a, b, c = (int(x) for x in generator.integers(11, 90, 3))
+    question = f"{INSTRUCTION}{a} + {b} + {c}\n"
+    answer = (
+        f"First, {a} + {b} = {a + b}.\nThen, {a + b} + {c} = {a + b + c}.\n"
+        f"The answer is {a + b + c}.\n\n"
+    )
+    return question, answer

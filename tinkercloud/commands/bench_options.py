@@ -1,0 +1,32 @@
+"""`tinkercloud bench`: its options; `bench_command` does the work, and needs torch."""
+
+import argparse
+import json
+
+from tinkercloud.commands.options import (
+    Arguments,
+    add_settings,
+    config_of,
+    say,
+    say_progress,
+    with_models,
+)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_subparsers(required=True, metavar="WHAT")
+    speculation = kinds.add_parser("speculation", help="samples with drafts against those without")
+    speculation.add_argument("--tokens", type=int, default=128, help="of each sample [128]")
+    speculation.add_argument("--at-once", type=int, default=32, help="samples, at most [32]")
+    speculation.add_argument("--json", action="store_true", help="for programs")
+    add_settings(speculation)
+    speculation.set_defaults(run=_speculation)
+
+
+def _speculation(arguments: Arguments) -> int:
+    from tinkercloud.commands import bench_command
+
+    options = bench_command.BenchOptions(arguments["tokens"], arguments["at_once"])
+    rows = bench_command.rows(with_models(config_of(arguments)), options, say_progress)
+    say(json.dumps(rows, indent=1) if arguments["json"] else bench_command.table(rows))
+    return 0

@@ -1,0 +1,89 @@
+"""`tinkercloud serve`: the server, from its socket to its first key."""
+
+import argparse
+import asyncio
+import importlib.util
+import logging
+import shlex
+from contextlib import closing
+
+from tinkercloud.commands.options import (
+    EXTRAS,
+    Arguments,
+    add_settings,
+    check_backend,
+    config_of,
+    say,
+    with_models,
+)
+from tinkercloud.config import Config
+from tinkercloud.errors import ConfigError
+
+ANY_KEY = "tml-local"  # the official client insists on a key even where the server does not
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_settings(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: Arguments) -> int:
+    # Here, because the other commands need no web server.
+    from tinkercloud import server
+
+    config = config_of(arguments)
+    check_backend(config)
+    _check_extra(config)
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    with closing(server.listen(config)) as listener:
+        url = server.base_url(listener)
+        config = with_models(config)
+        for model in config.models:
+            say(f"serving {model.name} from {model.path}")
+        say(f"data in {config.data_dir}")
+        from tinkercloud.app import create_app
+
+        app = create_app(config)
+        hooks = server.Hooks(
+            ready=lambda: _welcome(config, url),
+            stopping=lambda: app.state.services.tasks.close(),
+        )
+        server.run(app, config, listener, hooks)
+    return 0
+
+
+def _check_extra(config: Config) -> None:
+    """Before anything is bound or made: the engine is another process, and its log is no place to
+    look for a missing package. Raises ConfigError."""
+    needed = {"embedded": ("embedded",), "cluster": ("embedded", "cluster")}
+    packages = [name for extra in needed.get(config.backend, ()) for name in EXTRAS[extra]]
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"the {config.backend} backend needs {', '.join(missing)}, not installed here: "
+            f"pip install 'tinkercloud[{config.backend}]'"
+        )
+
+
+async def _welcome(config: Config, url: str) -> None:
+    """Only once the server serves: a first key that is shown above an error would be lost."""
+    # In a thread: the server's own writer, on this loop, may hold the database.
+    key = await asyncio.to_thread(_first_key, config) if config.auth else ANY_KEY
+    if key is None:
+        folder = shlex.quote(str(config.data_dir))
+        say(f"keys exist already; another one: tinkercloud keys add --data-dir {folder}")
+        say(f"export TINKER_BASE_URL={url}")
+    else:
+        if config.auth:
+            say("a first API key was made; it is shown this once and kept as a hash only:")
+        say(f"export TINKER_BASE_URL={url}\nexport TINKER_API_KEY={key}")
+    say(f"ready: {url}")
+
+
+def _first_key(config: Config) -> str | None:
+    from tinkercloud.storage.keys import KeyStore
+
+    with closing(KeyStore(config.data_dir)) as keys:
+        return keys.ensure_first_key()

@@ -1,0 +1,272 @@
+"""The settings: a frozen tree, each leaf stated once with its default, its help and its bounds.
+
+The command line's help, the tables of docs/operations.md and the checks are made of these lines.
+A setting has one name with dots (`engine.threads`); its flag is `--engine-threads`, its variable
+`TINKERCLOUD_ENGINE_THREADS`, its place in a file `engine: {threads: ...}`. `models` is `--model`
+(repeatable) and `TINKERCLOUD_MODEL` (NAME=PATH, separated by commas or lines).
+"""
+
+import dataclasses
+import re
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from tinkercloud.errors import ConfigError
+
+DEFAULT_MODEL_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+ENV_PREFIX = "TINKERCLOUD_"
+DRAFTERS = ("auto", "off", "suffix", "head")
+KIB, MIB, GIB = 1024, 1024**2, 1024**3
+T = TypeVar("T")
+
+
+def _setting(
+    default: T,
+    text: str,
+    *,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    above: float | None = None,
+) -> T:
+    """A field with its help and the bounds of its value. None as a value is never out of bounds."""
+    bounds = {"at_least": at_least, "at_most": at_most, "above": above}
+    metadata: dict[str, Any] = {"help": text, **bounds}
+    # As a default value to type checkers: what `dataclass` makes of a field is its default.
+    return typing.cast(T, field(default=default, metadata=metadata))
+
+
+def _check_bounds(tree: Any, prefix: str = "") -> None:
+    for item in dataclasses.fields(tree):
+        value, bounds = getattr(tree, item.name), item.metadata
+        if value is None:
+            continue
+        name = f"{prefix}{item.name}"
+        low, high, above = (bounds.get(bound) for bound in ("at_least", "at_most", "above"))
+        # Negated, so that NaN is refused.
+        if low is not None and not value >= low:
+            raise ConfigError(f"{name} must be at least {low:g}, not {value}")
+        if high is not None and not value <= high:
+            raise ConfigError(f"{name} must be at most {high:g}, not {value}")
+        if above is not None and not value > above:
+            raise ConfigError(f"{name} must be above {above:g}, not {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A base model to serve: a Hugging Face folder or a GGUF file under the name clients use."""
+
+    name: str
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """The embedded engine."""
+
+    threads: int | None = _setting(
+        None, "threads that compute; auto: the cores this process may use", at_least=1
+    )
+    max_batch: int = _setting(64, "sequences decoded together", at_least=1)
+    decode_depth: float = _setting(
+        1.2, "no prompts are begun beyond so many times max-batch samples", at_least=1
+    )
+    kv_cache_bytes: int = _setting(
+        2 * GIB, "memory for keys and values of each base model", at_least=1
+    )
+    version_cache_bytes: int = _setting(
+        GIB, "memory for published versions; the rest wait on disk", at_least=1
+    )
+    microbatch_tokens: int = _setting(1024, "tokens per training micro-batch", at_least=1)
+    activation_bytes: int = _setting(2 * GIB, "memory for what a backward pass needs", at_least=1)
+    draft_share: float = _setting(
+        0.1,
+        "of the time of training steps, for training of drafts; 0: none",
+        at_least=0,
+        at_most=1,
+    )
+    draft_memory_bytes: int = _setting(256 * MIB, "memory for what drafts learn from", at_least=1)
+    restart_limit: int = _setting(
+        5, "engine restarts within ten minutes before giving up", at_least=0
+    )
+
+    def __post_init__(self) -> None:
+        _check_bounds(self, "engine.")
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """The cluster backend. What is None is left to the planner, or to Ray."""
+
+    ray_address: str | None = _setting(
+        None, "Ray to use, host:port; auto: one of its own on this machine"
+    )
+    gpus: int | None = _setting(
+        None,
+        "GPUs of one full-parameter model, or of all adapters of one base; auto: all that Ray has",
+        at_least=1,
+    )
+    gpus_per_node: int | None = _setting(
+        None, "GPUs of one machine; auto: those of Ray's largest node", at_least=1
+    )
+    gpu_memory_bytes: int = _setting(80 * GIB, "memory of one GPU", at_least=1)
+    rollout_gpus: int = _setting(
+        0, "of these GPUs, how many only sample; 0: all train and sample alternately", at_least=0
+    )
+    tp: int | None = _setting(None, "tensor-parallel size", at_least=1)
+    pp: int | None = _setting(None, "pipeline-parallel size", at_least=1)
+    cp: int | None = _setting(None, "context-parallel size", at_least=1)
+    ep: int | None = _setting(None, "expert-parallel size", at_least=1)
+    dp: int | None = _setting(None, "data-parallel size", at_least=1)
+    rollout_tp: int | None = _setting(None, "GPUs of one sampling engine", at_least=1)
+    lora_rank: int = _setting(32, "largest rank of an adapter", at_least=1)
+    max_seq_len: int | None = _setting(None, "longest sequence in tokens", at_least=1)
+    microbatch_tokens: int | None = _setting(None, "tokens per training micro-batch", at_least=1)
+    strategy: Literal["PACK", "SPREAD"] = _setting("PACK", "PACK: few nodes; SPREAD: many")
+    trainer: Literal["megatron", "miles"] = _setting(
+        "megatron", "megatron, or miles where that is installed"
+    )
+    device: Literal["cuda", "cpu"] = _setting("cuda", "cuda or cpu")
+    prepare: str | None = _setting(
+        None, "module:function that training processes call first; auto: none"
+    )
+    sglang_command: str | None = _setting(
+        None, "command that starts a sampling engine; auto: SGLang in the server's environment"
+    )
+    sglang_args: str | None = _setting(
+        None, "more options for SGLang, as one text; they win over the plan's; auto: none"
+    )
+    placement_timeout_s: float = _setting(3600.0, "seconds that a model waits for GPUs", above=0)
+    start_timeout_s: float = _setting(
+        1800.0, "seconds that training processes or engines may take to start", above=0
+    )
+    operation_timeout_s: float = _setting(
+        1800.0, "seconds without progress after which training counts as hung", above=0
+    )
+    sample_timeout_s: float = _setting(3600.0, "seconds that a sample may take", above=0)
+
+    def __post_init__(self) -> None:
+        _check_bounds(self, "cluster.")
+        if self.prepare is not None and ":" not in self.prepare:
+            raise ConfigError(f"cluster.prepare is {self.prepare!r}, not module:function")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What `tinkercloud serve` takes. models empty: the default model."""
+
+    host: str = _setting("127.0.0.1", "address to bind; others than loopback need authentication")
+    port: int = _setting(8700, "port to bind; 0: any free one", at_least=0, at_most=65535)
+    data_dir: Path = field(
+        default_factory=lambda: Path.home() / ".tinkercloud",
+        metadata={"help": "where models, keys, results and checkpoints live"},
+    )
+    models: tuple[ModelSource, ...] = _setting(
+        (), "NAME=PATH of a Hugging Face folder or GGUF file; repeatable"
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = _setting(
+        "auto",
+        "number type of the base weights: float32, bfloat16; auto: bfloat16 where it is native",
+    )
+    backend: str = _setting("embedded", "what computes: embedded, cluster, fake")
+    auth: bool = _setting(True, "whether requests need a key")
+    log_level: Literal["debug", "info", "warning", "error"] = _setting(
+        "info", "debug, info, warning or error"
+    )
+    hold_s: float = _setting(
+        30.0, "seconds that a poll is held before it answers that nothing is there yet", above=0
+    )
+    gap_grace_s: float = _setting(
+        10.0, "seconds that an early forward_backward waits for its predecessors", at_least=0
+    )
+    max_body_bytes: int = _setting(GIB, "largest request body", above=0)
+    result_ttl_s: float = _setting(24 * 3600.0, "seconds that a finished result is kept", above=0)
+    speculate: str = _setting(
+        "auto", "what drafts: auto, off, suffix, head, model:PATH; it changes time only"
+    )
+    speculate_trace: Path | None = _setting(  # noqa: RUF009 - a field of its own each time
+        None, "write each draft and its outcome to this file (JSON lines); auto: none"
+    )
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+    def __post_init__(self) -> None:
+        _check_bounds(self)
+        kind, _, path = self.speculate.partition(":")
+        if self.speculate not in DRAFTERS and not (kind in ("head", "model") and path):
+            raise ConfigError(
+                f"speculate is {self.speculate!r}, not one of {', '.join(DRAFTERS)}, model:PATH"
+            )
+        if not self.auth and self.host not in LOOPBACK_HOSTS:
+            raise ConfigError(
+                f"refusing to bind {self.host} without authentication; "
+                "drop --no-auth or bind 127.0.0.1"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One leaf of the tree. kind: its type annotation."""
+
+    name: str  # "engine.threads"
+    kind: Any
+    default: Any
+    help: str
+
+    @property
+    def flag(self) -> str:
+        return "--model" if self.name == "models" else "--" + re.sub(r"[._]", "-", self.name)
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The flag, and the shorter one by which Ray's own tools ask for it."""
+        return (self.flag, *(("--ray-address",) if self.name == "cluster.ray_address" else ()))
+
+    @property
+    def variable(self) -> str:
+        return ENV_PREFIX + self.flag.removeprefix("--").replace("-", "_").upper()
+
+    @property
+    def shown_default(self) -> str:
+        """The default as one writes it: `2GiB`, `~/.tinkercloud`, `auto` for None."""
+        if self.name == "models":
+            return DEFAULT_MODEL_NAME.rpartition("/")[2]
+        if self.name.endswith("_bytes"):
+            return _as_size(self.default)
+        if isinstance(self.default, Path):
+            return f"~/{self.default.relative_to(Path.home()).as_posix()}"
+        if self.default is None:
+            return "auto"
+        if isinstance(self.default, bool):
+            return str(self.default).lower()
+        return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
+
+
+def settings() -> dict[str, Setting]:
+    """Every setting by name, read off the dataclasses."""
+    return {setting.name: setting for setting in _leaves(Config, "")}
+
+
+def _as_size(num_bytes: int) -> str:
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if num_bytes % unit == 0:
+            return f"{num_bytes // unit}{name}"
+    return str(num_bytes)
+
+
+def _leaves(tree: type, prefix: str) -> Iterator[Setting]:
+    hints = typing.get_type_hints(tree)
+    for item in dataclasses.fields(tree):
+        kind = hints[item.name]
+        if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+            yield from _leaves(kind, f"{prefix}{item.name}.")
+        else:
+            yield Setting(prefix + item.name, kind, _default(item), item.metadata["help"])
+
+
+def _default(item: "dataclasses.Field[Any]") -> Any:
+    factory = item.default_factory
+    return item.default if factory is dataclasses.MISSING else factory()
