@@ -184,6 +184,11 @@ class TrainingDriver(Generic[Batch]):
         return self.trigger.due(self._step) is not None and bool(self._dataset.held_out())
 
     @property
+    def num_steps(self) -> int:
+        """Of a training that is not cut short."""
+        return self._settings.plan.num_steps
+
+    @property
     def losses(self) -> Sequence[float]:
         """Of the training underway, by step."""
         return self._fit.losses if self._fit is not None else ()

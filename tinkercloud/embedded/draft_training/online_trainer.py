@@ -122,7 +122,7 @@ class OnlineTrainer:
         self._tracker = AcceptanceTracker()
         self._log, self._counting = AcceptanceLog(folder.root), Counting()
         self._driver = self._driver_of(trainee)
-        self._served = self._best()
+        self._served = self._folder.find("best")
         self._temperature = 1.0
         self._step = self._num_passes = self._num_written = self._served_step = 0
         self._last_result: TrainingResult | None = None
@@ -137,7 +137,7 @@ class OnlineTrainer:
         driver = TrainingDriver(
             trainee.trainer, trainee.dataset, self._folder, TimeBudget(share), training
         )
-        if self._best() is None:  # a rollback needs a version to return to
+        if self._folder.find("best") is None:  # a rollback needs a version to return to
             driver.publish({"reason": "as it was before any training"})
         return driver
 
@@ -222,12 +222,12 @@ class OnlineTrainer:
     @isolates_errors
     def poll(self, now_s: float, *, idle: bool) -> None:
         """Switches to the best draft where somebody chose another; writes log and cases."""
-        if self._driver is not None and self._best() not in (None, self._served):
+        if self._driver is not None and self._folder.find("best") not in (None, self._served):
             try:
                 self._driver.use("best")
             except (NotFound, UserError) as error:
                 logger.warning("the chosen draft cannot be used: %s", error)
-                self._served = self._best()
+                self._served = self._folder.find("best")
             else:
                 self._use_served()
         if now_s - self._line_s > LINE_S:
@@ -241,15 +241,9 @@ class OnlineTrainer:
         assert self._trainee is not None
         assert self._driver is not None
         self._trainee.use(self._driver.served)
-        self._served, self._served_step = self._best(), self._step
+        self._served, self._served_step = self._folder.find("best"), self._step
         if self.speculation is not None:
             self.speculation.renew()
-
-    def _best(self) -> str | None:
-        try:
-            return self._folder.resolve("best")
-        except NotFound:
-            return None
 
     def _write_line(self) -> None:
         try:
