@@ -7,10 +7,12 @@ own, so that a drafter has seen nothing but the samples of that run.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import isnan, nan
 from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 
 from tinkercloud.config import Config
 from tinkercloud.core.types import SampleOutput, SampleRequest, SamplingParams
@@ -81,15 +83,42 @@ class TimedRun:
         return 1e3 * float(np.percentile(self.latencies_s, 99))
 
 
+@dataclass(frozen=True, slots=True)
+class AcceptanceSummary:
+    """Of one drafter in an engine. by_depth: the share of verified tokens that were accepted, nan
+    where none was verified. per_pass: tokens that a pass adds to a sample. *_ms: of a pass."""
+
+    by_depth: tuple[float, ...]
+    per_pass: float
+    num_tokens: int
+    draft_ms: float
+    verify_ms: float
+
+    @classmethod
+    def of(cls, telemetry: dict[str, Any]) -> "AcceptanceSummary":
+        (record,) = telemetry["drafters"].values()
+        num_passes, ms = max(1, telemetry["forwards"]), telemetry["ms"]
+        return cls(
+            tuple(
+                depth["accepted"] / depth["verified"] if depth["verified"] else nan
+                for depth in record["depths"]
+            ),
+            telemetry["tokens_per_sequence_forward"],
+            telemetry["tokens"],
+            ms["draft"] / num_passes,
+            ms["verify"] / num_passes,
+        )
+
+
 @dataclass(slots=True)
 class Comparison:
-    """The fastest runs; telemetry: the drafter's, of the last one."""
+    """The fastest runs; acceptance: in the last one."""
 
     workload: Workload
     num_tokens: int
     plain: TimedRun
     drafted: TimedRun
-    telemetry: dict[str, Any]
+    acceptance: AcceptanceSummary
 
     @property
     def times(self) -> float:
@@ -97,15 +126,14 @@ class Comparison:
 
     def cells(self) -> tuple[str | int | float, ...]:
         """In the order of COLUMNS."""
-        telemetry, params = self.telemetry, self.workload.requests[0].params
-        forwards = max(1, telemetry["forwards"])
+        workload, acceptance = self.workload, self.acceptance
+        depths = (*acceptance.by_depth, nan, nan, nan, nan)
         return (
-            self.workload.name, params.temperature, self.workload.at_once,
+            workload.name, workload.requests[0].params.temperature, workload.at_once,
             round(self.num_tokens / self.plain.seconds, 1),
             round(self.num_tokens / self.drafted.seconds, 1), round(self.times, 2),
-            round(telemetry["tokens_per_sequence_forward"], 2), _depths(telemetry),
-            round(telemetry["ms"]["draft"] / forwards, 2),
-            round(telemetry["ms"]["verify"] / forwards, 2), "yes",
+            round(acceptance.per_pass, 2), percentages((depths[0], depths[1], depths[3])),
+            round(acceptance.draft_ms, 2), round(acceptance.verify_ms, 2), "yes",
         )  # fmt: skip
 
 
@@ -114,7 +142,7 @@ class EngineFactory:
     max_batch: int
     kv_cache_bytes: int
     num_threads: int
-    speculate: Speculate
+    speculate: Speculate | None
 
     def make(self, *, drafts: bool) -> SamplingEngine:
         return SamplingEngine(
@@ -137,14 +165,11 @@ def rows(config: Config, options: BenchOptions, say: Callable[[str], None]) -> l
     )
     if drafting is None:
         raise ConfigError("--speculate off has nothing to compare; name a drafter")
-    base = base_of(config)
-    if base.decoder is None:
-        raise ConfigError(f"{base.name} has no tokenizer; the texts of this benchmark need one")
-    version = Version("bench", base, base.weights, None, 1.0)
+    version, tokenizer = open_target(config)
     engines = EngineFactory(options.at_once, config.engine.kv_cache_bytes, threads, drafting)
     table_rows = []
     settle()  # as the engine's process does
-    for workload in workloads(version, options):
+    for workload in workloads(version, tokenizer, options):
         comparison = compare(workload, engines, REPEATS)
         table_rows.append(dict(zip(COLUMNS, comparison.cells(), strict=True)))
         say(f"{workload.name}, {workload.at_once} at once: {comparison.times:.2f}")
@@ -160,19 +185,22 @@ def table(table_rows: Sequence[Row]) -> str:
     )
 
 
-def base_of(config: Config) -> BaseModel:
-    """The first model of the settings."""
+def open_target(config: Config) -> tuple[Version, Tokenizer]:
+    """The first model of the settings. Raises ConfigError where it has no tokenizer."""
     source, device = config.models[0], choose_device()
-    tokenizer = ensure_tokenizer_folder(source.path, config.data_dir / "cache")
+    folder = ensure_tokenizer_folder(source.path, config.data_dir / "cache")
     dtype = choose_dtype(config.dtype, device)
-    return BaseModel.load(source.name, source.path, tokenizer, dtype, device)
+    base = BaseModel.load(source.name, source.path, folder, dtype, device)
+    if base.decoder is None:
+        raise ConfigError(f"{base.name} has no tokenizer, which samples of texts need")
+    return Version("draft target", base, base.weights, None, 1.0), base.decoder
 
 
 def compare(workload: Workload, engines: EngineFactory, repeats: int) -> Comparison:
     """Raises UnequalError."""
     best: dict[bool, TimedRun] = {}
     expected: list[SampleOutput] = []
-    telemetry: dict[str, Any] = {}
+    acceptance: AcceptanceSummary | None = None
     for number in range(2 * repeats):
         drafts = number % 2 == 1  # alternating, so that a slow minute slows both
         engine = engines.make(drafts=drafts)
@@ -181,9 +209,10 @@ def compare(workload: Workload, engines: EngineFactory, repeats: int) -> Compari
         expected = expected or run.outputs
         require_equal(workload.name, run.outputs, expected)
         if drafts:
-            telemetry = next(iter(engine.speculation()[0].values()))
+            acceptance = AcceptanceSummary.of(next(iter(engine.speculation()[0].values())))
+    assert acceptance is not None
     num_tokens = sum(len(s.tokens) for output in expected for s in output.sequences)
-    return Comparison(workload, num_tokens, best[False], best[True], telemetry)
+    return Comparison(workload, num_tokens, best[False], best[True], acceptance)
 
 
 def run_timed(engine: SamplingEngine, workload: Workload) -> TimedRun:
@@ -226,11 +255,9 @@ def require_equal(
                 raise UnequalError(f"{name}: samples with drafts differ from those without")
 
 
-def workloads(version: Version, options: BenchOptions) -> Iterator[Workload]:
+def workloads(version: Version, tokenizer: Tokenizer, options: BenchOptions) -> Iterator[Workload]:
     """Structured texts one at a time, greedy; then prose and JSON at temperature 1, up to `at_once`
     at once."""
-    tokenizer = version.base.decoder
-    assert tokenizer is not None
 
     def request(text: str, seed: int, temperature: float) -> SampleRequest:
         params = SamplingParams(options.tokens, seed, temperature, use_eos=False)
@@ -244,12 +271,5 @@ def workloads(version: Version, options: BenchOptions) -> Iterator[Workload]:
             yield Workload(name, version, together)
 
 
-def _depths(telemetry: dict[str, Any]) -> str:
-    """The share of verified tokens that were accepted, at some depths."""
-    (record,) = telemetry["drafters"].values()
-    shares = []
-    for depth in (0, 1, 3):
-        counts = record["depths"][depth] if depth < len(record["depths"]) else {"verified": 0}
-        verified = counts["verified"]
-        shares.append(f"{counts['accepted'] / verified:.0%}" if verified else "-")
-    return " ".join(shares)
+def percentages(shares: Sequence[float]) -> str:
+    return " ".join("-" if isnan(share) else f"{share:.0%}" for share in shares)

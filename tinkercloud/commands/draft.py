@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from tinkercloud.commands.bench import base_of
+from tinkercloud.commands.bench import open_target, percentages
 from tinkercloud.commands.draft_collect import CollectConfig, Target, collected, sample_texts
 from tinkercloud.commands.draft_train import (
     DistillConfig,
@@ -21,7 +21,6 @@ from tinkercloud.embedded.draft_training.files import drafts_of, open_head
 from tinkercloud.embedded.draft_training.online_trainer import CASES
 from tinkercloud.embedded.drafting.head_drafter import HeadDrafter
 from tinkercloud.embedded.model.device import usable_cores
-from tinkercloud.embedded.model.version import Version
 from tinkercloud.errors import ConfigError
 from tinkercloud.speculative.learning.cases import CaseStore
 from tinkercloud.speculative.learning.draft_folder import ALIASES, DraftFolder
@@ -140,7 +139,7 @@ def _line(folder: DraftFolder, version: str) -> str:
     notes = folder.notes(version)
     aliases = " ".join(alias for alias in ALIASES if folder.find(alias) == version)
     after = notes.get("after")
-    expected = f"{_length(after['mean'])} ({_depths(after['by_depth'])})" if after else ""
+    expected = f"{_length(after['mean'])} ({percentages(after['by_depth'])})" if after else ""
     return f"{version}  {aliases:12}  {expected}  {notes.get('reason', '')}".rstrip()
 
 
@@ -148,11 +147,9 @@ def _target(config: Config, prompts: Path | None) -> Target:
     """The model of the settings, ready to sample."""
     threads = config.engine.threads or usable_cores()
     torch.set_num_threads(threads)
-    base = base_of(config)
-    if base.decoder is None:
-        raise ConfigError(f"{base.name} has no tokenizer; its drafts are made from texts")
-    tokens = [ids for text in _prompts(prompts) if (ids := base.decoder.encode(text).ids)]
-    return Target(Version("draft target", base, base.weights, None, 1.0), tokens, threads)
+    version, tokenizer = open_target(config)
+    tokens = [ids for text in _prompts(prompts) if (ids := tokenizer.encode(text).ids)]
+    return Target(version, tokens, threads)
 
 
 def train(config: Config, options: TrainOptions, say: Say) -> str:
@@ -189,7 +186,7 @@ def collect(config: Config, options: CollectOptions, say: Say) -> int:
     for path in (folder.root / CASES, *([options.export] if options.export else [])):
         store.write(path)
     say(
-        f"{summary.num_tokens} tokens, accepted by depth {_depths(summary.by_depth)}; "
+        f"{summary.num_tokens} tokens, accepted by depth {percentages(summary.by_depth)}; "
         f"{len(store) - before} new cases, {len(store)} in all"
     )
     return len(store)
@@ -206,18 +203,14 @@ def evaluate(config: Config, names: Sequence[str], options: CollectOptions, say:
         store = CaseStore(CASE_BYTES, MAX_AGE)
         summary = collected(target, HeadDrafter(*head), options.config, store)
         say(
-            f"{folder.resolve(name)}: {_length(expected.mean)} ({_depths(expected.by_depth)}); "
-            f"accepted in the engine {_depths(summary.by_depth)}, "
+            f"{folder.resolve(name)}: {_length(expected.mean)} ({percentages(expected.by_depth)}); "
+            f"accepted in the engine {percentages(summary.by_depth)}, "
             f"{summary.per_pass:.2f} tokens a pass"
         )
 
 
 def _length(mean: float) -> str:
     return f"expected accepted length {mean:.2f}"
-
-
-def _depths(shares: Sequence[float]) -> str:
-    return " ".join(f"{share:.0%}" for share in shares)
 
 
 def _prompts(path: Path | None) -> list[str]:

@@ -3,27 +3,26 @@ engine. Drafts change nothing of what is sampled."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tinkercloud.commands.bench import TimedRun, Workload, run_timed
-from tinkercloud.core.types import SampleRequest, SamplingParams
+from tinkercloud.commands.bench import AcceptanceSummary, EngineFactory, Workload, run_timed
+from tinkercloud.core.types import SampleOutput, SampleRequest, SamplingParams
 from tinkercloud.embedded.drafting.head_drafter import HeadDrafter
 from tinkercloud.embedded.forward.kv_blocks import BlockPool
 from tinkercloud.embedded.forward.runners import Runner
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
-from tinkercloud.embedded.sampling.engine import SamplingEngine, Speculate
+from tinkercloud.embedded.sampling.engine import Speculate
 from tinkercloud.embedded.sampling.speculation import Speculation
 from tinkercloud.speculative.draft_length.fixed_length import Steady
-from tinkercloud.speculative.drafters.drafter import Stream
 from tinkercloud.speculative.drafters.guarded_drafter import guarded
 from tinkercloud.speculative.head.head import Head
 from tinkercloud.speculative.learning.cases import CaseStore
-from tinkercloud.speculative.learning.collecting import CaseCollector, Collecting, Verdict
+from tinkercloud.speculative.learning.collecting import CaseCollector, Collecting
 
 DRAFT_LENGTH = 4
 KV_CACHE_BYTES = 2**30
@@ -60,7 +59,7 @@ class Target:
 
     def sampled(
         self, config: CollectConfig, max_batch: int, speculate: Speculate | None = None
-    ) -> TimedRun:
+    ) -> list[SampleOutput]:
         requests = [
             SampleRequest(
                 np.array(prompt, np.int32),
@@ -69,53 +68,26 @@ class Target:
             )
             for i, prompt in enumerate(self.prompts)
         ]
-        engine = SamplingEngine(
-            max_batch=max_batch,
-            kv_cache_bytes=KV_CACHE_BYTES,
-            num_threads=self.num_threads,
-            speculate=speculate,
-        )
-        return run_timed(engine, Workload("prompts", self.version, tuple(requests)))
+        engines = EngineFactory(max_batch, KV_CACHE_BYTES, self.num_threads, speculate)
+        workload = Workload("prompts", self.version, tuple(requests))
+        return run_timed(engines.make(drafts=speculate is not None), workload).outputs
 
 
-@dataclass(frozen=True, slots=True)
-class AcceptanceSummary:
-    """Of a head in the engine. by_depth: the share of verified tokens that were accepted. per_pass:
-    tokens that a pass adds to a sample."""
-
-    by_depth: tuple[float, ...]
-    per_pass: float
-    num_tokens: int
-
-    @classmethod
-    def of(cls, telemetry: dict[str, Any]) -> "AcceptanceSummary":
-        depths = telemetry["drafters"]["head"]["depths"]
-        shares = [depth["accepted"] / max(1, depth["verified"]) for depth in depths]
-        return cls(tuple(shares), telemetry["tokens_per_sequence_forward"], telemetry["tokens"])
-
-
-class CaseRecorder:
+class CaseRecorder(CaseCollector):
     """A listener of speculation that keeps every disagreement, and some agreed cases."""
 
     version_lag = 0
 
     def __init__(self, store: CaseStore):
-        unlimited = Collecting(per_second=1e9, burst=1e9, agreed_one_in=4)
-        self._collector = CaseCollector(store, unlimited)
+        super().__init__(store, Collecting(per_second=1e9, burst=1e9, agreed_one_in=4))
 
     def drafted(self, category: str, num_judged: int, num_accepted: int) -> None:
         """The engine's telemetry counts them too."""
 
-    def judged(self, stream: Stream, verdict: Verdict, category: str) -> None:
-        self._collector.judged(stream, verdict, category)
-
-    def ended(self, stream: Stream) -> None:
-        self._collector.ended(stream)
-
 
 def sample_texts(target: Target, config: CollectConfig) -> list[Text]:
     """Without drafts."""
-    outputs = target.sampled(config, max_batch=64).outputs
+    outputs = target.sampled(config, max_batch=64)
     return [
         Text(
             len(prompt),
