@@ -28,7 +28,7 @@ RUN apt-get update \
 ARG TORCH_INDEX_URL=""
 
 WORKDIR /app
-COPY pyproject.toml constraints.txt README.md ./
+COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY tinkercloud tinkercloud
 COPY tinker_gmi tinker_gmi
 # Transformer Engine compiles against the torch that is there. SGLang's pins rule its own environment;
@@ -73,7 +73,7 @@ RUN apt-get update \
 ARG TORCH_INDEX_URL=""
 
 WORKDIR /app
-COPY pyproject.toml constraints.txt README.md ./
+COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY tinkercloud tinkercloud
 COPY tinker_gmi tinker_gmi
 RUN pip install -c constraints.txt ${TORCH_INDEX_URL:+--extra-index-url ${TORCH_INDEX_URL}} '.[embedded]' \

@@ -12,9 +12,10 @@ from tinkercloud.architectures.config import ArchitectureConfig, from_hf
 from tinkercloud.core.types import AdamParams, Datum, LoraSpec, SamplingParams, TrainBatch
 from tinkercloud.decoding import device_scan
 from tinkercloud.decoding.sampler import RowParams, sample
+from tinkercloud.embedded.forward.batch import Batch
 from tinkercloud.embedded.forward.decode_graphs import CudaCapture, DrawGraphs
 from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool, blocks_for
-from tinkercloud.embedded.forward.runners import Batch, GraphRunner, Runner
+from tinkercloud.embedded.forward.runners import GraphRunner, Runner
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.training.micro_batches import Limits

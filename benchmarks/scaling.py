@@ -16,7 +16,7 @@ from benchmarks.lib.machine import ROOT
 from tinkercloud.core import memory_estimate as memory
 from tinkercloud.core.model_shape import ModelShape
 from tinkercloud.core.model_table import read_shape
-from tinkercloud.core.plan import GIB, ClusterShape, Plan, Wishes
+from tinkercloud.core.plan import GIB, ClusterShape, Plan, PlanConstraints
 from tinkercloud.core.slime_builder import SlimeArgumentBuilder
 from tinkercloud.errors import PlanRefused
 
@@ -160,9 +160,9 @@ def cases() -> Iterator[Case]:
         shape = read_shape(config)
         for full in (False, True):
             for gpus in GPUS:
-                wishes = Wishes(lora_rank=None if full else 32, max_seq_len=SEQ_LEN)
+                constraints = PlanConstraints(lora_rank=None if full else 32, max_seq_len=SEQ_LEN)
                 try:
-                    plan = SlimeArgumentBuilder(ClusterShape(gpus)).build(config, wishes)
+                    plan = SlimeArgumentBuilder(ClusterShape(gpus)).build(config, constraints)
                 except PlanRefused as refused:
                     yield Case(label, gpus, full, None, None, refused.reasons[0])
                 else:
@@ -245,23 +245,23 @@ def _trains(case: Case) -> str:
 
 def _cells(case: Case) -> list[str]:
     first = [case.model, str(case.gpus), _trains(case)]
-    plan, took = case.plan, case.step
-    if plan is None or took is None:
+    plan, seconds = case.plan, case.step
+    if plan is None or seconds is None:
         return [*first, "refused", *["-"] * (len(COLUMNS) - len(first) - 1)]
     lay = plan.layout
-    speed = SEQUENCES * SEQ_LEN / took.total / case.gpus
+    speed = SEQUENCES * SEQ_LEN / seconds.total / case.gpus
     return [
         *first,
         f"{lay.tp}/{lay.pp}/{lay.cp}/{lay.ep}/{lay.dp}",
         lay.recompute,
         ", ".join(f"{phase.total / GIB:.0f}" for phase in plan.phases),
-        f"{took.compute:.1f}",
-        f"{took.communication:.1f}",
-        f"{took.bubble:.1f}",
-        f"**{took.total:.1f}**",
+        f"{seconds.compute:.1f}",
+        f"{seconds.communication:.1f}",
+        f"{seconds.bubble:.1f}",
+        f"**{seconds.total:.1f}**",
         f"{speed:.0f}",
-        f"{took.flops / took.total / case.gpus / PEAK_FLOPS:.0%}",
-        f"{took.publish:.2f}",
+        f"{seconds.flops / seconds.total / case.gpus / PEAK_FLOPS:.0%}",
+        f"{seconds.publish:.2f}",
     ]
 
 

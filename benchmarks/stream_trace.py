@@ -25,8 +25,8 @@ from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.sampling.cuda_streams import StreamRole, Streams, streams_for
 from tinkercloud.embedded.sampling.engine import SamplingEngine
 from tinkercloud.embedded.sampling.speculation import Speculation
-from tinkercloud.speculative.draft_length.fixed_length import Steady
-from tinkercloud.speculative.drafters.guarded_drafter import guarded
+from tinkercloud.speculative.draft_length.fixed_length import FixedLength
+from tinkercloud.speculative.drafters.guarded_drafter import GuardedDrafter
 
 MOST_DRAFTED = 3
 DRAFT_BLOCKS = 2048
@@ -81,7 +81,8 @@ class Drafting:
         draft = self._base
         blocks = BlockPool(draft.config, draft.dtype, draft.device, DRAFT_BLOCKS)
         drafter = ModelDrafter(version(draft, adapter=False), runner, blocks)
-        return Speculation(guarded(drafter, base.config.vocab_size), Steady(MOST_DRAFTED))
+        guarded_drafter = GuardedDrafter(drafter, base.config.vocab_size)
+        return Speculation(guarded_drafter, FixedLength(MOST_DRAFTED))
 
 
 def request(num_tokens: int, max_tokens: int, seed: int, vocab_size: int) -> SampleRequest:

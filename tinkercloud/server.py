@@ -48,7 +48,7 @@ def listen(config: Config) -> socket.socket:
 
 
 def base_url(bound: socket.socket) -> str:
-    """Where a client on this machine finds it."""
+    """The URL for clients on this machine."""
     host, port = bound.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = "127.0.0.1"
@@ -106,7 +106,7 @@ def _uvicorn_config(app: ASGIApp, config: Config) -> uvicorn.Config:
 
 
 class _Server(uvicorn.Server):
-    """Tells when it is ready, and takes a signal as a wish to end, not as a failure."""
+    """Calls the hooks; a signal ends it without a failure."""
 
     def __init__(self, config: uvicorn.Config, hooks: Hooks):
         super().__init__(config)

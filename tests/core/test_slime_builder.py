@@ -9,7 +9,7 @@ import pytest
 from tests.core.public_configs import TRAINABLE, public_config
 from tinkercloud.core import memory_estimate as memory
 from tinkercloud.core.model_table import read_shape
-from tinkercloud.core.plan import GIB, ClusterShape, Layout, Plan, Wishes
+from tinkercloud.core.plan import GIB, ClusterShape, Layout, Plan, PlanConstraints
 from tinkercloud.core.slime_builder import SlimeArgumentBuilder
 from tinkercloud.errors import PlanRefused
 
@@ -31,13 +31,15 @@ TINY_MOE = {
 SIZES = ("tp", "pp", "cp", "ep", "etp", "dp", "recompute", "microbatch_tokens")
 
 
-def build(name: str, gpus: int, **wishes) -> Plan:
-    return SlimeArgumentBuilder(ClusterShape(gpus)).build(public_config(name), Wishes(**wishes))
+def build(name: str, gpus: int, **constraints) -> Plan:
+    return SlimeArgumentBuilder(ClusterShape(gpus)).build(
+        public_config(name), PlanConstraints(**constraints)
+    )
 
 
-def tiny(gpus: int, **wishes) -> Plan:
+def tiny(gpus: int, **constraints) -> Plan:
     shape = ClusterShape(gpus, gpu_memory_bytes=8 * GIB)
-    asked = Wishes(**{"dtype": "float32", "max_seq_len": 64, "lora_rank": 8} | wishes)
+    asked = PlanConstraints(**{"dtype": "float32", "max_seq_len": 64, "lora_rank": 8} | constraints)
     return SlimeArgumentBuilder(shape).build(TINY_MOE, asked)
 
 

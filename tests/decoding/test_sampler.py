@@ -6,7 +6,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 from tests.decoding.rows import NO_CUT, row_params
 from tests.embedded.tiny import law
@@ -85,21 +84,6 @@ def test_reported_logprobs_are_unbiased_over_a_large_vocabulary() -> None:
     drawn = sample(logits, [row_params(1.0, NO_CUT, i, 0, 0) for i in range(8)])
     exact = torch.log_softmax(logits.double(), -1).gather(-1, drawn.tokens[:, None])[:, 0]
     assert float((drawn.logprobs.double() - exact).abs().max()) < 4e-6
-
-
-@pytest.mark.parametrize("shape", [(48, 96), (576, 1536), (1536, 576), (32, 576), (576, 8)])
-def test_a_row_of_a_product_does_not_depend_on_how_many_rows_come_with_it(
-    dtype: torch.dtype, shape: tuple[int, int]
-) -> None:
-    """What ROW_TILE promises, measured on this machine's BLAS."""
-    inputs, outputs = shape
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
-    rows = torch.randn(256, inputs, generator=generator).to(dtype)
-    whole = F.linear(rows, weight)
-    for number in (8, 16, 24, 40, 64, 136, 256):
-        assert torch.equal(F.linear(rows[:number], weight), whole[:number]), number
-        assert torch.equal(F.linear(rows[-number:], weight), whole[-number:]), number
 
 
 # ---- the compiled look at the logits

@@ -8,7 +8,7 @@ import pytest
 
 from tests.core.public_configs import public_config
 from tinkercloud.core.model_table import read_shape
-from tinkercloud.core.plan import ClusterShape, Wishes
+from tinkercloud.core.plan import ClusterShape, PlanConstraints
 from tinkercloud.core.slime_builder import SlimeArgumentBuilder
 
 
@@ -58,7 +58,9 @@ def test_frozen_weights_save_a_third_and_recomputation_costs_a_third(scaling):
 
 def test_one_rank_alone_neither_communicates_nor_waits(scaling):
     config = public_config("Qwen3-0.6B")
-    plan = SlimeArgumentBuilder(ClusterShape(1)).build(config, Wishes(max_seq_len=scaling.SEQ_LEN))
+    plan = SlimeArgumentBuilder(ClusterShape(1)).build(
+        config, PlanConstraints(max_seq_len=scaling.SEQ_LEN)
+    )
     step = scaling.step(read_shape(config), plan)
     assert (step.communication, step.bubble) == (0, 0)
     assert (

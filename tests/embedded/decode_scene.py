@@ -1,7 +1,7 @@
 """Sequences of random tokens in blocks, ready for their next one: what runners are compared on."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -12,8 +12,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from tinkercloud.architectures import load_architecture
 from tinkercloud.architectures.config import ArchitectureConfig, from_hf
 from tinkercloud.core.types import LoraSpec
+from tinkercloud.embedded.forward.batch import Batch
 from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool, blocks_for
-from tinkercloud.embedded.forward.runners import Batch, Runner, TorchRunner
+from tinkercloud.embedded.forward.runners import Runner, TorchRunner
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.weights.adapters import fresh_adapter
@@ -63,7 +64,8 @@ def version(base: BaseModel, rank: int | None, seed: int, unembed: bool = True) 
 
 @dataclass
 class Scene:
-    """Sequences with everything but their last token done. tables (S, blocks)."""
+    """Sequences with everything but their last token done. tables (S, blocks). tokens: of each
+    sequence so far."""
 
     base: BaseModel
     pool: BlockPool
@@ -71,6 +73,7 @@ class Scene:
     lengths: np.ndarray
     tables: np.ndarray
     generator: np.random.Generator
+    tokens: list[list[int]] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -98,6 +101,7 @@ class Scene:
         sequence = np.repeat(np.arange(len(counts)), counts).astype(np.int32)
         positions = np.concatenate([np.arange(n) for n in counts]).astype(np.int32)
         tokens = self.generator.integers(0, self.base.config.vocab_size, len(positions))
+        self.tokens = [part.tolist() for part in np.split(tokens, np.cumsum(counts)[:-1])]
         ends = np.cumsum([0, *(n for _, n in self.versions)])
         rows = [int(counts[a:b].sum()) for a, b in pairwise(ends)]
         versions = [(v, n) for (v, _), n in zip(self.versions, rows, strict=True)]
@@ -110,6 +114,8 @@ class Scene:
         """One more token for each; the sequences are that much longer after."""
         size = len(self.lengths)
         tokens = self.generator.integers(0, self.base.config.vocab_size, size)
+        for sequence, token in zip(self.tokens, tokens.tolist(), strict=True):
+            sequence.append(token)
         rows = np.arange(size, dtype=np.int32)
         positions = self.lengths.astype(np.int32)
         widest = blocks_for(int(positions.max()) + 1)

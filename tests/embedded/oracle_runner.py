@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from tinkercloud.decoding.sampler import Scan
+from tinkercloud.embedded.forward.batch import Batch
 from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool
-from tinkercloud.embedded.forward.runners import Batch
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.weights.token_bytes import TokenBytes
 
@@ -29,6 +29,9 @@ class KnowingRunner:
         self._memory: dict[tuple[int, int], int] = {}
         self.num_rows = 0
         self.captured = torch.empty(0, 0, 0)
+
+    def is_row_invariant(self, base: BaseModel) -> bool:
+        return True
 
     def capture(self, base: BaseModel, layers: tuple[int, ...]) -> None:
         """It has none."""

@@ -18,8 +18,9 @@ from tests.gpu.stream_bodies import RANKS, Load, engine_of
 from tinkercloud.core.types import SampleOutput
 from tinkercloud.embedded.draft_training.capture import SequenceMetadata, capture_sequence
 from tinkercloud.embedded.drafting.head_drafter import HeadDrafter
+from tinkercloud.embedded.forward.batch import Batch, Part, ragged
 from tinkercloud.embedded.forward.kv_blocks import BlockPool, blocks_for
-from tinkercloud.embedded.forward.runners import Batch, Part, Runner, ragged
+from tinkercloud.embedded.forward.runners import Runner
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.sampling.cuda_streams import Streams
 from tinkercloud.speculative.drafters.drafter import Draft, Stream
@@ -97,13 +98,13 @@ class Remembering(HeadDrafter):
         self.shown: list[tuple[Stream, int, Tensor]] = []
         self.drafts: dict[tuple[int, int, int], tuple[int, ...]] = {}  # by seed, sample and place
 
-    def see(self, stream: Stream, first: int, hidden: Tensor) -> None:
+    def observe_hidden(self, stream: Stream, first: int, hidden: Tensor) -> None:
         self.shown.append((stream, first, hidden.cpu().clone()))
-        super().see(stream, first, hidden)
+        super().observe_hidden(stream, first, hidden)
 
-    def propose(self, asked: Sequence[tuple[Stream, int]]) -> list[Draft]:
-        drafts = super().propose(asked)
-        for (stream, _), draft in zip(asked, drafts, strict=True):
+    def propose(self, requests: Sequence[tuple[Stream, int]]) -> list[Draft]:
+        drafts = super().propose(requests)
+        for (stream, _), draft in zip(requests, drafts, strict=True):
             self.drafts[stream.params.seed, stream.sample_index, len(stream.tokens)] = draft.tokens
         return drafts
 

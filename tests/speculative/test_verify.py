@@ -15,12 +15,12 @@ V, K, ROUNDS = 4, 3, 12_000
 LENGTH = 3  # tokens that are counted together
 START = 0
 
-Law = verify.Law
-Laws = verify.Laws
+Distribution = verify.Distribution
+Distributions = verify.Distributions
 Rule = Callable[["Toy", int, np.random.Generator], Sequence[int]]
 
 
-def warped(laws: Laws, temperature: float, top_k: int) -> Laws:
+def warped(laws: Distributions, temperature: float, top_k: int) -> Distributions:
     logits = np.log(laws) / temperature
     kept = logits >= np.sort(logits, -1)[:, -top_k][:, None]
     weights = np.where(kept, np.exp(logits), 0.0)
@@ -45,7 +45,7 @@ class Toy:
             tokens.append(verify.draw(self.q[tokens[-1]], coins.random()))
         return tokens[1:]
 
-    def laws(self, last: int, drafted: Sequence[int]) -> tuple[Laws, Laws]:
+    def laws(self, last: int, drafted: Sequence[int]) -> tuple[Distributions, Distributions]:
         """(K + 1, V) of the target and (K, V) of the draft."""
         before = [last, *drafted]
         return self.p[before], self.q[before[:-1]]
@@ -108,7 +108,7 @@ def point_mass_of_the_best(toy: Toy, last: int, coins: np.random.Generator) -> S
     return verify.point_mass(toy.laws(last, drafted)[0], drafted, coins.random(K + 1)).tokens
 
 
-def gumbel(law: Law, noise: np.ndarray) -> int:
+def gumbel(law: Distribution, noise: np.ndarray) -> int:
     with np.errstate(divide="ignore"):
         return int((np.log(law) + noise).argmax())
 
@@ -306,7 +306,7 @@ def test_expected_shares_are_those_that_are_counted():
     assert equal / rounds == pytest.approx(coupled_share(p, q), abs=0.015)
 
 
-def coupled_share(p: Law, q: Law) -> float:
+def coupled_share(p: Distribution, q: Distribution) -> float:
     """The chance that draws from p and from q with the same noise are equal."""
     return sum(q[x] * verify.coupled_chance(p, q, x) for x in range(len(q)))
 

@@ -98,7 +98,7 @@ class Backend(ABC):
         return {}
 
     def metrics(self) -> list[str]:
-        """Lines in Prometheus' text format, beside those of `stats`."""
+        """Lines in Prometheus' text format, in addition to those of `stats`."""
         return []
 
     @abstractmethod

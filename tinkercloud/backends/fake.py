@@ -92,13 +92,13 @@ class FakeBackend(Backend):
         self, model_id: str, base_model: str, directory: Path, *, with_optimizer: bool
     ) -> LoraSpec:
         await self._pause()
-        saved = read_state(directory)
-        check_fits(saved, self._base(base_model))
+        checkpoint = read_state(directory)
+        check_fits(checkpoint, self._base(base_model))
         if not with_optimizer:
-            zeros = np.zeros_like(saved.table)
-            saved = replace(saved, first=zeros, second=zeros, step=0)
-        self._models[model_id] = replace(saved, base_model=base_model)
-        return saved.lora
+            zeros = np.zeros_like(checkpoint.table)
+            checkpoint = replace(checkpoint, first=zeros, second=zeros, step=0)
+        self._models[model_id] = replace(checkpoint, base_model=base_model)
+        return checkpoint.lora
 
     async def delete_model(self, model_id: str) -> None:
         self._models.pop(model_id, None)
@@ -142,9 +142,9 @@ class FakeBackend(Backend):
                 model = self._model(model_id)
                 version = Published(self._base(model.base_model), model.table)
             case FromCheckpoint(base_model, directory):
-                saved = read_state(directory)
-                check_fits(saved, self._base(base_model))
-                version = Published(self._base(base_model), saved.table)
+                checkpoint = read_state(directory)
+                check_fits(checkpoint, self._base(base_model))
+                version = Published(self._base(base_model), checkpoint.table)
         name = f"fake-version-{next(self._numbers)}"
         self._versions[name] = version
         return name
@@ -153,13 +153,13 @@ class FakeBackend(Backend):
         self._versions.pop(version, None)
 
     async def sample(self, version: str, request: SampleRequest) -> SampleOutput:
-        held = self._versions.get(version)
-        if held is None:
+        published = self._versions.get(version)
+        if published is None:
             raise VersionLost(version)
         await self._pause()
         max_tokens = request.params.max_tokens
         num_tokens = len(request.prompt) + request.num_samples * (max_tokens or INLINE_TOKENS)
-        return await _compute(num_tokens, lambda: draw_samples(held, request))
+        return await _compute(num_tokens, lambda: draw_samples(published, request))
 
     def stats(self) -> dict[str, float | int | str]:
         return {

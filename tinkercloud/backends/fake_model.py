@@ -174,10 +174,10 @@ def read_state(directory: Path) -> ModelState:
     return ModelState(about["base_model"], lora, table, first, second, about["step"])
 
 
-def check_fits(saved: ModelState, base: BaseWeights) -> None:
-    if saved.table.shape != base.fresh_table().shape:
+def check_fits(checkpoint: ModelState, base: BaseWeights) -> None:
+    if checkpoint.table.shape != base.fresh_table().shape:
         raise UserError(
-            f"this checkpoint of {saved.base_model!r} does not fit {base.served.name!r}"
+            f"this checkpoint of {checkpoint.base_model!r} does not fit {base.served.name!r}"
         )
 
 
@@ -230,26 +230,26 @@ def _topk(logprobs: Floats, k: int) -> Topk:
     return Topk(ids.astype(np.int32), np.take_along_axis(logprobs, ids, 1).astype(np.float32))
 
 
-def _law(logprobs: Floats, params: SamplingParams) -> Floats:
+def _distribution(logprobs: Floats, params: SamplingParams) -> Floats:
     """(V,) log-probabilities after temperature, top_k, top_p; -inf where excluded."""
-    law = _log_softmax(logprobs / params.temperature)
-    order = np.argsort(-law, kind="stable")
+    scaled = _log_softmax(logprobs / params.temperature)
+    order = np.argsort(-scaled, kind="stable")
     keep = len(order) if params.top_k == -1 else params.top_k
     if params.top_p < 1.0:
-        before = np.cumsum(np.exp(law[order])) - np.exp(law[order])
+        before = np.cumsum(np.exp(scaled[order])) - np.exp(scaled[order])
         keep = min(keep, int((before < params.top_p).sum()))
-    law[order[max(keep, 1) :]] = -np.inf
-    return _log_softmax(law)
+    scaled[order[max(keep, 1) :]] = -np.inf
+    return _log_softmax(scaled)
 
 
 def _draw(logprobs: Floats, params: SamplingParams, place: tuple[int, int]) -> tuple[int, Floats]:
-    """A token and the law that it was drawn from; noise is keyed by (sample, position)."""
+    """A token and the distribution that it was drawn from; noise is keyed by (sample, position)."""
     if params.temperature == 0:
         return int(np.argmax(logprobs)), logprobs
-    law = _law(logprobs, params)
+    distribution = _distribution(logprobs, params)
     key = np.array([params.seed, (place[0] << 32) | place[1]], dtype=np.uint64)
-    noise = np.random.Generator(np.random.Philox(key=key)).gumbel(size=len(law))
-    return int(np.argmax(law + noise)), law
+    noise = np.random.Generator(np.random.Philox(key=key)).gumbel(size=len(distribution))
+    return int(np.argmax(distribution + noise)), distribution
 
 
 def _sequence(version: Published, request: SampleRequest, index: int) -> SampledSequence:
@@ -259,19 +259,19 @@ def _sequence(version: Published, request: SampleRequest, index: int) -> Sampled
     stops = frozenset((*params.stop_token_ids, *(served.eos_token_ids if params.use_eos else ())))
     token, text, stopped = int(request.prompt[-1]), "", False
     tokens: list[int] = []
-    laws: list[Floats] = []
+    distributions: list[Floats] = []
     while len(tokens) < limit and not stopped:
         after = version.base.logprobs(version.table, np.array([token]))[0]
-        token, law = _draw(after, params, (index, len(request.prompt) + len(tokens)))
+        token, distribution = _draw(after, params, (index, len(request.prompt) + len(tokens)))
         tokens.append(token)
-        laws.append(law)
+        distributions.append(distribution)
         text += f"{token} "
         stopped = token in stops or any(stop in text for stop in params.stop_strings)
-    scored = [law[token] for law, token in zip(laws, tokens, strict=True)]
+    scored = [d[token] for d, token in zip(distributions, tokens, strict=True)]
     k = request.topk_sample_logprobs
     return SampledSequence(
         np.array(tokens, dtype=np.int32),
         np.array(scored, dtype=np.float32),
         "stop" if stopped else "length",
-        _topk(np.stack(laws), k) if k else None,
+        _topk(np.stack(distributions), k) if k else None,
     )

@@ -15,7 +15,7 @@ from tinkercloud.cluster.rollout.manager import RolloutSettings
 from tinkercloud.cluster.training.miles_start import check_miles
 from tinkercloud.cluster.training.rank_actors import MEGATRON_RANK, MILES_RANK, GroupSettings
 from tinkercloud.config import ClusterConfig, Config, ModelSource
-from tinkercloud.core.plan import ClusterShape, Plan, SglangArguments, Wishes
+from tinkercloud.core.plan import ClusterShape, Plan, PlanConstraints, SglangArguments
 from tinkercloud.core.slime_builder import SlimeArgumentBuilder
 from tinkercloud.core.types import ServedModel
 from tinkercloud.errors import ConfigError, PlanRefused
@@ -77,9 +77,9 @@ class BaseModels:
     def plan(self, hf_config: Mapping[str, Any], lora_rank: int | None) -> Plan:
         """lora_rank None: full-parameter training. Raises PlanRefused."""
         own = self._config.cluster
-        wished = {name: getattr(own, name) for name in (*_SIZES, "microbatch_tokens")}
-        wishes = Wishes(lora_rank=lora_rank, dtype=self._dtype, **wished)
-        return self._builder.build(hf_config, wishes)
+        sizes = {name: getattr(own, name) for name in (*_SIZES, "microbatch_tokens")}
+        constraints = PlanConstraints(lora_rank=lora_rank, dtype=self._dtype, **sizes)
+        return self._builder.build(hf_config, constraints)
 
     def pool_settings(self, name: str, base: BaseModel, plan: Plan) -> PoolSettings:
         """name: of the pool; it names its worker_jobs too."""

@@ -18,11 +18,11 @@ from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.sampling.engine import Speculate
 from tinkercloud.embedded.sampling.speculation import Speculation
-from tinkercloud.speculative.draft_length.fixed_length import Steady
-from tinkercloud.speculative.drafters.guarded_drafter import guarded
+from tinkercloud.speculative.draft_length.fixed_length import FixedLength
+from tinkercloud.speculative.drafters.guarded_drafter import GuardedDrafter
 from tinkercloud.speculative.head.head import Head
 from tinkercloud.speculative.learning.cases import CaseStore
-from tinkercloud.speculative.learning.collecting import CaseCollector, Collecting
+from tinkercloud.speculative.learning.collecting import CaseCollector, CollectorSettings
 
 DRAFT_LENGTH = 4
 KV_CACHE_BYTES = 2**30
@@ -79,7 +79,7 @@ class CaseRecorder(CaseCollector):
     version_lag = 0
 
     def __init__(self, store: CaseStore):
-        super().__init__(store, Collecting(per_second=1e9, burst=1e9, agreed_one_in=4))
+        super().__init__(store, CollectorSettings(per_second=1e9, burst=1e9, agreed_one_in=4))
 
     def drafted(self, category: str, num_judged: int, num_accepted: int) -> None:
         """The engine's telemetry counts them too."""
@@ -107,8 +107,10 @@ def collected(
 
     def speculate(base: BaseModel, runner: Runner, pool: BlockPool) -> Speculation:
         runner.capture(base, drafter.layers)
-        guard = guarded(drafter, base.config.vocab_size)
-        speculations.append(Speculation(guard, Steady(DRAFT_LENGTH), None, CaseRecorder(store)))
+        guard = GuardedDrafter(drafter, base.config.vocab_size)
+        speculations.append(
+            Speculation(guard, FixedLength(DRAFT_LENGTH), None, CaseRecorder(store))
+        )
         return speculations[-1]
 
     target.sampled(config, max_batch=16, speculate=speculate)

@@ -31,7 +31,7 @@ from tinkercloud.embedded.draft_training.driver import (
 from tinkercloud.embedded.draft_training.head_trainer import HeadObjective, HeadTrainer
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.errors import UserError
-from tinkercloud.speculative.head.head import FrozenRows, Head, HeadConfig, fresh_params
+from tinkercloud.speculative.head.head import FrozenRows, Head, HeadConfig, initial_params
 from tinkercloud.speculative.head.vocabulary import DraftVocabulary
 from tinkercloud.speculative.learning.cases import Case, CaseStore
 from tinkercloud.speculative.learning.draft_folder import DraftFolder
@@ -84,7 +84,7 @@ def distilled(
     if not dataset.held_out():
         raise UserError("too little text to hold a part of it out; ask for more samples")
     notes = {"num_tokens": int(counts.sum()), "coverage": vocabulary.coverage(counts)}
-    trainer = HeadTrainer(head, fresh_params(head_config, config.seed), HeadObjective())
+    trainer = HeadTrainer(head, initial_params(head_config, config.seed), HeadObjective())
     settings = TrainingSettings(config.plan, gate=None, notes=notes)
     driver = TrainingDriver(trainer, dataset, folder, TimeBudget(share=1.0), settings)
     reason = "distilled from the model's own samples"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tinkercloud.commands.options import Arguments, complain, say
-from tinkercloud.core.plan import GIB, ClusterShape, MemoryPhase, Plan, Wishes
+from tinkercloud.core.plan import GIB, ClusterShape, MemoryPhase, Plan, PlanConstraints
 from tinkercloud.core.slime_builder import SlimeArgumentBuilder
 from tinkercloud.errors import ConfigError, PlanRefused
 
@@ -73,11 +73,11 @@ def make_plan(arguments: Mapping[str, Any]) -> Plan:
         gpu_memory_bytes=_bytes(arguments["gpu_memory"]),
     )
     same = ("max_seq_len", "rollout_gpus", "rollout_tp", "recompute", "microbatch_tokens", "dtype")
-    wishes = Wishes(
+    constraints = PlanConstraints(
         lora_rank=None if arguments["full"] else arguments["lora_rank"],
         **{name: arguments[name] for name in (*SIZES, *same)},
     )
-    return SlimeArgumentBuilder(cluster).build(read_config(Path(arguments["model"])), wishes)
+    return SlimeArgumentBuilder(cluster).build(read_config(Path(arguments["model"])), constraints)
 
 
 def _bytes(gib: float) -> int:
@@ -94,12 +94,12 @@ def read_config(path: Path) -> Mapping[str, Any]:
     try:
         if file.stat().st_size > LARGEST_CONFIG_BYTES:
             raise ConfigError(f"{file} is too large for a config.json")
-        found: object = json.loads(file.read_text(encoding="utf-8"))
+        tree: object = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {file}: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(tree, dict):
         raise ConfigError(f"{file} is no JSON object")
-    return cast(Mapping[str, Any], found)
+    return cast(Mapping[str, Any], tree)
 
 
 def as_json(plan: Plan) -> str:

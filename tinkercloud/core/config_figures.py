@@ -11,8 +11,8 @@ from typing import Any, cast
 from tinkercloud.core.model_shape import Rope
 from tinkercloud.errors import PlanRefused
 
-MOST = 2**40  # a damaged file must not make anyone count for ever
-MOST_LAYERS = 4096
+MAX = 2**40  # a damaged file must not make anyone count for ever
+MAX_LAYERS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,11 @@ class Figures:
             value = default
         if value is None:
             raise PlanRefused((f"{self.where}: {name} is missing",))
-        most = MOST_LAYERS if name == "num_hidden_layers" else MOST
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-            raise PlanRefused((f"{self.where}: {name} is {value!r}, no whole number up to {most}",))
+        highest = MAX_LAYERS if name == "num_hidden_layers" else MAX
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= highest:
+            raise PlanRefused(
+                (f"{self.where}: {name} is {value!r}, no whole number up to {highest}",)
+            )
         return value
 
     def maybe(self, name: str) -> int | None:

@@ -97,8 +97,8 @@ class DataConverter:
     def train_batch(self, raw: RawBatch) -> TrainBatch:
         spec = LOSSES.get(raw.loss_fn)
         if spec is None:
-            known = ", ".join(LOSSES)
-            raise InvalidRequest(f"loss_fn {raw.loss_fn!r} is not known; known: {known}")
+            losses = ", ".join(LOSSES)
+            raise InvalidRequest(f"loss_fn {raw.loss_fn!r} is not known; known: {losses}")
         if not raw.data:
             raise InvalidRequest("data is empty; send at least one datum")
         config = _loss_config(raw, spec)
@@ -231,9 +231,9 @@ def _loss_config(raw: RawBatch, spec: LossSpec) -> dict[str, float]:
     config = dict(spec.defaults)
     for name, value in raw.loss_fn_config.items():
         if name not in config:
-            known = ", ".join(config) or "none"
+            options = ", ".join(config) or "none"
             raise InvalidRequest(
-                f"loss_fn_config {name!r} is not known to {raw.loss_fn}; known: {known}"
+                f"loss_fn_config {name!r} is not known to {raw.loss_fn}; known: {options}"
             )
         if isinstance(value, str) or not math.isfinite(value):
             raise InvalidRequest(f"loss_fn_config {name!r} must be a finite number, not {value!r}")
@@ -246,13 +246,13 @@ def _loss_config(raw: RawBatch, spec: LossSpec) -> dict[str, float]:
 def _check_names(
     where: str, inputs: Mapping[str, NDArray[Any]], loss_fn: str, spec: LossSpec
 ) -> None:
-    wanted = ("target_tokens", *spec.inputs)
-    missing = [name for name in wanted if name not in inputs]
-    unknown = sorted(set(inputs) - set(wanted))
+    required = ("target_tokens", *spec.inputs)
+    missing = [name for name in required if name not in inputs]
+    unknown = sorted(set(inputs) - set(required))
     if missing or unknown:
         fault = f"lacks {missing}" if missing else f"has unknown {unknown}"
         raise InvalidRequest(
-            f"{where} {fault} in loss_fn_inputs; {loss_fn} takes exactly {list(wanted)}"
+            f"{where} {fault} in loss_fn_inputs; {loss_fn} takes exactly {list(required)}"
         )
 
 

@@ -1,4 +1,4 @@
-"""From a network and its layout to what Megatron-core and SGLang are told, field by field."""
+"""From a network and its layout to the arguments of Megatron-core and SGLang."""
 
 from typing import Any
 
@@ -9,14 +9,14 @@ from tinkercloud.core.plan import (
     Dtype,
     Layout,
     MegatronArguments,
+    PlanConstraints,
     RolloutLayout,
     SglangArguments,
-    Wishes,
 )
 
 ADAPTER_SLOTS = 8  # adapters an engine holds on the GPU; others wait in host memory
 CONCURRENCY = 4  # requests admitted for each that would fit at full length
-MOST_REQUESTS = 256
+MAX_REQUESTS = 256
 _LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -72,7 +72,7 @@ def _latent(shape: ModelShape) -> dict[str, Any]:
     latent, rope = shape.latent, shape.rope
     if latent is None:
         return {}
-    found: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "multi_latent_attention": True,
         "q_lora_rank": latent.q_lora_rank,
         "kv_lora_rank": latent.kv_lora_rank,
@@ -82,8 +82,8 @@ def _latent(shape: ModelShape) -> dict[str, Any]:
         "rope_type": "yarn" if rope.kind == "yarn" else "rope",
     }
     if rope.kind != "yarn":
-        return found
-    return found | {
+        return arguments
+    return arguments | {
         "rotary_scaling_factor": rope.factor,
         "original_max_position_embeddings": rope.original_max_position_embeddings,
         "beta_fast": rope.beta_fast,
@@ -122,22 +122,22 @@ def sglang_arguments(
     cluster: ClusterShape,
     rollout: RolloutLayout,
     max_seq_len: int,
-    wishes: Wishes,
+    constraints: PlanConstraints,
 ) -> SglangArguments:
-    adapters = wishes.lora_rank is not None and serves_adapters(shape)
+    adapters = constraints.lora_rank is not None and serves_adapters(shape)
     requests = max(1, CONCURRENCY * rollout.kv_tokens // max_seq_len)
     return SglangArguments(
         tp_size=rollout.tp,
         nnodes=-(-rollout.tp // cluster.gpus_per_node),
         mem_fraction_static=rollout.mem_fraction_static,
         context_length=max_seq_len,
-        max_running_requests=min(MOST_REQUESTS, requests),
+        max_running_requests=min(MAX_REQUESTS, requests),
         enable_memory_saver=rollout.colocated,
         # Weights that come anew after every step need no copy; those under adapters do.
         enable_weights_cpu_backup=rollout.colocated and adapters,
         enable_lora=adapters,
-        max_lora_rank=wishes.lora_rank if adapters else None,
+        max_lora_rank=constraints.lora_rank if adapters else None,
         max_loras_per_batch=ADAPTER_SLOTS if adapters else None,
-        dtype=wishes.dtype,
+        dtype=constraints.dtype,
         lora_target_modules=(*_LORA_MODULES, "lm_head") if adapters else (),
     )

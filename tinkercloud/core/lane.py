@@ -1,15 +1,15 @@
 """The order in which one model's operations run. Pure: no clock, no tasks, no I/O.
 
 Operations carry `seq_id`s that count up by one per POST, but POSTs overtake each other and some
-numbers never arrive (wire specification, section 10). `pop` says which operation may run now:
+numbers never arrive (wire specification, section 10). `pop` decides which operation may run now:
 
 - the next number in line runs;
 - an early one waits for the numbers before it, unless they are lost for good: a client posts an
   operation other than forward_backward only after all earlier POSTs were answered or given up, so
   such an operation with number k proves that every missing number below k is lost. Where only
-  forward_backward chunks wait, nothing proves it, and the caller decides by patience;
+  forward_backward chunks wait, nothing proves it, and the caller gives up after a grace time;
 - a late one (its number was given up) still runs if it is a forward_backward and only
-  forward_backwards ran past it: sums do not care about order.
+  forward_backwards ran past it: gradients are summed, in any order.
 """
 
 import heapq

@@ -10,7 +10,7 @@ from math import log2
 
 from tinkercloud.core.memory_estimate import last_stage_layers
 from tinkercloud.core.model_shape import ModelShape
-from tinkercloud.core.plan import ClusterShape, Layout, Recompute, Wishes
+from tinkercloud.core.plan import ClusterShape, Layout, PlanConstraints, Recompute
 
 TP_COST = 0.05  # for each doubling of tp: all-reduces that nothing hides
 CP_COST = 0.06  # for each doubling of cp: keys and values on a ring
@@ -20,46 +20,48 @@ PP_MICROBATCHES = 16  # a replica's micro-batches in a step, which fill the pipe
 LEAST_CP_TOKENS = 2048  # a smaller share of a sequence computes less than it sends
 
 
-def training_gpus(cluster: ClusterShape, wishes: Wishes) -> int:
-    return cluster.gpus - wishes.rollout_gpus
+def training_gpus(cluster: ClusterShape, constraints: PlanConstraints) -> int:
+    return cluster.gpus - constraints.rollout_gpus
 
 
 def candidates(
-    shape: ModelShape, cluster: ClusterShape, wishes: Wishes, max_seq_len: int
+    shape: ModelShape, cluster: ClusterShape, constraints: PlanConstraints, max_seq_len: int
 ) -> Iterator[Layout]:
-    """Every layout the wishes leave open, legal or not, in a fixed order."""
-    gpus = training_gpus(cluster, wishes)
-    tps = _wished(wishes.tp, [d for d in divisors(gpus) if d <= cluster.gpus_per_node])
-    pps = _wished(wishes.pp, [d for d in divisors(gpus) if d <= shape.layers])
-    cps = _wished(wishes.cp, _context_sizes(gpus, max_seq_len))
-    eps = _wished(wishes.ep, divisors(shape.experts.count) if shape.experts else [1])
-    recomputes: list[Recompute] = [wishes.recompute] if wishes.recompute else ["none", "full"]
-    etp = 1 if wishes.etp is None else wishes.etp
+    """Every layout the constraints leave open, legal or not, in a fixed order."""
+    gpus = training_gpus(cluster, constraints)
+    tps = _constrained(constraints.tp, [d for d in divisors(gpus) if d <= cluster.gpus_per_node])
+    pps = _constrained(constraints.pp, [d for d in divisors(gpus) if d <= shape.layers])
+    cps = _constrained(constraints.cp, _context_sizes(gpus, max_seq_len))
+    eps = _constrained(constraints.ep, divisors(shape.experts.count) if shape.experts else [1])
+    recomputes: list[Recompute] = (
+        [constraints.recompute] if constraints.recompute else ["none", "full"]
+    )
+    etp = 1 if constraints.etp is None else constraints.etp
     for tp, pp, cp, ep in product(tps, pps, cps, eps):
-        if wishes.ep is None and ep > max(1, gpus // pp):
+        if constraints.ep is None and ep > max(1, gpus // pp):
             continue
         for recompute in recomputes:
-            yield _layout(wishes, gpus, max_seq_len, (tp, pp, cp, ep, etp), recompute)
+            yield _layout(constraints, gpus, max_seq_len, (tp, pp, cp, ep, etp), recompute)
 
 
 def _layout(
-    wishes: Wishes,
+    constraints: PlanConstraints,
     gpus: int,
     max_seq_len: int,
     sizes: tuple[int, int, int, int, int],
     recompute: Recompute,
 ) -> Layout:
     tp, pp, cp, ep, etp = sizes
-    spread = tp > 1 if wishes.sequence_parallel is None else wishes.sequence_parallel
-    tokens = wishes.microbatch_tokens
+    spread = tp > 1 if constraints.sequence_parallel is None else constraints.sequence_parallel
+    tokens = constraints.microbatch_tokens
     if tokens is None:
         unit = _token_unit(tp, cp)
         tokens = -(-max_seq_len // unit) * unit
-    dp = wishes.dp if wishes.dp is not None else max(1, gpus // (tp * pp * cp))
+    dp = constraints.dp if constraints.dp is not None else max(1, gpus // (tp * pp * cp))
     return Layout(tp, pp, cp, ep, etp, dp, spread, recompute, tokens)
 
 
-def _wished(value: int | None, otherwise: list[int]) -> list[int]:
+def _constrained(value: int | None, otherwise: list[int]) -> list[int]:
     return otherwise if value is None else [value]
 
 
@@ -80,26 +82,30 @@ def _token_unit(tp: int, cp: int) -> int:
 
 
 def faults(
-    shape: ModelShape, cluster: ClusterShape, wishes: Wishes, layout: Layout, max_seq_len: int
+    shape: ModelShape,
+    cluster: ClusterShape,
+    constraints: PlanConstraints,
+    layout: Layout,
+    max_seq_len: int,
 ) -> list[str]:
-    """All that makes a layout impossible, readable; empty where it is legal."""
-    gpus = training_gpus(cluster, wishes)
-    found = [*_size_faults(layout, cluster, gpus), *_tensor_faults(shape, layout)]
-    found += _expert_faults(shape, layout) if not found or layout.ep * layout.etp > 1 else []
+    """Every reason why a layout is impossible; empty where it is legal."""
+    gpus = training_gpus(cluster, constraints)
+    reasons = [*_size_faults(layout, cluster, gpus), *_tensor_faults(shape, layout)]
+    reasons += _expert_faults(shape, layout) if not reasons or layout.ep * layout.etp > 1 else []
     if layout.pp > 1 and last_stage_layers(shape.layers, layout.pp) < 1:
-        found.append(f"pp {layout.pp} cannot cut {shape.layers} layers into stages")
+        reasons.append(f"pp {layout.pp} cannot cut {shape.layers} layers into stages")
     unit = _token_unit(layout.tp, layout.cp)
     if layout.microbatch_tokens % unit:
-        found.append(
+        reasons.append(
             f"micro-batches of {layout.microbatch_tokens} tokens do not divide by {unit}, "
             f"as tp {layout.tp} and cp {layout.cp} need"
         )
     if layout.microbatch_tokens < max_seq_len:
-        found.append(
+        reasons.append(
             f"micro-batches of {layout.microbatch_tokens} tokens cannot hold a sequence of "
             f"{max_seq_len}; sequences are not cut"
         )
-    return found
+    return reasons
 
 
 def _size_faults(layout: Layout, cluster: ClusterShape, gpus: int) -> Iterator[str]:

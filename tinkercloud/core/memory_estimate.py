@@ -6,7 +6,7 @@ Korthikanti et al. (arXiv:2205.05198, section 4); the optimizer's state follows 
 (Rajbhandari et al., arXiv:1910.02054, section 5).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from tinkercloud.core.model_shape import Linear, ModelShape
@@ -57,7 +57,7 @@ def stages(shape: ModelShape, pp: int) -> list[Stage]:
     """Equal stages, and a last one with what is left."""
     each = -(-shape.layers // pp)
     kinds = [shape.expert_layers[i * each : (i + 1) * each] for i in range(pp)]
-    return [Stage(i, own.count(False), own.count(True)) for i, own in enumerate(kinds)]
+    return [Stage(i, kind.count(False), kind.count(True)) for i, kind in enumerate(kinds)]
 
 
 def last_stage_layers(layers: int, pp: int) -> int:
@@ -80,7 +80,7 @@ def usable_bytes(cluster: ClusterShape) -> int:
 
 
 def processes_bytes(colocated: bool) -> int:
-    """CUDA contexts on a GPU: the trainer's, and an engine's where they take turns."""
+    """CUDA contexts on a GPU: the trainer's, and an engine's where they share it."""
     return 2 * PROCESS_BYTES if colocated else PROCESS_BYTES
 
 
@@ -98,10 +98,10 @@ def training(
     """Of the pipeline stage that holds most."""
     # Of equal stages the first has most micro-batches under way; the last has the output layer.
     kinds: dict[tuple[int, int, bool], Stage] = {}
-    for one in stages(shape, layout.pp):
-        kinds.setdefault((one.dense, one.experts, one.index == layout.pp - 1), one)
-    every = [_stage(shape, layout, lora_rank, dtype, one) for one in kinds.values()]
-    return max(every, key=lambda one: one.total)
+    for stage in stages(shape, layout.pp):
+        kinds.setdefault((stage.dense, stage.experts, stage.index == layout.pp - 1), stage)
+    estimates = [_stage(shape, layout, lora_rank, dtype, stage) for stage in kinds.values()]
+    return max(estimates, key=lambda estimate: estimate.total)
 
 
 def _stage(
@@ -116,9 +116,9 @@ def _stage(
         state = 8 if dtype == "float32" else 12
         optimizer = _shared(state, layout, dense, experts)
     else:
-        own, of_experts = stage_adapters(shape, layout, lora_rank, stage)
-        each = 8 * (own + of_experts) + _shared(8, layout, own, of_experts)
-        adapters = RESIDENT_ADAPTERS * each + 4 * (own + of_experts)
+        of_dense, of_experts = stage_adapters(shape, layout, lora_rank, stage)
+        each = 8 * (of_dense + of_experts) + _shared(8, layout, of_dense, of_experts)
+        adapters = RESIDENT_ADAPTERS * each + 4 * (of_dense + of_experts)
     return Training(
         weights=size * (dense + experts),
         gradients=gradients,
@@ -139,8 +139,8 @@ def stage_parameters(shape: ModelShape, layout: Layout, stage: Stage) -> tuple[i
     for kind, layers in ((False, stage.dense), (True, stage.experts)):
         if not layers:
             continue
-        own, of_experts = _layer_parameters(shape, kind, layout.tp, layout.ep, layout.etp)
-        dense, experts = dense + layers * own, experts + layers * of_experts
+        of_dense, of_experts = _layer_parameters(shape, kind, layout.tp, layout.ep, layout.etp)
+        dense, experts = dense + layers * of_dense, experts + layers * of_experts
     table = padded_vocab(shape, layout.tp) // layout.tp * shape.hidden
     first, last = stage.index == 0, stage.index == layout.pp - 1
     # A tied table on both ends of a pipeline lies on both.
@@ -151,8 +151,8 @@ def stage_parameters(shape: ModelShape, layout: Layout, stage: Stage) -> tuple[i
 @lru_cache(maxsize=1024)  # a search asks for the same few again and again
 def _layer_parameters(shape: ModelShape, kind: bool, tp: int, ep: int, etp: int) -> tuple[int, int]:
     linears = shape.linears(kind)
-    experts = sum(one.rank_parameters(etp, ep) for one in linears if one.expert)
-    dense = sum(one.rank_parameters(tp, ep) for one in linears if not one.expert)
+    experts = sum(linear.rank_parameters(etp, ep) for linear in linears if linear.expert)
+    dense = sum(linear.rank_parameters(tp, ep) for linear in linears if not linear.expert)
     return dense + shape.vectors(kind), experts
 
 
@@ -163,10 +163,10 @@ def stage_adapters(
     dense = experts = 0
     for kind, layers in ((False, stage.dense), (True, stage.experts)):
         if layers:
-            own, of_experts = _layer_adapters(
+            of_dense, of_experts = _layer_adapters(
                 shape, kind, lora_rank, layout.tp, layout.ep, layout.etp
             )
-            dense, experts = dense + layers * own, experts + layers * of_experts
+            dense, experts = dense + layers * of_dense, experts + layers * of_experts
     if stage.index == layout.pp - 1:
         head = shape.head(padded_vocab(shape, layout.tp))
         dense += head.rank_adapter(lora_rank, layout.tp, layout.ep)
@@ -217,7 +217,7 @@ def _layer(shape: ModelShape, layout: Layout, tokens: int, *, experts: bool) -> 
     moe = shape.experts
     held += 3 * tokens * moe.shared_ffn // layout.tp
     # Tokens sent to experts and back, gate and up, their product. Tensor parallelism spreads the
-    # tokens over ranks (sequence parallel), experts' own (etp) gathers them again.
+    # tokens over ranks (sequence parallel), expert tensor parallelism gathers them again.
     routed = tokens * moe.top_k * layout.etp // layout.tp
     each = 2 * shape.hidden + 3 * moe.ffn // layout.etp
     return held + int(EXPERT_IMBALANCE * routed * each)
@@ -250,10 +250,10 @@ def _served(shape: ModelShape, experts: bool, tp: int) -> list[Linear]:
     """Linears with key/value heads repeated where there are fewer of them than GPUs."""
     repeats = max(1, tp // shape.kv_heads) if shape.latent is None else 1
     return [
-        Linear(one.name, one.out_size * repeats, one.in_size, one.cut, one.bias, expert=one.expert)
-        if one.name in ("k_proj", "v_proj")
-        else one
-        for one in shape.linears(experts)
+        replace(linear, out_size=linear.out_size * repeats)
+        if linear.name in ("k_proj", "v_proj")
+        else linear
+        for linear in shape.linears(experts)
     ]
 
 

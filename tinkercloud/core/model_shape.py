@@ -31,17 +31,17 @@ class Linear:
 
     def rank_parameters(self, tp: int, ep: int) -> int:
         """On one rank, cut by tp (for experts: etp); ep shares out the experts."""
-        own = self.count // ep if self.expert else self.count
+        count = self.count // ep if self.expert else self.count
         parts = 1 if self.cut == "whole" else tp
         bias = self.bias * self.out_size // (tp if self.cut == "column" else 1)
-        return own * (self.out_size * self.in_size // parts + bias)
+        return count * (self.out_size * self.in_size // parts + bias)
 
     def rank_adapter(self, rank: int, tp: int, ep: int) -> int:
         """Parameters of LoRA's A (rank, in) and B (out, rank) on one rank: one of them is cut."""
-        own = self.count // ep if self.expert else self.count
+        count = self.count // ep if self.expert else self.count
         rows = self.out_size // (tp if self.cut == "column" else 1)
         columns = self.in_size // (tp if self.cut == "row" else 1)
-        return own * rank * (rows + columns)
+        return count * rank * (rows + columns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,14 +41,14 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
 def untrainable(shape: ModelShape, seq_len: int) -> list[str]:
     """Every reason why this network cannot be trained on sequences of this length."""
     name = shape.architecture
-    found = [f"{name}, {shape.parameters:,} parameters: {why}" for why in ROWS[name].refusals]
-    found += [f"{name}: {why}" for why in (*shape.oddities, *_rope(shape), *_odd_parts(shape))]
+    reasons = [f"{name}, {shape.parameters:,} parameters: {why}" for why in ROWS[name].refusals]
+    reasons += [f"{name}: {why}" for why in (*shape.oddities, *_rope(shape), *_odd_parts(shape))]
     if shape.window is not None and seq_len > shape.window:
-        found.append(
+        reasons.append(
             f"{name}: sequences of {seq_len} tokens exceed its sliding window of {shape.window}, "
             f"and training attends to all; ask for {shape.window} at most"
         )
-    return found
+    return reasons
 
 
 def _rope(shape: ModelShape) -> Iterable[str]:
@@ -62,10 +62,10 @@ def _rope(shape: ModelShape) -> Iterable[str]:
     if shape.latent is not None and rope.kind not in ("default", "yarn"):
         yield f"rotary scaling {rope.kind!r} is not supported with multi-head latent attention"
     low, high = rope.low_freq_factor, rope.high_freq_factor
-    found = (low, high, rope.original_max_position_embeddings)
-    if rope.kind == "llama3" and found != (1.0, 4.0, 8192):
+    length = rope.original_max_position_embeddings
+    if rope.kind == "llama3" and (low, high, length) != (1.0, 4.0, 8192):
         yield (
-            f"rotary scaling 'llama3' with low {low:g}, high {high:g}, original length {found[2]}; "
+            f"rotary scaling 'llama3' with low {low:g}, high {high:g}, original length {length}; "
             "Megatron-core has 1, 4 and 8192 built in"
         )
 
@@ -87,7 +87,7 @@ def _dense(figures: Figures, **more: Any) -> ModelShape:
     """What all decoders share; `more` overrides or adds."""
     heads, hidden = figures.count("num_attention_heads"), figures.count("hidden_size")
     layers = figures.count("num_hidden_layers")
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "architecture": (figures.items("architectures") or [""])[0],
         "vocab_size": figures.count("vocab_size"),
         "hidden": hidden,
@@ -104,8 +104,8 @@ def _dense(figures: Figures, **more: Any) -> ModelShape:
         "activation": figures.text("hidden_act", "silu"),
     }
     if "rope" not in more:
-        found["rope"] = read_rope(figures)
-    shape = ModelShape(**found | more)
+        fields["rope"] = read_rope(figures)
+    shape = ModelShape(**fields | more)
     if shape.heads % shape.kv_heads:
         raise PlanRefused(
             (f"{shape.heads} attention heads cannot share {shape.kv_heads} key/value heads",)
@@ -147,7 +147,7 @@ def _qwen3_moe(figures: Figures) -> ModelShape:
     dense = set(figures.items("mlp_only_layers") or [])
     bias = figures.flag("attention_bias")
     head_dim = figures.maybe("head_dim")
-    own = {} if head_dim is None else {"head_dim": head_dim}
+    sizes = {} if head_dim is None else {"head_dim": head_dim}
     # transformers 5 writes the second name.
     named = "num_experts" if "num_experts" in figures.config else "num_local_experts"
     return _dense(
@@ -158,7 +158,7 @@ def _qwen3_moe(figures: Figures) -> ModelShape:
         window=_qwen_window(figures),
         experts=_experts(figures, named, normalised=figures.flag("norm_topk_prob")),
         expert_layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
-        **own,
+        **sizes,
     )
 
 

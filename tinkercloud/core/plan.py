@@ -1,4 +1,4 @@
-"""What is decided before anything starts: how a model lies on GPUs, and what the engines are told.
+"""What is decided before anything starts: how a model lies on GPUs, and the engines' arguments.
 
 Everything here is frozen and free of engines: the API process makes plans, `cluster` carries them
 out. Sizes: tp tensor, pp pipeline, cp context, ep expert, etp expert tensor, dp data parallel.
@@ -23,11 +23,11 @@ class ClusterShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
-    """What the user insists on; None is left to the planner.
+class PlanConstraints:
+    """What the user fixes; None is left to the planner.
 
     lora_rank None: full-parameter training, else the largest adapter rank to be served.
-    rollout_gpus 0: sampling shares the training GPUs in turn (colocated).
+    rollout_gpus 0: sampling and training take turns on the same GPUs (colocated).
     """
 
     lora_rank: int | None = 32

@@ -7,7 +7,7 @@ from tinkercloud.core.engine_arguments import CONCURRENCY
 from tinkercloud.core.memory_estimate import Training, expert_rank, padded_vocab, stages
 from tinkercloud.core.model_shape import ModelShape
 from tinkercloud.core.model_table import ROWS
-from tinkercloud.core.plan import GIB, ClusterShape, Layout, SglangArguments, Wishes
+from tinkercloud.core.plan import GIB, ClusterShape, Layout, PlanConstraints, SglangArguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Search:
 def explain(
     shape: ModelShape,
     cluster: ClusterShape,
-    wishes: Wishes,
+    constraints: PlanConstraints,
     search: Search,
     sglang: SglangArguments,
 ) -> tuple[str, ...]:
@@ -42,17 +42,21 @@ def explain(
     assert layout is not None
     return (
         _model(shape),
-        *(_size(name, wishes, search, layout) for name in ("tp", "pp", "cp")),
-        *([_size("ep", wishes, search, layout), _etp(wishes, layout)] if shape.experts else []),
-        _dp(wishes, layout),
-        _sequence_parallel(shape, wishes, layout),
-        _recompute(wishes, search, layout),
-        _microbatch(wishes, layout),
+        *(_size(name, constraints, search, layout) for name in ("tp", "pp", "cp")),
+        *(
+            [_size("ep", constraints, search, layout), _etp(constraints, layout)]
+            if shape.experts
+            else []
+        ),
+        _dp(constraints, layout),
+        _sequence_parallel(shape, constraints, layout),
+        _recompute(constraints, search, layout),
+        _microbatch(constraints, layout),
         *_stages(shape, layout),
         *_vocabulary(shape, layout),
         _optimizer(shape, layout),
-        *_trained(shape, wishes),
-        *_rollout(shape, wishes, cluster, sglang),
+        *_trained(shape, constraints),
+        *_rollout(shape, constraints, cluster, sglang),
     )
 
 
@@ -65,10 +69,10 @@ def _model(shape: ModelShape) -> str:
     return f"{shape.architecture}: {'; '.join(notes)}"
 
 
-def _size(name: str, wishes: Wishes, search: Search, layout: Layout) -> str:
+def _size(name: str, constraints: PlanConstraints, search: Search, layout: Layout) -> str:
     """A parallel size against the best layout that does without it."""
     size = getattr(layout, name)
-    if getattr(wishes, name) is not None:
+    if getattr(constraints, name) is not None:
         return f"{name} {size}: as asked for"
     if size == 1:
         return f"{name} 1: not needed"
@@ -88,18 +92,22 @@ def _without(search: Search, layout: Layout, others: list[Layout]) -> str:
     return "nothing less is legal on this number of GPUs"
 
 
-def _etp(wishes: Wishes, layout: Layout) -> str:
-    why = "as asked for" if wishes.etp is not None else "whole experts compute faster than cut ones"
+def _etp(constraints: PlanConstraints, layout: Layout) -> str:
+    why = (
+        "as asked for"
+        if constraints.etp is not None
+        else "whole experts compute faster than cut ones"
+    )
     return f"etp {layout.etp}: {why}; each expert lies on {layout.expert_dp} rank(s)"
 
 
-def _dp(wishes: Wishes, layout: Layout) -> str:
-    why = "as asked for" if wishes.dp is not None else "the GPUs that are left"
+def _dp(constraints: PlanConstraints, layout: Layout) -> str:
+    why = "as asked for" if constraints.dp is not None else "the GPUs that are left"
     return f"dp {layout.dp}: {why}"
 
 
-def _sequence_parallel(shape: ModelShape, wishes: Wishes, layout: Layout) -> str:
-    if wishes.sequence_parallel is not None:
+def _sequence_parallel(shape: ModelShape, constraints: PlanConstraints, layout: Layout) -> str:
+    if constraints.sequence_parallel is not None:
         why = "as asked for"
     elif layout.tp == 1:
         why = "it needs tp above 1"
@@ -108,8 +116,8 @@ def _sequence_parallel(shape: ModelShape, wishes: Wishes, layout: Layout) -> str
     return f"sequence parallelism {'on' if layout.sequence_parallel else 'off'}: {why}"
 
 
-def _recompute(wishes: Wishes, search: Search, layout: Layout) -> str:
-    if wishes.recompute is not None:
+def _recompute(constraints: PlanConstraints, search: Search, layout: Layout) -> str:
+    if constraints.recompute is not None:
         why = "as asked for"
     elif layout.recompute == "none":
         why = "activations fit as they are"
@@ -118,15 +126,16 @@ def _recompute(wishes: Wishes, search: Search, layout: Layout) -> str:
     return f"recompute {layout.recompute}: {why}"
 
 
-def _microbatch(wishes: Wishes, layout: Layout) -> str:
-    asked = wishes.microbatch_tokens is not None
-    why = "as asked for" if asked else "one sequence of the longest kind; shorter ones are packed"
+def _microbatch(constraints: PlanConstraints, layout: Layout) -> str:
+    why = "one sequence of the longest kind; shorter ones are packed"
+    if constraints.microbatch_tokens is not None:
+        why = "as asked for"
     return f"micro-batches of {layout.microbatch_tokens} tokens: {why}"
 
 
 def _stages(shape: ModelShape, layout: Layout) -> Iterator[str]:
     if shape.layers % layout.pp:
-        sizes = [one.dense + one.experts for one in stages(shape, layout.pp)]
+        sizes = [stage.dense + stage.experts for stage in stages(shape, layout.pp)]
         yield (
             f"stages of {sizes[0]} layers, {sizes[-1]} in the last: {shape.layers} do not divide "
             f"by {layout.pp}, and the last has the output layer to compute"
@@ -149,18 +158,18 @@ def _optimizer(shape: ModelShape, layout: Layout) -> str:
     return f"distributed optimizer: its state is shared out over {shares}"
 
 
-def _trained(shape: ModelShape, wishes: Wishes) -> Iterator[str]:
-    if wishes.lora_rank is not None and shape.experts:
+def _trained(shape: ModelShape, constraints: PlanConstraints) -> Iterator[str]:
+    if constraints.lora_rank is not None and shape.experts:
         yield (
-            f"adapters of experts have rank {expert_rank(shape, wishes.lora_rank)}: "
-            f"{wishes.lora_rank} divided by the {shape.experts.top_k} experts a token meets"
+            f"adapters of experts have rank {expert_rank(shape, constraints.lora_rank)}: "
+            f"{constraints.lora_rank} divided by the {shape.experts.top_k} experts a token meets"
         )
 
 
 def _rollout(
-    shape: ModelShape, wishes: Wishes, cluster: ClusterShape, sglang: SglangArguments
+    shape: ModelShape, constraints: PlanConstraints, cluster: ClusterShape, sglang: SglangArguments
 ) -> Iterator[str]:
-    where = "apart from training" if wishes.rollout_gpus else "on the GPUs that train, in turn"
+    where = "apart from training" if constraints.rollout_gpus else "on the GPUs that train, in turn"
     nodes = f", over {sglang.nnodes} nodes" if sglang.nnodes > 1 else ""
     yield (
         f"engines of {sglang.tp_size} GPU(s){nodes}, {where}: the smallest with room for weights "
@@ -174,7 +183,7 @@ def _rollout(
         f"at most {sglang.max_running_requests} requests at a time in an engine: "
         f"{CONCURRENCY} times what fits at full length, 256 at most"
     )
-    if wishes.lora_rank is not None:
+    if constraints.lora_rank is not None:
         how = "as adapters" if sglang.enable_lora else "merged: engines take no adapters of experts"
         yield f"new weights reach the engines {how}"
 

@@ -6,9 +6,9 @@ from tinkercloud.core import memory_estimate as memory
 from tinkercloud.core.engine_arguments import ADAPTER_SLOTS, serves_adapters
 from tinkercloud.core.layouts import divisors
 from tinkercloud.core.model_shape import ModelShape
-from tinkercloud.core.plan import GIB, ClusterShape, RolloutLayout, Wishes
+from tinkercloud.core.plan import GIB, ClusterShape, PlanConstraints, RolloutLayout
 
-WANTED_SEQUENCES = 8  # of full length, in an engine's cache, before tp is enough
+AMPLE_SEQUENCES = 8  # of full length, in an engine's cache, before tp is enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,27 +22,27 @@ class Rollout:
 
 
 def rollout_choices(
-    shape: ModelShape, cluster: ClusterShape, wishes: Wishes, max_seq_len: int
+    shape: ModelShape, cluster: ClusterShape, constraints: PlanConstraints, max_seq_len: int
 ) -> list[Rollout] | str:
-    """The engines that would do, best first: the smallest that hold WANTED_SEQUENCES and upwards,
+    """The engines that would do, best first: the smallest that hold AMPLE_SEQUENCES and upwards,
     then the largest that hold one and downwards.
 
     Small engines first: GPUs that need not talk sample more. A text with the reason where
     none does.
     """
-    gpus = wishes.rollout_gpus or cluster.gpus
-    if wishes.rollout_tp is not None:
-        if gpus % wishes.rollout_tp or not _legal(shape, cluster, wishes.rollout_tp):
-            return _illegal(shape, gpus, wishes.rollout_tp)
-        sizes = [wishes.rollout_tp]
+    gpus = constraints.rollout_gpus or cluster.gpus
+    if constraints.rollout_tp is not None:
+        if gpus % constraints.rollout_tp or not _legal(shape, cluster, constraints.rollout_tp):
+            return _illegal(shape, gpus, constraints.rollout_tp)
+        sizes = [constraints.rollout_tp]
     else:
         sizes = [tp for tp in divisors(gpus) if _legal(shape, cluster, tp)]
-    made = [_rollout(shape, cluster, wishes, tp) for tp in sizes]
-    enough = [one for one in made if one.layout.kv_tokens >= max_seq_len]
-    ample = [one for one in enough if one.layout.kv_tokens >= WANTED_SEQUENCES * max_seq_len]
+    rollouts = [_rollout(shape, cluster, constraints, tp) for tp in sizes]
+    enough = [r for r in rollouts if r.layout.kv_tokens >= max_seq_len]
+    ample = [r for r in enough if r.layout.kv_tokens >= AMPLE_SEQUENCES * max_seq_len]
     if enough:
-        return ample + [one for one in reversed(enough) if one not in ample]
-    largest = made[-1]
+        return ample + [rollout for rollout in reversed(enough) if rollout not in ample]
+    largest = rollouts[-1]
     return (
         f"sampling: an engine of {largest.layout.tp} of the {gpus} GPUs that sample has "
         f"{largest.weights / GIB:.1f} GiB of weights on each and no room for the keys and values "
@@ -72,23 +72,25 @@ def _legal(shape: ModelShape, cluster: ClusterShape, tp: int) -> bool:
     return shared and within and all(size % tp == 0 for size in cut)
 
 
-def _rollout(shape: ModelShape, cluster: ClusterShape, wishes: Wishes, tp: int) -> Rollout:
-    colocated = wishes.rollout_gpus == 0
+def _rollout(
+    shape: ModelShape, cluster: ClusterShape, constraints: PlanConstraints, tp: int
+) -> Rollout:
+    colocated = constraints.rollout_gpus == 0
     fixed = memory.processes_bytes(colocated) + memory.engine_bytes(cluster)
     adapters = 0
-    if wishes.lora_rank is not None and serves_adapters(shape):
+    if constraints.lora_rank is not None and serves_adapters(shape):
         adapters = ADAPTER_SLOTS * memory.rollout_adapters(
-            shape, tp, wishes.lora_rank, wishes.dtype
+            shape, tp, constraints.lora_rank, constraints.dtype
         )
     static = max(0, memory.usable_bytes(cluster) - fixed)
     # Rounded down to hundredths, as it is written on a command line.
     fraction = 100 * static // cluster.gpu_memory_bytes / 100
-    weights = memory.rollout_weights(shape, tp, wishes.dtype)
+    weights = memory.rollout_weights(shape, tp, constraints.dtype)
     room = max(0, int(fraction * cluster.gpu_memory_bytes) - weights - adapters)
-    each = memory.kv_token_bytes(shape, tp, wishes.dtype)
+    each = memory.kv_token_bytes(shape, tp, constraints.dtype)
     tokens = room // each
     layout = RolloutLayout(
-        engines=(wishes.rollout_gpus or cluster.gpus) // tp,
+        engines=(constraints.rollout_gpus or cluster.gpus) // tp,
         tp=tp,
         colocated=colocated,
         mem_fraction_static=fraction,

@@ -1,4 +1,4 @@
-"""`SlimeArgumentBuilder`: from a Hugging Face config, GPUs and wishes to a plan, or a refusal.
+"""`SlimeArgumentBuilder`: from a Hugging Face config, GPUs and constraints to a plan, or a refusal.
 
 A pure function: no file, clock, environment or randomness. The search is over all layouts; it keeps
 those that are legal (`layouts.faults`) and fit (`memory_estimate`), and takes the cheapest
@@ -14,13 +14,13 @@ from tinkercloud.core.engine_arguments import megatron_arguments, sglang_argumen
 from tinkercloud.core.layouts import candidates, cost, faults
 from tinkercloud.core.model_shape import ModelShape
 from tinkercloud.core.model_table import read_shape, untrainable
-from tinkercloud.core.plan import GIB, ClusterShape, Layout, Plan, Wishes
+from tinkercloud.core.plan import GIB, ClusterShape, Layout, Plan, PlanConstraints
 from tinkercloud.core.plan_reasons import Search, explain
 from tinkercloud.core.rollout_plan import Rollout, rollout_choices
 from tinkercloud.errors import PlanRefused
 
 DEFAULT_SEQ_LEN = 8192
-MOST_GPUS = 4096  # in the search for how many would do
+MAX_GPUS = 4096  # in the search for how many would do
 _SIZES = ("tp", "pp", "cp", "ep", "etp", "dp", "rollout_tp")
 
 
@@ -30,68 +30,68 @@ class SlimeArgumentBuilder:
 
     cluster: ClusterShape
 
-    def build(self, config: Mapping[str, Any], wishes: Wishes | None = None) -> Plan:
+    def build(self, config: Mapping[str, Any], constraints: PlanConstraints | None = None) -> Plan:
         """The plan for the network of a `config.json`.
 
-        Wishes are kept as they are, or PlanRefused says why they cannot be. It says everything that
-        stands against a plan: the architecture, sizes that do not divide, memory that is missing.
-        Nodes whose number divides badly may be left idle: `Plan.cluster` is what is used.
+        Constraints are kept as they are, or PlanRefused gives every reason against a plan: the
+        architecture, sizes that do not divide, memory that is missing. Nodes whose number divides
+        badly may be left idle: `Plan.cluster` is what is used.
         """
-        wishes = wishes or Wishes()
-        if found := _senseless(self.cluster, wishes):
-            raise PlanRefused(tuple(found))
+        constraints = constraints or PlanConstraints()
+        if reasons := _out_of_range(self.cluster, constraints):
+            raise PlanRefused(tuple(reasons))
         shape = read_shape(config)
-        max_seq_len = wishes.max_seq_len or min(shape.max_positions, DEFAULT_SEQ_LEN)
-        if found := [*untrainable(shape, max_seq_len), *_too_long(shape, max_seq_len)]:
-            raise PlanRefused(tuple(found))
-        question = _Question(shape, self.cluster, wishes, max_seq_len)
-        rollouts = rollout_choices(shape, self.cluster, wishes, max_seq_len)
-        search, rollout = question.best(rollouts)
+        max_seq_len = constraints.max_seq_len or min(shape.max_positions, DEFAULT_SEQ_LEN)
+        if reasons := [*untrainable(shape, max_seq_len), *_too_long(shape, max_seq_len)]:
+            raise PlanRefused(tuple(reasons))
+        planner = _Planner(shape, self.cluster, constraints, max_seq_len)
+        rollouts = rollout_choices(shape, self.cluster, constraints, max_seq_len)
+        search, rollout = planner.best(rollouts)
         if rollout is not None and search.chosen is not None:
-            return question.plan(search, search.chosen, rollout)
-        if fewer := question.on_fewer_nodes():
+            return planner.plan(search, search.chosen, rollout)
+        if fewer := planner.on_fewer_nodes():
             return fewer
-        missing = question.shortage(search)
+        missing = planner.shortage(search)
         if isinstance(rollouts, str):
             missing.append(rollouts)
-        raise PlanRefused((*missing, *question.advice()))
+        raise PlanRefused((*missing, *planner.advice()))
 
 
 @dataclass(frozen=True, slots=True)
-class _Question:
-    """One network, one cluster, one set of wishes."""
+class _Planner:
+    """One network, one cluster, one set of constraints."""
 
     shape: ModelShape
     cluster: ClusterShape
-    wishes: Wishes
+    constraints: PlanConstraints
     max_seq_len: int
 
     def best(self, rollouts: list[Rollout] | str) -> tuple[Search, Rollout | None]:
-        """The first engines beside which some layout fits, and the search that found it."""
+        """The first engines alongside which some layout fits, and the search that chose it."""
         legal, illegal = self.measured()
         search = self.search(legal, illegal, 0)
         if isinstance(rollouts, str) or not search.fits:
             return search, None
         for rollout in rollouts:
-            beside = rollout.weights if rollout.layout.colocated else 0
-            search = self.search(legal, illegal, beside)
+            engine_bytes = rollout.weights if rollout.layout.colocated else 0
+            search = self.search(legal, illegal, engine_bytes)
             if search.fits:
                 return search, rollout
         return search, None
 
     def on_fewer_nodes(self) -> Plan | None:
         """A plan that leaves nodes idle, the fewest, unless sizes were asked for."""
-        if any(getattr(self.wishes, name) is not None for name in _SIZES):
+        if any(getattr(self.constraints, name) is not None for name in _SIZES):
             return None
         node, gpus = self.cluster.gpus_per_node, self.cluster.gpus
         near = range(gpus - node, max(0, gpus - 9 * node), -node)
         far = (node * 2**power for power in range(12, -1, -1) if node * 2**power < gpus)
         for number in (*near, *far):
-            if number <= self.wishes.rollout_gpus:
+            if number <= self.constraints.rollout_gpus:
                 continue
             cluster = replace(self.cluster, gpus=number)
             smaller = replace(self, cluster=cluster)
-            rollouts = rollout_choices(self.shape, cluster, self.wishes, self.max_seq_len)
+            rollouts = rollout_choices(self.shape, cluster, self.constraints, self.max_seq_len)
             search, rollout = smaller.best(rollouts)
             if rollout is not None and search.chosen is not None:
                 plan = smaller.plan(search, search.chosen, rollout)
@@ -103,10 +103,10 @@ class _Question:
         """Every layout: what the legal ones hold, what is wrong with the others."""
         legal: dict[Layout, memory.Training] = {}
         illegal: dict[Layout, list[str]] = {}
-        for layout in candidates(self.shape, self.cluster, self.wishes, self.max_seq_len):
-            found = faults(self.shape, self.cluster, self.wishes, layout, self.max_seq_len)
-            if found:
-                illegal[layout] = found
+        for layout in candidates(self.shape, self.cluster, self.constraints, self.max_seq_len):
+            reasons = faults(self.shape, self.cluster, self.constraints, layout, self.max_seq_len)
+            if reasons:
+                illegal[layout] = reasons
             else:
                 legal[layout] = self.held(layout)
         return legal, illegal
@@ -115,32 +115,34 @@ class _Question:
         self,
         legal: dict[Layout, memory.Training],
         illegal: dict[Layout, list[str]],
-        beside: int,
+        engine_bytes: int,
     ) -> Search:
         """The cheapest layout that fits, or where none does, the one that lacks least.
 
-        beside: bytes of an engine's weights that lie on the same GPU while new ones are sent.
+        engine_bytes: bytes of an engine's weights on the same GPU while new ones are sent.
         """
-        colocated = self.wishes.rollout_gpus == 0
+        colocated = self.constraints.rollout_gpus == 0
         room = memory.usable_bytes(self.cluster) - memory.processes_bytes(colocated)
-        need = {layout: max(h.total, h.syncing + beside) for layout, h in legal.items()}
+        need = {layout: max(h.total, h.syncing + engine_bytes) for layout, h in legal.items()}
         costs = {layout: self.cost(layout) for layout in legal}
 
-        def by_cost(one: Layout) -> tuple[float, ...]:
-            return (costs[one], one.pp, one.tp, one.cp, one.ep)
+        def by_cost(layout: Layout) -> tuple[float, ...]:
+            return (costs[layout], layout.pp, layout.tp, layout.cp, layout.ep)
 
-        def by_need(one: Layout) -> tuple[float, ...]:
-            return (need[one], *by_cost(one))
+        def by_need(layout: Layout) -> tuple[float, ...]:
+            return (need[layout], *by_cost(layout))
 
         fitting = [layout for layout in legal if need[layout] <= room]
         chosen = min(fitting, key=by_cost) if fitting else min(legal, key=by_need, default=None)
         return Search(room, chosen, legal, need, costs, illegal)
 
     def held(self, layout: Layout) -> memory.Training:
-        return memory.training(self.shape, layout, self.wishes.lora_rank, self.wishes.dtype)
+        return memory.training(
+            self.shape, layout, self.constraints.lora_rank, self.constraints.dtype
+        )
 
     def cost(self, layout: Layout) -> float:
-        return cost(self.shape, self.cluster, layout, lora=self.wishes.lora_rank is not None)
+        return cost(self.shape, self.cluster, layout, lora=self.constraints.lora_rank is not None)
 
     def shortage(self, search: Search) -> list[str]:
         """Why there is no layout: what the least faulty one lacks."""
@@ -169,19 +171,23 @@ class _Question:
     def advice(self) -> list[str]:
         """How many GPUs of this kind would do, if any number does."""
         gpus = self.cluster.gpus
-        while (gpus := 2 * gpus) <= MOST_GPUS:
-            rollout_gpus = self.wishes.rollout_gpus * gpus // self.cluster.gpus
-            wishes = replace(self.wishes, rollout_gpus=rollout_gpus)
-            larger = replace(self, cluster=replace(self.cluster, gpus=gpus), wishes=wishes)
-            rollouts = rollout_choices(self.shape, larger.cluster, wishes, self.max_seq_len)
+        while (gpus := 2 * gpus) <= MAX_GPUS:
+            rollout_gpus = self.constraints.rollout_gpus * gpus // self.cluster.gpus
+            constraints = replace(self.constraints, rollout_gpus=rollout_gpus)
+            larger = replace(
+                self, cluster=replace(self.cluster, gpus=gpus), constraints=constraints
+            )
+            rollouts = rollout_choices(self.shape, larger.cluster, constraints, self.max_seq_len)
             if larger.best(rollouts)[1] is not None:
                 return [f"{gpus} such GPUs would do"]
         return []
 
     def plan(self, search: Search, layout: Layout, rollout: Rollout) -> Plan:
-        shape, wishes, rank = self.shape, self.wishes, self.wishes.lora_rank
+        shape, constraints, rank = self.shape, self.constraints, self.constraints.lora_rank
         held, colocated = search.memory[layout], rollout.layout.colocated
-        sglang = sglang_arguments(shape, self.cluster, rollout.layout, self.max_seq_len, wishes)
+        sglang = sglang_arguments(
+            shape, self.cluster, rollout.layout, self.max_seq_len, constraints
+        )
         return Plan(
             architecture=shape.architecture,
             parameters=shape.parameters,
@@ -207,9 +213,9 @@ class _Question:
                     colocated=colocated,
                 ),
             ),
-            megatron=megatron_arguments(shape, layout, self.max_seq_len, wishes.dtype),
+            megatron=megatron_arguments(shape, layout, self.max_seq_len, constraints.dtype),
             sglang=sglang,
-            reasons=explain(shape, self.cluster, wishes, search, sglang),
+            reasons=explain(shape, self.cluster, constraints, search, sglang),
         )
 
 
@@ -224,31 +230,35 @@ def _trained(shape: ModelShape, lora_rank: int | None) -> int:
     return count
 
 
-def _senseless(cluster: ClusterShape, wishes: Wishes) -> list[str]:
-    """Figures that no cluster and no wish can have."""
+def _out_of_range(cluster: ClusterShape, constraints: PlanConstraints) -> list[str]:
+    """Figures that no cluster and no constraint can have."""
     figures = {
         "gpus": cluster.gpus,
         "gpus per node": cluster.gpus_per_node,
         "GPU memory": cluster.gpu_memory_bytes,
-        "LoRA rank": wishes.lora_rank,
-        "max sequence length": wishes.max_seq_len,
-        "tokens of a micro-batch": wishes.microbatch_tokens,
-        **{name: getattr(wishes, name) for name in _SIZES},
+        "LoRA rank": constraints.lora_rank,
+        "max sequence length": constraints.max_seq_len,
+        "tokens of a micro-batch": constraints.microbatch_tokens,
+        **{name: getattr(constraints, name) for name in _SIZES},
     }
-    found = [
+    reasons = [
         f"{name} must be at least 1, not {value}"
         for name, value in figures.items()
         if value is not None and value < 1
     ]
-    if cluster.gpus > MOST_GPUS:
-        found.append(f"{cluster.gpus} GPUs: plans are made for {MOST_GPUS} at most")
-    if not found and cluster.gpus > cluster.gpus_per_node and cluster.gpus % cluster.gpus_per_node:
-        found.append(f"{cluster.gpus} GPUs are no whole nodes of {cluster.gpus_per_node}")
-    if not 0 <= wishes.rollout_gpus < max(1, cluster.gpus):
-        found.append(
-            f"{wishes.rollout_gpus} of {cluster.gpus} GPUs cannot be set aside for sampling"
+    if cluster.gpus > MAX_GPUS:
+        reasons.append(f"{cluster.gpus} GPUs: plans are made for {MAX_GPUS} at most")
+    if (
+        not reasons
+        and cluster.gpus > cluster.gpus_per_node
+        and cluster.gpus % cluster.gpus_per_node
+    ):
+        reasons.append(f"{cluster.gpus} GPUs are no whole nodes of {cluster.gpus_per_node}")
+    if not 0 <= constraints.rollout_gpus < max(1, cluster.gpus):
+        reasons.append(
+            f"{constraints.rollout_gpus} of {cluster.gpus} GPUs cannot be set aside for sampling"
         )
-    return found
+    return reasons
 
 
 def _too_long(shape: ModelShape, max_seq_len: int) -> list[str]:

@@ -1,7 +1,7 @@
-"""Accepts requests, runs them, keeps what became of them.
+"""Accepts requests, runs them, records their outcomes.
 
 A request is acknowledged when its row is on disk, then runs, then its outcome is on disk, then
-whoever waits is woken. Training requests of one model share a lane and run one at a time in
+waiting polls are woken. Training requests of one model share a lane and run one at a time in
 `seq_id` order; everything else runs at once.
 """
 
@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 Work = Callable[[], Awaitable[Outcome]]
 
 SAMPLING_KIND = "Sample"
+# One client call may be several of these, posted out of order (wire specification, section 10).
 CHUNK_KINDS = frozenset({"ForwardBackward", "Forward"})
 _TRAIN_PREFIX, _SAMPLE_PREFIX = "train-", "sample-"
 
@@ -35,7 +36,8 @@ DEFECT = "the server failed on this operation in a way that it should not; see t
 
 
 def is_sampling(request_id: str) -> bool:
-    """Request ids say what they are, so that a forgotten one can still be answered rightly."""
+    """By the request id alone: a poll for a forgotten one is answered 410 for a sample, else 404
+    (wire specification, section 4.4)."""
     return request_id.startswith(_SAMPLE_PREFIX)
 
 
@@ -55,7 +57,7 @@ _running: ContextVar[_Pending] = ContextVar("the request that this task works on
 @dataclass(slots=True, eq=False)
 class _Lane:
     order: LaneOrder[tuple[_Pending, Work]]
-    first_here: int  # from this number on, `seen` says whether a request is new; no need to look
+    first_seq_id: int  # from this number on `seen` says whether a request is new, not the database
     seen: set[int] = field(default_factory=set, repr=False)
     changed: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
     last_arrival: float = 0.0  # monotonic
@@ -95,7 +97,7 @@ class TaskManager:
     # accepting
 
     async def submit(self, ticket: Ticket, work: Work) -> str:
-        """Acknowledge and run at once, beside everything else. Returns the request id."""
+        """Acknowledge and run at once, in no lane. Returns the request id."""
         pending, is_new = await self._accept(ticket)
         if is_new:
             self._spawn(self._run(pending, work), f"run {pending.request_id}")
@@ -110,9 +112,10 @@ class TaskManager:
         lane = await self._lane(ticket.user, ticket.model_id)
         ticket = _numbered(ticket, lane)
         assert ticket.seq_id is not None
-        certainly_new = ticket.seq_id >= lane.first_here and ticket.seq_id not in lane.seen
+        # No await between test and add: a repeated POST of this number would count as new too.
+        certainly_new = ticket.seq_id >= lane.first_seq_id and ticket.seq_id not in lane.seen
         lane.seen.add(ticket.seq_id)
-        pending, is_new = await self._accept(ticket, look=not certainly_new)
+        pending, is_new = await self._accept(ticket, check_database=not certainly_new)
         if is_new:
             lane.order.push(ticket.seq_id, (pending, work), is_chunk=ticket.kind in CHUNK_KINDS)
             lane.last_arrival = time.monotonic()
@@ -133,43 +136,48 @@ class TaskManager:
         """Run something that nobody waits for; it ends with the manager."""
         self._spawn(work, name)
 
-    async def _accept(self, ticket: Ticket, *, look: bool = True) -> tuple[_Pending, bool]:
+    async def _accept(
+        self, ticket: Ticket, *, check_database: bool = True
+    ) -> tuple[_Pending, bool]:
         """The request's record, and whether it is new. On record when this returns.
 
-        look False: no earlier request can have the key, so the database is not asked.
+        check_database False: no earlier request can have the key.
         """
         if self._closing:
             raise ServerFault("the server is shutting down")
         key = ticket.dedup_key
-        twin = self._by_key.get(key) if key is not None else None
-        if twin is not None:
-            await asyncio.shield(twin.acknowledged)
-            return twin, False
+        original = self._by_key.get(key) if key is not None else None
+        if original is not None:
+            # shielded: a repeat whose client goes away must not cancel the original's future
+            await asyncio.shield(original.acknowledged)
+            return original, False
         prefix = _SAMPLE_PREFIX if ticket.kind == SAMPLING_KIND else _TRAIN_PREFIX
         loop = asyncio.get_running_loop()
         pending = _Pending(prefix + uuid.uuid4().hex, ticket, loop.create_future())
         pending.subject = ticket.model_id
         if key is not None:
-            self._by_key[key] = pending  # before the first await, so that a twin finds it
+            self._by_key[key] = pending  # before the first await, so that a repeat finds it
         try:
-            is_new = await self._record(pending, look=look)
+            is_new = await self._record(pending, check_database=check_database)
         except BaseException as error:
             self._forget(pending)
             if not isinstance(error, Exception):
                 pending.acknowledged.cancel()
                 raise
             pending.acknowledged.set_exception(error)
-            pending.acknowledged.exception()  # retrieved: no twin need be waiting
+            pending.acknowledged.exception()  # retrieved: perhaps no repeat waits for it
             raise
         pending.acknowledged.set_result(pending.request_id)
         if not is_new:
             self._forget(pending)
         return pending, is_new
 
-    async def _record(self, pending: _Pending, *, look: bool) -> bool:
+    async def _record(self, pending: _Pending, *, check_database: bool) -> bool:
         """Write the row; False where an earlier request has the key (its id is taken over)."""
         key = pending.ticket.dedup_key
-        earlier = await self._futures.find(key) if look and key is not None else None
+        earlier = None
+        if check_database and key is not None:
+            earlier = await self._futures.find(key)
         if earlier is not None:
             pending.request_id = earlier
             return False
@@ -189,11 +197,12 @@ class TaskManager:
             highest = await self._futures.highest_seq_id(user, model_id)
             first = 0 if highest is None else highest + 1
             fresh = _Lane(LaneOrder(first), first)
+            # another request may have made the lane while this one read the database
             lane = self._lanes.setdefault((user, model_id), fresh)
         return lane
 
     def works_on(self, subject: str) -> None:
-        """Called by work: what its request turns out to be for."""
+        """Called by work: the model or version that its request is for."""
         running = _running.get(None)
         if running is not None:
             running.subject = subject
@@ -214,12 +223,14 @@ class TaskManager:
 
     async def _serve(self, lane: _Lane) -> None:
         """Run the lane until nothing waits in it."""
+        # Nothing is awaited between the last test and the return, so an operation that is pushed
+        # either is seen here or finds this worker done and starts another.
         while len(lane.order):
-            lane.changed.clear()
-            patience_s = lane.last_arrival + self._gap_grace_s - time.monotonic()
-            popped = lane.order.pop(give_up=patience_s <= 0)
+            lane.changed.clear()  # before pop: an arrival after it wakes the wait below
+            grace_s = lane.last_arrival + self._gap_grace_s - time.monotonic()
+            popped = lane.order.pop(give_up=grace_s <= 0)
             if popped is None:
-                await _wait(lane.changed, patience_s)
+                await _wait(lane.changed, grace_s)
                 continue
             (pending, work), verdict = popped
             if verdict is Verdict.TOO_LATE:
@@ -232,12 +243,13 @@ class TaskManager:
         try:
             outcome = await work()
         except asyncio.CancelledError:
+            # recorded even now: a row left pending would have no outcome until the next start
             await asyncio.shield(self._finish(pending, STOPPED))
             raise
         except TinkercloudError as error:
             logger.info("%s failed: %s", pending.request_id, error)
             outcome = failed(str(error), error.category)
-        except Exception:  # whatever a backend may throw: the waiting client must hear of it
+        except Exception:  # whatever a backend may throw: the waiting client must get an answer
             logger.exception("%s (%s) failed", pending.request_id, pending.ticket.kind)
             outcome = failed(DEFECT, "server")
         await self._finish(pending, outcome)
@@ -247,10 +259,11 @@ class TaskManager:
             return
         pending.outcome = outcome
         try:
+            # The row before `_forget`: from then on polls read the database.
             await self._futures.finish(pending.request_id, outcome)
         except Exception:  # a full disk, say: the lane must go on
             logger.exception("the outcome of %s was not recorded", pending.request_id)
-        finally:  # even where the disk is full, who waits is answered
+        finally:  # waiting polls are answered even where the disk is full
             self._forget(pending)
             pending.finished.set()
 
@@ -267,8 +280,8 @@ class TaskManager:
             return pending.outcome if pending.finished.is_set() else None
         outcome = await self._futures.outcome(request_id, user)
         if outcome is None:
-            found = await self._futures.on_record(request_id)
-            logger.warning("%s asked for %r, which is %s", user, request_id, found)
+            status = await self._futures.on_record(request_id)
+            logger.warning("%s asked for %r, which is %s", user, request_id, status)
             raise FutureUnknown(request_id, sampling=is_sampling(request_id))
         return outcome
 

@@ -131,7 +131,8 @@ class Topk:
 
 @dataclass(frozen=True, slots=True)
 class SampledSequence:
-    """tokens int32 (S,) with the stop token; logprobs float32 (S,) under the law sampled from."""
+    """tokens int32 (S,) with the stop token; logprobs float32 (S,) under the distribution that they
+    were drawn from."""
 
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32]

@@ -1,4 +1,4 @@
-"""What handlers are given, and how they answer."""
+"""Dependencies of the handlers, and the form of their answers."""
 
 import asyncio
 import json
@@ -24,6 +24,7 @@ def answer(body: WireModel, status_code: int = 200) -> Response:
 
 
 def json_answer(body: object, status_code: int = 200) -> Response:
+    # NaN and Infinity are no JSON: clients fail to decode them (wire specification, section 0).
     content = json.dumps(body, allow_nan=False)
     return Response(content, status_code, media_type="application/json")
 
@@ -42,12 +43,12 @@ def _parsed(body: bytes) -> Any:
     try:
         return parse_json(body)
     except UserError as error:
-        # the framework reports this kind as a fault of the request
+        # FastAPI answers 422 to this kind of error
         raise json.JSONDecodeError(str(error), "", 0) from None
 
 
 class JsonRoute(APIRoute):
-    """Parses large bodies beside the event loop, so that others are answered meanwhile."""
+    """Parses large bodies in a thread, so that other requests are answered meanwhile."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -59,9 +60,9 @@ class JsonRoute(APIRoute):
 
 
 async def services(request: Request) -> Services:
-    found = request.app.state.services
-    assert isinstance(found, Services)
-    return found
+    services = request.app.state.services
+    assert isinstance(services, Services)
+    return services
 
 
 async def user(request: Request) -> str:

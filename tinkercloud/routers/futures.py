@@ -18,7 +18,8 @@ router = APIRouter(prefix="/api/v1", route_class=JsonRoute)
 async def retrieve_future(
     body: FutureRetrieveRequest, user: UserDep, services: ServicesDep
 ) -> Response:
-    """408 while pending: the client asks again at once and in silence."""
+    """408 while pending: the client polls again at once. A 200 would log a warning at each poll
+    (wire specification, section 4.2)."""
     outcome = await services.results.wait(user, body.request_id)
     if outcome is None:
         return answer(services.results.try_again(body.request_id), 408)
@@ -34,7 +35,7 @@ async def future_status(
     wait_s: Annotated[float, Query(ge=0)] = 0.0,
 ) -> Response:
     status = await services.results.status(user, request_id, wait_s)
-    return json_answer(status.model_dump(mode="json"))  # with nulls: they are values here
+    return json_answer(status.model_dump(mode="json"))  # with nulls: each is part of it
 
 
 @router.post("/cleanup_futures")

@@ -1,4 +1,4 @@
-"""Whether the server lives, and what it does."""
+"""Liveness, health and metrics."""
 
 import re
 
@@ -18,9 +18,9 @@ async def healthz() -> Response:
 @router.get("/health")
 async def health(services: ServicesDep) -> Response:
     stats = services.backend.stats()
-    told = {"status": "ok", "num_pending": services.tasks.num_pending, "backend": stats}
+    health = {"status": "ok", "num_pending": services.tasks.num_pending, "backend": stats}
     speculation = services.backend.speculation()
-    return json_answer({**told, "speculation": speculation} if speculation else told)
+    return json_answer({**health, "speculation": speculation} if speculation else health)
 
 
 @router.get("/metrics")

@@ -1,4 +1,4 @@
-"""What every request passes before any route is looked up: authentication, then its body."""
+"""Before any route is looked up: authentication, then the request's body, within its limits."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ class KeyLookup(Protocol):
 
 
 class Authenticator:
-    """Who a key belongs to. everybody: the user of every request, where no keys are asked for."""
+    """The user of a request. everybody: the user of all requests, where no keys are needed."""
 
     def __init__(self, *, everybody: str | None):
         self._everybody = everybody
@@ -184,6 +184,8 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 async def refuse(send: Send, status: int, text: str) -> None:
+    # Never without a body: clients take an empty 400 for a proxy's fault and retry it (wire
+    # specification, section 0).
     body = json.dumps({"detail": text}).encode()
     headers = [
         (b"content-type", b"application/json"),

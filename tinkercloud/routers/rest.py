@@ -64,7 +64,8 @@ async def checkpoint_path(run_id: str, segment: str, name: str) -> str:
 CheckpointPathDep = Annotated[str, Depends(checkpoint_path)]
 
 
-# {segment}/{name}: a checkpoint id has a slash, and clients send it as it is
+# {segment}/{name}: a checkpoint id has a slash, and clients send it raw (wire specification,
+# section 0).
 @router.delete("/training_runs/{run_id}/checkpoints/{segment}/{name}")
 async def delete_checkpoint(
     path: CheckpointPathDep, user: UserDep, services: ServicesDep
@@ -85,14 +86,14 @@ async def set_ttl(
 async def sessions(
     user: UserDep, services: ServicesDep, limit: LimitDep = 20, offset: OffsetDep = 0
 ) -> Response:
-    found = await services.sessions.list(user, limit, offset)
-    return json_answer({"sessions": [session.session_id for session in found]})
+    sessions = await services.sessions.list(user, limit, offset)
+    return json_answer({"sessions": [session.session_id for session in sessions]})
 
 
 @router.get("/sessions/{session_id}")
 async def session(session_id: str, user: UserDep, services: ServicesDep) -> Response:
-    found = await services.sessions.get(user, session_id)
+    session = await services.sessions.get(user, session_id)
     runs, samplers = await services.rest.session_contents(user, session_id)
     view = {"training_run_ids": runs, "sampler_ids": samplers}
-    extras = {name: found.details.get(name) for name in ("user_metadata", "display_name")}
+    extras = {name: session.details.get(name) for name in ("user_metadata", "display_name")}
     return json_answer(view | {name: value for name, value in extras.items() if value is not None})

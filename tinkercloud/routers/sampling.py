@@ -13,7 +13,7 @@ from tinker_gmi.types import (
 )
 from tinkercloud.errors import InvalidRequest
 from tinkercloud.routers.deps import JsonRoute, ServicesDep, UserDep, answer
-from tinkercloud.services.bodies import readable
+from tinkercloud.services.bodies import fault_text
 
 router = APIRouter(prefix="/api/v1", route_class=JsonRoute)
 
@@ -30,16 +30,16 @@ async def create_sampling_session(
 async def create_sampling_client(
     body: dict[str, Any], user: UserDep, services: ServicesDep
 ) -> Response:
-    """create_sampling_session by another name; who does not count needs no session either."""
+    """create_sampling_session by another name; without a number it needs no session either."""
     try:
         if "sampling_session_seq_id" in body:
-            counted = CreateSamplingSessionRequest.model_validate(body)
-            sampler_id = await services.sampling.create(user, counted)
+            numbered = CreateSamplingSessionRequest.model_validate(body)
+            sampler_id = await services.sampling.create(user, numbered)
         else:
             alone = CreateSamplingClientRequest.model_validate(body)
             sampler_id = await services.sampling.create_alone(user, alone)
     except ValidationError as error:
-        raise InvalidRequest(readable(error.errors())) from None
+        raise InvalidRequest(fault_text(error.errors())) from None
     return answer(CreateSamplingSessionResponse(sampling_session_id=sampler_id))
 
 

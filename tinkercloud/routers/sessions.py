@@ -21,6 +21,7 @@ router = APIRouter(prefix="/api/v1", route_class=JsonRoute)
 
 @router.post("/client/config")
 async def client_config(body: ClientConfigRequest, services: ServicesDep) -> Response:
+    """The first request of every client; without its 200 none starts (wire specification, 2.1)."""
     return json_answer(dict(services.client_config))
 
 
@@ -56,4 +57,5 @@ async def finish(
 
 @router.post("/telemetry")
 async def telemetry(body: TelemetrySendRequest) -> Response:
+    """Accepted and dropped: a refusal would log a traceback at the user (wire specification, 2)."""
     return answer(TelemetryResponse())

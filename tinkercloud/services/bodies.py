@@ -27,7 +27,7 @@ class TrainingCall:
     fault: str | None = None
 
 
-def readable(errors: Sequence[Mapping[str, Any]]) -> str:
+def fault_text(errors: Sequence[Mapping[str, Any]]) -> str:
     """What is wrong and where, in one line; values are left out, they may be large or secret."""
     faults = [
         f"{'.'.join(str(part) for part in error['loc']) or 'body'}: {error['msg']}"
@@ -69,7 +69,8 @@ def _faulty_call(body: bytes, fault: str) -> TrainingCall:
 
 
 def json_call(body: bytes, *, forward_only: bool) -> TrainingCall:
-    """The form with `forward_backward_input`, or `forward_input` for forward_only."""
+    """The form with `forward_backward_input`, or `forward_input` for forward_only: clients up to
+    version 0.24 send it (wire specification, section 15)."""
     value = parse_json(body)
     try:
         if forward_only:
@@ -80,11 +81,11 @@ def json_call(body: bytes, *, forward_only: bool) -> TrainingCall:
         raw = _raw(both.forward_backward_input, forward_only=False)
         return TrainingCall(both.model_id, both.seq_id, raw)
     except ValidationError as error:
-        raise InvalidRequest(readable(error.errors())) from None
+        raise InvalidRequest(fault_text(error.errors())) from None
     except WireError as error:
         raise InvalidRequest(str(error)) from None
 
 
-def _raw(sent: ForwardBackwardInput, *, forward_only: bool) -> RawBatch:
-    data = [raw_datum(datum) for datum in sent.data]
-    return RawBatch(data, sent.loss_fn, sent.loss_fn_config or {}, forward_only)
+def _raw(batch: ForwardBackwardInput, *, forward_only: bool) -> RawBatch:
+    data = [raw_datum(datum) for datum in batch.data]
+    return RawBatch(data, batch.loss_fn, batch.loss_fn_config or {}, forward_only)

@@ -15,7 +15,8 @@ HASH_CHUNK_BYTES = 1024 * 1024
 
 
 def new_temporary(parent: Path) -> Path:
-    """A fresh folder beside the place where the checkpoint will be."""
+    """A fresh folder in `parent`, where the checkpoint will be: on one file system, so that the
+    rename is atomic."""
     directory = parent / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
     directory.mkdir(parents=True)
     return directory

@@ -23,7 +23,7 @@ from tinkercloud.storage.metadata import Checkpoint, MetadataStorage, Model, Seg
 FOLDER = "checkpoints"
 SCHEME = "tinker://"
 SEGMENTS: tuple[str, ...] = get_args(Segment)
-MAX_TTL_S = 315_360_000  # ten years
+MAX_TTL_S = 315_360_000  # ten years (wire specification, section 11)
 _NAME = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,128}")
 
 
@@ -52,7 +52,8 @@ def check_ttl(ttl_s: int | None) -> int | None:
 
 
 def parse_path(path: str) -> tuple[str, str, str]:
-    """(model_id, segment, name) of exactly tinker://MODEL/SEGMENT/NAME."""
+    """(model_id, segment, name) of exactly tinker://MODEL/SEGMENT/NAME (wire specification,
+    section 11)."""
     parts = path.removeprefix(SCHEME).split("/")
     if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in SEGMENTS:
         raise InvalidRequest(
@@ -89,7 +90,7 @@ class CheckpointService:
             )
         checkpoint = await self._write(model, options, now)
         await self._metadata.put_checkpoint(checkpoint)
-        if old is not None:
+        if old is not None:  # last: until the row names the new folder, readers open the old one
             await asyncio.to_thread(checkpoint_files.remove, self._data_dir / old.directory)
         return checkpoint
 

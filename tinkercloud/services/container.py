@@ -10,7 +10,7 @@ from tinkercloud.config import Config
 from tinkercloud.core.task_manager import TaskManager
 from tinkercloud.services.catalog import Catalog
 from tinkercloud.services.checkpoint_service import CheckpointService
-from tinkercloud.services.foundation import Foundation
+from tinkercloud.services.dependencies import Dependencies
 from tinkercloud.services.future_service import FutureService
 from tinkercloud.services.model_service import ModelService
 from tinkercloud.services.rest_service import RestService
@@ -76,9 +76,9 @@ def build_services(
     tasks = TaskManager(futures, gap_grace_s=config.gap_grace_s)
     sessions = SessionService(SessionStorage(database))
     checkpoints = CheckpointService(backend, metadata, config.data_dir)
-    foundation = Foundation(backend, catalog, metadata, tasks, sessions, checkpoints)
-    sampling = SamplingService(foundation)
-    models = ModelService(foundation)
+    dependencies = Dependencies(backend, catalog, metadata, tasks, sessions, checkpoints)
+    sampling = SamplingService(dependencies)
+    models = ModelService(dependencies)
     return Services(
         config=config,
         client_config=client_config,
@@ -91,7 +91,7 @@ def build_services(
         models=models,
         checkpoints=checkpoints,
         sampling=sampling,
-        training=TrainingService(foundation, models, sampling),
+        training=TrainingService(dependencies, models, sampling),
         rest=RestService(metadata, checkpoints),
         results=FutureService(backend, tasks, futures, config.hold_s),
     )

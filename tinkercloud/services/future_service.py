@@ -26,7 +26,7 @@ class FutureService:
         return await self._tasks.wait(request_id, user, self._hold_s)
 
     def try_again(self, request_id: str) -> TryAgainResponse:
-        """What to tell whoever waits for a pending request: whether it waits for capacity."""
+        """The answer to a poll of a pending request: whether it waits for capacity."""
         subject = self._tasks.subject_of(request_id)
         reason = None if subject is None else self._backend.queue_state(subject)
         if reason is None:

@@ -18,7 +18,7 @@ from tinker_gmi.types import (
 from tinkercloud.core.task_manager import Work
 from tinkercloud.core.types import LoraSpec
 from tinkercloud.errors import InvalidRequest, ModelNotFound
-from tinkercloud.services.foundation import Foundation
+from tinkercloud.services.dependencies import Dependencies
 from tinkercloud.services.numbers import checked, create_key, train_key, train_seq_id
 from tinkercloud.storage.futures import Outcome, Ticket, completed_json
 from tinkercloud.storage.metadata import Checkpoint, LoraRecord, Model
@@ -29,13 +29,13 @@ TOUCH_EVERY_S = 10.0
 
 
 class ModelService:
-    def __init__(self, foundation: Foundation):
-        self._backend = foundation.backend
-        self._catalog = foundation.catalog
-        self._metadata = foundation.metadata
-        self._tasks = foundation.tasks
-        self._sessions = foundation.sessions
-        self._checkpoints = foundation.checkpoints
+    def __init__(self, dependencies: Dependencies):
+        self._backend = dependencies.backend
+        self._catalog = dependencies.catalog
+        self._metadata = dependencies.metadata
+        self._tasks = dependencies.tasks
+        self._sessions = dependencies.sessions
+        self._checkpoints = dependencies.checkpoints
         self._live: dict[tuple[str, str], Model] = {}
         self._touched: dict[str, float] = {}
         self._sessions.when_finished(self._retire_session)
@@ -104,10 +104,11 @@ class ModelService:
             lora.rank, lora.seed, lora.train_attn, lora.train_mlp, lora.train_unembed
         )
         await self._metadata.set_model_lora(model.model_id, record)
-        self._live.pop((model.user, model.model_id), None)  # read anew, with this record
+        self._live.pop((model.user, model.model_id), None)  # read again, with this record
 
     async def _submit_creation(self, kind: str, model: Model, work: Work) -> UntypedAPIFuture:
         """Number 0 of the model's lane; when it fails there is no such model."""
+        # Before the acknowledgement: the client may post operation 1 as soon as it has that.
         await self._metadata.put_model(model)
 
         async def guarded() -> Outcome:
@@ -147,7 +148,6 @@ class ModelService:
         """Put an operation in the model's lane."""
         seq_id = train_seq_id(seq_id)
         key = train_key(model.user, model.model_id, seq_id)
-
         ticket = Ticket(model.user, kind, key, model.model_id, seq_id)
         request_id = await self._tasks.submit_in_lane(ticket, work)
         self._touch(model.model_id)
@@ -184,6 +184,7 @@ class ModelService:
                 await self._retire(model)
 
     async def _retire(self, model: Model) -> None:
+        # The state first, so that no request enters the lane while it is drained.
         await self._metadata.set_model_state(model.model_id, "deleted")
         self._live.pop((model.user, model.model_id), None)
         self._touched.pop(model.model_id, None)
@@ -200,7 +201,8 @@ def _new_model(
 ) -> Model:
     checked("model_seq_id", model_seq_id, lowest=0, highest=MAX_MODEL_SEQ_ID)
     now = time.time()
-    # the client computes this id by itself when it creates a model from a checkpoint
+    # A client that creates a model from a checkpoint computes this id itself (wire specification,
+    # section 3.1).
     model_id = f"{session_id}:train:{model_seq_id}"
     return Model(model_id, user, session_id, base_model, lora, {}, now, now)
 
@@ -210,7 +212,7 @@ def _with_metadata(model: Model, user_metadata: Mapping[str, Any] | None) -> Mod
 
 
 def stringified(user_metadata: Mapping[str, Any] | None) -> dict[str, str]:
-    """Clients send any JSON and expect strings back."""
+    """Clients send any JSON and expect strings back (wire specification, section 12)."""
     return {
         name: value if isinstance(value, str) else json.dumps(value)
         for name, value in (user_metadata or {}).items()

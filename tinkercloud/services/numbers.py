@@ -1,9 +1,13 @@
-"""Numbers that clients count by, and the keys that make a repeated request the same request."""
+"""Sequence numbers of clients, and the keys that make a repeated request the same request.
+
+Retries have a new idempotency key, so requests are the same by what they number (wire
+specification, section 0).
+"""
 
 from tinkercloud.errors import InvalidRequest
 
-MAX_TRAIN_SEQ_ID = 2**31 - 1  # int32 in the protobuf form
-MAX_SEQ_ID = 2**63 - 1  # sampling clients count in steps of 10**9 per clone
+MAX_TRAIN_SEQ_ID = 2**31 - 1  # int32 in the protobuf form (wire specification, section 6.1)
+MAX_SEQ_ID = 2**63 - 1  # sampling clones start at n * 10**9 (wire specification, section 3.4)
 
 
 def checked(name: str, value: int, *, lowest: int, highest: int = MAX_SEQ_ID) -> int:
@@ -13,7 +17,7 @@ def checked(name: str, value: int, *, lowest: int, highest: int = MAX_SEQ_ID) ->
 
 
 def train_seq_id(seq_id: int | None) -> int | None:
-    """None: the sender does not count; the request goes to the end of the line."""
+    """None: the client does not count; the request goes to the end of the lane."""
     if seq_id is None:
         return None
     return checked("seq_id", seq_id, lowest=1, highest=MAX_TRAIN_SEQ_ID)

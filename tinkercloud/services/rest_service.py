@@ -58,14 +58,14 @@ class RestService:
 
     async def checkpoints_of_run(self, user: str, run_id: str) -> CheckpointsListResponse:
         await self._require(user, run_id)
-        found = await self._checkpoints.list(user, ALL, 0, run_id)
-        return CheckpointsListResponse(checkpoints=[checkpoint_view(c) for c in found])
+        checkpoints = await self._checkpoints.list(user, ALL, 0, run_id)
+        return CheckpointsListResponse(checkpoints=[checkpoint_view(c) for c in checkpoints])
 
     async def checkpoints(self, user: str, limit: int, offset: int) -> CheckpointsListResponse:
-        found = await self._checkpoints.list(user, limit, offset)
+        checkpoints = await self._checkpoints.list(user, limit, offset)
         total = await self._checkpoints.num_checkpoints(user)
         return CheckpointsListResponse(
-            checkpoints=[checkpoint_view(c) for c in found],
+            checkpoints=[checkpoint_view(c) for c in checkpoints],
             cursor=Cursor(offset=offset, limit=limit, total_count=total),
         )
 

@@ -22,7 +22,7 @@ from tinkercloud.core.task_manager import SAMPLING_KIND
 from tinkercloud.core.types import FromBase, FromCheckpoint, FromModel, SampleOutput
 from tinkercloud.core.types import SampleRequest as CoreSampleRequest
 from tinkercloud.errors import InvalidRequest, SamplerNotFound, VersionLost
-from tinkercloud.services.foundation import Foundation
+from tinkercloud.services.dependencies import Dependencies
 from tinkercloud.services.numbers import checked, sample_key
 from tinkercloud.services.version_store import VersionStore
 from tinkercloud.storage.futures import Outcome, Ticket, completed_protobuf
@@ -33,16 +33,16 @@ INLINE_TOKENS = 4096  # longer prompts are checked off the event loop
 
 
 class SamplingService:
-    def __init__(self, foundation: Foundation):
-        self._backend = foundation.backend
-        self._catalog = foundation.catalog
-        self._metadata = foundation.metadata
-        self._tasks = foundation.tasks
-        self._sessions = foundation.sessions
-        self._checkpoints = foundation.checkpoints
+    def __init__(self, dependencies: Dependencies):
+        self._backend = dependencies.backend
+        self._catalog = dependencies.catalog
+        self._metadata = dependencies.metadata
+        self._tasks = dependencies.tasks
+        self._sessions = dependencies.sessions
+        self._checkpoints = dependencies.checkpoints
         self._versions = VersionStore(self._backend)
         self._samplers: dict[tuple[str, str], Sampler] = {}
-        self._plain: set[str] = set()  # samplers without drafts; not kept, for time is all it is
+        self._undrafted: set[str] = set()  # samplers; in memory only: drafts change speed alone
         self._sessions.when_finished(self._release_session)
 
     async def close(self) -> None:
@@ -51,26 +51,26 @@ class SamplingService:
     # sampling sessions
 
     async def create(self, user: str, body: CreateSamplingSessionRequest) -> str:
-        """The id of a sampler for a base model or a checkpoint (which wins, if both are given)."""
+        """The id of a sampler for a checkpoint or, where none is named, a base model."""
         await self._sessions.require_open(user, body.session_id)
         number = checked("sampling_session_seq_id", body.sampling_session_seq_id, lowest=0)
         sampler_id = f"{body.session_id}:sample:{number}"
         await self._add(user, sampler_id, body.session_id, body.base_model, body.model_path)
-        return self._with_drafts(sampler_id, wanted=body.speculate)
+        return self._with_drafts(sampler_id, speculate=body.speculate)
 
     async def create_alone(self, user: str, body: CreateSamplingClientRequest) -> str:
-        """The same without counting, in a session of its own where none is given."""
+        """The same without a number, in a new session where the body names none."""
         session_id = body.session_id
         if session_id is None:
             session_id = await self._sessions.create(user, {"tags": ["sampling"]})
         await self._sessions.require_open(user, session_id)
         sampler_id = f"{session_id}:sample:{uuid.uuid4().hex}"
         await self._add(user, sampler_id, session_id, body.base_model, body.model_path)
-        return self._with_drafts(sampler_id, wanted=body.speculate)
+        return self._with_drafts(sampler_id, speculate=body.speculate)
 
-    def _with_drafts(self, sampler_id: str, *, wanted: bool) -> str:
-        if not wanted:
-            self._plain.add(sampler_id)
+    def _with_drafts(self, sampler_id: str, *, speculate: bool) -> str:
+        if not speculate:
+            self._undrafted.add(sampler_id)
         return sampler_id
 
     async def _add(
@@ -106,7 +106,8 @@ class SamplingService:
         return sampler.sampler_id
 
     async def publish_model(self, model: Model, number: int, kind: SamplerKind) -> str:
-        """An ephemeral sampler of the model as it is now; called in the model's lane.
+        """An ephemeral sampler of the model as it is now (wire specification, section 3.3); called
+        in the model's lane.
 
         inflight: all such samplers of a model follow its latest inflight save.
         """
@@ -153,13 +154,16 @@ class SamplingService:
         key = sample_key(user, sampler.sampler_id, body.seq_id)
 
         async def work() -> Outcome:
+            # Here and not before the acknowledgement: a client retries a refused POST with 410
+            # for ever (wire specification, section 5); a failed future ends the sample.
             await self._sessions.require_open(user, sampler.session_id)
             request = await self._checked(sampler, body)
-            if sampler.sampler_id in self._plain:
+            if sampler.sampler_id in self._undrafted:
                 request = replace(request, speculate=False)
             return completed_protobuf(encode_sample_output(await self._sample(sampler, request)))
 
         request_id = await self._tasks.submit(Ticket(user, SAMPLING_KIND, key), work)
+        # as many as samples, or the client asserts (wire specification, section 4.1)
         ids = [f"{request_id}:{index}" for index in range(body.num_samples)]
         return UntypedAPIFuture(request_id=request_id, sample_sequence_ids=ids)
 
@@ -174,11 +178,14 @@ class SamplingService:
         if body.model_path is not None:
             meaning = (await self._checkpoints.resolve(user, body.model_path)).directory
         place = f"direct:{body.base_model}:{meaning}"
-        known = self._samplers.get((user, place))
-        if known is not None:
-            return known
-        wanted = CreateSamplingClientRequest(base_model=body.base_model, model_path=body.model_path)
-        sampler = await self.require(user, await self.create_alone(user, wanted))
+        sampler = self._samplers.get((user, place))
+        if sampler is not None:
+            return sampler
+        weights = CreateSamplingClientRequest(
+            base_model=body.base_model, model_path=body.model_path
+        )
+        sampler = await self.require(user, await self.create_alone(user, weights))
+        # another request for these weights may have made one meanwhile
         return self._samplers.setdefault((user, place), sampler)
 
     async def _checked(self, sampler: Sampler, body: SampleRequest) -> CoreSampleRequest:
@@ -194,7 +201,7 @@ class SamplingService:
         self._tasks.works_on(version)
         try:
             return await self._backend.sample(version, request)
-        except VersionLost:  # the engine began anew; what can be published again is
+        except VersionLost:  # the engine restarted; what can be published again is
             await self._versions.drop(key, version)
             version = await self._versions.get(key, sampler.sampler_id, publish)
             self._tasks.works_on(version)
@@ -214,7 +221,7 @@ class SamplingService:
     async def _release_session(self, user: str, session_id: str) -> None:
         for sampler in await self._metadata.samplers_of_session(session_id, user):
             self._samplers.pop((user, sampler.sampler_id), None)
-            self._plain.discard(sampler.sampler_id)
+            self._undrafted.discard(sampler.sampler_id)
             await self._versions.leave(_version_key(sampler), sampler.sampler_id)
 
 

@@ -1,4 +1,4 @@
-"""Sessions: the client process on the other side, alive while it beats."""
+"""Sessions: each is one client, alive while its heartbeats come."""
 
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
@@ -14,14 +14,15 @@ class SessionService:
 
     def __init__(self, sessions: SessionStorage):
         self._sessions = sessions
-        self._open: set[tuple[str, str]] = set()  # known to be open: spares a read per request
+        self._open: set[tuple[str, str]] = set()  # read from the database once, not at each request
         self._on_finish: list[OnFinish] = []
 
     def when_finished(self, listener: OnFinish) -> None:
         self._on_finish.append(listener)
 
     async def create(self, user: str, details: Mapping[str, object]) -> str:
-        session_id = str(uuid.uuid4())  # no slash: it becomes part of checkpoint paths
+        # No slash: it becomes part of checkpoint paths (wire specification, section 2.3).
+        session_id = str(uuid.uuid4())
         await self._sessions.add(session_id, user, dict(details))
         self._open.add((user, session_id))
         return session_id
@@ -31,7 +32,7 @@ class SessionService:
         await self._sessions.heartbeat(session_id)
 
     async def finish(self, user: str, session_id: str, reason: str) -> None:
-        """Again finishing is allowed and changes nothing."""
+        """The first reason counts: finishing again changes nothing (wire specification, 2.5)."""
         session = await self.get(user, session_id)
         if session.finished_at is not None:
             return

@@ -17,7 +17,7 @@ from tinkercloud.core.types import AdamParams, TrainBatch
 from tinkercloud.errors import InvalidRequest, ModelNotFound, UserError
 from tinkercloud.services.bodies import TrainingCall
 from tinkercloud.services.checkpoint_service import SaveOptions
-from tinkercloud.services.foundation import Foundation
+from tinkercloud.services.dependencies import Dependencies
 from tinkercloud.services.model_service import ModelService, stringified
 from tinkercloud.services.numbers import train_key, train_seq_id
 from tinkercloud.services.sampling_service import SamplingService
@@ -29,16 +29,17 @@ INLINE_BYTES = 64 * 1024  # larger batches are checked off the event loop
 
 
 class TrainingService:
-    def __init__(self, foundation: Foundation, models: ModelService, sampling: SamplingService):
-        self._backend = foundation.backend
-        self._catalog = foundation.catalog
-        self._tasks = foundation.tasks
-        self._checkpoints = foundation.checkpoints
+    def __init__(self, dependencies: Dependencies, models: ModelService, sampling: SamplingService):
+        self._backend = dependencies.backend
+        self._catalog = dependencies.catalog
+        self._tasks = dependencies.tasks
+        self._checkpoints = dependencies.checkpoints
         self._models = models
         self._sampling = sampling
 
     async def forward_backward(self, user: str, call: TrainingCall) -> UntypedAPIFuture:
-        """Acknowledged even when it must fail: a refused chunk would leave the client waiting.
+        """Acknowledged even when it must fail: a refused chunk would hang its client for ever (wire
+        specification, section 0).
 
         Raises UserError for faulty data of an unknown model: then nobody can be waiting.
         """
@@ -47,12 +48,13 @@ class TrainingService:
         if model is None:
             return await self._refuse(user, kind, call)
 
-        # While the request is put on record. It holds the batch from then on, not the raw form.
-        checking = asyncio.ensure_future(self._checked(model, call))
-        checking.add_done_callback(lambda done: done.cancelled() or done.exception())
+        # Checked while the row is written. The task holds the batch from then on, not the raw form.
+        batch_task = asyncio.ensure_future(self._checked(model, call))
+        # retrieves the error: of a repeated request nobody awaits the batch
+        batch_task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
         async def work() -> Outcome:
-            output = await self._backend.forward_backward(model.model_id, await checking)
+            output = await self._backend.forward_backward(model.model_id, await batch_task)
             return completed_protobuf(encode_train_output(output))
 
         return await self._models.submit(model, kind, call.seq_id, work)
@@ -82,6 +84,7 @@ class TrainingService:
 
         async def work() -> Outcome:
             metrics = await self._backend.optim_step(model.model_id, adam_params(body))
+            # NaN in a JSON result is a decode error in the client (wire specification, section 0)
             finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
             return completed_json({"metrics": finite, "type": "optim_step"})
 
@@ -100,8 +103,8 @@ class TrainingService:
                 body.overwrite,
                 stringified(body.user_metadata),
             )
-            saved = await self._checkpoints.save(model, options)
-            return completed_json({"path": saved.tinker_path, "type": "save_weights"})
+            checkpoint = await self._checkpoints.save(model, options)
+            return completed_json({"path": checkpoint.tinker_path, "type": "save_weights"})
 
         return await self._models.submit(model, "SaveWeights", body.seq_id, work)
 
@@ -133,17 +136,18 @@ class TrainingService:
 
 
 def adam_params(body: OptimStepRequest) -> AdamParams:
-    """Raises InvalidRequest."""
-    sent = body.adam_params or JsonAdamParams()
+    """`optimizer_params` replaces `adam_params` (wire specification, section 8). Raises
+    InvalidRequest."""
+    wire_params = body.adam_params or JsonAdamParams()
     if body.optimizer_params is not None:
         family = body.optimizer_params.get("type", "adamw")
         if family not in ("adam", "adamw"):
             raise InvalidRequest(f"optimizer {family!r} in optimizer_params: this model has adamw")
         try:
-            sent = JsonAdamParams.model_validate(body.optimizer_params)
+            wire_params = JsonAdamParams.model_validate(body.optimizer_params)
         except ValidationError as error:
             raise InvalidRequest(f"optimizer_params: {error.errors()[0]['msg']}") from None
-    params = AdamParams(**sent.model_dump())
+    params = AdamParams(**wire_params.model_dump())
     for name, value in asdict(params).items():
         highest = 1.0 if name in ("beta1", "beta2") else math.inf
         if not 0 <= value < highest:

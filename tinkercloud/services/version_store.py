@@ -1,4 +1,4 @@
-"""Which published version stands behind which key, and who still uses it."""
+"""The published version of each key, and its users."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -14,7 +14,7 @@ class _Entry:
 
 
 class VersionStore:
-    """Publishes a key's version when it is first asked for, once however many ask."""
+    """Publishes a key's version at its first use, once for all concurrent users."""
 
     def __init__(self, backend: Backend):
         self._backend = backend
@@ -33,12 +33,13 @@ class VersionStore:
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         ready.set_result(version)
         old = self._entries.get(key)
+        # Replaced before it is released: no new sample may get a released version.
         self._entries[key] = _Entry(ready, set() if old is None else old.users)
         if old is not None:
             await self._release(old)
 
     async def get(self, key: str, user: str, publish: Callable[[], Awaitable[str]]) -> str:
-        """The version behind key, published now if there is none. user: who uses it from now."""
+        """The version of `key`, published now if there is none. user: counted until `leave`."""
         entry = self._entries.get(key)
         if entry is None:
             task = asyncio.ensure_future(publish())
@@ -46,6 +47,7 @@ class VersionStore:
             entry = self._entries[key] = _Entry(task)
         entry.users.add(user)
         try:
+            # shielded: one user who is cancelled must not cancel what others wait for
             return await asyncio.shield(entry.version)
         except Exception:
             self._forget(key, entry)
@@ -58,7 +60,7 @@ class VersionStore:
             self._forget(key, entry)
 
     async def leave(self, key: str, user: str) -> None:
-        """One user less; the last one's leaving releases the version."""
+        """One user less; without users the version is released."""
         entry = self._entries.get(key)
         if entry is None:
             return
@@ -68,7 +70,7 @@ class VersionStore:
             await self._release(entry)
 
     def _forget(self, key: str, entry: _Entry) -> None:
-        if self._entries.get(key) is entry:
+        if self._entries.get(key) is entry:  # not one that replaced it meanwhile
             del self._entries[key]
 
     async def _release(self, entry: _Entry) -> None:

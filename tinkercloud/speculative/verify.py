@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-Law = NDArray[np.float64]  # (V,), sums to 1
-Laws = NDArray[np.float64]  # (K, V) or (K + 1, V)
+Distribution = NDArray[np.float64]  # (V,), sums to 1
+Distributions = NDArray[np.float64]  # (K, V) or (K + 1, V)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,21 +79,23 @@ def match_tree(tokens: Sequence[int], parents: Sequence[int], target: Sequence[i
 # ---- rejection
 
 
-def draw(weights: Law, coin: float) -> int:
+def draw(weights: Distribution, coin: float) -> int:
     """A token with probability in proportion to its weight (V,), by inversion; coin in [0, 1)."""
     upto = np.cumsum(weights)
     token = int(np.searchsorted(upto, coin * upto[-1], side="right"))
     return min(token, int(np.flatnonzero(weights)[-1]))
 
 
-def residual(p: Law, q: Law) -> Law:
+def residual(p: Distribution, q: Distribution) -> Distribution:
     """What p, or a share of it, has over q, as a law; p where rounding leaves nothing."""
     over = np.maximum(p - q, 0.0)
     total = over.sum()
     return over / total if total > 0 else p
 
 
-def chain(p: Laws, q: Laws, drafted: Sequence[int], coins: Sequence[float]) -> Verdict:
+def chain(
+    p: Distributions, q: Distributions, drafted: Sequence[int], coins: Sequence[float]
+) -> Verdict:
     """Speculative sampling (Leviathan et al. 2211.17192, Chen et al. 2302.01318).
 
     p (K + 1, V) target, q (K, V) draft, drafted (K,) with drafted[i] drawn from q[i]; coins
@@ -106,7 +108,9 @@ def chain(p: Laws, q: Laws, drafted: Sequence[int], coins: Sequence[float]) -> V
     return Verdict((*drafted, draw(p[-1], coins[-1])))
 
 
-def block(p: Laws, q: Laws, drafted: Sequence[int], coins: Sequence[float]) -> Verdict:
+def block(
+    p: Distributions, q: Distributions, drafted: Sequence[int], coins: Sequence[float]
+) -> Verdict:
     """Block verification (Sun et al. 2403.10444): the tokens are judged together; never fewer of
     them stand on average than by `chain`. Arguments as there."""
     _check(p, drafted, coins, q)
@@ -131,7 +135,7 @@ def block(p: Laws, q: Laws, drafted: Sequence[int], coins: Sequence[float]) -> V
 
 
 def siblings(
-    p: Law, q: Law, candidates: Sequence[int], coins: Sequence[float]
+    p: Distribution, q: Distribution, candidates: Sequence[int], coins: Sequence[float]
 ) -> tuple[int | None, int]:
     """Several candidates for one position, drawn from q one after the other without replacement
     (Sequoia 2402.12374). Which of them stands, or None, and the token that is emitted.
@@ -148,7 +152,7 @@ def siblings(
     return None, draw(p, coins[-1])
 
 
-def without(law: Law, token: int) -> Law:
+def without(law: Distribution, token: int) -> Distribution:
     """The law of everything but one token; zeros where nothing else has weight."""
     rest = law.copy()
     rest[token] = 0.0
@@ -156,7 +160,7 @@ def without(law: Law, token: int) -> Law:
     return rest / total if total > 0 else rest
 
 
-def point_mass(p: Laws, drafted: Sequence[int], coins: Sequence[float]) -> Verdict:
+def point_mass(p: Distributions, drafted: Sequence[int], coins: Sequence[float]) -> Verdict:
     """Any proposal that comes without a law: text seen before, another tokenizer, a person.
 
     Exact for every one of them, and what is emitted tells nothing of it: given the draft, the law
@@ -169,7 +173,9 @@ def point_mass(p: Laws, drafted: Sequence[int], coins: Sequence[float]) -> Verdi
     return Verdict((*drafted, draw(p[-1], coins[-1])))
 
 
-def _check(p: Laws, drafted: Sequence[int], coins: Sequence[float], q: Laws | None = None) -> None:
+def _check(
+    p: Distributions, drafted: Sequence[int], coins: Sequence[float], q: Distributions | None = None
+) -> None:
     many = len(drafted)
     if len(p) != many + 1 or len(coins) != many + 1 or (q is not None and len(q) != many):
         raise ValueError(
@@ -180,12 +186,12 @@ def _check(p: Laws, drafted: Sequence[int], coins: Sequence[float], q: Laws | No
 # ---- how often a draft stands
 
 
-def overlap(p: Law, q: Law) -> float:
+def overlap(p: Distribution, q: Distribution) -> float:
     """The chance that a token drawn from q stands by `chain`: 1 less the total variation."""
     return float(np.minimum(p, q).sum())
 
 
-def coupled_chance(p: Law, q: Law, token: int) -> float:
+def coupled_chance(p: Distribution, q: Distribution, token: int) -> float:
     """The chance that a token drawn from q is also what p gives with the same noise (Gumbel-max).
 
     Of the token that was drawn, since what is done with a draft may depend on which one it is.

@@ -104,7 +104,7 @@ class Database:
         try:
             await self._execute(group)
         except sqlite3.Error as error:
-            if len(group) > 1:  # only the faulty statement may fail, not its neighbours
+            if len(group) > 1:  # only the faulty statement may fail, not the others
                 for write in group:
                     await self._commit([write])
                 return
@@ -118,7 +118,7 @@ class Database:
             return
         self.num_commits += 1
         if len(group) == 1 and not group[0].through:
-            # It commits by itself: one turn of the writer's thread instead of three.
+            # It commits by itself: one call of the writer's thread instead of three.
             await self._writer.execute(group[0].sql, group[0].values)
             return
         try:
@@ -147,6 +147,6 @@ async def _connect(path: Path) -> aiosqlite.Connection:
     connection = await aiosqlite.connect(path, timeout=30.0, isolation_level=None)
     connection.row_factory = sqlite3.Row
     await connection.execute("PRAGMA journal_mode = WAL")
-    # a flush per commit would cost milliseconds, for requests whose model is in memory anyway
+    # A flush per commit would cost milliseconds, and a power cut loses the model in memory anyway.
     await connection.execute("PRAGMA synchronous = NORMAL")
     return connection

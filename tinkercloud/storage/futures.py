@@ -39,8 +39,8 @@ class Outcome:
 
 
 def completed_json(value: dict[str, object]) -> Outcome:
-    """A JSON result. Values that JSON has no word for (NaN, Infinity) are our defect."""
-    assert "error" not in value, "the client reads a top-level `error` as failure"
+    """A JSON result. Values that JSON does not have (NaN, Infinity) are our defect."""
+    assert "error" not in value, "clients read it as failure (wire specification, section 0)"
     return Outcome("completed", JSON_TYPE, json.dumps(value, allow_nan=False).encode())
 
 
@@ -61,13 +61,14 @@ RESTARTED = failed(
 
 
 class FuturesStorage:
-    """All times are taken here, so that expiry has one clock."""
+    """All times are taken here, so that expiry has one clock. A finished result stays until it
+    expires: a poll whose answer was lost comes again (wire specification, section 4.4)."""
 
     def __init__(self, database: Database):
         self._database = database
 
     async def add(self, request_id: str, ticket: Ticket) -> None:
-        """Acknowledge: it outlives the process when this returns."""
+        """Acknowledge: the request outlives the process when this returns."""
         await self._database.write(
             "INSERT INTO futures (request_id, user, kind, dedup_key, model_id, seq_id, status,"
             " created_at) VALUES (?, ?, ?, ?, ?, ?, 'pending', ?)",

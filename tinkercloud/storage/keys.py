@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 
 DATABASE_NAME = "tinkercloud.db"
-KEY_PREFIX = "tml-"  # the official client refuses keys that do not begin so
+KEY_PREFIX = "tml-"  # the official client refuses other keys (wire specification, section 16)
 DEFAULT_USER = "default"
 CACHE_S = 1.0  # a revoked key works at most this much longer in a running server
 
@@ -75,7 +75,7 @@ class KeyStore:
         return cursor.rowcount > 0
 
     def user_of(self, key: str) -> str | None:
-        """Whose key it is. A key added by another process is found at once."""
+        """The user of a key, None where it has none. Keys of other processes count at once."""
         digest = _digest(key)
         if time.monotonic() - self._cached_at < CACHE_S:
             user = self._match(digest)
@@ -86,8 +86,8 @@ class KeyStore:
         return self._match(digest)
 
     def _match(self, digest: bytes) -> str | None:
-        found = None
-        for stored, user in self._cached:  # no early exit: the time must not tell which one
+        match = None
+        for stored, user in self._cached:  # no early exit: the time must not depend on the key
             if hmac.compare_digest(stored, digest):
-                found = user
-        return found
+                match = user
+        return match

@@ -181,14 +181,15 @@ class MetadataStorage:
     async def checkpoint(
         self, model_id: str, segment: str, name: str, user: str
     ) -> Checkpoint | None:
-        found = await self.checkpoint_even_expired(model_id, segment, name, user)
-        alive = found is not None and (found.expires_at is None or found.expires_at > time.time())
-        return found if alive else None
+        checkpoint = await self.checkpoint_even_expired(model_id, segment, name, user)
+        if checkpoint is None or checkpoint.expires_at is None:
+            return checkpoint
+        return checkpoint if checkpoint.expires_at > time.time() else None
 
     async def checkpoint_even_expired(
         self, model_id: str, segment: str, name: str, user: str
     ) -> Checkpoint | None:
-        """For who is about to replace it."""
+        """For a save that replaces it."""
         row = await self._database.one(
             "SELECT * FROM checkpoints WHERE model_id = ? AND segment = ? AND name = ?"
             " AND user = ?",

@@ -1,4 +1,4 @@
-"""Sessions: who began them, when they last gave a sign, how they ended."""
+"""Sessions: who began them, their last heartbeat, how they ended."""
 
 import json
 import time

@@ -115,7 +115,7 @@ def encode_forward_backward_request(request: ForwardBackwardRequest) -> bytes:
     for name, value in request.loss_fn_config.items():
         if isinstance(value, str):
             message.loss_fn_config_v2[name].text = value
-        else:
+        else:  # twice: older servers read the first form only (wire specification, section 6.1)
             message.loss_fn_config[name] = value
             message.loss_fn_config_v2[name].number = value
     for datum in request.data:
@@ -124,7 +124,8 @@ def encode_forward_backward_request(request: ForwardBackwardRequest) -> bytes:
 
 
 def encode_train_output(output: TrainOutput) -> bytes:
-    """A ForwardBackwardOutput: one record per run of datums with equal trailing shapes."""
+    """A ForwardBackwardOutput: one record per run of datums with equal trailing shapes, the only
+    way to send ragged ones (wire specification, section 6.3)."""
     message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     for name, value in output.metrics.items():
         message.metrics[name] = value
@@ -293,7 +294,7 @@ def _write_batch(message: "pb.BatchedTensor", arrays: list[NDArray]) -> None:
 def _decode_record(record: "pb.ArrayRecord") -> list[Mapping[str, NDArray[Any]]]:
     fields = {name: _decode_batch(name, batch) for name, batch in record.fields.items()}
     counts = {len(arrays) for arrays in fields.values()}
-    # num_datums 0 beside fields: a sender from before that field existed.
+    # num_datums 0 with fields: a sender from before num_datums existed.
     num_datums = record.num_datums or next(iter(counts), 0)
     if counts - {num_datums} or not 0 <= num_datums <= MAX_PARTS:
         raise WireError(f"a record of {num_datums} datums has fields of {sorted(counts)} datums")
@@ -361,5 +362,5 @@ def _bytes(array: NDArray, dtype: np.dtype) -> bytes:
     return np.ascontiguousarray(array, dtype=dtype).tobytes()
 
 
-def _numbers(data: bytes, stored_as: np.dtype, wanted: type[np.generic]) -> NDArray[Any]:
-    return plain_from_bytes(data, stored_as).astype(wanted)
+def _numbers(data: bytes, stored_as: np.dtype, number: type[np.generic]) -> NDArray[Any]:
+    return plain_from_bytes(data, stored_as).astype(number)

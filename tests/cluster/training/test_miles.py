@@ -19,7 +19,7 @@ from tinkercloud.cluster.training.miles import MilesRank, miles_datum
 from tinkercloud.cluster.training.rank_actors import MILES_RANK
 from tinkercloud.cluster.training.rank_types import RankSettings
 from tinkercloud.config import ClusterConfig, Config
-from tinkercloud.core.plan import GIB, ClusterShape, Wishes
+from tinkercloud.core.plan import GIB, ClusterShape, PlanConstraints
 from tinkercloud.core.slime_builder import SlimeArgumentBuilder
 from tinkercloud.core.types import AdamParams, Datum, LoraSpec, ServedModel, TrainBatch
 from tinkercloud.errors import ConfigError, EngineDied, ModelStateLost, UserError
@@ -37,10 +37,10 @@ QWEN_MOE = {
 }
 
 
-def plan(architecture=LLAMA, **wishes):
+def plan(architecture=LLAMA, **constraints):
     config = {**SIZES, **architecture, "rope_parameters": PLAIN}
-    told = {"lora_rank": 8, "rollout_gpus": 1, "max_seq_len": 256, "tp": 2, **wishes}
-    return SlimeArgumentBuilder(ClusterShape(3, 3, 16 * GIB)).build(config, Wishes(**told))
+    told = {"lora_rank": 8, "rollout_gpus": 1, "max_seq_len": 256, "tp": 2, **constraints}
+    return SlimeArgumentBuilder(ClusterShape(3, 3, 16 * GIB)).build(config, PlanConstraints(**told))
 
 
 def settings_of(made) -> RankSettings:

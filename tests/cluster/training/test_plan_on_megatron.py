@@ -6,7 +6,7 @@ import pytest
 
 from tests.core.public_configs import TRAINABLE, public_config
 from tinkercloud.cluster.training.megatron_model import RankHooks, transformer_config
-from tinkercloud.core.plan import ClusterShape, Plan, Wishes
+from tinkercloud.core.plan import ClusterShape, Plan, PlanConstraints
 from tinkercloud.core.slime_builder import SlimeArgumentBuilder
 from tinkercloud.errors import PlanRefused
 
@@ -21,8 +21,10 @@ def plans(name: str) -> list[Plan]:
     for gpus in GPUS:
         for rank in (32, None):
             try:
-                wishes = Wishes(lora_rank=rank)
-                plan = SlimeArgumentBuilder(ClusterShape(gpus)).build(public_config(name), wishes)
+                constraints = PlanConstraints(lora_rank=rank)
+                plan = SlimeArgumentBuilder(ClusterShape(gpus)).build(
+                    public_config(name), constraints
+                )
             except PlanRefused:
                 continue
             found.append(plan)
@@ -47,6 +49,6 @@ def test_megatron_accepts_the_arguments_of_every_plan(name):
     [("Llama-3.1-8B", {"tensor_model_parallel_size": 3}), ("Qwen3-8B", {"num_query_groups": 5})],
 )
 def test_megatron_would_have_refused_what_does_not_divide(name, wrong):
-    plan = SlimeArgumentBuilder(ClusterShape(8)).build(public_config(name), Wishes(tp=2))
+    plan = SlimeArgumentBuilder(ClusterShape(8)).build(public_config(name), PlanConstraints(tp=2))
     with pytest.raises(ValueError, match="must be a multiple"):
         transformer_config(replace(plan.megatron, **wrong), RankHooks())

@@ -22,7 +22,7 @@ from tests.cluster.ray_cluster import (
 from tinkercloud.cluster.gpus.placement import Placement, Placer, Request, release, train_indices
 from tinkercloud.cluster.training.rank_actors import GroupSettings
 from tinkercloud.cluster.training.train_group import RayTrainGroup
-from tinkercloud.core.plan import GIB, ClusterShape, Plan, Wishes
+from tinkercloud.core.plan import GIB, ClusterShape, Plan, PlanConstraints
 from tinkercloud.core.slime_builder import SlimeArgumentBuilder
 from tinkercloud.core.types import AdamParams, Datum, LoraSpec, TrainBatch
 from tinkercloud.errors import EngineDied, ModelStateLost, TrainingRewound, UserError
@@ -47,8 +47,10 @@ def nothing_is_left() -> Iterator[None]:
 def tiny_plan(dp: int) -> Plan:
     llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     config = {**SIZES, **llama, "rope_parameters": PLAIN}
-    wishes = Wishes(lora_rank=8, tp=1, pp=1, cp=1, dp=dp, max_seq_len=256, dtype="float32")
-    return SlimeArgumentBuilder(ClusterShape(dp, dp, 16 * GIB)).build(config, wishes)
+    constraints = PlanConstraints(
+        lora_rank=8, tp=1, pp=1, cp=1, dp=dp, max_seq_len=256, dtype="float32"
+    )
+    return SlimeArgumentBuilder(ClusterShape(dp, dp, 16 * GIB)).build(config, constraints)
 
 
 @dataclass

@@ -48,11 +48,11 @@ def expected(folders: dict[str, Path]) -> dict[str, list[np.ndarray]]:
 
 
 def cases(folders: dict[str, Path], name: str) -> tuple[int, list[Case]]:
-    ranks, wishes = PLANS[name]
-    kinds = EXPERTS if {"ep", "etp"} & wishes.keys() else tuple(KINDS)
+    ranks, constraints = PLANS[name]
+    kinds = EXPERTS if {"ep", "etp"} & constraints.keys() else tuple(KINDS)
     if ranks == 4:  # each way of cutting has met every architecture by itself
         kinds = ("llama", "llama_tied", "qwen3", "qwen3_moe")
-    return ranks, [(k, folders[k], tiny_plan(folders[k], ranks, **wishes)) for k in kinds]
+    return ranks, [(k, folders[k], tiny_plan(folders[k], ranks, **constraints)) for k in kinds]
 
 
 def sequences(vocab_size: int = 259) -> list[np.ndarray]:

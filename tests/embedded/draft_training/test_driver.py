@@ -32,7 +32,7 @@ from tinkercloud.embedded.draft_training.driver import (
 )
 from tinkercloud.embedded.draft_training.head_trainer import HeadObjective, HeadTrainer
 from tinkercloud.errors import NotFound, UserError
-from tinkercloud.speculative.head.head import FrozenRows, Head, HeadConfig, fresh_params
+from tinkercloud.speculative.head.head import FrozenRows, Head, HeadConfig, initial_params
 from tinkercloud.speculative.head.vocabulary import DraftVocabulary
 from tinkercloud.speculative.learning.draft_folder import DraftFolder
 from tinkercloud.speculative.learning.schedule import TimeBudget, TriggerSettings
@@ -144,7 +144,7 @@ def test_a_draft_of_another_model_is_refused(taught, tmp_path):
     config = HeadConfig.of(trainer._head.config.target, (1, 4))
     other = Head(config, trainer._head.frozen)
     with pytest.raises(UserError, match="not one of this model"):
-        HeadTrainer(other, fresh_params(config, 0), HeadObjective()).read(tmp_path)
+        HeadTrainer(other, initial_params(config, 0), HeadObjective()).read(tmp_path)
     trimmed = FrozenRows.of(policy.weights, DraftVocabulary.of(range(9), V))
     small = HeadTrainer(Head(trainer._head.config, trimmed), trainer.params, HeadObjective())
     with pytest.raises(UserError, match="another vocabulary"):

@@ -40,9 +40,9 @@ from tinkercloud.embedded.process.model_store import ModelStore
 from tinkercloud.embedded.sampling.speculation import Listener, Speculation
 from tinkercloud.embedded.training.micro_batches import Limits
 from tinkercloud.embedded.training.queue import TrainingQueue
-from tinkercloud.speculative.draft_length.fixed_length import Steady
+from tinkercloud.speculative.draft_length.fixed_length import FixedLength
 from tinkercloud.speculative.drafters.drafter import Drafter
-from tinkercloud.speculative.drafters.guarded_drafter import guarded
+from tinkercloud.speculative.drafters.guarded_drafter import GuardedDrafter
 from tinkercloud.speculative.learning.cases import CaseStore
 from tinkercloud.speculative.learning.schedule import TimeBudget
 
@@ -97,8 +97,8 @@ def stood(
     def make(base: BaseModel, runner: Runner, pool: BlockPool) -> Speculation:
         if drafter.layers:
             runner.capture(base, drafter.layers)
-        guard = guarded(drafter, base.config.vocab_size)
-        made.append(Speculation(guard, Steady(DRAFTED), None, listener))
+        guard = GuardedDrafter(drafter, base.config.vocab_size)
+        made.append(Speculation(guard, FixedLength(DRAFTED), None, listener))
         return made[-1]
 
     sampler = Sampler(scene.store, speculate=make)

@@ -15,7 +15,7 @@ from tinkercloud.embedded.draft_training.dataset import Mix, SequenceDataset
 from tinkercloud.embedded.draft_training.driver import Fit, Plan, assign
 from tinkercloud.embedded.draft_training.head_trainer import HeadObjective, HeadTrainer
 from tinkercloud.embedded.model.version import Version
-from tinkercloud.speculative.head.head import FrozenRows, Head, HeadConfig, fresh_params
+from tinkercloud.speculative.head.head import FrozenRows, Head, HeadConfig, initial_params
 from tinkercloud.speculative.head.vocabulary import DraftVocabulary
 from tinkercloud.speculative.learning.schedule import TimeBudget
 
@@ -59,7 +59,7 @@ def trainer_of(
 ) -> HeadTrainer:
     config = HeadConfig.of(target_config(), (4,))
     head = Head(config, FrozenRows.of(weights, DraftVocabulary.of(ALL, V)))
-    return HeadTrainer(head, fresh_params(config, seed), training or HeadObjective())
+    return HeadTrainer(head, initial_params(config, seed), training or HeadObjective())
 
 
 def endless() -> TimeBudget:

@@ -31,11 +31,11 @@ from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.sampling.speculation import Speculation
 from tinkercloud.embedded.sampling.trace import Trace
-from tinkercloud.speculative.draft_length.fixed_length import Steady
+from tinkercloud.speculative.draft_length.fixed_length import FixedLength
 from tinkercloud.speculative.draft_length.rounds import Load, Reason
 from tinkercloud.speculative.drafters.draft_distribution import AUDIT_EVERY
 from tinkercloud.speculative.drafters.drafter import Draft, Stream
-from tinkercloud.speculative.drafters.guarded_drafter import guarded
+from tinkercloud.speculative.drafters.guarded_drafter import GuardedDrafter
 
 pytestmark = pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
 
@@ -57,10 +57,10 @@ def model_told(
 class LawsOfTheTokenBefore(ModelDrafter):
     """Tells of each token the law of the one before it."""
 
-    def propose(self, asked: Sequence[tuple[Stream, int]]) -> list[Draft]:
+    def propose(self, requests: Sequence[tuple[Stream, int]]) -> list[Draft]:
         return [
-            replace(draft, laws=(*draft.laws[:1], *draft.laws[:-1]))
-            for draft in super().propose(asked)
+            replace(draft, distributions=(*draft.distributions[:1], *draft.distributions[:-1]))
+            for draft in super().propose(requests)
         ]
 
 
@@ -150,7 +150,7 @@ def test_the_trace_of_a_draft_that_ends_its_sample_tells_where_it_stands(
     stop = next(i for i in range(24, 40) if tokens[i] not in tokens[20:i])
 
     def traced(*args: object) -> Speculation:
-        return Speculation(guarded(Oracle([tokens]), VOCAB), Steady(30), Trace(path))
+        return Speculation(GuardedDrafter(Oracle([tokens]), VOCAB), FixedLength(30), Trace(path))
 
     Sampler(store, speculate=traced).one(
         base, replace(free, params=replace(free.params, stop_token_ids=(tokens[stop],)))

@@ -30,7 +30,7 @@ from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.process.drafter_setup import _model_drafter
 from tinkercloud.embedded.process.model_store import ModelStore
 from tinkercloud.errors import ConfigError
-from tinkercloud.speculative.drafters.drafter import NOTHING, Drafter, Stream
+from tinkercloud.speculative.drafters.drafter import NO_DRAFT, Drafter, Stream
 from tinkercloud.weights.token_bytes import TokenBytes, TokenizerPair
 
 needs_compiler = pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
@@ -309,7 +309,7 @@ def test_tokens_that_are_there_stay_where_they_would_be_cut_otherwise(base: Base
 def test_a_draft_that_says_another_character_is_dropped(base: BaseModel) -> None:
     scene = Scene(base, "bytes", "many")
     begun = scene.stream("unknown 🙂".encode()[:-2])
-    assert scene.drafter.propose([(begun, 8)]) == [NOTHING]
+    assert scene.drafter.propose([(begun, 8)]) == [NO_DRAFT]
 
 
 def test_a_text_longer_than_the_drafts_context_gets_no_drafts(base: BaseModel) -> None:
@@ -317,7 +317,7 @@ def test_a_text_longer_than_the_drafts_context_gets_no_drafts(base: BaseModel) -
     scene = Scene(base, "many", "bytes")
     begun = scene.stream(("one two " * longest).encode())
     assert len(begun.tokens) * 2 > longest
-    assert scene.drafter.propose([(begun, 4)]) == [NOTHING]
+    assert scene.drafter.propose([(begun, 4)]) == [NO_DRAFT]
 
 
 def test_an_empty_text_gets_no_drafts(base: BaseModel) -> None:
@@ -325,7 +325,7 @@ def test_an_empty_text_gets_no_drafts(base: BaseModel) -> None:
     scene = Scene(base, "few", "bytes")
     begun = scene.stream(b"")
     begun.tokens.append(TOKENIZERS["few"].get_vocab_size() + 1)
-    assert scene.drafter.propose([(begun, 4)]) == [NOTHING]
+    assert scene.drafter.propose([(begun, 4)]) == [NO_DRAFT]
 
 
 # ---- which drafter a folder gets
@@ -359,7 +359,7 @@ def test_a_token_that_the_draft_has_no_row_for_gets_no_draft(folder: Path, base:
     drafter = chosen(folder, base)
     begun = stream(0, [5, VOCAB, 6])
     drafter.begin(begun)
-    assert drafter.propose([(begun, 4)]) == [NOTHING]
+    assert drafter.propose([(begun, 4)]) == [NO_DRAFT]
 
 
 def test_a_draft_model_without_a_tokenizer_is_refused(

@@ -17,16 +17,10 @@ from tinkercloud.decoding import device_scan
 from tinkercloud.decoding.sampler import gumbel_noise_at
 from tinkercloud.embedded.draft_training.capture import layer_outputs
 from tinkercloud.embedded.forward import runners
+from tinkercloud.embedded.forward.batch import Part, ragged
 from tinkercloud.embedded.forward.decode_graphs import DrawGraphs
 from tinkercloud.embedded.forward.kv_blocks import BlockPool
-from tinkercloud.embedded.forward.runners import (
-    GraphRunner,
-    NativeRunner,
-    Part,
-    Runner,
-    TorchRunner,
-    ragged,
-)
+from tinkercloud.embedded.forward.runners import GraphRunner, NativeRunner, Runner, TorchRunner
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.sampling import engine as engine_module
 from tinkercloud.embedded.sampling.cuda_streams import SingleStream, Streams

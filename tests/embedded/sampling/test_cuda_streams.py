@@ -14,18 +14,13 @@ from tests.embedded.fake_streams import FakeStreams, Race, WatchedRunner
 from tests.embedded.speculative_engine import Drafting
 from tests.embedded.tiny import ask, random_prompt
 from tests.gpu import stream_bodies as bodies
+from tests.speculative.drafters.trial_drafters import DyingDrafter
 from tinkercloud.core.types import SampleOutput
 from tinkercloud.embedded.forward import contexts, paged_context, runners
+from tinkercloud.embedded.forward.batch import Part, ragged
 from tinkercloud.embedded.forward.decode_graphs import DrawGraphs
 from tinkercloud.embedded.forward.kv_blocks import BlockPool
-from tinkercloud.embedded.forward.runners import (
-    GraphRunner,
-    NativeRunner,
-    Part,
-    Runner,
-    TorchRunner,
-    ragged,
-)
+from tinkercloud.embedded.forward.runners import GraphRunner, NativeRunner, Runner, TorchRunner
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.uploads import uploaded
 from tinkercloud.embedded.sampling import engine as engine_module
@@ -36,8 +31,7 @@ from tinkercloud.embedded.sampling.cuda_streams import (
     streams_for,
 )
 from tinkercloud.embedded.sampling.engine import SamplingEngine
-from tinkercloud.speculative.drafters.drafter import SilentDrafter
-from tinkercloud.speculative.drafters.trial_drafters import DyingDrafter
+from tinkercloud.speculative.drafters.drafter import Drafter
 
 CPU = "cpu"
 COMPILED = pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
@@ -139,13 +133,13 @@ def test_unjoined_streams_raise_a_race(
 # ---- the order of a step
 
 
-class Noting(SilentDrafter):
+class Noting(Drafter):
     def __init__(self, streams: FakeStreams):
         self._streams = streams
 
-    def propose(self, asked):
+    def propose(self, requests):
         self._streams.note("drafts")
-        return super().propose(asked)
+        return super().propose(requests)
 
 
 class Bench:

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tests.architectures.networks import FAMILIES, SIZES, random_network
+from tests.embedded.exactness import assert_same_gradients_in_company
 from tinkercloud.core.types import Datum, LoraSpec, TrainBatch
-from tinkercloud.embedded.forward.contexts import pad_rows
+from tinkercloud.embedded.forward.row_invariance import is_row_invariant, pad_rows
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.native import train_bindings
 from tinkercloud.embedded.training import attention as train_attention
@@ -356,8 +357,9 @@ def test_models_that_share_a_pass_get_what_each_gets_alone(base: BaseModel, loss
     together = [share(m, w) for m, w in zip(models, works, strict=True)]
     ran(run_pass, base, *together)
     for one, shared in zip(alone, together, strict=True):
-        assert shared.loss == one.loss
-        assert_same_bits(shared.model.grads, one.model.grads)
+        exact = is_row_invariant(torch.float32)
+        assert shared.loss == pytest.approx(one.loss, rel=0 if exact else 1e-5, abs=0)
+        assert_same_gradients_in_company(one.model.grads, shared.model.grads)
 
 
 def test_an_error_of_one_share_leaves_the_others_as_they_are(llama: BaseModel) -> None:
@@ -370,4 +372,4 @@ def test_an_error_of_one_share_leaves_the_others_as_they_are(llama: BaseModel) -
     ran(run_pass, llama, *shares)
     assert "importance_sampling loss of datum 1 is -inf" in str(shares[0].error)
     assert shares[1].error is None
-    assert_same_bits(shares[1].model.grads, alone.model.grads)
+    assert_same_gradients_in_company(alone.model.grads, shares[1].model.grads)

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tinkercloud.speculative.draft_length.acceptance import Acceptance
-from tinkercloud.speculative.draft_length.controller import Policy
-from tinkercloud.speculative.draft_length.costs import CostTable, Measured, measured
+from tinkercloud.speculative.draft_length.controller import DraftLengthController
+from tinkercloud.speculative.draft_length.costs import CostTable, MeasuredCosts, measure_costs
 from tinkercloud.speculative.draft_length.draft_costs import DraftCosts
-from tinkercloud.speculative.draft_length.planning import Knowledge
+from tinkercloud.speculative.draft_length.planning import Estimates
 from tinkercloud.speculative.draft_length.rounds import Load, Round, Times
 
 
@@ -72,8 +72,8 @@ class Machine:
         spike = 2.0 if self.coins.random() < 0.01 else 1.0
         return spike * float(np.exp(self._pace + self.jitter * self.coins.standard_normal()))
 
-    def measured(self) -> Measured:
-        return measured(lambda rows, sequences, context: self.ms(rows) * self.noise())
+    def measured(self) -> MeasuredCosts:
+        return measure_costs(lambda rows, sequences, context: self.ms(rows) * self.noise())
 
 
 @dataclass
@@ -94,7 +94,7 @@ class Outcome:
 class Run:
     machine: Machine
     drafter: Drafter
-    policy: Policy
+    policy: DraftLengthController
     outcome: Outcome = field(default_factory=Outcome)
 
     def round(self, loads: list[Load]) -> list[int]:
@@ -119,7 +119,7 @@ class Run:
         told = Round(
             tuple(asked), confidences, tuple(verified), tuple(accepted), times, groups=groups
         )
-        self.policy.learned(told)
+        self.policy.observe(told)
         self.outcome.tokens += len(loads) + sum(
             self._expected(n, drafter.dull if hard[i] else 1.0) for i, n in enumerate(verified)
         )
@@ -143,8 +143,8 @@ class Run:
 
 def started(ms: Callable[[int], float], drafter: Drafter, seed: int = 0) -> Run:
     machine = Machine(ms, seed)
-    known = Knowledge(CostTable(machine.measured()), DraftCosts(), Acceptance())
-    return Run(machine, drafter, Policy(known))
+    known = Estimates(CostTable(machine.measured()), DraftCosts(), Acceptance())
+    return Run(machine, drafter, DraftLengthController(known))
 
 
 def fixed_goodput(ms: Callable[[int], float], drafter: Drafter, num_loads: int, k: int) -> float:

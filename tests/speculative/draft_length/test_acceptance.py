@@ -129,7 +129,7 @@ def test_before_drafting_drafts_are_foreseen_as_short_and_as_good_as_they_were()
         own = (0.9,) * (K if coins.random() < 0.5 else 0)
         fell = [coins.random() >= 0.8 for _ in own]
         rounds.append(told([own], [fell.index(True) if True in fell else len(own)]))
-    rows, stands = learned(rounds, memory=1e9).foreseen(3)
+    rows, stands = learned(rounds, memory=1e9).forecast(3)
     assert rows.shape == stands.shape == (3, K)
     assert rows[0] == pytest.approx([0.5] * K, abs=0.04)
     assert stands[2] == pytest.approx([0.5 * 0.8**d for d in range(1, K + 1)], abs=0.04)
@@ -137,7 +137,7 @@ def test_before_drafting_drafts_are_foreseen_as_short_and_as_good_as_they_were()
 
 def test_depths_that_were_not_asked_for_are_not_foreseen_as_empty():
     rounds = [told([(0.9,)], [1], asked=1)] * 500
-    rows, _ = learned(rounds, memory=1e9).foreseen(1)
+    rows, _ = learned(rounds, memory=1e9).forecast(1)
     assert rows[0] == pytest.approx([1.0] * K, abs=0.02)
 
 

@@ -19,11 +19,14 @@ from tests.speculative.draft_length.simulated import (
     started,
 )
 from tinkercloud.speculative.draft_length.acceptance import Acceptance
-from tinkercloud.speculative.draft_length.controller import Policy, Settings
-from tinkercloud.speculative.draft_length.costs import ROWS, CostTable, Measured
+from tinkercloud.speculative.draft_length.controller import (
+    ControllerSettings,
+    DraftLengthController,
+)
+from tinkercloud.speculative.draft_length.costs import ROWS, CostTable, MeasuredCosts
 from tinkercloud.speculative.draft_length.draft_costs import DraftCosts
-from tinkercloud.speculative.draft_length.planning import Bounds, Knowledge, urgency
-from tinkercloud.speculative.draft_length.probing import Pace, Probing
+from tinkercloud.speculative.draft_length.planning import Estimates, PlannerSettings, urgency
+from tinkercloud.speculative.draft_length.probing import ProbeSchedule, Probing
 from tinkercloud.speculative.draft_length.rounds import Kind, Load, Reason, Round, Times
 
 DRAFTERS = {
@@ -153,7 +156,7 @@ def test_between_the_margins_it_stays_as_it_is():
     assert not on.is_on
 
 
-def retimed(policy: Policy, verify_ms: float) -> Policy:
+def retimed(policy: DraftLengthController, verify_ms: float) -> DraftLengthController:
     policy._known.costs = flat(verify_ms)
     policy._planner.forget()
     return policy
@@ -197,7 +200,7 @@ def test_probes_are_few_and_fewer_as_they_fail():
 
 @pytest.mark.parametrize("every", (1, 100))
 def test_probing_loses_no_more_than_its_share_of_the_time(every):
-    probing = Probing(Pace(every=every, limit=every, budget=0.01))
+    probing = Probing(ProbeSchedule(every=every, limit=every, budget=0.01))
     lost = total = 0.0
     for _ in range(20_000):
         if probing.due(loss_ms=30.0):
@@ -221,10 +224,10 @@ def test_while_on_a_plain_round_is_made_now_and_then(step_ms, least, most):
 # ---- expectations that are wrong
 
 
-def wrongly_timed(verify: float) -> Policy:
+def wrongly_timed(verify: float) -> DraftLengthController:
     plain_ms = tuple(few_cores(rows) for rows in ROWS)
-    told = Measured(ROWS, plain_ms, tuple(verify * ms for ms in plain_ms))
-    return Policy(Knowledge(CostTable(told)))
+    told = MeasuredCosts(ROWS, plain_ms, tuple(verify * ms for ms in plain_ms))
+    return DraftLengthController(Estimates(CostTable(told)))
 
 
 @pytest.mark.parametrize("many", (1, 8, 32))
@@ -239,8 +242,8 @@ def test_the_ledger_alone_stops_what_falls_behind(monkeypatch):
     """A table that learns nothing goes on promising; what the rounds brought does not."""
     monkeypatch.setattr(CostTable, "observe", lambda *args: 1.0)
     own = tuple(few_cores(rows) for rows in ROWS)
-    known = Knowledge(CostTable(Measured(ROWS, own, (few_cores(8),) * len(ROWS))))
-    run = Run(Machine(few_cores, 7, wander=0.0), Drafter((0.5,)), Policy(known))
+    known = Estimates(CostTable(MeasuredCosts(ROWS, own, (few_cores(8),) * len(ROWS))))
+    run = Run(Machine(few_cores, 7, wander=0.0), Drafter((0.5,)), DraftLengthController(known))
     ran(run, 8, 1500)
     assert run.outcome.reasons[:60].count(Reason.BEHIND) > 0
     assert run.outcome.goodput >= 0.95 * 8 / few_cores(8)
@@ -250,12 +253,14 @@ def test_the_ledger_alone_stops_what_falls_behind(monkeypatch):
 
 
 def flat(verify_ms: float) -> CostTable:
-    return CostTable(Measured(ROWS, (10.0,) * len(ROWS), (verify_ms,) * len(ROWS)))
+    return CostTable(MeasuredCosts(ROWS, (10.0,) * len(ROWS), (verify_ms,) * len(ROWS)))
 
 
-def quiet_policy(max_rows: int = 256, verify_ms: float = 10.5) -> Policy:
-    known = Knowledge(flat(verify_ms), DraftCosts(step_ms=0.01), Acceptance())
-    return Policy(known, Settings(Bounds(max_rows=max_rows, free=0.0), first=()))
+def quiet_policy(max_rows: int = 256, verify_ms: float = 10.5) -> DraftLengthController:
+    known = Estimates(flat(verify_ms), DraftCosts(step_ms=0.01), Acceptance())
+    return DraftLengthController(
+        known, ControllerSettings(PlannerSettings(max_rows=max_rows, free=0.0), first=())
+    )
 
 
 def test_a_new_drafter_is_met_in_a_few_small_rounds():
@@ -270,14 +275,14 @@ def test_a_new_drafter_that_takes_longer_than_a_plain_round_is_met_once():
 
 
 def test_a_new_drafter_is_met_where_there_is_little_room():
-    known = Knowledge(flat(10.5))
-    policy = Policy(known, Settings(Bounds(max_rows=5)))
+    known = Estimates(flat(10.5))
+    policy = DraftLengthController(known, ControllerSettings(PlannerSettings(max_rows=5)))
     for _ in range(6):
         asked = policy.limits(loads(3))
         seen = policy.choose([(0.9,) * n for n in asked])
         assert sum(seen) <= 2
         confidences = tuple((0.9,) * n for n in asked)
-        policy.learned(Round(tuple(asked), confidences, tuple(seen), tuple(seen), Times(0.01, 10)))
+        policy.observe(Round(tuple(asked), confidences, tuple(seen), tuple(seen), Times(0.01, 10)))
     assert policy.kind is Kind.SPECULATIVE
     assert sum(seen) == 2
 
@@ -329,7 +334,7 @@ def test_a_round_shared_with_other_work_teaches_no_times():
     asked = policy.limits(loads(1))
     policy.choose([(0.9,) * asked[0]])
     before = policy._known.costs.to_json()
-    policy.learned(
+    policy.observe(
         Round(
             tuple(asked), ((0.9,) * asked[0],), tuple(asked), (0,), Times(9.0, 500.0, usable=False)
         )

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from tests.speculative.draft_length.simulated import MACHINES, Machine, few_cores, memory_bound
-from tinkercloud.speculative.draft_length.costs import ROWS, CostTable, Measured, isotonic, measured
+from tinkercloud.speculative.draft_length.costs import (
+    ROWS,
+    CostTable,
+    MeasuredCosts,
+    isotonic,
+    measure_costs,
+)
 from tinkercloud.speculative.draft_length.draft_costs import DraftCosts
 
 CONTEXT = 300
@@ -17,11 +23,11 @@ def with_attention(rows: int, sequences: int, context: int) -> float:
 
 
 def flat(plain: float = 10.0, verify: float = 20.0) -> CostTable:
-    return CostTable(Measured(ROWS, (plain,) * len(ROWS), (verify,) * len(ROWS)))
+    return CostTable(MeasuredCosts(ROWS, (plain,) * len(ROWS), (verify,) * len(ROWS)))
 
 
 def test_a_quiet_machine_is_told_as_it_is_between_the_points_and_at_any_context():
-    table = CostTable(measured(with_attention))
+    table = CostTable(measure_costs(with_attention))
     for sequences, rows, context in ((3, 5, 100), (20, 70, 1000), (8, 72, 64), (100, 256, 2000)):
         told = table.verify_ms(np.array([float(rows)]), sequences, context)[0]
         assert told == pytest.approx(with_attention(rows, sequences, context), rel=0.01)
@@ -30,7 +36,7 @@ def test_a_quiet_machine_is_told_as_it_is_between_the_points_and_at_any_context(
 
 
 def test_beyond_the_grid_the_last_slope_goes_on():
-    table = CostTable(measured(with_attention))
+    table = CostTable(measure_costs(with_attention))
     told = table.verify_ms(np.array([512.0]), 64, 0.0)[0]
     assert told == pytest.approx(memory_bound(512), rel=0.02)
 
@@ -48,7 +54,7 @@ def test_a_slow_minute_within_the_measurement_cancels():
         calls += 1
         return few_cores(rows) * (2.0 if 20 < calls < 60 else 1.0)
 
-    told = measured(slow_for_a_while)
+    told = measure_costs(slow_for_a_while)
     assert told.verify_ms == pytest.approx([few_cores(rows) for rows in ROWS], rel=0.01)
 
 
@@ -85,7 +91,7 @@ def test_a_wrong_ratio_is_mended_by_rounds_that_alternate(machine):
 
 
 def test_a_pace_that_changes_leaves_the_shape():
-    table = CostTable(measured(with_attention))
+    table = CostTable(measure_costs(with_attention))
     before = table.verify_ms(np.array([9.0, 20.0]), 4, 0.0) / table.plain_ms(4, 0.0)
     for slower in (2.0, 0.5, 3.0):
         for _ in range(50):
@@ -104,7 +110,7 @@ def test_one_absurd_time_moves_little():
 
 
 def test_a_table_survives_json():
-    table = CostTable(measured(with_attention))
+    table = CostTable(measure_costs(with_attention))
     for rows, ms in ((4, 30.0), (9, 80.0), (4, 35.0)):
         table.observe(rows, 4, CONTEXT, ms)
     read = CostTable.from_json(json.loads(json.dumps(table.to_json())))

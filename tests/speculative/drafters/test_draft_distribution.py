@@ -4,20 +4,24 @@ import numpy as np
 import pytest
 import torch
 
-from tinkercloud.speculative.drafters.draft_distribution import AUDIT_EVERY, AuditSchedule, DraftLaw
+from tinkercloud.speculative.drafters.draft_distribution import (
+    AUDIT_EVERY,
+    AuditSchedule,
+    DraftDistribution,
+)
 
 V = 8
 
 
-def law(ids, probs) -> DraftLaw:
-    return DraftLaw(np.array(ids, np.int32), np.array(probs, np.float32))
+def law(ids, probs) -> DraftDistribution:
+    return DraftDistribution(np.array(ids, np.int32), np.array(probs, np.float32))
 
 
 def test_a_law_keeps_what_can_be_drawn_by_the_targets_numbers():
     probs = torch.tensor([0.25, 0.0, 0.75])
-    whole = DraftLaw.of(probs)
+    whole = DraftDistribution.of(probs)
     assert whole.ids.tolist() == [0, 2] and whole.probs.tolist() == [0.25, 0.75]
-    trimmed = DraftLaw.of(probs, torch.tensor([1, 4, 6]))
+    trimmed = DraftDistribution.of(probs, torch.tensor([1, 4, 6]))
     assert trimmed.ids.tolist() == [1, 6]
     assert trimmed.dense(V).tolist() == [0, 0.25, 0, 0, 0, 0, 0.75, 0]
     assert (trimmed.ids.dtype, trimmed.probs.dtype) == (np.int32, np.float32)
@@ -53,12 +57,12 @@ def test_a_law_may_be_rounded():
 @pytest.mark.parametrize(
     "wrong",
     [
-        DraftLaw([1], [1.0]),
-        DraftLaw(np.array([1.0]), np.array([1.0])),
-        DraftLaw(np.array([1]), np.array([1])),
-        DraftLaw(np.array([[1]]), np.array([[1.0]])),
-        DraftLaw(np.array([1], object), np.array([1.0])),
-        DraftLaw(None, None),
+        DraftDistribution([1], [1.0]),
+        DraftDistribution(np.array([1.0]), np.array([1.0])),
+        DraftDistribution(np.array([1]), np.array([1])),
+        DraftDistribution(np.array([[1]]), np.array([[1.0]])),
+        DraftDistribution(np.array([1], object), np.array([1.0])),
+        DraftDistribution(None, None),
     ],
 )
 def test_arrays_of_another_form_are_refused(wrong):

@@ -8,31 +8,31 @@ import numpy as np
 import pytest
 
 from tests.speculative.drafters.streams import stream, written
-from tinkercloud.speculative.drafters.draft_distribution import DraftLaw
-from tinkercloud.speculative.drafters.drafter import Draft, Drafter, SilentDrafter, Stream
-from tinkercloud.speculative.drafters.guarded_drafter import NUM_EXCEPTIONS, guarded
-from tinkercloud.speculative.drafters.suffix_drafter import SuffixDrafter
-from tinkercloud.speculative.drafters.trial_drafters import (
+from tests.speculative.drafters.trial_drafters import (
     DyingDrafter,
     GarbageDrafter,
     LateDrafter,
     RandomDrafter,
     WrongDrafter,
 )
+from tinkercloud.speculative.drafters.draft_distribution import DraftDistribution
+from tinkercloud.speculative.drafters.drafter import Draft, Drafter, Stream
+from tinkercloud.speculative.drafters.guarded_drafter import NUM_EXCEPTIONS, GuardedDrafter
+from tinkercloud.speculative.drafters.suffix_drafter import SuffixDrafter
 
 V = 50
 TEXT = list(range(10, 40)) * 4
-LAW = DraftLaw(np.array([1, 2], np.int32), np.array([0.5, 0.5], np.float32))
-HALF = DraftLaw(np.array([1, 2], np.int32), np.array([0.5, 0.1], np.float32))
+LAW = DraftDistribution(np.array([1, 2], np.int32), np.array([0.5, 0.5], np.float32))
+HALF = DraftDistribution(np.array([1, 2], np.int32), np.array([0.5, 0.1], np.float32))
 
 
-class Answering(SilentDrafter):
+class Answering(Drafter):
     """Says one thing, whatever it is asked."""
 
     def __init__(self, answer: Any):
         self._answer = answer
 
-    def propose(self, asked: Sequence[tuple[Stream, int]]) -> list[Draft]:
+    def propose(self, requests: Sequence[tuple[Stream, int]]) -> list[Draft]:
         if isinstance(self._answer, Exception):
             raise self._answer
         return self._answer
@@ -53,7 +53,7 @@ def is_allowed(draft: Draft, most: int) -> bool:
 
 
 def asked_once(drafter: Drafter, most: int = 3) -> tuple[Draft, dict[str, int]]:
-    guard, sample = guarded(drafter, V), stream(0, [1, 2])
+    guard, sample = GuardedDrafter(drafter, V), stream(0, [1, 2])
     guard.begin(sample)
     (draft,) = guard.propose([(sample, most)])
     return draft, dict(guard.num_refused)
@@ -77,7 +77,7 @@ def asked_once(drafter: Drafter, most: int = 3) -> tuple[Draft, dict[str, int]]:
         ([Draft((), (), (LAW,))], "law"),
         ([Draft((1,), (0.5,), [LAW])], "form"),
         ([Draft((1,), (0.5,), (None,))], "form"),
-        ([Draft((1,), (0.5,), (DraftLaw([1], [1.0]),))], "form"),
+        ([Draft((1,), (0.5,), (DraftDistribution([1], [1.0]),))], "form"),
         ([Draft((1.0,), (1.0,))], "form"),
         ([Draft([1], (1.0,))], "form"),
         ([(1, 2)], "form"),
@@ -103,7 +103,7 @@ def test_what_is_allowed_passes():
 
 def test_one_bad_draft_does_not_spoil_the_others():
     good, bad = Draft((1,), (0.5,)), Draft((V,), (0.5,))
-    guard = guarded(Answering([good, bad, good]), V)
+    guard = GuardedDrafter(Answering([good, bad, good]), V)
     samples = [stream(i, [1]) for i in range(3)]
     for sample in samples:
         guard.begin(sample)
@@ -112,7 +112,7 @@ def test_one_bad_draft_does_not_spoil_the_others():
 
 def test_a_guarded_drafter_drafts_as_it_does_unguarded():
     plain = written(SuffixDrafter(), [(stream(0, [1, 2]), TEXT)])
-    guard = guarded(SuffixDrafter(), V)
+    guard = GuardedDrafter(SuffixDrafter(), V)
     assert written(guard, [(stream(0, [1, 2]), TEXT)]).drafts == plain.drafts
     assert plain.stood > 0
     assert not guard.num_refused
@@ -120,7 +120,7 @@ def test_a_guarded_drafter_drafts_as_it_does_unguarded():
 
 @pytest.mark.parametrize("num_good", range(0, 30, 3))
 def test_a_drafter_that_dies_is_switched_off_and_the_sample_is_finished(num_good):
-    guard, sample = guarded(DyingDrafter(SuffixDrafter(), num_good), V), stream(0, [1, 2])
+    guard, sample = GuardedDrafter(DyingDrafter(SuffixDrafter(), num_good), V), stream(0, [1, 2])
     for other in range(1, 4):
         guard.begin(stream(other, [3]))
     written(guard, [(sample, TEXT)])
@@ -135,12 +135,12 @@ def test_a_drafter_that_is_off_is_not_asked_again():
     class Counting(Answering):
         num_asked = 0
 
-        def propose(self, asked: Sequence[tuple[Stream, int]]) -> list[Draft]:
+        def propose(self, requests: Sequence[tuple[Stream, int]]) -> list[Draft]:
             self.num_asked += 1
-            return super().propose(asked)
+            return super().propose(requests)
 
     drafter, sample = Counting(Unspeakable()), stream(0, [1])
-    guard = guarded(drafter, V)
+    guard = GuardedDrafter(drafter, V)
     guard.begin(sample)
     for _ in range(10):
         assert guard.propose([(sample, 2)]) == [Draft()]
@@ -149,7 +149,7 @@ def test_a_drafter_that_is_off_is_not_asked_again():
 
 
 def test_a_sample_that_the_drafter_failed_to_begin_is_not_asked_for():
-    guard = guarded(DyingDrafter(RandomDrafter(V), 0), V)
+    guard = GuardedDrafter(DyingDrafter(RandomDrafter(V), 0), V)
     lost = stream(0, [1])
     guard.begin(lost)
     assert guard.propose([(lost, 3)]) == [Draft()]
@@ -161,7 +161,7 @@ def test_a_sample_that_the_drafter_failed_to_begin_is_not_asked_for():
 @pytest.mark.parametrize("seed", range(30))
 def test_whatever_garbage_is_drafted_every_draft_is_allowed_and_samples_are_finished(seed):
     coins = random.Random(seed)
-    guard = guarded(GarbageDrafter(V, seed), V)
+    guard = GuardedDrafter(GarbageDrafter(V, seed), V)
     for number in range(20):
         text = coins.choices(range(V), k=coins.randrange(1, 12))
         samples = [(stream(3 * number + i, [1]), text) for i in range(coins.randrange(1, 4))]
@@ -193,7 +193,7 @@ def test_a_drafter_that_is_told_the_future_is_never_right():
 
 @pytest.mark.parametrize("drafter", [RandomDrafter(V), LateDrafter(V, 0.0), WrongDrafter(V)])
 def test_useless_drafters_draft_what_is_allowed(drafter):
-    guard = guarded(drafter, V)
+    guard = GuardedDrafter(drafter, V)
     tally = written(guard, [(stream(0, [1, 2]), TEXT)])
     assert tally.drafted > 0
     assert not guard.num_refused

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from tinkercloud.architectures.config import ArchitectureConfig
 from tinkercloud.speculative.head.cache import HeadCache, NewRows, extend
-from tinkercloud.speculative.head.head import FrozenRows, Head, HeadConfig, Params, fresh_params
+from tinkercloud.speculative.head.head import FrozenRows, Head, HeadConfig, Params, initial_params
 from tinkercloud.speculative.head.vocabulary import DraftVocabulary
 
 V, D = 61, 32
@@ -36,7 +36,7 @@ def a_head(layers: tuple[int, ...] | None = None, seed: int = 0) -> tuple[Head, 
     config = HeadConfig.of(target_config(), layers)
     vocabulary = DraftVocabulary.of(range(0, V, 2), V)
     head = Head(config, FrozenRows.of(target_weights(), vocabulary))
-    params = fresh_params(config, seed)
+    params = initial_params(config, seed)
     generator = torch.Generator().manual_seed(seed + 1)
     for tensor in params.values():
         tensor += 0.2 * torch.randn(tensor.shape, generator=generator)

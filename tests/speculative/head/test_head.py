@@ -23,7 +23,7 @@ from tinkercloud.speculative.head.head import (
     Head,
     HeadConfig,
     default_layers,
-    fresh_params,
+    initial_params,
 )
 from tinkercloud.speculative.head.unroll import unroll
 from tinkercloud.speculative.head.vocabulary import DraftVocabulary
@@ -119,7 +119,7 @@ def test_layers_that_do_not_exist_are_refused():
 
 def test_parameters_follow_from_the_seed():
     config = HeadConfig.of(target_config())
-    a, b, c = (fresh_params(config, seed) for seed in (1, 1, 2))
+    a, b, c = (initial_params(config, seed) for seed in (1, 1, 2))
     assert {n: t.shape for n, t in a.items()} == config.shapes()
     assert all(torch.equal(a[n], b[n]) for n in a)
     assert not torch.equal(a["q_proj"], c["q_proj"])
@@ -142,7 +142,7 @@ def test_the_most_frequent_tokens_are_kept():
 def test_the_trimmed_logits_are_rows_of_the_whole():
     weights = target_weights()
     config = HeadConfig.of(target_config())
-    params = fresh_params(config, 0)
+    params = initial_params(config, 0)
     output = torch.randn(3, config.target.hidden_size)
     trimmed = DraftVocabulary.of([3, 11, 60], V)
     small, whole = (
@@ -211,7 +211,7 @@ def test_a_chain_is_what_drafting_token_by_token_gives(more):
     output = extend(head, params, cache, NewRows([0, 1], feature, tokens, [6, 6]))[:, -1]
     rows = [[a_row(position=7 + k, sample_index=b, **more) for b in range(2)] for k in range(4)]
     chains = draft_chains(head, params, cache, Start([0, 1], output, rows, [1]), COUPLING)
-    assert set(chains.laws) == {1}
+    assert set(chains.distributions) == {1}
     assert chains.tokens.shape == chains.chances.shape == (2, 4)
     assert cache.lengths == [6, 6]
     for b in range(2):
@@ -223,8 +223,8 @@ def test_a_chain_is_what_drafting_token_by_token_gives(more):
                 head.logits(params, last[None]), [rows[k][b]], head.frozen.vocabulary, COUPLING
             )
             assert int(one.tokens) == int(chains.tokens[b, k])
-            if b in chains.laws:
-                law = torch.from_numpy(chains.laws[b][k].dense(V)).float()
+            if b in chains.distributions:
+                law = torch.from_numpy(chains.distributions[b][k].dense(V)).float()
                 torch.testing.assert_close(law[::2], one.probs[0], rtol=1e-4, atol=1e-6)
                 assert law[1::2].sum() == 0 and (law > 0).sum() == (one.probs > 0).sum()
             told.append(int(one.tokens))

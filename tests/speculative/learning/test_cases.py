@@ -7,7 +7,7 @@ import pytest
 
 from tinkercloud.errors import UserError
 from tinkercloud.speculative.learning.cases import Case, CaseStore, digest
-from tinkercloud.speculative.learning.replay_buffer import Shelf, sample_mix
+from tinkercloud.speculative.learning.replay_buffer import ReplayBuffer, sample_mix
 
 M = 4
 
@@ -154,7 +154,7 @@ def test_a_damaged_line_is_named(damage):
 
 def test_an_item_larger_than_the_shelf_does_not_stay():
     gone: list[Case] = []
-    shelf = Shelf(100, gone.append)
+    shelf = ReplayBuffer(100, gone.append)
     case = a_case(a_text(0), 5)
     shelf.add(case, 101)
     assert len(shelf) == shelf.num_bytes == 0

@@ -9,12 +9,12 @@ import pytest
 
 from tinkercloud.speculative import verify
 from tinkercloud.speculative.draft_length.acceptance import Acceptance
-from tinkercloud.speculative.draft_length.controller import Policy
-from tinkercloud.speculative.draft_length.costs import ROWS, CostTable, Measured
-from tinkercloud.speculative.draft_length.planning import Knowledge
+from tinkercloud.speculative.draft_length.controller import DraftLengthController
+from tinkercloud.speculative.draft_length.costs import ROWS, CostTable, MeasuredCosts
+from tinkercloud.speculative.draft_length.planning import Estimates
 from tinkercloud.speculative.draft_length.rounds import Kind, Load, Reason, Round, Times
 from tinkercloud.speculative.observability.calibration import ALARM, LEAST_TOKENS, Calibration
-from tinkercloud.speculative.observability.telemetry import Report, Telemetry
+from tinkercloud.speculative.observability.telemetry import RoundReport, Telemetry
 
 V = 20
 TOKENS = 2000
@@ -24,7 +24,7 @@ Judged = tuple[bool, float]
 """Whether a drafted token stands, and the chance that the audit is told."""
 
 
-def law(coins: Coins) -> verify.Law:
+def law(coins: Coins) -> verify.Distribution:
     return coins.dirichlet(np.full(V, 0.3))
 
 
@@ -32,11 +32,11 @@ def gumbel(coins: Coins) -> np.ndarray:
     return -np.log(-np.log(coins.random(V)))
 
 
-def drawn(p: verify.Law, noise: np.ndarray) -> int:
+def drawn(p: verify.Distribution, noise: np.ndarray) -> int:
     return int(np.argmax(np.log(np.maximum(p, 1e-300)) + noise))
 
 
-def likely(p: verify.Law, coins: Coins) -> int:
+def likely(p: verify.Distribution, coins: Coins) -> int:
     """What a drafter proposes that does not know the noise: often the likeliest."""
     return int(np.argmax(p)) if coins.random() < 0.5 else int(coins.choice(V, p=p))
 
@@ -201,8 +201,8 @@ def told(verified: tuple[int, ...], accepted: tuple[int, ...], ms: float = 10.0)
     return Round(asked, confidences, verified, accepted, Times(2.0, ms, 1.0))
 
 
-def report(one: Round, kind: Kind = Kind.SPECULATIVE, **more) -> Report:
-    return Report("suffix", kind, more.pop("reason", Reason.NONE), one, **more)
+def report(one: Round, kind: Kind = Kind.SPECULATIVE, **more) -> RoundReport:
+    return RoundReport("suffix", kind, more.pop("reason", Reason.NONE), one, **more)
 
 
 def test_depths_rows_times_and_lengths_are_counted():
@@ -278,8 +278,8 @@ def test_reasons_and_kinds_of_rounds_are_counted():
 
 
 def test_an_alarm_is_raised_once_and_turns_the_drafter_off():
-    flat = Measured(ROWS, (10.0,) * len(ROWS), (10.5,) * len(ROWS))
-    policy = Policy(Knowledge(CostTable(flat), acceptance=Acceptance()))
+    flat = MeasuredCosts(ROWS, (10.0,) * len(ROWS), (10.5,) * len(ROWS))
+    policy = DraftLengthController(Estimates(CostTable(flat), acceptance=Acceptance()))
     telemetry = Telemetry()
     raised = []
     for _ in range(300):
@@ -329,5 +329,5 @@ def test_prometheus_lines_are_well_formed_and_say_what_the_snapshot_says():
 def test_labels_are_escaped():
     telemetry = Telemetry()
     one = told((1,), (1,))
-    telemetry.record(Report('model:"a\\b"\n', Kind.SPECULATIVE, Reason.NONE, one))
+    telemetry.record(RoundReport('model:"a\\b"\n', Kind.SPECULATIVE, Reason.NONE, one))
     assert any('drafter="model:\\"a\\\\b\\"\\n"' in line for line in telemetry.lines())

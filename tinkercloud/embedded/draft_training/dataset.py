@@ -12,7 +12,7 @@ import numpy as np
 from tinkercloud.embedded.draft_training.capture import CapturedSequence
 from tinkercloud.embedded.draft_training.model_trainer import CaseExample
 from tinkercloud.speculative.learning.cases import Case, CaseStore, digest
-from tinkercloud.speculative.learning.replay_buffer import Shelf, sample_mix
+from tinkercloud.speculative.learning.replay_buffer import ReplayBuffer, sample_mix
 
 T = TypeVar("T")
 
@@ -44,8 +44,8 @@ class SequenceDataset:
     def __init__(self, max_bytes: int, max_age: int, mix: Mix):
         self._max_age, self._mix = max_age, mix
         one_in = mix.held_out_one_in
-        self._buffer: Shelf[CapturedSequence] = Shelf(max_bytes - max_bytes // one_in)
-        self._held_out: Shelf[CapturedSequence] = Shelf(max_bytes // one_in)
+        self._buffer: ReplayBuffer[CapturedSequence] = ReplayBuffer(max_bytes - max_bytes // one_in)
+        self._held_out: ReplayBuffer[CapturedSequence] = ReplayBuffer(max_bytes // one_in)
         self._epoch = 0
 
     @property

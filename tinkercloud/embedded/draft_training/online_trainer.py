@@ -32,7 +32,7 @@ from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.errors import NotFound, UserError
 from tinkercloud.speculative.drafters.drafter import Stream
 from tinkercloud.speculative.learning.cases import CaseStore
-from tinkercloud.speculative.learning.collecting import CaseCollector, Verdict
+from tinkercloud.speculative.learning.collecting import CaseCollector, JudgedToken
 from tinkercloud.speculative.learning.draft_folder import DraftFolder
 from tinkercloud.speculative.learning.schedule import TimeBudget
 from tinkercloud.speculative.observability.acceptance_log import AcceptanceLog, Counting
@@ -153,9 +153,9 @@ class OnlineTrainer:
         self._tracker.add(self._step, num_judged, num_accepted, category)
 
     @isolates_errors
-    def judged(self, stream: Stream, verdict: Verdict, category: str) -> None:
+    def judged(self, stream: Stream, token: JudgedToken, category: str) -> None:
         if self._driver is not None:
-            self._collector.judged(stream, verdict, category)
+            self._collector.judged(stream, token, category)
 
     @isolates_errors
     def ended(self, stream: Stream) -> None:

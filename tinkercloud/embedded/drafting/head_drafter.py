@@ -14,13 +14,13 @@ from torch.nn.utils.rnn import pad_sequence
 from tinkercloud.decoding import device_scan
 from tinkercloud.decoding.sampler import RowParams, gumbel_noise_at, warp
 from tinkercloud.embedded.drafting.network_drafter import row_params
+from tinkercloud.speculative.device_copy import to_device
 from tinkercloud.speculative.drafters.draft_distribution import AUDIT_EVERY, AuditSchedule
-from tinkercloud.speculative.drafters.drafter import NOTHING, Draft, Stream
+from tinkercloud.speculative.drafters.drafter import NO_DRAFT, Draft, Drafter, Stream
 from tinkercloud.speculative.head.cache import HeadCache, NewRows, extend
 from tinkercloud.speculative.head.draft import Coupling, Start, draft_chains
 from tinkercloud.speculative.head.head import Head
 from tinkercloud.speculative.head.vocabulary import DraftVocabulary
-from tinkercloud.speculative.sending import sent
 
 MAX_UNREAD = 256  # rows of a sample that wait for `propose`; older ones are dropped
 MAX_CONTEXT = 1024  # rows of a sample in the head's cache, which is then emptied
@@ -38,7 +38,7 @@ class _Reader:
     output: Tensor | None = None  # (D,) of the last row that was read
 
 
-class HeadDrafter:
+class HeadDrafter(Drafter):
     """Parameters may be replaced between rounds (`use`). It computes on the target's device."""
 
     name = "head"
@@ -46,15 +46,12 @@ class HeadDrafter:
 
     def __init__(self, head: Head, params: Mapping[str, Tensor], audit_every: int = AUDIT_EVERY):
         self.head, self._params = head, head.placed(params)
+        self.layers = head.config.layers
         self._audits = AuditSchedule(audit_every)
         self._cache = HeadCache(head, 1)
         self._free = [0]
         self._readers: dict[int, _Reader] = {}
         self._coupling = _coupling(head.vocabulary)
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        return self.head.config.layers
 
     @property
     def params(self) -> dict[str, Tensor]:
@@ -72,7 +69,7 @@ class HeadDrafter:
             self._free = list(range(num_slots, 2 * num_slots))
         self._readers[stream.id] = _Reader(stream, self._free.pop())
 
-    def see(self, stream: Stream, first: int, hidden: Tensor) -> None:
+    def observe_hidden(self, stream: Stream, first: int, hidden: Tensor) -> None:
         """hidden (n, L, D): the target's states after the tokens from place `first` on, all of
         them accepted."""
         reader = self._readers[stream.id]
@@ -89,21 +86,18 @@ class HeadDrafter:
             reader.unread, reader.num_unread = [newest], len(newest)
             reader.first = end - len(newest)
 
-    def observe(self, stream: Stream, num_new: int) -> None:
-        """Tokens are read by `propose`, with the states before them."""
-
     def end(self, stream: Stream) -> None:
         reader = self._readers.pop(stream.id)
         self._cache.rewind(reader.slot, 0)
         self._free.append(reader.slot)
 
     @torch.inference_mode()
-    def propose(self, asked: Sequence[tuple[Stream, int]]) -> list[Draft]:
-        readers = [(self._readers[stream.id], most) for stream, most in asked if most > 0]
+    def propose(self, requests: Sequence[tuple[Stream, int]]) -> list[Draft]:
+        readers = [(self._readers[stream.id], most) for stream, most in requests if most > 0]
         self._read([reader for reader, _ in readers if reader.num_unread])
         ready = [(reader, most) for reader, most in readers if reader.output is not None]
         drafts = self._drafts(ready) if ready else {}
-        return [drafts.get(stream.id, NOTHING) for stream, _ in asked]
+        return [drafts.get(stream.id, NO_DRAFT) for stream, _ in requests]
 
     def _read(self, readers: Sequence[_Reader]) -> None:
         """Their unread states, each with the token after it."""
@@ -122,7 +116,7 @@ class HeadDrafter:
         new = NewRows(
             [r.slot for r in readers],
             pad_sequence(list(features), batch_first=True),
-            sent(pad_sequence(tokens, batch_first=True), self.head.device),
+            to_device(pad_sequence(tokens, batch_first=True), self.head.device),
             counts,
         )
         outputs = extend(self.head, self._params, self._cache, new)
@@ -147,7 +141,7 @@ class HeadDrafter:
             reader.stream.id: Draft(
                 tuple(tokens[i][:most]),
                 tuple(confidences[i][:most]),
-                tuple(chains.laws.get(i, ())[:most]),
+                tuple(chains.distributions.get(i, ())[:most]),
             )
             for i, (reader, most) in enumerate(ready)
         }
@@ -162,7 +156,7 @@ def _coupling(vocabulary: DraftVocabulary) -> Coupling[RowParams]:
     size, device = len(vocabulary.index), vocabulary.ids.device
 
     def noise(rows: Sequence[RowParams], ids: Tensor) -> Tensor:
-        params = sent(torch.from_numpy(device_scan.packed(rows)), device)
+        params = to_device(torch.from_numpy(device_scan.packed(rows)), device)
         return device_scan.noise_at(params, ids, size)
 
     return Coupling(warp, gumbel_noise_at if device.type == "cpu" else noise)

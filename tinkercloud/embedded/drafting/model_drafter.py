@@ -19,8 +19,12 @@ from tinkercloud.embedded.drafting.network_drafter import (
 from tinkercloud.embedded.forward.kv_blocks import BlockPool
 from tinkercloud.embedded.forward.runners import Runner
 from tinkercloud.embedded.model.version import Version
-from tinkercloud.speculative.drafters.draft_distribution import AUDIT_EVERY, AuditSchedule, DraftLaw
-from tinkercloud.speculative.drafters.drafter import NOTHING, Draft, Stream
+from tinkercloud.speculative.drafters.draft_distribution import (
+    AUDIT_EVERY,
+    AuditSchedule,
+    DraftDistribution,
+)
+from tinkercloud.speculative.drafters.drafter import NO_DRAFT, Draft, Stream
 
 
 class ModelDrafter(NetworkDrafter):
@@ -33,17 +37,19 @@ class ModelDrafter(NetworkDrafter):
         self._audits = AuditSchedule(audit_every)
         self._streams: dict[int, Stream] = {}  # of this call of `propose`
         self._audited: dict[
-            int, list[DraftLaw]
+            int, list[DraftDistribution]
         ] = {}  # its audited drafts' distributions, by sample
 
     @torch.inference_mode()
-    def propose(self, asked: Sequence[tuple[Stream, int]]) -> list[Draft]:
-        requests = [DraftRequest(stream.id, stream.tokens, most) for stream, most in asked]
+    def propose(self, requests: Sequence[tuple[Stream, int]]) -> list[Draft]:
+        starts = [DraftRequest(stream.id, stream.tokens, most) for stream, most in requests]
         takes = self._audits.takes
-        self._streams = {stream.id: stream for stream, _ in asked}
-        self._audited = {s.id: [] for s, most in asked if most > 0 and takes(s.params.temperature)}
-        chains = self._chains(requests, self._drawn)
-        return [self._draft(chains.get(stream.id)) for stream, _ in asked]
+        self._streams = {stream.id: stream for stream, _ in requests}
+        self._audited = {
+            s.id: [] for s, most in requests if most > 0 and takes(s.params.temperature)
+        }
+        chains = self._chains(starts, self._drawn)
+        return [self._draft(chains.get(stream.id)) for stream, _ in requests]
 
     def _drawn(self, chains: Sequence[Chain], logits: Tensor) -> tuple[list[int], list[float]]:
         """As the target would, were these its logits."""
@@ -51,11 +57,11 @@ class ModelDrafter(NetworkDrafter):
         drawn = sample(logits, rows, self.scan)
         for i, chain in enumerate(chains):
             if chain.id in self._audited:
-                self._audited[chain.id].append(DraftLaw.of(drawn.law(i)[0].exp()))
+                self._audited[chain.id].append(DraftDistribution.of(drawn.law(i)[0].exp()))
         return drawn.tokens.tolist(), drawn.logprobs.exp().tolist()
 
     def _draft(self, chain: Chain | None) -> Draft:
         if chain is None:
-            return NOTHING
+            return NO_DRAFT
         audited = self._audited.get(chain.id, ())
         return Draft(tuple(chain.tokens), tuple(chain.probs), tuple(audited))

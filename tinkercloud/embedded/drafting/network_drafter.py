@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from tinkercloud.decoding.sampler import RowParams, Scan
+from tinkercloud.embedded.forward.batch import Part, ragged
 from tinkercloud.embedded.forward.kv_blocks import BlockPool
-from tinkercloud.embedded.forward.runners import Part, Runner, ragged
+from tinkercloud.embedded.forward.runners import Runner
 from tinkercloud.embedded.model.version import Version
-from tinkercloud.speculative.drafters.drafter import Stream
+from tinkercloud.speculative.drafters.drafter import Drafter, Stream
 
 MAX_CATCH_UP = 512  # new tokens that one sample reads in a round; with more it drafts later
 
@@ -66,11 +67,10 @@ class _Drafting:
     chain: Chain
 
 
-class NetworkDrafter:
+class NetworkDrafter(Drafter):
     """The version's weights may be replaced between rounds (`use`)."""
 
     name = "model"
-    layers: tuple[int, ...] = ()
 
     def __init__(self, version: Version, runner: Runner, pool: BlockPool):
         self.version, self._runner, self._pool = version, runner, pool
@@ -90,12 +90,6 @@ class NetworkDrafter:
 
     def begin(self, stream: Stream) -> None:
         self._caches[stream.id] = _Cache()
-
-    def observe(self, stream: Stream, num_new: int) -> None:
-        """Tokens are read by `propose`."""
-
-    def see(self, stream: Stream, first: int, hidden: Tensor) -> None:
-        """The target's hidden states are not used."""
 
     def end(self, stream: Stream) -> None:
         self._pool.drop(self._caches.pop(stream.id).blocks)

@@ -15,12 +15,13 @@ import torch
 from tinkercloud.config import user_cache_dir
 from tinkercloud.core.types import SamplingParams
 from tinkercloud.decoding.sampler import RowParams, sample
+from tinkercloud.embedded.forward.batch import Batch, Part, ragged
 from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool, blocks_for
-from tinkercloud.embedded.forward.runners import Batch, Part, Runner, ragged
+from tinkercloud.embedded.forward.runners import Runner
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.native.bindings import processor, source
-from tinkercloud.speculative.draft_length.costs import QUICK_REPEATS, CostTable, measured
+from tinkercloud.speculative.draft_length.costs import QUICK_REPEATS, CostTable, measure_costs
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ def round_costs(base: BaseModel, runner: Runner, pool: BlockPool, num_threads: i
     slow = min(ms(1, 1, 64) for _ in range(PROBES)) > SLOW_MS
     rows, repeats = (SLOW_ROWS, 1) if slow else (ROWS, QUICK_REPEATS)
     passes = 1 if slow else PASSES
-    table = CostTable(measured(ms, rows, num_passes=passes, quick_repeats=repeats))
+    table = CostTable(measure_costs(ms, rows, num_passes=passes, quick_repeats=repeats))
     logger.info("measured the times of rounds in %.1f s", time.perf_counter() - began)
     if np.median(single_ms) > BUSY * min(single_ms):
         logger.warning("other processes disturbed the measurement; the next start repeats it")

@@ -24,7 +24,7 @@ from tinkercloud.embedded.drafting.retokenizer import IncrementalRetokenizer
 from tinkercloud.embedded.forward.kv_blocks import BlockPool
 from tinkercloud.embedded.forward.runners import Runner
 from tinkercloud.embedded.model.version import Version
-from tinkercloud.speculative.drafters.drafter import NOTHING, Draft, Stream
+from tinkercloud.speculative.drafters.drafter import NO_DRAFT, Draft, Stream
 from tinkercloud.weights.token_bytes import TokenizerPair, whole_characters
 
 LOOK_BACK = 4  # of the target's tokens, encoded with what comes after them
@@ -48,8 +48,6 @@ class _Reader:
 
 
 class TextModelDrafter(NetworkDrafter):
-    is_coupled = False
-
     def __init__(self, version: Version, runner: Runner, pool: BlockPool, pair: TokenizerPair):
         super().__init__(version, runner, pool)
         self._target_tokens, self._draft_tokens = pair.target, pair.draft
@@ -64,19 +62,17 @@ class TextModelDrafter(NetworkDrafter):
         del self._readers[stream.id]
 
     @torch.inference_mode()
-    def propose(self, asked: Sequence[tuple[Stream, int]]) -> list[Draft]:
-        requests = [
-            self._request(self._readers[stream.id], most) for stream, most in asked if most > 0
-        ]
-        chains = self._chains(requests, self._likeliest)
+    def propose(self, requests: Sequence[tuple[Stream, int]]) -> list[Draft]:
+        starts = [self._start(self._readers[s.id], most) for s, most in requests if most > 0]
+        chains = self._chains(starts, self._likeliest)
         return [
             self._draft(self._readers[stream.id], chains[stream.id], most)
             if stream.id in chains
-            else NOTHING
-            for stream, most in asked
+            else NO_DRAFT
+            for stream, most in requests
         ]
 
-    def _request(self, reader: _Reader, most: int) -> DraftRequest:
+    def _start(self, reader: _Reader, most: int) -> DraftRequest:
         new = reader.stream.tokens[reader.num_read :]
         reader.num_read += len(new)
         self._changed(reader.stream.id, reader.text.append(self._target_tokens.joined(new)))
@@ -97,7 +93,7 @@ class TextModelDrafter(NetworkDrafter):
         text, partial = b"".join(pieces), reader.text.partial
         text = text[: whole_characters(text)]
         if not text.startswith(partial):
-            return NOTHING  # the target is inside a character, and this draft begins another one
+            return NO_DRAFT  # the target is inside a character, and this draft begins another one
         tokens = self._encoded(reader.stream, text[len(partial) :])
         starts = [start - len(partial) for start in accumulate(map(len, pieces), initial=0)]
         confidences = self._confidences(tokens, list(zip(starts, chain.probs, strict=False)))

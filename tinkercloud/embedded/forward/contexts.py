@@ -12,23 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tinkercloud.embedded.forward.row_invariance import Product, pad_rows
 from tinkercloud.embedded.model.uploads import uploaded
 from tinkercloud.weights.adapters import Adapter
-
-ROW_TILE = 8
-"""Matrix products of sampler and trainer get a multiple of this many rows. A BLAS picks its kernel
-by the number of rows; with whole tiles a row's result does not depend on how many rows come with it
-(`tests/decoding/test_sampler.py` measures this on the machine at hand)."""
-
-
-def pad_rows(num_rows: int) -> int:
-    """The next multiple of ROW_TILE."""
-    return -(-num_rows // ROW_TILE) * ROW_TILE
-
-
-def lora_delta(x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """(alpha / rank) B A x (T, out), float32; x (T, in). Rounded only when added, as PEFT does."""
-    return F.linear(F.linear(x.float(), a), b) * scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,25 +49,37 @@ def segments_of(
 
 
 class SampleContext:
-    """Reads the weights of published versions for a batch of rows; subclasses give attention."""
+    """Reads the weights of published versions for a batch of rows; subclasses give attention.
 
-    def __init__(self, weights: Mapping[str, Tensor], segments: Sequence[Segment]):
+    product: computes every matrix product with a weight or an adapter's factor."""
+
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        segments: Sequence[Segment],
+        product: Product = F.linear,
+    ):
         self._base = weights
         self._segments = segments
+        self._product = product
 
     def linear(self, name: str, x: Tensor) -> Tensor:
-        y = F.linear(x, self._base[name], self._base.get(f"{name}.bias"))
+        y = self._product(x, self._base[name], self._base.get(f"{name}.bias"))
         for segment in self._segments:
             if name not in segment.adapter:
                 continue
             a, b = segment.adapter[name]
             if segment.rows is None:
-                y += lora_delta(x, a, b, segment.scale)
+                y += self._lora_delta(x, a, b, segment.scale)
             else:
-                delta = lora_delta(x[segment.rows], a, b, segment.scale)
+                delta = self._lora_delta(x[segment.rows], a, b, segment.scale)
                 real = segment.num_rows
                 y[segment.rows[:real]] += delta[:real]
         return y
+
+    def _lora_delta(self, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        """(alpha / rank) B A x (T, out), float32; x (T, in). PEFT too rounds it only when added."""
+        return self._product(self._product(x.float(), a), b) * scale
 
     def embed(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, self._base["model.embed_tokens"])

@@ -3,7 +3,6 @@
 Axes: M rows, S sequences, Hq/Hkv query and key/value heads, Dh head size.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,12 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tinkercloud.architectures.llama import Llama
-from tinkercloud.embedded.forward.contexts import SampleContext, pad_rows, segments_of
+from tinkercloud.embedded.forward.batch import Batch
+from tinkercloud.embedded.forward.contexts import SampleContext, segments_of
 from tinkercloud.embedded.forward.kernel_choice import attention_for
 from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool, blocks_for
 from tinkercloud.embedded.forward.paged_attention import TILE
+from tinkercloud.embedded.forward.row_invariance import Product, pad_rows
 from tinkercloud.embedded.model.uploads import uploaded
-from tinkercloud.embedded.model.version import Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,27 +34,21 @@ class _Chunk:
 
 
 class PagedContext(SampleContext):
-    """Rows past the given ones are padding: they read and write nothing.
+    """Rows past those of the batch are padding: they read and write nothing.
 
-    positions, sequence (M,), tables (S, blocks): as in `runners.Batch`. All indices are made and
-    brought to the device once, here, not in every layer; nothing here or in a layer waits for the
-    device, so that other lanes' work can be queued while the pass runs.
+    All indices are made and brought to the device once, here, not in every layer; nothing here or
+    in a layer waits for the device, so that other streams' work can be queued while the pass runs.
     """
 
-    def __init__(
-        self,
-        versions: Sequence[tuple[Version, int]],
-        pool: BlockPool,
-        positions: NDArray[np.int32],
-        sequence: NDArray[np.int32],
-        tables: NDArray[np.int32],
-    ):
-        base = versions[0][0].base
-        self._versions = [version for version, count in versions for _ in range(count)]
+    def __init__(self, batch: Batch, pool: BlockPool, product: Product = F.linear):
+        base, positions = batch.base, batch.positions
+        sequence, tables = batch.sequence, batch.tables
+        self._versions = [version for version, count in batch.versions for _ in range(count)]
         num_rows = len(positions)
         self._versions += [self._versions[-1]] * (pad_rows(num_rows) - num_rows)
         entries = [version.entry for version in self._versions]
-        super().__init__(versions[0][0].weights, segments_of(entries, base.device))
+        super().__init__(self._versions[0].weights, segments_of(entries, base.device), product)
+        self._batch = batch
         self._pool, self._device, self._num_rows = pool, base.device, num_rows
         self._positions = positions
         blocks = tables[sequence, positions // BLOCK_TOKENS]
@@ -70,17 +64,20 @@ class PagedContext(SampleContext):
             if count > 1
         ]
 
-    def padded(self, tokens: NDArray[np.int64], device: torch.device) -> tuple[Tensor, Tensor]:
+    def padded_inputs(self) -> tuple[Tensor, Tensor]:
         """Tokens and positions, int64, in whole tiles of rows."""
-        more = len(self._versions) - self._num_rows
-        pair = (np.pad(tokens, (0, more)), np.pad(self._positions.astype(np.int64), (0, more)))
-        return uploaded(pair[0], device), uploaded(pair[1], device)
+        padding = (0, len(self._versions) - self._num_rows)
+        tokens, positions = self._tensors(
+            np.pad(self._batch.tokens, padding), np.pad(self._positions, padding)
+        )
+        return tokens, positions
 
-    def unembed(self, architecture: Llama, hidden: Tensor, wanted: NDArray[np.int64]) -> Tensor:
+    def unembed(self, architecture: Llama, hidden: Tensor) -> Tensor:
         """hidden (M, D) -> logits (W, V) of the wanted rows."""
+        wanted = self._batch.wanted
         rows = np.concatenate([wanted, np.repeat(wanted[:1], pad_rows(len(wanted)) - len(wanted))])
         entries = [self._versions[row].entry for row in rows.tolist()]
-        context = SampleContext(self._base, segments_of(entries, self._device))
+        context = SampleContext(self._base, segments_of(entries, self._device), self._product)
         (held,) = self._tensors(rows)
         return architecture.unembed(context, hidden[held])[: len(wanted)]
 

@@ -1,21 +1,20 @@
-"""One forward pass over a ragged batch: rows of any number of sequences, any number of each.
+"""One forward pass over a ragged batch: how it is computed, on which device.
 
-Axes: M rows, W of them wanted, D hidden size, V vocabulary, S sequences, Dh head size.
+Axes: M rows, W of them wanted, D hidden size, L layers, V vocabulary.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+import torch.nn.functional as F
 from torch import Tensor
 
 from tinkercloud.decoding.sampler import Scan
 from tinkercloud.embedded.forward.adapter_bank import AdapterBank
+from tinkercloud.embedded.forward.batch import Batch
 from tinkercloud.embedded.forward.decode_graphs import (
     MAX_ROWS,
     Capture,
@@ -30,6 +29,7 @@ from tinkercloud.embedded.forward.hidden_states import LayerStates
 from tinkercloud.embedded.forward.kernel_choice import has_kernels, step_for
 from tinkercloud.embedded.forward.kv_blocks import BlockPool, blocks_for
 from tinkercloud.embedded.forward.paged_context import PagedContext
+from tinkercloud.embedded.forward.row_invariance import Product, is_row_invariant
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.native.bindings import AdapterTable, NativeModel, Team, library, scan
@@ -38,77 +38,18 @@ _BASE = "base "
 _NO_STATES = torch.empty(0, 0, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Rows that share base weights; those of one version are neighbours.
-
-    tokens, positions, sequence (M,): each row's id, its place in its sequence, and its sequence's
-    row in tables (S, blocks); a sequence's rows are neighbours, in order. versions: with how many
-    rows each. wanted (W,): the rows whose logits are wanted, ascending.
-    """
-
-    tokens: NDArray[np.int64]
-    positions: NDArray[np.int32]
-    sequence: NDArray[np.int32]
-    tables: NDArray[np.int32]
-    versions: Sequence[tuple[Version, int]]
-    wanted: NDArray[np.int64]
-
-    @property
-    def base(self) -> BaseModel:
-        return self.versions[0][0].base
-
-    @property
-    def is_decode(self) -> bool:
-        """One row of each sequence."""
-        return len(self.tokens) == len(self.tables)
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Rows of one sequence: the place of the first in it, the sequence's blocks, and of how many of
-    the last rows the logits are wanted."""
-
-    version: Version
-    tokens: Sequence[int]
-    start: int
-    blocks: Sequence[int]
-    num_wanted: int
-
-
-def ragged(parts: Sequence[Part]) -> Batch:
-    """One batch of them; those of one version are neighbours."""
-    tables = np.zeros((len(parts), max(len(part.blocks) for part in parts)), np.int32)
-    tokens: list[int] = []
-    wanted: list[int] = []
-    versions: list[tuple[Version, int]] = []
-    for i, part in enumerate(parts):
-        tables[i, : len(part.blocks)] = part.blocks
-        tokens += part.tokens
-        wanted += range(len(tokens) - part.num_wanted, len(tokens))
-        if versions and versions[-1][0] is part.version:
-            versions[-1] = (part.version, versions[-1][1] + len(part.tokens))
-        else:
-            versions.append((part.version, len(part.tokens)))
-    counts = np.array([len(part.tokens) for part in parts])
-    starts = np.array([part.start for part in parts])
-    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    return Batch(
-        np.array(tokens, np.int64),
-        (np.repeat(starts, counts) + within).astype(np.int32),
-        np.repeat(np.arange(len(parts)), counts).astype(np.int32),
-        tables,
-        versions,
-        np.array(wanted, np.int64),
-    )
-
-
 class Runner(Protocol):
     """is_exact: a row's bits depend on its own sequence's tokens alone, not on how they are cut
-    into batches; so keys and values may be used wherever the same tokens stand."""
+    into batches; so keys and values may be used wherever the same tokens stand, and several rows
+    of a sample in one pass, as drafts need them, are each what one would be."""
 
     is_exact: bool
     scan: Scan | None  # for `decoding.sampler.sample`
+
+    def is_row_invariant(self, base: BaseModel) -> bool:
+        """Whether a row of this base has the same bits whatever other sequences share its pass,
+        as long as its own sequence is cut at the same places. So where `is_exact`."""
+        ...
 
     def capture(self, base: BaseModel, layers: tuple[int, ...]) -> None:
         """From now on these layers' outputs are wanted of passes of the base, and no others;
@@ -144,6 +85,9 @@ class NativeRunner:
         self._angles: dict[str, tuple[Tensor, Tensor]] = {}  # by base; they grow as needed
         self._layers: dict[str, tuple[int, ...]] = {}  # by base
         self.captured = _NO_STATES
+
+    def is_row_invariant(self, base: BaseModel) -> bool:
+        return True
 
     def capture(self, base: BaseModel, layers: tuple[int, ...]) -> None:
         self._layers[base.name] = layers
@@ -191,15 +135,21 @@ class NativeRunner:
 class TorchRunner:
     """The same through torch: every device and number type, and what the other is tested against.
 
-    Its rows are exact only when prompts are always cut at the same places.
+    product: computes all products of a pass but those of attention. What is declared of rows
+    follows from a measurement of it on this processor (`row_invariance`).
     """
 
-    is_exact = False
+    is_exact = False  # PyTorch's attention sums in another order where a sequence is cut elsewhere
     scan: Scan | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, product: Product = F.linear):
+        self._product = product
         self._layers: dict[str, tuple[int, ...]] = {}  # by base
         self.captured = _NO_STATES
+
+    def is_row_invariant(self, base: BaseModel) -> bool:
+        types = {base.dtype, torch.float32}  # adapters' products are float32 always
+        return base.device.type == "cpu" and all(is_row_invariant(t, self._product) for t in types)
 
     def capture(self, base: BaseModel, layers: tuple[int, ...]) -> None:
         self._layers[base.name] = layers
@@ -209,11 +159,11 @@ class TorchRunner:
         layers = self._layers.get(base.name, ())
         states = LayerStates.empty(layers, len(batch.tokens), base) if layers else None
         self.captured = _NO_STATES if states is None else states.out
-        context = PagedContext(batch.versions, pool, batch.positions, batch.sequence, batch.tables)
-        tokens, positions = context.padded(batch.tokens, base.device)
+        context = PagedContext(batch, pool, self._product)
+        tokens, positions = context.padded_inputs()
         show = None if states is None else states.show
         hidden = base.architecture.hidden(context, tokens, positions, show)
-        return context.unembed(base.architecture, hidden, batch.wanted)
+        return context.unembed(base.architecture, hidden)
 
     def rest(self) -> None:
         """It keeps nothing."""
@@ -237,6 +187,9 @@ class GraphRunner:
         self._spare_blocks: WeakKeyDictionary[BlockPool, int] = WeakKeyDictionary()
         self._layers: dict[str, tuple[int, ...]] = {}  # by base
         self.captured = _NO_STATES
+
+    def is_row_invariant(self, base: BaseModel) -> bool:
+        return False
 
     def capture(self, base: BaseModel, layers: tuple[int, ...]) -> None:
         self._layers[base.name] = layers

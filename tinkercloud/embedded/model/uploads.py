@@ -6,9 +6,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tinkercloud.speculative.sending import sent
+from tinkercloud.speculative.device_copy import to_device
 
 
 def uploaded(array: NDArray[Any], device: torch.device) -> Tensor:
-    """The array on the device, in its own type; on a CPU its own memory. See `sent`."""
-    return sent(torch.from_numpy(array), device)
+    """The array on the device, in its own type; on a CPU its own memory. See `to_device`."""
+    return to_device(torch.from_numpy(array), device)

@@ -176,7 +176,7 @@ def _address(tensor: Tensor | None, dtype: torch.dtype = torch.float32) -> int |
 
 
 class Rows(Protocol):
-    """What a pass computes; see `runners.Batch`."""
+    """What a pass computes; see `forward.batch.Batch`."""
 
     @property
     def tokens(self) -> NDArray[np.int64]: ...

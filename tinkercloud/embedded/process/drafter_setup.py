@@ -37,11 +37,14 @@ from tinkercloud.embedded.sampling.speculation import Speculation
 from tinkercloud.embedded.sampling.trace import Trace
 from tinkercloud.errors import NotFound
 from tinkercloud.speculative.draft_length.acceptance import Acceptance
-from tinkercloud.speculative.draft_length.controller import Policy, Settings
-from tinkercloud.speculative.draft_length.planning import Bounds, Knowledge
+from tinkercloud.speculative.draft_length.controller import (
+    ControllerSettings,
+    DraftLengthController,
+)
+from tinkercloud.speculative.draft_length.planning import Estimates, PlannerSettings
 from tinkercloud.speculative.drafters.drafter import Drafter
-from tinkercloud.speculative.drafters.drafter_table import Maker, drafter_table
-from tinkercloud.speculative.drafters.guarded_drafter import guarded
+from tinkercloud.speculative.drafters.drafter_table import DrafterFactory, DrafterTable
+from tinkercloud.speculative.drafters.guarded_drafter import GuardedDrafter
 from tinkercloud.speculative.drafters.suffix_drafter import SuffixDrafter
 from tinkercloud.speculative.learning.cases import CaseStore
 from tinkercloud.speculative.learning.draft_folder import DraftFolder
@@ -52,19 +55,19 @@ AUTO = "suffix"
 MIX = Mix(batch_size=8, held_out_one_in=5, most_held_out=24, recent=4)
 DRAFT_LORA = LoraSpec(rank=8, seed=0)
 DRAFT_POOL_BYTES = 512 * 1024**2
-MOST_READ, MOST_DRAWN = 16, 8  # tokens of a draft: each costs nothing to find, or a step
-MOST_ROWS = 64
-"""Of a pass, drafted ones included. Beyond, a CPU is bound by arithmetic: a drafted row costs what
-a sample's own does, and the noise of a measured table must not promise otherwise."""
+MAX_LOOKED_UP, MAX_COMPUTED = 16, 8  # tokens of a draft: each costs nothing, or a step of a network
+MAX_ROWS = 64
+"""Of a pass, drafted ones included. Beyond, a CPU is bound by arithmetic: a drafted row costs as
+much as a sample's next token, and the noise of a measured table must not promise otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterSettings:
-    """name: as `--speculate` has it. trace: a file for every draft, or None. cache_dir: for
-    converted files of a draft model. drafts_dir: where trained drafts are."""
+    """name: as `--speculate` has it. trace_file: for `Trace`, if any. cache_dir: for files derived
+    from a draft model's. drafts_dir: the folder of draft heads. online: how drafts are trained."""
 
     name: str
-    trace: Path | None
+    trace_file: Path | None
     num_threads: int
     cache_dir: Path
     drafts_dir: Path
@@ -74,12 +77,11 @@ class DrafterSettings:
 def speculate(
     settings: DrafterSettings, trainers: OnlineTrainers | None = None
 ) -> Speculate | None:
-    """None where it is off. trainers: get the trainer of each model's draft; None: drafts are not
-    trained."""
+    """None where it is off. trainers: these train the drafts; None: they are not trained."""
     if settings.name == "off":
         return None
     name = AUTO if settings.name == "auto" else settings.name
-    trace = Trace(settings.trace) if settings.trace is not None else None
+    trace = Trace(settings.trace_file) if settings.trace_file is not None else None
 
     def make(base: BaseModel, runner: Runner, pool: BlockPool) -> Speculation | None:
         if not runner.is_exact and settings.name == "auto":
@@ -87,20 +89,21 @@ def speculate(
         if not runner.is_exact:
             logger.warning("on this device drafts may change the last bits of log-probabilities")
         vocab_size = base.config.vocab_size
-        makers: dict[str, Maker] = {
+        factories: dict[str, DrafterFactory] = {
             "model": lambda path: _model_drafter(Path(path), base, runner, settings.cache_dir),
-            "head": lambda name: _head_drafter(name or "best", base, runner, settings.drafts_dir),
+            "head": lambda head: _head_drafter(head or "best", base, runner, settings.drafts_dir),
         }
-        drafter = drafter_table(vocab_size, makers).make(name)
+        drafter = DrafterTable(factories).make(name)
         costs = round_costs(base, runner, pool, settings.num_threads)
-        most = MOST_READ if isinstance(drafter, SuffixDrafter) else MOST_DRAWN
-        known = Knowledge(costs, acceptance=Acceptance(most))
-        policy = Policy(known, Settings(Bounds(most, MOST_ROWS)))
+        max_draft = MAX_LOOKED_UP if isinstance(drafter, SuffixDrafter) else MAX_COMPUTED
+        estimates = Estimates(costs, acceptance=Acceptance(max_draft))
+        planner = PlannerSettings(max_draft, MAX_ROWS)
+        controller = DraftLengthController(estimates, ControllerSettings(planner))
         trainer = None
         if trainers is not None:
             trainer = _online_trainer(drafter, base, settings)
             trainers.add(base, trainer)
-        speculation = Speculation(guarded(drafter, vocab_size), policy, trace, trainer)
+        speculation = Speculation(GuardedDrafter(drafter, vocab_size), controller, trace, trainer)
         if trainer is not None:
             trainer.speculation = speculation
         return speculation
@@ -109,7 +112,7 @@ def speculate(
 
 
 def _online_trainer(drafter: Drafter, base: BaseModel, settings: DrafterSettings) -> OnlineTrainer:
-    """Trains the best draft only: one that was named by its version stays as it is."""
+    """Trains the drafter only where `best` is served, not a head that was chosen by name."""
     online = settings.online
     store = CaseStore(int(online.case_share * online.memory_bytes), online.max_age)
     folder = drafts_of(settings.drafts_dir, base.name)

@@ -3,6 +3,7 @@
 import torch
 
 from tinkercloud.core.types import ServedModel
+from tinkercloud.embedded.forward.row_invariance import log_row_invariance
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.device import choose_device, choose_dtype, usable_cores
 from tinkercloud.embedded.process.model_store import ModelStore
@@ -41,4 +42,6 @@ def open_models(settings: EngineSettings) -> tuple[tuple[ServedModel, ...], Mode
     limits = Limits(settings.microbatch_tokens, settings.activation_bytes)
     models = ModelStore(load, versions, limits)
     models.base(served[0].name)
+    if device.type == "cpu":
+        log_row_invariance(dtype)
     return tuple(served), models

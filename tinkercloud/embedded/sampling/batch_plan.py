@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tinkercloud.embedded.forward.runners import Part
+from tinkercloud.embedded.forward.batch import Part
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.sampling.sequences import Sequence
 

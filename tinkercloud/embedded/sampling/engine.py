@@ -21,8 +21,9 @@ from torch import Tensor
 from tinkercloud.core.types import SampleRequest
 from tinkercloud.decoding.sampler import Drawn, sample, topk_rows
 from tinkercloud.decoding.stops import StopRule
+from tinkercloud.embedded.forward.batch import ragged
 from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool, blocks_for
-from tinkercloud.embedded.forward.runners import Runner, ragged, runner_for, scorer_for
+from tinkercloud.embedded.forward.runners import Runner, runner_for, scorer_for
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.sampling.batch_plan import BatchItem, DrawnRows, LaunchedPass

@@ -19,13 +19,13 @@ from tinkercloud.decoding.sampler import Drawn
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.sampling.sequences import Sequence as Sample
 from tinkercloud.embedded.sampling.trace import Trace, TracedDraft
-from tinkercloud.speculative.draft_length.fixed_length import Deciding
+from tinkercloud.speculative.draft_length.fixed_length import DraftLength
 from tinkercloud.speculative.draft_length.rounds import Kind, Load, Reason, Round, Times
-from tinkercloud.speculative.drafters.draft_distribution import DraftLaw
-from tinkercloud.speculative.drafters.drafter import NOTHING, Draft, Stream
+from tinkercloud.speculative.drafters.draft_distribution import DraftDistribution
+from tinkercloud.speculative.drafters.drafter import NO_DRAFT, Draft, Stream
 from tinkercloud.speculative.drafters.guarded_drafter import GuardedDrafter
-from tinkercloud.speculative.learning.collecting import Verdict
-from tinkercloud.speculative.observability.telemetry import Report, Telemetry
+from tinkercloud.speculative.learning.collecting import JudgedToken
+from tinkercloud.speculative.observability.telemetry import RoundReport, Telemetry
 from tinkercloud.speculative.verify import coupled_chance
 
 REST, PATIENCE = 7, 2
@@ -49,7 +49,7 @@ class Listener(Protocol):
         """In one round; judged are those that stand, and of each draft the first that does not."""
         ...
 
-    def judged(self, stream: Stream, verdict: Verdict, category: str) -> None: ...
+    def judged(self, stream: Stream, verdict: JudgedToken, category: str) -> None: ...
 
     def ended(self, stream: Stream) -> None: ...
 
@@ -73,7 +73,7 @@ class Speculation:
     def __init__(
         self,
         drafter: GuardedDrafter,
-        policy: Deciding,
+        policy: DraftLength,
         trace: Trace | None = None,
         listener: Listener | None = None,
     ):
@@ -116,7 +116,7 @@ class Speculation:
     def saw(self, sample: Sample, first: int, hidden: Tensor) -> None:
         """hidden (n, L, D) of the tokens from place `first` on, before what comes after the last of
         them is told by `wrote`."""
-        self._drafter.see(self._streams[sample], first, hidden)
+        self._drafter.observe_hidden(self._streams[sample], first, hidden)
 
     def wrote(self, sample: Sample, num_new: int) -> None:
         self._unread[sample] += num_new
@@ -172,7 +172,7 @@ class Speculation:
             (self._streams[sample], min(limit, sample.num_left - 1))
             for sample, limit in zip(samples, limits, strict=True)
         ]
-        drafts, drafting_ms = [NOTHING] * len(samples), 0.0
+        drafts, drafting_ms = [NO_DRAFT] * len(samples), 0.0
         if any(limit for _, limit in asked):
             asked_at = time.perf_counter()
             drafts = self._drafter.propose(asked)
@@ -212,7 +212,7 @@ class Speculation:
         if self._listener is not None:
             at = num_judged - 1  # what did not stand, or the last that did
             position = len(sample.tokens) - num_new + at
-            verdict = Verdict(
+            verdict = JudgedToken(
                 position,
                 turn.draft.tokens[at],
                 sample.tokens[position],
@@ -226,8 +226,10 @@ class Speculation:
         if not self._drafter.is_coupled:
             return drawn.chances(rows, draft.tokens)
         return tuple(
-            _coupled(drawn, row, token, law)
-            for row, token, law in zip(rows, draft.tokens, draft.laws, strict=False)
+            _coupled(drawn, row, token, distribution)
+            for row, token, distribution in zip(
+                rows, draft.tokens, draft.distributions, strict=False
+            )
         )
 
     def round_over(self, whole_ms: float, *, usable: bool) -> None:
@@ -248,11 +250,11 @@ class Speculation:
             tuple(turn.group for turn in turns),
             tuple(turn.ended for turn in turns),
         )
-        self._policy.learned(told)
+        self._policy.observe(told)
         self._tell_listener(turns, told)
         chances = tuple(turn.chances for turn in turns)
         lag = self._listener.version_lag if self._listener is not None else 0
-        report = Report(
+        report = RoundReport(
             self._drafter.name, self._policy.kind, self._policy.reason, told, chances, lag
         )
         if self._telemetry.record(report):
@@ -320,7 +322,7 @@ class Speculation:
         return known
 
 
-def _coupled(drawn: Drawn, row: int, token: int, own: DraftLaw) -> float:
+def _coupled(drawn: Drawn, row: int, token: int, own: DraftDistribution) -> float:
     """The chance that a token drawn from `own` stands; NaN at temperature 0, where nothing is
     drawn."""
     if drawn.rows[row].is_greedy:

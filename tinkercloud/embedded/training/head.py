@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinkercloud.embedded.forward.contexts import pad_rows
+from tinkercloud.embedded.forward.row_invariance import pad_rows
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.training.linear import Group, Linears, ModelWeights, Segment
 from tinkercloud.embedded.training.rowwise import softmax

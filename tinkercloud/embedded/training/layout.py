@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinkercloud.core.types import Datum
-from tinkercloud.embedded.forward.contexts import pad_rows
+from tinkercloud.embedded.forward.row_invariance import pad_rows
 
 LEAST_SHARED = 16
 """Rows. To share fewer costs more, by rows that are no longer neighbours, than it saves."""
@@ -100,7 +100,7 @@ class Layout:
 
 def lay_out(shares: Sequence[Sequence[Datum]]) -> Layout:
     """shares: each model's datums. Rows are shared within a share only, so that what a share gets
-    does not depend on its company."""
+    does not depend on the others (up to rounding where products are not row-invariant)."""
     rows: list[tuple[NDArray[np.int64], ...]] = []
     ends: list[int] = []
     for data in shares:

@@ -64,7 +64,7 @@ class Acceptance:
         rates = np.where(depths < lengths[:, None], np.minimum(rates, 1.0), 0.0)
         return np.cumprod(rates, 1, dtype=np.float64)
 
-    def foreseen(self, num_sequences: int, groups: Sequence[Hashable] = ()) -> tuple[Array, Array]:
+    def forecast(self, num_sequences: int, groups: Sequence[Hashable] = ()) -> tuple[Array, Array]:
         """Before drafting: the chances (B, D) that a token asked for will be verified, and that it
         will stand. Drafts come shorter than asked, and those that do not pay are not verified."""
         lean = self._prior.leaning

@@ -1,25 +1,25 @@
 """How many tokens to draft and how many to verify, so that a round brings the most per millisecond.
 
 In each round the engine asks `limits` before drafting and `choose` once the drafts have come, and
-tells `learned` how it went. The policy has no clock and no chance of its own: the same rounds give
-the same answers. What it decides costs or saves time and cannot change a token.
+reports to `observe` how it went. The controller has no clock and no randomness of its own: the same
+rounds give the same answers. What it decides costs or saves time and cannot change a token.
 
 It drafts only where that is expected to bring more than a plain round (`planning`). Expectations
 may be wrong, so:
 - it switches on at one margin and off at a smaller one, and does not flap between;
-- it makes a drafter's acquaintance in a few rounds of few drafts, for want of its times;
+- a new drafter has a warm-up of a few rounds with few drafts, to measure its times;
 - seldom, while off it probes a few sequences (`probing`), while on it makes a plain round, and one
   with drafts of another length than seems best;
-- a ledger keeps what speculative rounds brought against what plain ones would have. Where that
-  falls behind, whatever the expectation says, it is off for a while (`ledger`).
+- a profit tracker compares what speculative rounds brought with what plain ones would have. Where
+  that falls behind, whatever the expectation says, it is off for a while (`profit_tracker`).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tinkercloud.speculative.draft_length.planning import Bounds, Knowledge, Planner
-from tinkercloud.speculative.draft_length.probing import Pace, Probing
-from tinkercloud.speculative.draft_length.profit_tracker import Ledger
+from tinkercloud.speculative.draft_length.planning import Estimates, Planner, PlannerSettings
+from tinkercloud.speculative.draft_length.probing import ProbeSchedule, Probing
+from tinkercloud.speculative.draft_length.profit_tracker import ProfitTracker
 from tinkercloud.speculative.draft_length.rounds import Kind, Load, Reason, Round
 
 FIRST_COMPARISON = 4  # speculative rounds before the first plain one; then twice as many each time
@@ -27,30 +27,30 @@ FREE_PATIENCE = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ControllerSettings:
     """switch_off: the gain over plain below which it stops; it starts at bounds.worthwhile.
     compare_every, vary_every: rounds from one plain round to the next while on, less at first, and
     from one with other lengths. first: sequences and tokens of a new drafter's rounds."""
 
-    bounds: Bounds = field(default_factory=Bounds)
+    bounds: PlannerSettings = field(default_factory=PlannerSettings)
     switch_off: float = 0.02
     compare_every: int = 128
     vary_every: int = 32
     first: tuple[tuple[int, int], ...] = ((1, 1), (8, 2), (1, 8), (8, 1))
-    probe: Pace = field(default_factory=Pace)
+    probe: ProbeSchedule = field(default_factory=ProbeSchedule)
     probe_tokens: int = 2
     probe_sequences: int = 8
 
 
-class Policy:
+class DraftLengthController:
     """Of one drafter; `kind` and `reason` are those of the last round."""
 
-    def __init__(self, knowledge: Knowledge, settings: Settings | None = None) -> None:
+    def __init__(self, knowledge: Estimates, settings: ControllerSettings | None = None) -> None:
         self._known = knowledge
-        self._settings = settings or Settings()
+        self._settings = settings or ControllerSettings()
         self._planner = Planner(knowledge, self._settings.bounds)
         self._probing = Probing(self._settings.probe)
-        self._ledger = Ledger()
+        self._profit = ProfitTracker()
         self._loads: tuple[Load, ...] = ()
         self._asked: tuple[int, ...] = ()
         self._stopped = Reason.NONE
@@ -79,7 +79,7 @@ class Policy:
         """New weights, or a new draft: what was counted is worth less, and is tried again soon."""
         self._known.acceptance.age(0.25)
         self._probing.hurry()
-        self._ledger.forgive()
+        self._profit.forgive()
         self._planner.forget()
 
     # ---- before drafting
@@ -114,7 +114,7 @@ class Policy:
             return Kind.COMPARISON, Reason.COMPARING
         if not self._pays and self._probing.due(self._probe_loss_ms()):
             return Kind.PROBE, Reason.NONE
-        if self._pays or (self._planner.is_free and not self._ledger.bars):
+        if self._pays or (self._planner.is_free and not self._profit.bars):
             return Kind.SPECULATIVE, Reason.NONE
         return Kind.PLAIN, self._why()
 
@@ -126,16 +126,16 @@ class Policy:
 
     @property
     def _is_new(self) -> bool:
-        """The drafter's times are wanted, and the first of them was neither frightening nor nothing
-        to speak of."""
+        """The drafter's times are wanted, and the first of them was neither too slow nor
+        negligible."""
         seen = self._known.drafting.num_rounds
         if seen and self._planner.is_free:
             return False
-        frightening = self._planner.drafting_ms(1, 1) > self._planner.plain_ms()
-        return seen < len(self._settings.first) and not frightening and self._planner.room > 0
+        too_slow = self._planner.drafting_ms(1, 1) > self._planner.plain_ms()
+        return seen < len(self._settings.first) and not too_slow and self._planner.room > 0
 
     def _switch(self) -> None:
-        self._pays = not self._ledger.bars and self._planner.plan.gain > self._margin
+        self._pays = not self._profit.bars and self._planner.plan.gain > self._margin
 
     @property
     def _margin(self) -> float:
@@ -144,7 +144,7 @@ class Policy:
         return settings.switch_off if self._pays else settings.bounds.worthwhile
 
     def _why(self) -> Reason:
-        return Reason.BEHIND if self._ledger.bars else self._planner.why
+        return Reason.BEHIND if self._profit.bars else self._planner.why
 
     # ---- once the drafts have come
 
@@ -195,21 +195,21 @@ class Policy:
 
     # ---- after the round
 
-    def learned(self, told: Round) -> None:
+    def observe(self, told: Round) -> None:
         """The round of the last `limits` is over."""
         times = told.times
         plain_ms = self._known.costs.plain_ms(told.num_sequences, told.context)
         worth_ms = plain_ms * told.num_emitted / told.num_sequences
         self._learn(told)
         self._probing.passed(times.all_ms)
-        self._ledger.passed()
+        self._profit.passed()
         if self.kind is not Kind.SPECULATIVE and self.kind is not Kind.PLAIN:
             self._planner.forget()  # made to learn from
         if self.kind is Kind.PROBE:
             # One that broke even was well.
             well = told.num_verified > 0 and worth_ms >= times.all_ms
             self._probing.told(well=well, loss_ms=times.all_ms - worth_ms)
-            self._ledger.probed(well=well)
+            self._profit.probed(well=well)
         elif self.kind is Kind.COMPARISON:
             self._since_compared = 0
             most = self._settings.compare_every
@@ -217,7 +217,7 @@ class Policy:
         elif self.kind is Kind.SPECULATIVE:
             self._since_compared += 1
             if times.usable and (told.num_verified or not self._free):
-                self._ledger.add(worth_ms, times.all_ms)
+                self._profit.add(worth_ms, times.all_ms)
 
     def _learn(self, told: Round) -> None:
         known, times = self._known, told.times

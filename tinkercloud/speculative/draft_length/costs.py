@@ -41,7 +41,7 @@ LEVEL_TRUST, SLOWEST_LEVEL_STEP = 3, 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredCosts:
     """plain_ms, verify_ms: at each of `rows`, (G,), without attention over the context, which adds
     row_context_ms for each row and token of context, sequence_context_ms for each sequence."""
 
@@ -52,12 +52,12 @@ class Measured:
     sequence_context_ms: float = 0.0
 
 
-def measured(
+def measure_costs(
     measure: Measure,
     rows: Sequence[int] = ROWS,
     num_passes: int = 3,
     quick_repeats: int = QUICK_REPEATS,
-) -> Measured:
+) -> MeasuredCosts:
     """The whole grid, `num_passes` times over, each point between two of one row; points of few
     rows `quick_repeats` times.
 
@@ -76,7 +76,7 @@ def measured(
 
     plain = tuple(rest(r, r) for r in rows)
     verify = tuple(rest(r, _sequences(r)) for r in rows)
-    return Measured(tuple(rows), plain, verify, by_row, by_sequence)
+    return MeasuredCosts(tuple(rows), plain, verify, by_row, by_sequence)
 
 
 def _typical(
@@ -111,7 +111,7 @@ def _slopes(ms: Mapping[Point, float], rows: int) -> tuple[float, float]:
 class CostTable:
     """The target's milliseconds, never falling with rows. Deterministic: times are handed in."""
 
-    def __init__(self, start: Measured) -> None:
+    def __init__(self, start: MeasuredCosts) -> None:
         self._start = start
         self._grid = np.array(start.rows, np.float64)
         self._base = np.log(np.array([start.plain_ms, start.verify_ms]))
@@ -196,7 +196,7 @@ class CostTable:
     def from_json(cls, told: Mapping[str, Any]) -> "CostTable":
         lists = {name: tuple(told[name]) for name in ("rows", "plain_ms", "verify_ms")}
         slopes = {name: told[name] for name in ("row_context_ms", "sequence_context_ms")}
-        table = cls(Measured(**lists, **slopes))
+        table = cls(MeasuredCosts(**lists, **slopes))
         table._shape = np.array(told["shape"], np.float64)
         table._visits = np.array(told["visits"], np.float64)
         table._num_crossed = int(told["num_crossed"])

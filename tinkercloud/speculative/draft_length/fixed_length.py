@@ -6,7 +6,7 @@ from typing import Protocol
 from tinkercloud.speculative.draft_length.rounds import Kind, Load, Reason, Round
 
 
-class Deciding(Protocol):
+class DraftLength(Protocol):
     """What decides how much is drafted: `policy.Policy`, or something simpler."""
 
     @property
@@ -22,14 +22,14 @@ class Deciding(Protocol):
 
     def choose(self, confidences: Sequence[Sequence[float]]) -> list[int]: ...
 
-    def learned(self, told: Round) -> None: ...
+    def observe(self, last_round: Round) -> None: ...
 
     def renew(self) -> None: ...
 
     def stop(self, reason: Reason) -> None: ...
 
 
-class Steady:
+class FixedLength:
     """Asks for `most` tokens of every sample, and has all verified that come."""
 
     kind = Kind.SPECULATIVE
@@ -45,7 +45,7 @@ class Steady:
     def choose(self, confidences: Sequence[Sequence[float]]) -> list[int]:
         return [len(own) for own in confidences]
 
-    def learned(self, told: Round) -> None:
+    def observe(self, last_round: Round) -> None:
         """It learns nothing."""
 
     def renew(self) -> None:

@@ -22,7 +22,7 @@ SEQUENCES_OF_ROUND = 16  # making it takes time as well
 
 
 @dataclass(slots=True)
-class Knowledge:
+class Estimates:
     """What is known of the target's time, of the drafter's, and of its tokens."""
 
     costs: CostTable
@@ -31,7 +31,7 @@ class Knowledge:
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class PlannerSettings:
     """max_tokens: drafted for one sequence. max_rows: of one forward. urgency: what the most urgent
     sequence weighs more than others. free: the share of a plain round below which drafting costs
     nothing to speak of. worthwhile: the least gain."""
@@ -44,7 +44,7 @@ class Bounds:
 
 
 class Planner:
-    def __init__(self, knowledge: Knowledge, bounds: Bounds) -> None:
+    def __init__(self, knowledge: Estimates, bounds: PlannerSettings) -> None:
         self._known = knowledge
         self._bounds = bounds
         self._loads: tuple[Load, ...] = ()
@@ -92,7 +92,7 @@ class Planner:
 
     def _planned(self, *, surely: bool = False, freely: bool = False) -> Allocation:
         """surely: as if drafts stood as well as any do; freely: as if they cost nothing."""
-        rows, survival = self._known.acceptance.foreseen(len(self._loads), self._groups())
+        rows, survival = self._known.acceptance.forecast(len(self._loads), self._groups())
         wanted = np.array([[float(load.speculates)] for load in self._loads])
         if surely:
             rows = np.ones_like(rows)

@@ -11,7 +11,7 @@ MOST_SAVED_ROUNDS = 32  # whose time may be saved up to be lost
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class ProbeSchedule:
     """every: rounds between probes. soon: after one that looked well. limit: after many failures.
     budget: the share of all time that probes may lose."""
 
@@ -22,8 +22,8 @@ class Pace:
 
 
 class Probing:
-    def __init__(self, pace: Pace | None = None) -> None:
-        self._pace = pace or Pace()
+    def __init__(self, pace: ProbeSchedule | None = None) -> None:
+        self._pace = pace or ProbeSchedule()
         self.interval = self._pace.every
         self._waited = 0
         self._saved_ms = 0.0

@@ -14,7 +14,7 @@ FIRST_BAR, LONGEST_BAR = 256, 2048
 
 
 @dataclass(slots=True)
-class Ledger:
+class ProfitTracker:
     worth_ms: float = 0.0
     spent_ms: float = 0.0
     num_rounds: int = 0

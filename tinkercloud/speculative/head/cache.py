@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tinkercloud.speculative.device_copy import to_device
 from tinkercloud.speculative.head.head import Head, Params, mix, scores
-from tinkercloud.speculative.sending import sent
 
 LEAST_CAPACITY = 64
 
@@ -67,7 +67,7 @@ def extend(head: Head, params: Params, cache: HeadCache, new: NewRows) -> Tensor
     lengths = [cache.lengths[slot] for slot in new.slots]
     most = max(lengths) + num_new
     cache.reserve(0, most)
-    slots, starts = sent(torch.tensor([list(new.slots), lengths]), head.device)
+    slots, starts = to_device(torch.tensor([list(new.slots), lengths]), head.device)
     positions = starts[:, None] + torch.arange(num_new, device=head.device)
     made = head.project(params, new.feature, new.tokens, positions)
     cache.keys[slots[:, None], :, positions] = made.k.transpose(1, 2)

@@ -1,9 +1,9 @@
 """Drafting with a head: chains of tokens drawn with the target's own noise.
 
 The target's token of position t is argmax_x log p_t(x) + g(t, x), and what is drafted
-argmax_x log q_t(x) + g(t, x) with the same g: where the laws are close the two are nearly always
-one token (Gumbel coupling, Daliri et al. 2408.07978). How the target warps and what its noise is
-come in from whoever draws the target's tokens, so that both draw alike.
+argmax_x log q_t(x) + g(t, x) with the same g: where the distributions are close the two
+are nearly always one token (Gumbel coupling, Daliri et al. 2408.07978). The target's warping and
+noise are passed in by whoever draws the target's tokens, so that both draw alike.
 
 Axes: B sequences, K drafted tokens, D hidden, Vd draft vocabulary.
 """
@@ -15,11 +15,11 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from tinkercloud.speculative.drafters.draft_distribution import DraftLaw
+from tinkercloud.speculative.device_copy import to_device
+from tinkercloud.speculative.drafters.draft_distribution import DraftDistribution
 from tinkercloud.speculative.head.cache import HeadCache, NewRows, extend
 from tinkercloud.speculative.head.head import Head, Params
 from tinkercloud.speculative.head.vocabulary import DraftVocabulary
-from tinkercloud.speculative.sending import sent
 
 
 class Row(Protocol):
@@ -45,8 +45,8 @@ class Coupling(Generic[RowT]):
 @dataclass(frozen=True, slots=True)
 class Start(Generic[RowT]):
     """Where chains begin. output (B, D): the block's output of each sequence's last row.
-    rows[k][b]: what the k-th token of chain b is drawn with. audited: chains whose laws are
-    wanted."""
+    rows[k][b]: what the k-th token of chain b is drawn with. audited: chains whose
+    distributions are wanted."""
 
     slots: Sequence[int]
     output: Tensor
@@ -57,17 +57,17 @@ class Start(Generic[RowT]):
 @dataclass(frozen=True, slots=True)
 class Chains:
     """tokens int64 (B, K), ids of the target; chances float32 (B, K): what the draft gave each.
-    laws: by audited chain, what each of its K tokens was drawn from."""
+    distributions: by audited chain, what each of its K tokens was drawn from."""
 
     tokens: Tensor
     chances: Tensor
-    laws: Mapping[int, Sequence[DraftLaw]]
+    distributions: Mapping[int, Sequence[DraftDistribution]]
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """tokens int64 (B,), as the target numbers them. probs (B, Vd): the draft's law, of its own
-    vocabulary; chances (B,): what it gave the tokens."""
+    """tokens int64 (B,), as the target numbers them. probs (B, Vd): the draft's distribution
+    over its own vocabulary; chances (B,): what it gave the tokens."""
 
     tokens: Tensor
     chances: Tensor
@@ -84,7 +84,7 @@ def draw(
     scored = weights
     if not all(row.is_greedy for row in rows):
         noise = coupling.noise(rows, vocabulary.ids).to(weights.device)
-        hot = sent(torch.tensor([not row.is_greedy for row in rows]), weights.device)
+        hot = to_device(torch.tensor([not row.is_greedy for row in rows]), weights.device)
         scored = torch.where(hot[:, None], weights + noise, weights)
     places = torch.arange(scored.shape[-1], device=scored.device)
     highest = scored == scored.amax(-1, keepdim=True)
@@ -102,17 +102,17 @@ def draft_chains(
     target's verdict the rows come again, with the target's features."""
     lengths = [cache.lengths[slot] for slot in start.slots]
     vocabulary, output, tokens, chances = head.vocabulary, start.output, [], []
-    laws: dict[int, list[DraftLaw]] = {b: [] for b in start.audited}
+    distributions: dict[int, list[DraftDistribution]] = {b: [] for b in start.audited}
     for step, rows in enumerate(start.rows):
         drawn = draw(head.logits(params, output), rows, vocabulary, coupling)
         tokens.append(drawn.tokens)
         chances.append(drawn.chances)
-        for b, own in laws.items():
-            own.append(DraftLaw.of(drawn.probs[b], vocabulary.ids))
+        for b, chain in distributions.items():
+            chain.append(DraftDistribution.of(drawn.probs[b], vocabulary.ids))
         if step + 1 < len(start.rows):
             before, token = output[:, None], drawn.tokens[:, None]
             new = NewRows(start.slots, before, token, [1] * len(start.slots))
             output = extend(head, params, cache, new)[:, 0]
     for slot, length in zip(start.slots, lengths, strict=True):
         cache.rewind(slot, length)
-    return Chains(torch.stack(tokens, -1), torch.stack(chances, -1), laws)
+    return Chains(torch.stack(tokens, -1), torch.stack(chances, -1), distributions)

@@ -67,7 +67,7 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
     return tuple(sorted({min(3, num_layers), -(-num_layers // 2), num_layers}))
 
 
-def fresh_params(config: HeadConfig, seed: int) -> dict[str, Tensor]:
+def initial_params(config: HeadConfig, seed: int) -> dict[str, Tensor]:
     """float32, drawn on the CPU. The fused feature begins as the highest layer's, and what the
     block adds to it as nothing: the head starts from what the target knows."""
     generator = torch.Generator().manual_seed(seed)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinkercloud.errors import UserError
-from tinkercloud.speculative.learning.replay_buffer import Shelf, sample_mix
+from tinkercloud.speculative.learning.replay_buffer import ReplayBuffer, sample_mix
 
 CASE_BYTES = 600  # of a case without its arrays, an estimate from above
 Tokens = NDArray[np.int32]
@@ -73,8 +73,8 @@ class CaseStore:
 
     def __init__(self, max_bytes: int, max_age: int, agreed_share: float = 0.2):
         self.max_bytes, self.max_age = max_bytes, max_age
-        self.disagreed: Shelf[Case] = Shelf(max_bytes, self._forget)
-        self.agreed: Shelf[Case] = Shelf(int(max_bytes * agreed_share), self._forget)
+        self.disagreed: ReplayBuffer[Case] = ReplayBuffer(max_bytes, self._forget)
+        self.agreed: ReplayBuffer[Case] = ReplayBuffer(int(max_bytes * agreed_share), self._forget)
         self._contexts: dict[str, tuple[Tokens, int]] = {}
         self.num_added = 0
         self._context_bytes = 0

@@ -19,7 +19,7 @@ from tinkercloud.speculative.learning.cases import Case, CaseStore, digest
 
 
 @dataclass(frozen=True, slots=True)
-class Collecting:
+class CollectorSettings:
     """per_second: cases, at most. burst: taken at once after a pause. top: of the target's most
     probable tokens, what is kept. agreed_one_in: cases in which the two agreed, of all that are."""
 
@@ -30,14 +30,14 @@ class Collecting:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class JudgedToken:
     """A drafted token, and the target's token of the same place; position: its index in the
-    sample's tokens. law: the target's probabilities there, (1, V)."""
+    sample's tokens. distribution: the target's probabilities there, (1, V)."""
 
     position: int
     drafted: int
     target: int
-    law: Callable[[], Tensor]
+    distribution: Callable[[], Tensor]
 
 
 class CaseCollector:
@@ -46,18 +46,18 @@ class CaseCollector:
     def __init__(
         self,
         store: CaseStore,
-        collecting: Collecting | None = None,
+        collecting: CollectorSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.store = store
-        self._collecting = collecting or Collecting()
+        self._collecting = collecting or CollectorSettings()
         self._clock = clock
         self._left = self._collecting.burst
         self._last_s = clock()
         self._num_agreed = 0
         self._waiting: dict[int, list[Case]] = {}  # by stream
 
-    def judged(self, stream: Stream, verdict: Verdict, category: str) -> None:
+    def judged(self, stream: Stream, verdict: JudgedToken, category: str) -> None:
         if not self._is_wanted(agreed=verdict.drafted == verdict.target):
             return
         probs, ids = self._most_probable(verdict)
@@ -91,10 +91,10 @@ class CaseCollector:
         self._left -= 1
         return True
 
-    def _most_probable(self, verdict: Verdict) -> tuple[np.ndarray, np.ndarray]:
-        law = verdict.law()
-        drafted = law.new_full((1,), verdict.drafted).long()
-        teacher = most_probable(law, self._collecting.top, drafted)
+    def _most_probable(self, verdict: JudgedToken) -> tuple[np.ndarray, np.ndarray]:
+        distribution = verdict.distribution()
+        drafted = distribution.new_full((1,), verdict.drafted).long()
+        teacher = most_probable(distribution, self._collecting.top, drafted)
         assert teacher.ids is not None
         ids = teacher.ids[0].cpu().numpy().astype(np.int32)
         return teacher.probs[0].cpu().numpy().astype(np.float32), ids

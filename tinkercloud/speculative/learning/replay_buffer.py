@@ -17,7 +17,7 @@ class Aged(Protocol):
 T = TypeVar("T", bound=Aged)
 
 
-class Shelf(Generic[T]):
+class ReplayBuffer(Generic[T]):
     """Items in the order they came; the oldest goes first.
 
     dropped: told of every item that leaves, for whoever keeps something beside it.

@@ -19,7 +19,7 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class RoundReport:
     """chances: of each sequence's judged tokens, as `calibration` wants them, NaN where it is not
     known; () where nothing was audited. version_lag: versions that the drafter is behind."""
 
@@ -112,7 +112,7 @@ class Telemetry:
         self._ms: defaultdict[str, float] = defaultdict(float)
         self._goodput: dict[int, Goodput] = {}
 
-    def record(self, report: Report) -> bool:
+    def record(self, report: RoundReport) -> bool:
         """A round is over. True where the drafter's calibration raises the alarm, once."""
         told = report.round
         self._kinds[report.kind] += 1
@@ -153,7 +153,7 @@ class Telemetry:
             name = "speculative" if kind is Kind.SPECULATIVE else "plain"
             alike.add(name, told.num_emitted, times.all_ms)
 
-    def _judge(self, report: Report) -> bool:
+    def _judge(self, report: RoundReport) -> bool:
         record = self._drafters.setdefault(report.drafter, DrafterRecord())
         record.version_lag = report.version_lag
         told = report.round

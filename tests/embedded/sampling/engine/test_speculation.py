@@ -28,6 +28,7 @@ from tests.embedded.tiny import (
     tuned,
     write_tiny_model,
 )
+from tests.speculative.drafters.trial_drafters import DyingDrafter, GarbageDrafter, RandomDrafter
 from tinkercloud.core.types import FromBase
 from tinkercloud.decoding.sampler import RowParams, warp
 from tinkercloud.embedded.draft_training.capture import SequenceMetadata, capture_sequence
@@ -44,9 +45,7 @@ from tinkercloud.embedded.sampling.speculation import Speculation
 from tinkercloud.embedded.sampling.trace import Trace
 from tinkercloud.speculative.draft_length.rounds import Reason
 from tinkercloud.speculative.drafters.drafter import Drafter
-from tinkercloud.speculative.drafters.drafter_table import drafter_table
-from tinkercloud.speculative.drafters.guarded_drafter import guarded
-from tinkercloud.speculative.drafters.trial_drafters import DyingDrafter, GarbageDrafter
+from tinkercloud.speculative.drafters.guarded_drafter import GuardedDrafter
 
 pytestmark = pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
 
@@ -158,7 +157,7 @@ def test_a_heads_cache_holds_what_the_finished_text_would_give(store: ModelStore
     )
     states = torch.from_numpy(captured.hidden)
     fresh.begin(stream)
-    fresh.see(stream, 0, states[:-1])
+    fresh.observe_hidden(stream, 0, states[:-1])
     (expected,) = fresh.propose([(stream, 3)])
     assert found.tokens == expected.tokens
     np.testing.assert_allclose(found.confidences, expected.confidences, atol=0.05)
@@ -279,7 +278,7 @@ def test_a_drafter_that_dies_costs_nothing_but_drafts(
     requests = mixture(base, 3, 1.0, use_eos=False)
     plain = Sampler(store).run(requests)
     for drafting in (
-        Drafting(lambda v: DyingDrafter(drafter_table(v).make("random"), num_good), 4),
+        Drafting(lambda v: DyingDrafter(RandomDrafter(v), num_good), 4),
         Drafting(lambda v: GarbageDrafter(v), 4),
     ):
         all_same(Sampler(store, speculate=drafting).run(requests), plain)
@@ -305,7 +304,7 @@ def test_each_round_can_be_written_down(store: ModelStore, base: str, tmp_path: 
     path = tmp_path / "trace" / "rounds.jsonl"
 
     def traced(*args: object) -> Speculation:
-        drafter = guarded(knowing(plain, requests, 4), 260)
+        drafter = GuardedDrafter(knowing(plain, requests, 4), 260)
         return Speculation(drafter, drafting.policy, Trace(path))
 
     Sampler(store, speculate=traced).run(requests)

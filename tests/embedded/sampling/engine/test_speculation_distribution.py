@@ -29,7 +29,7 @@ from tinkercloud.embedded.sampling import engine as engine_module
 from tinkercloud.embedded.sampling.engine import SamplingEngine
 from tinkercloud.embedded.sampling.sequences import Sequence as Sample
 from tinkercloud.speculative.drafters.drafter import Drafter
-from tinkercloud.speculative.drafters.drafter_table import drafter_table
+from tinkercloud.speculative.drafters.suffix_drafter import SuffixDrafter
 from tinkercloud.speculative.verify import Verdict, match
 
 pytestmark = pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
@@ -150,7 +150,7 @@ def model(base: BaseModel) -> ModelDrafter:
 
 
 DRAFTERS: dict[str, Callable[[BaseModel], Drafter]] = {
-    "suffix": lambda base: drafter_table(V).make("suffix"),
+    "suffix": lambda base: SuffixDrafter(),
     "model": model,
     "head": lambda base: HeadDrafter(*untaught_head(base)),
 }

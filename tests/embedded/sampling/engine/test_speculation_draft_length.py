@@ -15,10 +15,10 @@ from tinkercloud.embedded.forward.runners import Runner
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.process.model_store import ModelStore
 from tinkercloud.embedded.sampling.speculation import Speculation
-from tinkercloud.speculative.draft_length.controller import Policy
-from tinkercloud.speculative.draft_length.costs import CostTable, Measured
-from tinkercloud.speculative.draft_length.planning import Knowledge
-from tinkercloud.speculative.drafters.guarded_drafter import guarded
+from tinkercloud.speculative.draft_length.controller import DraftLengthController
+from tinkercloud.speculative.draft_length.costs import CostTable, MeasuredCosts
+from tinkercloud.speculative.draft_length.planning import Estimates
+from tinkercloud.speculative.drafters.guarded_drafter import GuardedDrafter
 
 pytestmark = pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
 
@@ -30,8 +30,8 @@ def decided(drafter: str, machine: Sequence[float]) -> Callable[..., Speculation
         vocab_size = base.config.vocab_size
         rows = (1, 2, 4, 8, 16, 32, 64, 128)
         ms = tuple(np.interp(rows, (1, 8, 128), machine).tolist())
-        policy = Policy(Knowledge(CostTable(Measured(rows, ms, ms))))
-        return Speculation(guarded(named(drafter)(vocab_size), vocab_size), policy)
+        policy = DraftLengthController(Estimates(CostTable(MeasuredCosts(rows, ms, ms))))
+        return Speculation(GuardedDrafter(named(drafter)(vocab_size), vocab_size), policy)
 
     return make
 

@@ -1,4 +1,4 @@
-"""What every service of the training side stands on."""
+"""What the services of models, training and sampling are built on."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from tinkercloud.storage.metadata import MetadataStorage
 
 
 @dataclass(frozen=True, slots=True)
-class Foundation:
+class Dependencies:
     backend: Backend
     catalog: Catalog
     metadata: MetadataStorage

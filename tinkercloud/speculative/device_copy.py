@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-def sent(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host on the device; on a CPU itself.
 
     A copy from ordinary memory would wait for all that its stream was given before. The page-locked

@@ -1,0 +1,156 @@
+"""The wheel: what is in it, and that a server runs from it where there is no checkout."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.serving import ROOT, Server, running
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PACKAGES = ("tinkercloud", "tinker_gmi")
+SAMPLE = """
+import sys, tinker
+from tinker import types
+
+service = tinker.ServiceClient()
+sampler = service.create_sampling_client(base_model=sys.argv[1])
+prompt = types.ModelInput.from_ints([1, 2, 3])
+params = types.SamplingParams(max_tokens=4, temperature=1.0, seed=7)
+print(len(sampler.sample(prompt, num_samples=2, sampling_params=params).result().sequences))
+"""
+
+
+@dataclass(frozen=True)
+class Installation:
+    """A virtual environment with the wheel, and a folder without code to run in."""
+
+    environment: Path
+    folder: Path
+
+    @property
+    def python(self) -> str:
+        return str(self.environment / "bin" / "python")
+
+    def run(self, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        """A program of the environment. PYTHONPATH is left out: it names the checkout."""
+        program = str(self.environment / "bin" / command[0])
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("TINKERCLOUD_")}
+        inherited.pop("PYTHONPATH", None)
+        return subprocess.run(
+            [program, *command[1:]],
+            cwd=self.folder,
+            env={**inherited, **variables},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    def server(self, data_dir: Path, *arguments: str, **variables: str) -> Server:
+        environment = {"PYTHONPATH": "", **variables}
+        return Server(arguments, data_dir, environment, python=self.python, folder=self.folder)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built in a copy, so that neither a `build` folder comes into it nor one into the checkout."""
+    copy, target = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("dist")
+    for package in PACKAGES:
+        unneeded = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / package, copy / package, ignore=unneeded)
+    for name in ("pyproject.toml", PROJECT["readme"], *PROJECT["license-files"]):
+        shutil.copy(ROOT / name, copy)
+    pip("wheel", "--no-build-isolation", "--wheel-dir", str(target), str(copy))
+    (built,) = target.glob("*.whl")
+    return built
+
+
+def pip(command: str, *arguments: str, python: str = sys.executable) -> None:
+    """Without a network and without dependencies."""
+    program = [sys.executable, "-m", "pip", "--python", python, "--quiet", command]
+    offline = ["--disable-pip-version-check", "--no-index", "--no-deps"]
+    done = subprocess.run([*program, *offline, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installation:
+    environment = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    installation = Installation(environment, tmp_path_factory.mktemp("elsewhere"))
+    pip("install", str(wheel), python=installation.python)
+    # The packages of this environment, after those of the new one. A path that is named in a .pth
+    # file is not searched for .pth files: the editable installation here stays out of it.
+    site = sysconfig.get_path("purelib", vars={"base": str(environment)})
+    Path(site, "packages.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return installation
+
+
+def contents(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+def test_the_wheel_has_every_file_of_the_packages(wheel: Path) -> None:
+    sources = {
+        path.relative_to(ROOT).as_posix()
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    kinds = {Path(name).suffix for name in sources}
+    assert {".c", ".h", ".sql", ".proto", ".typed", ".py"} <= kinds
+    assert {name for name in contents(wheel) if ".dist-info/" not in name} == sources
+
+
+def test_the_wheel_carries_its_licence(wheel: Path) -> None:
+    (name,) = (name for name in contents(wheel) if name.endswith("licenses/LICENSE"))
+    with zipfile.ZipFile(wheel) as archive:
+        assert archive.read(name) == (ROOT / "LICENSE").read_bytes()
+    assert PROJECT["license"] == "Apache-2.0"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_installed_package_is_the_wheels(installed: Installation, package: str) -> None:
+    code = f"import {package}; print({package}.__file__)"
+    location = installed.run("python", "-c", code).stdout.strip()
+    assert Path(location).is_relative_to(installed.environment)
+
+
+def test_the_command_says_its_version(installed: Installation) -> None:
+    assert installed.run("tinkercloud", "version").stdout.startswith("tinkercloud ")
+
+
+def test_doctor_says_that_the_embedded_backend_can_run(
+    installed: Installation, folder: Path
+) -> None:
+    done = installed.run("tinkercloud", "doctor", "--port", "0", "--model", f"tiny={folder}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "can run here" in done.stdout
+
+
+def test_the_fake_backend_serves_the_official_client(
+    installed: Installation, tmp_path: Path
+) -> None:
+    with running(installed.server(tmp_path / "data", "--backend", "fake")) as server:
+        done = installed.run("python", "-c", SAMPLE, "fake/tiny", **server.sdk_environment)
+    assert done.stdout == "2\n", done.stderr
+
+
+def test_the_engine_is_compiled_from_the_wheels_sources(
+    installed: Installation, folder: Path, tmp_path: Path
+) -> None:
+    arguments = ("--model", f"tiny={folder}", "--dtype", "float32", "--speculate", "off")
+    cache = tmp_path / "cache"
+    serving = installed.server(tmp_path / "data", *arguments, XDG_CACHE_HOME=str(cache))
+    with running(serving) as server:
+        done = installed.run("python", "-c", SAMPLE, "tiny", **server.sdk_environment)
+    assert done.stdout == "2\n", done.stderr + server.output()
+    assert list(cache.rglob("*.so")), server.output()
