@@ -36,9 +36,8 @@ class ModelDrafter(NetworkDrafter):
         super().__init__(version, runner, pool)
         self._audits = AuditSchedule(audit_every)
         self._streams: dict[int, Stream] = {}  # of this call of `propose`
-        self._audited: dict[
-            int, list[DraftDistribution]
-        ] = {}  # its audited drafts' distributions, by sample
+        # Of its audited drafts, by sample: what each token was drawn from.
+        self._audited: dict[int, list[DraftDistribution]] = {}
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[tuple[Stream, int]]) -> list[Draft]:
