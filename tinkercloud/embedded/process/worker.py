@@ -74,7 +74,7 @@ class Worker:
             ),
         )
         limits = Limits(settings.microbatch_tokens, settings.activation_bytes)
-        self._training = TrainingQueue(limits, self._drafts.witness)
+        self._training = TrainingQueue(limits, self._drafts.observer)
         self._handlers = RequestHandlers(
             models, self._engine, self._training, self._after_optim_step
         )
@@ -153,7 +153,7 @@ class Worker:
         if not force and now - self._last_stats_s < 1.0:
             return
         self._last_stats_s = now
-        self._drafts.look(now, idle=force)
+        self._drafts.poll(now, idle=force)
         self._send(
             Stats(
                 {
