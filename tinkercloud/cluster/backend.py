@@ -17,14 +17,14 @@ from pathlib import Path
 
 from tinkercloud.backends.base import Backend
 from tinkercloud.cluster.base_models import MODELS_FOLDER, BaseModel, BaseModels
-from tinkercloud.cluster.gpus import worker_jobs
 from tinkercloud.cluster.gpus.placement import Placer
 from tinkercloud.cluster.gpus.ray_session import RaySession
-from tinkercloud.cluster.pool import ModelPool
+from tinkercloud.cluster.pool.model_pool import ModelPool
+from tinkercloud.cluster.pool.versions import Version, VersionFolders, new_id, remove
 from tinkercloud.cluster.rollout.manager import RolloutManager
 from tinkercloud.cluster.training.restore_points import STATE_FILE, link_files
 from tinkercloud.cluster.training.train_group import RayTrainGroup
-from tinkercloud.cluster.versions import Version, VersionFolders, new_id, remove
+from tinkercloud.cluster.weights import worker_jobs
 from tinkercloud.config import Config
 from tinkercloud.core.types import (
     AdamParams,

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tinkercloud.cluster.gpus import worker_jobs
 from tinkercloud.cluster.gpus.placement import Request, num_bundles
-from tinkercloud.cluster.pool import PoolSettings
+from tinkercloud.cluster.pool.model_pool import PoolSettings
 from tinkercloud.cluster.rollout.manager import RolloutSettings
 from tinkercloud.cluster.training.miles_start import check_miles
 from tinkercloud.cluster.training.rank_actors import MEGATRON_RANK, MILES_RANK, GroupSettings
+from tinkercloud.cluster.weights import worker_jobs
 from tinkercloud.config import ClusterConfig, Config, ModelSource
 from tinkercloud.core.plan import ClusterShape, Plan, SglangArguments, Wishes
 from tinkercloud.core.slime_builder import SlimeArgumentBuilder

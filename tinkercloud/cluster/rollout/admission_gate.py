@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from tinkercloud.cluster.rollout.engine_record import Engine
+from tinkercloud.cluster.rollout.engine_handle import EngineHandle
 from tinkercloud.errors import EngineDied
 
 
@@ -25,12 +25,14 @@ class Gate:
     def running(self) -> int:
         return self._running
 
-    async def enter(self, choose: Callable[[], Engine | None], deadline_s: float) -> Engine:
+    async def enter(
+        self, choose: Callable[[], EngineHandle | None], deadline_s: float
+    ) -> EngineHandle:
         """Wait until the gate is open and `choose` has an engine, by time.monotonic() at most.
 
         Raises what `choose` raises, and EngineDied at the deadline. Answer with `leave`.
         """
-        chosen: list[Engine] = []
+        chosen: list[EngineHandle] = []
 
         def able() -> bool:
             engine = choose()
@@ -49,7 +51,7 @@ class Gate:
             self._running += 1
             return chosen[-1]
 
-    async def leave(self, engine: Engine) -> None:
+    async def leave(self, engine: EngineHandle) -> None:
         engine.running -= 1
         self._running -= 1
         await self.tell()

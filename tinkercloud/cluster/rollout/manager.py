@@ -21,7 +21,7 @@ from typing import Any
 from tinkercloud.cluster.gpus.placement import Slot
 from tinkercloud.cluster.rollout.admission_gate import Gate
 from tinkercloud.cluster.rollout.engine_client import EngineClient, EngineRefused, everywhere
-from tinkercloud.cluster.rollout.engine_record import Engine, EngineStarter
+from tinkercloud.cluster.rollout.engine_handle import EngineHandle, EngineStarter
 from tinkercloud.cluster.rollout.generate import Aborted
 from tinkercloud.cluster.rollout.router import RolloutRouter
 from tinkercloud.cluster.rollout.settings import RolloutSettings
@@ -54,7 +54,7 @@ class RolloutManager:
     ):
         self._settings = settings
         self._starter = EngineStarter(settings)
-        self._engines = [Engine(index, tuple(place)) for index, place in enumerate(places)]
+        self._engines = [EngineHandle(index, tuple(place)) for index, place in enumerate(places)]
         self._restore = restore
         self._router = (
             RolloutRouter(settings.host or "127.0.0.1", settings.log_dir / "router.log")
@@ -102,7 +102,7 @@ class RolloutManager:
         return tuple(client.url for client in self._clients())
 
     def engines_by_index(self) -> dict[int, str]:
-        """Engine number (its place's) -> URL, of those that are up."""
+        """EngineHandle number (its place's) -> URL, of those that are up."""
         return {engine.index: engine.up.url for engine in self._up()}
 
     def weight_version(self) -> str:
@@ -151,7 +151,7 @@ class RolloutManager:
             finally:
                 await self._gate.leave(engine)
 
-    def _choose(self, adapter: str | None, weights: str | None) -> Engine | None:
+    def _choose(self, adapter: str | None, weights: str | None) -> EngineHandle | None:
         """The least busy engine that can; None: wait. Raises when waiting would be in vain."""
         if self._stopping:
             raise EngineDied(f"the engines of {self._settings.name} are being stopped")
@@ -282,7 +282,7 @@ class RolloutManager:
             finally:
                 await self._gate.open("update")
 
-    async def _weights_are(self, engines: Sequence[Engine], weights: str) -> None:
+    async def _weights_are(self, engines: Sequence[EngineHandle], weights: str) -> None:
         clients = [engine.up for engine in engines]
         if not any("kv_cache" in engine.released for engine in engines):
             await everywhere(clients, "/flush_cache")
@@ -293,13 +293,13 @@ class RolloutManager:
 
     # ---- engines that come and go
 
-    def _up(self) -> list[Engine]:
+    def _up(self) -> list[EngineHandle]:
         return [engine for engine in self._engines if engine.client is not None]
 
     def _clients(self) -> list[EngineClient]:
         return [engine.up for engine in self._up()]
 
-    async def _revive(self, engine: Engine) -> None:
+    async def _revive(self, engine: EngineHandle) -> None:
         """Start it, and make it what the others are. Raises EngineDied, EngineRefused."""
         await self._starter.start(engine)
         try:
@@ -328,13 +328,13 @@ class RolloutManager:
             logger.warning("%s: weights %s are nowhere", self._settings.name, self._weights)
             return None
 
-    def _lose(self, engine: Engine) -> None:
+    def _lose(self, engine: EngineHandle) -> None:
         """It serves no more; it is ended and, unless offloaded, started anew in the background."""
         if engine.client is not None and not self._stopping:
             engine.serving = False
             self._background(self._replace(engine), f"replace engine {engine.index}")
 
-    async def _replace(self, engine: Engine) -> None:
+    async def _replace(self, engine: EngineHandle) -> None:
         async with self._turn:
             offloaded = bool(engine.released) or "offload" in self._gate.reasons
             if engine.client is None or engine.serving:
@@ -352,7 +352,7 @@ class RolloutManager:
                     logger.error("%s: engine %d: %s", self._settings.name, engine.index, error)
         await self._gate.tell()
 
-    async def _check(self, engine: Engine, patience: int) -> None:
+    async def _check(self, engine: EngineHandle, patience: int) -> None:
         """Part with the engine when its process ended, or health checks failed beyond patience."""
         client = engine.client
         if client is None or not engine.serving:

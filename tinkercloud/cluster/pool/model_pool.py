@@ -11,7 +11,6 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from tinkercloud.cluster.engines import Engines
 from tinkercloud.cluster.gpus.phases import Phases
 from tinkercloud.cluster.gpus.placement import (
     Placement,
@@ -22,11 +21,12 @@ from tinkercloud.cluster.gpus.placement import (
     rollout_indices,
     train_indices,
 )
-from tinkercloud.cluster.live_weights import LiveWeights
+from tinkercloud.cluster.pool.engine_group import EngineGroup
+from tinkercloud.cluster.pool.live_weights import LiveWeights
+from tinkercloud.cluster.pool.versions import Version
 from tinkercloud.cluster.rollout.manager import RolloutSettings
 from tinkercloud.cluster.training.rank_actors import MILES_RANK, GroupSettings
 from tinkercloud.cluster.training.train_group import RayTrainGroup
-from tinkercloud.cluster.versions import Version
 from tinkercloud.core.plan import Plan
 from tinkercloud.core.types import SampleOutput, SampleRequest
 from tinkercloud.errors import EngineDied
@@ -73,7 +73,7 @@ class ModelPool:
         slots = HOST_SLOTS_PER_SLOT * (plan.sglang.max_loras_per_batch or 1)
         self.group = RayTrainGroup(settings.group, self._train_slots)
         self.live = LiveWeights(self.group, plan, settings.request.device, self._training)
-        self.engines = Engines(settings.rollout, self._rollout_places, self.live, slots=slots)
+        self.engines = EngineGroup(settings.rollout, self._rollout_places, self.live, slots=slots)
         self.phases = Phases(self.group, self.engines, colocated=plan.rollout.colocated)
         self.waiting: str | None = None
         self.num_active = 0
@@ -123,7 +123,7 @@ class ModelPool:
         await self.phases.lose_train()
 
     async def sample(self, version: Version, request: SampleRequest) -> SampleOutput:
-        """Engines that were given up are started anew, once."""
+        """EngineGroup that were given up are started anew, once."""
         self.num_active += 1
         try:
             await self._open()

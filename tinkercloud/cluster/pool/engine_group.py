@@ -14,10 +14,10 @@ from pathlib import Path
 
 from tinkercloud.cluster.gpus.memory import WEIGHTS
 from tinkercloud.cluster.gpus.placement import Slot
-from tinkercloud.cluster.live_weights import LiveWeights
+from tinkercloud.cluster.pool.live_weights import LiveWeights
+from tinkercloud.cluster.pool.versions import Version, remove
 from tinkercloud.cluster.rollout.manager import BASE, RolloutManager, RolloutSettings
 from tinkercloud.cluster.rollout.weight_sync import load_weights
-from tinkercloud.cluster.versions import Version, remove
 from tinkercloud.core.types import SampleOutput, SampleRequest
 from tinkercloud.errors import EngineDied, VersionLost
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 Places = Sequence[Sequence[Slot]]
 
 
-class Engines:
+class EngineGroup:
     """A RolloutSide. places: per engine the slots of its GPUs; asked at every start of all. live:
     what the trainer still holds. slots: adapters that engines keep."""
 
@@ -43,7 +43,7 @@ class Engines:
         self._live = live
         self._num_updates = {"disk": 0, "tensor": 0, "broadcast": 0}
         self._manager: RolloutManager | None = None
-        self._adapters = Adapters(slots)
+        self._adapters = AdapterCache(slots)
         self._folders: dict[str, Path] = {BASE: settings.model_path}
         self._retired: set[str] = set()  # whole weights of released versions
         self._weights_lost = False
@@ -151,7 +151,7 @@ class Engines:
         return self._manager
 
 
-class Adapters:
+class AdapterCache:
     """Which adapters the engines hold: at most `slots`, unless more are sampled at this moment."""
 
     def __init__(self, slots: int):

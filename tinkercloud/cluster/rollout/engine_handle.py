@@ -22,7 +22,7 @@ _PROBE_TIMEOUT_S = 60.0
 
 
 @dataclass(slots=True)
-class Engine:
+class EngineHandle:
     """client None: not up. adapters: loaded on it. released: parts of its memory that it gave up.
 
     running: requests sent to it and not answered. failures: health checks failed in a row.
@@ -89,7 +89,7 @@ class EngineStarter:
     def __init__(self, settings: RolloutSettings):
         self._settings = settings
 
-    async def start(self, engine: Engine) -> None:
+    async def start(self, engine: EngineHandle) -> None:
         """Raises EngineDied with the end of the server's log; then nothing of it is left."""
         engine.starts += 1
         try:
@@ -105,7 +105,7 @@ class EngineStarter:
         engine.failures = 0
         logger.info("%s: engine %d serves at %s", self._settings.name, engine.index, urls[0])
 
-    async def end(self, engine: Engine) -> None:
+    async def end(self, engine: EngineHandle) -> None:
         """End its processes, however they are; never raises."""
         client, engine.client = engine.client, None
         actors, engine.actors = engine.actors, []
@@ -115,7 +115,7 @@ class EngineStarter:
             await client.close()
         await asyncio.gather(*(_end(actor) for actor in actors))
 
-    async def running(self, engine: Engine) -> bool:
+    async def running(self, engine: EngineHandle) -> bool:
         """Whether all its processes are there."""
         try:
             async with asyncio.timeout(_PROBE_TIMEOUT_S):
@@ -124,13 +124,13 @@ class EngineStarter:
             return False
         return bool(alive) and all(alive)
 
-    async def memory_used(self, engine: Engine) -> int:
+    async def memory_used(self, engine: EngineHandle) -> int:
         """Bytes in use on its GPUs."""
         if not any(slot.bundle.gpu >= 0 for slot in engine.slots):
             return 0
         return sum(await asyncio.gather(*(_ask(a.memory_used.remote()) for a in engine.actors)))
 
-    def _launches(self, engine: Engine) -> list[tuple[Launch, Slot | None]]:
+    def _launches(self, engine: EngineHandle) -> list[tuple[Launch, Slot | None]]:
         settings, nodes = self._settings, _by_node(engine.slots)
         options = server_options(settings.model_path, settings.arguments, settings.kv_tokens)
         launches: list[tuple[Launch, Slot | None]] = []
