@@ -1,8 +1,8 @@
-"""How a request's law of sampling and stopping travels inside SGLang's `custom_params`.
+"""How a request's sampling parameters and stops travel inside SGLang's `custom_params`.
 
-SGLang's own fields round temperature and top-p to 32 bits, end at 2**63 for seeds and know no
-sample index; its stops merge what the request and the model say. So the whole law goes beside them.
-No torch, no SGLang: both ends import this file.
+SGLang's own fields would change them: temperature and top-p are rounded to 32 bits, seeds end at
+2**63, there is no sample index, and its stops merge the request's with the model's. So all travel
+beside them. No torch, no SGLang: both ends import this file.
 """
 
 from collections.abc import Mapping
@@ -13,14 +13,14 @@ from tinkercloud.core.types import SamplingParams
 from tinkercloud.decoding.stops import StopRule
 from tinkercloud.errors import UserError
 
-_LAW = "tinkercloud"
+_DRAW = "tinkercloud"
 _STOP_IDS = "tinkercloud_stop_ids"
 _STOP_STRINGS = "tinkercloud_stop_strings"
 
 
 @dataclass(frozen=True, slots=True)
-class Law:
-    """What one sample is drawn with, besides the position."""
+class DrawParams:
+    """What a sample's tokens are drawn with, besides their positions."""
 
     temperature: float
     top_k: int
@@ -34,27 +34,27 @@ def custom_params(
 ) -> dict[str, Any]:
     """For JSON: scalars, lists and one level of mapping are all that SGLang passes on.
 
-    The seed is text: JSON numbers above 2**63 are not every parser's. Raises UserError.
+    The seed is text: not every JSON parser reads integers above 2**63. Raises UserError.
     """
     if not 0 <= params.seed < 2**64:
         raise UserError(f"a seed lies between 0 and 2**64 - 1, {params.seed} does not")
-    law = Law(params.temperature, params.top_k, params.top_p, params.seed, sample_index)
+    draw = DrawParams(params.temperature, params.top_k, params.top_p, params.seed, sample_index)
     stop_ids = set(params.stop_token_ids) | (set(eos_ids) if params.use_eos else set())
     return {
-        _LAW: asdict(law) | {"seed": str(law.seed)},
+        _DRAW: asdict(draw) | {"seed": str(draw.seed)},
         _STOP_IDS: sorted(stop_ids),
         _STOP_STRINGS: list(params.stop_strings),
     }
 
 
-def law_of(custom: Mapping[str, Any] | None) -> Law | None:
-    """The law that `custom_params` wrote, None for a request that is not ours."""
-    fields = (custom or {}).get(_LAW)
-    return Law(**{**fields, "seed": int(fields["seed"])}) if fields is not None else None
+def draw_params_of(custom: Mapping[str, Any] | None) -> DrawParams | None:
+    """What `custom_params` wrote; None for a request that is not ours."""
+    fields = (custom or {}).get(_DRAW)
+    return DrawParams(**{**fields, "seed": int(fields["seed"])}) if fields is not None else None
 
 
 def stop_rule_of(custom: Mapping[str, Any], tokenizer: Any) -> StopRule:
-    """tokenizer: a transformers tokenizer or None; its fast core decodes bytes as they are."""
+    """tokenizer: a transformers tokenizer, of which the fast core is used, or None."""
     params = SamplingParams(
         None,
         0,

@@ -1,9 +1,10 @@
-"""The sampler inside SGLang: the law of `tinkercloud.decoding`, row by row, and its stops.
+"""The sampler inside SGLang: that of `tinkercloud.decoding`, row by row, and its stops.
 
-A request carries its law in `sampling_params.custom_params` (`cluster.rollout.generate` writes it,
-this file reads it); a request without one is sampled and stopped as SGLang does. SGLang hands
-custom parameters to a batch for its logit processors only, so rows of laws travel beside the batch:
-its three extension points, made for such additions, keep them in step with the batch's rows.
+A request carries its parameters in `sampling_params.custom_params` (`cluster.rollout.generate`
+writes them, this file reads them); a request without them is sampled and stopped as SGLang does.
+SGLang hands custom parameters to a batch for its logit processors only, so one `DrawParams` for
+each row is attached to the batch; SGLang's three extension points for such additions
+(`SamplingBatchInfo.adjusted_*`) keep them in the order of the batch's rows.
 
 Axes: B rows, V vocabulary.
 """
@@ -22,45 +23,46 @@ from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN
 from torch import Tensor
 
-from tinkercloud.cluster.rollout.sampling_params import Law, law_of, stop_rule_of
+from tinkercloud.cluster.rollout.sampling_params import DrawParams, draw_params_of, stop_rule_of
 from tinkercloud.decoding.sampler import Drawn, RowParams, sample
 
-_ROWS = "tinkercloud_laws"
+_ROWS = "tinkercloud_draw_params"
 _RULE = "tinkercloud_stop_rule"
 
 
 def attach(info: Any, batch: Any, _vocab_size: int) -> None:
-    """SamplingBatchInfo.adjusted_from_schedule_batch: one law (or None) per request."""
-    setattr(info, _ROWS, [law_of(r.sampling_params.custom_params) for r in batch.reqs])
+    """SamplingBatchInfo.adjusted_from_schedule_batch: parameters (or None) for each request."""
+    setattr(info, _ROWS, [draw_params_of(r.sampling_params.custom_params) for r in batch.reqs])
 
 
 def keep_rows(info: Any, keep: Sequence[int], _keep_on_device: Tensor) -> None:
     """SamplingBatchInfo.adjusted_filter_batch."""
-    laws = _laws(info)
-    setattr(info, _ROWS, [laws[i] for i in keep])
+    params = _rows_of(info)
+    setattr(info, _ROWS, [params[i] for i in keep])
 
 
 def append_rows(info: Any, other: Any) -> None:
     """SamplingBatchInfo.adjusted_merge_batch."""
-    setattr(info, _ROWS, _laws(info) + _laws(other))
+    setattr(info, _ROWS, _rows_of(info) + _rows_of(other))
 
 
 def copy_with_rows(original: Callable[..., Any], info: Any) -> Any:
-    """SamplingBatchInfo.copy_for_forward."""
+    """SamplingBatchInfo.copy_for_forward, which copies the fields that SGLang knows."""
     copied = original(info)
-    setattr(copied, _ROWS, list(_laws(info)))
+    setattr(copied, _ROWS, list(_rows_of(info)))
     return copied
 
 
 def check_stop(original: Callable[..., bool], request: Any, accepted: list[int]) -> bool:
-    """Req._check_token_based_finish: our rule where the request has one, and nothing else."""
-    if law_of(request.sampling_params.custom_params) is None:
+    """Req._check_token_based_finish: our rule alone where the request has our parameters."""
+    if draw_params_of(request.sampling_params.custom_params) is None:
         return original(request, accepted)
     rule = getattr(request, _RULE, None)
     if rule is None:
         rule = stop_rule_of(request.sampling_params.custom_params, request.tokenizer)
         setattr(request, _RULE, rule)
     tokens = list(request.output_ids)
+    # With SGLang's own speculation several tokens come at once: the first that ends it counts.
     for end in range(len(tokens) - len(accepted) + 1, len(tokens) + 1):
         if rule.ends(tokens[:end]):
             request.finished_reason = FINISH_MATCHED_TOKEN(matched=tokens[end - 1])
@@ -69,21 +71,21 @@ def check_stop(original: Callable[..., bool], request: Any, accepted: list[int])
     return False
 
 
-def _laws(info: Any) -> list[Law | None]:
+def _rows_of(info: Any) -> list[DrawParams | None]:
     return getattr(info, _ROWS)
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
-    """What a batch's requests ask about each drawn token, one entry per row."""
+class _ReportOptions:
+    """What is reported of each drawn token, one entry per row."""
 
     logprobs: bool
     topk: list[int]
     token_ids: list[list[int] | None]
 
 
-class LawSampler(Sampler):
-    """SGLang's sampler for rows without a law, ours for rows with one."""
+class SeededSampler(Sampler):
+    """SGLang's sampler for rows without our parameters, ours for rows with them."""
 
     def forward(  # noqa: PLR0913 (SGLang's signature)
         self,
@@ -96,68 +98,70 @@ class LawSampler(Sampler):
         **more: Any,
     ) -> Tensor:
         """One token per row, int64 (B,). positions (B,): of the last token read, not drawn."""
-        laws = _laws(sampling_info)
-        ours = [i for i, law in enumerate(laws) if law is not None]
-        asked = (return_logprob, top_logprobs_nums, token_ids_logprobs)
+        params = _rows_of(sampling_info)
+        ours = [i for i, row in enumerate(params) if row is not None]
+        report = (return_logprob, top_logprobs_nums, token_ids_logprobs)
         if not ours:
-            return super().forward(logits_output, sampling_info, *asked, positions, **more)
-        wanted = _Wanted(*asked)
+            return super().forward(logits_output, sampling_info, *report, positions, **more)
+        options = _ReportOptions(*report)
         logits = self._preprocess_logits(logits_output.next_token_logits, sampling_info)
-        if len(ours) == len(laws):
-            drawn = _draw(logits, laws, positions)
+        if len(ours) == len(params):
+            drawn = _draw(logits, params, positions)
             if return_logprob:
-                _report(drawn, wanted).write_output_to(logits_output)
+                _report(drawn, options).write_output_to(logits_output)
             self._sync_token_ids_across_tp(drawn.tokens, sampling_info)
             return drawn.tokens
-        # SGLang's sampler writes into the logits: it gets a copy.
+        # SGLang's sampler overwrites the logits: it gets a copy.
         output = copy.copy(logits_output)
         output.next_token_logits = logits.clone()
-        tokens = super().forward(output, sampling_info, *asked, positions, **more).long()
-        drawn = _draw(logits[ours], [laws[i] for i in ours], positions[ours])
+        tokens = super().forward(output, sampling_info, *report, positions, **more).long()
+        drawn = _draw(logits[ours], [params[i] for i in ours], positions[ours])
         tokens[ours] = drawn.tokens
+        # Once more: SGLang's call above synchronised the tokens that ours have replaced.
         self._sync_token_ids_across_tp(tokens, sampling_info)
         if return_logprob:
-            _merge(output, _report(drawn, _rows(wanted, ours)), ours, logits_output)
+            _merge(output, _report(drawn, _rows(options, ours)), ours, logits_output)
         return tokens
 
 
-def _draw(logits: Tensor, laws: Sequence[Law | None], positions: Tensor) -> Drawn:
+def _draw(logits: Tensor, params: Sequence[DrawParams | None], positions: Tensor) -> Drawn:
     rows = [
-        RowParams(law.temperature, law.top_k, law.top_p, law.seed, law.sample_index, position + 1)
-        for law, position in zip(laws, positions.tolist(), strict=True)
-        if law is not None
+        RowParams(row.temperature, row.top_k, row.top_p, row.seed, row.sample_index, position + 1)
+        for row, position in zip(params, positions.tolist(), strict=True)
+        if row is not None
     ]
     return sample(logits, rows)
 
 
-def _rows(wanted: _Wanted, rows: list[int]) -> _Wanted:
-    return _Wanted(
-        wanted.logprobs, [wanted.topk[i] for i in rows], [wanted.token_ids[i] for i in rows]
+def _rows(options: _ReportOptions, rows: list[int]) -> _ReportOptions:
+    return _ReportOptions(
+        options.logprobs, [options.topk[i] for i in rows], [options.token_ids[i] for i in rows]
     )
 
 
-def _report(drawn: Drawn, wanted: _Wanted) -> LogprobResult:
-    """Log-probabilities under the law sampled from; ties of the k best to the lower id."""
+def _report(drawn: Drawn, options: _ReportOptions) -> LogprobResult:
+    """Log-probabilities under the distribution sampled from; ties of the k best to the lower id."""
     result = LogprobResult(token_logprobs=drawn.logprobs)
-    most = max(wanted.topk, default=0)
-    chosen = any(ids is not None for ids in wanted.token_ids)
+    most = max(options.topk, default=0)
+    chosen = any(ids is not None for ids in options.token_ids)
     if not most and not chosen:
         return result
-    law = drawn.laws()
-    law = law.clamp(min=torch.finfo(law.dtype).min)  # infinities do not survive JSON
+    distributions = drawn.laws()
+    # Infinities do not survive JSON.
+    distributions = distributions.clamp(min=torch.finfo(distributions.dtype).min)
     if most:
-        values, ids = torch.sort(law, dim=-1, descending=True, stable=True)
-        result.top_logprobs_val = [values[i, :k] for i, k in enumerate(wanted.topk)]
-        result.top_logprobs_idx = [ids[i, :k] for i, k in enumerate(wanted.topk)]
+        values, ids = torch.sort(distributions, dim=-1, descending=True, stable=True)
+        result.top_logprobs_val = [values[i, :k] for i, k in enumerate(options.topk)]
+        result.top_logprobs_idx = [ids[i, :k] for i, k in enumerate(options.topk)]
     if chosen:
-        picks = [ids or [] for ids in wanted.token_ids]
-        result.token_ids_logprobs_val = [law[i, ids] for i, ids in enumerate(picks)]
+        picks = [ids or [] for ids in options.token_ids]
+        result.token_ids_logprobs_val = [distributions[i, ids] for i, ids in enumerate(picks)]
         result.token_ids_logprobs_idx = picks
     return result
 
 
 def _merge(plain: Any, result: LogprobResult, rows: list[int], target: Any) -> None:
-    """SGLang's report of every row, with our rows replaced, onto the batch's output."""
+    """SGLang's report of every row, with our rows replaced, into the batch's output."""
     pairs = {
         "next_token_logprobs": result.token_logprobs,
         "next_token_top_logprobs_val": result.top_logprobs_val,
