@@ -170,7 +170,7 @@ def test_what_cannot_be_served_is_refused_on_every_rank(results: dict[str, list[
 def test_one_model_at_a_time_is_trained_whole(results: dict[str, list[Any]]) -> None:
     found = results["refused whole"]
     assert "ask for rank 0" in failure(found[0])
-    assert "another model is trained whole" in failure(found[2])
+    assert "another full-parameter model is trained" in failure(found[2])
     assert "ask for rank 0" in failure(found[3])
     assert found[5] is None
 

@@ -30,7 +30,7 @@ def test_a_storage_comes_back_as_it_was_for_every_view_of_it() -> None:
     store = HostStore()
     assert store.offload([flat, view, parameter]) == 12 * 4 + 4 * 4
     assert bytes_of([flat, parameter]) == 0
-    assert store.is_away
+    assert store.is_offloaded
     assert store.onload() == 12 * 4 + 4 * 4
     assert torch.equal(flat, torch.arange(12.0))
     assert torch.equal(view, torch.arange(3.0, 9.0).view(2, 3))

@@ -9,10 +9,10 @@ from tinkercloud.cluster.weights.mapping import (
     Entry,
     Form,
     FusedQKV,
+    Replicated,
     Rows,
     Vocabulary,
     WeightMap,
-    Whole,
 )
 from tinkercloud.core.plan import MegatronArguments
 from tinkercloud.errors import ConfigError
@@ -102,7 +102,7 @@ def test_latent_attention_in_transformer_engine_has_its_counterparts(name):
     assert list(entry(name, LATENT, rows).names) == wanted
 
 
-@pytest.mark.parametrize(("rows", "split"), [((6, 7), "whole"), ((3, 4), "tp")])
+@pytest.mark.parametrize(("rows", "split"), [((6, 7), "replicated"), ((3, 4), "tp")])
 def test_down_projections_are_split_as_the_layer_kind_splits_them(rows, split):
     built = dict(zip(("linear_q_down_proj", "linear_kv_down_proj"), rows, strict=True))
     for name in built:
@@ -130,7 +130,7 @@ def test_an_unknown_parameter_is_refused_by_name():
 
 
 FORMS: dict[str, tuple[Form, list[tuple[int, ...]]]] = {
-    "whole": (Whole(), [(5,)]),
+    "replicated": (Replicated(), [(5,)]),
     "rows": (Rows(12), [(12, 3)]),
     "gate and up": (Rows(12), [(12, 3), (12, 3)]),
     "columns": (Columns(12), [(3, 12)]),
@@ -151,16 +151,16 @@ def wholes_of(shapes: list[tuple[int, ...]]) -> list[Tensor]:
 def test_shards_joined_are_what_was_cut(name, size):
     form, shapes = FORMS[name]
     wholes = wholes_of(shapes)
-    shards = [form.cut(wholes, rank, size) for rank in range(size)]
+    shards = [form.shard(wholes, rank, size) for rank in range(size)]
     assert len({shard.shape for shard in shards}) == 1
-    for joined, whole in zip(form.join(shards), wholes, strict=True):
+    for joined, whole in zip(form.unshard(shards), wholes, strict=True):
         assert torch.equal(joined, whole)
 
 
 def test_padding_rows_of_the_vocabulary_are_zero():
     form, shapes = FORMS["vocabulary, a shard of padding alone"]
     (whole,) = wholes_of(shapes)
-    shards = [form.cut([whole], rank, 3) for rank in range(3)]
+    shards = [form.shard([whole], rank, 3) for rank in range(3)]
     assert torch.equal(shards[1], torch.cat((whole[4:], torch.zeros(3, 3))))
     assert torch.equal(shards[2], torch.zeros(4, 3))
 
@@ -168,7 +168,7 @@ def test_padding_rows_of_the_vocabulary_are_zero():
 def test_gate_and_up_are_cut_each_and_stacked():
     form, shapes = FORMS["gate and up"]
     gate, up = wholes_of(shapes)
-    assert torch.equal(form.cut([gate, up], 1, 2), torch.cat((gate[6:], up[6:])))
+    assert torch.equal(form.shard([gate, up], 1, 2), torch.cat((gate[6:], up[6:])))
 
 
 def test_a_group_of_heads_stays_together():
@@ -177,4 +177,4 @@ def test_a_group_of_heads_stays_together():
     q, k, v = wholes_of(shapes)
     parts = [x for g in (2, 3) for x in (q[6 * g : 6 * g + 6], k[2 * g : 2 * g + 2],
                                          v[2 * g : 2 * g + 2])]  # fmt: skip
-    assert torch.equal(form.cut([q, k, v], 1, 2), torch.cat(parts))
+    assert torch.equal(form.shard([q, k, v], 1, 2), torch.cat(parts))
