@@ -173,7 +173,7 @@ async def test_every_transition_is_logged_with_its_bytes_and_milliseconds(caplog
     }
 
 
-async def test_weights_move_only_when_somebody_samples():
+async def test_weights_move_only_for_a_sample():
     gpus = Gpus()
     phases = gpus.phases()
     for _ in range(3):
@@ -284,7 +284,7 @@ async def test_a_phase_admits_newcomers_for_its_stay_then_yields():
     assert order == ["sample", "sample", "train", "sample"]
 
 
-async def test_the_next_operation_of_a_lane_is_waited_for_a_moment():
+async def test_a_phase_lingers_for_the_next_operation_of_a_lane():
     gpus = Gpus()
     phases = Phases(gpus.train, gpus.rollout, colocated=True, stay_s=1.0, linger_s=0.05)
     first = asyncio.create_task(train(phases, 0.02))
@@ -345,7 +345,7 @@ async def test_all_waiters_of_a_phase_that_failed_get_its_error_and_others_do_no
     assert [type(result) for result in ended] == [EngineDied] * 3 + [type(None)]
 
 
-async def test_lost_ranks_are_brought_back_by_the_next_training_operation():
+async def test_ranks_that_died_are_restarted_by_the_next_training_operation():
     gpus = Gpus()
     phases = gpus.phases()
     async with phases.training():
@@ -354,7 +354,7 @@ async def test_lost_ranks_are_brought_back_by_the_next_training_operation():
     assert gpus.calls == ["onload(train)", "discard(train)", "onload(train)"]
 
 
-async def test_lost_engines_are_brought_back_by_the_next_sample():
+async def test_engines_that_died_are_restarted_by_the_next_sample():
     gpus = Gpus()
     phases = gpus.phases()
     async with phases.sampling("v"):
