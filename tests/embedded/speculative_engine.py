@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from tests.embedded.tiny import ask, random_prompt, same
+from tests.speculative.drafters.trial_drafters import trial_table
 from tinkercloud.core.types import SampleOutput, SampleRequest
 from tinkercloud.embedded.forward.kv_blocks import BlockPool
 from tinkercloud.embedded.forward.runners import Runner
@@ -10,8 +11,7 @@ from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.sampling.speculation import Speculation
 from tinkercloud.speculative.draft_length.fixed_length import FixedLength
 from tinkercloud.speculative.draft_length.rounds import Reason, Round
-from tinkercloud.speculative.drafters.drafter import Draft, Drafter, SilentDrafter, Stream
-from tinkercloud.speculative.drafters.drafter_table import drafter_table
+from tinkercloud.speculative.drafters.drafter import Draft, Drafter, Stream
 from tinkercloud.speculative.drafters.guarded_drafter import GuardedDrafter
 from tinkercloud.speculative.head.head import FrozenRows, Head, HeadConfig, Params, initial_params
 from tinkercloud.speculative.head.vocabulary import DraftVocabulary
@@ -86,19 +86,17 @@ def all_same(found: Mapping[str, SampleOutput], expected: Mapping[str, SampleOut
         assert reasons[0] == reasons[1]
 
 
-class Oracle(SilentDrafter):
+class Oracle(Drafter):
     """Knows how each sample goes on; errs at every `err_every`th token, where that is not 0."""
 
     def __init__(self, known: Sequence[Sequence[int]], err_every: int = 0):
         self._known = [list(tokens) for tokens in known]
         self._err_every = err_every
 
-    @property
-    def name(self) -> str:
-        return "oracle"
+    name = "oracle"
 
-    def propose(self, asked: Sequence[tuple[Stream, int]]) -> list[Draft]:
-        return [self._draft(stream, most) for stream, most in asked]
+    def propose(self, requests: Sequence[tuple[Stream, int]]) -> list[Draft]:
+        return [self._draft(stream, most) for stream, most in requests]
 
     def _draft(self, stream: Stream, most: int) -> Draft:
         own = stream.tokens
@@ -115,7 +113,7 @@ class Oracle(SilentDrafter):
 
 
 def named(name: str) -> Callable[[int], Drafter]:
-    return lambda vocab_size: drafter_table(vocab_size).make(name)
+    return lambda vocab_size: trial_table(vocab_size).make(name)
 
 
 def knowing(outputs: Mapping[str, SampleOutput], requests: Requests, err_every: int) -> Oracle:

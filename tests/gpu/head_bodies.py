@@ -99,13 +99,13 @@ class Remembering(HeadDrafter):
         self.shown: list[tuple[Stream, int, Tensor]] = []
         self.drafts: dict[tuple[int, int, int], tuple[int, ...]] = {}  # by seed, sample and place
 
-    def see(self, stream: Stream, first: int, hidden: Tensor) -> None:
+    def observe_hidden(self, stream: Stream, first: int, hidden: Tensor) -> None:
         self.shown.append((stream, first, hidden.cpu().clone()))
-        super().see(stream, first, hidden)
+        super().observe_hidden(stream, first, hidden)
 
-    def propose(self, asked: Sequence[tuple[Stream, int]]) -> list[Draft]:
-        drafts = super().propose(asked)
-        for (stream, _), draft in zip(asked, drafts, strict=True):
+    def propose(self, requests: Sequence[tuple[Stream, int]]) -> list[Draft]:
+        drafts = super().propose(requests)
+        for (stream, _), draft in zip(requests, drafts, strict=True):
             self.drafts[stream.params.seed, stream.sample_index, len(stream.tokens)] = draft.tokens
         return drafts
 

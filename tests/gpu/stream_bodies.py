@@ -13,9 +13,10 @@ from tests.embedded.tiny import ask, random_prompt
 from tinkercloud.core.types import SampleOutput, SampleRequest
 from tinkercloud.embedded.forward.kv_blocks import BlockPool
 from tinkercloud.embedded.model.base_model import BaseModel
+from tinkercloud.embedded.sampling.base_states import Speculate
 from tinkercloud.embedded.sampling.cuda_streams import Streams
-from tinkercloud.embedded.sampling.engine import SamplingEngine, Speculate
-from tinkercloud.speculative.drafters.drafter_table import drafter_table
+from tinkercloud.embedded.sampling.engine import SamplingEngine
+from tinkercloud.speculative.drafters.suffix_drafter import SuffixDrafter
 
 RANKS = (None, 4, 8)
 STOPS = tuple("abcdefghijklmnopqrstuvwxyz")
@@ -57,7 +58,7 @@ def crowded() -> Load:
 
 
 def suffix(vocab_size: int) -> object:
-    return drafter_table(vocab_size).make("suffix")
+    return SuffixDrafter()
 
 
 @dataclass(frozen=True)

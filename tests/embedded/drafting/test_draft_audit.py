@@ -57,10 +57,10 @@ def model_told(
 class LawsOfTheTokenBefore(ModelDrafter):
     """Tells of each token the law of the one before it."""
 
-    def propose(self, asked: Sequence[tuple[Stream, int]]) -> list[Draft]:
+    def propose(self, requests: Sequence[tuple[Stream, int]]) -> list[Draft]:
         return [
             replace(draft, distributions=(*draft.distributions[:1], *draft.distributions[:-1]))
-            for draft in super().propose(asked)
+            for draft in super().propose(requests)
         ]
 
 

@@ -11,7 +11,7 @@ from tests.embedded.tiny import Sampler, ask, open_store, random_prompt, same, t
 from tinkercloud.core.types import AdamParams, Datum, FromModel, LoraSpec, SampleOutput
 from tinkercloud.embedded.forward import runners
 from tinkercloud.embedded.process.model_store import ModelStore
-from tinkercloud.speculative.drafters.drafter_table import drafter_table
+from tinkercloud.speculative.drafters.suffix_drafter import SuffixDrafter
 
 pytestmark = pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
 STEPS, PROMPTS, SAMPLES, TOKENS = 20, 3, 4, 24
@@ -75,7 +75,7 @@ def datum(prompt: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, advantag
 def test_twenty_steps_of_rl_are_the_same_bits_with_drafts_and_without(
     folder: Path, dtype: torch.dtype
 ) -> None:
-    drafting = Drafting(lambda vocab_size: drafter_table(vocab_size).make("suffix"), 4)
+    drafting = Drafting(lambda vocab_size: SuffixDrafter(), 4)
     plain, drafted = (
         Run(open_store(folder, dtype=dtype), None),
         Run(open_store(folder, dtype=dtype), drafting),
@@ -99,7 +99,7 @@ def test_samples_of_one_prompt_agree_no_more_with_drafts_than_without(folder: Pa
     store = open_store(folder)
     store.create_model("m", "tiny", LoraSpec(rank=4, seed=0))
     version = store.publish(FromModel("m"))
-    drafting = Drafting(lambda vocab_size: drafter_table(vocab_size).make("suffix"), 6)
+    drafting = Drafting(lambda vocab_size: SuffixDrafter(), 6)
     sampler = Sampler(store, speculate=drafting)
 
     def agreement(seed: int) -> tuple[float, float]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tinkercloud.speculative.drafters.drafter import Draft, Stream
+from tinkercloud.speculative.drafters.drafter import Draft, Drafter, Stream
 from tinkercloud.speculative.drafters.suffix_drafter import LEAD, SuffixSettings
 
 Dated = list[tuple[int, int]]  # tokens, each with when it was written
@@ -15,7 +15,7 @@ class Written:
     dated: Dated = field(default_factory=list)
 
 
-class CountingDrafter:
+class CountingDrafter(Drafter):
     """Forgets nothing. Prompts are no longer than LEAD, and groups do not differ in them."""
 
     name = "counting"
@@ -34,11 +34,8 @@ class CountingDrafter:
         sample = next(sample for sample in self._samples if sample.stream is stream)
         self._write(sample, stream.tokens[len(stream.tokens) - num_new :])
 
-    def end(self, stream: Stream) -> None:
-        pass
-
-    def propose(self, asked: Sequence[tuple[Stream, int]]) -> list[Draft]:
-        return [self._draft(stream, most) for stream, most in asked]
+    def propose(self, requests: Sequence[tuple[Stream, int]]) -> list[Draft]:
+        return [self._draft(stream, most) for stream, most in requests]
 
     def _write(self, sample: Written, tokens: Sequence[int]) -> None:
         for token in tokens:

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 
 from tests.speculative.drafters.streams import stream, written
-from tinkercloud.speculative.drafters.draft_distribution import DraftDistribution
-from tinkercloud.speculative.drafters.drafter import Draft, Drafter, SilentDrafter, Stream
-from tinkercloud.speculative.drafters.guarded_drafter import NUM_EXCEPTIONS, GuardedDrafter
-from tinkercloud.speculative.drafters.suffix_drafter import SuffixDrafter
-from tinkercloud.speculative.drafters.trial_drafters import (
+from tests.speculative.drafters.trial_drafters import (
     DyingDrafter,
     GarbageDrafter,
     LateDrafter,
     RandomDrafter,
     WrongDrafter,
 )
+from tinkercloud.speculative.drafters.draft_distribution import DraftDistribution
+from tinkercloud.speculative.drafters.drafter import Draft, Drafter, Stream
+from tinkercloud.speculative.drafters.guarded_drafter import NUM_EXCEPTIONS, GuardedDrafter
+from tinkercloud.speculative.drafters.suffix_drafter import SuffixDrafter
 
 V = 50
 TEXT = list(range(10, 40)) * 4
@@ -26,13 +26,13 @@ LAW = DraftDistribution(np.array([1, 2], np.int32), np.array([0.5, 0.5], np.floa
 HALF = DraftDistribution(np.array([1, 2], np.int32), np.array([0.5, 0.1], np.float32))
 
 
-class Answering(SilentDrafter):
+class Answering(Drafter):
     """Says one thing, whatever it is asked."""
 
     def __init__(self, answer: Any):
         self._answer = answer
 
-    def propose(self, asked: Sequence[tuple[Stream, int]]) -> list[Draft]:
+    def propose(self, requests: Sequence[tuple[Stream, int]]) -> list[Draft]:
         if isinstance(self._answer, Exception):
             raise self._answer
         return self._answer
@@ -135,9 +135,9 @@ def test_a_drafter_that_is_off_is_not_asked_again():
     class Counting(Answering):
         num_asked = 0
 
-        def propose(self, asked: Sequence[tuple[Stream, int]]) -> list[Draft]:
+        def propose(self, requests: Sequence[tuple[Stream, int]]) -> list[Draft]:
             self.num_asked += 1
-            return super().propose(asked)
+            return super().propose(requests)
 
     drafter, sample = Counting(Unspeakable()), stream(0, [1])
     guard = GuardedDrafter(drafter, V)

@@ -15,7 +15,7 @@ from tinkercloud.decoding.sampler import RowParams, gumbel_noise_at, warp
 from tinkercloud.embedded.drafting.draft_rows import row_params
 from tinkercloud.speculative.device_copy import to_device
 from tinkercloud.speculative.drafters.draft_distribution import AUDIT_EVERY, AuditSchedule
-from tinkercloud.speculative.drafters.drafter import NO_DRAFT, Draft, Stream
+from tinkercloud.speculative.drafters.drafter import NO_DRAFT, Draft, Drafter, Stream
 from tinkercloud.speculative.head.cache import HeadCache, NewRows, extend
 from tinkercloud.speculative.head.draft import Coupling, Start, draft_chains
 from tinkercloud.speculative.head.head import Head
@@ -37,7 +37,7 @@ class _Reader:
     output: Tensor | None = None  # (D,) of its last row
 
 
-class HeadDrafter:
+class HeadDrafter(Drafter):
     """Parameters may be replaced between rounds (`use`). It computes where the target does."""
 
     name = "head"
@@ -45,15 +45,12 @@ class HeadDrafter:
 
     def __init__(self, head: Head, params: Mapping[str, Tensor], audit_every: int = AUDIT_EVERY):
         self.head, self._params = head, head.placed(params)
+        self.layers = head.config.layers
         self._audits = AuditSchedule(audit_every)
         self._cache = HeadCache(head, 1)
         self._free = [0]
         self._readers: dict[int, _Reader] = {}
         self._coupling = _coupling(head.vocabulary)
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        return self.head.config.layers
 
     @property
     def params(self) -> dict[str, Tensor]:
@@ -72,7 +69,7 @@ class HeadDrafter:
             self._free = list(range(num_slots, 2 * num_slots))
         self._readers[stream.id] = _Reader(stream, self._free.pop())
 
-    def see(self, stream: Stream, first: int, hidden: Tensor) -> None:
+    def observe_hidden(self, stream: Stream, first: int, hidden: Tensor) -> None:
         """hidden (n, L, D): the target's states after the tokens from place `first` on, all of
         which stand."""
         reader = self._readers[stream.id]
@@ -89,23 +86,20 @@ class HeadDrafter:
             reader.unread, reader.num_unread = [kept], len(kept)
             reader.first = last - len(kept)
 
-    def observe(self, stream: Stream, num_new: int) -> None:
-        """It reads them when it is asked."""
-
     def end(self, stream: Stream) -> None:
         reader = self._readers.pop(stream.id)
         self._cache.rewind(reader.slot, 0)
         self._free.append(reader.slot)
 
     @torch.inference_mode()
-    def propose(self, asked: Sequence[tuple[Stream, int]]) -> list[Draft]:
-        wanted = [(self._readers[stream.id], most) for stream, most in asked if most > 0]
+    def propose(self, requests: Sequence[tuple[Stream, int]]) -> list[Draft]:
+        wanted = [(self._readers[stream.id], most) for stream, most in requests if most > 0]
         self._read([reader for reader, _ in wanted if reader.num_unread])
         ready = [(reader, most) for reader, most in wanted if reader.output is not None]
         drafts: dict[int, Draft] = {}
         if ready:
             drafts = self._drafted(ready)
-        return [drafts.get(stream.id, NO_DRAFT) for stream, _ in asked]
+        return [drafts.get(stream.id, NO_DRAFT) for stream, _ in requests]
 
     def _read(self, readers: Sequence[_Reader]) -> None:
         """The states that came, each with the token after it."""

@@ -20,15 +20,14 @@ from tinkercloud.speculative.drafters.draft_distribution import (
     AuditSchedule,
     DraftDistribution,
 )
-from tinkercloud.speculative.drafters.drafter import NO_DRAFT, Draft, Stream
+from tinkercloud.speculative.drafters.drafter import NO_DRAFT, Draft, Drafter, Stream
 
 
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """The version's weights may be replaced between rounds (`use`)."""
 
     name = "model"
     is_coupled = True
-    layers: tuple[int, ...] = ()
 
     def __init__(
         self, version: Version, runner: Runner, pool: BlockPool, audit_every: int = AUDIT_EVERY
@@ -52,23 +51,17 @@ class ModelDrafter:
         self._streams[stream.id] = stream
         self._network.begin(stream.id)
 
-    def observe(self, stream: Stream, num_new: int) -> None:
-        """It reads them when it is asked."""
-
-    def see(self, stream: Stream, first: int, hidden: Tensor) -> None:
-        """It computes its own."""
-
     def end(self, stream: Stream) -> None:
         del self._streams[stream.id]
         self._network.end(stream.id)
 
     @torch.inference_mode()
-    def propose(self, asked: Sequence[tuple[Stream, int]]) -> list[Draft]:
-        starts = [Start(stream.id, stream.tokens, most) for stream, most in asked]
+    def propose(self, requests: Sequence[tuple[Stream, int]]) -> list[Draft]:
+        starts = [Start(stream.id, stream.tokens, most) for stream, most in requests]
         takes = self._audits.takes
-        self._laws = {s.id: [] for s, most in asked if most > 0 and takes(s.params.temperature)}
+        self._laws = {s.id: [] for s, most in requests if most > 0 and takes(s.params.temperature)}
         chains = self._network.go_on(starts, self._drawn)
-        return [self._draft(chains.get(stream.id)) for stream, _ in asked]
+        return [self._draft(chains.get(stream.id)) for stream, _ in requests]
 
     def _drawn(self, chains: Sequence[Chain], logits: Tensor) -> tuple[list[int], list[float]]:
         """As the target would, were these its logits."""

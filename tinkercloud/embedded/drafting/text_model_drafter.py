@@ -24,7 +24,7 @@ from tinkercloud.embedded.drafting.retokenizer import IncrementalRetokenizer
 from tinkercloud.embedded.forward.kv_blocks import BlockPool
 from tinkercloud.embedded.forward.runners import Runner
 from tinkercloud.embedded.model.version import Version
-from tinkercloud.speculative.drafters.drafter import NO_DRAFT, Draft, Stream
+from tinkercloud.speculative.drafters.drafter import NO_DRAFT, Draft, Drafter, Stream
 from tinkercloud.weights.token_bytes import TokenizerPair, whole_characters
 
 LOOK_BACK = 4  # of the target's tokens that are encoded with what comes after them
@@ -47,12 +47,10 @@ class _Reader:
         return min(MOST_OWN, max(1, wanted))
 
 
-class TextModelDrafter:
+class TextModelDrafter(Drafter):
     """The version's weights may be replaced between rounds (`use`)."""
 
     name = "model"
-    is_coupled = False
-    layers: tuple[int, ...] = ()
 
     def __init__(self, version: Version, runner: Runner, pool: BlockPool, pair: TokenizerPair):
         self._network = DraftNetwork(version, runner, pool)
@@ -67,25 +65,19 @@ class TextModelDrafter:
         self._readers[stream.id] = _Reader(stream, IncrementalRetokenizer(self._own))
         self._network.begin(stream.id)
 
-    def observe(self, stream: Stream, num_new: int) -> None:
-        """It reads them when it is asked."""
-
-    def see(self, stream: Stream, first: int, hidden: Tensor) -> None:
-        """It computes its own."""
-
     def end(self, stream: Stream) -> None:
         del self._readers[stream.id]
         self._network.end(stream.id)
 
     @torch.inference_mode()
-    def propose(self, asked: Sequence[tuple[Stream, int]]) -> list[Draft]:
-        starts = [self._start(self._readers[stream.id], most) for stream, most in asked if most > 0]
+    def propose(self, requests: Sequence[tuple[Stream, int]]) -> list[Draft]:
+        starts = [self._start(self._readers[s.id], most) for s, most in requests if most > 0]
         chains = self._network.go_on(starts, self._likeliest)
         return [
             self._draft(self._readers[stream.id], chains[stream.id], most)
             if stream.id in chains
             else NO_DRAFT
-            for stream, most in asked
+            for stream, most in requests
         ]
 
     def _start(self, reader: _Reader, most: int) -> Start:

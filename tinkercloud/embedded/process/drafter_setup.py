@@ -20,7 +20,7 @@ from tinkercloud.embedded.forward.kv_blocks import BlockPool, blocks_for
 from tinkercloud.embedded.forward.runners import Runner
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
-from tinkercloud.embedded.sampling.engine import Speculate
+from tinkercloud.embedded.sampling.base_states import Speculate
 from tinkercloud.embedded.sampling.speculation import Speculation
 from tinkercloud.embedded.sampling.trace import Trace
 from tinkercloud.speculative.draft_length.acceptance import Acceptance
@@ -30,7 +30,7 @@ from tinkercloud.speculative.draft_length.controller import (
 )
 from tinkercloud.speculative.draft_length.planning import Estimates, PlannerSettings
 from tinkercloud.speculative.drafters.drafter import Drafter
-from tinkercloud.speculative.drafters.drafter_table import DrafterFactory, drafter_table
+from tinkercloud.speculative.drafters.drafter_table import DrafterFactory, DrafterTable
 from tinkercloud.speculative.drafters.guarded_drafter import GuardedDrafter
 from tinkercloud.speculative.drafters.suffix_drafter import SuffixDrafter
 from tinkercloud.speculative.learning.cases import CaseStore
@@ -77,7 +77,7 @@ def speculate(
             "model": lambda path: _model_drafter(Path(path), base, runner, settings.cache_dir),
             "head": lambda head: _head_drafter(head or "best", base, runner, settings.drafts_dir),
         }
-        drafter = drafter_table(vocab_size, factories).make(name)
+        drafter = DrafterTable(factories).make(name)
         costs = round_costs(base, runner, pool, settings.num_threads)
         max_draft = MAX_LOOKED_UP if isinstance(drafter, SuffixDrafter) else MAX_COMPUTED
         estimates = Estimates(costs, acceptance=Acceptance(max_draft))

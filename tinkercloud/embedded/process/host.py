@@ -79,10 +79,6 @@ class EngineHost:
         return await future
 
     @property
-    def pid(self) -> int | None:
-        return self._process.pid if self._process else None
-
-    @property
     def alive(self) -> bool:
         return self._up.is_set() and not self._gave_up
 

@@ -9,7 +9,6 @@ from tinkercloud.embedded.model.device import choose_device, choose_dtype, usabl
 from tinkercloud.embedded.process.model_store import ModelStore
 from tinkercloud.embedded.process.protocol import EngineSettings
 from tinkercloud.embedded.process.version_cache import VersionCache
-from tinkercloud.embedded.training.micro_batches import Limits
 from tinkercloud.weights.loader import read_config
 from tinkercloud.weights.tokenizer import ensure_tokenizer_folder
 
@@ -39,8 +38,7 @@ def open_models(settings: EngineSettings) -> tuple[tuple[ServedModel, ...], Mode
         return BaseModel.load(name, path, tokenizer, dtype, device)
 
     versions = VersionCache(settings.cache_dir / "versions", settings.version_cache_bytes)
-    limits = Limits(settings.microbatch_tokens, settings.activation_bytes)
-    models = ModelStore(load, versions, limits)
+    models = ModelStore(load, versions)
     models.base(served[0].name)
     if device.type == "cpu":
         log_row_invariance(dtype)

@@ -116,7 +116,7 @@ class Speculation:
     def saw(self, sample: Sample, first: int, hidden: Tensor) -> None:
         """hidden (n, L, D) of the tokens from place `first` on, before what comes after the last of
         them is told by `wrote`."""
-        self._drafter.see(self._streams[sample], first, hidden)
+        self._drafter.observe_hidden(self._streams[sample], first, hidden)
 
     def wrote(self, sample: Sample, num_new: int) -> None:
         self._unread[sample] += num_new

@@ -1,7 +1,7 @@
-"""The laws that drafted tokens were drawn from, and the few drafts that tell theirs.
+"""The distributions that drafted tokens were drawn from, and which drafts report theirs.
 
-A law over a whole vocabulary is large beside the token it gave, and the audit of `calibration`
-needs no more than a share of them.
+A distribution over a whole vocabulary is large compared with the token it gave, and the audit of
+`calibration` needs no more than a share of them.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 AUDIT_EVERY = 97
-"""A prime: no number of samples at once meets it at the same sample again and again."""
+"""A prime: no number of concurrent samples meets it at the same sample again and again."""
 SUM_TOLERANCE = 1e-3
 
 
@@ -21,8 +21,8 @@ SUM_TOLERANCE = 1e-3
 class DraftDistribution:
     """What one token was drawn from, after the drafter's own temperature, top-k and top-p.
 
-    ids int32 (n,): what could be drawn, ascending, as the target numbers it. probs float32 (n,):
-    theirs, which sum to 1.
+    ids int32 (n,): the tokens of probability above 0, ascending, as the target numbers them.
+    probs float32 (n,): theirs, which sum to 1.
     """
 
     ids: NDArray[np.int32]
@@ -32,17 +32,17 @@ class DraftDistribution:
     def of(cls, probs: Tensor, ids: Tensor | None = None) -> Self:
         """probs (n,) of the tokens `ids` int64 (n,), ascending; None: of all, in their order."""
         possible = torch.nonzero(probs > 0)[:, 0]
-        named = possible if ids is None else ids.to(possible.device)[possible]
-        return cls(named.int().cpu().numpy(), probs[possible].float().cpu().numpy())
+        tokens = possible if ids is None else ids.to(possible.device)[possible]
+        return cls(tokens.int().cpu().numpy(), probs[possible].float().cpu().numpy())
 
     def dense(self, vocab_size: int) -> NDArray[np.float64]:
         """Of every token, (V,)."""
-        law = np.zeros(vocab_size)
-        law[self.ids] = self.probs
-        return law
+        probs = np.zeros(vocab_size)
+        probs[self.ids] = self.probs
+        return probs
 
     def can_give(self, token: int, vocab_size: int) -> bool:
-        """Whether this is a law of tokens 0..vocab_size - 1 and the token one of its own. Raises
+        """Whether this is a distribution over tokens 0..vocab_size - 1 with the token in it. Raises
         TypeError where the arrays are not what they should be."""
         ids, probs = self.ids, self.probs
         _check_form(ids, "i")
@@ -53,8 +53,7 @@ class DraftDistribution:
             return False
         if (probs < 0).any() or abs(float(probs.sum(dtype=np.float64)) - 1.0) > SUM_TOLERANCE:
             return False
-        place = int(np.searchsorted(ids, token))
-        return place < len(ids) and int(ids[place]) == token and float(probs[place]) > 0
+        return bool((probs[ids == token] > 0).any())
 
 
 def _check_form(array: object, kind: str) -> None:
@@ -64,15 +63,15 @@ def _check_form(array: object, kind: str) -> None:
 
 @dataclass(slots=True)
 class AuditSchedule:
-    """Says of one draft in `every` that it shall tell its laws, by counting them, so that nothing
-    of what was drafted has a say in it."""
+    """Picks one draft in `every` to report its distributions, by counting drafts, so that the
+    choice is independent of what was drafted."""
 
     every: int = AUDIT_EVERY
-    _counted: int = 0
+    _num_seen: int = 0
 
     def takes(self, temperature: float) -> bool:
         """At temperature 0 nothing is drawn: never."""
         if temperature == 0:
             return False
-        self._counted += 1
-        return self._counted % self.every == 0
+        self._num_seen += 1
+        return self._num_seen % self.every == 0

@@ -1,12 +1,11 @@
 """What every drafter does: it reads samples as they are written and proposes how they go on.
 
-The target draws the token of each position as it does without drafts, and a drafted token stands
-if it is that token. So a drafter changes speed only, never what is written.
+The target draws the token of each position as it does without drafts, and a drafted token is
+accepted if it is that token (`verify.match`). So a drafter changes speed only, never the output.
 """
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -51,66 +50,32 @@ class Draft:
 NO_DRAFT = Draft()
 
 
-class Drafter(Protocol):
-    """Calls come from one thread: `begin` once, then `observe` and `propose`, then `end` once.
+class Drafter:
+    """The contract, and a drafter that never drafts: others override what they need.
 
-    is_coupled: it draws with the target's own noise, so that its tokens are accepted more often
-    than their probability says; it is audited by the distributions that it reports. layers: of the
-    target, whose outputs it reads.
+    Calls come from one thread: for each stream `begin` once, then `observe`, `observe_hidden` and
+    `propose`, then `end` once. is_coupled: it draws with the target's own noise, so that its tokens
+    are accepted more often than their probability says; it is audited by the distributions that it
+    reports. layers: of the target, whose outputs it reads.
     """
 
-    is_coupled: bool
+    name: str = "off"
+    is_coupled: bool = False
+    layers: tuple[int, ...] = ()
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def layers(self) -> tuple[int, ...]: ...
-
-    def begin(self, stream: Stream) -> None: ...
+    def begin(self, stream: Stream) -> None:
+        """A sample with its prompt, or with all tokens that it has where it was interrupted."""
 
     def observe(self, stream: Stream, num_new: int) -> None:
         """The last `num_new` of the stream's tokens are new."""
-        ...
 
-    def see(self, stream: Stream, first: int, hidden: Tensor) -> None:
+    def observe_hidden(self, stream: Stream, first: int, hidden: Tensor) -> None:
         """hidden (n, L, D): what `layers` put out at the sample's tokens from place `first` on, all
-        of which stand; comes before `observe` of the tokens after them."""
-        ...
+        of them accepted; comes before `observe` of the tokens after them."""
 
     def end(self, stream: Stream) -> None:
         """The sample is finished or dropped."""
-        ...
 
-    def propose(self, asked: Sequence[tuple[Stream, int]]) -> list[Draft]:
-        """A draft for each stream, in order, of at most as many tokens as stand beside it."""
-        ...
-
-
-class SilentDrafter:
-    """Never drafts; drafters that remember nothing are made from it."""
-
-    is_coupled = False
-
-    @property
-    def name(self) -> str:
-        return "off"
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        return ()
-
-    def see(self, stream: Stream, first: int, hidden: Tensor) -> None:
-        pass
-
-    def begin(self, stream: Stream) -> None:
-        pass
-
-    def observe(self, stream: Stream, num_new: int) -> None:
-        pass
-
-    def end(self, stream: Stream) -> None:
-        pass
-
-    def propose(self, asked: Sequence[tuple[Stream, int]]) -> list[Draft]:
-        return [NO_DRAFT for _ in asked]
+    def propose(self, requests: Sequence[tuple[Stream, int]]) -> list[Draft]:
+        """A draft for each stream, in order, of at most as many tokens as its pair says."""
+        return [NO_DRAFT] * len(requests)

@@ -2,13 +2,11 @@
 
 from collections.abc import Callable, Mapping
 
-from tinkercloud.speculative.drafters.drafter import Drafter, SilentDrafter
+from tinkercloud.speculative.drafters.drafter import Drafter
 from tinkercloud.speculative.drafters.suffix_drafter import SuffixDrafter
-from tinkercloud.speculative.drafters.trial_drafters import RandomDrafter, WrongDrafter
 
-DrafterFactory = Callable[
-    [str], Drafter
-]  # of what follows the colon in "model:PATH", "" without one
+DrafterFactory = Callable[[str], Drafter]
+"""From what follows the colon in "model:PATH", "" without one."""
 
 
 class UnknownDrafterError(ValueError):
@@ -16,31 +14,23 @@ class UnknownDrafterError(ValueError):
 
 
 class DrafterTable:
-    """From names, as in `--speculate NAME` or `NAME:ARGUMENT`, to new drafters."""
+    """From names, as in `--speculate NAME` or `NAME:ARGUMENT`, to new drafters: those that need no
+    weights, and `more`, which may replace any of them."""
 
-    def __init__(self, makers: Mapping[str, DrafterFactory]) -> None:
-        self._makers = dict(makers)
+    def __init__(self, more: Mapping[str, DrafterFactory] | None = None) -> None:
+        self._factories: dict[str, DrafterFactory] = {
+            "off": lambda _: Drafter(),
+            "suffix": lambda _: SuffixDrafter(),
+            **(more or {}),
+        }
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(self._makers)
+        return tuple(self._factories)
 
-    def make(self, named: str) -> Drafter:
+    def make(self, name: str) -> Drafter:
         """Raises UnknownDrafterError."""
-        name, _, argument = named.partition(":")
-        if name not in self._makers:
+        name, _, argument = name.partition(":")
+        if name not in self._factories:
             raise UnknownDrafterError(f"no drafter {name!r}; there are {', '.join(self.names)}")
-        return self._makers[name](argument)
-
-
-def drafter_table(
-    vocab_size: int, more: Mapping[str, DrafterFactory] | None = None
-) -> DrafterTable:
-    """What needs no weights, and `more`, which may replace any of it."""
-    makers: dict[str, DrafterFactory] = {
-        "off": lambda _: SilentDrafter(),
-        "suffix": lambda _: SuffixDrafter(),
-        "always-wrong": lambda _: WrongDrafter(vocab_size),
-        "random": lambda _: RandomDrafter(vocab_size),
-    }
-    return DrafterTable({**makers, **(more or {})})
+        return self._factories[name](argument)

@@ -8,9 +8,7 @@ weights, and under earlier ones; where the longest end of the sample was seen, f
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
-from tinkercloud.speculative.drafters.drafter import NO_DRAFT, Draft, Stream
+from tinkercloud.speculative.drafters.drafter import NO_DRAFT, Draft, Drafter, Stream
 from tinkercloud.speculative.drafters.history import Group, History, HistoryLimits, Text
 from tinkercloud.speculative.drafters.suffix import NONE, ROOT, Automaton, ContinuationRule
 
@@ -143,12 +141,10 @@ class Reader:
             self._places[text] = place
 
 
-class SuffixDrafter:
+class SuffixDrafter(Drafter):
     """Remembers what it observed for as long as `settings.history` allows."""
 
     name = "suffix"
-    is_coupled = False
-    layers: tuple[int, ...] = ()
 
     def __init__(self, settings: SuffixSettings | None = None) -> None:
         self._settings = settings or SuffixSettings()
@@ -163,14 +159,11 @@ class SuffixDrafter:
     def observe(self, stream: Stream, num_new: int) -> None:
         self._readers[stream.id].read(stream.tokens, num_new)
 
-    def see(self, stream: Stream, first: int, hidden: Tensor) -> None:
-        """It reads text only."""
-
     def end(self, stream: Stream) -> None:
         self.history.leave(self._readers.pop(stream.id).group)
 
-    def propose(self, asked: Sequence[tuple[Stream, int]]) -> list[Draft]:
-        return [self._draft(stream, most) for stream, most in asked]
+    def propose(self, requests: Sequence[tuple[Stream, int]]) -> list[Draft]:
+        return [self._draft(stream, most) for stream, most in requests]
 
     def _draft(self, stream: Stream, most: int) -> Draft:
         if most < 1:

@@ -25,11 +25,11 @@ from tinkercloud.embedded.forward import runners
 from tinkercloud.embedded.forward.kv_blocks import BlockPool
 from tinkercloud.embedded.forward.runners import NativeRunner
 from tinkercloud.embedded.model.base_model import BaseModel
-from tinkercloud.embedded.sampling import engine as engine_module
+from tinkercloud.embedded.sampling import postprocessor
 from tinkercloud.embedded.sampling.engine import SamplingEngine
 from tinkercloud.embedded.sampling.sequences import Sequence as Sample
 from tinkercloud.speculative.drafters.drafter import Drafter
-from tinkercloud.speculative.drafters.drafter_table import drafter_table
+from tinkercloud.speculative.drafters.suffix_drafter import SuffixDrafter
 from tinkercloud.speculative.verify import Verdict, match
 
 pytestmark = pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
@@ -150,7 +150,7 @@ def model(base: BaseModel) -> ModelDrafter:
 
 
 DRAFTERS: dict[str, Callable[[BaseModel], Drafter]] = {
-    "suffix": lambda base: drafter_table(V).make("suffix"),
+    "suffix": lambda base: SuffixDrafter(),
     "model": model,
     "head": lambda base: HeadDrafter(*untaught_head(base)),
 }
@@ -189,7 +189,7 @@ def lets_drafts_stand_now_and_then(patch: pytest.MonkeyPatch) -> None:
             return Verdict((*verdict.tokens[:-1], drafted[at]))
         return verdict
 
-    patch.setattr(engine_module, "match", lenient)
+    patch.setattr(postprocessor, "match", lenient)
 
 
 def with_rows(patch: pytest.MonkeyPatch, change: Callable[[RowParams, int], RowParams]) -> None:

@@ -9,12 +9,13 @@ import numpy as np
 from torch import Tensor
 
 from tinkercloud.speculative.drafters.draft_distribution import DraftDistribution
-from tinkercloud.speculative.drafters.drafter import Draft, Drafter, SilentDrafter, Stream
+from tinkercloud.speculative.drafters.drafter import Draft, Drafter, Stream
+from tinkercloud.speculative.drafters.drafter_table import DrafterTable
 
 Future = Callable[[Stream], Sequence[int]]  # what the target will write from here on, if known
 
 
-class WrongDrafter(SilentDrafter):
+class WrongDrafter(Drafter):
     """Drafts what the target does not write, each token being the next in the vocabulary to what
     `future` knows; where it is not given, to the sample's last tokens, which may err and be right.
     """
@@ -23,12 +24,10 @@ class WrongDrafter(SilentDrafter):
         self._vocab_size = vocab_size
         self._future = future
 
-    @property
-    def name(self) -> str:
-        return "always-wrong"
+    name = "always-wrong"
 
-    def propose(self, asked: Sequence[tuple[Stream, int]]) -> list[Draft]:
-        return [self._draft(stream, most) for stream, most in asked]
+    def propose(self, requests: Sequence[tuple[Stream, int]]) -> list[Draft]:
+        return [self._draft(stream, most) for stream, most in requests]
 
     def _draft(self, stream: Stream, most: int) -> Draft:
         right = self._future(stream) if self._future else stream.tokens[-most:]
@@ -36,26 +35,24 @@ class WrongDrafter(SilentDrafter):
         return Draft(wrong, (1.0,) * len(wrong))
 
 
-class RandomDrafter(SilentDrafter):
+class RandomDrafter(Drafter):
     """Any tokens, always as many as asked, with any confidence."""
 
     def __init__(self, vocab_size: int, seed: int = 0) -> None:
         self._vocab_size = vocab_size
         self._random = random.Random(seed)
 
-    @property
-    def name(self) -> str:
-        return "random"
+    name = "random"
 
-    def propose(self, asked: Sequence[tuple[Stream, int]]) -> list[Draft]:
-        return [self._draft(most) for _, most in asked]
+    def propose(self, requests: Sequence[tuple[Stream, int]]) -> list[Draft]:
+        return [self._draft(most) for _, most in requests]
 
     def _draft(self, most: int) -> Draft:
         tokens = tuple(self._random.randrange(self._vocab_size) for _ in range(most))
         return Draft(tokens, tuple(self._random.random() for _ in tokens))
 
 
-class DyingDrafter:
+class DyingDrafter(Drafter):
     """Another drafter that fails from its `num_good`th call on, counted over all its methods."""
 
     def __init__(self, drafter: Drafter, num_good: int) -> None:
@@ -63,18 +60,15 @@ class DyingDrafter:
         self._left = num_good
         self.is_coupled = drafter.is_coupled
         self.layers = drafter.layers
-
-    @property
-    def name(self) -> str:
-        return f"dying {self._drafter.name}"
+        self.name = f"dying {drafter.name}"
 
     def begin(self, stream: Stream) -> None:
         self._live()
         self._drafter.begin(stream)
 
-    def see(self, stream: Stream, first: int, hidden: Tensor) -> None:
+    def observe_hidden(self, stream: Stream, first: int, hidden: Tensor) -> None:
         self._live()
-        self._drafter.see(stream, first, hidden)
+        self._drafter.observe_hidden(stream, first, hidden)
 
     def observe(self, stream: Stream, num_new: int) -> None:
         self._live()
@@ -84,9 +78,9 @@ class DyingDrafter:
         self._live()
         self._drafter.end(stream)
 
-    def propose(self, asked: Sequence[tuple[Stream, int]]) -> list[Draft]:
+    def propose(self, requests: Sequence[tuple[Stream, int]]) -> list[Draft]:
         self._live()
-        return self._drafter.propose(asked)
+        return self._drafter.propose(requests)
 
     def _live(self) -> None:
         if self._left <= 0:
@@ -101,28 +95,24 @@ class LateDrafter(RandomDrafter):
         super().__init__(vocab_size)
         self._delay_s = delay_s
 
-    @property
-    def name(self) -> str:
-        return "late"
+    name = "late"
 
-    def propose(self, asked: Sequence[tuple[Stream, int]]) -> list[Draft]:
+    def propose(self, requests: Sequence[tuple[Stream, int]]) -> list[Draft]:
         time.sleep(self._delay_s)
-        return super().propose(asked)
+        return super().propose(requests)
 
 
-class GarbageDrafter(SilentDrafter):
+class GarbageDrafter(Drafter):
     """Answers of every kind that the contract does not allow, and some that it does."""
 
     def __init__(self, vocab_size: int, seed: int = 0) -> None:
         self._vocab_size = vocab_size
         self._random = random.Random(seed)
 
-    @property
-    def name(self) -> str:
-        return "garbage"
+    name = "garbage"
 
-    def propose(self, asked: Sequence[tuple[Stream, int]]) -> list[Draft]:
-        answer: list[object] = [self._draft(most) for _, most in asked]
+    def propose(self, requests: Sequence[tuple[Stream, int]]) -> list[Draft]:
+        answer: list[object] = [self._draft(most) for _, most in requests]
         kind = self._random.randrange(8)
         if kind == 0:
             return cast(list[Draft], None)
@@ -156,3 +146,13 @@ class GarbageDrafter(SilentDrafter):
                 tokens,
             ]
         )
+
+
+def trial_table(vocab_size: int) -> DrafterTable:
+    """The drafters that need no weights, with two that are no use."""
+    return DrafterTable(
+        {
+            "always-wrong": lambda _: WrongDrafter(vocab_size),
+            "random": lambda _: RandomDrafter(vocab_size),
+        }
+    )
