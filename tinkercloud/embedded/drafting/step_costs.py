@@ -20,7 +20,7 @@ from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool, bloc
 from tinkercloud.embedded.forward.runners import Runner
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
-from tinkercloud.embedded.native.bindings import processor, source
+from tinkercloud.embedded.native.compiler import processor, source
 from tinkercloud.speculative.draft_length.costs import QUICK_REPEATS, CostTable, measure_costs
 
 logger = logging.getLogger(__name__)
