@@ -36,9 +36,8 @@ R = TypeVar("R")
 class EngineHost:
     """Supervises one engine process. `call` is safe from any task of one event loop."""
 
-    def __init__(self, settings: EngineSettings, restart_limit: int):
+    def __init__(self, settings: EngineSettings):
         self._settings = settings
-        self._restart_limit = restart_limit
         self._ids = itertools.count()
         self._pending: dict[int, asyncio.Future[Any]] = {}
         self._process: asyncio.subprocess.Process | None = None
@@ -142,7 +141,7 @@ class EngineHost:
             self._starts.append(now)
             while self._starts[0] < now - RESTART_WINDOW_S:
                 self._starts.popleft()
-            if len(self._starts) > self._restart_limit:
+            if len(self._starts) > self._settings.engine.restart_limit:
                 return self._give_up("the engine process keeps ending; see the server's log")
             try:
                 reader, _ = await self._spawn()
