@@ -95,7 +95,7 @@ class Decoding:
         self._pool = BlockPool(base.config, base.dtype, base.device, num_seqs * num_blocks + 1)
         for tensor in (*self._pool.keys, *self._pool.values):
             tensor.normal_(generator=torch.Generator(base.device).manual_seed(2))
-        blocks = self._pool.take(num_seqs * num_blocks)
+        blocks = self._pool.allocate(num_seqs * num_blocks)
         assert blocks is not None
         self._tables = np.array(blocks, np.int32).reshape(num_seqs, num_blocks)
         self._tokens, self._at = np.arange(num_seqs, dtype=np.int64), context
@@ -125,7 +125,7 @@ class Decoding:
 def decoded(base: BaseModel, tokens: np.ndarray) -> torch.Tensor:
     """Logits (V,) after all tokens: a prompt, then the last one as a decode step."""
     pool = BlockPool(base.config, base.dtype, base.device, blocks_for(len(tokens)) + 1)
-    tables = np.array([pool.take(blocks_for(len(tokens)))], np.int32)
+    tables = np.array([pool.allocate(blocks_for(len(tokens)))], np.int32)
     runner, plain = graph_runner(base.device), version(base, adapter=False)
     for rows in (np.arange(len(tokens) - 1), np.array([len(tokens) - 1])):
         zeros, last = np.zeros(len(rows), np.int32), np.array([len(rows) - 1])

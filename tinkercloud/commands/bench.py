@@ -13,7 +13,8 @@ import numpy as np
 
 from tinkercloud.core.types import SampleOutput, SampleRequest, SamplingParams
 from tinkercloud.embedded.model.version import Version
-from tinkercloud.embedded.sampling.engine import SamplingEngine, Speculate
+from tinkercloud.embedded.sampling.base_states import Speculate
+from tinkercloud.embedded.sampling.engine import SamplingEngine
 
 STRUCTURED = {
     "JSON": '[{"id": 1, "name": "item 1", "price": 10, "tags": ["new", "small"]},\n'

@@ -94,7 +94,7 @@ class DraftNetwork:
         reader.agreed = min(reader.agreed, place)
 
     def end(self, sample: int) -> None:
-        self._pool.drop(self._readers.pop(sample).blocks)
+        self._pool.free(self._readers.pop(sample).blocks)
 
     def go_on(self, starts: Sequence[Start], choose: Choose) -> dict[int, Chain]:
         """By sample; without those that have no room, and those too far behind with an empty

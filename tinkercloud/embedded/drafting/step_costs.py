@@ -48,7 +48,7 @@ class Rounds:
         counts[: rows % sequences] += 1
         each = blocks_for(min(context, self._longest(int(counts.max()))) + int(counts.max()))
         room = int(self._pool.num_available * MOST_BLOCKS) // each
-        blocks = self._pool.take(each * max(1, min(room, sequences)))
+        blocks = self._pool.allocate(each * max(1, min(room, sequences)))
         if blocks is None:
             raise MemoryError("there are too few blocks of keys and values to measure rounds")
         try:
@@ -59,7 +59,7 @@ class Rounds:
             sample(logits, params, self._runner.scan)
             return 1e3 * (time.perf_counter() - began)
         finally:
-            self._pool.drop(blocks)
+            self._pool.free(blocks)
 
     def _longest(self, rows: int) -> int:
         return self._base.config.max_position_embeddings - rows
