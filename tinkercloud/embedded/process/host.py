@@ -1,4 +1,4 @@
-"""The API process's side of the engine: start it, call it, notice its death, start it again."""
+"""The API process's side of the engine process: starts it, calls it, restarts it when it dies."""
 
 import asyncio
 import itertools
@@ -121,7 +121,7 @@ class EngineHost:
         while True:
             await self._read_until_gone(reader)
             assert self._process is not None
-            self._up.clear()
+            self._up.clear()  # first: calls from now on wait for the next engine
             await self._end_process()
             code = self._process.returncode
             logger.error("the engine process ended with code %s", code)
@@ -154,7 +154,7 @@ class EngineHost:
 
     def _give_up(self, reason: str) -> None:
         self._gave_up = reason
-        self._up.set()
+        self._up.set()  # calls that wait for an engine go on, and fail
 
     async def _read_until_gone(self, reader: asyncio.StreamReader) -> None:
         while True:

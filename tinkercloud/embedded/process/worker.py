@@ -74,7 +74,7 @@ class Worker:
         self._worked_s = 0.0  # since a model's optimizer step
 
     def run(self) -> None:
-        """Until the other end is gone (None in the inbox)."""
+        """Serve until the API process is gone (None in the inbox)."""
         while True:
             idle = not self._engine.busy and not self._training
             drafts = self._drafts.are_due(idle=idle)
