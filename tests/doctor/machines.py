@@ -51,6 +51,7 @@ def healthy_facts() -> dict[str, dict]:
             "cores": 96,
             "dtype": "bfloat16",
             "best_dtype": "bfloat16",
+            "row_invariant": {"bfloat16": True, "float32": True},
             "kernels": "Triton",
             "kernels_error": "",
             "compiler": "/usr/bin/cc",

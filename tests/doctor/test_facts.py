@@ -57,6 +57,7 @@ class TestOnThisMachine:
         dtype = choose_dtype("auto", choose_device())
         assert facts["engine"]["dtype"] == str(dtype).removeprefix("torch.")
         assert facts["engine"]["cores"] == usable_cores()
+        assert set(facts["engine"]["row_invariant"]) == {facts["engine"]["dtype"], "float32"}
 
     def test_models_are_read_each_on_its_own(self, facts):
         assert facts["models"]["a/b"] == {"architecture": "llama", "parameters": 134515008}

@@ -43,6 +43,15 @@ def number_type(target: Target, facts: Facts) -> Finding:
     return Finding("ok", f"{dtype} (auto would be {best})", brief=dtype)
 
 
+def row_invariance(target: Target, facts: Facts) -> Finding:
+    answer = facts["engine"]
+    if "error" in answer:
+        return unknown("torch")
+    verdicts = answer["row_invariant"].items()
+    texts = (f"{dtype} {'yes' if invariant else 'no'}" for dtype, invariant in verdicts)
+    return Finding("ok", f"of PyTorch's products on this CPU: {', '.join(texts)}")
+
+
 def kernels(target: Target, facts: Facts) -> Finding:
     answer = facts["engine"]
     if "error" in answer:
