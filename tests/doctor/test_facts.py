@@ -57,7 +57,6 @@ class TestOnThisMachine:
         dtype = choose_dtype("auto", choose_device())
         assert facts["engine"]["dtype"] == str(dtype).removeprefix("torch.")
         assert facts["engine"]["cores"] == usable_cores()
-        assert set(facts["engine"]["row_invariant"]) == {facts["engine"]["dtype"], "float32"}
 
     def test_models_are_read_each_on_its_own(self, facts):
         assert facts["models"]["a/b"] == {"architecture": "llama", "parameters": 134515008}
@@ -119,6 +118,11 @@ class TestInABrokenEnvironment:
         if answer["device"] == "cpu":
             assert answer["kernels"] == ""
             assert "/does/not/exist/cc" in answer["kernels_error"]
+
+    def test_the_engine_says_of_each_number_type_whether_products_are_row_invariant(self):
+        answer = probes.run(sys.executable, ("engine", "bfloat16"), 60.0)
+        if answer["device"] == "cpu":
+            assert answer["row_invariant"].keys() == {"bfloat16", "float32"}
 
     def test_what_a_probe_prints_before_its_answer_is_ignored(self, program):
         answer = probes.run(program("print('[1]'); print('{\"version\": \"1\"}')"), (), 20.0)

@@ -43,15 +43,6 @@ def number_type(target: Target, facts: Facts) -> Finding:
     return Finding("ok", f"{dtype} (auto would be {best})", brief=dtype)
 
 
-def row_invariance(target: Target, facts: Facts) -> Finding:
-    answer = facts["engine"]
-    if "error" in answer:
-        return unknown("torch")
-    verdicts = answer["row_invariant"].items()
-    texts = (f"{dtype} {'yes' if invariant else 'no'}" for dtype, invariant in verdicts)
-    return Finding("ok", f"of PyTorch's products on this CPU: {', '.join(texts)}")
-
-
 def kernels(target: Target, facts: Facts) -> Finding:
     answer = facts["engine"]
     if "error" in answer:
@@ -63,6 +54,16 @@ def kernels(target: Target, facts: Facts) -> Finding:
     if not answer["compiler"]:
         advice = f"install gcc or clang, or set CC; {advice} until then"
     return Finding("warning", answer["kernels_error"], advice)
+
+
+def products(target: Target, facts: Facts) -> Finding:
+    """Either is in order: what it means is in docs/architecture.md, "What is exact"."""
+    verdicts = facts["engine"].get("row_invariant", {})
+    if not verdicts:
+        return Finding("ok", "not asked", brief="")
+    return Finding(
+        "ok", ", ".join(f"{n}: {'' if v else 'not '}row-invariant" for n, v in verdicts.items())
+    )
 
 
 def memory(target: Target, facts: Facts) -> Finding:

@@ -185,7 +185,7 @@ def engine(dtype: str) -> dict[str, Any]:
 
     from tinkercloud.config import c_compiler
     from tinkercloud.embedded.forward.kernel_choice import has_kernels
-    from tinkercloud.embedded.forward.row_invariance import is_row_invariant
+    from tinkercloud.embedded.forward.row_invariance import verdicts
     from tinkercloud.embedded.model.device import choose_device, choose_dtype, usable_cores
     from tinkercloud.embedded.native.compiler import library
 
@@ -194,26 +194,19 @@ def engine(dtype: str) -> dict[str, Any]:
     warnings = _Warnings()
     logging.getLogger("tinkercloud").addHandler(warnings)
     is_cuda = device.type == "cuda"
-    torch.set_num_threads(usable_cores())  # as the engine does: sums are split by it
     compiled = has_kernels(device, chosen) if is_cuda else library() is not None
+    torch.set_num_threads(usable_cores())  # as the engine does
     return {
         "device": device.type,
         "gpu": _gpu(0) if is_cuda else {},
         "cores": usable_cores(),
-        "dtype": _name(chosen),
-        "best_dtype": _name(best),
-        "row_invariant": {
-            _name(dtype): is_row_invariant(dtype)
-            for dtype in dict.fromkeys((chosen, torch.float32))
-        },
+        "dtype": str(chosen).removeprefix("torch."),
+        "best_dtype": str(best).removeprefix("torch."),
         "kernels": ("Triton" if is_cuda else "C") if compiled else "",
         "kernels_error": "" if compiled else " ".join(warnings.texts) or "they do not run here",
         "compiler": c_compiler() or "",
+        "row_invariant": {} if is_cuda else verdicts(chosen),
     }
-
-
-def _name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _find_our_package() -> None:
