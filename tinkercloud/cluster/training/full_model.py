@@ -10,8 +10,9 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from torch import nn
 
 from tinkercloud.cluster.training import rank_checkpoint
-from tinkercloud.cluster.training.rank_models import Form, Models, Rank, RankModel
+from tinkercloud.cluster.training.rank_models import Models, Rank, RankModel
 from tinkercloud.cluster.training.rank_optimizer import Kind, RankOptimizer
+from tinkercloud.cluster.training.rank_types import Form
 from tinkercloud.cluster.weights.conversion import Bucket, full_tensors, load_base
 from tinkercloud.core.types import LoraSpec
 from tinkercloud.errors import ModelStateLost, UserError

@@ -16,8 +16,9 @@ from tinkercloud.cluster.lora.layers import AdapterSwitch, Pair, weight_delta
 from tinkercloud.cluster.lora.sites import Site, find_sites
 from tinkercloud.cluster.training import rank_checkpoint
 from tinkercloud.cluster.training.adapter_slots import AdapterShapes, AdapterSlot
-from tinkercloud.cluster.training.rank_models import Form, Models, Rank, RankModel
+from tinkercloud.cluster.training.rank_models import Models, Rank, RankModel
 from tinkercloud.cluster.training.rank_optimizer import RankOptimizer
+from tinkercloud.cluster.training.rank_types import Form
 from tinkercloud.cluster.weights.conversion import Bucket, Catalogue, Item, full_tensors
 from tinkercloud.cluster.weights.mapping import Entry, Vocabulary
 from tinkercloud.core.types import LoraSpec

@@ -16,14 +16,14 @@ import logging
 import shutil
 import threading
 from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from tinkercloud.cluster.training.miles_start import start_executor
-from tinkercloud.cluster.training.rank_types import RankOutput, RankSettings
+from tinkercloud.cluster.training.rank_types import Form, RankOutput, RankSettings
 from tinkercloud.core.types import AdamParams, Datum, LoraSpec, TrainBatch
 from tinkercloud.errors import ConfigError, EngineDied, ModelStateLost, UserError
 from tinkercloud.weights.adapters import ADAPTER_CONFIG_FILE, ADAPTER_FILE
@@ -38,7 +38,6 @@ DATUM_KEYS = {  # ours -> Miles', of a datum's loss inputs
     "advantages": "advantages",
     "logprobs": "sampling_logprobs",
 }
-ADAM_KEYS = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
 
 
 class Executor(Protocol):
@@ -163,7 +162,7 @@ class MilesRank:
 
     def apply_optimizer_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
         model = self._get(model_id)
-        adam = {key: float(getattr(params, key)) for key in ADAM_KEYS}
+        adam = {name: float(value) for name, value in asdict(params).items()}
         answers = self._run(self._executor.optim_step({model.slot: adam}))
         answer: Mapping[str, float] = answers[model.slot]
         _check(answer)
@@ -187,9 +186,7 @@ class MilesRank:
 
     # ---- weights for others
 
-    def export(
-        self, model_id: str | None, folder: Path, *, form: Literal["adapter", "merged"]
-    ) -> None:
+    def export(self, model_id: str | None, folder: Path, *, form: Form) -> None:
         """A PEFT folder. Raises UserError for merged weights."""
         if model_id is None or form == "merged":
             raise UserError("Miles gives adapters to engines, no merged weights")

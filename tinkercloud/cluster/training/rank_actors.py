@@ -10,9 +10,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tinkercloud.cluster.gpus.placement import TRAIN_SHARE, Slot
+from tinkercloud.cluster.training.rank_requests import BatchRequest, RankRequest
 from tinkercloud.cluster.training.rank_types import BatchColumns, RankSettings
 from tinkercloud.cluster.training.train_actor import (
     CONCURRENCY,
@@ -21,13 +22,15 @@ from tinkercloud.cluster.training.train_actor import (
     TrainActor,
     answer_of,
     decoded,
-    packed_call,
+    packed_request,
 )
 from tinkercloud.core.plan import Plan
 from tinkercloud.core.types import TrainBatch
 from tinkercloud.errors import EngineDied, UserError
 
 logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
 
 MEGATRON_RANK = "tinkercloud.cluster.training.train_rank:MegatronRank"
 MILES_RANK = "tinkercloud.cluster.training.miles:MilesRank"
@@ -130,23 +133,13 @@ class RankActors:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+    async def call(self, request: RankRequest[R]) -> list[R]:
         """The ranks' results, in rank order.
 
         Raises what all ranks raised, and EngineDied when the group cannot be used any more.
         """
-        return await self._call(method, None, *packed_call(method, *args, **kwargs))
-
-    async def call_on_data(self, method: str, model_id: str, batch: TrainBatch) -> list[Any]:
-        """The same for `method(model_id, batch)`. A large batch goes through Ray's object store,
-        where the ranks read it without a copy; for a small one the store takes longer than copies.
-        """
-        if _size(batch) <= INLINE_BYTES:
-            return await self._call(method, None, *packed_call(method, model_id, batch))
-        import ray
-
-        stored = await asyncio.to_thread(ray.put, BatchColumns.of(batch))
-        return await self._call(method, stored, *packed_call(method, model_id))
+        message, stored = await _split(request)
+        return await self._call(request.name, stored, *packed_request(message))
 
     async def _call(self, method: str, *arguments: Any) -> list[Any]:
         async with self._operation:
@@ -271,6 +264,19 @@ def _actor(settings: GroupSettings, slot: Slot) -> Any:
         runtime_env={"env_vars": environment}, **slot.options(TRAIN_SHARE)
     )
     return actor_class.remote()
+
+
+async def _split(request: RankRequest[Any]) -> tuple[RankRequest[Any], Any]:
+    """The request, and a reference to its batch: a large one goes through Ray's object store, where
+    the ranks read it without a copy. For a small one the store takes longer than copies: None."""
+    if not isinstance(request, BatchRequest) or request.batch is None:
+        return request, None
+    if _size(request.batch) <= INLINE_BYTES:
+        return request, None
+    import ray
+
+    stored = await asyncio.to_thread(ray.put, BatchColumns.of(request.batch))
+    return request.with_batch(None), stored
 
 
 def _size(batch: TrainBatch) -> int:

@@ -5,18 +5,16 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from tinkercloud.cluster.training.adapter_slots import AdapterSlot
 from tinkercloud.cluster.training.collectives import Collectives
 from tinkercloud.cluster.training.host_store import HostStore
 from tinkercloud.cluster.training.rank_optimizer import RankOptimizer
-from tinkercloud.cluster.training.rank_types import RankSettings
+from tinkercloud.cluster.training.rank_types import Form, RankSettings
 from tinkercloud.cluster.weights.conversion import Bucket, Catalogue, HuggingFaceWriter
 from tinkercloud.core.types import LoraSpec
 from tinkercloud.weights.checkpoints import TrainingState
-
-Form = Literal["adapter", "merged"]
 
 
 @dataclass(slots=True)

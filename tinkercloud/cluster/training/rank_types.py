@@ -4,13 +4,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tinkercloud.core.plan import Plan
 from tinkercloud.core.types import Datum, TrainBatch, TrainOutput
+
+Form = Literal["adapter", "merged"]
+"""Of exported weights: a PEFT folder, or a Hugging Face folder with adapters merged in."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from tinkercloud import errors
 from tinkercloud.cluster.gpus.rendezvous import Rendezvous
+from tinkercloud.cluster.training.rank_requests import BatchRequest, RankRequest
 from tinkercloud.cluster.training.rank_types import BatchColumns, RankSettings
+from tinkercloud.errors import EngineDied, TinkercloudError, error_of
 
 logger = logging.getLogger(__name__)
 
@@ -67,13 +68,15 @@ class TrainActor:
 
         return self._run(make)
 
-    def call(self, batch: BatchColumns | None, *request: bytes) -> bytes:
-        """request: of `packed_call`. batch: the last argument, where it is in the object store."""
+    def call(self, batch: BatchColumns | None, *packed: bytes) -> bytes:
+        """packed: of `packed_request`. batch: the request's, where it is in the object store."""
 
         def work() -> Any:
-            method, args, kwargs = pickle.loads(b"".join(request))
-            last = () if batch is None else (batch.batch(),)
-            return getattr(self._rank, method)(*args, *last, **kwargs)
+            request: RankRequest[Any] = pickle.loads(b"".join(packed))
+            if batch is not None:
+                assert isinstance(request, BatchRequest)
+                request = request.with_batch(batch.batch())
+            return request.run(self._rank)
 
         return self._run(work)
 
@@ -98,10 +101,10 @@ class TrainActor:
         return pickle.dumps(answer, protocol=5)
 
 
-def packed_call(method: str, *args: Any, **kwargs: Any) -> list[bytes]:
+def packed_request(request: RankRequest[Any]) -> list[bytes]:
     """Pickled once for all ranks, and in-band: Ray makes a buffer of each small array, which takes
     longer than copying it. In pieces that are small enough for Ray to send them with the call."""
-    packed = pickle.dumps((method, args, kwargs), protocol=5)
+    packed = pickle.dumps(request, protocol=5)
     return [packed[i : i + _PIECE_BYTES] for i in range(0, len(packed), _PIECE_BYTES)]
 
 
@@ -111,15 +114,12 @@ def answer_of(data: bytes) -> Answer:
 
 def _encoded(error: Exception) -> tuple[str, str, str]:
     trace = "".join(traceback.format_exception(error))
-    if isinstance(error, errors.TinkercloudError):
+    if isinstance(error, TinkercloudError):
         return type(error).__name__, str(error), trace
     return "", f"{type(error).__name__}: {error}", trace
 
 
-def decoded(error: tuple[str, str, str]) -> errors.TinkercloudError:
+def decoded(error: tuple[str, str, str]) -> TinkercloudError:
     """An error of our tree as it was raised; EngineDied for any other."""
     name, text, _ = error
-    kind = getattr(errors, name, errors.EngineDied)
-    rebuilt = kind.__new__(kind)
-    Exception.__init__(rebuilt, text)
-    return rebuilt
+    return error_of(name, text, default=EngineDied)

@@ -16,17 +16,35 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, TypeVar
 
 from tinkercloud.cluster.gpus.placement import Slot
 from tinkercloud.cluster.rollout.weight_sync import Sent, Transfer
 from tinkercloud.cluster.training.rank_actors import GroupSettings, RankActors
-from tinkercloud.cluster.training.rank_types import merge_outputs
+from tinkercloud.cluster.training.rank_requests import (
+    ApplyOptimizerStep,
+    Checksum,
+    Create,
+    Delete,
+    Export,
+    ForwardBackwardOnly,
+    ForwardOnly,
+    Load,
+    Offload,
+    Onload,
+    RankRequest,
+    Save,
+    SendWeights,
+    Stats,
+)
+from tinkercloud.cluster.training.rank_types import Form, merge_outputs
 from tinkercloud.cluster.training.restore_points import BEGINNING, ModelRecord, RestorePoints
 from tinkercloud.core.types import AdamParams, LoraSpec, TrainBatch, TrainOutput
 from tinkercloud.errors import EngineDied, ModelStateLost, TinkercloudError, TrainingRewound
 
 logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
 
 
 class RayTrainGroup:
@@ -65,14 +83,14 @@ class RayTrainGroup:
     async def onload(self) -> int:
         """Bytes loaded to the GPUs. Starts ranks and restores the models where there are none."""
         if self.alive:
-            return sum(await self._call("onload"))
+            return sum(await self._call(Onload()))
         await self.discard()
         self._ranks = await RankActors.start(self._settings, await self._slots())
         self._num_starts += 1
         try:
             for model_id, model in self._models.items():
                 await self._restore(model_id, model)
-            stats = await self._call("stats")
+            stats = await self._call(Stats())
         except BaseException:
             await asyncio.shield(self.discard())
             raise
@@ -80,7 +98,7 @@ class RayTrainGroup:
 
     async def offload(self) -> int:
         """Bytes freed on the GPUs."""
-        return sum(await self._call("offload"))
+        return sum(await self._call(Offload()))
 
     async def discard(self) -> None:
         """End the ranks, in whatever state they are."""
@@ -97,19 +115,19 @@ class RayTrainGroup:
     # ---- models
 
     async def create(self, model_id: str, spec: LoraSpec) -> None:
-        await self._call("create", model_id, spec)
+        await self._call(Create(model_id, spec))
         await self._register(model_id, ModelRecord(spec, BEGINNING))
 
     async def load(self, model_id: str, folder: Path, *, with_optimizer: bool) -> LoraSpec:
         async with self.unchanged(model_id):
-            spec = (await self._call("load", model_id, folder, with_optimizer=with_optimizer))[0]
+            spec = (await self._call(Load(model_id, folder, with_optimizer)))[0]
         point = await self._points.keep(model_id, folder, with_optimizer=with_optimizer)
         await self._register(model_id, ModelRecord(spec, point))
         return spec
 
     async def save(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
         model = self._record(model_id)
-        await self._call("save", model_id, folder, with_optimizer=with_optimizer)
+        await self._call(Save(model_id, folder, with_optimizer))
         if with_optimizer:
             old, model.unsaved = model.point, model.gradient
             model.point = await self._points.keep(model_id, folder, with_optimizer=True)
@@ -121,27 +139,25 @@ class RayTrainGroup:
             await self._points.forget(model_id)
         if self.alive:
             with suppress(EngineDied):  # then it is gone as well
-                await self._call("delete", model_id)
+                await self._call(Delete(model_id))
 
-    async def export(
-        self, model_id: str | None, folder: Path, *, form: Literal["adapter", "merged"]
-    ) -> None:
+    async def export(self, model_id: str | None, folder: Path, *, form: Form) -> None:
         """For engines: a PEFT folder, or a Hugging Face folder. model_id None: the base."""
         if model_id is not None:
             self._record(model_id)
-        await self._call("export", model_id, folder, form=form)
+        await self._call(Export(model_id, folder, form))
 
     async def merge(self, checkpoint: Path, folder: Path) -> None:
         """A Hugging Face folder of the base with a checkpoint's adapter merged in."""
         temporary = f"merging {uuid.uuid4().hex}"
-        await self._call("load", temporary, checkpoint, with_optimizer=False)
+        await self._call(Load(temporary, checkpoint, with_optimizer=False))
         try:
-            await self._call("export", temporary, folder, form="merged")
+            await self._call(Export(temporary, folder, form="merged"))
         finally:
-            await self._call("delete", temporary)
+            await self._call(Delete(temporary))
 
     async def checksum(self, model_id: str | None) -> str:
-        return (await self._call("checksum", model_id))[0]
+        return (await self._call(Checksum(model_id)))[0]
 
     # ---- training
 
@@ -149,13 +165,13 @@ class RayTrainGroup:
         """Adds the gradient to the model's accumulator, or changes nothing."""
         model = self._record(model_id)
         async with _Training(model):
-            parts = await self._call_on_data("forward_backward_only", model_id, batch)
+            parts = await self._call(ForwardBackwardOnly(model_id, batch))
             model.gradient = True
         return merge_outputs(parts)
 
     async def forward_only(self, model_id: str, batch: TrainBatch) -> TrainOutput:
         self._record(model_id)
-        return merge_outputs(await self._call_on_data("forward_only", model_id, batch))
+        return merge_outputs(await self._call(ForwardOnly(model_id, batch)))
 
     async def apply_optimizer_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
         model = self._record(model_id)
@@ -163,7 +179,7 @@ class RayTrainGroup:
             # Before the call: should it be cancelled, the ranks take the step all the same.
             model.weights = object()
             try:
-                metrics = (await self._call("apply_optimizer_step", model_id, params))[0]
+                metrics = (await self._call(ApplyOptimizerStep(model_id, params)))[0]
             finally:
                 model.gradient = False  # the ranks clear a refused gradient too
         return metrics
@@ -190,19 +206,12 @@ class RayTrainGroup:
 
     async def send_weights(self, model_id: str, transfer: Transfer) -> Sent:
         """Every rank sends its part to the engines; the ranks may be offloaded."""
-        return (await self._call("send_weights", model_id, transfer))[0]
+        return (await self._call(SendWeights(model_id, transfer)))[0]
 
     # ---- inside
 
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Any other method of the ranks, on all of them at once."""
-        return await self._call(method, *args, **kwargs)
-
-    async def _call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        return await self._running().call(method, *args, **kwargs)
-
-    async def _call_on_data(self, method: str, model_id: str, batch: TrainBatch) -> list[Any]:
-        return await self._running().call_on_data(method, model_id, batch)
+    async def _call(self, request: RankRequest[R]) -> list[R]:
+        return await self._running().call(request)
 
     def _running(self) -> RankActors:
         if self._ranks is None:
@@ -227,10 +236,9 @@ class RayTrainGroup:
         point = model.point
         try:
             if point.folder is None:
-                await self._call("create", model_id, model.spec)
+                await self._call(Create(model_id, model.spec))
             else:
-                options = {"with_optimizer": point.with_optimizer}
-                await self._call("load", model_id, point.folder, **options)
+                await self._call(Load(model_id, point.folder, point.with_optimizer))
         except EngineDied:
             raise
         except TinkercloudError:

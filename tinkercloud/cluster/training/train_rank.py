@@ -10,14 +10,14 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
 from tinkercloud.cluster.rollout.weight_sync import Sent, Transfer
 from tinkercloud.cluster.training.host_store import HostStore, bytes_of
 from tinkercloud.cluster.training.megatron_model import build_model, initialize, load_hooks
-from tinkercloud.cluster.training.rank_types import RankOutput, RankSettings
+from tinkercloud.cluster.training.rank_types import Form, RankOutput, RankSettings
 from tinkercloud.cluster.weights.conversion import Bucket, Catalogue, load_base
 from tinkercloud.core.types import AdamParams, LoraSpec, TrainBatch
 from tinkercloud.weights.checkpoints import (
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = ["MegatronRank", "RankOutput", "RankSettings"]
 
-Form = Literal["adapter", "merged"]
 BUCKET_BYTES = 256 * 1024**2  # of a weight transfer
 
 
