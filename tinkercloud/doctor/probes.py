@@ -184,7 +184,7 @@ def engine(dtype: str) -> dict[str, Any]:
     from tinkercloud.config import c_compiler
     from tinkercloud.embedded.forward.kernel_choice import has_kernels
     from tinkercloud.embedded.model.device import choose_device, choose_dtype, usable_cores
-    from tinkercloud.embedded.native.bindings import library
+    from tinkercloud.embedded.native.compiler import library
 
     device = choose_device()
     chosen, best = choose_dtype(dtype, device), choose_dtype("auto", device)

@@ -15,7 +15,7 @@ from tests.gpu import head_bodies as bodies
 from tests.gpu.stream_bodies import mixed
 from tinkercloud.decoding import device_scan
 from tinkercloud.decoding.sampler import gumbel_noise_at
-from tinkercloud.embedded.draft_training.reference_capture import layer_outputs
+from tinkercloud.embedded.draft_training.capture import layer_outputs
 from tinkercloud.embedded.forward import runners
 from tinkercloud.embedded.forward.batch import Part, ragged
 from tinkercloud.embedded.forward.decode_graphs import DrawGraphs

@@ -32,7 +32,8 @@ from tinkercloud.embedded.forward.paged_context import PagedContext
 from tinkercloud.embedded.forward.row_invariance import Product, is_row_invariant
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
-from tinkercloud.embedded.native.bindings import AdapterTable, NativeModel, Team, library, scan
+from tinkercloud.embedded.native.bindings import AdapterTable, NativeModel, Team, scan
+from tinkercloud.embedded.native.compiler import library
 
 _BASE = "base "
 _NO_STATES = torch.empty(0, 0, 0)

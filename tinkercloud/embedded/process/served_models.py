@@ -19,25 +19,26 @@ def open_models(settings: EngineSettings) -> tuple[tuple[ServedModel, ...], Mode
     Raises ConfigError or OSError for a model that cannot be served."""
     device = choose_device()
     dtype = choose_dtype(settings.dtype, device)
-    torch.set_num_threads(settings.threads or usable_cores())
+    torch.set_num_threads(settings.engine.threads or usable_cores())
     served, folders = [], {}
-    for name, path in settings.models:
-        config = read_config(path)
-        tokenizer = ensure_tokenizer_folder(path, settings.cache_dir)
+    for model in settings.models:
+        config = read_config(model.path)
+        tokenizer = ensure_tokenizer_folder(model.path, settings.cache_dir)
         served.append(
             ServedModel(
-                name, config.model_type, config.max_position_embeddings, config.vocab_size,
+                model.name, config.model_type, config.max_position_embeddings, config.vocab_size,
                 config.num_parameters, tokenizer, config.eos_token_ids,
                 str(dtype).removeprefix("torch."),
             )
         )  # fmt: skip
-        folders[name] = (path, tokenizer)
+        folders[model.name] = (model.path, tokenizer)
 
     def load(name: str) -> BaseModel:
         path, tokenizer = folders[name]
         return BaseModel.load(name, path, tokenizer, dtype, device)
 
-    versions = VersionCache(settings.cache_dir / "versions", settings.version_cache_bytes)
+    memory_bytes = settings.engine.version_cache_bytes
+    versions = VersionCache(settings.cache_dir / "versions", memory_bytes)
     models = ModelStore(load, versions)
     models.base(served[0].name)
     if device.type == "cpu":

@@ -309,13 +309,13 @@ def test_a_digest_stands_for_the_version_and_everything_before() -> None:
 def test_without_a_compiler_the_plain_pass_serves(
     store: ModelStore, base: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from tinkercloud.embedded.native import bindings
+    from tinkercloud.embedded.native import compiler
 
-    bindings.library.cache_clear()
+    compiler.library.cache_clear()
     try:
         monkeypatch.setenv("CC", str(tmp_path / "none"))
-        assert bindings.library() is None
+        assert compiler.library() is None
         assert Sampler(store).one(base, ask(PROMPT)).sequences
     finally:
         monkeypatch.undo()
-        bindings.library.cache_clear()
+        compiler.library.cache_clear()

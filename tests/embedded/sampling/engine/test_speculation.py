@@ -31,8 +31,7 @@ from tests.embedded.tiny import (
 from tests.speculative.drafters.trial_drafters import DyingDrafter, GarbageDrafter, RandomDrafter
 from tinkercloud.core.types import FromBase
 from tinkercloud.decoding.sampler import RowParams, warp
-from tinkercloud.embedded.draft_training.head_trainer import SequenceMetadata
-from tinkercloud.embedded.draft_training.reference_capture import capture
+from tinkercloud.embedded.draft_training.capture import SequenceMetadata, capture_sequence
 from tinkercloud.embedded.drafting.head_drafter import HeadDrafter
 from tinkercloud.embedded.drafting.model_drafter import ModelDrafter
 from tinkercloud.embedded.forward import runners
@@ -152,9 +151,11 @@ def test_a_heads_cache_holds_what_the_finished_text_would_give(store: ModelStore
     stream = state.speculation._streams[sequence]
     (found,) = drafter.propose([(stream, 3)])
     tokens = np.array(stream.tokens, np.int32)
-    told = SequenceMetadata(num_prompt=len(prompt), temperature=1.0, epoch=0)
     version = store.version(base)
-    states = torch.from_numpy(capture(version, tokens, fresh.layers, told).hidden)
+    captured = capture_sequence(
+        version, tokens, fresh.layers, len(prompt), SequenceMetadata(1.0, 0)
+    )
+    states = torch.from_numpy(captured.hidden)
     fresh.begin(stream)
     fresh.observe_hidden(stream, 0, states[:-1])
     (expected,) = fresh.propose([(stream, 3)])
