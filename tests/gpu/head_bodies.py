@@ -18,7 +18,7 @@ from tests.gpu.stream_bodies import RANKS, Load, engine_of
 from tinkercloud.core.types import SampleOutput
 from tinkercloud.embedded.draft_training.capture import SequenceMetadata, capture_sequence
 from tinkercloud.embedded.drafting.head_drafter import HeadDrafter
-from tinkercloud.embedded.forward.batch import Batch, Part, ragged
+from tinkercloud.embedded.forward.batch import Batch, SequenceRows, ragged
 from tinkercloud.embedded.forward.kv_blocks import BlockPool, blocks_for
 from tinkercloud.embedded.forward.runners import Runner
 from tinkercloud.embedded.model.base_model import BaseModel
@@ -44,7 +44,7 @@ def mixed(base: BaseModel) -> tuple[Batch, BlockPool]:
     for i, (start, count) in enumerate(((40, 4), (17, 1), (0, 21), (90, 1), (5, 30))):
         tokens = generator.integers(0, base.config.vocab_size, count).tolist()
         blocks = held.tables[i, : blocks_for(start + count)].tolist()
-        parts.append(Part(versions[i], tokens, start, blocks, 1))
+        parts.append(SequenceRows(versions[i], tokens, start, blocks, 1))
     return ragged(parts), held.pool
 
 
@@ -141,13 +141,16 @@ def written(
 def check_what_was_shown(folder: Path, head: Remembering, tolerance: float) -> None:
     """Against a pass over each finished text, on a CPU."""
     base = BaseModel.load("tiny", folder, folder, torch.float32, torch.device("cpu"))
-    versions = {one.id: one for one in (version(base, rank, i) for i, rank in enumerate(RANKS))}
+    versions = [version(base, rank, i) for i, rank in enumerate(RANKS)]
+    by_id = {each.id: each for each in versions}
     texts: dict[int, np.ndarray] = {}
     for stream, first, hidden in head.shown:
         if stream.id not in texts:
             tokens = np.array(stream.tokens, np.int32)
-            version, metadata = versions[stream.version], SequenceMetadata(1.0, 0)
-            captured = capture_sequence(version, tokens, head.layers, stream.num_prompt, metadata)
+            captured = capture_sequence(
+                by_id[stream.version], tokens, head.layers, stream.num_prompt,
+                SequenceMetadata(1.0, 0),
+            )  # fmt: skip
             texts[stream.id] = captured.hidden
         expected = texts[stream.id][first : first + len(hidden)]
         np.testing.assert_allclose(hidden.numpy(), expected, atol=tolerance, rtol=tolerance)

@@ -159,7 +159,7 @@ class SamplingEngine:
 
     def _launch(self, batch: list[BatchItem]) -> LaunchedPass:
         state, runner = self.states[batch[0].base], self._runner_of(batch[0])
-        logits = runner.forward(ragged([item.part for item in batch]), state.cache.pool)
+        logits = runner.forward(ragged([item.rows for item in batch]), state.cache.pool)
         return LaunchedPass(batch, logits, _hidden_states(runner, state))
 
     def _runner_of(self, item: BatchItem) -> Runner:

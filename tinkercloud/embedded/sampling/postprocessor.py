@@ -1,6 +1,7 @@
 """From the logits of a pass to prompt scores, sampled tokens and finished samples.
 
-Axes: W selected rows, V vocabulary, M rows of a pass, L layers that a drafter reads, D hidden size.
+Axes: W rows with logits, V vocabulary, M rows of a pass, L layers that a drafter reads,
+D hidden size.
 """
 
 from collections.abc import Callable
@@ -35,9 +36,9 @@ class Postprocessor:
         rows: list[int] = []  # of the pass's logits, in the order of `draws`
         end = num_rows = 0
         for item in launched.items:
-            start, end = end, end + item.num_selected
+            start, end = end, end + item.num_logit_rows
             num_rows += item.num_rows
-            seen = None if hidden is None else hidden[num_rows - item.num_selected : num_rows]
+            seen = None if hidden is None else hidden[num_rows - item.num_logit_rows : num_rows]
             if hidden is not None and item.ends and item.sequence.is_prompt:
                 first = num_rows - min(item.count, DRAFTER_ROWS)
                 item.sequence.job.hidden = hidden[first:num_rows].clone()
