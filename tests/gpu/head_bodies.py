@@ -146,8 +146,13 @@ def check_what_was_shown(folder: Path, head: Remembering, tolerance: float) -> N
     for stream, first, hidden in head.shown:
         if stream.id not in texts:
             tokens = np.array(stream.tokens, np.int32)
-            version, metadata = versions[stream.version], SequenceMetadata(1.0, 0)
-            captured = capture_sequence(version, tokens, head.layers, stream.num_prompt, metadata)
+            captured = capture_sequence(
+                versions[stream.version],
+                tokens,
+                head.layers,
+                stream.num_prompt,
+                SequenceMetadata(1.0, 0),
+            )
             texts[stream.id] = captured.hidden
         expected = texts[stream.id][first : first + len(hidden)]
         np.testing.assert_allclose(hidden.numpy(), expected, atol=tolerance, rtol=tolerance)
