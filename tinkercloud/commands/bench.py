@@ -20,7 +20,8 @@ from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.device import choose_device, choose_dtype, settle, usable_cores
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.process.drafter_setup import DrafterSettings, speculate
-from tinkercloud.embedded.sampling.engine import SamplingEngine, Speculate
+from tinkercloud.embedded.sampling.base_states import Speculate
+from tinkercloud.embedded.sampling.engine import SamplingEngine
 from tinkercloud.errors import ConfigError
 from tinkercloud.weights.tokenizer import ensure_tokenizer_folder
 

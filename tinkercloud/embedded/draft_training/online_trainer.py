@@ -153,9 +153,9 @@ class OnlineTrainer:
         self._tracker.add(self._step, num_judged, num_accepted, category)
 
     @isolates_errors
-    def judged(self, stream: Stream, token: JudgedToken, category: str) -> None:
+    def judged(self, stream: Stream, verdict: JudgedToken, category: str) -> None:
         if self._driver is not None:
-            self._collector.judged(stream, token, category)
+            self._collector.judged(stream, verdict, category)
 
     @isolates_errors
     def ended(self, stream: Stream) -> None:

@@ -92,7 +92,7 @@ class NetworkDrafter(Drafter):
         self._caches[stream.id] = _Cache()
 
     def end(self, stream: Stream) -> None:
-        self._pool.drop(self._caches.pop(stream.id).blocks)
+        self._pool.free(self._caches.pop(stream.id).blocks)
 
     def _changed(self, sample: int, place: int) -> None:
         """Its tokens from this place on may be others than those that were read."""

@@ -20,7 +20,7 @@ from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool, bloc
 from tinkercloud.embedded.forward.runners import Runner
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
-from tinkercloud.embedded.native.bindings import processor, source
+from tinkercloud.embedded.native.compiler import processor, source
 from tinkercloud.speculative.draft_length.costs import QUICK_REPEATS, CostTable, measure_costs
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class RoundTimer:
         per_sequence = blocks_for(context + longest)
         fitting = int(self._pool.num_available * MAX_BLOCKS_SHARE) // per_sequence
         # Sequences share blocks where there are too few: what is in them costs the same time.
-        blocks = self._pool.take(per_sequence * max(1, min(fitting, sequences)))
+        blocks = self._pool.allocate(per_sequence * max(1, min(fitting, sequences)))
         if blocks is None:
             raise MemoryError("there are too few blocks of keys and values to measure rounds")
         try:
@@ -63,7 +63,7 @@ class RoundTimer:
             sample(logits, params, self._runner.scan)
             return 1e3 * (time.perf_counter() - began)
         finally:
-            self._pool.drop(blocks)
+            self._pool.free(blocks)
 
     def _batch(self, counts: list[int], tables: list[list[int]]) -> Batch:
         vocab_size = self._base.config.vocab_size
