@@ -25,9 +25,12 @@ from tinkercloud.embedded.model.version import Version
 from tinkercloud.errors import ConfigError, NotFound
 from tinkercloud.speculative.learning.cases import CaseStore
 from tinkercloud.speculative.learning.draft_folder import ALIASES, DraftFolder
-from tinkercloud.speculative.observability.acceptance_log import AcceptanceLog
+from tinkercloud.speculative.observability.acceptance_log import (
+    AcceptanceTracker,
+    read_moments,
+    tracker_of,
+)
 from tinkercloud.speculative.observability.acceptance_plot import draw
-from tinkercloud.speculative.observability.acceptance_tracker import AcceptanceTracker
 
 CASE_BYTES, MOST_AGE = 64 * 1024**2, 10**6
 
@@ -95,16 +98,16 @@ def status(config: Config, plot: Path | None = None) -> list[str]:
     lines.append(
         f"collected: {len(store.disagreed)} disagreements, {len(store.agreed)} agreed cases"
     )
-    log = AcceptanceLog(folder.root)
-    lines += _acceptance(log.tracker())
+    moments = read_moments(folder.root)
+    lines += _acceptance(tracker_of(moments))
     if plot is not None:
-        draw(log.lines(), plot, f"Drafts for {config.models[0].name}")
+        draw(moments, plot, f"Drafts for {config.models[0].name}")
         lines.append(f"drawn: {plot}")
     return lines
 
 
 def _acceptance(tracker: AcceptanceTracker) -> list[str]:
-    told = tracker.as_json(by_step=False)
+    told = tracker.as_json()
     if told["rate"] is None:
         return ["no draft was verified yet"]
     windows = ", ".join(f"last {n}: {rate:.0%}" for n, rate in told["windows"].items() if rate)

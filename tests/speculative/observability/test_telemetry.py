@@ -286,10 +286,8 @@ def test_an_alarm_is_raised_once_and_turns_the_drafter_off():
         raised.append(telemetry.record(report(told((2,), (2,)), chances=((0.3, 0.3),))))
         if raised[-1]:
             policy.stop(Reason.ALARM)
-    assert raised.count(True) == 1 and telemetry.alarmed("suffix")
+    assert raised.count(True) == 1 and telemetry.snapshot()["drafters"]["suffix"]["alarmed"]
     assert policy.limits([Load(100)]) == [0] and policy.reason is Reason.ALARM
-    telemetry.clear("suffix")
-    assert not telemetry.alarmed("suffix")
 
 
 # ---- how it is told

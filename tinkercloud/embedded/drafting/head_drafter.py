@@ -10,16 +10,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tinkercloud.decoding import device_scan
-from tinkercloud.decoding.sampler import RowParams, gumbel_noise_at, warp
+from tinkercloud.decoding.device_copy import to_device
 from tinkercloud.embedded.drafting.draft_rows import row_params
-from tinkercloud.speculative.device_copy import to_device
 from tinkercloud.speculative.drafters.draft_distribution import AUDIT_EVERY, AuditSchedule
 from tinkercloud.speculative.drafters.drafter import NO_DRAFT, Draft, Drafter, Stream
 from tinkercloud.speculative.head.cache import HeadCache, NewRows, extend
-from tinkercloud.speculative.head.draft import Coupling, Start, draft_chains
+from tinkercloud.speculative.head.draft import ChainStart, draft_chains
 from tinkercloud.speculative.head.head import Head
-from tinkercloud.speculative.head.vocabulary import DraftVocabulary
 
 MOST_UNREAD = 256  # rows of a sample that wait to be read; what is older is given up
 MOST_CONTEXT = 1024  # rows of a sample in the head's cache; then it begins anew
@@ -50,7 +47,6 @@ class HeadDrafter(Drafter):
         self._cache = HeadCache(head, 1)
         self._free = [0]
         self._readers: dict[int, _Reader] = {}
-        self._coupling = _coupling(head.vocabulary)
 
     @property
     def params(self) -> dict[str, Tensor]:
@@ -133,8 +129,9 @@ class HeadDrafter(Drafter):
         rows = [[row_params(reader.stream, k) for reader, _ in ready] for k in range(deepest)]
         takes = self._audits.takes
         audited = [i for i, (one, _) in enumerate(ready) if takes(one.stream.params.temperature)]
-        start = Start([reader.slot for reader, _ in ready], torch.stack(outputs), rows, audited)
-        chains = draft_chains(self.head, self._params, self._cache, start, self._coupling)
+        slots = [reader.slot for reader, _ in ready]
+        start = ChainStart(slots, torch.stack(outputs), rows, audited)
+        chains = draft_chains(self.head, self._params, self._cache, start)
         # Both at once: each time the host reads, it waits for the device.
         told = torch.stack((chains.tokens.double(), chains.chances.clamp(0, 1).double())).tolist()
         tokens, chances = [[int(token) for token in row] for row in told[0]], told[1]
@@ -150,14 +147,3 @@ class HeadDrafter(Drafter):
     def _begin_anew(self, reader: _Reader) -> None:
         self._cache.rewind(reader.slot, 0)
         reader.unread, reader.num_unread, reader.output = [], 0, None
-
-
-def _coupling(vocabulary: DraftVocabulary) -> Coupling[RowParams]:
-    """The noise is made where the vocabulary lies."""
-    size, device = len(vocabulary.index), vocabulary.ids.device
-
-    def noise(rows: Sequence[RowParams], ids: Tensor) -> Tensor:
-        params = to_device(torch.from_numpy(device_scan.packed(rows)), device)
-        return device_scan.noise_at(params, ids, size)
-
-    return Coupling(warp, gumbel_noise_at if device.type == "cpu" else noise)
