@@ -142,7 +142,7 @@ class Telemetry:
         self._ms["draft"] += times.draft_ms
         self._ms["verify"] += times.verify_ms
         self._ms["host"] += times.host_ms
-        if times.usable and kind not in (Kind.PROBE, Kind.FIRST):
+        if times.usable and kind not in (Kind.PROBE, Kind.WARM_UP):
             # Plain and speculative rounds compare among loads of like size only.
             alike = self._goodput[drafted.num_sequences.bit_length()]
             name = "speculative" if kind is Kind.SPECULATIVE else "plain"
