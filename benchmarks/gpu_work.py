@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from benchmarks.lib.training import train_alone
 from tinkercloud.architectures import load_architecture
 from tinkercloud.architectures.config import ArchitectureConfig, from_hf
 from tinkercloud.core.types import AdamParams, Datum, LoraSpec, SamplingParams, TrainBatch
@@ -19,7 +20,6 @@ from tinkercloud.embedded.forward.runners import GraphRunner, Runner
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.training.micro_batches import Limits
-from tinkercloud.embedded.training.queue import run_alone
 from tinkercloud.embedded.training.trainable_model import TrainableModel
 from tinkercloud.weights.adapters import fresh_adapter
 
@@ -95,7 +95,7 @@ class Decoding:
         self._pool = BlockPool(base.config, base.dtype, base.device, num_seqs * num_blocks + 1)
         for tensor in (*self._pool.keys, *self._pool.values):
             tensor.normal_(generator=torch.Generator(base.device).manual_seed(2))
-        blocks = self._pool.take(num_seqs * num_blocks)
+        blocks = self._pool.allocate(num_seqs * num_blocks)
         assert blocks is not None
         self._tables = np.array(blocks, np.int32).reshape(num_seqs, num_blocks)
         self._tokens, self._at = np.arange(num_seqs, dtype=np.int64), context
@@ -125,7 +125,7 @@ class Decoding:
 def decoded(base: BaseModel, tokens: np.ndarray) -> torch.Tensor:
     """Logits (V,) after all tokens: a prompt, then the last one as a decode step."""
     pool = BlockPool(base.config, base.dtype, base.device, blocks_for(len(tokens)) + 1)
-    tables = np.array([pool.take(blocks_for(len(tokens)))], np.int32)
+    tables = np.array([pool.allocate(blocks_for(len(tokens)))], np.int32)
     runner, plain = graph_runner(base.device), version(base, adapter=False)
     for rows in (np.arange(len(tokens) - 1), np.array([len(tokens) - 1])):
         zeros, last = np.zeros(len(rows), np.int32), np.array([len(rows) - 1])
@@ -160,13 +160,9 @@ def train_call(base: BaseModel, rows: Sequence[np.ndarray]) -> tuple[float, floa
     for _ in range(2):
         synchronize(base.device)
         start = time.perf_counter()
-        run = run_alone(model, TrainBatch(data, "cross_entropy"), Limits(tokens, memory))
-        while True:
-            try:
-                next(run)
-            except StopIteration as done:
-                losses.append(float(done.value.metrics["loss:sum"]))
-                break
+        batch = TrainBatch(data, "cross_entropy")
+        output = train_alone(model, batch, Limits(tokens, memory))
+        losses.append(float(output.metrics["loss:sum"]))
         model.optim_step(AdamParams(learning_rate=1e-4))
         synchronize(base.device)
         step_s = time.perf_counter() - start

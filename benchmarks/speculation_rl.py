@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.lib.training import train_alone
 from tinkercloud.commands.bench import EngineFactory, Workload, require_equal, run_timed
 from tinkercloud.core.types import (
     AdamParams,
@@ -49,7 +50,7 @@ class LocalModel:
         self.dtype = choose_dtype("auto", torch.device("cpu"))
         self.base = BaseModel.load(BASE, gguf, tokenizer, self.dtype, torch.device("cpu"))
         versions = VersionCache(scratch / "versions", 2**30)
-        self.store = ModelStore(lambda name: self.base, versions, Limits(1024))
+        self.store = ModelStore(lambda name: self.base, versions)
         self._speculate = speculate(
             DrafterSettings("suffix", None, self.threads, scratch, scratch / "drafts")
         )
@@ -203,8 +204,7 @@ class PolicyLoop:
 
     def _train(self, data: list[Datum], loss: str, rate: float) -> None:
         store = self._model.store
-        for _ in store.forward_backward(POLICY, TrainBatch(tuple(data), loss)):
-            pass
+        train_alone(store.model(POLICY), TrainBatch(tuple(data), loss), Limits(1024))
         store.optim_step(POLICY, AdamParams(learning_rate=rate))
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tests import serving
-from tinkercloud.fetch import find_model
+from tinkercloud.config import default_data_dir
+from tinkercloud.fetch import locate, packaged
 
 # Before any test module imports the SDK or transformers, which read these once.
 os.environ.update(serving.QUIET)
@@ -17,7 +18,8 @@ os.environ.update(serving.QUIET)
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
     """The weights of SmolLM2-135M-Instruct, as `make install` puts them."""
-    found = find_model("smollm2") or find_model("smollm2", serving.ROOT / ".tinkercloud")
+    smollm2 = packaged("smollm2")
+    found = locate(smollm2, default_data_dir()) or locate(smollm2, serving.ROOT / ".tinkercloud")
     if found is None:
         pytest.fail("the SmolLM2 weights are not here; run `make install`", pytrace=False)
     return found

@@ -66,15 +66,16 @@ RULES = {
     "speculative.draft_length speculative.drafters speculative.learning weights",
     "embedded": "backends.base config core.types embedded.process errors",
     # the cluster backend
-    "cluster.gpus": "config core core.types errors weights",
+    "cluster.gpus": "config core core.types errors",
     "cluster.lora": "core core.types errors",
     "cluster.rollout": "cluster.gpus config core core.types decoding errors",
     "cluster.weights": "cluster.gpus cluster.rollout core core.types errors weights",
     "cluster.sglang": "cluster.rollout cluster.weights decoding",
     "cluster.training": "cluster.gpus cluster.lora cluster.rollout cluster.weights config core "
     "core.types errors losses weights",
-    "cluster": "backends.base cluster.gpus cluster.rollout cluster.training config core core.types "
-    "errors",
+    "cluster.pool": "cluster.gpus cluster.rollout cluster.training core core.types errors",
+    "cluster": "backends.base cluster.gpus cluster.pool cluster.rollout cluster.training "
+    "cluster.weights config core core.types errors",
 }
 # Third-party package -> the rooms that may import it, with all that lie inside them (tinker_gmi
 # takes torch by name, at need).

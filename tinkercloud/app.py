@@ -62,7 +62,7 @@ def create_app(
     # no documentation pages: the API is described in docs/, and pages would need their own key
     app = FastAPI(title="tinkercloud", openapi_url=None, lifespan=lifespan)
     app.add_middleware(BodyMiddleware, max_body_bytes=config.max_body_bytes)
-    app.add_middleware(AuthMiddleware, authenticator=authenticator)  # added last, runs first
+    app.add_middleware(AuthMiddleware, authenticator=authenticator)  # the one added last runs first
     for router in ROUTERS:
         app.include_router(router)
     app.add_exception_handler(TinkercloudError, _named_error)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinkercloud.config import DEFAULT_MODEL_NAME, default_data_dir
+from tinkercloud.config import DEFAULT_MODEL_NAME
 from tinkercloud.errors import ConfigError
 
 DEFAULT_PACKAGED = "smollm2"
@@ -60,16 +60,11 @@ def models_dir(data_dir: Path) -> Path:
     return data_dir / "models"
 
 
-def find_model(name: str, data_dir: Path | None = None) -> Path | None:
+def locate(model: PackagedModel, data_dir: Path) -> Path | None:
     """The weights file, in data_dir or in an installed package; None when it is not here.
 
-    data_dir None: where `tinkercloud` keeps its data. Files are recognised by size; `fetch`
-    checks the hash.
+    Files are recognised by size; `fetch` checks the hash.
     """
-    return locate(packaged(name), default_data_dir() if data_dir is None else data_dir)
-
-
-def locate(model: PackagedModel, data_dir: Path) -> Path | None:
     candidates = [models_dir(data_dir) / model.filename]
     spec = importlib.util.find_spec(model.package)
     if spec is not None:

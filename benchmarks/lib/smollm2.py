@@ -6,12 +6,14 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from benchmarks.lib.machine import ROOT
-from tinkercloud.fetch import find_model
+from tinkercloud.config import default_data_dir
+from tinkercloud.fetch import locate, packaged
 
 
 def weights() -> Path:
     """SmolLM2-135M-Instruct as GGUF; ends the program with what to do where it is not here."""
-    path = find_model("smollm2") or find_model("smollm2", ROOT / ".tinkercloud")
+    smollm2 = packaged("smollm2")
+    path = locate(smollm2, default_data_dir()) or locate(smollm2, ROOT / ".tinkercloud")
     if path is None:
         sys.exit("the SmolLM2 weights are not here; run `make install`")
     return path

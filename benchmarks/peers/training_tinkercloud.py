@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from benchmarks.lib.peer_script import Replies
+from benchmarks.lib.training import train_alone
 from benchmarks.peers.training_common import Job, run, start
 from tinkercloud.core.types import AdamParams, Datum, LoraSpec, TrainBatch
 from tinkercloud.embedded.model.base_model import BaseModel
@@ -36,7 +37,7 @@ def main(job: Job, replies: Replies) -> None:
         return BaseModel.load(name, Path(job.model), None, getattr(torch, job.dtype), device)
 
     versions = VersionCache(Path(job.save_to) / "versions", 2**30)
-    store = ModelStore(load, versions, Limits(MICROBATCH_TOKENS))
+    store, limits = ModelStore(load, versions), Limits(MICROBATCH_TOKENS)
     spec = LoraSpec(rank=32, seed=0, train_unembed=job.variant != "no unembedding")
     store.create_model("m", "base", spec)
     model = store.model("m")
@@ -50,12 +51,8 @@ def main(job: Job, replies: Replies) -> None:
     hyper = AdamParams(job.learning_rate)
 
     def forward_backward(batch: list[list[int]]) -> float:
-        steps = store.forward_backward("m", TrainBatch(tuple(data_of(batch)), "cross_entropy"))
-        while True:
-            try:
-                next(steps)
-            except StopIteration as done:
-                return float(done.value.metrics["loss:sum"])
+        work = TrainBatch(tuple(data_of(batch)), "cross_entropy")
+        return float(train_alone(model, work, limits).metrics["loss:sum"])
 
     def step(batch: list[list[int]]) -> float:
         total = forward_backward(batch)

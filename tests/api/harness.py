@@ -165,13 +165,13 @@ class Api:
 
     async def sampler(self, session_id: str, number: int = 0, **weights: str) -> str:
         weights = weights or {"base_model": "fake/tiny"}
-        made = await self.ok(
+        sampler = await self.ok(
             "create_sampling_session",
             session_id=session_id,
             sampling_session_seq_id=number,
             **weights,
         )
-        return made["sampling_session_id"]
+        return sampler["sampling_session_id"]
 
 
 @asynccontextmanager

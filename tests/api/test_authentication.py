@@ -15,9 +15,9 @@ UNKNOWN_PATHS = ["/", "/docs", "/redoc", "/openapi.json", "/api/v1/nothing", "/h
 
 def routes(api: Api) -> list[tuple[str, str]]:
     """(method, path) of everything the application can answer."""
-    found = [(method, route.path) for route in _flat(api.app.routes) for method in route.methods]
-    assert len(found) > 30
-    return found
+    pairs = [(method, route.path) for route in _flat(api.app.routes) for method in route.methods]
+    assert len(pairs) > 30
+    return pairs
 
 
 def _flat(items) -> list[APIRoute]:

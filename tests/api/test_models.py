@@ -174,8 +174,8 @@ async def test_capabilities_list_what_is_served(api: Api) -> None:
 
 
 async def test_a_session_lists_what_it_holds(api: Api) -> None:
-    made = await api.ok("create_session", user_metadata={"k": "v"}, display_name="d")
-    session_id = made["session_id"]
+    session = await api.ok("create_session", user_metadata={"k": "v"}, display_name="d")
+    session_id = session["session_id"]
     model_id = await api.model(session_id)
     sampler_id = await api.sampler(session_id)
     assert (await api.get(f"sessions/{session_id}")).json() == {

@@ -58,17 +58,17 @@ async def test_shuffled_and_repeated_delivery_gives_the_same_state(api: Api) -> 
 
 async def test_the_order_of_steps_matters_here(api: Api) -> None:
     """The test above could not fail if it did not."""
-    one, other = await api.model(), await api.model()
+    first, second = await api.model(), await api.model()
     for seq_id in STEPS:
-        await send(api, one, seq_id)
-        path, arguments = request_for(other, STEPS.stop - seq_id)
+        await send(api, first, seq_id)
+        path, arguments = request_for(second, STEPS.stop - seq_id)
         if path == "optim_step":
             arguments["json"]["seq_id"] = seq_id
         else:
             tokens = [STEPS.stop - seq_id, STEPS.stop - seq_id + 1, 3, 4]
-            arguments["content"] = body_of(other, seq_id, [wire_datum(tokens)])
+            arguments["content"] = body_of(second, seq_id, [wire_datum(tokens)])
         assert (await api.http.post(f"/api/v1/{path}", **arguments)).status_code == 200
-    assert await final_state(api, one) != await final_state(api, other)
+    assert await final_state(api, first) != await final_state(api, second)
 
 
 async def test_chunks_are_acknowledged_before_their_predecessor_arrives(api: Api) -> None:

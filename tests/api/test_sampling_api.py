@@ -305,12 +305,12 @@ async def test_weights_can_be_sampled_without_a_session(api: Api) -> None:
 
 
 async def test_create_sampling_client_needs_no_session(api: Api) -> None:
-    made = await api.ok("create_sampling_client", base_model="fake/tiny")
-    assert len(await tokens(api, made["sampling_session_id"])) == 2
+    session = await api.ok("create_sampling_client", base_model="fake/tiny")
+    assert len(await tokens(api, session["sampling_session_id"])) == 2
     session_id = await api.session()
     counted = {"session_id": session_id, "sampling_session_seq_id": 4, "base_model": "fake/tiny"}
-    made = await api.ok("create_sampling_client", **counted)
-    assert made["sampling_session_id"] == f"{session_id}:sample:4"
+    session = await api.ok("create_sampling_client", **counted)
+    assert session["sampling_session_id"] == f"{session_id}:sample:4"
 
 
 async def test_a_sampler_id_never_changes_its_weights(api: Api) -> None:
@@ -342,22 +342,22 @@ async def test_a_deleted_checkpoint_is_sampled_while_its_version_lives(tmp_path:
 
 
 async def test_a_session_may_do_without_drafts(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
+    speculates: list[bool] = []
     plain = FakeBackend.sample
 
     async def sample(self: FakeBackend, version: str, request: SampleRequest) -> SampleOutput:
-        asked.append(request.speculate)
+        speculates.append(request.speculate)
         return await plain(self, version, request)
 
     monkeypatch.setattr(FakeBackend, "sample", sample)
     session_id = await api.session()
     for number, more in enumerate(({}, {"speculate": False}, {"speculate": True})):
         body = {"session_id": session_id, "sampling_session_seq_id": number, **more}
-        made = await api.ok("create_sampling_session", base_model="fake/tiny", **body)
-        await tokens(api, made["sampling_session_id"])
-    made = await api.ok("create_sampling_client", base_model="fake/tiny", speculate=False)
-    await tokens(api, made["sampling_session_id"])
-    assert asked == [True, False, True, False]
+        session = await api.ok("create_sampling_session", base_model="fake/tiny", **body)
+        await tokens(api, session["sampling_session_id"])
+    session = await api.ok("create_sampling_client", base_model="fake/tiny", speculate=False)
+    await tokens(api, session["sampling_session_id"])
+    assert speculates == [True, False, True, False]
 
 
 async def test_metrics_are_lines_that_prometheus_reads(api: Api) -> None:

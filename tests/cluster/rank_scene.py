@@ -60,13 +60,13 @@ class Scene:
         plan: str,
         script: list[Op],
         *,
-        whole: bool = False,
+        full: bool = False,
         resident: int = 4,
         dtype: str = "float32",
     ) -> Job:
         kind, sizes = PLANS[plan]
-        rank = None if whole else 8
-        experts = 4 if kind == "qwen3_moe" and not whole else None
+        rank = None if full else 8
+        experts = 4 if kind == "qwen3_moe" and not full else None
         made = tiny_plan(
             self.folders[kind], lora_rank=rank, expert_lora_rank=experts, dtype=dtype, **sizes
         )

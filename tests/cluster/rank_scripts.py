@@ -16,12 +16,11 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from tests.embedded.tiny import train
+from tests.embedded.tiny import TinyStore, train
 from tinkercloud.cluster.training.rank_types import RankSettings, merge_outputs
 from tinkercloud.core.plan import Plan
 from tinkercloud.core.types import AdamParams, Datum, LoraSpec, TrainBatch, TrainOutput
 from tinkercloud.embedded.model.base_model import BaseModel
-from tinkercloud.embedded.process.model_store import ModelStore
 from tinkercloud.embedded.process.version_cache import VersionCache
 from tinkercloud.embedded.training.micro_batches import Limits
 from tinkercloud.errors import TinkercloudError
@@ -203,7 +202,7 @@ class Embedded:
         def load(name: str) -> BaseModel:
             return BaseModel.load(name, folder, None, torch.float32, torch.device("cpu"))
 
-        self._store = ModelStore(load, VersionCache(scratch, 2**20), Limits(tokens))
+        self._store = TinyStore(load, VersionCache(scratch, 2**20), Limits(tokens))
 
     def play(self, script: list[Op]) -> list[Any]:
         return [_tried(self._op, op) for op in script]

@@ -123,7 +123,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
     assert await asyncio.to_thread(settled), groups_alive()
 
 
-async def test_a_fresh_adapter_samples_as_the_base_and_as_it_trains(cluster: Cluster):
+async def test_a_new_adapter_samples_as_the_base_and_as_it_trains(cluster: Cluster):
     backend = cluster.backend
     await backend.create_model("m", "tiny", SPEC)
     version = await backend.publish(FromModel("m"))
@@ -154,7 +154,7 @@ async def test_an_older_version_answers_with_older_weights_to_the_bit(cluster: C
     np.testing.assert_array_equal(await cluster.scores(older), before)
 
 
-async def test_samples_of_a_seed_are_the_same_whatever_runs_beside_them(cluster: Cluster):
+async def test_samples_of_a_seed_do_not_depend_on_what_else_runs(cluster: Cluster):
     backend = cluster.backend
     version = await backend.publish(FromModel("m"))
     base = await backend.publish(FromBase("tiny"))
@@ -173,7 +173,7 @@ def _tokens(output: SampleOutput) -> list[list[int]]:
     return [sequence.tokens.tolist() for sequence in output.sequences]
 
 
-async def test_engines_gave_way_in_the_order_of_the_card(cluster: Cluster):
+async def test_engines_released_and_resumed_memory_in_the_required_order(cluster: Cluster):
     """Seen by the recorder: all parts are released; weights come first, the cache last."""
     asked = [
         (call["path"].partition("_")[0], tuple(call["body"]["tags"]))
@@ -213,7 +213,7 @@ async def test_a_checkpoint_resumes_and_can_be_sampled(cluster: Cluster, tmp_pat
         await backend.optim_step("resumed", AdamParams())
 
 
-async def test_more_versions_than_engines_keep_all_answer(cluster: Cluster):
+async def test_more_versions_than_engines_hold_all_answer(cluster: Cluster):
     backend = cluster.backend
     cluster.pool_of("m").engines._adapters._slots = 2
     versions = []
@@ -242,7 +242,7 @@ async def test_a_released_version_is_gone_from_the_engines_and_from_disk(cluster
     assert released in unloaded
 
 
-async def test_input_that_only_the_backend_can_refuse_is_the_users(cluster: Cluster, tmp_path):
+async def test_input_that_only_the_backend_can_refuse_is_a_user_error(cluster: Cluster, tmp_path):
     with pytest.raises(UserError, match="rank 17"):
         await cluster.backend.create_model("big", "tiny", LoraSpec(rank=17, seed=0))
     with pytest.raises(UserError, match="not a checkpoint"):
@@ -250,7 +250,9 @@ async def test_input_that_only_the_backend_can_refuse_is_the_users(cluster: Clus
     await cluster.loss("m")
 
 
-async def test_a_rank_that_dies_costs_one_operation_and_a_warning(cluster: Cluster, tmp_path):
+async def test_a_rank_that_dies_fails_one_operation_and_reports_the_rewind(
+    cluster: Cluster, tmp_path
+):
     """Training goes on from the checkpoint; what was published is not touched."""
     import ray
 

@@ -35,7 +35,7 @@ def two_nodes():
     cluster.shutdown()
 
 
-def test_a_ray_of_its_own_starts_and_leaves_nothing_in_the_data_directory(target):
+def test_a_local_ray_starts_and_leaves_nothing_in_the_data_directory(target):
     line = ray_line(target, "Ray")
     assert line.finding.status == "ok", line.finding.fact
     assert list(target.data_dir.iterdir()) == []

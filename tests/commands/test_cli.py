@@ -261,12 +261,6 @@ def test_ctrl_c_ends_it_within_seconds_while_a_poll_is_held(tmp_path):
         assert "Traceback" not in server.output()
 
 
-def test_the_manual_and_the_readme_name_no_missing_page():
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
-            assert (page.parent / Path(target)).exists(), f"{page.name} names {target}"
-
-
 def test_plan_prints_sizes_memory_and_reasons(run):
     config_file = str(ROOT / "tests/core/configs/Llama-3.1-8B.json")
     status, out, err = run("plan", config_file, "--gpus", "8", "--tp", "2")

@@ -1,6 +1,7 @@
 """`tinkercloud doctor`: what it prints, and its exit status."""
 
 import json
+import sys
 
 import pytest
 
@@ -80,8 +81,8 @@ def test_a_backend_that_does_not_exist_is_status_2(capsys):
 
 
 def test_without_the_packages_of_a_server_it_names_their_extra(capsys, monkeypatch):
-    # As where `packaging` is not installed: what the doctor imports first fails.
-    monkeypatch.setitem(__import__("sys").modules, "tinkercloud.doctor.diagnosis", None)
-    monkeypatch.delattr("tinkercloud.doctor.diagnosis", raising=False)
+    for name in [name for name in sys.modules if name.startswith("tinkercloud.doctor")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "packaging.requirements", None)  # as if not installed
     assert cli.main(["doctor"]) == 2
     assert "pip install 'tinkercloud[server]'" in capsys.readouterr().err

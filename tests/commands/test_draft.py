@@ -9,9 +9,9 @@ from tests.embedded.tiny import write_tiny_model
 from tinkercloud.cli import main
 from tinkercloud.commands import draft as draft_command
 from tinkercloud.commands.draft_collect import CollectConfig
-from tinkercloud.commands.draft_distill import DistillConfig
+from tinkercloud.commands.draft_train import DistillConfig
 from tinkercloud.config import Config, load_config
-from tinkercloud.embedded.draft_training.fit import Plan
+from tinkercloud.embedded.draft_training.driver import Plan
 from tinkercloud.embedded.forward import runners
 from tinkercloud.errors import ConfigError, UserError
 from tinkercloud.speculative.learning.draft_folder import DraftFolder
@@ -64,12 +64,12 @@ def test_status_has_a_line_for_the_best_draft_and_one_for_the_latest(config: Con
     first = published(folder, 1.5, "distilled")
     folder.use("best", first)
     assert drafts_told(config) == [
-        f"{first}  best latest   1.50 tokens of a draft stand (75% 50%)  distilled"
+        f"{first}  best latest   expected accepted length 1.50 (75% 50%)  distilled"
     ]
     second = published(folder, 1.25, "fell behind")
     assert drafts_told(config) == [
-        f"{first}  best          1.50 tokens of a draft stand (75% 50%)  distilled",
-        f"{second}  latest        1.25 tokens of a draft stand (75% 50%)  fell behind",
+        f"{first}  best          expected accepted length 1.50 (75% 50%)  distilled",
+        f"{second}  latest        expected accepted length 1.25 (75% 50%)  fell behind",
     ]
 
 
@@ -108,7 +108,7 @@ def test_a_head_learns_from_where_it_was_wrong(
     assert folder.resolve("best") == better
     assert notes["after"]["mean"] > 1.2 * notes["before"]["mean"]
     assert (
-        f"{notes['after']['mean']:.2f} tokens of a draft stand" in draft_command.listed(config)[-1]
+        f"expected accepted length {notes['after']['mean']:.2f}" in draft_command.listed(config)[-1]
     )
 
 
@@ -124,7 +124,7 @@ def test_heads_are_compared_on_the_same_samples(config: Config, prompts: Path) -
     assert per_pass[1] > per_pass[0] > 1.0
 
 
-def test_status_tells_and_draws_what_stood(
+def test_status_shows_and_draws_acceptance(
     config: Config, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = AcceptanceLog(draft_command.folder_of(config).root)
@@ -133,7 +133,7 @@ def test_status_tells_and_draws_what_stood(
             [Line(1000.0 + i, i, name, 100, 30 + i, f"draft-{i // 20}") for name in ("", "m")]
         )
     told = "\n".join(draft_command.status(config))
-    assert "stood: 50%" in told
+    assert "accepted: 50%" in told
     assert "m: 50%" in told
     assert "+1.00% a step" in told
     picture = tmp_path / "acceptance.png"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tinkercloud import fetch
+from tinkercloud.config import default_data_dir
 from tinkercloud.errors import ConfigError
 
 WEIGHTS = b"weights of a very small model" * 1000
@@ -129,18 +130,21 @@ def test_locate_finds_an_installed_package_without_importing_it(tmp_path, monkey
     assert "lone_weights" not in sys.modules
 
 
-def test_find_model_looks_where_the_environment_says(tmp_path, monkeypatch):
+def test_a_model_is_located_where_the_environment_says(tmp_path, monkeypatch):
     monkeypatch.setitem(fetch.PACKAGED, "tiny", MODEL)
     monkeypatch.setenv("TINKERCLOUD_DATA_DIR", str(tmp_path))
-    assert fetch.find_model("tiny") is None
+    assert fetch.locate(fetch.packaged("tiny"), default_data_dir()) is None
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "tiny.gguf").write_bytes(WEIGHTS)
-    assert fetch.find_model("tiny") == tmp_path / "models" / "tiny.gguf"
+    assert (
+        fetch.locate(fetch.packaged("tiny"), default_data_dir())
+        == tmp_path / "models" / "tiny.gguf"
+    )
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones(tmp_path):
     with pytest.raises(ConfigError, match="smollm2"):
-        fetch.find_model("smollm3", tmp_path)
+        fetch.packaged("smollm3")
 
 
 def test_the_default_models_file_is_the_pinned_one(smollm2_gguf):

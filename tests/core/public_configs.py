@@ -11,5 +11,5 @@ TRAINABLE = [name for name in NAMES if name not in REFUSED]
 
 
 def public_config(name: str, **changes: Any) -> dict[str, Any]:
-    found = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
-    return found | changes
+    config = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+    return config | changes

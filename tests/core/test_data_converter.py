@@ -1,14 +1,18 @@
 """What a request means once it is checked."""
 
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.api.harness import wire_datum
+from tinker_gmi.types import AdamParams as JsonAdamParams
 from tinker_gmi.types import SampleRequest
+from tinker_gmi.types import SamplingParams as JsonSamplingParams
 from tinkercloud.backends.fake import TINY
 from tinkercloud.core.data_converter import DataConverter, RawBatch
+from tinkercloud.core.types import AdamParams, SamplingParams
 from tinkercloud.errors import InvalidRequest
 from tinkercloud.losses import LOSSES
 from tinkercloud.wire.codec import WireDatum
@@ -91,3 +95,13 @@ def test_thresholds_in_the_wrong_order_are_refused() -> None:
     config = {"clip_low_threshold": 2.0, "clip_high_threshold": 1.0}
     with pytest.raises(InvalidRequest, match="above"):
         CONVERTER.train_batch(RawBatch([wire_datum()], "ppo", config))
+
+
+def test_adam_parameters_have_the_same_names_and_defaults_on_the_wire_and_inside() -> None:
+    assert JsonAdamParams().model_dump() == asdict(AdamParams())
+
+
+def test_sampling_parameters_have_the_same_defaults_on_the_wire_and_inside() -> None:
+    wire, inside = JsonSamplingParams(), SamplingParams(max_tokens=None, seed=0)
+    for name in ("max_tokens", "temperature", "top_k", "top_p"):
+        assert getattr(wire, name) == getattr(inside, name)

@@ -109,8 +109,8 @@ def test_the_first_stage_holds_a_micro_batch_for_each_stage():
     border = 2 * 4096 * 2 * 8192
     quarter = replace(network, layers=20, expert_layers=(False,) * 20)
     logits = 12 * memory.LOGITS_CHUNK_TOKENS * 128256
-    one = memory.training(quarter, ONE, 8).activations - logits
-    assert flying - border == 4 * (one - border)
+    single = memory.training(quarter, ONE, 8).activations - logits
+    assert flying - border == 4 * (single - border)
 
 
 @pytest.mark.parametrize(

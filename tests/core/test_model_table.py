@@ -99,7 +99,7 @@ def _llama3(**changes):
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "told"),
+    ("name", "changes", "reason"),
     [
         ("Llama-3.1-8B", _llama3(low_freq_factor=2.0), "Megatron-core has 1, 4 and 8192 built in"),
         ("Llama-3.1-8B", _llama3(original_max_position_embeddings=4096), "original length 4096"),
@@ -115,8 +115,8 @@ def _llama3(**changes):
         ("DeepSeek-V3", {"topk_method": "greedy"}, "topk_method"),
     ],
 )
-def test_what_megatron_lacks_is_named(name, changes, told):
-    assert told in why(name, **changes)
+def test_what_megatron_lacks_is_named(name, changes, reason):
+    assert reason in why(name, **changes)
 
 
 def test_fp8_weights_are_no_obstacle():
@@ -160,6 +160,6 @@ def test_dense_layers_between_experts_are_seen():
     shape = read_shape(public_config("DeepSeek-V3"))
     assert shape.expert_layers == (False,) * 3 + (True,) * 58
     mixed = public_config("Qwen3-30B-A3B", decoder_sparse_step=2, mlp_only_layers=[1])
-    assert [i for i, own in enumerate(read_shape(mixed).expert_layers) if own] == list(
-        range(3, 48, 2)
-    )
+    assert [
+        i for i, has_experts in enumerate(read_shape(mixed).expert_layers) if has_experts
+    ] == list(range(3, 48, 2))

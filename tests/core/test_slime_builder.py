@@ -39,20 +39,22 @@ def build(name: str, gpus: int, **constraints) -> Plan:
 
 def tiny(gpus: int, **constraints) -> Plan:
     shape = ClusterShape(gpus, gpu_memory_bytes=8 * GIB)
-    asked = PlanConstraints(**{"dtype": "float32", "max_seq_len": 64, "lora_rank": 8} | constraints)
-    return SlimeArgumentBuilder(shape).build(TINY_MOE, asked)
+    plan_constraints = PlanConstraints(
+        **{"dtype": "float32", "max_seq_len": 64, "lora_rank": 8} | constraints
+    )
+    return SlimeArgumentBuilder(shape).build(TINY_MOE, plan_constraints)
 
 
 @cache
 def every_plan(name: str) -> list[Plan]:
-    found = []
+    plans = []
     for gpus, (rank, seq_len) in product((1, 2, 8, 24, 64, 512), ((None, 4096), (64, 2048))):
         try:
-            found.append(build(name, gpus, lora_rank=rank, max_seq_len=seq_len))
+            plans.append(build(name, gpus, lora_rank=rank, max_seq_len=seq_len))
         except PlanRefused as refused:
             assert refused.reasons
-    assert found, "no plan at all to be checked"
-    return found
+    assert plans, "no plan at all to be checked"
+    return plans
 
 
 # name, GPUs, LoRA rank: (tp, pp, cp, ep, dp), recompute, (engines, tp of each)
@@ -94,26 +96,26 @@ def test_every_plan_fits_in_memory_in_every_phase(name):
 
 
 def _divides(plan: Plan) -> bool:
-    lay, told = plan.layout, plan.megatron
+    lay, megatron = plan.layout, plan.megatron
     checks = [
-        told.num_attention_heads % lay.tp == 0,
-        told.multi_latent_attention or told.num_query_groups % lay.tp == 0,
-        told.padded_vocab_size % lay.tp == 0,
-        told.padded_vocab_size >= told.vocab_size,
+        megatron.num_attention_heads % lay.tp == 0,
+        megatron.multi_latent_attention or megatron.num_query_groups % lay.tp == 0,
+        megatron.padded_vocab_size % lay.tp == 0,
+        megatron.padded_vocab_size >= megatron.vocab_size,
         plan.cluster.gpus_per_node % lay.tp == 0 or plan.cluster.gpus <= lay.tp,
         lay.microbatch_tokens % (lay.tp * (2 * lay.cp if lay.cp > 1 else 1)) == 0,
         lay.microbatch_tokens >= plan.max_seq_len,
-        told.num_layers >= lay.pp,
+        megatron.num_layers >= lay.pp,
     ]
-    if told.num_moe_experts:
+    if megatron.num_moe_experts:
         checks += [
-            told.num_moe_experts % lay.ep == 0,
+            megatron.num_moe_experts % lay.ep == 0,
             (lay.tp * lay.cp * lay.dp) % (lay.ep * lay.etp) == 0,
             lay.tp == 1 or lay.sequence_parallel,
-            len(told.moe_layer_freq) == told.num_layers,
+            len(megatron.moe_layer_freq) == megatron.num_layers,
         ]
     else:
-        checks += [lay.ep == lay.etp == 1, told.ffn_hidden_size % lay.tp == 0]
+        checks += [lay.ep == lay.etp == 1, megatron.ffn_hidden_size % lay.tp == 0]
     return all(checks)
 
 
@@ -130,8 +132,8 @@ def test_stages_hold_every_layer_once(name):
     shape = read_shape(public_config(name))
     for plan in every_plan(name):
         held = memory.stages(shape, plan.layout.pp)
-        assert sum(one.dense + one.experts for one in held) == shape.layers
-        assert all(one.dense + one.experts > 0 for one in held)
+        assert sum(stage.dense + stage.experts for stage in held) == shape.layers
+        assert all(stage.dense + stage.experts > 0 for stage in held)
         last = plan.megatron.num_layers_in_last_pipeline_stage
         assert last in (None, held[-1].dense + held[-1].experts)
 
@@ -167,23 +169,26 @@ def test_a_node_that_divides_badly_is_left_idle_and_the_plan_says_so():
     assert plan.reasons[-1].startswith("8 of 24 GPUs idle")
 
 
-def test_every_small_wish_is_kept_or_refused_by_its_name():
+def test_every_small_constraint_is_kept_or_refused_by_its_name():
     kept = 0
     for tp, pp, cp, ep in product((1, 2, 3, 4), (1, 2, 4, 5), (1, 2, 3), (1, 2, 3, 4)):
-        asked = {"tp": tp, "pp": pp, "cp": cp, "ep": ep}
+        sizes = {"tp": tp, "pp": pp, "cp": cp, "ep": ep}
         try:
-            layout = tiny(8, **asked).layout
+            layout = tiny(8, **sizes).layout
         except PlanRefused as refused:
-            told = "; ".join(refused.reasons)
-            assert any(f"{name} {size}" in told for name, size in asked.items()), (asked, told)
+            reasons = "; ".join(refused.reasons)
+            assert any(f"{name} {size}" in reasons for name, size in sizes.items()), (
+                sizes,
+                reasons,
+            )
         else:
-            assert {name: getattr(layout, name) for name in asked} == asked
+            assert {name: getattr(layout, name) for name in sizes} == sizes
             kept += 1
     assert kept > 20
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "constraints",
     [
         {"recompute": "full"},
         {"recompute": "none"},
@@ -194,14 +199,14 @@ def test_every_small_wish_is_kept_or_refused_by_its_name():
         {"sequence_parallel": True, "tp": 2},
     ],
 )
-def test_a_wish_is_kept(asked):
-    layout = tiny(4, **asked).layout
-    wished = {name: value for name, value in asked.items() if name != "max_seq_len"}
-    assert {name: getattr(layout, name) for name in wished} == wished
+def test_a_constraint_is_kept(constraints):
+    layout = tiny(4, **constraints).layout
+    sizes = {name: value for name, value in constraints.items() if name != "max_seq_len"}
+    assert {name: getattr(layout, name) for name in sizes} == sizes
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("constraints", "reason"),
     [
         ({"tp": 4}, "tp 4 does not divide 2 (key/value heads)"),
         ({"tp": 3}, "tp 3 does not divide 4 (attention heads)"),
@@ -219,10 +224,10 @@ def test_a_wish_is_kept(asked):
         ({"rollout_gpus": 8}, "8 of 8 GPUs cannot be set aside"),
     ],
 )
-def test_an_impossible_wish_is_refused_with_its_reason(asked, told):
+def test_an_impossible_constraint_is_refused_with_its_reason(constraints, reason):
     with pytest.raises(PlanRefused) as refused:
-        tiny(8, **asked)
-    assert told in "; ".join(refused.value.reasons)
+        tiny(8, **constraints)
+    assert reason in "; ".join(refused.value.reasons)
 
 
 def test_experts_are_refused_where_there_are_none():
@@ -236,19 +241,19 @@ def test_a_cluster_that_cannot_be_is_refused(shape):
         SlimeArgumentBuilder(shape).build(TINY_MOE)
 
 
-def test_every_obstacle_is_told_at_once():
+def test_all_obstacles_are_named_at_once():
     with pytest.raises(PlanRefused) as refused:
         build("gemma-3-1b", 8, max_seq_len=10**6)
-    told = "; ".join(refused.value.reasons)
-    assert all(part in told for part in ("cannot be trained", "sliding window", "positions"))
+    reasons = "; ".join(refused.value.reasons)
+    assert all(part in reasons for part in ("cannot be trained", "sliding window", "positions"))
 
 
 def test_a_model_too_large_is_refused_with_the_number_of_gpus_that_would_do():
     with pytest.raises(PlanRefused) as refused:
         build("Llama-3.1-70B", 8, lora_rank=None)
-    told = refused.value.reasons
-    assert told[0].startswith("training needs ")
-    needed = int(told[-1].split()[0])
+    reasons = refused.value.reasons
+    assert reasons[0].startswith("training needs ")
+    needed = int(reasons[-1].split()[0])
     assert build("Llama-3.1-70B", needed, lora_rank=None).layout.world == needed
     with pytest.raises(PlanRefused):
         build("Llama-3.1-70B", needed // 2, lora_rank=None)
@@ -266,7 +271,7 @@ def test_every_decision_has_a_reason():
         assert any(reason.startswith(subject) for reason in plan.reasons), subject
 
 
-def test_a_wish_is_told_as_a_wish():
+def test_a_constraint_is_reported_as_asked_for():
     reasons = build("Llama-3.1-8B", 8, tp=4, recompute="full").reasons
     assert "tp 4: as asked for" in reasons
     assert "recompute full: as asked for" in reasons

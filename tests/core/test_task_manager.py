@@ -52,8 +52,8 @@ async def test_work_that_raises_our_error_fails_with_its_category(tasks: TaskMan
             raise error
 
         request_id = await tasks.submit(Ticket("ann", "OptimStep"), work)
-        told = error_of(await tasks.wait(request_id, "ann", 5))
-        assert told == {"error": str(error), "category": error.category}
+        error_body = error_of(await tasks.wait(request_id, "ann", 5))
+        assert error_body == {"error": str(error), "category": error.category}
 
 
 async def test_cancelled_work_still_has_an_outcome(tasks: TaskManager) -> None:

@@ -16,7 +16,7 @@ from tinkercloud.decoding.sampler import (
     sample,
     warp,
 )
-from tinkercloud.embedded.native import bindings
+from tinkercloud.embedded.native import bindings, compiler
 
 
 def test_sampled_frequencies_follow_the_law() -> None:
@@ -91,7 +91,7 @@ def test_reported_logprobs_are_unbiased_over_a_large_vocabulary() -> None:
 
 @pytest.fixture(scope="module")
 def team() -> Iterator[bindings.Team]:
-    if bindings.library() is None:
+    if compiler.library() is None:
         pytest.skip("there is no C compiler here")
     made = bindings.Team(2)
     yield made

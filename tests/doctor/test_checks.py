@@ -161,6 +161,13 @@ class TestOfTheEmbeddedBackend:
         assert (slower.blocks, slower.finding.status) == (False, "warning")
         assert remedy in slower.finding.remedy
 
+    def test_products_that_are_not_row_invariant_are_named_and_in_order(self, target):
+        facts = laptop_facts()
+        facts["engine"] |= {"row_invariant": {"bfloat16": True, "float32": False}}
+        finding = line(target, facts, "products").finding
+        assert finding.status == "ok"
+        assert finding.fact == "bfloat16: row-invariant, float32: not row-invariant"
+
     def test_bfloat16_without_instructions_for_it_is_a_warning(self, target):
         facts = laptop_facts()
         facts["engine"] |= {"dtype": "bfloat16"}

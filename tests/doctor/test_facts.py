@@ -119,6 +119,11 @@ class TestInABrokenEnvironment:
             assert answer["kernels"] == ""
             assert "/does/not/exist/cc" in answer["kernels_error"]
 
+    def test_the_engine_says_of_each_number_type_whether_products_are_row_invariant(self):
+        answer = probes.run(sys.executable, ("engine", "bfloat16"), 60.0)
+        if answer["device"] == "cpu":
+            assert answer["row_invariant"].keys() == {"bfloat16", "float32"}
+
     def test_what_a_probe_prints_before_its_answer_is_ignored(self, program):
         answer = probes.run(program("print('[1]'); print('{\"version\": \"1\"}')"), (), 20.0)
         assert answer == {"version": "1"}

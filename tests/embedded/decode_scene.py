@@ -89,7 +89,7 @@ class Scene:
         widest = blocks_for(base.config.max_position_embeddings)
         tables = np.zeros((len(lengths), widest), np.int32)
         for row, length in enumerate(lengths):
-            taken = pool.take(blocks_for(length + 2 * BLOCK_TOKENS))
+            taken = pool.allocate(blocks_for(length + 2 * BLOCK_TOKENS))
             assert taken is not None
             tables[row, : len(taken)] = taken
         scene = cls(base, pool, list(versions), np.array(lengths), tables, generator)

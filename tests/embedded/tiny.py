@@ -1,7 +1,8 @@
 """A tiny random Llama, saved by transformers, and the ways tests drive our engine with it."""
 
+import math
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,8 @@ from tinkercloud.embedded.process.model_store import ModelStore
 from tinkercloud.embedded.process.version_cache import VersionCache
 from tinkercloud.embedded.sampling.engine import SamplingEngine
 from tinkercloud.embedded.training.micro_batches import Limits
+from tinkercloud.embedded.training.queue import TrainingQueue
+from tinkercloud.embedded.training.trainable_model import TrainableModel
 
 EOS = 256
 VOCAB = 260
@@ -52,20 +55,28 @@ def write_tiny_model(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
+class TinyStore(ModelStore):
+    """With the limits of micro-batches that `train` keeps to."""
+
+    def __init__(self, load: Callable[[str], BaseModel], versions: VersionCache, limits: Limits):
+        super().__init__(load, versions)
+        self.limits = limits
+
+
 def open_store(
     folder: Path,
     tokens: int = 1024,
     versions_bytes: int = 2**30,
     activation_bytes: int = 2**31,
     dtype: torch.dtype = torch.float32,
-) -> ModelStore:
+) -> TinyStore:
     """A ModelStore that serves the folder as "tiny"."""
 
     def load(name: str) -> BaseModel:
         return BaseModel.load(name, folder, folder, dtype, torch.device("cpu"))
 
     versions = VersionCache(Path(tempfile.mkdtemp(dir=folder)), versions_bytes)
-    return ModelStore(load, versions, Limits(tokens, activation_bytes))
+    return TinyStore(load, versions, Limits(tokens, activation_bytes))
 
 
 def reference(folder: Path) -> LlamaForCausalLM:
@@ -116,16 +127,22 @@ def supervised(length: int, seed: int, weight: float = 1.0) -> Datum:
     )
 
 
+def train_alone(model: TrainableModel, batch: TrainBatch, limits: Limits) -> TrainOutput:
+    """One call by itself. Raises its error."""
+    queue = TrainingQueue(limits)
+    queue.add(0, model, batch)
+    (call,) = queue.step(math.inf)
+    if call.error is not None:
+        raise call.error
+    return call.output
+
+
 def train(
-    store: ModelStore, model_id: str, data: list[Datum], loss: str = "cross_entropy", **more: object
+    store: TinyStore, model_id: str, data: list[Datum], loss: str = "cross_entropy", **more: object
 ) -> TrainOutput:
     """Keyword arguments go to TrainBatch."""
-    steps = store.forward_backward(model_id, TrainBatch(tuple(data), loss, **more))
-    while True:
-        try:
-            next(steps)
-        except StopIteration as finished:
-            return finished.value
+    batch = TrainBatch(tuple(data), loss, **more)
+    return train_alone(store.model(model_id), batch, store.limits)
 
 
 def grads(store: ModelStore, model_id: str) -> dict[str, torch.Tensor]:

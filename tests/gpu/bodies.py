@@ -3,6 +3,7 @@
 tests/cluster runs the same bodies on a CPU, so that nothing here is ever run for the first time.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,7 +101,7 @@ def embedded(folder: Path, device: str) -> tuple[list[float], list[np.ndarray], 
 
     from tinkercloud.embedded.model.base_model import BaseModel
     from tinkercloud.embedded.training.micro_batches import Limits
-    from tinkercloud.embedded.training.queue import run_alone
+    from tinkercloud.embedded.training.queue import TrainingQueue
     from tinkercloud.embedded.training.trainable_model import TrainableModel
     from tinkercloud.weights.adapters import fresh_adapter
 
@@ -110,12 +111,11 @@ def embedded(folder: Path, device: str) -> tuple[list[float], list[np.ndarray], 
     model = TrainableModel("m", base, SPEC, adapter, None)
 
     def run(work: TrainBatch) -> Any:
-        generator = run_alone(model, work, Limits(4096))
-        while True:
-            try:
-                next(generator)
-            except StopIteration as done:
-                return done.value
+        queue = TrainingQueue(Limits(4096))
+        queue.add(0, model, work)
+        (call,) = queue.step(math.inf)
+        assert call.error is None, call.error
+        return call.output
 
     def step() -> float:
         output = run(batch())

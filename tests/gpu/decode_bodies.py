@@ -16,7 +16,7 @@ from tinkercloud.decoding.sampler import Scan, gumbel_noise, noise_of, sample
 from tinkercloud.embedded.forward.runners import GraphRunner, Runner, TorchRunner
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
-from tinkercloud.embedded.sampling import engine as engine_module
+from tinkercloud.embedded.sampling import base_states
 from tinkercloud.embedded.sampling.engine import SamplingEngine
 
 LENGTHS = (1, 15, 16, 40, 129, 7, 300, 33, 2, 90, 17)
@@ -82,7 +82,7 @@ def sampled(
     folder: Path, device: str, runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> list[SampleOutput]:
     """The engine's answers to a mixed load through that runner, in float32."""
-    monkeypatch.setattr(engine_module, "runner_for", lambda base, num_threads: runner)
+    monkeypatch.setattr(base_states, "runner_for", lambda base, num_threads: runner)
     base = BaseModel.load("tiny", folder, folder, torch.float32, torch.device(device))
     engine = SamplingEngine(max_batch=64, kv_cache_bytes=2**24)
     outputs: dict[int, SampleOutput | BaseException] = {}

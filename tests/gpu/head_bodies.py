@@ -16,8 +16,7 @@ from tests.embedded.speculative_engine import Drafting, untaught_head
 from tests.embedded.tiny import ask, random_prompt
 from tests.gpu.stream_bodies import RANKS, Load, engine_of
 from tinkercloud.core.types import SampleOutput
-from tinkercloud.embedded.draft_training.head_trainer import SequenceMetadata
-from tinkercloud.embedded.draft_training.reference_capture import capture
+from tinkercloud.embedded.draft_training.capture import SequenceMetadata, capture_sequence
 from tinkercloud.embedded.drafting.head_drafter import HeadDrafter
 from tinkercloud.embedded.forward.batch import Batch, Part, ragged
 from tinkercloud.embedded.forward.kv_blocks import BlockPool, blocks_for
@@ -147,8 +146,9 @@ def check_what_was_shown(folder: Path, head: Remembering, tolerance: float) -> N
     for stream, first, hidden in head.shown:
         if stream.id not in texts:
             tokens = np.array(stream.tokens, np.int32)
-            told = SequenceMetadata(stream.num_prompt, 1.0, 0)
-            texts[stream.id] = capture(versions[stream.version], tokens, head.layers, told).hidden
+            version, metadata = versions[stream.version], SequenceMetadata(1.0, 0)
+            captured = capture_sequence(version, tokens, head.layers, stream.num_prompt, metadata)
+            texts[stream.id] = captured.hidden
         expected = texts[stream.id][first : first + len(hidden)]
         np.testing.assert_allclose(hidden.numpy(), expected, atol=tolerance, rtol=tolerance)
 

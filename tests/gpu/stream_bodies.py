@@ -13,8 +13,9 @@ from tests.embedded.tiny import ask, random_prompt
 from tinkercloud.core.types import SampleOutput, SampleRequest
 from tinkercloud.embedded.forward.kv_blocks import BlockPool
 from tinkercloud.embedded.model.base_model import BaseModel
+from tinkercloud.embedded.sampling.base_states import Speculate
 from tinkercloud.embedded.sampling.cuda_streams import Streams
-from tinkercloud.embedded.sampling.engine import SamplingEngine, Speculate
+from tinkercloud.embedded.sampling.engine import SamplingEngine
 from tinkercloud.speculative.drafters.suffix_drafter import SuffixDrafter
 
 RANKS = (None, 4, 8)

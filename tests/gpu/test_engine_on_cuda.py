@@ -55,7 +55,7 @@ def free_bytes() -> int:
     return torch.cuda.mem_get_info()[0]
 
 
-async def test_an_engine_frees_its_memory_and_answers_as_before_when_it_is_back(
+async def test_an_engine_frees_its_memory_and_answers_as_before_once_it_is_resumed(
     manager: RolloutManager,
 ):
     found = await bodies.rested(manager, ask(PROMPT, n=2, max_tokens=20, seed=3), free_bytes)

@@ -8,9 +8,12 @@ import sysconfig
 import tomllib
 import zipfile
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.serving import ROOT, Server, running
 
@@ -82,15 +85,45 @@ def pip(command: str, *arguments: str, python: str = sys.executable) -> None:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installation:
+    """The wheel and what its extra `embedded` asks for, nothing else of this environment."""
     environment = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
     installation = Installation(environment, tmp_path_factory.mktemp("elsewhere"))
     pip("install", str(wheel), python=installation.python)
-    # The packages of this environment, after those of the new one. A path that is named in a .pth
-    # file is not searched for .pth files: the editable installation here stays out of it.
-    site = sysconfig.get_path("purelib", vars={"base": str(environment)})
-    Path(site, "packages.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(environment)}))
+    (ours,) = metadata.distributions(name=PROJECT["name"], path=[str(site)])
+    for distribution in requirements(ours, "embedded").values():
+        for name in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+            if not (site / name).exists():
+                (site / name).symlink_to(Path(str(distribution.locate_file(name))))
     return installation
+
+
+def requirements(ours: metadata.Distribution, extra: str) -> dict[str, metadata.Distribution]:
+    """By name: what a distribution with an extra needs, and what that needs, of what is here."""
+    distributions = {PROJECT["name"]: ours}
+    ahead, seen = [Requirement(f"{PROJECT['name']}[{extra}]")], set[str]()
+    while ahead:
+        requirement = ahead.pop()
+        name = canonicalize_name(requirement.name)
+        if str(requirement) in seen:
+            continue
+        seen.add(str(requirement))
+        if name not in distributions:
+            distributions[name] = metadata.distribution(name)
+        extras = [{"extra": extra} for extra in ("", *requirement.extras)]
+        for needed in map(Requirement, distributions[name].requires or ()):
+            if needed.marker is None or any(map(needed.marker.evaluate, extras)):
+                ahead.append(needed)
+    del distributions[PROJECT["name"]]
+    return distributions
+
+
+def sample(server: Server, base_model: str) -> subprocess.CompletedProcess[str]:
+    """By the official client of the test environment."""
+    command = [sys.executable, "-c", SAMPLE, base_model]
+    environment = {**os.environ, **server.sdk_environment}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 
 def contents(wheel: Path) -> set[str]:
@@ -140,7 +173,7 @@ def test_the_fake_backend_serves_the_official_client(
     installed: Installation, tmp_path: Path
 ) -> None:
     with running(installed.server(tmp_path / "data", "--backend", "fake")) as server:
-        done = installed.run("python", "-c", SAMPLE, "fake/tiny", **server.sdk_environment)
+        done = sample(server, "fake/tiny")
     assert done.stdout == "2\n", done.stderr
 
 
@@ -151,6 +184,6 @@ def test_the_engine_is_compiled_from_the_wheels_sources(
     cache = tmp_path / "cache"
     serving = installed.server(tmp_path / "data", *arguments, XDG_CACHE_HOME=str(cache))
     with running(serving) as server:
-        done = installed.run("python", "-c", SAMPLE, "tiny", **server.sdk_environment)
+        done = sample(server, "tiny")
     assert done.stdout == "2\n", done.stderr + server.output()
     assert list(cache.rglob("*.so")), server.output()

@@ -1,8 +1,8 @@
 """The cluster backend: Ray places, Megatron-core trains, SGLang samples.
 
-A base model's adapters share one pool of GPUs, which stays; a full-parameter model has a pool of
-its own, which ends with it. Pools start at first need. Published versions lie on disk and outlive
-pools: those of a model whose pool is gone are sampled from its base's.
+All adapters of a base model share one pool of GPUs, which stays open; a full-parameter model has a
+pool of its own, which closes with it. Pools open at first need. Published versions are on disk and
+outlive pools: those of a model whose pool is closed are sampled from its base's pool.
 
 This file runs in the API process: no torch; Ray is imported when the backend starts.
 """
@@ -17,14 +17,14 @@ from pathlib import Path
 
 from tinkercloud.backends.base import Backend
 from tinkercloud.cluster.base_models import MODELS_FOLDER, BaseModel, BaseModels
-from tinkercloud.cluster.gpus import worker_jobs
 from tinkercloud.cluster.gpus.placement import Placer
 from tinkercloud.cluster.gpus.ray_session import RaySession
-from tinkercloud.cluster.pool import ModelPool
+from tinkercloud.cluster.pool.model_pool import ModelPool
+from tinkercloud.cluster.pool.versions import Version, VersionFolders, new_id, remove
 from tinkercloud.cluster.rollout.manager import RolloutManager
 from tinkercloud.cluster.training.restore_points import STATE_FILE, link_files
 from tinkercloud.cluster.training.train_group import RayTrainGroup
-from tinkercloud.cluster.versions import Version, VersionFolders, new_id, remove
+from tinkercloud.cluster.weights import worker_jobs
 from tinkercloud.config import Config
 from tinkercloud.core.types import (
     AdamParams,
@@ -74,14 +74,14 @@ class ClusterBackend(Backend):
             raise ConfigError("no model to serve; pass --model NAME=PATH or `tinkercloud fetch`")
         self._config = config
         self._ray = RaySession(config.cluster)
-        self._placer = Placer(self._make_room)
+        self._placer = Placer(self._close_idle_pool)
         self._folders = VersionFolders(config.data_dir / "cluster" / "versions")
         self._planner: BaseModels | None = None
         self._bases: dict[str, BaseModel] = {}
         self._base_pools: dict[str, ModelPool] = {}  # by base model, for adapters
-        self._own_pools: dict[str, ModelPool] = {}  # by model id, of full-parameter models
+        self._full_pools: dict[str, ModelPool] = {}  # by model id, of full-parameter models
         self._models: dict[str, _Model] = {}
-        self._coming: dict[str, ModelPool] = {}  # models that are being made
+        self._creating: dict[str, ModelPool] = {}  # by id of a model that is being created
         self._versions: dict[str, _Published] = {}
 
     # ---- life
@@ -100,29 +100,29 @@ class ClusterBackend(Backend):
         return tuple(base.served for base in self._bases.values())
 
     async def stop(self) -> None:
-        pools = [*self._base_pools.values(), *self._own_pools.values()]
-        self._base_pools, self._own_pools = {}, {}
+        pools = self._pools()
+        self._base_pools, self._full_pools = {}, {}
         self._models.clear()
         self._versions.clear()
-        ended = await asyncio.gather(*(pool.close() for pool in pools), return_exceptions=True)
-        for error in ended:
+        results = await asyncio.gather(*(pool.close() for pool in pools), return_exceptions=True)
+        for error in results:
             if isinstance(error, BaseException):
-                logger.error("a pool did not end as it should", exc_info=error)
+                logger.error("a pool failed to close", exc_info=error)
         await self._ray.stop()
 
     def stats(self) -> dict[str, float | int | str]:
-        found: dict[str, float | int | str] = {
+        stats: dict[str, float | int | str] = {
             "backend": "cluster",
             "models": len(self._models),
             "versions": len(self._versions),
-            "pools": len(self._base_pools) + len(self._own_pools),
+            "pools": len(self._pools()),
         }
-        for name, pool in {**self._base_pools, **self._own_pools}.items():
-            found |= {f"{name}: {key}": value for key, value in pool.stats().items()}
-        return found
+        for name, pool in {**self._base_pools, **self._full_pools}.items():
+            stats |= {f"{name}: {key}": value for key, value in pool.stats().items()}
+        return stats
 
     def queue_state(self, subject: str) -> str | None:
-        pool = self._coming.get(subject)
+        pool = self._creating.get(subject)
         if pool is None and subject in self._models:
             pool = self._models[subject].pool
         if pool is None and subject in self._versions:
@@ -134,7 +134,7 @@ class ClusterBackend(Backend):
     async def create_model(self, model_id: str, base_model: str, lora: LoraSpec) -> None:
         base = self._base(base_model)
         _check_rank(lora, base)
-        async with self._making(model_id, base, lora) as pool:
+        async with self._creation(model_id, base, lora) as pool:
             await pool.train(lambda group: group.create(model_id, lora))
 
     async def load_model(
@@ -143,37 +143,37 @@ class ClusterBackend(Backend):
         base = self._base(base_model)
         spec = await asyncio.to_thread(_spec_of, directory)
         _check_rank(spec, base)
-        async with self._making(model_id, base, spec) as pool:
+        async with self._creation(model_id, base, spec) as pool:
             return await pool.train(
                 lambda group: group.load(model_id, directory, with_optimizer=with_optimizer)
             )
 
     @asynccontextmanager
-    async def _making(
+    async def _creation(
         self, model_id: str, base: BaseModel, spec: LoraSpec
     ) -> AsyncIterator[ModelPool]:
-        """The pool for a model; one that was opened for it ends when the block fails."""
+        """The pool for a new model; one that was opened for it is closed when the block fails."""
         old = self._models.get(model_id)
         pool = self._pool_for(model_id, base, spec)
         if old is not None and old.pool is not pool:
             await self.delete_model(model_id)
-        self._coming[model_id], was_open = pool, pool.is_open
+        self._creating[model_id], was_open = pool, pool.is_open
         try:
             yield pool
         except BaseException:
             if pool.is_idle and not was_open:
-                await asyncio.shield(self._end(pool))
+                await asyncio.shield(self._close(pool))
             raise
         finally:
-            self._coming.pop(model_id, None)
+            self._creating.pop(model_id, None)
         self._models[model_id] = _Model(base, spec, pool)
 
     async def delete_model(self, model_id: str) -> None:
         model = self._models.pop(model_id, None)
         if model is None:
             return
-        if self._own_pools.get(model_id) is model.pool:
-            await self._end(model.pool)
+        if self._full_pools.get(model_id) is model.pool:
+            await self._close(model.pool)
             return
         await model.pool.group.delete(model_id)
 
@@ -216,7 +216,7 @@ class ClusterBackend(Backend):
         if published is not None:
             published.released = True
             if not published.users:
-                await self._retire(published.version)
+                await self._remove(published.version)
 
     async def sample(self, version: str, request: SampleRequest) -> SampleOutput:
         published = self._versions.get(version)
@@ -228,7 +228,7 @@ class ClusterBackend(Backend):
         finally:
             published.users -= 1
             if published.released and not published.users:
-                await asyncio.shield(self._retire(published.version))
+                await asyncio.shield(self._remove(published.version))
 
     async def _export(self, version_id: str, model_id: str) -> Version:
         model = self._model(model_id)
@@ -243,30 +243,31 @@ class ClusterBackend(Backend):
                 live.published(version_id, model_id)
 
         await model.pool.train(export)
-        owner = model_id if model_id in self._own_pools else None
+        owner = model_id if model_id in self._full_pools else None
         return Version(version_id, model.base.name, folder, is_adapter, owner)
 
     async def _unpack(self, version_id: str, base: BaseModel, directory: Path) -> Version:
-        """A version of its own: the checkpoint may be deleted while it is sampled."""
+        """A version with files of its own: the checkpoint may be deleted while it is sampled."""
         spec = await asyncio.to_thread(_spec_of, directory)
         is_adapter = _serves_as_adapter(base, spec)
         place = self._folders.place(version_id)
         if is_adapter:
-            # Not the optimizer's file: SGLang would read it as weights.
+            # Without the optimizer's file: SGLang's LoRA loader reads every safetensors file of
+            # the folder as weights.
             await asyncio.to_thread(link_files, directory, place, ADAPTER_FILES)
             return Version(version_id, base.name, place, is_adapter=True)
         await asyncio.to_thread(self._folders.make, version_id)
         if spec.rank == 0:
-            await worker_jobs.run(worker_jobs.whole_folder, base.folder, directory, place)
+            await worker_jobs.run(worker_jobs.full_model_folder, base.folder, directory, place)
         else:
             _check_rank(spec, base)
             pool = self._base_pool(base)
             await pool.train(lambda group: group.merge(directory, place))
         return Version(version_id, base.name, place)
 
-    async def _retire(self, version: Version) -> None:
-        pools = [*self._base_pools.values(), *self._own_pools.values()]
-        holders = [pool for pool in pools if pool.engines.knows(version)]
+    async def _remove(self, version: Version) -> None:
+        """Nobody will sample it any more. Engines that may read its files remove these later."""
+        holders = [pool for pool in self._pools() if pool.engines.holds(version)]
         for pool in holders:
             await pool.engines.retire(version)
         if not holders:
@@ -277,12 +278,12 @@ class ClusterBackend(Backend):
     def _pool_for(self, model_id: str, base: BaseModel, spec: LoraSpec) -> ModelPool:
         if spec.rank > 0:
             return self._base_pool(base)
-        if model_id not in self._own_pools:
-            assert self._planner is not None
+        if model_id not in self._full_pools:
+            assert self._planner is not None, "the backend was started"
             plan = self._planner.plan(base.hf_config, None)
             settings = self._planner.pool_settings(model_id, base, plan)
-            self._own_pools[model_id] = ModelPool(settings, self._placer)
-        return self._own_pools[model_id]
+            self._full_pools[model_id] = ModelPool(settings, self._placer)
+        return self._full_pools[model_id]
 
     def _base_pool(self, base: BaseModel) -> ModelPool:
         if base.name not in self._base_pools:
@@ -292,20 +293,24 @@ class ClusterBackend(Backend):
         return self._base_pools[base.name]
 
     def _pool_of(self, version: Version) -> ModelPool:
-        own = self._own_pools.get(version.owner or "")
-        return own if own is not None else self._base_pool(self._base(version.base_model))
+        pool = self._full_pools.get(version.owner or "")
+        return pool if pool is not None else self._base_pool(self._base(version.base_model))
 
-    async def _make_room(self) -> None:
-        """Somebody waits for GPUs: a pool that nobody uses gives its own back."""
+    def _pools(self) -> list[ModelPool]:
+        return [*self._base_pools.values(), *self._full_pools.values()]
+
+    async def _close_idle_pool(self) -> None:
+        """A request waits for GPUs: one pool that nobody uses gives its GPUs back."""
         for pool in list(self._base_pools.values()):
             if pool.is_open and pool.is_idle:
-                logger.info("an idle pool gives its GPUs to others")
-                await asyncio.shield(self._end(pool))
+                logger.info("an idle pool is closed: a model waits for its GPUs")
+                await asyncio.shield(self._close(pool))
                 return
 
-    async def _end(self, pool: ModelPool) -> None:
-        for pools in (self._base_pools, self._own_pools):
-            for name in [name for name, one in pools.items() if one is pool]:
+    async def _close(self, pool: ModelPool) -> None:
+        # First out of the tables: whoever comes while it closes gets a new pool.
+        for pools in (self._base_pools, self._full_pools):
+            for name in [name for name, entry in pools.items() if entry is pool]:
                 del pools[name]
         await pool.close()
 

@@ -1,4 +1,4 @@
-"""Base models of the cluster backend: their folders, what clients are told, and plans for them."""
+"""Base models of the cluster backend: their folders, descriptions for clients, and plans."""
 
 import asyncio
 import shlex
@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tinkercloud.cluster.gpus import worker_jobs
 from tinkercloud.cluster.gpus.placement import Request, num_bundles
-from tinkercloud.cluster.pool import PoolSettings
+from tinkercloud.cluster.pool.model_pool import PoolSettings
 from tinkercloud.cluster.rollout.manager import RolloutSettings
 from tinkercloud.cluster.training.miles_start import check_miles
 from tinkercloud.cluster.training.rank_actors import MEGATRON_RANK, MILES_RANK, GroupSettings
+from tinkercloud.cluster.weights import worker_jobs
 from tinkercloud.config import ClusterConfig, Config, ModelSource
 from tinkercloud.core.plan import ClusterShape, Plan, PlanConstraints, SglangArguments
 from tinkercloud.core.slime_builder import SlimeArgumentBuilder
@@ -21,14 +21,14 @@ from tinkercloud.core.types import ServedModel
 from tinkercloud.errors import ConfigError, PlanRefused
 
 Dtype = Literal["bfloat16", "float32"]
-MODELS_FOLDER = Path("cluster", "models")  # restore points; of no use to a later server
+MODELS_FOLDER = Path("cluster", "models")  # restore points; a later server cannot use them
 ENGINE_ENTRY = "tinkercloud.cluster.sglang.entry"
 _SIZES = ("max_seq_len", "rollout_gpus", "tp", "pp", "cp", "ep", "dp", "rollout_tp")
 
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """plan: for the adapters of this base. served.dtype: of weights, on ranks and engines."""
+    """plan: for adapters of this base. served.dtype: of weights, on ranks and engines."""
 
     folder: Path
     hf_config: Mapping[str, Any]
@@ -41,9 +41,9 @@ class BaseModel:
 
 
 class BaseModels:
-    """Reads worker_jobs, makes plans. shape: of the GPUs that each model may use.
+    """Reads base models and plans for them. shape: of the GPUs that each model may use.
 
-    Raises ConfigError for a trainer that cannot be had.
+    Raises ConfigError for a trainer that is not available.
     """
 
     def __init__(self, config: Config, shape: ClusterShape):
@@ -54,7 +54,7 @@ class BaseModels:
         self._dtype: Dtype = weights_dtype(config)
 
     async def read(self, source: ModelSource) -> BaseModel:
-        """Raises ConfigError: for files that cannot be read, and for what cannot be planned."""
+        """Raises ConfigError for files that cannot be read, and for a model that has no plan."""
         cache_dir = self._config.data_dir / "cache"
         folder = await worker_jobs.run(worker_jobs.hf_folder, source.path, cache_dir, self._dtype)
         hf_config = await asyncio.to_thread(worker_jobs.read_json, folder / "config.json")
@@ -76,24 +76,24 @@ class BaseModels:
 
     def plan(self, hf_config: Mapping[str, Any], lora_rank: int | None) -> Plan:
         """lora_rank None: full-parameter training. Raises PlanRefused."""
-        own = self._config.cluster
-        sizes = {name: getattr(own, name) for name in (*_SIZES, "microbatch_tokens")}
+        cluster = self._config.cluster
+        sizes = {name: getattr(cluster, name) for name in (*_SIZES, "microbatch_tokens")}
         constraints = PlanConstraints(lora_rank=lora_rank, dtype=self._dtype, **sizes)
         return self._builder.build(hf_config, constraints)
 
     def pool_settings(self, name: str, base: BaseModel, plan: Plan) -> PoolSettings:
-        """name: of the pool; it names its worker_jobs too."""
-        own, data_dir = self._config.cluster, self._config.data_dir
+        """name: of the pool, of its placement group, and of its folders of state and logs."""
+        cluster, data_dir = self._config.cluster, self._config.data_dir
         group = GroupSettings(
             name=name,
             plan=plan,
             base_model=base.name,
             folder=base.folder,
             state_dir=data_dir / MODELS_FOLDER / _file_name(name),
-            prepare=own.prepare,
-            rank_class=MILES_RANK if own.trainer == "miles" else MEGATRON_RANK,
-            timeout_s=own.operation_timeout_s,
-            start_timeout_s=own.start_timeout_s,
+            prepare=cluster.prepare,
+            rank_class=MILES_RANK if cluster.trainer == "miles" else MEGATRON_RANK,
+            timeout_s=cluster.operation_timeout_s,
+            start_timeout_s=cluster.start_timeout_s,
         )
         rollout = RolloutSettings(
             name=name,
@@ -101,20 +101,21 @@ class BaseModels:
             arguments=self._engine_arguments(plan),
             eos_token_ids=base.served.eos_token_ids,
             log_dir=data_dir / "cluster" / "logs" / _file_name(name),
-            command=engine_command(own),
+            command=engine_command(cluster),
             kv_tokens=plan.rollout.kv_tokens,
-            options=tuple(shlex.split(own.sglang_args or "")),
-            start_timeout_s=own.start_timeout_s,
-            request_timeout_s=own.sample_timeout_s,
+            options=tuple(shlex.split(cluster.sglang_args or "")),
+            start_timeout_s=cluster.start_timeout_s,
+            request_timeout_s=cluster.sample_timeout_s,
         )
         bundles = num_bundles(plan)
-        if own.trainer == "miles":
-            bundles -= plan.layout.world  # which Miles takes itself
-        request = Request(name, bundles, own.strategy, own.device, own.placement_timeout_s)
+        if cluster.trainer == "miles":
+            bundles -= plan.layout.world  # Miles makes a placement group of its own for its ranks
+        timeout_s = cluster.placement_timeout_s
+        request = Request(name, bundles, cluster.strategy, cluster.device, timeout_s)
         return PoolSettings(group, rollout, request)
 
     def _engine_arguments(self, plan: Plan) -> SglangArguments:
-        """SGLang's memory saver is CUDA's; elsewhere there is nothing to hand over."""
+        """SGLang's memory saver needs CUDA; elsewhere there is no GPU memory to hand over."""
         if self._config.cluster.device == "cuda":
             return plan.sglang
         return replace(plan.sglang, enable_memory_saver=False, enable_weights_cpu_backup=False)
@@ -133,12 +134,12 @@ def engine_command(config: ClusterConfig) -> tuple[str, ...]:
 
 
 def _eos_token_ids(folder: Path, hf_config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Of both files: chat models name the end of a turn in the second only."""
-    found = worker_jobs.token_ids(hf_config.get("eos_token_id"))
+    """Of both files: chat models name the token that ends a turn in generation_config.json only."""
+    ids = worker_jobs.token_ids(hf_config.get("eos_token_id"))
     generation = folder / "generation_config.json"
     if generation.is_file():
-        found += worker_jobs.token_ids(worker_jobs.read_json(generation).get("eos_token_id"))
-    return tuple(dict.fromkeys(found))
+        ids += worker_jobs.token_ids(worker_jobs.read_json(generation).get("eos_token_id"))
+    return tuple(dict.fromkeys(ids))
 
 
 def _file_name(name: str) -> str:

@@ -1,19 +1,29 @@
-"""`tinkercloud bench speculation`: the same samples with drafts and without, by turns.
+"""`tinkercloud bench speculation`: the same samples with drafts and without, in alternating runs.
 
-Tokens and log-probabilities are compared before a speed is told. Every turn has an engine of its
-own, so that a drafter has seen nothing but what the turn itself writes.
+Tokens and log-probabilities are compared before a speed is reported. Every run has an engine of its
+own, so that a drafter has seen nothing but the samples of that run.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import isnan, nan
 from typing import Any
 
 import numpy as np
+import torch
+from tokenizers import Tokenizer
 
+from tinkercloud.config import Config
 from tinkercloud.core.types import SampleOutput, SampleRequest, SamplingParams
+from tinkercloud.embedded.model.base_model import BaseModel
+from tinkercloud.embedded.model.device import choose_device, choose_dtype, settle, usable_cores
 from tinkercloud.embedded.model.version import Version
-from tinkercloud.embedded.sampling.engine import SamplingEngine, Speculate
+from tinkercloud.embedded.process.drafter_setup import DrafterSettings, speculate
+from tinkercloud.embedded.sampling.base_states import Speculate
+from tinkercloud.embedded.sampling.engine import SamplingEngine
+from tinkercloud.errors import ConfigError
+from tinkercloud.weights.tokenizer import ensure_tokenizer_folder
 
 STRUCTURED = {
     "JSON": '[{"id": 1, "name": "item 1", "price": 10, "tags": ["new", "small"]},\n'
@@ -29,12 +39,22 @@ STRUCTURED = {
 PROSE = "The old harbour was quiet that morning, and nobody expected"
 COLUMNS = (
     *("text", "temperature", "at once", "plain tokens/s", "with drafts", "times"),
-    *("tokens a pass", "stand at depth 1, 2, 4", "draft ms", "verify ms", "equal"),
+    *("tokens a pass", "accepted at depth 1, 2, 4", "draft ms", "verify ms", "equal"),
 )
+REPEATS = 3
+Row = dict[str, str | int | float]
 
 
 class UnequalError(AssertionError):
     """Samples with drafts are not the samples without."""
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """tokens: of each sample. at_once: samples, at most."""
+
+    tokens: int
+    at_once: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,41 +84,66 @@ class TimedRun:
         return 1e3 * float(np.percentile(self.latencies_s, 99))
 
 
+@dataclass(frozen=True, slots=True)
+class AcceptanceSummary:
+    """Of one drafter in an engine. by_depth: the share of verified tokens that were accepted, nan
+    where none was verified. per_pass: tokens that a pass adds to a sample. *_ms: of a pass."""
+
+    by_depth: tuple[float, ...]
+    per_pass: float
+    num_tokens: int
+    draft_ms: float
+    verify_ms: float
+
+    @classmethod
+    def of(cls, telemetry: dict[str, Any]) -> "AcceptanceSummary":
+        (record,) = telemetry["drafters"].values()
+        num_passes, ms = max(1, telemetry["forwards"]), telemetry["ms"]
+        return cls(
+            tuple(
+                depth["accepted"] / depth["verified"] if depth["verified"] else nan
+                for depth in record["depths"]
+            ),
+            telemetry["tokens_per_sequence_forward"],
+            telemetry["tokens"],
+            ms["draft"] / num_passes,
+            ms["verify"] / num_passes,
+        )
+
+
 @dataclass(slots=True)
 class Comparison:
-    """The best of some runs; told: what the drafter's telemetry says of the last one."""
+    """The fastest runs; acceptance: in the last one."""
 
     workload: Workload
     num_tokens: int
     plain: TimedRun
     drafted: TimedRun
-    told: dict[str, Any]
+    acceptance: AcceptanceSummary
 
     @property
     def times(self) -> float:
         return self.plain.seconds / self.drafted.seconds
 
     def cells(self) -> tuple[str | int | float, ...]:
-        told, params = self.told, self.workload.requests[0].params
-        forwards = max(1, told["forwards"])
+        """In the order of COLUMNS."""
+        workload, acceptance = self.workload, self.acceptance
+        depths = (*acceptance.by_depth, nan, nan, nan, nan)
         return (
-            self.workload.name, params.temperature, self.workload.at_once,
+            workload.name, workload.requests[0].params.temperature, workload.at_once,
             round(self.num_tokens / self.plain.seconds, 1),
             round(self.num_tokens / self.drafted.seconds, 1), round(self.times, 2),
-            round(told["tokens_per_sequence_forward"], 2), _depths(told),
-            round(told["ms"]["draft"] / forwards, 2), round(told["ms"]["verify"] / forwards, 2),
-            "yes",
+            round(acceptance.per_pass, 2), percentages((depths[0], depths[1], depths[3])),
+            round(acceptance.draft_ms, 2), round(acceptance.verify_ms, 2), "yes",
         )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFactory:
-    """How each turn's engine is made."""
-
     max_batch: int
     kv_cache_bytes: int
     num_threads: int
-    speculate: Speculate
+    speculate: Speculate | None
 
     def make(self, *, drafts: bool) -> SamplingEngine:
         return SamplingEngine(
@@ -109,26 +154,70 @@ class EngineFactory:
         )
 
 
+def rows(config: Config, options: BenchOptions, say: Callable[[str], None]) -> list[Row]:
+    """One for each workload, by the names of COLUMNS. say: gets a line for each as it is done."""
+    if options.tokens < 2 or options.at_once < 1:
+        raise ConfigError("--tokens must be at least 2 and --at-once at least 1")
+    threads = config.engine.threads or usable_cores()
+    torch.set_num_threads(threads)
+    cache_dir, drafts_dir = config.data_dir / "cache", config.data_dir / "drafts"
+    drafting = speculate(
+        DrafterSettings(config.speculate, config.speculate_trace, threads, cache_dir, drafts_dir)
+    )
+    if drafting is None:
+        raise ConfigError("--speculate off has nothing to compare; name a drafter")
+    version, tokenizer = open_target(config)
+    engines = EngineFactory(options.at_once, config.engine.kv_cache_bytes, threads, drafting)
+    table_rows = []
+    settle()  # as the engine's process does
+    for workload in workloads(version, tokenizer, options):
+        comparison = compare(workload, engines, REPEATS)
+        table_rows.append(dict(zip(COLUMNS, comparison.cells(), strict=True)))
+        say(f"{workload.name}, {workload.at_once} at once: {comparison.times:.2f}")
+    return table_rows
+
+
+def table(table_rows: Sequence[Row]) -> str:
+    lines = [list(COLUMNS), *([str(row[name]) for name in COLUMNS] for row in table_rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def open_target(config: Config) -> tuple[Version, Tokenizer]:
+    """The first model of the settings. Raises ConfigError where it has no tokenizer."""
+    source, device = config.models[0], choose_device()
+    folder = ensure_tokenizer_folder(source.path, config.data_dir / "cache")
+    dtype = choose_dtype(config.dtype, device)
+    base = BaseModel.load(source.name, source.path, folder, dtype, device)
+    if base.decoder is None:
+        raise ConfigError(f"{base.name} has no tokenizer, which samples of texts need")
+    return Version("draft target", base, base.weights, None, 1.0), base.decoder
+
+
 def compare(workload: Workload, engines: EngineFactory, repeats: int) -> Comparison:
     """Raises UnequalError."""
     best: dict[bool, TimedRun] = {}
     expected: list[SampleOutput] = []
-    told: dict[str, Any] = {}
-    for turn in range(2 * repeats):
-        drafts = turn % 2 == 1
+    acceptance: AcceptanceSummary | None = None
+    for number in range(2 * repeats):
+        drafts = number % 2 == 1  # alternating, so that a slow minute slows both
         engine = engines.make(drafts=drafts)
-        found = run_timed(engine, workload)
-        best[drafts] = min(best.get(drafts, found), found, key=lambda one: one.seconds)
-        expected = expected or found.outputs
-        require_equal(workload.name, found.outputs, expected)
+        run = run_timed(engine, workload)
+        best[drafts] = min(best.get(drafts, run), run, key=lambda run: run.seconds)
+        expected = expected or run.outputs
+        require_equal(workload.name, run.outputs, expected)
         if drafts:
-            told = next(iter(engine.speculation()[0].values()))
-    num_tokens = sum(len(one.tokens) for output in expected for one in output.sequences)
-    return Comparison(workload, num_tokens, best[False], best[True], told)
+            acceptance = AcceptanceSummary.of(next(iter(engine.speculation()[0].values())))
+    assert acceptance is not None
+    num_tokens = sum(len(s.tokens) for output in expected for s in output.sequences)
+    return Comparison(workload, num_tokens, best[False], best[True], acceptance)
 
 
 def run_timed(engine: SamplingEngine, workload: Workload) -> TimedRun:
-    """The workload's requests, each when it comes, until all are answered."""
+    """Submits each request when it comes, until all are answered."""
     outputs: list[SampleOutput | None] = [None] * len(workload.requests)
     arrivals = workload.arrivals_s or (0.0,) * len(workload.requests)
     latencies = [0.0] * len(arrivals)
@@ -142,54 +231,46 @@ def run_timed(engine: SamplingEngine, workload: Workload) -> TimedRun:
 
         return take
 
-    began, num_come = time.perf_counter(), 0
-    while num_come < len(arrivals) or engine.busy:
-        spent = time.perf_counter() - began
-        while num_come < len(arrivals) and arrivals[num_come] <= spent:
-            engine.submit(workload.version, workload.requests[num_come], reply(num_come))
-            num_come += 1
+    began, num_submitted = time.perf_counter(), 0
+    while num_submitted < len(arrivals) or engine.busy:
+        now = time.perf_counter() - began
+        while num_submitted < len(arrivals) and arrivals[num_submitted] <= now:
+            request = workload.requests[num_submitted]
+            engine.submit(workload.version, request, reply(num_submitted))
+            num_submitted += 1
         if engine.busy:
             engine.step()
         else:
-            time.sleep(arrivals[num_come] - spent)
+            time.sleep(arrivals[num_submitted] - now)
     seconds = time.perf_counter() - began
-    return TimedRun([one for one in outputs if one is not None], seconds, tuple(latencies))
+    return TimedRun([o for o in outputs if o is not None], seconds, tuple(latencies))
 
 
 def require_equal(
-    name: str, found: Sequence[SampleOutput], expected: Sequence[SampleOutput]
+    name: str, outputs: Sequence[SampleOutput], expected: Sequence[SampleOutput]
 ) -> None:
-    for a, b in zip(found, expected, strict=True):
-        for one, other in zip(a.sequences, b.sequences, strict=True):
-            same = np.array_equal(one.tokens, other.tokens)
-            if not (same and np.array_equal(one.logprobs, other.logprobs)):
+    for output, other in zip(outputs, expected, strict=True):
+        for a, b in zip(output.sequences, other.sequences, strict=True):
+            same = np.array_equal(a.tokens, b.tokens)
+            if not (same and np.array_equal(a.logprobs, b.logprobs)):
                 raise UnequalError(f"{name}: samples with drafts differ from those without")
 
 
-def workloads(
-    version: Version, tokenize: Callable[[str], list[int]], num_tokens: int, most: int
-) -> Iterator[Workload]:
-    """Structured texts one at a time, greedy; then prose and JSON at temperature 1, up to `most` at
-    once."""
+def workloads(version: Version, tokenizer: Tokenizer, options: BenchOptions) -> Iterator[Workload]:
+    """Structured texts one at a time, greedy; then prose and JSON at temperature 1, up to `at_once`
+    at once."""
 
     def request(text: str, seed: int, temperature: float) -> SampleRequest:
-        params = SamplingParams(num_tokens, seed, temperature, use_eos=False)
-        return SampleRequest(np.array(tokenize(text), np.int32), 1, params)
+        params = SamplingParams(options.tokens, seed, temperature, use_eos=False)
+        return SampleRequest(np.array(tokenizer.encode(text).ids, np.int32), 1, params)
 
     for name, text in STRUCTURED.items():
         yield Workload(name, version, (request(text, 0, 0.0),))
-    for at_once in (count for count in (1, 8, 32, 128) if count <= most):
+    for at_once in (count for count in (1, 8, 32, 128) if count <= options.at_once):
         for name, text in (("JSON", STRUCTURED["JSON"]), ("prose", PROSE)):
             together = tuple(request(text, seed, 1.0) for seed in range(at_once))
             yield Workload(name, version, together)
 
 
-def _depths(told: dict[str, Any]) -> str:
-    """The share of judged tokens that stood at some depths."""
-    (record,) = told["drafters"].values()
-    shares = []
-    for depth in (0, 1, 3):
-        own = record["depths"][depth] if depth < len(record["depths"]) else None
-        reached = own["verified"] if own else 0
-        shares.append(f"{own['accepted'] / reached:.0%}" if own and reached else "-")
-    return " ".join(shares)
+def percentages(shares: Sequence[float]) -> str:
+    return " ".join("-" if isnan(share) else f"{share:.0%}" for share in shares)

@@ -1,4 +1,4 @@
-"""`tinkercloud bench`: its options; `bench_command` does the work, and needs torch."""
+"""`tinkercloud bench`: its options; `bench` does the work, and needs torch."""
 
 import argparse
 import json
@@ -24,9 +24,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _speculation(arguments: Arguments) -> int:
-    from tinkercloud.commands import bench_command
+    from tinkercloud.commands import bench
 
-    options = bench_command.BenchOptions(arguments["tokens"], arguments["at_once"])
-    rows = bench_command.rows(with_models(config_of(arguments)), options, say_progress)
-    say(json.dumps(rows, indent=1) if arguments["json"] else bench_command.table(rows))
+    options = bench.BenchOptions(arguments["tokens"], arguments["at_once"])
+    rows = bench.rows(with_models(config_of(arguments)), options, say_progress)
+    say(json.dumps(rows, indent=1) if arguments["json"] else bench.table(rows))
     return 0

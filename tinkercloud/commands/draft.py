@@ -1,4 +1,4 @@
-"""What `tinkercloud draft` does: list a model's drafts, make and teach one, choose between them."""
+"""What `tinkercloud draft` does: list a model's drafts, train and compare them, choose one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,23 +6,22 @@ from pathlib import Path
 
 import torch
 
-from tinkercloud.commands.bench_command import base_of
-from tinkercloud.commands.draft_collect import (
-    CollectConfig,
+from tinkercloud.commands.bench import open_target, percentages
+from tinkercloud.commands.draft_collect import CollectConfig, Target, collected, sample_texts
+from tinkercloud.commands.draft_train import (
+    DistillConfig,
     FinetuneConfig,
-    Target,
-    collected,
+    Say,
+    distilled,
     evaluated,
     finetuned,
 )
-from tinkercloud.commands.draft_distill import DistillConfig, Say, distilled, sample_texts
 from tinkercloud.config import Config
 from tinkercloud.embedded.draft_training.files import drafts_of, open_head
 from tinkercloud.embedded.draft_training.online_trainer import CASES
 from tinkercloud.embedded.drafting.head_drafter import HeadDrafter
 from tinkercloud.embedded.model.device import usable_cores
-from tinkercloud.embedded.model.version import Version
-from tinkercloud.errors import ConfigError, NotFound
+from tinkercloud.errors import ConfigError
 from tinkercloud.speculative.learning.cases import CaseStore
 from tinkercloud.speculative.learning.draft_folder import ALIASES, DraftFolder
 from tinkercloud.speculative.observability.acceptance_log import (
@@ -32,7 +31,8 @@ from tinkercloud.speculative.observability.acceptance_log import (
 )
 from tinkercloud.speculative.observability.acceptance_plot import draw
 
-CASE_BYTES, MOST_AGE = 64 * 1024**2, 10**6
+CASE_BYTES, MAX_AGE = 64 * 1024**2, 10**6
+NO_DRAFT = "no draft yet; `tinkercloud draft train` makes one"
 
 PROMPTS = (
     "The old harbour was quiet that morning, and nobody expected",
@@ -64,20 +64,20 @@ PROMPTS = (
 
 @dataclass(frozen=True, slots=True)
 class TrainOptions:
-    """prompts: a file with one on each line, or None for a few of every kind. anew: from the
-    model's own samples though there is a head, and cases that it may learn from."""
+    """prompts: a file with one on each line, or None for a few of every kind. anew: distil a head
+    although there is one, with cases to finetune it on."""
 
     prompts: Path | None
-    distillation: DistillConfig
+    config: DistillConfig
     anew: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class CollectOptions:
-    """export: a file for the cases, beside the drafts' own."""
+    """prompts: as in TrainOptions. export: a file for the cases, besides the drafts' folder."""
 
     prompts: Path | None
-    sampling: CollectConfig
+    config: CollectConfig
     export: Path | None = None
 
 
@@ -86,14 +86,13 @@ def folder_of(config: Config) -> DraftFolder:
 
 
 def status(config: Config, plot: Path | None = None) -> list[str]:
-    """What is drafted with (a line for the best draft, one for the latest where it is another),
-    what they learn from, how often their tokens stood; a picture to `plot`. Raises UserError where
-    there is nothing to draw."""
+    """The best draft, a line for it and for the latest where that is another; what they learn from;
+    how many tokens were accepted. plot: gets a picture of that. Raises UserError where there is
+    nothing to draw."""
     folder = folder_of(config)
-    best = _named(folder, "best")
-    lines = [f"drafting with: {best or 'no draft yet; `tinkercloud draft train` makes one'}"]
-    named = [version for alias in ALIASES if (version := _named(folder, alias)) is not None]
-    lines += [_line(folder, version) for version in dict.fromkeys(named)]
+    lines = [f"drafting with: {folder.find('best') or NO_DRAFT}"]
+    versions = dict.fromkeys(folder.find(alias) for alias in ALIASES)
+    lines += [_line(folder, version) for version in versions if version is not None]
     store = store_of(folder)
     lines.append(
         f"collected: {len(store.disagreed)} disagreements, {len(store.agreed)} agreed cases"
@@ -107,23 +106,23 @@ def status(config: Config, plot: Path | None = None) -> list[str]:
 
 
 def _acceptance(tracker: AcceptanceTracker) -> list[str]:
-    told = tracker.as_json()
-    if told["rate"] is None:
+    summary = tracker.as_json()
+    if summary["rate"] is None:
         return ["no draft was verified yet"]
-    windows = ", ".join(f"last {n}: {rate:.0%}" for n, rate in told["windows"].items() if rate)
-    spread = ", ".join(f"p{q} {share:.0%}" for q, share in told["percentiles"].items())
+    windows = ", ".join(f"last {n}: {rate:.0%}" for n, rate in summary["windows"].items() if rate)
+    spread = ", ".join(f"p{q} {share:.0%}" for q, share in summary["percentiles"].items())
     lines = [
-        f"stood: {told['rate']:.0%} of drafted tokens ({windows}; {spread}; "
-        f"{told['trend_per_step']:+.2%} a step)"
+        f"accepted: {summary['rate']:.0%} of drafted tokens ({windows}; {spread}; "
+        f"{summary['trend_per_step']:+.2%} a step)"
     ]
-    for name, own in told["categories"].items():
-        lines.append(f"  {name or 'base model'}: {own['rate']:.0%}")
+    for name, category in summary["categories"].items():
+        lines.append(f"  {name or 'base model'}: {category['rate']:.0%}")
     return lines
 
 
 def store_of(folder: DraftFolder) -> CaseStore:
     """The cases that were collected last."""
-    store = CaseStore(CASE_BYTES, MOST_AGE)
+    store = CaseStore(CASE_BYTES, MAX_AGE)
     path = folder.root / CASES
     if path.exists():
         with path.open(encoding="utf-8") as lines:
@@ -133,101 +132,88 @@ def store_of(folder: DraftFolder) -> CaseStore:
 
 def listed(config: Config) -> list[str]:
     """A line for each draft, the newest last; or that there is none."""
-    folder, model = folder_of(config), config.models[0].name
+    folder = folder_of(config)
     lines = [_line(folder, version) for version in folder.versions()]
-    return lines or [f"{model} has no draft yet; `tinkercloud draft train` makes one"]
+    return lines or [f"{config.models[0].name} has {NO_DRAFT}"]
 
 
 def _line(folder: DraftFolder, version: str) -> str:
-    """Of one draft: the aliases that name it, what is expected to stand, why it was made."""
+    """Of one draft: its aliases, what is expected of it, why it was trained."""
     notes = folder.notes(version)
-    called = " ".join(alias for alias in ALIASES if _named(folder, alias) == version)
-    after = notes.get("after", {})
-    stands = ""
-    if after:
-        stands = f"{after['mean']:.2f} tokens of a draft stand ({_depths(after['by_depth'])})"
-    return f"{version}  {called:12}  {stands}  {notes.get('reason', '')}".rstrip()
+    aliases = " ".join(alias for alias in ALIASES if folder.find(alias) == version)
+    after = notes.get("after")
+    expected = f"{_length(after['mean'])} ({percentages(after['by_depth'])})" if after else ""
+    return f"{version}  {aliases:12}  {expected}  {notes.get('reason', '')}".rstrip()
 
 
 def _target(config: Config, prompts: Path | None) -> Target:
-    """The model of the settings, ready to write."""
+    """The model of the settings, ready to sample."""
     threads = config.engine.threads or usable_cores()
     torch.set_num_threads(threads)
-    base = base_of(config)
-    if base.decoder is None:
-        raise ConfigError(f"{base.name} has no tokenizer; its drafts are made from texts")
-    decoder, texts = base.decoder, _prompts(prompts)
-    tokens = [ids for text in texts if (ids := decoder.encode(text).ids)]
-    return Target(Version("draft target", base, base.weights, None, 1.0), tokens, threads)
+    version, tokenizer = open_target(config)
+    tokens = [ids for text in _prompts(prompts) if (ids := tokenizer.encode(text).ids)]
+    return Target(version, tokens, threads)
 
 
 def train(config: Config, options: TrainOptions, say: Say) -> str:
-    """Teaches the best head by the collected cases, where there are both; else distils one. The
-    version that it wrote."""
+    """Finetunes the best head on collected cases, where there are both; else distils one. Returns
+    the version that was written."""
     folder = folder_of(config)
-    store = store_of(folder)
-    target = _target(config, options.prompts)
-    if options.anew or _named(folder, "best") is None or not len(store):
-        return _distil(target, options, folder, say)
-    head = open_head(folder, "best", target.version.base)
-    finetune_config = FinetuneConfig(folder, options.distillation.minutes)
-    outcome = finetuned(target.version, head, store, finetune_config, say)
+    store, target = store_of(folder), _target(config, options.prompts)
+    version = target.version
+    if options.anew or folder.find("best") is None or not len(store):
+        num_prompts = len(target.prompts)
+        say(f"{version.base.name}: {options.config.samples} samples of {num_prompts} prompts")
+        texts = sample_texts(target, options.config)
+        result = distilled(version, texts, options.config, folder, say)
+    else:
+        head = open_head(folder, "best", version.base)
+        finetune = FinetuneConfig(folder, options.config.minutes)
+        result = finetuned(version, head, store, finetune, say)
     say(
-        f"{outcome.version}: {outcome.before.mean:.2f} tokens of a draft stood before, "
-        f"{outcome.after.mean:.2f} now; {'it is the best' if outcome.promoted else 'not used'}"
+        f"{result.version}: {_length(result.after.mean)}, before {result.before.mean:.2f}; "
+        f"{'it is the best' if result.promoted else 'not used'}"
     )
-    return outcome.version
-
-
-def _distil(target: Target, options: TrainOptions, folder: DraftFolder, say: Say) -> str:
-    asked, name = options.distillation, target.version.base.name
-    say(f"{name} writes {asked.samples} samples of {len(target.prompts)} prompts")
-    samples = sample_texts(target.version, target.prompts, asked, target.num_threads)
-    notes = distilled(target.version, samples, asked, folder, say)
-    before, after = notes["before"]["mean"], notes["after"]["mean"]
-    say(f"{notes['version']}: {before:.2f} tokens of a draft stood before, {after:.2f} now")
-    return notes["version"]
+    return result.version
 
 
 def collect(config: Config, options: CollectOptions, say: Say) -> int:
-    """Samples with the best head beside them; how many cases there are now, in the folder and in
+    """Samples with the best head as drafter; returns the number of cases in the folder and in
     `options.export`. Raises ConfigError without a head."""
     folder = folder_of(config)
     target = _target(config, options.prompts)
     drafter = HeadDrafter(*open_head(folder, "best", target.version.base))
     store = store_of(folder)
     before = len(store)
-    seen = collected(target, drafter, options.sampling, store)
+    summary = collected(target, drafter, options.config, store)
     for path in (folder.root / CASES, *([options.export] if options.export else [])):
         store.write(path)
     say(
-        f"{seen.num_tokens} tokens, {_depths(seen.by_depth)} of drafted ones stood; "
-        f"{len(store) - before} cases more, {len(store)} in all"
+        f"{summary.num_tokens} tokens, accepted by depth {percentages(summary.by_depth)}; "
+        f"{len(store) - before} new cases, {len(store)} in all"
     )
     return len(store)
 
 
 def evaluate(config: Config, names: Sequence[str], options: CollectOptions, say: Say) -> None:
-    """Of each head, on the same samples: tokens of a draft that are expected to stand, and those
-    that did."""
+    """Of each head, on the same samples: the expected acceptance, and that in the engine."""
     folder = folder_of(config)
     target = _target(config, options.prompts)
-    sampling = options.sampling
-    texts = sample_texts(target.version, target.prompts, sampling, target.num_threads)
-    for name in names or [_named(folder, "best") or "best"]:
+    texts = sample_texts(target, options.config)
+    for name in names or ["best"]:
         head = open_head(folder, name, target.version.base)
         expected = evaluated(target.version, head, texts)
-        store = CaseStore(CASE_BYTES, MOST_AGE)
-        seen = collected(target, HeadDrafter(*head), sampling, store)
+        store = CaseStore(CASE_BYTES, MAX_AGE)
+        summary = collected(target, HeadDrafter(*head), options.config, store)
         say(
-            f"{folder.resolve(name)}: {expected.mean:.2f} tokens of a draft expected to stand "
-            f"({_depths(expected.by_depth)}); in the engine {_depths(seen.by_depth)} stood, "
-            f"{seen.per_pass:.2f} tokens a pass"
+            f"{folder.resolve(name)}: {_length(expected.mean)} ({percentages(expected.by_depth)}); "
+            f"accepted in the engine {percentages(summary.by_depth)}, "
+            f"{summary.per_pass:.2f} tokens a pass"
         )
 
 
-def _depths(shares: Sequence[float]) -> str:
-    return " ".join(f"{share:.0%}" for share in shares)
+def _length(mean: float) -> str:
+    return f"expected accepted length {mean:.2f}"
 
 
 def _prompts(path: Path | None) -> list[str]:
@@ -237,14 +223,7 @@ def _prompts(path: Path | None) -> list[str]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise ConfigError(f"cannot read the prompts: {error}") from error
-    found = [line for line in lines if line.strip()]
-    if not found:
+    prompts = [line for line in lines if line.strip()]
+    if not prompts:
         raise ConfigError(f"{path} has no prompts")
-    return found
-
-
-def _named(folder: DraftFolder, alias: str) -> str | None:
-    try:
-        return folder.resolve(alias)
-    except NotFound:
-        return None
+    return prompts

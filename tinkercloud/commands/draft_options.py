@@ -80,11 +80,11 @@ def _evaluate(arguments: Arguments) -> int:
 
 
 def _train(arguments: Arguments) -> int:
-    from tinkercloud.commands import draft, draft_distill
+    from tinkercloud.commands import draft, draft_train
 
     if not arguments["minutes"] > 0:
         raise ConfigError("--minutes must be above 0")
-    samples = draft_distill.DistillConfig(*_sizes(arguments), minutes=arguments["minutes"])
+    samples = draft_train.DistillConfig(*_sizes(arguments), minutes=arguments["minutes"])
     options = draft.TrainOptions(arguments["prompts"], samples, arguments["anew"])
     draft.train(with_models(config_of(arguments)), options, say)
     return 0

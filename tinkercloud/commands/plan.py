@@ -94,12 +94,12 @@ def read_config(path: Path) -> Mapping[str, Any]:
     try:
         if file.stat().st_size > LARGEST_CONFIG_BYTES:
             raise ConfigError(f"{file} is too large for a config.json")
-        found: object = json.loads(file.read_text(encoding="utf-8"))
+        tree: object = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {file}: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(tree, dict):
         raise ConfigError(f"{file} is no JSON object")
-    return cast(Mapping[str, Any], found)
+    return cast(Mapping[str, Any], tree)
 
 
 def as_json(plan: Plan) -> str:

@@ -34,6 +34,7 @@ CHECKS: tuple[Check, ...] = tuple(
         ("processor", "vector instructions", OPTIONAL, "host engine", embedded.processor),
         ("number type", "of the base weights", OPTIONAL, "engine", embedded.number_type),
         ("kernels", "faster than PyTorch's operations", OPTIONAL, "engine", embedded.kernels),
+        ("products", "PyTorch's: to the bit in any batch", OPTIONAL, "engine", embedded.products),
         ("memory", "weights and caches", OPTIONAL, "host engine models", embedded.memory),
         ("models", "served at the start", TORCH, "models", embedded.models),
         ("NVIDIA driver", "GPUs of this machine", CLUSTER, "driver", machine.driver),

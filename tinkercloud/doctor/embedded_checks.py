@@ -56,6 +56,16 @@ def kernels(target: Target, facts: Facts) -> Finding:
     return Finding("warning", answer["kernels_error"], advice)
 
 
+def products(target: Target, facts: Facts) -> Finding:
+    """Either is in order: what it means is in docs/architecture.md, "What is exact"."""
+    verdicts = facts["engine"].get("row_invariant", {})
+    if not verdicts:
+        return Finding("ok", "not asked", brief="")
+    return Finding(
+        "ok", ", ".join(f"{n}: {'' if v else 'not '}row-invariant" for n, v in verdicts.items())
+    )
+
+
 def memory(target: Target, facts: Facts) -> Finding:
     if facts["engine"].get("device") == "cuda":
         answer, where = facts["engine"]["gpu"], "GPU memory"

@@ -181,10 +181,13 @@ def engine(dtype: str) -> dict[str, Any]:
     Compiles them if need be, as the engine does when it first starts.
     """
     _find_our_package()
+    import torch
+
     from tinkercloud.config import c_compiler
     from tinkercloud.embedded.forward.kernel_choice import has_kernels
+    from tinkercloud.embedded.forward.row_invariance import verdicts
     from tinkercloud.embedded.model.device import choose_device, choose_dtype, usable_cores
-    from tinkercloud.embedded.native.bindings import library
+    from tinkercloud.embedded.native.compiler import library
 
     device = choose_device()
     chosen, best = choose_dtype(dtype, device), choose_dtype("auto", device)
@@ -192,6 +195,7 @@ def engine(dtype: str) -> dict[str, Any]:
     logging.getLogger("tinkercloud").addHandler(warnings)
     is_cuda = device.type == "cuda"
     compiled = has_kernels(device, chosen) if is_cuda else library() is not None
+    torch.set_num_threads(usable_cores())  # as the engine does
     return {
         "device": device.type,
         "gpu": _gpu(0) if is_cuda else {},
@@ -201,6 +205,7 @@ def engine(dtype: str) -> dict[str, Any]:
         "kernels": ("Triton" if is_cuda else "C") if compiled else "",
         "kernels_error": "" if compiled else " ".join(warnings.texts) or "they do not run here",
         "compiler": c_compiler() or "",
+        "row_invariant": {} if is_cuda else verdicts(chosen),
     }
 
 

@@ -49,7 +49,8 @@ def _problem(row: Row, lines: list[Line], width: int) -> list[str]:
     bad = [line for line in lines if line.finding.status != "ok"]
     mark = "MISSING" if any(line.blocks for line in bad) else "warning"
     remedies = dict.fromkeys(line.finding.remedy for line in bad if line.finding.remedy)
-    text = f"{_joined(bad)} -> {'; '.join(remedies)}"
+    # "no torch, no gguf" is "no torch, gguf": a line shorter on most terminals.
+    text = f"{_joined(bad).replace(', no ', ', ')} -> {'; '.join(remedies)}"
     indent = " " * (_MARK + 1 + _NAME + 1)
     return textwrap.wrap(
         _columns(mark, row.name, text),

@@ -37,25 +37,17 @@ class EmbeddedBackend(Backend):
     def __init__(self, config: Config):
         if not config.models:
             raise ConfigError("no model to serve; pass --model NAME=PATH or `tinkercloud fetch`")
-        engine = config.engine
-        settings = EngineSettings(
-            models=tuple((m.name, m.path) for m in config.models),
-            dtype=config.dtype,
-            cache_dir=config.data_dir / "cache",
-            threads=engine.threads,
-            max_batch=engine.max_batch,
-            decode_depth=engine.decode_depth,
-            kv_cache_bytes=engine.kv_cache_bytes,
-            version_cache_bytes=engine.version_cache_bytes,
-            microbatch_tokens=engine.microbatch_tokens,
-            activation_bytes=engine.activation_bytes,
-            speculate=config.speculate,
-            speculate_trace=config.speculate_trace,
-            drafts_dir=config.data_dir / "drafts",
-            draft_share=engine.draft_share,
-            draft_memory_bytes=engine.draft_memory_bytes,
+        self._host = EngineHost(
+            EngineSettings(
+                models=config.models,
+                dtype=config.dtype,
+                cache_dir=config.data_dir / "cache",
+                drafts_dir=config.data_dir / "drafts",
+                speculate=config.speculate,
+                speculate_trace=config.speculate_trace,
+                engine=config.engine,
+            )
         )
-        self._host = EngineHost(settings, engine.restart_limit)
 
     async def start(self) -> tuple[ServedModel, ...]:
         return await self._host.start()

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tinkercloud.errors import PayloadTooLarge, UserError
 from tinkercloud.routers.deps import USER_KEY
 
-PIECE_BYTES = 64 * 1024
+_PIECE_BYTES = 1024  # 1 kB of zstd inflates to some tens of MB at most
 
 
 class KeyLookup(Protocol):
@@ -154,10 +154,10 @@ def _inflated(inflater: _Inflater, body: bytes, limit: int) -> bytes | None:
     """None: more than limit bytes. Pieces are small, so a bomb never comes to its full size."""
     plain = bytearray()
     try:
-        for start in range(0, len(body), _PIECE):
+        for start in range(0, len(body), _PIECE_BYTES):
             if inflater.done:
                 break
-            plain += inflater.feed(body[start : start + _PIECE])
+            plain += inflater.feed(body[start : start + _PIECE_BYTES])
             if len(plain) > limit:
                 return None
     except (zlib.error, zstandard.ZstdError) as error:
@@ -165,9 +165,6 @@ def _inflated(inflater: _Inflater, body: bytes, limit: int) -> bytes | None:
     if not inflater.done:
         raise UserError("the compressed body ends too early")
     return bytes(plain)
-
-
-_PIECE = 1024  # 1 kB of zstd can hold some tens of MB at most
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -34,7 +34,7 @@ class _Write:
 
 
 class Database:
-    """Reads see every write that has returned. num_reads, num_commits: counters for tests."""
+    """Reads see every write that has returned."""
 
     def __init__(self, writer: aiosqlite.Connection, reader: aiosqlite.Connection):
         self._writer = writer
@@ -42,8 +42,6 @@ class Database:
         self._queue: asyncio.Queue[_Write | None] = asyncio.Queue()
         self._closed = False
         self._task = asyncio.create_task(self._write_until_closed(), name="database writer")
-        self.num_reads = 0
-        self.num_commits = 0
 
     @classmethod
     async def open(cls, data_dir: Path) -> "Database":
@@ -79,7 +77,6 @@ class Database:
         await done
 
     async def all(self, sql: str, *values: Value) -> list[Row]:
-        self.num_reads += 1
         return list(await self._reader.execute_fetchall(sql, values))
 
     async def one(self, sql: str, *values: Value) -> Row | None:
@@ -116,7 +113,6 @@ class Database:
     async def _execute(self, group: Sequence[_Write]) -> None:
         if not group:
             return
-        self.num_commits += 1
         if len(group) == 1 and not group[0].through:
             # It commits by itself: one call of the writer's thread instead of three.
             await self._writer.execute(group[0].sql, group[0].values)

@@ -1,4 +1,4 @@
-"""The order in which trainer and engines take the GPUs, and the turns of those who want them."""
+"""The order in which trainer and engines take the GPUs, and the lock that admits operations."""
 
 import asyncio
 import logging
@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from tinkercloud.cluster.gpus.memory import LAW, Memory, Move, State
+from tinkercloud.cluster.gpus.memory import MOVES, Memory, Move, State
 from tinkercloud.cluster.gpus.phases import Phases
 from tinkercloud.errors import EngineDied
 
@@ -107,7 +107,7 @@ async def train(phases: Phases, seconds: float = 0.0) -> None:
 # ---- the order of moves
 
 
-async def test_a_whole_cycle_goes_in_the_order_of_the_card():
+async def test_a_cycle_frees_and_restores_memory_in_the_required_order():
     gpus = Gpus()
     phases = gpus.phases()
     await sample(phases)
@@ -119,8 +119,8 @@ async def test_a_whole_cycle_goes_in_the_order_of_the_card():
 
 
 @pytest.mark.parametrize("state", State)
-async def test_every_move_that_the_law_does_not_name_is_an_assertion(state):
-    for move in set(Move) - set(LAW[state]):
+async def test_every_move_that_is_not_in_the_table_is_an_assertion(state):
+    for move in set(Move) - set(MOVES[state]):
         memory = Gpus().memory()
         memory.state = state
 
@@ -131,11 +131,13 @@ async def test_every_move_that_the_law_does_not_name_is_an_assertion(state):
             await memory._move(move, nothing)
 
 
-def test_no_way_through_the_law_brings_caches_before_weights_or_both_sides_together():
+def test_no_path_through_the_table_brings_caches_before_weights_or_both_sides_together():
     """Every path of up to eight moves, walked."""
     paths = [((), State.EMPTY)]
     for _ in range(8):
-        paths = [((*moves, move), after) for moves, at in paths for move, after in LAW[at].items()]
+        paths = [
+            ((*moves, move), after) for moves, at in paths for move, after in MOVES[at].items()
+        ]
         for moves, _state in paths:
             for before, move in pairwise(moves):
                 if move is Move.ONLOAD_KV_CACHE:
@@ -146,13 +148,12 @@ def test_no_way_through_the_law_brings_caches_before_weights_or_both_sides_toget
             assert all(a is not b for a, b in pairwise(ups))
 
 
-async def test_every_transition_is_logged_and_kept_with_bytes_and_milliseconds(caplog):
+async def test_every_transition_is_logged_with_its_bytes_and_milliseconds(caplog):
     caplog.set_level(logging.INFO)
     phases = Gpus().phases()
     await train(phases)
     await sample(phases)
-    kept = [(t.move, t.num_bytes) for t in phases.transitions()]
-    assert kept == [
+    assert [(t.move, t.num_bytes) for t in phases.transitions()] == [
         (Move.ONLOAD_TRAIN, 100),
         (Move.OFFLOAD_TRAIN, 100),
         (Move.ONLOAD_WEIGHTS, 10),
@@ -172,7 +173,7 @@ async def test_every_transition_is_logged_and_kept_with_bytes_and_milliseconds(c
     }
 
 
-async def test_weights_move_only_when_somebody_samples():
+async def test_weights_move_only_for_a_sample():
     gpus = Gpus()
     phases = gpus.phases()
     for _ in range(3):
@@ -180,7 +181,7 @@ async def test_weights_move_only_when_somebody_samples():
     assert gpus.calls == ["onload(train)"]
 
 
-async def test_other_weights_need_no_detour_and_the_same_ones_nothing():
+async def test_engines_that_sample_take_other_weights_in_place_and_the_same_ones_at_no_cost():
     gpus = Gpus()
     phases = gpus.phases()
     await sample(phases, "a")
@@ -190,7 +191,7 @@ async def test_other_weights_need_no_detour_and_the_same_ones_nothing():
     assert gpus.calls == ["update_weights b"]
 
 
-async def test_apart_both_sides_stay_and_only_weights_are_updated():
+async def test_on_separate_gpus_both_sides_stay_and_only_weights_are_updated():
     gpus = Gpus()
     phases = gpus.phases(colocated=False)
     await train(phases)
@@ -201,7 +202,7 @@ async def test_apart_both_sides_stay_and_only_weights_are_updated():
     assert gpus.calls == ["update_weights b"]
 
 
-async def test_apart_training_and_sampling_run_at_the_same_time():
+async def test_on_separate_gpus_training_and_sampling_run_at_the_same_time():
     phases = Gpus().phases(colocated=False)
     inside = asyncio.Event()
 
@@ -218,7 +219,7 @@ async def test_apart_training_and_sampling_run_at_the_same_time():
     await asyncio.gather(sampling, return_exceptions=True)
 
 
-# ---- turns
+# ---- the phase lock
 
 
 async def test_operations_of_one_phase_run_together_and_other_phases_wait():
@@ -227,8 +228,8 @@ async def test_operations_of_one_phase_run_together_and_other_phases_wait():
     most: dict[str, int] = {}
 
     async def operation(kind: str) -> None:
-        turn = phases.training() if kind == "train" else phases.sampling(kind)
-        async with turn:
+        phase = phases.training() if kind == "train" else phases.sampling(kind)
+        async with phase:
             inside.append(kind)
             assert set(inside) == {kind}
             most[kind] = max(most.get(kind, 0), len(inside))
@@ -262,28 +263,28 @@ async def test_an_endless_stream_of_one_phase_does_not_starve_the_other(greedy):
     assert waited_s < 1.5
 
 
-async def test_a_phase_admits_newcomers_for_its_stay_then_gives_way():
+async def test_a_phase_admits_newcomers_for_its_stay_then_yields():
     gpus = Gpus()
     phases = gpus.phases(stay_s=0.15)
     order: list[str] = []
 
-    async def one(kind: str, seconds: float) -> None:
+    async def operation(kind: str, seconds: float) -> None:
         async with phases.training() if kind == "train" else phases.sampling("v"):
             order.append(kind)
             await asyncio.sleep(seconds)
 
-    tasks = [asyncio.create_task(one("sample", 0.3))]
+    tasks = [asyncio.create_task(operation("sample", 0.3))]
     await asyncio.sleep(0.02)
-    tasks.append(asyncio.create_task(one("train", 0.0)))
+    tasks.append(asyncio.create_task(operation("train", 0.0)))
     await asyncio.sleep(0.02)
-    tasks.append(asyncio.create_task(one("sample", 0.0)))  # within the stay
+    tasks.append(asyncio.create_task(operation("sample", 0.0)))  # within the stay
     await asyncio.sleep(0.2)
-    tasks.append(asyncio.create_task(one("sample", 0.0)))  # after it
+    tasks.append(asyncio.create_task(operation("sample", 0.0)))  # after it
     await asyncio.gather(*tasks)
     assert order == ["sample", "sample", "train", "sample"]
 
 
-async def test_the_next_operation_of_a_lane_is_waited_for_a_moment():
+async def test_a_phase_lingers_for_the_next_operation_of_a_lane():
     gpus = Gpus()
     phases = Phases(gpus.train, gpus.rollout, colocated=True, stay_s=1.0, linger_s=0.05)
     first = asyncio.create_task(train(phases, 0.02))
@@ -308,7 +309,7 @@ async def test_the_next_operation_of_a_lane_is_waited_for_a_moment():
         ("onload(rollout) kv_cache", "discard(rollout)"),
     ],
 )
-async def test_who_fails_to_come_is_discarded_and_comes_at_the_next_call(failing, left):
+async def test_a_side_that_fails_to_load_is_discarded_and_loads_at_the_next_call(failing, left):
     gpus = Gpus()
     phases = gpus.phases()
     operation = train if "train" in failing else sample
@@ -322,7 +323,7 @@ async def test_who_fails_to_come_is_discarded_and_comes_at_the_next_call(failing
 
 
 @pytest.mark.parametrize("failing", ["offload(train)", "offload(rollout)"])
-async def test_who_fails_to_leave_is_discarded_and_does_not_hinder_the_other(failing):
+async def test_a_side_that_fails_to_offload_is_discarded_and_the_other_one_loads(failing):
     gpus = Gpus()
     phases = gpus.phases()
     first, second = (train, sample) if "train" in failing else (sample, train)
@@ -334,7 +335,7 @@ async def test_who_fails_to_leave_is_discarded_and_does_not_hinder_the_other(fai
     assert not gpus.overlapped
 
 
-async def test_everybody_who_waited_for_a_phase_that_failed_hears_of_it_and_others_do_not():
+async def test_all_waiters_of_a_phase_that_failed_get_its_error_and_others_do_not():
     gpus = Gpus(slow_s=0.01)
     phases = gpus.phases()
     gpus.failing = "update_weights"
@@ -344,7 +345,7 @@ async def test_everybody_who_waited_for_a_phase_that_failed_hears_of_it_and_othe
     assert [type(result) for result in ended] == [EngineDied] * 3 + [type(None)]
 
 
-async def test_lost_ranks_are_brought_back_by_the_next_training_operation():
+async def test_ranks_that_died_are_restarted_by_the_next_training_operation():
     gpus = Gpus()
     phases = gpus.phases()
     async with phases.training():
@@ -353,7 +354,7 @@ async def test_lost_ranks_are_brought_back_by_the_next_training_operation():
     assert gpus.calls == ["onload(train)", "discard(train)", "onload(train)"]
 
 
-async def test_lost_engines_are_brought_back_by_the_next_sample():
+async def test_engines_that_died_are_restarted_by_the_next_sample():
     gpus = Gpus()
     phases = gpus.phases()
     async with phases.sampling("v"):
@@ -366,7 +367,7 @@ async def test_lost_engines_are_brought_back_by_the_next_sample():
 # ---- cancellation
 
 
-async def test_a_caller_cancelled_in_the_queue_is_forgotten():
+async def test_a_caller_cancelled_while_it_waits_leaves_the_queue():
     phases = Gpus().phases()
     async with phases.training():
         waiting = asyncio.create_task(sample(phases))
@@ -392,7 +393,7 @@ async def test_a_caller_cancelled_during_a_transition_does_not_break_it():
     assert not gpus.overlapped
 
 
-async def test_an_operation_cancelled_inside_gives_its_turn_back():
+async def test_an_operation_cancelled_inside_leaves_the_lock():
     phases = Gpus().phases()
     inside = asyncio.create_task(train(phases, seconds=30))
     await asyncio.sleep(0.01)
@@ -402,7 +403,7 @@ async def test_an_operation_cancelled_inside_gives_its_turn_back():
         await waiting
 
 
-async def test_closing_refuses_who_waits_and_who_comes():
+async def test_closing_refuses_waiters_and_newcomers():
     gpus = Gpus(slow_s=0.05)
     phases = gpus.phases()
     await train(phases)

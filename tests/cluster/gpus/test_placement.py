@@ -65,7 +65,7 @@ async def test_two_models_share_the_cluster():
     await release(second)
 
 
-async def test_when_full_the_next_waits_says_why_and_gets_its_turn():
+async def test_a_request_that_finds_too_few_gpus_waits_says_why_and_is_served_later():
     placer, told = Placer(), []
     first = await placer.take(wish(6, "first"))
     second = asyncio.create_task(placer.take(wish(4, "second"), told.append))
@@ -78,7 +78,7 @@ async def test_when_full_the_next_waits_says_why_and_gets_its_turn():
     await release(taken)
 
 
-async def test_a_small_model_does_not_overtake_a_large_one_for_ever():
+async def test_a_small_model_does_not_overtake_a_large_one():
     placer = Placer()
     first = await placer.take(wish(6))
     large = asyncio.create_task(placer.take(wish(8, "large")))
@@ -91,14 +91,14 @@ async def test_a_small_model_does_not_overtake_a_large_one_for_ever():
     await release(await asyncio.wait_for(small, 20))
 
 
-async def test_too_few_gpus_for_too_long_is_told_and_frees_the_queue():
+async def test_a_request_that_times_out_says_so_and_leaves_the_queue():
     placer = Placer()
     with pytest.raises(CapacityTimeout, match=r"model got no 9 CPU bundles within 1\.5 s"):
         await placer.take(wish(9, timeout_s=1.5))
     await release(await placer.take(wish(8)))
 
 
-async def test_one_that_waits_behind_another_times_out_too():
+async def test_a_request_that_waits_behind_another_times_out_too():
     placer = Placer()
     impossible = asyncio.create_task(placer.take(wish(9, timeout_s=4.0)))
     await asyncio.sleep(0.2)
@@ -108,7 +108,7 @@ async def test_one_that_waits_behind_another_times_out_too():
         await impossible
 
 
-async def test_a_cancelled_caller_leaves_nothing_and_blocks_nobody():
+async def test_a_cancelled_request_leaves_no_group_and_does_not_block_the_queue():
     placer = Placer()
     waiting = asyncio.create_task(placer.take(wish(9)))
     await asyncio.sleep(1.0)

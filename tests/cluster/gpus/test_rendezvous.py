@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import DistStoreError, TCPStore
 
-from tinkercloud.cluster.gpus.rendezvous import Meeting
+from tinkercloud.cluster.gpus.rendezvous import Rendezvous
 from tinkercloud.cluster.rollout import router as rollout_router
 from tinkercloud.cluster.rollout.engine import free_port
 from tinkercloud.cluster.rollout.router import RolloutRouter
@@ -19,29 +19,29 @@ from tinkercloud.errors import EngineDied
 HERE = "127.0.0.1"
 
 
-def test_a_meetings_port_is_held_from_the_start():
-    with closing(Meeting(HERE)) as meeting, socket.socket() as other:
-        assert meeting.init_method == f"tcp://{HERE}:{meeting.port}"
+def test_a_rendezvous_binds_its_port_from_the_start():
+    with closing(Rendezvous(HERE)) as rendezvous, socket.socket() as other:
+        assert rendezvous.init_method == f"tcp://{HERE}:{rendezvous.port}"
         with pytest.raises(OSError, match="in use"):
-            other.bind((HERE, meeting.port))
+            other.bind((HERE, rendezvous.port))
 
 
-def test_who_comes_before_the_store_is_open_waits_for_it():
-    meeting = Meeting(HERE)
+def test_a_rank_that_connects_before_the_store_is_open_waits_for_it():
+    rendezvous = Rendezvous(HERE)
     with ThreadPoolExecutor(1) as threads:
         early = threads.submit(
-            lambda: TCPStore(HERE, meeting.port, 2, timeout=timedelta(seconds=20)).get("word")
+            lambda: TCPStore(HERE, rendezvous.port, 2, timeout=timedelta(seconds=20)).get("word")
         )
         with pytest.raises(TimeoutError):
             early.result(timeout=0.3)
-        store = meeting.open(2, timedelta(seconds=20))
+        store = rendezvous.open(2, timedelta(seconds=20))
         store.set("word", "heard")
         assert early.result(timeout=20) == b"heard"
 
 
-def test_a_rank_that_does_not_come_ends_the_wait():
+def test_a_rank_that_does_not_connect_ends_the_wait():
     with pytest.raises(DistStoreError):
-        Meeting(HERE).open(2, timedelta(seconds=0.5))
+        Rendezvous(HERE).open(2, timedelta(seconds=0.5))
 
 
 def test_a_port_is_free_only_if_it_is_on_every_address(monkeypatch: pytest.MonkeyPatch):

@@ -90,8 +90,7 @@ async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench
     record = logs / "calls.jsonl"
     command = recorder.recorded(record, sglang_command())
     spawning = sglang_environment() | {"TINKERCLOUD_TEST_SPAWN": "1"}
-    told = settings(folder, logs, command=command, environment=spawning)
-    manager = RolloutManager(told, [()])
+    manager = RolloutManager(settings(folder, logs, command=command, environment=spawning), [()])
     await manager.start()
     store = open_store(folder)
     base = store.publish(FromBase("tiny"))
@@ -111,7 +110,7 @@ def assert_same(ours: SampledSequence, theirs: SampledSequence) -> None:
 
 
 @pytest.mark.parametrize(
-    "law",
+    "params",
     [
         {"temperature": 0.0},
         {"temperature": 1.0},
@@ -122,19 +121,24 @@ def assert_same(ours: SampledSequence, theirs: SampledSequence) -> None:
     ],
     ids=str,
 )
-async def test_the_same_seed_gives_the_tokens_of_the_embedded_engine(bench, law):
-    ours, theirs = await bench.both(ask(PROMPT, n=4, max_tokens=24, **law))
+async def test_the_same_seed_gives_the_tokens_of_the_embedded_engine(bench, params):
+    ours, theirs = await bench.both(ask(PROMPT, n=4, max_tokens=24, **params))
     assert len(ours.sequences) == 4
     for mine, other in zip(ours.sequences, theirs.sequences, strict=True):
         assert_same(mine, other)
-    if law["temperature"] > 0:
+    if params["temperature"] > 0:
         assert len({tuple(s.tokens.tolist()) for s in ours.sequences}) > 1
 
 
-async def test_requests_under_different_laws_in_one_batch_do_not_change_each_other(bench):
-    laws = [{"temperature": t, "top_k": k, "seed": 5 * k + 9} for t in (0.0, 0.8) for k in (-1, 3)]
+async def test_requests_with_different_sampling_parameters_in_one_batch_do_not_change_each_other(
+    bench,
+):
+    choices = [
+        {"temperature": t, "top_k": k, "seed": 5 * k + 9} for t in (0.0, 0.8) for k in (-1, 3)
+    ]
     requests = [
-        ask(random_prompt(9 + i, seed=i), n=2, max_tokens=16, **law) for i, law in enumerate(laws)
+        ask(random_prompt(9 + i, seed=i), n=2, max_tokens=16, **params)
+        for i, params in enumerate(choices)
     ]
     together = await asyncio.gather(*(bench.manager.generate(None, r) for r in requests))
     for request, ours in zip(requests, together, strict=True):
@@ -143,7 +147,7 @@ async def test_requests_under_different_laws_in_one_batch_do_not_change_each_oth
             assert_same(mine, other)
 
 
-async def test_a_request_without_a_law_is_sampled_by_sglang_beside_ours(bench):
+async def test_a_request_without_our_parameters_is_sampled_by_sglang_in_the_same_batch(bench):
     """Through the router, as any client of SGLang would; greedy, so that its answer is known."""
     body = {"input_ids": PROMPT, "return_logprob": True, "top_logprobs_num": 2}
     body["sampling_params"] = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
@@ -161,7 +165,7 @@ async def test_a_request_without_a_law_is_sampled_by_sglang_beside_ours(bench):
         assert_same(mine, other)
 
 
-async def test_topk_of_sampled_tokens_is_of_the_law_sampled_from(bench):
+async def test_topk_of_sampled_tokens_is_of_the_distribution_sampled_from(bench):
     request = ask(PROMPT, n=2, max_tokens=8, temperature=0.7, top_k=4, topk_sample_logprobs=6)
     ours, theirs = await bench.both(request)
     for mine, other in zip(ours.sequences, theirs.sequences, strict=True):
@@ -244,7 +248,7 @@ async def test_a_prompt_beyond_the_context_is_the_users_error(bench):
         await bench.manager.generate(None, ask(random_prompt(CONTEXT + 20, seed=0), max_tokens=1))
 
 
-async def test_a_seed_that_is_none_is_refused_before_an_engine_sees_it(bench):
+async def test_a_seed_out_of_range_is_refused_before_an_engine_sees_it(bench):
     with pytest.raises(UserError, match="seed"):
         await bench.manager.generate(None, ask(PROMPT, max_tokens=1, seed=-4))
 
@@ -262,7 +266,7 @@ async def test_prompt_logprobs_are_those_of_transformers(bench):
 
 
 @pytest.mark.parametrize("last_n", [None, 5, 1000])
-async def test_scores_of_a_prompt_are_those_of_the_embedded_engine(bench, last_n):
+async def test_prompt_logprobs_are_those_of_the_embedded_engine(bench, last_n):
     prompt = random_prompt(150, seed=6)
     targets = np.random.default_rng(2).integers(-1, 260, (149, 3))
     targets[70] = -1
@@ -332,7 +336,7 @@ async def test_adapters_side_by_side_answer_each_with_its_weights(bench, trained
     assert min(np.abs(scores[a] - scores[b]).max() for a, b in ((0, 1), (0, 2), (1, 2))) > 0.01
 
 
-async def test_an_engine_whose_actor_is_killed_leaves_nothing_and_comes_back_with_its_adapters(
+async def test_an_engine_whose_actor_is_killed_leaves_no_process_and_restarts_with_its_adapters(
     bench, trained
 ):
     before = processes(bench.manager)
@@ -362,14 +366,14 @@ async def test_an_unloaded_adapter_is_lost(bench, trained):
     ]
 
 
-async def test_an_adapter_that_does_not_load_is_nowhere(bench, tmp_path):
+async def test_an_adapter_that_fails_to_load_is_on_no_engine(bench, tmp_path):
     with pytest.raises(EngineRefused):
         await bench.manager.load_adapter("broken", tmp_path)
     with pytest.raises(VersionLost):
         await bench.manager.generate("broken", ask(PROMPT, max_tokens=1))
 
 
-async def test_adapters_beyond_the_engines_options_are_not_promised():
+async def test_adapters_beyond_the_engines_options_are_not_supported():
     served = arguments()
     assert RolloutManager.supports_adapter(SPECS["all"], served)
     assert not RolloutManager.supports_adapter(LoraSpec(rank=17, seed=0), served)
@@ -382,7 +386,7 @@ async def test_adapters_beyond_the_engines_options_are_not_promised():
 # ---- the gate
 
 
-async def test_pausing_waits_for_what_runs_and_admits_nobody(bench):
+async def test_pausing_waits_for_running_requests_and_admits_none(bench):
     long = asyncio.create_task(bench.manager.generate(None, ask(PROMPT, 1, 300, use_eos=False)))
     await asyncio.sleep(0.1)
     await bench.manager.pause()
@@ -394,7 +398,7 @@ async def test_pausing_waits_for_what_runs_and_admits_nobody(bench):
     assert len((await waiting).sequences) == 1
 
 
-async def test_a_request_that_was_put_back_gives_the_same_tokens(bench):
+async def test_a_request_that_was_aborted_and_sent_again_gives_the_same_tokens(bench):
     request = ask(PROMPT, n=2, max_tokens=900, seed=8, use_eos=False)
     underway = asyncio.create_task(bench.manager.generate(None, request))
     await asyncio.sleep(0.5)
@@ -406,7 +410,7 @@ async def test_a_request_that_was_put_back_gives_the_same_tokens(bench):
         assert_same(mine, other)
 
 
-async def test_memory_is_released_when_idle_and_comes_back_in_the_order_asked(bench):
+async def test_memory_is_released_when_idle_and_resumed_in_the_requested_order(bench):
     seen = len(recorder.calls(bench.record))
     request = ask(PROMPT, max_tokens=200, seed=2, use_eos=False)
     underway = asyncio.create_task(bench.manager.generate(None, request))
@@ -433,12 +437,12 @@ async def test_memory_is_released_when_idle_and_comes_back_in_the_order_asked(be
     ]
 
 
-async def test_an_engine_answers_as_before_when_it_has_its_memory_back(bench):
+async def test_an_engine_answers_as_before_once_its_memory_is_resumed(bench):
     request = ask(PROMPT, n=2, max_tokens=20, seed=3)
     bodies.compare_rested(await bodies.rested(bench.manager, request, free_bytes=lambda: 0))
 
 
-async def test_what_was_not_released_is_not_asked_back(bench):
+async def test_memory_that_was_not_released_is_not_resumed(bench):
     """SGLang's scheduler dies of it."""
     seen = len(recorder.calls(bench.record))
     await bench.manager.onload()
@@ -448,7 +452,7 @@ async def test_what_was_not_released_is_not_asked_back(bench):
 # ---- starting
 
 
-async def test_a_server_that_cannot_start_says_why_and_leaves_nothing(bench, tmp_path):
+async def test_a_server_that_cannot_start_says_why_and_leaves_no_process(bench, tmp_path):
     broken = settings(bench.folder, tmp_path, more_options=("--no-such-option",), router=False)
     manager = RolloutManager(broken, [()])
     with pytest.raises(EngineDied, match="unrecognized arguments: --no-such-option"):

@@ -75,7 +75,7 @@ async def test_sampled_tokens_score_under_transformers_as_reported(bench):
         np.testing.assert_allclose(sequence.logprobs, expected, atol=LIMIT, rtol=0)
 
 
-async def test_an_adapter_of_every_module_is_served_though_embeddings_are_tied(bench, tmp_path):
+async def test_an_adapter_of_every_module_is_served_on_tied_embeddings(bench, tmp_path):
     """The adapter of the unembedding changes what is read out, not what is read in."""
     spec = LoraSpec(rank=8, seed=3)
     linear = {n: m for n, m in bench.model.named_modules() if isinstance(m, torch.nn.Linear)}

@@ -131,7 +131,7 @@ async def test_after_a_sync_the_engines_scores_are_those_of_the_new_weights(
     assert answers[-1]["body"]["new_version"] == how
 
 
-async def test_weights_in_another_dtype_arrive_as_that(bench):
+async def test_weights_of_another_dtype_arrive_in_that_dtype(bench):
     """Tensors of several widths in one bucket, the odd one in the middle."""
     model = reference(bench.base)
     mixed = [
@@ -144,7 +144,7 @@ async def test_weights_in_another_dtype_arrive_as_that(bench):
     np.testing.assert_allclose(await bench.scores(), logprobs(model, PROMPT), atol=LIMIT, rtol=0)
 
 
-async def test_the_calls_of_a_sync_come_in_order_while_nobody_samples(bench, other):
+async def test_the_calls_of_a_sync_come_in_order_while_no_request_runs(bench, other):
     model = reference(other(14))
     underway = asyncio.create_task(bench.manager.generate(None, ask(PROMPT, 1, 200, use_eos=False)))
     await asyncio.sleep(0.1)
@@ -183,7 +183,7 @@ async def test_weights_are_updated_while_cache_and_graphs_are_released(bench, ot
     np.testing.assert_allclose(await waiting, expected, atol=LIMIT, rtol=0)
 
 
-async def test_a_server_that_dies_comes_back_with_the_weights_it_had(bench):
+async def test_a_server_that_dies_restarts_with_the_weights_it_had(bench):
     weights = bench.manager.weight_version()
     engine = processes(bench.manager)
     before = await bench.scores(weights)
@@ -196,7 +196,7 @@ async def test_a_server_that_dies_comes_back_with_the_weights_it_had(bench):
 
 
 @pytest.mark.parametrize("fault", ["shape", pytest.param("bytes", marks=pytest.mark.slow)])
-async def test_a_failed_sync_leaves_the_weights_from_before(bench, other, fault):
+async def test_after_a_failed_sync_the_engines_have_the_weights_from_before(bench, other, fault):
     """Half of the new weights were loaded; the engine does not serve them for a moment."""
     before, old = await bench.scores(), bench.manager.weight_version()
     if old not in bench.folders:
@@ -212,7 +212,7 @@ async def test_a_failed_sync_leaves_the_weights_from_before(bench, other, fault)
     underway = asyncio.create_task(send_weights(bench.manager, "never", route("tensor"), send))
     await asyncio.sleep(0)
     waiting = asyncio.create_task(bench.scores())
-    with pytest.raises(EngineDied, match=r"take the weights|otherwise than they were sent"):
+    with pytest.raises(EngineDied, match=r"load the weights|otherwise than they were sent"):
         await underway
     np.testing.assert_array_equal(await waiting, before)
     assert bench.manager.weight_version() == old
@@ -234,7 +234,7 @@ def corrupted(buckets: list[Bucket]) -> Callable[[Transfer], Awaitable[Sent]]:
     return send
 
 
-async def test_a_digest_tells_one_bit_and_an_exchange_of_values():
+async def test_a_digest_changes_with_one_bit_and_with_swapped_values():
     tensor = torch.arange(1003, dtype=torch.float32)
     exchanged = tensor.clone()
     exchanged[[3, 900]] = tensor[[900, 3]]

@@ -1,4 +1,4 @@
-"""Log-probabilities split over gloo ranks against torch on whole tensors."""
+"""Log-probabilities sharded over gloo ranks, against torch on full tensors."""
 
 import tempfile
 from collections.abc import Callable
@@ -99,31 +99,31 @@ def test_chunks_change_neither_values_nor_gradients(parts: int, chunk: int) -> N
     def check(rank: int) -> None:
         torch.manual_seed(1)
         weight = torch.randn(VOCAB, HIDDEN, requires_grad=True)
-        whole = torch.randn(ROWS, HIDDEN, requires_grad=True)
+        full = torch.randn(ROWS, HIDDEN, requires_grad=True)
         _, targets, weights, _ = whole_problem()
 
         def unembed(own: torch.Tensor) -> torch.Tensor:
             others = [own]
             if parts == 2:
                 start = own.storage_offset() // HIDDEN + ROWS // 2
-                others.append(whole[start : start + len(own)])
+                others.append(full[start : start + len(own)])
             return torch.cat(others) @ weight.T
 
         def logprobs(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
             return target_logprobs(logits, wanted, VOCAB, dist.group.WORLD)
 
-        expected = torch.log_softmax(whole @ weight.T, -1).gather(1, targets)
-        wanted = torch.autograd.grad((expected * weights).sum(), (weight, whole))
-        found = chunked_logprobs(whole[: ROWS // parts], targets, unembed, logprobs, chunk)
+        expected = torch.log_softmax(full @ weight.T, -1).gather(1, targets)
+        wanted = torch.autograd.grad((expected * weights).sum(), (weight, full))
+        found = chunked_logprobs(full[: ROWS // parts], targets, unembed, logprobs, chunk)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-        gradients = torch.autograd.grad((found * weights).sum(), (weight, whole))
+        gradients = torch.autograd.grad((found * weights).sum(), (weight, full))
         for ours, theirs in zip(gradients, wanted, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
     on_ranks(1, check)
 
 
-def test_all_logits_are_never_held_at_once() -> None:
+def test_all_logits_are_never_in_memory_at_once() -> None:
     def check(rank: int) -> None:
         weight = torch.randn(500, HIDDEN, requires_grad=True)
         hidden = torch.randn(200, HIDDEN, requires_grad=True)
@@ -142,14 +142,16 @@ def test_all_logits_are_never_held_at_once() -> None:
 def compare_gathered_rows(rank: int, world: int) -> None:
     cuts = [packing.zigzag([8, 4, 12], world, r) for r in range(world)]
     order = torch.from_numpy(np.concatenate(cuts))
-    whole = torch.randn(24, 2, generator=torch.Generator().manual_seed(3))
-    own = whole[cuts[rank]].clone().requires_grad_()
+    full = torch.randn(24, 2, generator=torch.Generator().manual_seed(3))
+    own = full[cuts[rank]].clone().requires_grad_()
     found = gather_rows(own, order, dist.group.WORLD)
-    assert torch.equal(found, whole)
+    assert torch.equal(found, full)
     weights = torch.arange(48.0).view(24, 2)
     (found * weights).sum().backward()
     assert torch.equal(own.grad, weights[cuts[rank]])
 
 
-def test_context_parallel_rows_come_back_in_order_with_the_gradient_of_the_own_part() -> None:
+def test_context_parallel_rows_are_gathered_in_order_and_the_gradient_is_of_the_local_rows() -> (
+    None
+):
     on_ranks(2, partial(compare_gathered_rows, world=2))

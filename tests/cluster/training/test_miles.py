@@ -39,8 +39,9 @@ QWEN_MOE = {
 
 def plan(architecture=LLAMA, **constraints):
     config = {**SIZES, **architecture, "rope_parameters": PLAIN}
-    told = {"lora_rank": 8, "rollout_gpus": 1, "max_seq_len": 256, "tp": 2, **constraints}
-    return SlimeArgumentBuilder(ClusterShape(3, 3, 16 * GIB)).build(config, PlanConstraints(**told))
+    fields = {"lora_rank": 8, "rollout_gpus": 1, "max_seq_len": 256, "tp": 2, **constraints}
+    builder = SlimeArgumentBuilder(ClusterShape(3, 3, 16 * GIB))
+    return builder.build(config, PlanConstraints(**fields))
 
 
 def settings_of(made) -> RankSettings:
@@ -132,7 +133,7 @@ class TestAsASetting:
         with pytest.raises(ConfigError, match=r"cluster\.rollout_gpus"):
             self.models(tmp_path, rollout_gpus=0)
 
-    def test_a_pool_takes_the_sampling_gpus_alone_and_drives_miles_from_the_first(
+    def test_a_pool_takes_only_the_sampling_gpus_and_drives_miles_from_the_first(
         self, installed, tmp_path
     ):
         made = plan()
@@ -145,11 +146,11 @@ class TestAsASetting:
 
 
 class TestArguments:
-    def test_say_what_the_plan_says(self, installed):
+    def test_are_those_of_the_plan(self, installed):
         made = plan(max_seq_len=128)
         args = MilesRank(settings_of(made))._executor.trainer.args
-        told = (args.num_layers, args.hidden_size, args.num_query_groups, args.kv_channels)
-        assert told == (4, 64, 2, 16)
+        sizes = (args.num_layers, args.hidden_size, args.num_query_groups, args.kv_channels)
+        assert sizes == (4, 64, 2, 16)
         assert (args.tensor_model_parallel_size, args.sequence_parallel) == (2, True)
         assert (args.hf_checkpoint, args.load) == ("/models/tiny", "/models/tiny")
         assert args.actor_num_gpus_per_node == made.layout.world
@@ -171,7 +172,7 @@ class TestArguments:
 
 
 class TestTraining:
-    def test_a_fresh_adapter_gives_every_token_the_same_chance(self, rank):
+    def test_a_new_adapter_gives_every_token_the_same_probability(self, rank):
         rank.create("m", SPEC)
         output = rank.forward_only("m", batch(7, 9))
         expected = -np.log(miles_stand_in.VOCAB)
@@ -180,15 +181,16 @@ class TestTraining:
         np.testing.assert_allclose(output.outputs[1]["elementwise_loss"], -expected, rtol=1e-6)
         assert output.metrics["loss:sum"] == pytest.approx(-3 * expected)
 
-    def test_an_optimizer_step_learns_what_was_accumulated(self, rank):
+    def test_an_optimizer_step_applies_the_accumulated_gradient(self, rank):
         rank.create("m", SPEC)
         before = rank.forward_only("m", batch(7)).metrics["loss:sum"]
         rank.forward_backward_only("m", batch(7))
         rank.forward_backward_only("m", batch(7))
-        told = rank.apply_optimizer_step("m", ADAM)
-        law = 1 / miles_stand_in.VOCAB
-        norm = 2 * np.sqrt((1 - law) ** 2 + (miles_stand_in.VOCAB - 1) * law**2)
-        assert told == {"unclipped_grad_l2:mean": pytest.approx(norm)}
+        metrics = rank.apply_optimizer_step("m", ADAM)
+        probability = 1 / miles_stand_in.VOCAB
+        others = (miles_stand_in.VOCAB - 1) * probability**2
+        norm = 2 * np.sqrt((1 - probability) ** 2 + others)
+        assert metrics == {"unclipped_grad_l2:mean": pytest.approx(norm)}
         assert rank.forward_only("m", batch(7)).metrics["loss:sum"] < before
 
     def test_forward_only_accumulates_nothing(self, rank):
@@ -226,21 +228,21 @@ class TestTraining:
         untouched = rank.forward_only("b", batch(7)).metrics["loss:sum"]
         assert untouched == pytest.approx(np.log(miles_stand_in.VOCAB))
 
-    def test_rl_losses_get_the_clients_numbers(self, rank):
+    def test_rl_losses_get_the_clients_advantages_and_logprobs(self, rank):
         rank.create("m", SPEC)
         output = rank.forward_backward_only("m", batch(7, loss_fn="importance_sampling"))
         ratio = np.exp(-np.log(miles_stand_in.VOCAB) + 5.0)
         assert output.metrics["loss:sum"] == pytest.approx(-2.0 * ratio)
         assert set(output.outputs[0]) == {"logprobs"}
 
-    def test_a_gradient_that_is_not_finite_is_the_users(self, rank):
+    def test_a_gradient_that_is_not_finite_is_a_user_error(self, rank):
         rank.create("m", SPEC)
         rank.forward_backward_only("m", batch(7))
         rank._executor.trainer.slots[0]["grad"][:] = np.nan
         with pytest.raises(UserError, match="not finite"):
             rank.apply_optimizer_step("m", ADAM)
 
-    def test_what_miles_refuses_is_the_users(self, rank):
+    def test_what_miles_refuses_is_a_user_error(self, rank):
         rank.create("m", SPEC)
         with pytest.raises(UserError, match="out of range"):
             rank.forward_backward_only("m", batch(miles_stand_in.VOCAB))
@@ -269,14 +271,14 @@ class TestModels:
         with pytest.raises(UserError, match="4 adapters at a time"):
             rank.create("m4", SPEC)
 
-    def test_a_deleted_ones_slot_is_free_again(self, rank):
+    def test_the_slot_of_a_deleted_one_is_free_again(self, rank):
         for index in range(4):
             rank.create(f"m{index}", SPEC)
         rank.delete("m1")
         rank.create("m4", SPEC)
         assert rank.stats() == {"slots": 4, "free_slots": 0}
 
-    def test_deleting_an_unknown_one_is_nothing(self, rank):
+    def test_deleting_an_unknown_one_does_nothing(self, rank):
         rank.delete("nobody")
 
     def test_an_unknown_one_is_lost(self, rank):
@@ -288,7 +290,7 @@ class TestModels:
         with pytest.raises(UserError, match="between 1 and 8"):
             rank.create("m", spec)
 
-    def test_resuming_with_the_optimizer_goes_on_exactly(self, rank, tmp_path):
+    def test_resuming_with_the_optimizer_continues_exactly(self, rank, tmp_path):
         rank.create("m", SPEC)
         trained(rank, "m", 7, steps=3)
         folder = tmp_path / "checkpoint"
@@ -321,14 +323,14 @@ class TestModels:
         with pytest.raises(UserError, match="another trainer"):
             rank.load("n", tmp_path, with_optimizer=False)
 
-    def test_merged_weights_are_not_to_be_had(self, rank, tmp_path):
+    def test_merged_weights_are_refused(self, rank, tmp_path):
         rank.create("m", SPEC)
         with pytest.raises(UserError, match="no merged weights"):
             rank.export("m", tmp_path, form="merged")
 
 
 class TestInATrainGroup:
-    async def test_on_ray_a_model_trains_and_comes_back_from_its_checkpoint(
+    async def test_on_ray_a_model_trains_and_is_restored_from_its_checkpoint(
         self, installed, tmp_path
     ):
         from tinkercloud.cluster.gpus.placement import Placer, Request, release

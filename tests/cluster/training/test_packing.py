@@ -40,7 +40,7 @@ def test_every_datum_is_in_exactly_one_micro_batch(cp: int, dp: int, count: int)
         assert batch.num_rows > 0
 
 
-def test_ranks_without_datums_get_inert_micro_batches() -> None:
+def test_ranks_without_datums_get_empty_micro_batches() -> None:
     planned = packing.plan_micro_batches(DATA[:1], layout(dp=2))
     assert planned == [
         [packing.MicroBatch((0,), (5,))],
@@ -65,32 +65,32 @@ def test_a_sequence_longer_than_a_micro_batch_is_refused() -> None:
 
 
 @pytest.mark.parametrize("cp", [1, 2, 3])
-def test_the_zigzag_cut_gives_every_row_to_exactly_one_rank(cp: int) -> None:
+def test_zigzag_gives_every_row_to_exactly_one_rank(cp: int) -> None:
     lengths = [6 * cp, 2 * cp, 10 * cp]
     parts = [packing.zigzag(lengths, cp, rank) for rank in range(cp)]
     assert sorted(np.concatenate(parts).tolist()) == list(range(18 * cp))
     assert len({len(part) for part in parts}) == 1
 
 
-def test_a_rank_of_the_zigzag_holds_an_early_and_a_late_piece_of_each_sequence() -> None:
+def test_zigzag_gives_a_rank_an_early_and_a_late_piece_of_each_sequence() -> None:
     assert packing.zigzag([8, 4], 2, 0).tolist() == [0, 1, 6, 7, 8, 11]
     assert packing.zigzag([8, 4], 2, 1).tolist() == [2, 3, 4, 5, 9, 10]
 
 
 def test_rows_hold_the_tokens_their_positions_and_padding_at_the_end() -> None:
     batch = packing.MicroBatch((1, 0), (2, 8))
-    whole = packing.rows(batch, DATA, 1, 0)
-    assert whole.tokens.tolist() == [100, 0, 0, 1, 2, 3, 4, 0, 0, 0]
-    assert whole.positions.tolist() == [0, 1, 0, 1, 2, 3, 4, 5, 6, 7]
+    full = packing.rows(batch, DATA, 1, 0)
+    assert full.tokens.tolist() == [100, 0, 0, 1, 2, 3, 4, 0, 0, 0]
+    assert full.positions.tolist() == [0, 1, 0, 1, 2, 3, 4, 5, 6, 7]
     assert batch.boundaries.tolist() == [0, 2, 10]
 
 
-def test_context_parallel_ranks_hold_the_rows_of_their_cut() -> None:
+def test_context_parallel_ranks_hold_the_rows_of_their_pieces() -> None:
     batch = packing.MicroBatch((2,), (20,))
-    whole = packing.rows(batch, DATA, 1, 0)
+    full = packing.rows(batch, DATA, 1, 0)
     for rank in range(2):
         own, cut = packing.rows(batch, DATA, 2, rank), packing.zigzag(batch.lengths, 2, rank)
-        assert own.tokens.tolist() == whole.tokens[cut].tolist()
+        assert own.tokens.tolist() == full.tokens[cut].tolist()
         assert own.positions.tolist() == cut.tolist()
 
 
@@ -107,7 +107,7 @@ def test_targets_are_as_wide_as_the_widest_datum() -> None:
     ]
 
 
-def test_an_inert_micro_batch_has_one_padded_sequence_without_targets() -> None:
+def test_an_empty_micro_batch_has_one_padded_sequence_without_targets() -> None:
     batch = packing.MicroBatch((), (4,))
     assert packing.rows(batch, DATA, 1, 0).tokens.tolist() == [0, 0, 0, 0]
     assert packing.targets(batch, DATA).tolist() == [[0], [0], [0], [0]]

@@ -36,8 +36,8 @@ def results(scene: Scene) -> dict[str, list[Any]]:
     return play(exports(scene) | refused(scene))
 
 
-def spec_of(whole: bool) -> Any:
-    return lora(rank=0) if whole else lora()
+def spec_of(full: bool) -> Any:
+    return lora(rank=0) if full else lora()
 
 
 # ---- for engines
@@ -45,14 +45,14 @@ def spec_of(whole: bool) -> Any:
 
 def exports(scene: Scene) -> Jobs:
     jobs: Jobs = {}
-    for plan, whole in EXPORTS:
-        out = scene.scratch("export", plan, whole)
+    for plan, full in EXPORTS:
+        out = scene.scratch("export", plan, full)
         script: list[Op] = [
-            ("buckets", None), ("checksum", None), ("create", "m", spec_of(whole)), *TRAINING,
+            ("buckets", None), ("checksum", None), ("create", "m", spec_of(full)), *TRAINING,
             ("forward", "m", LAST), ("export", "m", out / "merged", "merged"), ("buckets", "m"),
             ("checksum", "m"), ("export", "m", out / "adapter", "adapter"),
         ]  # fmt: skip
-        jobs[f"export {plan} {whole}"] = scene.job(plan, script, whole=whole)
+        jobs[f"export {plan} {full}"] = scene.job(plan, script, full=full)
     return jobs
 
 
@@ -80,12 +80,12 @@ def loaded(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-@pytest.mark.parametrize(("plan", "whole"), EXPORTS)
+@pytest.mark.parametrize(("plan", "full"), EXPORTS)
 def test_transformers_computes_with_an_export_what_the_trainer_computes(
-    scene: Scene, results: dict[str, list[Any]], plan: str, whole: bool
+    scene: Scene, results: dict[str, list[Any]], plan: str, full: bool
 ) -> None:
-    output = results[f"export {plan} {whole}"][AT["forward"]]
-    model = loaded(scene.scratch("export", plan, whole) / "merged")
+    output = results[f"export {plan} {full}"][AT["forward"]]
+    model = loaded(scene.scratch("export", plan, full) / "merged")
     for ours, theirs in zip(output.outputs, logprobs_of(model), strict=True):
         np.testing.assert_allclose(ours["logprobs"], theirs, atol=3e-5)
 
@@ -104,11 +104,11 @@ def test_peft_computes_with_an_exported_adapter_what_the_trainer_computes(
         np.testing.assert_allclose(ours["logprobs"], theirs, atol=3e-5)
 
 
-@pytest.mark.parametrize(("plan", "whole"), EXPORTS)
+@pytest.mark.parametrize(("plan", "full"), EXPORTS)
 def test_buckets_of_the_base_are_the_tensors_of_its_folder(
-    scene: Scene, results: dict[str, list[Any]], plan: str, whole: bool
+    scene: Scene, results: dict[str, list[Any]], plan: str, full: bool
 ) -> None:
-    ours = results[f"export {plan} {whole}"][AT["base"]]
+    ours = results[f"export {plan} {full}"][AT["base"]]
     theirs = load_file(scene.folders[PLANS[plan][0]] / "model.safetensors")
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
@@ -117,14 +117,12 @@ def test_buckets_of_the_base_are_the_tensors_of_its_folder(
 def test_a_checksum_is_the_same_under_every_plan_and_changes_with_the_weights(
     results: dict[str, list[Any]],
 ) -> None:
-    by_plan = [
-        results[f"export {plan} {whole}"] for plan, whole in (("tp2", False), ("dp2", False))
-    ]
+    by_plan = [results[f"export {plan} {full}"] for plan, full in (("tp2", False), ("dp2", False))]
     assert by_plan[0][AT["base sum"]] == by_plan[1][AT["base sum"]]
     assert by_plan[0][AT["base sum"]] != by_plan[0][AT["merged sum"]]
 
 
-def test_a_model_trained_whole_has_no_adapter_to_export(results: dict[str, list[Any]]) -> None:
+def test_a_full_parameter_model_has_no_adapter_to_export(results: dict[str, list[Any]]) -> None:
     assert results["export tp2 True"][AT["adapter"]].kind == "UserError"
 
 
@@ -140,7 +138,7 @@ def refused(scene: Scene) -> Jobs:
         ("load", "x", out / "bare", True), ("load", "x", out / "nothing", False),
         ("delete", "m"), ("step", "m", STEP),
     ]  # fmt: skip
-    whole: list[Op] = [
+    full: list[Op] = [
         ("create", "m", lora()), ("create", "m", lora(rank=0)), ("create", "n", lora(rank=0)),
         ("load", "m", out / "bare", False), ("delete", "m"), ("create", "n", lora(rank=0)),
         ("save", "n", out / "n", False), ("fb", "n", GOOD), ("step", "n", STEP), ("delete", "n"),
@@ -148,7 +146,7 @@ def refused(scene: Scene) -> Jobs:
     ]  # fmt: skip
     return {
         "refused lora": scene.job("tp2", small),
-        "refused whole": scene.job("dp2", whole, whole=True),
+        "refused full": scene.job("dp2", full, full=True),
     }
 
 
@@ -167,15 +165,15 @@ def test_what_cannot_be_served_is_refused_on_every_rank(results: dict[str, list[
     assert "ModelStateLost" in failure(found[8])
 
 
-def test_one_model_at_a_time_is_trained_whole(results: dict[str, list[Any]]) -> None:
-    found = results["refused whole"]
+def test_one_full_parameter_model_is_trained_at_a_time(results: dict[str, list[Any]]) -> None:
+    found = results["refused full"]
     assert "ask for rank 0" in failure(found[0])
-    assert "another model is trained whole" in failure(found[2])
+    assert "another full-parameter model is trained" in failure(found[2])
     assert "ask for rank 0" in failure(found[3])
     assert found[5] is None
 
 
-def test_after_a_model_was_trained_whole_the_next_starts_from_the_base(
+def test_after_a_full_parameter_model_the_next_one_starts_from_the_base(
     scene: Scene, results: dict[str, list[Any]]
 ) -> None:
     out = scene.scratch("refused")

@@ -23,14 +23,14 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 # ---- storages that go to the host
 
 
-def test_a_storage_comes_back_as_it_was_for_every_view_of_it() -> None:
+def test_every_view_of_a_storage_is_restored_by_onload() -> None:
     flat = torch.arange(12.0)
     view, parameter = flat[3:9].view(2, 3), nn.Parameter(torch.randn(4))
     before = parameter.detach().clone()
     store = HostStore()
     assert store.offload([flat, view, parameter]) == 12 * 4 + 4 * 4
     assert bytes_of([flat, parameter]) == 0
-    assert store.is_away
+    assert store.is_offloaded
     assert store.onload() == 12 * 4 + 4 * 4
     assert torch.equal(flat, torch.arange(12.0))
     assert torch.equal(view, torch.arange(3.0, 9.0).view(2, 3))
@@ -39,7 +39,7 @@ def test_a_storage_comes_back_as_it_was_for_every_view_of_it() -> None:
     assert view[0, 0] == 7
 
 
-def test_what_holds_zeros_is_not_copied_and_comes_back_as_zeros() -> None:
+def test_zeros_are_restored_without_a_copy() -> None:
     gradient = torch.zeros(5)
     store = HostStore()
     assert store.offload([], zero=[gradient]) == 20
@@ -47,7 +47,7 @@ def test_what_holds_zeros_is_not_copied_and_comes_back_as_zeros() -> None:
     assert torch.equal(gradient, torch.zeros(5))
 
 
-def test_what_never_changes_is_copied_to_the_host_once() -> None:
+def test_constant_tensors_are_copied_to_the_host_once() -> None:
     weight = torch.ones(5)
     store = HostStore()
     for _ in range(2):
@@ -81,7 +81,7 @@ def test_a_file_that_lacks_a_tensor_cannot_be_closed(tmp_path: Path) -> None:
 # ---- what goes to the ranks and comes back
 
 
-def test_a_batch_is_the_same_after_its_journey_in_columns() -> None:
+def test_a_batch_equals_itself_after_packing_into_columns() -> None:
     shapes: list[tuple[int, ...]] = [(3,), (2, 4), (1,), (5, 1)]
     numbers = np.random.default_rng(0)
     data = tuple(
@@ -214,7 +214,7 @@ def test_a_grouped_linear_gives_each_experts_rows_that_experts_adapter() -> None
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])
-def test_an_adapter_reads_what_comes_after_a_norm_fused_into_its_linear(
+def test_an_adapter_reads_the_output_of_a_norm_that_is_fused_into_its_linear(
     zero_centered: bool,
 ) -> None:
     from tinkercloud.cluster.lora.layers import site_delta

@@ -44,16 +44,16 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
 @pytest.fixture(scope="module")
 def results(scene: Scene) -> dict[str, list[Any]]:
     for kind in ("llama", "qwen3"):
-        for whole in (False, True):
-            embedded_part(scene, kind, whole)
+        for full in (False, True):
+            embedded_part(scene, kind, full)
     jobs: Jobs = {}
     for add in JOBS:
         jobs |= add(scene)
     return play(jobs)
 
 
-def spec_of(whole: bool) -> Any:
-    return lora(rank=0) if whole else lora()
+def spec_of(full: bool) -> Any:
+    return lora(rank=0) if full else lora()
 
 
 # ---- resuming elsewhere
@@ -62,11 +62,11 @@ MOVES = [("tp2", "dp2"), ("dp2", "tp2"), ("ep2", "ep2"), ("pp2", "cp2")]
 KIND_PLAN = {"llama": "tp2", "qwen3": "pp2"}
 
 
-def embedded_part(scene: Scene, kind: str, whole: bool) -> None:
+def embedded_part(scene: Scene, kind: str, full: bool) -> None:
     """Uninterrupted, and a checkpoint in the middle."""
-    out = scene.scratch("embedded", kind, whole)
+    out = scene.scratch("embedded", kind, full)
     script: list[Op] = [
-        ("create", "m", spec_of(whole)), *BEFORE, ("save", "m", out / "middle", True), *AFTER,
+        ("create", "m", spec_of(full)), *BEFORE, ("save", "m", out / "middle", True), *AFTER,
         ("save", "m", out / "end", True),
     ]  # fmt: skip
     Embedded(scene.folders[kind], out / "versions").play(script)
@@ -76,26 +76,26 @@ def embedded_part(scene: Scene, kind: str, whole: bool) -> None:
 def moves(scene: Scene) -> Jobs:
     jobs: Jobs = {}
     for first, second in MOVES:
-        for whole in (False, True):
-            out = scene.scratch("move", first, whole)
+        for full in (False, True):
+            out = scene.scratch("move", first, full)
             there: list[Op] = [
-                ("create", "m", spec_of(whole)), *BEFORE, ("save", "m", out / "middle", True),
+                ("create", "m", spec_of(full)), *BEFORE, ("save", "m", out / "middle", True),
                 *AFTER, ("save", "m", out / "uninterrupted", True),
             ]  # fmt: skip
             here: list[Op] = [("load", "m", out / "middle", True), *AFTER,
                               ("save", "m", out / "moved", True)]  # fmt: skip
-            jobs[f"from {first} {whole}"] = scene.job(first, there, whole=whole)
-            jobs[f"move {first} {whole}"] = scene.job(second, here, whole=whole)
+            jobs[f"from {first} {full}"] = scene.job(first, there, full=full)
+            jobs[f"move {first} {full}"] = scene.job(second, here, full=full)
     return jobs
 
 
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize(("first", "second"), MOVES)
-def test_a_checkpoint_of_one_plan_goes_on_under_another(
-    scene: Scene, results: dict[str, list[Any]], first: str, second: str, whole: bool
+def test_a_checkpoint_of_one_plan_resumes_under_another(
+    scene: Scene, results: dict[str, list[Any]], first: str, second: str, full: bool
 ) -> None:
-    assert results[f"move {first} {whole}"][0] == spec_of(whole)
-    out = scene.scratch("move", first, whole)
+    assert results[f"move {first} {full}"][0] == spec_of(full)
+    out = scene.scratch("move", first, full)
     assert_close(tensors(out / "moved"), tensors(out / "uninterrupted"))
     if first == second:
         assert_equal(out / "moved", out / "uninterrupted")
@@ -105,29 +105,29 @@ def test_a_checkpoint_of_one_plan_goes_on_under_another(
 def from_embedded(scene: Scene) -> Jobs:
     jobs: Jobs = {}
     for kind, plan in KIND_PLAN.items():
-        for whole in (False, True):
-            out = scene.scratch("embedded", kind, whole)
+        for full in (False, True):
+            out = scene.scratch("embedded", kind, full)
             script: list[Op] = [("load", "m", out / "middle", True), *AFTER,
                                 ("save", "m", out / "here", True)]  # fmt: skip
-            jobs[f"embedded {kind} {whole}"] = scene.job(plan, script, whole=whole)
+            jobs[f"embedded {kind} {full}"] = scene.job(plan, script, full=full)
     return jobs
 
 
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("kind", KIND_PLAN)
-def test_a_checkpoint_of_the_embedded_backend_goes_on_here(
-    scene: Scene, results: dict[str, list[Any]], kind: str, whole: bool
+def test_a_checkpoint_of_the_embedded_backend_resumes_on_ranks(
+    scene: Scene, results: dict[str, list[Any]], kind: str, full: bool
 ) -> None:
-    out = scene.scratch("embedded", kind, whole)
+    out = scene.scratch("embedded", kind, full)
     assert_close(tensors(out / "here"), tensors(out / "end"))
 
 
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("plan", ["tp2", "pp2"])
-def test_a_checkpoint_from_here_goes_on_in_the_embedded_backend(
-    scene: Scene, results: dict[str, list[Any]], plan: str, whole: bool, tmp_path: Path
+def test_a_checkpoint_of_ranks_resumes_in_the_embedded_backend(
+    scene: Scene, results: dict[str, list[Any]], plan: str, full: bool, tmp_path: Path
 ) -> None:
-    out = scene.scratch("move", plan, whole)
+    out = scene.scratch("move", plan, full)
     there = Embedded(scene.folders[PLANS[plan][0]], tmp_path / "versions")
     there.play([("load", "m", out / "middle", True), *AFTER, ("save", "m", tmp_path / "end", True)])
     assert_close(tensors(tmp_path / "end"), tensors(out / "uninterrupted"))
@@ -139,38 +139,38 @@ def test_a_checkpoint_from_here_goes_on_in_the_embedded_backend(
 @job
 def memory(scene: Scene) -> Jobs:
     jobs: Jobs = {}
-    for plan, whole, dtype in (
+    for plan, full, dtype in (
         ("tp2", False, "float32"), ("dp2", True, "float32"), ("pp2", True, "bfloat16"),
         ("dp2", False, "bfloat16"),
     ):  # fmt: skip
-        out = scene.scratch("memory", plan, whole)
-        begin: list[Op] = [("create", "m", spec_of(whole)), *BEFORE, ("fb", "m", GOOD)]
+        out = scene.scratch("memory", plan, full)
+        begin: list[Op] = [("create", "m", spec_of(full)), *BEFORE, ("fb", "m", GOOD)]
         away: list[Op] = [("stats",), ("offload",), ("sizes",), ("stats",), ("onload",), ("stats",)]
         end: list[Op] = [("fb", "m", MORE), ("step", "m", STEP)]
         script = [
             *begin, *end, ("save", "m", out / "stayed", True), ("delete", "m"),
             *begin, *away, *end, *away, ("save", "m", out / "went", True),
         ]  # fmt: skip
-        jobs[f"memory {plan} {whole}"] = scene.job(plan, script, whole=whole, dtype=dtype)
+        jobs[f"memory {plan} {full}"] = scene.job(plan, script, full=full, dtype=dtype)
     return jobs
 
 
 MEMORY = [("tp2", False), ("dp2", True), ("pp2", True), ("dp2", False)]
 
 
-@pytest.mark.parametrize(("plan", "whole"), MEMORY)
-def test_training_goes_on_bit_by_bit_after_the_weights_were_away(
-    scene: Scene, results: dict[str, list[Any]], plan: str, whole: bool
+@pytest.mark.parametrize(("plan", "full"), MEMORY)
+def test_training_continues_bit_by_bit_after_offload_and_onload(
+    scene: Scene, results: dict[str, list[Any]], plan: str, full: bool
 ) -> None:
-    out = scene.scratch("memory", plan, whole)
+    out = scene.scratch("memory", plan, full)
     assert_equal(out / "went", out / "stayed")
 
 
-@pytest.mark.parametrize(("plan", "whole"), MEMORY)
-def test_offload_frees_all_that_stats_counts_and_onload_takes_it_back(
-    scene: Scene, results: dict[str, list[Any]], plan: str, whole: bool
+@pytest.mark.parametrize(("plan", "full"), MEMORY)
+def test_offload_frees_all_bytes_of_stats_and_onload_takes_them_again(
+    scene: Scene, results: dict[str, list[Any]], plan: str, full: bool
 ) -> None:
-    *_, before, freed, sizes, away, taken, after, _ = results[f"memory {plan} {whole}"]
+    *_, before, freed, sizes, away, taken, after, _ = results[f"memory {plan} {full}"]
     for rank in range(2):
         assert freed[rank] == taken[rank] == sum(before[rank].values())
         assert sizes[rank] == 0
@@ -179,11 +179,11 @@ def test_offload_frees_all_that_stats_counts_and_onload_takes_it_back(
         assert all(size > 0 for size in before[rank].values())
 
 
-def test_adapters_gradients_and_optimizer_states_are_float32_beside_a_bfloat16_base(
+def test_adapters_gradients_and_optimizer_states_are_float32_on_a_bfloat16_base(
     scene: Scene, results: dict[str, list[Any]]
 ) -> None:
-    for plan, whole in (("pp2", True), ("dp2", False)):
-        saved = tensors(scene.scratch("memory", plan, whole) / "stayed")
+    for plan, full in (("pp2", True), ("dp2", False)):
+        saved = tensors(scene.scratch("memory", plan, full) / "stayed")
         assert all(tensor.dtype == torch.float32 for tensor in saved.values())
         trained = [t for name, t in saved.items() if not name.startswith("exp_avg")]
         assert any(not torch.equal(t, t.bfloat16().float()) for t in trained)
@@ -192,9 +192,9 @@ def test_adapters_gradients_and_optimizer_states_are_float32_beside_a_bfloat16_b
 def test_a_bfloat16_model_has_the_losses_of_the_float32_model_within_its_rounding(
     scene: Scene, results: dict[str, list[Any]]
 ) -> None:
-    for plan, whole in (("pp2", True), ("dp2", False)):
-        rough = results[f"memory {plan} {whole}"][1]
-        fine = results[f"from {plan} {whole}"][1]
+    for plan, full in (("pp2", True), ("dp2", False)):
+        rough = results[f"memory {plan} {full}"][1]
+        fine = results[f"from {plan} {full}"][1]
         for a, b in zip(rough.outputs, fine.outputs, strict=True):
             assert np.abs(a["logprobs"] - b["logprobs"]).mean() < 0.05
 
@@ -219,7 +219,7 @@ def test_a_step_without_gradients_counts_as_gradient_zero(
     assert_close(tensors(out / "here"), tensors(out / "there"))
 
 
-def test_outputs_after_a_move_are_those_before(results: dict[str, list[Any]]) -> None:
+def test_outputs_after_a_change_of_plan_are_those_before(results: dict[str, list[Any]]) -> None:
     for first, _ in MOVES:
         there, here = results[f"from {first} False"], results[f"move {first} False"]
         assert_same_output(here[1], there[6])
@@ -252,7 +252,7 @@ def parts(scene: Scene) -> Jobs:
 
 
 @pytest.mark.parametrize("name", [name for name in FLAGS if name != "nothing"])
-def test_flags_choose_the_adapted_modules_and_stages_may_have_none(
+def test_flags_select_the_adapted_modules_and_stages_may_have_none(
     scene: Scene, results: dict[str, list[Any]], name: str
 ) -> None:
     out = scene.scratch("parts", name)

@@ -151,7 +151,7 @@ async def test_results_come_in_request_order_from_all_ranks(bench: Bench):
     assert output.metrics["loss:sum"] == pytest.approx(-(9 * likely + 6 * unlikely), rel=1e-6)
 
 
-async def test_the_ranks_share_the_gradient_of_one_batch(bench: Bench):
+async def test_the_gradient_of_a_batch_is_summed_over_the_ranks(bench: Bench):
     group = await started(bench)
     first = await group.forward_backward_only("m", batch(5, 5))
     metrics = await group.apply_optimizer_step("m", ADAM)
@@ -163,7 +163,7 @@ async def test_the_ranks_share_the_gradient_of_one_batch(bench: Bench):
 
 
 @pytest.mark.parametrize("num_datums", [200, 400])
-async def test_a_batch_goes_in_pieces_and_a_large_one_is_read_where_it_lies(
+async def test_a_batch_is_sent_in_pieces_and_a_large_one_is_read_from_the_object_store(
     bench: Bench, num_datums: int
 ):
     """Of 1 to so many tokens, 16 bytes each: 321 and 1283 KB. The ranks look how theirs came."""
@@ -174,7 +174,7 @@ async def test_a_batch_goes_in_pieces_and_a_large_one_is_read_where_it_lies(
     assert output.metrics["loss:sum"] == pytest.approx(num_tokens * math.log(32), rel=1e-6)
 
 
-async def test_a_refusal_of_all_ranks_is_the_callers_and_changes_nothing(bench: Bench):
+async def test_a_refusal_of_all_ranks_is_raised_and_changes_nothing(bench: Bench):
     group = await started(bench)
     for rank in range(RANKS):
         bench.fault(f"forward_backward_only-{rank}-refuse")
@@ -190,7 +190,7 @@ async def test_an_unknown_model_is_lost(bench: Bench):
         await group.forward_only("other", batch(5))
 
 
-async def test_concurrent_operations_of_two_models_take_turns_on_all_ranks(bench: Bench):
+async def test_concurrent_operations_of_two_models_run_in_one_order_on_all_ranks(bench: Bench):
     group = await started(bench, "a", "b")
     both = [[step(group, model_id) for model_id in "ab"] for _ in range(5)]
     losses = [await asyncio.gather(*pair) for pair in both]
@@ -239,7 +239,7 @@ async def test_after_a_failed_rank_training_continues_from_the_checkpoint_with_e
     assert bench.group.stats()["rank_restarts"] == 1
 
 
-async def test_a_rank_that_hangs_is_noticed_and_its_group_comes_back(bench: Bench):
+async def test_a_rank_that_hangs_is_noticed_and_its_group_is_restored(bench: Bench):
     bench.group = bench.new_group(timeout_s=3.0)
     group = await started(bench)
     bench.fault("forward_only-1-hang")
@@ -249,7 +249,7 @@ async def test_a_rank_that_hangs_is_noticed_and_its_group_comes_back(bench: Benc
     await step(group)
 
 
-async def test_a_slow_rank_that_makes_progress_is_waited_for(bench: Bench):
+async def test_a_slow_rank_that_makes_progress_is_awaited(bench: Bench):
     bench.group = bench.new_group(timeout_s=3.0)
     group = await started(bench)
     for rank in range(RANKS):
@@ -271,7 +271,7 @@ async def test_a_rank_that_dies_between_operations_is_noticed_without_one(bench:
     await step(group)  # untouched since its creation: nothing was lost, nothing is told
 
 
-async def test_each_model_comes_back_from_its_own_point(bench: Bench):
+async def test_each_model_is_restored_from_its_own_restore_point(bench: Bench):
     """Saved and trained on; saved and untouched since; never saved; loaded without optimizer."""
     group = await started(bench, "behind", "saved", "never", "fresh")
     for model_id in ("behind", "saved", "never"):
@@ -295,7 +295,9 @@ async def test_each_model_comes_back_from_its_own_point(bench: Bench):
     assert await group.checksum("never") == wanted["fresh"]
 
 
-async def test_an_accumulated_gradient_that_was_saved_around_is_not_lost_in_silence(bench: Bench):
+async def test_the_loss_of_an_accumulated_gradient_that_no_checkpoint_holds_is_reported(
+    bench: Bench,
+):
     group = await started(bench)
     await group.forward_backward_only("m", batch(5))
     await bench.checkpoint()  # holds no gradient
@@ -320,7 +322,7 @@ async def test_a_restore_point_outlives_its_checkpoint(bench: Bench):
     assert len(list((bench.folder / "models" / "m").iterdir())) == 1
 
 
-async def test_a_model_that_cannot_be_brought_back_is_lost_and_others_are_not(bench: Bench):
+async def test_a_model_that_cannot_be_restored_is_lost_and_others_are_not(bench: Bench):
     group = await started(bench, "bad", "good")
     await bench.checkpoint("bad")
     await group.discard()
@@ -332,7 +334,7 @@ async def test_a_model_that_cannot_be_brought_back_is_lost_and_others_are_not(be
     await step(group, "good")
 
 
-async def test_offload_and_onload_keep_the_ranks_and_tell_bytes(bench: Bench):
+async def test_offload_and_onload_keep_the_ranks_and_return_bytes(bench: Bench):
     group = await started(bench)
     assert await group.offload() == RANKS * 1000
     assert await group.onload() == RANKS * 1000
@@ -375,7 +377,7 @@ async def test_a_cancelled_start_leaves_no_rank(bench: Bench):
 # ---- a node that is lost: last, since it changes the cluster
 
 
-async def test_a_node_lost_in_mid_step_fails_the_operation_and_training_continues(
+async def test_a_node_lost_during_a_step_fails_the_operation_and_training_continues(
     bench: Bench, cluster
 ):
     group = await started(bench)

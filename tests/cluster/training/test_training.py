@@ -40,7 +40,7 @@ from tests.cluster.rank_scripts import (
 )
 from tinkercloud.core.types import Datum, TrainBatch
 
-CASES = [(plan, whole) for plan in PLANS for whole in (False, True)]
+CASES = [(plan, full) for plan in PLANS for full in (False, True)]
 
 
 # ---- the script that every plan plays
@@ -67,8 +67,8 @@ def steps_of(name: str) -> list[Op]:
             ("step", name, CLIP), *tail]  # fmt: skip
 
 
-def equality(scratch: Path, whole: bool) -> list[Op]:
-    spec = lora(rank=0) if whole else lora()
+def equality(scratch: Path, full: bool) -> list[Op]:
+    spec = lora(rank=0) if full else lora()
     return [
         ("create", "m", spec),
         ("save", "m", scratch / "fresh", False),
@@ -84,20 +84,20 @@ class References:
         self._scene = scene
         self._known: dict[tuple[str, bool], tuple[Path, list[Any]]] = {}
 
-    def of(self, kind: str, whole: bool) -> tuple[Path, list[Any]]:
+    def of(self, kind: str, full: bool) -> tuple[Path, list[Any]]:
         """The folder it wrote, and its results."""
-        if (kind, whole) not in self._known:
-            self._known[kind, whole] = self._play(kind, whole)
-        return self._known[kind, whole]
+        if (kind, full) not in self._known:
+            self._known[kind, full] = self._play(kind, full)
+        return self._known[kind, full]
 
-    def _play(self, kind: str, whole: bool) -> tuple[Path, list[Any]]:
+    def _play(self, kind: str, full: bool) -> tuple[Path, list[Any]]:
         scene = self._scene
-        folder = scene.scratch("reference", kind, whole)
-        script = equality(folder, whole)
+        folder = scene.scratch("reference", kind, full)
+        script = equality(folder, full)
         if kind != "qwen3_moe":
             return folder, Embedded(scene.folders[kind], folder / "versions").play(script)
-        if not whole:
-            script[0] = ("load", "m", scene.scratch("ep2", whole) / "fresh", False)
+        if not full:
+            script[0] = ("load", "m", scene.scratch("ep2", full) / "fresh", False)
         return folder, MoeReference(scene.folders[kind]).play(script)
 
 
@@ -117,9 +117,9 @@ Results = dict[str, list[Any]]
 @pytest.fixture(scope="module")
 def on_two(scene: Scene) -> Results:
     jobs = {
-        f"{plan} {whole}": scene.job(plan, equality(scene.scratch(plan, whole), whole), whole=whole)
+        f"{plan} {full}": scene.job(plan, equality(scene.scratch(plan, full), full), full=full)
         for plan in TWO
-        for whole in (False, True)
+        for full in (False, True)
     }
     for add in JOBS:
         jobs |= add(scene)
@@ -130,11 +130,9 @@ def on_two(scene: Scene) -> Results:
 def on_four(scene: Scene) -> Results:
     return play(
         {
-            f"{plan} {whole}": scene.job(
-                plan, equality(scene.scratch(plan, whole), whole), whole=whole
-            )
+            f"{plan} {full}": scene.job(plan, equality(scene.scratch(plan, full), full), full=full)
             for plan in FOUR
-            for whole in (False, True)
+            for full in (False, True)
         }
     )
 
@@ -143,35 +141,35 @@ def results_of(plan: str, request: pytest.FixtureRequest) -> Results:
     return request.getfixturevalue("on_two" if plan in TWO else "on_four")
 
 
-@pytest.mark.parametrize(("plan", "whole"), CASES)
+@pytest.mark.parametrize(("plan", "full"), CASES)
 def test_outputs_losses_and_gradient_norms_equal_the_embedded_backends(
-    scene: Scene, references: References, request: pytest.FixtureRequest, plan: str, whole: bool
+    scene: Scene, references: References, request: pytest.FixtureRequest, plan: str, full: bool
 ) -> None:
-    ours = results_of(plan, request)[f"{plan} {whole}"]
-    _, theirs = references.of(PLANS[plan][0], whole)
-    for op, own, expected in zip(equality(scene.root, whole), ours, theirs, strict=True):
+    ours = results_of(plan, request)[f"{plan} {full}"]
+    _, theirs = references.of(PLANS[plan][0], full)
+    for op, own, expected in zip(equality(scene.root, full), ours, theirs, strict=True):
         if op[0] == "fb":
             assert_same_output(own, expected)
         elif op[0] == "step":
             assert own == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize(("plan", "whole"), CASES)
+@pytest.mark.parametrize(("plan", "full"), CASES)
 def test_weights_moments_and_gradients_equal_the_embedded_backends(
-    scene: Scene, references: References, request: pytest.FixtureRequest, plan: str, whole: bool
+    scene: Scene, references: References, request: pytest.FixtureRequest, plan: str, full: bool
 ) -> None:
     results_of(plan, request)
-    folder, _ = references.of(PLANS[plan][0], whole)
-    ours = tensors(scene.scratch(plan, whole) / "trained")
+    folder, _ = references.of(PLANS[plan][0], full)
+    ours = tensors(scene.scratch(plan, full) / "trained")
     assert_close(ours, tensors(folder / "trained"))
-    start = tensors(scene.scratch(plan, whole) / "fresh")
+    start = tensors(scene.scratch(plan, full) / "fresh")
     gradients = [t for name, t in ours.items() if name.startswith("exp_avg.")]
     assert all(float(g.abs().max()) > 0 for g in gradients)
     assert all(not torch.equal(t, ours[name]) for name, t in start.items())
 
 
 @pytest.mark.parametrize("plan", [p for p, (kind, _) in PLANS.items() if kind != "qwen3_moe"])
-def test_a_fresh_adapter_is_the_embedded_backends_bit_by_bit(
+def test_a_new_adapter_is_the_embedded_backends_bit_by_bit(
     scene: Scene, references: References, request: pytest.FixtureRequest, plan: str
 ) -> None:
     results_of(plan, request)
@@ -182,7 +180,7 @@ def test_a_fresh_adapter_is_the_embedded_backends_bit_by_bit(
 
 
 @pytest.mark.parametrize("plan", [p for p, (kind, _) in PLANS.items() if kind == "qwen3_moe"])
-def test_fresh_adapters_of_experts_are_the_same_under_every_plan(
+def test_new_adapters_of_experts_are_the_same_under_every_plan(
     scene: Scene, request: pytest.FixtureRequest, plan: str
 ) -> None:
     results_of("ep2", request)
@@ -225,14 +223,14 @@ def shown(scratch: Path, name: str) -> list[Op]:
 @job
 def refusals(scene: Scene) -> dict[str, Job]:
     jobs: dict[str, Job] = {}
-    for plan, whole in (("tp2", False), ("dp2", False), ("dp2", True), ("pp2", False)):
-        out = scene.scratch("refusals", plan, whole)
-        jobs[f"refusals {plan} {whole}"] = scene.job(plan, refusal_script(out, whole), whole=whole)
+    for plan, full in (("tp2", False), ("dp2", False), ("dp2", True), ("pp2", False)):
+        out = scene.scratch("refusals", plan, full)
+        jobs[f"refusals {plan} {full}"] = scene.job(plan, refusal_script(out, full), full=full)
     return jobs
 
 
-def refusal_script(out: Path, whole: bool) -> list[Op]:
-    spec = lora(rank=0) if whole else lora()
+def refusal_script(out: Path, full: bool) -> list[Op]:
+    spec = lora(rank=0) if full else lora()
     warm: list[Op] = [("fb", "m", GOOD), ("step", "m", STEP)]
     again: list[Op] = [("delete", "m"), ("create", "m", spec), *warm]
     bad: Op = ("fb", "m", overflowing())
@@ -296,8 +294,8 @@ def test_the_outputs_of_forward_only_are_those_of_training(on_two: Results, scen
 
 @job
 def calls_add_up(scene: Scene) -> dict[str, Job]:
-    def script(out: Path, whole: bool) -> list[Op]:
-        spec = lora(rank=0) if whole else lora()
+    def script(out: Path, full: bool) -> list[Op]:
+        spec = lora(rank=0) if full else lora()
         union = TrainBatch(
             (*GOOD.data, *data_for("cross_entropy", [3, 8, 2], 14).data), "cross_entropy"
         )
@@ -312,20 +310,20 @@ def calls_add_up(scene: Scene) -> dict[str, Job]:
         ]  # fmt: skip
 
     return {
-        f"sum {plan} {whole}": scene.job(
-            plan, script(scene.scratch("sum", plan, whole), whole), whole=whole
+        f"sum {plan} {full}": scene.job(
+            plan, script(scene.scratch("sum", plan, full), full), full=full
         )
         for plan in ("tp2", "dp2", "cp2", "pp2")
-        for whole in (False, True)
+        for full in (False, True)
     }
 
 
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("plan", ["tp2", "dp2", "cp2", "pp2"])
 def test_gradients_of_two_calls_add_up_to_those_of_the_union(
-    scene: Scene, on_two: Results, plan: str, whole: bool
+    scene: Scene, on_two: Results, plan: str, full: bool
 ) -> None:
-    out = scene.scratch("sum", plan, whole)
+    out = scene.scratch("sum", plan, full)
     one, two = tensors(out / "one"), tensors(out / "two")
     shown_gradient = {n: t for n, t in one.items() if n.startswith("exp_avg.")}
     assert_close({n: two[n] for n in shown_gradient}, shown_gradient)

@@ -110,7 +110,7 @@ def theirs(folder: Path) -> Iterator[np.ndarray]:
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SIMPLE)) for n in PLANS]
 )
-def test_the_cut_model_computes_as_transformers_and_comes_back_whole(
+def test_the_sharded_model_computes_as_transformers_and_unshards_to_the_same_tensors(
     name, folders, expected, tmp_path
 ):
     ranks, found = cases(folders, name)
@@ -152,7 +152,7 @@ def test_stages_may_be_uneven(tmp_path):
         np.testing.assert_allclose(told[i]["logprobs"], expected, atol=1e-5)
 
 
-def test_heads_in_a_wrong_order_would_be_seen(tmp_path):
+def test_heads_in_a_wrong_order_are_detected(tmp_path):
     """The comparison above is worth something only if a wrong mapping fails it."""
     folder = write_model("qwen3", tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
@@ -213,7 +213,7 @@ def test_a_folder_that_does_not_fit_its_config_is_refused_with_the_names(tmp_pat
     assert "no safetensors" in told[4]
 
 
-def test_bfloat16_weights_come_back_bitwise(tmp_path):
+def test_bfloat16_weights_are_gathered_bit_by_bit(tmp_path):
     folder = write_model("qwen3", tmp_path / "model")
     plan = tiny_plan(folder, 1, dtype="bfloat16")
     assert plan.megatron.dtype == "bfloat16"

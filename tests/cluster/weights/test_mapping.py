@@ -1,4 +1,4 @@
-"""The mapping alone: names of Transformer Engine's layers, which no CPU can build, and the cuts."""
+"""The mapping alone: names of Transformer Engine's layers, which no CPU can build, and shards."""
 
 import pytest
 import torch
@@ -9,10 +9,10 @@ from tinkercloud.cluster.weights.mapping import (
     Entry,
     Form,
     FusedQKV,
+    Replicated,
     Rows,
     Vocabulary,
     WeightMap,
-    Whole,
 )
 from tinkercloud.core.plan import MegatronArguments
 from tinkercloud.errors import ConfigError
@@ -102,21 +102,21 @@ def test_latent_attention_in_transformer_engine_has_its_counterparts(name):
     assert list(entry(name, LATENT, rows).names) == wanted
 
 
-@pytest.mark.parametrize(("rows", "split"), [((6, 7), "whole"), ((3, 4), "tp")])
-def test_down_projections_are_split_as_the_layer_kind_splits_them(rows, split):
+@pytest.mark.parametrize(("rows", "split"), [((6, 7), "replicated"), ((3, 4), "tp")])
+def test_down_projections_are_sharded_as_the_layer_spec_shards_them(rows, split):
     built = dict(zip(("linear_q_down_proj", "linear_kv_down_proj"), rows, strict=True))
     for name in built:
         assert entry(f"self_attention.{name}.weight", LATENT, built).split == split
 
 
-def test_experts_are_split_over_their_own_ranks():
+def test_experts_are_sharded_over_their_own_ranks():
     found = entry("mlp.experts.linear_fc1.weight0")
     assert (found.is_expert, found.split) == (True, "etp")
     local = entry("mlp.experts.local_experts.0.linear_fc1.weight")
     assert (local.names, local.form) == (found.names, found.form)
 
 
-def test_mixtral_writes_its_experts_in_its_own_way():
+def test_mixtral_names_its_experts_in_its_own_way():
     mapped = WeightMap(DENSE, "MixtralForCausalLM", expert_rank=0)
     path = "model.layers.3.block_sparse_moe."
     found = mapped.entry(f"{LAYER}mlp.experts.linear_fc1.weight1", Stage())
@@ -130,7 +130,7 @@ def test_an_unknown_parameter_is_refused_by_name():
 
 
 FORMS: dict[str, tuple[Form, list[tuple[int, ...]]]] = {
-    "whole": (Whole(), [(5,)]),
+    "replicated": (Replicated(), [(5,)]),
     "rows": (Rows(12), [(12, 3)]),
     "gate and up": (Rows(12), [(12, 3), (12, 3)]),
     "columns": (Columns(12), [(3, 12)]),
@@ -141,40 +141,40 @@ FORMS: dict[str, tuple[Form, list[tuple[int, ...]]]] = {
 }
 
 
-def wholes_of(shapes: list[tuple[int, ...]]) -> list[Tensor]:
+def full_tensors(shapes: list[tuple[int, ...]]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(3)
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("name", FORMS)
-def test_shards_joined_are_what_was_cut(name, size):
+def test_unsharded_shards_are_the_full_tensors(name, size):
     form, shapes = FORMS[name]
-    wholes = wholes_of(shapes)
-    shards = [form.cut(wholes, rank, size) for rank in range(size)]
+    fulls = full_tensors(shapes)
+    shards = [form.shard(fulls, rank, size) for rank in range(size)]
     assert len({shard.shape for shard in shards}) == 1
-    for joined, whole in zip(form.join(shards), wholes, strict=True):
-        assert torch.equal(joined, whole)
+    for joined, full in zip(form.unshard(shards), fulls, strict=True):
+        assert torch.equal(joined, full)
 
 
 def test_padding_rows_of_the_vocabulary_are_zero():
     form, shapes = FORMS["vocabulary, a shard of padding alone"]
-    (whole,) = wholes_of(shapes)
-    shards = [form.cut([whole], rank, 3) for rank in range(3)]
-    assert torch.equal(shards[1], torch.cat((whole[4:], torch.zeros(3, 3))))
+    (full,) = full_tensors(shapes)
+    shards = [form.shard([full], rank, 3) for rank in range(3)]
+    assert torch.equal(shards[1], torch.cat((full[4:], torch.zeros(3, 3))))
     assert torch.equal(shards[2], torch.zeros(4, 3))
 
 
-def test_gate_and_up_are_cut_each_and_stacked():
+def test_gate_and_up_are_sharded_each_and_stacked():
     form, shapes = FORMS["gate and up"]
-    gate, up = wholes_of(shapes)
-    assert torch.equal(form.cut([gate, up], 1, 2), torch.cat((gate[6:], up[6:])))
+    gate, up = full_tensors(shapes)
+    assert torch.equal(form.shard([gate, up], 1, 2), torch.cat((gate[6:], up[6:])))
 
 
-def test_a_group_of_heads_stays_together():
+def test_the_heads_of_a_group_are_in_one_shard():
     """Megatron's order: for each group, its heads of q, its k, its v."""
     form, shapes = FORMS["qkv"]
-    q, k, v = wholes_of(shapes)
+    q, k, v = full_tensors(shapes)
     parts = [x for g in (2, 3) for x in (q[6 * g : 6 * g + 6], k[2 * g : 2 * g + 2],
                                          v[2 * g : 2 * g + 2])]  # fmt: skip
-    assert torch.equal(form.cut([q, k, v], 1, 2), torch.cat(parts))
+    assert torch.equal(form.shard([q, k, v], 1, 2), torch.cat(parts))

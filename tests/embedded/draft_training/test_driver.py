@@ -20,14 +20,17 @@ from tests.embedded.draft_training.toy_policy import (
 from tests.speculative.head.head_scene import (
     V,
 )
+from tinkercloud.embedded.draft_training.capture import CapturedSequence
 from tinkercloud.embedded.draft_training.dataset import Mix, SequenceDataset
-from tinkercloud.embedded.draft_training.driver import Gate, TrainingDriver, TrainingSettings
-from tinkercloud.embedded.draft_training.fit import Fit, Plan, copied
-from tinkercloud.embedded.draft_training.head_trainer import (
-    CapturedSequence,
-    HeadObjective,
-    HeadTrainer,
+from tinkercloud.embedded.draft_training.driver import (
+    Fit,
+    Gate,
+    Plan,
+    TrainingDriver,
+    TrainingSettings,
+    copied,
 )
+from tinkercloud.embedded.draft_training.head_trainer import HeadObjective, HeadTrainer
 from tinkercloud.errors import NotFound, UserError
 from tinkercloud.speculative.head.head import FrozenRows, Head, HeadConfig, initial_params
 from tinkercloud.speculative.head.vocabulary import DraftVocabulary
@@ -117,7 +120,7 @@ def test_the_gate_does_not_open_on_too_few_places(taught, tmp_path):
 
 
 def test_rollback_restores_every_bit(tmp_path):
-    policy = ToyPolicy(0)
+    policy, folder = ToyPolicy(0), DraftFolder(tmp_path)
     driver = driver_of(trainer_of(policy.weights), filled(policy), tmp_path)
     first = driver.publish({})
     before = copied(driver.served)
@@ -126,13 +129,13 @@ def test_rollback_restores_every_bit(tmp_path):
     assert result.promoted
     trained = copied(driver.served)
     assert not same_bits(trained, before)
-    assert driver.rollback() == first
+    assert driver.use(folder.rollback()) == first
     assert same_bits(driver.served, before)
     driver.use("latest")
     assert same_bits(driver.served, trained)
     driver.use(first)
     with pytest.raises(NotFound, match="no draft before it"):
-        driver.rollback()
+        folder.rollback()
 
 
 def test_a_draft_of_another_model_is_refused(taught, tmp_path):

@@ -21,15 +21,14 @@ from tests.embedded.speculative_engine import untaught_head
 from tests.embedded.tiny import random_prompt
 from tests.speculative.head.head_scene import V, drafted_outputs
 from tinkercloud.decoding.sampler import sample
-from tinkercloud.embedded.draft_training.dataset import Mix, SequenceDataset
-from tinkercloud.embedded.draft_training.fit import assign, copied, gradients, joined
-from tinkercloud.embedded.draft_training.head_trainer import (
+from tinkercloud.embedded.draft_training.capture import (
     CapturedSequence,
-    HeadObjective,
-    HeadTrainer,
     SequenceMetadata,
+    capture_sequence,
 )
-from tinkercloud.embedded.draft_training.reference_capture import capture
+from tinkercloud.embedded.draft_training.dataset import Mix, SequenceDataset
+from tinkercloud.embedded.draft_training.driver import assign, copied, gradients, joined
+from tinkercloud.embedded.draft_training.head_trainer import HeadObjective, HeadTrainer
 from tinkercloud.speculative.head.cache import HeadCache, NewRows, extend
 from tinkercloud.speculative.head.draft import ChainStart, draft_chains
 from tinkercloud.speculative.learning.cases import digest
@@ -170,7 +169,9 @@ def test_no_gradient_reaches_the_policy(folder_of_tiny):
     logits = x @ weights["lm_head"].T
     own = torch.logsumexp(logits, -1).sum()
     alone = torch.autograd.grad(own, list(weights.values()), allow_unused=True, retain_graph=True)
-    captured = CapturedSequence.of(tokens, hidden, logits, SequenceMetadata(1, 1.0, 0, count=16))
+    captured = CapturedSequence.from_logits(
+        tokens, hidden, logits, 1, SequenceMetadata(1.0, 0, top=16)
+    )
     loss = trainer.loss([captured])
     both = torch.autograd.grad(own + loss, list(weights.values()), allow_unused=True)
     for a, b in zip(alone, both, strict=True):
@@ -189,7 +190,9 @@ def test_training_leaves_the_policys_weights_bitwise_unchanged(folder_of_tiny):
     dataset = SequenceDataset(ROOM_BYTES, 4, Mix(batch_size=4))
     for seed in range(12):
         tokens = np.array(random_prompt(20, seed), np.int32)
-        dataset.add(capture(version, tokens, head.config.layers, SequenceMetadata(4, 1.0, 0)))
+        dataset.add(
+            capture_sequence(version, tokens, head.config.layers, 4, SequenceMetadata(1.0, 0))
+        )
     losses = fitted(trainer, dataset, 15)
     assert losses[-1] < losses[0]
     assert same_bits(version.base.weights, before)
@@ -198,7 +201,7 @@ def test_training_leaves_the_policys_weights_bitwise_unchanged(folder_of_tiny):
 def test_a_captured_law_is_the_policys(folder_of_tiny):
     version = tiny_version(folder_of_tiny)
     tokens = np.array(random_prompt(9, 3), np.int32)
-    captured = capture(version, tokens, (1, 2), SequenceMetadata(3, 0.7, 5, count=4))
+    captured = capture_sequence(version, tokens, (1, 2), 3, SequenceMetadata(0.7, 5, top=4))
     assert captured.hidden.shape == (9, 2, 48)
     assert captured.weights.tolist() == [0, 0, 1, 1, 1, 1, 1, 1, 1]
     logits = torch.from_numpy(captured.hidden[:, -1]) @ version.base.weights["lm_head"].T

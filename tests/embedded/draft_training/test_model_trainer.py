@@ -14,16 +14,19 @@ from tests.embedded.draft_training.toy_policy import (
 )
 from tests.embedded.tiny import random_prompt
 from tinkercloud.core.types import LoraSpec
+from tinkercloud.embedded.draft_training.capture import SequenceMetadata, capture_sequence
 from tinkercloud.embedded.draft_training.dataset import CaseDataset, Mix
-from tinkercloud.embedded.draft_training.driver import TrainingDriver, TrainingSettings
-from tinkercloud.embedded.draft_training.fit import Plan, copied
-from tinkercloud.embedded.draft_training.head_trainer import SequenceMetadata
+from tinkercloud.embedded.draft_training.driver import (
+    Plan,
+    TrainingDriver,
+    TrainingSettings,
+    copied,
+)
 from tinkercloud.embedded.draft_training.model_trainer import (
     CaseExample,
     DraftModelTrainer,
     ModelObjective,
 )
-from tinkercloud.embedded.draft_training.reference_capture import capture
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.speculative.learning.cases import Case, CaseStore, digest
 from tinkercloud.speculative.learning.draft_folder import DraftFolder
@@ -33,7 +36,7 @@ def examples_of(target: Version, count: int) -> Iterator[tuple[np.ndarray, Case]
     """Cases of a target that says other things than the draft would."""
     for seed in range(count):
         tokens = np.array(random_prompt(14, seed), np.int32)
-        captured = capture(target, tokens, (2,), SequenceMetadata(1, 0.8, 0, count=8))
+        captured = capture_sequence(target, tokens, (2,), 1, SequenceMetadata(0.8, 0, top=8))
         for position in range(6, 12):
             law = captured.top_probs[position - 1]
             ids = captured.top_ids[position - 1]

@@ -22,16 +22,16 @@ from tinkercloud.core.types import (
     SampleOutput,
     TrainBatch,
 )
-from tinkercloud.embedded.draft_training.capture import CaptureSettings, PassCapture
-from tinkercloud.embedded.draft_training.files import drafts_of
-from tinkercloud.embedded.draft_training.head_trainer import (
+from tinkercloud.embedded.draft_training.capture import (
     CapturedSequence,
-    HeadObjective,
-    HeadTrainer,
+    CaptureSettings,
+    PassCapture,
     SequenceMetadata,
+    capture_sequence,
 )
+from tinkercloud.embedded.draft_training.files import drafts_of
+from tinkercloud.embedded.draft_training.head_trainer import HeadObjective, HeadTrainer
 from tinkercloud.embedded.draft_training.online_trainer import OnlineTrainer
-from tinkercloud.embedded.draft_training.reference_capture import capture
 from tinkercloud.embedded.forward import runners
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.process.model_store import ModelStore
@@ -104,8 +104,8 @@ def test_a_training_pass_shows_what_a_pass_of_its_own_would(
 
     def watch(base: BaseModel, model_ids: Sequence[str]) -> PassCapture:
         assert model_ids == ["m"]
-        told = [SequenceMetadata(0, temperature, 3, 16, "m")]
-        return PassCapture(CaptureSettings(LAYERS, 10_000, 0, told), seen.append, budget)
+        metadata = [SequenceMetadata(temperature, 3, 16, "m")]
+        return PassCapture(CaptureSettings(LAYERS, 10_000, 0, metadata), seen.append, budget)
 
     data = group(1, [0.5, -0.5, 0.0]) + group(2, [1.0, -1.0])
     trained(store, "m", data, watch)
@@ -113,8 +113,8 @@ def test_a_training_pass_shows_what_a_pass_of_its_own_would(
     assert budget.spent_s > 0
     version = store.version(store.publish(FromModel("m")))
     for one in seen:
-        told = SequenceMetadata(24, temperature, 3, 16, "m")
-        alone = capture(version, one.tokens, LAYERS, told)
+        metadata = SequenceMetadata(temperature, 3, 16, "m")
+        alone = capture_sequence(version, one.tokens, LAYERS, 24, metadata)
         np.testing.assert_allclose(one.hidden, alone.hidden, atol=1e-4)
         np.testing.assert_allclose(one.top_probs, alone.top_probs, atol=1e-5)
         assert (one.top_ids == alone.top_ids).mean() > 0.99
@@ -127,7 +127,7 @@ def test_rows_are_bounded_and_turns_take_other_datums(store: ModelStore) -> None
     lengths: list[list[int]] = []
     for turn in range(3):
         seen: list[CapturedSequence] = []
-        wanted = CaptureSettings(LAYERS, 80, turn, [SequenceMetadata(0, 1.0, 0)])
+        wanted = CaptureSettings(LAYERS, 80, turn, [SequenceMetadata(1.0, 0)])
         trained(
             store, "m", data, lambda *_, s=seen, w=wanted: PassCapture(w, s.append, TimeBudget())
         )
@@ -150,7 +150,7 @@ def test_looking_on_changes_no_bit_of_a_gradient_even_where_it_fails(store: Mode
     data = group(1, [0.5, -0.5]) + group(2, [1.0, -1.0])
     model = store.model("m")
     found = []
-    wanted = CaptureSettings(LAYERS, 1000, 0, [SequenceMetadata(0, 1.0, 0)])
+    wanted = CaptureSettings(LAYERS, 1000, 0, [SequenceMetadata(1.0, 0)])
     for watch in (
         None,
         lambda *_: PassCapture(wanted, lambda sequence: None, TimeBudget()),
@@ -278,6 +278,6 @@ def test_where_the_policy_makes_no_step_a_line_is_written_each_minute(tmp_path: 
     loop = OnlineTrainer(folder, CaseStore(1 << 20, 4))
     for now_s in (1000.0, 1030.0, 1061.0):
         loop.drafted("m", 10, 4)
-        loop.look(now_s, idle=False)
+        loop.poll(now_s, idle=False)
     lines = lines_of(folder.root)
     assert [(line.proposed, line.accepted) for line in lines] == [(10, 4), (20, 8)]

@@ -10,25 +10,24 @@ import pytest
 import torch
 
 from tests.embedded.tiny import Sampler, ask, open_store, random_prompt, train
-from tinkercloud.commands.draft_collect import CaseRecorder
-from tinkercloud.commands.draft_distill import DistillConfig, distilled, sample_texts
+from tinkercloud.commands.draft_collect import CaseRecorder, Target, sample_texts
+from tinkercloud.commands.draft_train import DistillConfig, distilled
 from tinkercloud.core.types import AdamParams, Datum, FromModel, LoraSpec, TrainBatch
-from tinkercloud.embedded.draft_training.capture import CaptureSettings, PassCapture
+from tinkercloud.embedded.draft_training.capture import (
+    CaptureSettings,
+    PassCapture,
+    SequenceMetadata,
+)
 from tinkercloud.embedded.draft_training.dataset import Mix, SequenceDataset
 from tinkercloud.embedded.draft_training.driver import (
+    Plan,
     TrainingDriver,
     TrainingResult,
     TrainingSettings,
 )
 from tinkercloud.embedded.draft_training.files import drafts_of, open_head
-from tinkercloud.embedded.draft_training.fit import Plan
-from tinkercloud.embedded.draft_training.head_trainer import (
-    HeadObjective,
-    HeadTrainer,
-    SequenceMetadata,
-)
+from tinkercloud.embedded.draft_training.head_trainer import HeadObjective, HeadTrainer
 from tinkercloud.embedded.draft_training.online_trainer import DraftTrainee
-from tinkercloud.embedded.draft_training.trainees import model_trainee
 from tinkercloud.embedded.drafting.head_drafter import HeadDrafter
 from tinkercloud.embedded.drafting.model_drafter import ModelDrafter
 from tinkercloud.embedded.forward import runners
@@ -36,6 +35,7 @@ from tinkercloud.embedded.forward.kv_blocks import BlockPool
 from tinkercloud.embedded.forward.runners import NativeRunner, Runner
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
+from tinkercloud.embedded.process.drafter_setup import model_trainee
 from tinkercloud.embedded.process.model_store import ModelStore
 from tinkercloud.embedded.sampling.speculation import Listener, Speculation
 from tinkercloud.embedded.training.micro_batches import Limits
@@ -133,8 +133,10 @@ def seen_in_training(scene: Scene, layers: Sequence[int], dataset: SequenceDatas
     """The policy's own passes, in one more step that it is taught."""
 
     def watch(base: BaseModel, model_ids: Sequence[str]) -> PassCapture:
-        told = [SequenceMetadata(0, 1.0, 1, category=name) for name in model_ids]
-        return PassCapture(CaptureSettings(tuple(layers), 4000, 0, told), dataset.add, TimeBudget())
+        metadata = [SequenceMetadata(1.0, 1, category=name) for name in model_ids]
+        return PassCapture(
+            CaptureSettings(tuple(layers), 4000, 0, metadata), dataset.add, TimeBudget()
+        )
 
     queue = TrainingQueue(Limits(1024), watch)
     batch = TrainBatch(tuple(datum(5000 + i) for i in range(64)), "cross_entropy")
@@ -153,7 +155,7 @@ def test_a_head_falls_behind_a_new_style_and_comes_after_by_the_policys_own_pass
         vocabulary=260,
         plan=Plan(num_steps=60, warmup_steps=5, peak_rate=3e-3),
     )
-    texts = sample_texts(scene.base, [random_prompt(6, i) for i in range(12)], wanted, 1)
+    texts = sample_texts(Target(scene.base, [random_prompt(6, i) for i in range(12)], 1), wanted)
     folder = drafts_of(tmp_path, "tiny")
     distilled(scene.base, texts, wanted, folder, lambda line: None)
     head, params = open_head(folder, "best", scene.base.base)
@@ -183,7 +185,7 @@ def test_a_draft_model_falls_behind_a_new_style_and_comes_after_by_its_disagreem
     pool = BlockPool(base.config, base.dtype, base.device, 400)
     drafter = ModelDrafter(version, NativeRunner(1), pool)
     store, folder = CaseStore(1 << 24, 100), drafts_of(tmp_path, "draft")
-    trainee = model_trainee(drafter, version, store, folder)
+    trainee = model_trainee(drafter, store, folder)
     before = weights_of(base)
     fallen = stood(scene, scene.policy, drafter, CaseRecorder(store))
     assert len(store.disagreed) > 100

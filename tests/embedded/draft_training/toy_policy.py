@@ -10,14 +10,10 @@ from torch import Tensor
 from tests.embedded.tiny import open_store
 from tests.speculative.head.head_scene import D, V, target_config, target_weights
 from tinkercloud.core.types import FromBase
+from tinkercloud.embedded.draft_training.capture import CapturedSequence, SequenceMetadata
 from tinkercloud.embedded.draft_training.dataset import Mix, SequenceDataset
-from tinkercloud.embedded.draft_training.fit import Fit, Plan, assign
-from tinkercloud.embedded.draft_training.head_trainer import (
-    CapturedSequence,
-    HeadObjective,
-    HeadTrainer,
-    SequenceMetadata,
-)
+from tinkercloud.embedded.draft_training.driver import Fit, Plan, assign
+from tinkercloud.embedded.draft_training.head_trainer import HeadObjective, HeadTrainer
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.speculative.head.head import FrozenRows, Head, HeadConfig, initial_params
 from tinkercloud.speculative.head.vocabulary import DraftVocabulary
@@ -49,8 +45,10 @@ class ToyPolicy:
         while len(tokens) < LENGTH:
             tokens.append(int(coins.choice(V, p=laws[tokens[-1]])))
         ids = torch.tensor(tokens)
-        told = SequenceMetadata(num_prompt=2, temperature=temperature, epoch=epoch, count=16)
-        return CapturedSequence.of(ids, self.after[ids][:, None], self.logits[ids], told)
+        metadata = SequenceMetadata(temperature, epoch, top=16)
+        return CapturedSequence.from_logits(
+            ids, self.after[ids][:, None], self.logits[ids], 2, metadata
+        )
 
     def sequences(self, count: int, first_seed: int, epoch: int = 0) -> list[CapturedSequence]:
         return [self.sequence(first_seed + i, epoch) for i in range(count)]

@@ -21,9 +21,9 @@ from tests.embedded.speculative_engine import (
 from tests.embedded.tiny import VOCAB, Sampler, ask, open_store, random_prompt, tuned
 from tinkercloud.core.types import FromBase
 from tinkercloud.embedded.drafting import model_drafter
-from tinkercloud.embedded.drafting.draft_rows import row_params
 from tinkercloud.embedded.drafting.head_drafter import HeadDrafter
 from tinkercloud.embedded.drafting.model_drafter import ModelDrafter
+from tinkercloud.embedded.drafting.network_drafter import row_params
 from tinkercloud.embedded.forward import runners
 from tinkercloud.embedded.forward.kv_blocks import BlockPool
 from tinkercloud.embedded.forward.runners import NativeRunner

@@ -37,7 +37,7 @@ def test_a_text_told_in_parts_has_the_tokens_of_one_told_at_once(
     for part in parts(TEXT.encode(), seed):
         text.append(part)
     assert text.tokens == tokenizer.encode_beginning(TEXT.encode())
-    assert text.held == b""
+    assert text.partial == b""
 
 
 def test_a_character_that_is_not_whole_is_held_back(tokenizer: TokenBytes) -> None:
@@ -46,7 +46,7 @@ def test_a_character_that_is_not_whole_is_held_back(tokenizer: TokenBytes) -> No
         text.append(bytes([byte]))
         told += bytes([byte])
         whole = whole_characters(told)
-        assert text.held == told[whole:]
+        assert text.partial == told[whole:]
         assert text.tokens == tokenizer.encode_beginning(told[:whole]) or not whole
 
 
@@ -80,4 +80,4 @@ def test_bytes_that_are_no_text_are_told_too(tokenizer: TokenBytes) -> None:
     text = IncrementalRetokenizer(tokenizer)
     for part in parts(wanted, 1):
         text.append(part)
-    assert (tokenizer.joined(text.tokens) + text.held).removeprefix(b" ") == wanted
+    assert (tokenizer.joined(text.tokens) + text.partial).removeprefix(b" ") == wanted

@@ -8,7 +8,7 @@ import pytest
 
 from tests.embedded.tiny import open_store
 from tinkercloud.embedded.drafting import step_costs as module
-from tinkercloud.embedded.drafting.step_costs import PROBES, Rounds, round_costs
+from tinkercloud.embedded.drafting.step_costs import PROBES, RoundTimer, round_costs
 from tinkercloud.embedded.forward.kv_blocks import BlockPool
 from tinkercloud.embedded.forward.runners import NativeRunner, library
 from tinkercloud.embedded.model.base_model import BaseModel
@@ -36,7 +36,7 @@ def test_they_are_measured_once_and_read_from_then_on(
     assert first.plain_ms(1, 64) > 0
     rows = np.array([128.0])
     assert first.verify_ms(rows, 32, 64)[0] >= first.plain_ms(32, 64)
-    monkeypatch.setattr(Rounds, "ms", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(RoundTimer, "ms", lambda *_: pytest.fail("measured again"))
     assert round_costs(base, runner, pool, 1).to_json() == first.to_json()
 
 
@@ -79,10 +79,10 @@ def test_what_other_work_disturbed_is_not_kept(
     monkeypatch.setattr(module, "user_cache_dir", lambda: tmp_path)
     monkeypatch.setattr(module, "ROWS", (1, 2, 4))
     turns = itertools.cycle((10.0, 40.0, 40.0))
-    monkeypatch.setattr(Rounds, "ms", lambda _, rows, *__: rows * next(turns))
+    monkeypatch.setattr(RoundTimer, "ms", lambda _, rows, *__: rows * next(turns))
     round_costs(base, NativeRunner(1), pool_of(base, 300), 1)
     assert not list(tmp_path.iterdir())
-    monkeypatch.setattr(Rounds, "ms", lambda _, rows, *__: 10.0 * rows)
+    monkeypatch.setattr(RoundTimer, "ms", lambda _, rows, *__: 10.0 * rows)
     round_costs(base, NativeRunner(1), pool_of(base, 300), 1)
     assert len(list(tmp_path.iterdir())) == 1
 
@@ -92,6 +92,6 @@ def test_a_busy_moment_does_not_make_a_machine_slow(
 ) -> None:
     monkeypatch.setattr(module, "user_cache_dir", lambda: tmp_path)
     times = itertools.chain([90.0] * (PROBES - 1), itertools.repeat(10.0))
-    monkeypatch.setattr(Rounds, "ms", lambda _, rows, *__: rows * next(times))
+    monkeypatch.setattr(RoundTimer, "ms", lambda _, rows, *__: rows * next(times))
     costs = round_costs(base, NativeRunner(1), pool_of(base, 300), 1)
     assert costs.to_json()["rows"] == module.ROWS

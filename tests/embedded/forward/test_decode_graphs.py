@@ -24,7 +24,7 @@ from tinkercloud.embedded.forward.runners import GraphRunner, TorchRunner
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.process.model_store import ModelStore
-from tinkercloud.embedded.sampling import engine as engine_module
+from tinkercloud.embedded.sampling import base_states
 
 LENGTHS = [1, 15, 16, 40, 129, 7, 300, 33, 2, 90, 17]
 CLOSE = {"atol": 2e-5, "rtol": 1e-4}
@@ -294,7 +294,7 @@ def test_a_trace_of_one_step_repeated_on_other_numbers_is_right(base: BaseModel,
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "runner_for", lambda base, threads: GraphRunner(Recorded()))
+    monkeypatch.setattr(base_states, "runner_for", lambda base, threads: GraphRunner(Recorded()))
 
 
 def test_the_engine_samples_the_same_tokens_through_it(
@@ -307,7 +307,7 @@ def test_the_engine_samples_the_same_tokens_through_it(
     }
     expected = Sampler(store).run(requests)
     make = lambda base, threads: GraphRunner(Recorded())  # noqa: E731
-    monkeypatch.setattr(engine_module, "runner_for", make)
+    monkeypatch.setattr(base_states, "runner_for", make)
     for name, output in Sampler(store).run(requests).items():
         for ours, theirs in zip(output.sequences, expected[name].sequences, strict=True):
             assert ours.tokens.tolist() == theirs.tokens.tolist()
@@ -320,7 +320,7 @@ def test_the_engine_gives_memory_of_keys_and_values_back_after_a_failure(
     sampler = Sampler(store)
     base = store.publish(FromBase("tiny"))
     sampler.one(base, ask(random_prompt(20, 0), max_tokens=3))
-    runner = sampler.engine._runner
+    (runner,) = [state.runner for state in sampler.engine.states]
     assert isinstance(runner, GraphRunner)
     assert len(runner._spare_blocks) == 1
     sampler.engine.fail_all(RuntimeError("broken"))

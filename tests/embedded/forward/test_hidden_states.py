@@ -15,14 +15,14 @@ from tests.gpu import head_bodies as bodies
 from tests.gpu.stream_bodies import mixed
 from tinkercloud.decoding import device_scan
 from tinkercloud.decoding.sampler import gumbel_noise_at
-from tinkercloud.embedded.draft_training.reference_capture import layer_outputs
+from tinkercloud.embedded.draft_training.capture import layer_outputs
 from tinkercloud.embedded.forward import runners
 from tinkercloud.embedded.forward.batch import Part, ragged
 from tinkercloud.embedded.forward.decode_graphs import DrawGraphs
 from tinkercloud.embedded.forward.kv_blocks import BlockPool
 from tinkercloud.embedded.forward.runners import GraphRunner, NativeRunner, Runner, TorchRunner
 from tinkercloud.embedded.model.base_model import BaseModel
-from tinkercloud.embedded.sampling import engine as engine_module
+from tinkercloud.embedded.sampling import base_states
 from tinkercloud.embedded.sampling.cuda_streams import SingleStream, Streams
 from tinkercloud.embedded.training.context import TrainContext
 
@@ -96,7 +96,7 @@ def test_where_no_layers_are_wanted_none_are_kept(
 
 
 def using(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Runner]) -> None:
-    monkeypatch.setattr(engine_module, "runner_for", lambda base, num_threads: make())
+    monkeypatch.setattr(base_states, "runner_for", lambda base, num_threads: make())
 
 
 def both(streams: FakeStreams) -> list[Streams]:
@@ -142,7 +142,7 @@ def test_states_of_a_runner_that_only_scores_reach_no_head(
 ):
     """It is not the one that was told which layers are wanted."""
     using(monkeypatch, TorchRunner)
-    monkeypatch.setattr(engine_module, "scorer_for", lambda base, runner: TorchRunner())
+    monkeypatch.setattr(base_states, "scorer_for", lambda base, runner: TorchRunner())
     found = bodies.written(folder, CPU, mixed(), SingleStream())
     assert found.head is not None
     bodies.check_what_was_shown(folder, found.head, CLOSE)

@@ -26,7 +26,7 @@ from tinkercloud.embedded.forward.runners import GraphRunner, TorchRunner
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.process.drafter_setup import DrafterSettings, speculate
 from tinkercloud.embedded.process.model_store import ModelStore
-from tinkercloud.embedded.sampling import engine as engine_module
+from tinkercloud.embedded.sampling import base_states
 from tinkercloud.embedded.sampling.engine import SamplingEngine
 
 # K and N: short and long sums, ranks of adapters, sizes of layers, some of no whole vector.
@@ -108,7 +108,7 @@ REQUEST = ask(PROMPT, max_tokens=40, seed=5, use_eos=False)
 def uneven_store(store: ModelStore, monkeypatch: pytest.MonkeyPatch) -> ModelStore:
     """Samples of it go through products that are not row-invariant."""
     by_tiles = uneven(lambda rows, _: rows % 16 == ROW_TILE)
-    monkeypatch.setattr(engine_module, "runner_for", lambda base, threads: TorchRunner(by_tiles))
+    monkeypatch.setattr(base_states, "runner_for", lambda base, threads: TorchRunner(by_tiles))
     return store
 
 
@@ -127,7 +127,7 @@ def test_where_products_are_declared_row_invariant_company_changes_no_bit(
     runner = TorchRunner()
     if not runner.is_row_invariant(store.base("tiny")):
         pytest.skip("PyTorch's products are not row-invariant on this processor")
-    monkeypatch.setattr(engine_module, "runner_for", lambda base, threads: runner)
+    monkeypatch.setattr(base_states, "runner_for", lambda base, threads: runner)
     base = store.publish(FromBase("tiny"))
     same(Sampler(store).one(base, REQUEST), among_others(store, base))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tinkercloud.config import c_compiler
-from tinkercloud.embedded.native import bindings
+from tinkercloud.embedded.native import compiler as compiler_module
 
 SHIM = r"""
 #include "product.h"
@@ -43,10 +43,10 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> c.CDLL:
         pytest.skip("there is no C compiler here")
     folder = tmp_path_factory.mktemp("product")
     (folder / "shim.c").write_text(SHIM)
-    include = f"-I{Path(bindings.__file__).parent}"
+    include = f"-I{Path(compiler_module.__file__).parent}"
     out = folder / "product.so"
     subprocess.run(
-        [compiler, *bindings.FLAGS, include, str(folder / "shim.c"), "-o", str(out), "-lm"],
+        [compiler, *compiler_module.FLAGS, include, str(folder / "shim.c"), "-o", str(out), "-lm"],
         check=True,
         capture_output=True,
     )

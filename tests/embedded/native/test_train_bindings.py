@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinkercloud.architectures import layers
-from tinkercloud.embedded.native import bindings
 from tinkercloud.embedded.native import train_bindings as compiled
+from tinkercloud.embedded.native.compiler import library
 from tinkercloud.embedded.training import rowwise
 
-pytestmark = pytest.mark.skipif(bindings.library() is None, reason="there is no C compiler")
+pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler")
 
 DTYPES = (torch.float32, torch.bfloat16)
 PRECISION = {torch.float32: 1e-6, torch.bfloat16: 4e-3}

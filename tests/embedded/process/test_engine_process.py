@@ -39,7 +39,7 @@ BATCH = TrainBatch((supervised(40, 1),), "cross_entropy")
 
 
 async def kill_engine(backend: EmbeddedBackend) -> None:
-    os.kill(backend._host.pid, signal.SIGKILL)
+    os.kill(backend._host._process.pid, signal.SIGKILL)
 
 
 async def test_a_model_trains_and_is_sampled_across_the_process_boundary(
@@ -142,7 +142,7 @@ async def test_a_model_that_cannot_be_served_fails_the_start(tmp_path: Path) -> 
 async def test_stop_ends_the_process_and_the_calls_underway(folder: Path, tmp_path: Path) -> None:
     backend = EmbeddedBackend(config(folder, tmp_path))
     await backend.start()
-    pid = backend._host.pid
+    pid = backend._host._process.pid
     await backend.create_model("m", "tiny", LoraSpec(rank=4, seed=0))
     long = TrainBatch(tuple(supervised(60, i) for i in range(2000)), "cross_entropy")
     training = asyncio.create_task(backend.forward_backward("m", long))

@@ -62,18 +62,18 @@ def test_samples_are_answered_under_an_endless_stream_of_training(driver: Driver
 
 def test_company_changes_no_result(driver: Driver) -> None:
     version = driver.call(Publish(FromBase("tiny")))
-    for name in ("alone", "beside"):
+    for name in ("alone", "together"):
         driver.call(CreateModel(name, "tiny", LoraSpec(rank=4, seed=0)))
     request = ask(random_prompt(20, 1), max_tokens=64, use_eos=False)
     sampled = driver.call(Sample(version, request))
     trained = driver.call(ForwardBackward("alone", batch(200)))
     both = (
-        driver.send(ForwardBackward("beside", batch(200))),
+        driver.send(ForwardBackward("together", batch(200))),
         driver.send(Sample(version, request)),
     )
-    trained_beside, sampled_beside = map(driver.wait, both)
-    ours, theirs = sampled.sequences[0], sampled_beside.sequences[0]
+    trained_together, sampled_together = map(driver.wait, both)
+    ours, theirs = sampled.sequences[0], sampled_together.sequences[0]
     np.testing.assert_array_equal(ours.tokens, theirs.tokens)
     np.testing.assert_array_equal(ours.logprobs, theirs.logprobs)
-    for one, other in zip(trained.outputs, trained_beside.outputs, strict=True):
-        np.testing.assert_array_equal(one["logprobs"], other["logprobs"])
+    for ours, theirs in zip(trained.outputs, trained_together.outputs, strict=True):
+        np.testing.assert_array_equal(ours["logprobs"], theirs["logprobs"])

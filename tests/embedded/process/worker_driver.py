@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 
+from tinkercloud.config import EngineConfig, ModelSource
 from tinkercloud.embedded.process.protocol import Call, EngineSettings, Request, Result, Stats
 from tinkercloud.embedded.process.served_models import open_models
 from tinkercloud.embedded.process.worker import Worker
@@ -25,9 +26,24 @@ class Driver:
     ):
         """Drafts are in `scratch`."""
         self._threads = torch.get_num_threads()
+        engine = EngineConfig(
+            threads=1,
+            max_batch=4,
+            kv_cache_bytes=2**26,
+            version_cache_bytes=2**26,
+            activation_bytes=2**28,
+            draft_memory_bytes=2**26,
+        )
+        # Past the bounds of the setting: the tiny model's steps are too short for a share of 1.
+        object.__setattr__(engine, "draft_share", draft_share)
         settings = EngineSettings(
-            *((("tiny", folder),), "float32", scratch, 1, 4, 1.2, 2**26, 2**26, 1024, 2**28),
-            *(speculate, None, scratch, draft_share, 2**26),
+            models=(ModelSource("tiny", folder),),
+            dtype="float32",
+            cache_dir=scratch,
+            drafts_dir=scratch,
+            speculate=speculate,
+            speculate_trace=None,
+            engine=engine,
         )
         self.stats = Stats()
         _, models = open_models(settings)

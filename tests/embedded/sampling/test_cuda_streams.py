@@ -23,7 +23,7 @@ from tinkercloud.embedded.forward.kv_blocks import BlockPool
 from tinkercloud.embedded.forward.runners import GraphRunner, NativeRunner, Runner, TorchRunner
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.uploads import uploaded
-from tinkercloud.embedded.sampling import engine as engine_module
+from tinkercloud.embedded.sampling import base_states, postprocessor
 from tinkercloud.embedded.sampling.cuda_streams import (
     ParallelStreams,
     SingleStream,
@@ -48,7 +48,7 @@ def streams() -> FakeStreams:
 
 
 def using(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Runner]) -> None:
-    monkeypatch.setattr(engine_module, "runner_for", lambda base, num_threads: make())
+    monkeypatch.setattr(base_states, "runner_for", lambda base, num_threads: make())
 
 
 def watching(
@@ -146,7 +146,7 @@ class Bench:
     """An engine on fake streams, which log everything it does."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, streams: FakeStreams):
-        self.streams, sample = streams, engine_module.sample
+        self.streams, sample = streams, postprocessor.sample
         self.base = BaseModel.load("tiny", folder, folder, torch.float32, torch.device(CPU))
         self.runners = watching(monkeypatch, streams, TorchRunner)
 
@@ -154,7 +154,7 @@ class Bench:
             streams.note("draw")
             return sample(*given)
 
-        monkeypatch.setattr(engine_module, "sample", drawn)
+        monkeypatch.setattr(postprocessor, "sample", drawn)
         drafting = Drafting(lambda _: Noting(streams), 2)
         self.engine = SamplingEngine(max_batch=8, kv_cache_bytes=2**24, speculate=drafting)
         self.engine.use_streams(streams.parallel())
@@ -288,7 +288,7 @@ def test_a_pass_over_prompts_waits_for_no_result_and_for_no_copy(
     base = random_base(tiny_config(family))
     own, pool = version(base, 4, 1), BlockPool(base.config, base.dtype, base.device, 20)
     parts = [
-        Part(own if i else version(base, None, 0), range(5 + i), 16 * i, pool.take(4), i % 2)
+        Part(own if i else version(base, None, 0), range(5 + i), 16 * i, pool.allocate(4), i % 2)
         for i in range(4)
     ]
     uploads, arrays = [], []

@@ -24,7 +24,7 @@ from tinkercloud.decoding.sampler import (
 )
 from tinkercloud.embedded.forward import runners
 from tinkercloud.embedded.process.model_store import ModelStore
-from tinkercloud.embedded.sampling import engine as engine_module
+from tinkercloud.embedded.sampling import scheduler
 
 
 @pytest.fixture(autouse=True, params=["compiled", "torch"])
@@ -140,8 +140,8 @@ def test_tight_limits_change_nothing_but_time(
 def test_a_prompt_of_several_chunks_scores_as_transformers_does(
     store: ModelStore, base: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "SCORED_CHUNK", 32)
-    monkeypatch.setattr(engine_module, "PREFILL_ROWS", 64)
+    monkeypatch.setattr(scheduler, "SCORED_CHUNK", 32)
+    monkeypatch.setattr(scheduler, "PREFILL_ROWS", 64)
     prompts = {str(n): random_prompt(n, n) for n in (1, 2, 31, 32, 33, 100, 257)}
     requests = {k: (base, ask(p, max_tokens=2, prompt_logprobs=True)) for k, p in prompts.items()}
     for name, output in Sampler(store).run(requests).items():

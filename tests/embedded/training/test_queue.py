@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from tests.embedded.exactness import assert_same_gradients_in_company
-from tests.embedded.tiny import supervised
+from tests.embedded.tiny import supervised, train_alone
 from tinkercloud.core.types import Datum, LoraSpec, TrainBatch
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.process.model_store import ModelStore
 from tinkercloud.embedded.training import queue as training_queue
 from tinkercloud.embedded.training.micro_batches import KeptBytes, Limits, kept_bytes, micro_batches
-from tinkercloud.embedded.training.queue import Finished, TrainingQueue, run_alone
+from tinkercloud.embedded.training.queue import Finished, TrainingQueue
 from tinkercloud.embedded.training.trainable_model import TrainableModel
 from tinkercloud.errors import UserError
 
@@ -55,20 +55,15 @@ def finish(queue: TrainingQueue) -> list[Finished]:
 
 def alone(model: TrainableModel, work: TrainBatch) -> dict[str, torch.Tensor]:
     """The gradient of one call by itself; the model is left without."""
-    for _ in run_alone(model, work, LIMITS):
-        pass
+    train_alone(model, work, LIMITS)
     found, model.grads = model.grads, {}
     return found
 
 
 def outputs_of(model: TrainableModel, work: TrainBatch, limits: Limits) -> list[np.ndarray]:
     """Log-probabilities of each datum."""
-    steps = run_alone(model, replace(work, forward_only=True), limits)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as stop:
-            return [each["logprobs"] for each in stop.value.outputs]
+    output = train_alone(model, replace(work, forward_only=True), limits)
+    return [each["logprobs"] for each in output.outputs]
 
 
 def assert_same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Who holds the GPUs, training or sampling, and how they pass from one to the other.
+"""Who holds the GPUs, trainer or engines, and how memory passes from one to the other.
 
 Where both share GPUs (colocated), one cycle is
 
@@ -6,12 +6,14 @@ Where both share GPUs (colocated), one cycle is
              -> onload(weights) -> update_weights -> onload(cuda_graph) -> onload(kv_cache)
              -> sampling
 
-so that trainer and engines are never resident together, and weights arrive before the caches that
-are computed from them. Apart (separated), both stay, and only update_weights happens. A set of
-GPUs has one `Memory`; its table of moves is the whole law, and any other move is an assertion.
+The order is that of slime and Miles. Trainer and engines are never resident together. Engines get
+their weights' memory first and the KV cache last: the update needs room for buckets of new weights,
+and a cache computed from the old ones would have to be flushed. On separate GPUs both stay resident
+and only update_weights happens. A set of GPUs has one `Memory`; MOVES lists every permitted move,
+any other is an assertion.
 
-A side that fails a move is discarded, which frees what it held; it starts anew when it is next
-brought in. A side that fails to leave does not hinder the one that comes.
+A side that fails a move is discarded, which frees what it held; it is started again when it is next
+brought in. A side that fails to leave does not keep the other one out.
 """
 
 import asyncio
@@ -26,7 +28,7 @@ from typing import Protocol
 logger = logging.getLogger(__name__)
 
 WEIGHTS, CUDA_GRAPH, KV_CACHE = "weights", "cuda_graph", "kv_cache"
-KEPT_TRANSITIONS = 256
+HISTORY_LENGTH = 256
 
 
 class TrainSide(Protocol):
@@ -44,10 +46,10 @@ class TrainSide(Protocol):
 
 
 class RolloutSide(Protocol):
-    """Numbers are bytes, summed over the GPUs. weights: the name of what the engines shall hold."""
+    """Numbers are bytes, summed over the GPUs. weights: the name of those to hold."""
 
     async def onload(self, tags: Sequence[str]) -> int:
-        """Bring these parts back; starts the engines (with all parts) where there are none."""
+        """Bring these parts back; starts the engines, with all parts, where there are none."""
         ...
 
     async def update_weights(self, weights: str) -> int:
@@ -64,7 +66,7 @@ class RolloutSide(Protocol):
 class State(Enum):
     EMPTY = "empty"
     TRAINING = "training"
-    STALE = "weights loaded"  # the engines' weights are up, but may be others
+    STALE = "weights loaded"  # their memory is back, but they may be of another version
     UPDATED = "weights updated"
     GRAPHS = "graphs loaded"
     SAMPLING = "sampling"
@@ -82,16 +84,16 @@ class Move(Enum):
     DISCARD_ROLLOUT = "discard(rollout)"
 
 
-LAW: dict[State, dict[Move, State]] = {
+MOVES: dict[State, dict[Move, State]] = {
     State.EMPTY: {Move.ONLOAD_TRAIN: State.TRAINING, Move.ONLOAD_WEIGHTS: State.STALE},
     State.TRAINING: {Move.OFFLOAD_TRAIN: State.EMPTY},
     State.STALE: {Move.UPDATE_WEIGHTS: State.UPDATED},
     State.UPDATED: {Move.ONLOAD_CUDA_GRAPH: State.GRAPHS},
     State.GRAPHS: {Move.ONLOAD_KV_CACHE: State.SAMPLING},
-    # While nobody samples, sampling engines take other weights without a detour.
+    # The phase lock lets nobody sample meanwhile, so the cache need not leave for an update.
     State.SAMPLING: {Move.UPDATE_WEIGHTS: State.SAMPLING, Move.OFFLOAD_ROLLOUT: State.EMPTY},
 }
-_SIDE_OF = {Move.ONLOAD_TRAIN: Move.DISCARD_TRAIN, Move.OFFLOAD_TRAIN: Move.DISCARD_TRAIN}
+_TRAIN_MOVES = (Move.ONLOAD_TRAIN, Move.OFFLOAD_TRAIN)
 _LEAVING = (Move.OFFLOAD_TRAIN, Move.OFFLOAD_ROLLOUT)
 
 
@@ -104,7 +106,8 @@ class Transition:
 
 
 class Memory:
-    """One set of GPUs. One caller at a time moves it; `gpus` names it in the log."""
+    """One set of GPUs. One caller at a time may move it (the phase lock sees to that); `gpus` names
+    it in the log."""
 
     def __init__(self, gpus: str, train: TrainSide, rollout: RolloutSide):
         self._gpus = gpus
@@ -112,7 +115,7 @@ class Memory:
         self._rollout = rollout
         self._weights: str | None = None
         self.state = State.EMPTY
-        self.history: deque[Transition] = deque(maxlen=KEPT_TRANSITIONS)
+        self.history: deque[Transition] = deque(maxlen=HISTORY_LENGTH)
         self.num_moves = 0
         self.num_failures = 0
         self.moved_bytes = 0
@@ -125,7 +128,7 @@ class Memory:
         return self.state is State.SAMPLING and self._weights == weights
 
     async def to_training(self) -> None:
-        """Raises what the trainer's onload raises; the GPUs are then empty."""
+        """Raises what the trainer's onload raised; the GPUs are then empty."""
         if self.state is State.SAMPLING:
             await self._offload_rollout()
         if self.state is State.EMPTY:
@@ -133,7 +136,7 @@ class Memory:
         assert self.state is State.TRAINING, self.state
 
     async def to_sampling(self, weights: str) -> None:
-        """Raises what the engines raise; the GPUs are then empty."""
+        """Raises what the engines raised; the GPUs are then empty."""
         if self.state is State.TRAINING:
             await self._move(Move.OFFLOAD_TRAIN, self._train.offload)
         if self.state is State.SAMPLING:
@@ -145,20 +148,21 @@ class Memory:
         await self._move(Move.ONLOAD_KV_CACHE, lambda: self._rollout.onload((KV_CACHE,)))
 
     async def lose_train(self) -> None:
-        """The ranks are gone, or must go."""
+        """The ranks have died, or must be ended."""
         if self.state is State.TRAINING:
             await self._discard(Move.DISCARD_TRAIN)
         else:
             await self._train.discard()
 
     async def lose_rollout(self) -> None:
-        """The engines are gone, or must go."""
+        """The engines have died, or must be ended."""
         if self.state in (State.EMPTY, State.TRAINING):
             await self._rollout.discard()
         else:
             await self._discard(Move.DISCARD_ROLLOUT)
 
     async def _update(self, weights: str) -> None:
+        # Unknown while it runs: a failure may leave any mixture of weights on the engines.
         self._weights = None
         await self._move(Move.UPDATE_WEIGHTS, lambda: self._rollout.update_weights(weights))
         self._weights = weights
@@ -168,7 +172,7 @@ class Memory:
         await self._move(Move.OFFLOAD_ROLLOUT, lambda: self._rollout.offload(tags))
 
     async def _move(self, move: Move, action: Callable[[], Awaitable[int]]) -> None:
-        after = LAW[self.state].get(move)
+        after = MOVES[self.state].get(move)
         assert after is not None, f"{move.value} while {self._gpus} are {self.state.value}"
         begun = time.perf_counter()
         try:
@@ -176,7 +180,9 @@ class Memory:
         except BaseException as error:
             self._record(Transition(move, 0, _ms_since(begun), failed=True))
             logger.warning("%s: %s failed: %s", self._gpus, move.value, error)
-            await self._discard(_SIDE_OF.get(move, Move.DISCARD_ROLLOUT))
+            is_trainers = move in _TRAIN_MOVES
+            await self._discard(Move.DISCARD_TRAIN if is_trainers else Move.DISCARD_ROLLOUT)
+            # Discarded, it has left all the same. A cancellation is not an Exception and goes on.
             if move in _LEAVING and isinstance(error, Exception):
                 return
             raise
@@ -184,7 +190,7 @@ class Memory:
         self._record(Transition(move, num_bytes, _ms_since(begun)))
 
     async def _discard(self, move: Move) -> None:
-        """Empties the GPUs, even where the caller is cancelled meanwhile."""
+        """Empty the GPUs, even where the caller is cancelled meanwhile."""
         begun = time.perf_counter()
         side = self._train if move is Move.DISCARD_TRAIN else self._rollout
         self.state, self._weights = State.EMPTY, None

@@ -1,10 +1,10 @@
-"""Turns on a set of GPUs: training operations and samples ask for their phase.
+"""Training operations and samples take turns on a set of GPUs: a phase-exclusive lock.
 
 Operations of one phase run together: all training, or all samples from the same weights. When
-others wait, a phase admits newcomers for `stay_s` more (or as long as its last change took, since
-changing more often would leave the GPUs mostly changing), lets those inside finish, and gives way
-to the phase that has waited longest, which admits all that wait for it. So nobody is overtaken
-for longer than that stay and the operations inside.
+another phase has waiters, the current one admits newcomers for `stay_s` more (or for as long as its
+last change took, since changing more often would spend most of the time on changes). It then lets
+those inside finish and yields to the phase that has waited longest, which admits all its waiters.
+So a waiter waits at most for that stay and the operations inside, once for each phase before it.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from tinkercloud.cluster.gpus.memory import Memory, RolloutSide, TrainSide, Tran
 from tinkercloud.errors import EngineDied
 
 STAY_S = 0.2
-# A lane sends its next operation when the last one's result is on disk: a few milliseconds.
+# A lane sends its next operation once the last one's result is on disk: a few milliseconds.
 LINGER_S = 0.02
 
 
@@ -32,8 +32,9 @@ class Phase:
 TRAINING = Phase()
 
 
-class Turns:
-    """A lock with rooms. change: brings the GPUs into a phase; holds: whether they are in it."""
+class PhaseLock:
+    """Any number of holders of one phase at a time. change: brings the GPUs into a phase; holds:
+    whether they are in it (ranks or engines may have died since)."""
 
     def __init__(
         self,
@@ -54,11 +55,11 @@ class Turns:
         self._changing = False
         self._closed = False
         self._waiting: dict[Phase, deque[asyncio.Future[None]]] = {}
-        self._moved = asyncio.Event()
-        self._usher: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()  # who is inside, or who waits
+        self._dispatcher: asyncio.Task[None] | None = None
 
     @asynccontextmanager
-    async def turn(self, phase: Phase) -> AsyncIterator[None]:
+    async def hold(self, phase: Phase) -> AsyncIterator[None]:
         """Raises what bringing the GPUs into the phase raised; EngineDied when closed."""
         await self._enter(phase)
         try:
@@ -67,11 +68,11 @@ class Turns:
             self._leave()
 
     async def close(self) -> None:
-        """Refuse whoever waits and whoever comes; those inside are not waited for."""
+        """Refuse all waiters and newcomers; those inside are not awaited."""
         self._closed = True
-        if self._usher is not None:
-            self._usher.cancel()
-            await asyncio.gather(self._usher, return_exceptions=True)
+        if self._dispatcher is not None:
+            self._dispatcher.cancel()
+            await asyncio.gather(self._dispatcher, return_exceptions=True)
         for phase in list(self._waiting):
             self._refuse(phase, EngineDied("the model's GPUs were given back"))
 
@@ -87,9 +88,9 @@ class Turns:
             return
         admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(phase, deque()).append(admitted)
-        self._moved.set()
-        if self._usher is None or self._usher.done():
-            self._usher = asyncio.create_task(self._serve(), name="phases")
+        self._changed.set()
+        if self._dispatcher is None or self._dispatcher.done():
+            self._dispatcher = asyncio.create_task(self._dispatch(), name="phases")
         try:
             await admitted
         except asyncio.CancelledError:
@@ -101,35 +102,38 @@ class Turns:
         return inside and (not self._waiting or time.monotonic() < self._open_until)
 
     def _withdraw(self, phase: Phase, admitted: "asyncio.Future[None]") -> None:
+        # Admission and cancellation can come in the same iteration of the event loop: the place
+        # inside was counted already and must be given back.
         if admitted.done() and not admitted.cancelled() and admitted.exception() is None:
-            self._leave()  # admitted and cancelled in the same turn of the loop
+            self._leave()
         queue = self._waiting.get(phase)
         if queue is not None and admitted in queue:
             queue.remove(admitted)
             if not queue:
                 del self._waiting[phase]
-            self._moved.set()
+            self._changed.set()
 
     def _leave(self) -> None:
         self._num_inside -= 1
         self._left_at = time.monotonic()
-        self._moved.set()
+        self._changed.set()
 
-    async def _serve(self) -> None:
-        """Admit until nobody waits."""
+    async def _dispatch(self) -> None:
+        """Admit waiters, phase by phase, until there are none."""
         while self._waiting:
-            self._moved.clear()
+            # Cleared before looking: what changes during the look sets it again.
+            self._changed.clear()
             phase = next(iter(self._waiting))
             pause_s = self._pause_s(phase)
             if self._num_inside:
-                await self._moved.wait()
+                await self._changed.wait()
             elif pause_s > 0:
                 await asyncio.sleep(pause_s)
             else:
                 await self._open(phase)
 
     def _pause_s(self, phase: Phase) -> float:
-        """How long the empty phase is kept open for the next operation of who just left."""
+        """How long the empty phase stays open for the next operation of whoever just left."""
         now = time.monotonic()
         if self._current is None or phase == self._current:
             return 0.0
@@ -141,7 +145,7 @@ class Turns:
             self._changing, self._current = True, None
             try:
                 await self._change(phase)
-            except Exception as error:  # noqa: BLE001 - who waits for it must hear of it
+            except Exception as error:  # noqa: BLE001 - its waiters raise it
                 self._refuse(phase, error)
                 return
             finally:
@@ -161,7 +165,7 @@ class Turns:
 
 
 class Phases:
-    """A model's (or a base's) GPUs. colocated: trainer and engines share them."""
+    """The GPUs of a pool. colocated: trainer and engines share them."""
 
     def __init__(
         self,
@@ -176,25 +180,25 @@ class Phases:
         self._train_memory = Memory(names[0], train, rollout)
         self._rollout_memory = self._train_memory if colocated else Memory(names[1], train, rollout)
         times = {"stay_s": stay_s, "linger_s": linger_s}
-        self._train_turns = Turns(self._change, self._holds, **times)
-        self._rollout_turns = (
-            self._train_turns if colocated else Turns(self._change, self._holds, **times)
+        self._train_lock = PhaseLock(self._change, self._holds, **times)
+        self._rollout_lock = (
+            self._train_lock if colocated else PhaseLock(self._change, self._holds, **times)
         )
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
         """The ranks are up for the length of the block."""
-        async with self._train_turns.turn(TRAINING):
+        async with self._train_lock.hold(TRAINING):
             yield
 
     @asynccontextmanager
     async def sampling(self, weights: str) -> AsyncIterator[None]:
         """The engines are up and hold these weights for the length of the block."""
-        async with self._rollout_turns.turn(Phase(weights)):
+        async with self._rollout_lock.hold(Phase(weights)):
             yield
 
     async def lose_train(self) -> None:
-        """The ranks are gone or must go: the next training operation starts them anew."""
+        """The ranks have died or must be ended: the next training operation starts new ones."""
         await self._train_memory.lose_train()
 
     async def lose_rollout(self) -> None:
@@ -202,23 +206,23 @@ class Phases:
         await self._rollout_memory.lose_rollout()
 
     async def close(self) -> None:
-        for turns in {self._train_turns, self._rollout_turns}:
-            await turns.close()
+        for lock in {self._train_lock, self._rollout_lock}:
+            await lock.close()
 
     def transitions(self) -> list[Transition]:
-        """The latest ones; of separated GPUs, training's first."""
+        """The latest ones; of separate GPUs, training's first."""
         return [transition for memory in self._memories() for transition in memory.history]
 
     def stats(self) -> dict[str, float | int | str]:
         memories = self._memories()
-        turns = {self._train_turns, self._rollout_turns}
+        locks = {self._train_lock, self._rollout_lock}
         return {
             "phase": "+".join(memory.state.value for memory in memories),
             "phase_moves": sum(memory.num_moves for memory in memories),
             "phase_failures": sum(memory.num_failures for memory in memories),
             "phase_bytes": sum(memory.moved_bytes for memory in memories),
             "phase_ms": round(sum(memory.moving_ms for memory in memories), 1),
-            "phase_waiting": sum(each.num_waiting for each in turns),
+            "phase_waiting": sum(lock.num_waiting for lock in locks),
         }
 
     def _memories(self) -> list[Memory]:

@@ -1,10 +1,10 @@
 """GPUs for one model: a Ray placement group whose bundles are sorted by node and GPU.
 
-Bundle i of a `Placement` is rank i's: neighbours in rank order share a node, and on a node go by
-GPU number, so that tensor-parallel groups (the innermost) never cross nodes that they need not.
-Taking GPUs is all or nothing: when anything fails, or the caller is cancelled, the group is
-removed. Callers are served in the order in which they came; a large model is not overtaken for
-ever by small ones.
+Bundle i of a `Placement` is rank i's: neighbours in rank order share a node, and on a node follow
+its GPU numbers, so that tensor-parallel groups, which Megatron makes of consecutive ranks, do not
+cross nodes without need. Taking GPUs is all or nothing: when anything fails, or the caller is
+cancelled, the group is removed. Requests are served in order of arrival, so that small models
+cannot starve a large one.
 """
 
 import asyncio
@@ -27,11 +27,12 @@ logger = logging.getLogger(__name__)
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 
 CPUS_PER_BUNDLE = 1.0
-# Trainer and engine share a bundle (colocated); neither share is a limit, only Ray's bookkeeping.
+# Fractions of a bundle, which trainer and engine may share. They limit nothing: Ray only counts
+# them, and the probe must fit beside both when a placement is restored.
 TRAIN_SHARE = 0.5
 ROLLOUT_SHARE = 0.4
 PROBE_SHARE = 0.05
-PREPARED_S = 2.0  # for a group to be created, before it is removed
+PREPARED_S = 2.0  # that a group gets to be created before it is removed
 POLL_S = 1.0
 
 
@@ -61,7 +62,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where one actor goes, and what it takes there."""
+    """Where one actor is placed, and what it takes there."""
 
     group: "PlacementGroup"
     bundle: Bundle
@@ -125,30 +126,31 @@ def in_rank_order(bundles: Sequence[Bundle]) -> tuple[Bundle, ...]:
     return tuple(sorted(bundles, key=place))
 
 
-async def _nothing() -> None:
-    """Nobody can make room."""
+async def _free_nothing() -> None:
+    """There are no idle GPUs to free."""
 
 
 class Placer:
-    """Hands out GPUs, first come first served. make_room: asked again and again while the first
-    in the queue finds too few."""
+    """Hands out GPUs, first come first served. free_idle: called every POLL_S while the first in
+    the queue finds too few."""
 
-    def __init__(self, make_room: Callable[[], Awaitable[None]] = _nothing) -> None:
-        self._turn = asyncio.Lock()
-        self._make_room = make_room
+    def __init__(self, free_idle: Callable[[], Awaitable[None]] = _free_nothing) -> None:
+        self._queue = asyncio.Lock()  # asyncio's locks are fair: its waiters are the queue
+        self._free_idle = free_idle
 
     async def take(
         self, request: Request, waiting: Callable[[str | None], None] = lambda reason: None
     ) -> Placement:
-        """Raises CapacityTimeout. waiting: told why, while there are too few free GPUs."""
+        """Raises CapacityTimeout. waiting: called with the reason while GPUs are lacking, then with
+        None."""
         deadline = time.monotonic() + request.timeout_s
         what = f"{request.num_bundles} {'GPUs' if request.device == 'cuda' else 'CPU bundles'}"
         waiting(f"waiting for {what}; others wait before it")
         try:
             async with asyncio.timeout_at(_loop_time(deadline)):
-                async with self._turn:
+                async with self._queue:
                     waiting(f"waiting until {what} are free")
-                    return await _take(request, self._make_room)
+                    return await _take(request, self._free_idle)
         except TimeoutError:
             raise CapacityTimeout(
                 f"{request.name} got no {what} within {request.timeout_s:g} s (the setting "
@@ -168,7 +170,7 @@ class Placer:
         try:
             async with asyncio.timeout(request.timeout_s):
                 waiting("waiting for nodes in place of lost ones")
-                await _until_created(placement.group, self._make_room)
+                await _until_created(placement.group, self._free_idle)
                 return Placement(placement.group, await _probe(placement.group, request), request)
         except TimeoutError:
             raise CapacityTimeout(
@@ -184,11 +186,11 @@ async def release(placement: Placement) -> None:
     await _remove(placement.group)
 
 
-async def _take(request: Request, make_room: Callable[[], Awaitable[None]]) -> Placement:
+async def _take(request: Request, free_idle: Callable[[], Awaitable[None]]) -> Placement:
     begun = time.monotonic()
-    group = await _ask_for(request)
+    group = await _create(request)
     try:
-        await _until_created(group, make_room)
+        await _until_created(group, free_idle)
         bundles = await _probe(group, request)
     except BaseException:
         await asyncio.shield(_remove(group))
@@ -201,12 +203,12 @@ async def _take(request: Request, make_room: Callable[[], Awaitable[None]]) -> P
     return Placement(group, bundles, request)
 
 
-async def _ask_for(request: Request) -> "PlacementGroup":
-    """Ray reserves the bundles when it can; this does not wait for them."""
+async def _create(request: Request) -> "PlacementGroup":
+    """A group that is pending: Ray reserves its bundles when it can."""
     from ray.util import placement_group
 
-    name = f"{request.name}#{uuid.uuid4().hex[:8]}"  # Ray wants it unique
-    asking = asyncio.ensure_future(
+    name = f"{request.name}#{uuid.uuid4().hex[:8]}"  # Ray requires unique names
+    creation = asyncio.ensure_future(
         asyncio.to_thread(
             placement_group,
             [request.resources()] * request.num_bundles,
@@ -215,17 +217,18 @@ async def _ask_for(request: Request) -> "PlacementGroup":
         )
     )
     try:
-        return await asyncio.shield(asking)
+        return await asyncio.shield(creation)
     except asyncio.CancelledError:
-        await asyncio.shield(_remove(await asking))  # the thread was not cancelled
+        # A thread cannot be cancelled: the group comes into being and must be removed.
+        await asyncio.shield(_remove(await creation))
         raise
 
 
-async def _until_created(group: "PlacementGroup", make_room: Callable[[], Awaitable[None]]) -> None:
-    """Polls: Ray's waiting call blocks its thread, which a cancelled caller could not leave."""
+async def _until_created(group: "PlacementGroup", free_idle: Callable[[], Awaitable[None]]) -> None:
+    """Polls, since Ray's `wait` blocks its thread: a cancelled caller would leave that behind."""
     while not await asyncio.to_thread(_is_created, group):
         if not await asyncio.to_thread(group.wait, POLL_S):
-            await make_room()
+            await free_idle()
 
 
 def _is_created(group: "PlacementGroup") -> bool:
@@ -239,17 +242,18 @@ def _table(group: "PlacementGroup") -> dict[str, Any]:
 
 
 async def _probe(group: "PlacementGroup", request: Request) -> tuple[Bundle, ...]:
-    """Ask every bundle where it is. A task in each: only there does Ray tell the GPU."""
+    """Node and GPU of every bundle, by a task in each: Ray tells a GPU's number only to a task that
+    runs on it (get_gpu_ids)."""
     import ray
 
-    unknown = [Bundle(i, "", "", -1) for i in range(request.num_bundles)]
+    unplaced = [Bundle(i, "", "", -1) for i in range(request.num_bundles)]
     where = ray.remote(_where)
-    asked = [
+    references = [
         where.options(**Slot(group, bundle, request.device).options(PROBE_SHARE)).remote()
-        for bundle in unknown
+        for bundle in unplaced
     ]
-    answers = await asyncio.gather(*asked)
-    return in_rank_order([Bundle(i, *answer) for i, answer in enumerate(answers)])
+    places = await asyncio.gather(*references)
+    return in_rank_order([Bundle(i, *place) for i, place in enumerate(places)])
 
 
 def _where() -> tuple[str, str, int]:
@@ -264,8 +268,8 @@ def _where() -> tuple[str, str, int]:
 async def _remove(group: "PlacementGroup") -> None:
     from ray.util import remove_placement_group
 
-    # A group that is removed while its bundles are being prepared leaves some of them taken for
-    # ever (ray-project/ray issue 64693); one that is created, or finds no room, does not.
+    # A group that is removed while Ray prepares its bundles leaves some of them reserved for ever
+    # (ray-project/ray issue 64693); one that is created, or still pending, does not.
     if not await asyncio.to_thread(_is_created, group):
         await asyncio.to_thread(group.wait, PREPARED_S)
     await asyncio.to_thread(remove_placement_group, group)

@@ -1,10 +1,11 @@
 """Runs a command that must not outlive the process that started it.
 
 `python -m tinkercloud.cluster.gpus.process_guard COMMAND...` with a pipe as standard input: the
-command gets a session of its own; when the pipe closes (its other end died, however), or the guard
-is told to end, the whole session is ended. The kernel's parent-death signal alone would not do: it
-is tied to the starting thread, and an actor's threads come and go. It covers the guard's own death
-here, where there is one thread only.
+command gets a session of its own; when the pipe closes (its other end died, for any reason) or the
+guard gets SIGTERM or SIGINT, the whole session is ended. The kernel's parent-death signal alone
+(prctl(2), PR_SET_PDEATHSIG) would not do for a Ray actor: it fires when the *thread* that forked
+ends, and an actor's threads come and go. The guard has one thread only, so that the signal does
+cover the guard's own death.
 """
 
 import ctypes
@@ -22,9 +23,9 @@ _POLL_S = 0.2
 
 def main() -> int:
     """The command's exit status; 143 when it was ended from here."""
-    told: list[int] = []
+    signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: told.append(1))
+        signal.signal(number, lambda received, _: signals.append(received))
     child = subprocess.Popen(
         sys.argv[1:],
         stdin=subprocess.DEVNULL,
@@ -32,12 +33,12 @@ def main() -> int:
         preexec_fn=_die_with_parent,
     )
     try:
-        while child.poll() is None and not told and not _closed():
+        while child.poll() is None and not signals and not _closed():
             pass
     finally:
-        ended = child.poll()
+        status = child.poll()
         _end(child)
-    return 143 if ended is None else ended & 0xFF
+    return 143 if status is None else status & 0xFF
 
 
 def _die_with_parent() -> None:
@@ -50,7 +51,7 @@ def _closed() -> bool:
 
 
 def _end(child: "subprocess.Popen[bytes]") -> None:
-    """End what is left of the session; a server that ended may have left workers."""
+    """End what is left of the session: a server that has exited may leave workers behind."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + GRACE_S
         try:

@@ -1,4 +1,4 @@
-"""This process's connection to Ray: to a cluster that runs, or to one of its own."""
+"""This process's connection to Ray: to a running cluster, or to one that it starts itself."""
 
 import asyncio
 import logging
@@ -15,19 +15,18 @@ from tinkercloud.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-# Without GPUs bundles are virtual: a Ray of our own has room for several models.
-_CPU_MODELS = 4
+_CPU_MODELS = 4  # for which a Ray that we start has bundles: without GPUs these are virtual
 
 
 class RaySession:
-    """Joins at `start`, leaves at `stop`; a connection that was there before stays."""
+    """Connects at `start`, disconnects at `stop`; a connection that existed before stays."""
 
     def __init__(self, config: ClusterConfig):
         self._config = config
         self._is_ours = False
 
     async def start(self) -> ClusterShape:
-        """What each model may use. Raises ConfigError."""
+        """The GPUs that each model may use. Raises ConfigError."""
         quiet_ray()
         import ray
 
@@ -41,7 +40,7 @@ class RaySession:
             raise
 
     async def stop(self) -> None:
-        """Ends whatever this process still has there."""
+        """End the actors and placement groups that this process still has."""
         import ray
 
         if self._is_ours:
@@ -49,7 +48,8 @@ class RaySession:
             await asyncio.to_thread(ray.shutdown)
 
     def _connect(self, ray: Any) -> None:
-        # Ray sets a handler of its own for SIGTERM, which would end the server without a goodbye.
+        # ray.init replaces the driver's SIGTERM handler by one that exits at once (its docstring
+        # says so): the server would not finish open requests.
         in_main = threading.current_thread() is threading.main_thread()
         before = signal.getsignal(signal.SIGTERM) if in_main else None
         try:
@@ -64,23 +64,24 @@ class RaySession:
                 signal.signal(signal.SIGTERM, before)
 
     def _options(self) -> dict[str, Any]:
-        own: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
+        options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
         if self._config.ray_address is not None:
-            return {**own, "address": self._config.ray_address}
-        own |= {"address": "local", "include_dashboard": False}
+            return {**options, "address": self._config.ray_address}
+        options |= {"address": "local", "include_dashboard": False}
         if self._config.device == "cpu":
-            own["num_cpus"] = math.ceil(_CPU_MODELS * CPUS_PER_BUNDLE * (self._config.gpus or 1))
-        return own
+            num_bundles = _CPU_MODELS * (self._config.gpus or 1)
+            options["num_cpus"] = math.ceil(num_bundles * CPUS_PER_BUNDLE)
+        return options
 
     def _shape(self, ray: Any) -> ClusterShape:
-        own, kind = self._config, "GPU" if self._config.device == "cuda" else "CPU"
+        config, kind = self._config, "GPU" if self._config.device == "cuda" else "CPU"
         nodes = [node["Resources"].get(kind, 0.0) for node in ray.nodes() if node["Alive"]]
         largest, total = int(max(nodes, default=0.0)), int(sum(nodes))
-        if own.gpus is None and total == 0:
+        if config.gpus is None and total == 0:
             raise ConfigError(
                 f"Ray knows of no {kind}s; start nodes that have some, or say how many will come "
                 "with --cluster-gpus"
             )
-        gpus = own.gpus or total
-        per_node = own.gpus_per_node or largest or gpus
-        return ClusterShape(gpus, min(per_node, gpus), own.gpu_memory_bytes)
+        gpus = config.gpus or total
+        per_node = config.gpus_per_node or largest or gpus
+        return ClusterShape(gpus, min(per_node, gpus), config.gpu_memory_bytes)

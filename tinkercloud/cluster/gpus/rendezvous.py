@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-_BACKLOG = 4096  # ranks that come before the store is open wait here
+_BACKLOG = 4096  # ranks that connect before the store is open wait in the socket's queue
 
 
-class Meeting:
-    """A port of this node, held from the moment it is chosen: between telling others of a port and
-    listening on it somebody else would take it now and then."""
+class Rendezvous:
+    """A port of this node, bound from the moment it is chosen: another process would take it now
+    and then between the choice of a port and the first `listen` on it."""
 
     def __init__(self, address: str):
         self.address = address
@@ -26,11 +26,10 @@ class Meeting:
         return f"tcp://{self.address}:{self.port}"
 
     def open(self, world_size: int | None = None, timeout: timedelta | None = None) -> "TCPStore":
-        """Answer those who come, as long as this object lives.
+        """The store of the group, served for as long as this object lives.
 
-        A rank 0 of this process that goes by `init_method` shares the store. world_size: return
-        only when so many are here, this process among them; raises torch's DistStoreError when
-        they do not come in time.
+        A rank 0 of this process that uses `init_method` shares it. world_size: return once so many
+        processes have joined, this one included; raises torch's DistStoreError at the timeout.
         """
         from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -47,5 +46,5 @@ class Meeting:
         return self._store
 
     def close(self) -> None:
-        """Where it was never opened, the port is free again."""
+        """Free the port, unless it was opened: the store owns it then."""
         self._socket.close()

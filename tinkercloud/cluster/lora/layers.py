@@ -1,16 +1,17 @@
-"""LoRA on Megatron's parallel linears: many adapters beside one frozen network.
+"""LoRA on Megatron's parallel linears: many adapters on one frozen network.
 
-Each Hugging Face projection has an adapter of its own, so that an export to PEFT only joins
-shards. Sites are reached by forward hooks: the network keeps its modules and parameter names.
+Each Hugging Face projection has an adapter of its own, so that an export to PEFT only gathers
+shards. Sites have forward hooks: the network keeps its modules and parameter names.
 
-How an adapter lies on the tensor-parallel ranks (tp of them):
+How an adapter is sharded over the tensor-parallel ranks (tp of them):
 
-    column linear   A (r, in) on every rank     B (out / tp, r)      gradient of A is partial
-    row linear      A (r, in / tp)              B (out, r) on every rank, its gradient partial
-                                                when each rank sees other rows (sequence parallel)
+    column linear   A (r, in) replicated   B (out / tp, r)        gradient of A is partial
+    row linear      A (r, in / tp)         B (out, r) replicated  gradient of B is partial where
+                                                                  each rank has other rows
+                                                                  (sequence parallelism)
 
-Partial gradients are summed when a step is taken, not in every micro-batch. The experts' own
-tensor parallelism (etp) follows the same table; their rows are joined by the token dispatcher.
+Partial gradients are summed when a step is taken, not in every micro-batch. Experts' own tensor
+parallelism (etp) follows the same table; the token dispatcher reduces their outputs.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,10 +29,10 @@ from tinkercloud.cluster.lora.sites import Projection, Site
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """How one A or B lies on the ranks of `group`.
+    """How one A or B is sharded over `group`.
 
-    dim: the axis that the group splits, None when every rank has all of it. partial: whether its
-    gradient must be summed over the group.
+    dim: the sharded axis; None: replicated. partial: whether its gradient must be summed over the
+    group.
     """
 
     dim: int | None
@@ -40,11 +41,11 @@ class Factor:
 
 
 def factors(site: Site) -> tuple[Factor, Factor]:
-    """How A and B of the site's projections lie on the ranks."""
-    split = site.group.size() > 1
+    """How A and B of the site's projections are sharded."""
+    is_sharded = site.group.size() > 1
     if site.kind == "column":
-        return Factor(None, split, site.group), Factor(0, False, site.group)
-    partial = split and (site.sequence_parallel or site.is_expert)
+        return Factor(None, is_sharded, site.group), Factor(0, False, site.group)
+    partial = is_sharded and (site.sequence_parallel or site.is_expert)
     return Factor(1, False, site.group), Factor(None, partial, site.group)
 
 
@@ -53,7 +54,7 @@ Pair = tuple[Tensor, Tensor, float]
 
 
 class AdapterSwitch:
-    """Which adapter the network's forward pass adds; None: the bare network."""
+    """Which adapter the network's forward pass adds; None: none, it computes as the base."""
 
     def __init__(self, sites: list[Site]):
         self.active: Mapping[str, Pair] | None = None
@@ -78,13 +79,13 @@ class AdapterSwitch:
 def site_delta(site: Site, pairs: Mapping[str, Pair], args: tuple[Any, ...]) -> Tensor | None:
     """What the adapter adds to the site's output, in the input's dtype; None without an adapter.
 
-    args: the linear's own: the rows, and for a grouped linear the number of rows of each expert.
+    args: of the linear: the rows, and for a grouped linear the number of rows of each expert.
     """
     if not any(projection.name in pairs for projection in site.projections):
         return None
     x = _normed(site.module, args[0])
     if not site.is_grouped:
-        return _block_delta(site, site.blocks[0], pairs, _spread(site, x)).to(x.dtype)
+        return _block_delta(site, site.blocks[0], pairs, _column_input(site, x)).to(x.dtype)
     counts = args[1].tolist() if isinstance(args[1], Tensor) else list(args[1])
     parts = [
         _block_delta(site, block, pairs, rows)
@@ -94,7 +95,8 @@ def site_delta(site: Site, pairs: Mapping[str, Pair], args: tuple[Any, ...]) -> 
 
 
 def _normed(module: Any, x: Tensor) -> Tensor:
-    """Transformer Engine fuses the norm into some linears; the adapter reads what comes after."""
+    """The input after the norm that Transformer Engine fuses into some linears
+    (TELayerNormColumnParallelLinear): the hook sees the input before it."""
     weight = getattr(module, "layer_norm_weight", None)
     if weight is None:
         return x
@@ -103,8 +105,9 @@ def _normed(module: Any, x: Tensor) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, module.config.layernorm_epsilon)
 
 
-def _spread(site: Site, x: Tensor) -> Tensor:
-    """The rows that this rank's part of a column linear works on."""
+def _column_input(site: Site, x: Tensor) -> Tensor:
+    """The rows that this rank's shard of a column linear multiplies, as in Megatron's own: gathered
+    with sequence parallelism, else copied (its backward pass sums the gradient)."""
     if site.kind == "row" or site.is_expert or site.group.size() == 1:
         return x
     if site.sequence_parallel:
@@ -124,14 +127,14 @@ def _block_delta(
         a, b, scale = pairs[projection.name]
         inner = F.linear(wide, a)
         if site.kind == "row" and not site.is_expert and site.group.size() > 1:
-            inner = _joined(site, inner)
+            inner = _reduced(site, inner)
         parts.append(F.linear(inner, b) * scale)
-    joined = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-    return joined if site.order is None else joined[..., site.order.to(joined.device)]
+    delta = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+    return delta if site.order is None else delta[..., site.order.to(delta.device)]
 
 
-def _joined(site: Site, inner: Tensor) -> Tensor:
-    """Partial products of the ranks, summed before B."""
+def _reduced(site: Site, inner: Tensor) -> Tensor:
+    """The ranks' partial products, summed. Before B, where a row has r columns instead of out."""
     if site.sequence_parallel:
         return tensor_parallel.reduce_scatter_to_sequence_parallel_region(inner, group=site.group)
     return tensor_parallel.reduce_from_tensor_model_parallel_region(inner, group=site.group)
@@ -150,5 +153,5 @@ def weight_delta(site: Site, block: int, pairs: Mapping[str, Pair]) -> Tensor | 
             parts.append((b @ a) * scale)
         else:
             parts.append(a.new_zeros(projection.rows, projection.columns))
-    joined = torch.cat(parts)
-    return joined if site.order is None else joined[site.order.to(joined.device)]
+    delta = torch.cat(parts)
+    return delta if site.order is None else delta[site.order.to(delta.device)]

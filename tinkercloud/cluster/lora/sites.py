@@ -1,4 +1,4 @@
-"""Which linears of a Megatron network adapters can sit on, by Hugging Face names.
+"""The linears of a Megatron network that can have adapters, by Hugging Face names.
 
 A *site* is one Megatron linear; it computes one or several Hugging Face projections (q, k and v;
 gate and up).
@@ -17,7 +17,7 @@ from tinkercloud.core.plan import MegatronArguments
 
 Kind = Literal["column", "row"]
 Shape = tuple[int, int]
-"""(out, in) of a whole projection."""
+"""(out, in) of a projection, unsharded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,9 @@ class Projection:
 class Site:
     """One Megatron linear on this rank.
 
-    name: its module path in the network. blocks: its projections; a grouped linear holds a block
-    for each of its experts. order: where the joined rows of a block's projections go (None: as they
-    are). group: the tensor-parallel group that splits it.
+    name: its module path in the network. blocks: its projections; a grouped linear has a block for
+    each of its experts. order: which of a block's concatenated rows the fused weight has in each
+    place (None: as they are). group: the tensor-parallel group that it is sharded over.
     """
 
     module: nn.Module
@@ -53,12 +53,12 @@ class Site:
         return (projection for block in self.blocks for projection in block)
 
     def weight_name(self, block: int) -> str:
-        """The network's parameter that the block's adapters can be merged into."""
+        """The network's parameter into which the block's adapters can be merged."""
         return f"{self.name}.weight{block}" if self.is_grouped else f"{self.name}.weight"
 
 
 def dense_shapes(arguments: MegatronArguments) -> dict[str, Shape]:
-    """Every projection outside the routed experts, in the order in which adapters are drawn."""
+    """Every projection outside the routed experts, in the order in which a seed draws adapters."""
     shapes: dict[str, Shape] = {}
     for layer in range(arguments.num_layers):
         path = f"model.layers.{layer}"
@@ -117,7 +117,7 @@ def _mlp_shapes(path: str, hidden: int, inner: int) -> dict[str, Shape]:
 
 
 def find_sites(model: Any, arguments: MegatronArguments) -> list[Site]:
-    """Every linear of this rank's GPTModel that adapters can sit on."""
+    """Every linear of this rank's GPTModel that can have adapters."""
     finder = _Finder(model, arguments)
     sites: list[Site] = []
     for index, layer in enumerate(model.decoder.layers):
@@ -162,8 +162,8 @@ class _Finder:
             yield from self._mlp(f"{name}.shared_experts", (f"{path}.shared_experts",))
         paths = tuple(f"{path}.experts.{expert}" for expert in moe.local_expert_indices)
         if hasattr(moe.experts, "local_experts"):
-            for i, own in enumerate(paths):
-                yield from self._mlp(f"{name}.experts.local_experts.{i}", (own,), is_expert=True)
+            for i, module in enumerate(paths):
+                yield from self._mlp(f"{name}.experts.local_experts.{i}", (module,), is_expert=True)
         else:
             yield from self._mlp(f"{name}.experts", paths, is_expert=True)
 
@@ -200,8 +200,8 @@ class _Finder:
 
 
 def fused_qkv_order(num_heads: int, num_groups: int, size: int) -> Tensor:
-    """Rows of [all q | all k | all v] in the order of Megatron's fused projection, which is
-    [q .. q, k, v] for each group of heads that shares its k and v."""
+    """Rows of [all q | all k | all v] in the order of Megatron's linear_qkv: [q .. q, k, v] for
+    each group of query heads that shares k and v."""
     per_group = num_heads // num_groups * size
     q = torch.arange(num_heads * size).view(num_groups, per_group)
     k = torch.arange(num_groups * size).view(num_groups, size) + num_heads * size

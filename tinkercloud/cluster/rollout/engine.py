@@ -17,7 +17,8 @@ from tinkercloud.core.plan import SglangArguments
 from tinkercloud.errors import EngineDied
 
 LOG_LINES = 40
-# SGLang keeps a few tokens of the context to itself; with these the whole length can be used.
+# SGLang keeps a few tokens of the context to itself; with these added, requests can use all of the
+# planned length.
 CONTEXT_RESERVE = 8
 _POLL_S = 0.5
 _PORTS = (21000, 32000)
@@ -54,7 +55,7 @@ def server_options(
         *("--skip-server-warmup", "--sleep-on-idle"),
     ]
     if not (model_path / "tokenizer.json").is_file():
-        options.append("--skip-tokenizer-init")  # ids come in and go out all the same
+        options.append("--skip-tokenizer-init")  # requests and answers are token ids anyway
     if kv_tokens is not None:
         options += ["--max-total-tokens", str(kv_tokens)]
     if arguments.enable_memory_saver:
@@ -89,7 +90,7 @@ class RolloutEngine:
                 return url
             except EngineDied:
                 self.stop()
-                # Between choosing a port and binding it, somebody else may have taken it.
+                # Between the choice of a port and its bind, another process may have taken it.
                 if attempt == 2 or not port_was_taken(self._launch.log_path, self._log_start):
                     raise
         raise AssertionError("unreachable")
@@ -105,12 +106,12 @@ class RolloutEngine:
         """Bytes in use on this engine's GPUs, by whomever; 0 without GPUs."""
         if not self._launch.gpus:
             return 0
-        wanted = ",".join(map(str, self._launch.gpus))
-        query = ["nvidia-smi", f"--id={wanted}", "--query-gpu=memory.used"]
-        told = subprocess.run(
+        gpus = ",".join(map(str, self._launch.gpus))
+        query = ["nvidia-smi", f"--id={gpus}", "--query-gpu=memory.used"]
+        answer = subprocess.run(
             [*query, "--format=csv,noheader,nounits"], capture_output=True, text=True, check=False
         )
-        return sum(int(line) for line in told.stdout.split() if line.isdigit()) * 1024**2
+        return sum(int(line) for line in answer.stdout.split() if line.isdigit()) * 1024**2
 
     def stop(self) -> None:
         """End the server and everything it started."""
@@ -146,7 +147,8 @@ class RolloutEngine:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                # Ray kills a dead worker's process group; the guard must live to clear up.
+                # Ray kills a dead worker's process group; the guard must survive that, since it
+                # ends the server.
                 start_new_session=True,
             )
 
@@ -169,13 +171,14 @@ class RolloutEngine:
 
 
 def port_was_taken(log_path: Path, start: int) -> bool:
-    """By what the log says from that byte on, in asyncio's, torch's, ZeroMQ's or Rust's words."""
+    """Judged by the log from that byte on. asyncio, torch, ZeroMQ and Rust all use these words."""
     return b"address already in use" in log_path.read_bytes()[start:].lower()
 
 
 def free_port() -> int:
-    """Free on every address of this node, and below the range from which the kernel takes ports
-    for outgoing connections: a server binds its port many seconds after it was chosen."""
+    """Free on every address of this node. Below the kernel's range for outgoing connections
+    (net.ipv4.ip_local_port_range, from 32768): a server binds its port many seconds after this
+    choice, and a connection would take it in between."""
     for _ in range(100):
         port = random.randrange(*_PORTS)
         with socket.socket() as probe:

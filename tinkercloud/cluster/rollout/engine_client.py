@@ -1,4 +1,4 @@
-"""The HTTP interface of one SGLang server, as far as it is used, with our errors."""
+"""The part of an SGLang server's HTTP interface that is used here, with our errors."""
 
 import asyncio
 import json
@@ -15,16 +15,16 @@ CALL_TIMEOUT_S = 600.0
 
 
 class EngineRefused(ServerFault):
-    """The engine is alive and said no; the text is the engine's."""
+    """The engine is alive and refused the call; the text is the engine's."""
 
 
 class EngineClient:
-    """Calls fail with EngineDied when it cannot be reached, with EngineRefused when it says no."""
+    """Calls raise EngineDied when it cannot be reached, EngineRefused when it refuses them."""
 
     def __init__(self, url: str, served: Served):
         self.url = url
         self._served = served
-        # No limit on connections: the engine queues, and it knows its batch.
+        # No limit on connections: the engine queues requests and knows how many fit its batch.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
         self._http = httpx.AsyncClient(base_url=url, limits=limits, timeout=CALL_TIMEOUT_S)
 
@@ -43,7 +43,7 @@ class EngineClient:
         try:
             answers = await asyncio.gather(*tasks)
         finally:
-            # A closed connection makes the engine drop the request.
+            # SGLang aborts a request whose connection is closed: nothing is generated in vain.
             for task in tasks:
                 task.cancel()
         return sample_output(request, answers[: len(samples)], answers[len(samples) :])
@@ -57,7 +57,7 @@ class EngineClient:
     async def call(
         self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = CALL_TIMEOUT_S
     ) -> Any:
-        """POST; the answer's JSON, None where it has no body."""
+        """POST; returns the answer's JSON, None where it has no body."""
         try:
             answer = await self._http.post(path, json=body or {}, timeout=timeout_s)
         except httpx.HTTPError as error:
@@ -73,7 +73,7 @@ class EngineClient:
         return _content(answer, f"{self.url}{path}")
 
     async def healthy(self, timeout_s: float) -> bool:
-        """Whether it generates a token (or is busy generating others)."""
+        """Whether it generates a token, or is busy generating others (SGLang's /health)."""
         try:
             await self.get("/health", timeout_s)
         except ServerFault:
@@ -84,7 +84,8 @@ class EngineClient:
 async def everywhere(
     clients: Sequence[EngineClient], path: str, body: Mapping[str, Any] | None = None
 ) -> list[Any]:
-    """The same call to several engines at once; all have answered when it returns or raises."""
+    """The same call to several engines at once. Returns or raises once all have answered: an engine
+    that is still busy with a failed step must not get the next one."""
     calls = [client.call(path, body) for client in clients]
     answers = await asyncio.gather(*calls, return_exceptions=True)
     for answer in answers:
@@ -111,5 +112,6 @@ def _content(answer: httpx.Response, where: str) -> Any:
 def _message(content: Any) -> str | None:
     if not isinstance(content, dict):
         return None
-    found = content.get("message") or content.get("error_message") or content.get("error")
-    return str(found.get("message", found)) if isinstance(found, dict) else found
+    # SGLang's endpoints answer in three forms.
+    text = content.get("message") or content.get("error_message") or content.get("error")
+    return str(text.get("message", text)) if isinstance(text, dict) else text

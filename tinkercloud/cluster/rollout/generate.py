@@ -1,9 +1,9 @@
 """Sample requests as bodies of SGLang's /generate, and its answers as sample outputs.
 
 One body per sample: each sample has its own noise, and SGLang shares the prompt among them by its
-prefix cache. The first body also scores the prompt. Targets of a prompt differ from position to
-position while SGLang scores one list of ids at every position of a request, so they are asked for
-in blocks of positions, each a request of its own over the prompt's beginning.
+prefix cache. The first body also scores the prompt. Prompt targets differ from position to
+position, but SGLang scores one list of ids (`token_ids_logprob`) at every position of a request: so
+they are scored in blocks of positions, each a request of its own over the prompt's beginning.
 
 Axes: P prompt tokens, K targets per position, S sampled tokens.
 """
@@ -30,16 +30,16 @@ Body = dict[str, Any]
 
 UNSCORED_LOGPROB = -99999.0
 TARGET_BLOCK = 64
-_LOWEST = -1e30  # SGLang replaces minus infinity by the lowest float32
+_LOWEST = -1e30  # SGLang sends the lowest float32 for minus infinity, which is not JSON
 
 
 class Aborted(Exception):
-    """The engine gave the request up, on our order or its own; it may be sent again."""
+    """The engine aborted the request, by our order or by itself; it may be sent again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What is known of the model that the engines serve. context_length: tokens."""
+    """The model that the engines serve. context_length: tokens."""
 
     context_length: int
     eos_token_ids: tuple[int, ...]
@@ -76,7 +76,7 @@ def sample_output(
 ) -> SampleOutput:
     """samples, targets: SGLang's answers to the bodies, in their order.
 
-    Raises Aborted, and EngineDied for an answer that cannot be.
+    Raises Aborted, and EngineDied for an answer that makes no sense.
     """
     metas = [_meta(answer) for answer in (*samples, *targets)]
     sequences = tuple(_sequence(meta, request) for meta in metas[: len(samples)])
@@ -103,11 +103,11 @@ def _body(
     served: Served,
 ) -> Body:
     room = served.context_length - len(prompt)
-    wanted = room if params.max_tokens is None else min(params.max_tokens, room)
+    max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
     body: Body = {
         "input_ids": prompt.tolist(),
         "sampling_params": {
-            "max_new_tokens": max(1, wanted),
+            "max_new_tokens": max(1, max_tokens),
             "skip_special_tokens": False,
             "no_stop_trim": True,
             "custom_params": custom_params(params, index, served.eos_token_ids),
@@ -147,7 +147,7 @@ def _sequence(meta: Mapping[str, Any], request: SampleRequest) -> SampledSequenc
 
 def _prompt_logprobs(meta: Mapping[str, Any], first: int, length: int) -> NDArray[np.float32]:
     scores = np.full(length, np.nan, np.float32)
-    # The first row is the position before `first`, without a score.
+    # The first row is that of `logprob_start_len`, the position before `first`, without a score.
     rows = meta["input_token_logprobs"][1:]
     if length > first:
         scores[first:] = [row[0] for row in rows]
@@ -164,15 +164,15 @@ def _topk(rows: Sequence[Any], k: int, first: int, length: int) -> Topk:
     ids = np.zeros((length, k), np.int32)
     values = np.full((length, k), UNSCORED_LOGPROB, np.float32)
     for position, row in enumerate(rows, first):
-        there = [(pair[1], pair[0]) for pair in row[:k] if pair[0] > _LOWEST]
-        if there:
-            ids[position, : len(there)] = [pair[0] for pair in there]
-            values[position, : len(there)] = [pair[1] for pair in there]
+        possible = [pair for pair in row[:k] if pair[0] > _LOWEST]
+        if possible:
+            ids[position, : len(possible)] = [pair[1] for pair in possible]
+            values[position, : len(possible)] = [pair[0] for pair in possible]
     return Topk(ids, values)
 
 
 def _target_blocks(targets: NDArray[np.int64] | None) -> list[tuple[int, int, list[int]]]:
-    """(first, end, ids): rows first..end-1 ask for some of these ids. Row i scores position i+1."""
+    """(first, end, ids): rows first..end-1 have these ids as targets. Row i scores position i+1."""
     if targets is None:
         return []
     blocks: list[tuple[int, int, list[int]]] = []
@@ -195,8 +195,8 @@ def _target_logprobs(
     for (first, end, ids), meta in zip(_target_blocks(targets), metas, strict=True):
         rows = meta["input_token_ids_logprobs"][1:]
         table = np.array([[pair[0] for pair in row] for row in rows], np.float32)
-        wanted = targets[first:end]
-        columns = np.searchsorted(ids, np.maximum(wanted, ids[0]))
+        block = targets[first:end]
+        columns = np.searchsorted(ids, np.maximum(block, ids[0]))  # ids are sorted; -1: no target
         picked = np.take_along_axis(table, columns, 1)
-        scores[first:end] = np.where(wanted >= 0, picked, 0.0)
+        scores[first:end] = np.where(block >= 0, picked, 0.0)
     return scores

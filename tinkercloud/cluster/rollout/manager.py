@@ -1,13 +1,12 @@
-"""RolloutManager: the SGLang engines of one model, and who may sample when.
+"""RolloutManager: the SGLang engines of one model, and which requests they get when.
 
 Lives in the API process; every engine is a Ray actor that owns one server process. A request is
-admitted while the gate is open and an engine serves that has its adapter and its weights. The gate
-closes for `pause`, `offload` and weight updates, after which nothing runs; because a sample is a
-pure function of its request, one that an engine dropped (it died, or was told to abort) is simply
-sent again, to whichever engine serves then.
+admitted while the gate is open and an engine serves its adapter and its weights. The gate closes
+for `pause`, `offload` and weight updates, and drains. A sample is a pure function of its request,
+so that one which an engine dropped (it died, or was ordered to abort) is sent again, to any engine.
 
-An engine that dies is started anew in its place, with all adapters and, where `restore` is given,
-the current weights; until then, and for weights that it does not hold, it does not serve.
+An engine that dies is replaced in its slots, with all adapters and, where `restore` is given, the
+current weights. It serves once it has them.
 """
 
 import asyncio
@@ -21,7 +20,7 @@ from typing import Any
 from tinkercloud.cluster.gpus.placement import Slot
 from tinkercloud.cluster.rollout.admission_gate import Gate
 from tinkercloud.cluster.rollout.engine_client import EngineClient, EngineRefused, everywhere
-from tinkercloud.cluster.rollout.engine_record import Engine, EngineStarter
+from tinkercloud.cluster.rollout.engine_handle import EngineHandle, EngineStarter
 from tinkercloud.cluster.rollout.generate import Aborted
 from tinkercloud.cluster.rollout.router import RolloutRouter
 from tinkercloud.cluster.rollout.settings import RolloutSettings
@@ -36,14 +35,14 @@ BASE = "base"
 
 TAGS = ("weights", "kv_cache", "cuda_graph")
 _RESTART_WINDOW_S = 600.0
-# One more death under the same request, and it may be the request that kills.
-_DEATHS_OF_A_REQUEST = 2
+# Engines that may die under one request; then the request is suspected of killing them.
+_MAX_DEATHS_OF_A_REQUEST = 2
 
 
 class RolloutManager:
     """places: per engine the slots of its GPUs, in rank order; () outside a placement group.
 
-    restore: given the name of weights, a Hugging Face folder that holds them.
+    restore: name of weights -> a Hugging Face folder that holds them.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class RolloutManager:
     ):
         self._settings = settings
         self._starter = EngineStarter(settings)
-        self._engines = [Engine(index, tuple(place)) for index, place in enumerate(places)]
+        self._engines = [EngineHandle(index, tuple(place)) for index, place in enumerate(places)]
         self._restore = restore
         self._router = (
             RolloutRouter(settings.host or "127.0.0.1", settings.log_dir / "router.log")
@@ -64,7 +63,7 @@ class RolloutManager:
         self._adapters: dict[str, Path] = {}
         self._weights = BASE
         self._gate = Gate()
-        self._turn = asyncio.Lock()  # one change of the engines at a time
+        self._change = asyncio.Lock()  # of adapters, memory, weights or engines: one at a time
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
         self._num_samples = 0
@@ -72,11 +71,11 @@ class RolloutManager:
     # ---- life
 
     async def start(self) -> None:
-        """Bring all engines up, or none. Raises EngineDied with the end of the log that tells."""
+        """Start all engines, or none. Raises EngineDied with the end of the log that says why."""
         try:
             if self._router is not None:
                 await self._router.start()
-            await _all(self._revive(engine) for engine in self._engines)
+            await _all(self._start(engine) for engine in self._engines)
         except BaseException:
             await asyncio.shield(self.stop())
             raise
@@ -85,7 +84,7 @@ class RolloutManager:
     async def stop(self) -> None:
         """End every engine; requests underway fail with EngineDied."""
         self._stopping = True
-        await self._gate.tell()
+        await self._gate.notify()
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -102,11 +101,11 @@ class RolloutManager:
         return tuple(client.url for client in self._clients())
 
     def engines_by_index(self) -> dict[int, str]:
-        """Engine number (its place's) -> URL, of those that are up."""
+        """Engine number (that of its place) -> URL, of those that are up."""
         return {engine.index: engine.up.url for engine in self._up()}
 
     def weight_version(self) -> str:
-        """The name of the weights that engines hold or are to hold; BASE at first."""
+        """The name of the weights that engines hold, or will hold once restarted; BASE at first."""
         return self._weights
 
     def stats(self) -> dict[str, int | str]:
@@ -144,15 +143,15 @@ class RolloutManager:
                 logger.info("%s: a request was put back", self._settings.name)
             except EngineDied as died:
                 deaths += 1
-                if deaths > _DEATHS_OF_A_REQUEST or self._stopping:
+                if deaths > _MAX_DEATHS_OF_A_REQUEST or self._stopping:
                     raise
                 logger.warning("%s: %s", self._settings.name, died)
                 await self._check(engine, patience=0)
             finally:
                 await self._gate.leave(engine)
 
-    def _choose(self, adapter: str | None, weights: str | None) -> Engine | None:
-        """The least busy engine that can; None: wait. Raises when waiting would be in vain."""
+    def _choose(self, adapter: str | None, weights: str | None) -> EngineHandle | None:
+        """The least busy engine that serves it; None: wait. Raises when waiting cannot help."""
         if self._stopping:
             raise EngineDied(f"the engines of {self._settings.name} are being stopped")
         if adapter is not None and adapter not in self._adapters:
@@ -163,13 +162,13 @@ class RolloutManager:
             raise EngineDied(f"no engine of {self._settings.name} could be kept alive")
         if all(e.given_up or (e.serving and e.weights != self._weights) for e in self._engines):
             raise VersionLost(self._weights)
-        able = [e for e in self._engines if e.serves(adapter, self._weights)]
-        return min(able, key=lambda engine: engine.running, default=None)
+        serving = [e for e in self._engines if e.serves(adapter, self._weights)]
+        return min(serving, key=lambda engine: engine.running, default=None)
 
     # ---- the gate
 
     async def pause(self, *, abort: bool = False) -> None:
-        """Admit nobody; returns when nothing runs. abort: what runs is put back, not awaited."""
+        """Admit nobody; returns when no request runs. abort: running ones are sent again later."""
         await self._close("pause", abort=abort)
 
     async def resume(self) -> None:
@@ -177,14 +176,14 @@ class RolloutManager:
         await self._gate.open("pause")
 
     async def flush_cache(self) -> None:
-        """Forget cached prompts. Nothing may run."""
+        """Drop cached prefixes. No request may run: SGLang refuses to flush otherwise."""
         await everywhere(self._clients(), "/flush_cache")
 
     async def _close(self, why: str, *, abort: bool = False) -> None:
-        await self._gate.shut(why)
+        await self._gate.shut(why)  # first, so that no request is admitted after the abort
         if abort:
             await everywhere(self._clients(), "/abort_request", {"abort_all": True})
-        await self._gate.empty()
+        await self._gate.drain()
 
     # ---- adapters
 
@@ -192,21 +191,22 @@ class RolloutManager:
     def supports_adapter(spec: LoraSpec, arguments: SglangArguments) -> bool:
         """Whether the engines can serve such an adapter beside others; else serve its weights
         merged."""
-        wanted = {"lm_head"} if spec.train_unembed else set[str]()
-        wanted |= {"q_proj", "k_proj", "v_proj", "o_proj"} if spec.train_attn else set()
-        wanted |= {"gate_proj", "up_proj", "down_proj"} if spec.train_mlp else set()
+        modules = {"lm_head"} if spec.train_unembed else set[str]()
+        modules |= {"q_proj", "k_proj", "v_proj", "o_proj"} if spec.train_attn else set()
+        modules |= {"gate_proj", "up_proj", "down_proj"} if spec.train_mlp else set()
         return (
             arguments.enable_lora
             and 0 < spec.rank <= (arguments.max_lora_rank or 0)
-            and wanted <= set(arguments.lora_target_modules)
+            and modules <= set(arguments.lora_target_modules)
         )
 
     async def load_adapter(self, name: str, folder: Path) -> None:
-        """On every engine; the folder (PEFT's format) must stay, restarted engines read it again.
+        """On every engine. folder: in PEFT's format; it must stay, since engines that are restarted
+        read it again.
 
-        Raises EngineRefused, and then no engine keeps it.
+        Raises EngineRefused; no engine keeps the adapter then.
         """
-        async with self._turn:
+        async with self._change:
             self._adapters[name] = folder
             try:
                 await _all(engine.load_adapter(name, folder) for engine in self._up())
@@ -214,37 +214,40 @@ class RolloutManager:
                 del self._adapters[name]
                 await asyncio.shield(_all(engine.unload_adapter(name) for engine in self._up()))
                 raise
-        await self._gate.tell()
+        await self._gate.notify()
 
     async def unload_adapter(self, name: str) -> None:
-        """Requests underway with it finish first. Unknown names are ignored."""
-        async with self._turn:
+        """SGLang lets running requests of it finish first. Unknown names are ignored."""
+        async with self._change:
             if self._adapters.pop(name, None) is None:
                 return
-            await self._gate.tell()
+            await self._gate.notify()
             await _all(engine.unload_adapter(name) for engine in self._up())
 
     # ---- memory
 
     async def offload(self, tags: Sequence[str] = TAGS, *, abort: bool = False) -> int:
-        """Admit nobody, and free these parts of GPU memory; the bytes freed."""
-        async with self._turn:
+        """Admit nobody, and free these parts of GPU memory; returns the bytes freed.
+
+        SGLang asserts that no request runs (`release_memory_occupation`), hence the drained gate.
+        """
+        async with self._change:
             await self._close("offload", abort=abort)
             before = await self._memory_used()
             await _all(engine.release(tags) for engine in self._up())
             return max(0, before - await self._memory_used())
 
     async def onload(self, tags: Sequence[str] = TAGS) -> int:
-        """Bring them back; the bytes taken. Samples are admitted once every part is there.
+        """Bring them back; returns the bytes taken. Samples are admitted once no part is missing.
 
-        An engine that died meanwhile is started here, with all parts: not while it was offloaded,
-        when its memory was another's.
+        An engine that died while it was offloaded is started here, with all parts, and not before:
+        its GPUs were the trainer's.
         """
-        async with self._turn:
+        async with self._change:
             before = await self._memory_used()
-            lost = [engine for engine in self._engines if engine.client is None]
-            here = self._up()
-            await _all([*(e.bring_back(tags) for e in here), *(self._revive(e) for e in lost)])
+            dead = [engine for engine in self._engines if engine.client is None]
+            alive = self._up()
+            await _all([*(e.bring_back(tags) for e in alive), *(self._start(e) for e in dead)])
             taken = max(0, await self._memory_used() - before)
             if not any(engine.released for engine in self._engines):
                 await self._gate.open("offload")
@@ -257,33 +260,38 @@ class RolloutManager:
 
     @asynccontextmanager
     async def updating(self, weights: str) -> AsyncIterator[list[EngineClient]]:
-        """The engines, idle, while their weights are replaced by `weights`.
+        """The engines, idle, while the block replaces their weights by `weights`.
 
-        When the block raises, no engine is trusted any more: all are started anew. So an engine
-        never serves weights half replaced.
+        When the block raises, all engines are restarted: any of them may hold a mixture of old and
+        new weights.
         """
-        async with self._turn:
+        async with self._change:
             await self._close("update")
             try:
                 clients = self._clients()
                 if not clients:
                     raise EngineDied(f"no engine of {self._settings.name} is up")
+                # The gate stops our requests, not those that SGLang makes itself: its /health
+                # generates a token. Paused, the scheduler runs no pass while weights change;
+                # "retract" leaves nothing in the batch, so that the cache can be flushed.
                 await everywhere(clients, "/pause_generation", {"mode": "retract"})
                 yield clients
-                await self._weights_are(self._up(), weights)
+                await self._set_weights(self._up(), weights)
                 await everywhere(clients, "/continue_generation", {"torch_empty_cache": False})
                 self._weights = weights
             except BaseException:
                 for engine in self._up():
-                    self._lose(engine)
-                # They wait for their turn before anybody who comes later.
+                    self._drop(engine)
+                # One iteration of the event loop, in which the replacements queue for the lock:
+                # they come before any change that is asked for later.
                 await asyncio.sleep(0)
                 raise
             finally:
                 await self._gate.open("update")
 
-    async def _weights_are(self, engines: Sequence[Engine], weights: str) -> None:
+    async def _set_weights(self, engines: Sequence[EngineHandle], weights: str) -> None:
         clients = [engine.up for engine in engines]
+        # Cached prefixes are of the old weights; a released cache has none.
         if not any("kv_cache" in engine.released for engine in engines):
             await everywhere(clients, "/flush_cache")
         body = {"new_version": weights, "abort_all_requests": False}
@@ -293,14 +301,14 @@ class RolloutManager:
 
     # ---- engines that come and go
 
-    def _up(self) -> list[Engine]:
+    def _up(self) -> list[EngineHandle]:
         return [engine for engine in self._engines if engine.client is not None]
 
     def _clients(self) -> list[EngineClient]:
         return [engine.up for engine in self._up()]
 
-    async def _revive(self, engine: Engine) -> None:
-        """Start it, and make it what the others are. Raises EngineDied, EngineRefused."""
+    async def _start(self, engine: EngineHandle) -> None:
+        """Start it and load what the others have. Raises EngineDied, EngineRefused."""
         await self._starter.start(engine)
         try:
             for name, folder in self._adapters.items():
@@ -309,33 +317,34 @@ class RolloutManager:
             folder = await self._folder_of_weights()
             if folder is not None:
                 await engine.up.call("/update_weights_from_disk", {"model_path": str(folder)})
-                await self._weights_are([engine], self._weights)
+                await self._set_weights([engine], self._weights)
             if self._router is not None:
                 await self._router.add(engine.up.url)
         except BaseException:
             await asyncio.shield(self._starter.end(engine))
             raise
         engine.serving = True
-        await self._gate.tell()
+        await self._gate.notify()
 
     async def _folder_of_weights(self) -> Path | None:
-        """Where an engine that starts gets the current weights; None: it keeps the base's."""
+        """From which an engine that starts loads the current weights; None: it keeps the base's."""
         if self._weights == BASE or self._restore is None:
             return None
         try:
             return await self._restore(self._weights)
         except VersionLost:
-            logger.warning("%s: weights %s are nowhere", self._settings.name, self._weights)
+            logger.warning("%s: weights %s are lost", self._settings.name, self._weights)
             return None
 
-    def _lose(self, engine: Engine) -> None:
-        """It serves no more; it is ended and, unless offloaded, started anew in the background."""
+    def _drop(self, engine: EngineHandle) -> None:
+        """It serves no more; it is replaced in the background."""
         if engine.client is not None and not self._stopping:
             engine.serving = False
             self._background(self._replace(engine), f"replace engine {engine.index}")
 
-    async def _replace(self, engine: Engine) -> None:
-        async with self._turn:
+    async def _replace(self, engine: EngineHandle) -> None:
+        async with self._change:
+            # An engine that dies while offloaded is not restarted here: its GPUs are the trainer's.
             offloaded = bool(engine.released) or "offload" in self._gate.reasons
             if engine.client is None or engine.serving:
                 return
@@ -347,24 +356,25 @@ class RolloutManager:
                     engine.given_up = True
                     break
                 try:
-                    await self._revive(engine)
+                    await self._start(engine)
                 except (EngineDied, EngineRefused) as error:
                     logger.error("%s: engine %d: %s", self._settings.name, engine.index, error)
-        await self._gate.tell()
+        await self._gate.notify()
 
-    async def _check(self, engine: Engine, patience: int) -> None:
-        """Part with the engine when its process ended, or health checks failed beyond patience."""
+    async def _check(self, engine: EngineHandle, patience: int) -> None:
+        """Drop the engine when its process ended, or more than `patience` health checks failed."""
         client = engine.client
         if client is None or not engine.serving:
             return
         alive = await self._starter.running(engine)
+        # Offloaded or paused engines cannot generate the health check's token.
         if alive and not self._gate.reasons:
             alive = await client.healthy(self._settings.health_timeout_s)
             engine.failures = 0 if alive else engine.failures + 1
             alive = alive or engine.failures <= patience
         if not alive and engine.client is client:
             logger.warning("%s: engine %d is lost", self._settings.name, engine.index)
-            self._lose(engine)
+            self._drop(engine)
 
     async def _watch(self) -> None:
         while True:
@@ -384,7 +394,7 @@ class RolloutManager:
 
 
 async def _all(work: Any) -> None:
-    """Await everything, then raise the first error: nothing is left running unseen."""
+    """Await everything, then raise the first error, so that no task goes on unobserved."""
     for result in await asyncio.gather(*work, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result

@@ -1,4 +1,4 @@
-"""SGLang's router: one address in front of the engines, which come and go."""
+"""SGLang's router: one address in front of the engines, which are added and removed."""
 
 import asyncio
 import logging
@@ -34,7 +34,7 @@ class RolloutRouter:
     async def start(self) -> None:
         """Raises EngineDied with the end of its log."""
         for _ in range(_ATTEMPTS):
-            # Between choosing a port and binding it, somebody else may have taken it.
+            # Between the choice of a port and its bind, another process may have taken it.
             if await self._started(free_port(), free_port()):
                 return
             if not port_was_taken(self._log_path, self._log_start):
@@ -47,7 +47,7 @@ class RolloutRouter:
         options = [
             *("--host", self._host, "--port", str(port), "--prometheus-port", str(metrics)),
             *("--policy", "cache_aware", "--log-level", "warn"),
-            # Whether an engine serves is decided here; the router learns of it by calls.
+            # The manager decides whether an engine serves, and calls `add` and `remove`.
             *("--health-check-interval-secs", str(_HEALTH_INTERVAL_S)),
         ]
         await asyncio.to_thread(self._spawn, options)
@@ -100,7 +100,7 @@ class RolloutRouter:
         raise EngineDied(f"SGLang's router did not take {url}: {answer.text[:500]}")
 
     async def remove(self, url: str) -> None:
-        """Unknown workers are ignored; so is a router that does not answer."""
+        """Unknown workers are ignored, and so is a router that does not answer."""
         try:
             async with httpx.AsyncClient(timeout=_CALL_TIMEOUT_S) as http:
                 worker = (await self._ids(http)).get(url)

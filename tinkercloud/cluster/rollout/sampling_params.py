@@ -31,7 +31,7 @@ def custom_params(
 ) -> dict[str, Any]:
     """For JSON: scalars, lists and one level of mapping are all that SGLang passes on.
 
-    The seed is text: JSON numbers above 2**63 are not every parser's. Raises UserError.
+    The seed is text: not every JSON parser reads integers above 2**63. Raises UserError.
     """
     if not 0 <= params.seed < 2**64:
         raise UserError(f"a seed lies between 0 and 2**64 - 1, {params.seed} does not")

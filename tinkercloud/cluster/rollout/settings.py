@@ -1,4 +1,4 @@
-"""What a model's engines are started with."""
+"""Settings of a model's engines."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,8 +11,8 @@ from tinkercloud.core.plan import SglangArguments
 @dataclass(frozen=True, slots=True)
 class RolloutSettings:
     """name: of the model, for logs and actors. command: starts SGLang's server, see
-    `sglang_entry`. options: more of SGLang's own, speculative ones for example; they come last and
-    win. host None: each node's address in the cluster."""
+    `cluster.sglang.entry`. options: more of SGLang's, which come last and win. host None: each
+    node's address in the cluster."""
 
     name: str
     model_path: Path

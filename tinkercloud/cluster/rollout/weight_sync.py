@@ -1,9 +1,8 @@
-"""Trainer -> engines: the half that lives in the API process. No torch.
+"""Weights from trainer to engines: the half that runs in the API process. No torch.
 
-A sync happens while nobody samples (`RolloutManager.updating`), and is all or nothing: an engine
-that failed in the midst of one, or holds other bytes than were sent, is started anew before it
-serves again. `weight_sender` is the other half; where neither of its ways is open, weights go by
-disk.
+A sync happens while nobody samples (`RolloutManager.updating`), and is all or nothing: engines that
+failed during it, or got other bytes than were sent, are restarted before they serve again.
+`cluster.weights.sender` is the other half; where neither of its ways is open, weights go by disk.
 """
 
 import logging
@@ -22,7 +21,8 @@ logger = logging.getLogger(__name__)
 
 How = Literal["tensor", "broadcast"]
 RECEIVED = "tinkercloud_received"
-"""The action by which SGLang's weights checker tells what arrived; see `sglang_weights`."""
+"""The action by which SGLang's weights checker reports what arrived; see
+`cluster.sglang.weight_digests`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """All that the ranks need to know. address: of the node of training rank 0, where the group
-    meets ("broadcast" only)."""
+    """What the ranks need to know. address: of the node of training rank 0, for the rendezvous of
+    the group ("broadcast" only)."""
 
     how: How
     targets: tuple[Target, ...]
@@ -53,7 +53,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What left the trainer. digests: of every tensor, by name; see `tensor_digest`."""
+    """What the trainer sent. digests: of every tensor, by name; see `tensor_digest`."""
 
     num_bytes: int
     digests: Mapping[str, str]
@@ -63,9 +63,9 @@ class Sent:
 class Route:
     """How a model's weights go to its engines.
 
-    tp: ranks of each engine. first_ranks: per engine the training rank on its first GPU, the
-    others follow ("tensor" only). address: of the node of training rank 0, as the engines reach
-    it.
+    tp: ranks of each engine. first_ranks: per engine the training rank on its first GPU, whose
+    successors are on its others ("tensor" only). address: of the node of training rank 0, as the
+    engines reach it.
     """
 
     how: How
@@ -84,12 +84,14 @@ async def send_weights(
 ) -> Sent:
     """Give every engine the trainer's weights under a new name.
 
-    send: makes every training rank call `weight_sender.send` with its buckets and this transfer;
-    its answer is rank 0's. Raises EngineDied; then all engines are started anew.
+    send: makes every training rank call `sender.send` with its buckets and this transfer; returns
+    rank 0's answer. Raises EngineDied; all engines are restarted then.
     """
     begun = time.monotonic()
     async with manager.updating(weights) as clients:
         transfer = _transfer(manager, route)
+        # To SGLang the buckets between begin and end are one update: what it does after loading
+        # weights happens once, at the end.
         await everywhere(clients, "/begin_weight_update")
         sent = await send(transfer)
         await everywhere(clients, "/end_weight_update")
@@ -117,9 +119,8 @@ async def check_received(clients: Sequence[EngineClient], sent: Sent) -> None:
     for client, answer in zip(clients, answers, strict=True):
         for rank in answer["ranks"]:
             got = {n: d for n, d in rank["checksums"].items() if not n.startswith("draft")}
-            wrong = {
-                n for n in got.keys() | sent.digests.keys() if got.get(n) != sent.digests.get(n)
-            }
+            names = got.keys() | sent.digests.keys()
+            wrong = {name for name in names if got.get(name) != sent.digests.get(name)}
             if wrong:
                 raise EngineDied(
                     f"{client.url} received {len(wrong)} of {len(sent.digests)} tensors otherwise "

@@ -1,8 +1,8 @@
-"""What an engine process runs: SGLang's server with our law of sampling and of stopping.
+"""What an engine process runs: SGLang's server with our sampler and our stops.
 
 `python -m tinkercloud.cluster.sglang.entry OPTIONS OF sglang.launch_server`. Needs torch, numpy and
-sglang only. SGLang's schedulers are spawned, and a spawned process imports the main module again:
-what happens at import here happens in each of them too.
+sglang only. SGLang spawns its schedulers, and a spawned process imports the main module again: so
+`register` runs at import, in each of them too.
 """
 
 # pyright: reportMissingImports=false
@@ -15,8 +15,7 @@ from sglang.srt.arg_groups.choices import BUILT_IN_SAMPLING_BACKENDS
 from sglang.srt.layers.sampler import register_sampler_backend
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from tinkercloud.cluster.sglang import sampler as law
-from tinkercloud.cluster.sglang import weight_digests as weights
+from tinkercloud.cluster.sglang import sampler, weight_digests
 
 _BATCH = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
@@ -25,35 +24,36 @@ _REQUEST = "sglang.srt.managers.schedule_batch.Req"
 
 
 def register() -> None:
-    """The sampler, and hooks that carry its parameters through SGLang's batches; and
-    hooks that note which weights arrive.
+    """The sampler, hooks that carry its parameters through SGLang's batches, and hooks that record
+    which weights arrive.
 
-    Under SGLang's own names for its samplers: a request without a law is sampled by whichever of
-    them the server was given. SGLang applies the hooks when a process loads its plugins.
+    The sampler replaces all of SGLang's under their own names: it passes a request without our
+    parameters on to the one that the server was started with. SGLang applies the hooks when a
+    process loads its plugins.
     """
     for backend in BUILT_IN_SAMPLING_BACKENDS:
-        register_sampler_backend(backend, law.LawSampler)
-    after = {
-        "adjusted_from_schedule_batch": law.attach,
-        "adjusted_filter_batch": law.keep_rows,
-        "adjusted_merge_batch": law.append_rows,
+        register_sampler_backend(backend, sampler.SeededSampler)
+    replaced = {
+        "adjusted_from_schedule_batch": sampler.attach,
+        "adjusted_filter_batch": sampler.keep_rows,
+        "adjusted_merge_batch": sampler.append_rows,
     }
-    for method, hook in after.items():
+    for method, hook in replaced.items():
         HookRegistry.register(f"{_BATCH}.{method}", hook, HookType.REPLACE)
-    around = {
-        f"{_BATCH}.copy_for_forward": law.copy_with_rows,
-        f"{_REQUEST}._check_token_based_finish": law.check_stop,
-        f"{_UPDATER}.begin_weight_update": weights.forget,
-        f"{_UPDATER}.update_weights_from_tensor": weights.note_tensors,
-        f"{_UPDATER}.load_weights_from_distributed": weights.note_broadcast,
-        f"{_RUNNER}.check_weights": weights.tell,
+    wrapped = {
+        f"{_BATCH}.copy_for_forward": sampler.copy_with_rows,
+        f"{_REQUEST}._check_token_based_finish": sampler.check_stop,
+        f"{_UPDATER}.begin_weight_update": weight_digests.clear,
+        f"{_UPDATER}.update_weights_from_tensor": weight_digests.record_tensors,
+        f"{_UPDATER}.load_weights_from_distributed": weight_digests.record_broadcast,
+        f"{_RUNNER}.check_weights": weight_digests.report,
     }
-    for target, hook in around.items():
+    for target, hook in wrapped.items():
         HookRegistry.register(target, hook, HookType.AROUND)
 
 
 def main() -> None:
-    """Serve until the process is told to end; nothing of it outlives it."""
+    """Serve until the process is ended; the processes that SGLang started end with it."""
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args

@@ -1,6 +1,6 @@
-"""Inside SGLang: keeps digests of the weights that arrive, and tells them to its weights checker.
+"""Inside SGLang: records digests of the weights that arrive; its weights checker reports them.
 
-One process holds one rank of one engine, so what arrived is the process's own.
+A process holds one rank of one engine, so what arrives in it belongs to that rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,37 +12,38 @@ from tinkercloud.cluster.weights.tensor_digest import tensor_digest
 
 RECEIVED = "tinkercloud_received"
 
-_arrived: dict[str, str] = {}
+_received: dict[str, str] = {}
 
 
-def forget(original: Callable[..., None], updater: Any) -> None:
+def clear(original: Callable[..., None], updater: Any) -> None:
     """WeightUpdater.begin_weight_update."""
-    _arrived.clear()
+    _received.clear()
     original(updater)
 
 
-def note_tensors(
+def record_tensors(
     original: Callable[..., Any], updater: Any, named_tensors: Any, load_format: str | None = None
 ) -> Any:
     """WeightUpdater.update_weights_from_tensor."""
-    _note(named_tensors)
+    _record(named_tensors)
     return original(updater, named_tensors=named_tensors, load_format=load_format)
 
 
-def note_broadcast(original: Callable[..., Any], updater: Any, named_tensors: Any) -> Any:
+def record_broadcast(original: Callable[..., Any], updater: Any, named_tensors: Any) -> Any:
     """WeightUpdater.load_weights_from_distributed."""
-    _note(named_tensors)
+    _record(named_tensors)
     return original(updater, named_tensors)
 
 
-def tell(original: Callable[..., Any], runner: Any, action: str, **more: Any) -> Any:
+def report(original: Callable[..., Any], runner: Any, action: str, **more: Any) -> Any:
     """ModelRunner.check_weights."""
     if action != RECEIVED:
         return original(runner, action, **more)
-    # Of the checker's own answer only who answers is of use: every name holds the empty text.
+    # SGLang's checker is called for who answers (its rank) only: every name contains the empty
+    # text, so that it skips all tensors.
     answer = original(runner, "checksum", **{**more, "skip_tensor_list": [""]})
-    return {**answer, "checksums": dict(_arrived)}
+    return {**answer, "checksums": dict(_received)}
 
 
-def _note(named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    _arrived.update((name, tensor_digest(tensor)) for name, tensor in named_tensors)
+def _record(named_tensors: Sequence[tuple[str, Tensor]]) -> None:
+    _received.update((name, tensor_digest(tensor)) for name, tensor in named_tensors)

@@ -1,4 +1,4 @@
-"""A model's adapter on one rank: its parameters, and how they become whole tensors and back."""
+"""A model's adapter on one rank: its parameters, and how they are gathered and sharded."""
 
 import zlib
 from collections.abc import Iterable, Mapping
@@ -16,14 +16,15 @@ from tinkercloud.core.plan import Plan
 from tinkercloud.core.types import LoraSpec
 from tinkercloud.weights.adapters import fresh_adapter, wanted_modules
 
-Whole = dict[str, Tensor]
-"""Whole float32 tensors by "MODULE.lora_A" and "MODULE.lora_B"."""
+FullTensors = dict[str, Tensor]
+"""Unsharded float32 tensors by "MODULE.lora_A" and "MODULE.lora_B"."""
 
 
 class AdapterShapes:
-    """Which modules a spec adapts under a plan, and with what rank.
+    """Which modules a spec adapts under a plan, and with which rank.
 
-    Experts have adapters only where the plan says so, in the plan's proportion to the other ranks.
+    Experts have adapters only where the plan gives them a rank (`expert_lora_rank`), in its
+    proportion to `lora_rank`.
     """
 
     def __init__(self, plan: Plan):
@@ -46,30 +47,31 @@ class AdapterShapes:
             ranks |= dict.fromkeys(self._experts, self.expert_rank(spec))
         return ranks
 
-    def fresh(self, spec: LoraSpec, own: Iterable[str]) -> Whole:
-        """The beginning of an adapter, of the modules `own`: a seed means one adapter.
+    def initial(self, spec: LoraSpec, modules: Iterable[str]) -> FullTensors:
+        """The initial adapter of a seed, for these modules.
 
-        Outside the experts it is the other backends' adapter. An expert's is drawn from the seed
-        and its name, so that no rank draws those of all experts.
+        Outside the experts it is the adapter that other backends draw from the seed: they draw all
+        modules in one order, so all are drawn here too. An expert's is drawn from the seed and its
+        name, so that no rank must draw those of all experts.
         """
-        wanted = set(own)
+        names = set(modules)
         cpu = torch.device("cpu")
-        whole: Whole = {}
+        full: FullTensors = {}
         for name, (a, b) in fresh_adapter(spec, self._dense, cpu).items():
-            if name in wanted:
-                whole[f"{name}.lora_A"], whole[f"{name}.lora_B"] = a, b
-        for name in wanted & self._experts.keys() & self.ranks(spec).keys():
+            if name in names:
+                full[f"{name}.lora_A"], full[f"{name}.lora_B"] = a, b
+        for name in names & self._experts.keys() & self.ranks(spec).keys():
             seed = (spec.seed ^ zlib.crc32(name.encode()) << 20) % 2**63
             single = replace(spec, rank=self.expert_rank(spec), seed=seed)
             a, b = fresh_adapter(single, {name: self._experts[name]}, cpu)[name]
-            whole[f"{name}.lora_A"], whole[f"{name}.lora_B"] = a, b
-        return whole
+            full[f"{name}.lora_A"], full[f"{name}.lora_B"] = a, b
+        return full
 
 
 class AdapterSlot(nn.Module):
     """float32 A and B of every adapted projection on this rank.
 
-    tensors and layout go by "MODULE.lora_A" and "MODULE.lora_B"; pairs is what forward reads.
+    tensors, layout: by "MODULE.lora_A" and "MODULE.lora_B". pairs: by module, for the forward pass.
     """
 
     def __init__(
@@ -91,69 +93,66 @@ class AdapterSlot(nn.Module):
     def _add(self, site: Site, name: str, a: Tensor, b: Tensor) -> None:
         for leaf, tensor, factor in zip("AB", (a, b), factors(site), strict=True):
             parameter = nn.Parameter(tensor)
-            # What Megatron reads: expert gradients are reduced over another group.
+            # Megatron's DDP puts parameters with allreduce False into the buffers of experts, whose
+            # gradients are reduced over the expert-data-parallel group.
             parameter.allreduce = not site.is_expert  # type: ignore[attr-defined]
             self.tensors[f"{name}.lora_{leaf}"] = parameter
             self.layout[f"{name}.lora_{leaf}"] = factor
             self.register_parameter(f"{name}.lora_{leaf}".replace(".", "/"), parameter)
-        own = self.tensors[f"{name}.lora_A"], self.tensors[f"{name}.lora_B"]
-        self.pairs[name] = (*own, self.spec.alpha / a.shape[0])
+        a, b = self.tensors[f"{name}.lora_A"], self.tensors[f"{name}.lora_B"]
+        self.pairs[name] = (a, b, self.spec.alpha / a.shape[0])
 
-    @property
-    def modules_here(self) -> list[str]:
-        return list(self.pairs)
-
-    def share(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a whole tensor; rows that pad the vocabulary are 0."""
-        factor, own = self.layout[name], self.tensors[name]
+    def shard(self, name: str, full: Tensor) -> Tensor:
+        """This rank's shard of a full tensor; rows that pad the vocabulary are 0."""
+        factor, parameter = self.layout[name], self.tensors[name]
         if factor.dim is None:
-            return whole
-        size, start = own.shape[factor.dim], factor.group.rank() * own.shape[factor.dim]
-        part = whole.narrow(
-            factor.dim, min(start, whole.shape[factor.dim]),
-            max(0, min(size, whole.shape[factor.dim] - start)),
-        )  # fmt: skip
-        if part.shape == own.shape:
-            return part
-        padded = torch.zeros(own.shape, dtype=whole.dtype, device=whole.device)
-        padded[: len(part)] = part
+            return full
+        size = parameter.shape[factor.dim]
+        start, end = factor.group.rank() * size, full.shape[factor.dim]
+        shard = full.narrow(factor.dim, min(start, end), max(0, min(size, end - start)))
+        if shard.shape == parameter.shape:
+            return shard
+        padded = torch.zeros(parameter.shape, dtype=full.dtype, device=full.device)
+        padded[: len(shard)] = shard
         return padded
 
-    def join(self, name: str, part: Tensor, whole_size: Mapping[str, Shape]) -> Tensor:
-        """The whole tensor from the parts of its tensor-parallel group (collective over it)."""
+    def gather(self, name: str, shard: Tensor, full_shapes: Mapping[str, Shape]) -> Tensor:
+        """The full tensor from its shards, without padding. Collective over its tensor-parallel
+        group. full_shapes: (out, in) by module."""
         factor = self.layout[name]
-        if factor.dim is None or factor.group.size() == 1:
-            joined = part
-        else:
-            parts = [torch.empty_like(part) for _ in range(factor.group.size())]
-            dist.all_gather(parts, part.contiguous(), group=factor.group)
-            joined = torch.cat(parts, factor.dim)
         if factor.dim is None:
-            return joined
+            return shard
+        full = shard
+        if factor.group.size() > 1:
+            shards = [torch.empty_like(shard) for _ in range(factor.group.size())]
+            dist.all_gather(shards, shard.contiguous(), group=factor.group)
+            full = torch.cat(shards, factor.dim)
         module, _, _ = name.rpartition(".")
-        return joined.narrow(factor.dim, 0, whole_size[module][factor.dim])
+        return full.narrow(factor.dim, 0, full_shapes[module][factor.dim])
 
-    def counts(self, name: str, parameter: nn.Parameter) -> bool:
-        """Whether this rank's part counts in a norm (copies count once)."""
+    def is_counted(self, name: str, parameter: nn.Parameter) -> bool:
+        """Whether a norm counts this rank's part: of copies, only the first rank's."""
         factor = self.layout[name.replace("/", ".")]
         return factor.dim is not None or factor.group.rank() == 0
 
-    def join_gradients(self, ddp: DistributedDataParallel) -> None:
-        """Sum the accumulated gradients over all ranks that have a part in them."""
+    def reduce_gradients(self, ddp: DistributedDataParallel) -> None:
+        """Sum the accumulated gradients over all ranks that contribute to them."""
+        # Data-parallel ranks first, as Megatron's finalize_model_grads: partial gradients are
+        # summed once for the whole accumulation, not in every micro-batch.
         ddp.finish_grad_sync()
         by_group: dict[ProcessGroup, list[Tensor]] = {}
         for name, factor in self.layout.items():
             if factor.partial:
                 by_group.setdefault(factor.group, []).append(self.tensors[name].main_grad)  # type: ignore[attr-defined]
         for group, gradients in by_group.items():
-            joined = torch.cat([gradient.flatten() for gradient in gradients])
-            dist.all_reduce(joined, group=group)
-            for gradient, part in zip(
-                gradients, joined.split([g.numel() for g in gradients]), strict=True
-            ):
-                gradient.copy_(part.view(gradient.shape))
+            # One message for each group instead of one for each small factor.
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            dist.all_reduce(flat, group=group)
+            sums = flat.split([gradient.numel() for gradient in gradients])
+            for gradient, total in zip(gradients, sums, strict=True):
+                gradient.copy_(total.view(gradient.shape))
 
-    def fill(self, whole: Whole) -> None:
+    def load(self, full: FullTensors) -> None:
         with torch.no_grad():
-            for name, own in self.tensors.items():
-                own.copy_(self.share(name, whole[name]))
+            for name, parameter in self.tensors.items():
+                parameter.copy_(self.shard(name, full[name]))

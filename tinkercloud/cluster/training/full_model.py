@@ -1,4 +1,4 @@
-"""One network trained whole: full-parameter training."""
+"""Full-parameter training: the rank's network is the one model."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,8 +21,8 @@ _WEIGHTS: dict[Kind, str] = {"weight": ""}
 _MOMENTS: dict[Kind, str] = {"exp_avg": "exp_avg.", "exp_avg_sq": "exp_avg_sq."}
 
 
-class WholeModel(Models):
-    """The rank's network is the one model there is; its float32 weights are the optimizer's."""
+class FullModel(Models):
+    """At most one model at a time. Its float32 weights are those of the optimizer."""
 
     def __init__(self, rank: Rank):
         self.rank = rank
@@ -30,26 +30,26 @@ class WholeModel(Models):
         optimizer = RankOptimizer(
             rank.network,
             rank.network.config,
-            join_gradients=_join_gradients,
-            counts=self._counts,
+            reduce_gradients=_reduce_gradients,
+            is_counted=self._is_counted,
             snapshot_on_host=True,
         )
         self._model = RankModel(LoraSpec(rank=0, seed=0), None, optimizer)
         self._id: str | None = None
         self._replaced = False
 
-    def _counts(self, name: str, parameter: nn.Parameter) -> bool:
-        """Whether this rank's part counts in a norm (copies count once)."""
+    def _is_counted(self, name: str, parameter: nn.Parameter) -> bool:
+        """Whether a norm counts this rank's part: of copies, only the first rank's."""
         if name == "output_layer.weight" and getattr(parameter, "shared", False):
-            return False  # the embedding of the first stage, again
-        if self.rank.catalogue.entries[name].split != "whole":
+            return False  # tied: the first pipeline stage counts it as its embedding
+        if self.rank.catalogue.entries[name].split != "replicated":
             return True
         return parallel_state.get_tensor_model_parallel_rank() == 0
 
     def create(self, model_id: str, spec: LoraSpec) -> None:
         self._check(model_id, spec)
         if not self._is_base:
-            self._id = None  # nobody's, should this fail
+            self._id = None  # should loading fail, no model has these weights
             load_base(self.rank.network, self.rank.catalogue, self.rank.settings.folder)
             for name, parameter in self._model.optimizer.params.items():
                 self._model.optimizer.write(name, "weight", parameter.detach().float())
@@ -64,9 +64,9 @@ class WholeModel(Models):
     def _check(self, model_id: str, spec: LoraSpec) -> None:
         base = self.rank.settings.base_model
         if spec.rank != 0:
-            raise UserError(f"{base} is trained whole here; ask for rank 0")
+            raise UserError(f"{base} is trained full-parameter here; ask for rank 0")
         if self._id not in (None, model_id):
-            raise UserError(f"another model is trained whole on the GPUs of {base}")
+            raise UserError(f"another full-parameter model is trained on the GPUs of {base}")
 
     def _begin(self, model_id: str, spec: LoraSpec) -> None:
         self._id, self._model.spec = model_id, spec
@@ -75,25 +75,28 @@ class WholeModel(Models):
     def load(
         self, model_id: str, folder: Path, state: TrainingState, *, with_optimizer: bool
     ) -> None:
-        catalogue, together = self.rank.catalogue, self.rank.together
+        catalogue, collectives = self.rank.catalogue, self.rank.collectives
         base = self.rank.settings.base_model
-        parts = [(folder / FULL_FILE, _WEIGHTS)]
+        files = [(folder / FULL_FILE, _WEIGHTS)]
         if with_optimizer:
-            parts.append((folder / OPTIMIZER_FILE, _MOMENTS))
-        with together.agreed():
+            files.append((folder / OPTIMIZER_FILE, _MOMENTS))
+        with collectives.shared_errors():
+            # Everything is checked before the first tensor is replaced: there is no second copy of
+            # the weights to go back to.
             self._check(model_id, state.lora)
-            for path, kinds in parts:
-                rank_checkpoint.check_whole(path, catalogue, tuple(kinds.values()), base)
-                rank_checkpoint.check_finite(path, together.rank, together.size)
-        with together.agreed():
-            self._id, self._replaced = None, True  # nobody's, should this fail
+            for path, kinds in files:
+                rank_checkpoint.check_network(path, catalogue, tuple(kinds.values()), base)
+                rank_checkpoint.check_finite(path, collectives.rank, collectives.size)
+        with collectives.shared_errors():
+            self._id, self._replaced = None, True  # should it fail, no model has these weights
             self._begin(model_id, state.lora)
-            for path, kinds in parts:
-                rank_checkpoint.load_whole(self._model, catalogue, path, kinds)
+            for path, kinds in files:
+                rank_checkpoint.load_network(self._model, catalogue, path, kinds)
             self._model.optimizer.num_steps = state.num_steps if with_optimizer else 0
 
     def save(self, model: RankModel, folder: Path, *, with_optimizer: bool) -> None:
-        write = partial(rank_checkpoint.save_whole, model, self.rank.catalogue, self.rank.together)
+        rank = self.rank
+        write = partial(rank_checkpoint.save_network, model, rank.catalogue, rank.collectives)
         write(folder / FULL_FILE, _WEIGHTS)
         if with_optimizer:
             write(folder / OPTIMIZER_FILE, _MOMENTS)
@@ -113,11 +116,11 @@ class WholeModel(Models):
 
     @contextmanager
     def active(self, model: RankModel | None) -> Iterator[None]:
-        assert model is not None or self._is_base, "the base was trained over"
+        assert model is not None or self._is_base, "training has replaced the base's weights"
         yield
 
     def buckets(self, model: RankModel | None, bucket_bytes: int) -> Iterator[Bucket]:
-        assert model is not None or self._is_base, "the base was trained over"
+        assert model is not None or self._is_base, "training has replaced the base's weights"
         tensors = self.rank.catalogue.tensors
         yield from full_tensors(
             self.rank.catalogue, lambda name: tensors[name].detach().clone(), bucket_bytes
@@ -125,12 +128,12 @@ class WholeModel(Models):
 
     def export(self, model: RankModel | None, folder: Path, form: Form) -> None:
         if form == "adapter":
-            raise UserError("a model that is trained whole has no adapter to export")
+            raise UserError("a full-parameter model has no adapter to export")
         self.write_merged(model, folder)
 
-    def here(self) -> list[RankModel]:
-        return [self._model] if not self._model.store.is_away else []
+    def resident(self) -> list[RankModel]:
+        return [self._model] if not self._model.store.is_offloaded else []
 
 
-def _join_gradients(ddp: DistributedDataParallel) -> None:
+def _reduce_gradients(ddp: DistributedDataParallel) -> None:
     finalize_model_grads([ddp])

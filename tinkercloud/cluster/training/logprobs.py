@@ -1,7 +1,7 @@
-"""Log-probabilities of given targets when the vocabulary and the sequence lie on several ranks.
+"""Log-probabilities of targets where vocabulary and sequence are sharded over several ranks.
 
-log p(t) = z_t - max - log sum exp(z - max) in float32, the three terms joined over the
-tensor-parallel group (the idea of Megatron's vocab-parallel cross-entropy, for K targets per row).
+log p(t) = z_t - max - log sum exp(z - max) in float32, each of the three terms reduced over the
+tensor-parallel group (as Megatron's vocab-parallel cross-entropy does, here for K targets per row).
 
 Axes: n rows, K targets per row, V vocabulary (W columns of it on this rank), C rows of one
 context-parallel rank, T rows of all of them.
@@ -33,31 +33,33 @@ class _TargetLogprobs(torch.autograd.Function):
         start = group.rank() * width
         ctx.real = min(max(vocab_size - start, 0), width)
         wide = logits[:, : ctx.real].float()
-        own = (targets >= start) & (targets < start + ctx.real)
-        index = torch.where(own, targets - start, 0)
+        is_local = (targets >= start) & (targets < start + ctx.real)
+        index = torch.where(is_local, targets - start, 0)
         if ctx.real:
             top = wide.amax(-1, keepdim=True)
-            chosen = torch.where(own, wide.gather(1, index), 0.0)
+            chosen = torch.where(is_local, wide.gather(1, index), 0.0)
         else:  # a rank may hold nothing but padding
             top = wide.new_full((len(wide), 1), -torch.inf)
             chosen = wide.new_zeros(targets.shape)
         dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
         total = (wide - top).exp().sum(-1, keepdim=True)
-        joined = torch.cat((total, chosen), -1)
-        dist.all_reduce(joined, group=group)
-        normaliser = top + joined[:, :1].log()
-        ctx.save_for_backward(logits, normaliser, index, own)
-        return joined[:, 1:] - normaliser
+        # One message for both sums. A target's logit is 0 on all ranks but one.
+        sums = torch.cat((total, chosen), -1)
+        dist.all_reduce(sums, group=group)
+        normaliser = top + sums[:, :1].log()
+        ctx.save_for_backward(logits, normaliser, index, is_local)
+        return sums[:, 1:] - normaliser
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (grad,) = grads
-        logits, normaliser, index, own = ctx.saved_tensors
+        logits, normaliser, index, is_local = ctx.saved_tensors
         result = torch.zeros(logits.shape, dtype=torch.float32, device=logits.device)
         if ctx.real:
             probabilities = (logits[:, : ctx.real].float() - normaliser).exp_()
             torch.mul(probabilities, -grad.sum(-1, keepdim=True), out=result[:, : ctx.real])
-            result.scatter_add_(1, index, torch.where(own, grad, 0.0))
+            # Added, not set: a row may have the same target twice.
+            result.scatter_add_(1, index, torch.where(is_local, grad, 0.0))
         return result.to(logits.dtype), None, None, None
 
 
@@ -68,51 +70,53 @@ def chunked_logprobs(
     logprobs: Callable[[Tensor, Tensor], Tensor],
     chunk_rows: int,
 ) -> Tensor:
-    """float32 (n, K) without ever holding all logits: chunk_rows rows of them at a time.
+    """float32 (n, K) from chunk_rows rows of logits at a time, so that not all are ever in memory.
 
-    hidden (s, D) holds this rank's 1/p of the rows when sequences are parallel over p ranks, and
-    then unembed gathers them: s rows -> (p s, W) logits, rank after rank. targets (p s, K).
-    Logits are computed again for the gradient.
+    hidden (s, D): with sequence parallelism over p ranks this rank's 1/p of the rows; unembed then
+    gathers them: s rows -> (p s, W) logits, rank after rank. targets (p s, K). The backward pass
+    computes the logits again.
     """
     parts = len(targets) // len(hidden)
     rows = max(1, chunk_rows // parts)
 
-    def chunk(own: Tensor, wanted: Tensor) -> Tensor:
-        return logprobs(unembed(own), wanted)
+    def chunk(rows: Tensor, row_targets: Tensor) -> Tensor:
+        return logprobs(unembed(rows), row_targets)
 
+    # A chunk takes the same rows of every rank's part, since unembed gathers these.
     by_part = targets.unflatten(0, (parts, len(hidden)))
-    found = []
-    for own, wanted in zip(hidden.split(rows), by_part.split(rows, 1), strict=True):
-        flat = wanted.flatten(0, 1)
+    chunks = []
+    for part, part_targets in zip(hidden.split(rows), by_part.split(rows, 1), strict=True):
+        flat = part_targets.flatten(0, 1)
         if torch.is_grad_enabled():
-            result = checkpoint(chunk, own, flat, use_reentrant=False)
+            result = checkpoint(chunk, part, flat, use_reentrant=False)
         else:
-            result = chunk(own, flat)
-        found.append(result.unflatten(0, (parts, len(own))))
-    return torch.cat(found, 1).flatten(0, 1)
+            result = chunk(part, flat)
+        chunks.append(result.unflatten(0, (parts, len(part))))
+    return torch.cat(chunks, 1).flatten(0, 1)
 
 
-def gather_rows(own: Tensor, order: Tensor, group: Group) -> Tensor:
-    """(T, K) rows of all context-parallel ranks from this rank's (C, K), in whole-sequence order.
+def gather_rows(local: Tensor, order: Tensor, group: Group) -> Tensor:
+    """(T, K) rows of all context-parallel ranks from this rank's (C, K), in sequence order.
 
-    order int64 (T,): concatenated over the ranks, which whole rows each holds. Every rank goes on
-    with the same rows and computes the same loss, so the gradient of its own rows is complete.
+    order int64 (T,): for each rank in turn, the positions of its rows. Every rank continues with
+    all rows and computes the same loss, so that the gradient of its own rows is complete: the
+    backward pass needs no communication.
     """
     if group.size() == 1:
-        return own
-    return _GatherRows.apply(own, order, group)  # type: ignore[return-value]
+        return local
+    return _GatherRows.apply(local, order, group)  # type: ignore[return-value]
 
 
 class _GatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own: Tensor, order: Tensor, group: Group) -> Tensor:
-        ctx.own_rows = order.chunk(group.size())[group.rank()]
-        gathered = own.new_empty((len(order), *own.shape[1:]))
-        dist.all_gather(list(gathered.chunk(group.size())), own.contiguous(), group=group)
-        whole = torch.empty_like(gathered)
-        whole[order] = gathered
-        return whole
+    def forward(ctx: Any, local: Tensor, order: Tensor, group: Group) -> Tensor:
+        ctx.local_rows = order.chunk(group.size())[group.rank()]
+        gathered = local.new_empty((len(order), *local.shape[1:]))
+        dist.all_gather(list(gathered.chunk(group.size())), local.contiguous(), group=group)
+        in_order = torch.empty_like(gathered)
+        in_order[order] = gathered
+        return in_order
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0][ctx.own_rows], None, None
+        return grads[0][ctx.local_rows], None, None

@@ -1,4 +1,4 @@
-"""Many adapters beside one frozen network."""
+"""Adapter training: many adapters on one frozen network."""
 
 import copy
 import json
@@ -35,7 +35,7 @@ class LoraModels(Models):
         self._sites = find_sites(network, plan.megatron)
         self._shapes = AdapterShapes(plan)
         self._switch = AdapterSwitch(self._sites)
-        self._models: OrderedDict[str, RankModel] = OrderedDict()  # the last used at the end
+        self._models: OrderedDict[str, RankModel] = OrderedDict()  # in order of last use
         if plan.megatron.recompute_granularity == "full" and network.pre_process:
             network.embedding.register_forward_hook(_require_gradient)
 
@@ -44,13 +44,13 @@ class LoraModels(Models):
     def create(self, model_id: str, spec: LoraSpec) -> None:
         model = self._new(spec, self._shapes.ranks(spec))
         assert model.slot is not None
-        model.slot.fill(self._shapes.fresh(spec, list(model.slot.pairs)))
+        model.slot.load(self._shapes.initial(spec, list(model.slot.pairs)))
         self._add(model_id, model)
 
     def load(
         self, model_id: str, folder: Path, state: TrainingState, *, with_optimizer: bool
     ) -> None:
-        with self.rank.together.agreed():
+        with self.rank.collectives.shared_errors():
             spec = state.lora
             self._check_rank(spec)
             ranks = rank_checkpoint.adapter_ranks(folder, spec, self._shapes)
@@ -60,21 +60,22 @@ class LoraModels(Models):
         self._add(model_id, model)
 
     def save(self, model: RankModel, folder: Path, *, with_optimizer: bool) -> None:
-        together, base = self.rank.together, self.rank.settings.base_model
-        rank_checkpoint.save_lora(model, base, self._shapes, together, folder)
+        collectives, base = self.rank.collectives, self.rank.settings.base_model
+        rank_checkpoint.save_lora(model, base, self._shapes, collectives, folder)
         if with_optimizer:
-            rank_checkpoint.save_lora_moments(model, self._shapes, together, folder)
+            rank_checkpoint.save_lora_moments(model, self._shapes, collectives, folder)
 
     def _new(self, spec: LoraSpec, ranks: dict[str, int]) -> RankModel:
-        """A model that nobody finds yet; its tensors are 0."""
+        """A model that is not registered yet, so that one that fails to load leaves no trace; its
+        tensors are 0."""
         self._check_rank(spec)
-        self._make_room()
+        self._offload_oldest()
         slot = AdapterSlot(spec, ranks, self._sites, self._device)
         optimizer = RankOptimizer(
             slot,
             self.rank.network.config,
-            join_gradients=slot.join_gradients,
-            counts=slot.counts,
+            reduce_gradients=slot.reduce_gradients,
+            is_counted=slot.is_counted,
             snapshot_on_host=False,
         )
         return RankModel(spec, slot, optimizer)
@@ -102,19 +103,19 @@ class LoraModels(Models):
     def get(self, model_id: str) -> RankModel:
         model = self.find(model_id)
         self._models.move_to_end(model_id)
-        if model.store.is_away:
-            self._make_room()
+        if model.store.is_offloaded:
+            self._offload_oldest()
             model.store.onload()
         return model
 
-    def _make_room(self) -> None:
-        """For one more in device memory: park those used longest ago."""
-        here = self.here()
-        for model in here[: max(0, len(here) + 1 - self.rank.settings.resident_adapters)]:
+    def _offload_oldest(self) -> None:
+        """Offload the least recently used, so that one more fits into device memory."""
+        resident = self.resident()
+        for model in resident[: max(0, len(resident) + 1 - self.rank.settings.resident_adapters)]:
             model.offload()
 
-    def here(self) -> list[RankModel]:
-        return [model for model in self._models.values() if not model.store.is_away]
+    def resident(self) -> list[RankModel]:
+        return [model for model in self._models.values() if not model.store.is_offloaded]
 
     @contextmanager
     def active(self, model: RankModel | None) -> Iterator[None]:
@@ -134,11 +135,12 @@ class LoraModels(Models):
         }
 
         def shard(name: str) -> Tensor:
-            own = catalogue.tensors[name]
+            weight = catalogue.tensors[name]
+            # A tied head is the embedding, which the adapter does not change.
             is_tied_head = name == "output_layer.weight" and self._is_tied
             if name not in places or is_tied_head:
-                return own.clone()
-            return _merged(own, *places[name], pairs)
+                return weight.clone()
+            return _merged(weight, *places[name], pairs)
 
         yield from full_tensors(catalogue, shard, bucket_bytes)
         if self._is_tied and model is not None and model.spec.train_unembed:
@@ -149,37 +151,38 @@ class LoraModels(Models):
         return not self.rank.settings.plan.megatron.untie_embeddings_and_output_weights
 
     def _untied_head(self, pairs: dict[str, Pair], bucket_bytes: int) -> Iterator[Bucket]:
-        """An adapter on the unembedding parts it from the embedding."""
+        """The unembedding, as a tensor of its own: merged with its adapter it differs from the
+        embedding."""
         arguments, network = self.rank.settings.plan.megatron, self.rank.network
         form = Vocabulary(arguments.vocab_size, arguments.padded_vocab_size)
         entry = Entry("output_layer.weight", ("lm_head.weight",), "tp", False, form)
         stage = parallel_state.get_pipeline_model_parallel_world_size() - 1
         shape = (arguments.vocab_size, arguments.hidden_size)
-        alone: Catalogue = copy.copy(self.rank.catalogue)
+        catalogue: Catalogue = copy.copy(self.rank.catalogue)
         dtype = next(network.parameters()).dtype
-        alone.items = [Item(stage, None, entry, {"lm_head.weight": shape}, dtype)]
+        catalogue.items = [Item(stage, None, entry, {"lm_head.weight": shape}, dtype)]
 
         def shard(name: str) -> Tensor:
             head = next(site for site in self._sites if site.name == "output_layer")
             return _merged(network.shared_embedding_or_output_weight(), head, 0, pairs)
 
-        yield from full_tensors(alone, shard, bucket_bytes)
+        yield from full_tensors(catalogue, shard, bucket_bytes)
 
     def export(self, model: RankModel | None, folder: Path, form: Form) -> None:
         if form == "merged":
             names = self.write_merged(model, folder)
-            with self.rank.together.agreed():
-                if self.rank.together.is_first and self._is_tied and "lm_head.weight" in names:
+            with self.rank.collectives.shared_errors():
+                if self.rank.collectives.is_first and self._is_tied and "lm_head.weight" in names:
                     _untie(folder / "config.json")
             return
         assert model is not None, "the base has no adapter"
-        together, base = self.rank.together, self.rank.settings.base_model
-        rank_checkpoint.save_lora(model, base, self._shapes, together, folder)
+        collectives, base = self.rank.collectives, self.rank.settings.base_model
+        rank_checkpoint.save_lora(model, base, self._shapes, collectives, folder)
 
 
-def _merged(own: Tensor, site: Site, block: int, pairs: dict[str, Pair]) -> Tensor:
+def _merged(weight: Tensor, site: Site, block: int, pairs: dict[str, Pair]) -> Tensor:
     delta = weight_delta(site, block, pairs)
-    return own.clone() if delta is None else (own.float() + delta).to(own.dtype)
+    return weight.clone() if delta is None else (weight.float() + delta).to(weight.dtype)
 
 
 def _untie(path: Path) -> None:
@@ -188,5 +191,6 @@ def _untie(path: Path) -> None:
 
 
 def _require_gradient(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    """Megatron's recomputed layers only carry gradients when their input asks for one."""
+    """Megatron recomputes layers by a reentrant autograd function (`tensor_parallel.checkpoint`),
+    which has a gradient only if an input requires one; with a frozen embedding none does."""
     return output.requires_grad_() if torch.is_grad_enabled() else output

@@ -1,6 +1,7 @@
 """A Megatron-core network on this rank, from typed arguments.
 
-One chunk per rank, no virtual pipeline, not wrapped: `train_rank` owns gradients and optimizer.
+One model chunk per rank (no virtual pipeline), not wrapped in DDP: `rank_optimizer` does that for
+the parameters that are trained.
 """
 
 import importlib
@@ -22,8 +23,8 @@ _SEED = 1  # of Megatron's random state; no dropout and no initialisation draws 
 
 @dataclass(frozen=True, slots=True)
 class RankHooks:
-    """What a machine's kind decides. layer_spec: of the decoder block, from its TransformerConfig;
-    None: Transformer Engine's."""
+    """What depends on the kind of machine. layer_spec: of the decoder block, from its
+    TransformerConfig; None: Transformer Engine's."""
 
     device: Literal["cuda", "cpu"] = "cuda"
     backend: Literal["nccl", "gloo"] = "nccl"
@@ -31,7 +32,7 @@ class RankHooks:
 
 
 def load_hooks(prepare: str | None) -> RankHooks:
-    """The answer of "module:function", called before Megatron is imported; None: a CUDA rank."""
+    """The result of "module:function", called before Megatron is imported; None: a CUDA rank."""
     if prepare is None:
         return RankHooks()
     module, _, function = prepare.partition(":")
@@ -46,11 +47,11 @@ def initialize(  # noqa: PLR0913 - one call at the start of a process
     hooks: RankHooks,
     timeout_s: float,
 ) -> None:
-    """Join the process group and cut it into Megatron's. Every rank of the world calls this."""
+    """Join the process group and divide it into Megatron's groups. Collective over all ranks."""
     from megatron.core import parallel_state, tensor_parallel
 
     if hooks.device == "cuda":
-        torch.cuda.set_device(0)  # Ray shows each actor its own GPU only
+        torch.cuda.set_device(0)  # Ray sets CUDA_VISIBLE_DEVICES to the actor's GPU
     timeout = timedelta(seconds=timeout_s)
     torch.distributed.init_process_group(
         hooks.backend, init_method, timeout, world_size=world_size, rank=rank
@@ -68,12 +69,12 @@ def initialize(  # noqa: PLR0913 - one call at the start of a process
 
 
 def build_model(arguments: MegatronArguments, hooks: RankHooks) -> Any:
-    """This rank's GPTModel, its weights not yet set (`weight_io.load_base` sets every one)."""
+    """This rank's GPTModel, with weights uninitialised (`conversion.load_base` sets every one)."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
 
     config = transformer_config(arguments, hooks)
-    rotary_base: Any = arguments.rotary_base  # Megatron annotates an int, and computes with floats
+    rotary_base: Any = arguments.rotary_base  # annotated as an int; Megatron computes with floats
     model = GPTModel(
         config=config,
         transformer_layer_spec=_layer_spec(config, hooks),
@@ -95,9 +96,10 @@ def build_model(arguments: MegatronArguments, hooks: RankHooks) -> Any:
 
 
 def _mark_shards(model: Any) -> None:
-    """Megatron marks the parameters that ranks share out while it initialises them, which we skip.
+    """Mark sharded parameters. Megatron does so while it initialises them, which we skip.
 
-    Unmarked, they would count on the first tensor-parallel rank only in a gradient's norm.
+    A gradient norm counts an unmarked parameter on the first tensor-parallel rank only
+    (`param_is_not_tensor_parallel_duplicate`).
     """
     from megatron.core.tensor_parallel import layers
 
@@ -111,8 +113,8 @@ def _mark_shards(model: Any) -> None:
         if axis is None:
             continue
         for name, parameter in module.named_parameters(recurse=False):
-            is_cut = name == "weight" or axis == 0
-            if is_cut and not hasattr(parameter, "tensor_model_parallel"):
+            is_sharded = name == "weight" or axis == 0
+            if is_sharded and not hasattr(parameter, "tensor_model_parallel"):
                 layers.set_tensor_model_parallel_attributes(parameter, True, axis, 1)
 
 
@@ -121,10 +123,10 @@ def torch_dtype(arguments: MegatronArguments) -> torch.dtype:
 
 
 def transformer_config(arguments: MegatronArguments, hooks: RankHooks) -> Any:
-    """Megatron's TransformerConfig, or its MLA kind.
+    """Megatron's TransformerConfig, or MLATransformerConfig for latent attention.
 
-    No fusion that needs Apex or Transformer Engine's own kernels; no dropout; the router adds no
-    loss, drops no token and keeps its bias, since a user's loss is the only one trained on.
+    No fusion that needs Apex or Transformer Engine's own kernels. No dropout. The router adds no
+    auxiliary loss, drops no token and keeps its bias: only the user's loss is trained on.
     """
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -196,7 +198,7 @@ def _experts(arguments: MegatronArguments, hooks: RankHooks) -> dict[str, Any]:
         "moe_aux_loss_coeff": 0.0,
         "moe_shared_expert_intermediate_size": arguments.moe_shared_expert_intermediate_size,
         "moe_layer_freq": list(frequency) if frequency else 1,
-        # Grouped products are CUDA kernels; on a CPU the experts are computed one by one.
+        # Grouped GEMM is a CUDA kernel; on a CPU the experts are computed one by one.
         "moe_grouped_gemm": arguments.moe_grouped_gemm and hooks.device == "cuda",
         "moe_permute_fusion": False,
     }
@@ -223,9 +225,9 @@ _LATENT = (
 def _latent(arguments: MegatronArguments) -> dict[str, Any]:
     if not arguments.multi_latent_attention:
         return {}
-    found = {name: getattr(arguments, name) for name in _LATENT}
-    given = {name: value for name, value in found.items() if value is not None}
-    return {"multi_latent_attention": True, "q_lora_rank": arguments.q_lora_rank, **given}
+    values = {name: getattr(arguments, name) for name in _LATENT}
+    fields = {name: value for name, value in values.items() if value is not None}
+    return {"multi_latent_attention": True, "q_lora_rank": arguments.q_lora_rank, **fields}
 
 
 def _layer_spec(config: Any, hooks: RankHooks) -> Any:
@@ -234,7 +236,8 @@ def _layer_spec(config: Any, hooks: RankHooks) -> Any:
     if hooks.layer_spec is not None:
         return hooks.layer_spec(config)
     if not gpt_layer_specs.HAVE_TE:
-        # Megatron's own attention neither keeps packed sequences apart nor cuts a context.
+        # Megatron's local attention supports neither packed sequences nor context parallelism
+        # (`DotProductAttention` asserts both).
         raise ConfigError(
             "training on GPUs needs Transformer Engine, which is not installed here: "
             "pip install --no-build-isolation 'transformer-engine[pytorch]'"

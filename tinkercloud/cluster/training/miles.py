@@ -1,13 +1,13 @@
 """An installed Miles instead of our own Megatron ranks (the setting `cluster.trainer: miles`).
 
-`MilesRank` offers what a `MegatronRank` offers, to the same train group, as a group of one: Miles
-starts its own ranks. It drives Miles by the executor contract of its Tinker gateway: adapters live
-in numbered slots (load_slot, unload_slot, save_slot, export_slot), data goes as one dict per datum
+`MilesRank` has the methods of a `MegatronRank`, for the same train group, as its only rank: Miles
+starts its ranks itself. It drives Miles by the executor contract of its Tinker gateway: adapters
+are in numbered slots (load_slot, unload_slot, save_slot, export_slot), data is one dict per datum
 (forward_backward, forward_only), and one optim_step takes Adam's parameters by slot.
 
-Narrower than ours: adapters only, as many as there are slots; no gspo; one target per position; no
-seed per adapter; memory is not given back, so that sampling needs GPUs of its own. A checkpoint
-holds the adapter in our format and, for exact resumption by Miles, its own in `miles/`.
+It can do less than our ranks: adapters only, as many as there are slots; no gspo; one target per
+position; no seed per adapter; no offload, so that sampling needs GPUs of its own. A checkpoint
+holds the adapter in our format and, for exact resumption by Miles, in Miles' format in `miles/`.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ ADAM_KEYS = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_cli
 
 
 class Executor(Protocol):
-    """Miles' contract, as far as it is used. An answer may be {"error": text}."""
+    """The part of Miles' contract that is used. An answer may be {"error": text}."""
 
     def trainer_dead(self) -> Any: ...
     async def load_slot(
@@ -61,8 +61,8 @@ class Executor(Protocol):
 
 
 @dataclass(slots=True)
-class Held:
-    """A model in its slot."""
+class SlotModel:
+    """A model and the slot that holds its adapter."""
 
     slot: int
     spec: LoraSpec
@@ -70,7 +70,7 @@ class Held:
 
 
 class MilesRank:
-    """The one rank of a group that Miles trains. Methods as `train_rank.MegatronRank`'s."""
+    """The only rank of a group that Miles trains. Methods as `train_rank.MegatronRank`'s."""
 
     def __init__(self, settings: RankSettings):
         plan = settings.plan
@@ -78,24 +78,24 @@ class MilesRank:
             raise ConfigError("Miles trains adapters only; cluster.trainer must be megatron")
         if plan.rollout.colocated:
             raise ConfigError(
-                "Miles does not give its GPUs to sampling in turn; give sampling GPUs of its own"
+                "Miles does not offload its GPUs for sampling; give sampling GPUs of its own"
             )
         self._settings = settings
         self._max_rank = plan.lora_rank
         self._loop = _Loop()
         self._executor: Executor = self._loop.run(start_executor(settings))
-        self._models: dict[str, Held] = {}
+        self._models: dict[str, SlotModel] = {}
         self._free = list(range(settings.resident_adapters))
         self._batch_ids = itertools.count(1)
 
     # ---- models
 
     def create(self, model_id: str, spec: LoraSpec) -> None:
-        """A fresh adapter; Miles draws it, whatever the seed."""
+        """A new adapter; Miles draws it without a seed."""
         logger.warning(
             "model %s: Miles has no seed per adapter, %d is ignored", model_id, spec.seed
         )
-        self._enter(model_id, Held(self._slot_for(model_id, spec), spec), None)
+        self._load(model_id, SlotModel(self._slot_for(model_id, spec), spec), None)
 
     def load(self, model_id: str, folder: Path, *, with_optimizer: bool) -> LoraSpec:
         """Raises UserError for a checkpoint that Miles did not write."""
@@ -106,26 +106,26 @@ class MilesRank:
                 "this checkpoint was written by another trainer, or without its optimizer, and "
                 "Miles reads only its own"
             )
-        held = Held(self._slot_for(model_id, state.lora), state.lora)
-        held.num_steps = state.num_steps if with_optimizer else 0
-        self._enter(model_id, held, native, with_optimizer=with_optimizer)
+        model = SlotModel(self._slot_for(model_id, state.lora), state.lora)
+        model.num_steps = state.num_steps if with_optimizer else 0
+        self._load(model_id, model, native, with_optimizer=with_optimizer)
         return state.lora
 
     def delete(self, model_id: str) -> None:
-        held = self._models.pop(model_id, None)
-        if held is not None:
-            self._ask(self._executor.unload_slot(held.slot))
-            self._free.append(held.slot)
+        model = self._models.pop(model_id, None)
+        if model is not None:
+            self._run(self._executor.unload_slot(model.slot))
+            self._free.append(model.slot)
 
     def save(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
-        held = self._get(model_id)
+        model = self._get(model_id)
         self.export(model_id, folder, form="adapter")
         if with_optimizer:
             native = folder / NATIVE_FOLDER
-            self._ask(self._executor.save_slot(held.slot, str(native)))
-            _settle(native)
-        # Our trainers cannot read Miles' moments: for them it has no optimizer.
-        state = TrainingState(self._settings.base_model, held.spec, held.num_steps, False)
+            self._run(self._executor.save_slot(model.slot, str(native)))
+            _replace_link(native)
+        # with_optimizer False: our trainers cannot read Miles' moments, and must refuse them.
+        state = TrainingState(self._settings.base_model, model.spec, model.num_steps, False)
         write_state(state, folder)
 
     def _slot_for(self, model_id: str, spec: LoraSpec) -> int:
@@ -140,15 +140,15 @@ class MilesRank:
             )
         return min(self._free)
 
-    def _enter(
-        self, model_id: str, held: Held, native: Path | None, *, with_optimizer: bool = False
+    def _load(
+        self, model_id: str, model: SlotModel, native: Path | None, *, with_optimizer: bool = False
     ) -> None:
-        spec, path = held.spec, None if native is None else str(native)
-        self._ask(self._executor.load_slot(held.slot, spec.rank, spec.alpha, path, with_optimizer))
-        self._free.remove(held.slot)
-        self._models[model_id] = held
+        spec, path = model.spec, None if native is None else str(native)
+        self._run(self._executor.load_slot(model.slot, spec.rank, spec.alpha, path, with_optimizer))
+        self._free.remove(model.slot)
+        self._models[model_id] = model
 
-    def _get(self, model_id: str) -> Held:
+    def _get(self, model_id: str) -> SlotModel:
         if model_id not in self._models:
             raise ModelStateLost(model_id)
         return self._models[model_id]
@@ -156,34 +156,33 @@ class MilesRank:
     # ---- training
 
     def forward_backward_only(self, model_id: str, batch: TrainBatch) -> RankOutput:
-        return self._run(self._executor.forward_backward, model_id, batch)
+        return self._pass(self._executor.forward_backward, model_id, batch)
 
     def forward_only(self, model_id: str, batch: TrainBatch) -> RankOutput:
-        return self._run(self._executor.forward_only, model_id, batch)
+        return self._pass(self._executor.forward_only, model_id, batch)
 
     def apply_optimizer_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
-        held = self._get(model_id)
-        wanted = {key: float(getattr(params, key)) for key in ADAM_KEYS}
-        told: Mapping[str, float] = self._ask(self._executor.optim_step({held.slot: wanted}))[
-            held.slot
-        ]
-        _refuse_failure(told)
-        if "skipped_nonfinite" in told:
+        model = self._get(model_id)
+        adam = {key: float(getattr(params, key)) for key in ADAM_KEYS}
+        answers = self._run(self._executor.optim_step({model.slot: adam}))
+        answer: Mapping[str, float] = answers[model.slot]
+        _check(answer)
+        if "skipped_nonfinite" in answer:
             raise UserError("the gradient is not finite; it was dropped and no step was made")
-        held.num_steps += 1
-        return {"unclipped_grad_l2:mean": float(told["grad_norm"])}
+        model.num_steps += 1
+        return {"unclipped_grad_l2:mean": float(answer["grad_norm"])}
 
-    def _run(self, method: Any, model_id: str, batch: TrainBatch) -> RankOutput:
+    def _pass(self, method: Any, model_id: str, batch: TrainBatch) -> RankOutput:
         if batch.loss_fn not in LOSSES:
             raise UserError(f"Miles has no loss {batch.loss_fn!r}; it has {', '.join(LOSSES)}")
-        held = self._get(model_id)
-        data = [(held.slot, miles_datum(datum)) for datum in batch.data]
+        model = self._get(model_id)
+        data = [(model.slot, miles_datum(datum)) for datum in batch.data]
         config = {key: float(value) for key, value in batch.loss_fn_config.items()}
-        told = self._ask(method(next(self._batch_ids), data, batch.loss_fn, config))
+        rows = self._run(method(next(self._batch_ids), data, batch.loss_fn, config))
         outputs = tuple(
-            _output(datum, one, batch.loss_fn) for datum, one in zip(batch.data, told, strict=True)
+            _output(datum, row, batch.loss_fn) for datum, row in zip(batch.data, rows, strict=True)
         )
-        loss = float(sum(one["loss"] for one in told))
+        loss = float(sum(row["loss"] for row in rows))
         return RankOutput(tuple(range(len(outputs))), outputs, {"loss:sum": loss})
 
     # ---- weights for others
@@ -194,17 +193,18 @@ class MilesRank:
         """A PEFT folder. Raises UserError for merged weights."""
         if model_id is None or form == "merged":
             raise UserError("Miles gives adapters to engines, no merged weights")
-        held, made = self._get(model_id), folder / ".export"
-        self._ask(self._executor.export_slot(held.slot, held.spec.rank, held.spec.alpha, str(made)))
+        model, scratch = self._get(model_id), folder / ".export"
+        spec = model.spec
+        self._run(self._executor.export_slot(model.slot, spec.rank, spec.alpha, str(scratch)))
         for name in (ADAPTER_FILE, ADAPTER_CONFIG_FILE):
-            shutil.copyfile(made / name, folder / name)
-        _settle(made)
-        shutil.rmtree(made)
+            shutil.copyfile(scratch / name, folder / name)
+        _replace_link(scratch)
+        shutil.rmtree(scratch)
 
     # ---- memory
 
     def offload(self) -> int:
-        """Nothing: Miles keeps its memory, on GPUs of its own."""
+        """Frees nothing: Miles has GPUs of its own."""
         return 0
 
     def onload(self) -> int:
@@ -215,19 +215,19 @@ class MilesRank:
 
     # ---- inside
 
-    def _ask(self, answer: Coroutine[Any, Any, Any]) -> Any:
-        """Miles' answer. EngineDied when it failed: what its ranks hold then, nobody knows."""
+    def _run(self, call: Coroutine[Any, Any, Any]) -> Any:
+        """Miles' answer. Raises EngineDied when it failed: its ranks may be in any state then."""
         try:
-            told = self._loop.run(answer)
+            answer = self._loop.run(call)
         except Exception as error:
             if type(error).__name__ == "UserInputError":
                 raise UserError(str(error)) from error
             raise EngineDied(f"Miles failed: {type(error).__name__}: {error}") from error
-        if isinstance(told, Mapping):
-            _refuse_failure(told)
+        if isinstance(answer, Mapping):
+            _check(answer)
         if self._loop.run(_awaited(self._executor.trainer_dead())):
             raise EngineDied("Miles' training processes died")
-        return told
+        return answer
 
 
 def miles_datum(datum: Datum) -> dict[str, Any]:
@@ -246,34 +246,34 @@ def miles_datum(datum: Datum) -> dict[str, Any]:
     return row
 
 
-def _output(datum: Datum, told: Mapping[str, Any], loss_fn: str) -> dict[str, Any]:
-    logprobs = np.asarray(told["logprobs"], np.float32)
+def _output(datum: Datum, row: Mapping[str, Any], loss_fn: str) -> dict[str, Any]:
+    logprobs = np.asarray(row["logprobs"], np.float32)
     if loss_fn != "cross_entropy":
         return {"logprobs": logprobs}
     elementwise = (-datum.inputs["weights"] * logprobs).astype(np.float32)
     return {"logprobs": logprobs, "elementwise_loss": elementwise}
 
 
-def _refuse_failure(told: Mapping[Any, Any]) -> None:
-    if "error" in told:
-        raise EngineDied(f"Miles failed: {told['error']}")
+def _check(answer: Mapping[Any, Any]) -> None:
+    if "error" in answer:
+        raise EngineDied(f"Miles failed: {answer['error']}")
 
 
-def _settle(made: Path) -> None:
-    """Miles publishes a folder as a link to a version beside it; keep the folder alone."""
-    if made.is_symlink():
-        version = made.resolve(strict=True)
-        made.unlink()
-        version.rename(made)
+def _replace_link(folder: Path) -> None:
+    """Miles publishes a folder as a link to a version next to it: put that in the link's place."""
+    if folder.is_symlink():
+        version = folder.resolve(strict=True)
+        folder.unlink()
+        version.rename(folder)
 
 
 async def _awaited(answer: Any) -> Any:
-    """Asked by some versions of Miles with await, by others without."""
+    """`trainer_dead` is a coroutine in some versions of Miles and a plain method in others."""
     return await answer if asyncio.iscoroutine(answer) else answer
 
 
 class _Loop:
-    """Miles' own loop, in a thread: its background tasks go on between our calls."""
+    """An event loop for Miles, in a thread: its background tasks run on between our calls."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()

@@ -1,7 +1,7 @@
 """Starting an installed Miles: its arguments from our plan, its trainer without its engines.
 
-Everything that is named after Miles' own sources is in this file's tables. Written for the Tinker
-gateway of radixark/miles (`serve_tinker.py`); a version that lacks a name is refused by that name.
+All names from Miles' sources are in this file's tables. Written for the Tinker gateway of
+radixark/miles (`serve_tinker.py`); a version that lacks a name is refused with that name.
 """
 
 import sys
@@ -81,12 +81,13 @@ ALWAYS = (
     *("--no-gradient-accumulation-fusion", "--use-dynamic-batch-size"),
     *("--megatron-to-hf-mode", "bridge"),
     *("--optimizer", "adam", "--lr", "1e-4"),  # every step brings its own
-    "--debug-train-only",  # its trainer alone: sampling is ours
+    "--debug-train-only",  # without its engines: sampling is ours
 )
 
 
 def check_miles(config: ClusterConfig) -> None:
-    """Without importing Miles. ConfigError where it is absent, or no GPU is left to sample."""
+    """Raises ConfigError where Miles is not installed or no GPU is left for sampling. Does not
+    import Miles."""
     if find_spec("miles") is None:
         raise ConfigError(INSTALL)
     if not config.rollout_gpus:
@@ -94,7 +95,7 @@ def check_miles(config: ClusterConfig) -> None:
 
 
 def miles_arguments(settings: RankSettings) -> list[str]:
-    """Miles' command line for this plan. ConfigError for what it cannot be told."""
+    """Miles' command line for this plan. Raises ConfigError for what it has no options for."""
     plan, megatron = settings.plan, settings.plan.megatron
     if megatron.multi_latent_attention:
         raise ConfigError("the Miles adapter has no arguments for latent attention")
@@ -117,9 +118,9 @@ def _of_network(megatron: MegatronArguments) -> list[str]:
 
 def _of_run(settings: RankSettings, plan: Plan) -> list[str]:
     per_node = min(plan.layout.world, plan.cluster.gpus_per_node)
-    given = {
+    options = {
         "--hf-checkpoint": settings.folder,
-        "--load": settings.folder,  # the gateway wants the very base that engines load
+        "--load": settings.folder,  # the gateway requires the base that the engines load
         "--lora-rank": plan.lora_rank,
         "--lora-alpha": LORA_ALPHA,
         "--multi-lora-n-adapters": settings.resident_adapters,
@@ -127,23 +128,23 @@ def _of_run(settings: RankSettings, plan: Plan) -> list[str]:
         "--actor-num-nodes": max(1, plan.layout.world // per_node),
         "--actor-num-gpus-per-node": per_node,
     }
-    return [word for option, value in given.items() for word in (option, str(value))]
+    return [word for option, value in options.items() for word in (option, str(value))]
 
 
 async def start_executor(settings: RankSettings) -> Any:
     """Miles' `MilesBackend` over a trainer of its own, on Ray GPUs that it takes itself.
 
-    Raises ConfigError when Miles is not installed or is another than this was written for.
+    Raises ConfigError when Miles is not installed, or lacks a name that is used here.
     """
     parts = {name: _part(target) for name, target in PARTS.items()}
-    # Miles and Megatron-LM read the process's own command line; this process has no other use.
+    # Miles and Megatron-LM parse the process's command line; this process does nothing else.
     sys.argv = ["miles", *miles_arguments(settings)]
     args = parts["parse_args"](
         parts["add_tinker_arguments"],
         entry="serve",
         preprocess_args=parts["configure_tinker_args"],
     )
-    # One command brings one batch, whose size is the global batch's.
+    # Each call brings one batch, and its size is the size of the global batch.
     args.use_dynamic_global_batch_size = True
     args.delay_split_train_data_by_dp = True
     parts["init_orchestration_script"](args, disposer=parts["Disposer"]())

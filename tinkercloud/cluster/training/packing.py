@@ -1,9 +1,9 @@
-"""From datums to packed micro-batches: who computes what, and in which rows.
+"""From datums to packed micro-batches: which rank computes what, and in which rows.
 
-Sequences lie end to end without a batch axis ("thd"); each is padded at its end, so that causal
-attention never sees the padding, to a multiple of what tensor and context parallelism divide by.
-Context parallelism cuts every sequence into 2 cp pieces and gives rank r the pieces r and
-2 cp - 1 - r ("zig-zag"), so that causal attention costs every rank the same.
+Sequences are packed without a batch axis ("thd"); each is padded at its end, where causal attention
+never sees the padding, to a multiple of what tensor and context parallelism divide by. Context
+parallelism divides every sequence into 2 cp pieces and gives rank r the pieces r and 2 cp - 1 - r
+("zig-zag"): causal attention then costs every rank the same, and Megatron's attention expects it.
 
 Axes: T rows of a micro-batch, C = T / cp rows of one context-parallel rank, K targets per position.
 """
@@ -21,10 +21,10 @@ from tinkercloud.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Datums packed together.
+    """Datums that are packed together.
 
-    indices: positions of the datums in the request; () for an inert one, whose single sequence
-    carries no loss. lengths: rows of each sequence, padding included; their sum is T.
+    indices: positions of the datums in the request; () for an empty micro-batch, whose single
+    sequence is padding without a loss. lengths: rows of each sequence with padding; their sum is T.
     """
 
     indices: tuple[int, ...]
@@ -36,7 +36,7 @@ class MicroBatch:
 
     @property
     def boundaries(self) -> NDArray[np.int32]:
-        """Where sequences begin and end, in whole rows: (len(lengths) + 1,), the first 0."""
+        """Where sequences begin and end among all T rows: (len(lengths) + 1,), the first 0."""
         return np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int32)
 
 
@@ -49,9 +49,9 @@ class Rows:
 
 
 def alignment(layout: Layout) -> int:
-    """What the rows of every sequence are a multiple of."""
-    cut = 2 * layout.cp if layout.cp > 1 else 1
-    return cut * (layout.tp if layout.sequence_parallel else 1)
+    """The number of rows that every sequence's length is a multiple of."""
+    pieces = 2 * layout.cp if layout.cp > 1 else 1
+    return pieces * (layout.tp if layout.sequence_parallel else 1)
 
 
 def padded(length: int, multiple: int) -> int:
@@ -71,8 +71,9 @@ def check_lengths(data: Sequence[Datum], layout: Layout) -> None:
 def plan_micro_batches(data: Sequence[Datum], layout: Layout) -> list[list[MicroBatch]]:
     """The micro-batches of every data-parallel rank, equally many for each.
 
-    A pure function, so that all ranks agree without talking. Every datum is in exactly one
-    micro-batch; ranks that have less to do get inert ones.
+    A pure function, so that all ranks agree without communication. Every datum is in exactly one
+    micro-batch. Ranks with fewer get empty ones: a rank that made fewer passes would leave the
+    others waiting in the collectives of expert parallelism, which span data-parallel ranks.
     """
     multiple = alignment(layout)
     lengths = [padded(len(datum.tokens), multiple) for datum in data]
@@ -80,13 +81,13 @@ def plan_micro_batches(data: Sequence[Datum], layout: Layout) -> list[list[Micro
         _pack(indices, lengths, layout.microbatch_tokens)
         for indices in distribute(lengths, layout.dp)
     ]
-    inert = MicroBatch((), (multiple,))
-    count = max(len(own) for own in ranks)
-    return [own + [inert] * (count - len(own)) for own in ranks]
+    empty = MicroBatch((), (multiple,))
+    count = max(map(len, ranks))
+    return [batches + [empty] * (count - len(batches)) for batches in ranks]
 
 
 def distribute(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Indices for each rank, ascending: the longest first, each to the rank with the least rows."""
+    """Indices for each rank, ascending. The longest go first, each to the rank with fewest rows."""
     loads = [0] * num_ranks
     owned: list[list[int]] = [[] for _ in range(num_ranks)]
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -97,7 +98,7 @@ def distribute(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
 
 
 def _pack(indices: Sequence[int], lengths: Sequence[int], max_rows: int) -> list[MicroBatch]:
-    """Consecutive datums while they fit (one that is too long after padding goes alone)."""
+    """Consecutive datums while they fit; one that padding makes too long is a batch by itself."""
     batches: list[list[int]] = []
     rows = 0
     for index in indices:
@@ -110,7 +111,7 @@ def _pack(indices: Sequence[int], lengths: Sequence[int], max_rows: int) -> list
 
 
 def zigzag(lengths: Sequence[int], cp: int, rank: int) -> NDArray[np.int64]:
-    """Which of the T rows belong to a context-parallel rank: (C,), in the order it holds them."""
+    """Which of the T rows a context-parallel rank holds: (C,), in its order."""
     if cp == 1:
         return np.arange(sum(lengths))
     pieces, start = [], 0
@@ -123,11 +124,11 @@ def zigzag(lengths: Sequence[int], cp: int, rank: int) -> NDArray[np.int64]:
 
 
 def rows(batch: MicroBatch, data: Sequence[Datum], cp: int, cp_rank: int) -> Rows:
-    """What the network reads: padding is token 0, and goes on counting positions."""
+    """The network's input: padding is token 0, at positions that go on counting."""
     tokens = np.zeros(batch.num_rows, np.int64)
     for index, start in zip(batch.indices, batch.boundaries, strict=False):
-        own = data[index].tokens
-        tokens[start : start + len(own)] = own
+        sequence = data[index].tokens
+        tokens[start : start + len(sequence)] = sequence
     positions = np.concatenate([np.arange(length) for length in batch.lengths])
     chosen = zigzag(batch.lengths, cp, cp_rank)
     return Rows(tokens[chosen], positions[chosen])
@@ -135,9 +136,9 @@ def rows(batch: MicroBatch, data: Sequence[Datum], cp: int, cp_rank: int) -> Row
 
 def targets(batch: MicroBatch, data: Sequence[Datum]) -> NDArray[np.int64]:
     """(T, K) target ids, K the largest of the micro-batch; 0 where a datum has none."""
-    given = [np.asarray(data[i].inputs["target_tokens"], np.int64) for i in batch.indices]
-    wide = [t if t.ndim == 2 else t[:, None] for t in given]
+    arrays = [np.asarray(data[i].inputs["target_tokens"], np.int64) for i in batch.indices]
+    wide = [array if array.ndim == 2 else array[:, None] for array in arrays]
     packed = np.zeros((batch.num_rows, max((t.shape[1] for t in wide), default=1)), np.int64)
-    for own, start in zip(wide, batch.boundaries, strict=False):
-        packed[start : start + len(own), : own.shape[1]] = own
+    for array, start in zip(wide, batch.boundaries, strict=False):
+        packed[start : start + len(array), : array.shape[1]] = array
     return packed

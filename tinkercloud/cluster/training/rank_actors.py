@@ -1,8 +1,8 @@
-"""The actors of a train group: started together, called together, ended together.
+"""The actors of a train group, which are started, called and ended as one.
 
-An operation is one call on every rank. It fails as a whole when a rank dies, when nothing moves
-for too long, or when the ranks disagree; after that the actors are of no use (`dead` says why),
-because ranks that are still alive may wait for ever in a collective.
+An operation is one call on every rank. It fails as a whole when a rank dies, when there is no
+progress for too long, or when only some ranks fail. The actors cannot be used after that (`dead`
+says why): ranks that are still alive may wait for ever in a collective.
 """
 
 import asyncio
@@ -31,18 +31,20 @@ logger = logging.getLogger(__name__)
 
 MEGATRON_RANK = "tinkercloud.cluster.training.train_rank:MegatronRank"
 MILES_RANK = "tinkercloud.cluster.training.miles:MilesRank"
-# Ranks that work on one thing fail together; one that fails alone leaves the others waiting.
+# An error on all ranks arrives on all at about the same time; after so long it is one rank's alone,
+# and the others wait for it in a collective.
 DISAGREE_S = 20.0
 END_S = 30.0
 INLINE_BYTES = 512 * 1024  # measured, for two ranks: 128 KiB take 4.5 ms, by the store 7.2 ms
-# Megatron overlaps communication with computing only when kernels are launched in one order.
+# Kernels start in the order of their launch with one connection. Megatron relies on that to have
+# communication start before the GEMM that it overlaps (tensor_parallel/layers.py).
 ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSettings:
-    """folder: the base model's; state_dir: where models are kept to come back from. Both must be
-    the same folders on every node. prepare: see RankSettings. timeout_s: without any progress."""
+    """folder: the base model's. state_dir: of restore points. Both must be the same folders on
+    every node. prepare: see RankSettings. timeout_s: without any progress."""
 
     name: str
     plan: Plan
@@ -64,27 +66,32 @@ class GroupSettings:
             base_model=self.base_model,
             folder=self.folder,
             prepare=self.prepare,
-            timeout_s=2 * self.timeout_s,  # of a collective: the group notices first
+            timeout_s=2 * self.timeout_s,  # of a collective; the group gives up first
         )
 
 
 class RankActors:
-    """Made by `start`. One operation at a time; others wait for their turn."""
+    """Created by `start`. Runs one operation at a time; others queue."""
 
     def __init__(self, settings: GroupSettings, actors: Sequence[Any]):
         self._settings = settings
         self._actors = list(actors)
-        self._turn = asyncio.Lock()
+        # Ranks must see operations in one order: calls of two would interleave differently on
+        # different actors, and their collectives would pair up wrongly.
+        self._operation = asyncio.Lock()
         self._died = asyncio.Event()
         self._lifetimes: list[asyncio.Future[Any]] = []
         self.dead: str | None = None
-        self.address = ""  # of rank 0's node, as the other ranks reach it
+        self.address = ""  # of rank 0's node, as other ranks reach it
         self.num_calls = 0
         self.busy_ms = 0.0  # the slowest rank's own time, summed over the calls
 
     @classmethod
     async def start(cls, settings: GroupSettings, slots: Sequence[Slot]) -> "RankActors":
-        """All ranks up and met, or none left. Raises EngineDied or what a rank raised."""
+        """All ranks, started and connected; none are left running when it fails.
+
+        Raises EngineDied, or what a rank raised.
+        """
         ranks = cls(settings, [])
         try:
             async with asyncio.timeout(settings.start_timeout_s):
@@ -102,21 +109,19 @@ class RankActors:
         for slot in slots:
             self._actors.append(await asyncio.to_thread(_actor, self._settings, slot))
         self._watch()
-        meeting: str = await self._unless_dead(_future(self._actors[0].meet.remote()))
-        self.address = meeting.removeprefix("tcp://").rpartition(":")[0]
-        starting = [
-            _future(
-                actor.start.remote(
-                    self._settings.rank_class, self._settings.rank(i, len(slots), meeting)
-                )
-            )
+        address = _future(self._actors[0].rendezvous.remote())
+        init_method: str = await self._unless_dead(address)
+        self.address = init_method.removeprefix("tcp://").rpartition(":")[0]
+        rank_class, settings = self._settings.rank_class, self._settings
+        starts = [
+            _future(actor.start.remote(rank_class, settings.rank(i, len(slots), init_method)))
             for i, actor in enumerate(self._actors)
         ]
-        tasks = [asyncio.ensure_future(self._unless_dead(one)) for one in starting]
+        tasks = [asyncio.ensure_future(self._unless_dead(start)) for start in starts]
         try:
-            # The first failure ends it: the others may be waiting for the failed one.
-            for next_one in asyncio.as_completed(tasks):
-                answer = answer_of(await next_one)
+            # The first failure is final: the other ranks may be waiting for the failed one.
+            for completed in asyncio.as_completed(tasks):
+                answer = answer_of(await completed)
                 if answer.error is not None:
                     logger.error("a rank of %s failed\n%s", self._settings.name, answer.error[2])
                     raise decoded(answer.error)
@@ -128,13 +133,13 @@ class RankActors:
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """The ranks' results, in rank order.
 
-        Raises what all ranks raised, and EngineDied when they are of no use any more.
+        Raises what all ranks raised, and EngineDied when the group cannot be used any more.
         """
         return await self._call(method, None, *packed_call(method, *args, **kwargs))
 
     async def call_on_data(self, method: str, model_id: str, batch: TrainBatch) -> list[Any]:
-        """The same, for `method(model_id, batch)`: a large batch goes through the object store,
-        where the ranks read it without a copy. (For a small one that takes longer than the copy.)
+        """The same for `method(model_id, batch)`. A large batch goes through Ray's object store,
+        where the ranks read it without a copy; for a small one the store takes longer than copies.
         """
         if _size(batch) <= INLINE_BYTES:
             return await self._call(method, None, *packed_call(method, model_id, batch))
@@ -144,36 +149,36 @@ class RankActors:
         return await self._call(method, stored, *packed_call(method, model_id))
 
     async def _call(self, method: str, *arguments: Any) -> list[Any]:
-        async with self._turn:
+        async with self._operation:
             if self.dead is not None:
                 raise EngineDied(self.dead)
-            asked = [_future(actor.call.remote(*arguments)) for actor in self._actors]
-            answers = await self._collect(method, asked)
+            calls = [_future(actor.call.remote(*arguments)) for actor in self._actors]
+            answers = await self._collect(method, calls)
         failed = [answer.error for answer in answers if answer.error is not None]
         self.num_calls += 1
         self.busy_ms += max(answer.ms for answer in answers)
         if not failed:
             return [answer.value for answer in answers]
         if len(failed) < len(answers) or not all(_is_harmless(error) for error in failed):
-            self._condemn(f"{method} failed on rank {_first_failed(answers)}: {failed[0][1]}")
+            self._mark_dead(f"{method} failed on rank {_first_failed(answers)}: {failed[0][1]}")
             logger.error("%s: %s\n%s", self._settings.name, self.dead, failed[0][2])
             raise EngineDied(str(self.dead))
         raise decoded(failed[0])
 
-    async def _collect(self, method: str, asked: Sequence["asyncio.Future[bytes]"]) -> list[Answer]:
+    async def _collect(self, method: str, calls: Sequence["asyncio.Future[bytes]"]) -> list[Answer]:
         died = asyncio.ensure_future(self._died.wait())
         seen, silent_s = None, 0.0
         limit_s = self._settings.timeout_s
-        pending: set[asyncio.Future[Any]] = set(asked)
+        pending: set[asyncio.Future[Any]] = set(calls)
         try:
             while pending:
                 patience_s = min(limit_s / 4, DISAGREE_S)
                 done, _ = await asyncio.wait(
                     {*pending, died}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED
                 )
-                for one in done - {died}:
-                    if one.exception() is not None:
-                        self._condemn(f"a rank of {self._settings.name} died: {_cause(one)}")
+                for call in done - {died}:
+                    if call.exception() is not None:
+                        self._mark_dead(f"a rank of {self._settings.name} died: {_cause(call)}")
                 if self.dead is not None:
                     raise EngineDied(f"{self.dead} (during {method})")
                 pending -= done
@@ -184,21 +189,21 @@ class RankActors:
                 progress = await self._progress()
                 if progress != seen:
                     seen, silent_s = progress, 0.0
-                self._give_up_if_stuck(method, asked, silent_s)
+                self._give_up_if_stuck(method, calls, silent_s)
         finally:
             died.cancel()
-        return [answer_of(one.result()) for one in asked]
+        return [answer_of(call.result()) for call in calls]
 
     def _give_up_if_stuck(
-        self, method: str, asked: Sequence["asyncio.Future[bytes]"], silent_s: float
+        self, method: str, calls: Sequence["asyncio.Future[bytes]"], silent_s: float
     ) -> None:
-        answered = [answer_of(one.result()) for one in asked if one.done()]
-        failed = [answer.error for answer in answered if answer.error is not None]
+        answers = [answer_of(call.result()) for call in calls if call.done()]
+        failed = [answer.error for answer in answers if answer.error is not None]
         if failed:
-            self._condemn(f"{method} failed on one rank while others went on: {failed[0][1]}")
+            self._mark_dead(f"{method} failed on one rank while others went on: {failed[0][1]}")
         elif silent_s >= self._settings.timeout_s:
-            stuck = [rank for rank, one in enumerate(asked) if not one.done()]
-            self._condemn(
+            stuck = [rank for rank, call in enumerate(calls) if not call.done()]
+            self._mark_dead(
                 f"ranks {stuck} of {self._settings.name} made no progress in {method} for "
                 f"{silent_s:g} s (the setting cluster.operation_timeout_s)"
             )
@@ -206,17 +211,17 @@ class RankActors:
             raise EngineDied(self.dead)
 
     async def _progress(self) -> int | None:
-        """Summed over the ranks; None when one does not even answer."""
-        asked = [
+        """Summed over the ranks; None when one does not answer."""
+        counts = [
             _future(actor.progress.options(concurrency_group=WATCH).remote())
             for actor in self._actors
         ]
-        done, pending = await asyncio.wait(asked, timeout=self._settings.timeout_s / 4)
-        if pending or any(one.exception() for one in done):
+        done, pending = await asyncio.wait(counts, timeout=self._settings.timeout_s / 4)
+        if pending or any(count.exception() for count in done):
             return None
-        return sum(one.result() for one in done)
+        return sum(count.result() for count in done)
 
-    def _condemn(self, reason: str) -> None:
+    def _mark_dead(self, reason: str) -> None:
         if self.dead is None:
             self.dead = reason
             self._died.set()
@@ -226,46 +231,46 @@ class RankActors:
             lifetime = _future(actor.lifetime.options(concurrency_group=WATCH).remote())
             self._lifetimes.append(lifetime)
 
-            def ended(one: "asyncio.Future[Any]", rank: int = rank) -> None:
-                if not one.cancelled():
-                    self._condemn(f"rank {rank} of {self._settings.name} died: {_cause(one)}")
+            def ended(call: "asyncio.Future[Any]", rank: int = rank) -> None:
+                if not call.cancelled():
+                    self._mark_dead(f"rank {rank} of {self._settings.name} died: {_cause(call)}")
 
             lifetime.add_done_callback(ended)
 
-    async def _unless_dead(self, one: "asyncio.Future[Any]") -> Any:
+    async def _unless_dead(self, call: "asyncio.Future[Any]") -> Any:
         died = asyncio.ensure_future(self._died.wait())
         try:
-            await asyncio.wait({one, died}, return_when=asyncio.FIRST_COMPLETED)
-            if not one.done() or one.exception() is not None:
-                raise EngineDied(self.dead or f"a rank did not start: {_cause(one)}")
-            return one.result()
+            await asyncio.wait({call, died}, return_when=asyncio.FIRST_COMPLETED)
+            if not call.done() or call.exception() is not None:
+                raise EngineDied(self.dead or f"a rank did not start: {_cause(call)}")
+            return call.result()
         finally:
             died.cancel()
 
     async def end(self) -> None:
-        """Kill all ranks, and return when they are gone; never raises."""
+        """Kill all ranks and wait until they have ended; never raises."""
         import ray
 
-        self._condemn(f"the ranks of {self._settings.name} were ended")
+        self._mark_dead(f"the ranks of {self._settings.name} were ended")
         actors, self._actors = self._actors, []
         for actor in actors:
             await asyncio.to_thread(ray.kill, actor, no_restart=True)
         if self._lifetimes:
-            _, left = await asyncio.wait(self._lifetimes, timeout=END_S)
-            for one in left:
+            _, alive = await asyncio.wait(self._lifetimes, timeout=END_S)
+            for lifetime in alive:
                 logger.error("a rank of %s does not end", self._settings.name)
-                one.cancel()
+                lifetime.cancel()
 
 
 def _actor(settings: GroupSettings, slot: Slot) -> Any:
     import ray
 
     environment = {**ENVIRONMENT, **settings.environment}
-    remote: Any = ray.remote  # its annotations do not know concurrency_groups
-    maker = remote(concurrency_groups=CONCURRENCY)(TrainActor).options(
+    remote: Any = ray.remote  # its annotations lack concurrency_groups
+    actor_class = remote(concurrency_groups=CONCURRENCY)(TrainActor).options(
         runtime_env={"env_vars": environment}, **slot.options(TRAIN_SHARE)
     )
-    return maker.remote()
+    return actor_class.remote()
 
 
 def _size(batch: TrainBatch) -> int:
@@ -277,19 +282,20 @@ def _size(batch: TrainBatch) -> int:
 
 
 def _future(reference: Any) -> "asyncio.Future[Any]":
-    """Errors of abandoned calls are nobody's: they are marked as seen."""
+    """An awaitable of an actor's answer. Its error is marked as retrieved: asyncio would log that
+    of an abandoned call."""
     future = asyncio.wrap_future(reference.future())
-    future.add_done_callback(lambda one: one.cancelled() or one.exception())
+    future.add_done_callback(lambda call: call.cancelled() or call.exception())
     return future
 
 
-def _cause(one: "asyncio.Future[Any]") -> str:
-    lines = str(one.exception()).strip().splitlines()
+def _cause(call: "asyncio.Future[Any]") -> str:
+    lines = str(call.exception()).strip().splitlines()
     return lines[0] if lines else "its actor ended"
 
 
 def _is_harmless(error: tuple[str, str, str]) -> bool:
-    """Refusals leave a rank as it was; after any other error nobody knows."""
+    """A refusal leaves a rank as it was; after any other error its state is unknown."""
     name = error[0]
     if not name:
         return False

@@ -1,7 +1,7 @@
-"""Checkpoints (`weights.checkpoints`) of models that lie on many ranks.
+"""Checkpoints (`weights.checkpoints`) of models that are sharded over many ranks.
 
-Tensors are whole in the files and cut on the ranks, so that a checkpoint knows nothing of the plan
-that wrote it. The first rank writes; every rank reads the parts it needs from the shared folder.
+Files hold full tensors, so that a checkpoint does not depend on the plan that wrote it. The first
+rank writes; every rank reads the parts that it needs from the shared folder.
 """
 
 import json
@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tinkercloud.cluster.training.adapter_slots import AdapterShapes, AdapterSlot
-from tinkercloud.cluster.training.collectives import Together
+from tinkercloud.cluster.training.collectives import Collectives
 from tinkercloud.cluster.training.rank_models import RankModel
 from tinkercloud.cluster.training.rank_optimizer import Kind
 from tinkercloud.cluster.weights.conversion import Bucket, Catalogue, full_tensors, load_full
@@ -43,26 +43,28 @@ Read = Callable[[str], Any]
 # ---- adapters
 
 
-def gathered(
-    model: RankModel, kind: Kind, shapes: AdapterShapes, together: Together
+def gather_adapter(
+    model: RankModel, kind: Kind, shapes: AdapterShapes, collectives: Collectives
 ) -> dict[str, Tensor]:
-    """Whole tensors by "MODULE.lora_A" and "MODULE.lora_B" on the first rank, in the order of
-    checkpoints; {} on the others. Every rank calls this."""
+    """Full tensors by "MODULE.lora_A" and "MODULE.lora_B" on the first rank, in the order of
+    checkpoints; {} on the others. Collective over all ranks."""
     slot = model.slot
     assert slot is not None
-    own: dict[str, Tensor] = {}
+    owned: dict[str, Tensor] = {}
     sizes = shapes.modules
+    # All ranks of a stage walk slot.tensors in the order of its sites, so that the collectives of
+    # `read` and `gather` pair up.
     for name in slot.tensors:
-        whole = slot.join(name, model.optimizer.read(name.replace(".", "/"), kind), sizes)
+        full = slot.gather(name, model.optimizer.read(name.replace(".", "/"), kind), sizes)
         if _is_owner(slot, name):
-            own[name] = whole.cpu()
-    found = dict(together.to_first(own))
+            owned[name] = full.cpu()
+    tensors = dict(collectives.gather_to_first(owned))
     names = (f"{m}.lora_{x}" for m in shapes.ranks(model.spec) for x in "AB")
-    return {name: found[name] for name in names} if together.is_first else {}
+    return {name: tensors[name] for name in names} if collectives.is_first else {}
 
 
 def _is_owner(slot: AdapterSlot, name: str) -> bool:
-    """One rank of those that hold the same tensor."""
+    """Whether this rank is the first of those that have the same full tensor."""
     if slot.layout[name].group.rank() != 0:
         return False
     if not getattr(slot.tensors[name], "allreduce", True):
@@ -73,7 +75,7 @@ def _is_owner(slot: AdapterSlot, name: str) -> bool:
 def write_adapter(
     tensors: Mapping[str, Tensor], spec: LoraSpec, base_model: str, directory: Path
 ) -> None:
-    """PEFT's two files; experts of another rank than the rest are named in `rank_pattern`."""
+    """PEFT's two files; PEFT's `rank_pattern` names experts whose rank differs from the others'."""
     adapter: Adapter = {}
     for name, tensor in tensors.items():
         module, _, leaf = name.rpartition(".")
@@ -89,35 +91,39 @@ def write_adapter(
 
 
 def save_lora(
-    model: RankModel, base_model: str, shapes: AdapterShapes, together: Together, directory: Path
+    model: RankModel,
+    base_model: str,
+    shapes: AdapterShapes,
+    collectives: Collectives,
+    directory: Path,
 ) -> None:
-    """The adapter's files (every rank calls this, the first one writes)."""
-    tensors = gathered(model, "weight", shapes, together)
-    with together.agreed():
-        if together.is_first:
+    """The adapter's files, written by the first rank. Collective over all ranks."""
+    tensors = gather_adapter(model, "weight", shapes, collectives)
+    with collectives.shared_errors():
+        if collectives.is_first:
             write_adapter(tensors, model.spec, base_model, directory)
 
 
 def save_lora_moments(
-    model: RankModel, shapes: AdapterShapes, together: Together, directory: Path
+    model: RankModel, shapes: AdapterShapes, collectives: Collectives, directory: Path
 ) -> None:
     state: dict[str, Tensor] = {}
     for kind in MOMENTS:
-        for name, tensor in gathered(model, kind, shapes, together).items():
+        for name, tensor in gather_adapter(model, kind, shapes, collectives).items():
             state[f"{kind}.{name}"] = tensor
-    with together.agreed():
-        if together.is_first:
+    with collectives.shared_errors():
+        if collectives.is_first:
             write_tensors(state, directory / OPTIMIZER_FILE)
 
 
 def adapter_ranks(directory: Path, spec: LoraSpec, shapes: AdapterShapes) -> dict[str, int]:
-    """module -> rank of the checkpoint's adapter; raises UserError when it does not fit here."""
+    """module -> rank of the checkpoint's adapter. Raises UserError when it does not fit here."""
     expected = shapes.ranks(spec)
     ranks: dict[str, int] = {}
     with _opened(directory / ADAPTER_FILE) as file:
-        here = set(file.keys())
+        names = set(file.keys())
         for module in expected:
-            a, b = (_shape(file, here, f"{_PEFT}{module}.lora_{x}.weight") for x in "AB")
+            a, b = (_shape(file, names, f"{_PEFT}{module}.lora_{x}.weight") for x in "AB")
             out_features, in_features = shapes.modules[module]
             rank = spec.rank if ".experts." not in module else a[0]
             if (b, a) != ((out_features, rank), (rank, in_features)):
@@ -126,7 +132,7 @@ def adapter_ranks(directory: Path, spec: LoraSpec, shapes: AdapterShapes) -> dic
                     f"{(out_features, rank)} x {(rank, in_features)}"
                 )
             ranks[module] = rank
-        others = here - {f"{_PEFT}{m}.lora_{x}.weight" for m in ranks for x in "AB"}
+        others = names - {f"{_PEFT}{m}.lora_{x}.weight" for m in ranks for x in "AB"}
         if others:
             raise UserError(
                 f"the checkpoint has tensors this base model lacks: {sorted(others)[:3]}"
@@ -135,26 +141,25 @@ def adapter_ranks(directory: Path, spec: LoraSpec, shapes: AdapterShapes) -> dic
 
 
 def load_lora(model: RankModel, directory: Path, *, with_optimizer: bool) -> None:
-    """Fill this rank's part (nothing is exchanged). Raises UserError."""
+    """Load this rank's shards, without communication. Raises UserError."""
     slot = model.slot
     assert slot is not None
     with _opened(directory / ADAPTER_FILE) as file:
         for name in slot.tensors:
-            whole = _finite(file.get_tensor(f"{_PEFT}{name}.weight"), name).float()
-            model.optimizer.write(name.replace(".", "/"), "weight", slot.share(name, whole))
+            full = _finite(file.get_tensor(f"{_PEFT}{name}.weight"), name).float()
+            model.optimizer.write(name.replace(".", "/"), "weight", slot.shard(name, full))
     if not with_optimizer:
         return
     with _opened(directory / OPTIMIZER_FILE) as file:
-        here = set(file.keys())
+        names = set(file.keys())
         for kind in MOMENTS:
-            for name, own in slot.tensors.items():
-                if f"{kind}.{name}" not in here:
+            for name, parameter in slot.tensors.items():
+                if f"{kind}.{name}" not in names:
                     raise UserError("the checkpoint's optimizer state does not fit this model")
-                whole = _finite(file.get_tensor(f"{kind}.{name}"), name)
-                part = slot.share(name, whole)
-                if part.shape != own.shape:
+                shard = slot.shard(name, _finite(file.get_tensor(f"{kind}.{name}"), name))
+                if shard.shape != parameter.shape:
                     raise UserError(f"the checkpoint's optimizer state {name} has a wrong shape")
-                model.optimizer.write(name.replace(".", "/"), kind, part)
+                model.optimizer.write(name.replace(".", "/"), kind, shard)
 
 
 # ---- files
@@ -169,8 +174,8 @@ def _opened(path: Path) -> Iterator[Any]:
         raise UserError(f"the checkpoint cannot be read: {error}") from None
 
 
-def _shape(file: Any, here: set[str], name: str) -> tuple[int, ...]:
-    if name not in here:
+def _shape(file: Any, names: set[str], name: str) -> tuple[int, ...]:
+    if name not in names:
         raise UserError(f"the checkpoint has no tensor {name!r}")
     return tuple(file.get_slice(name).get_shape())
 
@@ -181,38 +186,40 @@ def _finite(tensor: Tensor, name: str) -> Tensor:
     return tensor
 
 
-# ---- whole networks
+# ---- full-parameter models
 
 
-def own_name(name: str) -> str:
-    """Our files' name of a Hugging Face tensor: weights go by their module alone."""
+def checkpoint_name(name: str) -> str:
+    """Our name of a Hugging Face tensor: weights are named by their module, without ".weight"."""
     return name.removesuffix(".weight")
 
 
-def save_whole(
+def save_network(
     model: RankModel,
     catalogue: Catalogue,
-    together: Together,
+    collectives: Collectives,
     path: Path,
     kinds: Mapping[Kind, str],
 ) -> None:
-    """Stream tensors of the network's shape into one file; kinds: what to write -> name prefix."""
+    """Stream tensors of the network's shape into one file. kinds: what to write -> prefix of its
+    names. Collective over all ranks."""
     shapes = {
-        prefix + own_name(name): shape
+        prefix + checkpoint_name(name): shape
         for prefix in kinds.values()
         for item in catalogue.items
         for name, shape in item.shapes.items()
     }
-    with together.agreed():
-        file = TensorFile(path, shapes) if together.is_first else None
+    with collectives.shared_errors():
+        file = TensorFile(path, shapes) if collectives.is_first else None
     error: OSError | None = None
     for kind, prefix in kinds.items():
         read = partial(_read, model, kind)
         for bucket in full_tensors(catalogue, read, _BUCKET_BYTES, dtype=torch.float32):
-            # All ranks gather on even when the first one's disk is full: nobody waits in vain.
+            # All ranks go on gathering when the first one's disk is full: if it stopped, the others
+            # would wait for it in the next collective.
             if file is not None and error is None:
                 error = _written(file, prefix, bucket)
-    with together.agreed():
+    with collectives.shared_errors():
         if error is not None:
             raise error
         if file is not None:
@@ -226,35 +233,35 @@ def _read(model: RankModel, kind: Kind, name: str) -> Tensor:
 def _written(file: TensorFile, prefix: str, bucket: Bucket) -> OSError | None:
     try:
         for name, tensor in bucket:
-            file.write(prefix + own_name(name), tensor)
+            file.write(prefix + checkpoint_name(name), tensor)
     except OSError as error:
         return error
     return None
 
 
-def check_whole(path: Path, catalogue: Catalogue, prefixes: tuple[str, ...], base: str) -> None:
+def check_network(path: Path, catalogue: Catalogue, prefixes: tuple[str, ...], base: str) -> None:
     """Raises UserError unless the file holds exactly the network's tensors."""
     expected = {
-        prefix + own_name(name): tuple(shape)
+        prefix + checkpoint_name(name): tuple(shape)
         for prefix in prefixes
         for item in catalogue.items
         for name, shape in item.shapes.items()
     }
     with _opened(path) as file:
-        found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    if found != expected:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    if shapes != expected:
         raise UserError(f"the checkpoint's weights are not those of a {base}")
 
 
-def load_whole(
+def load_network(
     model: RankModel, catalogue: Catalogue, path: Path, kinds: Mapping[Kind, str]
 ) -> None:
-    """Fill this rank's part from a file that `check_whole` passed. Raises UserError."""
+    """Load this rank's shards from a file that passed `check_network`. Raises UserError."""
     with _opened(path) as file:
         for kind, prefix in kinds.items():
 
             def source(name: str, prefix: str = prefix) -> Any:
-                return file.get_slice(prefix + own_name(name))
+                return file.get_slice(prefix + checkpoint_name(name))
 
             def put(parameter: str, shard: Tensor, kind: Kind = kind) -> None:
                 if parameter in model.optimizer.params:
@@ -264,7 +271,7 @@ def load_whole(
 
 
 def check_finite(path: Path, rank: int, size: int) -> None:
-    """Every rank reads its share of the file; raises UserError on the rank that finds a fault."""
+    """Each rank reads 1/size of the tensors. Raises UserError on the rank that finds a fault."""
     with _opened(path) as file:
         for name in sorted(file.keys())[rank::size]:
             _finite(file.get_tensor(name), name)

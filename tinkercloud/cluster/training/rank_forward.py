@@ -1,7 +1,7 @@
 """One batch through a rank's network: Megatron's schedules, our losses, results by datum.
 
-Axes: T rows of a micro-batch, C = T / cp of them on this rank (a tp-th part of those as hidden rows
-under sequence parallelism), K targets per position, D hidden size, W vocabulary columns here.
+Axes: T rows of a micro-batch, C = T / cp of them on this rank (1 / tp of those as hidden rows with
+sequence parallelism), K targets per position, D hidden size, W vocabulary columns of this rank.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,8 @@ from tinkercloud.losses import load_loss
 
 @dataclass(slots=True)
 class _Collected:
-    """Tensors on the device until the batch is through: one copy instead of one per datum."""
+    """Results on the device until the batch is done: one copy to the host instead of one per datum,
+    each of which would wait for the device."""
 
     indices: list[int] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
@@ -42,7 +43,7 @@ class _Collected:
 class BatchRunner:
     """Runs batches through this rank's GPTModel. Every rank calls `run` with the same batch.
 
-    control: a group of all ranks that carries tensors in host memory.
+    control: a group of all ranks for tensors in host memory.
     """
 
     def __init__(self, model: Any, plan: Plan, device: torch.device, control: ProcessGroup):
@@ -50,6 +51,7 @@ class BatchRunner:
         self._tp: Any = parallel_state.get_tensor_model_parallel_group()
         self._cp: Any = parallel_state.get_context_parallel_group()
         self._dp_rank = parallel_state.get_data_parallel_rank()
+        # Tensor- and context-parallel ranks of the last stage all have the results: one reports.
         self._reports = (
             parallel_state.is_pipeline_last_stage()
             and self._tp.rank() == 0
@@ -57,10 +59,10 @@ class BatchRunner:
         )
 
     def run(self, batch: TrainBatch, *, backward: bool) -> RankOutput | None:
-        """Adds gradients to the parameters' buffers when `backward`.
+        """With `backward`, adds gradients to the parameters' buffers.
 
-        Raises UserError on every rank alike: for a sequence that is too long (before anything ran)
-        and for a loss that is not finite (gradients were added; the caller takes them back).
+        Raises UserError on every rank alike: for a sequence that is too long (before any pass), and
+        for a loss that is not finite (gradients were added, and the caller must undo that).
         """
         packing.check_lengths(batch.data, self._plan.layout)
         planned = packing.plan_micro_batches(batch.data, self._plan.layout)[self._dp_rank]
@@ -98,7 +100,8 @@ class BatchRunner:
         )
 
     def _hidden(self, micro: MicroBatch, batch: TrainBatch) -> Tensor:
-        """What this pipeline stage hands on: (C or C / tp, 1, D), after the final norm at last."""
+        """The output of this pipeline stage: (C or C / tp, 1, D), on the last one after the final
+        norm."""
         rows = packing.rows(micro, batch.data, self._cp.size(), self._cp.rank())
         boundaries = torch.from_numpy(micro.boundaries).to(self._device)
         longest = max(micro.lengths)
@@ -110,7 +113,8 @@ class BatchRunner:
             max_seqlen_kv=longest,
         )
         model = self._model
-        is_last, model.post_process = model.post_process, False  # logits come chunk by chunk
+        # Without post_process a GPTModel returns hidden states; `_logprobs` makes logits in chunks.
+        is_last, model.post_process = model.post_process, False
         try:
             return model(
                 torch.from_numpy(rows.tokens).to(self._device)[None],
@@ -124,23 +128,26 @@ class BatchRunner:
     def _loss(
         self, micro: MicroBatch, batch: TrainBatch, collected: _Collected, hidden: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """The sum over the micro-batch's datums, as Megatron's schedules want it."""
+        """(loss, number of tokens, report) of a micro-batch, as Megatron's schedules expect it.
+
+        With calculate_per_token_loss they do not divide by the number: the loss is a sum.
+        """
         logprobs = self._logprobs(micro, batch, hidden[:, 0])
         loss_of = load_loss(batch.loss_fn)
         values: list[Tensor] = []
         for index, start in zip(micro.indices, micro.boundaries.tolist(), strict=False):
             datum = batch.data[index]
             targets = datum.inputs["target_tokens"]
-            wide = logprobs[start : start + len(targets)]
-            own = wide[:, : targets.shape[1]] if targets.ndim == 2 else wide[:, 0]
+            rows = logprobs[start : start + len(targets)]
+            scores = rows[:, : targets.shape[1]] if targets.ndim == 2 else rows[:, 0]
             inputs = {n: self._float(v) for n, v in datum.inputs.items() if n != "target_tokens"}
-            elementwise = loss_of(own, inputs, batch.loss_fn_config)
+            elementwise = loss_of(scores, inputs, batch.loss_fn_config)
             values.append(elementwise.double().sum())
             collected.indices.append(index)
             collected.losses.append(values[-1].detach())
-            collected.logprobs.append(own.detach().float())
+            collected.logprobs.append(scores.detach().float())
             collected.elementwise.append(elementwise.detach().float())
-        # An inert micro-batch runs the same graph, with nothing to learn from it.
+        # An empty micro-batch has a gradient of 0: its backward pass enters the same collectives.
         loss = torch.stack(values).sum() if values else (logprobs * 0).sum()
         return loss, torch.zeros((), dtype=torch.int, device=self._device), {}
 
@@ -152,16 +159,16 @@ class BatchRunner:
         cuts = [packing.zigzag(micro.lengths, self._cp.size(), r) for r in range(self._cp.size())]
         targets = torch.from_numpy(packing.targets(micro, batch.data)).to(self._device)
         order = torch.from_numpy(np.concatenate(cuts)).to(self._device)
-        own_rows = order.chunk(self._cp.size())[self._cp.rank()]
+        local_targets = targets[order.chunk(self._cp.size())[self._cp.rank()]]
         vocab_size = self._plan.megatron.vocab_size
 
-        def logprobs_of(logits: Tensor, wanted: Tensor) -> Tensor:
-            return target_logprobs(logits, wanted, vocab_size, self._tp)
+        def logprobs_of(logits: Tensor, row_targets: Tensor) -> Tensor:
+            return target_logprobs(logits, row_targets, vocab_size, self._tp)
 
-        own = chunked_logprobs(
-            hidden, targets[own_rows], self._unembed, logprobs_of, self._plan.logits_chunk_tokens
+        local = chunked_logprobs(
+            hidden, local_targets, self._unembed, logprobs_of, self._plan.logits_chunk_tokens
         )
-        return gather_rows(own, order, self._cp)
+        return gather_rows(local, order, self._cp)
 
     def _unembed(self, hidden: Tensor) -> Tensor:
         """(rows, D) -> (rows of all sequence-parallel ranks, W)."""
@@ -173,7 +180,8 @@ class BatchRunner:
         return logits[:, 0]
 
     def _all_losses(self, collected: _Collected, num_datums: int) -> Tensor:
-        """float64 (num_datums,) in host memory, the same on every rank."""
+        """float64 (num_datums,) in host memory, the same on every rank. Each datum has one
+        reporting rank, so that the sum adds zeros only and does not round."""
         losses = torch.zeros(num_datums, dtype=torch.float64)
         if self._reports and collected.indices:
             losses[collected.indices] = torch.stack(collected.losses).cpu()
@@ -186,7 +194,7 @@ def _on_host(
 ) -> tuple[dict[str, NDArray[np.float32]], ...]:
     logprobs = _arrays(collected.logprobs)
     if batch.loss_fn != "cross_entropy":
-        return tuple({"logprobs": own} for own in logprobs)
+        return tuple({"logprobs": array} for array in logprobs)
     elementwise = _arrays(collected.elementwise)
     return tuple(
         {"logprobs": a, "elementwise_loss": b} for a, b in zip(logprobs, elementwise, strict=True)

@@ -1,4 +1,4 @@
-"""A model on one rank, and what a rank can do with its models: the base of the two kinds."""
+"""A model on one rank, and the operations on a rank's models: the base of the two kinds."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tinkercloud.cluster.training.adapter_slots import AdapterSlot
-from tinkercloud.cluster.training.collectives import Together
+from tinkercloud.cluster.training.collectives import Collectives
 from tinkercloud.cluster.training.host_store import HostStore
 from tinkercloud.cluster.training.rank_optimizer import RankOptimizer
 from tinkercloud.cluster.training.rank_types import RankSettings
@@ -21,7 +21,7 @@ Form = Literal["adapter", "merged"]
 
 @dataclass(slots=True)
 class RankModel:
-    """A tenant's fine-tune on this rank. slot: its adapter, None when it is the network itself."""
+    """One trained model on this rank. slot: its adapter; None: it is the network itself."""
 
     spec: LoraSpec
     slot: AdapterSlot | None
@@ -29,12 +29,12 @@ class RankModel:
     store: HostStore = field(default_factory=HostStore)
 
     def offload(self) -> int:
-        """Everything of this model to the host; returns the device bytes that became free."""
-        own = self.optimizer
-        changing = [*own.parameter_tensors(), *own.state_tensors()]
-        if own.has_gradient:
-            return self.store.offload([*changing, *own.gradient_tensors()])
-        return self.store.offload(changing, zero=own.gradient_tensors())
+        """Move all of its tensors to the host; returns the device bytes freed."""
+        optimizer = self.optimizer
+        tensors = [*optimizer.parameter_tensors(), *optimizer.state_tensors()]
+        if optimizer.has_gradient:
+            return self.store.offload([*tensors, *optimizer.gradient_tensors()])
+        return self.store.offload(tensors, zero=optimizer.gradient_tensors())
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,11 @@ class Rank:
     network: Any
     catalogue: Catalogue
     settings: RankSettings
-    together: Together
+    collectives: Collectives
 
 
 class Models(ABC):
-    """Every method is called on every rank alike."""
+    """A rank's models. Every method is called on all ranks alike, in the same order."""
 
     rank: Rank
 
@@ -72,36 +72,39 @@ class Models(ABC):
 
     @abstractmethod
     def find(self, model_id: str) -> RankModel:
-        """The model, wherever its tensors are. Raises ModelStateLost."""
+        """The model, offloaded or not. Raises ModelStateLost."""
 
     @abstractmethod
     def active(self, model: RankModel | None) -> AbstractContextManager[None]:
-        """The network computes as this model (None: as the base)."""
+        """In the block the network computes as this model (None: as the base)."""
 
     @abstractmethod
     def buckets(self, model: RankModel | None, bucket_bytes: int) -> Iterator[Bucket]:
-        """Whole weights of the model by Hugging Face names, on every rank; copies, which do not
-        move with training."""
+        """Full weights of the model by Hugging Face names, on every rank. Copies: training does not
+        change them."""
 
     @abstractmethod
     def export(self, model: RankModel | None, folder: Path, form: Form) -> None: ...
 
     @abstractmethod
-    def here(self) -> list[RankModel]:
-        """Those in device memory."""
+    def resident(self) -> list[RankModel]:
+        """The models in device memory, in order of last use."""
 
     def write_merged(self, model: RankModel | None, folder: Path) -> set[str]:
         """The weights as a Hugging Face folder; returns their names."""
         rank = self.rank
-        writer = HuggingFaceWriter(folder, rank.settings.folder) if rank.together.is_first else None
+        writer = (
+            HuggingFaceWriter(folder, rank.settings.folder) if rank.collectives.is_first else None
+        )
         error: OSError | None = None
         names: set[str] = set()
         for bucket in self.buckets(model, BUCKET_BYTES):
             names |= {name for name, _ in bucket}
-            # All ranks gather on even when the first one's disk is full: nobody waits in vain.
+            # All ranks go on gathering when the first one's disk is full: if it stopped, the others
+            # would wait for it in the next collective.
             if writer is not None and error is None:
                 error = _attempt(writer, bucket)
-        with rank.together.agreed():
+        with rank.collectives.shared_errors():
             if error is not None:
                 raise error
             if writer is not None:

@@ -1,9 +1,9 @@
 """Gradients and AdamW of one model on one rank, on Megatron's DDP buffers and DistributedOptimizer.
 
-Gradients are plain sums: over tokens, datums, calls and ranks, averaged nowhere. They accumulate in
-the DDP buffers over any number of calls and are joined over the ranks when a step is taken. The
-step's arithmetic is that of the embedded backend (`embedded.training.optimizer`), on this
-rank's shard.
+Gradients are plain sums over tokens, datums, calls and ranks, never averages. They accumulate in
+the DDP buffers over any number of calls and are reduced over the ranks when a step is taken. The
+step's arithmetic is that of the embedded backend (`embedded.training.optimizer`), on this rank's
+shard.
 """
 
 import math
@@ -23,14 +23,14 @@ from tinkercloud.core.types import AdamParams
 from tinkercloud.errors import UserError
 
 Kind = Literal["weight", "exp_avg", "exp_avg_sq"]
-_many: Any = torch  # operations on lists of tensors, public in all but name
+_many: Any = torch  # torch._foreach_*: operations on lists of tensors, which torch.optim uses
 _ELEMENTS_AT_ONCE = 2**26
-"""Elements that one batch of the update makes temporary copies of."""
+"""Elements of which one batch of the update makes temporary copies."""
 
 
 @dataclass(slots=True)
 class Shard:
-    """The part of a parameter that this rank updates: elements start..stop, flat, float32."""
+    """The part of a parameter that this rank updates: elements start..stop of it, flat, float32."""
 
     start: int
     stop: int
@@ -40,7 +40,8 @@ class Shard:
 
 
 class _ShardedAdam(torch.optim.AdamW):
-    """What DistributedOptimizer drives. `hyper` and `num_steps` are set before each step."""
+    """The optimizer that DistributedOptimizer drives. `hyper`, `scale` and `num_steps` are set
+    before each step."""
 
     def __init__(self, params: list[nn.Parameter]):
         super().__init__(params, lr=0.0)
@@ -69,7 +70,7 @@ class _ShardedAdam(torch.optim.AdamW):
         denominator = _many._foreach_sqrt(v)
         _many._foreach_div_(denominator, math.sqrt(1 - hyper.beta2**steps))
         _many._foreach_add_(denominator, hyper.eps)
-        if hyper.eps == 0:  # a gradient that was always 0 would be 0/0: such a weight does not move
+        if hyper.eps == 0:  # 0/0 where a gradient was always 0: such a weight stays as it is
             for d in denominator:
                 d.masked_fill_(d == 0, 1.0)
         size = -hyper.learning_rate / (1 - hyper.beta1**steps)
@@ -103,10 +104,11 @@ def _zeros(like: list[Tensor]) -> list[Tensor]:
 class RankOptimizer:
     """The trainable parameters of one model on this rank.
 
-    module: its parameters that require gradients, by the names that this class is asked with.
-    join_gradients: sums gradients over data- and context-parallel ranks (`finish_grad_sync`) and
-    whatever else is partial. counts: whether this rank's part of a parameter counts in the norm.
-    snapshot_on_host: where a copy of earlier calls' gradients waits while a call is underway.
+    module: whose parameters that require gradients are trained; `read` and `write` take their
+    names. reduce_gradients: sums gradients over data- and context-parallel ranks
+    (`finish_grad_sync`) and over others that hold partial ones. is_counted: whether this rank's
+    part of a parameter counts in the norm. snapshot_on_host: where the copy of earlier calls'
+    gradients is kept during a call.
     """
 
     def __init__(
@@ -114,8 +116,8 @@ class RankOptimizer:
         module: nn.Module,
         config: Any,
         *,
-        join_gradients: Callable[[DistributedDataParallel], None],
-        counts: Callable[[str, nn.Parameter], bool],
+        reduce_gradients: Callable[[DistributedDataParallel], None],
+        is_counted: Callable[[str, nn.Parameter], bool],
         snapshot_on_host: bool,
     ):
         ddp_config = DistributedDataParallelConfig(
@@ -123,13 +125,13 @@ class RankOptimizer:
         )
         assert config.calculate_per_token_loss, "gradients must not be averaged"
         self.ddp: Any = DistributedDataParallel(config, ddp_config, module)
-        self._join_gradients = join_gradients
+        self._reduce_gradients = reduce_gradients
         self._snapshot_on_host = snapshot_on_host
         self._snapshot: list[Tensor] | None = None
         self._has_gradient = False
         self.num_steps = 0
         self.params = {n: p for n, p in module.named_parameters() if p.requires_grad}
-        self._counts = {n: counts(n, p) for n, p in self.params.items()}
+        self._is_counted = {n: is_counted(n, p) for n, p in self.params.items()}
         self._optimizers = [
             self._make(buffers, config)
             for buffers in (self.ddp.buffers, self.ddp.expert_parallel_buffers)
@@ -145,7 +147,7 @@ class RankOptimizer:
             params_dtype=config.params_dtype, use_distributed_optimizer=True,
         )  # fmt: skip
         make: Any = DistributedOptimizer
-        with torch.no_grad():  # its shards are views that need no gradient themselves
+        with torch.no_grad():  # its shards are views of parameters and need no gradient
             optimizer = make(
                 _ShardedAdam(params),
                 options,
@@ -158,12 +160,13 @@ class RankOptimizer:
                 0,
                 0,
             )
-        # Whoever steps gathers the parameters of all buffers at once, see `_apply`.
+        # With no chunks, the optimizer's step does not gather parameters: `_apply` gathers those of
+        # all buffers at once.
         optimizer.model_chunks = []
         return optimizer
 
     def _find_shards(self) -> dict[str, Shard]:
-        """Shards by parameter name; parameters of which this rank updates nothing are left out."""
+        """Shards by parameter name, without parameters of which this rank updates nothing."""
         names = {id(p): n for n, p in self.params.items()}
         shards: dict[str, Shard] = {}
         for optimizer in self._optimizers:
@@ -184,7 +187,7 @@ class RankOptimizer:
         return [*self.ddp.buffers, *self.ddp.expert_parallel_buffers]
 
     def begin(self) -> None:
-        """A call begins that may have to be undone."""
+        """Start a call whose gradients may have to be undone."""
         self._snapshot = None
         if self._has_gradient:
             self._snapshot = [self._copied(buffer.grad_data) for buffer in self._buffers]
@@ -201,7 +204,7 @@ class RankOptimizer:
         self._snapshot, self._has_gradient = None, True
 
     def undo(self) -> None:
-        """The accumulator is again, bit by bit, what it was at `begin`."""
+        """Restore the accumulator, bit by bit, to what it was at `begin`."""
         if self._snapshot is None:
             self.ddp.zero_grad_buffer()
         else:
@@ -213,12 +216,12 @@ class RankOptimizer:
 
     @torch.no_grad()
     def step(self, hyper: AdamParams) -> dict[str, float]:
-        """Apply and clear the accumulated gradient (collective over all ranks).
+        """Apply and clear the accumulated gradient. Collective over all ranks.
 
-        Raises UserError on every rank, with the gradient cleared and all else unchanged, when the
-        gradient is not finite.
+        Raises UserError on every rank when the gradient is not finite; the gradient is cleared then
+        and all else is unchanged.
         """
-        self._join_gradients(self.ddp)
+        self._reduce_gradients(self.ddp)
         for optimizer in self._optimizers:
             optimizer.prepare_grads()
         norm = self._global_norm()
@@ -249,11 +252,12 @@ class RankOptimizer:
         self._has_gradient = False
 
     def _global_norm(self) -> float:
-        """Over every element of the model once, wherever it lies."""
+        """Over every element of the model once, on whichever rank it is. The sum of squares is
+        float64, so that the order of ranks hardly matters."""
         parts = [
             shard.weight.grad
             for name, shard in self._shards.items()
-            if self._counts[name] and shard.weight.grad is not None
+            if self._is_counted[name] and shard.weight.grad is not None
         ]
         square = torch.zeros(1, dtype=torch.float64, device=torch.cuda.current_device())
         if parts:
@@ -264,7 +268,8 @@ class RankOptimizer:
     # ---- state, for checkpoints
 
     def read(self, name: str, kind: Kind) -> Tensor:
-        """float32, of this rank's parameter's shape (collective over its data-parallel ranks)."""
+        """float32, in the shape of this rank's parameter. Collective over its data-parallel ranks,
+        each of which has a shard."""
         param = self.params[name]
         if kind == "weight" and param.dtype == torch.float32:
             return param.detach()
@@ -277,17 +282,13 @@ class RankOptimizer:
 
     @torch.no_grad()
     def write(self, name: str, kind: Kind, value: Tensor) -> None:
-        """The reverse of `read`; not collective."""
+        """The reverse of `read`, without communication."""
         param = self.params[name]
         if kind == "weight":
             param.copy_(value)
         if name in self._shards:
             shard = self._shards[name]
             getattr(shard, kind).copy_(value.reshape(-1)[shard.start : shard.stop])
-
-    def gradient(self, name: str) -> Tensor:
-        """What this rank has accumulated for a parameter so far, float32; for tests and checks."""
-        return self.params[name].main_grad  # type: ignore[attr-defined]
 
     def reset(self) -> None:
         """No gradient, no moments, no steps."""
@@ -316,13 +317,14 @@ class RankOptimizer:
 
     def state_tensors(self) -> list[Tensor]:
         """Moments, and float32 weights where the parameters are narrower."""
-        own = {t.untyped_storage().data_ptr() for t in self.parameter_tensors()}
-        found: list[Tensor] = []
+        parameters = {t.untyped_storage().data_ptr() for t in self.parameter_tensors()}
+        tensors: list[Tensor] = []
         for shard in self._shards.values():
-            found += [shard.exp_avg, shard.exp_avg_sq]
-            if shard.weight.untyped_storage().data_ptr() not in own:
-                found.append(shard.weight)
-        return found
+            tensors += [shard.exp_avg, shard.exp_avg_sq]
+            # The float32 shard of a float32 parameter is a view of it, which is counted there.
+            if shard.weight.untyped_storage().data_ptr() not in parameters:
+                tensors.append(shard.weight)
+        return tensors
 
 
 def _main_shards(optimizer: DistributedOptimizer) -> Iterator[tuple[nn.Parameter, Tensor]]:

@@ -1,4 +1,4 @@
-"""What goes between the API process and the ranks. No torch: both sides import this."""
+"""Types that pass between the API process and the ranks. No torch: both sides import this."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,8 +16,8 @@ from tinkercloud.core.types import Datum, TrainBatch, TrainOutput
 @dataclass(frozen=True, slots=True)
 class RankSettings:
     """init_method: torch.distributed's, the same for all ranks. folder: the base model's Hugging
-    Face folder, readable by all ranks. prepare: "module:function" giving RankHooks, None: CUDA.
-    resident_adapters: adapters in device memory at one time, the rest wait on the host."""
+    Face folder, readable by all ranks. prepare: "module:function" that returns RankHooks; None:
+    CUDA. resident_adapters: adapters in device memory at a time; others are offloaded."""
 
     rank: int
     world_size: int
@@ -32,10 +32,10 @@ class RankSettings:
 
 @dataclass(frozen=True, slots=True)
 class BatchColumns:
-    """A TrainBatch with its arrays end to end: what goes through the object store, where every
-    array is a buffer of its own. Its datums' inputs all have the same names.
+    """A TrainBatch with the arrays of all datums concatenated, for Ray's object store: that makes a
+    buffer of every array, and a batch has thousands. All datums have inputs of the same names.
 
-    columns: by name, "" the tokens. shapes: by name, of each datum's array.
+    columns: by name; "": the tokens. shapes: by name, of each datum's array.
     """
 
     columns: Mapping[str, NDArray[Any]]
@@ -50,18 +50,18 @@ class BatchColumns:
         for name in batch.data[0].inputs:
             arrays[name] = [datum.inputs[name] for datum in batch.data]
         return cls(
-            {name: np.concatenate([a.ravel() for a in own]) for name, own in arrays.items()},
-            {name: tuple(a.shape for a in own) for name, own in arrays.items()},
+            {name: np.concatenate([a.ravel() for a in rows]) for name, rows in arrays.items()},
+            {name: tuple(a.shape for a in rows) for name, rows in arrays.items()},
             *(batch.loss_fn, batch.loss_fn_config, batch.forward_only),
         )
 
     def batch(self) -> TrainBatch:
-        """Its arrays are views."""
+        """The TrainBatch; its arrays are views."""
         arrays = {name: _split(self.columns[name], self.shapes[name]) for name in self.columns}
         tokens = arrays.pop("")
         data = tuple(
-            Datum(own, {name: column[i] for name, column in arrays.items()})
-            for i, own in enumerate(tokens)
+            Datum(sequence, {name: column[i] for name, column in arrays.items()})
+            for i, sequence in enumerate(tokens)
         )
         return TrainBatch(data, self.loss_fn, self.loss_fn_config, self.forward_only)
 
@@ -74,7 +74,7 @@ def _split(column: NDArray[Any], shapes: Sequence[tuple[int, ...]]) -> list[NDAr
 
 @dataclass(frozen=True, slots=True)
 class RankOutput:
-    """What one rank has to tell: outputs[i] belongs to datum indices[i]. metrics: of all datums."""
+    """One rank's results: outputs[i] belongs to datum indices[i]. metrics: of all datums."""
 
     indices: tuple[int, ...]
     outputs: tuple[Mapping[str, NDArray[np.float32]], ...]
@@ -82,8 +82,8 @@ class RankOutput:
 
 
 def merge_outputs(parts: Sequence[RankOutput | None]) -> TrainOutput:
-    """The request's output, in its order, from what its ranks returned."""
-    told = [part for part in parts if part is not None]
-    outputs = {i: o for part in told for i, o in zip(part.indices, part.outputs, strict=True)}
+    """The request's output, in the order of its datums, from the results of its ranks."""
+    reports = [part for part in parts if part is not None]
+    outputs = {i: o for part in reports for i, o in zip(part.indices, part.outputs, strict=True)}
     assert sorted(outputs) == list(range(len(outputs))), "every datum has exactly one output"
-    return TrainOutput(tuple(outputs[i] for i in range(len(outputs))), dict(told[0].metrics))
+    return TrainOutput(tuple(outputs[i] for i in range(len(outputs))), dict(reports[0].metrics))

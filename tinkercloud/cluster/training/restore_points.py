@@ -1,8 +1,8 @@
-"""What a model comes back from when its ranks die.
+"""Restore points: what a model is restored from when its ranks die.
 
-A checkpoint's own folder is the caller's, who renames, replaces and deletes it. So its files are
-hard-linked (copied where they cannot be) into a folder of ours, which is the model's restore point
-until the next one. No bytes are written twice on one file system.
+A checkpoint's folder belongs to the caller, who may rename, replace or delete it. So its files are
+hard-linked (or copied, where links are not possible) into a folder of ours, the model's restore
+point until its next checkpoint. On one file system no bytes are written twice.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ STATE_FILE = "training_state.json"
 
 @dataclass(frozen=True, slots=True)
 class RestorePoint:
-    """folder None: the beginning. with_optimizer: how to load the folder."""
+    """folder None: the new model. with_optimizer: how to load the folder. label: for users."""
 
     folder: Path | None
     with_optimizer: bool
@@ -31,11 +31,13 @@ class RestorePoint:
 
 
 @dataclass(slots=True)
-class KnownModel:
-    """unsaved: training since the point, acknowledged or underway when the ranks died.
-    gradient: something is accumulated, which no checkpoint holds. rewound: what its next operation
-    must be told. lost: it could not be brought back. weights: another object for other weights.
-    turn: held by whoever changes them, or needs them unchanged."""
+class ModelRecord:
+    """A model of a train group, as the API process knows it.
+
+    unsaved: trained since the point, acknowledged or underway when the ranks died. gradient: one is
+    accumulated, which no checkpoint holds. rewound: the text with which its next operation fails.
+    lost: it could not be restored. weights: a new object for each change of them. weights_lock: for
+    who changes them, or needs them unchanged."""
 
     spec: LoraSpec
     point: RestorePoint
@@ -44,20 +46,20 @@ class KnownModel:
     rewound: str | None = None
     lost: bool = False
     weights: object = field(default_factory=object)
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    weights_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 BEGINNING = RestorePoint(None, False, "its beginning: no checkpoint of it was saved")
 
 
 class RestorePoints:
-    """The points of one group's models, below one folder."""
+    """The restore points of one group's models, below one folder."""
 
     def __init__(self, root: Path):
         self._root = root
 
     async def keep(self, model_id: str, checkpoint: Path, *, with_optimizer: bool) -> RestorePoint:
-        """Take over a checkpoint's files."""
+        """Link a checkpoint's files."""
         target = self._of(model_id) / uuid.uuid4().hex[:12]
         await asyncio.to_thread(_link_all, checkpoint, target)
         steps = await asyncio.to_thread(_steps, target)
@@ -80,7 +82,7 @@ class RestorePoints:
 
 
 def link_files(source: Path, target: Path, names: Iterable[str]) -> None:
-    """Into a new folder. Raises UserError where one is missing."""
+    """Into a new folder. Raises UserError when a file is missing."""
     target.mkdir(parents=True)
     for name in names:
         if not (source / name).is_file():

@@ -1,7 +1,7 @@
-"""One rank as a Ray actor: its work runs in one thread, and questions about it in others.
+"""One rank as a Ray actor: operations run in one thread, questions about progress in others.
 
-Errors come back as values. Ray would pickle them, which the classes of our tree, that build their
-text themselves, do not survive.
+Errors are returned as values. Ray would pickle them, and our error classes, whose constructors take
+other arguments than their text, cannot be unpickled.
 """
 
 import logging
@@ -15,20 +15,20 @@ from importlib import import_module
 from typing import Any
 
 from tinkercloud import errors
-from tinkercloud.cluster.gpus.rendezvous import Meeting
+from tinkercloud.cluster.gpus.rendezvous import Rendezvous
 from tinkercloud.cluster.training.rank_types import BatchColumns, RankSettings
 
 logger = logging.getLogger(__name__)
 
 WATCH = "watch"
-_PIECE_BYTES = 64 * 1024  # Ray puts arguments beyond 100 KiB into the object store itself
-CONCURRENCY = {WATCH: 4}  # threads by group, besides the rank's own
+_PIECE_BYTES = 64 * 1024  # Ray itself puts arguments of more than 100 KiB into the object store
+CONCURRENCY = {WATCH: 4}  # threads by concurrency group, besides the one for operations
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """value, or an error: its class in `errors` ("" for any other), its text, its traceback.
-    ms: what the rank itself took."""
+    """value, or error: its class in `errors` ("" for any other), its text, its traceback. ms: the
+    time that the rank itself took."""
 
     value: Any = None
     error: tuple[str, str, str] | None = None
@@ -36,52 +36,53 @@ class Answer:
 
 
 class TrainActor:
-    """Everything of the rank happens in one thread, in the order of the calls: what a rank sets up
-    for its thread stays set up. `progress` and `lifetime` are called in the group WATCH.
+    """All operations of the rank run in one thread, in the order of the calls: a rank may set up
+    state of its thread (CUDA's device, torch's function modes). `progress` and `lifetime` are
+    called in the concurrency group WATCH.
 
-    No method is a coroutine: then Ray would run all in an event loop, whose way to the thread and
-    back takes longer than the rest of a call (1 ms of 4 for two ranks on one small machine).
+    No method is a coroutine: Ray would then run all methods in an event loop and hand each over to
+    the thread and back, which takes 1 ms of the 4 ms of a call to two ranks.
     """
 
     def __init__(self) -> None:
         self._rank: Any = None
-        self._meeting: Meeting | None = None
+        self._rendezvous: Rendezvous | None = None
         self._num_done = 0
 
-    def meet(self) -> str:
-        """Of rank 0, before `start`: where the ranks meet; torch.distributed's init_method."""
+    def rendezvous(self) -> str:
+        """On rank 0, before `start`: the init_method of torch.distributed for all ranks."""
         import ray.util
 
-        self._meeting = Meeting(ray.util.get_node_ip_address())
-        return self._meeting.init_method
+        self._rendezvous = Rendezvous(ray.util.get_node_ip_address())
+        return self._rendezvous.init_method
 
     def start(self, rank_class: str, settings: RankSettings) -> bytes:
-        """rank_class: "module:Class", made with the settings."""
+        """rank_class: "module:Class"; it is constructed with the settings."""
 
         def make() -> None:
-            if self._meeting is not None:
-                self._meeting.open()
+            if self._rendezvous is not None:
+                self._rendezvous.open()
             module, _, name = rank_class.partition(":")
             self._rank = getattr(import_module(module), name)(settings)
 
         return self._run(make)
 
     def call(self, batch: BatchColumns | None, *request: bytes) -> bytes:
-        """request: `packed_call`'s. batch: its last argument, where it came by the object store."""
+        """request: of `packed_call`. batch: the last argument, where it is in the object store."""
 
         def work() -> Any:
             method, args, kwargs = pickle.loads(b"".join(request))
-            more = () if batch is None else (batch.batch(),)
-            return getattr(self._rank, method)(*args, *more, **kwargs)
+            last = () if batch is None else (batch.batch(),)
+            return getattr(self._rank, method)(*args, *last, **kwargs)
 
         return self._run(work)
 
     def progress(self) -> int:
-        """Grows while the rank gets somewhere; a rank may count steps of its own."""
+        """Grows with every finished call; a rank may add steps that it counts itself."""
         return self._num_done + getattr(self._rank, "progress", 0)
 
     def lifetime(self) -> None:
-        """Never returns: its caller learns of this actor's death at once."""
+        """Never returns: its caller gets an error at once when this actor dies."""
         threading.Event().wait()
 
     def _run(self, work: Callable[[], Any]) -> bytes:
@@ -90,7 +91,7 @@ class TrainActor:
         try:
             value = work()
             answer = Answer(value, ms=1000 * (time.perf_counter() - begun))
-        except Exception as error:  # noqa: BLE001 - whatever it is, the caller raises it
+        except Exception as error:  # noqa: BLE001 - the caller raises it
             answer = Answer(error=_encoded(error))
         finally:
             self._num_done += 1
@@ -98,8 +99,8 @@ class TrainActor:
 
 
 def packed_call(method: str, *args: Any, **kwargs: Any) -> list[bytes]:
-    """Pickled once for all ranks, and by pickle alone: Ray's own way takes each small array for
-    a buffer of its own, which costs more than the copy. In pieces that Ray sends with the call."""
+    """Pickled once for all ranks, and in-band: Ray makes a buffer of each small array, which takes
+    longer than copying it. In pieces that are small enough for Ray to send them with the call."""
     packed = pickle.dumps((method, args, kwargs), protocol=5)
     return [packed[i : i + _PIECE_BYTES] for i in range(0, len(packed), _PIECE_BYTES)]
 

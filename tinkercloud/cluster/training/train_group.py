@@ -1,13 +1,13 @@
 """RayTrainGroup: the ranks that train one base's adapters, or one full-parameter model.
 
-When ranks die, hang or disagree, the operation underway fails with EngineDied and all ranks are
-ended. The next `onload` starts new ones and brings every model back from its restore point: its
-last checkpoint with optimizer state (saved or loaded), or its beginning.
+When ranks die, hang, or fail on some of them only, the current operation fails with EngineDied and
+all ranks are ended. The next `onload` starts new ones and restores every model from its restore
+point: its last checkpoint with optimizer state (saved or loaded), or the new model.
 
-A model is never rewound in silence. If it had training newer than its restore point, acknowledged
-or underway, its next operation fails once with TrainingRewound, which names the point; what comes
-after that goes on from there. (Operations are pipelined: an optim_step that was sent behind a lost
-forward_backward must not be applied to a model without that gradient.)
+A model is never rewound silently. If it was trained since its restore point, acknowledged or not,
+its next operation fails once with TrainingRewound, which names the point; later ones continue from
+there. (Clients pipeline operations: an optim_step that was sent after a lost forward_backward must
+not be applied to a model without that gradient.)
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from tinkercloud.cluster.gpus.placement import Slot
 from tinkercloud.cluster.rollout.weight_sync import Sent, Transfer
 from tinkercloud.cluster.training.rank_actors import GroupSettings, RankActors
 from tinkercloud.cluster.training.rank_types import merge_outputs
-from tinkercloud.cluster.training.restore_points import BEGINNING, KnownModel, RestorePoints
+from tinkercloud.cluster.training.restore_points import BEGINNING, ModelRecord, RestorePoints
 from tinkercloud.core.types import AdamParams, LoraSpec, TrainBatch, TrainOutput
 from tinkercloud.errors import EngineDied, ModelStateLost, TinkercloudError, TrainingRewound
 
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class RayTrainGroup:
-    """slots: where the ranks go, in rank order; asked at every start, since nodes may be lost.
+    """slots: of the ranks, in rank order; called at every start, since nodes may be lost.
 
     Every operation but `onload` needs ranks; without them it raises EngineDied.
     """
@@ -39,7 +39,7 @@ class RayTrainGroup:
         self._settings = settings
         self._slots = slots
         self._ranks: RankActors | None = None
-        self._models: dict[str, KnownModel] = {}
+        self._models: dict[str, ModelRecord] = {}
         self._points = RestorePoints(settings.state_dir)
         self._num_starts = 0
 
@@ -63,7 +63,7 @@ class RayTrainGroup:
     # ---- memory: this is a TrainSide
 
     async def onload(self) -> int:
-        """Bytes brought to the GPUs. Starts the ranks, and brings the models back, if need be."""
+        """Bytes loaded to the GPUs. Starts ranks and restores the models where there are none."""
         if self.alive:
             return sum(await self._call("onload"))
         await self.discard()
@@ -71,19 +71,19 @@ class RayTrainGroup:
         self._num_starts += 1
         try:
             for model_id, model in self._models.items():
-                await self._bring_back(model_id, model)
+                await self._restore(model_id, model)
             stats = await self._call("stats")
         except BaseException:
             await asyncio.shield(self.discard())
             raise
-        return sum(size for one in stats for name, size in one.items() if name.endswith("_bytes"))
+        return sum(size for rank in stats for name, size in rank.items() if name.endswith("_bytes"))
 
     async def offload(self) -> int:
         """Bytes freed on the GPUs."""
         return sum(await self._call("offload"))
 
     async def discard(self) -> None:
-        """End the ranks, whatever they do."""
+        """End the ranks, in whatever state they are."""
         ranks, self._ranks = self._ranks, None
         if ranks is not None:
             await ranks.end()
@@ -98,17 +98,17 @@ class RayTrainGroup:
 
     async def create(self, model_id: str, spec: LoraSpec) -> None:
         await self._call("create", model_id, spec)
-        await self._know(model_id, KnownModel(spec, BEGINNING))
+        await self._register(model_id, ModelRecord(spec, BEGINNING))
 
     async def load(self, model_id: str, folder: Path, *, with_optimizer: bool) -> LoraSpec:
         async with self.unchanged(model_id):
             spec = (await self._call("load", model_id, folder, with_optimizer=with_optimizer))[0]
         point = await self._points.keep(model_id, folder, with_optimizer=with_optimizer)
-        await self._know(model_id, KnownModel(spec, point))
+        await self._register(model_id, ModelRecord(spec, point))
         return spec
 
     async def save(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
-        model = self._known(model_id)
+        model = self._record(model_id)
         await self._call("save", model_id, folder, with_optimizer=with_optimizer)
         if with_optimizer:
             old, model.unsaved = model.point, model.gradient
@@ -126,19 +126,19 @@ class RayTrainGroup:
     async def export(
         self, model_id: str | None, folder: Path, *, form: Literal["adapter", "merged"]
     ) -> None:
-        """For engines: a PEFT folder, or a Hugging Face folder. None: the base."""
+        """For engines: a PEFT folder, or a Hugging Face folder. model_id None: the base."""
         if model_id is not None:
-            self._known(model_id)
+            self._record(model_id)
         await self._call("export", model_id, folder, form=form)
 
     async def merge(self, checkpoint: Path, folder: Path) -> None:
         """A Hugging Face folder of the base with a checkpoint's adapter merged in."""
-        passing = f"merging {uuid.uuid4().hex}"
-        await self._call("load", passing, checkpoint, with_optimizer=False)
+        temporary = f"merging {uuid.uuid4().hex}"
+        await self._call("load", temporary, checkpoint, with_optimizer=False)
         try:
-            await self._call("export", passing, folder, form="merged")
+            await self._call("export", temporary, folder, form="merged")
         finally:
-            await self._call("delete", passing)
+            await self._call("delete", temporary)
 
     async def checksum(self, model_id: str | None) -> str:
         return (await self._call("checksum", model_id))[0]
@@ -147,39 +147,40 @@ class RayTrainGroup:
 
     async def forward_backward_only(self, model_id: str, batch: TrainBatch) -> TrainOutput:
         """Adds the gradient to the model's accumulator, or changes nothing."""
-        model = self._known(model_id)
+        model = self._record(model_id)
         async with _Training(model):
             parts = await self._call_on_data("forward_backward_only", model_id, batch)
             model.gradient = True
         return merge_outputs(parts)
 
     async def forward_only(self, model_id: str, batch: TrainBatch) -> TrainOutput:
-        self._known(model_id)
+        self._record(model_id)
         return merge_outputs(await self._call_on_data("forward_only", model_id, batch))
 
     async def apply_optimizer_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
-        model = self._known(model_id)
-        async with model.turn, _Training(model):
+        model = self._record(model_id)
+        async with model.weights_lock, _Training(model):
+            # Before the call: should it be cancelled, the ranks take the step all the same.
             model.weights = object()
             try:
                 metrics = (await self._call("apply_optimizer_step", model_id, params))[0]
             finally:
-                model.gradient = False  # a refused gradient is dropped too
+                model.gradient = False  # the ranks clear a refused gradient too
         return metrics
 
     # ---- weights for engines
 
     def state_of(self, model_id: str) -> object | None:
-        """The same object as long as the model's weights are the same; None: they are not here."""
+        """The same object as long as the model's weights are the same; None: it has none here."""
         model = self._models.get(model_id)
         return None if model is None or model.lost or model.rewound else model.weights
 
     @asynccontextmanager
     async def unchanged(self, model_id: str) -> AsyncIterator[None]:
-        """The ranks do not change the model's weights for the length of the block, unless they
-        die; what would waits."""
+        """The ranks do not change the model's weights during the block, unless they die: steps and
+        loads of it wait."""
         model = self._models.get(model_id)
-        async with model.turn if model is not None else nullcontext():
+        async with model.weights_lock if model is not None else nullcontext():
             yield
 
     @property
@@ -188,7 +189,7 @@ class RayTrainGroup:
         return self._running().address
 
     async def send_weights(self, model_id: str, transfer: Transfer) -> Sent:
-        """Every rank sends its part to the engines; also while they are offloaded."""
+        """Every rank sends its part to the engines; the ranks may be offloaded."""
         return (await self._call("send_weights", model_id, transfer))[0]
 
     # ---- inside
@@ -208,21 +209,21 @@ class RayTrainGroup:
             raise EngineDied(f"the ranks of {self._settings.name} are not running")
         return self._ranks
 
-    async def _know(self, model_id: str, model: KnownModel) -> None:
+    async def _register(self, model_id: str, model: ModelRecord) -> None:
         old, self._models[model_id] = self._models.get(model_id), model
         if old is not None:
             await self._points.drop(old.point)
 
-    def _known(self, model_id: str) -> KnownModel:
+    def _record(self, model_id: str) -> ModelRecord:
         model = self._models.get(model_id)
         if model is None or model.lost:
             raise ModelStateLost(model_id)
         if model.rewound is not None:
-            told, model.rewound = model.rewound, None
-            raise TrainingRewound(told)
+            text, model.rewound = model.rewound, None
+            raise TrainingRewound(text)
         return model
 
-    async def _bring_back(self, model_id: str, model: KnownModel) -> None:
+    async def _restore(self, model_id: str, model: ModelRecord) -> None:
         point = model.point
         try:
             if point.folder is None:
@@ -233,7 +234,7 @@ class RayTrainGroup:
         except EngineDied:
             raise
         except TinkercloudError:
-            logger.exception("model %s could not be brought back", model_id)
+            logger.exception("model %s could not be restored", model_id)
             model.lost = True
             return
         if model.unsaved:
@@ -241,7 +242,7 @@ class RayTrainGroup:
             model.rewound = (
                 f"the training processes of model {model_id!r} died, and it was restored to "
                 f"{point.label}. Training since then is lost; this operation was not executed. "
-                "What is sent from now on continues from there"
+                "Later operations continue from there"
             )
             logger.warning("model %s was rewound to %s", model_id, point.label)
         model.unsaved = model.gradient = False
@@ -250,12 +251,12 @@ class RayTrainGroup:
 class _Training:
     """Marks a model as trained since its restore point, unless the operation was refused."""
 
-    def __init__(self, model: KnownModel):
+    def __init__(self, model: ModelRecord):
         self._model = model
         self._before = model.unsaved
 
     async def __aenter__(self) -> None:
-        # Before, not after: a cancelled caller does not stop the ranks.
+        # Before the operation: a cancelled caller does not stop the ranks.
         self._model.unsaved = True
 
     async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:

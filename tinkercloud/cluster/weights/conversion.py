@@ -1,7 +1,7 @@
-"""Whole tensors to shards and back: loading a base model, gathering for export, sync, checkpoints.
+"""Full tensors to shards and back: loading a base model, gathering for export, sync, checkpoints.
 
 `full_tensors` and `load_full` work on anything shaped like the parameters: weights, or an
-optimizer's moments. All ranks call them together, in the same order.
+optimizer's moments. All ranks call them alike, in the same order.
 """
 
 import json
@@ -20,8 +20,8 @@ from tinkercloud.cluster.weights.mapping import (
     Entry,
     Source,
     WeightMap,
+    full_shapes,
     named_tensors,
-    whole_shapes,
 )
 from tinkercloud.core.plan import MegatronArguments
 from tinkercloud.errors import ConfigError
@@ -35,10 +35,10 @@ Bucket = list[tuple[str, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One parameter of the whole network, as every rank knows it.
+    """One parameter of the whole network, in the catalogue of every rank.
 
-    stage, expert_rank: the ranks that hold it. entry: what it is made of; its `parameter` is the
-    name on those ranks. shapes: of the whole tensors. dtype: of the weight.
+    stage, expert_rank: of the ranks that hold it. entry: its mapping; `entry.parameter` is the name
+    on those ranks. shapes: of the full tensors. dtype: of the weight.
     """
 
     stage: int
@@ -52,7 +52,8 @@ class Item:
 
 
 class Catalogue:
-    """The order in which all ranks walk through the network's parameters."""
+    """The parameters of the whole network, in the one order in which all ranks walk through them:
+    ranks that took another would pair up the wrong collectives."""
 
     def __init__(self, model: Any, arguments: MegatronArguments, architecture: str):
         from megatron.core import parallel_state as state
@@ -63,27 +64,27 @@ class Catalogue:
         self.tensors = dict(named_tensors(model))
         mapped = WeightMap(arguments, architecture, self.expert_rank)
         self.entries = {entry.parameter: entry for entry in mapped.entries(model)}
-        self.items = self._everywhere([self._item(e) for e in self.entries.values()])
+        self.items = self._all_items([self._item(e) for e in self.entries.values()])
 
     def _item(self, entry: Entry) -> Item:
         shard = self.tensors[entry.parameter]
         expert_rank = self.expert_rank if entry.is_expert else None
-        return Item(self.stage, expert_rank, entry, whole_shapes(entry, shard), shard.dtype)
+        return Item(self.stage, expert_rank, entry, full_shapes(entry, shard), shard.dtype)
 
-    def _everywhere(self, own: list[Item]) -> list[Item]:
+    def _all_items(self, local: list[Item]) -> list[Item]:
         """The items of all ranks, each once, by stage; a tied tensor only where it is first."""
-        # Ranks that hold the same are asked too: one message each, at the start.
-        found: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(found, own)
+        # Also from ranks that hold the same items: one message of each, once.
+        by_rank: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(by_rank, local)
         items: list[Item] = []
-        known: set[str] = set()
-        for item in sorted((i for part in found for i in part), key=_order):
-            if not known.issuperset(item.entry.names):
-                known.update(item.entry.names)
+        names: set[str] = set()
+        for item in sorted((item for part in by_rank for item in part), key=_order):
+            if not names.issuperset(item.entry.names):
+                names.update(item.entry.names)
                 items.append(item)
         return items
 
-    def is_mine(self, item: Item) -> bool:
+    def is_local(self, item: Item) -> bool:
         return item.stage == self.stage and item.expert_rank in (None, self.expert_rank)
 
     def names(self) -> list[str]:
@@ -96,10 +97,10 @@ def _order(item: Item) -> tuple[int, int]:
 
 
 def split_group(entry: Entry) -> Any:
-    """The ranks that hold the parameter's other parts; None where there are none."""
+    """The ranks that the parameter is sharded over; None where it is replicated."""
     from megatron.core import parallel_state as state
 
-    if entry.split == "whole":
+    if entry.split == "replicated":
         return None
     if entry.split == "etp":
         return state.get_expert_tensor_parallel_group()
@@ -107,14 +108,14 @@ def split_group(entry: Entry) -> Any:
 
 
 def load_full(catalogue: Catalogue, source: Source, put: Callable[[str, Tensor], None]) -> None:
-    """Cut this rank's shard of every parameter out of whole tensors. No communication.
+    """Make this rank's shard of every parameter from full tensors, without communication.
 
-    put(parameter name, shard) gets them one by one.
+    put(parameter name, shard) is called with each.
     """
     for entry in catalogue.entries.values():
         group = split_group(entry)
         rank, size = (0, 1) if group is None else (group.rank(), group.size())
-        put(entry.parameter, entry.cut(source, rank, size))
+        put(entry.parameter, entry.shard(source, rank, size))
 
 
 def full_tensors(
@@ -123,61 +124,62 @@ def full_tensors(
     bucket_bytes: int,
     *,
     dtype: torch.dtype | None = None,
-    wanted: Callable[[str], bool] = lambda name: True,
+    select: Callable[[str], bool] = lambda name: True,
 ) -> Iterator[Bucket]:
-    """Whole tensors under their Hugging Face names, on every rank, bucket by bucket.
+    """Full tensors under their Hugging Face names, on every rank, bucket by bucket.
 
-    shard(parameter name): this rank's part, asked for once and in the same order on all ranks that
-    hold the parameter (so it may itself communicate among them). dtype: what comes out; None: each
-    weight's own. wanted: by Hugging Face name; an item is walked when it has a wanted one. A bucket
-    holds bucket_bytes at most, or one item.
+    shard(parameter name): this rank's shard; called once, in the same order on all ranks that hold
+    the parameter (so that it may communicate among them). dtype: of the tensors; None: that of each
+    weight. select: by Hugging Face name; an item is gathered when any of its names is selected. A
+    bucket has bucket_bytes at most, or one item.
     """
     bucket: Bucket = []
     held = 0
     for item in catalogue.items:
-        if not any(wanted(name) for name in item.entry.names):
+        if not any(select(name) for name in item.entry.names):
             continue
-        tensors = _whole(catalogue, item, shard, dtype or item.dtype)
+        tensors = _full_item(catalogue, item, shard, dtype or item.dtype)
         size = sum(t.numel() * t.element_size() for t in tensors.values())
         if bucket and held + size > bucket_bytes:
             yield bucket
             bucket, held = [], 0
-        bucket += [(name, tensor) for name, tensor in tensors.items() if wanted(name)]
+        bucket += [(name, tensor) for name, tensor in tensors.items() if select(name)]
         held += size
     if bucket:
         yield bucket
 
 
 @torch.no_grad()
-def _whole(
+def _full_item(
     catalogue: Catalogue, item: Item, shard: Callable[[str], Tensor], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Gathered over the ranks that split it, then handed to experts' and pipeline ranks."""
+    """Gathered over the ranks that it is sharded over, then broadcast over the expert-parallel
+    group of its stage, then over the pipeline: each rank has it before it passes it on."""
     from megatron.core import parallel_state as state
 
     tensors: dict[str, Tensor] | None = None
-    if catalogue.is_mine(item):
-        own = shard(item.entry.parameter).detach().to(dtype).contiguous()
-        tensors = item.entry.join(_gathered(own, split_group(item.entry)))
+    if catalogue.is_local(item):
+        local = shard(item.entry.parameter).detach().to(dtype).contiguous()
+        tensors = item.entry.unshard(_all_gathered(local, split_group(item.entry)))
     if item.expert_rank is not None and item.stage == catalogue.stage:
         experts = state.get_expert_model_parallel_group()
-        tensors = _handed(tensors, item, (experts, item.expert_rank), dtype)
+        tensors = _broadcast(tensors, item, (experts, item.expert_rank), dtype)
     stages = state.get_pipeline_model_parallel_group()
-    return _handed(tensors, item, (stages, item.stage), dtype)
+    return _broadcast(tensors, item, (stages, item.stage), dtype)
 
 
-def _gathered(own: Tensor, group: Any) -> list[Tensor]:
+def _all_gathered(shard: Tensor, group: Any) -> list[Tensor]:
     if group is None or group.size() == 1:
-        return [own]
-    parts = [torch.empty_like(own) for _ in range(group.size())]
-    torch.distributed.all_gather(parts, own, group=group)
-    return parts
+        return [shard]
+    shards = [torch.empty_like(shard) for _ in range(group.size())]
+    torch.distributed.all_gather(shards, shard, group=group)
+    return shards
 
 
-def _handed(
+def _broadcast(
     tensors: dict[str, Tensor] | None, item: Item, owner: tuple[Any, int], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """From the owner (a group, a rank of it) to all of the group, as one message."""
+    """From the owner (a group, a rank in it) to the whole group, in one message."""
     group, owner_rank = owner
     if group.size() == 1:
         assert tensors is not None
@@ -202,7 +204,7 @@ def _device() -> torch.device:
 
 
 class HuggingFaceFolder:
-    """Tensors of a folder of safetensors by name; only the rows and columns asked for are read."""
+    """Tensors of a folder of safetensors by name, as slices: only what is indexed is read."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -252,7 +254,7 @@ def load_base(model: Any, catalogue: Catalogue, folder: Path) -> None:
     def put(parameter: str, shard: Tensor) -> None:
         with torch.no_grad():
             target = catalogue.tensors[parameter]
-            assert target.shape == shard.shape, f"{parameter} is mapped wrongly"
+            assert target.shape == shard.shape, f"the mapping of {parameter} is wrong"
             target.copy_(shard)
 
     load_full(catalogue, lambda name: files[name], put)
@@ -262,13 +264,13 @@ _UNUSED = (".rotary_emb.inv_freq", "lm_head.weight")
 
 
 def _check_names(catalogue: Catalogue, files: HuggingFaceFolder, folder: Path) -> None:
-    known = set(catalogue.names())
+    expected = set(catalogue.names())
     layers = catalogue.arguments.num_layers
     draft = f"model.layers.{layers}."  # multi-token-prediction layers follow the last
-    missing = sorted(known - set(files))
+    missing = sorted(expected - set(files))
     unused = sorted(
         name
-        for name in set(files) - known
+        for name in set(files) - expected
         if not name.endswith(_UNUSED) and not name.startswith(draft)
     )
     faults = {"missing": missing, "unexpected": unused}
@@ -278,13 +280,13 @@ def _check_names(catalogue: Catalogue, files: HuggingFaceFolder, folder: Path) -
 
 
 def _check_shapes(catalogue: Catalogue, files: HuggingFaceFolder, folder: Path) -> None:
-    """A slice of a tensor that is too large would fit, so that whole shapes are compared."""
+    """Compares full shapes: a shard of a tensor that is too large would fit."""
     faults = []
     for item in catalogue.items:
         for name, shape in item.shapes.items():
-            found = tuple(files[name].get_shape())
-            if found != tuple(shape):
-                faults.append(f"{name} is {found}, not {tuple(shape)}")
+            in_file = tuple(files[name].get_shape())
+            if in_file != tuple(shape):
+                faults.append(f"{name} is {in_file}, not {tuple(shape)}")
     if faults:
         raise ConfigError(f"the tensors in {folder} do not fit its config; {_listed(faults)}")
 
@@ -297,8 +299,8 @@ def _listed(names: Sequence[str]) -> str:
 class HuggingFaceWriter:
     """Writes buckets as a folder of safetensors that transformers and SGLang load.
 
-    base: the folder whose config and tokenizer files are copied. At most FILE_BYTES and a bucket
-    are held in memory.
+    base: the folder whose config and tokenizer files are copied. Holds at most FILE_BYTES and a
+    bucket in memory.
     """
 
     def __init__(self, folder: Path, base: Path):
@@ -325,7 +327,7 @@ class HuggingFaceWriter:
         self._held = {}
 
     def finish(self) -> None:
-        """The last file, the index, and what is not weights."""
+        """Write the last file and the index, and copy config and tokenizer."""
         self._flush()
         index = {"metadata": {"total_size": self._num_bytes}, "weight_map": self._places}
         (self._folder / _INDEX).write_text(json.dumps(index, indent=2))

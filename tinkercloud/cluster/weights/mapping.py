@@ -1,12 +1,12 @@
-"""Which Hugging Face tensors a Megatron parameter is made of, and how it is cut over ranks.
+"""Which Hugging Face tensors a Megatron parameter is made of, and how it is sharded over ranks.
 
 One mapping for everything that is shaped like a parameter: weights, gradients, Adam's moments. It
-knows the names of both of Megatron's layer kinds, Transformer Engine's and the local one. (mbridge
-and megatron-bridge map weights only, know the first kind's names only, and look for rotary figures
-where transformers 5 no longer writes them.)
+has the names of both of Megatron's layer specs, Transformer Engine's and the local one. (mbridge
+and megatron-bridge map weights only, have the first spec's names only, and look for rotary
+parameters where transformers 5 no longer writes them.)
 
-`cut` makes this rank's shard of whole tensors, `join` whole tensors of the shards of the ranks that
-split a parameter; each undoes the other.
+`shard` makes this rank's shard of full tensors, `unshard` full tensors of the shards of all ranks
+that a parameter is sharded over; each is the inverse of the other.
 """
 
 import re
@@ -20,12 +20,12 @@ from torch import Tensor
 from tinkercloud.core.plan import MegatronArguments
 from tinkercloud.errors import ConfigError
 
-Split = Literal["whole", "tp", "etp"]
-"""Who holds other parts of a parameter: nobody, the tensor ranks, the experts' tensor ranks."""
+Split = Literal["replicated", "tp", "etp"]
+"""The ranks that a parameter is sharded over: none, tensor-parallel ones, those of experts."""
 
 
 class Sliceable(Protocol):
-    """A tensor, or a tensor in a file of which only the wanted part is read."""
+    """A tensor, or a tensor in a file, of which only the indexed part is read."""
 
     def __getitem__(self, index: Any) -> Tensor: ...
 
@@ -37,8 +37,8 @@ Source = Callable[[str], Sliceable]
 class Entry:
     """One parameter (or buffer) of this rank's network.
 
-    parameter: its name there. names: the Hugging Face tensors, in order. is_expert: whether ranks
-    of an expert-parallel group hold other experts under this name.
+    parameter: its name in the network. names: the Hugging Face tensors, in order. is_expert:
+    whether the ranks of an expert-parallel group have different experts under this name.
     """
 
     parameter: str
@@ -47,44 +47,44 @@ class Entry:
     is_expert: bool
     form: "Form"
 
-    def cut(self, source: Source, rank: int, size: int) -> Tensor:
-        """This rank's shard, of `size` ranks that split it."""
-        return self.form.cut([source(name) for name in self.names], rank, size)
+    def shard(self, source: Source, rank: int, size: int) -> Tensor:
+        """This rank's shard, of `size` shards."""
+        return self.form.shard([source(name) for name in self.names], rank, size)
 
-    def join(self, shards: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The whole tensors by name; shards: of all ranks that split it, in rank order."""
-        return dict(zip(self.names, self.form.join(shards), strict=True))
+    def unshard(self, shards: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The full tensors by name. shards: all, in rank order."""
+        return dict(zip(self.names, self.form.unshard(shards), strict=True))
 
 
 class Form(Protocol):
-    def cut(self, wholes: Sequence[Sliceable], rank: int, size: int) -> Tensor: ...
+    def shard(self, fulls: Sequence[Sliceable], rank: int, size: int) -> Tensor: ...
 
-    def join(self, shards: Sequence[Tensor]) -> list[Tensor]: ...
+    def unshard(self, shards: Sequence[Tensor]) -> list[Tensor]: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class Replicated:
     """The same on every rank."""
 
-    def cut(self, wholes: Sequence[Sliceable], rank: int, size: int) -> Tensor:
-        return wholes[0][:]
+    def shard(self, fulls: Sequence[Sliceable], rank: int, size: int) -> Tensor:
+        return fulls[0][:]
 
-    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
+    def unshard(self, shards: Sequence[Tensor]) -> list[Tensor]:
         return [shards[0]]
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Cut along the rows; several tensors (gate and up) are cut each and stacked."""
+    """Sharded by rows; of several tensors (gate and up) the shards are stacked."""
 
-    rows: int  # of one whole tensor
+    rows: int  # of one full tensor
 
-    def cut(self, wholes: Sequence[Sliceable], rank: int, size: int) -> Tensor:
+    def shard(self, fulls: Sequence[Sliceable], rank: int, size: int) -> Tensor:
         each = self.rows // size
-        parts = [whole[rank * each : (rank + 1) * each] for whole in wholes]
+        parts = [full[rank * each : (rank + 1) * each] for full in fulls]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
+    def unshard(self, shards: Sequence[Tensor]) -> list[Tensor]:
         each = self.rows // len(shards)
         return [torch.cat(parts) for parts in zip(*(s.split(each) for s in shards), strict=True)]
 
@@ -93,52 +93,52 @@ class Rows:
 class Columns:
     columns: int
 
-    def cut(self, wholes: Sequence[Sliceable], rank: int, size: int) -> Tensor:
+    def shard(self, fulls: Sequence[Sliceable], rank: int, size: int) -> Tensor:
         each = self.columns // size
-        return wholes[0][:, rank * each : (rank + 1) * each]
+        return fulls[0][:, rank * each : (rank + 1) * each]
 
-    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
+    def unshard(self, shards: Sequence[Tensor]) -> list[Tensor]:
         return [torch.cat(list(shards), 1)]
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Rows of the vocabulary, with rows of zeros after the last to make the shards equal."""
+    """Rows of the vocabulary, padded with rows of zeros so that shards are of one size."""
 
     rows: int
     padded: int
 
-    def cut(self, wholes: Sequence[Sliceable], rank: int, size: int) -> Tensor:
+    def shard(self, fulls: Sequence[Sliceable], rank: int, size: int) -> Tensor:
         each = self.padded // size
-        part = wholes[0][min(rank * each, self.rows) : min((rank + 1) * each, self.rows)]
+        part = fulls[0][min(rank * each, self.rows) : min((rank + 1) * each, self.rows)]
         if len(part) == each:
             return part
         return torch.cat((part, part.new_zeros(each - len(part), *part.shape[1:])))
 
-    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
+    def unshard(self, shards: Sequence[Tensor]) -> list[Tensor]:
         return [torch.cat(list(shards))[: self.rows]]
 
 
 @dataclass(frozen=True, slots=True)
 class FusedQKV:
-    """q, k and v, by groups: [the group's heads of q, its k, its v] (weights, or biases)."""
+    """Megatron's linear_qkv: for each group [its heads of q, its k, its v] (weights or biases)."""
 
     groups: int
     heads_per_group: int
     head_size: int
 
-    def cut(self, wholes: Sequence[Sliceable], rank: int, size: int) -> Tensor:
+    def shard(self, fulls: Sequence[Sliceable], rank: int, size: int) -> Tensor:
         groups = self.groups // size
         parts = []
-        for whole, heads in zip(wholes, (self.heads_per_group, 1, 1), strict=True):
+        for full, heads in zip(fulls, (self.heads_per_group, 1, 1), strict=True):
             rows = groups * heads * self.head_size
-            part = whole[rank * rows : (rank + 1) * rows]
+            part = full[rank * rows : (rank + 1) * rows]
             parts.append(part.reshape(groups, heads * self.head_size, *part.shape[1:]))
         return torch.cat(parts, 1).flatten(0, 1)
 
-    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        whole = torch.cat(list(shards))
-        grouped = whole.reshape(self.groups, -1, *whole.shape[1:])
+    def unshard(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        fused = torch.cat(list(shards))
+        grouped = fused.reshape(self.groups, -1, *fused.shape[1:])
         size = self.head_size
         parts = grouped.split((self.heads_per_group * size, size, size), 1)
         return [part.flatten(0, 1).contiguous() for part in parts]
@@ -167,7 +167,7 @@ _EXPERT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """How an architecture writes its experts."""
+    """How an architecture names its experts."""
 
     moe: str
     router: str
@@ -195,31 +195,31 @@ class WeightMap:
             yield self.entry(name, model)
 
     def entry(self, name: str, model: Any) -> Entry:
-        """Raises ConfigError for a parameter that has no counterpart."""
+        """Raises ConfigError for a parameter without a Hugging Face counterpart."""
         match name.split(".", 3):
             case ["embedding", *_]:
                 return self._vocabulary(name, "model.embed_tokens.weight")
             case ["output_layer", *_]:
                 tied = not self._a.untie_embeddings_and_output_weights
-                whole = "model.embed_tokens.weight" if tied else "lm_head.weight"
-                return self._vocabulary(name, whole)
+                head = "model.embed_tokens.weight" if tied else "lm_head.weight"
+                return self._vocabulary(name, head)
             case ["decoder", "final_layernorm", *_]:
-                return Entry(name, ("model.norm.weight",), "whole", False, Whole())
+                return Entry(name, ("model.norm.weight",), "replicated", False, Replicated())
             case ["decoder", "layers", index, rest]:
                 layer = model.decoder.layers[int(index)].layer_number - 1
-                found = self._in_layer(name, rest, f"model.layers.{layer}.")
-                if found is not None:
-                    return _as_built(found, model)
+                entry = self._in_layer(name, rest, f"model.layers.{layer}.")
+                if entry is not None:
+                    return _as_built(entry, model)
         raise ConfigError(f"no Hugging Face tensor is known for Megatron's {name}")
 
-    def _vocabulary(self, name: str, whole: str) -> Entry:
+    def _vocabulary(self, name: str, hf_name: str) -> Entry:
         form = Vocabulary(self._a.vocab_size, self._a.padded_vocab_size)
-        return Entry(name, (whole,), "tp", False, form)
+        return Entry(name, (hf_name,), "tp", False, form)
 
     def _in_layer(self, name: str, rest: str, path: str) -> Entry | None:
         norms = _NORM | (_LATENT_NORM if self._a.multi_latent_attention else {})
         if rest in norms:
-            return Entry(name, (f"{path}{norms[rest]}.weight",), "whole", False, Whole())
+            return Entry(name, (f"{path}{norms[rest]}.weight",), "replicated", False, Replicated())
         if rest.startswith("self_attention."):
             return self._attention(name, rest.removeprefix("self_attention."), path)
         if match := _EXPERT.fullmatch(rest):
@@ -258,10 +258,12 @@ class WeightMap:
     def _mlp(self, name: str, rest: str, path: str) -> Entry | None:
         a = self._a
         if rest == "mlp.router.weight":
-            return Entry(name, (f"{path}{self._names.router}.weight",), "whole", False, Whole())
+            return Entry(
+                name, (f"{path}{self._names.router}.weight",), "replicated", False, Replicated()
+            )
         if rest == "mlp.router.expert_bias":
             bias = f"{path}{self._names.router}.e_score_correction_bias"
-            return Entry(name, (bias,), "whole", False, Whole())
+            return Entry(name, (bias,), "replicated", False, Replicated())
         inner = {
             "mlp.": a.ffn_hidden_size,
             "mlp.shared_experts.": a.moe_shared_expert_intermediate_size or 0,
@@ -285,12 +287,13 @@ class WeightMap:
 
 
 def _as_built(entry: Entry, model: Any) -> Entry:
-    """The down projections of latent attention are whole in one layer kind, cut in the other."""
+    """The down projections of latent attention are replicated by Transformer Engine's layer spec,
+    and sharded by the local one."""
     if "_down_proj" not in entry.parameter:
         return entry
     assert isinstance(entry.form, Rows)
-    is_whole = len(model.get_parameter(entry.parameter)) == entry.form.rows
-    return replace(entry, split="whole", form=Whole()) if is_whole else entry
+    is_full = len(model.get_parameter(entry.parameter)) == entry.form.rows
+    return replace(entry, split="replicated", form=Replicated()) if is_full else entry
 
 
 def named_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
@@ -301,8 +304,8 @@ def named_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
             yield name, buffer
 
 
-def whole_shapes(entry: Entry, shard: Tensor) -> dict[str, Any]:
-    """Shapes of the entry's whole tensors, from the shape of a shard."""
+def full_shapes(entry: Entry, shard: Tensor) -> dict[str, Any]:
+    """Shapes of the entry's full tensors, from the shape of a shard."""
     rest = tuple(shard.shape[1:])
     match entry.form:
         case Vocabulary(rows, _):

@@ -1,11 +1,11 @@
-"""The trainer's half of a weight sync: runs in the training ranks, talks to SGLang's servers.
+"""The trainer's half of a weight sync: runs in the training ranks, calls SGLang's servers.
 
 "tensor": trainer and engines share GPUs. A bucket's tensors stay where they are; each rank gives
-the engine's rank on its GPU handles to its own copy. "broadcast": they do not; rank 0 and the
-engines' ranks form a process group of their own, through which buckets go.
+the engine rank on its GPU handles to its copy. "broadcast": they have GPUs of their own; rank 0 and
+the engines' ranks form a process group, over which it broadcasts buckets.
 
-What SGLang expects, without SGLang: handles are torch's own pickles of shared tensors, base64;
-a GPU is named by its unique id, since its number differs from process to process.
+The formats are SGLang's, without importing SGLang: a handle is torch's pickle of a shared tensor,
+in base64; a GPU is named by its UUID, since its number differs from process to process.
 """
 
 import base64
@@ -26,44 +26,46 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from tinkercloud.cluster.gpus.rendezvous import Meeting
+from tinkercloud.cluster.gpus.rendezvous import Rendezvous
 from tinkercloud.cluster.rollout.weight_sync import Sent, Transfer
 from tinkercloud.cluster.weights.tensor_digest import tensor_digest
 from tinkercloud.errors import EngineDied
 
 Bucket = list[tuple[str, Tensor]]
 
-_DEVICE_ARGUMENT = 6  # of torch's rebuild_cuda_tensor; its signature has not changed for years
+_DEVICE_ARGUMENT = 6  # position of the device in torch's rebuild_cuda_tensor
 _POLL_S = 0.001
 _JOIN_S = 120.0
 
 
-class _Carrier(Protocol):
+class _BucketSender(Protocol):
     def __call__(self, bucket: Bucket) -> None:
         """Returns when the engines have loaded it."""
         ...
 
 
 def send(buckets: Iterable[Bucket], transfer: Transfer) -> Sent:
-    """Every training rank calls this with its own buckets, in lockstep; all get the same answer.
+    """Every training rank calls this with the same buckets, in lockstep; all return the same.
 
-    Raises EngineDied on every rank, after the same bucket, when an engine did not take it.
+    Raises EngineDied on every rank, after the same bucket, when an engine failed to load it.
     """
     num_bytes, digests = 0, dict[str, str]()
-    carriers = nullcontext(_carry_nothing) if _rank() else _broadcast_group(transfer)
+    senders = nullcontext(_send_nothing) if _rank() else _broadcast_group(transfer)
     if transfer.how == "tensor":
-        carriers = nullcontext(_Handles(transfer))
-    with _agreed_context(carriers) as carry:
+        senders = nullcontext(_Handles(transfer))
+    with _shared_context(senders) as send_bucket:
         for bucket in buckets:
-            with _agreed():
-                carry(bucket)
+            # On every rank: a bucket is a collective of all ranks, and its tensors may be freed
+            # only once the engines have loaded it.
+            with _shared_errors():
+                send_bucket(bucket)
             for name, tensor in bucket:
                 num_bytes += tensor.nbytes
                 digests[name] = tensor_digest(tensor)
     return Sent(num_bytes, digests)
 
 
-# ---- ranks that share one fate
+# ---- errors that all ranks raise
 
 
 def _rank() -> int:
@@ -71,7 +73,7 @@ def _rank() -> int:
 
 
 def _gather(item: Any) -> list[Any]:
-    """Everybody's item, by rank."""
+    """Every rank's item, in rank order."""
     if not dist.is_initialized():
         return [item]
     items: list[Any] = [None] * dist.get_world_size()
@@ -80,22 +82,22 @@ def _gather(item: Any) -> list[Any]:
 
 
 @contextmanager
-def _agreed() -> Iterator[None]:
-    """What fails on one rank fails on all; also keeps the ranks together until all are through."""
+def _shared_errors() -> Iterator[None]:
+    """What fails on one rank fails on all. Also a barrier: no rank leaves before all have come."""
     error = None
     try:
         yield
     except (EngineDied, OSError, RuntimeError, ValueError) as failure:
         error = f"{type(failure).__name__}: {failure}"
-    errors = [found for found in _gather(error) if found is not None]
+    errors = [text for text in _gather(error) if text is not None]
     if errors:
-        raise EngineDied(f"the engines did not take the weights: {errors[0]}")
+        raise EngineDied(f"the engines did not load the weights: {errors[0]}")
 
 
 @contextmanager
-def _agreed_context(context: AbstractContextManager[_Carrier]) -> Iterator[_Carrier]:
-    entered: list[_Carrier] = []
-    with _agreed():
+def _shared_context(context: AbstractContextManager[_BucketSender]) -> Iterator[_BucketSender]:
+    entered: list[_BucketSender] = []
+    with _shared_errors():
         entered.append(context.__enter__())
     try:
         yield entered[0]
@@ -103,38 +105,39 @@ def _agreed_context(context: AbstractContextManager[_Carrier]) -> Iterator[_Carr
         context.__exit__(None, None, None)
 
 
-def _carry_nothing(bucket: Bucket) -> None:
-    """A rank whose copy nobody needs."""
+def _send_nothing(bucket: Bucket) -> None:
+    """Of a rank whose copy is not needed."""
 
 
 # ---- handles
 
 
 class _Handles:
-    """Tensors by handle, one list per engine with an entry for each of its ranks."""
+    """Tensors by handle: one request per engine, with an entry for each of its ranks."""
 
     def __init__(self, transfer: Transfer):
         self._transfer = transfer
-        self._mine = any(_rank() in target.ranks for target in transfer.targets)
+        self._is_source = any(_rank() in target.ranks for target in transfer.targets)
 
     def __call__(self, bucket: Bucket) -> None:
-        handles = _gather(_pickled(bucket) if self._mine else None)
+        handles = _gather(_pickled(bucket) if self._is_source else None)
         for target in self._transfer.targets:
             if target.ranks[0] == _rank():
                 body = {"serialized_named_tensors": [handles[rank] for rank in target.ranks]}
                 body |= {"flush_cache": False}
                 _post(target.url, "/update_weights_from_tensor", body, self._transfer.timeout_s)
         if torch.cuda.is_available():
-            torch.cuda.ipc_collect()
+            torch.cuda.ipc_collect()  # frees what the engines have closed
 
 
 def _pickled(bucket: Bucket) -> str:
     """base64 of a list of (name, handle)."""
     strategy = torch.multiprocessing.get_sharing_strategy()
-    # Descriptors pass between relatives only; files have names.
+    # torch's other strategy passes file descriptors, which only a process's relatives can receive;
+    # an engine can open a file by its name.
     torch.multiprocessing.set_sharing_strategy("file_system")
     try:
-        # On a CPU sharing moves a tensor's memory: a copy's, not the model's.
+        # Sharing a CPU tensor moves it to shared memory: that of a copy, not the model's.
         shared = [(name, t.detach() if t.is_cuda else t.detach().clone()) for name, t in bucket]
         buffer = io.BytesIO()
         _HandlePickler(buffer).dump(shared)
@@ -161,18 +164,18 @@ class _HandlePickler(ForkingPickler):
 
 
 @contextmanager
-def _broadcast_group(transfer: Transfer) -> Iterator[_Carrier]:
-    """Rank 0 here, then the engines' ranks in order. The group ends with the block."""
+def _broadcast_group(transfer: Transfer) -> Iterator[_BucketSender]:
+    """A process group of rank 0 and the engines' ranks, in order, for the length of the block."""
     with (
-        closing(Meeting(transfer.address)) as meeting,
+        closing(Rendezvous(transfer.address)) as rendezvous,
         ThreadPoolExecutor(max(1, len(transfer.targets))) as threads,
     ):
         group, first = None, 1
         joins: list[Future[Any]] = []
         for target in transfer.targets:
             body = {
-                "master_address": meeting.address,
-                "master_port": meeting.port,
+                "master_address": rendezvous.address,
+                "master_port": rendezvous.port,
                 "rank_offset": first,
                 "world_size": transfer.group_size,
                 "group_name": transfer.group,
@@ -182,7 +185,7 @@ def _broadcast_group(transfer: Transfer) -> Iterator[_Carrier]:
             path = "/init_weights_update_group"
             joins.append(threads.submit(_post, target.url, path, body, transfer.timeout_s))
         try:
-            group = _join(transfer, meeting)
+            group = _join(transfer, rendezvous)
             _finish(joins)
             yield _Broadcast(transfer, group, threads)
         finally:
@@ -193,12 +196,13 @@ def _broadcast_group(transfer: Transfer) -> Iterator[_Carrier]:
                 dist.destroy_process_group(group)
 
 
-def _join(transfer: Transfer, meeting: Meeting) -> Any:
-    """As SGLang makes its side: outside the default group, which torch has no public way for."""
+def _join(transfer: Transfer, rendezvous: Rendezvous) -> Any:
+    """As SGLang makes its side: a group beside the default one, with processes that are not in it.
+    torch has no public function for that."""
     from torch.distributed import distributed_c10d as c10d
 
     size, wait = transfer.group_size, timedelta(seconds=min(transfer.timeout_s, _JOIN_S))
-    store = meeting.open(size, wait)
+    store = rendezvous.open(size, wait)
     group, _ = c10d._new_process_group_helper(
         *(size, 0, [], c10d.Backend(transfer.backend), c10d.PrefixStore(transfer.group, store)),
         group_name=c10d.GroupName(transfer.group),
@@ -210,7 +214,7 @@ def _join(transfer: Transfer, meeting: Meeting) -> Any:
 
 
 class _Broadcast:
-    """A bucket as one run of bytes."""
+    """A bucket as one flat tensor of bytes (SGLang's "flattened_bucket")."""
 
     def __init__(self, transfer: Transfer, group: Any, threads: ThreadPoolExecutor):
         self._transfer = transfer
@@ -218,7 +222,7 @@ class _Broadcast:
         self._threads = threads
 
     def __call__(self, bucket: Bucket) -> None:
-        # Wide types first: SGLang views each tensor in place, which asks for alignment.
+        # Wide types first: SGLang views each tensor in place, which requires alignment.
         ordered = sorted(bucket, key=lambda item: -item[1].element_size())
         flat = torch.cat([t.detach().contiguous().view(-1).view(torch.uint8) for _, t in ordered])
         body = {
@@ -236,7 +240,7 @@ class _Broadcast:
         ]
         work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
         while work is not None and not work.is_completed():
-            # An engine that refused does not take part: waiting for it would be for ever.
+            # An engine that refused the request does not enter the broadcast: it would never end.
             if any(call.done() and call.exception() is not None for call in calls):
                 break
             time.sleep(_POLL_S)
@@ -249,7 +253,7 @@ def _finish(calls: list["Future[Any]"]) -> None:
 
 
 def _post(url: str, path: str, body: dict[str, Any], timeout_s: float) -> None:
-    """Raises EngineDied with the engine's words."""
+    """Raises EngineDied with the engine's error."""
     data = json.dumps(body).encode()
     request = urllib.request.Request(
         url + path, data=data, headers={"Content-Type": "application/json"}
@@ -258,7 +262,7 @@ def _post(url: str, path: str, body: dict[str, Any], timeout_s: float) -> None:
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
             answer.read()
     except urllib.error.HTTPError as error:
-        words = error.read().decode(errors="replace")[:1000]
-        raise EngineDied(f"{url}{path} answered {error.code}: {words}") from error
+        text = error.read().decode(errors="replace")[:1000]
+        raise EngineDied(f"{url}{path} answered {error.code}: {text}") from error
     except OSError as error:
         raise EngineDied(f"{url}{path}: {error}") from error

@@ -1,5 +1,5 @@
-"""A digest of a tensor that costs one pass over it where it lies: to compare what was sent with
-what arrived. Against mistakes, not against forgers."""
+"""A digest of a tensor in one pass on its device, to compare what was sent with what arrived. It
+detects mistakes; it is not cryptographic."""
 
 import torch
 from torch import Tensor
@@ -8,8 +8,8 @@ _WORDS_AT_ONCE = 2**24
 
 
 def tensor_digest(tensor: Tensor) -> str:
-    """Of dtype, shape and bytes. Sums of 64-bit words, plain and weighted by odd positions, both
-    modulo 2**64: exchanged or shifted contents show."""
+    """Of dtype, shape and bytes: sums of 64-bit words, plain and weighted by odd numbers by place,
+    both modulo 2**64, so that swapped or shifted words change it."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     rest = len(flat) % 8
     words = flat[: len(flat) - rest].view(torch.int64) if len(flat) >= 8 else flat[:0].long()

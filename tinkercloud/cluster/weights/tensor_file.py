@@ -1,4 +1,4 @@
-"""A safetensors file written tensor by tensor: no more than one of them in memory."""
+"""A safetensors file that is written tensor by tensor, with one of them in memory at a time."""
 
 import json
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ Shape = tuple[int, ...]
 class TensorFile:
     """float32 tensors whose names and shapes are known before the first is written.
 
-    Tensors may come in any order; `close` asserts that all of them came.
+    They may be written in any order; `close` asserts that all were.
     """
 
     def __init__(self, path: Path, shapes: Mapping[str, Shape]):

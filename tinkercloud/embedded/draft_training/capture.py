@@ -1,7 +1,10 @@
-"""What a draft head learns from, taken from the policy's own training passes: the hidden states and
-the laws are computed there anyway, so that the target runs for no draft's sake.
+"""What draft heads learn from: sequences with the hidden states and distributions that the policy
+computes for them.
 
-Axes: T packed rows of a pass, R captured ones, N tokens of a datum, L fused layers, D hidden,
+`PassCapture` copies them out of the policy's own training passes, which compute them anyway.
+`capture_sequence` runs a pass of its own: for samples that no training has seen.
+
+Axes: T packed rows of a pass, R captured rows, N tokens of a sequence, L fused layers, D hidden,
 V vocabulary, M most probable tokens.
 """
 
@@ -14,125 +17,237 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tinkercloud.core.types import Datum
-from tinkercloud.embedded.draft_training.head_trainer import CapturedSequence, SequenceMetadata
+from tinkercloud.embedded.model.version import Version
+from tinkercloud.embedded.training.context import TrainContext
 from tinkercloud.embedded.training.layout import Layout
 from tinkercloud.embedded.training.observer import Datums
 from tinkercloud.speculative.head.losses import Teacher, most_probable
+from tinkercloud.speculative.learning.cases import Tokens
 from tinkercloud.speculative.learning.schedule import TimeBudget
 
-LEAST_TOKENS = 4  # of a datum worth learning from
+MIN_TOKENS = 4  # of a datum worth learning from
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceMetadata:
+    """temperature: of the captured distributions, 0 counts as 1. epoch: as in replay_buffer.
+    top: tokens of each distribution that are kept. category: the model."""
+
+    temperature: float
+    epoch: int
+    top: int = 32
+    category: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CapturedSequence:
+    """One sequence as the policy has seen it, N >= 2; arrays are copies on the CPU.
+
+    tokens int32 (N,); hidden (N, L, D) of the head's layers; top_ids int32 and top_probs float32
+    (N, M): the distribution after each token; weights float32 (N,): what each of them counts.
+    """
+
+    tokens: NDArray[np.int32]
+    hidden: NDArray[np.floating]
+    top_ids: NDArray[np.int32]
+    top_probs: NDArray[np.float32]
+    weights: NDArray[np.float32]
+    temperature: float
+    epoch: int
+    category: str = ""
+
+    @classmethod
+    def from_logits(
+        cls, tokens: Tensor, hidden: Tensor, logits: Tensor, num_prompt: int, meta: SequenceMetadata
+    ) -> "CapturedSequence":
+        """logits (N, V) of the policy. A prompt's tokens are never drafted and count nothing."""
+        probs = torch.softmax(logits.detach().float() / (meta.temperature or 1.0), -1)
+        weights = np.ones(len(tokens), np.float32)
+        weights[: max(num_prompt - 1, 0)] = 0.0
+        teacher = most_probable(probs, meta.top)
+        return cls.from_teacher(tokens.cpu().numpy(), hidden, teacher, weights, meta)
+
+    @classmethod
+    def from_teacher(
+        cls,
+        tokens: NDArray[np.integer],
+        hidden: Tensor,
+        teacher: Teacher,
+        weights: NDArray[np.float32],
+        meta: SequenceMetadata,
+    ) -> "CapturedSequence":
+        assert teacher.ids is not None
+        return cls(
+            tokens.astype(np.int32),
+            hidden.detach().to(torch.float32, copy=True).cpu().numpy(),
+            teacher.ids.cpu().numpy().astype(np.int32),
+            teacher.probs.cpu().numpy(),
+            weights,
+            meta.temperature,
+            meta.epoch,
+            meta.category,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        arrays = (self.tokens, self.hidden, self.top_ids, self.top_probs, self.weights)
+        return sum(array.nbytes for array in arrays)
+
+
+# ---- out of training passes
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureSettings:
-    """layers: as in HeadConfig. most_rows: of one pass. turn: another one takes other datums.
-    told: of each share's sequences; its num_prompt is not read."""
+    """layers: as in HeadConfig. max_rows: of one pass. rotation: another one captures other datums
+    where not all fit. metadata: of each share's sequences; temperature and top of all shares are
+    those of the first."""
 
     layers: tuple[int, ...]
-    most_rows: int
-    turn: int
-    told: Sequence[SequenceMetadata]
+    max_rows: int
+    rotation: int
+    metadata: Sequence[SequenceMetadata]
 
 
 @dataclass(frozen=True, slots=True)
-class _Chosen:
+class _Captured:
     """rows (N,) of the pass."""
 
     datum: Datum
     rows: NDArray[np.int64]
-    told: SequenceMetadata
+    meta: SequenceMetadata
 
 
 class PassCapture:
-    """The observer of one pass. took: is given every sequence. budget: its time is a draft's."""
+    """The observer of one pass. add: takes every sequence. budget: is charged with the time, since
+    copying is part of what drafts cost."""
 
     def __init__(
-        self, capture: CaptureSettings, took: Callable[[CapturedSequence], None], budget: TimeBudget
+        self, settings: CaptureSettings, add: Callable[[CapturedSequence], None], budget: TimeBudget
     ):
-        self._capture, self._took, self._budget = capture, took, budget
-        self._chosen: list[_Chosen] = []
-        self._rows = torch.empty(0, dtype=torch.int64)  # (R,) of the pass
-        self._place = torch.empty(0, dtype=torch.int64)  # (T,): of each row among these, or -1
-        self._hidden: dict[int, Tensor] = {}
-        self._ids = self._probs = torch.empty(0)
+        self._settings, self._add, self._budget = settings, add, budget
+        self._captured: list[_Captured] = []
+        self._rows = torch.empty(0, dtype=torch.int64)  # (R,) of the pass, ascending
+        self._index = torch.empty(0, dtype=torch.int64)  # (T,): of each row among these, or -1
+        self._hidden: dict[int, Tensor] = {}  # (R, D) by layer
+        self._ids = self._probs = torch.empty(0)  # (R, M)
 
     def begin(self, shares: Sequence[Datums], layout: Layout) -> None:
         with self._budget.spending():
-            self._chosen = self._choice(shares, layout)
-            rows = [one.rows for one in self._chosen]
-            wanted = np.unique(np.concatenate(rows)) if rows else np.zeros(0, np.int64)
-            place = np.full(len(layout.tokens), -1, np.int64)
-            place[wanted] = np.arange(len(wanted))
-            self._rows, self._place = torch.from_numpy(wanted), torch.from_numpy(place)
-            count = self._capture.told[0].count
-            self._ids = torch.zeros(len(wanted), count, dtype=torch.int64)
-            self._probs = torch.zeros(len(wanted), count)
+            self._captured = self._selection(shares, layout)
+            # Datums share the rows of a common prompt: each row is copied once.
+            parts = [captured.rows for captured in self._captured]
+            rows = np.unique(np.concatenate(parts)) if parts else np.zeros(0, np.int64)
+            index = np.full(len(layout.tokens), -1, np.int64)
+            index[rows] = np.arange(len(rows))
+            self._rows, self._index = torch.from_numpy(rows), torch.from_numpy(index)
+            top = self._settings.metadata[0].top
+            self._ids = torch.zeros(len(rows), top, dtype=torch.int64)
+            self._probs = torch.zeros(len(rows), top)
 
     def block(self, number: int, x: Tensor) -> None:
-        if self._chosen and number in self._capture.layers:
+        if self._captured and number in self._settings.layers:
             with self._budget.spending():
                 self._hidden[number] = x[self._rows.to(x.device)].float().cpu()
 
     def distributions(self, rows: Tensor, probs: Tensor) -> None:
         with self._budget.spending():
-            place = self._place[rows.cpu()]
-            taken = place >= 0
-            if not taken.any():
+            index = self._index[rows.cpu()]
+            mask = index >= 0
+            if not mask.any():
                 return
-            law = at_temperature(probs[taken.to(probs.device)], self._capture.told[0].temperature)
-            teacher = most_probable(law, self._ids.shape[1])
+            probs = at_temperature(
+                probs[mask.to(probs.device)], self._settings.metadata[0].temperature
+            )
+            teacher = most_probable(probs, self._ids.shape[1])
             assert teacher.ids is not None
-            told = teacher.ids.shape[1]
-            self._ids[place[taken], :told] = teacher.ids.cpu()
-            self._probs[place[taken], :told] = teacher.probs.cpu()
+            count = teacher.ids.shape[1]  # a small vocabulary has fewer than `top`
+            self._ids[index[mask], :count] = teacher.ids.cpu()
+            self._probs[index[mask], :count] = teacher.probs.cpu()
 
     def end(self) -> None:
         with self._budget.spending():
-            if not self._chosen:
+            if not self._captured:
                 return
-            hidden = torch.stack([self._hidden[layer] for layer in self._capture.layers], 1)
-            for one in self._chosen:
-                self._took(self._sequence(one, hidden))
+            hidden = torch.stack([self._hidden[layer] for layer in self._settings.layers], 1)
+            for captured in self._captured:
+                self._add(self._sequence(captured, hidden))
 
-    def _sequence(self, one: _Chosen, hidden: Tensor) -> CapturedSequence:
-        place = self._place[torch.from_numpy(one.rows)]
-        probs = self._probs[place]
-        teacher = Teacher(probs, self._ids[place], 1.0 - probs.sum(-1))
-        weights = counted(one.datum).astype(np.float32)
-        return CapturedSequence.taught(one.datum.tokens, hidden[place], teacher, weights, one.told)
+    def _sequence(self, captured: _Captured, hidden: Tensor) -> CapturedSequence:
+        index = self._index[torch.from_numpy(captured.rows)]
+        teacher = Teacher(self._probs[index], self._ids[index], None)
+        datum, weights = captured.datum, drafted_mask(captured.datum).astype(np.float32)
+        return CapturedSequence.from_teacher(
+            datum.tokens, hidden[index], teacher, weights, captured.meta
+        )
 
-    def _choice(self, shares: Sequence[Datums], layout: Layout) -> list[_Chosen]:
-        """Datums as far as the rows go, beginning with another one at each turn."""
-        found = [
-            _Chosen(batch.data[index], rows, told)
-            for (batch, indices), of_share, told in zip(
-                shares, layout.rows, self._capture.told, strict=True
+    def _selection(self, shares: Sequence[Datums], layout: Layout) -> list[_Captured]:
+        """Datums as far as `max_rows` go, the first one by the rotation."""
+        candidates = [
+            _Captured(batch.data[index], rows, meta)
+            for (batch, indices), share_rows, meta in zip(
+                shares, layout.rows, self._settings.metadata, strict=True
             )
-            for index, rows in zip(indices, of_share, strict=True)
-            if len(rows) >= LEAST_TOKENS and counted(batch.data[index]).any()
+            for index, rows in zip(indices, share_rows, strict=True)
+            if len(rows) >= MIN_TOKENS and drafted_mask(batch.data[index]).any()
         ]
-        first = self._capture.turn % len(found) if found else 0
-        chosen, left = [], self._capture.most_rows
-        for one in found[first:] + found[:first]:
-            if len(one.rows) <= left:
-                chosen.append(one)
-                left -= len(one.rows)
-        return chosen
+        first = self._settings.rotation % len(candidates) if candidates else 0
+        selection, rows_left = [], self._settings.max_rows
+        for candidate in candidates[first:] + candidates[:first]:
+            if len(candidate.rows) <= rows_left:
+                selection.append(candidate)
+                rows_left -= len(candidate.rows)
+        return selection
 
 
-def counted(datum: Datum) -> NDArray[np.bool_]:
-    """(N,): the tokens whose next one the policy wrote, or is taught; prompts are not drafted."""
-    inputs = datum.inputs
-    deciding = [inputs[n] for n in ("weights", "logprobs", "advantages") if n in inputs]
-    told = np.zeros(len(datum.tokens), np.bool_)
-    for values in deciding:
-        by_token = values.reshape(len(values), -1) != 0
-        told[: len(values)] |= by_token.any(1)
-    return told
+def drafted_mask(datum: Datum) -> NDArray[np.bool_]:
+    """(N,): the tokens whose next one the policy writes; prompts are not drafted. A loss names them
+    by what it weighs: any of these inputs other than 0."""
+    mask = np.zeros(len(datum.tokens), np.bool_)
+    for name in ("weights", "logprobs", "advantages"):
+        if name in datum.inputs:
+            values = datum.inputs[name]
+            mask[: len(values)] |= (values.reshape(len(values), -1) != 0).any(1)
+    return mask
 
 
 def at_temperature(probs: Tensor, temperature: float) -> Tensor:
-    """A law at temperature 1, (n, V), as it is at another one; 0 counts as 1."""
+    """Distributions at temperature 1, (n, V), as they are at another one; 0 counts as 1."""
     if temperature in (0.0, 1.0):
         return probs
     return torch.softmax(probs.log() / temperature, -1)
+
+
+# ---- by a pass of its own
+
+
+@torch.no_grad()
+def capture_sequence(
+    version: Version,
+    tokens: Tokens,
+    layers: Sequence[int],
+    num_prompt: int,
+    meta: SequenceMetadata,
+) -> CapturedSequence:
+    """layers: as in HeadConfig."""
+    ids = version.base.tensor(tokens.astype("int64"))
+    context = TrainContext(
+        version.weights, [len(tokens)], adapter=version.adapter, scale=version.scale
+    )
+    outputs = layer_outputs(version, context, ids)
+    hidden = torch.stack([outputs[layer - 1] for layer in layers], 1)
+    logits = version.base.architecture.unembed(context, outputs[-1])
+    return CapturedSequence.from_logits(ids, hidden, logits, num_prompt, meta)
+
+
+def layer_outputs(version: Version, context: TrainContext, ids: Tensor) -> list[Tensor]:
+    """(N, D) after each block; the last one after the final norm."""
+    architecture = version.base.architecture
+    cos, sin = architecture.rotary(torch.arange(len(ids), device=ids.device))
+    x = context.embed(ids)
+    outputs = []
+    for index in range(version.base.config.num_layers):
+        x = architecture.layer(context, index, x, cos, sin)
+        outputs.append(x)
+    outputs[-1] = architecture.final_norm(context, x)
+    return outputs

@@ -1,7 +1,6 @@
-"""What drafts are trained on, as batches: mostly what is new, some of what was, and a part that is
-held out.
+"""What drafts are trained on, as batches: mostly new items, some replayed ones; a part is held out.
 
-What is held out is chosen by a digest of the tokens, so that a text is never on both sides.
+Which items are held out follows from a digest of their tokens, so that no text is on both sides.
 """
 
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from tinkercloud.embedded.draft_training.head_trainer import CapturedSequence
+from tinkercloud.embedded.draft_training.capture import CapturedSequence
 from tinkercloud.embedded.draft_training.model_trainer import CaseExample
 from tinkercloud.speculative.learning.cases import Case, CaseStore, digest
 from tinkercloud.speculative.learning.replay_buffer import ReplayBuffer, sample_mix
@@ -20,8 +19,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """share: of the new among what is drawn, the others being replayed. One of `held_out_one_in`
-    texts is held out; at most `most_held_out` of them are asked, of the last `recent` versions."""
+    """share: of new items in a batch; the others are replayed. One of `held_out_one_in` texts is
+    held out; evaluations use at most `most_held_out` of them, of the last `recent` versions."""
 
     batch_size: int = 8
     share: float = 0.8
@@ -40,44 +39,41 @@ class Mix:
 
 class SequenceDataset:
     """For heads: whole sequences of the policy, bounded in bytes, none older than `max_age`
-    versions. New is what the newest version wrote."""
+    versions. New are those that the newest version wrote."""
 
     def __init__(self, max_bytes: int, max_age: int, mix: Mix):
         self._max_age, self._mix = max_age, mix
         one_in = mix.held_out_one_in
-        self._shelf: ReplayBuffer[CapturedSequence] = ReplayBuffer(max_bytes - max_bytes // one_in)
+        self._buffer: ReplayBuffer[CapturedSequence] = ReplayBuffer(max_bytes - max_bytes // one_in)
         self._held_out: ReplayBuffer[CapturedSequence] = ReplayBuffer(max_bytes // one_in)
         self._epoch = 0
 
-    def __len__(self) -> int:
-        return len(self._shelf) + len(self._held_out)
-
     @property
     def num_bytes(self) -> int:
-        return self._shelf.num_bytes + self._held_out.num_bytes
+        return self._buffer.num_bytes + self._held_out.num_bytes
 
     def add(self, sequence: CapturedSequence) -> None:
         held = self._mix.holds_out(digest(sequence.tokens))
-        (self._held_out if held else self._shelf).add(sequence, sequence.num_bytes)
+        (self._held_out if held else self._buffer).add(sequence, sequence.num_bytes)
         self._epoch = max(self._epoch, sequence.epoch)
-        for shelf in (self._shelf, self._held_out):
-            shelf.expire(self._epoch - self._max_age)
+        for buffer in (self._buffer, self._held_out):
+            buffer.expire(self._epoch - self._max_age)
 
     def batch(self, number: int) -> list[CapturedSequence]:
-        new = [s for s in self._shelf if s.epoch == self._epoch]
-        old = [s for s in self._shelf if s.epoch != self._epoch]
+        new = [s for s in self._buffer if s.epoch == self._epoch]
+        old = [s for s in self._buffer if s.epoch != self._epoch]
         mix = self._mix
         return sample_mix(new, old, mix.batch_size, mix.share, mix.generator(number))
 
     def held_out(self) -> list[list[CapturedSequence]]:
-        if not len(self._shelf):
+        if not len(self._buffer):
             return []
         current = [s for s in self._held_out if s.epoch > self._epoch - self._mix.recent]
         return _cut(current[-self._mix.most_held_out :], self._mix.batch_size)
 
 
 class CaseDataset:
-    """For small models: disagreements, and agreed cases as replay."""
+    """For draft models: disagreements count as new, agreed cases are replayed."""
 
     def __init__(self, store: CaseStore, mix: Mix):
         self._store, self._mix = store, mix
@@ -85,21 +81,20 @@ class CaseDataset:
     def batch(self, number: int) -> list[CaseExample]:
         mix = self._mix
         cases = self._store.sample(
-            mix.batch_size, mix.generator(number), mix.share, where=self._is_taught
+            mix.batch_size, mix.generator(number), mix.share, where=self._is_trained_on
         )
         return [self._example(case) for case in cases]
 
     def held_out(self) -> list[list[CaseExample]]:
         cases = [*self._store.disagreed, *self._store.agreed]
-        if not any(map(self._is_taught, cases)):
+        if not any(map(self._is_trained_on, cases)):
             return []
-        newest = max(case.epoch for case in cases)
-        oldest = newest - self._mix.recent
-        held = [c for c in cases if c.epoch > oldest and not self._is_taught(c)]
+        oldest = max(case.epoch for case in cases) - self._mix.recent
+        held = [c for c in cases if c.epoch > oldest and not self._is_trained_on(c)]
         held = held[-self._mix.most_held_out :]
         return _cut([self._example(c) for c in held], self._mix.batch_size)
 
-    def _is_taught(self, case: Case) -> bool:
+    def _is_trained_on(self, case: Case) -> bool:
         return not self._mix.holds_out(case.context)
 
     def _example(self, case: Case) -> CaseExample:

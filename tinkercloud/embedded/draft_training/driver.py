@@ -1,35 +1,72 @@
-"""A draft that follows the policy: when it is trained, on what, and whether the result is used.
+"""The training of a draft: its optimizer steps within a budget of time, the gate that decides
+whether the result is used, and its versions on disk. Online training, distillation and finetuning
+all go through here.
 
-The draft that is served never changes under whoever reads it: training works on the trainer's own
-tensors, and a promotion replaces the served ones in one go.
+The served draft never changes under whoever reads it: training works on the trainer's own tensors,
+and a promotion replaces the served ones at once.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from tinkercloud.embedded.draft_training.fit import (
-    Evaluation,
-    Fit,
-    Plan,
-    Trainer,
-    assign,
-    copied,
-    joined,
-)
+from tinkercloud.core.types import AdamParams
+from tinkercloud.embedded.training.optimizer import AdamW
 from tinkercloud.errors import UserError
 from tinkercloud.speculative.learning.draft_folder import DraftFolder
 from tinkercloud.speculative.learning.schedule import TimeBudget, Trigger, TriggerSettings
 
 Batch = TypeVar("Batch")
+BatchIn = TypeVar("BatchIn", contravariant=True)
 BatchOut = TypeVar("BatchOut", covariant=True)
 
 
-class Dataset(Protocol[BatchOut]):
-    """What there is to learn from."""
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """per_row: for every place where a draft may begin, how many of its tokens are expected to be
+    accepted. by_depth: expected acceptance of the first, second, ... token."""
 
+    per_row: NDArray[np.float64]
+    by_depth: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return float(self.per_row.mean()) if len(self.per_row) else 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        return {"mean": self.mean, "by_depth": list(self.by_depth)}
+
+
+class Trainer(Protocol[BatchIn]):
+    """A draft in training. params: its trained tensors by name, float32 leaves, shared with
+    nobody."""
+
+    @property
+    def params(self) -> dict[str, Tensor]: ...
+
+    def loss(self, batch: BatchIn) -> Tensor:
+        """One number, differentiable in `params` and in nothing else."""
+        ...
+
+    def evaluate(self, batch: BatchIn) -> Evaluation:
+        """Rows in the order of the batch, the same ones whatever the parameters are."""
+        ...
+
+    def write(self, params: Mapping[str, Tensor], directory: Path) -> None: ...
+
+    def read(self, directory: Path) -> dict[str, Tensor]:
+        """What `write` wrote. Raises UserError when it does not fit this draft."""
+        ...
+
+
+class Dataset(Protocol[BatchOut]):
     def batch(self, number: int) -> BatchOut:
         """The batch of that number: the same one for the same number and content."""
         ...
@@ -40,9 +77,31 @@ class Dataset(Protocol[BatchOut]):
 
 
 @dataclass(frozen=True, slots=True)
+class Plan:
+    """The learning rate rises linearly over `warmup_steps`, then falls along a cosine to
+    `least_share` of its peak. accumulate: batches whose gradients make one step."""
+
+    num_steps: int = 50
+    peak_rate: float = 1e-3
+    warmup_steps: int = 5
+    least_share: float = 0.1
+    accumulate: int = 1
+    grad_clip_norm: float = 1.0
+    weight_decay: float = 0.0
+
+    def rate(self, step: int) -> float:
+        """Of the step numbered from 0."""
+        if step < self.warmup_steps:
+            return self.peak_rate * (step + 1) / self.warmup_steps
+        decay_steps = max(self.num_steps - self.warmup_steps, 1)
+        wave = 0.5 * (1 + math.cos(math.pi * min((step - self.warmup_steps) / decay_steps, 1.0)))
+        return self.peak_rate * (self.least_share + (1 - self.least_share) * wave)
+
+
+@dataclass(frozen=True, slots=True)
 class Gate:
-    """A draft is used when it is expected to have more tokens stand, by more than `margin` of a
-    token for each draft, on at least `least_rows` places held out."""
+    """A draft is used when it is expected to have more tokens accepted, by more than `margin` of a
+    token for each draft, on at least `least_rows` held-out places."""
 
     margin: float = 0.0
     least_rows: int = 16
@@ -56,21 +115,25 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class TrainingSettings:
+    """gate: None lets every draft pass. notes: are written down with every trained version."""
+
     plan: Plan = field(default_factory=Plan)
     trigger: TriggerSettings = field(default_factory=TriggerSettings)
-    gate: Gate = field(default_factory=Gate)
+    gate: Gate | None = field(default_factory=Gate)
+    notes: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingResult:
-    """Of one training. version: the folder it was written to."""
+    """before, after: the served draft and the trained one, on what is held out at the end.
+    version: the folder that the trained one was written to."""
 
     reason: str
     before: Evaluation
     after: Evaluation
     promoted: bool
-    version: str
     losses: tuple[float, ...]
+    version: str = ""
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -84,13 +147,6 @@ class TrainingResult:
         }
 
 
-@dataclass(slots=True)
-class _Running(Generic[Batch]):
-    reason: str
-    step: int
-    fit: Fit[Batch]
-
-
 class TrainingDriver(Generic[Batch]):
     """Owned by one thread, which calls `work` when it has nothing better to do."""
 
@@ -100,14 +156,14 @@ class TrainingDriver(Generic[Batch]):
         dataset: Dataset[Batch],
         folder: DraftFolder,
         budget: TimeBudget,
-        training: TrainingSettings,
+        settings: TrainingSettings,
     ):
         self._trainer, self._dataset, self._folder = trainer, dataset, folder
-        self._training = training
-        self._running: _Running[Batch] | None = None
+        self._settings = settings
+        self._fit: Fit[Batch] | None = None
         self._step = 0
         self.budget = budget
-        self.trigger = Trigger(training.trigger)
+        self.trigger = Trigger(settings.trigger)
         self.served: Mapping[str, Tensor] = copied(trainer.params)
 
     def policy_stepped(self, step: int, took_s: float, acceptance: float | None = None) -> None:
@@ -123,45 +179,65 @@ class TrainingDriver(Generic[Batch]):
         """Whether `work` would do something."""
         if self.budget.left_s <= 0:
             return False
-        if self._running is not None:
+        if self._fit is not None:
             return True
         return self.trigger.due(self._step) is not None and bool(self._dataset.held_out())
 
+    @property
+    def num_steps(self) -> int:
+        """Of a training that is not cut short."""
+        return self._settings.plan.num_steps
+
+    @property
+    def losses(self) -> Sequence[float]:
+        """Of the training underway, by step."""
+        return self._fit.losses if self._fit is not None else ()
+
     def work(
-        self, reason: str | None = None, most_steps: int | None = None
+        self, reason: str | None = None, max_steps: int | None = None
     ) -> TrainingResult | None:
-        """Train as far as there is time, or so many steps; the result once a training is done.
+        """Train within the budget, or for so many steps; the result once a training is done.
         `reason`: train whether or not it is due. Raises UserError when a training breaks off."""
-        if self._running is None:
+        if self._fit is None:
             self._begin(reason or self.trigger.due(self._step))
-        running = self._running
-        if running is None:
+        if self._fit is None:
             return None
         try:
-            running.fit.advance(self.budget, most_steps)
-        except UserError:  # a gradient that is not finite: what is served stays as it is
-            self._running = None
+            self._fit.advance(self.budget, max_steps)
+        except UserError:  # a gradient that is not finite: the served draft stays as it is
+            self._fit = None
             raise
-        return self._conclude(running) if running.fit.done else None
+        return self.finish() if self._fit.done else None
 
     def finish(self) -> TrainingResult | None:
-        """What is underway ends as far as it has come; None where nothing is."""
-        return self._conclude(self._running) if self._running is not None else None
-
-    def rollback(self) -> str:
-        """Draft again with what was used before; its version. Raises NotFound without one."""
-        return self.use(self._folder.rollback("best"))
+        """Ends the training underway with the steps made so far; None where there is none."""
+        if self._fit is None:
+            return None
+        fit, self._fit = self._fit, None
+        trained = copied(self._trainer.params)
+        # Both now, not `before` at the beginning: the policy may have moved in between.
+        with self.budget.spending():
+            after, before = self._evaluated(trained), self._evaluated(self.served)
+        gate = self._settings.gate
+        promoted = gate is None or gate.opens(before, after)
+        result = TrainingResult(fit.reason, before, after, promoted, tuple(fit.losses))
+        version = self._write(trained, {**self._settings.notes, **result.as_json()})
+        if promoted:
+            self.served = trained
+            self._folder.use("best", version)
+        self.trigger.updated(self._step)
+        return replace(result, version=version)
 
     def use(self, name: str) -> str:
         """Draft with a version or an alias of the folder. Raises NotFound and UserError."""
         version = self._folder.resolve(name)
         self.served = self._trainer.read(self._folder.path(version))
         self._folder.use("best", version)
-        self._running = None  # it began from another draft
+        self._fit = None  # it began from another draft
         return version
 
     def publish(self, notes: Mapping[str, Any]) -> str:
-        """What is served becomes a version and the best one: where everything begins."""
+        """The served draft becomes a version and the best one: where everything begins."""
         version = self._write(self.served, notes)
         self._folder.use("best", version)
         return version
@@ -170,25 +246,7 @@ class TrainingDriver(Generic[Batch]):
         if reason is None or self.budget.left_s <= 0 or not self._dataset.held_out():
             return
         assign(self._trainer, self.served)
-        fit = Fit(self._trainer, self._dataset.batch, self._training.plan)
-        self._running = _Running(reason, self._step, fit)
-
-    def _conclude(self, running: _Running[Batch]) -> TrainingResult:
-        """Both drafts on what is held out now: the policy may have moved since the beginning."""
-        self._running = None
-        trained = copied(self._trainer.params)
-        with self.budget.spending():
-            after = self._evaluated(trained)
-            before = self._evaluated(self.served)
-        promoted = self._training.gate.opens(before, after)
-        losses = tuple(running.fit.losses)
-        result = TrainingResult(running.reason, before, after, promoted, "", losses)
-        version = self._write(trained, result.as_json())
-        if promoted:
-            self.served = trained
-            self._folder.use("best", version)
-        self.trigger.updated(self._step)
-        return TrainingResult(running.reason, before, after, promoted, version, losses)
+        self._fit = Fit(self._trainer, self._dataset.batch, self._settings.plan, reason)
 
     def _evaluated(self, params: Mapping[str, Tensor]) -> Evaluation:
         assign(self._trainer, params)
@@ -196,3 +254,77 @@ class TrainingDriver(Generic[Batch]):
 
     def _write(self, params: Mapping[str, Tensor], notes: Mapping[str, Any]) -> str:
         return self._folder.publish(lambda path: self._trainer.write(params, path), notes)
+
+
+@dataclass(slots=True)
+class Fit(Generic[Batch]):
+    """The optimizer steps of one training, in pieces. next_batch: the batch of that number."""
+
+    trainer: Trainer[Batch]
+    next_batch: Callable[[int], Batch]
+    plan: Plan
+    reason: str = ""
+    losses: list[float] = field(default_factory=list)
+    _optimizer: AdamW = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._optimizer = AdamW({n: p.detach() for n, p in self.trainer.params.items()})
+
+    @property
+    def done(self) -> bool:
+        return len(self.losses) >= self.plan.num_steps
+
+    def advance(self, budget: TimeBudget, max_steps: int | None = None) -> None:
+        """Steps until the plan is done, the time is used up, or so many are made."""
+        last = len(self.losses) + (max_steps or self.plan.num_steps)
+        while not self.done and budget.left_s > 0 and len(self.losses) < last:
+            with budget.spending():
+                self.losses.append(self._step(len(self.losses)))
+
+    def _step(self, number: int) -> float:
+        plan, grads, total = self.plan, dict[str, Tensor](), 0.0
+        for i in range(plan.accumulate):
+            loss, batch_grads = gradients(
+                self.trainer, self.next_batch(number * plan.accumulate + i)
+            )
+            total += loss / plan.accumulate
+            for name, grad in batch_grads.items():
+                share = grad / plan.accumulate
+                grads[name] = grads[name] + share if name in grads else share
+        hyper = AdamParams(
+            learning_rate=plan.rate(number),
+            grad_clip_norm=plan.grad_clip_norm,
+            weight_decay=plan.weight_decay,
+        )
+        self._optimizer.step(grads, hyper)
+        return total
+
+
+def gradients(trainer: Trainer[Batch], batch: Batch) -> tuple[float, dict[str, Tensor]]:
+    """The loss and its gradient in the trainer's parameters; no other tensor gets one."""
+    names = list(trainer.params)
+    with torch.enable_grad():
+        loss = trainer.loss(batch)
+        grads = torch.autograd.grad(loss, [trainer.params[n] for n in names], allow_unused=True)
+    return float(loss.detach()), {n: g for n, g in zip(names, grads, strict=True) if g is not None}
+
+
+def copied(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in params.items()}
+
+
+def assign(trainer: Trainer[Any], params: Mapping[str, Tensor]) -> None:
+    """The trainer goes on from these values."""
+    with torch.no_grad():
+        for name, tensor in trainer.params.items():
+            tensor.copy_(params[name])
+
+
+def joined(parts: Sequence[Evaluation]) -> Evaluation:
+    """Of several batches, depths weighing by their rows."""
+    if not parts:
+        return Evaluation(np.zeros(0), ())
+    sizes = [len(part.per_row) for part in parts]
+    depths = np.average([part.by_depth for part in parts], axis=0, weights=np.maximum(sizes, 1e-9))
+    rows = np.concatenate([part.per_row for part in parts])
+    return Evaluation(rows, tuple(float(d) for d in depths))

@@ -1,19 +1,19 @@
-"""Draft heads as files: where those of a model lie, and reading one back."""
+"""Draft heads as files: the folder of a model's drafts, and reading a head back."""
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from tinkercloud.embedded.draft_training.head_trainer import HEAD_FILE
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.errors import ConfigError, NotFound
 from tinkercloud.speculative.head.head import FrozenRows, Head, HeadConfig
 from tinkercloud.speculative.head.vocabulary import DraftVocabulary
 from tinkercloud.speculative.learning.draft_folder import DraftFolder
 from tinkercloud.weights.checkpoints import read_tensors
+
+HEAD_FILE = "head.safetensors"
 
 
 def drafts_of(drafts_dir: Path, model: str) -> DraftFolder:
@@ -30,17 +30,11 @@ def open_head(folder: DraftFolder, name: str, base: BaseModel) -> tuple[Head, di
         raise ConfigError(
             f"{base.name} has no draft head yet ({error}); `tinkercloud draft train` makes one"
         ) from None
-    return head_of(read_tensors(path / HEAD_FILE), base, path)
-
-
-def head_of(
-    tensors: Mapping[str, Tensor], base: BaseModel, path: Path
-) -> tuple[Head, dict[str, Tensor]]:
+    tensors = read_tensors(path / HEAD_FILE)
     params = {n: t.float() for n, t in tensors.items() if n not in ("vocabulary", "layers")}
     layers = tuple(int(layer) for layer in tensors.get("layers", torch.zeros(0)))
     try:
-        inner = params["gate_proj"].shape[0]
-        config = HeadConfig(base.config, layers, inner)
+        config = HeadConfig(base.config, layers, params["gate_proj"].shape[0])
         fits = {name: tuple(t.shape) for name, t in params.items()} == config.shapes()
         ids = tensors["vocabulary"].tolist()
         vocabulary = DraftVocabulary.of(ids, base.config.vocab_size)

@@ -1,4 +1,4 @@
-"""Another model's files as a draft model, and whether its tokens are the target's."""
+"""Files of a model as a draft model, and whether its tokens are the target's."""
 
 from pathlib import Path
 
@@ -9,8 +9,8 @@ from tinkercloud.weights.tokenizer import ensure_tokenizer_folder
 
 
 def open_draft(path: Path, target: BaseModel, cache_dir: Path) -> BaseModel:
-    """The model of a Hugging Face folder or GGUF file. Raises ConfigError where there is none, or
-    no tokenizer with it."""
+    """path: a Hugging Face folder or GGUF file. Raises ConfigError where there is no model, or no
+    tokenizer with it."""
     if not path.exists():
         raise ConfigError(f"--speculate model:{path}: there is no such file or folder")
     tokenizer = ensure_tokenizer_folder(path, cache_dir)
@@ -23,13 +23,13 @@ def open_draft(path: Path, target: BaseModel, cache_dir: Path) -> BaseModel:
 
 
 def tokenizer_pair(draft: BaseModel, target: BaseModel) -> TokenizerPair | None:
-    """What a draft passes through on its way to the target; None where their tokens are the same.
-    Raises ConfigError where they are not and cannot be read as text."""
+    """For translating drafts through text; None where their tokens are the same. Raises ConfigError
+    where they differ and cannot be read as text."""
     if target.decoder is None and draft.config.vocab_size == target.config.vocab_size:
-        return None  # nothing says that they differ, and a draft that errs costs time only
+        return None  # nothing says that they differ, and a wrong draft costs time only
     if draft.decoder is None or target.decoder is None:
-        nameless = draft if draft.decoder is None else target
-        raise ConfigError(f"{nameless.name} has no tokenizer.json, which drafts need to be told")
+        without = draft if draft.decoder is None else target
+        raise ConfigError(f"{without.name} has no tokenizer.json, which drafts through text need")
     if draft.decoder.get_vocab() == target.decoder.get_vocab():
         return None
     try:

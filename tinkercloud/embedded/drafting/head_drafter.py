@@ -1,7 +1,7 @@
-"""The draft head as drafter: it goes on from the hidden states that the target's own passes left.
+"""The draft head as drafter: it continues from hidden states that the target's own passes leave.
 
-Row i of a sample is the target's states after token i and token i + 1. Where drafted tokens did not
-stand nothing has to be undone: chains leave the head's cache as they found it.
+Row i of a sample is the target's states after token i, with token i + 1. Rejected tokens need no
+rewind: chains leave the head's cache as it was.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,33 +9,34 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from tinkercloud.decoding.device_copy import to_device
-from tinkercloud.embedded.drafting.draft_rows import row_params
+from tinkercloud.embedded.drafting.network_drafter import row_params
 from tinkercloud.speculative.drafters.draft_distribution import AUDIT_EVERY, AuditSchedule
 from tinkercloud.speculative.drafters.drafter import NO_DRAFT, Draft, Drafter, Stream
 from tinkercloud.speculative.head.cache import HeadCache, NewRows, extend
 from tinkercloud.speculative.head.draft import ChainStart, draft_chains
 from tinkercloud.speculative.head.head import Head
 
-MOST_UNREAD = 256  # rows of a sample that wait to be read; what is older is given up
-MOST_CONTEXT = 1024  # rows of a sample in the head's cache; then it begins anew
+MAX_UNREAD = 256  # rows of a sample that wait for `propose`; older ones are dropped
+MAX_CONTEXT = 1024  # rows of a sample in the head's cache, which is then emptied
 
 
 @dataclass(slots=True, eq=False)
 class _Reader:
-    """unread: states (n, L, D) of the rows that come next; first: the place of their first."""
+    """unread: states (n, L, D) of the next rows; first: the place of their first."""
 
     stream: Stream
     slot: int
     unread: list[Tensor] = field(default_factory=list)
     num_unread: int = 0
     first: int = 0
-    output: Tensor | None = None  # (D,) of its last row
+    output: Tensor | None = None  # (D,) of the last row that was read
 
 
 class HeadDrafter(Drafter):
-    """Parameters may be replaced between rounds (`use`). It computes where the target does."""
+    """Parameters may be replaced between rounds (`use`). It computes on the target's device."""
 
     name = "head"
     is_coupled = True
@@ -50,7 +51,6 @@ class HeadDrafter(Drafter):
 
     @property
     def params(self) -> dict[str, Tensor]:
-        """What it drafts with at present."""
         return dict(self._params)
 
     def use(self, params: Mapping[str, Tensor]) -> None:
@@ -67,20 +67,20 @@ class HeadDrafter(Drafter):
 
     def observe_hidden(self, stream: Stream, first: int, hidden: Tensor) -> None:
         """hidden (n, L, D): the target's states after the tokens from place `first` on, all of
-        which stand."""
+        them accepted."""
         reader = self._readers[stream.id]
         if reader.num_unread and reader.first + reader.num_unread != first:
             self._begin_anew(reader)
         if not reader.num_unread:
             reader.first = first
-        reader.unread.append(hidden.clone())
+        reader.unread.append(hidden.clone())  # CUDA graphs write the next pass there
         reader.num_unread += len(hidden)
-        if reader.num_unread > MOST_UNREAD:
-            kept = torch.cat(reader.unread)[-MOST_UNREAD // 2 :]
-            last = reader.first + reader.num_unread
+        if reader.num_unread > MAX_UNREAD:
+            newest = torch.cat(reader.unread)[-MAX_UNREAD // 2 :]
+            end = reader.first + reader.num_unread
             self._begin_anew(reader)
-            reader.unread, reader.num_unread = [kept], len(kept)
-            reader.first = last - len(kept)
+            reader.unread, reader.num_unread = [newest], len(newest)
+            reader.first = end - len(newest)
 
     def end(self, stream: Stream) -> None:
         reader = self._readers.pop(stream.id)
@@ -89,20 +89,18 @@ class HeadDrafter(Drafter):
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[tuple[Stream, int]]) -> list[Draft]:
-        wanted = [(self._readers[stream.id], most) for stream, most in requests if most > 0]
-        self._read([reader for reader, _ in wanted if reader.num_unread])
-        ready = [(reader, most) for reader, most in wanted if reader.output is not None]
-        drafts: dict[int, Draft] = {}
-        if ready:
-            drafts = self._drafted(ready)
+        readers = [(self._readers[stream.id], most) for stream, most in requests if most > 0]
+        self._read([reader for reader, _ in readers if reader.num_unread])
+        ready = [(reader, most) for reader, most in readers if reader.output is not None]
+        drafts = self._drafts(ready) if ready else {}
         return [drafts.get(stream.id, NO_DRAFT) for stream, _ in requests]
 
     def _read(self, readers: Sequence[_Reader]) -> None:
-        """The states that came, each with the token after it."""
+        """Their unread states, each with the token after it."""
         if not readers:
             return
         for reader in readers:
-            if self._cache.lengths[reader.slot] + reader.num_unread > MOST_CONTEXT:
+            if self._cache.lengths[reader.slot] + reader.num_unread > MAX_CONTEXT:
                 self._cache.rewind(reader.slot, 0)
         counts = [r.num_unread for r in readers]
         unread = torch.cat([states for r in readers for states in r.unread])
@@ -110,12 +108,11 @@ class HeadDrafter(Drafter):
         tokens = [
             torch.tensor(r.stream.tokens[r.first + 1 : r.first + 1 + r.num_unread]) for r in readers
         ]
-        assert [len(one) for one in tokens] == counts, "states of tokens that do not stand"
-        padded = torch.nn.utils.rnn.pad_sequence
+        assert [len(ids) for ids in tokens] == counts, "states of tokens that were not accepted"
         new = NewRows(
             [r.slot for r in readers],
-            padded(list(features), batch_first=True),
-            to_device(padded(tokens, batch_first=True), self.head.device),
+            pad_sequence(list(features), batch_first=True),
+            to_device(pad_sequence(tokens, batch_first=True), self.head.device),
             counts,
         )
         outputs = extend(self.head, self._params, self._cache, new)
@@ -123,22 +120,24 @@ class HeadDrafter(Drafter):
             reader.output = outputs[i, counts[i] - 1]
             reader.unread, reader.num_unread = [], 0
 
-    def _drafted(self, ready: Sequence[tuple[_Reader, int]]) -> dict[int, Draft]:
-        deepest = max(most for _, most in ready)
+    def _drafts(self, ready: Sequence[tuple[_Reader, int]]) -> dict[int, Draft]:
+        depth = max(most for _, most in ready)
         outputs = [reader.output for reader, _ in ready if reader.output is not None]
-        rows = [[row_params(reader.stream, k) for reader, _ in ready] for k in range(deepest)]
+        rows = [[row_params(reader.stream, k) for reader, _ in ready] for k in range(depth)]
         takes = self._audits.takes
-        audited = [i for i, (one, _) in enumerate(ready) if takes(one.stream.params.temperature)]
+        audited = [
+            i for i, (reader, _) in enumerate(ready) if takes(reader.stream.params.temperature)
+        ]
         slots = [reader.slot for reader, _ in ready]
         start = ChainStart(slots, torch.stack(outputs), rows, audited)
         chains = draft_chains(self.head, self._params, self._cache, start)
-        # Both at once: each time the host reads, it waits for the device.
-        told = torch.stack((chains.tokens.double(), chains.chances.clamp(0, 1).double())).tolist()
-        tokens, chances = [[int(token) for token in row] for row in told[0]], told[1]
+        # One copy for both: each copy to the host waits for the device. float64 holds any token id.
+        values = torch.stack((chains.tokens.double(), chains.chances.clamp(0, 1).double())).tolist()
+        tokens, confidences = [[int(token) for token in row] for row in values[0]], values[1]
         return {
             reader.stream.id: Draft(
                 tuple(tokens[i][:most]),
-                tuple(chances[i][:most]),
+                tuple(confidences[i][:most]),
                 tuple(chains.distributions.get(i, ())[:most]),
             )
             for i, (reader, most) in enumerate(ready)

@@ -1,4 +1,4 @@
-"""A sample's text in another tokenizer's tokens, told again as the sample grows."""
+"""A sample's text in another tokenizer's tokens, encoded further as the sample grows."""
 
 from tinkercloud.weights.token_bytes import TokenBytes, whole_characters
 
@@ -9,30 +9,30 @@ _CONTINUES, _BEGINS = b"\x80", b"\xc0"  # first bytes between them continue a ch
 
 
 class IncrementalRetokenizer:
-    """tokens: of the text's whole characters. held: the bytes after them, of a character that is
-    not whole yet."""
+    """tokens: of the text's whole characters. partial: the bytes after them, of a character that
+    is not whole yet."""
 
     def __init__(self, tokenizer: TokenBytes):
         self._tokenizer = tokenizer
         self.tokens: list[int] = []
-        self.held = b""
+        self.partial = b""
 
     def append(self, text: bytes) -> int:
-        """More of the text. The place from which on tokens are new, or others than before; what is
-        more than MOST_LOOK_BACK before the end stays as it is."""
-        text = self.held + text
+        """More of the text. Returns the place from which on tokens are new, or others than before;
+        those more than MOST_LOOK_BACK before the end are never encoded again."""
+        text = self.partial + text
         whole = whole_characters(text)
-        self.held = text[whole:]
+        self.partial = text[whole:]
         place = self._place()
         before = self.tokens[place:]
         window = self._tokenizer.joined(before) + text[:whole]
         encode = self._tokenizer.encode if place else self._tokenizer.encode_beginning
         self.tokens[place:] = encode(window) if whole else before
-        return place + _num_alike(before, self.tokens[place:])
+        return place + _num_equal(before, self.tokens[place:])
 
     def _place(self) -> int:
-        """Where to begin to encode again: words are cut into tokens apart from one another, so at
-        the start of one; where there is none, as in Chinese, at that of a character."""
+        """Where to begin to encode again: at the start of a word, since tokenizers cut each word
+        by itself; where there is none, as in Chinese, at the start of a character."""
         length = len(self.tokens)
         if length <= MOST_LOOK_BACK:
             return 0
@@ -48,8 +48,8 @@ class IncrementalRetokenizer:
         return not _CONTINUES <= self._tokenizer.of(self.tokens[place])[:1] < _BEGINS
 
 
-def _num_alike(some: list[int], others: list[int]) -> int:
+def _num_equal(first: list[int], second: list[int]) -> int:
     count = 0
-    while count < min(len(some), len(others)) and some[count] == others[count]:
+    while count < min(len(first), len(second)) and first[count] == second[count]:
         count += 1
     return count

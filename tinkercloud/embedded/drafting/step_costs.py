@@ -1,6 +1,6 @@
-"""What a round of the target takes on this machine: measured once, then kept in the user's cache.
+"""The time of a round of the target on this machine: measured once, then cached for the user.
 
-`speculative.draft_length.costs` says which rounds are measured and what is made of the times.
+`speculative.draft_length.costs` says which rounds are measured and how a table is fitted to them.
 """
 
 import hashlib
@@ -20,22 +20,22 @@ from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool, bloc
 from tinkercloud.embedded.forward.runners import Runner
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
-from tinkercloud.embedded.native.bindings import processor, source
+from tinkercloud.embedded.native.compiler import processor, source
 from tinkercloud.speculative.draft_length.costs import QUICK_REPEATS, CostTable, measure_costs
 
 logger = logging.getLogger(__name__)
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-SLOW_MS = 40.0  # of one row; where it takes longer fewer points are measured, once each
+SLOW_MS = 40.0  # of one row; where it takes longer, fewer sizes are measured, once each
 SLOW_ROWS = (1, 2, 4, 8, 16, 32)
-PASSES = 3  # of which the median counts: a slow moment of the machine is no cost of a round
-MOST_BLOCKS = 0.5  # of those that are free
-PROBES = 6  # rounds of one row; the best of them says whether rows are slow
-BUSY = 2.0  # times the best round of one row that the typical one takes where others compute too
+PASSES = 3  # the median counts: a slow moment of the machine is no cost of a round
+MAX_BLOCKS_SHARE = 0.5  # of the free ones
+PROBES = 6  # rounds of one row; the fastest decides whether rows are slow
+BUSY = 2.0  # median over fastest round of one row, beyond which other processes disturb
 
 
-class Rounds:
-    """Rounds of no sample, to be timed."""
+class RoundTimer:
+    """Times rounds of made-up tokens."""
 
     def __init__(self, base: BaseModel, runner: Runner, pool: BlockPool):
         self._base, self._runner, self._pool = base, runner, pool
@@ -43,26 +43,27 @@ class Rounds:
 
     @torch.inference_mode()
     def ms(self, rows: int, sequences: int, context: int) -> float:
-        """`rows` of that many sequences, each with so many tokens before them."""
+        """Of `rows` rows of so many sequences, each with `context` tokens before them."""
         counts = np.full(sequences, rows // sequences)
         counts[: rows % sequences] += 1
-        each = blocks_for(min(context, self._longest(int(counts.max()))) + int(counts.max()))
-        room = int(self._pool.num_available * MOST_BLOCKS) // each
-        blocks = self._pool.take(each * max(1, min(room, sequences)))
+        longest = int(counts.max())
+        context = min(context, self._base.config.max_position_embeddings - longest)
+        per_sequence = blocks_for(context + longest)
+        fitting = int(self._pool.num_available * MAX_BLOCKS_SHARE) // per_sequence
+        # Sequences share blocks where there are too few: what is in them costs the same time.
+        blocks = self._pool.allocate(per_sequence * max(1, min(fitting, sequences)))
         if blocks is None:
             raise MemoryError("there are too few blocks of keys and values to measure rounds")
         try:
-            batch = self._batch(counts.tolist(), np.resize(blocks, (sequences, each)).tolist())
+            tables = np.resize(blocks, (sequences, per_sequence)).tolist()
+            batch = self._batch(counts.tolist(), tables)
             began = time.perf_counter()
             logits = self._runner.forward(batch, self._pool)
             params = [RowParams(SamplingParams(None, 0), 0, position) for position in range(rows)]
             sample(logits, params, self._runner.scan)
             return 1e3 * (time.perf_counter() - began)
         finally:
-            self._pool.drop(blocks)
-
-    def _longest(self, rows: int) -> int:
-        return self._base.config.max_position_embeddings - rows
+            self._pool.free(blocks)
 
     def _batch(self, counts: list[int], tables: list[list[int]]) -> Batch:
         vocab_size = self._base.config.vocab_size
@@ -81,34 +82,32 @@ class Rounds:
 
 
 def round_costs(base: BaseModel, runner: Runner, pool: BlockPool, num_threads: int) -> CostTable:
-    """From the cache, where a model of this shape was measured on such a machine.
-
-    Kept there unless other work on the machine disturbed the measurement.
-    """
+    """From the cache, where a model of this shape was measured on such a machine; else measured,
+    and cached unless other processes disturbed the measurement."""
     path = _path(base, num_threads)
-    known = _read(path)
-    if known is not None:
-        return known
+    cached = _read(path)
+    if cached is not None:
+        return cached
     began = time.perf_counter()
-    rounds = Rounds(base, runner, pool)
-    of_one: list[float] = []
+    timer = RoundTimer(base, runner, pool)
+    single_ms: list[float] = []  # of rounds of one row
 
     def ms(rows: int, sequences: int, context: int) -> float:
-        took = rounds.ms(rows, sequences, context)
+        took_ms = timer.ms(rows, sequences, context)
         if rows == 1:
-            of_one.append(took)
-        return took
+            single_ms.append(took_ms)
+        return took_ms
 
     slow = min(ms(1, 1, 64) for _ in range(PROBES)) > SLOW_MS
     rows, repeats = (SLOW_ROWS, 1) if slow else (ROWS, QUICK_REPEATS)
     passes = 1 if slow else PASSES
-    found = CostTable(measure_costs(ms, rows, num_passes=passes, quick_repeats=repeats))
-    logger.info("measured what rounds cost in %.1f s", time.perf_counter() - began)
-    if np.median(of_one) > BUSY * min(of_one):
-        logger.warning("other work disturbed this; what rounds cost is measured at the next start")
+    table = CostTable(measure_costs(ms, rows, num_passes=passes, quick_repeats=repeats))
+    logger.info("measured the times of rounds in %.1f s", time.perf_counter() - began)
+    if np.median(single_ms) > BUSY * min(single_ms):
+        logger.warning("other processes disturbed the measurement; the next start repeats it")
     else:
-        _write(path, found)
-    return found
+        _write(path, table)
+    return table
 
 
 def _write(path: Path, costs: CostTable) -> None:
@@ -117,15 +116,15 @@ def _write(path: Path, costs: CostTable) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch.write_text(json.dumps(costs.to_json()), encoding="utf-8")
         scratch.replace(path)
-    except OSError as error:  # measured again at the next start, then
-        logger.warning("cannot keep what rounds cost: %s", error)
+    except OSError as error:  # the next start measures again
+        logger.warning("the times of rounds cannot be cached: %s", error)
 
 
 def _path(base: BaseModel, num_threads: int) -> Path:
     linears = sorted(base.config.linear_shapes().items())
     shape = (linears, str(base.dtype), num_threads, ROWS, PASSES)
-    told = hashlib.sha256(f"{shape}\n{processor()}\n{source()}".encode()).hexdigest()[:24]
-    return user_cache_dir() / f"round-costs-{told}.json"
+    digest = hashlib.sha256(f"{shape}\n{processor()}\n{source()}".encode()).hexdigest()[:24]
+    return user_cache_dir() / f"round-costs-{digest}.json"
 
 
 def _read(path: Path) -> CostTable | None:
@@ -134,5 +133,5 @@ def _read(path: Path) -> CostTable | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
-        logger.warning("%s is measured anew: %s", path, error)
+        logger.warning("%s cannot be read, rounds are measured again: %s", path, error)
         return None

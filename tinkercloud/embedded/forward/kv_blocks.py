@@ -1,7 +1,7 @@
-"""Keys and values in blocks of equal size, shared by whoever has the same beginning.
+"""Keys and values in blocks of equal size, shared by sequences with the same prefix.
 
-A block that is full can be found again by what it holds: its version's id and all tokens up to its
-end. Blocks that nobody holds stay until their room is needed, the longest unused first.
+A full block can be found by the digest of what it holds: its version's id and all tokens up to its
+end. Blocks without holders keep their content until they are needed, the least recently used first.
 
 Axes: Hkv key/value heads, Dh head size.
 """
@@ -24,9 +24,12 @@ def blocks_for(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK_TOKENS)
 
 
-def chain(version_id: str, tokens: Sequence[int], known: Sequence[Digest] = ()) -> list[Digest]:
-    """The digest of every full block of `tokens`; `known` are those of the first ones."""
-    digests = list(known)
+def block_digests(
+    version_id: str, tokens: Sequence[int], first: Sequence[Digest] = ()
+) -> list[Digest]:
+    """The digest of every full block of `tokens`; `first`: those of the first blocks, which are not
+    computed again."""
+    digests = list(first)
     before = digests[-1] if digests else version_id.encode()
     for start in range(len(digests) * BLOCK_TOKENS, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
         block = np.asarray(tokens[start : start + BLOCK_TOKENS], np.int64).tobytes()
@@ -38,7 +41,8 @@ def chain(version_id: str, tokens: Sequence[int], known: Sequence[Digest] = ()) 
 class BlockPool:
     """keys (blocks, Hkv, Dh, BLOCK_TOKENS) and values (blocks, Hkv, BLOCK_TOKENS, Dh), by layer.
 
-    On a CPU the memory of a block is used when the block first is.
+    Blocks are counted references: whoever allocates, finds or acquires a block frees it once. On a
+    CPU the memory of a block is used when the block first is.
     """
 
     def __init__(
@@ -50,11 +54,11 @@ class BlockPool:
         # Zeros, not garbage: masked positions are multiplied by probability 0, and 0 x NaN is NaN.
         self.keys = [_zeros(shapes[0], dtype, device) for _ in layers]
         self.values = [_zeros(shapes[1], dtype, device) for _ in layers]
-        self._free = list(range(num_blocks))[::-1]  # the last is taken first
-        self._holders = [0] * num_blocks
+        self._unused = list(range(num_blocks))[::-1]  # the last is allocated first
+        self._num_holders = [0] * num_blocks
         self._digests: dict[int, tuple[str, Digest]] = {}  # by block
         self._blocks: dict[Digest, int] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()  # found by digest, held by nobody
+        self._cached: OrderedDict[int, None] = OrderedDict()  # registered, without holders
 
     @staticmethod
     def bytes_per_block(config: ArchitectureConfig, dtype: torch.dtype) -> int:
@@ -63,81 +67,84 @@ class BlockPool:
 
     @property
     def num_blocks(self) -> int:
-        return len(self._holders)
+        return len(self._num_holders)
 
     @property
     def num_available(self) -> int:
-        """Blocks that `take` can give."""
-        return len(self._free) + len(self._idle)
+        """Blocks that `allocate` can give."""
+        return len(self._unused) + len(self._cached)
 
-    def take(self, count: int) -> list[int] | None:
-        """That many blocks to write, held once; None when there are not so many."""
+    def allocate(self, count: int) -> list[int] | None:
+        """That many blocks to write, each with one holder; None when there are not so many."""
         if count > self.num_available:
             return None
-        taken = [self._free.pop() if self._free else self._evicted() for _ in range(count)]
-        for block in taken:
-            self._holders[block] = 1
-        return taken
+        blocks = [self._unused.pop() if self._unused else self._evict() for _ in range(count)]
+        for block in blocks:
+            self._num_holders[block] = 1
+        return blocks
 
     def extend(self, blocks: list[int], num_tokens: int) -> bool:
-        """To as many as that many tokens take; False when there are not so many."""
-        missing = blocks_for(num_tokens) - len(blocks)
-        if missing > 0:
-            taken = self.take(missing)
-            if taken is None:
+        """Append to `blocks` until they hold that many tokens; False, appending nothing, when there
+        are not enough."""
+        num_missing = blocks_for(num_tokens) - len(blocks)
+        if num_missing > 0:
+            added = self.allocate(num_missing)
+            if added is None:
                 return False
-            blocks += taken
+            blocks += added
         return True
 
-    def hold(self, blocks: Iterable[int]) -> None:
-        """Once more each."""
+    def acquire(self, blocks: Iterable[int]) -> None:
+        """One more holder of each."""
         for block in blocks:
-            self._holders[block] += 1
-            self._idle.pop(block, None)
+            self._num_holders[block] += 1
+            self._cached.pop(block, None)
 
-    def drop(self, blocks: Sequence[int]) -> None:
-        """Once less each. The ends of sequences are given up before their beginnings."""
+    def free(self, blocks: Sequence[int]) -> None:
+        """One holder less of each. In reverse, so that the ends of sequences are evicted before
+        their beginnings: a prefix is found block by block from its start."""
         for block in reversed(blocks):
-            self._holders[block] -= 1
-            assert self._holders[block] >= 0, "dropped more often than held"
-            if not self._holders[block]:
+            self._num_holders[block] -= 1
+            assert self._num_holders[block] >= 0, "freed more often than acquired"
+            if not self._num_holders[block]:
                 if block in self._digests:
-                    self._idle[block] = None
+                    self._cached[block] = None
                 else:
-                    self._free.append(block)
+                    self._unused.append(block)
 
     def find(self, digests: Sequence[Digest]) -> list[int]:
-        """The blocks of the longest known beginning, held once more each."""
-        found = []
+        """The blocks of the longest registered prefix, acquired."""
+        blocks = []
         for digest in digests:
             block = self._blocks.get(digest)
             if block is None:
                 break
-            found.append(block)
-        self.hold(found)
-        return found
+            blocks.append(block)
+        self.acquire(blocks)
+        return blocks
 
-    def name(self, block: int, version_id: str, digest: Digest) -> None:
-        """From now on the full block can be found; where another has its content, that one is."""
+    def register(self, block: int, version_id: str, digest: Digest) -> None:
+        """From now on the full block can be found; where another block has its content, that one
+        is found."""
         if digest not in self._blocks and block not in self._digests:
             self._blocks[digest] = block
             self._digests[block] = (version_id, digest)
 
     def forget(self, version_id: str) -> None:
-        """Nothing of a version is found any more."""
+        """No block of a version is found any more."""
         for block in [b for b, (version, _) in self._digests.items() if version == version_id]:
             del self._blocks[self._digests.pop(block)[1]]
-            if block in self._idle:
-                del self._idle[block]
-                self._free.append(block)
+            if block in self._cached:
+                del self._cached[block]
+                self._unused.append(block)
 
     def copy(self, source: int, target: int) -> None:
         """The content of a block, all layers."""
         for tensor in (*self.keys, *self.values):
             tensor[target] = tensor[source]
 
-    def _evicted(self) -> int:
-        block, _ = self._idle.popitem(last=False)
+    def _evict(self) -> int:
+        block, _ = self._cached.popitem(last=False)
         del self._blocks[self._digests.pop(block)[1]]
         return block
 
@@ -145,5 +152,6 @@ class BlockPool:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
+    # numpy's zeros are calloc's: pages that are never written take no memory.
     whole = {4: np.int32, 2: np.int16}[dtype.itemsize]
-    return torch.from_numpy(np.zeros(shape, whole)).view(dtype)  # untouched pages take no memory
+    return torch.from_numpy(np.zeros(shape, whole)).view(dtype)

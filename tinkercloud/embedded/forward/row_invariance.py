@@ -46,14 +46,16 @@ def is_row_invariant(dtype: torch.dtype, product: Product = F.linear) -> bool:
     return _measured(dtype, product, torch.get_num_threads())
 
 
+def verdicts(dtype: torch.dtype) -> dict[str, bool]:
+    """By name, of the types that passes over weights of this type multiply in."""
+    types = dict.fromkeys((dtype, torch.float32))  # adapters' products are float32 always
+    return {str(each).removeprefix("torch."): is_row_invariant(each) for each in types}
+
+
 def log_row_invariance(dtype: torch.dtype) -> None:
-    """The verdicts that passes over weights of this type depend on, as a line of the log."""
-    verdicts = [
-        f"{str(each).removeprefix('torch.')}: "
-        f"{'row-invariant' if is_row_invariant(each) else 'not row-invariant'}"
-        for each in dict.fromkeys((dtype, torch.float32))
-    ]
-    logger.info("PyTorch's products on this processor: %s", ", ".join(verdicts))
+    """The verdicts as a line of the log."""
+    shown = [f"{n}: {'' if v else 'not '}row-invariant" for n, v in verdicts(dtype).items()]
+    logger.info("PyTorch's products on this processor: %s", ", ".join(shown))
 
 
 @cache

@@ -32,7 +32,8 @@ from tinkercloud.embedded.forward.paged_context import PagedContext
 from tinkercloud.embedded.forward.row_invariance import Product, is_row_invariant
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
-from tinkercloud.embedded.native.bindings import AdapterTable, NativeModel, Team, library, scan
+from tinkercloud.embedded.native.bindings import AdapterTable, NativeModel, Team, scan
+from tinkercloud.embedded.native.compiler import library
 
 _BASE = "base "
 _NO_STATES = torch.empty(0, 0, 0)
@@ -64,7 +65,7 @@ class Runner(Protocol):
 
     def forward(self, batch: Batch, pool: BlockPool) -> Tensor:
         """Logits (W, V); writes the rows' keys and values into their blocks. On a device with
-        `lanes` the logits are the caller's to keep; else they are good until the next call."""
+        parallel streams the logits are the caller's to keep; else until the next call."""
         ...
 
     def rest(self) -> None:
@@ -251,7 +252,7 @@ class GraphRunner:
     def _spare_block(self, pool: BlockPool) -> int | None:
         """Where padding writes; None while there is no free one."""
         if pool not in self._spare_blocks:
-            taken = pool.take(1)
+            taken = pool.allocate(1)
             if taken is None:
                 return None
             self._spare_blocks[pool] = taken[0]

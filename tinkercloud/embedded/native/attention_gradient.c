@@ -12,19 +12,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "attention_gradient.h"
 #include "narrow.h"
 #include "team.h"
 #include "vectors.h"
-
-/* Numbers are float, or narrow where `is_narrow`; entry (b, l, h, d) of a tensor lies at
-   (b L + l) row + h Dh + d. Results are written without gaps: a row is H Dh. */
-typedef struct {
-  int64_t is_narrow, batch, length, heads, kv_heads, head_dim;
-  float scale;
-  const void *q, *k, *v, *dout;
-  int64_t q_row, k_row, v_row, dout_row;
-  void *dq, *dk, *dv;
-} attention_gradient_t;
 
 #define TILE_ROWS 6
 #if LANES == 16

@@ -31,6 +31,10 @@ INLINE narrow narrowed(float x) {
   return (narrow)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
 
+INLINE const char *number_at(const void *start, int64_t index, int64_t bytes) {
+  return (const char *)start + index * bytes;
+}
+
 /* `count` of them; x gets what they then are. */
 static inline void round_to_narrow(float *x, int64_t count, narrow *out) {
   for (int64_t i = 0; i < count; i++) {

@@ -4,31 +4,13 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "scan.h"
 #include "team.h"
 #include "vectors.h"
 
 /* A token's score is its weight (logit / temperature) plus noise, -log(-log1p(-u)) with u uniform
    (decoding/sampler.py). Noise above LUCK is rare, and a token without it needs a weight close to
    the best score known: only those few are scored, exactly, by the caller. */
-
-typedef struct {
-  float temperature; /* 0: the best one is wanted, nothing else */
-  int64_t top_k;     /* of all tokens; 0 or less: every one */
-  double top_p;      /* 1 or more: every one */
-  uint64_t seed, sample, position;
-} draw_t;
-
-typedef struct {
-  const float *logits; /* [rows][size] */
-  int64_t rows, size, limit;
-  const draw_t *draws;
-  int64_t *best;   /* out: [rows], the lowest id with the largest logit */
-  double *norm;    /* out: [rows], log of the sum of exp(weight) of what top-k and top-p leave */
-  int64_t *count;  /* out: [rows], how many may win; -1: more than `limit` */
-  int64_t *ids;    /* out: [rows][limit] */
-  uint32_t *words; /* out: [rows][limit], the noise's random numbers */
-  atomic_long next;
-} scan_t;
 
 #define LUCK 8.0
 #define LUCKY_WORD 1440786u /* u below it: noise above LUCK */

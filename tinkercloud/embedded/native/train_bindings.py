@@ -16,7 +16,9 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from tinkercloud.embedded.native.bindings import Team, library
+from tinkercloud.embedded.native.bindings import Team
+from tinkercloud.embedded.native.compiler import library
+from tinkercloud.embedded.native.structures import AttentionGradient
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -29,19 +31,6 @@ def can_take(*tensors: Tensor) -> bool:
     return all(x.dtype == first.dtype and x.is_contiguous() for x in tensors)
 
 
-class _AttentionGradient(c.Structure):
-    _fields_ = (
-        *(
-            (name, c.c_int64)
-            for name in ("is_narrow", "batch", "length", "heads", "kv_heads", "head_dim")
-        ),
-        ("scale", c.c_float),
-        *((name, c.c_void_p) for name in ("q", "k", "v", "dout")),
-        *((name, c.c_int64) for name in ("q_row", "k_row", "v_row", "dout_row")),
-        *((name, c.c_void_p) for name in ("dq", "dk", "dv")),
-    )
-
-
 def attention_gradient(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,7 +41,7 @@ def attention_gradient(
     kv_heads = k.shape[1]
     given = [_by_rows(x) for x in (q, k, v, dout)]
     made = [torch.empty(batch, length, h, size, dtype=q.dtype) for h in (heads, kv_heads, kv_heads)]
-    asked = _AttentionGradient(
+    asked = AttentionGradient(
         *(_is_narrow(q), batch, length, heads, kv_heads, size, size**-0.5),
         *(x.data_ptr() for x in given),
         *(x.stride(1 if length > 1 else 0) for x in given),

@@ -24,12 +24,26 @@ typedef int32_t ivec __attribute__((vector_size(LANES * 4)));
 typedef float loose_vec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
+#define LINE_BYTES 64 /* of a cache line */
+#define LINE 16       /* floats of one */
+
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
 
 INLINE vec load(const float *p) { return *(const loose_vec *)p; }
 INLINE void store(float *p, vec v) { *(loose_vec *)p = v; }
 INLINE vec all(float x) { return x - (vec){}; }
+
+/* The compiler would load it again for every use, and add up elsewhere than in `sum`. */
+#if defined(__FMA__)
+#define IN_REGISTER(v) __asm__("" : "+v"(v))
+#define ADD_PRODUCT(sum, a, b) __asm__("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(a), "vm"(b))
+#else
+#define IN_REGISTER(v) (void)0
+#define ADD_PRODUCT(sum, a, b) ((sum) += (a) * (b))
+#endif
+
+#define EACH(i, count) _Pragma("GCC unroll 8") for (int i = 0; i < (count); i++)
 
 /* ---- sums over the lanes of a vector: always in the same tree */
 
@@ -63,6 +77,15 @@ INLINE float sum1(vec a) {
   float out[4];
   sum4(a, a, a, a, out);
   return out[0];
+}
+
+static inline float dot(const float *x, const float *w, int64_t k) {
+  vec acc = {};
+  int64_t i = 0;
+  for (; i + LANES <= k; i += LANES) acc += load(x + i) * load(w + i);
+  float sum = sum1(acc);
+  for (; i < k; i++) sum += x[i] * w[i];
+  return sum;
 }
 
 /* -INFINITY for none. */

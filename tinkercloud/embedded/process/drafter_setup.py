@@ -1,16 +1,28 @@
 """Which drafter the engine's samples get, as `--speculate` names it."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torch import Tensor
+
+from tinkercloud.core.types import LoraSpec
+from tinkercloud.embedded.draft_training.dataset import CaseDataset, Mix, SequenceDataset
+from tinkercloud.embedded.draft_training.driver import assign, copied
 from tinkercloud.embedded.draft_training.files import drafts_of, open_head
+from tinkercloud.embedded.draft_training.head_trainer import HeadObjective, HeadTrainer
+from tinkercloud.embedded.draft_training.model_trainer import (
+    DraftModelTrainer,
+    ModelObjective,
+    adapter_of,
+)
 from tinkercloud.embedded.draft_training.online_trainer import (
+    DraftTrainee,
     OnlineSettings,
     OnlineTrainer,
     OnlineTrainers,
 )
-from tinkercloud.embedded.draft_training.trainees import head_trainee, model_trainee
 from tinkercloud.embedded.drafting.draft_model import open_draft, tokenizer_pair
 from tinkercloud.embedded.drafting.head_drafter import HeadDrafter
 from tinkercloud.embedded.drafting.model_drafter import ModelDrafter
@@ -20,9 +32,10 @@ from tinkercloud.embedded.forward.kv_blocks import BlockPool, blocks_for
 from tinkercloud.embedded.forward.runners import Runner
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
-from tinkercloud.embedded.sampling.engine import Speculate
+from tinkercloud.embedded.sampling.base_states import Speculate
 from tinkercloud.embedded.sampling.speculation import Speculation
 from tinkercloud.embedded.sampling.trace import Trace
+from tinkercloud.errors import NotFound
 from tinkercloud.speculative.draft_length.acceptance import Acceptance
 from tinkercloud.speculative.draft_length.controller import (
     ControllerSettings,
@@ -34,10 +47,13 @@ from tinkercloud.speculative.drafters.drafter_table import DrafterFactory, Draft
 from tinkercloud.speculative.drafters.guarded_drafter import GuardedDrafter
 from tinkercloud.speculative.drafters.suffix_drafter import SuffixDrafter
 from tinkercloud.speculative.learning.cases import CaseStore
+from tinkercloud.speculative.learning.draft_folder import DraftFolder
 
 logger = logging.getLogger(__name__)
 
 AUTO = "suffix"
+MIX = Mix(batch_size=8, held_out_one_in=5, most_held_out=24, recent=4)
+DRAFT_LORA = LoraSpec(rank=8, seed=0)
 DRAFT_POOL_BYTES = 512 * 1024**2
 MAX_LOOKED_UP, MAX_COMPUTED = 16, 8  # tokens of a draft: each costs nothing, or a step of a network
 MAX_ROWS = 64
@@ -105,8 +121,34 @@ def _online_trainer(drafter: Drafter, base: BaseModel, settings: DrafterSettings
         trainee = head_trainee(drafter, online)
     elif isinstance(drafter, ModelDrafter):
         folder = drafts_of(settings.drafts_dir, f"{base.name}--{drafter.version.base.name}")
-        trainee = model_trainee(drafter, drafter.version, store, folder)
+        trainee = model_trainee(drafter, store, folder)
     return OnlineTrainer(folder, store, trainee, online)
+
+
+def head_trainee(drafter: HeadDrafter, online: OnlineSettings) -> DraftTrainee:
+    """Learns from hidden states and distributions of the policy's own training passes."""
+    dataset = SequenceDataset(online.memory_bytes, online.max_age, MIX)
+    trainer = HeadTrainer(drafter.head, drafter.params, HeadObjective())
+    return DraftTrainee(trainer, dataset, drafter.use, drafter.layers, dataset.add)
+
+
+def model_trainee(drafter: ModelDrafter, store: CaseStore, folder: DraftFolder) -> DraftTrainee:
+    """Learns an adapter from the cases in which draft and target disagreed; begins with the best
+    one so far, if there is one."""
+    draft = drafter.version
+    trainer = DraftModelTrainer(draft.base, DRAFT_LORA, ModelObjective())
+
+    def use(params: Mapping[str, Tensor]) -> None:
+        scale = DRAFT_LORA.alpha / DRAFT_LORA.rank
+        drafter.use(Version(draft.id, draft.base, draft.weights, adapter_of(params), scale))
+
+    try:
+        assign(trainer, trainer.read(folder.path("best")))
+    except NotFound:
+        pass
+    else:
+        use(copied(trainer.params))
+    return DraftTrainee(trainer, CaseDataset(store, MIX), use)
 
 
 def _head_drafter(name: str, base: BaseModel, runner: Runner, drafts_dir: Path) -> HeadDrafter:

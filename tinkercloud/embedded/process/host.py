@@ -1,4 +1,4 @@
-"""The API process's side of the engine: start it, call it, notice its death, start it again."""
+"""The API process's side of the engine process: starts it, calls it, restarts it when it dies."""
 
 import asyncio
 import itertools
@@ -36,9 +36,8 @@ R = TypeVar("R")
 class EngineHost:
     """Supervises one engine process. `call` is safe from any task of one event loop."""
 
-    def __init__(self, settings: EngineSettings, restart_limit: int):
+    def __init__(self, settings: EngineSettings):
         self._settings = settings
-        self._restart_limit = restart_limit
         self._ids = itertools.count()
         self._pending: dict[int, asyncio.Future[Any]] = {}
         self._process: asyncio.subprocess.Process | None = None
@@ -77,10 +76,6 @@ class EngineHost:
         self._pending[call_id] = future
         self._writer.write(pack(Call(call_id, request)))
         return await future
-
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid if self._process else None
 
     @property
     def alive(self) -> bool:
@@ -126,7 +121,7 @@ class EngineHost:
         while True:
             await self._read_until_gone(reader)
             assert self._process is not None
-            self._up.clear()
+            self._up.clear()  # first: calls from now on wait for the next engine
             await self._end_process()
             code = self._process.returncode
             logger.error("the engine process ended with code %s", code)
@@ -146,7 +141,7 @@ class EngineHost:
             self._starts.append(now)
             while self._starts[0] < now - RESTART_WINDOW_S:
                 self._starts.popleft()
-            if len(self._starts) > self._restart_limit:
+            if len(self._starts) > self._settings.engine.restart_limit:
                 return self._give_up("the engine process keeps ending; see the server's log")
             try:
                 reader, _ = await self._spawn()
@@ -159,7 +154,7 @@ class EngineHost:
 
     def _give_up(self, reason: str) -> None:
         self._gave_up = reason
-        self._up.set()
+        self._up.set()  # calls that wait for an engine go on, and fail
 
     async def _read_until_gone(self, reader: asyncio.StreamReader) -> None:
         while True:

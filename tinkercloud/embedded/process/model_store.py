@@ -1,7 +1,7 @@
 """The engine's models and published versions. Owned by the worker thread."""
 
 import uuid
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
 
 from tinkercloud.core.types import (
@@ -10,8 +10,6 @@ from tinkercloud.core.types import (
     FromCheckpoint,
     FromModel,
     LoraSpec,
-    TrainBatch,
-    TrainOutput,
     WeightsSource,
 )
 from tinkercloud.embedded.model.base_model import BaseModel
@@ -21,8 +19,6 @@ from tinkercloud.embedded.process.version_cache import VersionCache
 from tinkercloud.embedded.training import checkpoints
 from tinkercloud.embedded.training.block import neighbours
 from tinkercloud.embedded.training.linear import join_weights
-from tinkercloud.embedded.training.micro_batches import Limits
-from tinkercloud.embedded.training.queue import run_alone
 from tinkercloud.embedded.training.trainable_model import (
     TrainableModel,
     full_parameters,
@@ -35,14 +31,8 @@ from tinkercloud.weights.adapters import Adapter, fresh_adapter
 class ModelStore:
     """Base models are loaded at their first use and shared, frozen, by everything made of them."""
 
-    def __init__(
-        self,
-        load_base: Callable[[str], BaseModel],
-        versions: VersionCache,
-        limits: Limits,
-    ):
+    def __init__(self, load_base: Callable[[str], BaseModel], versions: VersionCache):
         self._load_base = load_base
-        self._limits = limits
         self._bases: dict[str, BaseModel] = {}
         self._models: dict[str, TrainableModel] = {}
         self._versions = versions
@@ -89,12 +79,6 @@ class ModelStore:
 
     def save_model(self, model_id: str, directory: Path, with_optimizer: bool) -> None:
         checkpoints.save(self.model(model_id), directory, with_optimizer=with_optimizer)
-
-    def forward_backward(
-        self, model_id: str, batch: TrainBatch
-    ) -> Generator[None, None, TrainOutput]:
-        """One call by itself; the worker takes calls of all models through a TrainingQueue."""
-        return run_alone(self.model(model_id), batch, self._limits)
 
     def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
         return self.model(model_id).optim_step(params)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
+from tinkercloud.config import EngineConfig, ModelSource
 from tinkercloud.core.types import (
     AdamParams,
     LoraSpec,
@@ -34,23 +35,16 @@ HEADER = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """The first message to the engine. models: (name, path) pairs, the default first."""
+    """The first message to the engine: its part of the server's settings. models: the default
+    first."""
 
-    models: tuple[tuple[str, Path], ...]
+    models: tuple[ModelSource, ...]
     dtype: str
     cache_dir: Path
-    threads: int | None
-    max_batch: int
-    decode_depth: float
-    kv_cache_bytes: int
-    version_cache_bytes: int
-    microbatch_tokens: int
-    activation_bytes: int
+    drafts_dir: Path
     speculate: str
     speculate_trace: Path | None
-    drafts_dir: Path
-    draft_share: float
-    draft_memory_bytes: int
+    engine: EngineConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ class RequestHandlers:
         return frozenset(self._table)
 
     def handle(self, call: Call, send: Callable[[object], None]) -> None:
-        """Serve one call. Its Result is sent now or later, and whatever goes wrong."""
+        """Serve one call. Exactly one Result is sent, now or later; errors are results too."""
         reply = Reply(call.id, send)
         try:
             handler = self._table.get(type(call.request))

@@ -9,7 +9,6 @@ from tinkercloud.embedded.model.device import choose_device, choose_dtype, usabl
 from tinkercloud.embedded.process.model_store import ModelStore
 from tinkercloud.embedded.process.protocol import EngineSettings
 from tinkercloud.embedded.process.version_cache import VersionCache
-from tinkercloud.embedded.training.micro_batches import Limits
 from tinkercloud.weights.loader import read_config
 from tinkercloud.weights.tokenizer import ensure_tokenizer_folder
 
@@ -20,27 +19,27 @@ def open_models(settings: EngineSettings) -> tuple[tuple[ServedModel, ...], Mode
     Raises ConfigError or OSError for a model that cannot be served."""
     device = choose_device()
     dtype = choose_dtype(settings.dtype, device)
-    torch.set_num_threads(settings.threads or usable_cores())
+    torch.set_num_threads(settings.engine.threads or usable_cores())
     served, folders = [], {}
-    for name, path in settings.models:
-        config = read_config(path)
-        tokenizer = ensure_tokenizer_folder(path, settings.cache_dir)
+    for model in settings.models:
+        config = read_config(model.path)
+        tokenizer = ensure_tokenizer_folder(model.path, settings.cache_dir)
         served.append(
             ServedModel(
-                name, config.model_type, config.max_position_embeddings, config.vocab_size,
+                model.name, config.model_type, config.max_position_embeddings, config.vocab_size,
                 config.num_parameters, tokenizer, config.eos_token_ids,
                 str(dtype).removeprefix("torch."),
             )
         )  # fmt: skip
-        folders[name] = (path, tokenizer)
+        folders[model.name] = (model.path, tokenizer)
 
     def load(name: str) -> BaseModel:
         path, tokenizer = folders[name]
         return BaseModel.load(name, path, tokenizer, dtype, device)
 
-    versions = VersionCache(settings.cache_dir / "versions", settings.version_cache_bytes)
-    limits = Limits(settings.microbatch_tokens, settings.activation_bytes)
-    models = ModelStore(load, versions, limits)
+    memory_bytes = settings.engine.version_cache_bytes
+    versions = VersionCache(settings.cache_dir / "versions", memory_bytes)
+    models = ModelStore(load, versions)
     models.base(served[0].name)
     if device.type == "cpu":
         log_row_invariance(dtype)

@@ -1,7 +1,7 @@
 """Published versions: the recently used in memory, the others on disk until they are sampled.
 
 A client that publishes at every step and never says which versions it is done with would otherwise
-fill the memory. Axes: none; tensors are whatever a version holds.
+fill the memory.
 """
 
 import shutil

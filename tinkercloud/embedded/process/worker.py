@@ -55,26 +55,16 @@ class Worker:
         self._send = send
         self._models = models
         self._drafts = OnlineTrainers()
-        threads = settings.threads or usable_cores()
+        config = settings.engine
         self._engine = SamplingEngine(
-            max_batch=settings.max_batch,
-            depth=settings.decode_depth,
-            kv_cache_bytes=settings.kv_cache_bytes,
-            num_threads=threads,
-            speculate=speculate(
-                DrafterSettings(
-                    settings.speculate,
-                    settings.speculate_trace,
-                    threads,
-                    settings.cache_dir,
-                    settings.drafts_dir,
-                    OnlineSettings(settings.draft_share, settings.draft_memory_bytes),
-                ),
-                self._drafts,
-            ),
+            max_batch=config.max_batch,
+            depth=config.decode_depth,
+            kv_cache_bytes=config.kv_cache_bytes,
+            num_threads=config.threads or usable_cores(),
+            speculate=speculate(_drafter_settings(settings), self._drafts),
         )
-        limits = Limits(settings.microbatch_tokens, settings.activation_bytes)
-        self._training = TrainingQueue(limits, self._drafts.witness)
+        limits = Limits(config.microbatch_tokens, config.activation_bytes)
+        self._training = TrainingQueue(limits, self._drafts.observer)
         self._handlers = RequestHandlers(
             models, self._engine, self._training, self._after_optim_step
         )
@@ -84,7 +74,7 @@ class Worker:
         self._worked_s = 0.0  # since a model's optimizer step
 
     def run(self) -> None:
-        """Until the other end is gone (None in the inbox)."""
+        """Serve until the API process is gone (None in the inbox)."""
         while True:
             idle = not self._engine.busy and not self._training
             drafts = self._drafts.are_due(idle=idle)
@@ -153,7 +143,7 @@ class Worker:
         if not force and now - self._last_stats_s < 1.0:
             return
         self._last_stats_s = now
-        self._drafts.look(now, idle=force)
+        self._drafts.poll(now, idle=force)
         self._send(
             Stats(
                 {
@@ -172,6 +162,18 @@ class Worker:
         for name, snapshot in self._drafts.snapshot().items():
             snapshots[name]["following"] = snapshot
         return snapshots, lines
+
+
+def _drafter_settings(settings: EngineSettings) -> DrafterSettings:
+    config = settings.engine
+    return DrafterSettings(
+        name=settings.speculate,
+        trace_file=settings.speculate_trace,
+        num_threads=config.threads or usable_cores(),
+        cache_dir=settings.cache_dir,
+        drafts_dir=settings.drafts_dir,
+        online=OnlineSettings(config.draft_share, config.draft_memory_bytes),
+    )
 
 
 def _writer(sock: socket.socket, outbox: "queue.SimpleQueue[object]") -> None:

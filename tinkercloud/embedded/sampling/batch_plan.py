@@ -1,37 +1,23 @@
-"""What a round of the sampling engine computes: tokens of sequences, and what is drawn from them.
+"""What one step of the sampling engine computes: tokens of sequences, and the rows that tokens are
+drawn from.
 
-Axes: W wanted rows, V vocabulary, M rows, L layers that a drafter reads, D hidden size.
+Axes: W selected rows, V vocabulary, M rows, L layers that a drafter reads, D hidden size.
 """
 
-from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from tinkercloud.embedded.forward.batch import Part
+from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.sampling.sequences import Sequence
 
 
-@dataclass(slots=True)
-class DrawnRows:
-    """A sample whose next tokens are drawn from some rows of the logits: one, and one more for each
-    drafted token."""
-
-    sequence: Sequence
-    first: int
-    drafted: tuple[int, ...] = ()
-    hidden: Tensor | None = None  # (1 + drafted, L, D) after the tokens before them
-
-    @property
-    def rows(self) -> range:
-        return range(self.first, self.first + 1 + len(self.drafted))
-
-
 @dataclass(frozen=True, slots=True)
 class BatchItem:
-    """`count` more tokens of a sequence; all_rows: the logits of each are wanted. drafted: what may
-    come after its last token; the logits after that and after each of these are wanted."""
+    """`count` more tokens of a sequence. drafted: proposals for what comes after its last token;
+    the logits after that token and after each drafted one are selected."""
 
     sequence: Sequence
     count: int
@@ -42,23 +28,29 @@ class BatchItem:
         return self.sequence.job.version
 
     @property
+    def base(self) -> BaseModel:
+        return self.sequence.job.version.base
+
+    @property
     def all_rows(self) -> bool:
-        return self.sequence.index < 0 and self.sequence.job.is_scoring
+        """Whether the logits of every row are selected, not of the last ones only."""
+        return self.sequence.is_prompt and self.sequence.job.is_scoring
 
     @property
     def ends(self) -> bool:
+        """Whether it computes all that is pending."""
         return self.count == self.sequence.num_pending
 
     @property
     def is_decode(self) -> bool:
-        return self.sequence.index >= 0 and self.sequence.num_pending == 1
+        return not self.sequence.is_prompt and self.sequence.num_pending == 1
 
     @property
     def num_rows(self) -> int:
         return self.count + len(self.drafted)
 
     @property
-    def num_wanted(self) -> int:
+    def num_selected(self) -> int:
         if self.all_rows:
             return self.count
         return 1 + len(self.drafted) if self.ends else 0
@@ -66,17 +58,31 @@ class BatchItem:
     @property
     def part(self) -> Part:
         sequence = self.sequence
-        tokens = sequence.tokens[sequence.done : sequence.done + self.count]
-        return Part(
-            self.version, [*tokens, *self.drafted], sequence.done, sequence.blocks, self.num_wanted
-        )
+        start = sequence.num_computed
+        tokens = [*sequence.tokens[start : start + self.count], *self.drafted]
+        return Part(self.version, tokens, start, sequence.blocks, self.num_selected)
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchedPass:
-    """A pass of works that share weights and a runner, whose results are still to be taken, and may
-    still be being computed. logits (W, V); hidden (M, L, D), where a drafter reads them."""
+    """A pass over items that share weights and a runner. It may still be running on the device.
+    logits (W, V); hidden (M, L, D), where a drafter reads them."""
 
-    works: Several[BatchItem]
+    items: list[BatchItem]
     logits: Tensor
     hidden: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnRows:
+    """The rows of some logits that a sample's next tokens are drawn from: one, and one more for
+    each drafted token."""
+
+    sequence: Sequence
+    first: int
+    drafted: tuple[int, ...] = ()
+    hidden: Tensor | None = None  # (1 + drafted, L, D) after the tokens before them
+
+    @property
+    def rows(self) -> range:
+        return range(self.first, self.first + 1 + len(self.drafted))

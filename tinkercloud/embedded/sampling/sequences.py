@@ -1,4 +1,4 @@
-"""What the sampling engine keeps of requests underway."""
+"""Requests and sequences underway in the sampling engine."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,8 +13,8 @@ from tinkercloud.embedded.forward.kv_blocks import (
     BLOCK_TOKENS,
     BlockPool,
     Digest,
+    block_digests,
     blocks_for,
-    chain,
 )
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.sampling.prompt_logprobs import PromptScores
@@ -24,91 +24,103 @@ Reply = Callable[[SampleOutput | BaseException], None]
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Tokens, and the blocks with the keys and values of the first `done` of them.
+    """Tokens, and the blocks with the keys and values of the first `num_computed` of them.
 
-    Where all but the last one are done, the next forward pass is one row.
+    With all but the last token computed, the next forward pass is one row. The scheduler changes
+    blocks and counts, the postprocessor appends tokens.
     """
 
     job: "Job"
     index: int  # of the sample; -1 for the prompt, which all samples share
     tokens: list[int]
     blocks: list[int] = field(default_factory=list)
-    done: int = 0
+    num_computed: int = 0
     digests: list[Digest] = field(default_factory=list)
-    num_named: int = 0  # blocks that others can find
+    num_registered: int = 0  # of its blocks: other sequences can find these
     logprobs: list[float] = field(default_factory=list)
     topk: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
 
     @property
+    def is_prompt(self) -> bool:
+        return self.index < 0
+
+    @property
     def num_pending(self) -> int:
-        return len(self.tokens) - self.done
+        """Tokens without keys and values."""
+        return len(self.tokens) - self.num_computed
 
     @property
     def num_left(self) -> int:
-        """Tokens of a sample that it may still have."""
+        """Tokens that a sample may still get."""
         return self.job.max_tokens - len(self.logprobs)
 
     def reserve(self, pool: BlockPool, num_tokens: int) -> bool:
         """Blocks for that many tokens; False when there are not enough."""
         return pool.extend(self.blocks, num_tokens)
 
-    def look_up(self, pool: BlockPool) -> int:
-        """Use what is known of its beginning; the number of its tokens. One token stays to do."""
+    def find_prefix(self, pool: BlockPool) -> int:
+        """Share the blocks of its longest cached prefix; the number of tokens in them. The last
+        token is always left to compute: its logits are needed."""
         assert not self.blocks
-        self.digests = chain(self.job.version.id, self.tokens, self.digests)
+        self.digests = block_digests(self.job.version.id, self.tokens, self.digests)
         self.blocks = pool.find(self.digests[: (len(self.tokens) - 1) // BLOCK_TOKENS])
-        self.num_named = len(self.blocks)
-        self.done = len(self.blocks) * BLOCK_TOKENS
-        return self.done
+        self.num_registered = len(self.blocks)
+        self.num_computed = len(self.blocks) * BLOCK_TOKENS
+        return self.num_computed
 
-    def advance(self, pool: BlockPool, count: int, *, named: bool) -> None:
-        """`count` more tokens are done; named: full blocks can be found by others."""
-        self.done += count
-        if not named:
+    def advance(self, pool: BlockPool, count: int, *, register: bool) -> None:
+        """`count` more tokens are computed. register: other sequences can find full blocks."""
+        self.num_computed += count
+        if not register:
             return
-        full = self.done // BLOCK_TOKENS
-        if full > len(self.digests):
-            self.digests = chain(self.job.version.id, self.tokens[: self.done], self.digests)
-        for i in range(self.num_named, full):
-            pool.name(self.blocks[i], self.job.version.id, self.digests[i])
-        self.num_named = max(self.num_named, full)
+        num_full = self.num_computed // BLOCK_TOKENS
+        if num_full > len(self.digests):
+            tokens = self.tokens[: self.num_computed]
+            self.digests = block_digests(self.job.version.id, tokens, self.digests)
+        for i in range(self.num_registered, num_full):
+            pool.register(self.blocks[i], self.job.version.id, self.digests[i])
+        self.num_registered = max(self.num_registered, num_full)
 
-    def give_back(self, pool: BlockPool) -> None:
-        """Blocks beyond what its tokens take: they were for drafted ones that do not stand."""
-        needed = blocks_for(len(self.tokens))
-        if len(self.blocks) > needed:
-            pool.drop(self.blocks[needed:])
-            del self.blocks[needed:]
+    def free_excess(self, pool: BlockPool) -> None:
+        """Free the blocks beyond its tokens: they were reserved for drafted tokens that were
+        rejected."""
+        num_needed = blocks_for(len(self.tokens))
+        if len(self.blocks) > num_needed:
+            pool.free(self.blocks[num_needed:])
+            del self.blocks[num_needed:]
 
     def fork(self, pool: BlockPool, index: int) -> "Sequence | None":
-        """A sample that goes on from this prompt: full blocks are shared, the last one is copied.
-        None when there is no block for the copy."""
-        full = self.done // BLOCK_TOKENS
-        own: list[int] = []
-        if self.done % BLOCK_TOKENS:
-            taken = pool.take(1)
-            if taken is None:
+        """A sample that continues this prompt: full blocks are shared, the last one is copied,
+        since the sample writes to it. None when there is no block for the copy."""
+        num_full = self.num_computed // BLOCK_TOKENS
+        tail: list[int] = []
+        if self.num_computed % BLOCK_TOKENS:
+            allocated = pool.allocate(1)
+            if allocated is None:
                 return None
-            pool.copy(self.blocks[full], taken[0])
-            own = taken
-        pool.hold(self.blocks[:full])
-        copy = Sequence(self.job, index, list(self.tokens), self.blocks[:full] + own, self.done)
-        copy.digests, copy.num_named = list(self.digests), self.num_named
-        return copy
+            pool.copy(self.blocks[num_full], allocated[0])
+            tail = allocated
+        pool.acquire(self.blocks[:num_full])
+        blocks = self.blocks[:num_full] + tail
+        sample = Sequence(self.job, index, list(self.tokens), blocks, self.num_computed)
+        sample.digests, sample.num_registered = list(self.digests), self.num_registered
+        return sample
 
-    def drop_blocks(self, pool: BlockPool) -> None:
-        pool.drop(self.blocks)
-        self.blocks, self.done, self.num_named = [], 0, 0
+    def free_blocks(self, pool: BlockPool) -> None:
+        pool.free(self.blocks)
+        self.blocks, self.num_computed, self.num_registered = [], 0, 0
 
-    def start_over(self, num_prompt: int) -> None:
-        """Forget what was sampled: the same will be sampled again."""
+    def restart(self) -> None:
+        """Drop the sampled tokens: the noise is keyed by position, so that the same are drawn
+        again."""
+        num_prompt = self.job.num_prompt
         del self.tokens[num_prompt:]
         self.digests = self.digests[: num_prompt // BLOCK_TOKENS]
         self.logprobs.clear()
         self.topk.clear()
 
     def row_params(self, ahead: int = 0) -> RowParams:
-        """Of the token that is drawn next, or so many after it."""
+        """Of the token that is drawn next, or `ahead` tokens after it."""
         return RowParams(self.job.request.params, self.index, len(self.tokens) + ahead)
 
 
@@ -122,7 +134,8 @@ class Job:
     scores: PromptScores | None
     stop_rule: StopRule
     prompt: Sequence = field(init=False)
-    is_scoring: bool = field(init=False)  # all rows of the prompt are wanted, and not done
+    is_scoring: bool = field(init=False)  # all rows of the prompt are wanted, and not all computed
+    has_failed: bool = False
     logits: Tensor | None = None  # (V,) after the whole prompt
     hidden: Tensor | None = None  # (n, L, D) of its last tokens, where a drafter reads them
     cache_hit_tokens: int = 0
@@ -144,9 +157,9 @@ class Job:
 
     @property
     def max_tokens(self) -> int:
-        room = self.version.base.config.max_position_embeddings - self.num_prompt
-        wanted = self.request.params.max_tokens
-        return room if wanted is None else min(wanted, room)
+        num_free = self.version.base.config.max_position_embeddings - self.num_prompt
+        limit = self.request.params.max_tokens
+        return num_free if limit is None else min(limit, num_free)
 
     def finish(self, sequence: Sequence, *, stopped: bool) -> None:
         """Keep a sample; with the last one, answer."""
@@ -158,6 +171,10 @@ class Job:
         )
         if len(self.samples) == self.request.num_samples:
             self.reply(self._output())
+
+    def fail(self, error: BaseException) -> None:
+        self.has_failed = True
+        self.reply(error)
 
     def _output(self) -> SampleOutput:
         scores = self.scores

@@ -219,21 +219,3 @@ def add_gradients(into: dict[str, Tensor], grads: dict[str, Tensor]) -> None:
             into[name].add_(grad)
         else:
             into[name] = grad
-
-
-def run_alone(
-    model: TrainableModel, batch: TrainBatch, limits: Limits
-) -> Generator[None, None, TrainOutput]:
-    """One call by itself: yields between its steps, returns its output or raises its error."""
-    queue = TrainingQueue(limits)
-    queue.add(0, model, batch)
-    while True:
-        finished = queue.step()
-        if not finished:
-            yield
-            continue
-        (result,) = finished
-        if result.error is not None:
-            raise result.error
-        assert result.output is not None
-        return result.output

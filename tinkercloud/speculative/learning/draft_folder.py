@@ -46,6 +46,13 @@ class DraftFolder:
             raise NotFound(f"there is no draft {version!r}")
         return version
 
+    def find(self, name: str) -> str | None:
+        """As `resolve`; None where there is none."""
+        try:
+            return self.resolve(name)
+        except NotFound:
+            return None
+
     def path(self, name: str) -> Path:
         return self.root / self.resolve(name)
 
@@ -60,7 +67,7 @@ class DraftFolder:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
         write(unfinished)
-        text = json.dumps({**notes, "parent": self._named("best")}, indent=2)
+        text = json.dumps({**notes, "parent": self.find("best")}, indent=2)
         (unfinished / _NOTES).write_text(text, encoding="utf-8")
         for path in unfinished.iterdir():
             _to_disk(path)
@@ -89,18 +96,12 @@ class DraftFolder:
         self.use(alias, parent)
         return parent
 
-    def _named(self, alias: str) -> str | None:
-        try:
-            return self.resolve(alias)
-        except NotFound:
-            return None
-
     def _next_name(self) -> str:
         last = max((int(v.removeprefix(_PREFIX)) for v in self.versions()), default=0)
         return f"{_PREFIX}{last + 1:06d}"
 
     def _prune(self) -> None:
-        held = {name for alias in ALIASES if (name := self._named(alias)) is not None}
+        held = {name for alias in ALIASES if (name := self.find(alias)) is not None}
         held |= {parent for name in held if (parent := self.notes(name)["parent"]) is not None}
         for version in self.versions()[: -self._keep]:
             if version not in held:

@@ -12,13 +12,18 @@ from tests.embedded.exactness import assert_same_samples_in_company
 from tests.embedded.tiny import VOCAB, Sampler, ask, open_store, random_prompt, same, tuned
 from tinkercloud.core.types import FromBase, SampleOutput
 from tinkercloud.embedded.forward import runners
-from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool, chain
+from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool, block_digests
 from tinkercloud.embedded.process.model_store import ModelStore
-from tinkercloud.embedded.sampling import engine as engine_module
+from tinkercloud.embedded.sampling import base_states, scheduler
 from tinkercloud.errors import ServerFault, VersionLost
 
 pytestmark = pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
 PROMPT = random_prompt(100, 0)
+
+
+def pool_of(sampler: Sampler) -> BlockPool:
+    (state,) = sampler.engine.states
+    return state.cache.pool
 
 
 # ---- the compiled pass and the plain one
@@ -82,7 +87,7 @@ def test_in_bfloat16_prompts_are_scored_by_the_plain_pass(
     outputs = sampler.run({"plain": (base, request), "scored": (base, scored)})
     same(outputs["plain"], outputs["scored"])
     same(outputs["plain"], Sampler(store).one(base, scored))
-    pool = next(iter(sampler.engine._devices.values())).pool
+    pool = pool_of(sampler)
     assert pool.num_available == pool.num_blocks
     monkeypatch.setattr(runners, "library", lambda: None)
     by_torch = Sampler(store).one(base, scored)
@@ -96,7 +101,7 @@ def test_rows_are_the_same_bits_however_they_are_cut_and_with_any_number_of_thre
     version = version_of(store, rank)
     whole = laws(store, version)
     for size, threads in ((1, 1), (7, 2), (64, 3)):
-        monkeypatch.setattr(engine_module, "CHUNK", size)
+        monkeypatch.setattr(scheduler, "CHUNK", size)
         cut = laws(store, version, num_threads=threads)
         assert np.array_equal(whole, cut), (size, threads)
 
@@ -108,7 +113,7 @@ def test_scored_rows_are_the_same_bits_however_they_are_cut(
     base, request = version_of(store, None), ask(PROMPT, max_tokens=1, prompt_logprobs=True)
     whole = Sampler(store).one(base, request).prompt_logprobs
     for size, threads in ((1, 1), (7, 2), (64, 3)):
-        monkeypatch.setattr(engine_module, "SCORED_CHUNK", size)
+        monkeypatch.setattr(scheduler, "SCORED_CHUNK", size)
         cut = Sampler(store, num_threads=threads).one(base, request).prompt_logprobs
         assert np.array_equal(whole[1:], cut[1:]), (size, threads)
 
@@ -168,7 +173,7 @@ def test_samples_of_one_prompt_hold_its_full_blocks_once(store: ModelStore, base
     sampler.engine.submit(store.version(base), request, outcome.append)
     sampler.engine.step()
     assert sampler.engine.num_running == 16
-    pool = next(iter(sampler.engine._devices.values())).pool
+    pool = pool_of(sampler)
     assert pool.num_blocks - pool.num_available == 6 + 16  # six full ones, and a last one for each
     while sampler.engine.busy:
         sampler.engine.step()
@@ -220,7 +225,7 @@ def test_samples_that_lose_their_blocks_go_on_as_if_they_had_not(
 def test_a_sequence_that_can_never_fit_is_refused_and_the_others_go_on(
     store: ModelStore, base: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "blocks_for", lambda tokens: min(5, -(-tokens // 16)))
+    monkeypatch.setattr(base_states, "blocks_for", lambda tokens: min(5, -(-tokens // 16)))
     sampler = Sampler(store, kv_cache_bytes=1)
     outputs = sampler.run(
         {"long": (base, ask(PROMPT, max_tokens=4)), "short": (base, ask(PROMPT[:20]))}
@@ -257,8 +262,8 @@ def test_no_prompt_is_begun_while_many_samples_wait(store: ModelStore, base: str
         sampler.engine.submit(store.version(base), ask(prompt, n=2, max_tokens=50), lambda o: None)
     sampler.engine.step()
     assert sampler.engine.num_running == 4
-    assert len(sampler.engine._ready) * 2 <= 1.2 * 4 + 2
-    assert len(sampler.engine._waiting) > 4
+    assert len(sampler.engine.scheduler.ready) * 2 <= 1.2 * 4 + 2
+    assert len(sampler.engine.scheduler.waiting) > 4
 
 
 # ---- the pool itself
@@ -270,32 +275,32 @@ def pool(store: ModelStore) -> BlockPool:
 
 
 def test_the_longest_unused_block_makes_room_first(pool: BlockPool) -> None:
-    digests = chain("v", list(range(64)))
-    blocks = pool.take(4)
+    digests = block_digests("v", list(range(64)))
+    blocks = pool.allocate(4)
     for block, digest in zip(blocks, digests, strict=True):
-        pool.name(block, "v", digest)
-    pool.drop(blocks)
+        pool.register(block, "v", digest)
+    pool.free(blocks)
     assert pool.find(digests[:1]) == blocks[:1]
-    pool.drop(blocks[:1])
-    taken = pool.take(2)
+    pool.free(blocks[:1])
+    taken = pool.allocate(2)
     assert blocks[0] not in taken  # used last; and the ends go before the beginnings
     assert taken == [blocks[3], blocks[2]]
 
 
 def test_a_block_that_is_held_is_never_given_away(pool: BlockPool) -> None:
-    held = pool.take(3)
-    assert pool.take(2) is None
+    held = pool.allocate(3)
+    assert pool.allocate(2) is None
     assert pool.num_available == 1
-    pool.drop(held)
+    pool.free(held)
     assert pool.num_available == 4
 
 
 def test_a_digest_stands_for_the_version_and_everything_before() -> None:
     tokens = list(range(48))
-    assert chain("v", tokens)[:2] == chain("v", tokens[:40])
-    assert chain("v", tokens)[1] != chain("w", tokens)[1]
-    assert chain("v", [99, *tokens[1:]])[2] != chain("v", tokens)[2]
-    assert chain("v", tokens, chain("v", tokens[:16])) == chain("v", tokens)
+    assert block_digests("v", tokens)[:2] == block_digests("v", tokens[:40])
+    assert block_digests("v", tokens)[1] != block_digests("w", tokens)[1]
+    assert block_digests("v", [99, *tokens[1:]])[2] != block_digests("v", tokens)[2]
+    assert block_digests("v", tokens, block_digests("v", tokens[:16])) == block_digests("v", tokens)
 
 
 # ---- without a compiler
@@ -304,13 +309,13 @@ def test_a_digest_stands_for_the_version_and_everything_before() -> None:
 def test_without_a_compiler_the_plain_pass_serves(
     store: ModelStore, base: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from tinkercloud.embedded.native import bindings
+    from tinkercloud.embedded.native import compiler
 
-    bindings.library.cache_clear()
+    compiler.library.cache_clear()
     try:
         monkeypatch.setenv("CC", str(tmp_path / "none"))
-        assert bindings.library() is None
+        assert compiler.library() is None
         assert Sampler(store).one(base, ask(PROMPT)).sequences
     finally:
         monkeypatch.undo()
-        bindings.library.cache_clear()
+        compiler.library.cache_clear()

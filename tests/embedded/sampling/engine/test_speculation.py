@@ -31,8 +31,7 @@ from tests.embedded.tiny import (
 from tests.speculative.drafters.trial_drafters import DyingDrafter, GarbageDrafter, RandomDrafter
 from tinkercloud.core.types import FromBase
 from tinkercloud.decoding.sampler import RowParams, warp
-from tinkercloud.embedded.draft_training.head_trainer import SequenceMetadata
-from tinkercloud.embedded.draft_training.reference_capture import capture
+from tinkercloud.embedded.draft_training.capture import SequenceMetadata, capture_sequence
 from tinkercloud.embedded.drafting.head_drafter import HeadDrafter
 from tinkercloud.embedded.drafting.model_drafter import ModelDrafter
 from tinkercloud.embedded.forward import runners
@@ -41,7 +40,7 @@ from tinkercloud.embedded.forward.runners import NativeRunner
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.process.model_store import ModelStore
-from tinkercloud.embedded.sampling import engine as engine_module
+from tinkercloud.embedded.sampling import scheduler
 from tinkercloud.embedded.sampling.speculation import Speculation
 from tinkercloud.embedded.sampling.trace import Trace
 from tinkercloud.speculative.draft_length.rounds import Reason
@@ -78,7 +77,7 @@ def test_drafts_beside_prompts_that_are_read_in_pieces_change_nothing(
 ) -> None:
     requests = mixture(base, 5, 1.0, use_eos=False)
     plain = Sampler(store).run(requests)
-    monkeypatch.setattr(engine_module, "CHUNK", chunk)
+    monkeypatch.setattr(scheduler, "CHUNK", chunk)
     drafting = Drafting(lambda _: knowing(plain, requests, 3), 5)
     all_same(Sampler(store, speculate=drafting).run(requests), plain)
     assert drafting.policy.num_accepted > 0
@@ -146,15 +145,17 @@ def test_a_heads_cache_holds_what_the_finished_text_would_give(store: ModelStore
     engine.submit(store.version(base), request, lambda output: None)
     for _ in range(12):
         engine.step()
-    (sequence,) = engine._running
-    device = next(iter(engine._devices.values()))
-    assert device.speculation is not None
-    stream = device.speculation._streams[sequence]
+    (sequence,) = engine.scheduler.running
+    (state,) = engine.states
+    assert state.speculation is not None
+    stream = state.speculation._streams[sequence]
     (found,) = drafter.propose([(stream, 3)])
     tokens = np.array(stream.tokens, np.int32)
-    told = SequenceMetadata(num_prompt=len(prompt), temperature=1.0, epoch=0)
     version = store.version(base)
-    states = torch.from_numpy(capture(version, tokens, fresh.layers, told).hidden)
+    captured = capture_sequence(
+        version, tokens, fresh.layers, len(prompt), SequenceMetadata(1.0, 0)
+    )
+    states = torch.from_numpy(captured.hidden)
     fresh.begin(stream)
     fresh.observe_hidden(stream, 0, states[:-1])
     (expected,) = fresh.propose([(stream, 3)])
@@ -224,7 +225,8 @@ def test_a_sample_ends_inside_a_draft_where_it_would_have_ended(
         drafting = Drafting(lambda _: knowing({"0": whole}, {"0": (base, free)}, 0), 8)
         sampler = Sampler(store, speculate=drafting)
         all_same(sampler.run(requests), plain)
-        pool = next(iter(sampler.engine._devices.values())).pool
+        (state,) = sampler.engine.states
+        pool = state.cache.pool
         assert pool.num_available == pool.num_blocks
 
 
@@ -252,9 +254,9 @@ def test_no_block_is_kept_for_drafts_that_did_not_stand(store: ModelStore, base:
     sampler.engine.submit(store.version(base), request, lambda output: None)
     while sampler.engine.busy:
         sampler.engine.step()
-        for sequence in sampler.engine._running:
+        for sequence in sampler.engine.scheduler.running:
             assert len(sequence.blocks) <= -(-len(sequence.tokens) // 16)
-            assert sequence.done == len(sequence.tokens) - 1
+            assert sequence.num_computed == len(sequence.tokens) - 1
 
 
 def test_samples_that_lose_their_blocks_go_on_with_drafts(store: ModelStore, base: str) -> None:

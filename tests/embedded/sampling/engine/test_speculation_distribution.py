@@ -25,7 +25,7 @@ from tinkercloud.embedded.forward import runners
 from tinkercloud.embedded.forward.kv_blocks import BlockPool
 from tinkercloud.embedded.forward.runners import NativeRunner
 from tinkercloud.embedded.model.base_model import BaseModel
-from tinkercloud.embedded.sampling import engine as engine_module
+from tinkercloud.embedded.sampling import postprocessor
 from tinkercloud.embedded.sampling.engine import SamplingEngine
 from tinkercloud.embedded.sampling.sequences import Sequence as Sample
 from tinkercloud.speculative.drafters.drafter import Drafter
@@ -189,7 +189,7 @@ def lets_drafts_stand_now_and_then(patch: pytest.MonkeyPatch) -> None:
             return Verdict((*verdict.tokens[:-1], drafted[at]))
         return verdict
 
-    patch.setattr(engine_module, "match", lenient)
+    patch.setattr(postprocessor, "match", lenient)
 
 
 def with_rows(patch: pytest.MonkeyPatch, change: Callable[[RowParams, int], RowParams]) -> None:

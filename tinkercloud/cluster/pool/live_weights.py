@@ -1,8 +1,8 @@
-"""Whole weights straight from the ranks to the engines, while the ranks still hold them.
+"""Weights straight from the ranks to the engines, while the ranks still hold that version.
 
-A version is exported to disk when it is published, so that it can be served at any time. Sampled
-before its model changes, it need not be read from there: ranks that share the engines' GPUs give
-them handles to their tensors, others broadcast. Nothing is sent before somebody samples.
+A version is exported to disk when it is published, so that it can be served at any time. If it is
+sampled before its model's next step, it need not be read from there: ranks that share the engines'
+GPUs hand over handles to their tensors, others broadcast. Nothing is sent before the first sample.
 """
 
 import logging
@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 
 class LiveWeights:
-    """training: the phase in which the ranks are up, entered where they do not share GPUs with the
-    engines. how: the way weights go; None: only by disk."""
+    """training: the phase in which the ranks are loaded, entered where they have GPUs of their own.
+    how: the way weights go; None: only by disk."""
 
     def __init__(
         self,
@@ -35,10 +35,10 @@ class LiveWeights:
         self._backend: Literal["nccl", "gloo"] = "nccl" if device == "cuda" else "gloo"
         self._training = training
         self._published: dict[str, tuple[str, object]] = {}
-        self.how: How | None = _way(plan)
+        self.how: How | None = _how(plan)
 
     def published(self, version_id: str, model_id: str) -> None:
-        """The version is of the model's weights as they are now."""
+        """Record that the version is of the model's present weights."""
         state = self._group.state_of(model_id)
         if state is not None and self.how is not None:
             self._published[version_id] = (model_id, state)
@@ -48,11 +48,13 @@ class LiveWeights:
 
     @asynccontextmanager
     async def holding(self, weights: str) -> AsyncIterator[str | None]:
-        """The model whose ranks hold these weights, and keep them for the block; else None."""
+        """The model whose ranks hold these weights, unchanged during the block; else None."""
         if not self._holds(weights):
             self.forget(weights)
             yield None
         elif self.how == "tensor":
+            # The sampling phase has these GPUs already; entering training's would deadlock. The
+            # ranks are offloaded and lend what they send (`MegatronRank.send_weights`).
             async with self._unchanged(weights) as model_id:
                 yield model_id
         else:
@@ -63,6 +65,7 @@ class LiveWeights:
     async def _unchanged(self, weights: str) -> AsyncIterator[str | None]:
         model_id = self._published[weights][0]
         async with self._group.unchanged(model_id):
+            # A step may have been taken before the model's lock was ours.
             yield model_id if self._holds(weights) else None
 
     def _holds(self, weights: str) -> bool:
@@ -92,8 +95,8 @@ class LiveWeights:
         return Route("broadcast", tp, address=self._group.address, backend=self._backend)
 
 
-def _way(plan: Plan) -> How | None:
-    """Handles only reach engines on the same GPU: each needs a rank there."""
+def _how(plan: Plan) -> How | None:
+    """CUDA IPC handles can be opened on the same GPU only: each engine GPU needs a rank on it."""
     if not plan.rollout.colocated:
         return "broadcast"
     return "tensor" if len(rollout_indices(plan)) <= plan.layout.world else None

@@ -1,8 +1,8 @@
-"""The sampling side of a pool: engines that are started at first need, their weights and adapters.
+"""The sampling side of a pool: engines that start at first need, their weights and adapters.
 
-Engines keep as many adapters as `slots` allows; those used longest ago make room, and come back
-from disk when they are sampled again. What a released version left on disk goes when no engine
-could ask for it any more, not even one that is being restarted.
+Engines keep as many adapters as `slots` allows; the least recently used are unloaded, and loaded
+from disk again when they are sampled. A released version's files are removed once no engine can ask
+for them any more, not even one that is being restarted.
 """
 
 import asyncio
@@ -14,10 +14,10 @@ from pathlib import Path
 
 from tinkercloud.cluster.gpus.memory import WEIGHTS
 from tinkercloud.cluster.gpus.placement import Slot
-from tinkercloud.cluster.live_weights import LiveWeights
+from tinkercloud.cluster.pool.live_weights import LiveWeights
+from tinkercloud.cluster.pool.versions import Version, remove
 from tinkercloud.cluster.rollout.manager import BASE, RolloutManager, RolloutSettings
 from tinkercloud.cluster.rollout.weight_sync import load_weights
-from tinkercloud.cluster.versions import Version, remove
 from tinkercloud.core.types import SampleOutput, SampleRequest
 from tinkercloud.errors import EngineDied, VersionLost
 
@@ -26,9 +26,9 @@ logger = logging.getLogger(__name__)
 Places = Sequence[Sequence[Slot]]
 
 
-class Engines:
-    """A RolloutSide. places: per engine the slots of its GPUs; asked at every start of all. live:
-    what the trainer still holds. slots: adapters that engines keep."""
+class EngineGroup:
+    """A RolloutSide. places: per engine the slots of its GPUs, called at each start, since nodes
+    may be lost. live: weights that the trainer still holds. slots: adapters that engines keep."""
 
     def __init__(
         self,
@@ -43,9 +43,9 @@ class Engines:
         self._live = live
         self._num_updates = {"disk": 0, "tensor": 0, "broadcast": 0}
         self._manager: RolloutManager | None = None
-        self._adapters = Adapters(slots)
+        self._adapters = AdapterCache(slots)
         self._folders: dict[str, Path] = {BASE: settings.model_path}
-        self._retired: set[str] = set()  # whole weights of released versions
+        self._retired: set[str] = set()  # names of full weights that were released
         self._weights_lost = False
         self._num_starts = 0
 
@@ -54,12 +54,12 @@ class Engines:
         return self._manager is not None
 
     def stats(self) -> dict[str, float | int | str]:
-        own: dict[str, float | int | str] = {
+        stats: dict[str, float | int | str] = {
             "engine_starts": self._num_starts,
             "adapters_loaded": len(self._adapters),
             **{f"weights_by_{how}": count for how, count in self._num_updates.items()},
         }
-        return own if self._manager is None else {**self._manager.stats(), **own}
+        return stats if self._manager is None else {**self._manager.stats(), **stats}
 
     # ---- memory
 
@@ -74,8 +74,11 @@ class Engines:
 
     async def offload(self, tags: Sequence[str]) -> int:
         freed = await self._up().offload(tags)
-        own = self._settings.arguments
-        if WEIGHTS in tags and own.enable_memory_saver and not own.enable_weights_cpu_backup:
+        arguments = self._settings.arguments
+        # Without a copy on the host, resuming restores the memory of weights, not their content
+        # (SGLang's --enable-weights-cpu-backup).
+        has_backup = not arguments.enable_memory_saver or arguments.enable_weights_cpu_backup
+        if WEIGHTS in tags and not has_backup:
             self._weights_lost = True
         return freed
 
@@ -94,7 +97,7 @@ class Engines:
                 num_bytes = (await self._live.send(manager, weights, model_id)).num_bytes
         self._num_updates[how] += 1
         self._weights_lost = False
-        await self._tidy()
+        await self._remove_retired()
         return num_bytes
 
     async def discard(self) -> None:
@@ -102,40 +105,41 @@ class Engines:
         self._adapters.clear()
         if manager is not None:
             await manager.stop()
-        await self._tidy()
+        await self._remove_retired()
 
     # ---- sampling
 
     async def sample(self, version: Version, request: SampleRequest) -> SampleOutput:
-        """The caller sees to it that the engines hold `version.weights`."""
+        """The engines must hold `version.weights`: call it in that sampling phase."""
         manager = self._up()
         if version.adapter is None:
             return await manager.generate(None, request, weights=version.weights)
         async with self._adapters.use(manager, version):
             return await manager.generate(version.adapter, request)
 
-    def know(self, version: Version) -> None:
-        """Before the engines are asked for its weights."""
+    def register(self, version: Version) -> None:
+        """Make the version's weights known, before a phase asks for them."""
         if version.folder is not None and not version.is_adapter:
             self._folders[version.id] = version.folder
 
-    def knows(self, version: Version) -> bool:
-        """Whether these engines may hold it, or ask for its files."""
+    def holds(self, version: Version) -> bool:
+        """Whether these engines may have it loaded, or read its files."""
         return version.id in self._folders or version.id in self._adapters
 
     async def retire(self, version: Version) -> None:
-        """Nobody will sample it any more: remove its files as soon as that is safe."""
+        """Remove its files as soon as no engine needs them; nobody samples it any more."""
         if version.is_adapter:
             await self._adapters.retire(version)
         elif version.id in self._folders:
             self._retired.add(version.id)
-            await self._tidy()
+            await self._remove_retired()
         else:
             await asyncio.to_thread(remove, version.folder)
 
-    async def _tidy(self) -> None:
-        held = self._manager.weight_version() if self._manager is not None else BASE
-        for name in self._retired - {held}:
+    async def _remove_retired(self) -> None:
+        # Kept while the engines hold them: one that restarts loads them from this folder.
+        current = self._manager.weight_version() if self._manager is not None else BASE
+        for name in self._retired - {current}:
             self._retired.discard(name)
             self._live.forget(name)
             await asyncio.to_thread(remove, self._folders.pop(name, None))
@@ -151,14 +155,14 @@ class Engines:
         return self._manager
 
 
-class Adapters:
-    """Which adapters the engines hold: at most `slots`, unless more are sampled at this moment."""
+class AdapterCache:
+    """The adapters that engines have loaded: at most `slots`, unless more are in use at once."""
 
     def __init__(self, slots: int):
         self._slots = slots
-        self._users: OrderedDict[str, int] = OrderedDict()  # loaded ones, the last used at the end
+        self._users: OrderedDict[str, int] = OrderedDict()  # of loaded ones, in order of last use
         self._retired: dict[str, Version] = {}
-        self._turn = asyncio.Lock()
+        self._change = asyncio.Lock()  # loads and unloads, one at a time
 
     def __len__(self) -> int:
         return len(self._users)
@@ -167,7 +171,7 @@ class Adapters:
         return name in self._users
 
     def clear(self) -> None:
-        """The engines are gone, and what they held."""
+        """The engines have ended."""
         self._users.clear()
         for version in self._retired.values():
             remove(version.folder)
@@ -176,19 +180,20 @@ class Adapters:
     @asynccontextmanager
     async def use(self, manager: RolloutManager, version: Version) -> AsyncIterator[None]:
         """Loaded for the length of the block."""
-        async with self._turn:
+        async with self._change:
             await self._load(manager, version)
             self._users[version.id] += 1
             self._users.move_to_end(version.id)
         try:
             yield
         finally:
-            if version.id in self._users:  # else the engines were discarded meanwhile
+            if version.id in self._users:  # `clear` may have come in between
                 self._users[version.id] -= 1
 
     async def retire(self, version: Version) -> None:
-        """Loaded ones are unloaded at the next use of another, when the engines are awake."""
-        async with self._turn:
+        """A loaded one is unloaded at the next use of another: engines may be offloaded now, and
+        answer no calls then."""
+        async with self._change:
             if version.id in self._users:
                 self._retired[version.id] = version
             else:
@@ -200,8 +205,8 @@ class Adapters:
             await asyncio.to_thread(remove, self._retired.pop(name).folder)
         if version.id in self._users:
             return
-        idle = [name for name, users in self._users.items() if not users]
-        for name in idle[: max(0, len(self._users) - self._slots + 1)]:
+        unused = [name for name, users in self._users.items() if not users]
+        for name in unused[: max(0, len(self._users) - self._slots + 1)]:
             await self._unload(manager, name)
         assert version.folder is not None
         await manager.load_adapter(version.id, version.folder)

@@ -1,4 +1,4 @@
-"""What the rollout manager knows of an engine, and how its Ray actors come and go."""
+"""An engine as the rollout manager sees it, and how its Ray actors are started and ended."""
 
 import asyncio
 import logging
@@ -22,10 +22,10 @@ _PROBE_TIMEOUT_S = 60.0
 
 
 @dataclass(slots=True)
-class Engine:
-    """client None: not up. adapters: loaded on it. released: parts of its memory that it gave up.
+class EngineHandle:
+    """client None: not up. adapters: loaded on it. released: tags of memory that it has released.
 
-    running: requests sent to it and not answered. failures: health checks failed in a row.
+    running: requests sent to it and not answered. failures: health checks that failed in a row.
     """
 
     index: int
@@ -49,8 +49,9 @@ class Engine:
         return self.client
 
     def serves(self, adapter: str | None, weights: str) -> bool:
-        here = self.serving and self.client is not None and not self.released
-        return here and weights == self.weights and (adapter is None or adapter in self.adapters)
+        is_ready = self.serving and self.client is not None and not self.released
+        has_adapter = adapter is None or adapter in self.adapters
+        return is_ready and weights == self.weights and has_adapter
 
     async def load_adapter(self, name: str, folder: Path) -> None:
         body = {"lora_name": name, "lora_path": str(folder)}
@@ -64,17 +65,19 @@ class Engine:
             await self.up.call("/unload_lora_adapter", {"lora_name": name})
 
     async def release(self, tags: Sequence[str]) -> None:
-        wanted = [tag for tag in tags if tag not in self.released]
-        if wanted:
-            self.released.update(wanted)
-            await self.up.call("/release_memory_occupation", {"tags": wanted})
+        resident = [tag for tag in tags if tag not in self.released]
+        if resident:
+            # Before the call: should it fail halfway, the engine must not count as ready.
+            self.released.update(resident)
+            await self.up.call("/release_memory_occupation", {"tags": resident})
 
     async def bring_back(self, tags: Sequence[str]) -> None:
-        """SGLang dies of a tag that it did not release: those are left out."""
-        wanted = [tag for tag in tags if tag in self.released]
-        if wanted:
-            await self.up.call("/resume_memory_occupation", {"tags": wanted})
-            self.released.difference_update(wanted)
+        """Tags that it did not release are left out: SGLang's scheduler raises KeyError for them
+        (`offload_tags.remove`) and ends."""
+        released = [tag for tag in tags if tag in self.released]
+        if released:
+            await self.up.call("/resume_memory_occupation", {"tags": released})
+            self.released.difference_update(released)
 
     def count_restart(self, window_s: float) -> int:
         """Restarts within the window, this one included."""
@@ -84,13 +87,13 @@ class Engine:
 
 
 class EngineStarter:
-    """Starts and ends the actors of engines: one per node that an engine spans."""
+    """Starts and ends the actors of engines: one for each node that an engine spans."""
 
     def __init__(self, settings: RolloutSettings):
         self._settings = settings
 
-    async def start(self, engine: Engine) -> None:
-        """Raises EngineDied with the end of the server's log; then nothing of it is left."""
+    async def start(self, engine: EngineHandle) -> None:
+        """Raises EngineDied with the end of the server's log; its processes are ended then."""
         engine.starts += 1
         try:
             launches = self._launches(engine)
@@ -105,8 +108,8 @@ class EngineStarter:
         engine.failures = 0
         logger.info("%s: engine %d serves at %s", self._settings.name, engine.index, urls[0])
 
-    async def end(self, engine: Engine) -> None:
-        """End its processes, however they are; never raises."""
+    async def end(self, engine: EngineHandle) -> None:
+        """End its processes, in whatever state they are; never raises."""
         client, engine.client = engine.client, None
         actors, engine.actors = engine.actors, []
         engine.serving = False
@@ -115,8 +118,8 @@ class EngineStarter:
             await client.close()
         await asyncio.gather(*(_end(actor) for actor in actors))
 
-    async def running(self, engine: Engine) -> bool:
-        """Whether all its processes are there."""
+    async def running(self, engine: EngineHandle) -> bool:
+        """Whether all its processes run."""
         try:
             async with asyncio.timeout(_PROBE_TIMEOUT_S):
                 alive = await asyncio.gather(*(_ask(a.running.remote()) for a in engine.actors))
@@ -124,24 +127,24 @@ class EngineStarter:
             return False
         return bool(alive) and all(alive)
 
-    async def memory_used(self, engine: Engine) -> int:
+    async def memory_used(self, engine: EngineHandle) -> int:
         """Bytes in use on its GPUs."""
         if not any(slot.bundle.gpu >= 0 for slot in engine.slots):
             return 0
         return sum(await asyncio.gather(*(_ask(a.memory_used.remote()) for a in engine.actors)))
 
-    def _launches(self, engine: Engine) -> list[tuple[Launch, Slot | None]]:
+    def _launches(self, engine: EngineHandle) -> list[tuple[Launch, Slot | None]]:
         settings, nodes = self._settings, _by_node(engine.slots)
         options = server_options(settings.model_path, settings.arguments, settings.kv_tokens)
         launches: list[tuple[Launch, Slot | None]] = []
         for rank, slots in enumerate(nodes):
-            more = list(settings.options)
+            extra = list(settings.options)
             if len(nodes) > 1:
-                meet = f"{nodes[0][0].bundle.address}:{_MEETING_PORT + engine.index}"
-                more += ["--node-rank", str(rank), "--dist-init-addr", meet]
+                address = f"{nodes[0][0].bundle.address}:{_RENDEZVOUS_PORT + engine.index}"
+                extra += ["--node-rank", str(rank), "--dist-init-addr", address]
             launch = Launch(
                 command=settings.command,
-                options=(*options, *more),
+                options=(*options, *extra),
                 log_path=settings.log_dir / f"engine-{engine.index}-node-{rank}.log",
                 host=settings.host,
                 gpus=tuple(slot.bundle.gpu for slot in slots if slot.bundle.gpu >= 0),
@@ -153,8 +156,8 @@ class EngineStarter:
         return launches
 
 
-_MEETING_PORT = 20500
-"""Where the nodes of engine 0 meet; engine i at that plus i."""
+_RENDEZVOUS_PORT = 20500
+"""On the first node, for the nodes of engine 0; engine i uses this port plus i."""
 
 
 def _by_node(slots: tuple[Slot, ...]) -> list[list[Slot]]:
@@ -169,8 +172,8 @@ def _actor(launch: Launch, slot: Slot | None) -> Any:
     import ray
 
     options = slot.options(ROLLOUT_SHARE) if slot is not None else {"num_cpus": 0}
-    maker = ray.remote(RolloutEngine).options(max_concurrency=_ACTOR_CONCURRENCY, **options)
-    return maker.remote(launch)
+    actor_class = ray.remote(RolloutEngine).options(max_concurrency=_ACTOR_CONCURRENCY, **options)
+    return actor_class.remote(launch)
 
 
 async def _ask(reference: Any) -> Any:
@@ -195,5 +198,5 @@ async def _end(actor: Any) -> None:
             await _ask(actor.stop.remote())
     except (EngineDied, TimeoutError) as error:
         logger.warning("an engine's actor did not stop by itself: %s", error)
-    # The guard ends the server when the actor's end closes its pipe.
+    # The actor's death closes the guard's pipe, and the guard ends the server.
     await asyncio.to_thread(ray.kill, actor, no_restart=True)

@@ -1,4 +1,5 @@
-"""A head made from a model's own samples: it stands more often, and only for its model."""
+"""A head distilled from a model's own samples: more of its tokens are accepted; it serves its model
+only."""
 
 from pathlib import Path
 
@@ -8,10 +9,11 @@ import torch
 
 from tests.embedded.speculative_engine import Drafting
 from tests.embedded.tiny import Sampler, ask, open_store, random_prompt
-from tinkercloud.commands.draft_distill import DistillConfig, distilled, sample_texts
+from tinkercloud.commands.draft_collect import Target, sample_texts
+from tinkercloud.commands.draft_train import DistillConfig, distilled
 from tinkercloud.core.types import FromBase
+from tinkercloud.embedded.draft_training.driver import Plan, TrainingResult
 from tinkercloud.embedded.draft_training.files import drafts_of, open_head
-from tinkercloud.embedded.draft_training.fit import Plan
 from tinkercloud.embedded.drafting.head_drafter import HeadDrafter
 from tinkercloud.embedded.forward import runners
 from tinkercloud.embedded.model.version import Version
@@ -19,53 +21,54 @@ from tinkercloud.errors import ConfigError, UserError
 from tinkercloud.speculative.learning.draft_folder import DraftFolder
 
 pytestmark = pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
-WANTED = DistillConfig(
+CONFIG = DistillConfig(
     samples=8, tokens=40, vocabulary=200, plan=Plan(num_steps=60, warmup_steps=5, peak_rate=3e-3)
 )
 
 
 @pytest.fixture(scope="module")
-def made(
+def distillation(
     folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[DraftFolder, dict[str, object]]:
+) -> tuple[DraftFolder, TrainingResult]:
     base = open_store(folder).base("tiny")
     version = Version("v", base, base.weights, None, 1.0)
     prompts = [random_prompt(6, i) for i in range(12)]
-    texts = sample_texts(version, prompts, WANTED, 1)
-    assert [num for num, _ in texts] == [6] * 96
-    target = drafts_of(tmp_path_factory.mktemp("drafts"), "some/tiny model")
-    said: list[str] = []
-    notes = distilled(version, texts, WANTED, target, said.append)
-    assert any("step 60 of 60" in line for line in said)
-    return target, notes
+    texts = sample_texts(Target(version, prompts, 1), CONFIG)
+    assert [text.num_prompt for text in texts] == [6] * 96
+    drafts = drafts_of(tmp_path_factory.mktemp("drafts"), "some/tiny model")
+    lines: list[str] = []
+    result = distilled(version, texts, CONFIG, drafts, lines.append)
+    assert any("step 60 of 60" in line for line in lines)
+    return drafts, result
 
 
-def test_the_taught_head_is_expected_to_stand_more_often(
-    made: tuple[DraftFolder, dict[str, object]],
+def test_more_tokens_of_the_distilled_head_are_expected_to_be_accepted(
+    distillation: tuple[DraftFolder, TrainingResult],
 ) -> None:
-    folder, notes = made
-    assert folder.resolve("best") == folder.resolve("latest") == notes["version"]
-    assert notes["after"]["mean"] > 1.3 * notes["before"]["mean"]
-    assert folder.notes("best")["after"] == {
-        "mean": notes["after"]["mean"],
-        "by_depth": list(notes["after"]["by_depth"]),
-    }
+    folder, result = distillation
+    assert folder.resolve("best") == folder.resolve("latest") == result.version
+    assert result.after.mean > 1.3 * result.before.mean
+    notes = folder.notes("best")
+    assert notes["after"] == result.after.as_json()
+    assert notes["num_steps"] == 60
+    assert notes["num_tokens"] > 96 * 6
+    assert 0.5 < notes["coverage"] <= 1
 
 
-def test_the_taught_head_stands_more_often_in_the_engine_and_changes_nothing(
-    folder: Path, made: tuple[DraftFolder, dict[str, object]], tmp_path: Path
+def test_the_distilled_head_is_accepted_more_often_in_the_engine_and_changes_nothing(
+    folder: Path, distillation: tuple[DraftFolder, TrainingResult], tmp_path: Path
 ) -> None:
     store = open_store(folder)
     base = store.publish(FromBase("tiny"))
     request = ask(random_prompt(6, 77), n=16, max_tokens=60, seed=5, use_eos=False)
     plain = Sampler(store).one(base, request)
-    untaught = drafts_of(tmp_path, "untaught")
+    fresh = drafts_of(tmp_path, "fresh")
     version = store.version(base)
     least = DistillConfig(samples=8, tokens=40, plan=Plan(num_steps=1, peak_rate=1e-9))
-    texts = sample_texts(version, [random_prompt(6, i) for i in range(12)], least, 1)
-    distilled(version, texts, least, untaught, lambda line: None)
+    texts = sample_texts(Target(version, [random_prompt(6, i) for i in range(12)], 1), least)
+    distilled(version, texts, least, fresh, lambda line: None)
     accepted = {}
-    for name, drafts in (("untaught", untaught), ("taught", made[0])):
+    for name, drafts in (("fresh", fresh), ("distilled", distillation[0])):
         head = open_head(drafts, "best", version.base)
         drafting = Drafting(lambda _, head=head: HeadDrafter(*head), 3)
         found = Sampler(store, speculate=drafting).one(base, request)
@@ -73,16 +76,16 @@ def test_the_taught_head_stands_more_often_in_the_engine_and_changes_nothing(
             assert np.array_equal(one.tokens, other.tokens)
         verified = sum(told.num_verified for told in drafting.policy.rounds)
         accepted[name] = drafting.policy.num_accepted / verified
-    assert accepted["taught"] > accepted["untaught"]
+    assert accepted["distilled"] > accepted["fresh"]
 
 
 def test_a_head_of_another_model_is_refused(
-    made: tuple[DraftFolder, dict[str, object]], folder: Path, tmp_path: Path
+    distillation: tuple[DraftFolder, TrainingResult], folder: Path, tmp_path: Path
 ) -> None:
     base = open_store(folder).base("tiny")
     with pytest.raises(ConfigError, match=r"no draft head yet.*draft train"):
         open_head(drafts_of(tmp_path, "other"), "best", base)
-    path = made[0].path("best") / "head.safetensors"
+    path = distillation[0].path("best") / "head.safetensors"
     from tinkercloud.weights.checkpoints import read_tensors, write_tensors
 
     tensors = read_tensors(path)
@@ -98,6 +101,6 @@ def test_too_little_text_is_refused(folder: Path, tmp_path: Path) -> None:
     base = open_store(folder).base("tiny")
     version = Version("v", base, base.weights, None, 1.0)
     least = DistillConfig(samples=1, tokens=5)
-    texts = sample_texts(version, [random_prompt(3, 0)], least, 1)
+    texts = sample_texts(Target(version, [random_prompt(3, 0)], 1), least)
     with pytest.raises(UserError, match="too little text"):
         distilled(version, texts, least, drafts_of(tmp_path, "m"), lambda line: None)

@@ -1,7 +1,7 @@
 """ModelPool: the GPUs of one base's adapters, or of one full-parameter model, and what runs there.
 
-A pool takes its placement group at first need. Ranks and engines start when their phase first
-comes, and start anew after a failure when it next comes. Closing gives everything back.
+A pool takes its placement group at first need. Ranks and engines start in the first phase that
+needs them, and again after a failure. Closing releases everything.
 """
 
 import asyncio
@@ -11,7 +11,6 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from tinkercloud.cluster.engines import Engines
 from tinkercloud.cluster.gpus.phases import Phases
 from tinkercloud.cluster.gpus.placement import (
     Placement,
@@ -22,11 +21,12 @@ from tinkercloud.cluster.gpus.placement import (
     rollout_indices,
     train_indices,
 )
-from tinkercloud.cluster.live_weights import LiveWeights
+from tinkercloud.cluster.pool.engine_group import EngineGroup
+from tinkercloud.cluster.pool.live_weights import LiveWeights
+from tinkercloud.cluster.pool.versions import Version
 from tinkercloud.cluster.rollout.manager import RolloutSettings
 from tinkercloud.cluster.training.rank_actors import MILES_RANK, GroupSettings
 from tinkercloud.cluster.training.train_group import RayTrainGroup
-from tinkercloud.cluster.versions import Version
 from tinkercloud.core.plan import Plan
 from tinkercloud.core.types import SampleOutput, SampleRequest
 from tinkercloud.errors import EngineDied
@@ -34,7 +34,8 @@ from tinkercloud.errors import EngineDied
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-# The plan's slots are those on the GPUs; engines keep further adapters in host memory.
+# The plan counts adapters on the GPUs (max_loras_per_batch); SGLang keeps further ones in host
+# memory and swaps them in by batch.
 HOST_SLOTS_PER_SLOT = 4
 
 
@@ -50,13 +51,13 @@ class PoolSettings:
 
     @property
     def train_indices(self) -> list[int]:
-        """Bundles of the ranks. Miles takes its GPUs itself; its one rank only drives it."""
+        """Bundles of the ranks. Miles places its own ranks; our one rank only drives it."""
         return [0] if self.group.rank_class == MILES_RANK else train_indices(self.plan)
 
     @property
     def rollout_indices(self) -> list[int]:
-        found = rollout_indices(self.plan)
-        return list(range(len(found))) if self.group.rank_class == MILES_RANK else found
+        indices = rollout_indices(self.plan)
+        return list(range(len(indices))) if self.group.rank_class == MILES_RANK else indices
 
 
 class ModelPool:
@@ -67,13 +68,13 @@ class ModelPool:
         self._settings = settings
         self._placer = placer
         self._placement: Placement | None = None
-        self._is_whole = True  # False: nodes may have been lost since the placement was probed
+        self._is_probed = True  # False: nodes may have been lost since the placement was probed
         self._opening = asyncio.Lock()
         self._closed = False
         slots = HOST_SLOTS_PER_SLOT * (plan.sglang.max_loras_per_batch or 1)
         self.group = RayTrainGroup(settings.group, self._train_slots)
         self.live = LiveWeights(self.group, plan, settings.request.device, self._training)
-        self.engines = Engines(settings.rollout, self._rollout_places, self.live, slots=slots)
+        self.engines = EngineGroup(settings.rollout, self._rollout_places, self.live, slots=slots)
         self.phases = Phases(self.group, self.engines, colocated=plan.rollout.colocated)
         self.waiting: str | None = None
         self.num_active = 0
@@ -95,15 +96,16 @@ class ModelPool:
         return {**self.group.stats(), **self.engines.stats(), **self.phases.stats()}
 
     async def train(self, operation: Callable[[RayTrainGroup], Awaitable[Result]]) -> Result:
-        """Run it while the ranks are up. Raises EngineDied when they die underway."""
+        """Run it in the training phase. Raises EngineDied when the ranks die underway."""
         self.num_active += 1
         try:
             await self._open()
             for _ in range(2):
                 async with self.phases.training():
                     if self.group.alive:
-                        return await self._watched(operation)
-                    await self._lose_train()  # they died since the last operation
+                        return await self._run(operation)
+                    # They died since the last operation: the next entry starts new ones.
+                    await self._lose_train()
             raise EngineDied(f"the ranks of {self._settings.group.name} keep dying")
         finally:
             self.num_active -= 1
@@ -111,7 +113,7 @@ class ModelPool:
     def _training(self) -> AbstractAsyncContextManager[None]:
         return self.phases.training()
 
-    async def _watched(self, operation: Callable[[RayTrainGroup], Awaitable[Result]]) -> Result:
+    async def _run(self, operation: Callable[[RayTrainGroup], Awaitable[Result]]) -> Result:
         try:
             return await operation(self.group)
         finally:
@@ -119,15 +121,15 @@ class ModelPool:
                 await asyncio.shield(self._lose_train())
 
     async def _lose_train(self) -> None:
-        self._is_whole = False
+        self._is_probed = False
         await self.phases.lose_train()
 
     async def sample(self, version: Version, request: SampleRequest) -> SampleOutput:
-        """Engines that were given up are started anew, once."""
+        """Where the engines die, they are started again and it is sampled again, once."""
         self.num_active += 1
         try:
             await self._open()
-            self.engines.know(version)
+            self.engines.register(version)
             try:
                 return await self._sample(version, request)
             except EngineDied as died:
@@ -143,12 +145,12 @@ class ModelPool:
             try:
                 return await self.engines.sample(version, request)
             except EngineDied:
-                self._is_whole = False
+                self._is_probed = False
                 await asyncio.shield(self.phases.lose_rollout())
                 raise
 
     async def close(self) -> None:
-        """End everything and give the GPUs back; models are forgotten."""
+        """End everything, forget the models, give the GPUs back."""
         self._closed = True
         await self.phases.close()
         try:
@@ -165,26 +167,27 @@ class ModelPool:
             if self._closed:
                 raise EngineDied(f"the GPUs of {self._settings.group.name} were given back")
             if self._placement is None:
-                taken = await self._placer.take(self._settings.request, self._say)
-                if self._closed:
-                    await release(taken)
+                placement = await self._placer.take(self._settings.request, self._set_waiting)
+                if self._closed:  # while it waited
+                    await release(placement)
                     raise EngineDied(f"the GPUs of {self._settings.group.name} were given back")
-                self._placement = taken
+                self._placement = placement
 
-    def _say(self, reason: str | None) -> None:
+    def _set_waiting(self, reason: str | None) -> None:
         self.waiting = reason
 
-    async def _whole(self) -> Placement:
+    async def _restored(self) -> Placement:
+        """The placement, with bundles of lost nodes moved to others."""
         assert self._placement is not None, "the pool has its GPUs before anything starts"
-        if not self._is_whole:
-            self._placement = await self._placer.restore(self._placement, self._say)
-            self._is_whole = True
+        if not self._is_probed:
+            self._placement = await self._placer.restore(self._placement, self._set_waiting)
+            self._is_probed = True
         return self._placement
 
     async def _train_slots(self) -> Sequence[Slot]:
-        return (await self._whole()).slots(self._settings.train_indices)
+        return (await self._restored()).slots(self._settings.train_indices)
 
     async def _rollout_places(self) -> list[list[Slot]]:
-        slots = (await self._whole()).slots(self._settings.rollout_indices)
+        slots = (await self._restored()).slots(self._settings.rollout_indices)
         tp = self.plan.rollout.tp
         return [slots[first : first + tp] for first in range(0, len(slots), tp)]

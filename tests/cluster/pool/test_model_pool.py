@@ -114,7 +114,7 @@ async def until_waiting(backend: ClusterBackend, model_id: str) -> str:
     ],
     ids=lambda value: value if isinstance(value, str) else f"rank {value.rank}",
 )
-async def test_a_fault_at_any_step_of_creation_leaves_nothing_and_the_next_one_works(
+async def test_a_fault_at_any_step_of_creation_leaves_no_process_and_the_next_creation_works(
     backend: ClusterBackend, faults: Path, monkeypatch, fault: str, spec: LoraSpec
 ):
     async def broken(*_: object) -> None:
@@ -134,7 +134,9 @@ async def test_a_fault_at_any_step_of_creation_leaves_nothing_and_the_next_one_w
     assert await train(backend, "m") > await train(backend, "m")
 
 
-async def test_a_refused_model_costs_its_neighbours_nothing(backend: ClusterBackend, faults: Path):
+async def test_a_refused_model_does_not_disturb_others_in_its_pool(
+    backend: ClusterBackend, faults: Path
+):
     await backend.create_model("first", "a", SPEC)
     losses = [await train(backend, "first")]
     for rank in (0, 1):
@@ -146,7 +148,7 @@ async def test_a_refused_model_costs_its_neighbours_nothing(backend: ClusterBack
     assert backend.stats()["a: rank_restarts"] == 0
 
 
-async def test_a_cancelled_creation_leaves_nothing(backend: ClusterBackend, faults: Path):
+async def test_a_cancelled_creation_leaves_no_process(backend: ClusterBackend, faults: Path):
     (faults / "start-1-hang").touch()
     creating = asyncio.create_task(backend.create_model("m", "a", SPEC))
     await asyncio.sleep(3.0)
@@ -156,7 +158,7 @@ async def test_a_cancelled_creation_leaves_nothing(backend: ClusterBackend, faul
     assert await asyncio.to_thread(settled), groups_alive()
 
 
-async def test_a_model_waits_says_why_and_gets_its_turn_when_another_is_deleted(
+async def test_a_model_waits_says_why_and_is_created_when_another_is_deleted(
     backend: ClusterBackend,
 ):
     await backend.create_model("first", "a", FULL)
@@ -192,7 +194,9 @@ async def test_a_model_that_waits_too_long_fails_with_the_reason(backend: Cluste
     await train(backend, "first")
 
 
-async def test_a_base_without_models_gives_its_gpus_to_whoever_waits(backend: ClusterBackend):
+async def test_the_pool_of_a_base_without_models_is_closed_when_another_waits(
+    backend: ClusterBackend,
+):
     await backend.create_model("first", "a", SPEC)
     await backend.delete_model("first")
     assert groups_alive() == ["a"]

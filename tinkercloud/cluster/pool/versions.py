@@ -1,7 +1,7 @@
-"""Published weights: immutable, on disk, served by whichever engines hold them or can take them.
+"""Published weights: immutable, on disk, served by any engine that holds or can load them.
 
-An adapter's version is a PEFT folder, of which engines hold several beside the base; any other is
-a Hugging Face folder of whole weights, of which engines hold one at a time.
+An adapter's version is a PEFT folder; engines hold several of these alongside the base. Any other
+is a Hugging Face folder with all weights; engines hold one of these at a time.
 """
 
 import shutil
@@ -14,7 +14,8 @@ from tinkercloud.cluster.rollout.manager import BASE
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """folder None: the base itself. owner: the full-parameter model whose engines serve it best."""
+    """folder None: the base itself. owner: the full-parameter model whose pool serves it while it
+    is open."""
 
     id: str
     base_model: str
@@ -24,7 +25,7 @@ class Version:
 
     @property
     def weights(self) -> str:
-        """The name of what engines must hold to serve it."""
+        """The name of the weights that engines must hold to serve it."""
         return BASE if self.folder is None or self.is_adapter else self.id
 
     @property
@@ -33,12 +34,13 @@ class Version:
 
 
 def new_id() -> str:
-    """Never used twice, not even by another server."""
+    """Unique, also among servers."""
     return f"v-{uuid.uuid4().hex[:16]}"
 
 
 class VersionFolders:
-    """Where versions lie. What an earlier server left is of no use: its ids are forgotten."""
+    """The folders of all versions. `clear` removes those of an earlier server: nobody has their
+    ids."""
 
     def __init__(self, root: Path):
         self._root = root

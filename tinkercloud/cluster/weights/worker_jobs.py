@@ -1,4 +1,4 @@
-"""Work on weight files, run by Ray in worker processes: the API process has no torch."""
+"""Reading and converting weight files in worker processes of Ray: the API process has no torch."""
 
 import shutil
 from collections.abc import Mapping
@@ -12,7 +12,8 @@ _INDEX = "model.safetensors.index.json"
 
 
 async def run(function: Any, *args: Any) -> Any:
-    """Call a function of this module in a worker. Raises the error of our tree that it raised."""
+    """Call a function of this module in a worker. Raises what it raised, if it is one of our errors
+    (Ray wraps them)."""
     import ray
     from ray.exceptions import RayTaskError
 
@@ -38,10 +39,11 @@ def hf_folder(path: Path, cache_dir: Path, dtype: str) -> Path:
     return ensure_hf_folder(path, cache_dir, getattr(torch, dtype))
 
 
-def whole_folder(base: Path, checkpoint: Path, target: Path) -> None:
+def full_model_folder(base: Path, checkpoint: Path, target: Path) -> None:
     """A full-parameter checkpoint as a Hugging Face folder for engines, in the base's dtypes.
 
-    One file of the base at a time. Raises UserError when it is not a checkpoint of this base.
+    Holds one file of the base in memory at a time. Raises UserError for a checkpoint of another
+    base model.
     """
     import json
 
@@ -67,12 +69,12 @@ def whole_folder(base: Path, checkpoint: Path, target: Path) -> None:
 
 
 def _trained(trained: Any, names: frozenset[str], name: str, base: Any, *, tied: bool) -> Any:
-    """Our files name weights by their module alone."""
+    """Our checkpoints name weights by their module, without ".weight"."""
     ours = name.removesuffix(".weight")
     if tied and ours == "lm_head":
         ours = "model.embed_tokens"
     if ours not in names:
-        return base  # what is not trained: buffers
+        return base  # buffers are not trained
     tensor = trained.get_tensor(ours)
     if tensor.shape != base.shape:
         raise UserError(f"the checkpoint's {ours} is not this base model's")
@@ -81,8 +83,8 @@ def _trained(trained: Any, names: frozenset[str], name: str, base: Any, *, tied:
 
 def token_ids(raw: object) -> tuple[int, ...]:
     """The `eos_token_id` of Hugging Face files: null, one id or a list of ids."""
-    listed = raw if isinstance(raw, list) else [raw]
-    return tuple(one for one in listed if isinstance(one, int) and not isinstance(one, bool))
+    ids = raw if isinstance(raw, list) else [raw]
+    return tuple(id for id in ids if isinstance(id, int) and not isinstance(id, bool))
 
 
 def read_json(path: Path) -> Mapping[str, Any]:

@@ -1,0 +1,249 @@
+"""Every command of the pages runs: here on the backend `fake`, or in the test that is named."""
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import Page, pages
+from tests.serving import QUIET, ROOT
+from tinkercloud.cli import _parser
+
+# benchmarks/peers.md is left out: it installs other projects, over a network.
+PAGES = [page for page in pages() if not page.name.startswith("benchmarks/")]
+LIMIT_S = 100.0
+
+WHEEL = "tests/packaging/test_wheel.py"
+DEPLOY = "tests/docs/test_deploy_files.py"
+INSTALLED = f"{WHEEL}::test_the_engine_is_compiled_from_the_wheels_sources"
+IMAGE = f"{DEPLOY}::test_the_images_instructions_are_dockers"
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """test: what runs the command, or the part of it that can run without what it needs."""
+
+    test: str
+    reason: str
+
+
+COVERED = {
+    "pip install torch --index-url https://download.pytorch.org/whl/cpu": Elsewhere(
+        INSTALLED, "it needs an index; the test's engine runs on such a build"
+    ),
+    "pip install '.[embedded]'": Elsewhere(
+        INSTALLED, "it needs an index; the test installs the wheel beside the extra's packages"
+    ),
+    "pip wheel --no-deps --wheel-dir dist .": Elsewhere(
+        f"{WHEEL}::test_the_wheel_has_every_file_of_the_packages", "the test builds it in a copy"
+    ),
+    'pip install "$(ls dist/tinkercloud-*.whl)[embedded]"': Elsewhere(
+        INSTALLED, "it needs an index for the extra's packages"
+    ),
+    "pip install tinker==0.38.0": Elsewhere(
+        "tests/docs/test_commands.py::test_the_client_that_is_installed_is_the_one_of_the_tests",
+        "it needs an index",
+    ),
+    "docker build -t tinkercloud .": Elsewhere(IMAGE, "it needs Docker and a network"),
+    "docker run -p 8700:8700 -v tinkercloud-data:/data tinkercloud": Elsewhere(
+        IMAGE, "it needs the image"
+    ),
+    "docker logs CONTAINER": Elsewhere(IMAGE, "it needs the image"),
+    "tinkercloud serve --backend cluster": Elsewhere(
+        f"{DEPLOY}::test_every_setting_that_is_named_exists", "it needs GPUs on two nodes"
+    ),
+}
+"""By the beginning of a command."""
+
+AS_RUN = {
+    "tinkercloud plan MODEL --gpus N": "tinkercloud plan tests/core/configs/Qwen3-0.6B.json "
+    "--gpus 8",
+    "tinkercloud keys add [USER]": "tinkercloud keys add ada",
+    "tinkercloud keys revoke KEY_ID": "tinkercloud keys revoke "
+    "$(tinkercloud keys list | head -1 | cut -d' ' -f1)",
+    "tinkercloud serve --model Qwen/Qwen3-0.6B=/path/to/Qwen3-0.6B": "tinkercloud serve "
+    "--backend embedded --speculate off --model Qwen/Qwen3-0.6B=$TINY",
+}
+"""Commands with a placeholder, filled in."""
+
+
+def commands_of(page: Page) -> list[str]:
+    """The commands of a page's `sh` blocks, without comments, each in one line."""
+    lines = (
+        line for block in page.blocks("sh") for line in block.replace("\\\n", " ").splitlines()
+    )
+    without_comments = (re.sub(r"(^|\s+)#.*$", "", line) for line in lines)
+    return [" ".join(line.split()) for line in without_comments if line.strip()]
+
+
+def is_covered(command: str) -> bool:
+    return any(command.startswith(start) for start in COVERED)
+
+
+COMMANDS = list(dict.fromkeys(command for page in PAGES for command in commands_of(page)))
+BENCHMARKS = [command for command in COMMANDS if command.startswith("python -m benchmarks.")]
+# Nothing else is ever run: a command that is new to a page may install, fetch or remove things.
+HARMLESS = re.compile(r"(tinkercloud (serve|doctor|models|plan|keys)|make|export)\b[^;&|]*")
+RUN_HERE = [each for each in COMMANDS if HARMLESS.fullmatch(each) and not is_covered(each)]
+
+
+def test_every_command_of_the_pages_is_run_by_a_test() -> None:
+    run = {*RUN_HERE, *BENCHMARKS}
+    left = [command for command in COMMANDS if command not in run and not is_covered(command)]
+    assert left == [], "name the test that runs it in COVERED"
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> dict[str, str]:
+    """One data directory for all commands; `fake` where a command names no backend."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("TINKERCLOUD_")}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    data_dir = str(tmp_path_factory.mktemp("commands"))
+    return inherited | QUIET | {
+        "PATH": path,
+        "PYTHONPATH": str(ROOT),
+        "TINY": str(folder),
+        "TINKERCLOUD_BACKEND": "fake",
+        "TINKERCLOUD_PORT": "0",
+        "TINKERCLOUD_DATA_DIR": data_dir,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("command", RUN_HERE)
+def test_a_command_runs(command: str, environment: dict[str, str], tmp_path: Path) -> None:
+    line = AS_RUN.get(command, command).replace("make ", "make --dry-run ", 1)
+    serves = line.startswith("tinkercloud serve")
+    output = tmp_path / "output"
+    with output.open("wb") as sink:
+        process = subprocess.Popen(
+            ["bash", "-c", f"exec {line}" if serves else line],
+            stdout=sink, stderr=subprocess.STDOUT, cwd=ROOT, env=environment,
+        )  # fmt: skip
+    try:
+        if serves:
+            await_ready(process, output)
+            process.terminate()
+        assert process.wait(LIMIT_S) == 0, output.read_text()
+    finally:
+        process.kill()
+
+
+def await_ready(process: "subprocess.Popen[bytes]", output: Path) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while "\nready: " not in output.read_text():
+        assert process.poll() is None, output.read_text()
+        assert time.monotonic() < deadline, output.read_text()
+        time.sleep(0.05)
+
+
+HELP = """
+import contextlib, runpy, sys
+for module in sys.argv[1:]:
+    sys.argv = [module, "--help"]
+    print("module", module, flush=True)
+    with contextlib.suppress(SystemExit):
+        runpy.run_module(module, run_name="__main__")
+"""
+
+
+def test_every_benchmark_has_the_options_that_are_named(environment: dict[str, str]) -> None:
+    """What they measure takes minutes; tests/benchmarks runs their parts."""
+    modules = sorted({command.split()[2] for command in BENCHMARKS})
+    assert modules
+    done = subprocess.run(
+        [sys.executable, "-c", HELP, *modules],
+        capture_output=True, text=True, cwd=ROOT, env=environment, timeout=LIMIT_S,
+    )  # fmt: skip
+    helps = dict(part.split("\n", 1) for part in done.stdout.split("module ")[1:])
+    for command in BENCHMARKS:
+        _, _, module, *options = command.split()
+        for option in options:
+            assert not option.startswith("--") or option in helps[module], (command, done.stderr)
+
+
+@pytest.mark.parametrize("command", COVERED)
+def test_a_command_that_is_not_run_here_names_a_test_that_exists(command: str) -> None:
+    path, _, name = COVERED[command].test.partition("::")
+    assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8")
+    assert any(each.startswith(command) for each in COMMANDS), "no page has it any more"
+
+
+def test_every_filled_in_command_is_on_a_page() -> None:
+    assert set(AS_RUN) <= set(COMMANDS)
+
+
+def test_the_client_that_is_installed_is_the_one_of_the_tests() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (command,) = (each for each in COMMANDS if each.startswith("pip install tinker=="))
+    assert command.split()[-1] in project["optional-dependencies"]["test"]
+
+
+# commands within lines: they are not run, but their parts exist
+
+
+def spans(start: str) -> list[tuple[str, str]]:
+    return [(p.name, span) for p in PAGES for span in p.spans() if span.startswith(start)]
+
+
+@pytest.mark.parametrize(("page", "command"), spans("tinkercloud "))
+def test_a_command_within_a_line_has_commands_and_flags_that_exist(page: str, command: str) -> None:
+    assert unknown_words(shlex.split(command)[1:]) == []
+
+
+def unknown_words(words: list[str]) -> list[str]:
+    """Of a command line of ours: flags and subcommands that the parsers do not know."""
+    parser, unknown = _parser(), list[str]()
+    for word in words:
+        choices = subcommands(parser)
+        flag = word.partition("=")[0]
+        if word.startswith("--"):
+            unknown += [] if flag in parser._option_string_actions else [word]
+        elif word in choices:
+            # In "draft collect | evaluate" the next one is another of the same parser.
+            parser = choices[word] if subcommands(choices[word]) or "|" not in words else parser
+        elif choices and word not in ("|", "...") and not word.isupper():
+            unknown.append(word)
+    return unknown
+
+
+def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    group = parser._subparsers
+    return dict(group._group_actions[0].choices or {}) if group else {}  # type: ignore[arg-type]
+
+
+def test_a_command_that_does_not_exist_is_noticed() -> None:
+    assert unknown_words(["serve", "--no-such-flag"]) == ["--no-such-flag"]
+    assert unknown_words(["draft", "collect", "|", "forget"]) == ["forget"]
+    assert unknown_words(["plan", "MODEL", "--gpus", "8"]) == []
+
+
+def targets() -> set[str]:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    return set(re.findall(r"^([a-z-]+):", makefile, re.M))
+
+
+@pytest.mark.parametrize(("page", "command"), spans("make "))
+def test_a_target_within_a_line_exists(page: str, command: str) -> None:
+    assert {word for word in command.split()[1:] if "=" not in word} <= targets()
+
+
+@pytest.mark.parametrize(("page", "command"), spans("python -m "))
+def test_a_module_within_a_line_exists(page: str, command: str) -> None:
+    module = command.split()[2]
+    ours = module.startswith(("benchmarks", "tests", "tinkercloud"))
+    assert not ours or Path(ROOT, *module.split(".")).with_suffix(".py").exists()
+
+
+@pytest.mark.parametrize(("page", "command"), spans("pytest "))
+def test_the_tests_that_a_line_names_exist(page: str, command: str) -> None:
+    named = [word for word in command.split()[1:] if word.startswith("tests/")]
+    assert named
+    assert [word for word in named if not (ROOT / word).exists()] == []

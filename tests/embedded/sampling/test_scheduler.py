@@ -1,0 +1,474 @@
+"""The scheduler by itself, without a model: admission, shared prefixes, room, pre-emption."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.embedded.decode_scene import tiny_config
+from tests.embedded.tiny import ask, random_prompt
+from tinkercloud.architectures import load_architecture
+from tinkercloud.core.types import SampleOutput
+from tinkercloud.decoding.stops import StopRule
+from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool, blocks_for
+from tinkercloud.embedded.model.base_model import BaseModel
+from tinkercloud.embedded.model.version import Version
+from tinkercloud.embedded.sampling.batch_plan import BatchItem
+from tinkercloud.embedded.sampling.prompt_logprobs import PromptScores
+from tinkercloud.embedded.sampling.scheduler import (
+    CHUNK,
+    PREFILL_ROWS,
+    SCORED_CHUNK,
+    KVCache,
+    Scheduler,
+)
+from tinkercloud.embedded.sampling.sequences import Job, Sequence
+from tinkercloud.errors import ServerFault
+
+
+def bare_base(name: str = "bare") -> BaseModel:
+    """No weights: nothing is computed with it."""
+    config, cpu = tiny_config("Llama", max_position_embeddings=4096), torch.device("cpu")
+    network = load_architecture(config.name)(config, cpu)
+    return BaseModel(name, config, network, {}, None, torch.float32, cpu)
+
+
+@dataclass(frozen=True)
+class Computed:
+    """An item of a pass, as it was when it was scheduled. written: the blocks of its rows."""
+
+    sequence: Sequence
+    is_prompt: bool
+    count: int
+    written: list[int]
+
+    @classmethod
+    def of(cls, item: BatchItem) -> "Computed":
+        sequence, end = item.sequence, item.sequence.num_computed + item.count
+        written = sequence.blocks[sequence.num_computed // BLOCK_TOKENS : blocks_for(end)]
+        return cls(sequence, sequence.is_prompt, item.count, written)
+
+
+class Bench:
+    """A scheduler whose passes compute nothing: every sample's next token is 7."""
+
+    def __init__(
+        self,
+        num_blocks: int = 1000,
+        *,
+        max_batch: int = 8,
+        max_begun: float = 100.0,
+        reproducible: bool = True,
+        bases: tuple[BaseModel, ...] = (),
+    ):
+        self.bases = bases or (bare_base(),)
+        self.caches = {
+            id(base): KVCache(
+                BlockPool(base.config, base.dtype, base.device, num_blocks), reproducible
+            )
+            for base in self.bases
+        }
+        self.discarded: list[Sequence] = []
+        self.scheduler = Scheduler(
+            max_batch, max_begun, lambda base: self.caches[id(base)], self.discarded.append
+        )
+        self.outcomes: dict[Job, SampleOutput | BaseException] = {}
+
+    @property
+    def pool(self) -> BlockPool:
+        return self.caches[id(self.bases[0])].pool
+
+    @property
+    def num_held(self) -> int:
+        return self.pool.num_blocks - self.pool.num_available
+
+    def submit(
+        self, prompt: list[int], n: int = 1, max_tokens: int = 8, base: int = 0, **more: object
+    ) -> Job:
+        version = Version(f"v{base}", self.bases[base], {}, None, 1.0)
+        request = ask(prompt, n=n, max_tokens=max_tokens, use_eos=False, **more)
+        scores = PromptScores(request) if PromptScores.wanted(request) else None
+        reply = lambda outcome: self.outcomes.__setitem__(job, outcome)  # noqa: E731
+        job = Job(version, request, reply, scores, StopRule(request.params, (), None))
+        self.scheduler.add(job)
+        return job
+
+    def step(self) -> list[Computed]:
+        """One step of an engine; returns what it computed."""
+        items = self.scheduler.schedule()
+        computed = [Computed.of(item) for item in items]
+        samples: list[Sequence] = []
+        for item in items:
+            ends = item.ends
+            self.scheduler.computed(item)
+            if ends and item.sequence.is_prompt:
+                item.sequence.job.is_scoring = False
+                self.scheduler.prompt_computed(item.sequence.job)
+            elif ends:
+                samples.append(item.sequence)
+        self._write(samples)
+        self._write(self.scheduler.begin_samples())
+        return computed
+
+    def run(self, most: int = 5000) -> None:
+        for _ in range(most):
+            if not self.scheduler.is_busy:
+                return
+            self.step()
+        raise AssertionError("it goes on for ever")
+
+    def _write(self, samples: list[Sequence]) -> None:
+        for sample in samples:
+            sample.tokens.append(7)
+            sample.logprobs.append(-1.0)
+        complete = [sample for sample in samples if sample.num_left <= 0]
+        self.scheduler.finish(complete)
+        for sample in complete:
+            sample.job.finish(sample, stopped=False)
+
+
+def rows(items: list[Computed]) -> list[tuple[bool, int]]:
+    return [(item.is_prompt, item.count) for item in items]
+
+
+def prompts(items: list[Computed]) -> list[tuple[Job, int]]:
+    return [(item.sequence.job, item.count) for item in items if item.is_prompt]
+
+
+# ---- admission
+
+
+def test_a_long_prompt_is_computed_a_chunk_a_step():
+    bench = Bench()
+    bench.submit(random_prompt(2 * CHUNK + 5, 0))
+    assert [rows(bench.step()) for _ in range(3)] == [[(True, n)] for n in (CHUNK, CHUNK, 5)]
+
+
+def test_a_scored_prompt_is_computed_in_smaller_chunks():
+    bench = Bench()
+    bench.submit(random_prompt(SCORED_CHUNK + 5, 0), prompt_logprobs=True)
+    assert [rows(bench.step()) for _ in range(2)] == [[(True, SCORED_CHUNK)], [(True, 5)]]
+
+
+def test_chunks_end_at_the_same_tokens_when_a_prefix_is_shared():
+    """A runner that is not row invariant would give other bits for other cuts."""
+    bench = Bench()
+    prompt = random_prompt(2 * CHUNK, 0)
+    bench.submit(prompt[:100])
+    bench.run()
+    bench.submit(prompt)
+    shared = 100 // BLOCK_TOKENS * BLOCK_TOKENS
+    assert [rows(bench.step()) for _ in range(2)] == [[(True, CHUNK - shared)], [(True, CHUNK)]]
+
+
+def test_prompts_of_one_step_have_about_as_many_rows_as_it_may_have():
+    bench = Bench()
+    for seed in range(5):
+        bench.submit(random_prompt(400, seed))
+    assert rows(bench.step()) == [(True, 400)] * 3
+    assert 2 * 400 < PREFILL_ROWS <= 3 * 400
+
+
+def test_a_sample_runs_in_every_step_from_its_prompts_last_chunk_on():
+    bench = Bench()
+    job = bench.submit(random_prompt(20, 0), n=2, max_tokens=3)
+    assert [rows(bench.step()) for _ in range(3)] == [
+        [(True, 20)],
+        [(False, 1)] * 2,
+        [(False, 1)] * 2,
+    ]
+    assert isinstance(bench.outcomes[job], SampleOutput)
+    assert not bench.scheduler.is_busy
+
+
+def test_no_more_samples_run_than_the_batch_holds_and_the_first_come_first():
+    bench = Bench(max_batch=3)
+    jobs = [bench.submit(random_prompt(20, seed), n=2, max_tokens=4) for seed in range(3)]
+    bench.step()
+    assert [s.job for s in bench.scheduler.running] == [jobs[0], jobs[0], jobs[1]]
+    bench.run()
+    assert list(bench.outcomes) == jobs
+
+
+def test_no_prompt_is_begun_while_enough_samples_are_ready_or_run():
+    bench = Bench(max_batch=2, max_begun=4.0)
+    for seed in range(6):
+        bench.submit(random_prompt(20, seed), n=2, max_tokens=50)
+    bench.step()
+    begun = [job.num_left for job in bench.scheduler.ready] + [len(bench.scheduler.running)]
+    assert sum(begun) == 6  # the third prompt began when four were begun, which is not more
+    bench.step()
+    assert len(bench.scheduler.waiting) == 3
+
+
+# ---- shared blocks
+
+
+def test_a_prompt_waits_for_a_prefix_that_another_computes_and_then_shares_it():
+    bench = Bench()
+    prompt = random_prompt(100, 0)
+    first, second = bench.submit([*prompt, 1]), bench.submit([*prompt, 2])
+    assert [item.sequence.job for item in bench.step()] == [first]
+    assert not second.prompt.blocks
+    assert prompts(bench.step()) == [(second, 101 - 96)]
+    assert (first.cache_hit_tokens, second.cache_hit_tokens) == (0, 96)
+
+
+def test_a_prompt_whose_prefix_is_computed_only_in_part_waits_no_longer_than_that():
+    bench = Bench()
+    prompt = random_prompt(64, 0)
+    bench.submit(prompt)
+    other = bench.submit([*prompt[:20], *random_prompt(40, 1)])
+    bench.step()
+    assert prompts(bench.step()) == [(other, 60 - 16)]
+
+
+def test_without_reproducible_keys_and_values_nothing_is_shared():
+    bench = Bench(reproducible=False)
+    for _ in range(2):
+        bench.submit(random_prompt(100, 0))
+    assert rows(bench.step()) == [(True, 100)] * 2
+    bench.run()
+    later = bench.submit(random_prompt(100, 0))
+    assert rows(bench.step()) == [(True, 100)]
+    assert later.cache_hit_tokens == 0
+
+
+def test_scored_prompts_share_nothing_since_logits_are_not_cached():
+    bench = Bench()
+    bench.submit(random_prompt(100, 0))
+    bench.run()
+    bench.submit(random_prompt(100, 0), prompt_logprobs=True)
+    assert rows(bench.step()) == [(True, 100)]
+
+
+def test_samples_share_their_prompts_full_blocks_and_the_last_sample_takes_the_prompts_own():
+    bench = Bench()
+    bench.submit(random_prompt(40, 0), n=3, max_tokens=5)
+    bench.step()
+    assert bench.num_held == 2 + 3
+    first, second, last = (s.blocks for s in bench.scheduler.running)
+    assert first[:2] == second[:2] == last[:2]
+    assert len({first[2], second[2], last[2]}) == 3
+    bench.run()
+    assert bench.num_held == 0
+
+
+# ---- room
+
+
+def test_a_sample_begins_only_where_blocks_to_its_end_are_left():
+    bench = Bench(num_blocks=10)
+    for seed in range(2):
+        bench.submit(random_prompt(32, seed), max_tokens=90)  # 2 blocks and 6 more
+    bench.step()
+    assert len(bench.scheduler.running) == 1
+    assert len(bench.scheduler.ready) == 1
+    bench.run()
+    assert bench.scheduler.num_preempted == 0
+
+
+def test_a_sample_begins_where_nobody_else_has_blocks_however_many_it_may_need():
+    bench = Bench(num_blocks=4)
+    bench.submit(random_prompt(32, 0), max_tokens=500)
+    bench.step()
+    assert len(bench.scheduler.running) == 1
+
+
+def test_prompts_that_hold_all_blocks_do_not_wait_for_each_other():
+    bench = Bench(num_blocks=blocks_for(CHUNK) * 2)
+    jobs = [bench.submit(random_prompt(CHUNK + 20, seed), max_tokens=3) for seed in range(3)]
+    bench.run()
+    assert sorted(map(id, bench.outcomes)) == sorted(map(id, jobs))
+    assert all(isinstance(outcome, SampleOutput) for outcome in bench.outcomes.values())
+
+
+def test_drafts_take_free_blocks_and_never_another_sequences():
+    bench = Bench(num_blocks=3)
+    bench.submit(random_prompt(16, 0), n=2, max_tokens=8)
+    bench.step()
+    first, second = bench.scheduler.running
+    bench.scheduler.schedule()
+    assert bench.num_held == 3
+    assert bench.scheduler.reserve_draft(first, 15)
+    assert not bench.scheduler.reserve_draft(first, 16)
+    assert second.blocks
+
+
+def test_blocks_of_rejected_tokens_are_freed():
+    bench = Bench()
+    bench.submit(random_prompt(20, 0), max_tokens=80)
+    bench.step()
+    (sample,) = bench.scheduler.running
+    (item,) = bench.scheduler.schedule()
+    assert bench.scheduler.reserve_draft(sample, 40)
+    assert len(sample.blocks) == blocks_for(21 + 40)
+    bench.scheduler.computed(replace(item, drafted=(7,) * 40))
+    sample.tokens += [7, 7, 7]
+    bench.scheduler.accepted(sample, 2)
+    assert len(sample.blocks) == blocks_for(24)
+    assert sample.num_pending == 1
+
+
+# ---- pre-emption
+
+
+def crowded(**more: object) -> tuple[Bench, list[Job]]:
+    """Three samples that begin with hope and then have too few blocks."""
+    bench = Bench(num_blocks=2 * blocks_for(CHUNK), **more)
+    jobs = [bench.submit(random_prompt(32, seed), max_tokens=600) for seed in range(3)]
+    return bench, jobs
+
+
+def until_preempted(bench: Bench) -> None:
+    while not bench.scheduler.num_preempted:
+        bench.step()
+
+
+def test_the_youngest_sample_loses_its_blocks_first_and_keeps_its_place_and_tokens():
+    bench, jobs = crowded()
+    until_preempted(bench)
+    running = bench.scheduler.running
+    assert [s.job for s in running] == jobs[: len(running)]
+    assert [bool(s.blocks) for s in running] == [True] * (len(running) - 1) + [False]
+    assert len(running[-1].logprobs) > 0
+    assert bench.discarded == []
+
+
+def test_samples_end_in_the_order_in_which_they_began():
+    bench, jobs = crowded()
+    bench.run()
+    assert list(bench.outcomes) == jobs
+    assert bench.scheduler.num_preempted > 0
+    assert bench.num_held == 0
+
+
+def test_a_pre_empted_sample_computes_its_tokens_again_in_chunks():
+    bench, _ = crowded()
+    until_preempted(bench)
+    youngest = bench.scheduler.running[-1]
+    num_tokens = len(youngest.tokens)
+    counts = []
+    while len(youngest.tokens) == num_tokens:
+        counts += [item.count for item in bench.step() if item.sequence is youngest]
+    # What nobody has evicted of it in the meantime is found again.
+    assert 1 <= sum(counts) <= num_tokens
+    assert max(counts) <= CHUNK
+
+
+def test_where_keys_and_values_are_not_reproducible_a_pre_empted_sample_starts_over():
+    bench, jobs = crowded(reproducible=False)
+    before = dict.fromkeys(jobs, 0)
+    while not bench.scheduler.num_preempted:
+        before = {s.job: len(s.logprobs) for s in bench.scheduler.running}
+        bench.step()
+    (sample,) = bench.discarded
+    assert sample.logprobs == []
+    assert len(sample.tokens) == sample.job.num_prompt
+    assert bench.scheduler.num_discarded == before[sample.job]
+    bench.run()
+    assert len(bench.outcomes) == 3
+
+
+def test_prompts_give_way_before_samples():
+    bench = Bench(num_blocks=6, max_batch=1)
+    bench.submit(random_prompt(32, 0), max_tokens=60)  # 2 blocks and 4 more
+    bench.submit(random_prompt(30, 1), max_tokens=2)
+    bench.step()
+    (sample,), (ready,) = bench.scheduler.running, bench.scheduler.ready
+    assert ready.prompt.blocks
+    while bench.scheduler.ready:
+        bench.step()
+    assert bench.scheduler.waiting == (ready,)
+    assert sample.blocks
+    assert bench.scheduler.num_preempted == 0
+    bench.run()
+
+
+def test_one_bases_samples_take_no_blocks_of_another_base():
+    bases = (bare_base("a"), bare_base("b"))
+    bench = Bench(num_blocks=2 * blocks_for(CHUNK), bases=bases)
+    for seed in range(3):
+        bench.submit(random_prompt(32, seed), max_tokens=600)
+    youngest = bench.submit(random_prompt(32, 9), max_tokens=600, base=1)
+    until_preempted(bench)
+    assert bench.scheduler.num_preempted == 1
+    assert youngest in [s.job for s in bench.scheduler.running if s.blocks]
+
+
+def test_a_sample_begins_beside_samples_of_another_base_however_many_blocks_it_may_need():
+    bench = Bench(num_blocks=4, bases=(bare_base("a"), bare_base("b")))
+    for base in (0, 1):
+        bench.submit(random_prompt(32, 0), max_tokens=500, base=base)
+    bench.step()
+    assert len(bench.scheduler.running) == 2
+
+
+# ---- requests that cannot be served
+
+
+def test_a_request_that_can_never_have_its_blocks_fails_and_the_others_go_on():
+    bench = Bench(num_blocks=5)
+    long, short = bench.submit(random_prompt(100, 0)), bench.submit(random_prompt(20, 1))
+    bench.run()
+    assert isinstance(bench.outcomes[long], ServerFault)
+    assert "raise engine.kv_cache_bytes" in str(bench.outcomes[long])
+    assert isinstance(bench.outcomes[short], SampleOutput)
+    assert bench.num_held == 0
+
+
+def test_no_sample_of_a_failed_request_is_scheduled():
+    """Two samples begin with hope, the second is pre-empted, the first outgrows all blocks."""
+    bench = Bench(num_blocks=blocks_for(CHUNK) + 8)
+    job = bench.submit(random_prompt(15, 0), n=2, max_tokens=1000)
+    while job not in bench.outcomes:
+        items = bench.step()
+    assert isinstance(bench.outcomes[job], ServerFault)
+    assert items == []
+    assert bench.num_held == 0
+    assert {sample.job for sample in bench.discarded} == {job}
+
+
+def test_clearing_returns_every_request_once():
+    bench = Bench(max_batch=2)
+    jobs = [bench.submit(random_prompt(20, seed), n=3, max_tokens=9) for seed in range(3)]
+    bench.step()
+    assert bench.scheduler.running and bench.scheduler.ready
+    assert sorted(map(id, bench.scheduler.clear())) == sorted(map(id, jobs))
+    assert not bench.scheduler.is_busy
+
+
+# ---- any load
+
+
+@pytest.mark.parametrize("reproducible", [True, False])
+@pytest.mark.parametrize("seed", range(8))
+def test_any_load_is_answered_and_no_block_is_written_by_two(seed: int, reproducible: bool):
+    rng = np.random.default_rng(seed)
+    bench = Bench(
+        num_blocks=int(rng.integers(12, 60)),
+        max_batch=int(rng.integers(1, 6)),
+        max_begun=float(rng.integers(1, 10)),
+        reproducible=reproducible,
+    )
+    beginning = random_prompt(100, seed)
+    jobs = []
+    for step in range(4000):
+        if len(jobs) < 12 and step % 5 == 0:
+            prompt = [*beginning[: rng.integers(0, 100)], *random_prompt(rng.integers(1, 60), step)]
+            jobs.append(
+                bench.submit(
+                    prompt, n=int(rng.integers(1, 4)), max_tokens=int(rng.integers(1, 150)),
+                    prompt_logprobs=bool(rng.random() < 0.2),
+                )
+            )  # fmt: skip
+        written: list[int] = []
+        for item in bench.step():
+            assert item.count > 0
+            written += item.written
+        assert len(set(written)) == len(written)
+        if len(jobs) == 12 and not bench.scheduler.is_busy:
+            break
+    assert len(bench.outcomes) == 12
+    assert bench.num_held == 0

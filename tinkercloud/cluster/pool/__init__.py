@@ -1,0 +1,1 @@
+"""A set of GPUs and what runs there: ranks, engines, the versions of weights that these serve."""

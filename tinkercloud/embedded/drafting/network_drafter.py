@@ -1,0 +1,160 @@
+"""The base of drafters that run a language model of their own over many samples at once.
+
+Keys and values of each sample are kept, and drafting goes on from there. Forward passes are ragged:
+first the new tokens of every sample, then one row of each for every further token.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from tinkercloud.decoding.sampler import RowParams, Scan
+from tinkercloud.embedded.forward.batch import Part, ragged
+from tinkercloud.embedded.forward.kv_blocks import BlockPool
+from tinkercloud.embedded.forward.runners import Runner
+from tinkercloud.embedded.model.version import Version
+from tinkercloud.speculative.drafters.drafter import Drafter, Stream
+
+MAX_CATCH_UP = 512  # new tokens that one sample reads in a round; with more it drafts later
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRequest:
+    """A sample, all its tokens as the network reads them, and how many more to draft at most."""
+
+    id: int
+    tokens: Sequence[int]
+    max_tokens: int
+
+
+@dataclass(slots=True)
+class Chain:
+    """The draft for a sample; probs: the probability of each token, in 0..1."""
+
+    id: int
+    tokens: list[int] = field(default_factory=list)
+    probs: list[float] = field(default_factory=list)
+
+
+NextTokens = Callable[[Sequence[Chain], Tensor], tuple[list[int], list[float]]]
+"""The next token of each chain and its probability, by logits (chains, V)."""
+
+
+@dataclass(slots=True, eq=False)
+class _Cache:
+    """tokens: those whose keys and values are in the blocks, drafted ones too. num_agreed: how many
+    of them were once seen to be the sample's."""
+
+    tokens: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    num_agreed: int = 0
+
+    def rewind(self, tokens: Sequence[int]) -> None:
+        """To the longest common prefix; the last token stays to be read, for its logits."""
+        limit = min(len(self.tokens), len(tokens) - 1)
+        while self.num_agreed < limit and self.tokens[self.num_agreed] == tokens[self.num_agreed]:
+            self.num_agreed += 1
+        self.num_agreed = min(self.num_agreed, limit)
+        del self.tokens[self.num_agreed :]
+
+
+@dataclass(slots=True)
+class _Drafting:
+    cache: _Cache
+    tokens: Sequence[int]
+    max_tokens: int
+    chain: Chain
+
+
+class NetworkDrafter(Drafter):
+    """The version's weights may be replaced between rounds (`use`)."""
+
+    name = "model"
+
+    def __init__(self, version: Version, runner: Runner, pool: BlockPool):
+        self.version, self._runner, self._pool = version, runner, pool
+        self._caches: dict[int, _Cache] = {}  # by stream
+        self._max_length = version.base.config.max_position_embeddings
+        self._vocab_size = version.base.config.vocab_size
+
+    @property
+    def scan(self) -> Scan | None:
+        return self._runner.scan
+
+    def use(self, version: Version) -> None:
+        """Other weights of the same network: keys and values of the old ones are dropped."""
+        self.version = version
+        for cache in self._caches.values():
+            cache.tokens, cache.num_agreed = [], 0
+
+    def begin(self, stream: Stream) -> None:
+        self._caches[stream.id] = _Cache()
+
+    def end(self, stream: Stream) -> None:
+        self._pool.free(self._caches.pop(stream.id).blocks)
+
+    def _changed(self, sample: int, place: int) -> None:
+        """Its tokens from this place on may be others than those that were read."""
+        cache = self._caches[sample]
+        cache.num_agreed = min(cache.num_agreed, place)
+
+    def _chains(
+        self, requests: Sequence[DraftRequest], next_tokens: NextTokens
+    ) -> dict[int, Chain]:
+        """By sample; none where there is no room, an empty one for a sample too far behind. Call it
+        in inference mode."""
+        draftings = [drafting for r in requests if (drafting := self._begun(r)) is not None]
+        active = self._caught_up(draftings, next_tokens)
+        while active:
+            parts = [self._part(each.cache, each.chain.tokens[-1:]) for each in active]
+            active = self._extended(active, self._forward(parts), next_tokens)
+        return {drafting.chain.id: drafting.chain for drafting in draftings}
+
+    def _begun(self, request: DraftRequest) -> _Drafting | None:
+        cache, length = self._caches[request.id], len(request.tokens)
+        max_tokens = min(request.max_tokens, self._max_length - length)
+        if max_tokens < 1 or not length:
+            return None
+        cache.rewind(request.tokens)
+        if max(request.tokens[len(cache.tokens) :]) >= self._vocab_size:
+            return None  # a target may have more rows than its tokenizer has tokens
+        if not self._pool.extend(cache.blocks, length + max_tokens):
+            return None
+        return _Drafting(cache, request.tokens, max_tokens, Chain(request.id))
+
+    def _caught_up(self, draftings: list[_Drafting], next_tokens: NextTokens) -> list[_Drafting]:
+        """All read their new tokens; those that have read the last one have their first draft."""
+        parts, ready = [], []
+        for drafting in draftings:
+            tokens = drafting.tokens[len(drafting.cache.tokens) :]
+            if len(tokens) <= MAX_CATCH_UP:
+                ready.append(drafting)
+                parts.append(self._part(drafting.cache, tokens))
+            else:
+                self._forward([self._part(drafting.cache, tokens[:MAX_CATCH_UP])])
+        return self._extended(ready, self._forward(parts), next_tokens) if parts else []
+
+    def _part(self, cache: _Cache, tokens: Sequence[int]) -> Part:
+        part = Part(self.version, tokens, len(cache.tokens), cache.blocks, 1)
+        cache.tokens += tokens
+        return part
+
+    def _forward(self, parts: Sequence[Part]) -> Tensor:
+        return self._runner.forward(ragged(parts), self._pool)
+
+    @staticmethod
+    def _extended(
+        draftings: list[_Drafting], logits: Tensor, next_tokens: NextTokens
+    ) -> list[_Drafting]:
+        """One more token each; returns those that draft yet more."""
+        tokens, probs = next_tokens([drafting.chain for drafting in draftings], logits)
+        for drafting, token, prob in zip(draftings, tokens, probs, strict=True):
+            drafting.chain.tokens.append(token)
+            drafting.chain.probs.append(min(1.0, prob))
+        return [each for each in draftings if len(each.chain.tokens) < each.max_tokens]
+
+
+def row_params(stream: Stream, ahead: int) -> RowParams:
+    """The parameters with which the target draws its token of the place `ahead` after the next."""
+    return RowParams(stream.params, stream.sample_index, len(stream.tokens) + ahead)

@@ -1,0 +1,60 @@
+/* How the structures that Python fills lie in memory, for structures.py, which compares its mirrors
+   when the library is loaded: a field that one side lacks or has elsewhere would be read as another
+   one's bytes. */
+
+#include <stddef.h>
+
+#include "attention_gradient.h"
+#include "network.h"
+#include "scan.h"
+
+/* field: NULL for the structure as a whole. */
+typedef struct {
+  const char *structure, *field;
+  int64_t offset, size;
+} layout_t;
+
+#define STRUCTURE(name) {#name, NULL, 0, sizeof(name##_t)}
+#define FIELD(name, field) \
+  {#name, #field, offsetof(name##_t, field), sizeof(((name##_t *)0)->field)}
+
+const layout_t layouts[] = {
+    STRUCTURE(linear),
+    FIELD(linear, weight), FIELD(linear, bias), FIELD(linear, out), FIELD(linear, in),
+    STRUCTURE(layer),
+    FIELD(layer, input_norm), FIELD(layer, post_norm), FIELD(layer, q_norm), FIELD(layer, k_norm),
+    FIELD(layer, linear), FIELD(layer, keys), FIELD(layer, values),
+    STRUCTURE(model),
+    FIELD(model, num_layers), FIELD(model, hidden), FIELD(model, heads), FIELD(model, kv_heads),
+    FIELD(model, head_dim), FIELD(model, inner), FIELD(model, vocab), FIELD(model, block_size),
+    FIELD(model, is_narrow), FIELD(model, eps), FIELD(model, embed), FIELD(model, final_norm),
+    FIELD(model, head), FIELD(model, layers),
+    STRUCTURE(lora),
+    FIELD(lora, a), FIELD(lora, b), FIELD(lora, rank),
+    STRUCTURE(segment),
+    FIELD(segment, first), FIELD(segment, count), FIELD(segment, scale), FIELD(segment, modules),
+    STRUCTURE(batch),
+    FIELD(batch, rows), FIELD(batch, tokens), FIELD(batch, positions), FIELD(batch, sequence),
+    FIELD(batch, tables), FIELD(batch, table_stride), FIELD(batch, cosine), FIELD(batch, sine),
+    FIELD(batch, num_segments), FIELD(batch, segments), FIELD(batch, num_wanted),
+    FIELD(batch, wanted), FIELD(batch, num_captured), FIELD(batch, captured_layers),
+    FIELD(batch, captured), FIELD(batch, hidden), FIELD(batch, logits),
+    STRUCTURE(draw),
+    FIELD(draw, temperature), FIELD(draw, top_k), FIELD(draw, top_p), FIELD(draw, seed),
+    FIELD(draw, sample), FIELD(draw, position),
+    STRUCTURE(scan),
+    FIELD(scan, logits), FIELD(scan, rows), FIELD(scan, size), FIELD(scan, limit),
+    FIELD(scan, draws), FIELD(scan, best), FIELD(scan, norm), FIELD(scan, count), FIELD(scan, ids),
+    FIELD(scan, words), FIELD(scan, next),
+    STRUCTURE(attention_gradient),
+    FIELD(attention_gradient, is_narrow), FIELD(attention_gradient, batch),
+    FIELD(attention_gradient, length), FIELD(attention_gradient, heads),
+    FIELD(attention_gradient, kv_heads), FIELD(attention_gradient, head_dim),
+    FIELD(attention_gradient, scale), FIELD(attention_gradient, q), FIELD(attention_gradient, k),
+    FIELD(attention_gradient, v), FIELD(attention_gradient, dout), FIELD(attention_gradient, q_row),
+    FIELD(attention_gradient, k_row), FIELD(attention_gradient, v_row),
+    FIELD(attention_gradient, dout_row), FIELD(attention_gradient, dq),
+    FIELD(attention_gradient, dk), FIELD(attention_gradient, dv),
+};
+
+const int64_t num_layouts = sizeof layouts / sizeof *layouts;

@@ -1,0 +1,64 @@
+/* The network and the batch, as Python describes them: structures.py mirrors these structures, and
+   layouts.c says how they lie in memory, so that a mirror that differs is refused. */
+
+#ifndef TINKERCLOUD_NETWORK_H
+#define TINKERCLOUD_NETWORK_H
+
+#include <stdint.h>
+
+typedef struct {
+  const void *weight; /* numbers: float, or narrow where the model is */
+  const float *bias;
+  int64_t out, in;
+} linear_t;
+
+enum { Q, K_, V_, O, GATE, UP, DOWN, NUM_LINEAR };
+
+typedef struct {
+  const float *input_norm, *post_norm, *q_norm, *k_norm; /* the last two may be NULL */
+  linear_t linear[NUM_LINEAR];
+  void *keys;   /* numbers [block][Hkv][Dh][block_size] */
+  void *values; /* numbers [block][Hkv][block_size][Dh] */
+} layer_t;
+
+typedef struct {
+  int64_t num_layers, hidden, heads, kv_heads, head_dim, inner, vocab, block_size, is_narrow;
+  float eps;
+  const void *embed; /* numbers */
+  const float *final_norm;
+  linear_t head;
+  const layer_t *layers;
+} model_t;
+
+typedef struct {
+  const float *a, *b; /* [rank, in] and [out, rank]; NULL: this module has none */
+  int64_t rank;
+} lora_t;
+
+/* Rows first..first+count-1 read one adapter: NUM_LINEAR modules of each layer, then the head's. */
+typedef struct {
+  int64_t first, count;
+  float scale;
+  const lora_t *modules;
+} segment_t;
+
+typedef struct {
+  int64_t rows;
+  const int64_t *tokens;
+  const int32_t *positions;  /* of each row in its sequence */
+  const int32_t *sequence;   /* of each row: its row in `tables` */
+  const int32_t *tables;     /* block numbers of each sequence, in order */
+  int64_t table_stride;
+  const float *cosine, *sine; /* [position][Dh / 2] */
+  int64_t num_segments;
+  const segment_t *segments;
+  int64_t num_wanted;
+  const int64_t *wanted; /* rows whose logits are wanted, ascending */
+  int64_t num_captured;
+  const int64_t *captured_layers; /* 1 the first; the last one is `hidden` */
+  float *captured;       /* out: [rows][num_captured][D], what these layers put out */
+  float *hidden;         /* out: [rows][D], after the final norm */
+  float *logits;         /* out: [num_wanted][V] */
+} batch_t;
+
+#endif

@@ -1,0 +1,94 @@
+/* One pass over a batch, and how threads go through it; what forward.c, linear.c and attention.c
+   share. */
+
+#ifndef TINKERCLOUD_PASS_H
+#define TINKERCLOUD_PASS_H
+
+#include <assert.h>
+#include <math.h>
+
+#include "narrow.h"
+#include "network.h"
+#include "team.h"
+#include "vectors.h"
+
+#define INTERNAL __attribute__((visibility("hidden"))) /* no other library's function of this name */
+
+typedef struct {
+  const model_t *model;
+  const batch_t *batch;
+  float *x, *normed, *q, *k, *v, *mixed, *gate, *up, *low, *chosen;
+  narrow *normed_narrow, *mixed_narrow, *gate_narrow, *chosen_narrow; /* what products read */
+  float *packed; /* rows that a product reads, by strips */
+  int64_t low_stride; /* of one row of the low-rank products, 3 modules side by side */
+  int64_t max_rank;
+  atomic_long *next_task; /* of each stage */
+} pass_t;
+
+/* A pass is a row of stages, and a stage a number of tasks, which threads take as they get free:
+   other work on the machine may hold any of them up. Which thread has a task changes no bit, since
+   no two tasks of a stage write the same numbers and none reads what another one writes. */
+typedef struct {
+  const pass_t *p;
+  team_t *team;
+  int64_t stage, end; /* end: of the stages that the step underway may have */
+} walk_t;
+
+/* The next task of this stage. Relaxed: only who gets which task is decided here; what the stages
+   before have written is seen because of the barrier in `end_stage`. */
+INLINE int64_t take(const walk_t *w) {
+  assert(w->stage < w->end && "a step has more stages than its table says");
+  return atomic_fetch_add_explicit(&w->p->next_task[w->stage], 1, memory_order_relaxed);
+}
+
+/* Every thread gets here before any goes on. */
+static inline void end_stage(walk_t *w) {
+  w->stage++;
+  meet_and(w->team, 1);
+}
+
+#define TASK_ROWS 4
+#define EACH_ROW(w, m, rows)                                                                       \
+  for (int64_t task_; (task_ = take(w) * TASK_ROWS) < (rows);)                                     \
+    for (int64_t m = task_; m < MIN(task_ + TASK_ROWS, (rows)); m++)
+
+/* y may be x. */
+static inline void rms_norm(const float *x, const float *weight, int64_t size, float eps, float *y) {
+  float scale = 1.0f / sqrtf(dot(x, x, size) / (float)size + eps);
+  int64_t i = 0;
+  for (; i + LANES <= size; i += LANES) store(y + i, load(weight + i) * (load(x + i) * all(scale)));
+  for (; i < size; i++) y[i] = weight[i] * (x[i] * scale);
+}
+
+/* ---- linear.c */
+
+/* At most, of a product: the low-rank factors of adapters, the rows by strips, the product. */
+#define PRODUCT_STAGES 3
+
+/* Where one module's results go. */
+typedef struct {
+  const linear_t *linear;
+  int module; /* its place in a segment's modules */
+  float *y;
+  int64_t y_stride;
+  int add; /* to what is there */
+} output_t;
+
+typedef struct {
+  const float *x; /* [rows][in] */
+  const narrow *x_narrow; /* the same, or NULL */
+  int64_t rows;
+  const output_t *outputs; /* modules that read these rows */
+  int count, over_wanted;
+} read_t;
+
+INTERNAL void multiply_modules(walk_t *w, const read_t *read);
+INTERNAL void multiply_gates(walk_t *w, const read_t *read);
+INTERNAL int64_t packed_floats(const model_t *model, int64_t rows, int64_t widest);
+
+/* ---- attention.c, a stage each */
+
+INTERNAL void place_rows(walk_t *w, const layer_t *layer);
+INTERNAL void attend(walk_t *w, const layer_t *layer);
+
+#endif

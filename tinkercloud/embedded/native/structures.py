@@ -1,0 +1,165 @@
+"""The structures that C code reads, as ctypes has them: network.h, scan.h, attention_gradient.h.
+
+Field names are those in C. A mirror that differs would have C read one field's bytes as another's,
+so all are compared with what the library says of itself (layouts.c) when it is loaded.
+"""
+
+import ctypes as c
+
+MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class Linear(c.Structure):
+    _fields_ = (("weight", c.c_void_p), ("bias", c.c_void_p), ("out", c.c_int64), ("in", c.c_int64))
+
+
+class Layer(c.Structure):
+    _fields_ = (
+        *((name, c.c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
+        ("linear", Linear * len(MODULES)),
+        *((name, c.c_void_p) for name in ("keys", "values")),
+    )
+
+
+class Model(c.Structure):
+    _fields_ = (
+        *(
+            (name, c.c_int64)
+            for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim", "inner", "vocab")
+        ),
+        ("block_size", c.c_int64),
+        ("is_narrow", c.c_int64),
+        ("eps", c.c_float),
+        ("embed", c.c_void_p),
+        ("final_norm", c.c_void_p),
+        ("head", Linear),
+        ("layers", c.POINTER(Layer)),
+    )
+
+
+class Lora(c.Structure):
+    _fields_ = (("a", c.c_void_p), ("b", c.c_void_p), ("rank", c.c_int64))
+
+
+class Segment(c.Structure):
+    _fields_ = (
+        ("first", c.c_int64),
+        ("count", c.c_int64),
+        ("scale", c.c_float),
+        ("modules", c.POINTER(Lora)),
+    )
+
+
+class Batch(c.Structure):
+    _fields_ = (
+        ("rows", c.c_int64),
+        *((name, c.c_void_p) for name in ("tokens", "positions", "sequence", "tables")),
+        ("table_stride", c.c_int64),
+        *((name, c.c_void_p) for name in ("cosine", "sine")),
+        ("num_segments", c.c_int64),
+        ("segments", c.POINTER(Segment)),
+        ("num_wanted", c.c_int64),
+        ("wanted", c.c_void_p),
+        ("num_captured", c.c_int64),
+        *((name, c.c_void_p) for name in ("captured_layers", "captured", "hidden", "logits")),
+    )
+
+
+class Draw(c.Structure):
+    _fields_ = (
+        ("temperature", c.c_float),
+        ("top_k", c.c_int64),
+        ("top_p", c.c_double),
+        *((name, c.c_uint64) for name in ("seed", "sample", "position")),
+    )
+
+
+class Scan(c.Structure):
+    _fields_ = (
+        ("logits", c.c_void_p),
+        *((name, c.c_int64) for name in ("rows", "size", "limit")),
+        ("draws", c.POINTER(Draw)),
+        *((name, c.c_void_p) for name in ("best", "norm", "count", "ids", "words")),
+        ("next", c.c_long),
+    )
+
+
+class AttentionGradient(c.Structure):
+    _fields_ = (
+        *(
+            (name, c.c_int64)
+            for name in ("is_narrow", "batch", "length", "heads", "kv_heads", "head_dim")
+        ),
+        ("scale", c.c_float),
+        *((name, c.c_void_p) for name in ("q", "k", "v", "dout")),
+        *((name, c.c_int64) for name in ("q_row", "k_row", "v_row", "dout_row")),
+        *((name, c.c_void_p) for name in ("dq", "dk", "dv")),
+    )
+
+
+MIRRORS: dict[str, type[c.Structure]] = {
+    "linear": Linear,
+    "layer": Layer,
+    "model": Model,
+    "lora": Lora,
+    "segment": Segment,
+    "batch": Batch,
+    "draw": Draw,
+    "scan": Scan,
+    "attention_gradient": AttentionGradient,
+}
+
+
+class StructureMismatch(RuntimeError):
+    """A structure is not the same in C and in Python."""
+
+
+class _Layout(c.Structure):
+    """A structure (field None) or a field, as C has it."""
+
+    _fields_ = (
+        ("structure", c.c_char_p),
+        ("field", c.c_char_p),
+        ("offset", c.c_int64),
+        ("size", c.c_int64),
+    )
+
+
+Extent = tuple[int, int]
+"""Where a field begins in its structure, and how long it is, in bytes."""
+
+
+def check_structures(library: c.CDLL) -> None:
+    """Raises StructureMismatch, which names the first structure and field that differ."""
+    num = c.c_int64.in_dll(library, "num_layouts").value
+    layouts = (_Layout * num).in_dll(library, "layouts")
+    in_c: dict[str, dict[str | None, Extent]] = {}
+    for layout in layouts:
+        fields = in_c.setdefault(layout.structure.decode(), {})
+        name = layout.field.decode() if layout.field else None
+        fields[name] = (layout.offset, layout.size)
+    in_python = {name: _extents(mirror) for name, mirror in MIRRORS.items()}
+    for name in sorted(in_c.keys() | in_python.keys()):
+        _compare(name, in_c.get(name, {}), in_python.get(name, {}))
+
+
+def _extents(mirror: type[c.Structure]) -> dict[str | None, Extent]:
+    fields = {name: getattr(mirror, name) for name, *_ in mirror._fields_}
+    extents: dict[str | None, Extent] = {n: (f.offset, f.size) for n, f in fields.items()}
+    return {None: (0, c.sizeof(mirror)), **extents}
+
+
+def _compare(
+    structure: str, in_c: dict[str | None, Extent], in_python: dict[str | None, Extent]
+) -> None:
+    # In C's order and the whole last: the first field that differs moves those after it.
+    for field in sorted({**in_c, **in_python}, key=lambda name: name is None):
+        if in_c.get(field) != in_python.get(field):
+            raise StructureMismatch(
+                f"structure {structure}, {f'field {field}' if field else 'as a whole'}: "
+                f"{_shown(in_c.get(field))} in C, {_shown(in_python.get(field))} in Python"
+            )
+
+
+def _shown(extent: Extent | None) -> str:
+    return "missing" if extent is None else f"{extent[1]} bytes at {extent[0]}"

@@ -1,0 +1,141 @@
+"""From the logits of a pass to prompt scores, sampled tokens and finished samples.
+
+Axes: W selected rows, V vocabulary, M rows of a pass, L layers that a drafter reads, D hidden size.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tinkercloud.decoding.sampler import Drawn, sample, topk_rows
+from tinkercloud.embedded.sampling.base_states import BaseState, BaseStates
+from tinkercloud.embedded.sampling.batch_plan import BatchItem, DrawnRows, LaunchedPass
+from tinkercloud.embedded.sampling.scheduler import Scheduler
+from tinkercloud.embedded.sampling.sequences import Sequence
+from tinkercloud.speculative.verify import match
+
+DRAFTER_ROWS = 64
+"""Hidden states of a prompt's last tokens that a drafter gets to see."""
+
+
+class Postprocessor:
+    """Appends tokens to sequences; tells the scheduler what is computed, accepted and finished."""
+
+    def __init__(self, states: BaseStates, scheduler: Scheduler):
+        self._states, self._scheduler = states, scheduler
+        self.num_drawn = 0  # tokens, those of samples that started over included
+
+    def process(self, launched: LaunchedPass) -> None:
+        """Take the results of a pass."""
+        logits, hidden = launched.logits, launched.hidden
+        state = self._states[launched.items[0].base]
+        draws: list[DrawnRows] = []
+        rows: list[int] = []  # of the pass's logits, in the order of `draws`
+        end = num_rows = 0
+        for item in launched.items:
+            start, end = end, end + item.num_selected
+            num_rows += item.num_rows
+            seen = None if hidden is None else hidden[num_rows - item.num_selected : num_rows]
+            if hidden is not None and item.ends and item.sequence.is_prompt:
+                first = num_rows - min(item.count, DRAFTER_ROWS)
+                item.sequence.job.hidden = hidden[first:num_rows].clone()
+            if self._advance(item, logits[start:end], state):
+                draw = DrawnRows(item.sequence, len(rows), item.drafted, seen)
+                draws.append(draw)
+                rows += range(end - len(draw.rows), end)
+        if draws:
+            self._draw(draws, logits if len(rows) == len(logits) else logits[rows], state)
+
+    def begin(self, samples: list[Sequence]) -> None:
+        """Draw the first tokens of new samples from their prompts' logits."""
+        for state in self._states:
+            group = [s for s in samples if s.job.version.base is state.base]
+            logits = [s.job.logits for s in group if s.job.logits is not None]
+            if group:
+                draws = [DrawnRows(each, row) for row, each in enumerate(group)]
+                self._draw(draws, torch.stack(logits), state)
+
+    def _advance(self, item: BatchItem, logits: Tensor, state: BaseState) -> bool:
+        """Record what was computed. Whether a token is to be drawn from the item's last row."""
+        job = item.sequence.job
+        if item.all_rows and job.scores is not None:
+            job.scores.add(item.sequence.num_computed, logits)
+        ends = item.ends  # before the scheduler counts the item
+        # The scorer rounds differently from the runner: samples must go on from the runner's own
+        # keys and values, or scores would change what is sampled.
+        is_foreign = item.all_rows and state.scorer is not state.runner
+        self._scheduler.computed(item, register=not is_foreign)
+        if not ends:
+            return False
+        if not item.sequence.is_prompt:
+            return True
+        job.is_scoring = False
+        if is_foreign:
+            self._scheduler.recompute_prompt(job)
+        else:
+            job.logits = logits[-1].clone()
+            self._scheduler.prompt_computed(job)
+        return False
+
+    def _draw(self, draws: list[DrawnRows], logits: Tensor, state: BaseState) -> None:
+        """Draw the target's tokens and keep those that follow accepted ones; finish samples that
+        ended."""
+        params = [draw.sequence.row_params(i) for draw in draws for i in range(len(draw.rows))]
+        drawn = sample(logits, params, self._states.scan)
+        tokens, logprobs = drawn.tokens.tolist(), drawn.logprobs.tolist()
+        complete: list[tuple[Sequence, bool]] = []
+        for draw in draws:
+            sequence, rows = draw.sequence, draw.rows
+            verdict = match(draw.drafted, tokens[rows.start : rows.stop])
+            stopped = False
+            num_before = len(sequence.logprobs)
+            for row, token in zip(rows, verdict.tokens, strict=False):
+                stopped = _append(sequence, token, logprobs[row], partial(drawn.law, row))
+                if stopped or sequence.num_left <= 0:
+                    break
+            num_new = len(sequence.logprobs) - num_before
+            self.num_drawn += num_new
+            if draw.drafted:
+                self._scheduler.accepted(sequence, num_new - 1)
+            _report(draw, num_new, drawn, state)
+            if stopped or sequence.num_left <= 0:
+                complete.append((sequence, stopped))
+        self._finish(complete, state)
+
+    def _finish(self, complete: list[tuple[Sequence, bool]], state: BaseState) -> None:
+        for sequence, _ in complete:
+            if state.speculation is not None:
+                state.speculation.end(sequence)
+        self._scheduler.finish(sequence for sequence, _ in complete)
+        for sequence, stopped in complete:
+            sequence.job.finish(sequence, stopped=stopped)
+
+
+def _append(sequence: Sequence, token: int, logprob: float, logprobs: Callable[[], Tensor]) -> bool:
+    """One more token of a sample; logprobs: of all tokens, (1, V). Whether it stops there."""
+    job = sequence.job
+    sequence.tokens.append(token)
+    sequence.logprobs.append(logprob)
+    if job.request.topk_sample_logprobs:
+        sequence.topk.append(topk_rows(logprobs(), job.request.topk_sample_logprobs))
+    return job.stop_rule.ends(sequence.tokens, job.num_prompt)
+
+
+def _report(draw: DrawnRows, num_new: int, drawn: Drawn, state: BaseState) -> None:
+    """Report a sample's new tokens to speculation."""
+    sequence, speculation = draw.sequence, state.speculation
+    if speculation is None:
+        return
+    if num_new == len(sequence.logprobs):
+        speculation.begin(sequence)
+        hidden = sequence.job.hidden
+        if hidden is not None:
+            speculation.saw(sequence, sequence.job.num_prompt - len(hidden), hidden)
+        return
+    speculation.judged(sequence, num_new, drawn, draw.rows)
+    if draw.hidden is not None:
+        first = len(sequence.tokens) - num_new - 1
+        speculation.saw(sequence, first, draw.hidden[:num_new])
+    speculation.wrote(sequence, num_new)
