@@ -132,10 +132,10 @@ def _report(draw: DrawnRows, num_new: int, drawn: Drawn, state: BaseState) -> No
         speculation.begin(sequence)
         hidden = sequence.job.hidden
         if hidden is not None:
-            speculation.saw(sequence, sequence.job.num_prompt - len(hidden), hidden)
+            speculation.observe_hidden(sequence, sequence.job.num_prompt - len(hidden), hidden)
         return
-    speculation.judged(sequence, num_new, drawn, draw.rows)
+    speculation.record_verdict(sequence, num_new, drawn, draw.rows)
     if draw.hidden is not None:
         first = len(sequence.tokens) - num_new - 1
-        speculation.saw(sequence, first, draw.hidden[:num_new])
-    speculation.wrote(sequence, num_new)
+        speculation.observe_hidden(sequence, first, draw.hidden[:num_new])
+    speculation.observe(sequence, num_new)
