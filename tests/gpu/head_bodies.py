@@ -141,16 +141,18 @@ def written(
 def check_what_was_shown(folder: Path, head: Remembering, tolerance: float) -> None:
     """Against a pass over each finished text, on a CPU."""
     base = BaseModel.load("tiny", folder, folder, torch.float32, torch.device("cpu"))
-    versions = [version(base, rank, i) for i, rank in enumerate(RANKS)]
-    by_id = {each.id: each for each in versions}
+    versions = {one.id: one for one in (version(base, rank, i) for i, rank in enumerate(RANKS))}
     texts: dict[int, np.ndarray] = {}
     for stream, first, hidden in head.shown:
         if stream.id not in texts:
             tokens = np.array(stream.tokens, np.int32)
             captured = capture_sequence(
-                by_id[stream.version], tokens, head.layers, stream.num_prompt,
+                versions[stream.version],
+                tokens,
+                head.layers,
+                stream.num_prompt,
                 SequenceMetadata(1.0, 0),
-            )  # fmt: skip
+            )
             texts[stream.id] = captured.hidden
         expected = texts[stream.id][first : first + len(hidden)]
         np.testing.assert_allclose(hidden.numpy(), expected, atol=tolerance, rtol=tolerance)
