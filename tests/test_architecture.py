@@ -43,12 +43,12 @@ RULES = {
     # speculative decoding, without an engine
     "speculative": "",
     "speculative.drafters": "core.types errors speculative",
-    "speculative.head": "architectures errors speculative speculative.drafters",
+    "speculative.head": "architectures decoding errors speculative.drafters",
     "speculative.draft_length": "errors speculative",
     "speculative.learning": "errors speculative.drafters speculative.head",
     "speculative.observability": "errors speculative.draft_length",
     # the embedded backend
-    "embedded.model": "architectures config errors speculative weights",
+    "embedded.model": "architectures config decoding errors weights",
     "embedded.native": "architectures config decoding errors weights",
     "embedded.forward": "architectures decoding embedded.model embedded.native errors weights",
     "embedded.sampling": "core.types decoding embedded.forward embedded.model errors speculative "

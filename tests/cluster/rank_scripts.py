@@ -89,14 +89,16 @@ class Job:
     resident: int = 4
 
 
-def on_rank(rank: int, world: int, init_method: str, meeting: Path, jobs: list[Job]) -> list[Any]:
+def on_rank(
+    rank: int, world: int, init_method: str, rendezvous: Path, jobs: list[Job]
+) -> list[Any]:
     """One job after the other in one process: starting it costs more than most scripts."""
     from tests.cluster.cpu import uneven
     from tests.cluster.cpu.ranks import prepare
 
     prepare()
     uneven.install()
-    return [_do(job, rank, world, f"file://{meeting}/{i}") for i, job in enumerate(jobs)]
+    return [_do(job, rank, world, f"file://{rendezvous}/{i}") for i, job in enumerate(jobs)]
 
 
 def _do(job: Job, rank: int, world: int, init_method: str) -> list[Any]:
@@ -168,8 +170,8 @@ def play(jobs: dict[str, Job], limit_s: float = 600.0) -> dict[str, list[Any]]:
     from tests.cluster.cpu import spawn
 
     (world,) = {job.plan.layout.world for job in jobs.values()}
-    with tempfile.TemporaryDirectory() as meeting:
-        by_rank = spawn.run(on_rank, world, Path(meeting), list(jobs.values()), limit_s=limit_s)
+    with tempfile.TemporaryDirectory() as rendezvous:
+        by_rank = spawn.run(on_rank, world, Path(rendezvous), list(jobs.values()), limit_s=limit_s)
     return {
         name: [_one([own[k][i] for own in by_rank], op) for i, op in enumerate(job.script)]
         for k, (name, job) in enumerate(jobs.items())

@@ -129,7 +129,9 @@ def test_status_shows_and_draws_acceptance(
 ) -> None:
     log = AcceptanceLog(draft_command.folder_of(config).root)
     for i in range(40):
-        log.add([Line(1000.0 + i, i, name, 100, 30 + i, f"draft-{i // 20}") for name in ("", "m")])
+        log.append(
+            [Line(1000.0 + i, i, name, 100, 30 + i, f"draft-{i // 20}") for name in ("", "m")]
+        )
     told = "\n".join(draft_command.status(config))
     assert "accepted: 50%" in told
     assert "m: 50%" in told

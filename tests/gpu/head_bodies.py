@@ -18,7 +18,7 @@ from tests.gpu.stream_bodies import RANKS, Load, engine_of
 from tinkercloud.core.types import SampleOutput
 from tinkercloud.embedded.draft_training.capture import SequenceMetadata, capture_sequence
 from tinkercloud.embedded.drafting.head_drafter import HeadDrafter
-from tinkercloud.embedded.forward.batch import Batch, Part, ragged
+from tinkercloud.embedded.forward.batch import Batch, SequenceRows, ragged
 from tinkercloud.embedded.forward.kv_blocks import BlockPool, blocks_for
 from tinkercloud.embedded.forward.runners import Runner
 from tinkercloud.embedded.model.base_model import BaseModel
@@ -44,7 +44,7 @@ def mixed(base: BaseModel) -> tuple[Batch, BlockPool]:
     for i, (start, count) in enumerate(((40, 4), (17, 1), (0, 21), (90, 1), (5, 30))):
         tokens = generator.integers(0, base.config.vocab_size, count).tolist()
         blocks = held.tables[i, : blocks_for(start + count)].tolist()
-        parts.append(Part(versions[i], tokens, start, blocks, 1))
+        parts.append(SequenceRows(versions[i], tokens, start, blocks, 1))
     return ragged(parts), held.pool
 
 
@@ -146,8 +146,13 @@ def check_what_was_shown(folder: Path, head: Remembering, tolerance: float) -> N
     for stream, first, hidden in head.shown:
         if stream.id not in texts:
             tokens = np.array(stream.tokens, np.int32)
-            version, metadata = versions[stream.version], SequenceMetadata(1.0, 0)
-            captured = capture_sequence(version, tokens, head.layers, stream.num_prompt, metadata)
+            captured = capture_sequence(
+                versions[stream.version],
+                tokens,
+                head.layers,
+                stream.num_prompt,
+                SequenceMetadata(1.0, 0),
+            )
             texts[stream.id] = captured.hidden
         expected = texts[stream.id][first : first + len(hidden)]
         np.testing.assert_allclose(hidden.numpy(), expected, atol=tolerance, rtol=tolerance)

@@ -24,9 +24,12 @@ from tinkercloud.embedded.model.device import usable_cores
 from tinkercloud.errors import ConfigError
 from tinkercloud.speculative.learning.cases import CaseStore
 from tinkercloud.speculative.learning.draft_folder import ALIASES, DraftFolder
-from tinkercloud.speculative.observability.acceptance_log import AcceptanceLog
+from tinkercloud.speculative.observability.acceptance_log import (
+    AcceptanceTracker,
+    read_moments,
+    tracker_of,
+)
 from tinkercloud.speculative.observability.acceptance_plot import draw
-from tinkercloud.speculative.observability.acceptance_tracker import AcceptanceTracker
 
 CASE_BYTES, MAX_AGE = 64 * 1024**2, 10**6
 NO_DRAFT = "no draft yet; `tinkercloud draft train` makes one"
@@ -94,16 +97,16 @@ def status(config: Config, plot: Path | None = None) -> list[str]:
     lines.append(
         f"collected: {len(store.disagreed)} disagreements, {len(store.agreed)} agreed cases"
     )
-    log = AcceptanceLog(folder.root)
-    lines += _acceptance(log.tracker())
+    moments = read_moments(folder.root)
+    lines += _acceptance(tracker_of(moments))
     if plot is not None:
-        draw(log.lines(), plot, f"Drafts for {config.models[0].name}")
+        draw(moments, plot, f"Drafts for {config.models[0].name}")
         lines.append(f"drawn: {plot}")
     return lines
 
 
 def _acceptance(tracker: AcceptanceTracker) -> list[str]:
-    summary = tracker.as_json(by_step=False)
+    summary = tracker.as_json()
     if summary["rate"] is None:
         return ["no draft was verified yet"]
     windows = ", ".join(f"last {n}: {rate:.0%}" for n, rate in summary["windows"].items() if rate)

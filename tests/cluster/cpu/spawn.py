@@ -25,7 +25,7 @@ def run(
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        init_method = (folder / "meeting").as_uri()
+        init_method = (folder / "rendezvous").as_uri()
         work = (function.__module__, function.__qualname__, world_size, init_method, args)
         (folder / "work").write_bytes(pickle.dumps(work))
         ranks = [_start(folder, rank) for rank in range(world_size)]

@@ -20,7 +20,7 @@ from tests.embedded.draft_training.toy_policy import (
 from tests.embedded.speculative_engine import untaught_head
 from tests.embedded.tiny import random_prompt
 from tests.speculative.head.head_scene import V, drafted_outputs
-from tinkercloud.decoding.sampler import gumbel_noise_at, sample, warp
+from tinkercloud.decoding.sampler import sample
 from tinkercloud.embedded.draft_training.capture import (
     CapturedSequence,
     SequenceMetadata,
@@ -30,7 +30,7 @@ from tinkercloud.embedded.draft_training.dataset import Mix, SequenceDataset
 from tinkercloud.embedded.draft_training.driver import assign, copied, gradients, joined
 from tinkercloud.embedded.draft_training.head_trainer import HeadObjective, HeadTrainer
 from tinkercloud.speculative.head.cache import HeadCache, NewRows, extend
-from tinkercloud.speculative.head.draft import Coupling, Start, draft_chains
+from tinkercloud.speculative.head.draft import ChainStart, draft_chains
 from tinkercloud.speculative.learning.cases import digest
 
 # ---- heads
@@ -119,8 +119,7 @@ def accepted(trainer: HeadTrainer, policy: ToyPolicy, num_drafted: int = 3) -> f
         [row_params(seed=3, sample_index=b, position=LENGTH + k) for b in slots]
         for k in range(num_drafted)
     ]
-    coupling = Coupling(warp, gumbel_noise_at)
-    drafted = draft_chains(head, params, cache, Start(slots, output, rows), coupling).tokens
+    drafted = draft_chains(head, params, cache, ChainStart(slots, output, rows)).tokens
     last, stands, count = tokens[:, -1], torch.ones(len(texts), dtype=torch.bool), 0
     for k in range(num_drafted):
         last = sample(policy.logits[last], rows[k]).tokens

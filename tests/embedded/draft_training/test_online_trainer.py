@@ -49,7 +49,7 @@ from tinkercloud.embedded.training.observer import Datums
 from tinkercloud.embedded.training.queue import ObserverFactory, TrainingQueue
 from tinkercloud.speculative.learning.cases import CaseStore
 from tinkercloud.speculative.learning.schedule import TimeBudget
-from tinkercloud.speculative.observability.acceptance_log import AcceptanceLog
+from tinkercloud.speculative.observability.acceptance_log import Line, read_moments
 
 pytestmark = pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
 STEPS = 12
@@ -260,9 +260,13 @@ def test_training_keeps_within_its_share_and_is_told_of(
     assert told["draft"] == folder.resolve("best")
 
 
+def lines_of(folder: Path) -> list[Line]:
+    return [line for moment in read_moments(folder) for line in moment]
+
+
 def test_what_stood_of_drafts_is_written_down(runs: tuple[Run, Run, Driver, Path]) -> None:
     _, _, _, scratch = runs
-    lines = AcceptanceLog(drafts_of(scratch, "tiny").root).lines()
+    lines = lines_of(drafts_of(scratch, "tiny").root)
     assert lines
     assert {line.category for line in lines} == {"m"}
     assert sum(line.proposed for line in lines) >= sum(line.accepted for line in lines) >= 0
@@ -275,5 +279,5 @@ def test_where_the_policy_makes_no_step_a_line_is_written_each_minute(tmp_path: 
     for now_s in (1000.0, 1030.0, 1061.0):
         loop.drafted("m", 10, 4)
         loop.poll(now_s, idle=False)
-    lines = AcceptanceLog(folder.root).lines()
+    lines = lines_of(folder.root)
     assert [(line.proposed, line.accepted) for line in lines] == [(10, 4), (20, 8)]

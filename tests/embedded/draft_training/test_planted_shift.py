@@ -37,7 +37,7 @@ from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.process.drafter_setup import model_trainee
 from tinkercloud.embedded.process.model_store import ModelStore
-from tinkercloud.embedded.sampling.speculation import Listener, Speculation
+from tinkercloud.embedded.sampling.speculation import DraftObserver, Speculation
 from tinkercloud.embedded.training.micro_batches import Limits
 from tinkercloud.embedded.training.queue import TrainingQueue
 from tinkercloud.speculative.draft_length.fixed_length import FixedLength
@@ -89,7 +89,7 @@ def scene(folder: Path) -> Scene:
 
 
 def stood(
-    scene: Scene, version: Version, drafter: Drafter, listener: Listener | None = None
+    scene: Scene, version: Version, drafter: Drafter, observer: DraftObserver | None = None
 ) -> float:
     """The share of verified tokens that stood, of the same samples whoever drafts."""
     made: list[Speculation] = []
@@ -98,7 +98,7 @@ def stood(
         if drafter.layers:
             runner.capture(base, drafter.layers)
         guard = GuardedDrafter(drafter, base.config.vocab_size)
-        made.append(Speculation(guard, FixedLength(DRAFTED), None, listener))
+        made.append(Speculation(guard, FixedLength(DRAFTED), None, observer))
         return made[-1]
 
     sampler = Sampler(scene.store, speculate=make)

@@ -18,7 +18,7 @@ from tests.embedded.decode_scene import (
 )
 from tests.embedded.tiny import Sampler, ask, random_prompt, tuned
 from tinkercloud.core.types import FromBase
-from tinkercloud.embedded.forward.adapter_bank import NONE, AdapterBank
+from tinkercloud.embedded.forward.adapter_bank import NO_ADAPTER, AdapterBank
 from tinkercloud.embedded.forward.decode_graphs import BUCKETS, MAX_ROWS, bucket_for, width_for
 from tinkercloud.embedded.forward.runners import GraphRunner, TorchRunner
 from tinkercloud.embedded.model.base_model import BaseModel
@@ -186,7 +186,7 @@ def test_the_longest_unused_adapter_makes_room(llama: BaseModel):
     assert bank.place([a, b]) == [0, 1]
     assert bank.place([a]) == [0]
     assert bank.place([c]) == [1], "b's"
-    assert bank.place([a, version(llama, None, 0)]) == [0, NONE]
+    assert bank.place([a, version(llama, None, 0)]) == [0, NO_ADAPTER]
     assert c.adapter is not None
     for name, (factor, _) in c.adapter.items():
         assert torch.equal(bank.down[name][1, :4], factor)

@@ -17,7 +17,7 @@ from tinkercloud.decoding import device_scan
 from tinkercloud.decoding.sampler import gumbel_noise_at
 from tinkercloud.embedded.draft_training.capture import layer_outputs
 from tinkercloud.embedded.forward import runners
-from tinkercloud.embedded.forward.batch import Part, ragged
+from tinkercloud.embedded.forward.batch import SequenceRows, ragged
 from tinkercloud.embedded.forward.decode_graphs import DrawGraphs
 from tinkercloud.embedded.forward.kv_blocks import BlockPool
 from tinkercloud.embedded.forward.runners import GraphRunner, NativeRunner, Runner, TorchRunner
@@ -65,7 +65,7 @@ def test_a_layers_states_are_what_its_block_puts_out(base: BaseModel):
     runner, pool = TorchRunner(), BlockPool(base.config, base.dtype, base.device, 4)
     runner.capture(base, (3, 1, 2))
     with torch.inference_mode():
-        runner.forward(ragged([Part(own, ids.tolist(), 0, [0, 1], 1)]), pool)
+        runner.forward(ragged([SequenceRows(own, ids.tolist(), 0, [0, 1], 1)]), pool)
         context = TrainContext(own.weights, [20], adapter=own.adapter, scale=own.scale)
         outputs = layer_outputs(own, context, ids)
     expected = torch.stack([outputs[2], outputs[0], outputs[1]], 1)

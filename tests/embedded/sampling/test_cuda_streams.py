@@ -17,7 +17,7 @@ from tests.gpu import stream_bodies as bodies
 from tests.speculative.drafters.trial_drafters import DyingDrafter
 from tinkercloud.core.types import SampleOutput
 from tinkercloud.embedded.forward import contexts, paged_context, runners
-from tinkercloud.embedded.forward.batch import Part, ragged
+from tinkercloud.embedded.forward.batch import SequenceRows, ragged
 from tinkercloud.embedded.forward.decode_graphs import DrawGraphs
 from tinkercloud.embedded.forward.kv_blocks import BlockPool
 from tinkercloud.embedded.forward.runners import GraphRunner, NativeRunner, Runner, TorchRunner
@@ -286,9 +286,10 @@ def test_a_pass_over_prompts_waits_for_no_result_and_for_no_copy(
 ):
     """On a GPU reading a number back would wait for the pass, and so would a plain copy to it."""
     base = random_base(tiny_config(family))
-    own, pool = version(base, 4, 1), BlockPool(base.config, base.dtype, base.device, 20)
-    parts = [
-        Part(own if i else version(base, None, 0), range(5 + i), 16 * i, pool.allocate(4), i % 2)
+    plain, adapted = version(base, None, 0), version(base, 4, 1)
+    pool = BlockPool(base.config, base.dtype, base.device, 20)
+    sequences = [
+        SequenceRows(adapted if i else plain, range(5 + i), 16 * i, pool.allocate(4), i % 2)
         for i in range(4)
     ]
     uploads, arrays = [], []
@@ -299,7 +300,7 @@ def test_a_pass_over_prompts_waits_for_no_result_and_for_no_copy(
     monkeypatch.setattr(torch, "tensor", None)
     monkeypatch.setattr(torch, "as_tensor", None)
     with Operations() as seen, torch.inference_mode():
-        TorchRunner().forward(ragged(parts), pool)
+        TorchRunner().forward(ragged(sequences), pool)
     waiting = [name for name in seen.names if any(bad in name for bad in Traced.FORBIDDEN)]
     assert seen.names and waiting == []
     assert len(uploads) == len(arrays) > 5

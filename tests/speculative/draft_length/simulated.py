@@ -5,10 +5,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tinkercloud.speculative.draft_length.acceptance import Acceptance
 from tinkercloud.speculative.draft_length.controller import DraftLengthController
 from tinkercloud.speculative.draft_length.costs import CostTable, MeasuredCosts, measure_costs
-from tinkercloud.speculative.draft_length.draft_costs import DraftCosts
 from tinkercloud.speculative.draft_length.planning import Estimates
 from tinkercloud.speculative.draft_length.rounds import Load, Round, Times
 
@@ -27,12 +25,16 @@ def compute_bound(rows: int) -> float:
     return 1.0 + 4.0 * rows
 
 
-MACHINES = {"memory bound": memory_bound, "few cores": few_cores, "compute bound": compute_bound}
+MACHINES: dict[str, Callable[[int], float]] = {
+    "memory bound": memory_bound,
+    "few cores": few_cores,
+    "compute bound": compute_bound,
+}
 
 
 @dataclass
 class Drafter:
-    """Token d of a draft stands with rates[d] (the last for all deeper). A share `hard` of the
+    """Token d of a draft is accepted with rates[d] (the last for all deeper). A share `hard` of the
     drafts have rates[d] * dull instead, and confidences say which, on a wrong scale. empty: the
     share of times that nothing is proposed."""
 
@@ -51,6 +53,15 @@ class Drafter:
         if not any(asked):
             return 0.0
         return self.round_ms + self.step_ms * max(asked) + self.token_ms * sum(asked)
+
+
+DRAFTERS = {
+    "history": Drafter((0.9, 0.88, 0.85)),
+    "fair": Drafter((0.6, 0.55, 0.5)),
+    "never right": Drafter((0.0,)),
+    "small model": Drafter((0.8,), step_ms=3.0),
+    "slow model": Drafter((0.5,), round_ms=20.0, step_ms=10.0),
+}
 
 
 @dataclass
@@ -94,46 +105,46 @@ class Outcome:
 class Run:
     machine: Machine
     drafter: Drafter
-    policy: DraftLengthController
+    controller: DraftLengthController
     outcome: Outcome = field(default_factory=Outcome)
 
     def round(self, loads: list[Load]) -> list[int]:
-        """How many drafted tokens of each stood."""
+        """How many drafted tokens of each were accepted."""
         coins, drafter = self.machine.coins, self.drafter
-        asked = self.policy.limits(loads)
+        asked = self.controller.limits(loads)
         hard = coins.random(len(loads)) < drafter.hard
         lengths = [n if coins.random() >= drafter.empty else 0 for n in asked]
         confidences = tuple(
             tuple(0.5 if hard[i] else 0.99 for _ in range(n)) for i, n in enumerate(lengths)
         )
-        verified = self.policy.choose(confidences) if any(asked) else [0] * len(loads)
+        verified = self.controller.choose(confidences) if any(asked) else [0] * len(loads)
         accepted = [
-            self._stands(n, drafter.dull if hard[i] else 1.0) for i, n in enumerate(verified)
+            self._accepted(n, drafter.dull if hard[i] else 1.0) for i, n in enumerate(verified)
         ]
         rows = len(loads) + sum(verified)
         quiet = drafter.ms(asked), self.machine.ms(rows)
         noise = self.machine.noise()
-        own = float(np.exp(self.machine.jitter * coins.standard_normal()))
-        times = Times(quiet[0] * noise * own, quiet[1] * noise)
+        jitter = float(np.exp(self.machine.jitter * coins.standard_normal()))
+        times = Times(quiet[0] * noise * jitter, quiet[1] * noise)
         groups = tuple(load.group for load in loads)
-        told = Round(
+        last_round = Round(
             tuple(asked), confidences, tuple(verified), tuple(accepted), times, groups=groups
         )
-        self.policy.observe(told)
+        self.controller.observe(last_round)
         self.outcome.tokens += len(loads) + sum(
             self._expected(n, drafter.dull if hard[i] else 1.0) for i, n in enumerate(verified)
         )
         self.outcome.quiet_ms += sum(quiet)
-        self.outcome.drafted.append(told.num_verified)
-        self.outcome.reasons.append(self.policy.reason)
-        self.outcome.kinds.append(self.policy.kind)
+        self.outcome.drafted.append(last_round.num_verified)
+        self.outcome.reasons.append(self.controller.reason)
+        self.outcome.kinds.append(self.controller.kind)
         return accepted
 
     def _expected(self, most: int, dull: float) -> float:
         rates = [self.drafter.rate(depth) * dull for depth in range(most)]
         return float(np.cumprod(rates).sum())
 
-    def _stands(self, most: int, dull: float) -> int:
+    def _accepted(self, most: int, dull: float) -> int:
         coins = self.machine.coins.random(most)
         for depth, coin in enumerate(coins):
             if coin >= self.drafter.rate(depth) * dull:
@@ -143,12 +154,12 @@ class Run:
 
 def started(ms: Callable[[int], float], drafter: Drafter, seed: int = 0) -> Run:
     machine = Machine(ms, seed)
-    known = Estimates(CostTable(machine.measured()), DraftCosts(), Acceptance())
-    return Run(machine, drafter, DraftLengthController(known))
+    estimates = Estimates(CostTable(machine.measured()))
+    return Run(machine, drafter, DraftLengthController(estimates))
 
 
 def fixed_goodput(ms: Callable[[int], float], drafter: Drafter, num_loads: int, k: int) -> float:
-    """Of k tokens for every sequence in every round, by the law: tokens per quiet millisecond."""
+    """Of k tokens for every sequence in every round, on average: tokens per quiet millisecond."""
     rates = np.array([drafter.rate(depth) for depth in range(k)])
     proposing = 1.0 - drafter.empty
     survives = (1.0 - drafter.hard) * np.cumprod(rates)

@@ -1,4 +1,4 @@
-"""T8: requests that come as they come, with the policy and without drafts, on the same trace."""
+"""T8: requests that come at random, with the controller and without drafts, on the same trace."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -6,19 +6,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from tests.speculative.draft_length.simulated import MACHINES, Drafter, Run, started
+from tests.speculative.draft_length.simulated import DRAFTERS, MACHINES, Run, started
 from tinkercloud.speculative.draft_length.rounds import Load
 
 MAX_BATCH = 32
 MEAN_TOKENS = 60
 NUM_REQUESTS = 150
-DRAFTERS = {
-    "history": Drafter((0.9, 0.88, 0.85)),
-    "fair": Drafter((0.6, 0.55, 0.5)),
-    "never right": Drafter((0.0,)),
-    "small model": Drafter((0.8,), step_ms=3.0),
-    "slow model": Drafter((0.5,), round_ms=20.0, step_ms=10.0),
-}
 
 
 @dataclass
@@ -57,17 +50,17 @@ def serve(requests: list[Request], ms: Callable[[int], float], run: Run | None) 
         while waiting and waiting[0].arrives_ms <= clock_ms and len(running) < MAX_BATCH:
             running.append(waiting.pop(0))
         if run is None:
-            stood, took_ms = [0] * len(running), ms(len(running))
+            accepted, took_ms = [0] * len(running), ms(len(running))
         else:
             before_ms = run.outcome.quiet_ms
-            stood = run.round([Load(100, group=id(one)) for one in running])
+            accepted = run.round([Load(100, group=id(request)) for request in running])
             took_ms = run.outcome.quiet_ms - before_ms
         clock_ms += took_ms
-        for one, num in zip(running, stood, strict=True):
-            one.left -= 1 + num
-            if one.left <= 0:
-                one.ended_ms = clock_ms
-        running = [one for one in running if one.left > 0]
+        for request, num in zip(running, accepted, strict=True):
+            request.left -= 1 + num
+            if request.left <= 0:
+                request.ended_ms = clock_ms
+        running = [request for request in running if request.left > 0]
 
 
 def goodput(requests: list[Request]) -> float:
@@ -95,7 +88,7 @@ def test_goodput_is_never_below_plain_and_no_answer_comes_late(machine, drafter,
     assert tail_ms(drafted) <= 1.1 * tail_ms(plain)
 
 
-def test_where_drafts_stand_and_rows_are_cheap_the_queue_is_shorter():
+def test_where_drafts_are_accepted_and_rows_are_cheap_the_queue_is_shorter():
     ms = MACHINES["memory bound"]
     plain, drafted = trace(1.5, ms, seed=5), trace(1.5, ms, seed=5)
     serve(plain, ms, None)
@@ -104,14 +97,14 @@ def test_where_drafts_stand_and_rows_are_cheap_the_queue_is_shorter():
     assert tail_ms(drafted) < 0.5 * tail_ms(plain)
 
 
-def test_a_policy_that_always_drafts_would_be_seen():
+def test_a_controller_that_always_drafts_would_be_seen():
     """The look-out itself: on a machine where rows cost their price, eight drafted tokens each."""
     ms = MACHINES["compute bound"]
     plain, drafted = trace(2.0, ms, seed=3), trace(2.0, ms, seed=3)
     serve(plain, ms, None)
     run = started(ms, DRAFTERS["never right"], seed=4)
-    run.policy.limits = lambda loads: [8] * len(loads)  # type: ignore[method-assign]
-    run.policy.choose = lambda confidences: [8] * len(confidences)  # type: ignore[method-assign]
+    run.controller.limits = lambda loads: [8] * len(loads)  # type: ignore[method-assign]
+    run.controller.choose = lambda confidences: [8] * len(confidences)  # type: ignore[method-assign]
     serve(drafted, ms, run)
     assert goodput(drafted) < 0.5 * goodput(plain)
     assert tail_ms(drafted) > 1.1 * tail_ms(plain)

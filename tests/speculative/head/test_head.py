@@ -15,9 +15,9 @@ from tests.speculative.head.head_scene import (
     target_config,
     target_weights,
 )
-from tinkercloud.decoding.sampler import gumbel_noise, gumbel_noise_at, sample, warp
+from tinkercloud.decoding.sampler import gumbel_noise, gumbel_noise_at, sample
 from tinkercloud.speculative.head.cache import HeadCache, NewRows, extend
-from tinkercloud.speculative.head.draft import Coupling, Start, draft_chains, draw
+from tinkercloud.speculative.head.draft import ChainStart, draft_chains, draw
 from tinkercloud.speculative.head.head import (
     FrozenRows,
     Head,
@@ -28,7 +28,6 @@ from tinkercloud.speculative.head.head import (
 from tinkercloud.speculative.head.unroll import unroll
 from tinkercloud.speculative.head.vocabulary import DraftVocabulary
 
-COUPLING = Coupling(warp, gumbel_noise_at)
 a_row = partial(row_params, seed=7, sample_index=2, position=5)
 
 
@@ -170,7 +169,7 @@ def test_a_draft_with_the_targets_law_draws_the_targets_token(temperature, top_k
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(40, V, generator=generator) * 2
     rows = [a_row(temperature=temperature, cut=(top_k, top_p), position=i) for i in range(40)]
-    drawn = draw(logits, rows, vocabulary, COUPLING)
+    drawn = draw(logits, rows, vocabulary)
     assert torch.equal(drawn.tokens, sample(logits, rows).tokens)
     chances = drawn.chances
     assert ((chances > 0) & (chances <= 1)).all()
@@ -181,7 +180,7 @@ def test_on_a_trimmed_vocabulary_the_token_is_the_targets_wherever_it_can_be():
     logits = torch.randn(300, V, generator=torch.Generator().manual_seed(1))
     rows = [a_row(position=i) for i in range(300)]
     target = sample(logits, rows).tokens
-    tokens = draw(logits[:, ::2], rows, vocabulary, COUPLING).tokens
+    tokens = draw(logits[:, ::2], rows, vocabulary).tokens
     assert torch.equal(tokens == target, target % 2 == 0)
 
 
@@ -190,15 +189,13 @@ def test_other_noise_would_rarely_give_the_targets_token():
     logits = torch.zeros(200, V)
     rows = [a_row(position=i) for i in range(200)]
     target = sample(logits, rows).tokens
-    tokens = draw(
-        logits, [a_row(position=i, seed=9) for i in range(200)], vocabulary, COUPLING
-    ).tokens
+    tokens = draw(logits, [a_row(position=i, seed=9) for i in range(200)], vocabulary).tokens
     assert (tokens == target).float().mean() < 0.1
 
 
 def test_ties_go_to_the_lowest_id():
     vocabulary = DraftVocabulary.of([4, 7, 9], V)
-    drawn = draw(torch.zeros(1, 3), [a_row(temperature=0.0)], vocabulary, COUPLING)
+    drawn = draw(torch.zeros(1, 3), [a_row(temperature=0.0)], vocabulary)
     assert drawn.tokens.tolist() == [4]
 
 
@@ -210,7 +207,7 @@ def test_a_chain_is_what_drafting_token_by_token_gives(more):
     feature = head.fuse(params, hidden)
     output = extend(head, params, cache, NewRows([0, 1], feature, tokens, [6, 6]))[:, -1]
     rows = [[a_row(position=7 + k, sample_index=b, **more) for b in range(2)] for k in range(4)]
-    chains = draft_chains(head, params, cache, Start([0, 1], output, rows, [1]), COUPLING)
+    chains = draft_chains(head, params, cache, ChainStart([0, 1], output, rows, [1]))
     assert set(chains.distributions) == {1}
     assert chains.tokens.shape == chains.chances.shape == (2, 4)
     assert cache.lengths == [6, 6]
@@ -219,9 +216,7 @@ def test_a_chain_is_what_drafting_token_by_token_gives(more):
         for k in range(4):
             padded = torch.cat((hidden[b], torch.zeros(k, *hidden.shape[2:])))
             last = drafted_outputs(head, params, (padded, torch.tensor(told)), 5, k + 1)[-1]
-            one = draw(
-                head.logits(params, last[None]), [rows[k][b]], head.frozen.vocabulary, COUPLING
-            )
+            one = draw(head.logits(params, last[None]), [rows[k][b]], head.frozen.vocabulary)
             assert int(one.tokens) == int(chains.tokens[b, k])
             if b in chains.distributions:
                 law = torch.from_numpy(chains.distributions[b][k].dense(V)).float()

@@ -279,17 +279,15 @@ def test_reasons_and_kinds_of_rounds_are_counted():
 
 def test_an_alarm_is_raised_once_and_turns_the_drafter_off():
     flat = MeasuredCosts(ROWS, (10.0,) * len(ROWS), (10.5,) * len(ROWS))
-    policy = DraftLengthController(Estimates(CostTable(flat), acceptance=Acceptance()))
+    controller = DraftLengthController(Estimates(CostTable(flat), acceptance=Acceptance()))
     telemetry = Telemetry()
     raised = []
     for _ in range(300):
         raised.append(telemetry.record(report(told((2,), (2,)), chances=((0.3, 0.3),))))
         if raised[-1]:
-            policy.stop(Reason.ALARM)
-    assert raised.count(True) == 1 and telemetry.alarmed("suffix")
-    assert policy.limits([Load(100)]) == [0] and policy.reason is Reason.ALARM
-    telemetry.clear("suffix")
-    assert not telemetry.alarmed("suffix")
+            controller.stop(Reason.ALARM)
+    assert raised.count(True) == 1 and telemetry.snapshot()["drafters"]["suffix"]["alarmed"]
+    assert controller.limits([Load(100)]) == [0] and controller.reason is Reason.ALARM
 
 
 # ---- how it is told

@@ -35,8 +35,7 @@ from tinkercloud.speculative.learning.cases import CaseStore
 from tinkercloud.speculative.learning.collecting import CaseCollector, JudgedToken
 from tinkercloud.speculative.learning.draft_folder import DraftFolder
 from tinkercloud.speculative.learning.schedule import TimeBudget
-from tinkercloud.speculative.observability.acceptance_log import AcceptanceLog, Counting
-from tinkercloud.speculative.observability.acceptance_tracker import AcceptanceTracker
+from tinkercloud.speculative.observability.acceptance_log import AcceptanceLog
 
 logger = logging.getLogger(__name__)
 
@@ -119,8 +118,7 @@ class OnlineTrainer:
         self._settings = settings or OnlineSettings()
         self._folder, self._trainee = folder, trainee
         self._collector = CaseCollector(store)
-        self._tracker = AcceptanceTracker()
-        self._log, self._counting = AcceptanceLog(folder.root), Counting()
+        self._acceptance = AcceptanceLog(folder.root)
         self._driver = self._driver_of(trainee)
         self._served = self._folder.find("best")
         self._temperature = 1.0
@@ -149,8 +147,7 @@ class OnlineTrainer:
 
     @isolates_errors
     def drafted(self, category: str, num_judged: int, num_accepted: int) -> None:
-        self._counting.add(category, num_judged, num_accepted)
-        self._tracker.add(self._step, num_judged, num_accepted, category)
+        self._acceptance.add(self._step, num_judged, num_accepted, category)
 
     @isolates_errors
     def judged(self, stream: Stream, verdict: JudgedToken, category: str) -> None:
@@ -182,7 +179,7 @@ class OnlineTrainer:
         """A model of this base has made a step; took_s: of work since the last one."""
         self._step += 1
         if self._driver is not None:
-            self._driver.policy_stepped(self._step, took_s, self._counting.rate)
+            self._driver.policy_stepped(self._step, took_s, self._acceptance.unwritten_rate)
         self._write_line()
 
     # ---- work
@@ -247,7 +244,7 @@ class OnlineTrainer:
 
     def _write_line(self) -> None:
         try:
-            self._log.add(self._counting.lines(self._step, self._served or ""))
+            self._acceptance.write(self._step, self._served or "")
         except OSError as error:
             logger.warning("the acceptance log cannot be written: %s", error)
 
@@ -268,7 +265,7 @@ class OnlineTrainer:
         snapshot: dict[str, Any] = {
             "policy_steps": self._step,
             "is_over": self.is_over,
-            "acceptance": self._tracker.as_json(by_step=False),
+            "acceptance": self._acceptance.tracker.as_json(),
             "cases": {"disagreed": len(store.disagreed), "agreed": len(store.agreed)},
         }
         if driver is not None:

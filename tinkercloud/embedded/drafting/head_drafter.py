@@ -11,16 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from tinkercloud.decoding import device_scan
-from tinkercloud.decoding.sampler import RowParams, gumbel_noise_at, warp
+from tinkercloud.decoding.device_copy import to_device
 from tinkercloud.embedded.drafting.network_drafter import row_params
-from tinkercloud.speculative.device_copy import to_device
 from tinkercloud.speculative.drafters.draft_distribution import AUDIT_EVERY, AuditSchedule
 from tinkercloud.speculative.drafters.drafter import NO_DRAFT, Draft, Drafter, Stream
 from tinkercloud.speculative.head.cache import HeadCache, NewRows, extend
-from tinkercloud.speculative.head.draft import Coupling, Start, draft_chains
+from tinkercloud.speculative.head.draft import ChainStart, draft_chains
 from tinkercloud.speculative.head.head import Head
-from tinkercloud.speculative.head.vocabulary import DraftVocabulary
 
 MAX_UNREAD = 256  # rows of a sample that wait for `propose`; older ones are dropped
 MAX_CONTEXT = 1024  # rows of a sample in the head's cache, which is then emptied
@@ -51,7 +48,6 @@ class HeadDrafter(Drafter):
         self._cache = HeadCache(head, 1)
         self._free = [0]
         self._readers: dict[int, _Reader] = {}
-        self._coupling = _coupling(head.vocabulary)
 
     @property
     def params(self) -> dict[str, Tensor]:
@@ -132,8 +128,9 @@ class HeadDrafter(Drafter):
         audited = [
             i for i, (reader, _) in enumerate(ready) if takes(reader.stream.params.temperature)
         ]
-        start = Start([reader.slot for reader, _ in ready], torch.stack(outputs), rows, audited)
-        chains = draft_chains(self.head, self._params, self._cache, start, self._coupling)
+        slots = [reader.slot for reader, _ in ready]
+        start = ChainStart(slots, torch.stack(outputs), rows, audited)
+        chains = draft_chains(self.head, self._params, self._cache, start)
         # One copy for both: each copy to the host waits for the device. float64 holds any token id.
         values = torch.stack((chains.tokens.double(), chains.chances.clamp(0, 1).double())).tolist()
         tokens, confidences = [[int(token) for token in row] for row in values[0]], values[1]
@@ -149,14 +146,3 @@ class HeadDrafter(Drafter):
     def _begin_anew(self, reader: _Reader) -> None:
         self._cache.rewind(reader.slot, 0)
         reader.unread, reader.num_unread, reader.output = [], 0, None
-
-
-def _coupling(vocabulary: DraftVocabulary) -> Coupling[RowParams]:
-    """The target's noise, computed on the device of the vocabulary."""
-    size, device = len(vocabulary.index), vocabulary.ids.device
-
-    def noise(rows: Sequence[RowParams], ids: Tensor) -> Tensor:
-        params = to_device(torch.from_numpy(device_scan.packed(rows)), device)
-        return device_scan.noise_at(params, ids, size)
-
-    return Coupling(warp, gumbel_noise_at if device.type == "cpu" else noise)

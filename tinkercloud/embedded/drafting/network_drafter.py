@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from tinkercloud.decoding.sampler import RowParams, Scan
-from tinkercloud.embedded.forward.batch import Part, ragged
+from tinkercloud.embedded.forward.batch import SequenceRows, ragged
 from tinkercloud.embedded.forward.kv_blocks import BlockPool
 from tinkercloud.embedded.forward.runners import Runner
 from tinkercloud.embedded.model.version import Version
@@ -135,12 +135,12 @@ class NetworkDrafter(Drafter):
                 self._forward([self._part(drafting.cache, tokens[:MAX_CATCH_UP])])
         return self._extended(ready, self._forward(parts), next_tokens) if parts else []
 
-    def _part(self, cache: _Cache, tokens: Sequence[int]) -> Part:
-        part = Part(self.version, tokens, len(cache.tokens), cache.blocks, 1)
+    def _part(self, cache: _Cache, tokens: Sequence[int]) -> SequenceRows:
+        part = SequenceRows(self.version, tokens, len(cache.tokens), cache.blocks, 1)
         cache.tokens += tokens
         return part
 
-    def _forward(self, parts: Sequence[Part]) -> Tensor:
+    def _forward(self, parts: Sequence[SequenceRows]) -> Tensor:
         return self._runner.forward(ragged(parts), self._pool)
 
     @staticmethod

@@ -15,7 +15,7 @@ import torch
 from tinkercloud.config import user_cache_dir
 from tinkercloud.core.types import SamplingParams
 from tinkercloud.decoding.sampler import RowParams, sample
-from tinkercloud.embedded.forward.batch import Batch, Part, ragged
+from tinkercloud.embedded.forward.batch import Batch, SequenceRows, ragged
 from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool, blocks_for
 from tinkercloud.embedded.forward.runners import Runner
 from tinkercloud.embedded.model.base_model import BaseModel
@@ -69,7 +69,7 @@ class RoundTimer:
         vocab_size = self._base.config.vocab_size
         return ragged(
             [
-                Part(
+                SequenceRows(
                     self._version,
                     [token % vocab_size for token in range(count)],
                     BLOCK_TOKENS * len(table) - max(counts),

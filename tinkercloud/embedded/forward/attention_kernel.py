@@ -2,9 +2,10 @@
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 """One query per sequence against its keys and values in blocks, as Triton kernels.
 
-All query heads of a key/value head read it together; softmax is taken on the way; for small batches
-the context is cut into parts that run side by side and are put together after. What is launched
-depends on shapes alone, so that a CUDA graph can hold it.
+All query heads of a key/value head read it together; softmax is computed online (Milakov &
+Gimelshein 2018); for small batches the context is split into parts that run in parallel and are
+combined after, as in flash decoding. What is launched depends on shapes alone, so that a CUDA graph
+can hold it.
 
 Axes: B sequences, Hq/Hkv heads, G = Hq / Hkv, Dh head size, W blocks of the widest table, P parts.
 """
@@ -14,15 +15,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TOKENS = 64  # that one step of a program reads
+_TOKENS = 64  # that a program reads at a time
 _PROGRAMS = 512  # about as many as keep a large GPU busy
-_LEAST = 16  # rows and columns of a matrix product
+_MIN_SIZE = 16  # rows and columns of a matrix product
 
 
 def paged_attention(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor
 ) -> Tensor:
-    """See `paged_attention.PagedAttention`. The last two axes of keys and values are theirs."""
+    """A `paged_attention.PagedAttention`."""
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads, slots = keys.shape[1], keys.shape[3]
     q, tables = q.contiguous(), tables.contiguous()
@@ -35,7 +36,7 @@ def paged_attention(
     sizes = {
         "GROUPS": num_heads // num_kv_heads,
         "SIZE": head_dim,
-        "PADDED_SIZE": max(_LEAST, triton.next_power_of_2(head_dim)),
+        "PADDED_SIZE": max(_MIN_SIZE, triton.next_power_of_2(head_dim)),
         "PARTS": parts,
     }
     _attend[(num_seqs, num_kv_heads, parts)](
@@ -44,7 +45,7 @@ def paged_attention(
         head_dim**-0.5,
         SLOTS=slots,
         TOKENS=_TOKENS,
-        PADDED_GROUPS=max(_LEAST, triton.next_power_of_2(sizes["GROUPS"])),
+        PADDED_GROUPS=max(_MIN_SIZE, triton.next_power_of_2(sizes["GROUPS"])),
         **sizes,
     )
     if parts > 1:
@@ -55,9 +56,9 @@ def paged_attention(
 
 
 def num_parts(num_seqs: int, num_kv_heads: int, num_tokens: int) -> int:
-    """Into how many parts a context is cut; num_tokens: the most that there may be."""
-    wanted = _PROGRAMS // (num_seqs * num_kv_heads)
-    return max(1, min(wanted, num_tokens // (2 * _TOKENS), 64))
+    """How many parts a context is split into; num_tokens: the most that it may have."""
+    fills_gpu = _PROGRAMS // (num_seqs * num_kv_heads)
+    return max(1, min(fills_gpu, num_tokens // (2 * _TOKENS), 64))
 
 
 @triton.jit
@@ -78,45 +79,45 @@ def _attend(  # noqa: PLR0913 - a kernel
     group = tl.arange(0, PADDED_GROUPS)
     size = tl.arange(0, PADDED_SIZE)
     token = tl.arange(0, TOKENS)
-    own = (row * num_kv_heads + head) * GROUPS + group
+    head_rows = (row * num_kv_heads + head) * GROUPS + group
     real = (group < GROUPS)[:, None] & (size < SIZE)[None, :]
-    query = tl.load(q + own[:, None] * SIZE + size[None, :], mask=real, other=0.0)
+    query = tl.load(q + head_rows[:, None] * SIZE + size[None, :], mask=real, other=0.0)
     peak = tl.full([PADDED_GROUPS], float("-inf"), tl.float32)
     total = tl.zeros([PADDED_GROUPS], tl.float32)
-    sum_of = tl.zeros([PADDED_GROUPS, PADDED_SIZE], tl.float32)
+    weighted = tl.zeros([PADDED_GROUPS, PADDED_SIZE], tl.float32)
     for start in range(first, last, TOKENS):
         place = start + token
-        there = place < last
-        block = tl.load(tables + row * width + place // SLOTS, mask=there, other=0).to(tl.int64)
+        valid = place < last
+        block = tl.load(tables + row * width + place // SLOTS, mask=valid, other=0).to(tl.int64)
         base = (block * num_kv_heads + head) * SIZE * SLOTS
         slot = place % SLOTS
         key = tl.load(
             keys + base[None, :] + size[:, None] * SLOTS + slot[None, :],
-            mask=(size < SIZE)[:, None] & there[None, :],
+            mask=(size < SIZE)[:, None] & valid[None, :],
             other=0.0,
         )
         score = tl.dot(query, key, input_precision="ieee") * scale
-        score = tl.where(there[None, :], score, float("-inf"))
+        score = tl.where(valid[None, :], score, float("-inf"))
         higher = tl.maximum(peak, tl.max(score, 1))
         prob = tl.exp(score - higher[:, None])
-        kept = tl.exp(peak - higher)
+        rescale = tl.exp(peak - higher)
         value = tl.load(
             values + base[:, None] + slot[:, None] * SIZE + size[None, :],
-            mask=there[:, None] & (size < SIZE)[None, :],
+            mask=valid[:, None] & (size < SIZE)[None, :],
             other=0.0,
         )
         added = tl.dot(prob.to(value.dtype), value, input_precision="ieee")
-        sum_of = sum_of * kept[:, None] + added
-        total = total * kept + tl.sum(prob, 1)
+        weighted = weighted * rescale[:, None] + added
+        total = total * rescale + tl.sum(prob, 1)
         peak = higher
     if PARTS == 1:
-        result = (sum_of / total[:, None]).to(out.dtype.element_ty)
-        tl.store(out + own[:, None] * SIZE + size[None, :], result, mask=real)
+        result = (weighted / total[:, None]).to(out.dtype.element_ty)
+        tl.store(out + head_rows[:, None] * SIZE + size[None, :], result, mask=real)
     else:
-        at = own * PARTS + part
+        at = head_rows * PARTS + part
         tl.store(peaks + at, peak, mask=group < GROUPS)
         tl.store(sums + at, total, mask=group < GROUPS)
-        tl.store(mixed + at[:, None] * SIZE + size[None, :], sum_of, mask=real)
+        tl.store(mixed + at[:, None] * SIZE + size[None, :], weighted, mask=real)
 
 
 @triton.jit
@@ -125,18 +126,18 @@ def _combine(  # noqa: PLR0913 - a kernel
     SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, PARTS: tl.constexpr, PADDED_PARTS: tl.constexpr,
 ):  # fmt: skip
     """A program: one sequence, one query head. The first part is never empty."""
-    own = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    head_rows = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     part = tl.arange(0, PADDED_PARTS)
     size = tl.arange(0, PADDED_SIZE)
-    there = part < PARTS
-    at = own * PARTS + part
-    peak = tl.load(peaks + at, mask=there, other=float("-inf"))
+    valid = part < PARTS
+    at = head_rows * PARTS + part
+    peak = tl.load(peaks + at, mask=valid, other=float("-inf"))
     factor = tl.exp(peak - tl.max(peak, 0))
-    total = tl.sum(tl.load(sums + at, mask=there, other=0.0) * factor, 0)
-    part_of = tl.load(
+    total = tl.sum(tl.load(sums + at, mask=valid, other=0.0) * factor, 0)
+    partial = tl.load(
         mixed + at[:, None] * SIZE + size[None, :],
-        mask=there[:, None] & (size < SIZE)[None, :],
+        mask=valid[:, None] & (size < SIZE)[None, :],
         other=0.0,
     )
-    result = tl.sum(part_of * factor[:, None], 0) / total
-    tl.store(out + own * SIZE + size, result.to(out.dtype.element_ty), mask=size < SIZE)
+    result = tl.sum(partial * factor[:, None], 0) / total
+    tl.store(out + head_rows * SIZE + size, result.to(out.dtype.element_ty), mask=size < SIZE)

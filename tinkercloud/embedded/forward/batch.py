@@ -1,6 +1,6 @@
 """What one forward pass computes: rows of any number of sequences, any number of each.
 
-Axes: M rows, W of them wanted, S sequences.
+Axes: M rows, W of them with logits, S sequences.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,8 @@ class Batch:
 
     tokens, positions, sequence (M,): each row's id, its place in its sequence, and its sequence's
     row in tables (S, blocks); a sequence's rows are neighbours, in order. versions: with how many
-    rows each. wanted (W,): the rows whose logits are wanted, ascending.
+    rows each. logit_rows (W,): the rows whose logits are computed, ascending: a prompt of a
+    thousand rows needs those of its last one.
     """
 
     tokens: NDArray[np.int64]
@@ -27,7 +28,7 @@ class Batch:
     sequence: NDArray[np.int32]
     tables: NDArray[np.int32]
     versions: Sequence[tuple[Version, int]]
-    wanted: NDArray[np.int64]
+    logit_rows: NDArray[np.int64]
 
     @property
     def base(self) -> BaseModel:
@@ -40,39 +41,40 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Rows of one sequence: the place of the first in it, the sequence's blocks, and of how many of
-    the last rows the logits are wanted."""
+class SequenceRows:
+    """Rows of one sequence: start: the place of the first in it; blocks: all of the sequence's;
+    num_logit_rows: of the last ones."""
 
     version: Version
     tokens: Sequence[int]
     start: int
     blocks: Sequence[int]
-    num_wanted: int
+    num_logit_rows: int
 
 
-def ragged(parts: Sequence[Part]) -> Batch:
+def ragged(sequences: Sequence[SequenceRows]) -> Batch:
     """One batch of them; those of one version are neighbours."""
-    tables = np.zeros((len(parts), max(len(part.blocks) for part in parts)), np.int32)
+    num_blocks = max(len(sequence.blocks) for sequence in sequences)
+    tables = np.zeros((len(sequences), num_blocks), np.int32)
     tokens: list[int] = []
-    wanted: list[int] = []
+    logit_rows: list[int] = []
     versions: list[tuple[Version, int]] = []
-    for i, part in enumerate(parts):
-        tables[i, : len(part.blocks)] = part.blocks
-        tokens += part.tokens
-        wanted += range(len(tokens) - part.num_wanted, len(tokens))
-        if versions and versions[-1][0] is part.version:
-            versions[-1] = (part.version, versions[-1][1] + len(part.tokens))
+    for i, sequence in enumerate(sequences):
+        tables[i, : len(sequence.blocks)] = sequence.blocks
+        tokens += sequence.tokens
+        logit_rows += range(len(tokens) - sequence.num_logit_rows, len(tokens))
+        if versions and versions[-1][0] is sequence.version:
+            versions[-1] = (sequence.version, versions[-1][1] + len(sequence.tokens))
         else:
-            versions.append((part.version, len(part.tokens)))
-    counts = np.array([len(part.tokens) for part in parts])
-    starts = np.array([part.start for part in parts])
+            versions.append((sequence.version, len(sequence.tokens)))
+    counts = np.array([len(sequence.tokens) for sequence in sequences])
+    starts = np.array([sequence.start for sequence in sequences])
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     return Batch(
         np.array(tokens, np.int64),
         (np.repeat(starts, counts) + within).astype(np.int32),
-        np.repeat(np.arange(len(parts)), counts).astype(np.int32),
+        np.repeat(np.arange(len(sequences)), counts).astype(np.int32),
         tables,
         versions,
-        np.array(wanted, np.int64),
+        np.array(logit_rows, np.int64),
     )

@@ -1,10 +1,10 @@
 """CUDA graphs of the decode step and of the draw: one for each number of rows, width of tables and
 use of adapters.
 
-A graph is captured when a step of its kind first comes, on that step's own numbers, which may be
-computed again and again. Graphs share one memory pool: they never run side by side (see `lanes`),
-and what they leave behind is copied out of it. Where capturing fails, and on a CPU, the same step
-runs as it is.
+A graph is captured when a step of its kind first comes, on that step's own numbers: to compute
+them again changes nothing. Graphs share one memory pool: they never run in parallel (see
+`sampling.cuda_streams`), and their results are copied out of it. Where capturing fails, and on a
+CPU, the same step runs without a graph.
 
 Axes: B rows, W blocks of a table, V vocabulary.
 """
@@ -29,8 +29,8 @@ from tinkercloud.embedded.forward.hidden_states import LayerStates
 logger = logging.getLogger(__name__)
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
-"""Runs the work at least once; returns what repeats it on the numbers that then lie in its buffers.
-Raises RuntimeError where that cannot be done."""
+"""Runs the work at least once; returns a call that repeats it on the buffers' content at that time.
+Raises RuntimeError where work cannot be captured."""
 
 MAX_ROWS = 256
 MAX_GRAPHS = 64
@@ -39,17 +39,17 @@ BUCKETS = (*_SMALL, *_FINE, *_COARSE)
 
 
 def bucket_for(num_rows: int) -> int | None:
-    """The fewest rows of a step that are enough; None: there is no such step."""
+    """The rows of the smallest step that has as many; None: no step has."""
     return next((size for size in BUCKETS if size >= num_rows), None)
 
 
-def width_for(num_blocks: int, most: int, *, any_width: bool) -> int:
-    """The width of tables of `num_blocks`; most: of the longest context. any_width: the step's time
-    does not depend on it, so that few widths are enough."""
+def width_for(num_blocks: int, max_blocks: int, *, any_width: bool) -> int:
+    """The width of tables of `num_blocks`; max_blocks: of the longest context. any_width: the
+    step's time does not depend on the width, so that few widths are enough."""
     width, factor = (64, 4) if any_width else (8, 2)
     while width < num_blocks:
         width *= factor
-    return max(8, min(width, -(-most // 8) * 8))
+    return max(8, min(width, -(-max_blocks // 8) * 8))
 
 
 class Kind(NamedTuple):
@@ -61,52 +61,54 @@ class Kind(NamedTuple):
 
 
 class Graphs:
-    """What has been captured, by kind; the longest unused are given up first."""
+    """Captured graphs by kind; the least recently used are dropped first."""
 
-    def __init__(self, capture: Capture | None, what: str):
-        self._capture, self._what = capture, what
+    def __init__(self, capture: Capture | None, name: str):
+        self._capture, self._name = capture, name
         self._replays: OrderedDict[Kind, Callable[[], None]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._replays)
 
     def run(self, kind: Kind, work: Callable[[], None]) -> None:
-        """Do the work, which is the same for a kind; by its graph where there is one."""
+        """Run the work, which is the same for a kind; by its graph where there is one."""
         if kind in self._replays:
             self._replays.move_to_end(kind)
             self._replays[kind]()
-        elif self._capture is None or not self._captured(kind, work):
+        elif self._capture is None or not self._add(kind, work):
             work()
 
-    def _captured(self, kind: Kind, work: Callable[[], None]) -> bool:
+    def _add(self, kind: Kind, work: Callable[[], None]) -> bool:
+        """Capture and run it. False: it cannot be captured, and was not run."""
         assert self._capture is not None
         for old in [k for k in self._replays if -1 < k.bank < kind.bank]:
-            del self._replays[old]  # their adapters' tensors are gone
+            del self._replays[old]  # they read tensors that the bank has freed
         while len(self._replays) >= MAX_GRAPHS:
             self._replays.popitem(last=False)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         try:
             replay = self._capture(work)
             replay()
         except RuntimeError as error:
-            logger.warning("no CUDA graphs: %s goes on without them, slower: %s", self._what, error)
+            logger.warning("no CUDA graphs: %s goes on without them, slower: %s", self._name, error)
             self._capture = None
             self._replays.clear()
             return False
         self._replays[kind] = replay
         logger.info(
             "captured %s of %d rows, %d blocks%s in %.0f ms",
-            *(self._what, kind.num_rows, kind.width, ", adapters" if kind.bank >= 0 else ""),
-            (time.perf_counter() - begun) * 1000,
+            *(self._name, kind.num_rows, kind.width, ", adapters" if kind.bank >= 0 else ""),
+            (time.perf_counter() - start) * 1000,
         )
         return True
 
 
 class DecodeGraphs:
-    """Of one Step, which puts out the same layers' states every time. The buffers are as large as
-    the largest step needs, from the start.
+    """Of one Step. The buffers are as large as the largest step needs, from the start: a graph
+    reads fixed addresses.
 
-    states: the buffer of these, MAX_ROWS rows of it; None: none are wanted.
+    states: MAX_ROWS rows for the outputs of the layers that a drafter reads, the same layers in
+    every step; None: it reads none.
     """
 
     def __init__(
@@ -143,8 +145,8 @@ class DecodeGraphs:
         return () if self._states is None else self._states.layers
 
     def captured(self, num_real: int) -> Tensor:
-        """What `layers` put out in the last step, (num_real, L, D), the caller's to keep."""
-        assert self._states is not None, "no layers are wanted"
+        """The outputs of `layers` in the last step, (num_real, L, D), the caller's to keep."""
+        assert self._states is not None, "no layers' outputs were kept"
         return self._states.out[:num_real].clone()
 
 
@@ -153,7 +155,7 @@ class DrawGraphs:
 
     def __init__(self, capture: Capture | None):
         self._capture = capture
-        self._logits = self._params = self._found = torch.zeros(0, 0)
+        self._logits = self._params = self._scanned = torch.zeros(0, 0)
         self._graphs = Graphs(capture, "the draw")
 
     def __call__(self, logits: Tensor, rows: Sequence[RowParams]) -> Scanned:
@@ -161,27 +163,27 @@ class DrawGraphs:
         if num_rows is None or any(row.is_cut for row in rows):
             return device_scan.scan(logits, rows)
         self._fit(logits)
-        given, params = self._logits[:num_rows], self._params[:num_rows]
-        given[: len(rows)].copy_(logits)
+        padded, params = self._logits[:num_rows], self._params[:num_rows]
+        padded[: len(rows)].copy_(logits)
         params[: len(rows)].copy_(torch.from_numpy(device_scan.packed(rows)))
-        found = self._found[:num_rows]
+        scanned = self._scanned[:num_rows]
 
         def draw() -> None:
-            found.copy_(device_scan.find(given, params))
+            scanned.copy_(device_scan.find(padded, params))
 
         self._graphs.run(Kind(num_rows, 0, -1), draw)
-        return device_scan.read(found[: len(rows)].cpu().numpy())
+        return device_scan.read(scanned[: len(rows)].cpu().numpy())
 
     def _fit(self, logits: Tensor) -> None:
-        """Buffers for logits of that kind."""
-        size, held = logits.shape[-1], self._logits
-        if (held.shape[-1], held.dtype, held.device) == (size, logits.dtype, logits.device):
+        """Buffers for logits of this vocabulary, type and device."""
+        size, buffer = logits.shape[-1], self._logits
+        if (buffer.shape[-1], buffer.dtype, buffer.device) == (size, logits.dtype, logits.device):
             return
         self._graphs = Graphs(self._capture, "the draw")
         self._logits = logits.new_zeros(MAX_ROWS, size)
         self._params = torch.zeros(MAX_ROWS, 4, dtype=torch.int64, device=logits.device)
         columns = 3 + 2 * min(device_scan.CANDIDATES + 1, size)
-        self._found = torch.zeros(MAX_ROWS, columns, dtype=torch.int64, device=logits.device)
+        self._scanned = torch.zeros(MAX_ROWS, columns, dtype=torch.int64, device=logits.device)
 
 
 class CudaCapture:
@@ -189,18 +191,19 @@ class CudaCapture:
 
     def __init__(self) -> None:
         self._memory = torch.cuda.graph_pool_handle()
-        self._beside = torch.cuda.Stream()  # one: torch has few, and gives them out again in turn
+        self._warm_up = torch.cuda.Stream()  # one for all: torch reuses a few streams in turn
 
     def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
-        beside = self._beside
-        beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(beside):  # compiles kernels and makes workspaces, outside the graph
+        warm_up = self._warm_up
+        warm_up.wait_stream(torch.cuda.current_stream())
+        # Kernels are compiled and workspaces allocated outside the graph: capture forbids both.
+        with torch.cuda.stream(warm_up):
             work()
             work()
-        torch.cuda.current_stream().wait_stream(beside)
+        torch.cuda.current_stream().wait_stream(warm_up)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Others may use the device from other threads meanwhile.
+        # "thread_local": calls of other threads to the device would otherwise end the capture.
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             work()
         return graph.replay

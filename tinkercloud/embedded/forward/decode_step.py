@@ -1,15 +1,14 @@
 """One token for each of up to B sequences, with shapes that do not depend on the batch.
 
-All that changes from step to step lies in one buffer of whole numbers, which is filled before; what
-runs is the same every time, so that a CUDA graph can hold it. Rows that are no sequence's are
-padding: they write to a block of their own that nobody reads.
+All that changes from step to step lies in one buffer of whole numbers, which is filled before the
+step; what runs is the same every time, so that a CUDA graph can hold it. Rows without a sequence
+are padding: they write to a block of their own that nobody reads.
 
 Axes: B rows, W blocks of a table, Hq/Hkv heads, Dh head size, V vocabulary.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 from weakref import ref
 
 import numpy as np
@@ -17,8 +16,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tinkercloud.architectures.layers import Show
 from tinkercloud.architectures.llama import Llama
-from tinkercloud.embedded.forward.adapter_bank import NONE, AdapterBank
+from tinkercloud.embedded.forward.adapter_bank import NO_ADAPTER, AdapterBank
 from tinkercloud.embedded.forward.hidden_states import LayerStates
 from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool
 from tinkercloud.embedded.forward.paged_attention import PagedAttention
@@ -28,7 +28,7 @@ HEAD = 3  # columns before a row's table: token, position, slot of its adapter
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What the rows of a step are: views of a buffer int32 (B, HEAD + W), taken once a step."""
+    """The rows of a step, as views of a buffer int32 (B, HEAD + W), made once a step."""
 
     tokens: Tensor  # int64 (B,)
     positions: Tensor  # int64 (B,)
@@ -64,15 +64,46 @@ class Rows:
     tables: NDArray[np.int32]
 
     def packed(self, num_rows: int, width: int, spare_block: int) -> NDArray[np.int32]:
-        """The buffer of a step, int32 (num_rows, HEAD + width). Rows past ours are padding."""
-        num, held = len(self.tokens), min(width, self.tables.shape[1])
+        """The buffer of a step, int32 (num_rows, HEAD + width). Rows past these are padding, which
+        writes to the spare block."""
+        num_real, num_columns = len(self.tokens), min(width, self.tables.shape[1])
         packed = np.zeros((num_rows, HEAD + width), np.int32)
-        packed[:num, 0], packed[:num, 1] = self.tokens, self.positions
-        packed[:num, 2] = self.adapters
-        packed[:num, HEAD : HEAD + held] = self.tables[:, :held]
-        packed[num:, 2] = NONE
-        packed[num:, HEAD:] = spare_block
+        packed[:num_real, 0], packed[:num_real, 1] = self.tokens, self.positions
+        packed[:num_real, 2] = self.adapters
+        packed[:num_real, HEAD : HEAD + num_columns] = self.tables[:, :num_columns]
+        packed[num_real:, 2] = NO_ADAPTER
+        packed[num_real:, HEAD:] = spare_block
         return packed
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One set of weights, and how it decodes into one pool. The pool is its owner's, who may free
+    its memory: a graph must not keep it."""
+
+    architecture: Llama
+    weights: Mapping[str, Tensor]
+    pool: "ref[BlockPool]"
+
+    def step(
+        self,
+        packed: Tensor,
+        bank: AdapterBank | None,
+        out: Tensor,
+        states: LayerStates | None = None,
+    ) -> None:
+        """Logits of packed (B, HEAD + W) to out (B, V); keys and values to their blocks; the
+        outputs of some layers to states. What runs depends on the shapes and these layers alone."""
+        pool = self.pool()
+        assert pool is not None, "a step into a pool that was freed"
+        show = None if states is None else states.show
+        out.copy_(self.logits(Inputs.of(packed), pool, bank, show))
+
+    def logits(
+        self, inputs: Inputs, pool: BlockPool, bank: AdapterBank | None, show: Show | None
+    ) -> Tensor:
+        """(B, V)."""
+        raise NotImplementedError
 
 
 class DecodeContext:
@@ -108,45 +139,15 @@ class DecodeContext:
         return self._attend(q, keys, values, at.tables, at.lengths)
 
 
-class Step(Protocol):
-    """One set of weights, and how it decodes into one pool."""
-
-    @property
-    def architecture(self) -> Llama: ...
-    @property
-    def weights(self) -> Mapping[str, Tensor]: ...
-
-    def step(
-        self,
-        packed: Tensor,
-        bank: AdapterBank | None,
-        out: Tensor,
-        states: LayerStates | None = None,
-    ) -> None:
-        """Logits of packed (B, HEAD + W) to out (B, V); keys and values to their blocks; to states
-        what its layers put out. What runs depends on the shapes and these layers alone."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class DecodeModel:
-    """A Step by the architecture's own code, for any network."""
+class DecodeModel(Step):
+    """A step by the architecture's own code, for any network."""
 
-    architecture: Llama
-    weights: Mapping[str, Tensor]
-    pool: "ref[BlockPool]"  # its owner may give the memory back
     attend: PagedAttention
 
-    def step(
-        self,
-        packed: Tensor,
-        bank: AdapterBank | None,
-        out: Tensor,
-        states: LayerStates | None = None,
-    ) -> None:
-        inputs, pool = Inputs.of(packed), self.pool()
-        assert pool is not None, "decoded into what is gone"
+    def logits(
+        self, inputs: Inputs, pool: BlockPool, bank: AdapterBank | None, show: Show | None
+    ) -> Tensor:
         context = DecodeContext(self.weights, pool, inputs, bank, self.attend)
-        show = None if states is None else states.show
         hidden = self.architecture.hidden(context, inputs.tokens, inputs.positions, show)
-        out.copy_(self.architecture.unembed(context, hidden))
+        return self.architecture.unembed(context, hidden)

@@ -1,14 +1,13 @@
-"""The decode step of the Llama family written out for our kernels: in fewer launches.
+"""The decode step of the Llama family, written out for our kernels: in fewer launches.
 
 A step of one row reads every weight once and does little else; launches of small kernels would take
-as long as the reading. What is computed, and where it is rounded, is `DecodeModel.step`'s.
+as long as the reading. It computes, and rounds, what `DecodeModel` does.
 
 Axes: B rows, W blocks of a table, D hidden, V vocabulary.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from weakref import ref
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,34 +18,23 @@ from tinkercloud.architectures.qwen3 import Qwen3
 from tinkercloud.embedded.forward import attention_kernel
 from tinkercloud.embedded.forward import decode_kernels as kernels
 from tinkercloud.embedded.forward.adapter_bank import AdapterBank
-from tinkercloud.embedded.forward.decode_step import Inputs
-from tinkercloud.embedded.forward.hidden_states import LayerStates
+from tinkercloud.embedded.forward.decode_step import Inputs, Step
 from tinkercloud.embedded.forward.kv_blocks import BlockPool
 
 FEW_ROWS = 16
-"""Up to so many rows a low-rank product reads each row's own factors; for more, matrix products of
-all slots' factors at once are faster."""
+"""Up to so many rows a low-rank product reads the factors row by row; for more, matrix products
+with the factors of all slots at once are faster."""
 
 
-@dataclass(frozen=True, slots=True)
-class FusedModel:
-    """A `decode_step.Step`."""
+class FusedModel(Step):
+    """A step by Triton kernels."""
 
-    architecture: Llama
-    weights: Mapping[str, Tensor]
-    pool: "ref[BlockPool]"  # its owner may give the memory back
+    __slots__ = ()
 
-    def step(
-        self,
-        packed: Tensor,
-        bank: AdapterBank | None,
-        out: Tensor,
-        states: LayerStates | None = None,
-    ) -> None:
-        pool = self.pool()
-        assert pool is not None, "decoded into what is gone"
-        run = _Run(self.architecture, self.weights, pool, Inputs.of(packed), bank)
-        out.copy_(run.logits(None if states is None else states.show))
+    def logits(
+        self, inputs: Inputs, pool: BlockPool, bank: AdapterBank | None, show: Show | None
+    ) -> Tensor:
+        return _Run(self.architecture, self.weights, pool, inputs, bank).logits(show)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +56,7 @@ class _Run:
             path = f"model.layers.{index}"
             normed = self._norm(f"{path}.input_layernorm", x, added)
             if show is not None and index:
-                show(index, x)  # only now what the block before added is in x
+                show(index, x)  # add_norm has just added the output of the block before
             added = self._attention(index, normed, rotary)
             normed = self._norm(f"{path}.post_attention_layernorm", x, added)
             gate, up = (self._linear(f"{path}.mlp.{n}_proj", normed) for n in ("gate", "up"))
@@ -86,7 +74,7 @@ class _Run:
         if isinstance(self.architecture, Qwen3):
             q_norm, k_norm = (self.weights[f"{path}.{n}_norm"] for n in "qk")
             norms = (q_norm, k_norm, self.architecture.config.rms_norm_eps)
-        kernels.rotate_and_keep((q, k, v), rotary, norms, (keys, values), self.at)
+        kernels.rotate_and_cache((q, k, v), rotary, norms, (keys, values), self.at)
         heads = q.unflatten(-1, (-1, keys.shape[2]))
         mixed = attention_kernel.paged_attention(
             heads, keys, values, self.at.tables, self.at.lengths

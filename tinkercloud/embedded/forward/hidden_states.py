@@ -1,4 +1,4 @@
-"""What some layers of a network put out in a pass, for drafters that read it.
+"""The outputs of some layers in a pass, for drafters that read them.
 
 Axes: M rows, L layers, D hidden size.
 """
@@ -14,7 +14,7 @@ from tinkercloud.embedded.model.base_model import BaseModel
 
 @dataclass(frozen=True, slots=True)
 class LayerStates:
-    """Where it goes. layers: numbered as in `speculative.head.head.HeadConfig`; out
+    """A buffer for them. layers: numbered as in `speculative.head.head.HeadConfig`; out
     float32 (M, L, D), on the network's device."""
 
     layers: tuple[int, ...]
@@ -26,7 +26,7 @@ class LayerStates:
         return cls(layers, torch.empty(num_rows, len(layers), size, device=base.device))
 
     def rows(self, count: int) -> Self:
-        """The first of them, in the same memory."""
+        """The first rows, in the same memory."""
         return type(self)(self.layers, self.out[:count])
 
     def show(self, number: int, x: Tensor) -> None:

@@ -1,7 +1,7 @@
-"""Whether our Triton kernels can be used: they are where they are to run, and they are right there.
+"""Whether our Triton kernels can be used on a device: they compile there and are right there.
 
-Before the first use every kernel is compared with its plain form on the device itself. What does
-not compile or does not agree is not used; sampling is slower then, and a warning says why.
+Before the first use every kernel is compared with its plain form on the device itself. Kernels that
+do not compile or do not agree are not used; sampling is slower then, and a warning says why.
 """
 
 import logging
@@ -16,7 +16,7 @@ from torch import Tensor
 from tinkercloud.architectures import load_architecture
 from tinkercloud.architectures.config import from_hf
 from tinkercloud.architectures.llama import Llama
-from tinkercloud.embedded.forward.adapter_bank import AdapterBank
+from tinkercloud.embedded.forward.adapter_bank import NO_ADAPTER, AdapterBank
 from tinkercloud.embedded.forward.decode_step import HEAD, DecodeModel, Step
 from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool
 from tinkercloud.embedded.forward.paged_attention import PagedAttention, paged_attention
@@ -27,7 +27,7 @@ from tinkercloud.weights.adapters import Adapter
 logger = logging.getLogger(__name__)
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 8e-2, torch.float16: 1e-2}
-"""Of the largest entry."""
+"""Of differences, as a fraction of the largest entry."""
 _BLOCKS = 24
 _TINY = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -47,25 +47,26 @@ def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether they run on the device and agree with the plain forms there."""
     if device.type != "cuda" or dtype not in TOLERANCES or find_spec("triton") is None:
         return False
-    if torch.cuda.get_device_capability(device) < (8, 0):  # no products of bfloat16
+    if torch.cuda.get_device_capability(device) < (8, 0):  # below, no products of bfloat16
         return False
-    begun = time.perf_counter()
+    start = time.perf_counter()
     try:
-        found = differences(device, dtype)
-    except Exception as error:  # noqa: BLE001 - a compiler's; there is another way to compute
+        largest = differences(device, dtype)
+    except Exception as error:  # noqa: BLE001 - any error of a compiler; the plain form computes
         logger.warning("Triton kernels are not used, sampling is slower: %s", error)
         return False
-    wrong = {name: value for name, value in found.items() if not value <= TOLERANCES[dtype]}
+    # `not <=`, since a difference may be NaN.
+    wrong = {name: value for name, value in largest.items() if not value <= TOLERANCES[dtype]}
     if wrong:
         logger.warning("Triton kernels are not used, sampling is slower; they are off: %s", wrong)
         return False
-    took = (time.perf_counter() - begun) * 1000
-    logger.info("Triton kernels for %s compiled and compared in %.0f ms", dtype, took)
+    duration_ms = (time.perf_counter() - start) * 1000
+    logger.info("Triton kernels for %s compiled and compared in %.0f ms", dtype, duration_ms)
     return True
 
 
 def attention_for(device: torch.device, dtype: torch.dtype) -> PagedAttention:
-    """The fastest there is."""
+    """The fastest on the device."""
     if has_kernels(device, dtype):
         from tinkercloud.embedded.forward.attention_kernel import paged_attention as compiled
 
@@ -74,7 +75,7 @@ def attention_for(device: torch.device, dtype: torch.dtype) -> PagedAttention:
 
 
 def step_for(version: Version, pool: BlockPool) -> Step:
-    """The decode step of the version's weights, the fastest there is."""
+    """The fastest decode step of the version's weights."""
     base = version.base
     if base.is_llama_family and has_kernels(base.device, base.dtype):
         from tinkercloud.embedded.forward.fused_decode import FusedModel
@@ -87,12 +88,11 @@ def step_for(version: Version, pool: BlockPool) -> Step:
 def differences(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     """Between our kernels and the plain forms: the largest, as a fraction of the largest entry."""
     generator = torch.Generator().manual_seed(3)
-    found = {}
+    largest = {}
     for num_seqs, width in ((1, 8), (3, 24)):
         name = f"attention of {num_seqs} over {width} blocks"
-        found[name] = _attention_difference(num_seqs, width, device, dtype, generator)
-    found |= _step_differences(device, dtype, generator)
-    return found
+        largest[name] = _attention_difference(num_seqs, width, device, dtype, generator)
+    return largest | _step_differences(device, dtype, generator)
 
 
 def _attention_difference(
@@ -108,8 +108,8 @@ def _attention_difference(
     order = torch.stack([torch.randperm(_BLOCKS, generator=generator) for _ in range(num_seqs)])
     tables = order[:, :width].int().to(device)
     lengths = torch.tensor([width * BLOCK_TOKENS - 7, 1, 65][:num_seqs], device=device)
-    given = (q, keys, values, tables, lengths)
-    return _difference(compiled(*given), paged_attention(*given))
+    inputs = (q, keys, values, tables, lengths)
+    return _difference(compiled(*inputs), paged_attention(*inputs))
 
 
 def _step_differences(
@@ -120,15 +120,15 @@ def _step_differences(
 
     base = _tiny_base(device, dtype, generator)
     bank = AdapterBank(base.config.linear_shapes(), device)
-    placed = bank.place([_adapted(base, rank, generator) for rank in (4, 11)])
-    assert placed is not None
+    slots = bank.place([_adapted(base, rank, generator) for rank in (4, 11)])
+    assert slots is not None
     packed = torch.zeros(3, HEAD + 8, dtype=torch.int32, device=device)
     packed[:, 0] = torch.tensor([5, 6, 70])
     packed[:, 1] = torch.tensor([0, 100, 17])
-    packed[:, 2] = torch.tensor([placed[0], -1, placed[1]])
+    packed[:, 2] = torch.tensor([slots[0], NO_ADAPTER, slots[1]])
     packed[:, HEAD:] = torch.arange(_BLOCKS).view(3, 8)
-    found = {}
-    for name, used in (("plain step", None), ("step with adapters", bank)):
+    largest = {}
+    for name, adapters in (("plain step", None), ("step with adapters", bank)):
         results = []
         for kind in ("ours", "plain"):
             pool = BlockPool(base.config, dtype, device, _BLOCKS)
@@ -136,11 +136,11 @@ def _step_differences(
             if kind == "plain":
                 model = DecodeModel(base.architecture, base.weights, ref(pool), paged_attention)
             out = torch.zeros(3, base.config.vocab_size, device=device, dtype=dtype)
-            model.step(packed, used, out)
+            model.step(packed, adapters, out)
             results.append((out, *pool.keys, *pool.values))
         pairs = zip(*results, strict=True)
-        found[name] = max(_difference(ours, theirs) for ours, theirs in pairs)
-    return found
+        largest[name] = max(_difference(ours, theirs) for ours, theirs in pairs)
+    return largest
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> float:

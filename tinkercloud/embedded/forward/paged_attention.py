@@ -24,24 +24,24 @@ def paged_attention(
 ) -> Tensor:
     """`PagedAttention` through torch; W blocks are whole tiles. Shapes alone decide what runs."""
     # (B, W, Hkv, Dh, slots) and (B, W, Hkv, slots, Dh) -> (B * Hkv, C, Dh)
-    own_keys = keys[tables].permute(0, 2, 1, 4, 3).flatten(2, 3)
-    own_values = values[tables].permute(0, 2, 1, 3, 4).flatten(2, 3)
-    unseen = torch.arange(own_values.shape[2], device=q.device) >= lengths[:, None]
-    # What lies there may be another's, and no number at all: 0 x NaN is NaN.
-    own_values = own_values.masked_fill(unseen[:, None, :, None], 0)
-    return decode_attention(q, own_keys.flatten(0, 1), own_values.flatten(0, 1), unseen)
+    seq_keys = keys[tables].permute(0, 2, 1, 4, 3).flatten(2, 3)
+    seq_values = values[tables].permute(0, 2, 1, 3, 4).flatten(2, 3)
+    unseen = torch.arange(seq_values.shape[2], device=q.device) >= lengths[:, None]
+    # Another sequence's values may lie there, or NaN, and probability 0 x NaN is NaN.
+    seq_values = seq_values.masked_fill(unseen[:, None, :, None], 0)
+    return decode_attention(q, seq_keys.flatten(0, 1), seq_values.flatten(0, 1), unseen)
 
 
 def decode_attention(q: Tensor, keys: Tensor, values: Tensor, unseen: Tensor) -> Tensor:
     """One query per sequence against its cache.
 
-    q (B, Hq, Dh), keys and values (B * Hkv, C, Dh) with C a multiple of TILE, unseen (B, C): where
-    nothing may be read -> (B, Hq, Dh).
+    q (B, Hq, Dh), keys and values (B * Hkv, C, Dh) with C a multiple of TILE, unseen (B, C): True
+    where nothing may be read -> (B, Hq, Dh).
     """
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads = keys.shape[0] // num_seqs
     groups = num_heads // num_kv_heads
-    # Fewer than four query rows would take other matrix kernels for other batch sizes.
+    # With fewer than four query rows a BLAS chooses its kernel by the batch size.
     padded = -(-groups // 4) * 4
     q = q.reshape(num_seqs * num_kv_heads, groups, head_dim)
     q = F.pad(q, (0, 0, 0, padded - groups))

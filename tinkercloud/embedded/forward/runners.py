@@ -1,6 +1,6 @@
 """One forward pass over a ragged batch: how it is computed, on which device.
 
-Axes: M rows, W of them wanted, D hidden size, L layers, V vocabulary.
+Axes: M rows, W of them with logits, D hidden size, L layers, V vocabulary.
 """
 
 from functools import partial
@@ -228,9 +228,9 @@ class GraphRunner:
         graphs = self._graphs_of(versions[0], pool)
         logits = graphs.run(packed, adapters, len(batch.tokens))
         self.captured = graphs.captured(len(batch.tokens)) if graphs.layers else _NO_STATES
-        if len(batch.wanted) == len(batch.tokens):
+        if len(batch.logit_rows) == len(batch.tokens):
             return logits
-        return logits[torch.from_numpy(batch.wanted).to(base.device)]
+        return logits[torch.from_numpy(batch.logit_rows).to(base.device)]
 
     def _graphs_of(self, version: Version, pool: BlockPool) -> DecodeGraphs:
         name, base = _weights_name(version), version.base

@@ -6,7 +6,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tinkercloud.speculative.device_copy import to_device
+from tinkercloud.decoding.device_copy import to_device
 
 
 def uploaded(array: NDArray[Any], device: torch.device) -> Tensor:

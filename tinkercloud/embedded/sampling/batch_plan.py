@@ -1,14 +1,14 @@
 """What one step of the sampling engine computes: tokens of sequences, and the rows that tokens are
 drawn from.
 
-Axes: W selected rows, V vocabulary, M rows, L layers that a drafter reads, D hidden size.
+Axes: W rows with logits, V vocabulary, M rows, L layers that a drafter reads, D hidden size.
 """
 
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from tinkercloud.embedded.forward.batch import Part
+from tinkercloud.embedded.forward.batch import SequenceRows
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.sampling.sequences import Sequence
@@ -17,7 +17,7 @@ from tinkercloud.embedded.sampling.sequences import Sequence
 @dataclass(frozen=True, slots=True)
 class BatchItem:
     """`count` more tokens of a sequence. drafted: proposals for what comes after its last token;
-    the logits after that token and after each drafted one are selected."""
+    logits are computed after that token and after each drafted one."""
 
     sequence: Sequence
     count: int
@@ -33,7 +33,7 @@ class BatchItem:
 
     @property
     def all_rows(self) -> bool:
-        """Whether the logits of every row are selected, not of the last ones only."""
+        """Whether the logits of every row are computed, not of the last ones only."""
         return self.sequence.is_prompt and self.sequence.job.is_scoring
 
     @property
@@ -50,17 +50,17 @@ class BatchItem:
         return self.count + len(self.drafted)
 
     @property
-    def num_selected(self) -> int:
+    def num_logit_rows(self) -> int:
         if self.all_rows:
             return self.count
         return 1 + len(self.drafted) if self.ends else 0
 
     @property
-    def part(self) -> Part:
+    def rows(self) -> SequenceRows:
         sequence = self.sequence
         start = sequence.num_computed
         tokens = [*sequence.tokens[start : start + self.count], *self.drafted]
-        return Part(self.version, tokens, start, sequence.blocks, self.num_selected)
+        return SequenceRows(self.version, tokens, start, sequence.blocks, self.num_logit_rows)
 
 
 @dataclass(frozen=True, slots=True)

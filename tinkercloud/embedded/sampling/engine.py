@@ -90,7 +90,7 @@ class SamplingEngine:
         if self._streams is None:
             self._streams = streams_for(version.base.device)
         self.states.open(version.base)
-        scores = PromptScores(request) if PromptScores.wanted(request) else None
+        scores = PromptScores(request) if PromptScores.applies_to(request) else None
         rule = StopRule(request.params, version.base.config.eos_token_ids, version.base.decoder)
         self.scheduler.add(Job(version, request, reply, scores, rule))
 
@@ -159,7 +159,7 @@ class SamplingEngine:
 
     def _launch(self, batch: list[BatchItem]) -> LaunchedPass:
         state, runner = self.states[batch[0].base], self._runner_of(batch[0])
-        logits = runner.forward(ragged([item.part for item in batch]), state.cache.pool)
+        logits = runner.forward(ragged([item.rows for item in batch]), state.cache.pool)
         return LaunchedPass(batch, logits, _hidden_states(runner, state))
 
     def _runner_of(self, item: BatchItem) -> Runner:
@@ -185,7 +185,7 @@ class SamplingEngine:
             return replace(item, drafted=drafted)
         speculation = self.states[item.base].speculation
         assert speculation is not None, "a draft without a drafter"
-        speculation.cut(item.sequence)
+        speculation.drop_draft(item.sequence)
         return item
 
     def _end_round(self, ms: float, batches: list[list[BatchItem]]) -> None:
@@ -194,7 +194,7 @@ class SamplingEngine:
         usable = len(batches) == 1 and all(item.is_decode for item in batches[0])
         for state in self.states:
             if state.speculation is not None:
-                state.speculation.round_over(ms, usable=usable)
+                state.speculation.end_round(ms, usable=usable)
 
 
 def _hidden_states(runner: Runner, state: BaseState) -> Tensor | None:

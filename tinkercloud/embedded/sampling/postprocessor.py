@@ -1,6 +1,7 @@
 """From the logits of a pass to prompt scores, sampled tokens and finished samples.
 
-Axes: W selected rows, V vocabulary, M rows of a pass, L layers that a drafter reads, D hidden size.
+Axes: W rows with logits, V vocabulary, M rows of a pass, L layers that a drafter reads,
+D hidden size.
 """
 
 from collections.abc import Callable
@@ -35,9 +36,9 @@ class Postprocessor:
         rows: list[int] = []  # of the pass's logits, in the order of `draws`
         end = num_rows = 0
         for item in launched.items:
-            start, end = end, end + item.num_selected
+            start, end = end, end + item.num_logit_rows
             num_rows += item.num_rows
-            seen = None if hidden is None else hidden[num_rows - item.num_selected : num_rows]
+            seen = None if hidden is None else hidden[num_rows - item.num_logit_rows : num_rows]
             if hidden is not None and item.ends and item.sequence.is_prompt:
                 first = num_rows - min(item.count, DRAFTER_ROWS)
                 item.sequence.job.hidden = hidden[first:num_rows].clone()
@@ -132,10 +133,10 @@ def _report(draw: DrawnRows, num_new: int, drawn: Drawn, state: BaseState) -> No
         speculation.begin(sequence)
         hidden = sequence.job.hidden
         if hidden is not None:
-            speculation.saw(sequence, sequence.job.num_prompt - len(hidden), hidden)
+            speculation.observe_hidden(sequence, sequence.job.num_prompt - len(hidden), hidden)
         return
-    speculation.judged(sequence, num_new, drawn, draw.rows)
+    speculation.record_verdict(sequence, num_new, drawn, draw.rows)
     if draw.hidden is not None:
         first = len(sequence.tokens) - num_new - 1
-        speculation.saw(sequence, first, draw.hidden[:num_new])
-    speculation.wrote(sequence, num_new)
+        speculation.observe_hidden(sequence, first, draw.hidden[:num_new])
+    speculation.observe(sequence, num_new)

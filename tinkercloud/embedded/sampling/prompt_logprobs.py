@@ -14,15 +14,14 @@ UNSCORED_LOGPROB = -99999.0
 
 
 class PromptScores:
-    """Collects what a request wants to know about its prompt while the chunks go by."""
+    """Collects the log-probabilities that a request selects, chunk by chunk of its prompt."""
 
     def __init__(self, request: SampleRequest):
         self._prompt = request.prompt
         length = len(request.prompt)
-        wanted = request.prompt_logprobs or request.topk_prompt_logprobs > 0
         last_n = request.prompt_logprobs_last_n
-        self._first = length
-        if wanted:
+        self._first = length  # scored position, but for targets
+        if request.prompt_logprobs or request.topk_prompt_logprobs > 0:
             self._first = 1 if last_n is None else max(1, length - last_n)
         self.logprobs = np.full(length, np.nan, np.float32) if request.prompt_logprobs else None
         self.topk: Topk | None = None
@@ -36,7 +35,7 @@ class PromptScores:
         )
 
     @staticmethod
-    def wanted(request: SampleRequest) -> bool:
+    def applies_to(request: SampleRequest) -> bool:
         return (
             request.prompt_logprobs
             or request.topk_prompt_logprobs > 0
@@ -46,7 +45,7 @@ class PromptScores:
     def add(self, start: int, logits: Tensor) -> None:
         """logits (n, V) of positions start..start+n-1; row i predicts position i + 1.
 
-        Plain softmax, whatever the sampling temperature.
+        Softmax at temperature 1, whatever the sampling temperature.
         """
         stop = min(start + len(logits), len(self._prompt) - 1)
         if self._targets is None:
@@ -68,6 +67,6 @@ class PromptScores:
             ids, values = topk_rows(rows, self.topk.token_ids.shape[1])
             self.topk.token_ids[scored], self.topk.logprobs[scored] = ids, values
         if self.target_logprobs is not None and self._targets is not None:
-            wanted = torch.from_numpy(self._targets[position - 1 : end - 1]).to(logprobs.device)
-            values = logprobs.gather(-1, wanted.clamp(min=0)).masked_fill(wanted < 0, 0.0)
+            targets = torch.from_numpy(self._targets[position - 1 : end - 1]).to(logprobs.device)
+            values = logprobs.gather(-1, targets.clamp(min=0)).masked_fill(targets < 0, 0.0)
             self.target_logprobs[position - 1 : end - 1] = values.cpu().numpy()

@@ -1,8 +1,8 @@
-"""Drafts for the samples of one base model: when to ask for them, what stood, what is learned.
+"""Speculative decoding for the samples of one base model: drafts, verdicts, and who learns of them.
 
-The engine calls, round by round: `propose` with the samples that wait for a token, `judged` for
-each of them once the target's tokens are drawn, `round_over` with the time that it took. Nothing
-here can change a token: a draft stands where it is what the target draws anyway.
+The engine calls, for each round: `propose` with the samples that wait for a token, `record_verdict`
+for each of them once the target's tokens are drawn, `end_round` with the time that it took. Nothing
+here can change a token: a drafted token is accepted where the target draws the same token anyway.
 """
 
 import time
@@ -28,25 +28,26 @@ from tinkercloud.speculative.learning.collecting import JudgedToken
 from tinkercloud.speculative.observability.telemetry import RoundReport, Telemetry
 from tinkercloud.speculative.verify import coupled_chance
 
-REST, PATIENCE = 7, 2
-"""Rounds that go by without deciding: so many after one in which nobody was asked, and up to so
-many where drafts cost nothing but none was worth verifying, one more for each PATIENCE rounds of
-that. Finding it out again in every round would be most of what drafts cost."""
-MOST_KNOWN = 65_536
-"""Draws that are remembered: text that the same draw wrote before stands more often than the
-target's law says, and the same draft has the same verdict again, so they are not audited."""
+MAX_SKIPPED, PATIENCE = 7, 2
+"""Rounds without a decision: MAX_SKIPPED after one in which the controller allowed no draft, and up
+to as many where drafts cost nothing but none was worth verifying, one more for each PATIENCE rounds
+of that. To decide the same again in every round would be most of what drafts cost."""
+MAX_DRAWS = 65_536
+"""Draws that are remembered (see `_DrawHistory`)."""
 
 
-class Listener(Protocol):
-    """Who learns from what became of drafts. category: the model whose samples they were for."""
+class DraftObserver(Protocol):
+    """Is notified of verdicts, to learn from them. category: the model whose samples they were
+    for."""
 
     @property
     def version_lag(self) -> int:
-        """Steps of the policy since the draft that is used was made."""
+        """Steps of the RL policy since the draft in use was trained."""
         ...
 
     def drafted(self, category: str, num_judged: int, num_accepted: int) -> None:
-        """In one round; judged are those that stand, and of each draft the first that does not."""
+        """In one round. Judged tokens are the accepted ones, and of each draft the first that was
+        rejected."""
         ...
 
     def judged(self, stream: Stream, verdict: JudgedToken, category: str) -> None: ...
@@ -55,47 +56,50 @@ class Listener(Protocol):
 
 
 @dataclass(slots=True)
-class _Turn:
-    """A sample in the round underway. verified: what of the draft the target sees."""
+class _SampleRound:
+    """A sample in the current round. limit: tokens that were asked of the drafter; num_verified: of
+    the draft, what the target sees."""
 
     sample: Sample
     group: Hashable
-    asked: int
+    limit: int
     draft: Draft
-    verified: int
-    accepted: int = 0
+    num_verified: int
+    num_accepted: int = 0
     ended: bool = False
     chances: tuple[float, ...] = ()
     is_judged: bool = False
 
 
 class Speculation:
+    """Owns the drafter's view of every sample. One round at a time."""
+
     def __init__(
         self,
         drafter: GuardedDrafter,
-        policy: DraftLength,
+        controller: DraftLength,
         trace: Trace | None = None,
-        listener: Listener | None = None,
+        observer: DraftObserver | None = None,
     ):
-        self._drafter, self._policy, self._trace = drafter, policy, trace
-        self._listener = listener
+        self._drafter, self._controller, self._trace = drafter, controller, trace
+        self._observer = observer
         self._telemetry = Telemetry()
         self._streams: dict[Sample, Stream] = {}
-        self._living: Counter[Hashable] = Counter()  # by group
-        self._epochs: dict[str, int] = {}  # of versions, in the order in which they came
+        self._num_unfinished: Counter[Hashable] = Counter()  # samples, by group
+        self._epochs: dict[str, int] = {}  # of versions, in the order of their first sample
         self._num_versions = 0
         self._num_streams = 0
-        self._known: OrderedDict[bytes, None] = OrderedDict()  # draws that were made before
+        self._draws = _DrawHistory()
         self._repeated: set[Sample] = set()
-        self._round: dict[Sample, _Turn] = {}
+        self._round: dict[Sample, _SampleRound] = {}
         self._draft_ms = self._host_ms = 0.0
-        self._rest = self._num_idle = 0
-        self._unread: Counter[Sample] = Counter()  # tokens that the drafter was not told of
+        self._num_to_skip = self._num_idle = 0  # rounds
+        self._unread: Counter[Sample] = Counter()  # tokens that the drafter has not observed
 
-    # ---- samples come and go
+    # ---- samples begin, grow and end
 
     def begin(self, sample: Sample) -> None:
-        """With its first token, or with all that it has where it takes up its blocks again."""
+        """With its first token, or with all its tokens where it was pre-empted."""
         job, group = sample.job, _group(sample)
         stream = Stream(
             self._num_streams, group, job.version.id, self._epoch(job.version), sample.tokens,
@@ -103,50 +107,52 @@ class Speculation:
         )  # fmt: skip
         self._num_streams += 1
         self._streams[sample] = stream
-        self._living[group] += 1
-        if self._was_drawn_before(stream):
+        self._num_unfinished[group] += 1
+        if self._draws.add(stream):
             self._repeated.add(sample)
         self._drafter.begin(stream)
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Of the target, whose outputs the drafter wants to see."""
+        """Of the target, whose outputs the drafter reads."""
         return self._drafter.layers
 
-    def saw(self, sample: Sample, first: int, hidden: Tensor) -> None:
-        """hidden (n, L, D) of the tokens from place `first` on, before what comes after the last of
-        them is told by `wrote`."""
+    def observe_hidden(self, sample: Sample, first: int, hidden: Tensor) -> None:
+        """hidden (n, L, D) of the tokens from place `first` on; comes before `observe` of the token
+        after the last of them."""
         self._drafter.observe_hidden(self._streams[sample], first, hidden)
 
-    def wrote(self, sample: Sample, num_new: int) -> None:
+    def observe(self, sample: Sample, num_new: int) -> None:
+        """The last `num_new` of the sample's tokens are new."""
         self._unread[sample] += num_new
-        if not self._rest:
-            self._tell(sample)
+        # While rounds are skipped the drafter is not called: that costs as much as a short draft.
+        if not self._num_to_skip:
+            self._pass_on(sample)
 
-    def _tell(self, sample: Sample) -> None:
+    def _pass_on(self, sample: Sample) -> None:
         num_new = self._unread.pop(sample, 0)
         if num_new:
             self._drafter.observe(self._streams[sample], num_new)
 
     def end(self, sample: Sample) -> None:
-        """Finished, dropped, or begun anew."""
+        """It is finished, was dropped, or starts over."""
         if sample not in self._streams:
             return
-        self._tell(sample)
+        self._pass_on(sample)
         stream = self._streams.pop(sample)
         self._repeated.discard(sample)
         if sample in self._round and not self._round[sample].is_judged:
             del self._round[sample]
-        self._living[stream.group] -= 1
-        if not self._living[stream.group]:
-            del self._living[stream.group]
+        self._num_unfinished[stream.group] -= 1
+        if not self._num_unfinished[stream.group]:
+            del self._num_unfinished[stream.group]
         self._drafter.end(stream)
-        if self._listener is not None:
-            self._listener.ended(stream)
+        if self._observer is not None:
+            self._observer.ended(stream)
 
     def renew(self) -> None:
-        """The drafter is another one: what was counted of it is worth less."""
-        self._policy.renew()
+        """The drafter has other weights: what was counted of it has less weight."""
+        self._controller.renew()
 
     def end_all(self) -> None:
         for sample in list(self._streams):
@@ -158,71 +164,83 @@ class Speculation:
     # ---- a round
 
     def propose(self, samples: Sequence[Sample]) -> list[tuple[int, ...]]:
-        """Drafted tokens for each, to be verified."""
-        if self._rest:
-            self._rest -= 1
+        """Drafted tokens for each sample, to be verified."""
+        if self._num_to_skip:
+            self._num_to_skip -= 1
             return [()] * len(samples)
-        began = time.perf_counter()
+        start = time.perf_counter()
         for sample in list(self._unread):
-            self._tell(sample)
-        limits = self._policy.limits([self._load(sample) for sample in samples])
-        if self._policy.kind is not Kind.COMPARISON and not any(limits):
-            self._rest = REST
-        asked = [
-            (self._streams[sample], min(limit, sample.num_left - 1))
+            self._pass_on(sample)
+        limits = self._controller.limits([self._load(sample) for sample in samples])
+        if self._controller.kind is not Kind.COMPARISON and not any(limits):
+            self._num_to_skip = MAX_SKIPPED
+        limits = [
+            # The target adds a token itself, so that one place fewer is left for the draft.
+            min(limit, sample.num_left - 1)
             for sample, limit in zip(samples, limits, strict=True)
         ]
-        drafts, drafting_ms = [NO_DRAFT] * len(samples), 0.0
-        if any(limit for _, limit in asked):
-            asked_at = time.perf_counter()
-            drafts = self._drafter.propose(asked)
-            drafting_ms = 1e3 * (time.perf_counter() - asked_at)
-        chosen = self._policy.choose([draft.confidences for draft in drafts])
-        self._num_idle = 0 if any(chosen) else self._num_idle + 1
-        self._rest = max(self._rest, min(self._num_idle // PATIENCE, REST))
+        drafts, self._draft_ms = self._drafts(samples, limits)
+        nums_verified = self._controller.choose([draft.confidences for draft in drafts])
+        self._num_idle = 0 if any(nums_verified) else self._num_idle + 1
+        num_to_skip = min(self._num_idle // PATIENCE, MAX_SKIPPED)
+        self._num_to_skip = max(self._num_to_skip, num_to_skip)
         self._round = {
-            sample: _Turn(sample, stream.group, limit, draft, min(num, len(draft.tokens)))
-            for sample, (stream, limit), draft, num in zip(
-                samples, asked, drafts, chosen, strict=True
+            sample: _SampleRound(
+                sample, self._streams[sample].group, limit, draft, min(num, len(draft.tokens))
+            )
+            for sample, limit, draft, num in zip(
+                samples, limits, drafts, nums_verified, strict=True
             )
         }
-        self._draft_ms = drafting_ms
-        self._host_ms = 1e3 * (time.perf_counter() - began) - drafting_ms
-        return [turn.draft.tokens[: turn.verified] for turn in self._round.values()]
+        self._host_ms = 1e3 * (time.perf_counter() - start) - self._draft_ms
+        return [each.draft.tokens[: each.num_verified] for each in self._round.values()]
 
-    def cut(self, sample: Sample) -> None:
-        """There was no room for its draft."""
+    def _drafts(
+        self, samples: Sequence[Sample], limits: Sequence[int]
+    ) -> tuple[Sequence[Draft], float]:
+        """By the drafter, and its time in ms."""
+        if not any(limits):
+            return [NO_DRAFT] * len(samples), 0.0
+        start = time.perf_counter()
+        streams = [self._streams[sample] for sample in samples]
+        drafts = self._drafter.propose(list(zip(streams, limits, strict=True)))
+        return drafts, 1e3 * (time.perf_counter() - start)
+
+    def drop_draft(self, sample: Sample) -> None:
+        """There are no blocks for its draft, which is not verified."""
         if sample in self._round:
-            self._round[sample].verified = 0
+            self._round[sample].num_verified = 0
 
-    def judged(self, sample: Sample, num_new: int, drawn: Drawn, rows: Sequence[int]) -> None:
+    def record_verdict(
+        self, sample: Sample, num_new: int, drawn: Drawn, rows: Sequence[int]
+    ) -> None:
         """num_new: the sample's tokens of this round. rows: those of `drawn` that its draft was
         verified with, and the one after."""
-        turn = self._round.get(sample)
-        if turn is None:
+        entry = self._round.get(sample)
+        if entry is None:
             return
-        num_judged = min(turn.verified, num_new)
-        last = turn.draft.tokens[num_new - 1] if num_judged == num_new else None
-        turn.ended = last == sample.tokens[-1]  # a stop is among what stands: nothing comes after
-        turn.accepted, turn.is_judged = num_new - 1 + turn.ended, True
+        num_judged = min(entry.num_verified, num_new)
+        last = entry.draft.tokens[num_new - 1] if num_judged == num_new else None
+        entry.ended = last == sample.tokens[-1]  # an accepted token is a stop: none comes after it
+        entry.num_accepted, entry.is_judged = num_new - 1 + entry.ended, True
         if not num_judged:
             return
         if sample not in self._repeated:
-            turn.chances = self._chances(turn.draft, drawn, rows[:num_judged])
-        if self._listener is not None:
-            at = num_judged - 1  # what did not stand, or the last that did
+            entry.chances = self._chances(entry.draft, drawn, rows[:num_judged])
+        if self._observer is not None:
+            at = num_judged - 1  # the rejected token, or the last accepted one
             position = len(sample.tokens) - num_new + at
             verdict = JudgedToken(
                 position,
-                turn.draft.tokens[at],
+                entry.draft.tokens[at],
                 sample.tokens[position],
                 lambda: drawn.law(rows[at]).exp(),
             )
             category = sample.job.version.origin
-            self._listener.judged(self._streams[sample], verdict, category)
+            self._observer.judged(self._streams[sample], verdict, category)
 
     def _chances(self, draft: Draft, drawn: Drawn, rows: Sequence[int]) -> tuple[float, ...]:
-        """Of each judged token to stand; () where the draft is not audited."""
+        """Of each judged token to be accepted; () where the draft is not audited."""
         if not self._drafter.is_coupled:
             return drawn.chances(rows, draft.tokens)
         return tuple(
@@ -232,62 +250,55 @@ class Speculation:
             )
         )
 
-    def round_over(self, whole_ms: float, *, usable: bool) -> None:
-        """whole_ms: of the round, its drafting included. usable: it was nothing but this round."""
-        turns, self._round = list(self._round.values()), {}
-        if not turns:
+    def end_round(self, all_ms: float, *, usable: bool) -> None:
+        """all_ms: the round's time, drafting included. usable: nothing else was computed in it."""
+        entries, self._round = list(self._round.values()), {}
+        if not entries:
             return
-        verify_ms = max(0.0, whole_ms - self._draft_ms - self._host_ms)
+        verify_ms = max(0.0, all_ms - self._draft_ms - self._host_ms)
         times = Times(self._draft_ms, verify_ms, self._host_ms, usable)
-        context = sum(len(turn.sample.tokens) for turn in turns) / len(turns)
-        told = Round(
-            tuple(turn.asked for turn in turns),
-            tuple(turn.draft.confidences for turn in turns),
-            tuple(turn.verified for turn in turns),
-            tuple(turn.accepted for turn in turns),
-            times,
-            context,
-            tuple(turn.group for turn in turns),
-            tuple(turn.ended for turn in turns),
-        )
-        self._policy.observe(told)
-        self._tell_listener(turns, told)
-        chances = tuple(turn.chances for turn in turns)
-        lag = self._listener.version_lag if self._listener is not None else 0
-        report = RoundReport(
-            self._drafter.name, self._policy.kind, self._policy.reason, told, chances, lag
-        )
-        if self._telemetry.record(report):
-            self._policy.stop(Reason.ALARM)
-        elif self._drafter.off_reason is not None:
-            self._policy.stop(Reason.OFF)
+        last_round = _round_of(entries, times)
+        self._controller.observe(last_round)
+        self._notify_observer(entries, last_round)
+        self._report(entries, last_round)
         if self._trace is not None:
             drafts = [
-                TracedDraft(turn.sample, turn.draft, turn.verified, turn.accepted, turn.ended)
-                for turn in turns
-                if turn.verified
+                TracedDraft(e.sample, e.draft, e.num_verified, e.num_accepted, e.ended)
+                for e in entries
+                if e.num_verified
             ]
-            self._trace.round(self._drafter.name, str(self._policy.kind), drafts, times)
+            self._trace.round(self._drafter.name, str(self._controller.kind), drafts, times)
 
-    def _tell_listener(self, turns: Sequence[_Turn], told: Round) -> None:
-        if self._listener is None or not told.num_verified:
+    def _report(self, entries: Sequence[_SampleRound], last_round: Round) -> None:
+        """To telemetry, whose alarm ends speculation, as a drafter that is off does."""
+        chances = tuple(entry.chances for entry in entries)
+        lag = self._observer.version_lag if self._observer is not None else 0
+        kind, reason = self._controller.kind, self._controller.reason
+        report = RoundReport(self._drafter.name, kind, reason, last_round, chances, lag)
+        if self._telemetry.record(report):
+            self._controller.stop(Reason.ALARM)
+        elif self._drafter.off_reason is not None:
+            self._controller.stop(Reason.OFF)
+
+    def _notify_observer(self, entries: Sequence[_SampleRound], last_round: Round) -> None:
+        if self._observer is None or not last_round.num_verified:
             return
-        judged, stood = Counter[str](), Counter[str]()
-        for turn, num in zip(turns, told.num_judged, strict=True):
-            category = turn.sample.job.version.origin
-            judged[category] += num
-            stood[category] += turn.accepted
-        for category, num in judged.items():
-            self._listener.drafted(category, num, stood[category])
+        judged, accepted = Counter[str](), Counter[str]()
+        for entry, num_judged in zip(entries, last_round.num_judged, strict=True):
+            category = entry.sample.job.version.origin
+            judged[category] += num_judged
+            accepted[category] += entry.num_accepted
+        for category, num_judged in judged.items():
+            self._observer.drafted(category, num_judged, accepted[category])
 
-    # ---- for those who watch
+    # ---- counters
 
     def snapshot(self) -> dict[str, Any]:
         refused = dict(self._drafter.num_refused)
         return {
             **self._telemetry.snapshot(),
-            "on": self._policy.is_on,
-            "reason": str(self._policy.reason),
+            "on": self._controller.is_on,
+            "reason": str(self._controller.reason),
             "refused": refused,
             "drafter_off": self._drafter.off_reason,
         }
@@ -300,35 +311,58 @@ class Speculation:
 
     def _load(self, sample: Sample) -> Load:
         group = self._streams[sample].group
-        wanted = sample.job.request.speculate
-        return Load(len(sample.tokens), group, sample.num_left, self._living[group], wanted)
+        num_unfinished, speculates = self._num_unfinished[group], sample.job.request.speculate
+        return Load(len(sample.tokens), group, sample.num_left, num_unfinished, speculates)
 
     def _epoch(self, version: Version) -> int:
         if version.id not in self._epochs:
             self._epochs[version.id] = self._num_versions
             self._num_versions += 1
-            self._policy.renew()
+            self._controller.renew()
         return self._epochs[version.id]
 
-    def _was_drawn_before(self, stream: Stream) -> bool:
+
+class _DrawHistory:
+    """Which draws were made before. Text that the same draw wrote before is accepted more often
+    than the target's distribution says, and the same draft has the same verdict again, so repeated
+    draws are not audited."""
+
+    def __init__(self) -> None:
+        self._digests: OrderedDict[bytes, None] = OrderedDict()
+
+    def add(self, stream: Stream) -> bool:
+        """Whether it was there already."""
         params = stream.params
-        told = (stream.group, params.seed, stream.sample_index, params.temperature)
-        digest = blake2b(repr(told).encode(), digest_size=16).digest()
-        known = digest in self._known
-        self._known[digest] = None
-        self._known.move_to_end(digest)
-        if len(self._known) > MOST_KNOWN:
-            self._known.popitem(last=False)
-        return known
+        key = (stream.group, params.seed, stream.sample_index, params.temperature)
+        digest = blake2b(repr(key).encode(), digest_size=16).digest()
+        is_repeated = digest in self._digests
+        self._digests[digest] = None
+        self._digests.move_to_end(digest)
+        if len(self._digests) > MAX_DRAWS:
+            self._digests.popitem(last=False)
+        return is_repeated
 
 
-def _coupled(drawn: Drawn, row: int, token: int, own: DraftDistribution) -> float:
-    """The chance that a token drawn from `own` stands; NaN at temperature 0, where nothing is
-    drawn."""
+def _round_of(entries: Sequence[_SampleRound], times: Times) -> Round:
+    return Round(
+        tuple(entry.limit for entry in entries),
+        tuple(entry.draft.confidences for entry in entries),
+        tuple(entry.num_verified for entry in entries),
+        tuple(entry.num_accepted for entry in entries),
+        times,
+        sum(len(entry.sample.tokens) for entry in entries) / len(entries),
+        tuple(entry.group for entry in entries),
+        tuple(entry.ended for entry in entries),
+    )
+
+
+def _coupled(drawn: Drawn, row: int, token: int, draft: DraftDistribution) -> float:
+    """The chance that a token drawn from `draft` is accepted; NaN at temperature 0, where nothing
+    is drawn."""
     if drawn.rows[row].is_greedy:
         return nan
-    law = drawn.law(row)[0].double().exp().cpu().numpy()
-    return coupled_chance(law, own.dense(len(law)), token)
+    target = drawn.law(row)[0].double().exp().cpu().numpy()
+    return coupled_chance(target, draft.dense(len(target)), token)
 
 
 def _group(sample: Sample) -> bytes:

@@ -1,4 +1,4 @@
-"""Each round of speculation as lines of JSON, for those who want to see it drafted and judged."""
+"""A log of speculation, one line of JSON for each verified draft."""
 
 import json
 from collections.abc import Sequence
@@ -13,23 +13,26 @@ from tinkercloud.speculative.drafters.drafter import Draft
 
 @dataclass(frozen=True, slots=True)
 class TracedDraft:
+    """ended: the sample ended with an accepted token, so that the target added none."""
+
     sample: Sample
     draft: Draft
-    verified: int
-    accepted: int
-    ended: bool  # with a drafted token, none of the target's coming after
+    num_verified: int
+    num_accepted: int
+    ended: bool
 
-    def told(self) -> dict[str, Any]:
-        """target: its own tokens, up to the first that is not the drafted one."""
-        tokens, num_new = self.sample.tokens, self.accepted + 1 - self.ended
-        at, judged = len(tokens) - num_new, min(self.verified, num_new)
+    def as_json(self) -> dict[str, Any]:
+        """target: the target's tokens, up to the first that differs from the drafted one."""
+        tokens, num_new = self.sample.tokens, self.num_accepted + 1 - self.ended
+        first, num_judged = len(tokens) - num_new, min(self.num_verified, num_new)
+        confidences = self.draft.confidences[: self.num_verified]
         return {
             "sample": self.sample.index,
-            "position": at,  # of the first drafted token
-            "drafted": list(self.draft.tokens[: self.verified]),
-            "confidences": [round(one, 4) for one in self.draft.confidences[: self.verified]],
-            "target": tokens[at : at + judged],
-            "accepted": self.accepted,
+            "position": first,  # of the first drafted token
+            "drafted": list(self.draft.tokens[: self.num_verified]),
+            "confidences": [round(confidence, 4) for confidence in confidences],
+            "target": tokens[first : first + num_judged],
+            "accepted": self.num_accepted,
         }
 
 
@@ -51,5 +54,5 @@ class Trace:
             "verify_ms": round(times.target_ms, 3),
         }
         with self._path.open("a", encoding="utf-8") as file:
-            for one in drafts:
-                file.write(json.dumps({**shared, **one.told()}) + "\n")
+            for draft in drafts:
+                file.write(json.dumps({**shared, **draft.as_json()}) + "\n")

@@ -1,8 +1,9 @@
-"""How likely drafted tokens are to stand, as counted: drafters' own confidences are not calibrated.
+"""How likely drafted tokens are to be accepted, as counted: a drafter's confidence is not
+calibrated.
 
-A token's rate is that of its depth and its bucket of confidence, given that those before it stood;
-with few counts it leans on the bucket's rate, and that on the drafter's. What was counted fades.
-A group of samples whose drafts stand more often than expected, or less, is told apart by a factor.
+A token's rate is that of its depth and its bucket of confidence, given that those before it were
+accepted; with few counts it leans on the bucket's rate, and that on the drafter's. Old counts fade.
+A group of samples whose drafts are accepted more often than expected, or less, has a factor.
 
 Axes: B sequences, D depths, C buckets of confidence.
 """
@@ -24,9 +25,9 @@ BUCKETS = len(EDGES) + 1
 
 @dataclass(frozen=True, slots=True)
 class Prior:
-    """rate: of a drafter that nothing is known of; hopeful, else it is never tried. tokens: that it
-    counts for. leaning: tokens that the wider rate counts for. memory: tokens after which what was
-    counted weighs 1 / e. num_groups: remembered at most."""
+    """rate: of a new drafter; hopeful, else it is never tried. tokens: that this counts for.
+    leaning: tokens that the wider rate counts for. memory: tokens after which a count weighs 1 / e.
+    num_groups: remembered at most."""
 
     rate: float = 0.6
     tokens: float = 4.0
@@ -41,23 +42,24 @@ class Acceptance:
     def __init__(self, max_depth: int = 8, prior: Prior | None = None) -> None:
         self._prior = prior or Prior()
         self._judged = np.zeros((max_depth, BUCKETS))
-        self._stood = np.zeros((max_depth, BUCKETS))
-        self._open = np.zeros(max_depth)  # sequences asked for this depth, verified up to it
+        self._accepted = np.zeros((max_depth, BUCKETS))
+        self._asked = np.zeros(max_depth)  # sequences asked for this depth, verified up to it
         self._verified = np.zeros(max_depth)
         self._groups: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()
         self._rates = self._fitted()
 
     @property
     def overall(self) -> float:
-        """The rate of all drafted tokens, given that those before stood."""
+        """The rate of all drafted tokens, given that those before were accepted."""
         prior = self._prior
-        stood = self._stood.sum() + prior.rate * prior.tokens
-        return float(stood / (self._judged.sum() + prior.tokens))
+        accepted = self._accepted.sum() + prior.rate * prior.tokens
+        return float(accepted / (self._judged.sum() + prior.tokens))
 
     def survivals(
         self, confidences: Sequence[Sequence[float]], groups: Sequence[Hashable] = ()
     ) -> Array:
-        """(B, D): the chance that this token and all before it stand; 0 where there is none."""
+        """(B, D): the chance that this token and all before it are accepted; 0 where there is no
+        token."""
         padded, lengths = self._padded(confidences)
         depths = np.arange(len(self._judged))
         rates = self._rates[depths, _buckets(padded)] * self._factors(len(lengths), groups)
@@ -66,73 +68,75 @@ class Acceptance:
 
     def forecast(self, num_sequences: int, groups: Sequence[Hashable] = ()) -> tuple[Array, Array]:
         """Before drafting: the chances (B, D) that a token asked for will be verified, and that it
-        will stand. Drafts come shorter than asked, and those that do not pay are not verified."""
+        will be accepted. Drafts come shorter than asked, and those that do not pay are not
+        verified."""
         lean = self._prior.leaning
-        shares = (self._verified + lean) / (self._open + lean)
-        by_depth = self._judged.sum(1), self._stood.sum(1)
+        shares = (self._verified + lean) / (self._asked + lean)
+        by_depth = self._judged.sum(1), self._accepted.sum(1)
         rates = (by_depth[1] + lean * self.overall) / (by_depth[0] + lean)
         rows = np.tile(np.cumprod(shares, dtype=np.float64), (num_sequences, 1))
-        stands = np.minimum(rates * self._factors(num_sequences, groups), 1.0)
-        return rows, rows * np.cumprod(stands, 1)
+        rates = np.minimum(rates * self._factors(num_sequences, groups), 1.0)
+        return rows, rows * np.cumprod(rates, 1)
 
-    def learn(self, told: Round) -> None:
-        if not told.num_verified:
-            self._open[0] += sum(asked > 0 for asked in told.asked)
+    def learn(self, last_round: Round) -> None:
+        if not last_round.num_verified:
+            self._asked[0] += sum(asked > 0 for asked in last_round.asked)
             return
-        padded, _ = self._padded(told.confidences)
+        padded, _ = self._padded(last_round.confidences)
         depths = np.arange(len(self._judged))
-        verified, accepted, asked, num_judged = (
-            np.array(counts, np.int64)[:, None]
-            for counts in (told.verified, told.accepted, told.asked, told.num_judged)
-        )
-        judged = depths < num_judged
-        stood = depths < accepted
+
+        def reaches(counts: Sequence[int]) -> Mask:
+            """(B, D): whether the depth is among the first so many tokens of each sequence."""
+            return depths < np.array(counts, np.int64)[:, None]
+
+        judged, accepted = reaches(last_round.num_judged), reaches(last_round.accepted)
         self.age(float(np.exp(-judged.sum() / self._prior.memory)))
         buckets = _buckets(padded)
-        self._learn_groups(told.groups, judged, stood, self._rates[depths, buckets])
+        self._learn_groups(last_round.groups, judged, accepted, self._rates[depths, buckets])
         columns = np.broadcast_to(depths, judged.shape)
         np.add.at(self._judged, (columns[judged], buckets[judged]), 1.0)
-        np.add.at(self._stood, (columns[stood], buckets[stood]), 1.0)
-        self._open += ((depths < asked) & (depths <= verified)).sum(0)
-        self._verified += (depths < verified).sum(0)
+        np.add.at(self._accepted, (columns[accepted], buckets[accepted]), 1.0)
+        within = reaches([num + 1 for num in last_round.verified])
+        self._asked += (reaches(last_round.asked) & within).sum(0)
+        self._verified += reaches(last_round.verified).sum(0)
         self._rates = self._fitted()
 
     def age(self, factor: float) -> None:
         """What was counted so far weighs `factor` of what it did."""
-        for counts in (self._judged, self._stood, self._open, self._verified):
+        for counts in (self._judged, self._accepted, self._asked, self._verified):
             counts *= factor
         self._rates = self._fitted()
 
     def _fitted(self) -> Array:
         lean = self._prior.leaning
-        of_bucket = (self._stood.sum(0) + lean * self.overall) / (self._judged.sum(0) + lean)
-        return (self._stood + lean * of_bucket) / (self._judged + lean)
+        of_bucket = (self._accepted.sum(0) + lean * self.overall) / (self._judged.sum(0) + lean)
+        return (self._accepted + lean * of_bucket) / (self._judged + lean)
 
     def _padded(self, confidences: Sequence[Sequence[float]]) -> tuple[Array, NDArray[np.int64]]:
         depth = len(self._judged)
         padded = np.zeros((len(confidences), depth))
-        for row, own in zip(padded, confidences, strict=True):
-            row[: len(own)] = own[:depth]
-        return padded, np.array([len(own) for own in confidences], np.int64)
+        for row, draft in zip(padded, confidences, strict=True):
+            row[: len(draft)] = draft[:depth]
+        return padded, np.array([len(draft) for draft in confidences], np.int64)
 
     def _factors(self, num_sequences: int, groups: Sequence[Hashable]) -> Array:
         """(B, 1)"""
         if not groups:
             return np.ones((num_sequences, 1))
         lean = self._prior.leaning
-        known = [self._groups.get(group, (0.0, 0.0)) for group in groups]
-        return np.array([[(stood + lean) / (expected + lean)] for expected, stood in known])
+        counts = [self._groups.get(group, (0.0, 0.0)) for group in groups]
+        return np.array([[(accepted + lean) / (expected + lean)] for expected, accepted in counts])
 
     def _learn_groups(
-        self, groups: Sequence[Hashable], judged: Mask, stood: Mask, rates: Array
+        self, groups: Sequence[Hashable], judged: Mask, accepted: Mask, rates: Array
     ) -> None:
         fade = 1.0 - 1.0 / (self._prior.leaning * 8)
         for i, group in enumerate(groups):
             if group is None or not judged[i].any():
                 continue
-            expected, stands = self._groups.pop(group, (0.0, 0.0))
-            expected = fade * expected + float(rates[i][judged[i]].sum())
-            self._groups[group] = (expected, fade * stands + float(stood[i].sum()))
+            num_expected, num_accepted = self._groups.pop(group, (0.0, 0.0))
+            num_expected = fade * num_expected + float(rates[i][judged[i]].sum())
+            self._groups[group] = (num_expected, fade * num_accepted + float(accepted[i].sum()))
         while len(self._groups) > self._prior.num_groups:
             self._groups.popitem(last=False)
 

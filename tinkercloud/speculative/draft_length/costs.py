@@ -5,10 +5,10 @@ may replay as a graph) and one for rounds that verify, plus what attention adds 
 context, by row and by sequence. Measured at the start, then kept right by the rounds themselves.
 
 A shared machine is twice as slow in one minute as in the next, so a time alone says little. Two
-things are learned from it, apart. *Pace*: how much slower than measured everything is at present,
-one number. *Shape*: where two rounds that follow one another have different rows, the ratio of
-their times, in which the pace cancels, moves the curve at both places towards it, by a small step
-of an error that is cut off (as ratings are learned from games). Rounds of one size alone say
+things are learned from it, apart. *Slowdown*: how much slower than measured everything is at
+present, one number. *Shape*: where two rounds that follow one another have different rows, the
+ratio of their times, in which the slowdown cancels, moves the curve at both places towards it, by a
+small step of a clipped error (as Elo ratings are learned from games). Rounds of one size alone say
 nothing of the shape and leave it.
 
 Axes: G points of the grid.
@@ -29,15 +29,19 @@ Measure = Callable[[int, int, int], float]
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 PLAIN, VERIFY = 0, 1
-ROWS_OF_ONE = 4  # rows for each sequence, where verifying is measured
+VERIFY_ROWS = 4  # rows for each sequence, where verifying is measured
 QUICK_ROWS, QUICK_REPEATS = 16, 4  # few rows are quick, and it is among them that points are near
+CONTEXT_ROWS = 16  # of the rounds that say what attention over the context adds
 SHORT, LONG = 64, 512  # contexts in tokens
 LEAST_SHARE = 0.2  # of a measured time that is not attention, whatever the noise says
+# Steps are shares of an error in the logarithm of a time. They shrink as 1 / (trust + rounds seen),
+# as a mean does, down to a least step that lets the curve follow a machine that changes.
 TRUST = 8  # rounds that the measurement at the start is worth
-SLOWEST_STEP, PACE_STEP = 0.02, 0.1
-WORST_ERROR = log(2.0)
+LEAST_STEP = 0.02
 NEIGHBOUR = 0.5  # what a point of the grid learns from one at the next point
-LEVEL_TRUST, SLOWEST_LEVEL_STEP = 3, 0.05
+LEVEL_TRUST, LEAST_LEVEL_STEP = 3, 0.05  # of all verifying rounds against plain ones
+SLOWDOWN_STEP = 0.1
+MAX_ERROR = log(2.0)  # of one round: a spike says no more than that
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,21 +65,21 @@ def measure_costs(
     """The whole grid, `num_passes` times over, each point between two of one row; points of few
     rows `quick_repeats` times.
 
-    What counts is the median of its ratios to these, in which a slow minute cancels.
+    A point's time is the median of its ratios to these, in which a slow minute cancels.
     """
     points = [(r, r, SHORT) for r in rows] + [(r, _sequences(r), SHORT) for r in rows]
-    probe = min(rows[-1], 16)
+    probe = min(rows[-1], CONTEXT_ROWS)
     points += [(probe, probe, LONG), (probe, _sequences(probe), LONG)]
     typical = _typical(measure, points, (num_passes, quick_repeats))
     by_row, by_sequence = _slopes(typical, probe)
 
-    def rest(row: int, sequences: int) -> float:
+    def without_attention(row: int, sequences: int) -> float:
         whole = typical[row, sequences, SHORT]
         attention = (by_row * row + by_sequence * sequences) * SHORT
         return max(whole - attention, LEAST_SHARE * whole)
 
-    plain = tuple(rest(r, r) for r in rows)
-    verify = tuple(rest(r, _sequences(r)) for r in rows)
+    plain = tuple(without_attention(r, r) for r in rows)
+    verify = tuple(without_attention(r, _sequences(r)) for r in rows)
     return MeasuredCosts(tuple(rows), plain, verify, by_row, by_sequence)
 
 
@@ -83,29 +87,29 @@ def _typical(
     measure: Measure, points: Sequence[Point], times: tuple[int, int]
 ) -> dict[Point, float]:
     num_passes, quick_repeats = times
-    one = (1, 1, SHORT)
-    ones = [measure(*one)]
+    reference = (1, 1, SHORT)
+    references = [measure(*reference)]
     ratios: dict[Point, list[float]] = {point: [] for point in points}
     for _ in range(num_passes):
         for point in points:
             for _ in range(quick_repeats if point[0] <= QUICK_ROWS else 1):
                 ms = measure(*point)
-                ones.append(measure(*one))
-                ratios[point].append(2 * ms / (ones[-2] + ones[-1]))
-    return {point: float(np.median(own) * np.median(ones)) for point, own in ratios.items()}
+                references.append(measure(*reference))
+                ratios[point].append(2 * ms / (references[-2] + references[-1]))
+    return {p: float(np.median(values) * np.median(references)) for p, values in ratios.items()}
 
 
 def _sequences(rows: int) -> int:
-    return max(1, rows // ROWS_OF_ONE)
+    return max(1, rows // VERIFY_ROWS)
 
 
 def _slopes(ms: Mapping[Point, float], rows: int) -> tuple[float, float]:
     """Milliseconds that a token of context adds, by row and by sequence."""
     few = _sequences(rows)
-    own = (ms[rows, rows, LONG] - ms[rows, rows, SHORT]) / (LONG - SHORT)
-    shared = (ms[rows, few, LONG] - ms[rows, few, SHORT]) / (LONG - SHORT)
-    by_sequence = max(0.0, (own - shared) / (rows - few)) if rows > few else 0.0
-    return max(0.0, own / rows - by_sequence), by_sequence
+    plain = (ms[rows, rows, LONG] - ms[rows, rows, SHORT]) / (LONG - SHORT)
+    verify = (ms[rows, few, LONG] - ms[rows, few, SHORT]) / (LONG - SHORT)
+    by_sequence = max(0.0, (plain - verify) / (rows - few)) if rows > few else 0.0
+    return max(0.0, plain / rows - by_sequence), by_sequence
 
 
 class CostTable:
@@ -118,7 +122,7 @@ class CostTable:
         self._shape = np.zeros_like(self._base)
         self._visits = np.zeros_like(self._base)
         self._num_crossed = 0
-        self._pace = 0.0
+        self._log_slowdown = 0.0
         self._last: tuple[int, float, float] | None = None
         self._curves = self._fitted()
 
@@ -128,49 +132,49 @@ class CostTable:
     def verify_ms(self, rows: Array, sequences: int, context: float) -> Array:
         """rows (N,), fractions too; where there are no more than sequences, a plain round's.
 
-        Never less than that: noise must not promise that drafts save time even where none stands.
+        Never less than that: noise must not promise that drafts save time where none is accepted.
         """
         verify = self._ms(VERIFY, rows, sequences, context)
         plain_ms = self.plain_ms(sequences, context)
         return np.where(rows > sequences, np.maximum(verify, plain_ms), plain_ms)
 
     @property
-    def pace(self) -> float:
+    def slowdown(self) -> float:
         """How many times slower than at the start everything is."""
-        return exp(self._pace)
+        return exp(self._log_slowdown)
 
     def observe(self, rows: int, sequences: int, context: float, ms: float) -> float:
         """A round took `ms`, its drafting apart. How many times slower than at the start it was."""
         if ms <= 0:
-            return self.pace
+            return self.slowdown
         kind = VERIFY if rows > sequences else PLAIN
         expected = self._ms(kind, np.array([rows], np.float64), sequences, context)[0]
         error = log(ms / expected)
         here = float(np.interp(rows, self._grid, np.arange(len(self._grid))))
-        slower = error + self._pace  # than the table without its pace
+        slower = error + self._log_slowdown  # than the table without its slowdown
         if self._last is not None and self._last[:2] != (kind, here):
             self._compare(self._last, (kind, here, slower))
             error = log(ms / self._ms(kind, np.array([rows], np.float64), sequences, context)[0])
-        self._pace += PACE_STEP * _cut(error)
+        self._log_slowdown += SLOWDOWN_STEP * _clipped(error)
         self._last = (kind, here, slower)
         return exp(slower)
 
     def _compare(self, before: tuple[int, float, float], now: tuple[int, float, float]) -> None:
         """Both places move, each by its own step, until the ratio is the one that was seen."""
-        error = _cut(now[2] - before[2])
+        error = _clipped(now[2] - before[2])
         if before[0] != now[0]:
             self._level(error if now[0] == VERIFY else -error)
         for (kind, here, _), sign in ((before, -1.0), (now, 1.0)):
             near = NEIGHBOUR ** np.abs(np.arange(len(self._grid)) - here)
-            step = max(SLOWEST_STEP, 1.0 / (TRUST + float(near @ self._visits[kind])))
+            step = max(LEAST_STEP, 1.0 / (TRUST + float(near @ self._visits[kind])))
             self._shape[kind] += sign * step * error * near
             self._visits[kind] += near
         self._curves = self._fitted()
 
     def _level(self, error: float) -> None:
-        """A plain and a verifying round: much of what is wrong there is wrong for all rows, and few
-        rounds tell."""
-        step = max(SLOWEST_LEVEL_STEP, 1.0 / (LEVEL_TRUST + self._num_crossed))
+        """A plain and a verifying round: most of the error is common to all rows, so that few
+        rounds are enough to correct it."""
+        step = max(LEAST_LEVEL_STEP, 1.0 / (LEVEL_TRUST + self._num_crossed))
         self._shape[VERIFY] += step * error
         self._num_crossed += 1
 
@@ -180,33 +184,21 @@ class CostTable:
     def _ms(self, kind: int, rows: Array, sequences: int, context: float) -> Array:
         by_row = self._start.row_context_ms * rows
         attention = (by_row + self._start.sequence_context_ms * sequences) * context
-        return self.pace * (interpolated(self._grid, self._curves[kind], rows) + attention)
+        return self.slowdown * (interpolated(self._grid, self._curves[kind], rows) + attention)
 
     def to_json(self) -> dict[str, Any]:
-        """What `from_json` reads: the measurement, and what was learned since."""
-        return {
-            **asdict(self._start),
-            "shape": self._shape.tolist(),
-            "visits": self._visits.tolist(),
-            "num_crossed": self._num_crossed,
-            "pace": self._pace,
-        }
+        """What `from_json` reads: the measurement at the start, nothing learned since."""
+        return asdict(self._start)
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> "CostTable":
-        lists = {name: tuple(told[name]) for name in ("rows", "plain_ms", "verify_ms")}
-        slopes = {name: told[name] for name in ("row_context_ms", "sequence_context_ms")}
-        table = cls(MeasuredCosts(**lists, **slopes))
-        table._shape = np.array(told["shape"], np.float64)
-        table._visits = np.array(told["visits"], np.float64)
-        table._num_crossed = int(told["num_crossed"])
-        table._pace = float(told["pace"])
-        table._curves = table._fitted()
-        return table
+    def from_json(cls, fields: Mapping[str, Any]) -> "CostTable":
+        curves = {name: tuple(fields[name]) for name in ("rows", "plain_ms", "verify_ms")}
+        slopes = {name: fields[name] for name in ("row_context_ms", "sequence_context_ms")}
+        return cls(MeasuredCosts(**curves, **slopes))
 
 
-def _cut(error: float) -> float:
-    return min(max(error, -WORST_ERROR), WORST_ERROR)
+def _clipped(error: float) -> float:
+    return min(max(error, -MAX_ERROR), MAX_ERROR)
 
 
 def interpolated(grid: Array, values: Array, at: Array) -> Array:

@@ -1,4 +1,4 @@
-"""A policy that drafts the same in every round, for those who want to see drafts, not speed."""
+"""What decides how much is drafted, and the simplest such thing: the same in every round."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -7,30 +7,34 @@ from tinkercloud.speculative.draft_length.rounds import Kind, Load, Reason, Roun
 
 
 class DraftLength(Protocol):
-    """What decides how much is drafted: `policy.Policy`, or something simpler."""
+    """In each round `limits` comes before drafting, `choose` after it and `observe` last. kind and
+    reason are those of the last `limits`."""
 
-    @property
-    def kind(self) -> Kind: ...
+    kind: Kind
+    reason: Reason
+    is_on: bool
 
-    @property
-    def reason(self) -> Reason: ...
+    def limits(self, loads: Sequence[Load]) -> list[int]:
+        """Tokens to ask the drafter for, at most, of each sequence; 0: not to ask."""
+        ...
 
-    @property
-    def is_on(self) -> bool: ...
+    def choose(self, confidences: Sequence[Sequence[float]]) -> list[int]:
+        """How many tokens of each draft to verify; of the sequences of the last `limits`."""
+        ...
 
-    def limits(self, loads: Sequence[Load]) -> list[int]: ...
+    def observe(self, last_round: Round) -> None:
+        """The round of the last `limits` is over."""
 
-    def choose(self, confidences: Sequence[Sequence[float]]) -> list[int]: ...
+    def renew(self) -> None:
+        """New weights, or a new draft: what was learned is worth less."""
 
-    def observe(self, last_round: Round) -> None: ...
-
-    def renew(self) -> None: ...
-
-    def stop(self, reason: Reason) -> None: ...
+    def stop(self, reason: Reason) -> None:
+        """No drafts from here on."""
 
 
-class FixedLength:
-    """Asks for `most` tokens of every sample, and has all verified that come."""
+class FixedLength(DraftLength):
+    """Asks for `most` tokens of every sample, and has all of them verified: for those who want to
+    see drafts, not speed. It learns nothing, and an alarm does not stop it."""
 
     kind = Kind.SPECULATIVE
     reason = Reason.NONE
@@ -43,13 +47,4 @@ class FixedLength:
         return [self._most if load.speculates else 0 for load in loads]
 
     def choose(self, confidences: Sequence[Sequence[float]]) -> list[int]:
-        return [len(own) for own in confidences]
-
-    def observe(self, last_round: Round) -> None:
-        """It learns nothing."""
-
-    def renew(self) -> None:
-        """It knows nothing."""
-
-    def stop(self, reason: Reason) -> None:
-        """It goes on: what is watched here is what an alarm would be about."""
+        return [len(draft) for draft in confidences]

@@ -1,9 +1,9 @@
 """Which drafted tokens are worth a row: the most tokens per millisecond (TurboSpec 2406.14066).
 
-Of n drafted tokens those most likely to stand bring most, and since a token is never likelier to
-stand than the one before it, these are beginnings of the drafts. So only n is to be found. All n
-are tried at once rather than until the next one does not pay: a target's time rises in steps, and
-behind a step there may be room.
+Of n drafted tokens those most likely to be accepted bring most, and since a token is never likelier
+to be accepted than the one before it, these are prefixes of the drafts: only n is to be chosen. All
+n are tried at once rather than until the next one does not pay: a target's time rises in steps, and
+beyond a step there may be room.
 
 Axes: B sequences, D depths, N = B * D drafted tokens.
 """
@@ -36,8 +36,8 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """rows: drafted ones in all, at most. urgency (B,): who is served first within what is given
-    out, None for all alike. sacrifice: the share of the goodput that this may cost."""
+    """rows: drafted ones in all, at most. urgency (B,): weights of the sequences, the highest are
+    served first, None for all alike. sacrifice: the share of the goodput that this may cost."""
 
     rows: float = float("inf")
     urgency: Array | None = None
@@ -59,9 +59,9 @@ def allocate(
     best = float(goodput[most])
     if limit.urgency is not None:
         urgent = _order(survival, survival * limit.urgency[:, None])
-        theirs = _goodput(survival, rows, urgent, cost, limit.rows)
-        if most < len(theirs) and theirs[most] >= max(plain, (1.0 - limit.sacrifice) * best):
-            order, best = urgent, float(theirs[most])
+        weighted = _goodput(survival, rows, urgent, cost, limit.rows)
+        if most < len(weighted) and weighted[most] >= max(plain, (1.0 - limit.sacrifice) * best):
+            order, best = urgent, float(weighted[most])
     return Allocation(_counts(order[:most], survival.shape), best, plain)
 
 

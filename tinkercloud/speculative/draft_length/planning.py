@@ -16,14 +16,15 @@ from tinkercloud.speculative.draft_length.goodput import Allocation, Limit, allo
 from tinkercloud.speculative.draft_length.rounds import Load, Reason
 
 Array = NDArray[np.float64]
-BEST_RATE = 0.9  # of drafted tokens that stand, that one may hope for
-PLAN_ROUNDS = 3  # that a plan serves after its first, and one more for each so many sequences:
-SEQUENCES_OF_ROUND = 16  # making it takes time as well
+BEST_RATE = 0.9  # of drafted tokens accepted, that one may hope for
+# A plan serves so many rounds after its first, and one more for each so many sequences, since
+# making it takes time in proportion to them.
+PLAN_ROUNDS, SEQUENCES_OF_ROUND = 3, 16
 
 
 @dataclass(slots=True)
 class Estimates:
-    """What is known of the target's time, of the drafter's, and of its tokens."""
+    """Of the target's time, of the drafter's, and of how many of its tokens are accepted."""
 
     costs: CostTable
     drafting: DraftCosts = field(default_factory=DraftCosts)
@@ -33,8 +34,8 @@ class Estimates:
 @dataclass(frozen=True, slots=True)
 class PlannerSettings:
     """max_tokens: drafted for one sequence. max_rows: of one forward. urgency: what the most urgent
-    sequence weighs more than others. free: the share of a plain round below which drafting costs
-    nothing to speak of. worthwhile: the least gain."""
+    sequence weighs more than others. free: the share of a plain round below which drafting is
+    taken to cost nothing. worthwhile: the least gain."""
 
     max_tokens: int = 8
     max_rows: int = 256
@@ -44,28 +45,29 @@ class PlannerSettings:
 
 
 class Planner:
-    def __init__(self, knowledge: Estimates, bounds: PlannerSettings) -> None:
-        self._known = knowledge
-        self._bounds = bounds
+    def __init__(self, estimates: Estimates, settings: PlannerSettings) -> None:
+        self._estimates = estimates
+        self._settings = settings
         self._loads: tuple[Load, ...] = ()
         self._context = 0.0
         self._plan: Allocation | None = None
-        self._why: Reason | None = None
+        self._reason: Reason | None = None
         self._rounds_left = 0
         self._plain_ms: float | None = None  # of these sequences, until others come
 
-    def face(self, loads: Sequence[Load]) -> None:
+    def set_loads(self, loads: Sequence[Load]) -> None:
         """The sequences of the next round, one at least."""
-        changed = _who(loads) != _who(self._loads)
+        speculating = [load.speculates for load in loads]
+        changed = speculating != [load.speculates for load in self._loads]
         self._loads = tuple(loads)
         self._context = sum(load.context for load in loads) / len(loads)
         self._plain_ms = None
         self._rounds_left -= 1
         if changed or self._rounds_left < 0:
-            self._plan = self._why = None
+            self._plan = self._reason = None
             self._rounds_left = PLAN_ROUNDS + len(loads) // SEQUENCES_OF_ROUND
 
-    def forget(self) -> None:
+    def discard_plan(self) -> None:
         """What the plan was made of has changed."""
         self._rounds_left = 0
 
@@ -73,63 +75,58 @@ class Planner:
     def plan(self) -> Allocation:
         """What to ask of the drafter."""
         if self._plan is None:
-            self._plan = self._planned()
+            self._plan = self._best_plan()
         return self._plan
 
     @property
-    def why(self) -> Reason:
-        """Why nothing is drafted, if nothing is."""
-        if self._why is None:
-            self._why = self._explained()
-        return self._why
+    def reason(self) -> Reason:
+        """Why nothing is drafted, if nothing is: what would have to be otherwise."""
+        if self._reason is None:
+            least = self._settings.worthwhile
+            if self._best_plan(perfect=True, free=True).gain <= least:
+                self._reason = Reason.TOO_MANY
+            elif self._best_plan(free=True).gain <= least:
+                self._reason = Reason.ACCEPTANCE
+            else:
+                self._reason = Reason.DRAFTER
+        return self._reason
 
-    def _explained(self) -> Reason:
-        if self._planned(surely=True, freely=True).gain <= self._bounds.worthwhile:
-            return Reason.TOO_MANY
-        if self._planned(freely=True).gain <= self._bounds.worthwhile:
-            return Reason.ACCEPTANCE
-        return Reason.DRAFTER
+    def _best_plan(self, *, perfect: bool = False, free: bool = False) -> Allocation:
+        """perfect: as if drafts were accepted as often as any are; free: as if they cost nothing.
 
-    def _planned(self, *, surely: bool = False, freely: bool = False) -> Allocation:
-        """surely: as if drafts stood as well as any do; freely: as if they cost nothing."""
-        rows, survival = self._known.acceptance.forecast(len(self._loads), self._groups())
-        wanted = np.array([[float(load.speculates)] for load in self._loads])
-        if surely:
+        All depths are tried where one more costs a step, else the deepest only.
+        """
+        rows, survival = self._estimates.acceptance.forecast(len(self._loads), self._groups())
+        if perfect:
             rows = np.ones_like(rows)
             survival[:] = np.cumprod(BEST_RATE * rows, 1)
-        survival = survival * wanted
-        found = [
-            self._allocated(survival[:, :steps], rows[:, :steps], freely)
-            for steps in self._depths(freely)
-        ]
-        return max(found, key=lambda allocation: allocation.goodput)
+        survival = survival * np.array([[float(load.speculates)] for load in self._loads])
+        most = self._settings.max_tokens
+        depths = (most,) if free or self.is_free else range(1, most + 1)
+        plans = [self._plan_of_depth(survival[:, :d], rows[:, :d], free) for d in depths]
+        return max(plans, key=lambda allocation: allocation.goodput)
 
-    def _depths(self, freely: bool) -> Sequence[int]:
-        """Depths worth trying: all where one more costs a step to speak of, else the deepest."""
-        most = self._bounds.max_tokens
-        return (most,) if freely or self.is_free else range(1, most + 1)
-
-    def _allocated(self, survival: Array, rows: Array, freely: bool) -> Allocation:
-        drafting, steps = self._known.drafting, survival.shape[1]
+    def _plan_of_depth(self, survival: Array, rows: Array, free: bool) -> Allocation:
+        drafting, steps = self._estimates.drafting, survival.shape[1]
 
         def cost(taken: Array, tokens: Array) -> Array:
-            if freely:
+            if free:
                 return self.target_ms(taken)
             asking = drafting.ms(0.0, steps) + drafting.token_ms * tokens
-            return self.target_ms(taken) + np.where(tokens > 0, asking * self._pace, 0.0)
+            asking_ms = np.where(tokens > 0, asking * self._estimates.costs.slowdown, 0.0)
+            return self.target_ms(taken) + asking_ms
 
         return allocate(survival, rows, cost, self.plain_ms(), self._limit())
 
-    def chosen(self, confidences: Sequence[Sequence[float]], lengths: Sequence[int]) -> Allocation:
+    def allocate_drafts(
+        self, confidences: Sequence[Sequence[float]], lengths: Sequence[int]
+    ) -> Allocation:
         """Which drafted tokens to verify, of each draft the first `lengths` at most."""
-        survival = self._known.acceptance.survivals(confidences, self._groups())
+        survival = self._estimates.acceptance.survivals(confidences, self._groups())
         survival[np.arange(survival.shape[1]) >= np.array(lengths)[:, None]] = 0.0
+        rows = np.ones_like(survival)
         return allocate(
-            survival,
-            np.ones_like(survival),
-            lambda taken, _: self.target_ms(taken),
-            self.plain_ms(),
-            self._limit(),
+            survival, rows, lambda taken, _: self.target_ms(taken), self.plain_ms(), self._limit()
         )
 
     # ---- the sequences as they are
@@ -137,38 +134,35 @@ class Planner:
     def target_ms(self, rows: Array) -> Array:
         """Of a forward with so many drafted rows, (N,)."""
         many = len(self._loads)
-        return self._known.costs.verify_ms(many + rows, many, self._context)
+        return self._estimates.costs.verify_ms(many + rows, many, self._context)
 
     def drafting_ms(self, tokens: int, steps: int) -> float:
-        return self._pace * self._known.drafting.ms(tokens, steps)
-
-    @property
-    def _pace(self) -> float:
-        return self._known.costs.pace
+        return self._estimates.costs.slowdown * self._estimates.drafting.ms(tokens, steps)
 
     def plain_ms(self) -> float:
         if self._plain_ms is None:
-            self._plain_ms = self._known.costs.plain_ms(len(self._loads), self._context)
+            self._plain_ms = self._estimates.costs.plain_ms(len(self._loads), self._context)
         return self._plain_ms
 
     @property
-    def room(self) -> int:
-        """Rows that are left for drafts."""
-        return max(0, self._bounds.max_rows - len(self._loads))
+    def rows_left(self) -> int:
+        """Of a forward, for drafts."""
+        return max(0, self._settings.max_rows - len(self._loads))
 
-    def everybody(self) -> tuple[int, ...]:
-        """As many tokens as may be drafted at all."""
-        most = self._bounds.max_tokens if self.room else 0
+    def longest(self) -> tuple[int, ...]:
+        """As many tokens of each sequence as may be drafted at all."""
+        most = self._settings.max_tokens if self.rows_left else 0
         return tuple(most if load.speculates else 0 for load in self._loads)
 
     @property
     def is_free(self) -> bool:
-        """Asking for everybody costs nothing to speak of: the drafts' confidence may decide."""
-        asked = self.everybody()
-        return self.drafting_ms(sum(asked), max(asked)) <= self._bounds.free * self.plain_ms()
+        """The longest drafts for all cost next to nothing: their confidence may decide."""
+        lengths = self.longest()
+        most_ms = self._settings.free * self.plain_ms()
+        return self.drafting_ms(sum(lengths), max(lengths)) <= most_ms
 
     def probe_loss_ms(self, tokens: int, steps: int) -> float:
-        """Of drafting and verifying so many, if none stands."""
+        """Of drafting and verifying so many, if none is accepted."""
         forward = float(self.target_ms(np.array([float(tokens)]))[0])
         return forward + self.drafting_ms(tokens, steps) - self.plain_ms()
 
@@ -176,7 +170,7 @@ class Planner:
         return tuple(load.group for load in self._loads)
 
     def _limit(self) -> Limit:
-        return Limit(self.room, urgency(self._loads, self._bounds.urgency))
+        return Limit(self.rows_left, urgency(self._loads, self._settings.urgency))
 
 
 def urgency(loads: Sequence[Load], weight: float) -> Array | None:
@@ -192,7 +186,3 @@ def urgency(loads: Sequence[Load], weight: float) -> Array | None:
 
 def _share(load: Load, longest: float) -> float:
     return load.remaining / longest if longest > 0 else 0.0
-
-
-def _who(loads: Sequence[Load]) -> list[bool]:
-    return [load.speculates for load in loads]

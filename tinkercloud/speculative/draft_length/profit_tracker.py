@@ -1,6 +1,6 @@
 """What speculation brought in the end: the time of its rounds against that of plain ones.
 
-Whatever an expectation leaves out shows here. Where speculation is behind it is barred for some
+Whatever an expectation leaves out shows here. Where speculation is behind, it is barred for some
 rounds, for twice as many at the next time, so that being wrong again and again costs little.
 """
 
@@ -9,8 +9,9 @@ from math import sqrt
 
 LEAST_ROUNDS = 8
 MEMORY = 0.99
-DOUBT = 0.6  # of what one round says; of n, less by their root
-FIRST_BAR, LONGEST_BAR = 256, 2048
+DOUBT = 0.6
+"""Relative deviation of one round's profit; of the mean of n rounds, less by their root."""
+FIRST_BAR, LONGEST_BAR = 256, 2048  # rounds
 
 
 @dataclass(slots=True)
@@ -22,7 +23,7 @@ class ProfitTracker:
     next_bar: int = FIRST_BAR
 
     @property
-    def bars(self) -> bool:
+    def is_barred(self) -> bool:
         return self.barred_rounds > 0
 
     def add(self, worth_ms: float, spent_ms: float) -> None:
@@ -37,16 +38,16 @@ class ProfitTracker:
             self.next_bar = min(2 * self.next_bar, LONGEST_BAR)
             self._clear()
 
-    def passed(self) -> None:
+    def advance(self) -> None:
         """A round is over, of any kind."""
         self.barred_rounds = max(0, self.barred_rounds - 1)
 
-    def probed(self, *, well: bool) -> None:
+    def observe_probe(self, *, well: bool) -> None:
         """Each probe that looks well halves what is left of the bar."""
         if well:
             self.barred_rounds //= 2
 
-    def forgive(self) -> None:
+    def reset(self) -> None:
         self.barred_rounds, self.next_bar = 0, FIRST_BAR
         self._clear()
 

@@ -1,4 +1,4 @@
-"""One round of speculative decoding, as it is planned and as it went.
+"""One round of speculative decoding, as it is planned and as it went: propose, verify, accept.
 
 Axes: B sequences, K drafted tokens of one sequence.
 """
@@ -9,11 +9,11 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """FIRST: with a new drafter. PROBE: a few drafts, while off. COMPARISON: none, while on."""
+    """WARM_UP: with a new drafter. PROBE: a few drafts, while off. COMPARISON: none, while on."""
 
     PLAIN = "plain"
     SPECULATIVE = "speculative"
-    FIRST = "first"
+    WARM_UP = "first"
     PROBE = "probe"
     COMPARISON = "comparison"
 
@@ -51,7 +51,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Milliseconds. verify: the target's forward and its draws; host: the rest but drafting.
+    """Milliseconds. verify: the target's forward and its draws; host: all else but drafting.
 
     usable: False where other work, a prefill for example, shared the forward.
     """
@@ -74,10 +74,10 @@ class Times:
 class Round:
     """What happened; every tuple has B entries, in the order of the loads.
 
-    asked: of the drafter, at most. confidences: of the tokens that came. verified: how many of
-    those the target saw. accepted: how many of these stand. context: mean over the sequences.
-    ended: whether its sample ended with a drafted token, so that the target added none and what was
-    drafted after it was not judged; () where none did.
+    asked: tokens requested of the drafter, at most. confidences: of the tokens that it proposed.
+    verified: how many of those the target saw. accepted: how many of these were accepted.
+    context: mean over the sequences. ended: whether its sample ended with a drafted token, so that
+    the target added none and what was drafted after it was not judged; () where none did.
     """
 
     asked: tuple[int, ...]
@@ -108,7 +108,7 @@ class Round:
 
     @property
     def num_judged(self) -> tuple[int, ...]:
-        """Drafted tokens whose fate is known: those that stand, and the first that does not."""
+        """Drafted tokens with a verdict: those accepted, and the first that was rejected."""
         ended = self.ended or (False,) * self.num_sequences
         judged = zip(self.verified, self.accepted, ended, strict=True)
         return tuple(min(v, a + 1 - e) for v, a, e in judged)

@@ -1,7 +1,7 @@
 """A draft head row by row: its small KV cache, and the step that extends it.
 
-A slot is one sequence. Rewinding changes a length, nothing else: what lies behind it is written
-over by what comes next.
+A slot is one sequence. Rewinding changes a length, nothing else: rows beyond it are masked and
+overwritten by the next ones.
 
 Axes: S slots, C positions of a slot, B sequences of a step, N new rows of each, D hidden; Hkv and
 Dh as in `head`.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tinkercloud.speculative.device_copy import to_device
+from tinkercloud.decoding.device_copy import to_device
 from tinkercloud.speculative.head.head import Head, Params, mix, scores
 
 LEAST_CAPACITY = 64
@@ -44,7 +44,7 @@ class HeadCache:
         slots, heads, positions, size = self.keys.shape
         if num_slots <= slots and capacity <= positions:
             return
-        shape = (max(num_slots, slots), heads, _doubled(positions, capacity), size)
+        shape = (max(num_slots, slots), heads, _grown(positions, capacity), size)
         self.keys, self.values = (_copied(x, shape) for x in (self.keys, self.values))
         self.lengths += [0] * (shape[0] - slots)
 
@@ -52,7 +52,7 @@ class HeadCache:
 @dataclass(frozen=True, slots=True)
 class NewRows:
     """What each of B sequences gets: slots, its place in the cache; feature (B, N, D), tokens int64
-    (B, N) and counts (B,): how many of the N rows are its own, the others are padding behind."""
+    (B, N) and counts (B,): the first so many of the N rows are its own, the others padding."""
 
     slots: Sequence[int]
     feature: Tensor
@@ -69,21 +69,23 @@ def extend(head: Head, params: Params, cache: HeadCache, new: NewRows) -> Tensor
     cache.reserve(0, most)
     slots, starts = to_device(torch.tensor([list(new.slots), lengths]), head.device)
     positions = starts[:, None] + torch.arange(num_new, device=head.device)
-    made = head.project(params, new.feature, new.tokens, positions)
-    cache.keys[slots[:, None], :, positions] = made.k.transpose(1, 2)
-    cache.values[slots[:, None], :, positions] = made.v.transpose(1, 2)
+    projected = head.project(params, new.feature, new.tokens, positions)
+    cache.keys[slots[:, None], :, positions] = projected.k.transpose(1, 2)
+    cache.values[slots[:, None], :, positions] = projected.v.transpose(1, 2)
     later = torch.arange(most, device=head.device) > positions[:, :, None]
-    told = scores(made.q, cache.keys[slots, :, :most])
-    shares = torch.softmax(told.masked_fill(later[:, None, None], float("-inf")), -1)
+    masked = scores(projected.q, cache.keys[slots, :, :most]).masked_fill(
+        later[:, None, None], float("-inf")
+    )
+    shares = torch.softmax(masked, -1)
     for slot, length, count in zip(new.slots, lengths, new.counts, strict=True):
         cache.lengths[slot] = length + count
     return head.finish(params, new.feature, mix(shares, cache.values[slots, :, :most]))
 
 
-def _doubled(have: int, wanted: int) -> int:
-    while have < wanted:
-        have *= 2
-    return have
+def _grown(capacity: int, least: int) -> int:
+    while capacity < least:
+        capacity *= 2
+    return capacity
 
 
 def _copied(x: Tensor, shape: tuple[int, ...]) -> Tensor:

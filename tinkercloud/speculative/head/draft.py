@@ -1,56 +1,36 @@
 """Drafting with a head: chains of tokens drawn with the target's own noise.
 
-The target's token of position t is argmax_x log p_t(x) + g(t, x), and what is drafted
-argmax_x log q_t(x) + g(t, x) with the same g: where the distributions are close the two
-are nearly always one token (Gumbel coupling, Daliri et al. 2408.07978). The target's warping and
-noise are passed in by whoever draws the target's tokens, so that both draw alike.
+The target's token of position t is argmax_x log p_t(x) + g(t, x), the drafted one
+argmax_x log q_t(x) + g(t, x) with the same g: where the distributions are close the two are nearly
+always one token (Gumbel coupling, Daliri et al. 2408.07978).
 
 Axes: B sequences, K drafted tokens, D hidden, Vd draft vocabulary.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from tinkercloud.speculative.device_copy import to_device
+from tinkercloud.decoding import device_scan
+from tinkercloud.decoding.device_copy import to_device
+from tinkercloud.decoding.sampler import RowParams, gumbel_noise_at, lowest_argmax, warp
 from tinkercloud.speculative.drafters.draft_distribution import DraftDistribution
 from tinkercloud.speculative.head.cache import HeadCache, NewRows, extend
 from tinkercloud.speculative.head.head import Head, Params
 from tinkercloud.speculative.head.vocabulary import DraftVocabulary
 
 
-class Row(Protocol):
-    """What one token is drawn with: all that this file needs of the sampler's own type."""
-
-    @property
-    def is_greedy(self) -> bool: ...
-
-
-RowT = TypeVar("RowT", bound=Row)
-
-
 @dataclass(frozen=True, slots=True)
-class Coupling(Generic[RowT]):
-    """How the target draws. warp: logits (B, Vd), rows -> log-weights (B, Vd) after temperature,
-    top-k and top-p. noise: rows, token ids int64 (Vd,) -> the Gumbel noise of those tokens,
-    float32 (B, Vd), at the rows' positions."""
-
-    warp: Callable[[Tensor, Sequence[RowT]], Tensor]
-    noise: Callable[[Sequence[RowT], Tensor], Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Start(Generic[RowT]):
+class ChainStart:
     """Where chains begin. output (B, D): the block's output of each sequence's last row.
-    rows[k][b]: what the k-th token of chain b is drawn with. audited: chains whose
-    distributions are wanted."""
+    rows[k][b]: what the k-th token of chain b is drawn with. audited: chains whose distributions
+    are reported."""
 
     slots: Sequence[int]
     output: Tensor
-    rows: Sequence[Sequence[RowT]]
+    rows: Sequence[Sequence[RowParams]]
     audited: Sequence[int] = ()
 
 
@@ -65,7 +45,7 @@ class Chains:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class DrawnTokens:
     """tokens int64 (B,), as the target numbers them. probs (B, Vd): the draft's distribution
     over its own vocabulary; chances (B,): what it gave the tokens."""
 
@@ -75,43 +55,44 @@ class Drawn:
 
 
 @torch.no_grad()
-def draw(
-    logits: Tensor, rows: Sequence[RowT], vocabulary: DraftVocabulary, coupling: Coupling[RowT]
-) -> Drawn:
+def draw(logits: Tensor, rows: Sequence[RowParams], vocabulary: DraftVocabulary) -> DrawnTokens:
     """The draft's token of each row of logits (B, Vd). Ties go to the lowest id, as with the
-    target."""
-    weights = coupling.warp(logits, rows)
-    scored = weights
+    target, since draft ids ascend with the target's."""
+    weights = scores = warp(logits, rows)
     if not all(row.is_greedy for row in rows):
-        noise = coupling.noise(rows, vocabulary.ids).to(weights.device)
-        hot = to_device(torch.tensor([not row.is_greedy for row in rows]), weights.device)
-        scored = torch.where(hot[:, None], weights + noise, weights)
-    places = torch.arange(scored.shape[-1], device=scored.device)
-    highest = scored == scored.amax(-1, keepdim=True)
-    best = torch.where(highest, places, len(vocabulary)).amin(-1)  # argmax leaves ties open
+        noise = _noise(rows, vocabulary).to(weights.device)
+        is_drawn = to_device(torch.tensor([not row.is_greedy for row in rows]), weights.device)
+        scores = torch.where(is_drawn[:, None], weights + noise, weights)
+    best = lowest_argmax(scores)
     probs = torch.softmax(weights, -1)
     chances = probs.gather(-1, best[:, None])[:, 0]
-    return Drawn(vocabulary.ids.to(best.device)[best], chances, probs)
+    return DrawnTokens(vocabulary.ids.to(best.device)[best], chances, probs)
+
+
+def _noise(rows: Sequence[RowParams], vocabulary: DraftVocabulary) -> Tensor:
+    """The target's noise of the tokens of the vocabulary, float32 (B, Vd), made where that lies."""
+    ids = vocabulary.ids
+    if ids.device.type == "cpu":
+        return gumbel_noise_at(rows, ids)
+    params = to_device(torch.from_numpy(device_scan.packed(rows)), ids.device)
+    return device_scan.noise_at(params, ids, len(vocabulary.index))
 
 
 @torch.no_grad()
-def draft_chains(
-    head: Head, params: Params, cache: HeadCache, start: Start[RowT], coupling: Coupling[RowT]
-) -> Chains:
-    """K = len(start.rows) tokens for each sequence. The cache is left as it was found: after the
-    target's verdict the rows come again, with the target's features."""
+def draft_chains(head: Head, params: Params, cache: HeadCache, start: ChainStart) -> Chains:
+    """K = len(start.rows) tokens for each sequence. The cache's lengths stay as they were: after
+    verification the rows come again, with the target's features in place of the head's outputs."""
     lengths = [cache.lengths[slot] for slot in start.slots]
-    vocabulary, output, tokens, chances = head.vocabulary, start.output, [], []
+    output, tokens, chances = start.output, [], []
     distributions: dict[int, list[DraftDistribution]] = {b: [] for b in start.audited}
     for step, rows in enumerate(start.rows):
-        drawn = draw(head.logits(params, output), rows, vocabulary, coupling)
+        drawn = draw(head.logits(params, output), rows, head.vocabulary)
         tokens.append(drawn.tokens)
         chances.append(drawn.chances)
         for b, chain in distributions.items():
-            chain.append(DraftDistribution.of(drawn.probs[b], vocabulary.ids))
+            chain.append(DraftDistribution.of(drawn.probs[b], head.vocabulary.ids))
         if step + 1 < len(start.rows):
-            before, token = output[:, None], drawn.tokens[:, None]
-            new = NewRows(start.slots, before, token, [1] * len(start.slots))
+            new = NewRows(start.slots, output[:, None], drawn.tokens[:, None], [1] * len(lengths))
             output = extend(head, params, cache, new)[:, 0]
     for slot, length in zip(start.slots, lengths, strict=True):
         cache.rewind(slot, length)

@@ -1,8 +1,8 @@
-"""A draft head: one decoder layer that reads the target's hidden states and says what comes next.
+"""A draft head: one decoder layer that reads the target's hidden states and predicts its tokens.
 
 The design is EAGLE-3's (2503.01840): the outputs of a few of the target's layers are fused into one
 feature; row i of a sequence reads the feature of position i and the embedding of token i + 1, and
-tells the law of token i + 2. After its own token the head goes on from its own output in place of a
+gives the distribution of token i + 2. After a drafted token its own output takes the place of the
 feature. Embedding and unembedding are rows of the target's, frozen.
 
 Pure functions over a dict of parameters. Axes: B sequences, N rows of each, L fused layers,
@@ -25,7 +25,7 @@ Params = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class HeadConfig:
-    """target: whose head it is; sizes are its own but for `intermediate_size`. layers: whose
+    """target: whose head it is, and whose sizes it has but for `intermediate_size`. layers: whose
     outputs are fused, 1 the first block's, `num_layers` what follows the final norm."""
 
     target: ArchitectureConfig
@@ -68,8 +68,8 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def initial_params(config: HeadConfig, seed: int) -> dict[str, Tensor]:
-    """float32, drawn on the CPU. The fused feature begins as the highest layer's, and what the
-    block adds to it as nothing: the head starts from what the target knows."""
+    """float32, drawn on the CPU. The fused feature begins as the highest layer's and the block adds
+    nearly nothing to it, so that a new head starts from what the target knows."""
     generator = torch.Generator().manual_seed(seed)
     params: dict[str, Tensor] = {}
     for name, shape in config.shapes().items():
@@ -87,8 +87,8 @@ def initial_params(config: HeadConfig, seed: int) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class FrozenRows:
-    """What the head borrows of the target: embed (V, D), the target's own tensor; unembed (Vd, D),
-    float32, a copy of the rows that the draft vocabulary names."""
+    """The target's, which the head shares: embed (V, D), the target's tensor itself; unembed
+    (Vd, D), float32, a copy of the rows that the draft vocabulary names."""
 
     embed: Tensor
     unembed: Tensor
@@ -112,8 +112,9 @@ class Projected:
 
 
 class Head:
-    """The layer's arithmetic, on the device of the target's rows, where parameters and all else are
-    given too; the attention between is the caller's. vocabulary: the frozen rows', there."""
+    """The layer's arithmetic, on the device of the target's rows, where all arguments lie too;
+    attention is the caller's, between `project` and `finish`. vocabulary: the frozen rows', there.
+    """
 
     def __init__(self, config: HeadConfig, frozen: FrozenRows):
         self.config = config
@@ -124,12 +125,12 @@ class Head:
         self._frequencies = frequencies.to(self.device)
 
     def placed(self, params: Params) -> dict[str, Tensor]:
-        """The parameters on its device; where they lie there, themselves."""
+        """The parameters on its device; themselves where they lie there already."""
         return {name: tensor.to(self.device) for name, tensor in params.items()}
 
     def fuse(self, params: Params, hidden: Tensor) -> Tensor:
-        """hidden (..., L, D) -> feature (..., D), float32. Layers grow with depth, so each comes to
-        length sqrt(D) before they are mixed."""
+        """hidden (..., L, D) -> feature (..., D), float32. States grow with depth, so that each is
+        scaled to length sqrt(D) before they are mixed."""
         ones = params["feature_norm"].new_ones(hidden.shape[-1])
         normed = rms_norm(hidden.detach().float(), ones, self.config.target.rms_norm_eps)
         return F.linear(normed.flatten(-2), params["fuse"])

@@ -1,16 +1,15 @@
-"""What a draft is trained to make small: how far its law is from the target's.
+"""What a draft's training minimizes: a distance of its distribution from the target's.
 
-Every measure takes the draft's scaled logits z = logits / T and the target's law p at the sampling
-temperature, and gives a loss for each row with its gradient in z, written out; q = softmax(z). The
-target is a constant: no gradient reaches it. p may sum to less than 1, when the draft's vocabulary
-is a part of the target's: the optimum is then p / sum(p).
+Every measure takes the draft's scaled logits z = logits / T and the target's distribution p at the
+sampling temperature, and gives a loss for each row with its gradient in z in closed form;
+q = softmax(z). The target is a constant: no gradient reaches it. p may sum to less than 1, when the
+draft's vocabulary is a part of the target's: the optimum is then p / sum(p).
 
-Axes: N rows, V vocabulary of the draft, M most probable tokens that a target has told.
+Axes: N rows, V vocabulary of the draft, M most probable tokens of a target.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,13 +18,13 @@ from torch import Tensor
 Measure = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """z (N, V), p (N, V) -> loss (N,), its gradient in z (N, V)."""
 
-LEAST = 1e-9  # a target's probability as reverse KL sees it: what cannot be drawn is not infinite
+MIN_PROB = 1e-9  # of the target in reverse KL, which would be infinite where it is 0
 LK_DECAY = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class Teacher:
-    """The target's law of each row.
+    """The target's distribution of each row.
 
     probs: (N, V); or (N, M) of the tokens `ids` int64 (N, M), each at most once in a row and -1
     where the draft has no such token; `rest` (N,) is then the mass of all others that it has.
@@ -40,24 +39,26 @@ class Teacher:
 
 
 def forward_kl(z: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
-    """sum p log(p / q); gradient sum(p) q - p."""
+    """sum p log(p / q); gradient sum(p) q - p. It covers all that the target may say: for a draft
+    that is far off (DistillSpec 2310.08461 compares the divergences)."""
     log_q = torch.log_softmax(z, -1)
     rows = (torch.xlogy(p, p) - _product(p, log_q)).sum(-1)
     return rows, p.sum(-1, keepdim=True) * log_q.exp() - p
 
 
 def reverse_kl(z: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
-    """sum q log(q / p) = KL; gradient q (log(q / p) - KL). p is at least LEAST."""
+    """sum q log(q / p) = KL; gradient q (log(q / p) - KL). p is at least MIN_PROB."""
     log_q = torch.log_softmax(z, -1)
     q = log_q.exp()
-    ratio = torch.where(q > 0, log_q - p.clamp(min=LEAST).log(), 0.0)
+    ratio = torch.where(q > 0, log_q - p.clamp(min=MIN_PROB).log(), 0.0)
     rows = (q * ratio).sum(-1)
     return rows, q * (ratio - rows[:, None])
 
 
 def total_variation(z: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
-    """1 - alpha, alpha = sum min(p, q): the chance that a token of the draft does not stand;
-    gradient -q (1[q < p] - sum q 1[q < p]), which vanishes where the draft is far off."""
+    """1 - alpha, alpha = sum min(p, q): the chance that a drafted token is rejected
+    (Leviathan et al. 2211.17192, section 3.2); gradient -q (1[q < p] - sum q 1[q < p]), which
+    vanishes where the draft is far off."""
     q = torch.softmax(z, -1)
     below = q * (q < p)
     return 1.0 - torch.minimum(p, q).sum(-1), q * below.sum(-1, keepdim=True) - below
@@ -82,10 +83,6 @@ MEASURES: dict[str, Measure] = {
 }
 
 
-def lk_with(decay: float) -> Measure:
-    return partial(lk, decay=decay)
-
-
 def _product(p: Tensor, log_q: Tensor) -> Tensor:
     """p log q, 0 where p is 0, whatever q is."""
     return torch.where(p > 0, p * log_q, 0.0)
@@ -99,13 +96,13 @@ def distances(
 ) -> Tensor:
     """The loss of every row, (N,), differentiable in the draft's logits (N, V).
 
-    temperature: the one that the target is sampled with, a number or (N,); 0 counts as 1. With a
-    teacher of M tokens the measure compares M + 1 outcomes: those, and "any other". It is then a
-    lower bound of the whole measure and has the same optimum on the M; without the last outcome
-    the draft would learn to give the others nothing.
+    temperature: that of the target's sampling, a number or (N,); 0 counts as 1. With a teacher of M
+    tokens the measure compares M + 1 outcomes: those, and "any other". It is then a lower bound of
+    the whole measure and has the same optimum on the M; without the last outcome the draft would
+    learn to give all other tokens nothing.
     """
     z, p = _outcomes(_scaled(logits, temperature), teacher)
-    return _Written.apply(z, p, measure)  # pyright: ignore[reportReturnType]
+    return _ClosedForm.apply(z, p, measure)  # pyright: ignore[reportReturnType]
 
 
 def weighted_mean(rows: Tensor, weights: Tensor) -> Tensor:
@@ -129,7 +126,7 @@ def _scaled(logits: Tensor, temperature: Tensor | float) -> Tensor:
 
 
 def _outcomes(z: Tensor, teacher: Teacher) -> tuple[Tensor, Tensor]:
-    """Logits and law of what is compared: (N, V), or (N, M + 1) with "any other" last."""
+    """Logits and distribution of what is compared: (N, V), or (N, M + 1) with "any other" last."""
     probs = teacher.probs.detach().float()
     if teacher.ids is None or teacher.rest is None:
         return z, probs
@@ -141,8 +138,8 @@ def _outcomes(z: Tensor, teacher: Teacher) -> tuple[Tensor, Tensor]:
     return torch.cat((padded.gather(-1, ids), others), -1), torch.cat((probs, rest), -1)
 
 
-class _Written(torch.autograd.Function):
-    """A measure with its own gradient, so that nothing else of it is kept."""
+class _ClosedForm(torch.autograd.Function):
+    """A measure with its own gradient, so that autograd keeps none of its intermediates."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, p: Tensor, measure: Measure) -> Tensor:
@@ -160,8 +157,8 @@ class _Written(torch.autograd.Function):
 
 
 def most_probable(p: Tensor, count: int, drafted: Tensor | None = None) -> Teacher:
-    """The `count` most probable tokens of a law p (N, V), and the drafted ones (N,) in place of the
-    last of them where they are not among them."""
+    """The `count` most probable tokens of p (N, V), and the drafted ones (N,) in place of the last
+    of them where they are not among them."""
     probs, ids = p.topk(min(count, p.shape[-1]), -1)
     if drafted is not None:
         missing = (ids != drafted[:, None]).all(-1)
@@ -172,8 +169,8 @@ def most_probable(p: Tensor, count: int, drafted: Tensor | None = None) -> Teach
 
 def on_vocabulary(teacher: Teacher, index: Tensor) -> Teacher:
     """A teacher of M tokens of the target's vocabulary in a draft's; index int64 (target V,): the
-    draft's id of each token, -1 where it has none. Mass on such tokens is nobody's."""
+    draft's id of each token, -1 where it has none. The mass of such tokens is dropped."""
     if teacher.ids is None:
-        raise ValueError("a law over all tokens is cut by indexing it")
+        raise ValueError("a distribution over all tokens is restricted by indexing it")
     ids = torch.where(teacher.ids < 0, -1, index[teacher.ids.clamp(min=0)])
     return Teacher(teacher.probs * (ids >= 0), ids, teacher.rest)

@@ -1,9 +1,9 @@
 """A draft head over whole sequences, as it will be used: on its own outputs, a few steps deep.
 
 Step 1 reads the target's features everywhere. In step j every row is the j-th token of a draft that
-began j - 1 rows before: it reads the head's output of the row before from step j - 1, sees the
-target's features up to where its draft began, and its own draft since (training-time test, EAGLE-3
-2503.01840; HASS 2408.15766). All drafts of a step are computed at once.
+began j - 1 rows before: it reads the head's output of the row before from step j - 1, attends to
+the target's features up to where its draft began, and to its own draft since (training-time test,
+EAGLE-3 2503.01840; HASS 2408.15766). All drafts of a step are computed at once.
 
 Axes: B sequences, N rows, L fused layers, D hidden, Vd draft vocabulary, J steps; Hkv, G, Dh as in
 `head`.
@@ -27,35 +27,35 @@ def unroll(
     feature = head.fuse(params, hidden)
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     outputs: list[Tensor] = []
-    made: list[Projected] = []
+    steps: list[Projected] = []
     for _ in range(num_steps):
-        made.append(head.project(params, feature, tokens, positions))
-        outputs.append(head.finish(params, feature, _attend(made)))
+        steps.append(head.project(params, feature, tokens, positions))
+        outputs.append(head.finish(params, feature, _attend(steps)))
         feature = _later(outputs[-1], 1, 1)
     return outputs
 
 
-def _attend(made: list[Projected]) -> Tensor:
+def _attend(steps: list[Projected]) -> Tensor:
     """The newest step's queries over what their drafts have seen, (B, Hq, N, Dh)."""
-    q, first = made[-1].q, made[0]
-    depth = len(made) - 1
+    q, first = steps[-1].q, steps[0]
+    depth = len(steps) - 1
     seen = scores(q, first.k)
     rows = torch.arange(q.shape[2], device=q.device)
     hidden = rows[None, :] > rows[:, None] - depth
     parts = [seen.masked_fill(hidden, float("-inf"))]
-    for step in range(1, len(made)):
-        parts.append(_own_scores(q, _later(made[step].k, depth - step, 2)))
+    for step in range(1, len(steps)):
+        parts.append(_scores_by_row(q, _later(steps[step].k, depth - step, 2)))
     shares = torch.softmax(torch.cat(parts, -1), -1)
     count = seen.shape[-1]
     mixed = mix(shares[..., :count], first.v)
-    for step in range(1, len(made)):
-        values = _later(made[step].v, depth - step, 2).unsqueeze(2)
-        own = shares[..., count + step - 1, None] * values
-        mixed = mixed + own.flatten(1, 2)
+    for step in range(1, len(steps)):
+        values = _later(steps[step].v, depth - step, 2).unsqueeze(2)
+        drafted = shares[..., count + step - 1, None] * values
+        mixed = mixed + drafted.flatten(1, 2)
     return mixed
 
 
-def _own_scores(q: Tensor, k: Tensor) -> Tensor:
+def _scores_by_row(q: Tensor, k: Tensor) -> Tensor:
     """One key for each row: q (B, Hq, N, Dh), k (B, Hkv, N, Dh) -> (B, Hkv, G, N, 1)."""
     grouped = q.unflatten(1, (k.shape[1], -1))
     return (grouped * k.unsqueeze(2)).sum(-1, keepdim=True) * q.shape[-1] ** -0.5

@@ -1,7 +1,7 @@
 """The part of the target's vocabulary that a draft head can say.
 
-Of a small model a large share of a step is the unembedding; a few thousand frequent tokens make
-nearly all of a text (FR-Spec, 2502.14856). What is left out cannot be drafted, only emitted.
+A small model spends a large share of a step on the unembedding; a few thousand frequent tokens make
+nearly all of a text (FR-Spec, 2502.14856). The others cannot be drafted, only emitted.
 
 Axes: V vocabulary of the target, Vd of the draft.
 """

@@ -20,49 +20,49 @@ class Family:
         yield f"# HELP {PREFIX}{self.name} {self.help}"
         yield f"# TYPE {PREFIX}{self.name} {self.kind}"
         for labels, value in self.samples:
-            told = ",".join(f'{name}="{_escaped(text)}"' for name, text in labels.items())
-            yield f"{PREFIX}{self.name}{'{' + told + '}' if told else ''} {float(value)!r}"
+            pairs = ",".join(f'{name}="{_escaped(text)}"' for name, text in labels.items())
+            yield f"{PREFIX}{self.name}{'{' + pairs + '}' if pairs else ''} {float(value)!r}"
 
 
 def exposed(snapshot: Mapping[str, Any]) -> list[str]:
-    """The lines of a `Telemetry.snapshot`; a metric that is not known yet has none."""
-    families = (*_whole(snapshot), *_by_drafter(snapshot["drafters"]), *_by_load(snapshot))
+    """The lines of a `Telemetry.snapshot`; a metric without a value yet has none."""
+    families = (*_totals(snapshot), *_by_drafter(snapshot["drafters"]), *_by_load(snapshot))
     return [line for family in families if family.samples for line in family.lines()]
 
 
-def _whole(told: Mapping[str, Any]) -> Iterator[Family]:
-    seconds = {part: ms / 1e3 for part, ms in told["ms"].items()}
+def _totals(snapshot: Mapping[str, Any]) -> Iterator[Family]:
+    seconds = {part: ms / 1e3 for part, ms in snapshot["ms"].items()}
     for name, label, help_text, values in (
-        ("rounds_total", "kind", "Rounds.", told["rounds"]),
-        ("off_rounds_total", "reason", "Rounds without drafts.", told["off"]),
-        ("drafted_total", "tokens", "Drafts verified, by length.", told["drafted"]),
-        ("rows_total", "use", "Rows of the target's forwards.", told["rows"]),
+        ("rounds_total", "kind", "Rounds.", snapshot["rounds"]),
+        ("off_rounds_total", "reason", "Rounds without drafts.", snapshot["off"]),
+        ("drafted_total", "tokens", "Drafts verified, by length.", snapshot["drafted"]),
+        ("rows_total", "use", "Rows of the target's forwards.", snapshot["rows"]),
         ("seconds_total", "part", "Time of rounds.", seconds),
     ):
         samples = tuple(({label: key}, value) for key, value in values.items())
         yield Family(name, "counter", help_text, samples)
-    yield Family("forwards_total", "counter", "Forwards.", (({}, told["forwards"]),))
-    yield Family("tokens_total", "counter", "Tokens emitted.", (({}, told["tokens"]),))
+    yield Family("forwards_total", "counter", "Forwards.", (({}, snapshot["forwards"]),))
+    yield Family("tokens_total", "counter", "Tokens emitted.", (({}, snapshot["tokens"]),))
 
 
 def _by_drafter(drafters: Mapping[str, Any]) -> Iterator[Family]:
     for name in ("proposed", "verified", "accepted", "audited", "expected"):
         samples = tuple(
-            ({"drafter": drafter, "depth": str(i + 1)}, depth[name])
-            for drafter, told in drafters.items()
-            for i, depth in enumerate(told["depths"])
+            ({"drafter": drafter, "depth": str(i + 1)}, counts[name])
+            for drafter, record in drafters.items()
+            for i, counts in enumerate(record["depths"])
         )
         yield Family(f"tokens_{name}_total", "counter", f"Drafted tokens {name}.", samples)
     for name, help_text in (
-        ("acceptance", "Share of judged tokens that stand, of late."),
+        ("acceptance", "Share of judged tokens accepted recently."),
         ("version_lag", "Versions that the drafter is behind the policy."),
-        ("calibration_z", "Deviations by which more tokens stand than should."),
+        ("calibration_z", "Deviations by which more tokens are accepted than expected."),
         ("alarmed", "1 where the calibration raised the alarm."),
     ):
         samples = tuple(
-            ({"drafter": drafter}, told[name])
-            for drafter, told in drafters.items()
-            if told[name] is not None
+            ({"drafter": drafter}, record[name])
+            for drafter, record in drafters.items()
+            if record[name] is not None
         )
         yield Family(name, "gauge", help_text, samples)
 
@@ -70,11 +70,11 @@ def _by_drafter(drafters: Mapping[str, Any]) -> Iterator[Family]:
 def _by_load(snapshot: Mapping[str, Any]) -> Iterator[Family]:
     for name, key in (("goodput", "speculative_per_s"), ("goodput_plain", "plain_per_s")):
         samples = tuple(
-            ({"sequences": sequences}, told[key])
-            for sequences, told in snapshot["goodput"].items()
-            if told[key] is not None
+            ({"sequences": sequences}, goodput[key])
+            for sequences, goodput in snapshot["goodput"].items()
+            if goodput[key] is not None
         )
-        yield Family(f"{name}_tokens_per_second", "gauge", "Tokens per second, of late.", samples)
+        yield Family(f"{name}_tokens_per_second", "gauge", "Recent tokens per second.", samples)
 
 
 def _escaped(text: str) -> str:

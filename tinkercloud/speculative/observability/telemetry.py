@@ -1,10 +1,10 @@
-"""What speculation does, for those who watch: counts, times, and an alarm. It decides nothing.
+"""What speculation does: counts, times, and an alarm. It decides nothing.
 
 `snapshot` is for JSON, `lines` for Prometheus.
 """
 
 from collections import Counter, defaultdict
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from math import isnan
 from typing import Any
 
@@ -20,8 +20,8 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class RoundReport:
-    """chances: of each sequence's judged tokens, as `calibration` wants them, NaN where it is not
-    known; () where nothing was audited. version_lag: versions that the drafter is behind."""
+    """chances: of each sequence's judged tokens, as `calibration` takes them, NaN where they are
+    not known; () where nothing was audited. version_lag: policy steps since the draft was made."""
 
     drafter: str
     kind: Kind
@@ -32,50 +32,55 @@ class RoundReport:
 
 
 @dataclass(slots=True)
-class Depth:
-    """expected: of the `audited` ones, how many should have stood; `stood` of them did."""
-
-    proposed: int = 0
-    verified: int = 0
-    accepted: int = 0
-    audited: int = 0
-    expected: float = 0.0
-    stood: int = 0
-
-
-@dataclass(slots=True)
 class DrafterRecord:
-    depths: list[Depth] = field(default_factory=list)
+    """depths: counts of drafted tokens by depth. expected: of the `audited` ones, how many should
+    have been accepted; `stood`: how many were. acceptance: running mean over judged tokens."""
+
+    depths: list[dict[str, float]] = field(default_factory=list)
     calibration: Calibration = field(default_factory=Calibration)
-    acceptance: float | None = None  # running mean; of tokens, given that those before stood
+    acceptance: float | None = None
     version_lag: int = 0
     alarmed: bool = False
 
-    def depth(self, index: int) -> Depth:
-        while len(self.depths) <= index:
-            self.depths.append(Depth())
-        return self.depths[index]
+    def add(self, report: RoundReport) -> None:
+        self.version_lag = report.version_lag
+        drafted = report.round
+        chances = report.chances or ((),) * drafted.num_sequences
+        for i, num_judged in enumerate(drafted.num_judged):
+            for depth in range(len(drafted.confidences[i])):
+                counts = self._at(depth)
+                counts["proposed"] += 1
+                counts["verified"] += depth < drafted.verified[i]
+                if depth < num_judged:
+                    self._judge(counts, accepted=depth < drafted.accepted[i])
+            for depth, chance in enumerate(chances[i][:num_judged]):
+                if not isnan(chance):
+                    self._audit(self._at(depth), chance, accepted=depth < drafted.accepted[i])
 
-    def judge(self, index: int, *, stands: bool) -> None:
-        self.depth(index).accepted += stands
-        known = self.acceptance if self.acceptance is not None else float(stands)
-        self.acceptance = TOKEN_MEMORY * known + (1.0 - TOKEN_MEMORY) * stands
+    def _at(self, depth: int) -> dict[str, float]:
+        while len(self.depths) <= depth:
+            names = ("proposed", "verified", "accepted", "audited", "expected", "stood")
+            self.depths.append({**dict.fromkeys(names, 0), "expected": 0.0})
+        return self.depths[depth]
 
-    def audit(self, index: int, *, stands: bool, chance: float) -> None:
-        depth = self.depth(index)
-        depth.audited += 1
-        depth.expected += chance
-        depth.stood += stands
-        self.calibration.add(stands, chance)
+    def _judge(self, counts: dict[str, float], *, accepted: bool) -> None:
+        counts["accepted"] += accepted
+        mean = self.acceptance if self.acceptance is not None else float(accepted)
+        self.acceptance = TOKEN_MEMORY * mean + (1.0 - TOKEN_MEMORY) * accepted
+
+    def _audit(self, counts: dict[str, float], chance: float, *, accepted: bool) -> None:
+        counts["audited"] += 1
+        counts["expected"] += chance
+        counts["stood"] += accepted
+        self.calibration.add(accepted, chance)
 
     def snapshot(self) -> Json:
-        calibration = self.calibration
         return {
-            "depths": [asdict(depth) for depth in self.depths],
+            "depths": [dict(counts) for counts in self.depths],
             "acceptance": self.acceptance,
             "version_lag": self.version_lag,
-            "calibration_z": calibration.z,
-            "calibration_tokens": calibration.num_tokens,
+            "calibration_z": self.calibration.z,
+            "calibration_tokens": self.calibration.num_tokens,
             "alarmed": self.alarmed,
         }
 
@@ -104,76 +109,47 @@ class Telemetry:
     """Of one engine; called from the thread that runs its rounds."""
 
     def __init__(self) -> None:
-        self._drafters: dict[str, DrafterRecord] = {}
+        self._drafters: defaultdict[str, DrafterRecord] = defaultdict(DrafterRecord)
         self._kinds: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
         self._drafted: Counter[int] = Counter()
         self._totals: Counter[str] = Counter()
         self._ms: defaultdict[str, float] = defaultdict(float)
-        self._goodput: dict[int, Goodput] = {}
+        self._goodput: defaultdict[int, Goodput] = defaultdict(Goodput)
 
     def record(self, report: RoundReport) -> bool:
         """A round is over. True where the drafter's calibration raises the alarm, once."""
-        told = report.round
         self._kinds[report.kind] += 1
         if report.reason:
             self._reasons[report.reason] += 1
-        self._drafted.update(told.verified)
-        self._count(told)
-        self._time(report.kind, told)
-        return self._judge(report)
-
-    def alarmed(self, drafter: str) -> bool:
-        return drafter in self._drafters and self._drafters[drafter].alarmed
-
-    def clear(self, drafter: str) -> None:
-        """The alarm is over, and its window."""
-        record = self._drafters.setdefault(drafter, DrafterRecord())
-        record.alarmed = False
-        record.calibration = Calibration()
-
-    def _count(self, told: Round) -> None:
-        self._totals["forwards"] += 1
-        self._totals["sequences"] += told.num_sequences
-        self._totals["tokens"] += told.num_emitted
-        self._totals["rows"] += told.num_rows
-        self._totals["rows_wasted"] += told.num_rows - told.num_emitted
-
-    def _time(self, kind: Kind, told: Round) -> None:
-        times = told.times
-        for name, ms in (
-            ("draft", times.draft_ms),
-            ("verify", times.verify_ms),
-            ("host", times.host_ms),
-        ):
-            self._ms[name] += ms
-        if times.usable and kind not in (Kind.PROBE, Kind.FIRST):
-            # Plain and speculative compare among loads of like size only.
-            alike = self._goodput.setdefault(told.num_sequences.bit_length(), Goodput())
-            name = "speculative" if kind is Kind.SPECULATIVE else "plain"
-            alike.add(name, told.num_emitted, times.all_ms)
-
-    def _judge(self, report: RoundReport) -> bool:
-        record = self._drafters.setdefault(report.drafter, DrafterRecord())
-        record.version_lag = report.version_lag
-        told = report.round
-        chances = report.chances or ((),) * told.num_sequences
-        judged = told.num_judged
-        for i, confidences in enumerate(told.confidences):
-            for depth in range(len(confidences)):
-                record.depth(depth).proposed += 1
-                record.depth(depth).verified += depth < told.verified[i]
-            for depth in range(judged[i]):
-                record.judge(depth, stands=depth < told.accepted[i])
-            for depth, chance in enumerate(chances[i][: judged[i]]):
-                if not isnan(chance):
-                    record.audit(depth, stands=depth < told.accepted[i], chance=chance)
+        self._drafted.update(report.round.verified)
+        self._count(report.round)
+        self._time(report.kind, report.round)
+        record = self._drafters[report.drafter]
+        record.add(report)
         raised = record.calibration.alarms and not record.alarmed
         record.alarmed = record.alarmed or raised
         return raised
 
+    def _count(self, drafted: Round) -> None:
+        self._totals["forwards"] += 1
+        self._totals["sequences"] += drafted.num_sequences
+        self._totals["tokens"] += drafted.num_emitted
+        self._totals["rows"] += drafted.num_rows
+
+    def _time(self, kind: Kind, drafted: Round) -> None:
+        times = drafted.times
+        self._ms["draft"] += times.draft_ms
+        self._ms["verify"] += times.verify_ms
+        self._ms["host"] += times.host_ms
+        if times.usable and kind not in (Kind.PROBE, Kind.WARM_UP):
+            # Plain and speculative rounds compare among loads of like size only.
+            alike = self._goodput[drafted.num_sequences.bit_length()]
+            name = "speculative" if kind is Kind.SPECULATIVE else "plain"
+            alike.add(name, drafted.num_emitted, times.all_ms)
+
     def snapshot(self) -> Json:
-        """Counts since the start, acceptance, goodput and calibration of late; for JSON."""
+        """Counts since the start; recent acceptance, goodput and calibration; for JSON."""
         totals = self._totals
         return {
             "drafters": {name: record.snapshot() for name, record in self._drafters.items()},
@@ -184,10 +160,7 @@ class Telemetry:
             "tokens": totals["tokens"],
             "tokens_per_forward": totals["tokens"] / max(1, totals["forwards"]),
             "tokens_per_sequence_forward": totals["tokens"] / max(1, totals["sequences"]),
-            "rows": {
-                "used": totals["rows"] - totals["rows_wasted"],
-                "wasted": totals["rows_wasted"],
-            },
+            "rows": {"used": totals["tokens"], "wasted": totals["rows"] - totals["tokens"]},
             "ms": {name: self._ms[name] for name in ("draft", "verify", "host")},
             "goodput": {
                 f"{1 << bits >> 1}-{(1 << bits) - 1}": goodput.snapshot()

@@ -1,4 +1,4 @@
-"""Numbers of the host brought to the device without waiting for what the device does."""
+"""Numbers of the host copied to the device without waiting for the work that the device has."""
 
 import torch
 from torch import Tensor
@@ -7,8 +7,8 @@ from torch import Tensor
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host on the device; on a CPU itself.
 
-    A copy from ordinary memory would wait for all that its stream was given before. The page-locked
-    copy belongs to torch's cache and is not used again before the device has read it.
+    A copy from pageable memory would wait for all earlier work of its stream. The page-locked copy
+    belongs to torch's cache and is not used again before the device has read it.
     """
     if device.type != "cuda":
         return tensor.to(device)
