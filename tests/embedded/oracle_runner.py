@@ -40,7 +40,7 @@ class KnowingRunner:
         self.num_rows += len(batch.tokens)
         for row, token in enumerate(batch.tokens.tolist()):
             self._memory[_place(batch, row, int(batch.positions[row]))] = token
-        return torch.stack([self._logits(batch, row) for row in batch.wanted.tolist()])
+        return torch.stack([self._logits(batch, row) for row in batch.logit_rows.tolist()])
 
     def _logits(self, batch: Batch, row: int) -> Tensor:
         places = range(int(batch.positions[row]) + 1)

@@ -1,6 +1,6 @@
 """What one forward pass computes: rows of any number of sequences, any number of each.
 
-Axes: M rows, W of them wanted, S sequences.
+Axes: M rows, W of them with logits, S sequences.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class Batch:
 
     tokens, positions, sequence (M,): each row's id, its place in its sequence, and its sequence's
     row in tables (S, blocks); a sequence's rows are neighbours, in order. versions: with how many
-    rows each. wanted (W,): the rows whose logits are wanted, ascending.
+    rows each. logit_rows (W,): the rows whose logits are computed, ascending.
     """
 
     tokens: NDArray[np.int64]
@@ -27,7 +27,7 @@ class Batch:
     sequence: NDArray[np.int32]
     tables: NDArray[np.int32]
     versions: Sequence[tuple[Version, int]]
-    wanted: NDArray[np.int64]
+    logit_rows: NDArray[np.int64]
 
     @property
     def base(self) -> BaseModel:
@@ -42,25 +42,25 @@ class Batch:
 @dataclass(frozen=True, slots=True)
 class Part:
     """Rows of one sequence: the place of the first in it, the sequence's blocks, and of how many of
-    the last rows the logits are wanted."""
+    the last rows the logits are computed."""
 
     version: Version
     tokens: Sequence[int]
     start: int
     blocks: Sequence[int]
-    num_wanted: int
+    num_logits: int
 
 
 def ragged(parts: Sequence[Part]) -> Batch:
     """One batch of them; those of one version are neighbours."""
     tables = np.zeros((len(parts), max(len(part.blocks) for part in parts)), np.int32)
     tokens: list[int] = []
-    wanted: list[int] = []
+    logit_rows: list[int] = []
     versions: list[tuple[Version, int]] = []
     for i, part in enumerate(parts):
         tables[i, : len(part.blocks)] = part.blocks
         tokens += part.tokens
-        wanted += range(len(tokens) - part.num_wanted, len(tokens))
+        logit_rows += range(len(tokens) - part.num_logits, len(tokens))
         if versions and versions[-1][0] is part.version:
             versions[-1] = (part.version, versions[-1][1] + len(part.tokens))
         else:
@@ -74,5 +74,5 @@ def ragged(parts: Sequence[Part]) -> Batch:
         np.repeat(np.arange(len(parts)), counts).astype(np.int32),
         tables,
         versions,
-        np.array(wanted, np.int64),
+        np.array(logit_rows, np.int64),
     )

@@ -73,13 +73,13 @@ class PagedContext(SampleContext):
         return tokens, positions
 
     def unembed(self, architecture: Llama, hidden: Tensor) -> Tensor:
-        """hidden (M, D) -> logits (W, V) of the wanted rows."""
-        wanted = self._batch.wanted
-        rows = np.concatenate([wanted, np.repeat(wanted[:1], pad_rows(len(wanted)) - len(wanted))])
+        """hidden (M, D) -> logits (W, V) of the batch's `logit_rows`."""
+        chosen = self._batch.logit_rows
+        rows = np.concatenate([chosen, np.repeat(chosen[:1], pad_rows(len(chosen)) - len(chosen))])
         entries = [self._versions[row].entry for row in rows.tolist()]
         context = SampleContext(self._base, segments_of(entries, self._device), self._product)
         (held,) = self._tensors(rows)
-        return architecture.unembed(context, hidden[held])[: len(wanted)]
+        return architecture.unembed(context, hidden[held])[: len(chosen)]
 
     def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values = self._pool.keys[layer], self._pool.values[layer]

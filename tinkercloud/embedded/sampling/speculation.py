@@ -216,7 +216,7 @@ class Speculation:
                 position,
                 turn.draft.tokens[at],
                 sample.tokens[position],
-                lambda: drawn.law(rows[at]).exp(),
+                lambda: drawn.distribution(rows[at]).exp(),
             )
             category = sample.job.version.origin
             self._listener.judged(self._streams[sample], verdict, category)
@@ -327,7 +327,7 @@ def _coupled(drawn: Drawn, row: int, token: int, own: DraftDistribution) -> floa
     drawn."""
     if drawn.rows[row].is_greedy:
         return nan
-    law = drawn.law(row)[0].double().exp().cpu().numpy()
+    law = drawn.distribution(row)[0].double().exp().cpu().numpy()
     return coupled_chance(law, own.dense(len(law)), token)
 
 
