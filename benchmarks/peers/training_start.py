@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from tinkercloud.architectures.config import ArchitectureConfig
 from tinkercloud.core.types import LoraSpec
-from tinkercloud.weights.adapters import fresh_adapter, save_adapter, wanted_modules
+from tinkercloud.weights.adapters import adapted_modules, fresh_adapter, save_adapter
 from tinkercloud.weights.loader import read_config
 
 RANK = 32
@@ -32,7 +32,7 @@ class Start:
         own gradient too. Attention, norms, softmax and what is computed twice do not count."""
         shapes = self.config.linear_shapes()
         frozen = sum(rows * columns for rows, columns in shapes.values())
-        adapter = sum(self.spec.rank * sum(shapes[m]) for m in wanted_modules(self.spec, shapes))
+        adapter = sum(self.spec.rank * sum(shapes[m]) for m in adapted_modules(self.spec, shapes))
         return 4.0 * frozen + 6.0 * adapter
 
     def apart(self, a: Path, b: Path) -> float:

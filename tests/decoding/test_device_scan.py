@@ -44,7 +44,7 @@ def test_tokens_are_those_of_the_plain_draw(temperature: float, spread: float, d
     plain, fast = sample(logits, asked), sample(logits, asked, scan)
     assert torch.equal(fast.tokens, plain.tokens)
     np.testing.assert_allclose(fast.logprobs, plain.logprobs, atol=2e-5)
-    np.testing.assert_allclose(fast.law(3), plain.law(3), rtol=1e-6, atol=2e-5)
+    np.testing.assert_allclose(fast.distribution(3), plain.distribution(3), rtol=1e-6, atol=2e-5)
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), CUTS)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.decoding.rows import NO_CUT, row_params
-from tests.embedded.tiny import law
+from tests.embedded.tiny import expected_distribution
 from tinkercloud.decoding.sampler import (
     gumbel_noise,
     keep_mask,
@@ -19,7 +19,7 @@ from tinkercloud.decoding.sampler import (
 from tinkercloud.embedded.native import bindings, compiler
 
 
-def test_sampled_frequencies_follow_the_law() -> None:
+def test_sampled_frequencies_follow_the_distribution() -> None:
     """Chi-square over 20,000 independent keys; the 99.99 % point of 9 degrees is 33.7."""
     logits = torch.linspace(-2, 2, 10)
     rows = [row_params(0.8, NO_CUT, s % 7, s // 7 % 50, s // 350) for s in range(20_000)]
@@ -54,13 +54,16 @@ def test_top_k_and_top_p_keep_what_the_definition_keeps(top_k: int, top_p: float
     logits = torch.randn(40, generator=torch.Generator().manual_seed(1))
     logits[5] = logits[9]
     kept = keep_mask(torch.log_softmax(logits, -1), top_k, top_p)
-    expected = law(logits.double(), 1.0, top_k, top_p) > 0
+    expected = expected_distribution(logits.double(), 1.0, top_k, top_p) > 0
     assert torch.equal(kept, expected)
 
 
-def test_reported_logprobs_obey_the_temperature_law() -> None:
+def test_reported_logprobs_obey_the_temperature() -> None:
     logits = torch.randn(1, 30, generator=torch.Generator().manual_seed(2))
-    at = {t: sample(logits, [row_params(t, NO_CUT, 0, 0, 0)]).law(0)[0] for t in (1.0, 0.5, 2.0)}
+    at = {
+        t: sample(logits, [row_params(t, NO_CUT, 0, 0, 0)]).distribution(0)[0]
+        for t in (1.0, 0.5, 2.0)
+    }
     for temperature, logprobs in at.items():
         ours = logprobs[3] - logprobs[8]
         assert float(ours) == pytest.approx(float(at[1.0][3] - at[1.0][8]) / temperature, rel=1e-4)
@@ -110,7 +113,7 @@ def test_the_compiled_draw_is_the_plain_one(
     plain, fast = sample(logits, rows), sample(logits, rows, partial(bindings.scan, team))
     assert torch.equal(fast.tokens, plain.tokens)
     np.testing.assert_allclose(fast.logprobs, plain.logprobs, atol=4e-6)
-    np.testing.assert_allclose(fast.law(3), plain.law(3), rtol=1e-6, atol=1e-5)
+    np.testing.assert_allclose(fast.distribution(3), plain.distribution(3), rtol=1e-6, atol=1e-5)
 
 
 def test_equal_scores_go_to_the_lowest_id_in_the_compiled_draw_too(team: bindings.Team) -> None:
@@ -138,7 +141,7 @@ def test_the_compiled_cut_keeps_what_the_definition_keeps(
     for i, row in enumerate(warp(logits, rows).double()):
         assert found.norm[i] == pytest.approx(float(torch.logsumexp(row, -1)), abs=digits)
     drawn = sample(logits, rows, partial(bindings.scan, team))
-    assert torch.isfinite(drawn.laws().gather(-1, drawn.tokens[:, None])).all()
+    assert torch.isfinite(drawn.distributions().gather(-1, drawn.tokens[:, None])).all()
 
 
 def test_a_row_drawn_the_plain_way_changes_none_beside_it(team: bindings.Team) -> None:
@@ -161,7 +164,9 @@ def test_few_tokens_are_left_to_score(team: bindings.Team) -> None:
     assert found.count.mean() < 20
 
 
-def test_a_flat_law_with_too_many_candidates_is_drawn_the_plain_way(team: bindings.Team) -> None:
+def test_a_flat_distribution_with_too_many_candidates_is_drawn_the_plain_way(
+    team: bindings.Team,
+) -> None:
     logits = torch.full((1, 5000), -50.0)
     logits[0, :4000] = 700.0  # at temperature 100 equal, and far above all noise
     rows = [row_params(100.0, NO_CUT, 1, 0, 0)]

@@ -167,7 +167,9 @@ def same(one: SampleOutput, other: SampleOutput) -> None:
         assert np.array_equal(a.logprobs, b.logprobs)
 
 
-def law(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> torch.Tensor:
+def expected_distribution(
+    logits: torch.Tensor, temperature: float, top_k: int, top_p: float
+) -> torch.Tensor:
     """The sampled distribution, written as the definition reads (float64 probabilities)."""
     probs = torch.softmax(logits / temperature, -1)
     order = sorted(range(len(probs)), key=lambda i: (-float(probs[i]), i))

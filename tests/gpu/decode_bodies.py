@@ -75,7 +75,9 @@ def draws(device: str, scan: Scan) -> None:
         expected = sample(logits[list(chosen)], own)
         assert torch.equal(found.tokens, expected.tokens)
         torch.testing.assert_close(found.logprobs, expected.logprobs, atol=2e-5, rtol=0)
-        torch.testing.assert_close(found.laws().cpu(), expected.laws(), atol=1e-4, rtol=1e-6)
+        torch.testing.assert_close(
+            found.distributions().cpu(), expected.distributions(), atol=1e-4, rtol=1e-6
+        )
 
 
 def sampled(

@@ -119,8 +119,8 @@ def _yarn_magnitude(scaling: Mapping[str, Any]) -> float:
         factor = scaling["factor"]
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
-    given = scaling.get("attention_factor")
-    if given is not None:
-        return float(given)
+    attention_factor = scaling.get("attention_factor")
+    if attention_factor is not None:
+        return float(attention_factor)
     part, whole = scaling.get("mscale"), scaling.get("mscale_all_dim")
     return magnitude(part) / magnitude(whole) if part and whole else magnitude(1.0)

@@ -52,13 +52,14 @@ def find(logits: Tensor, params: Tensor) -> Tensor:
     return _find(_weights(logits, params), params)
 
 
-def read(found: NDArray[np.int64]) -> Scanned:
-    width = (found.shape[1] - 3) // 2
-    count = found[:, 2].copy()
+def read(packed_rows: NDArray[np.int64]) -> Scanned:
+    """What `find` has put side by side (B, 3 + 2 k)."""
+    width = (packed_rows.shape[1] - 3) // 2
+    count = packed_rows[:, 2].copy()
     count[count > CANDIDATES] = -1
-    ids, words = found[:, 3 : 3 + width], found[:, 3 + width :]
-    norm = np.ascontiguousarray(found[:, 1]).view(np.float64)
-    return Scanned(found[:, 0].copy(), norm, count, ids, words.astype(np.uint32))
+    ids, words = packed_rows[:, 3 : 3 + width], packed_rows[:, 3 + width :]
+    norm = np.ascontiguousarray(packed_rows[:, 1]).view(np.float64)
+    return Scanned(packed_rows[:, 0].copy(), norm, count, ids, words.astype(np.uint32))
 
 
 def noise_at(params: Tensor, ids: Tensor, vocab_size: int) -> Tensor:

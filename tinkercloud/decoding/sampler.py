@@ -4,7 +4,7 @@ Sampling is Gumbel-max with counter-based noise: the token at absolute position 
 argmax_x log p_t(x) + g(seed, s, t, x), a pure function of its arguments (design: "seeded
 sample-and-match"). Nothing of the surrounding batch enters, so a verifier can check by equality.
 
-Axes: B rows, V vocabulary, k wanted entries.
+Axes: B rows, V vocabulary, k entries.
 """
 
 import math
@@ -50,9 +50,9 @@ def gumbel_noise(seed: int, sample_index: int, position: int, vocab_size: int) -
 
 def gumbel_noise_at(rows: Sequence[RowParams], ids: Tensor) -> Tensor:
     """The entries `ids` int64 (k,) of each row's `gumbel_noise`, float32 (B, k)."""
-    wanted = ids.cpu().numpy()
-    size = int(wanted.max()) + 1
-    words = [_uniform_words(r.params.seed, r.sample_index, r.position, size)[wanted] for r in rows]
+    entries = ids.cpu().numpy()
+    size = int(entries.max()) + 1
+    words = [_uniform_words(r.params.seed, r.sample_index, r.position, size)[entries] for r in rows]
     return noise_of(np.stack(words))
 
 
@@ -101,7 +101,7 @@ def keep_mask(logprobs: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def warp(logits: Tensor, rows: Sequence[RowParams]) -> Tensor:
-    """Log-weights of the law each row is sampled from, float32 (B, V): its log-probabilities up to
+    """Log-weights of each row's distribution, float32 (B, V): its log-probabilities up to
     one constant per row, -inf for what cannot be drawn.
 
     Temperature, then top-k, then top-p. Temperature 0 leaves the plain logits.
@@ -120,8 +120,8 @@ def warp(logits: Tensor, rows: Sequence[RowParams]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """tokens int64 (B,), their log-probabilities float32 (B,) under the law sampled from, which is
-    that of `warp` of the logits (B, V) less `norms` (B,)."""
+    """tokens int64 (B,), their log-probabilities float32 (B,) under the distribution that was
+    sampled from: `warp` of the logits (B, V) less `norms` (B,)."""
 
     tokens: Tensor
     logprobs: Tensor
@@ -129,32 +129,32 @@ class Drawn:
     logits: Tensor
     rows: Sequence[RowParams]
 
-    def law(self, row: int) -> Tensor:
+    def distribution(self, row: int) -> Tensor:
         """Log-probabilities of one row, (1, V)."""
         weights = warp(self.logits[row : row + 1], self.rows[row : row + 1])
         return weights - self.norms[row]
 
     def chances(self, rows: Sequence[int], tokens: Sequence[int]) -> tuple[float, ...]:
-        """Of each row's law to give that token; NaN where top-k or top-p would have to be looked
-        at, and at temperature 0."""
-        found = []
+        """The probability of that token in each row's distribution; NaN where top-k or top-p
+        leave something out, and at temperature 0."""
+        chances: list[float] = []
         for row, token in zip(rows, tokens, strict=False):
             drawn_with = self.rows[row]
             if drawn_with.is_greedy or drawn_with.is_cut:
-                found.append(math.nan)
+                chances.append(math.nan)
                 continue
             weight = float(self.logits[row, token]) / drawn_with.params.temperature
-            found.append(math.exp(min(0.0, weight - float(self.norms[row]))))
-        return tuple(found)
+            chances.append(math.exp(min(0.0, weight - float(self.norms[row]))))
+        return tuple(chances)
 
-    def laws(self) -> Tensor:
+    def distributions(self) -> Tensor:
         """Log-probabilities of all rows, (B, V)."""
         return warp(self.logits, self.rows) - self.norms[:, None].to(self.logits.device)
 
 
 @dataclass(frozen=True, slots=True)
 class Scanned:
-    """What a faster look at logits (B, V) has found.
+    """What a faster look at logits (B, V) says of them.
 
     best (B,): lowest id of the largest logit. norm float64 (B,): log of the sum of exp(weight) of
     what top-k and top-p leave. count (B,): how many tokens may have the largest score, or -1: more

@@ -22,5 +22,5 @@ def loss(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, fl
     current = logprobs.detach()
     total = torch.where(mask, current - inputs["logprobs"], 0.0).sum()
     ratio = (total / mask.sum().clamp(min=1)).exp()
-    own = torch.where(inputs["advantages"] == 0, 0.0, logprobs - current)
-    return clipped_surrogate(ratio * own.exp(), inputs["advantages"], config)
+    delta = torch.where(inputs["advantages"] == 0, 0.0, logprobs - current)  # 0, with gradient
+    return clipped_surrogate(ratio * delta.exp(), inputs["advantages"], config)

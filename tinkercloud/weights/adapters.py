@@ -25,7 +25,7 @@ Adapter = dict[str, tuple[Tensor, Tensor]]
 """module name -> (A, B)."""
 
 
-def wanted_modules(spec: LoraSpec, shapes: Mapping[str, tuple[int, int]]) -> list[str]:
+def adapted_modules(spec: LoraSpec, shapes: Mapping[str, tuple[int, int]]) -> list[str]:
     """Names of the linear modules that `spec` adapts, in the order of `shapes`."""
     leaves = (_ATTENTION if spec.train_attn else ()) + (_MLP if spec.train_mlp else ())
     return [
@@ -41,7 +41,7 @@ def fresh_adapter(
     """A new adapter. `shapes`: module -> (out, in). Drawn on the CPU: a seed means one adapter."""
     generator = torch.Generator().manual_seed(spec.seed % 2**63)
     adapter: Adapter = {}
-    for name in wanted_modules(spec, shapes):
+    for name in adapted_modules(spec, shapes):
         out_features, in_features = shapes[name]
         a = torch.empty(spec.rank, in_features).uniform_(-1, 1, generator=generator)
         a *= in_features**-0.5
@@ -78,7 +78,7 @@ def load_adapter(
     """Read what `save_adapter` wrote; raises UserError when it does not fit the base model."""
     tensors = load_file(directory / ADAPTER_FILE)
     adapter: Adapter = {}
-    for name in wanted_modules(spec, shapes):
+    for name in adapted_modules(spec, shapes):
         try:
             a = tensors.pop(f"{_PREFIX}{name}.lora_A.weight")
             b = tensors.pop(f"{_PREFIX}{name}.lora_B.weight")

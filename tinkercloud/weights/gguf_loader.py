@@ -40,13 +40,13 @@ def gguf_config(file: GGUFFile) -> ArchitectureConfig:
         raise ConfigError(f"GGUF architecture {kind!r} is not supported: {', '.join(_CLASSES)} are")
     if "token_embd.weight" not in tensors:
         raise ConfigError(f"{file.path.name} has no token_embd.weight")
-    own = {
+    fields = {
         key.removeprefix(f"{kind}."): value
         for key, value in metadata.items()
         if key.startswith(f"{kind}.")
     }
     try:
-        raw = _as_hf(own, metadata) | _head_sizes(own)
+        raw = _as_hf(fields, metadata) | _head_sizes(fields)
     except KeyError as error:
         raise ConfigError(f"{file.path.name} has no {kind}.{error.args[0]}") from error
     except TypeError as error:
@@ -77,7 +77,7 @@ def hf_name(name: str) -> str | None:
 
 
 def gguf_shapes(file: GGUFFile) -> dict[str, tuple[int, ...]]:
-    """What the file holds, by our names; tensors of unknown names under their own."""
+    """What the file holds, by our names; tensors of unknown names under their fields."""
     return {
         hf_name(name) or name: entry.shape
         for name, entry in file.tensors.items()
@@ -124,50 +124,52 @@ def _unpermuted(name: str, tensor: Tensor, config: ArchitectureConfig) -> Tensor
     return pairs.transpose(1, 2).reshape(tensor.shape)
 
 
-def _as_hf(own: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+def _as_hf(fields: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
     eos_keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     eos = [metadata.get(f"tokenizer.ggml.{key}") for key in eos_keys]
-    context = own["context_length"]
-    if own.get("expert_count", 0):
-        raise ConfigError(f"{own['expert_count']} experts: mixtures of experts are not supported")
-    if 0 < own.get("attention.sliding_window", 0) < context:
+    context = fields["context_length"]
+    if fields.get("expert_count", 0):
+        raise ConfigError(
+            f"{fields['expert_count']} experts: mixtures of experts are not supported"
+        )
+    if 0 < fields.get("attention.sliding_window", 0) < context:
         raise ConfigError("sliding-window attention is in use; only full attention is supported")
     return {
-        "hidden_size": own["embedding_length"],
-        "intermediate_size": own["feed_forward_length"],
-        "num_hidden_layers": own["block_count"],
-        "rms_norm_eps": own["attention.layer_norm_rms_epsilon"],
+        "hidden_size": fields["embedding_length"],
+        "intermediate_size": fields["feed_forward_length"],
+        "num_hidden_layers": fields["block_count"],
+        "rms_norm_eps": fields["attention.layer_norm_rms_epsilon"],
         "max_position_embeddings": context,
-        "rope_parameters": {"rope_theta": own.get("rope.freq_base"), **_rope_scaling(own)},
+        "rope_parameters": {"rope_theta": fields.get("rope.freq_base"), **_rope_scaling(fields)},
         "eos_token_id": list(dict.fromkeys(token for token in eos if token is not None)),
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
     }
 
 
-def _head_sizes(own: Mapping[str, Any]) -> dict[str, Any]:
-    heads = own["attention.head_count"]
-    kv_heads = own.get("attention.head_count_kv", heads)
+def _head_sizes(fields: Mapping[str, Any]) -> dict[str, Any]:
+    heads = fields["attention.head_count"]
+    kv_heads = fields.get("attention.head_count_kv", heads)
     if isinstance(heads, list) or isinstance(kv_heads, list):
         raise ConfigError("head counts that differ between layers are not supported")
-    size = own.get("attention.key_length", own["embedding_length"] // max(heads, 1))
-    rotated = own.get("rope.dimension_count", size)
-    if own.get("attention.value_length", size) != size or rotated != size:
+    size = fields.get("attention.key_length", fields["embedding_length"] // max(heads, 1))
+    rotated = fields.get("rope.dimension_count", size)
+    if fields.get("attention.value_length", size) != size or rotated != size:
         raise ConfigError("value heads or rotary dimensions that differ from the key heads")
     return {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": size}
 
 
-def _rope_scaling(own: Mapping[str, Any]) -> dict[str, Any]:
-    kind = own.get("rope.scaling.type", "linear" if "rope.scale_linear" in own else "none")
-    factor = own.get("rope.scaling.factor", own.get("rope.scale_linear", 1.0))
+def _rope_scaling(fields: Mapping[str, Any]) -> dict[str, Any]:
+    kind = fields.get("rope.scaling.type", "linear" if "rope.scale_linear" in fields else "none")
+    factor = fields.get("rope.scaling.factor", fields.get("rope.scale_linear", 1.0))
     if kind == "none" or (kind == "linear" and factor in (0.0, 1.0)):
         return {}
     scaling = {"rope_type": kind, "factor": factor}
-    if (original := own.get("rope.scaling.original_context_length")) is not None:
+    if (original := fields.get("rope.scaling.original_context_length")) is not None:
         scaling["original_max_position_embeddings"] = original
     for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
-        if own.get(f"rope.scaling.{theirs}"):
-            scaling[ours] = own[f"rope.scaling.{theirs}"]
-    extra = own.get("rope.scaling.yarn_attn_factor", own.get("rope.scaling.attn_factor"))
+        if fields.get(f"rope.scaling.{theirs}"):
+            scaling[ours] = fields[f"rope.scaling.{theirs}"]
+    extra = fields.get("rope.scaling.yarn_attn_factor", fields.get("rope.scaling.attn_factor"))
     if kind == "yarn" and extra:
         # llama.cpp multiplies this onto the paper's magnitude; Hugging Face replaces it.
         scaling["attention_factor"] = extra * (0.1 * log(factor) + 1.0 if factor > 1 else 1.0)

@@ -125,8 +125,8 @@ def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), last])
     if pre in _PLAIN:
         return last
-    known = ", ".join((*_SPLITS, *_SINGLE_DIGITS, *_PLAIN))
-    raise ConfigError(f"pre-tokenizer {pre!r} is not supported (supported: {known})")
+    supported = ", ".join((*_SPLITS, *_SINGLE_DIGITS, *_PLAIN))
+    raise ConfigError(f"pre-tokenizer {pre!r} is not supported (supported: {supported})")
 
 
 def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str]) -> tuple[Tokenizer, bool]:

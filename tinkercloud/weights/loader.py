@@ -136,17 +136,17 @@ def _safetensors_weights(
 
 
 def _check_shapes(
-    path: Path, config: ArchitectureConfig, found: Mapping[str, tuple[int, ...]]
+    path: Path, config: ArchitectureConfig, shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
     expected = config.weight_shapes()
     wrong = [
-        f"{name} is {found[name]}, not {shape}"
+        f"{name} is {shapes[name]}, not {shape}"
         for name, shape in expected.items()
-        if name in found and found[name] != shape
+        if name in shapes and shapes[name] != shape
     ]
     faults = {
-        "missing": sorted(expected.keys() - found.keys()),
-        "unexpected": sorted(found.keys() - expected.keys()),
+        "missing": sorted(expected.keys() - shapes.keys()),
+        "unexpected": sorted(shapes.keys() - expected.keys()),
         "of the wrong shape": wrong,
     }
     texts = [f"{kind}: {_listed(names)}" for kind, names in faults.items() if names]

@@ -46,7 +46,7 @@ class TokenBytes:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._is_byte_level = _is_byte_level(json.loads(written)["decoder"])
-        self._known = {
+        self._bytes = {
             token: added.content.encode() if added.content in spoken or not added.special else b""
             for token, added in self._tokenizer.get_added_tokens_decoder().items()
         }
@@ -58,9 +58,9 @@ class TokenBytes:
 
     def of(self, token: int) -> bytes:
         """b"" for a special token that is not text, and for an id that is no token."""
-        if token not in self._known:
-            self._known[token] = self._read(self._tokenizer.id_to_token(token) or "")
-        return self._known[token]
+        if token not in self._bytes:
+            self._bytes[token] = self._read(self._tokenizer.id_to_token(token) or "")
+        return self._bytes[token]
 
     def joined(self, tokens: Collection[int]) -> bytes:
         return b"".join(map(self.of, tokens))
@@ -71,8 +71,8 @@ class TokenBytes:
         tokens: list[int] = []
         for i, run in enumerate(_STRAY.split(text.decode("utf-8", "surrogateescape"))):
             if i % 2:
-                found = [self._of_byte[byte] for byte in run.encode("utf-8", "surrogateescape")]
-                tokens += [token for token in found if token is not None]
+                ids = [self._of_byte[byte] for byte in run.encode("utf-8", "surrogateescape")]
+                tokens += [token for token in ids if token is not None]
             elif run:
                 tokens += self._within(run)
         return tokens
@@ -132,7 +132,7 @@ def whole_characters(text: bytes) -> int:
 
 def _special(tokenizer: Tokenizer) -> set[str]:
     added = tokenizer.get_added_tokens_decoder().values()
-    return {one.content for one in added if one.special}
+    return {token.content for token in added if token.special}
 
 
 def _is_byte_level(decoder: object) -> bool:

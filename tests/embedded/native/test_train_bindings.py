@@ -177,16 +177,18 @@ def test_rows_are_rotated_as_the_plain_pass_rotates_them(size: int, dtype: torch
 
 
 @pytest.mark.parametrize("width", [1, 17, 512, 5000, 49152])
-def test_the_law_and_its_normalizer_are_those_of_float64(width: int, dtype: torch.dtype) -> None:
+def test_probabilities_and_their_normalizer_are_those_of_float64(
+    width: int, dtype: torch.dtype
+) -> None:
     logits = (torch.randn(9, width) * 8).to(dtype)
-    law = torch.empty(9, width)
-    normalizers = compiled.softmax(logits, law)
+    probabilities = torch.empty(9, width)
+    normalizers = compiled.softmax(logits, probabilities)
     exact = logits.double()
-    torch.testing.assert_close(law.double(), exact.softmax(-1), rtol=2e-6, atol=1e-12)
+    torch.testing.assert_close(probabilities.double(), exact.softmax(-1), rtol=2e-6, atol=1e-12)
     torch.testing.assert_close(normalizers.double(), exact.logsumexp(-1), rtol=1e-6, atol=1e-6)
     if dtype == torch.float32:
         assert torch.equal(compiled.softmax(logits, logits), normalizers)
-        assert torch.equal(logits, law)
+        assert torch.equal(logits, probabilities)
 
 
 def test_what_cannot_be_taken_goes_through_pytorch() -> None:

@@ -12,7 +12,7 @@ from tests.embedded.tiny import (
     VOCAB,
     Sampler,
     ask,
-    law,
+    expected_distribution,
     random_prompt,
     reference,
     supervised,
@@ -79,7 +79,7 @@ def test_sampling_equals_the_slow_reference(
     for index, sequence in enumerate(output.sequences):
         tokens = list(PROMPT)
         for token, logprob in zip(sequence.tokens, sequence.logprobs, strict=True):
-            probs = law(logits_after(model, tokens), temperature, top_k, top_p)
+            probs = expected_distribution(logits_after(model, tokens), temperature, top_k, top_p)
             noise = gumbel_noise(11, index, len(tokens), VOCAB)
             assert int(token) == int((probs.log() + noise).argmax())
             assert logprob == pytest.approx(float(probs[token].log()), abs=2e-4)

@@ -56,7 +56,7 @@ class ModelDrafter(NetworkDrafter):
         drawn = sample(logits, rows, self.scan)
         for i, chain in enumerate(chains):
             if chain.id in self._audited:
-                self._audited[chain.id].append(DraftDistribution.of(drawn.law(i)[0].exp()))
+                self._audited[chain.id].append(DraftDistribution.of(drawn.distribution(i)[0].exp()))
         return drawn.tokens.tolist(), drawn.logprobs.exp().tolist()
 
     def _draft(self, chain: Chain | None) -> Draft:

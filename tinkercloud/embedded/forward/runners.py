@@ -53,14 +53,14 @@ class Runner(Protocol):
         ...
 
     def capture(self, base: BaseModel, layers: tuple[int, ...]) -> None:
-        """From now on these layers' outputs are wanted of passes of the base, and no others;
+        """From now on passes of the base hand out what these layers put out, and no others;
         numbered as in `speculative.head.head.HeadConfig`."""
         ...
 
     @property
     def captured(self) -> Tensor:
-        """What the wanted layers put out in the last pass (M, L, D), float32 on the base's device;
-        the caller's to keep. Empty where none are wanted."""
+        """What these layers put out in the last pass (M, L, D), float32 on the base's device; the
+        caller's to keep. Empty where there are none."""
         ...
 
     def forward(self, batch: Batch, pool: BlockPool) -> Tensor:
@@ -111,19 +111,19 @@ class NativeRunner:
 
     def _model(self, version: Version, pool: BlockPool) -> NativeModel:
         name = _weights_name(version)
-        known = self._models.get(name)
-        if known is not None and known[0] is pool:
-            return known[1]
-        made = NativeModel(version.base.config, version.weights, pool.keys, pool.values)
-        self._models[name] = (pool, made)
-        return made
+        cached = self._models.get(name)
+        if cached is not None and cached[0] is pool:
+            return cached[1]
+        model = NativeModel(version.base.config, version.weights, pool.keys, pool.values)
+        self._models[name] = (pool, model)
+        return model
 
     def _rotary(self, base: BaseModel, num_positions: int) -> tuple[Tensor, Tensor]:
-        known = self._angles.get(base.name)
-        if known is None or len(known[0]) < num_positions:
-            more = torch.arange(1 << max(10, (num_positions - 1).bit_length()))
-            known = self._angles[base.name] = base.architecture.rotary(more)
-        return known
+        angles = self._angles.get(base.name)
+        if angles is None or len(angles[0]) < num_positions:
+            positions = torch.arange(1 << max(10, (num_positions - 1).bit_length()))
+            angles = self._angles[base.name] = base.architecture.rotary(positions)
+        return angles
 
     def _table(self, version: Version) -> AdapterTable:
         if version.id not in self._adapters:
@@ -234,15 +234,15 @@ class GraphRunner:
 
     def _graphs_of(self, version: Version, pool: BlockPool) -> DecodeGraphs:
         name, base = _weights_name(version), version.base
-        known, layers = self._graphs.get(name), self._layers.get(base.name, ())
-        if known is not None and known[0]() is pool and known[1].layers == layers:
-            return known[1]
+        cached, layers = self._graphs.get(name), self._layers.get(base.name, ())
+        if cached is not None and cached[0]() is pool and cached[1].layers == layers:
+            return cached[1]
         longest = blocks_for(base.config.max_position_embeddings)
         width = width_for(longest, longest, any_width=False)
         states = LayerStates.empty(layers, MAX_ROWS, base) if layers else None
-        made = DecodeGraphs(step_for(version, pool), base.device, self._capture, width, states)
-        self._graphs[name] = (ref(pool), made)
-        return made
+        graphs = DecodeGraphs(step_for(version, pool), base.device, self._capture, width, states)
+        self._graphs[name] = (ref(pool), graphs)
+        return graphs
 
     def _bank(self, base: BaseModel) -> AdapterBank:
         if base.name not in self._banks:

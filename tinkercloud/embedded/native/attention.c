@@ -27,7 +27,8 @@ static void rotate(float *head, const float *cosine, const float *sine, int64_t 
 DEFINE_PLACE(wide, float, AS_IT_IS)
 DEFINE_PLACE(narrow, narrow, narrowed)
 
-/* Norms, rotation, and the new keys and values into their blocks. */
+/* Norms, rotation, and the new keys and values into their blocks. No two rows write to one place: a
+   block with room left is one sequence's alone, and those that several share are full. */
 void place_rows(walk_t *w, const layer_t *layer) {
   const pass_t *p = w->p;
   const model_t *model = p->model;
@@ -72,7 +73,9 @@ typedef struct {
 } mixture_t;
 
 /* Every function here works on COUNT queries of one key/value head, so that keys and values are
-   loaded once; each query's own sums are in the same order whatever COUNT is. */
+   loaded once; each query's own sums are in the same order whatever COUNT is. Keys lie by dimension,
+   so that a vector is one dimension of LANES positions, and values by position: neither product
+   needs a sum over lanes. */
 #define DEFINE_MIX(KIND, NUMBER, LOAD, WIDEN1, COUNT)                                              \
   static void score_##KIND##_##COUNT(const float *q, int64_t dh, const NUMBER *keys, int64_t size, \
                             float scale, float scores[COUNT][MAX_BLOCK]) {                         \
@@ -130,7 +133,9 @@ typedef struct {
     add_values_##KIND##_##COUNT(scores, keep, values, dh, count, mixes);                           \
   }
 
-/* Scores become exp(score - largest); returns the factor of what was gathered before. */
+/* Scores become exp(score - largest); returns the factor of what was gathered before. What a block
+   holds past `count` is left from others and may be no number: it gets no share, and is not read
+   as a value. */
 static float to_shares(float *scores, int64_t size, int64_t count, mixture_t *mix) {
   float best = mix->best;
   for (int64_t j = 0; j < count; j++) best = MAX(best, scores[j]);
@@ -187,7 +192,8 @@ static void attend_some(const pass_t *p, const layer_t *layer, int64_t m, int64_
   if (model->is_narrow) round_to_narrow(out, count * dh, p->mixed_narrow + (out - p->mixed));
 }
 
-/* The groups are as equal as can be: 4 heads are 2 and 2. */
+/* The groups are as equal as can be, 4 heads are 2 and 2, since one query alone waits for its own
+   sums. */
 static void attend_one(const pass_t *p, const layer_t *layer, int64_t m, int64_t h) {
   int64_t heads = p->model->heads / p->model->kv_heads, parts = (heads + GROUP - 1) / GROUP;
   for (int64_t i = 0; i < parts; i++) {

@@ -1,4 +1,4 @@
-/* The gradient of causal attention, for train_attention.py, on the cores of one machine.
+/* The gradient of causal attention, for train_bindings.py, on the cores of one machine.
 
    Of each query head, with S = scale Q K^T below the diagonal and P = softmax(S):
      dV = P^T dO    dP = dO V^T    dS = P (dP - sum(P dP))    dQ = scale dS K    dK = scale dS^T Q
@@ -200,7 +200,8 @@ static void block(const attention_gradient_t *a, work_t *w, int64_t b, int64_t h
 }
 
 /* ---- tasks: the query heads that read one head's keys of one sequence; each of them by itself
-   where that would leave threads idle. A sum over heads is the same either way. */
+   where that would leave threads idle. Heads are added up in their order either way, from memory of
+   each head's own: added where they are computed, their order would be that of the threads. */
 
 static void read_keys(const attention_gradient_t *a, work_t *w, int64_t b, int64_t kv_head) {
   int64_t size = a->head_dim, first = b * w->length;

@@ -91,8 +91,8 @@ def scan(team: Team, logits: Tensor, rows: Sequence[RowParams]) -> Scanned:
     norm = np.empty(num, np.float64)
     ids, words = np.empty((num, CANDIDATES), np.int64), np.empty((num, CANDIDATES), np.uint32)
     out = (array.ctypes.data for array in (best, norm, count, ids, words))
-    asked = Scan(_address(logits), num, size, CANDIDATES, draws, *out, 0)
-    if team.library.scan(team.handle, c.byref(asked)):
+    request = Scan(_address(logits), num, size, CANDIDATES, draws, *out, 0)
+    if team.library.scan(team.handle, c.byref(request)):
         raise MemoryError(f"no memory for {num} rows of {size} logits")
     return Scanned(best, norm, count, ids, words)
 
@@ -192,15 +192,15 @@ class NativeModel:
         logits = self._logits_of(len(rows.logit_rows))
         captured = torch.empty(len(rows.tokens), len(layers), self._config.hidden_size)
         numbers = np.array(layers, np.int64)
-        given = (rows.tokens, rows.positions, rows.sequence, rows.tables, rows.logit_rows)
-        arrays = [np.ascontiguousarray(one) for one in given]
-        tokens, positions, sequence, tables, wanted = (one.ctypes.data for one in arrays)
+        fields = (rows.tokens, rows.positions, rows.sequence, rows.tables, rows.logit_rows)
+        arrays = [np.ascontiguousarray(field) for field in fields]
+        tokens, positions, sequence, tables, logit_rows = (a.ctypes.data for a in arrays)
         entries = (Segment * len(segments))(*[(f, n, s, t.entries) for f, n, s, t in segments])
-        angles = [one.contiguous() for one in rotary]
+        angles = [angle.contiguous() for angle in rotary]
         batch = Batch(
             *(len(rows.tokens), tokens, positions, sequence, tables, rows.tables.shape[1]),
-            *(_address(one) for one in angles),
-            *(len(segments), entries, len(rows.logit_rows), wanted),
+            *(_address(angle) for angle in angles),
+            *(len(segments), entries, len(rows.logit_rows), logit_rows),
             *(len(layers), numbers.ctypes.data, _address(captured)),
             *(_address(hidden), _address(logits)),
         )

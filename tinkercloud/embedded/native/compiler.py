@@ -24,7 +24,7 @@ COMPILE_LIMIT_S = 120.0
 def library() -> c.CDLL | None:
     """None where there is no C compiler, or it fails; the reason is logged once."""
     try:
-        path = _compiled()
+        path = _compiled_library()
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning(
             "sampling without the compiled forward pass, at a part of its speed: %s", error
@@ -40,7 +40,7 @@ def library() -> c.CDLL | None:
     return loaded
 
 
-def _compiled() -> Path:
+def _compiled_library() -> Path:
     """The shared library of this source, these flags and this processor; compiled where missing."""
     compiler = c_compiler()
     if compiler is None:
@@ -52,25 +52,25 @@ def _compiled() -> Path:
         return folder / name
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        made = Path(scratch) / name
-        command = [compiler, *FLAGS, "-o", str(made), *map(str, SOURCES), "-lm"]
+        output = Path(scratch) / name
+        command = [compiler, *FLAGS, "-o", str(output), *map(str, SOURCES), "-lm"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_LIMIT_S)
         if done.returncode:
             raise OSError(f"{compiler} failed: {done.stderr.strip()[-500:]}")
-        made.replace(folder / name)  # at once, whoever else compiles it too
+        output.replace(folder / name)  # atomic: other processes may compile it too
     return folder / name
 
 
 @cache
 def source() -> str:
-    """What is compiled; the speed of a pass depends on it, too."""
+    """What is compiled, and what the measured cost of a pass is valid for."""
     return "\n".join(path.read_text() for path in (*SOURCES, *HEADERS))
 
 
 def processor() -> str:
-    """What -march=native depends on, and with it what a pass takes."""
+    """What -march=native depends on, and with it the time of a pass."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:
         return platform.processor()
-    return "\n".join(sorted({one for one in lines if one.startswith(("model name", "flags"))}))
+    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags"))}))

@@ -30,7 +30,9 @@ static void norm_rows(walk_t *w, const float *weight, float *out, narrow *narrow
 
 /* ---- the steps of a pass; `index` is the layer's, where a step is one of a layer's */
 
-static const layer_t *layer_of(const walk_t *w, int64_t index) { return &w->p->model->layers[index]; }
+static const layer_t *layer_of(const walk_t *w, int64_t index) {
+  return &w->p->model->layers[index];
+}
 
 /* Module `leaf` of a layer into y. */
 static output_t output_of(const walk_t *w, int64_t index, int leaf, float *y, int add) {
@@ -105,8 +107,8 @@ static void choose(walk_t *w, int64_t index) {
   const pass_t *p = w->p;
   const batch_t *batch = p->batch;
   int64_t d = p->model->hidden;
-  EACH_ROW(w, i, batch->num_wanted) {
-    memcpy(p->chosen + i * d, batch->hidden + batch->wanted[i] * d, (size_t)d * sizeof(float));
+  EACH_ROW(w, i, batch->num_logit_rows) {
+    memcpy(p->chosen + i * d, batch->hidden + batch->logit_rows[i] * d, (size_t)d * sizeof(float));
     if (p->model->is_narrow) round_to_narrow(p->chosen + i * d, d, p->chosen_narrow + i * d);
   }
   end_stage(w);
@@ -117,7 +119,8 @@ static void unembed(walk_t *w, int64_t index) {
   const pass_t *p = w->p;
   int module = (int)p->model->num_layers * NUM_LINEAR;
   output_t outputs[] = {{&p->model->head, module, p->batch->logits, p->model->vocab, 0}};
-  multiply_modules(w, &(read_t){p->chosen, p->chosen_narrow, p->batch->num_wanted, outputs, 1, 1});
+  int64_t rows = p->batch->num_logit_rows;
+  multiply_modules(w, &(read_t){p->chosen, p->chosen_narrow, rows, outputs, 1, 1});
 }
 
 /* ---- the pass */

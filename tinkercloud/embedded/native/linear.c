@@ -6,12 +6,12 @@
 #include "pass.h"
 #include "product.h"
 
-/* Segments over the rows of `wanted` instead of the batch's. */
-static segment_t over_wanted(const pass_t *p, const segment_t *segment) {
+/* Segments over the `logit_rows` instead of the batch's. */
+static segment_t over_logit_rows(const pass_t *p, const segment_t *segment) {
   int64_t first = 0, end = 0;
-  for (int64_t i = 0; i < p->batch->num_wanted; i++) {
-    first += p->batch->wanted[i] < segment->first;
-    end += p->batch->wanted[i] < segment->first + segment->count;
+  for (int64_t i = 0; i < p->batch->num_logit_rows; i++) {
+    first += p->batch->logit_rows[i] < segment->first;
+    end += p->batch->logit_rows[i] < segment->first + segment->count;
   }
   return (segment_t){first, end - first, segment->scale, segment->modules};
 }
@@ -25,10 +25,11 @@ static int has_adapter(const pass_t *p, const output_t *outputs, int count) {
 
 static segment_t segment_of(const pass_t *p, const read_t *read, int64_t s) {
   segment_t segment = p->batch->segments[s];
-  return read->over_wanted ? over_wanted(p, &segment) : segment;
+  return read->over_logit_rows ? over_logit_rows(p, &segment) : segment;
 }
 
-/* x A^T of every row and module, beside each other in p->low. */
+/* x A^T of every row and module, side by side in p->low; a stage before the products, of which each
+   task reads all ranks of its rows. Tasks are whole cache lines of a row's ranks. */
 static void low_rank(walk_t *w, const read_t *read) {
   const pass_t *p = w->p;
   int64_t in = read->outputs[0].linear->in;
@@ -115,7 +116,8 @@ void multiply_modules(walk_t *w, const read_t *read) {
   end_stage(w);
 }
 
-/* silu(gate) * up into gate, on some columns. */
+/* silu(gate) * up into gate, on some columns. exp_vec ends at 88: a gate below -87 is divided by
+   what -87 would be, which no sum that it is part of can tell from zero. */
 static void swiglu(const pass_t *p, range_t cols) {
   int64_t inner = p->model->inner;
   for (int64_t m = 0; m < p->batch->rows; m++) {
@@ -134,7 +136,8 @@ static void swiglu(const pass_t *p, range_t cols) {
   }
 }
 
-/* Gate and up, and what comes of them, of the same columns while they are near. */
+/* Gate and up, and what comes of them, of the same columns by the same thread while they are in its
+   cache. `down` reads whole rows and so has to wait for the stage's end. */
 void multiply_gates(walk_t *w, const read_t *read) {
   ready_t ready = prepare(w, read);
   int64_t width = width_of(w->p, read), inner = w->p->model->inner;

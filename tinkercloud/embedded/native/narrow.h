@@ -23,7 +23,8 @@ INLINE vec widen(const narrow *p) {
 #endif
 }
 
-/* To the nearest, to the even one of two; what is no number stays none. */
+/* To the nearest, to the even one of two, as PyTorch rounds; what is no number stays none
+   (rounded up, some would carry over into the sign). */
 INLINE narrow narrowed(float x) {
   uint32_t bits;
   memcpy(&bits, &x, sizeof bits);

@@ -52,13 +52,13 @@ typedef struct {
   const float *cosine, *sine; /* [position][Dh / 2] */
   int64_t num_segments;
   const segment_t *segments;
-  int64_t num_wanted;
-  const int64_t *wanted; /* rows whose logits are wanted, ascending */
+  int64_t num_logit_rows;
+  const int64_t *logit_rows; /* rows whose logits are asked for, ascending */
   int64_t num_captured;
   const int64_t *captured_layers; /* 1 the first; the last one is `hidden` */
   float *captured;       /* out: [rows][num_captured][D], what these layers put out */
   float *hidden;         /* out: [rows][D], after the final norm */
-  float *logits;         /* out: [num_wanted][V] */
+  float *logits;         /* out: [num_logit_rows][V] */
 } batch_t;
 
 #endif

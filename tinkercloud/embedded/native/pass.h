@@ -12,7 +12,8 @@
 #include "team.h"
 #include "vectors.h"
 
-#define INTERNAL __attribute__((visibility("hidden"))) /* no other library's function of this name */
+/* So that no other library's function of this name is called instead. */
+#define INTERNAL __attribute__((visibility("hidden")))
 
 typedef struct {
   const model_t *model;
@@ -53,7 +54,8 @@ static inline void end_stage(walk_t *w) {
     for (int64_t m = task_; m < MIN(task_ + TASK_ROWS, (rows)); m++)
 
 /* y may be x. */
-static inline void rms_norm(const float *x, const float *weight, int64_t size, float eps, float *y) {
+static inline void rms_norm(const float *x, const float *weight, int64_t size, float eps,
+                            float *y) {
   float scale = 1.0f / sqrtf(dot(x, x, size) / (float)size + eps);
   int64_t i = 0;
   for (; i + LANES <= size; i += LANES) store(y + i, load(weight + i) * (load(x + i) * all(scale)));
@@ -79,7 +81,7 @@ typedef struct {
   const narrow *x_narrow; /* the same, or NULL */
   int64_t rows;
   const output_t *outputs; /* modules that read these rows */
-  int count, over_wanted;
+  int count, over_logit_rows;
 } read_t;
 
 INTERNAL void multiply_modules(walk_t *w, const read_t *read);

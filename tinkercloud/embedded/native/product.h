@@ -2,8 +2,8 @@
 
    y = x w^T. An output is LANES sums, added up in one tree (vectors.h): in float32 lane l adds the
    products of the inputs l, l + LANES, l + 2 LANES, ... one after the other, in bfloat16 what
-   ADD_NARROW (narrow.h) says. Nothing of that depends on the number of rows, on which columns a call
-   computes, or on where the inputs are cut. Two ways to the same bits: tiles.h and strips.h. */
+   ADD_NARROW (narrow.h) says. Nothing of that depends on the number of rows, on which columns a
+   call computes, or on where the inputs are cut. Two ways to the same bits: tiles.h and strips.h. */
 
 #ifndef TINKERCLOUD_PRODUCT_H
 #define TINKERCLOUD_PRODUCT_H

@@ -2,8 +2,8 @@
 
    Here a vector holds columns instead of inputs, and each lane of inputs has its turn: weights and
    rows are laid out by lanes first, so that a core reads little at a time, again and again. Lane l
-   of a tile's vector is here the sum of the inputs l, l + LANES, ... of its own, added one after the
-   other as there, and `tree` adds the lanes up as sum4 does: the same bits. */
+   of a tile's vector is here a sum by itself, of the inputs l, l + LANES, ..., one after the other as
+   there, and `tree` adds the lanes up as sum4 does: the same bits. */
 
 #ifndef TINKERCLOUD_STRIPS_H
 #define TINKERCLOUD_STRIPS_H

@@ -58,8 +58,8 @@ class Batch(c.Structure):
         *((name, c.c_void_p) for name in ("cosine", "sine")),
         ("num_segments", c.c_int64),
         ("segments", c.POINTER(Segment)),
-        ("num_wanted", c.c_int64),
-        ("wanted", c.c_void_p),
+        ("num_logit_rows", c.c_int64),
+        ("logit_rows", c.c_void_p),
         ("num_captured", c.c_int64),
         *((name, c.c_void_p) for name in ("captured_layers", "captured", "hidden", "logits")),
     )

@@ -1,4 +1,5 @@
-/* A team of threads that meets at barriers. */
+/* A team of threads that meets at barriers. It has one job at a time: callers that may be several
+   take turns before they call (train_bindings.py has a lock, the sampler one thread). */
 
 #ifndef TINKERCLOUD_TEAM_H
 #define TINKERCLOUD_TEAM_H
@@ -58,8 +59,13 @@ static inline void set_patience(team_t *team, int spins) {
   atomic_store_explicit(&team->patience, most, memory_order_relaxed);
 }
 
-/* Every member gets here before any goes on. learns: how long it took says how busy the machine is;
-   not so between jobs. */
+/* Every member gets here before any goes on, and sees what all have written before. learns: how
+   long it took says how busy the machine is; not so between jobs.
+
+   `turn` counts the meetings, so that a slow member cannot take the next one for this one. Who
+   comes last sets it and then looks for sleepers; a sleeper is counted and then looks at it, with
+   the mutex held. Both are sequentially consistent, so one of them sees the other: nobody sleeps
+   through. */
 static inline void meet_and(team_t *team, int learns) {
   if (team->size == 1) return;
   int turn = atomic_load(&team->turn);
@@ -92,6 +98,8 @@ static inline void meet_and(team_t *team, int learns) {
 
 static inline void meet(team_t *team) { meet_and(team, 0); }
 
+/* The members read `job` and `argument` after the first meeting, and are done with both after the
+   second. */
 static inline void work(team_t *team, void (*job)(team_t *, int, void *), void *argument) {
   team->job = job;
   team->argument = argument;

@@ -39,18 +39,20 @@ def attention_gradient(
     (B, L, H, Dh), with or without gaps between rows. Sums are float32. Raises MemoryError."""
     batch, heads, length, size = q.shape
     kv_heads = k.shape[1]
-    given = [_by_rows(x) for x in (q, k, v, dout)]
-    made = [torch.empty(batch, length, h, size, dtype=q.dtype) for h in (heads, kv_heads, kv_heads)]
-    asked = AttentionGradient(
+    inputs = [_by_rows(x) for x in (q, k, v, dout)]
+    gradients = [
+        torch.empty(batch, length, h, size, dtype=q.dtype) for h in (heads, kv_heads, kv_heads)
+    ]
+    request = AttentionGradient(
         *(_is_narrow(q), batch, length, heads, kv_heads, size, size**-0.5),
-        *(x.data_ptr() for x in given),
-        *(x.stride(1 if length > 1 else 0) for x in given),
-        *(x.data_ptr() for x in made),
+        *(x.data_ptr() for x in inputs),
+        *(x.stride(1 if length > 1 else 0) for x in inputs),
+        *(x.data_ptr() for x in gradients),
     )
     with _team() as team:
-        if team.library.attention_gradient(team.handle, c.byref(asked)):
+        if team.library.attention_gradient(team.handle, c.byref(request)):
             raise MemoryError(f"no memory for the gradient of attention over {length} tokens")
-    dq, dk, dv = (x.transpose(1, 2) for x in made)
+    dq, dk, dv = (x.transpose(1, 2) for x in gradients)
     return dq, dk, dv
 
 

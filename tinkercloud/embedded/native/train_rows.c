@@ -1,6 +1,8 @@
-/* The row-wise parts of a decoder's training pass, for train_rows.py and train_head.py, each in one
-   pass over memory. Values are rounded where PyTorch's own steps round them; a gradient only at its
-   end. Numbers are float, or narrow where `is_narrow`; what is said to be float is so always. */
+/* The row-wise parts of a decoder's training pass, for train_bindings.py, each in one pass over
+   memory. Values are rounded where PyTorch's own steps round them, so that the log-probabilities of
+   trainer and sampler agree; a gradient only at its end. A row is one thread's, so that no sum
+   depends on their number. Numbers are float, or narrow where `is_narrow`; what is said to be float
+   is so always. */
 
 #include <math.h>
 #include <string.h>
@@ -203,39 +205,39 @@ void rotate(team_t *team, int64_t is_narrow, int64_t rows, int64_t heads, int64_
                      .heads = heads, .stride = stride, .out = x, .cosine = cosine, .sine = sine});
 }
 
-/* ---- the law: exp(logit - log of the sum of exps) */
+/* ---- the softmax: exp(logit - log of the sum of exps), sums of pieces in float64 (scan.c) */
 
 static void soften_row(const rows_t *a, int64_t r) {
-  float piece[PIECE], *law = (float *)a->out + r * a->width, top = -INFINITY;
+  float piece[PIECE], *probabilities = (float *)a->out + r * a->width, top = -INFINITY;
   for (int64_t d = 0; d < a->width; d += PIECE) {
     int64_t count = MIN(PIECE, a->width - d);
     read_numbers(a->is_narrow, a->x, r * a->width + d, piece, count);
     top = MAX(top, largest(piece, count));
-    memcpy(law + d, piece, (size_t)count * sizeof *law);
+    memcpy(probabilities + d, piece, (size_t)count * sizeof *probabilities);
   }
   double sum = 0.0;
   for (int64_t d = 0; d < a->width; d += PIECE) {
     int64_t count = MIN(PIECE, a->width - d);
     vec part = {};
-    memcpy(piece, law + d, (size_t)count * sizeof *law);
+    memcpy(piece, probabilities + d, (size_t)count * sizeof *probabilities);
     for (int64_t i = count; i % LANES; i++) piece[i] = -INFINITY;
     for (int64_t i = 0; i < count; i += LANES) {
       vec e = exp_vec(load(piece + i) - all(top));
       part += e;
       store(piece + i, e);
     }
-    memcpy(law + d, piece, (size_t)count * sizeof *law);
+    memcpy(probabilities + d, piece, (size_t)count * sizeof *probabilities);
     sum += sum1(part);
   }
   a->sums[r] = (float)(top + log(sum));
   float inverse = (float)(1.0 / sum);
-  for (int64_t d = 0; d < a->width; d++) law[d] *= inverse;
+  for (int64_t d = 0; d < a->width; d++) probabilities[d] *= inverse;
 }
 
-/* logits [rows][width], which may be where the law [rows][width], float, comes to be; normalizers
-   [rows], float: the log of the sum of exps. */
+/* logits [rows][width], which may be where the probabilities [rows][width], float, are written;
+   normalizers [rows], float: the log of the sum of exps. */
 void softmax(team_t *team, int64_t is_narrow, int64_t rows, int64_t width, const void *logits,
-             float *law, float *normalizers) {
+             float *probabilities, float *normalizers) {
   run(team, (rows_t){.is_narrow = is_narrow, .rows = rows, .width = width, .row = soften_row,
-                     .x = logits, .out = law, .sums = normalizers});
+                     .x = logits, .out = probabilities, .sums = normalizers});
 }

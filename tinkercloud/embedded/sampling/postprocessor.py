@@ -93,7 +93,7 @@ class Postprocessor:
             stopped = False
             num_before = len(sequence.logprobs)
             for row, token in zip(rows, verdict.tokens, strict=False):
-                stopped = _append(sequence, token, logprobs[row], partial(drawn.law, row))
+                stopped = _append(sequence, token, logprobs[row], partial(drawn.distribution, row))
                 if stopped or sequence.num_left <= 0:
                     break
             num_new = len(sequence.logprobs) - num_before

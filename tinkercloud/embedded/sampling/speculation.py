@@ -234,7 +234,7 @@ class Speculation:
                 position,
                 entry.draft.tokens[at],
                 sample.tokens[position],
-                lambda: drawn.law(rows[at]).exp(),
+                lambda: drawn.distribution(rows[at]).exp(),
             )
             category = sample.job.version.origin
             self._observer.judged(self._streams[sample], verdict, category)
@@ -361,7 +361,7 @@ def _coupled(drawn: Drawn, row: int, token: int, draft: DraftDistribution) -> fl
     is drawn."""
     if drawn.rows[row].is_greedy:
         return nan
-    target = drawn.law(row)[0].double().exp().cpu().numpy()
+    target = drawn.distribution(row)[0].double().exp().cpu().numpy()
     return coupled_chance(target, draft.dense(len(target)), token)
 
 

@@ -29,7 +29,7 @@ def pool_of(sampler: Sampler) -> BlockPool:
 # ---- the compiled pass and the plain one
 
 
-def laws(store: ModelStore, version: str, **limits: int) -> np.ndarray:
+def distributions(store: ModelStore, version: str, **limits: int) -> np.ndarray:
     """(4, V): log-probabilities after some beginnings of PROMPT."""
     sampler, found = Sampler(store, **limits), []
     for length in (1, 2, 17, 100):
@@ -50,11 +50,11 @@ def test_the_compiled_pass_gives_the_plain_ones_log_probabilities(
 ) -> None:
     store = open_store(folder)
     version = version_of(store, rank)
-    compiled = laws(store, version)
+    compiled = distributions(store, version)
     request = ask(PROMPT, max_tokens=1, prompt_logprobs=True)
     scored = Sampler(store).one(version, request).prompt_logprobs
     monkeypatch.setattr(runners, "library", lambda: None)
-    np.testing.assert_allclose(compiled, laws(store, version), atol=2e-4)
+    np.testing.assert_allclose(compiled, distributions(store, version), atol=2e-4)
     plain = Sampler(store).one(version, request).prompt_logprobs
     np.testing.assert_allclose(scored[1:], plain[1:], atol=2e-4)
 
@@ -67,9 +67,12 @@ def test_in_bfloat16_the_compiled_pass_is_nearer_to_exact_than_the_plain_one(
     for name, weight in exact.base("tiny").weights.items():
         weight.copy_(narrow.base("tiny").weights[name])
     base = narrow.publish(FromBase("tiny"))
-    truth, compiled = laws(exact, exact.publish(FromBase("tiny"))), laws(narrow, base)
+    truth, compiled = (
+        distributions(exact, exact.publish(FromBase("tiny"))),
+        distributions(narrow, base),
+    )
     monkeypatch.setattr(runners, "library", lambda: None)
-    plain = laws(narrow, base)
+    plain = distributions(narrow, base)
     likely = truth > np.log(1e-3)
     distance = [np.abs(found - truth)[likely].mean() for found in (compiled, plain)]
     assert 0 < distance[0] < 0.7 * distance[1], distance
@@ -99,10 +102,10 @@ def test_rows_are_the_same_bits_however_they_are_cut_and_with_any_number_of_thre
     store: ModelStore, rank: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     version = version_of(store, rank)
-    whole = laws(store, version)
+    whole = distributions(store, version)
     for size, threads in ((1, 1), (7, 2), (64, 3)):
         monkeypatch.setattr(scheduler, "CHUNK", size)
-        cut = laws(store, version, num_threads=threads)
+        cut = distributions(store, version, num_threads=threads)
         assert np.array_equal(whole, cut), (size, threads)
 
 
