@@ -102,8 +102,8 @@ class AdapterBank:
         return (inner.flatten(1) @ up.flatten(0, 1)).to(x.dtype)
 
     def _make_room(self, adapters: Sequence[Adapter], num_slots: int) -> bool:
-        """Room for that many of such adapters beside what there was room for, or else for these
-        alone. New tensors forget what the old ones held."""
+        """Grow so that these adapters fit with the shapes seen before, or else these alone. New
+        tensors are empty: what the old ones held is loaded again."""
         names = frozenset(name for adapter in adapters for name in adapter)
         ranks = [a.shape[0] for adapter in adapters for a, _ in adapter.values()]
         needed = _Capacity(

@@ -2,7 +2,7 @@
 
 All that changes from step to step lies in one buffer of whole numbers, which is filled before the
 step; what runs is the same every time, so that a CUDA graph can hold it. Rows without a sequence
-are padding: they write to a block of their own that nobody reads.
+are padding: they write to a spare block that no sequence reads.
 
 Axes: B rows, W blocks of a table, Hq/Hkv heads, Dh head size, V vocabulary.
 """

@@ -41,8 +41,8 @@ def block_digests(
 class BlockPool:
     """keys (blocks, Hkv, Dh, BLOCK_TOKENS) and values (blocks, Hkv, BLOCK_TOKENS, Dh), by layer.
 
-    Blocks are counted references: whoever allocates, finds or acquires a block frees it once. On a
-    CPU the memory of a block is used when the block first is.
+    Blocks count their holders: who allocates, finds or acquires a block frees it once. On a CPU a
+    block takes memory when it is first written.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What to compute on: device, number type, cores."""
+"""What the engine computes on: device, number type, cores."""
 
 import gc
 import os
@@ -9,9 +9,9 @@ import torch
 from tinkercloud.errors import ConfigError
 
 
-def settle() -> None:
-    """What the process holds now, modules and models, stays: the garbage collector no longer looks
-    through it, which takes tens of milliseconds each time."""
+def freeze_garbage_collector() -> None:
+    """Exclude all objects of the process so far, modules and models, from garbage collection: they
+    are never freed, and to traverse them takes tens of milliseconds each time."""
     gc.collect()
     gc.freeze()
 
@@ -22,7 +22,8 @@ def choose_device() -> torch.device:
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     """`auto`: bfloat16 where the device multiplies it natively, else float32 (on a CPU without
-    such instructions bfloat16 is several times slower than float32)."""
+    such instructions bfloat16 is several times slower than float32). Raises ConfigError for an
+    unknown name."""
     if name == "auto":
         return torch.bfloat16 if _native_bfloat16(device) else torch.float32
     try:

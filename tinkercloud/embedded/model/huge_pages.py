@@ -18,11 +18,10 @@ LINE_BYTES = 64
 
 
 def in_huge_pages(weights: dict[str, Tensor]) -> None:
-    """Lay the tensors of `weights` behind each other in memory of large pages.
+    """Move the tensors of `weights` to one piece of memory in large pages.
 
-    Values stay bitwise. What shares memory (a tied head, matrices that were joined) still does.
-    Each old copy is freed as soon as nobody else holds it. Tensors of other devices stay where they
-    are.
+    Values stay bitwise. Tensors that share memory (a tied head, joined matrices) still do. Each old
+    copy is freed as soon as nothing else refers to it. Tensors on other devices are not moved.
     """
     names_by_storage: dict[int, list[str]] = defaultdict(list)
     for name, tensor in weights.items():
@@ -30,20 +29,21 @@ def in_huge_pages(weights: dict[str, Tensor]) -> None:
             names_by_storage[tensor.untyped_storage().data_ptr()].append(name)
     groups = list(names_by_storage.values())
     sizes = [weights[names[0]].untyped_storage().nbytes() for names in groups]
-    rooms = [-(-size // LINE_BYTES) * LINE_BYTES for size in sizes]
-    memory = _memory(sum(rooms))
-    for names, room in zip(groups, memory.split(rooms), strict=True):
-        _move(names, weights, room)
+    # Each storage begins with a cache line: vectors across two lines take two loads.
+    padded = [-(-size // LINE_BYTES) * LINE_BYTES for size in sizes]
+    memory = _memory(sum(padded))
+    for names, region in zip(groups, memory.split(padded), strict=True):
+        _move(names, weights, region)
 
 
-def _move(names: list[str], weights: dict[str, Tensor], room: Tensor) -> None:
+def _move(names: list[str], weights: dict[str, Tensor], region: Tensor) -> None:
     """Tensors of one storage."""
     old = torch.empty(0, dtype=torch.uint8).set_(weights[names[0]].untyped_storage())
-    room[: len(old)].copy_(old)
+    region[: len(old)].copy_(old)
     for name in names:
         tensor = weights[name]
-        start = int(room.storage_offset()) // tensor.element_size() + int(tensor.storage_offset())
-        weights[name] = room.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), start)
+        start = int(region.storage_offset()) // tensor.element_size() + int(tensor.storage_offset())
+        weights[name] = region.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), start)
 
 
 def _memory(num_bytes: int) -> Tensor:

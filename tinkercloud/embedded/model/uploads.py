@@ -1,4 +1,4 @@
-"""Numbers of the host brought to the device without waiting for what the device does."""
+"""Copies from host to device that do not wait for the work queued on the device."""
 
 from typing import Any
 
@@ -10,5 +10,5 @@ from tinkercloud.decoding.device_copy import to_device
 
 
 def uploaded(array: NDArray[Any], device: torch.device) -> Tensor:
-    """The array on the device, in its own type; on a CPU its own memory. See `to_device`."""
+    """The array on the device, in its type; on a CPU in the same memory. See `to_device`."""
     return to_device(torch.from_numpy(array), device)

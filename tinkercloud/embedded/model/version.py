@@ -10,8 +10,8 @@ from tinkercloud.weights.adapters import Adapter
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """Immutable published weights. `weights` are the base's own, or a full fine-tune's. origin: the
-    model that they were published of; "" for a base's or a checkpoint's."""
+    """Immutable published weights. `weights` are the base's, or a full fine-tune's. origin: the
+    model that was published; "" for a base or a checkpoint."""
 
     id: str
     base: BaseModel
@@ -22,7 +22,7 @@ class Version:
 
     @property
     def own_bytes(self) -> int:
-        """What it holds beside the shared base."""
+        """Of its tensors, without those it shares with the base."""
         if self.adapter is not None:
             return sum(a.nbytes + b.nbytes for a, b in self.adapter.values())
         if self.weights is self.base.weights:

@@ -18,7 +18,7 @@ from typing import Any
 
 from tinkercloud.embedded.draft_training.online_trainer import OnlineSettings, OnlineTrainers
 from tinkercloud.embedded.model.base_model import BaseModel
-from tinkercloud.embedded.model.device import settle, usable_cores
+from tinkercloud.embedded.model.device import freeze_garbage_collector, usable_cores
 from tinkercloud.embedded.process.drafter_setup import DrafterSettings, speculate
 from tinkercloud.embedded.process.fair_share import FairShareScheduler
 from tinkercloud.embedded.process.model_store import ModelStore
@@ -211,7 +211,7 @@ def main(fd: int) -> None:
     except (ConfigError, OSError) as error:
         sock.sendall(pack(StartFailed(str(error))))
         return
-    settle()
+    freeze_garbage_collector()
     threading.Thread(target=_writer, args=(sock, outbox), name="writer", daemon=True).start()
     outbox.put(Ready(served))
     threading.Thread(target=_reader, args=(sock, worker), name="reader", daemon=True).start()

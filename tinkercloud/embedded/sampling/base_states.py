@@ -86,7 +86,7 @@ class BaseStates:
                 state.speculation.forget(version_id)
 
     def close(self) -> None:
-        """Drop all bases' blocks and drafters: after an error nobody knows what they hold."""
+        """Drop all bases' blocks and drafters: after an error their content is unknown."""
         for state in self._states.values():
             if state.speculation is not None:
                 state.speculation.end_all()
@@ -94,7 +94,7 @@ class BaseStates:
         self.rest()
 
     def rest(self) -> None:
-        """No sequence is underway: runners keep no version's tensors."""
+        """There is no request: runners keep no version's tensors."""
         if self._runner is not None:
             self._runner.rest()
 

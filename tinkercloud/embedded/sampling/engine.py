@@ -99,7 +99,7 @@ class SamplingEngine:
         self._streams = streams
 
     def forget(self, version_id: str) -> None:
-        """Drop what is kept of a released version; samples underway finish."""
+        """Drop what is cached of a released version; its unfinished samples go on."""
         self.states.forget(version_id)
 
     @torch.inference_mode()
@@ -117,7 +117,7 @@ class SamplingEngine:
             self.states.rest()
 
     def fail_all(self, error: BaseException) -> None:
-        """Answer everything underway with `error` and drop it."""
+        """Answer every unfinished request with `error`, and drop it."""
         jobs = self.scheduler.clear()
         self.states.close()
         for job in jobs:

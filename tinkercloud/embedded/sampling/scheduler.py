@@ -23,7 +23,7 @@ CHUNK = 512
 """Rows of one prompt in one step. Prompts are cut at its multiples: where a runner is not row
 invariant, a cut that moved with the load would change the last bits of keys and values."""
 SCORED_CHUNK = 128
-"""The same where the logits of all rows are selected, which take [rows, V] memory."""
+"""The same where the logits of all rows are computed, which take (rows, V) memory."""
 PREFILL_ROWS = 1024
 """Of all prompts in one step, about: samples that are decoded wait as long as these take."""
 
@@ -98,8 +98,8 @@ class Scheduler:
         return [*self._decode_items(), *self._prefill_items()]
 
     def reserve_draft(self, sequence: Sequence, num_drafted: int) -> bool:
-        """Blocks for drafted tokens behind the sample's own. False: there are not enough, and
-        nobody is pre-empted for tokens that may be rejected."""
+        """Blocks for drafted tokens behind the sample's own. False: there are not enough, and no
+        sequence is pre-empted for tokens that may be rejected."""
         pool = self._cache_of(sequence.job.version.base).pool
         return sequence.reserve(pool, len(sequence.tokens) + num_drafted)
 

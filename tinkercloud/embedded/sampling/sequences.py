@@ -1,4 +1,4 @@
-"""Requests and sequences underway in the sampling engine."""
+"""Unfinished requests of the sampling engine, and their sequences."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -126,7 +126,7 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request underway: its prompt, then its samples."""
+    """An unfinished request: its prompt, then its samples."""
 
     version: Version
     request: SampleRequest

@@ -1,9 +1,9 @@
 """Causal attention inside each packed sequence, several sequences to a call, and its gradient.
 
 Sequences of similar length are one call: each is padded at its end to a bucket that depends on its
-own length alone, so that its result does not depend on its company. What stands in the padding is
-seen by no real row (attention is causal), and no gradient comes from it. A row that several
-sequences begin with takes part in each; its result is that of the first.
+own length alone, so that its result does not depend on the others. No real row attends to the
+padding (attention is causal), and no gradient comes from it. A row that several sequences share is
+computed in each of them; its result is that of the first.
 
 Axes: T packed rows, B sequences of a bucket, L their padded length, Hq/Hkv heads, Dh head size.
 """
@@ -29,18 +29,18 @@ def bucket(length: int) -> int:
 @dataclass(frozen=True, slots=True)
 class _Bucket:
     """rows: of the packing, (B * L,), or a slice where the sequences are whole and neighbours.
-    own: which of the B * L are neither padding nor another sequence's, or None for all."""
+    owned: which of the B * L are neither padding nor another sequence's, or None for all."""
 
     num: int
     length: int
     rows: Tensor | slice
-    own: Tensor | None
+    owned: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class _BucketActivations:
-    """One bucket's share of a forward pass with what its gradient needs: q, k and v, and autograd's
-    result where the gradient is autograd's."""
+    """What the gradient of one bucket needs: q, k and v, and autograd's result where the gradient
+    is autograd's."""
 
     inputs: tuple[Tensor, Tensor, Tensor]
     out: Tensor | None
@@ -55,10 +55,10 @@ AttentionActivations = list[_BucketActivations]
 
 
 class PackedAttention:
-    """Attention for sequences of these rows of a packing, which together have all of them.
+    """Attention for sequences of rows of a packing, which together have all its rows.
 
-    exact: no padding, so that in bfloat16 results are rounded as those of each sequence alone; only
-    sequences of one length are one call.
+    exact: no padding, so that in bfloat16 a sequence's results are rounded as if it were alone;
+    only sequences of one length are one call.
     """
 
     def __init__(
@@ -85,15 +85,15 @@ class PackedAttention:
         taped = keep and not can_take(q[0])
         whole: Tensor | None = None
         for at in self._buckets:
-            own_q, own_k, own_v = (_rows(x, at).detach().requires_grad_(taped) for x in (q, k, v))
+            bq, bk, bv = (_rows(x, at).detach().requires_grad_(taped) for x in (q, k, v))
             with torch.set_grad_enabled(taped):
                 out = F.scaled_dot_product_attention(
-                    own_q, own_k, own_v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+                    bq, bk, bv, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
                 )
             if keep:
-                kept.append(_BucketActivations((own_q, own_k, own_v), out if taped else None))
+                kept.append(_BucketActivations((bq, bk, bv), out if taped else None))
             packed = _packed(out.detach())
-            if len(self._buckets) == 1 and at.own is None:
+            if len(self._buckets) == 1 and at.owned is None:
                 return packed, kept
             whole = torch.empty_like(q) if whole is None else whole
             _put(whole, packed, at)
@@ -103,9 +103,10 @@ class PackedAttention:
     def backward(self, kept: AttentionActivations, dout: Tensor, into: Sequence[Tensor]) -> None:
         """Write dq, dk and dv to the three tensors of `into`, shaped as q, k and v were."""
         grads: list[tuple[Tensor, ...]] = []
-        for at, one in zip(self._buckets, kept, strict=True):
-            given = _rows(dout, at, others_silent=True)
-            grads.append(tuple(map(_packed, one.gradient(given))))
+        for at, activations in zip(self._buckets, kept, strict=True):
+            # A shared row's result was taken from its first sequence: only that one has a gradient.
+            bucket_dout = _rows(dout, at, mask_others=True)
+            grads.append(tuple(map(_packed, activations.gradient(bucket_dout))))
         for i, target in enumerate(into):
             if self._sums is not None:
                 self._sums.put(target, torch.cat([of_bucket[i] for of_bucket in grads]))
@@ -129,14 +130,14 @@ class _Sums:
 
 
 class _Places:
-    """Where the packing's rows stand in the buckets, as these are made one after the other."""
+    """Which entries of the buckets are a row's, collected bucket by bucket."""
 
     def __init__(self, sequences: Sequence[NDArray[np.int64]], num_rows: int):
         self._owner = np.full(num_rows, -1)  # the first sequence that has the row, of all buckets
         for index, rows in reversed(list(enumerate(sequences))):
             self._owner[rows] = index
         assert (self._owner >= 0).all(), "rows without a sequence"
-        # Of every entry that is no padding.
+        # One element for each entry that is no padding.
         self._rows: list[NDArray[np.int64]] = []
         self._sequences: list[NDArray[np.int64]] = []
         self._entries: list[NDArray[np.int64]] = []
@@ -145,7 +146,7 @@ class _Places:
     def add(
         self, rows: NDArray[np.int64], real: NDArray[np.bool_], sequence: NDArray[np.int64]
     ) -> NDArray[np.bool_]:
-        """Entries (B * L,) of the next bucket; which of them are their row's own."""
+        """Entries (B * L,) of the next bucket; which of them own their row."""
         entries = np.flatnonzero(real)
         self._rows.append(rows[entries])
         self._sequences.append(sequence[entries])
@@ -154,11 +155,11 @@ class _Places:
         return real & (self._owner[rows] == sequence)
 
     def sums(self, device: torch.device) -> _Sums | None:
-        """None where no row stands twice."""
+        """None where every row has one entry."""
         rows, entries = np.concatenate(self._rows), np.concatenate(self._entries)
         if len(rows) == len(self._owner):
             return None
-        # Not as the buckets come, which depends on a sequence's company.
+        # By sequence, not by bucket: the order of a sum must not depend on the other sequences.
         order = np.lexsort((np.concatenate(self._sequences), rows))
         starts = np.searchsorted(rows[order], np.arange(len(self._owner)))
         return _Sums(
@@ -186,18 +187,18 @@ def _gathered(
     # Padding repeats the sequence's first row: any finite row will do.
     rows = np.concatenate([np.pad(m[1:], (1, size - len(m)), constant_values=m[0]) for m in chosen])
     real = np.concatenate([np.arange(size) < len(m) for m in chosen])
-    own = places.add(rows, real, np.repeat(members, size))
-    if own.all() and bool((np.diff(rows) == 1).all()):
+    owned = places.add(rows, real, np.repeat(members, size))
+    if owned.all() and bool((np.diff(rows) == 1).all()):
         return _Bucket(len(members), size, slice(int(rows[0]), int(rows[-1]) + 1), None)
-    whole = None if own.all() else torch.from_numpy(own).to(device)
-    return _Bucket(len(members), size, torch.from_numpy(rows).to(device), whole)
+    mask = None if owned.all() else torch.from_numpy(owned).to(device)
+    return _Bucket(len(members), size, torch.from_numpy(rows).to(device), mask)
 
 
-def _rows(x: Tensor, at: _Bucket, *, others_silent: bool = False) -> Tensor:
-    """x (T, H, Dh) -> (B, H, L, Dh); others_silent: zeros in what is not the bucket's own."""
+def _rows(x: Tensor, at: _Bucket, *, mask_others: bool = False) -> Tensor:
+    """x (T, H, Dh) -> (B, H, L, Dh); mask_others: zeros in entries that do not own their row."""
     rows = x[at.rows]
-    if others_silent and at.own is not None:
-        rows = rows.masked_fill(~at.own[:, None, None], 0.0)
+    if mask_others and at.owned is not None:
+        rows = rows.masked_fill(~at.owned[:, None, None], 0.0)
     return rows.view(at.num, at.length, *x.shape[1:]).transpose(1, 2)
 
 
@@ -207,8 +208,8 @@ def _packed(x: Tensor) -> Tensor:
 
 
 def _put(target: Tensor, packed: Tensor, at: _Bucket) -> None:
-    if at.own is None:
+    if at.owned is None:
         target[at.rows] = packed
     else:
         assert isinstance(at.rows, Tensor)
-        target[at.rows[at.own]] = packed[at.own]
+        target[at.rows[at.owned]] = packed[at.owned]

@@ -1,8 +1,8 @@
 """One decoder block of the Llama family, forward and backward, written out.
 
-What is kept for the backward pass is what cannot be had again by a pass over memory: the products'
-inputs that are norms or gates of kept tensors are computed anew. The slow, obvious form is
-`Llama.layer` under autograd (`train_reference.py`); tests compare the two.
+Kept for the backward pass is what only a matrix product could compute again; norms and gates of
+kept tensors, which take one pass over memory, are recomputed. The slow, obvious form is
+`Llama.layer` under autograd (`reference.py`); tests compare the two.
 
 Axes: T packed rows, D hidden, I intermediate, Hq/Hkv heads, Dh head size.
 """
@@ -29,7 +29,8 @@ from tinkercloud.embedded.training.rowwise import (
 
 @dataclass(slots=True)
 class BlockActivations:
-    """What a block's backward pass needs: (T, ...) tensors, inverse norms (T, 1) float32."""
+    """Kept for a block's backward pass: (T, ...) tensors, inverse norms (T, 1) float32; down_*: the
+    adapters' A x, segment by segment."""
 
     x: Tensor
     inverse: Tensor
@@ -139,7 +140,7 @@ class Blocks:
         self, names: Sequence[str], x: Tensor, down: list[Tensor | None], dy: Tensor
     ) -> Tensor:
         dx = self._group(names).backward(x, down, dy)
-        assert dx is not None, "it was asked for"
+        assert dx is not None, "wants_dx is the default"
         return dx
 
     # ---- norms
@@ -205,6 +206,6 @@ def _gates(path: str) -> tuple[str, str]:
 
 
 def neighbours(num_layers: int) -> list[tuple[str, ...]]:
-    """Matrices that read the same rows, for `join_weights`."""
+    """Groups of matrices that read the same rows, for `join_weights`."""
     paths = [f"model.layers.{index}" for index in range(num_layers)]
     return [group for path in paths for group in (_qkv(path), _gates(path))]

@@ -13,7 +13,7 @@ from tinkercloud.weights.adapters import Adapter
 
 
 def lora_delta(x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """(alpha / rank) B A x (T, out), float32; x (T, in). Rounded only when added, as PEFT does."""
+    """(alpha / rank) B A x (T, out), float32; x (T, in). PEFT too rounds it only when added."""
     return F.linear(F.linear(x.float(), a), b) * scale
 
 
@@ -23,7 +23,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) ->
     if groups > 1:
         k = k.repeat_interleave(groups, dim=1)
         v = v.repeat_interleave(groups, dim=1)
-    parts = []
+    outputs = []
     for qs, ks, vs in zip(
         q.split(list(lengths)), k.split(list(lengths)), v.split(list(lengths)), strict=True
     ):
@@ -31,12 +31,12 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) ->
             qs.transpose(0, 1)[None], ks.transpose(0, 1)[None], vs.transpose(0, 1)[None],
             is_causal=True,
         )  # fmt: skip
-        parts.append(out[0].transpose(0, 1))
-    return torch.cat(parts)
+        outputs.append(out[0].transpose(0, 1))
+    return torch.cat(outputs)
 
 
 class TrainContext:
-    """Reads a model's weights with gradients: adapters beside frozen ones, or trainable ones.
+    """Reads a model's weights with gradients: adapters of frozen weights, or trainable weights.
 
     weights: the base's tensors by name. adapter and scale: the LoRA part, or None. full: trainable
     float32 weights by name that replace the base's, cast to the base's dtype, or None.

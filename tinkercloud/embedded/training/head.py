@@ -1,8 +1,8 @@
 """Unembedding and log-probabilities in chunks of rows, forward and backward.
 
-At no time are more than LOGIT_ROWS rows of logits held, and one buffer holds in turn a chunk's
-logits, its probabilities and the gradient of its logits. Where the gradient of a log-probability is
-known as soon as it is (all losses by token), a chunk's logits are computed once.
+No more than LOGIT_ROWS rows of logits are in memory at a time: one buffer holds a chunk's logits,
+then its probabilities, then the gradient of its logits. Where a loss is a sum over tokens, the
+gradient of a log-probability follows from that alone, and a chunk's logits are computed once.
 
 Axes: n rows of a chunk, D hidden, V vocabulary, P pairs (row, target).
 """
@@ -25,7 +25,8 @@ LOGIT_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Rows of one share, all active or none. rows: in the pass's order. pairs: in the share's."""
+    """Rows of one share, all active or all idle. rows: in the pass's order. pairs: in the
+    share's."""
 
     share: int
     active: bool
@@ -35,7 +36,7 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Neighbouring pieces, all active or none."""
+    """Neighbouring pieces, all active or all idle."""
 
     pieces: tuple[_Piece, ...]
 
@@ -142,8 +143,8 @@ class Head:
         down: list[Tensor | None],
         gradients: Sequence[Tensor | None],
     ) -> Tensor:
-        """The gradient of the chunk's rows. The buffer holds their probabilities p, and becomes
-        d logits = g (onehot - p)."""
+        """The gradient of the chunk's rows. The buffer holds their probabilities p; in place it
+        becomes d loss / d logits = g (onehot - p), g being d loss / d logprob."""
         dlogits = self._wide[: len(rows)]
         total = torch.zeros(len(rows), device=rows.device)
         places = []
@@ -177,7 +178,7 @@ class Head:
 
     def _chunks(self) -> list[_Chunk]:
         """Active rows first; no chunk holds both kinds. A share's rows are cut as they would be
-        without company, and what is cut is never cut again: sums over a piece keep their bits."""
+        without other shares, and a piece is never cut again: sums over a piece keep their bits."""
         chunks: list[list[_Piece]] = []
         for piece in self._pieces():
             last = chunks[-1] if chunks else []

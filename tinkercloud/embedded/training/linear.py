@@ -1,8 +1,8 @@
 """Products with frozen, adapted or trainable matrices, and their gradients, without a tape.
 
 y = W x + b + (alpha / rank) B A x. Modules that read the same rows (q, k and v) are one product
-where their matrices lie behind each other in memory (`join_weights`). Rows of several models may
-share the product with W; the low-rank ones are taken segment by segment.
+where their matrices are contiguous in memory (`join_weights`). Rows of several models may share the
+product with W; the low-rank products are computed segment by segment.
 
 Axes: T packed rows, R rank, G modules of one group.
 """
@@ -21,7 +21,7 @@ from tinkercloud.weights.adapters import Adapter
 class ModelWeights:
     """One model's weights in a pass. Exactly one of adapter and full is not None.
 
-    grads: gradients are added here by parameter name, float32; an entry is made when first needed.
+    grads: the accumulated gradients by parameter name, float32; a missing name means zero.
     """
 
     adapter: Adapter | None
@@ -53,9 +53,9 @@ class Segment:
 
 
 def join_weights(weights: dict[str, Tensor], groups: Sequence[Sequence[str]]) -> None:
-    """Lay the matrices of each group behind each other; `weights` then holds views of the whole.
+    """Make the matrices of each group contiguous; `weights` then holds views of the whole.
 
-    Values stay bitwise; the separate copies are freed as soon as nobody else holds them.
+    Values stay bitwise; the separate copies are freed as soon as nothing else refers to them.
     """
     for names in groups:
         whole = torch.cat([weights[name] for name in names])
@@ -64,7 +64,7 @@ def join_weights(weights: dict[str, Tensor], groups: Sequence[Sequence[str]]) ->
 
 
 def joined(matrices: Sequence[Tensor]) -> Tensor | None:
-    """One (sum of rows, columns) view of matrices that lie behind each other, or None."""
+    """One (sum of rows, columns) view of contiguous matrices, or None."""
     first = matrices[0]
     if len(matrices) == 1:
         return first
@@ -81,7 +81,8 @@ def joined(matrices: Sequence[Tensor]) -> Tensor | None:
 class Linears:
     """The linear modules of one base for the rows of one pass.
 
-    weights: the base's tensors. A model with `full` is alone in its pass.
+    weights: the base's tensors. A model with full weights is alone in its pass: it shares no
+    product with others.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], models: Sequence[ModelWeights]):
@@ -98,7 +99,7 @@ class Linears:
         return self._base[name]
 
     def trains(self, name: str) -> bool:
-        """Whether this tensor itself is trained, not an adapter beside it."""
+        """Whether this tensor itself is trained, rather than an adapter of it."""
         return name in self._full
 
     def add_norm_gradient(self, name: str, x: Tensor, inverse: Tensor, dy: Tensor) -> None:
@@ -124,9 +125,9 @@ class Linears:
             return
         model = self._models[0]
         for name, span in columns.items():
-            own, bias = parameter_name(self._full, name), f"{name}.bias"
+            parameter, bias = parameter_name(self._full, name), f"{name}.bias"
             rows = dy[:, span]
-            _add_product(model.grad(own, self._full[own]), rows.t(), x)
+            _add_product(model.grad(parameter, self._full[parameter]), rows.t(), x)
             if bias in self._full:
                 model.grad(bias, self._full[bias]).add_(rows.float().sum(0))
 
@@ -146,7 +147,7 @@ class Group:
         matrices, columns = self._matrices()
         y = x.new_empty(x.shape[0], columns[-1].stop) if out is None else out
         biases = [self.linears.bias(name) for name in self.names]
-        # In bfloat16 a bias is added before the sum is rounded, as others do it.
+        # In bfloat16 a bias is added before the sum is rounded, as `F.linear` does.
         fused = x.dtype != torch.float32 and any(bias is not None for bias in biases)
         whole = None if fused else joined(matrices)
         if whole is not None:
@@ -190,10 +191,10 @@ class Group:
         if not adapted:
             return None
         down = torch.mm(x[at.rows], _stacked(at.model, adapted).to(x.dtype).t())
-        for name, own in zip(adapted, down.chunk(len(adapted), dim=1), strict=True):
+        for name, low in zip(adapted, down.chunk(len(adapted), dim=1), strict=True):
             _, b = _pair(at.model, name)
             target = y[at.rows, columns[self.names.index(name)]]
-            target.addmm_(own, b.to(x.dtype).t(), alpha=at.model.scale)
+            target.addmm_(low, b.to(x.dtype).t(), alpha=at.model.scale)
         return down
 
     def _low_rank_gradients(self, at: Segment, x: Tensor, down: Tensor, dy: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
-"""One micro-batch, forward and backward, written out: no tape, so that little is held.
+"""One micro-batch, forward and backward, written out: without a tape little memory is held.
 
-A pass may hold datums of several LoRA models of one base: the products with the base are then
-shared, everything else is each model's own. It yields often, so that its owner can do other work.
+A pass may have datums of several LoRA models of one base: the products with the base's weights are
+then shared, everything else is computed for each model. It yields often, so that its owner can do
+other work in between.
 
 Axes: T packed rows, D hidden.
 """
@@ -29,10 +30,10 @@ from tinkercloud.errors import UserError
 
 @dataclass(slots=True)
 class Share:
-    """One model's datums in a pass, and what becomes of them.
+    """One model's datums in a pass, and their results.
 
     indices: of batch.data. model.grads receives the gradient, unless the batch is forward_only.
-    When `error` is set the gradient is worthless; the other shares are as they should be.
+    With an `error` the gradient is worthless; other shares are not affected.
     """
 
     model: ModelWeights
@@ -51,11 +52,11 @@ def run_pass(
     observer: PassObserver | None = None,
 ) -> Generator[None, None, None]:
     """All shares train, or all are forward_only. recompute: keep each block's input only, and
-    compute the rest again in the backward pass. observer: used where the shares train."""
+    compute its other activations again in the backward pass. observer: of passes that train."""
     pass_ = _Pass(base, shares, ErrorIsolatingObserver(observer))
     steps = pass_.forward_only() if shares[0].batch.forward_only else pass_.train(recompute)
     while True:
-        # Grad mode belongs to the thread: it must not be off while somebody else's work runs.
+        # Grad mode belongs to the thread: it must not be off while other work runs at a yield.
         with torch.no_grad():
             try:
                 next(steps)
@@ -78,7 +79,7 @@ class _Pass:
             base.device,
             exact=base.dtype != torch.float32,
         )
-        # The padding is a sequence of its own, in nobody's segment and without gradient.
+        # The padding is a sequence of its own, in no model's segment and without gradient.
         segments = [Segment(model, *layout.span(i)) for i, model in enumerate(models)]
         self._blocks = Blocks(base.architecture, self._linears, segments, attention, rotation)
         datums = [(share.batch, share.indices) for share in shares]
@@ -159,5 +160,5 @@ class _Pass:
 
 
 def _reaches_blocks(model: ModelWeights) -> bool:
-    """Whether anything before the unembedding is trained."""
+    """Whether any weight before the unembedding is trained."""
     return model.adapter is None or any(name != "lm_head" for name in model.adapter)

@@ -16,10 +16,10 @@ ACTIVATION_BYTES = 2 * 1024**3
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """tokens: of one micro-batch, what its datums share counted once, unless one datum alone has
-    more; datums that share at least half with others may come on top of the first one.
-    activation_bytes: what the blocks may keep for the backward pass; a datum that needs more is
-    recomputed block by block."""
+    """tokens: of one micro-batch, a shared prefix counted once, unless one datum alone has more;
+    datums that share at least half of theirs may come on top of the first one. activation_bytes:
+    what the blocks may keep for the backward pass; a datum that needs more is recomputed block by
+    block."""
 
     tokens: int = 1024
     activation_bytes: int = ACTIVATION_BYTES
@@ -27,8 +27,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class KeptBytes:
-    """What all blocks keep for the backward pass: of each row, and in attention, where a shared
-    row stands once for each of its datums, of each token. An estimate from above."""
+    """What all blocks keep for the backward pass: for each row, and in attention, where a shared
+    row has an entry for each of its datums, for each token. An upper bound."""
 
     row: int
     token: int
@@ -58,10 +58,10 @@ def kept_bytes(config: ArchitectureConfig, element_bytes: int, rank: int) -> Kep
 def micro_batches(
     data: Sequence[Datum], limits: Limits, kept: KeptBytes, *, shares: bool = True
 ) -> Iterator[MicroBatch]:
-    """Datums within both limits, at least one to a micro-batch, in their order but for those that
-    begin alike, which follow the first of them. Depends on the batch and the limits alone, so that
-    a batch gives the same gradient whatever else is going on. shares False: the pass will compute
-    every datum whole."""
+    """Datums within both limits, at least one to a micro-batch, in their order except that those
+    with a common prefix follow the first of them. Depends on the batch and the limits alone, so
+    that a batch gives the same gradient under any load. shares False: the pass will compute every
+    datum whole."""
     builder = _MicroBatchBuilder(limits, kept, shares)
     for i in alike_together(data):
         if builder.indices and not builder.has_room(data[i]):
@@ -83,11 +83,11 @@ class _MicroBatchBuilder:
 
     def has_room(self, datum: Datum) -> bool:
         new, tokens = self._tree.num_new(datum.tokens), len(datum.tokens)
-        rows, most = self._tree.num_rows + new, self._limits.tokens
-        if 2 * new <= tokens:  # alone, each of a prompt's samples would compute it again
-            most += self._first_rows
+        rows, max_rows = self._tree.num_rows + new, self._limits.tokens
+        if 2 * new <= tokens:  # in a micro-batch of its own it would compute the prefix again
+            max_rows += self._first_rows
         num_bytes = self._num_bytes(rows, self._num_tokens + tokens)
-        return rows <= most and num_bytes <= self._limits.activation_bytes
+        return rows <= max_rows and num_bytes <= self._limits.activation_bytes
 
     def add(self, index: int, datum: Datum) -> None:
         self._tree.add(datum.tokens)

@@ -54,14 +54,14 @@ class AdamW:
         correction2 = math.sqrt(1 - hyper.beta2**self.num_steps)
         if hyper.weight_decay:
             param.mul_(1 - hyper.learning_rate * hyper.weight_decay)
-        # eps 0 and a gradient that was always 0 would be 0/0: such a weight does not move.
+        # With eps 0 a gradient that was always 0 would give 0/0: such a weight does not move.
         denominator = (v.sqrt() / correction2).add_(hyper.eps)
         if hyper.eps == 0:
             denominator.masked_fill_(denominator == 0, 1.0)
         param.addcdiv_(m, denominator, value=-hyper.learning_rate / correction1)
 
     def state(self) -> dict[str, Tensor]:
-        """Flat tensors for a checkpoint; the step count is stored apart."""
+        """Flat tensors for a checkpoint, which stores the step count elsewhere."""
         return {
             **{f"exp_avg.{n}": t for n, t in self.exp_avg.items()},
             **{f"exp_avg_sq.{n}": t for n, t in self.exp_avg_sq.items()},
@@ -71,10 +71,10 @@ class AdamW:
         """Raises UserError when the tensors are not those of `params`."""
         if tensors.keys() != self.state().keys():
             raise UserError("the checkpoint's optimizer state does not fit this model")
-        for name, own in self.state().items():
-            if tensors[name].shape != own.shape:
+        for name, moment in self.state().items():
+            if tensors[name].shape != moment.shape:
                 raise UserError(f"the checkpoint's optimizer state {name} has a wrong shape")
-            own.copy_(tensors[name])
+            moment.copy_(tensors[name])
         self.num_steps = num_steps
 
 

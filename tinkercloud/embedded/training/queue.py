@@ -1,8 +1,8 @@
-"""forward_backward calls of all models, worked off in short steps.
+"""The queue of forward_backward calls of all models, run in short steps.
 
-Models take turns, a micro-batch each. Micro-batches of different LoRA models that wait at the same
-time share one pass where they fit one together: many small ones cost little more than one. A call's
-gradient is added to its model when the whole call is done, and not at all when it fails.
+Models alternate by micro-batch. Micro-batches of different LoRA models that wait at the same time
+share one pass where they fit: many small ones cost little more than one. A call's gradient is added
+to its model when the whole call is done, and not at all when it fails.
 """
 
 import time
@@ -48,8 +48,9 @@ class _Job:
     alone: bool = False
 
     def share(self) -> Share:
-        """Of the next micro-batch. A pass of several models adds to a gradient of its own, so that
-        nothing is left of it when it breaks off; full weights are always alone."""
+        """Of the next micro-batch. A pass of several models has gradients of its own: when it fails
+        nothing of it may be left. Full weights, which are alone in their passes, add to the call's
+        gradient at once: a second one would double the memory."""
         model = self.model
         full = model.full_weights()
         grads = self.added if full is not None else {}
@@ -72,7 +73,7 @@ class _Job:
 
 @dataclass(slots=True)
 class _Running:
-    """A pass underway; jobs[i] owns shares[i]."""
+    """The current pass; jobs[i] owns shares[i]."""
 
     jobs: list[_Job]
     shares: list[Share]
@@ -80,7 +81,7 @@ class _Running:
 
 
 class TrainingQueue:
-    """Owned by one thread. A step never raises: what goes wrong is some call's error."""
+    """Owned by one thread. A step never raises: every error is the answer to a call."""
 
     def __init__(self, limits: Limits, observer_for: ObserverFactory | None = None):
         self._limits, self._observer_for = limits, observer_for
@@ -95,14 +96,14 @@ class TrainingQueue:
 
     def add(self, call_id: int, model: TrainableModel, batch: TrainBatch) -> None:
         shares = model.base.is_llama_family
-        micro = list(micro_batches(batch.data, self._limits, model.kept_bytes(), shares=shares))
-        self._jobs.append(_Job(call_id, model, batch, micro))
-        # A model that comes anew queues behind those that wait, or a stream of small calls would
-        # always go first.
+        waiting = list(micro_batches(batch.data, self._limits, model.kept_bytes(), shares=shares))
+        self._jobs.append(_Job(call_id, model, batch, waiting))
+        # A model with a first call queues behind those that wait: else a stream of small calls of
+        # new models would always go first.
         self._last_pass.setdefault(model.id, self._num_passes)
 
     def step(self, budget_s: float = 0.0) -> list[Finished]:
-        """Works until the budget is used (at least a block of one pass) or calls are finished."""
+        """Runs until the budget is used (at least a block of one pass) or calls are finished."""
         until = time.monotonic() + budget_s
         while self._jobs:
             finished = self._advance()
@@ -127,7 +128,7 @@ class TrainingQueue:
             return self._broken(running.jobs, error)
         return []
 
-    # ---- choosing
+    # ---- the next pass
 
     def _next_pass(self) -> _Running:
         jobs = self._together(self._longest_waiting())
@@ -149,7 +150,7 @@ class TrainingQueue:
         return self._observer_for(base, [job.model.id for job in jobs])
 
     def _longest_waiting(self) -> list[_Job]:
-        """Every model's oldest call, the model first whose last turn is longest ago."""
+        """Every model's oldest call, the model first whose last pass is longest ago."""
         oldest: dict[str, _Job] = {}
         for job in self._jobs:
             oldest.setdefault(job.model.id, job)
@@ -168,9 +169,9 @@ class TrainingQueue:
 
     def _forget_idle_models(self) -> None:
         waiting = {job.model.id for job in self._jobs}
-        self._last_pass = {m: turn for m, turn in self._last_pass.items() if m in waiting}
+        self._last_pass = {m: number for m, number in self._last_pass.items() if m in waiting}
 
-    # ---- ending
+    # ---- the end of a pass
 
     def _conclude(self, running: _Running) -> list[Finished]:
         finished = []
@@ -184,7 +185,7 @@ class TrainingQueue:
         return finished
 
     def _broken(self, jobs: Sequence[_Job], error: Exception) -> list[Finished]:
-        """Nobody knows whose fault it was: each gets its micro-batch again, alone."""
+        """Which model's datums caused the error is unknown: each micro-batch runs again, alone."""
         if len(jobs) == 1:
             return [self._remove(jobs[0], Finished(jobs[0].call_id, error=error))]
         for job in jobs:

@@ -1,7 +1,7 @@
 """One micro-batch under autograd, by the architecture's own code: slow, obvious, for any network.
 
-It is what `train_pass` is compared with, and what trains an architecture whose blocks are not
-written out in `train_block`.
+`micro_batch_pass` is compared with it, and it trains architectures whose blocks are not written out
+in `block`.
 
 Axes: T packed rows, N rows of one datum, K targets per position, D hidden, V vocabulary.
 """
@@ -27,7 +27,7 @@ LOGIT_ROWS = 256
 def run_reference(
     base: BaseModel, shares: Sequence[Share], *, recompute: bool
 ) -> Generator[None, None, None]:
-    """As `train_pass.run_pass`; each share by itself, yielding after each."""
+    """As `micro_batch_pass.run_pass`; each share by itself, yielding after each."""
     for share in shares:
         with torch.set_grad_enabled(not share.batch.forward_only):
             loss = _forward(base, share, recompute=recompute)
@@ -111,11 +111,11 @@ def target_logprobs(
 ) -> Tensor:
     """log softmax at the targets, float32, shaped like `targets` (N,) or (N, K); hidden (N, D)."""
     chunks = []
-    for rows, wanted in zip(hidden.split(LOGIT_ROWS), targets.split(LOGIT_ROWS), strict=True):
-        if torch.is_grad_enabled():
-            chunk = checkpoint(_chunk, base, context, rows, wanted, use_reentrant=False)
+    for rows, ids in zip(hidden.split(LOGIT_ROWS), targets.split(LOGIT_ROWS), strict=True):
+        if torch.is_grad_enabled():  # the logits of a chunk only, never those of all rows
+            chunk = checkpoint(_chunk, base, context, rows, ids, use_reentrant=False)
         else:
-            chunk = _chunk(base, context, rows, wanted)
+            chunk = _chunk(base, context, rows, ids)
         chunks.append(chunk)
     return torch.cat(chunks)
 

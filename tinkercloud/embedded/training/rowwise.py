@@ -1,6 +1,6 @@
 """The decoder's row-wise parts and their gradients in few passes over memory.
 
-On CPUs compiled (train_kernels.py), elsewhere by PyTorch. The formulas are those of
+On CPUs compiled (`native.train_bindings`), elsewhere by PyTorch. The formulas are those of
 `architectures.layers`, which tests compare with both.
 
 Axes: ... any leading axes, D the last one, T rows, H heads, Dh head size, V vocabulary.
@@ -17,8 +17,8 @@ from tinkercloud.embedded.native import train_bindings as compiled
 def norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The root-mean-square norm of x (..., D), and the inverse norms (..., 1), float32.
 
-    In bfloat16 by the steps of `layers.rms_norm`: a last bit more or less of a sum of squares is
-    rounded up or down with everything after it, and log-probabilities move by 0.02.
+    In bfloat16 by the steps of `layers.rms_norm`: another order of the sum of squares changes its
+    last bit, which rounds everything after it differently, and log-probabilities move by 0.02.
     """
     if x.dtype != torch.float32:
         inverse = x.float().pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
@@ -38,7 +38,7 @@ def scaled(x: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
 
 
 def norm_backward(x: Tensor, inverse: Tensor, weight: Tensor, dy: Tensor, into: Tensor) -> None:
-    """Adds to `into` (..., D) the gradient of x; dy may be written over."""
+    """Adds to `into` (..., D) the gradient of x; dy may be overwritten."""
     if compiled.can_take(x, weight, dy, into):
         compiled.norm_gradient(x, inverse, weight, dy, into)
         return
@@ -87,7 +87,8 @@ def softmax(logits: Tensor, out: Tensor) -> Tensor:
     if compiled.can_take(logits):
         return compiled.softmax(logits, out)
     wide = logits if logits is out else out.copy_(logits)
-    # The log comes from the largest probability, which is never small: one exponential per entry.
+    # The log of the largest probability is accurate, since that is never small, and saves the
+    # second exponential per entry that logsumexp would take.
     largest = wide.amax(-1)
     torch.softmax(wide, -1, out=out)
     return largest - out.amax(-1).log_()

@@ -1,8 +1,8 @@
-"""The targets of one pass in the order that the unembedding takes them, and their losses.
+"""The targets of one pass in the order in which the unembedding computes them, and their losses.
 
 A pair is a row and one of its targets; a datum's pairs are its target_tokens in C order. Datums
-that share a row have pairs of their own there. Rows that can have a gradient come first (those
-whose weight or advantage is not zero for some target), so that the others cost no backward pass.
+that share a row have pairs of their own there. Active rows come first (those whose weight or
+advantage is not zero for some target), so that idle rows cost no backward pass.
 
 Axes: T packed rows of the pass, P pairs of one share, V vocabulary.
 """
@@ -22,15 +22,7 @@ from tinkercloud.errors import UserError
 from tinkercloud.losses import LOSSES, load_loss
 
 PER_SEQUENCE = ("gspo",)
-"""Losses that look at a whole datum: their gradient is known only when all its pairs are scored."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reach:
-    """Rows first..last-1 of one share in the order of the pass, and its pairs among its own."""
-
-    rows: slice
-    pairs: slice
+"""Losses over a whole datum: their gradient is known only when all its pairs are scored."""
 
 
 @dataclass(slots=True)
@@ -75,8 +67,8 @@ class Targets:
         inputs = {name: value.split(counts) for name, value in self.inputs.items()}
         gradients = []
         for i, logprobs in enumerate(self.logprobs.split(counts)):
-            own = {name: parts[i] for name, parts in inputs.items()}
-            losses, gradient = self._loss(logprobs, own, with_gradient=with_gradient)
+            datum_inputs = {name: values[i] for name, values in inputs.items()}
+            losses, gradient = self._loss(logprobs, datum_inputs, with_gradient=with_gradient)
             self.losses[sum(counts[:i]) : sum(counts[: i + 1])] = losses
             gradients.append(gradient)
         if with_gradient:
@@ -132,7 +124,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The order of a pass's rows: rows int64 (T,) are packed rows; active ones stand first.
+    """The order of a pass's rows: rows int64 (T,) are packed rows, active ones first.
 
     pair_rows[share] int64 (P,): position in `rows` of each of its ordered pairs.
     """
@@ -160,10 +152,10 @@ def _flatten(
     names = LOSSES[loss].inputs
     deciding = "weights" if "weights" in names else "advantages"
     rows = []
-    for datum, own in zip(data, rows_of, strict=True):
-        wanted = datum.inputs["target_tokens"]
-        per_row = wanted.shape[1] if wanted.ndim == 2 else 1
-        rows.append(np.repeat(own[: len(wanted)], per_row))
+    for datum, datum_rows in zip(data, rows_of, strict=True):
+        targets = datum.inputs["target_tokens"]
+        per_row = targets.shape[1] if targets.ndim == 2 else 1
+        rows.append(np.repeat(datum_rows[: len(targets)], per_row))
     flat_rows = np.concatenate(rows)
     inputs = {
         name: np.concatenate([np.asarray(d.inputs[name], np.float32).ravel() for d in data])
@@ -184,7 +176,7 @@ def arrange(
         data = [batch.data[index] for index in indices]
         flats.append(_flatten(data, batch.loss_fn, layout.rows[i], layout.span(i)))
     idle = np.concatenate([~flat.active for flat in flats])
-    # Stable: within active and idle rows the packing's order, and so the shares', stays.
+    # Stable: active and idle rows each keep the packing's order, and so the shares'.
     rows = np.argsort(idle, kind="stable")
     place = np.empty_like(rows)
     place[rows] = np.arange(len(rows))
@@ -192,8 +184,8 @@ def arrange(
     pair_rows = tuple(place[f.rows][o] for f, o in zip(flats, orders, strict=True))
     order = Order(rows, int((~idle).sum()), tuple(_spans(flats, pair_rows)), pair_rows)
     targets = []
-    for (batch, indices), flat, own in zip(shares, flats, orders, strict=True):
-        targets.append(_targets(base, batch, indices, flat, own))
+    for (batch, indices), flat, pairs in zip(shares, flats, orders, strict=True):
+        targets.append(_targets(base, batch, indices, flat, pairs))
     return targets, order
 
 

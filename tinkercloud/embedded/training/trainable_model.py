@@ -1,6 +1,6 @@
 """A tenant's fine-tune: its weights, the gradient accumulated until a step, its optimizer.
 
-How a gradient comes about: `training_queue` (whose turn it is), `train_pass` (one micro-batch).
+Gradients are computed by `queue` (which model is next) and `micro_batch_pass` (one micro-batch).
 """
 
 from dataclasses import dataclass, field
@@ -52,11 +52,11 @@ class TrainableModel:
         return with_tied_head(self.base, self.full) if self.full is not None else None
 
     def kept_bytes(self) -> KeptBytes:
-        """What a pass keeps for its backward half."""
+        """Of the activations that a pass keeps for its backward half."""
         return kept_bytes(self.base.config, self.base.dtype.itemsize, self.spec.rank)
 
     def optim_step(self, hyper: AdamParams) -> dict[str, float]:
-        """Apply and clear the accumulated gradient (cleared also when it is refused)."""
+        """Apply and clear the accumulated gradient, which is cleared also when it is refused."""
         grads, self.grads = self.grads, {}
         return self.optimizer.step(grads, hyper)
 
