@@ -37,17 +37,19 @@ def config(model: Path, tmp_path: Path) -> Config:
     return load_config({"models": f"tiny={model}", "data_dir": str(tmp_path / "data")}, {})
 
 
-def wanted(prompts: Path, num_steps: int = 4, *, anew: bool = False) -> draft_command.TrainOptions:
+def train_options(
+    prompts: Path, num_steps: int = 4, *, anew: bool = False
+) -> draft_command.TrainOptions:
     plan = Plan(num_steps=num_steps, warmup_steps=2, peak_rate=3e-3)
     return draft_command.TrainOptions(prompts, DistillConfig(samples=6, tokens=32, plan=plan), anew)
 
 
-def test_drafts_are_made_listed_and_taken_back(config: Config, prompts: Path) -> None:
+def test_drafts_are_trained_listed_and_rolled_back(config: Config, prompts: Path) -> None:
     assert "draft train" in draft_command.listed(config)[0]
     assert "no draft yet" in draft_command.status(config)[0]
-    said: list[str] = []
-    first = draft_command.train(config, wanted(prompts), said.append)
-    second = draft_command.train(config, wanted(prompts), said.append)
+    progress: list[str] = []
+    first = draft_command.train(config, train_options(prompts), progress.append)
+    second = draft_command.train(config, train_options(prompts), progress.append)
     lines = draft_command.listed(config)
     assert [line.split()[0] for line in lines] == [first, second]
     assert "best latest" in lines[1]
@@ -56,18 +58,18 @@ def test_drafts_are_made_listed_and_taken_back(config: Config, prompts: Path) ->
     assert first in draft_command.status(config)[0]
     prompts.write_text("\n\n")
     with pytest.raises(ConfigError, match="has no prompts"):
-        draft_command.train(config, wanted(prompts), said.append)
+        draft_command.train(config, train_options(prompts), progress.append)
 
 
 def test_status_has_a_line_for_the_best_draft_and_one_for_the_latest(config: Config) -> None:
     folder = draft_command.folder_of(config)
     first = published(folder, 1.5, "distilled")
     folder.use("best", first)
-    assert drafts_told(config) == [
+    assert draft_lines(config) == [
         f"{first}  best latest   expected accepted length 1.50 (75% 50%)  distilled"
     ]
     second = published(folder, 1.25, "fell behind")
-    assert drafts_told(config) == [
+    assert draft_lines(config) == [
         f"{first}  best          expected accepted length 1.50 (75% 50%)  distilled",
         f"{second}  latest        expected accepted length 1.25 (75% 50%)  fell behind",
     ]
@@ -78,20 +80,20 @@ def published(folder: DraftFolder, mean: float, reason: str) -> str:
     return folder.publish(lambda path: None, {"after": after, "reason": reason})
 
 
-def drafts_told(config: Config) -> list[str]:
+def draft_lines(config: Config) -> list[str]:
     return [line for line in draft_command.status(config) if line.startswith("draft-")]
 
 
 def test_a_head_learns_from_where_it_was_wrong(
     config: Config, prompts: Path, tmp_path: Path
 ) -> None:
-    said: list[str] = []
-    draft_command.train(config, wanted(prompts), said.append)
+    progress: list[str] = []
+    draft_command.train(config, train_options(prompts), progress.append)
     exported = tmp_path / "cases.jsonl"
     collecting = draft_command.CollectOptions(
         prompts, CollectConfig(samples=6, tokens=32), exported
     )
-    count = draft_command.collect(config, collecting, said.append)
+    count = draft_command.collect(config, collecting, progress.append)
     lines = [json.loads(line) for line in exported.read_text().splitlines()]
     assert len(lines) == count > 200
     wrong = [line for line in lines if line["drafted"] != line["target"]]
@@ -100,7 +102,7 @@ def test_a_head_learns_from_where_it_was_wrong(
     for line in lines:
         assert contexts[line["context"]][line["position"]] == line["target"]
         assert line["drafted"] in line["top_ids"]
-    better = draft_command.train(config, wanted(prompts), said.append)
+    better = draft_command.train(config, train_options(prompts), progress.append)
     folder = draft_command.folder_of(config)
     notes = folder.notes(better)
     assert f"{count} collected cases" in notes["reason"]
@@ -113,14 +115,14 @@ def test_a_head_learns_from_where_it_was_wrong(
 
 
 def test_heads_are_compared_on_the_same_samples(config: Config, prompts: Path) -> None:
-    said: list[str] = []
-    little = draft_command.train(config, wanted(prompts, 1), said.append)
-    more = draft_command.train(config, wanted(prompts, 60, anew=True), said.append)
-    said.clear()
+    progress: list[str] = []
+    little = draft_command.train(config, train_options(prompts, 1), progress.append)
+    more = draft_command.train(config, train_options(prompts, 60, anew=True), progress.append)
+    progress.clear()
     collecting = draft_command.CollectOptions(prompts, CollectConfig(samples=4, tokens=32, seed=7))
-    draft_command.evaluate(config, [little, "best"], collecting, said.append)
-    assert [line.split(":")[0] for line in said] == [little, more]
-    per_pass = [float(line.rsplit(", ")[-1].split()[0]) for line in said]
+    draft_command.evaluate(config, [little, "best"], collecting, progress.append)
+    assert [line.split(":")[0] for line in progress] == [little, more]
+    per_pass = [float(line.rsplit(", ")[-1].split()[0]) for line in progress]
     assert per_pass[1] > per_pass[0] > 1.0
 
 
@@ -132,13 +134,13 @@ def test_status_shows_and_draws_acceptance(
         log.append(
             [Line(1000.0 + i, i, name, 100, 30 + i, f"draft-{i // 20}") for name in ("", "m")]
         )
-    told = "\n".join(draft_command.status(config))
-    assert "accepted: 50%" in told
-    assert "m: 50%" in told
-    assert "+1.00% a step" in told
+    text = "\n".join(draft_command.status(config))
+    assert "accepted: 50%" in text
+    assert "m: 50%" in text
+    assert "+1.00% a step" in text
     picture = tmp_path / "acceptance.png"
-    given = ["--model", f"tiny={model}", "--data-dir", str(tmp_path / "data")]
-    assert main(["draft", "status", "--plot", str(picture), *given]) == 0
+    arguments = ["--model", f"tiny={model}", "--data-dir", str(tmp_path / "data")]
+    assert main(["draft", "status", "--plot", str(picture), *arguments]) == 0
     assert str(picture) in capsys.readouterr().out
     assert picture.read_bytes().startswith(b"\x89PNG")
 

@@ -71,10 +71,10 @@ def test_the_distilled_head_is_accepted_more_often_in_the_engine_and_changes_not
     for name, drafts in (("fresh", fresh), ("distilled", distillation[0])):
         head = open_head(drafts, "best", version.base)
         drafting = Drafting(lambda _, head=head: HeadDrafter(*head), 3)
-        found = Sampler(store, speculate=drafting).one(base, request)
-        for one, other in zip(found.sequences, plain.sequences, strict=True):
-            assert np.array_equal(one.tokens, other.tokens)
-        verified = sum(told.num_verified for told in drafting.policy.rounds)
+        drafted = Sampler(store, speculate=drafting).one(base, request)
+        for a, b in zip(drafted.sequences, plain.sequences, strict=True):
+            assert np.array_equal(a.tokens, b.tokens)
+        verified = sum(turn.num_verified for turn in drafting.policy.rounds)
         accepted[name] = drafting.policy.num_accepted / verified
     assert accepted["distilled"] > accepted["fresh"]
 

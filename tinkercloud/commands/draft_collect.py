@@ -74,7 +74,7 @@ class Target:
 
 
 class CaseRecorder(CaseCollector):
-    """A listener of speculation that keeps every disagreement, and some agreed cases."""
+    """An observer of drafts that keeps every disagreement, and some agreed cases."""
 
     version_lag = 0
 

@@ -1,4 +1,4 @@
-"""What the tests of draft training share: a taught head, a tiny model in a folder."""
+"""What the tests of draft training share: a trained head, a tiny model in a folder."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from tinkercloud.embedded.draft_training.head_trainer import HeadTrainer
 
 
 @pytest.fixture(scope="module")
-def taught() -> tuple[ToyPolicy, HeadTrainer]:
+def trained_head() -> tuple[ToyPolicy, HeadTrainer]:
     """A policy, and a head that has learned to draft for it."""
     policy = ToyPolicy(0)
     trainer = trainer_of(policy.weights)

@@ -52,14 +52,14 @@ class Clock:
 def driver_of(
     trainer: HeadTrainer, dataset: object, folder: Path, **training: object
 ) -> TrainingDriver:
-    given = {"plan": Plan(num_steps=50, peak_rate=RATE)} | training
+    settings = {"plan": Plan(num_steps=50, peak_rate=RATE)} | training
     return TrainingDriver(
-        trainer, dataset, DraftFolder(folder), endless(), TrainingSettings(**given)
+        trainer, dataset, DraftFolder(folder), endless(), TrainingSettings(**settings)
     )
 
 
-def test_acceptance_rises_on_a_planted_shift_within_fifty_steps(taught, tmp_path):
-    policy, trainer = taught
+def test_acceptance_rises_on_a_planted_shift_within_fifty_steps(trained_head, tmp_path):
+    policy, trainer = trained_head
     shifted = ToyPolicy(1)
     trainer = copy_of(trainer, policy)
     dataset = filled(policy)
@@ -91,8 +91,8 @@ class Poisoned:
         return [self._right.sequences(8, 9000)]
 
 
-def test_the_gate_refuses_a_worse_draft(taught, tmp_path):
-    policy, trainer = taught
+def test_the_gate_refuses_a_worse_draft(trained_head, tmp_path):
+    policy, trainer = trained_head
     trainer = copy_of(trainer, policy)
     driver = driver_of(trainer, Poisoned(policy, ToyPolicy(1)), tmp_path)
     first = driver.publish({})
@@ -108,8 +108,8 @@ def test_the_gate_refuses_a_worse_draft(taught, tmp_path):
     assert folder.notes("latest")["promoted"] is False
 
 
-def test_the_gate_does_not_open_on_too_few_places(taught, tmp_path):
-    policy, _ = taught
+def test_the_gate_does_not_open_on_too_few_places(trained_head, tmp_path):
+    policy, _ = trained_head
     driver = driver_of(
         trainer_of(policy.weights), filled(policy), tmp_path, gate=Gate(least_rows=10**6)
     )
@@ -138,8 +138,8 @@ def test_rollback_restores_every_bit(tmp_path):
         folder.rollback()
 
 
-def test_a_draft_of_another_model_is_refused(taught, tmp_path):
-    policy, trainer = taught
+def test_a_draft_of_another_model_is_refused(trained_head, tmp_path):
+    policy, trainer = trained_head
     trainer.write(trainer.params, tmp_path)
     config = HeadConfig.of(trainer._head.config.target, (1, 4))
     other = Head(config, trainer._head.frozen)
@@ -151,7 +151,7 @@ def test_a_draft_of_another_model_is_refused(taught, tmp_path):
         small.read(tmp_path)
 
 
-def test_what_is_served_does_not_move_while_a_draft_is_trained(tmp_path):
+def test_the_served_draft_does_not_change_while_another_is_trained(tmp_path):
     policy = ToyPolicy(0)
     clock = Clock()
     budget = TimeBudget(0.1, clock=clock)
@@ -175,8 +175,8 @@ def test_what_is_served_does_not_move_while_a_draft_is_trained(tmp_path):
     assert not same_bits(driver.served, before)
 
 
-def test_nothing_is_trained_without_time_or_without_something_held_out(taught, tmp_path):
-    policy, _ = taught
+def test_nothing_is_trained_without_time_or_without_held_out_sequences(trained_head, tmp_path):
+    policy, _ = trained_head
     empty = SequenceDataset(ROOM_BYTES, 4, Mix())
     assert driver_of(trainer_of(policy.weights), empty, tmp_path).work("now") is None
     driver = TrainingDriver(
@@ -205,8 +205,8 @@ def test_a_fall_of_acceptance_starts_a_training(tmp_path):
     assert driver.work() is None
 
 
-def test_a_training_that_breaks_off_leaves_what_is_served(taught, tmp_path):
-    policy, trainer = taught
+def test_a_training_that_breaks_off_leaves_the_served_draft(trained_head, tmp_path):
+    policy, trainer = trained_head
     broken = policy.sequence(0)
     broken.hidden[3] = np.nan
 
@@ -233,8 +233,8 @@ def test_rates_rise_linearly_and_fall_along_a_cosine():
     assert plan.rate(1000) == pytest.approx(0.1)
 
 
-def test_accumulated_batches_step_as_their_mean_does(taught):
-    policy, _ = taught
+def test_accumulated_batches_step_as_their_mean_does(trained_head):
+    policy, _ = trained_head
     batches = [policy.sequences(4, 0), policy.sequences(4, 50)]
     ends = []
     for batches_of, count in ((lambda n: batches[n], 2), (lambda n: batches[0] + batches[1], 1)):

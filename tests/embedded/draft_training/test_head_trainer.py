@@ -1,5 +1,4 @@
-"""Heads that learn from what a policy's own passes have computed, and the policy that stays as it
-is."""
+"""Training of heads on what the policy's passes compute; the policy stays as it is."""
 
 import numpy as np
 import pytest
@@ -61,29 +60,29 @@ def test_a_head_unrolled_on_its_own_outputs_drafts_deeper_than_one_that_was_not(
     assert depths[3][2] > depths[1][2] + 0.05
 
 
-def test_replay_keeps_what_was_known_of_the_old_task():
+def test_replay_keeps_the_acceptance_on_the_old_task():
     """The new task has nothing in common with the old one: for some steps it costs more than two
     points of acceptance there, which a fifth of replay then wins back."""
     low, high = ToyPolicy(0, range(30)), ToyPolicy(1, range(30, V))
-    learned = trainer_of(low.weights)
-    fitted(learned, filled(low, seed=1), 80)
+    trainer_of_low = trainer_of(low.weights)
+    fitted(trainer_of_low, filled(low, seed=1), 80)
     held = low.sequences(8, 9000)
-    known = learned.evaluate(held).by_depth[0]
-    kept = {}
+    before = trainer_of_low.evaluate(held).by_depth[0]
+    after = {}
     for share in (0.8, 1.0):
-        trainer = copy_of(learned, low)
+        trainer = copy_of(trainer_of_low, low)
         dataset = filled(low, share=share, batch_size=10)
         for sequence in high.sequences(48, 500, epoch=1):
             dataset.add(sequence)
         fitted(trainer, dataset, 150)
-        kept[share] = trainer.evaluate(held).by_depth[0]
+        after[share] = trainer.evaluate(held).by_depth[0]
         assert trainer.evaluate(high.sequences(8, 9500)).by_depth[0] > 0.5
-    assert kept[0.8] > known - 0.02
-    assert kept[1.0] < known - 0.2  # without it, the test would see the loss
+    assert after[0.8] > before - 0.02
+    assert after[1.0] < before - 0.2  # without it, the test would see the loss
 
 
-def test_expected_tokens_of_a_draft_are_those_of_drafting_from_every_place(taught):
-    policy, trainer = taught
+def test_the_expected_accepted_length_is_that_of_drafting_from_every_place(trained_head):
+    policy, trainer = trained_head
     (sequence,) = policy.sequences(1, 77)
     head, params = trainer._head, copied(trainer.params)
     hidden = torch.from_numpy(sequence.hidden[:-1])
@@ -91,22 +90,22 @@ def test_expected_tokens_of_a_draft_are_those_of_drafting_from_every_place(taugh
     slow = []
     for begin in range(len(tokens)):
         steps = min(3, len(tokens) - begin)
-        stands, expected = 1.0, 0.0
+        survival, expected = 1.0, 0.0
         for step, output in enumerate(
             drafted_outputs(head, params, (hidden, tokens), begin, steps)
         ):
             at = begin + step + 1
             p = torch.from_numpy(sequence.top_probs[at])
             q = torch.softmax(head.logits(params, output), -1)[sequence.top_ids[at].tolist()]
-            stands *= float(torch.minimum(p, q).sum())
-            expected += stands
+            survival *= float(torch.minimum(p, q).sum())
+            expected += survival
         slow.append(expected)
-    found = trainer.evaluate([sequence]).per_row
-    assert np.allclose(found, slow, atol=1e-4)
+    per_row = trainer.evaluate([sequence]).per_row
+    assert np.allclose(per_row, slow, atol=1e-4)
 
 
 def accepted(trainer: HeadTrainer, policy: ToyPolicy, num_drafted: int = 3) -> float:
-    """Tokens that stand of a draft, counted: drafted and verified with the same noise."""
+    """Accepted tokens of a draft, counted: drafted and verified with the same noise."""
     head, params = trainer._head, copied(trainer.params)
     texts = policy.sequences(150, 7000)
     slots = list(range(len(texts)))
@@ -120,26 +119,26 @@ def accepted(trainer: HeadTrainer, policy: ToyPolicy, num_drafted: int = 3) -> f
         for k in range(num_drafted)
     ]
     drafted = draft_chains(head, params, cache, ChainStart(slots, output, rows)).tokens
-    last, stands, count = tokens[:, -1], torch.ones(len(texts), dtype=torch.bool), 0
+    last, survival, count = tokens[:, -1], torch.ones(len(texts), dtype=torch.bool), 0
     for k in range(num_drafted):
         last = sample(policy.logits[last], rows[k]).tokens
-        stands &= drafted[:, k] == last
-        count += int(stands.sum())
+        survival &= drafted[:, k] == last
+        count += int(survival.sum())
     return count / len(texts)
 
 
-def test_a_trained_head_has_more_drafted_tokens_stand_when_they_are_counted(taught):
-    policy, trainer = taught
+def test_more_drafted_tokens_of_a_trained_head_are_accepted_when_they_are_counted(trained_head):
+    policy, trainer = trained_head
     fresh = accepted(trainer_of(policy.weights), policy)
     trained = accepted(trainer, policy)
     assert trained > fresh + 0.4
-    # Coupled draws agree nearly as often as the laws overlap, never more often.
+    # Coupled draws agree nearly as often as the distributions overlap, never more often.
     expected = trainer.evaluate(policy.sequences(150, 7000)).mean
     assert trained == pytest.approx(expected, rel=0.25)
 
 
-def test_a_batch_is_the_sum_of_its_sequences(taught):
-    policy, trainer = taught
+def test_a_batch_is_the_sum_of_its_sequences(trained_head):
+    policy, trainer = trained_head
     sequences = [policy.sequence(1), policy.sequence(2, temperature=0.7)]
     short = sequences[1]
     sequences[1] = CapturedSequence(
@@ -167,13 +166,15 @@ def test_no_gradient_reaches_the_policy(folder_of_tiny):
     x = weights["model.embed_tokens"][tokens]
     hidden = torch.stack([x @ weights["model.layers.0.self_attn.o_proj"].T] * 2, 1)
     logits = x @ weights["lm_head"].T
-    own = torch.logsumexp(logits, -1).sum()
-    alone = torch.autograd.grad(own, list(weights.values()), allow_unused=True, retain_graph=True)
+    policy_loss = torch.logsumexp(logits, -1).sum()
+    alone = torch.autograd.grad(
+        policy_loss, list(weights.values()), allow_unused=True, retain_graph=True
+    )
     captured = CapturedSequence.from_logits(
         tokens, hidden, logits, 1, SequenceMetadata(1.0, 0, top=16)
     )
     loss = trainer.loss([captured])
-    both = torch.autograd.grad(own + loss, list(weights.values()), allow_unused=True)
+    both = torch.autograd.grad(policy_loss + loss, list(weights.values()), allow_unused=True)
     for a, b in zip(alone, both, strict=True):
         assert (a is None and b is None) or torch.equal(a, b)
     _, grads = gradients(trainer, [captured])
@@ -198,22 +199,22 @@ def test_training_leaves_the_policys_weights_bitwise_unchanged(folder_of_tiny):
     assert same_bits(version.base.weights, before)
 
 
-def test_a_captured_law_is_the_policys(folder_of_tiny):
+def test_a_captured_distribution_is_the_policys(folder_of_tiny):
     version = tiny_version(folder_of_tiny)
     tokens = np.array(random_prompt(9, 3), np.int32)
     captured = capture_sequence(version, tokens, (1, 2), 3, SequenceMetadata(0.7, 5, top=4))
     assert captured.hidden.shape == (9, 2, 48)
     assert captured.weights.tolist() == [0, 0, 1, 1, 1, 1, 1, 1, 1]
     logits = torch.from_numpy(captured.hidden[:, -1]) @ version.base.weights["lm_head"].T
-    law = torch.softmax(logits / 0.7, -1)
-    told = law.gather(-1, torch.from_numpy(captured.top_ids).long())
-    torch.testing.assert_close(told, torch.from_numpy(captured.top_probs))
+    distribution = torch.softmax(logits / 0.7, -1)
+    probs = distribution.gather(-1, torch.from_numpy(captured.top_ids).long())
+    torch.testing.assert_close(probs, torch.from_numpy(captured.top_probs))
 
 
 # ---- dataset
 
 
-def test_what_is_held_out_is_never_taught_and_is_the_newest():
+def test_held_out_sequences_are_never_trained_on_and_are_the_newest():
     policy = ToyPolicy(0)
     dataset = filled(policy)
     for sequence in policy.sequences(40, 300, epoch=2):

@@ -1,4 +1,4 @@
-"""Small models that learn to draft from the cases where they were wrong."""
+"""Training of draft models on the cases in which they were wrong."""
 
 from collections.abc import Iterator
 
@@ -38,12 +38,12 @@ def examples_of(target: Version, count: int) -> Iterator[tuple[np.ndarray, Case]
         tokens = np.array(random_prompt(14, seed), np.int32)
         captured = capture_sequence(target, tokens, (2,), 1, SequenceMetadata(0.8, 0, top=8))
         for position in range(6, 12):
-            law = captured.top_probs[position - 1]
+            probs = captured.top_probs[position - 1]
             ids = captured.top_ids[position - 1]
-            said = int(ids[0])
-            drafted = said if seed % 3 == 0 else int(ids[1])
+            target_token = int(ids[0])
+            drafted = target_token if seed % 3 == 0 else int(ids[1])
             name = digest(tokens)
-            yield tokens, Case(name, position, drafted, said, ids, law, 0.8, "v", 0)
+            yield tokens, Case(name, position, drafted, target_token, ids, probs, 0.8, "v", 0)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def small_model(folder_of_tiny) -> tuple[Version, CaseStore]:
     return version, store
 
 
-def test_a_small_model_learns_from_its_disagreements(small_model, tmp_path):
+def test_a_draft_model_learns_from_its_disagreements(small_model, tmp_path):
     version, store = small_model
     before = copied(version.base.weights)
     trainer = DraftModelTrainer(version.base, LoraSpec(4, 0), ModelObjective())
@@ -80,7 +80,7 @@ def test_a_small_model_learns_from_its_disagreements(small_model, tmp_path):
     assert all(not t.any() for n, t in driver.served.items() if n.endswith("lora_B"))
 
 
-def test_lessons_of_one_context_are_those_that_each_alone_would_be(small_model):
+def test_cases_of_one_context_are_evaluated_as_each_alone(small_model):
     version, store = small_model
     trainer = DraftModelTrainer(version.base, LoraSpec(4, 0), ModelObjective())
     examples = [CaseExample(store.tokens(case), case) for case in list(store.disagreed)[:9]]

@@ -1,4 +1,4 @@
-"""A draft that follows the policy by itself: what it is shown, when it trains, what it changes."""
+"""Online training of drafts: what it captures, when it trains, what it changes."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -96,7 +96,7 @@ def store(folder: Path) -> ModelStore:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_a_training_pass_shows_what_a_pass_of_its_own_would(
+def test_sequences_captured_in_a_training_pass_are_those_of_a_pass_of_their_own(
     store: ModelStore, temperature: float
 ) -> None:
     seen: list[CapturedSequence] = []
@@ -122,14 +122,17 @@ def test_a_training_pass_shows_what_a_pass_of_its_own_would(
         assert (one.temperature, one.epoch, one.category) == (temperature, 3, "m")
 
 
-def test_rows_are_bounded_and_turns_take_other_datums(store: ModelStore) -> None:
+def test_captured_rows_are_bounded_and_rotation_takes_other_datums(store: ModelStore) -> None:
     data = group(1, [1.0, -1.0]) + group(2, [1.0, -1.0]) + group(3, [1.0, -1.0])
     lengths: list[list[int]] = []
-    for turn in range(3):
+    for rotation in range(3):
         seen: list[CapturedSequence] = []
-        wanted = CaptureSettings(LAYERS, 80, turn, [SequenceMetadata(1.0, 0)])
+        settings = CaptureSettings(LAYERS, 80, rotation, [SequenceMetadata(1.0, 0)])
         trained(
-            store, "m", data, lambda *_, s=seen, w=wanted: PassCapture(w, s.append, TimeBudget())
+            store,
+            "m",
+            data,
+            lambda *_, add=seen.append, settings=settings: PassCapture(settings, add, TimeBudget()),
         )
         assert sum(len(one.tokens) for one in seen) <= 80
         lengths.append([one.tokens[30] for one in seen])
@@ -146,32 +149,32 @@ class Broken:
     distributions = end = block
 
 
-def test_looking_on_changes_no_bit_of_a_gradient_even_where_it_fails(store: ModelStore) -> None:
+def test_an_observer_changes_no_bit_of_a_gradient_even_where_it_fails(store: ModelStore) -> None:
     data = group(1, [0.5, -0.5]) + group(2, [1.0, -1.0])
     model = store.model("m")
-    found = []
-    wanted = CaptureSettings(LAYERS, 1000, 0, [SequenceMetadata(1.0, 0)])
+    gradients = []
+    settings = CaptureSettings(LAYERS, 1000, 0, [SequenceMetadata(1.0, 0)])
     for watch in (
         None,
-        lambda *_: PassCapture(wanted, lambda sequence: None, TimeBudget()),
+        lambda *_: PassCapture(settings, lambda sequence: None, TimeBudget()),
         lambda *_: Broken(),
     ):
-        found.append(dict(trained(store, "m", data, watch)))
+        gradients.append(dict(trained(store, "m", data, watch)))
         model.grads = {}
-    for name, grad in found[0].items():
-        assert torch.equal(grad, found[1][name])
-        assert torch.equal(grad, found[2][name])
+    for name, grad in gradients[0].items():
+        assert torch.equal(grad, gradients[1][name])
+        assert torch.equal(grad, gradients[2][name])
 
 
 # ---- in the worker
 
 
-def untaught(folder: Path, drafts: Path) -> None:
-    """A head that knows nothing is the best there is."""
+def publish_untrained(folder: Path, drafts: Path) -> None:
+    """A head without any training becomes the best."""
     trainer = HeadTrainer(*untaught_head(open_store(folder).base("tiny")), HeadObjective())
     target = drafts_of(drafts, "tiny")
     params = {name: p.detach() for name, p in trainer.params.items()}
-    name = target.publish(lambda path: trainer.write(params, path), {"reason": "untaught"})
+    name = target.publish(lambda path: trainer.write(params, path), {"reason": "untrained"})
     target.use("best", name)
 
 
@@ -215,15 +218,15 @@ def runs(
 ) -> Iterator[tuple[Run, Run, Driver, Path]]:
     """Without drafts, and with a head that learns; the latter's worker and its drafts."""
     scratch = tmp_path_factory.mktemp("following")
-    untaught(folder, scratch)
+    publish_untrained(folder, scratch)
     plain = Driver(folder, tmp_path_factory.mktemp("plain"))
     # The tiny model steps in no time: a tenth of that would train nothing here.
     drafted = Driver(folder, scratch, "head", draft_share=5.0)
-    found = Run(plain), Run(drafted)
+    both = Run(plain), Run(drafted)
     for number in range(STEPS):
-        for run in found:
+        for run in both:
             run.step(number)
-    yield *found, drafted, scratch
+    yield *both, drafted, scratch
     plain.end()
     drafted.end()
 
@@ -239,32 +242,32 @@ def test_samples_and_weights_are_those_without_a_draft_that_learns(
     assert plain.saved(tmp_path / "a") == drafted.saved(tmp_path / "b")
 
 
-def test_training_keeps_within_its_share_and_is_told_of(
+def test_training_keeps_within_its_share_and_is_reported(
     runs: tuple[Run, Run, Driver, Path],
 ) -> None:
     _, _, driver, scratch = runs
     until = time.monotonic() + 60.0
-    told: dict[str, Any] = {"last_training": None}
-    while not (told["last_training"] and told["policy_steps"] == STEPS):
-        assert time.monotonic() < until, str(told)
+    snapshot: dict[str, Any] = {"last_training": None}
+    while not (snapshot["last_training"] and snapshot["policy_steps"] == STEPS):
+        assert time.monotonic() < until, str(snapshot)
         driver.call(Publish(FromBase("tiny")))
         time.sleep(0.1)
-        told = driver.stats.speculation["tiny"]["following"]
-    assert not told["is_over"]
-    assert 0 < told["training_s"] < told["allowed_s"] + LONGEST_S
-    last = told["last_training"]
+        snapshot = driver.stats.speculation["tiny"]["following"]
+    assert not snapshot["is_over"]
+    assert 0 < snapshot["training_s"] < snapshot["allowed_s"] + LONGEST_S
+    last = snapshot["last_training"]
     assert last["num_steps"] == 24
     assert last["last_loss"] < last["first_loss"]
     folder = drafts_of(scratch, "tiny")
     assert folder.resolve("latest") != "draft-000001"
-    assert told["draft"] == folder.resolve("best")
+    assert snapshot["draft"] == folder.resolve("best")
 
 
 def lines_of(folder: Path) -> list[Line]:
     return [line for moment in read_moments(folder) for line in moment]
 
 
-def test_what_stood_of_drafts_is_written_down(runs: tuple[Run, Run, Driver, Path]) -> None:
+def test_acceptance_is_logged(runs: tuple[Run, Run, Driver, Path]) -> None:
     _, _, _, scratch = runs
     lines = lines_of(drafts_of(scratch, "tiny").root)
     assert lines

@@ -1,4 +1,4 @@
-"""T7 in the engine: the policy is taught another style, its drafts fall, are taught, and stand."""
+"""T7 in the engine: acceptance falls as the policy learns a style; trained drafts win it back."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -51,7 +51,7 @@ STYLE_STEPS, DRAFTED = 40, 3
 
 
 def style(seed: int, length: int = 40) -> list[int]:
-    """What the policy is taught: each token follows from the one before it."""
+    """The style: each token follows from the one before it."""
     tokens = [int(np.random.default_rng(seed).integers(0, 200))]
     while len(tokens) < length:
         tokens.append((5 * tokens[-1] + 17) % 200)
@@ -69,7 +69,7 @@ def datum(seed: int) -> Datum:
 
 @dataclass
 class Scene:
-    """base: what drafts were made for. policy: the same model after it was taught the style."""
+    """base: what drafts were made for. policy: the same model after training on the style."""
 
     store: ModelStore
     base: Version
@@ -88,18 +88,18 @@ def scene(folder: Path) -> Scene:
     return Scene(store, Version("b", base, base.weights, None, 1.0), policy)
 
 
-def stood(
+def acceptance(
     scene: Scene, version: Version, drafter: Drafter, observer: DraftObserver | None = None
 ) -> float:
-    """The share of verified tokens that stood, of the same samples whoever drafts."""
-    made: list[Speculation] = []
+    """The share of verified tokens that are accepted, of the same samples whoever drafts."""
+    speculations: list[Speculation] = []
 
     def make(base: BaseModel, runner: Runner, pool: BlockPool) -> Speculation:
         if drafter.layers:
             runner.capture(base, drafter.layers)
         guard = GuardedDrafter(drafter, base.config.vocab_size)
-        made.append(Speculation(guard, FixedLength(DRAFTED), None, observer))
-        return made[-1]
+        speculations.append(Speculation(guard, FixedLength(DRAFTED), None, observer))
+        return speculations[-1]
 
     sampler = Sampler(scene.store, speculate=make)
     for i in range(8):
@@ -107,7 +107,7 @@ def stood(
         sampler.engine.submit(version, request, lambda output: None)
     while sampler.engine.busy:
         sampler.engine.step()
-    depths = made[0].snapshot()["drafters"][drafter.name]["depths"]
+    depths = speculations[0].snapshot()["drafters"][drafter.name]["depths"]
     return sum(d["accepted"] for d in depths) / sum(d["verified"] for d in depths)
 
 
@@ -130,7 +130,7 @@ def trained(
 
 
 def seen_in_training(scene: Scene, layers: Sequence[int], dataset: SequenceDataset) -> None:
-    """The policy's own passes, in one more step that it is taught."""
+    """The policy's own passes, in one more step of training."""
 
     def watch(base: BaseModel, model_ids: Sequence[str]) -> PassCapture:
         metadata = [SequenceMetadata(1.0, 1, category=name) for name in model_ids]
@@ -146,21 +146,21 @@ def seen_in_training(scene: Scene, layers: Sequence[int], dataset: SequenceDatas
     scene.store.model("m").grads = {}
 
 
-def test_a_head_falls_behind_a_new_style_and_comes_after_by_the_policys_own_passes(
+def test_a_head_falls_behind_a_new_style_and_catches_up_on_the_policys_own_passes(
     scene: Scene, tmp_path: Path
 ) -> None:
-    wanted = DistillConfig(
+    config = DistillConfig(
         samples=8,
         tokens=40,
         vocabulary=260,
         plan=Plan(num_steps=60, warmup_steps=5, peak_rate=3e-3),
     )
-    texts = sample_texts(Target(scene.base, [random_prompt(6, i) for i in range(12)], 1), wanted)
+    texts = sample_texts(Target(scene.base, [random_prompt(6, i) for i in range(12)], 1), config)
     folder = drafts_of(tmp_path, "tiny")
-    distilled(scene.base, texts, wanted, folder, lambda line: None)
+    distilled(scene.base, texts, config, folder, lambda line: None)
     head, params = open_head(folder, "best", scene.base.base)
     before = weights_of(scene.base.base)
-    fallen = stood(scene, scene.policy, HeadDrafter(head, params))
+    before_training = acceptance(scene, scene.policy, HeadDrafter(head, params))
     dataset = SequenceDataset(1 << 28, 4, Mix(held_out_one_in=5))
     seen_in_training(scene, head.config.layers, dataset)
     drafter = HeadDrafter(head, params)
@@ -168,17 +168,17 @@ def test_a_head_falls_behind_a_new_style_and_comes_after_by_the_policys_own_pass
     driver, result = trained(trainee, folder, Plan(num_steps=50, peak_rate=3e-3))
     assert result.promoted
     trainee.use(driver.served)
-    risen = stood(scene, scene.policy, drafter)
-    assert risen > fallen + 0.15, (fallen, risen)
+    after_training = acceptance(scene, scene.policy, drafter)
+    assert after_training > before_training + 0.15, (before_training, after_training)
     assert result.after.mean > result.before.mean + 0.2
     for name, tensor in scene.base.base.weights.items():
         assert torch.equal(tensor, before[name])
 
 
-def test_a_draft_model_falls_behind_a_new_style_and_comes_after_by_its_disagreements(
+def test_a_draft_model_falls_behind_a_new_style_and_catches_up_on_its_disagreements(
     scene: Scene, tmp_path: Path
 ) -> None:
-    """The untaught model itself is the draft."""
+    """The model before training is the draft."""
     base = scene.base.base
     draft = replace(base, name="draft", weights=dict(base.weights))
     version = Version("draft", draft, draft.weights, None, 1.0)
@@ -187,13 +187,13 @@ def test_a_draft_model_falls_behind_a_new_style_and_comes_after_by_its_disagreem
     store, folder = CaseStore(1 << 24, 100), drafts_of(tmp_path, "draft")
     trainee = model_trainee(drafter, store, folder)
     before = weights_of(base)
-    fallen = stood(scene, scene.policy, drafter, CaseRecorder(store))
+    before_training = acceptance(scene, scene.policy, drafter, CaseRecorder(store))
     assert len(store.disagreed) > 100
     plan = Plan(num_steps=60, peak_rate=1e-2, accumulate=2)
     driver, result = trained(trainee, folder, plan)
     assert result.promoted
     trainee.use(driver.served)
-    risen = stood(scene, scene.policy, drafter)
-    assert risen > fallen + 0.15, (fallen, risen)
+    after_training = acceptance(scene, scene.policy, drafter)
+    assert after_training > before_training + 0.15, (before_training, after_training)
     for name, tensor in base.weights.items():
         assert torch.equal(tensor, before[name])

@@ -41,9 +41,9 @@ class ToyPolicy:
     def sequence(self, seed: int, epoch: int = 0, temperature: float = 1.0) -> CapturedSequence:
         coins = np.random.default_rng(seed)
         tokens = [int(coins.choice(self.says))]
-        laws = torch.softmax(self.logits.double(), -1).numpy()
+        probs = torch.softmax(self.logits.double(), -1).numpy()
         while len(tokens) < LENGTH:
-            tokens.append(int(coins.choice(V, p=laws[tokens[-1]])))
+            tokens.append(int(coins.choice(V, p=probs[tokens[-1]])))
         ids = torch.tensor(tokens)
         metadata = SequenceMetadata(temperature, epoch, top=16)
         return CapturedSequence.from_logits(

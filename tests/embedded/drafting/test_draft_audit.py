@@ -1,4 +1,4 @@
-"""T4 for drafters that share the target's noise: their tokens stand as often as the laws say."""
+"""T4 for drafters that share the target's noise: tokens are accepted as their distributions say."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -40,10 +40,10 @@ from tinkercloud.speculative.drafters.guarded_drafter import GuardedDrafter
 pytestmark = pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
 
 
-def model_told(
+def reporting_model(
     folder: Path, audit_every: int = 1, kind: type[ModelDrafter] = ModelDrafter
 ) -> Callable[[int], ModelDrafter]:
-    """A model whose drafts tell their laws."""
+    """A model whose drafts report their distributions."""
 
     def make(_: int) -> ModelDrafter:
         base = BaseModel.load("draft", folder, folder, torch.float32, torch.device("cpu"))
@@ -54,8 +54,8 @@ def model_told(
     return make
 
 
-class LawsOfTheTokenBefore(ModelDrafter):
-    """Tells of each token the law of the one before it."""
+class DistributionsOfTheTokenBefore(ModelDrafter):
+    """Reports for each token the distribution of the token before."""
 
     def propose(self, requests: Sequence[tuple[Stream, int]]) -> list[Draft]:
         return [
@@ -64,81 +64,81 @@ class LawsOfTheTokenBefore(ModelDrafter):
         ]
 
 
-def with_laws_of_the_token_before(folder: Path) -> Callable[[int], ModelDrafter]:
-    return model_told(folder, 1, LawsOfTheTokenBefore)
+def with_distributions_of_the_token_before(folder: Path) -> Callable[[int], ModelDrafter]:
+    return reporting_model(folder, 1, DistributionsOfTheTokenBefore)
 
 
 def calibration(speculation: Speculation | None) -> tuple[float, int]:
     """z, and how many tokens it is of."""
     assert speculation is not None
-    told = speculation.snapshot()
-    assert told["refused"] == {}
-    (record,) = told["drafters"].values()
+    snapshot = speculation.snapshot()
+    assert snapshot["refused"] == {}
+    (record,) = snapshot["drafters"].values()
     return record["calibration_z"], record["calibration_tokens"]
 
 
 @pytest.mark.parametrize(("temperature", "more"), LAWS, ids=str)
-def test_a_model_that_draws_with_the_targets_noise_stands_as_often_as_its_laws_say(
+def test_a_model_with_the_targets_noise_is_accepted_as_often_as_its_distributions_say(
     folder: Path, temperature: float, more: dict[str, object]
 ) -> None:
     """Of a tuned target by its base. At temperature 0 nothing is drawn, nothing audited."""
     store = open_store(folder)
     target = tuned(store, "m", 4)
-    drafting = Drafting(model_told(folder), 3)
+    drafting = Drafting(reporting_model(folder), 3)
     sampler = Sampler(store, speculate=drafting)
     for seed in range(3):
-        asked = mixture(target, 4, temperature, **more)
+        requests = mixture(target, 4, temperature, **more)
         sampler.run({
             name: (version, replace(one, params=replace(one.params, seed=50 * seed + int(name))))
-            for name, (version, one) in asked.items()
+            for name, (version, one) in requests.items()
         })  # fmt: skip
     z, num_tokens = calibration(drafting.speculation)
     assert drafting.policy.stops == [] and abs(z) < 4
     assert num_tokens > 400 if temperature else num_tokens == 0
 
 
-def test_a_head_stands_as_often_as_its_laws_say(folder: Path) -> None:
+def test_a_head_is_accepted_as_often_as_its_distributions_say(folder: Path) -> None:
     store = open_store(folder)
     base = store.publish(FromBase("tiny"))
     drafter = HeadDrafter(*untaught_head(store.base("tiny")), audit_every=1)
     sampler = Sampler(store, speculate=Drafting(lambda _: drafter, 3))
     sampler.run(mixture(base, 12, 1.0, use_eos=False))
-    told = sampler.engine.speculation()[0]["tiny"]
-    record = told["drafters"]["head"]
-    assert told["refused"] == {} and not record["alarmed"]
+    snapshot = sampler.engine.speculation()[0]["tiny"]
+    record = snapshot["drafters"]["head"]
+    assert snapshot["refused"] == {} and not record["alarmed"]
     assert record["calibration_tokens"] > 400 and abs(record["calibration_z"]) < 4
     assert record["depths"][0]["expected"] > 1.5 * record["depths"][0]["audited"] / VOCAB
 
 
-def test_about_one_draft_in_a_hundred_tells_its_laws(folder: Path) -> None:
+def test_about_one_draft_in_a_hundred_reports_its_distributions(folder: Path) -> None:
     store = open_store(folder)
-    drafting = Drafting(model_told(folder, AUDIT_EVERY), 1)
+    drafting = Drafting(reporting_model(folder, AUDIT_EVERY), 1)
     sampler = Sampler(store, speculate=drafting)
     sampler.run(mixture(tuned(store, "m", 4), 10, 1.0, use_eos=False))
     _, num_tokens = calibration(drafting.speculation)
-    num_drafts = sum(told.num_verified for told in drafting.policy.rounds)
+    num_drafts = sum(entry.num_verified for entry in drafting.policy.rounds)
     assert num_tokens == num_drafts // AUDIT_EVERY > 1
 
 
 def test_samples_that_end_within_their_drafts_raise_no_alarm(folder: Path) -> None:
-    """The target as its own draft: each token stands, those that stop a sample too."""
+    """The target as its own draft: each token is accepted, those that stop a sample too."""
     store = open_store(folder)
     base = store.publish(FromBase("tiny"))
-    drafting = Drafting(model_told(folder), 3)
+    drafting = Drafting(reporting_model(folder), 3)
     requests = mixture(base, 30, 1.0, stop_token_ids=tuple(range(0, 256, 16)))
-    found = Sampler(store, speculate=drafting).run(requests)
-    all_same(found, Sampler(store).run(requests))
-    reasons = [one.stop_reason for output in found.values() for one in output.sequences]
+    outputs = Sampler(store, speculate=drafting).run(requests)
+    all_same(outputs, Sampler(store).run(requests))
+    reasons = [one.stop_reason for output in outputs.values() for one in output.sequences]
     assert reasons.count("stop") > 20
     rounds = drafting.policy.rounds
-    assert sum(sum(told.num_judged) for told in rounds) == drafting.policy.num_accepted > 200
-    assert sum(told.num_emitted for told in rounds) == sum(
-        len(one.tokens) - 1 for output in found.values() for one in output.sequences
+    assert sum(sum(entry.num_judged) for entry in rounds) == drafting.policy.num_accepted > 200
+    assert sum(entry.num_emitted for entry in rounds) == sum(
+        len(one.tokens) - 1 for output in outputs.values() for one in output.sequences
     )  # the first of each comes with its prompt
     assert drafting.policy.stops == [] and calibration(drafting.speculation)[1] > 200
 
 
-def test_the_trace_of_a_draft_that_ends_its_sample_tells_where_it_stands(
+def test_the_trace_of_a_draft_that_ends_its_sample_has_its_accepted_tokens(
     folder: Path, tmp_path: Path
 ) -> None:
     store = open_store(folder)
@@ -171,12 +171,12 @@ def test_a_model_that_is_right_runs_long_without_alarm(folder: Path) -> None:
     """With all of its drafts audited, and those verified of which it is sure."""
     store = open_store(folder)
     target = tuned(store, "m", 4)
-    drafting = Drafting(model_told(folder), 4)
+    drafting = Drafting(reporting_model(folder), 4)
     drafting.policy = Choosy(4)
     sampler = Sampler(store, speculate=drafting)
     for seed in range(5):
-        asked = ask(random_prompt(8, seed), n=16, max_tokens=120, seed=900 + seed, use_eos=False)
-        sampler.run({"0": (target, asked)})
+        request = ask(random_prompt(8, seed), n=16, max_tokens=120, seed=900 + seed, use_eos=False)
+        sampler.run({"0": (target, request)})
     z, num_tokens = calibration(drafting.speculation)
     assert drafting.policy.stops == [] and abs(z) < 4 and num_tokens > 2000
 
@@ -199,24 +199,24 @@ def drawing_with_other_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.parametrize("wrong", ["noise", "laws"])
-def test_a_model_with_another_places_noise_or_laws_raises_the_alarm_and_is_off(
+@pytest.mark.parametrize("wrong", ["noise", "distributions"])
+def test_noise_or_distributions_of_another_place_raise_the_alarm_and_turn_drafts_off(
     folder: Path, monkeypatch: pytest.MonkeyPatch, wrong: str
 ) -> None:
     store = open_store(folder)
     requests = mixture(tuned(store, "m", 4), 16, 1.0, use_eos=False)
     plain = Sampler(store).run(requests)
-    make = model_told(folder)
+    make = reporting_model(folder)
     if wrong == "noise":
         drawing_with_other_noise(monkeypatch)
     else:
-        make = with_laws_of_the_token_before(folder)
+        make = with_distributions_of_the_token_before(folder)
     drafting = Drafting(make, 2)
     drafting.policy = Stoppable(2)
     all_same(Sampler(store, speculate=drafting).run(requests), plain)
     assert drafting.speculation is not None
-    told = drafting.speculation.snapshot()
-    assert told["drafters"]["model"]["alarmed"] and told["refused"] == {}
-    assert drafting.policy.stops == [Reason.ALARM] and not told["on"]
+    snapshot = drafting.speculation.snapshot()
+    assert snapshot["drafters"]["model"]["alarmed"] and snapshot["refused"] == {}
+    assert drafting.policy.stops == [Reason.ALARM] and not snapshot["on"]
     last = next(i for i, one in enumerate(drafting.policy.rounds) if not one.num_verified)
     assert not any(one.num_verified for one in drafting.policy.rounds[last:])

@@ -1,4 +1,4 @@
-"""A text in another tokenizer's tokens: told in parts as at once, and only its end told again."""
+"""A text in another tokenizer's tokens: in parts as at once; only its end is encoded again."""
 
 from itertools import pairwise
 
@@ -30,9 +30,7 @@ def parts(text: bytes, seed: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_text_told_in_parts_has_the_tokens_of_one_told_at_once(
-    tokenizer: TokenBytes, seed: int
-) -> None:
+def test_a_text_in_parts_has_the_tokens_of_the_whole(tokenizer: TokenBytes, seed: int) -> None:
     text = IncrementalRetokenizer(tokenizer)
     for part in parts(TEXT.encode(), seed):
         text.append(part)
@@ -40,14 +38,14 @@ def test_a_text_told_in_parts_has_the_tokens_of_one_told_at_once(
     assert text.partial == b""
 
 
-def test_a_character_that_is_not_whole_is_held_back(tokenizer: TokenBytes) -> None:
-    text, told = IncrementalRetokenizer(tokenizer), b""
+def test_the_bytes_of_a_partial_character_wait(tokenizer: TokenBytes) -> None:
+    text, data = IncrementalRetokenizer(tokenizer), b""
     for byte in "é 🙂!".encode():
         text.append(bytes([byte]))
-        told += bytes([byte])
-        whole = whole_characters(told)
-        assert text.partial == told[whole:]
-        assert text.tokens == tokenizer.encode_beginning(told[:whole]) or not whole
+        data += bytes([byte])
+        whole = whole_characters(data)
+        assert text.partial == data[whole:]
+        assert text.tokens == tokenizer.encode_beginning(data[:whole]) or not whole
 
 
 def test_the_place_is_that_of_the_first_token_that_differs(tokenizer: TokenBytes) -> None:
@@ -59,7 +57,7 @@ def test_the_place_is_that_of_the_first_token_that_differs(tokenizer: TokenBytes
         assert place == alike.index(False)
 
 
-def test_what_is_far_from_the_end_is_not_told_again(
+def test_tokens_far_from_the_end_are_not_encoded_again(
     tokenizer: TokenBytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = IncrementalRetokenizer(tokenizer)
@@ -75,9 +73,9 @@ def test_what_is_far_from_the_end_is_not_told_again(
     assert sizes and max(sizes) < 40 * MOST_LOOK_BACK
 
 
-def test_bytes_that_are_no_text_are_told_too(tokenizer: TokenBytes) -> None:
-    wanted = np.random.default_rng(0).integers(0, 256, 400, np.uint8).tobytes()
+def test_bytes_that_are_no_text_are_encoded_too(tokenizer: TokenBytes) -> None:
+    data = np.random.default_rng(0).integers(0, 256, 400, np.uint8).tobytes()
     text = IncrementalRetokenizer(tokenizer)
-    for part in parts(wanted, 1):
+    for part in parts(data, 1):
         text.append(part)
-    assert (tokenizer.joined(text.tokens) + text.partial).removeprefix(b" ") == wanted
+    assert (tokenizer.joined(text.tokens) + text.partial).removeprefix(b" ") == data

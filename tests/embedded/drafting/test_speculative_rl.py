@@ -116,9 +116,9 @@ def test_samples_of_one_prompt_agree_no_more_with_drafts_than_without(folder: Pa
         ]  # fmt: skip
         return _pairs(tokens), _pairs(apart)
 
-    found = np.array([agreement(seed) for seed in range(12)])
+    agreements = np.array([agreement(seed) for seed in range(12)])
     assert drafting.policy.num_accepted > 100
-    difference = found[:, 0] - found[:, 1]
+    difference = agreements[:, 0] - agreements[:, 1]
     assert difference.mean() < 4 * difference.std() / np.sqrt(len(difference)) + 0.005
 
 

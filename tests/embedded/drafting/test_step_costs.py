@@ -25,7 +25,7 @@ def pool_of(base: BaseModel, num_blocks: int) -> BlockPool:
     return BlockPool(base.config, base.dtype, base.device, num_blocks)
 
 
-def test_they_are_measured_once_and_read_from_then_on(
+def test_times_are_measured_once_and_read_from_then_on(
     base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "user_cache_dir", lambda: tmp_path / "cache")
@@ -41,7 +41,7 @@ def test_they_are_measured_once_and_read_from_then_on(
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": [1]}'])
-def test_a_spoiled_file_is_measured_anew(
+def test_a_damaged_file_is_measured_again(
     base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     monkeypatch.setattr(module, "user_cache_dir", lambda: tmp_path)
@@ -53,7 +53,7 @@ def test_a_spoiled_file_is_measured_anew(
     assert round_costs(base, NativeRunner(1), pool_of(base, 300), 1).plain_ms(1, 64) > 0
 
 
-def test_where_nothing_can_be_written_they_are_measured_each_time(
+def test_where_nothing_can_be_written_times_are_measured_at_each_start(
     base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("no folder")
@@ -72,7 +72,7 @@ def test_few_blocks_are_enough(
     assert pool.num_available == 65
 
 
-def test_what_other_work_disturbed_is_not_kept(
+def test_a_disturbed_measurement_is_not_cached(
     base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every third round is undisturbed."""

@@ -1,4 +1,4 @@
-"""Drafts by a model with tokens of its own: nothing that is written changes, and most of them stand
+"""Drafts by a model with tokens of its own: no sampled token changes, and most of them are accepted
 where the model knows the text."""
 
 import itertools
@@ -117,13 +117,13 @@ def test_drafts_through_text_change_no_token_and_no_logprob(
         drafting = Drafting(make(target), most)
         all_same(Sampler(typed_store, speculate=drafting).run(requests), plain)
         assert drafting.speculation is not None
-        told = drafting.speculation.snapshot()
-        assert told["refused"] == {}, "drafts keep to the contract"
+        snapshot = drafting.speculation.snapshot()
+        assert snapshot["refused"] == {}, "drafts keep to the contract"
 
 
 @needs_compiler
 @pytest.mark.parametrize("most", [1, 5])
-def test_a_draft_that_knows_what_the_target_says_is_mostly_right(
+def test_drafts_of_the_targets_own_text_are_mostly_accepted(
     folder: Path, permuted_folder: Path, most: int
 ) -> None:
     """The target's own network behind other numbers, at temperature 0. Its bytes are random: where
@@ -136,7 +136,7 @@ def test_a_draft_that_knows_what_the_target_says_is_mostly_right(
 
 
 @needs_compiler
-def test_drafts_through_text_stand_as_often_as_the_targets_law_says(
+def test_drafts_through_text_are_accepted_as_often_as_the_targets_distribution_says(
     folder: Path, permuted_folder: Path
 ) -> None:
     """T4 at temperature 1: they are fixed before the target draws, so p(x) is their chance."""
@@ -148,14 +148,14 @@ def test_drafts_through_text_stand_as_often_as_the_targets_law_says(
     all_same(Sampler(store, speculate=drafting).run(requests), plain)
     assert drafting.policy.stops == []
     assert drafting.speculation is not None
-    told = drafting.speculation.snapshot()["drafters"]["model"]
-    assert told["calibration_tokens"] > 200
-    assert abs(told["calibration_z"]) < 4
+    snapshot = drafting.speculation.snapshot()["drafters"]["model"]
+    assert snapshot["calibration_tokens"] > 200
+    assert abs(snapshot["calibration_z"]) < 4
     assert share(drafting) > 0.3
 
 
 def share(drafting: Drafting) -> float:
-    judged = sum(sum(told.num_judged) for told in drafting.policy.rounds)
+    judged = sum(sum(entry.num_judged) for entry in drafting.policy.rounds)
     assert judged > 20
     return drafting.policy.num_accepted / judged
 
@@ -210,7 +210,7 @@ def base(folder: Path) -> BaseModel:
 
 @pytest.mark.parametrize("most", [1, 5])
 @pytest.mark.parametrize(("target", "draft"), DIFFERENT, ids=str)
-def test_a_text_that_is_known_stands_whatever_the_tokens(
+def test_a_known_text_is_accepted_whatever_the_tokens(
     base: BaseModel, target: str, draft: str, most: int
 ) -> None:
     """Code, prose, numbers and characters of several bytes. Where its tokens are shorter than the
@@ -243,8 +243,8 @@ def test_with_other_weights_all_is_read_again(base: BaseModel) -> None:
     assert scene.runner.num_rows == 2 * num_rows + 1
 
 
-def test_a_token_made_of_several_has_the_product_of_their_chances(base: BaseModel) -> None:
-    """Each of the draft's own has the chance 1/2."""
+def test_a_token_made_of_several_has_the_product_of_their_probabilities(base: BaseModel) -> None:
+    """Each of the draft's own has the probability 1/2."""
     scene = Scene(base, "many", "bytes")
     (draft,) = scene.drafter.propose([(scene.stream(KNOWN[:25].encode()), 4)])
     sizes = [len(TokenBytes(scene.target).of(token)) for token in draft.tokens]
@@ -252,11 +252,11 @@ def test_a_token_made_of_several_has_the_product_of_their_chances(base: BaseMode
     assert draft.confidences == pytest.approx([0.5**size for size in sizes], rel=1e-3)
 
 
-def test_of_tokens_made_of_one_the_first_has_its_chance(base: BaseModel) -> None:
+def test_of_tokens_made_of_one_the_first_has_its_probability(base: BaseModel) -> None:
     scene = Scene(base, "bytes", "many")
     (draft,) = scene.drafter.propose([(scene.stream(KNOWN[:25].encode()), 8)])
-    own = TokenBytes(TOKENIZERS["many"])
-    sizes = map(len, map(own.of, own.encode(KNOWN[25:].encode())))
+    tokenizer = TokenBytes(TOKENIZERS["many"])
+    sizes = map(len, map(tokenizer.of, tokenizer.encode(KNOWN[25:].encode())))
     begins = set(itertools.accumulate(sizes, initial=0))
     expected = [0.5 if place in begins else 1.0 for place in range(len(draft.tokens))]
     assert 0.5 in expected and 1.0 in expected
@@ -264,28 +264,28 @@ def test_of_tokens_made_of_one_the_first_has_its_chance(base: BaseModel) -> None
 
 
 def test_confidences_follow_the_temperature(base: BaseModel) -> None:
-    found = []
+    drafts = []
     for temperature in (0.0, 0.5, 1.0, 2.0):
         scene = Scene(base, "many", "few")
         begun = scene.stream(KNOWN[:25].encode(), temperature=temperature)
-        found.append(scene.drafter.propose([(begun, 1)])[0])
-    assert len({draft.tokens for draft in found}) == 1
-    at_0, at_half, at_1, at_2 = (draft.confidences[0] for draft in found)
+        drafts.append(scene.drafter.propose([(begun, 1)])[0])
+    assert len({draft.tokens for draft in drafts}) == 1
+    at_0, at_half, at_1, at_2 = (draft.confidences[0] for draft in drafts)
     assert at_0 == at_1
     assert at_half > 0.9 > at_1 > at_2
 
 
 @pytest.mark.parametrize("draft", ["many", "pieces"])
-def test_inside_a_character_a_draft_goes_on_with_its_rest(base: BaseModel, draft: str) -> None:
+def test_inside_a_character_a_draft_continues_with_its_rest(base: BaseModel, draft: str) -> None:
     begin = KNOWN.index("🙂")
     whole = KNOWN[: begin + 1].encode()
     for missing in (1, 2, 3):
         scene = Scene(base, "bytes", draft)
         begun = scene.stream(whole[:-missing])
-        (found,) = scene.drafter.propose([(begun, 8)])
-        said = TokenBytes(scene.target).joined(found.tokens)
-        assert said.startswith(whole[-missing:]), "the rest of the character"
-        assert (whole[:-missing] + said) == KNOWN.encode()[: len(whole) - missing + len(said)]
+        (draft,) = scene.drafter.propose([(begun, 8)])
+        text = TokenBytes(scene.target).joined(draft.tokens)
+        assert text.startswith(whole[-missing:]), "the rest of the character"
+        assert (whole[:-missing] + text) == KNOWN.encode()[: len(whole) - missing + len(text)]
 
 
 def test_a_draft_is_cut_into_tokens_as_after_what_is_there(base: BaseModel) -> None:
@@ -306,7 +306,7 @@ def test_tokens_that_are_there_stay_where_they_would_be_cut_otherwise(base: Base
     assert TokenBytes(scene.target).joined(draft.tokens) == b"345"
 
 
-def test_a_draft_that_says_another_character_is_dropped(base: BaseModel) -> None:
+def test_a_draft_of_another_character_is_dropped(base: BaseModel) -> None:
     scene = Scene(base, "bytes", "many")
     begun = scene.stream("unknown 🙂".encode()[:-2])
     assert scene.drafter.propose([(begun, 8)]) == [NO_DRAFT]
