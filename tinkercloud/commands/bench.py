@@ -17,7 +17,12 @@ from tokenizers import Tokenizer
 from tinkercloud.config import Config
 from tinkercloud.core.types import SampleOutput, SampleRequest, SamplingParams
 from tinkercloud.embedded.model.base_model import BaseModel
-from tinkercloud.embedded.model.device import choose_device, choose_dtype, settle, usable_cores
+from tinkercloud.embedded.model.device import (
+    choose_device,
+    choose_dtype,
+    freeze_garbage_collector,
+    usable_cores,
+)
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.process.drafter_setup import DrafterSettings, speculate
 from tinkercloud.embedded.sampling.base_states import Speculate
@@ -169,7 +174,7 @@ def rows(config: Config, options: BenchOptions, say: Callable[[str], None]) -> l
     version, tokenizer = open_target(config)
     engines = EngineFactory(options.at_once, config.engine.kv_cache_bytes, threads, drafting)
     table_rows = []
-    settle()  # as the engine's process does
+    freeze_garbage_collector()  # as the engine's process does
     for workload in workloads(version, tokenizer, options):
         comparison = compare(workload, engines, REPEATS)
         table_rows.append(dict(zip(COLUMNS, comparison.cells(), strict=True)))

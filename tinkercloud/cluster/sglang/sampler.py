@@ -147,7 +147,7 @@ def _report(drawn: Drawn, options: _ReportOptions) -> LogprobResult:
     chosen = any(ids is not None for ids in options.token_ids)
     if not most and not chosen:
         return result
-    distributions = drawn.laws()
+    distributions = drawn.distributions()
     # Infinities do not survive JSON.
     distributions = distributions.clamp(min=torch.finfo(distributions.dtype).min)
     if most:

@@ -14,7 +14,7 @@ from tinkercloud.cluster.lora.layers import Factor, Pair, factors
 from tinkercloud.cluster.lora.sites import Shape, Site, dense_shapes, expert_shapes
 from tinkercloud.core.plan import Plan
 from tinkercloud.core.types import LoraSpec
-from tinkercloud.weights.adapters import fresh_adapter, wanted_modules
+from tinkercloud.weights.adapters import adapted_modules, fresh_adapter
 
 FullTensors = dict[str, Tensor]
 """Unsharded float32 tensors by "MODULE.lora_A" and "MODULE.lora_B"."""
@@ -42,7 +42,7 @@ class AdapterShapes:
 
     def ranks(self, spec: LoraSpec) -> dict[str, int]:
         """module -> rank, in the order of checkpoints."""
-        ranks = dict.fromkeys(wanted_modules(spec, self._dense), spec.rank)
+        ranks = dict.fromkeys(adapted_modules(spec, self._dense), spec.rank)
         if self._experts and spec.train_mlp:
             ranks |= dict.fromkeys(self._experts, self.expert_rank(spec))
         return ranks
