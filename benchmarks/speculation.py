@@ -23,7 +23,7 @@ from tinkercloud.core.types import FromBase, SampleRequest, SamplingParams
 from tinkercloud.embedded.drafting.step_costs import round_costs
 from tinkercloud.embedded.forward.kv_blocks import BlockPool
 from tinkercloud.embedded.forward.runners import runner_for
-from tinkercloud.embedded.model.device import settle
+from tinkercloud.embedded.model.device import freeze_garbage_collector
 
 STRUCTURED_TIMES, LATER_TIMES, RUN_TIMES = 2.5, 1.5, 1.4
 EVEN = (0.95, 1.05)
@@ -76,7 +76,7 @@ class Loads:
         base, threads = model.base, model.threads
         pool = BlockPool(base.config, model.dtype, base.device, 2048)
         self._table = round_costs(base, runner_for(base, threads), pool, threads)
-        settle()  # as the engine's process does
+        freeze_garbage_collector()  # as the engine's process does
 
     def costs(self) -> str:
         """How many times as long as a plain round one with so many drafted tokens each takes."""

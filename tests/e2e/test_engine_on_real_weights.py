@@ -166,7 +166,7 @@ def _engine_pid(server: Server) -> int:
     assert server.process is not None
     children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text()
     for pid in children.split():
-        if re.search(r"embedded[./]worker", Path(f"/proc/{pid}/cmdline").read_text()):
+        if re.search(r"embedded[./]process[./]worker", Path(f"/proc/{pid}/cmdline").read_text()):
             return int(pid)
     raise AssertionError("the server has no engine process")
 

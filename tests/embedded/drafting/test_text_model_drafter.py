@@ -275,12 +275,14 @@ def test_confidences_follow_the_temperature(base: BaseModel) -> None:
     assert at_half > 0.9 > at_1 > at_2
 
 
-@pytest.mark.parametrize("draft", ["many", "pieces"])
-def test_inside_a_character_a_draft_continues_with_its_rest(base: BaseModel, draft: str) -> None:
+@pytest.mark.parametrize("tokenizer", ["many", "pieces"])
+def test_inside_a_character_a_draft_continues_with_its_rest(
+    base: BaseModel, tokenizer: str
+) -> None:
     begin = KNOWN.index("🙂")
     whole = KNOWN[: begin + 1].encode()
     for missing in (1, 2, 3):
-        scene = Scene(base, "bytes", draft)
+        scene = Scene(base, "bytes", tokenizer)
         begun = scene.stream(whole[:-missing])
         (draft,) = scene.drafter.propose([(begun, 8)])
         text = TokenBytes(scene.target).joined(draft.tokens)

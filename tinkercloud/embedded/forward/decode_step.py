@@ -7,6 +7,7 @@ are padding: they write to a spare block that no sequence reads.
 Axes: B rows, W blocks of a table, Hq/Hkv heads, Dh head size, V vocabulary.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from weakref import ref
@@ -77,7 +78,7 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Step(ABC):
     """One set of weights, and how it decodes into one pool. The pool is its owner's, who may free
     its memory: a graph must not keep it."""
 
@@ -99,11 +100,11 @@ class Step:
         show = None if states is None else states.show
         out.copy_(self.logits(Inputs.of(packed), pool, bank, show))
 
+    @abstractmethod
     def logits(
         self, inputs: Inputs, pool: BlockPool, bank: AdapterBank | None, show: Show | None
     ) -> Tensor:
         """(B, V)."""
-        raise NotImplementedError
 
 
 class DecodeContext:
