@@ -69,7 +69,7 @@ def test_graphs_without_our_kernels_compute_the_same(
         kernel_choice.has_kernels.cache_clear()
 
 
-def test_a_graph_serves_adapters_that_came_after_it(runner: GraphRunner):
+def test_a_graph_serves_adapters_loaded_after_it(runner: GraphRunner):
     assert bodies.other_adapters(CUDA, runner) == 1
 
 

@@ -78,7 +78,7 @@ def test_a_head_drafts_what_it_drafts_on_a_cpu(folder: Path):
     assert bodies.alike(there.head, here.head) > 0.9
 
 
-def test_noise_made_on_the_device_is_the_samplers():
+def test_noise_of_the_device_is_the_samplers():
     ids = torch.tensor([0, 5, 17, 299])
     rows = [row_params(seed=seed, sample_index=2, position=70) for seed in (0, 3, 2**64 - 1)]
     packed = torch.from_numpy(device_scan.packed(rows)).to(CUDA)

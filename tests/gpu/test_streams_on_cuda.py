@@ -25,12 +25,12 @@ def folder(tmp_path: Path) -> Path:
     return write_tiny_model(tmp_path)
 
 
-def test_a_gpu_has_lanes_of_its_own():
+def test_a_gpu_has_parallel_streams():
     assert streams_for(torch.device(CUDA)).are_parallel
 
 
 @pytest.mark.parametrize("load", [bodies.mixed(), bodies.mixed(1.0)], ids=["greedy", "drawn"])
-def test_lanes_change_no_token(folder: Path, load: bodies.Load):
+def test_streams_change_no_token(folder: Path, load: bodies.Load):
     plain = bodies.answered(folder, CUDA, load, SingleStream())
     found = bodies.answered(folder, CUDA, load, None)
     bodies.compare(found, plain, TOLERANCE)
@@ -45,7 +45,7 @@ def test_steps_with_too_few_blocks_answer_all_requests(folder: Path):
     assert found.num_preempted > 0
 
 
-def test_an_upload_does_not_wait_for_what_its_stream_was_given():
+def test_an_upload_does_not_wait_for_the_work_of_its_stream():
     device, array = torch.device(CUDA), np.arange(1000)
     uploaded(array, device)  # page-locked memory is there from now on
     torch.cuda.synchronize()
@@ -55,7 +55,7 @@ def test_an_upload_does_not_wait_for_what_its_stream_was_given():
     assert found.tolist() == list(range(1000))
 
 
-def test_prompts_are_read_while_others_are_drafted_for_and_verified(tmp_path: Path):
+def test_prefill_overlaps_with_drafting_and_verification(tmp_path: Path):
     path = tmp_path / "trace.json"
     command = [sys.executable, "-m", "benchmarks.gpu", "--trace", str(path)]
     subprocess.run(command, check=True, cwd=ROOT, timeout=600)

@@ -18,11 +18,11 @@ def test_the_step_of_fixed_shapes_computes_what_the_plain_runner_does():
     bodies.compare((ours, GraphRunner(None)), (theirs, TorchRunner()), 1e-4)
 
 
-def test_adapters_that_came_later_are_served():
+def test_adapters_loaded_later_are_served():
     assert bodies.other_adapters(CPU, GraphRunner(None)) == 0
 
 
-def test_the_draw_beside_the_logits_is_the_plain_one():
+def test_the_draw_on_the_device_is_the_plain_one():
     bodies.draws(CPU, device_scan.scan)
 
 

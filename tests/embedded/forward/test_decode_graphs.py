@@ -40,10 +40,10 @@ def several(base: BaseModel) -> list[tuple[Version, int]]:
     ]
 
 
-def agree(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
-    assert len(one) == len(other)
-    for ours, theirs in zip(one, other, strict=True):
-        torch.testing.assert_close(ours, theirs, **CLOSE)
+def agree(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    assert len(ours) == len(theirs)
+    for logits, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(logits, expected, **CLOSE)
 
 
 def both(make: Callable[[], Scene], count: int = 4) -> tuple[Scene, Scene]:
@@ -83,12 +83,12 @@ def test_padding_rows_change_no_block_of_a_sequence(llama: BaseModel):
         zip(before, (*scene.pool.keys, *scene.pool.values), strict=True)
     ):
         changed = {int(b) for b in (old != new).flatten(1).any(1).nonzero()}
-        own = {int(batch.tables[i, p // 16]) for i, p in enumerate(batch.positions)}
-        assert changed <= own | {spare}, layer
-        assert own <= changed
+        written = {int(batch.tables[i, p // 16]) for i, p in enumerate(batch.positions)}
+        assert changed <= written | {spare}, layer
+        assert written <= changed
 
 
-def test_an_adapter_with_numbers_that_are_none_reaches_nobody_else(llama: BaseModel):
+def test_an_adapter_that_is_not_finite_reaches_no_other_row(llama: BaseModel):
     sick, well = version(llama, 4, 1), version(llama, 4, 2)
     assert sick.adapter is not None
     next(iter(sick.adapter.values()))[1].fill_(float("nan"))
@@ -96,10 +96,10 @@ def test_an_adapter_with_numbers_that_are_none_reaches_nobody_else(llama: BaseMo
     alone = Scene.of([(sick, 1), (well, 1)], [20, 30])
     ours = steps(both_scene, GraphRunner(None), 2)
     theirs = steps(alone, TorchRunner(), 2)
-    for one, other in zip(ours, theirs, strict=True):
-        assert torch.isnan(one[0]).all()
-        torch.testing.assert_close(one[1], other[1], **CLOSE)
-        assert torch.isfinite(one[1]).all()
+    for logits, expected in zip(ours, theirs, strict=True):
+        assert torch.isnan(logits[0]).all()
+        torch.testing.assert_close(logits[1], expected[1], **CLOSE)
+        assert torch.isfinite(logits[1]).all()
 
 
 @pytest.mark.parametrize("runner", [TorchRunner(), GraphRunner(None)])
@@ -119,7 +119,7 @@ def test_what_lies_in_blocks_past_the_end_of_a_sequence_is_not_read(
     agree(steps(soiled, runner, 1), steps(clean, runner, 1))
 
 
-def test_only_the_wanted_rows_come_back(llama: BaseModel):
+def test_only_logit_rows_are_returned(llama: BaseModel):
     versions = [(version(llama, None, 0), 4)]
     scene, whole = Scene.of(versions, LENGTHS[:4]), Scene.of(versions, LENGTHS[:4])
     batch = scene.next_batch()
@@ -127,17 +127,17 @@ def test_only_the_wanted_rows_come_back(llama: BaseModel):
         batch.tokens, batch.positions, batch.sequence, batch.tables, versions, np.array([1, 3])
     )
     with torch.inference_mode():
-        found = GraphRunner(None).forward(batch, scene.pool)
-    torch.testing.assert_close(found, steps(whole, GraphRunner(None), 1)[0][[1, 3]])
+        logits = GraphRunner(None).forward(batch, scene.pool)
+    torch.testing.assert_close(logits, steps(whole, GraphRunner(None), 1)[0][[1, 3]])
 
 
-def test_more_rows_than_any_step_has_go_the_plain_way(llama: BaseModel):
+def test_more_rows_than_any_step_has_take_the_plain_pass(llama: BaseModel):
     size = MAX_ROWS + 3
     assert bucket_for(size) is None
     both(lambda: Scene.of([(version(llama, None, 0), size)], [1] * size, 3 * size + 5), count=1)
 
 
-def test_buckets_and_widths_hold_what_is_asked_for():
+def test_buckets_and_widths_are_large_enough():
     assert list(BUCKETS) == sorted(set(BUCKETS))
     for rows in range(1, MAX_ROWS + 1):
         assert rows <= bucket_for(rows) <= 2 * rows
@@ -160,13 +160,13 @@ def test_adapters_that_come_and_go_are_each_as_alone(llama: BaseModel):
             float64_decoder.assert_near(scene, steps(scene, runner, 2))
 
 
-def test_more_adapters_than_the_bank_holds_go_the_plain_way(llama: BaseModel):
+def test_more_adapters_than_the_bank_holds_take_the_plain_pass(llama: BaseModel):
     versions = [(version(llama, 2, seed), 1) for seed in range(1, 18)]
     assert GraphRunner(None)._bank(llama).place([v for v, _ in versions]) is None
     both(lambda: Scene.of(versions, [9] * 17), count=2)
 
 
-def test_room_for_a_large_adapter_is_made_of_that_for_many_small_ones(llama: BaseModel):
+def test_a_large_adapter_takes_the_room_of_many_small_ones(llama: BaseModel):
     shapes = llama.config.linear_shapes()
     one_slot = 4 * 32 * sum(sum(shape) for shape in shapes.values())
     bank = AdapterBank(shapes, llama.device, max_bytes=2 * one_slot)
@@ -180,7 +180,7 @@ def test_room_for_a_large_adapter_is_made_of_that_for_many_small_ones(llama: Bas
     assert bank.nbytes <= 2 * one_slot
 
 
-def test_the_longest_unused_adapter_makes_room(llama: BaseModel):
+def test_the_least_recently_used_adapter_is_evicted(llama: BaseModel):
     bank = AdapterBank(llama.config.linear_shapes(), llama.device, max_slots=2)
     a, b, c = (version(llama, 4, seed) for seed in (1, 2, 3))
     assert bank.place([a, b]) == [0, 1]
@@ -246,13 +246,13 @@ def test_a_graph_is_captured_once_for_each_kind_of_step(llama: BaseModel):
     assert capture.captured == kinds + 1
 
 
-def test_another_adapter_in_its_place_needs_no_new_graph(llama: BaseModel):
+def test_another_adapter_in_a_slot_needs_no_new_graph(llama: BaseModel):
     capture = Recorded()
     runner, ones = GraphRunner(capture), [version(llama, 8, seed) for seed in (1, 2, 3)]
     scene = Scene.of([(ones[0], 2)], [20, 30])
     plain = Scene.of([(ones[0], 2)], [20, 30])
-    for one in ones:
-        scene.versions = plain.versions = [(one, 2)]
+    for adapted in ones:
+        scene.versions = plain.versions = [(adapted, 2)]
         agree(steps(scene, runner, 2), steps(plain, TorchRunner(), 2))
     assert capture.captured == 1
     assert capture.replayed == 6
@@ -329,7 +329,7 @@ def test_the_engine_gives_memory_of_keys_and_values_back_after_a_failure(
 
 
 def test_the_plain_runner_makes_its_indices_once_for_all_layers(monkeypatch: pytest.MonkeyPatch):
-    made: dict[int, int] = {}
+    num_arrays: dict[int, int] = {}
     for num_layers in (1, 3):
         base = random_base(tiny_config("Llama", num_hidden_layers=num_layers))
         scene = Scene.of([(version(base, None, 0), len(LENGTHS))], LENGTHS)
@@ -338,5 +338,5 @@ def test_the_plain_runner_makes_its_indices_once_for_all_layers(monkeypatch: pyt
         with monkeypatch.context() as patch, torch.inference_mode():
             patch.setattr(torch, "from_numpy", lambda a: calls.append(1) or from_numpy(a))  # noqa: B023
             TorchRunner().forward(batch, scene.pool)
-        made[num_layers] = len(calls)
-    assert made[1] == made[3] > 0
+        num_arrays[num_layers] = len(calls)
+    assert num_arrays[1] == num_arrays[3] > 0

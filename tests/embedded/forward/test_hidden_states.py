@@ -59,20 +59,20 @@ def test_states_of_a_decode_step_are_the_compiled_passs_and_outlive_the_next(
     bodies.compare(ours, theirs, CLOSE)
 
 
-def test_a_layers_states_are_what_its_block_puts_out(base: BaseModel):
-    """Numbered from 1, the last one's after the final norm, in the order that was asked for."""
-    own, ids = version(base, 4, 1), torch.arange(20)
+def test_a_layers_states_are_its_blocks_output(base: BaseModel):
+    """Numbered from 1, the last one's after the final norm, in the order of `layers`."""
+    adapted, ids = version(base, 4, 1), torch.arange(20)
     runner, pool = TorchRunner(), BlockPool(base.config, base.dtype, base.device, 4)
     runner.capture(base, (3, 1, 2))
     with torch.inference_mode():
-        runner.forward(ragged([SequenceRows(own, ids.tolist(), 0, [0, 1], 1)]), pool)
-        context = TrainContext(own.weights, [20], adapter=own.adapter, scale=own.scale)
-        outputs = layer_outputs(own, context, ids)
+        runner.forward(ragged([SequenceRows(adapted, ids.tolist(), 0, [0, 1], 1)]), pool)
+        context = TrainContext(adapted.weights, [20], adapter=adapted.adapter, scale=adapted.scale)
+        outputs = layer_outputs(adapted, context, ids)
     expected = torch.stack([outputs[2], outputs[0], outputs[1]], 1)
     bodies.compare([runner.captured], [expected], CLOSE)
 
 
-def test_a_graph_is_captured_again_when_other_layers_are_wanted(llama: BaseModel):
+def test_a_graph_is_captured_again_for_other_layers(llama: BaseModel):
     capture, held, plain = Recorded(), bodies.scene(llama), bodies.scene(llama)
     runner = GraphRunner(capture)
     for layers, captured in (((1, 3), 1), ((1, 3), 1), ((2,), 2), ((), 3)):
@@ -83,13 +83,15 @@ def test_a_graph_is_captured_again_when_other_layers_are_wanted(llama: BaseModel
 
 
 @pytest.mark.parametrize("make", OTHERS)
-def test_where_no_layers_are_wanted_none_are_kept(
+def test_without_layers_no_states_are_kept(
     llama: BaseModel, make: Callable[[], Runner], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(runners, "LayerStates", None)
     runner = make()
     assert bodies.of_mixed(llama, runner, ()).numel() == 0
-    assert all(one.numel() == 0 for one in bodies.of_decoding(bodies.scene(llama), runner, ()))
+    assert all(
+        states.numel() == 0 for states in bodies.of_decoding(bodies.scene(llama), runner, ())
+    )
 
 
 # ---- in the engine
@@ -113,16 +115,16 @@ def test_a_head_sees_the_states_of_the_finished_text_and_changes_no_token(
     load = mixed(temperature)
     plain = bodies.written(folder, CPU, load, SingleStream(), by_head=False)
     for streams in both(FakeStreams()):
-        found = bodies.written(folder, CPU, load, streams)
-        bodies.same_tokens(found, plain)
-        assert found.head is not None
-        assert len(found.head.shown) > 100
-        bodies.check_what_was_shown(folder, found.head, CLOSE)
+        written = bodies.written(folder, CPU, load, streams)
+        bodies.same_tokens(written, plain)
+        assert written.head is not None
+        assert len(written.head.shown) > 100
+        bodies.check_what_was_shown(folder, written.head, CLOSE)
 
 
 @COMPILED
 @pytest.mark.parametrize("make", OTHERS)
-def test_a_head_drafts_what_it_drafts_beside_the_compiled_pass(
+def test_a_head_drafts_the_same_with_the_compiled_pass(
     folder: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[], Runner]
 ):
     load = bodies.short(temperature=1.0)
@@ -130,26 +132,24 @@ def test_a_head_drafts_what_it_drafts_beside_the_compiled_pass(
     native = bodies.written(folder, CPU, load, SingleStream())
     using(monkeypatch, make)
     for streams in both(FakeStreams()):
-        found = bodies.written(folder, CPU, load, streams)
-        assert found.head is not None and native.head is not None
-        assert bodies.alike(found.head, native.head) > 0.99
-        assert found.num_accepted > 0
-        assert sum(map(len, found.head.drafts.values())) > 100
+        written = bodies.written(folder, CPU, load, streams)
+        assert written.head is not None and native.head is not None
+        assert bodies.alike(written.head, native.head) > 0.99
+        assert written.num_accepted > 0
+        assert sum(map(len, written.head.drafts.values())) > 100
 
 
-def test_states_of_a_runner_that_only_scores_reach_no_head(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """It is not the one that was told which layers are wanted."""
+def test_states_of_the_scoring_runner_reach_no_head(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """The scoring runner captures no layers."""
     using(monkeypatch, TorchRunner)
     monkeypatch.setattr(base_states, "scorer_for", lambda base, runner: TorchRunner())
-    found = bodies.written(folder, CPU, mixed(), SingleStream())
-    assert found.head is not None
-    bodies.check_what_was_shown(folder, found.head, CLOSE)
+    written = bodies.written(folder, CPU, mixed(), SingleStream())
+    assert written.head is not None
+    bodies.check_what_was_shown(folder, written.head, CLOSE)
 
 
-def test_noise_made_on_the_device_is_the_samplers():
+def test_noise_of_the_device_is_the_samplers():
     ids = torch.tensor([0, 5, 17, 299])
     rows = [row_params(seed=seed, sample_index=2, position=70) for seed in (0, 3, 2**64 - 1)]
-    found = device_scan.noise_at(torch.from_numpy(device_scan.packed(rows)), ids, 300)
-    torch.testing.assert_close(found, gumbel_noise_at(rows, ids), atol=2e-5, rtol=0)
+    noise = device_scan.noise_at(torch.from_numpy(device_scan.packed(rows)), ids, 300)
+    torch.testing.assert_close(noise, gumbel_noise_at(rows, ids), atol=2e-5, rtol=0)

@@ -23,30 +23,30 @@ import json, torch
 from tinkercloud.decoding import philox, philox_kernel
 from tinkercloud.embedded.forward.kernel_choice import differences
 cpu = torch.device("cpu")
-found = {str(d): differences(cpu, d) for d in (torch.float32, torch.float16)}
+largest = {str(d): differences(cpu, d) for d in (torch.float32, torch.float16)}
 keys = torch.tensor([[0, 0, 0], [-1, 1023, 2**31], [-2**63, 2, 1]])
 for size in (1, 9, 1500):
     words = philox_kernel.random_words(keys, size).long() & 0xFFFFFFFF
     assert torch.equal(words, philox.plain_words(keys, size)), size
-print(json.dumps(found))
+print(json.dumps(largest))
 """
 
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, dict[str, float]]:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    told = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         env=environment, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False,
     )  # fmt: skip
-    assert not told.returncode, told.stderr[-3000:]
-    return json.loads(told.stdout)
+    assert not process.returncode, process.stderr[-3000:]
+    return json.loads(process.stdout)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_every_kernel_computes_what_its_plain_form_does(
     interpreted: dict[str, dict[str, float]], dtype: torch.dtype
 ):
-    found = interpreted[str(dtype)]
-    assert len(found) == 4
-    assert max(found.values()) <= TOLERANCES[dtype], found
+    largest = interpreted[str(dtype)]
+    assert len(largest) == 4
+    assert max(largest.values()) <= TOLERANCES[dtype], largest

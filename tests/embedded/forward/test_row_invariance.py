@@ -121,7 +121,7 @@ def logprobs_of(output: SampleOutput) -> NDArray[np.float32]:
     return output.sequences[0].logprobs
 
 
-def test_where_products_are_declared_row_invariant_company_changes_no_bit(
+def test_where_products_are_declared_row_invariant_other_rows_change_no_bit(
     store: ModelStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = TorchRunner()

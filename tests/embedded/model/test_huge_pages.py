@@ -17,10 +17,15 @@ def weights(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Of odd sizes; a head that is the embedding, a row apart, a matrix turned around."""
     generator = torch.Generator().manual_seed(3)
     shapes = {"embed": (33, 7), "q": (5, 7), "k": (3, 7), "norm": (7,), "nothing": (0,)}
-    made = {
+    weights = {
         name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()
     }
-    return {**made, "head": made["embed"], "a row": made["embed"][4], "turned": made["q"].T}
+    return {
+        **weights,
+        "head": weights["embed"],
+        "a row": weights["embed"][4],
+        "turned": weights["q"].T,
+    }
 
 
 def test_values_and_shapes_stay(weights: dict[str, torch.Tensor]) -> None:
@@ -35,7 +40,7 @@ def test_values_and_shapes_stay(weights: dict[str, torch.Tensor]) -> None:
         assert tensor.data_ptr() != places[name] or not tensor.numel()
 
 
-def test_what_shared_memory_still_does(weights: dict[str, torch.Tensor]) -> None:
+def test_tensors_that_shared_memory_still_do(weights: dict[str, torch.Tensor]) -> None:
     in_huge_pages(weights)
     weights["embed"][4] = 1.0
     weights["q"][2, 3] = 2.0
@@ -55,7 +60,7 @@ def test_joined_matrices_stay_joined(weights: dict[str, torch.Tensor]) -> None:
     assert joined([weights["embed"], weights["k"]]) is None
 
 
-def test_places_are_aligned(weights: dict[str, torch.Tensor]) -> None:
+def test_addresses_are_aligned(weights: dict[str, torch.Tensor]) -> None:
     in_huge_pages(weights)
     for name in ("embed", "q", "k", "norm"):
         assert weights[name].data_ptr() % LINE_BYTES == 0
@@ -80,7 +85,7 @@ def test_the_system_gives_large_pages() -> None:
 def _area_of(address: int) -> str:
     """What /proc/self/smaps says of the mapping that holds it."""
     for area in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
-        first, end = (int(one, 16) for one in area.split(" ", 1)[0].split("-"))
+        first, end = (int(address, 16) for address in area.split(" ", 1)[0].split("-"))
         if first <= address < end:
             return area
     raise AssertionError("no mapping holds the weights")

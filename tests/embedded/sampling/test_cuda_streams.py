@@ -55,20 +55,20 @@ def watching(
     monkeypatch: pytest.MonkeyPatch, streams: FakeStreams, make: Callable[[], Runner]
 ) -> list[WatchedRunner]:
     """Runners that are made from now on; copies of blocks are watched too."""
-    made: list[WatchedRunner] = []
+    watched_runners: list[WatchedRunner] = []
     copy = BlockPool.copy
 
     def watched() -> WatchedRunner:
-        made.append(WatchedRunner(make(), streams))
-        return made[-1]
+        watched_runners.append(WatchedRunner(make(), streams))
+        return watched_runners[-1]
 
     def watched_copy(pool: BlockPool, source: int, target: int) -> None:
-        made[-1].places.copied(source, target)
+        watched_runners[-1].places.copied(source, target)
         copy(pool, source, target)
 
     using(monkeypatch, watched)
     monkeypatch.setattr(BlockPool, "copy", watched_copy)
-    return made
+    return watched_runners
 
 
 # ---- what is sampled
@@ -87,21 +87,23 @@ def test_streams_change_no_token_and_no_keys_are_read_before_they_are_written(  
     using(monkeypatch, make)
     plain = bodies.answered(folder, CPU, load, SingleStream())
     watched = watching(monkeypatch, streams, make)
-    found = bodies.answered(folder, CPU, load, streams.parallel())
-    bodies.compare(found, plain, tolerance)
+    parallel = bodies.answered(folder, CPU, load, streams.parallel())
+    bodies.compare(parallel, plain, tolerance)
     rows = watched[0].rows
     assert min(rows["prefill"]) > 1
     assert rows["verify"]
     assert not rows["main"]
     if load.most_drafted:
-        assert found.num_accepted > 10
-        reasons = {one.stop_reason for output in found.outputs for one in output.sequences}
+        assert parallel.num_accepted > 10
+        reasons = {
+            sequence.stop_reason for output in parallel.outputs for sequence in output.sequences
+        }
         assert reasons == {"stop", "length"}
-        hits = [output.prompt_cache_hit_tokens for output in found.outputs]
+        hits = [output.prompt_cache_hit_tokens for output in parallel.outputs]
         assert any(hits) == watched[0].is_exact
     else:
-        assert found.num_preempted > 0
-        assert found.num_steps > 50
+        assert parallel.num_preempted > 0
+        assert parallel.num_steps > 50
 
 
 @COMPILED
@@ -150,9 +152,9 @@ class Bench:
         self.base = BaseModel.load("tiny", folder, folder, torch.float32, torch.device(CPU))
         self.runners = watching(monkeypatch, streams, TorchRunner)
 
-        def drawn(*given):
+        def drawn(*args):
             streams.note("draw")
-            return sample(*given)
+            return sample(*args)
 
         monkeypatch.setattr(postprocessor, "sample", drawn)
         drafting = Drafting(lambda _: Noting(streams), 2)
@@ -233,8 +235,8 @@ def test_a_drafter_that_dies_on_its_stream_changes_no_token(
     plain = bodies.answered(folder, CPU, bodies.mixed(), SingleStream())
     suffix = bodies.suffix
     monkeypatch.setattr(bodies, "suffix", lambda size: DyingDrafter(suffix(size), num_good))
-    found = bodies.answered(folder, CPU, bodies.mixed(), streams.parallel())
-    bodies.compare(found, plain, 1e-3)
+    parallel = bodies.answered(folder, CPU, bodies.mixed(), streams.parallel())
+    bodies.compare(parallel, plain, 1e-3)
 
 
 @pytest.mark.parametrize("role", [StreamRole.PREFILL, StreamRole.VERIFY])
@@ -258,8 +260,8 @@ def test_after_a_failed_pass_all_streams_are_joined_and_the_engine_works(
         bench.submit(20 + seed, seed)
         bench.step()
     bench.run()
-    answers = [one for one in bench.outcomes if isinstance(one, SampleOutput)]
-    assert [len(one.sequences[0].tokens) for one in answers] == [9, 9]
+    answers = [each for each in bench.outcomes if isinstance(each, SampleOutput)]
+    assert [len(each.sequences[0].tokens) for each in answers] == [9, 9]
 
 
 def test_a_stream_outside_of_fork_join_is_refused(streams: FakeStreams):
@@ -309,6 +311,6 @@ def test_a_pass_over_prompts_waits_for_no_result_and_for_no_copy(
 def test_what_is_uploaded_to_a_cpu_keeps_its_type_and_numbers():
     for values in ([3, 1, 2], []):
         array = torch.tensor(values, dtype=torch.int64).numpy()
-        found = uploaded(array, torch.device(CPU))
-        assert found.dtype == torch.int64
-        assert found.tolist() == values
+        copy = uploaded(array, torch.device(CPU))
+        assert copy.dtype == torch.int64
+        assert copy.tolist() == values

@@ -95,11 +95,11 @@ def test_the_same_seed_gives_the_same_tokens_alone_and_among_others(
         train(store, model_id, [supervised(20, 1)])
         store.optim_step(model_id, AdamParams(learning_rate=0.01))
     versions = [base, store.publish(FromModel("lora")), store.publish(FromModel("full"))]
-    wanted = {
-        f"wanted {i}": (v, ask(PROMPT, n=2, max_tokens=150, seed=5, use_eos=False))
+    repeated = {
+        f"repeated {i}": (v, ask(PROMPT, n=2, max_tokens=150, seed=5, use_eos=False))
         for i, v in enumerate(versions)
     }
-    alone = {name: Sampler(store).one(*request) for name, request in wanted.items()}
+    alone = {name: Sampler(store).one(*request) for name, request in repeated.items()}
     rng = np.random.default_rng(3)
     others = {
         str(i): (
@@ -109,12 +109,12 @@ def test_the_same_seed_gives_the_same_tokens_alone_and_among_others(
         )
         for i in range(16)
     }  # fmt: skip
-    among = Sampler(store).run(others | wanted)
+    among = Sampler(store).run(others | repeated)
     for name, output in alone.items():
         assert_same_samples_in_company(output, among[name], is_exact=runner == "compiled")
 
 
-def test_a_sample_depends_on_its_index_not_on_how_many_were_asked(
+def test_a_sample_depends_on_its_index_not_on_the_number_of_samples(
     store: ModelStore, base: str
 ) -> None:
     few = Sampler(store).one(base, ask(PROMPT, n=2, seed=9, use_eos=False))
@@ -188,7 +188,9 @@ def test_topk_and_target_prompt_logprobs_agree_with_the_full_distribution(
     assert output.prompt_logprobs is None
 
 
-def test_topk_of_sampled_tokens_is_of_the_law_sampled_from(store: ModelStore, base: str) -> None:
+def test_topk_of_sampled_tokens_is_of_the_distribution_sampled_from(
+    store: ModelStore, base: str
+) -> None:
     request = ask(PROMPT, max_tokens=5, top_k=3, temperature=0.8, topk_sample_logprobs=5,
                   use_eos=False)  # fmt: skip
     sequence = Sampler(store).one(base, request).sequences[0]

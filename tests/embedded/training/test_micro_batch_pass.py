@@ -84,7 +84,7 @@ def batch(loss: str = "cross_entropy", lengths: Sequence[int] = LENGTHS, **more:
 
 
 def beginning_alike(loss: str = "cross_entropy", **more: int) -> TrainBatch:
-    """Samples of two prompts, one sample the beginning of another; two turns; a short likeness."""
+    """Samples of two prompts, one a prefix of another; two turns; a prefix too short to share."""
     tokens = np.random.default_rng(0).integers(0, VOCAB, 400).astype(np.int32)
     parts = [
         *((0, 20, 100, 9), (0, 20, 110, 30), (30, 70, 120, 5), (0, 20, 130, 1)),
@@ -92,8 +92,8 @@ def beginning_alike(loss: str = "cross_entropy", **more: int) -> TrainBatch:
     ]
     data = []
     for i, (start, end, after, count) in enumerate(parts):
-        own = np.concatenate([tokens[start:end], tokens[after : after + count]])
-        data.append(replace(datum(len(own), i, loss, **more), tokens=own))
+        datum_tokens = np.concatenate([tokens[start:end], tokens[after : after + count]])
+        data.append(replace(datum(len(datum_tokens), i, loss, **more), tokens=datum_tokens))
     return TrainBatch(tuple(data), loss, LOSSES[loss].defaults)
 
 
@@ -159,18 +159,16 @@ def test_every_loss_equals_autograd(loss: str, llama: BaseModel) -> None:
 
 
 @pytest.mark.parametrize("loss", sorted(LOSSES))
-def test_datums_that_begin_alike_get_what_each_gets_from_autograd(
-    loss: str, llama: BaseModel
-) -> None:
+def test_datums_with_a_common_prefix_equal_autograd(loss: str, llama: BaseModel) -> None:
     assert_equal_to_reference(lora(llama), beginning_alike(loss))
 
 
-def test_shared_beginnings_equal_autograd_in_every_family(base: BaseModel) -> None:
+def test_shared_prefixes_equal_autograd_in_every_family(base: BaseModel) -> None:
     assert_equal_to_reference(lora(base), beginning_alike(targets=2), recompute=True)
     assert_equal_to_reference(full(base), beginning_alike())
 
 
-def test_what_datums_begin_with_alike_is_computed_once() -> None:
+def test_a_common_prefix_is_computed_once() -> None:
     data = beginning_alike().data
     layout = lay_out([data])
     assert layout.ends == (20 + 9 + 30 + 40 + 40 + 1 + 17,)  # 5 tokens alike are too few
@@ -191,7 +189,7 @@ def test_several_targets_equal_autograd(llama: BaseModel) -> None:
     assert_equal_to_reference(lora(llama), batch(targets=3))
 
 
-def test_a_target_that_stands_twice_counts_twice(llama: BaseModel) -> None:
+def test_a_target_given_twice_counts_twice(llama: BaseModel) -> None:
     work = batch(targets=2)
     for each in work.data:
         each.inputs["target_tokens"][:, 1] = each.inputs["target_tokens"][:, 0]
@@ -245,8 +243,8 @@ def test_bfloat16_gradients_are_as_near_to_float32_as_those_of_autograd(tmp_path
     truth = ran(run_pass, exact, share(lora(exact), batch())).model.grads
 
     def distance(run) -> float:
-        found = ran(run, narrow, share(lora(narrow), batch())).model.grads
-        apart = [float((found[n] - truth[n]).norm() / truth[n].norm()) for n in truth]
+        gradients = ran(run, narrow, share(lora(narrow), batch())).model.grads
+        apart = [float((gradients[n] - truth[n]).norm() / truth[n].norm()) for n in truth]
         return float(np.mean(apart))
 
     assert distance(run_pass) < 1.2 * distance(run_reference) + 1e-3
@@ -269,7 +267,7 @@ def test_in_bfloat16_values_are_rounded_where_the_plain_pass_rounds_them(
         for _, b in model.adapter.values():
             b.detach().zero_()
         outputs = ran(run, base, share(model, batch())).outputs
-        return np.concatenate([one["logprobs"] for one in outputs])
+        return np.concatenate([output["logprobs"] for output in outputs])
 
     plain, truth = scored(run_reference, narrow), scored(run_reference, exact)
     distance = np.abs(scored(run_pass, narrow) - plain).mean()
@@ -290,9 +288,9 @@ def test_joined_weights_keep_their_values_and_give_the_same_gradients(tmp_path: 
     for group in neighbours(together.config.num_layers):
         assert joined([together.weights[name] for name in group]) is not None
         assert joined([plain.weights[name] for name in group]) is None
-    found = [ran(run_pass, b, share(lora(b), batch())) for b in (plain, together)]
-    for name, grad in found[0].model.grads.items():
-        other = found[1].model.grads[name]
+    shares = [ran(run_pass, b, share(lora(b), batch())) for b in (plain, together)]
+    for name, grad in shares[0].model.grads.items():
+        other = shares[1].model.grads[name]
         torch.testing.assert_close(grad, other, rtol=0, atol=1e-5 * float(other.abs().max()))
 
 
@@ -305,14 +303,14 @@ def assert_attention_equals(
     num_rows = 1 + max(int(rows.max()) for rows in sequences)
     q, k, v = (torch.randn(num_rows, heads, 16, requires_grad=True) for heads in (6, 2, 2))
     dout, right = torch.randn_like(q), expected(q, k, v)
-    wanted = torch.autograd.grad(right, (q, k, v), dout)
+    expected = torch.autograd.grad(right, (q, k, v), dout)
     attention = PackedAttention(sequences, num_rows, torch.device("cpu"))
     with torch.no_grad():
         out, kept = attention.forward(q, k, v, keep=True)
-        found = [torch.full_like(x, torch.nan) for x in (q, k, v)]
-        attention.backward(kept, dout, found)
+        gradients = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+        attention.backward(kept, dout, gradients)
     torch.testing.assert_close(out, right.detach())
-    for ours, theirs in zip(found, wanted, strict=True):
+    for ours, theirs in zip(gradients, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
@@ -330,9 +328,9 @@ def test_attention_of_shared_rows_sums_their_gradients(
 
     def one_by_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         whole = torch.zeros_like(q)
-        for own in reversed(rows):
-            at = torch.from_numpy(own)
-            whole = whole.index_put((at,), causal_attention(q[at], k[at], v[at], [len(own)]))
+        for sequence in reversed(rows):
+            at = torch.from_numpy(sequence)
+            whole = whole.index_put((at,), causal_attention(q[at], k[at], v[at], [len(sequence)]))
         return whole
 
     assert_attention_equals(one_by_one, rows)
@@ -349,17 +347,19 @@ def test_a_bucket_wastes_little() -> None:
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "gspo"])
-def test_models_that_share_a_pass_get_what_each_gets_alone(base: BaseModel, loss: str) -> None:
+def test_models_that_share_a_pass_have_the_results_of_separate_ones(
+    base: BaseModel, loss: str
+) -> None:
     models = [lora(base, seed) for seed in (1, 2, 3, 4)]
     works = [batch(loss, lengths) for lengths in ((9, 30), (64,), (5, 5, 17, 300))]
     works.append(beginning_alike(loss))
     alone = [ran(run_pass, base, share(m, w)) for m, w in zip(models, works, strict=True)]
     together = [share(m, w) for m, w in zip(models, works, strict=True)]
     ran(run_pass, base, *together)
-    for one, shared in zip(alone, together, strict=True):
+    for separate, shared in zip(alone, together, strict=True):
         exact = is_row_invariant(torch.float32)
-        assert shared.loss == pytest.approx(one.loss, rel=0 if exact else 1e-5, abs=0)
-        assert_same_gradients_in_company(one.model.grads, shared.model.grads)
+        assert shared.loss == pytest.approx(separate.loss, rel=0 if exact else 1e-5, abs=0)
+        assert_same_gradients_in_company(separate.model.grads, shared.model.grads)
 
 
 def test_an_error_of_one_share_leaves_the_others_as_they_are(llama: BaseModel) -> None:

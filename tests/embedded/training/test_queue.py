@@ -56,8 +56,8 @@ def finish(queue: TrainingQueue) -> list[Finished]:
 def alone(model: TrainableModel, work: TrainBatch) -> dict[str, torch.Tensor]:
     """The gradient of one call by itself; the model is left without."""
     train_alone(model, work, LIMITS)
-    found, model.grads = model.grads, {}
-    return found
+    gradients, model.grads = model.grads, {}
+    return gradients
 
 
 def outputs_of(model: TrainableModel, work: TrainBatch, limits: Limits) -> list[np.ndarray]:
@@ -98,11 +98,11 @@ def test_small_calls_of_several_models_share_a_pass_with_the_results_of_separate
     done = finish(queue)
     assert [result.call_id for result in done] == [0, 1, 2]
     assert passes == [[2, 1, 1]]
-    for model, wanted in zip(models, expected, strict=True):
-        assert_same_gradients_in_company(wanted, model.grads)
+    for model, gradients in zip(models, expected, strict=True):
+        assert_same_gradients_in_company(gradients, model.grads)
 
 
-def test_what_does_not_fit_a_pass_waits_for_the_next(
+def test_a_micro_batch_that_does_not_fit_a_pass_waits_for_the_next(
     store: ModelStore, passes: list[list[int]]
 ) -> None:
     a, b, c = create(store, "a", "b", "c")
@@ -137,7 +137,7 @@ def test_full_models_have_their_passes_to_themselves(
     assert passes == [[1], [1]]
 
 
-def test_models_take_turns_by_micro_batch(store: ModelStore) -> None:
+def test_models_alternate_by_micro_batch(store: ModelStore) -> None:
     a, b = create(store, "a", "b")
     queue = TrainingQueue(LIMITS)
     queue.add(0, a, batch(*[100] * 6))
@@ -251,9 +251,9 @@ def test_micro_batches_keep_to_both_limits() -> None:
     ]
 
 
-def test_what_datums_share_counts_once_in_a_micro_batch() -> None:
-    prompt, *samples = (one.tokens for one in batch(50, *[20] * 5, seed=3).data)
-    data = [Datum(np.concatenate([prompt, own]), {}) for own in samples]
+def test_a_shared_prefix_counts_once_in_a_micro_batch() -> None:
+    prompt, *samples = (datum.tokens for datum in batch(50, *[20] * 5, seed=3).data)
+    data = [Datum(np.concatenate([prompt, sample]), {}) for sample in samples]
 
     def cut(tokens: int, activation_bytes: int = 10**6) -> list[tuple[tuple[int, ...], int]]:
         limits = Limits(tokens, activation_bytes)
@@ -270,7 +270,7 @@ def test_a_pass_that_shares_nothing_gets_no_more_rows_than_it_may(
     store: ModelStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (a,) = create(store, "a")
-    prompt, *samples = (one.tokens for one in batch(50, *[20] * 5, seed=3).data)
+    prompt, *samples = (datum.tokens for datum in batch(50, *[20] * 5, seed=3).data)
     data = [replace(supervised(70, 0), tokens=np.concatenate([prompt, s])) for s in samples]
     queue = TrainingQueue(Limits(150))
     work = TrainBatch(tuple(data), "cross_entropy")
@@ -281,14 +281,16 @@ def test_a_pass_that_shares_nothing_gets_no_more_rows_than_it_may(
     assert [len(job.waiting) for job in queue._jobs] == [1, 3]
 
 
-def test_datums_that_begin_alike_are_computed_together_and_answered_in_order(
+def test_datums_with_a_common_prefix_are_computed_together_and_answered_in_order(
     store: ModelStore,
 ) -> None:
     (a,) = create(store, "a")
-    one, two = (datum.tokens for datum in batch(30, 30, seed=5).data)
+    first, second = (datum.tokens for datum in batch(30, 30, seed=5).data)
     data = []
-    for i, (prompt, own) in enumerate(zip((one, two) * 3, batch(*range(4, 10)).data, strict=True)):
-        tokens = np.concatenate([prompt, own.tokens])
+    for i, (prompt, sample) in enumerate(
+        zip((first, second) * 3, batch(*range(4, 10)).data, strict=True)
+    ):
+        tokens = np.concatenate([prompt, sample.tokens])
         data.append(replace(supervised(len(tokens), i), tokens=tokens))
     work = TrainBatch(tuple(data), "cross_entropy")
     cut = [m.indices for m in micro_batches(data, Limits(60), a.kept_bytes())]
@@ -298,7 +300,7 @@ def test_datums_that_begin_alike_are_computed_together_and_answered_in_order(
         np.testing.assert_allclose(together, by_itself, rtol=1e-5, atol=1e-5)
 
 
-def test_the_estimate_of_kept_bytes_is_from_above_and_not_far(store: ModelStore) -> None:
+def test_the_estimate_of_kept_bytes_is_a_close_upper_bound(store: ModelStore) -> None:
     """Against what a pass really keeps: all tensors that its saved blocks hold."""
     from tinkercloud.embedded.training import micro_batch_pass
 
@@ -309,8 +311,8 @@ def test_the_estimate_of_kept_bytes_is_from_above_and_not_far(store: ModelStore)
     def watched(self, index, x, *, keep):
         out, saved = forward(self, index, x, keep=keep)
         kept = [saved.x, saved.mixed, saved.middle, saved.gates, saved.inverse]
-        kept += [t for one in saved.attention for t in one.inputs]
-        kept += [one.out for one in saved.attention if one.out is not None]
+        kept += [t for each in saved.attention for t in each.inputs]
+        kept += [each.out for each in saved.attention if each.out is not None]
         lows = (saved.down_qkv, saved.down_o, saved.down_gates, saved.down_out)
         kept += [low for group in lows for low in group if low is not None]
         for tensor in kept:

@@ -98,15 +98,15 @@ def test_gradients_of_two_calls_add_up_to_those_of_the_union(store: ModelStore) 
 
 @pytest.mark.parametrize("tokens", [1, 20, 1024])
 def test_gradients_do_not_depend_on_the_size_of_micro_batches(folder: Path, tokens: int) -> None:
-    found = {}
+    results = {}
     for size in (10_000, tokens):
         store = open_store(folder, tokens=size)
         warmed_up(store, "m")
         store.model("m").grads = {}
         output = train(store, "m", DATA)
-        found[size] = (grads(store, "m"), output)
-    assert_same_gradients(found[tokens][0], found[10_000][0])
-    assert [o["logprobs"].shape for o in found[tokens][1].outputs] == [(5,), (17,), (1,), (40,)]
+        results[size] = (grads(store, "m"), output)
+    assert_same_gradients(results[tokens][0], results[10_000][0])
+    assert [o["logprobs"].shape for o in results[tokens][1].outputs] == [(5,), (17,), (1,), (40,)]
 
 
 def test_recomputed_layers_give_the_same_gradients(folder: Path, store: ModelStore) -> None:
@@ -186,8 +186,8 @@ def test_several_targets_per_position_sum_over_all_of_them(store: ModelStore) ->
     store.model("m").grads = {}
     loss = 0.0
     for k in range(3):
-        one = Datum(tokens, {"target_tokens": targets[:, k], "weights": weights[:, k]})
-        output = train(store, "m", [one])
+        datum = Datum(tokens, {"target_tokens": targets[:, k], "weights": weights[:, k]})
+        output = train(store, "m", [datum])
         loss += output.metrics["loss:sum"]
         np.testing.assert_allclose(
             output.outputs[0]["logprobs"], wide.outputs[0]["logprobs"][:, k], atol=1e-5

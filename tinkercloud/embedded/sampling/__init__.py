@@ -1,1 +1,1 @@
-"""Continuous batching: the engine, its sequences, prompt log-probabilities and speculation."""
+"""Continuous batching: engine, scheduler, sequences, prompt log-probabilities, speculation."""

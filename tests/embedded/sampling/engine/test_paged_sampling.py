@@ -31,13 +31,13 @@ def pool_of(sampler: Sampler) -> BlockPool:
 
 def distributions(store: ModelStore, version: str, **limits: int) -> np.ndarray:
     """(4, V): log-probabilities after some beginnings of PROMPT."""
-    sampler, found = Sampler(store, **limits), []
+    sampler, logprobs = Sampler(store, **limits), []
     for length in (1, 2, 17, 100):
         request = ask(PROMPT[:length], max_tokens=1, topk_sample_logprobs=VOCAB)
         (topk,) = [sequence.topk for sequence in sampler.one(version, request).sequences]
         assert topk is not None
-        found.append(topk.logprobs[0][np.argsort(topk.token_ids[0])])
-    return np.array(found)
+        logprobs.append(topk.logprobs[0][np.argsort(topk.token_ids[0])])
+    return np.array(logprobs)
 
 
 def version_of(store: ModelStore, rank: int | None) -> str:
@@ -74,7 +74,7 @@ def test_in_bfloat16_the_compiled_pass_is_nearer_to_exact_than_the_plain_one(
     monkeypatch.setattr(runners, "library", lambda: None)
     plain = distributions(narrow, base)
     likely = truth > np.log(1e-3)
-    distance = [np.abs(found - truth)[likely].mean() for found in (compiled, plain)]
+    distance = [np.abs(logprobs - truth)[likely].mean() for logprobs in (compiled, plain)]
     assert 0 < distance[0] < 0.7 * distance[1], distance
 
 
@@ -135,9 +135,7 @@ def test_many_adapters_in_one_batch_are_each_as_alone(store: ModelStore, base: s
 # ---- beginnings that are known
 
 
-def test_a_prompt_seen_before_is_computed_from_its_last_block_on(
-    store: ModelStore, base: str
-) -> None:
+def test_a_cached_prompt_is_computed_from_its_last_block_on(store: ModelStore, base: str) -> None:
     sampler = Sampler(store)
     request = ask(PROMPT, max_tokens=30, seed=4, use_eos=False)
     first, second = sampler.one(base, request), sampler.one(base, request)
@@ -155,7 +153,7 @@ def test_the_second_turn_of_a_chat_computes_only_what_is_new(store: ModelStore, 
     same(output, Sampler(store).one(base, request))
 
 
-def test_prompts_that_arrive_together_compute_their_common_beginning_once(
+def test_prompts_that_arrive_together_compute_their_common_prefix_once(
     store: ModelStore, base: str
 ) -> None:
     requests = {
@@ -209,7 +207,7 @@ def test_a_released_version_is_lost_and_its_blocks_are_free(store: ModelStore, b
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_samples_that_lose_their_blocks_go_on_as_if_they_had_not(
+def test_pre_empted_samples_have_the_same_tokens(
     store: ModelStore, base: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not compiled:
@@ -277,7 +275,7 @@ def pool(store: ModelStore) -> BlockPool:
     return BlockPool(store.base("tiny").config, torch.float32, torch.device("cpu"), 4)
 
 
-def test_the_longest_unused_block_makes_room_first(pool: BlockPool) -> None:
+def test_the_least_recently_used_block_is_evicted_first(pool: BlockPool) -> None:
     digests = block_digests("v", list(range(64)))
     blocks = pool.allocate(4)
     for block, digest in zip(blocks, digests, strict=True):
@@ -290,7 +288,7 @@ def test_the_longest_unused_block_makes_room_first(pool: BlockPool) -> None:
     assert taken == [blocks[3], blocks[2]]
 
 
-def test_a_block_that_is_held_is_never_given_away(pool: BlockPool) -> None:
+def test_a_block_with_a_holder_is_never_evicted(pool: BlockPool) -> None:
     held = pool.allocate(3)
     assert pool.allocate(2) is None
     assert pool.num_available == 1
@@ -298,7 +296,7 @@ def test_a_block_that_is_held_is_never_given_away(pool: BlockPool) -> None:
     assert pool.num_available == 4
 
 
-def test_a_digest_stands_for_the_version_and_everything_before() -> None:
+def test_a_digest_covers_the_version_and_all_tokens_before() -> None:
     tokens = list(range(48))
     assert block_digests("v", tokens)[:2] == block_digests("v", tokens[:40])
     assert block_digests("v", tokens)[1] != block_digests("w", tokens)[1]

@@ -64,15 +64,15 @@ def test_drafts_change_no_token_and_no_logprob(
     makers["erring oracle"] = lambda _: knowing(plain, requests, 3)
     for (name, make), most in itertools.product(makers.items(), (1, 2, 5, 8)):
         drafting = Drafting(make, most)
-        found = Sampler(store, num_threads=2, speculate=drafting).run(requests)
-        all_same(found, plain)
+        outputs = Sampler(store, num_threads=2, speculate=drafting).run(requests)
+        all_same(outputs, plain)
         if name == "oracle":  # samples of one prompt may begin alike
-            num_verified = sum(told.num_verified for told in drafting.policy.rounds)
+            num_verified = sum(each.num_verified for each in drafting.policy.rounds)
             assert drafting.policy.num_accepted > 0.9 * num_verified > 0
 
 
 @pytest.mark.parametrize("chunk", [1, 7])
-def test_drafts_beside_prompts_that_are_read_in_pieces_change_nothing(
+def test_drafts_during_chunked_prefill_change_nothing(
     store: ModelStore, base: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = mixture(base, 5, 1.0, use_eos=False)
@@ -99,7 +99,7 @@ def model(folder: Path, dtype: torch.dtype, num_blocks: int = 400) -> Callable[[
 
 
 @pytest.mark.parametrize(("temperature", "more"), LAWS, ids=str)
-def test_a_model_drafts_by_the_targets_own_noise(
+def test_a_draft_model_draws_with_the_targets_noise(
     store: ModelStore, folder: Path, other_folder: Path, temperature: float, more: dict[str, object]
 ) -> None:
     """The target itself as its draft is always right; another model, and one without room, change
@@ -111,16 +111,16 @@ def test_a_model_drafts_by_the_targets_own_noise(
     for make in (model(folder, dtype), model(other_folder, dtype), model(folder, dtype, 7)):
         for most in (1, 4, 8):
             drafting = Drafting(make, most)
-            found = Sampler(store, num_threads=2, speculate=drafting).run(requests)
-            all_same(found, plain)
+            outputs = Sampler(store, num_threads=2, speculate=drafting).run(requests)
+            all_same(outputs, plain)
     right = Drafting(model(folder, dtype), 4)
     all_same(Sampler(store, speculate=right).run(requests), plain)
-    assert right.policy.num_accepted == sum(told.num_verified for told in right.policy.rounds) > 0
+    assert right.policy.num_accepted == sum(each.num_verified for each in right.policy.rounds) > 0
 
 
 @pytest.mark.parametrize(("temperature", "more"), LAWS, ids=str)
 @pytest.mark.parametrize("most", [1, 5])
-def test_a_head_drafts_from_the_targets_states_and_changes_nothing(
+def test_a_head_drafts_from_the_targets_hidden_states_and_changes_nothing(
     store: ModelStore, most: int, temperature: float, more: dict[str, object]
 ) -> None:
     base = store.publish(FromBase("tiny"))
@@ -129,12 +129,12 @@ def test_a_head_drafts_from_the_targets_states_and_changes_nothing(
     drafting = Drafting(lambda _: HeadDrafter(*untaught_head(store.base("tiny"))), most)
     sampler = Sampler(store, num_threads=2, speculate=drafting)
     all_same(sampler.run(requests), plain)
-    told = sampler.engine.speculation()[0]["tiny"]
-    assert told["refused"] == {}
-    assert told["drafters"]["head"]["depths"][0]["verified"] > 50
+    snapshot = sampler.engine.speculation()[0]["tiny"]
+    assert snapshot["refused"] == {}
+    assert snapshot["drafters"]["head"]["depths"][0]["verified"] > 50
 
 
-def test_a_heads_cache_holds_what_the_finished_text_would_give(store: ModelStore) -> None:
+def test_a_heads_cache_equals_that_of_the_finished_text(store: ModelStore) -> None:
     """After rounds in which drafts fell: the next draft is that of a head that reads the text at
     once, with states from a pass over all of it."""
     base = store.publish(FromBase("tiny"))
@@ -149,7 +149,7 @@ def test_a_heads_cache_holds_what_the_finished_text_would_give(store: ModelStore
     (state,) = engine.states
     assert state.speculation is not None
     stream = state.speculation._streams[sequence]
-    (found,) = drafter.propose([(stream, 3)])
+    (draft,) = drafter.propose([(stream, 3)])
     tokens = np.array(stream.tokens, np.int32)
     version = store.version(base)
     captured = capture_sequence(
@@ -159,11 +159,11 @@ def test_a_heads_cache_holds_what_the_finished_text_would_give(store: ModelStore
     fresh.begin(stream)
     fresh.observe_hidden(stream, 0, states[:-1])
     (expected,) = fresh.propose([(stream, 3)])
-    assert found.tokens == expected.tokens
-    np.testing.assert_allclose(found.confidences, expected.confidences, atol=0.05)
+    assert draft.tokens == expected.tokens
+    np.testing.assert_allclose(draft.confidences, expected.confidences, atol=0.05)
 
 
-def test_another_models_drafts_stand_more_often_than_chance(
+def test_another_models_drafts_are_accepted_more_often_than_by_chance(
     store: ModelStore, base: str, folder: Path
 ) -> None:
     """One that was tuned a little, at temperature 1: the noise is shared. By chance it would be one
@@ -173,24 +173,24 @@ def test_another_models_drafts_stand_more_often_than_chance(
     plain = Sampler(store).run(requests)
     drafting = Drafting(model(folder, store.base("tiny").dtype), 3)
     all_same(Sampler(store, speculate=drafting).run(requests), plain)
-    judged = sum(sum(told.num_judged) for told in drafting.policy.rounds)
+    judged = sum(sum(each.num_judged) for each in drafting.policy.rounds)
     assert drafting.policy.num_accepted > 0.1 * judged
     assert drafting.policy.stops == [], "more than their probability says, as it must be"
 
 
-def test_every_drafted_token_that_is_right_stands(store: ModelStore, base: str) -> None:
+def test_every_drafted_token_that_is_right_is_accepted(store: ModelStore, base: str) -> None:
     """30 tokens: one with the prompt, then a round for each 9."""
     requests = {"0": (base, ask(random_prompt(20, 1), max_tokens=30, seed=1, use_eos=False))}
     plain = Sampler(store).run(requests)
     drafting = Drafting(lambda _: knowing(plain, requests, 0), 8)
     sampler = Sampler(store, speculate=drafting)
     all_same(sampler.run(requests), plain)
-    assert [told.accepted for told in drafting.policy.rounds] == [(8,), (8,), (8,), (1,)]
+    assert [each.accepted for each in drafting.policy.rounds] == [(8,), (8,), (8,), (1,)]
     assert sampler.engine.num_tokens_sampled == 30
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-def test_drafts_change_nothing_of_a_tuned_model_beside_others(
+def test_drafts_change_nothing_of_a_tuned_model_in_a_mixed_batch(
     store: ModelStore, base: str, rank: int
 ) -> None:
     other = tuned(store, "m", rank)
@@ -208,19 +208,19 @@ def test_a_sample_ends_inside_a_draft_where_it_would_have_ended(
     """At the end token, at a stop sequence, at max_tokens."""
     free = ask(random_prompt(20, 2), n=4, max_tokens=40, seed=5, use_eos=False)
     whole = Sampler(store).one(base, free)
-    wanted = whole.sequences[0].tokens.tolist()
+    tokens = whole.sequences[0].tokens.tolist()
     decoder = store.base("tiny").decoder
     assert decoder is not None
-    texts = [decoder.decode([token]) for token in wanted[8:]]
+    texts = [decoder.decode([token]) for token in tokens[8:]]
     for ended in (
-        {"stop_token_ids": (wanted[17],)},
+        {"stop_token_ids": (tokens[17],)},
         {"stop_strings": (next(text for text in texts if text.isascii() and text),)},
         {"max_tokens": 13},
     ):
         request = replace(free, params=replace(free.params, **ended))
         requests = {"0": (base, request)}
         plain = Sampler(store).run(requests)
-        lengths = [len(one.tokens) for one in plain["0"].sequences]
+        lengths = [len(sequence.tokens) for sequence in plain["0"].sequences]
         assert min(lengths) < 40
         drafting = Drafting(lambda _: knowing({"0": whole}, {"0": (base, free)}, 0), 8)
         sampler = Sampler(store, speculate=drafting)
@@ -243,12 +243,12 @@ def test_keys_and_values_after_a_round_are_those_of_a_fresh_prefill(
         all_same(first, plain)
         turn = [*requests["0"][1].prompt.tolist(), *first["0"].sequences[0].tokens.tolist(), 7, 8]
         second = ask(turn, max_tokens=10, seed=4, use_eos=False)
-        found = sampler.one(base, second)
-        assert found.prompt_cache_hit_tokens >= 80
-        same(found, Sampler(store).one(base, second))
+        output = sampler.one(base, second)
+        assert output.prompt_cache_hit_tokens >= 80
+        same(output, Sampler(store).one(base, second))
 
 
-def test_no_block_is_kept_for_drafts_that_did_not_stand(store: ModelStore, base: str) -> None:
+def test_no_block_is_kept_for_rejected_drafts(store: ModelStore, base: str) -> None:
     sampler = Sampler(store, speculate=Drafting(named("always-wrong"), 8))
     request = ask(random_prompt(10, 0), max_tokens=100, seed=1, use_eos=False)
     sampler.engine.submit(store.version(base), request, lambda output: None)
@@ -259,7 +259,7 @@ def test_no_block_is_kept_for_drafts_that_did_not_stand(store: ModelStore, base:
             assert sequence.num_computed == len(sequence.tokens) - 1
 
 
-def test_samples_that_lose_their_blocks_go_on_with_drafts(store: ModelStore, base: str) -> None:
+def test_pre_empted_samples_go_on_with_drafts(store: ModelStore, base: str) -> None:
     requests = {
         str(i): (base, ask(random_prompt(40 + i, i), n=2, seed=i, max_tokens=600, use_eos=False))
         for i in range(2)
@@ -285,7 +285,7 @@ def test_a_drafter_that_dies_costs_nothing_but_drafts(
         all_same(Sampler(store, speculate=drafting).run(requests), plain)
 
 
-def test_a_history_of_the_same_prompt_is_drafted_from(store: ModelStore, base: str) -> None:
+def test_earlier_samples_of_a_prompt_are_drafted_from(store: ModelStore, base: str) -> None:
     """The suffix drafter, a second time over greedy samples: nearly all of them stands."""
     requests = mixture(base, 3, 0.0, use_eos=False)
     plain = Sampler(store).run(requests)
@@ -294,11 +294,14 @@ def test_a_history_of_the_same_prompt_is_drafted_from(store: ModelStore, base: s
     all_same(sampler.run(requests), plain)
     before = len(drafting.policy.rounds)
     all_same(sampler.run(requests), plain)
-    told = drafting.policy.rounds[before:]
-    assert sum(sum(one.accepted) for one in told) > 0.7 * sum(sum(one.verified) for one in told)
+    rounds = drafting.policy.rounds[before:]
+    num_verified = sum(sum(each.verified) for each in rounds)
+    assert sum(sum(each.accepted) for each in rounds) > 0.7 * num_verified
 
 
-def test_each_round_can_be_written_down(store: ModelStore, base: str, tmp_path: Path) -> None:
+def test_a_trace_has_a_line_for_each_verified_draft(
+    store: ModelStore, base: str, tmp_path: Path
+) -> None:
     requests = {"0": (base, ask(random_prompt(20, 1), max_tokens=30, seed=1, use_eos=False))}
     plain = Sampler(store).run(requests)
     drafting = Drafting(lambda _: knowing(plain, requests, 4), 5)
@@ -318,7 +321,7 @@ def test_each_round_can_be_written_down(store: ModelStore, base: str, tmp_path: 
         assert line["drafted"][: line["accepted"]] == line["target"][: line["accepted"]]
 
 
-def test_acceptance_is_what_the_targets_law_says(store: ModelStore, base: str) -> None:
+def test_acceptance_is_what_the_targets_distribution_predicts(store: ModelStore, base: str) -> None:
     """T4: random tokens and an honest suffix drafter raise no alarm; z is small."""
     for name in ("random", "suffix"):
         drafting = Drafting(named(name), 4)
@@ -327,14 +330,14 @@ def test_acceptance_is_what_the_targets_law_says(store: ModelStore, base: str) -
             prompt = random_prompt(12, seed % 3)
             sampler.one(base, ask(prompt, n=8, max_tokens=60, seed=100 + seed, use_eos=False))
         assert drafting.speculation is not None
-        told = drafting.speculation.snapshot()["drafters"][name]
-        assert told["calibration_tokens"] > 200
-        assert abs(told["calibration_z"]) < 4
-        assert np.isfinite(told["calibration_z"])
+        snapshot = drafting.speculation.snapshot()["drafters"][name]
+        assert snapshot["calibration_tokens"] > 200
+        assert abs(snapshot["calibration_z"]) < 4
+        assert np.isfinite(snapshot["calibration_z"])
 
 
-def test_a_draw_that_is_repeated_raises_no_alarm(store: ModelStore, base: str) -> None:
-    """Its own text of last time stands always, which is more often than the law says."""
+def test_a_repeated_draw_raises_no_alarm(store: ModelStore, base: str) -> None:
+    """Its own text of last time is always accepted, more often than the distribution predicts."""
     drafting = Drafting(named("suffix"), 6)
     sampler = Sampler(store, speculate=drafting)
     request = ask(random_prompt(12, 1), n=4, max_tokens=60, seed=3, use_eos=False)
@@ -347,7 +350,7 @@ def test_a_draw_that_is_repeated_raises_no_alarm(store: ModelStore, base: str) -
 def test_a_drafter_that_knows_what_the_target_will_draw_raises_the_alarm(
     store: ModelStore, base: str
 ) -> None:
-    """Whoever stands more often than the law says has a hand in the noise, or the noise is not."""
+    """Acceptance above what the distribution predicts means that the drafter knows the noise."""
     requests = mixture(base, 8, 1.0, use_eos=False)
     plain = Sampler(store).run(requests)
     drafting = Drafting(lambda _: knowing(plain, requests, 0), 8)
@@ -359,16 +362,16 @@ def test_a_drafter_that_knows_what_the_target_will_draw_raises_the_alarm(
 def test_log_probabilities_are_those_of_the_finished_text(
     store: ModelStore, base: str, temperature: float, more: dict[str, object]
 ) -> None:
-    """T6: of the law that was drawn from, computed from the scored text. In bfloat16 that is scored
-    as transformers computes it, whose own distance from exact this is."""
+    """T6: of the distribution that was drawn from, computed from the scored text. In bfloat16 that
+    is scored as transformers computes it: the tolerance is its own distance from exact."""
     requests = mixture(base, 3, temperature, use_eos=False, **more)
     distances = []
     plain = Sampler(store).run(requests)
     drafting = Drafting(lambda _: knowing(plain, requests, 4), 5)
-    found = Sampler(store, speculate=drafting).run(requests)
+    outputs = Sampler(store, speculate=drafting).run(requests)
     for name, (_, request) in requests.items():
         prompt = request.prompt.tolist()
-        for sampled in found[name].sequences:
+        for sampled in outputs[name].sequences:
             whole = [*prompt, *sampled.tokens.tolist()]
             scored = Sampler(store).one(base, ask(whole, max_tokens=1, topk_prompt_logprobs=VOCAB))
             topk = scored.topk_prompt_logprobs
@@ -378,8 +381,8 @@ def test_log_probabilities_are_those_of_the_finished_text(
                 order = np.argsort(ids[len(prompt) + i])
                 logits = torch.from_numpy(values[len(prompt) + i][order])[None]
                 row = RowParams(request.params, 0, 0)
-                law = torch.log_softmax(warp(logits, [row]).double(), -1)[0]
-                distances.append(abs(float(law[sampled.tokens[i]]) - logprob))
+                expected = torch.log_softmax(warp(logits, [row]).double(), -1)[0]
+                distances.append(abs(float(expected[sampled.tokens[i]]) - logprob))
     if store.base("tiny").dtype == torch.float32:
         assert max(distances) < 1e-4
     else:

@@ -41,7 +41,7 @@ PROMPT = (27, 18, 28)
 DRAFTED = {"suffix": 3, "model": 3, "head": 1}  # tokens for every sample in every round
 LEVEL = 0.01  # the chance that a comparison of equals says otherwise
 RARE = 10  # what is seen less often, in both together, is counted as one
-LAWS = {"whole": {}, "cut": {"temperature": 0.8, "top_k": 40, "top_p": 0.95}}
+DISTRIBUTIONS = {"whole": {}, "cut": {"temperature": 0.8, "top_k": 40, "top_p": 0.95}}
 SEEDS = {"plain": 1, "suffix": 2, "model": 3, "head": 4}
 
 Codes = NDArray[np.int64]
@@ -58,9 +58,9 @@ class Samples:
     @classmethod
     def of(cls, output: SampleOutput) -> "Samples":
         tokens = np.full((len(output.sequences), LONGEST), ENDED)
-        for row, one in zip(tokens, output.sequences, strict=True):
-            row[: len(one.tokens)] = one.tokens
-        logprobs = [float(one.logprobs.sum()) for one in output.sequences]
+        for row, sequence in zip(tokens, output.sequences, strict=True):
+            row[: len(sequence.tokens)] = sequence.tokens
+        logprobs = [float(sequence.logprobs.sum()) for sequence in output.sequences]
         return cls(tokens, np.array(logprobs), (tokens != ENDED).sum(1))
 
     def pair(self, at: int) -> Codes:
@@ -72,7 +72,7 @@ class Samples:
 
 
 def chi_square(one: Codes, other: Codes) -> float:
-    """The p-value of their counts to be of one law."""
+    """The p-value of their counts to be of one distribution."""
     kinds, codes = np.unique(np.concatenate([one, other]), return_inverse=True)
     counts = [np.bincount(part, minlength=len(kinds)) for part in np.split(codes, [len(one)])]
     table = np.array(counts)
@@ -93,11 +93,11 @@ def compared(one: Samples, other: Samples) -> dict[str, float]:
     }
 
 
-def rejected(found: Mapping[object, float]) -> list[object]:
+def rejected(p_values: Mapping[object, float]) -> list[object]:
     """Which of the equalities cannot be, by Holm's procedure at LEVEL."""
-    order = sorted(found, key=lambda name: found[name])
+    order = sorted(p_values, key=lambda name: p_values[name])
     for i, name in enumerate(order):
-        if found[name] > LEVEL / (len(order) - i):
+        if p_values[name] > LEVEL / (len(order) - i):
             return order[:i]
     return order
 
@@ -115,13 +115,15 @@ def target() -> BaseModel:
 
 @pytest.fixture(scope="module")
 def plain(target: BaseModel) -> dict[str, Samples]:
-    return {name: drawn(target, name, SEEDS["plain"]) for name in LAWS}
+    return {name: drawn(target, name, SEEDS["plain"]) for name in DISTRIBUTIONS}
 
 
-def drawn(base: BaseModel, law: str, seed: int, drafting: Drafting | None = None) -> Samples:
+def drawn(
+    base: BaseModel, distribution: str, seed: int, drafting: Drafting | None = None
+) -> Samples:
     request = ask(
         list(PROMPT), n=N, max_tokens=LONGEST, seed=seed, stop_token_ids=STOPS, use_eos=False,
-        **LAWS[law],
+        **DISTRIBUTIONS[distribution],
     )  # fmt: skip
     outputs: list[SampleOutput | BaseException] = []
     engine = SamplingEngine(max_batch=128, kv_cache_bytes=2**26, num_threads=1, speculate=drafting)
@@ -160,19 +162,20 @@ def drafting_by(name: str, base: BaseModel) -> Drafting:
     return Drafting(lambda _: DRAFTERS[name](base), DRAFTED[name])
 
 
-def test_samples_with_drafts_follow_the_law_of_those_without(
+def test_samples_with_drafts_follow_the_distribution_of_those_without(
     target: BaseModel, plain: Mapping[str, Samples]
 ) -> None:
-    found: dict[object, float] = {}
-    for law, expected in plain.items():
+    p_values: dict[object, float] = {}
+    for distribution, expected in plain.items():
         for name in DRAFTERS:
             drafting = drafting_by(name, target)
-            samples = drawn(target, law, SEEDS[name], drafting)
-            assert drafting.policy.num_accepted > 0.02 * N, (law, name)
+            samples = drawn(target, distribution, SEEDS[name], drafting)
+            assert drafting.policy.num_accepted > 0.02 * N, (distribution, name)
             assert not np.array_equal(samples.tokens, expected.tokens)
-            told = compared(samples, expected)
-            found |= {(law, name, what): p for what, p in told.items()}
-    assert rejected(found) == [], found
+            p_values |= {
+                (distribution, name, what): p for what, p in compared(samples, expected).items()
+            }
+    assert rejected(p_values) == [], p_values
 
 
 # ---- rules that are known to be wrong
@@ -216,7 +219,7 @@ WRONG = (
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
-def test_a_rule_that_is_known_to_be_wrong_is_seen(
+def test_a_wrong_rule_of_acceptance_is_detected(
     wrong: Callable[[pytest.MonkeyPatch], None],
     target: BaseModel,
     plain: Mapping[str, Samples],
@@ -224,28 +227,28 @@ def test_a_rule_that_is_known_to_be_wrong_is_seen(
 ) -> None:
     wrong(monkeypatch)
     samples = drawn(target, "cut", SEEDS["model"], drafting_by("model", target))
-    told = compared(samples, plain["cut"])
-    assert rejected(told), told
-    assert min(told.values()) < 1e-6, told
-    assert told["first tokens"] > LEVEL, "it is drawn before anything is drafted"
+    p_values = compared(samples, plain["cut"])
+    assert rejected(p_values), p_values
+    assert min(p_values.values()) < 1e-6, p_values
+    assert p_values["first tokens"] > LEVEL, "it is drawn before anything is drafted"
 
 
-def test_two_percent_on_a_handful_of_tokens_are_seen_and_nothing_where_there_is_nothing() -> None:
+def test_a_shift_of_two_percent_on_few_tokens_is_detected_and_no_shift_is_not() -> None:
     coins, trials = np.random.default_rng(3), 200
-    law = np.array([0.3, 0.25, 0.2, 0.15, 0.1])
-    moved = law + np.array([0.02, -0.02, 0.0, 0.0, 0.0])
+    probs = np.array([0.3, 0.25, 0.2, 0.15, 0.1])
+    moved = probs + np.array([0.02, -0.02, 0.0, 0.0, 0.0])
 
     def seen(other: NDArray[np.float64]) -> int:
         return sum(
-            chi_square(*(coins.choice(len(law), N, p=p) for p in (law, other))) < LEVEL
+            chi_square(*(coins.choice(len(probs), N, p=p) for p in (probs, other))) < LEVEL
             for _ in range(trials)
         )
 
     assert seen(moved) > 0.95 * trials
-    assert seen(law) <= 4 * LEVEL * trials
+    assert seen(probs) <= 4 * LEVEL * trials
 
 
-def test_holms_procedure_stops_at_the_first_that_may_be() -> None:
+def test_holms_procedure_stops_at_the_first_hypothesis_that_may_hold() -> None:
     assert rejected({"a": 0.5, "b": 0.002, "c": 0.0049, "d": 0.011}) == ["b"]
     assert rejected({"a": 0.009, "b": 0.004}) == ["b", "a"]
     assert rejected({"a": 0.02, "b": 0.3}) == []

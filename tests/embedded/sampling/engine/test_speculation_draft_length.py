@@ -37,7 +37,7 @@ def decided(drafter: str, machine: Sequence[float]) -> Callable[..., Speculation
 
 
 @pytest.mark.parametrize("machine", [(10.0, 10.5, 12.0), (1.0, 8.0, 128.0)], ids=["flat", "steep"])
-def test_requests_that_come_at_any_time_are_answered_as_alone(
+def test_requests_that_arrive_at_any_time_are_answered_as_alone(
     store: ModelStore, base: str, machine: tuple[float, float, float]
 ) -> None:
     """T8: arrivals at random between rounds; every one is answered, whatever is drafted."""
@@ -64,26 +64,29 @@ def test_requests_that_come_at_any_time_are_answered_as_alone(
     assert len(outputs) == len(requests)
     for i, request in enumerate(requests):
         same(outputs[i], Sampler(store).one(base, request))
-    told = sampler.engine.speculation()[0]["tiny"]
-    assert told["tokens"] > told["forwards"] > 0
+    snapshot = sampler.engine.speculation()[0]["tiny"]
+    assert snapshot["tokens"] > snapshot["forwards"] > 0
 
 
-def test_a_request_may_do_without_drafts(store: ModelStore, base: str) -> None:
+def test_a_request_may_turn_drafts_off(store: ModelStore, base: str) -> None:
     request = ask(random_prompt(10, 1), n=4, max_tokens=30, seed=1, use_eos=False)
     sampler = Sampler(store, speculate=decided("random", (10.0, 10.5, 12.0)))
     without = replace(request, speculate=False)
     same(sampler.one(base, without), sampler.one(base, request))
-    told = sampler.engine.speculation()[0]["tiny"]
-    assert told["off"]["not wanted by the sessions"] >= 3  # asked now and then
-    assert told["drafters"]["random"]["depths"][0]["verified"] > 0
+    snapshot = sampler.engine.speculation()[0]["tiny"]
+    assert snapshot["off"]["not wanted by the sessions"] >= 3  # asked now and then
+    assert snapshot["drafters"]["random"]["depths"][0]["verified"] > 0
 
 
-def test_where_rows_cost_their_full_price_nothing_is_drafted_for_many(
+def test_nothing_is_drafted_for_many_samples_where_each_row_costs_its_full_price(
     store: ModelStore, base: str
 ) -> None:
     """Times are this machine's own, so only what the table says at the start is looked at."""
     request = ask(random_prompt(10, 1), n=48, max_tokens=20, seed=1, use_eos=False)
     sampler = Sampler(store, speculate=decided("random", (1.0, 8.0, 128.0)))
     same(sampler.one(base, request), Sampler(store).one(base, request))
-    told = sampler.engine.speculation()[0]["tiny"]
-    assert told["rounds"]["speculative"] == 0 or told["rows"]["wasted"] < 0.2 * told["rows"]["used"]
+    snapshot = sampler.engine.speculation()[0]["tiny"]
+    assert (
+        snapshot["rounds"]["speculative"] == 0
+        or snapshot["rows"]["wasted"] < 0.2 * snapshot["rows"]["used"]
+    )
