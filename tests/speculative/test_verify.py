@@ -1,6 +1,6 @@
-"""The rules of verification against the law they promise: three tokens of a Markov chain, counted.
+"""The rules of verification against what they promise: three tokens of a Markov chain, counted.
 
-A rule that is right is within four standard deviations of the law's chi-square; each of the known
+A rule that is right is within four standard deviations of the mean chi-square; each of the known
 wrong ones is far outside, so that the counting would see it.
 """
 
@@ -20,15 +20,15 @@ Distributions = verify.Distributions
 Rule = Callable[["Toy", int, np.random.Generator], Sequence[int]]
 
 
-def warped(laws: Distributions, temperature: float, top_k: int) -> Distributions:
-    logits = np.log(laws) / temperature
+def warped(probs: Distributions, temperature: float, top_k: int) -> Distributions:
+    logits = np.log(probs) / temperature
     kept = logits >= np.sort(logits, -1)[:, -top_k][:, None]
     weights = np.where(kept, np.exp(logits), 0.0)
     return weights / weights.sum(-1, keepdims=True)
 
 
 class Toy:
-    """Target and draft, each a law of the next token given the last, (V, V)."""
+    """Target and draft, each a distribution of the next token after the last, (V, V)."""
 
     def __init__(self, seed: int, closeness: float = 0.5):
         generator = np.random.default_rng(seed)
@@ -45,13 +45,13 @@ class Toy:
             tokens.append(verify.draw(self.q[tokens[-1]], coins.random()))
         return tokens[1:]
 
-    def laws(self, last: int, drafted: Sequence[int]) -> tuple[Distributions, Distributions]:
+    def probs(self, last: int, drafted: Sequence[int]) -> tuple[Distributions, Distributions]:
         """(K + 1, V) of the target and (K, V) of the draft."""
         before = [last, *drafted]
         return self.p[before], self.q[before[:-1]]
 
     def joint(self) -> np.ndarray:
-        """The law of the first LENGTH tokens, (V,) * LENGTH."""
+        """The distribution of the first LENGTH tokens, (V,) * LENGTH."""
         p = self.p
         return p[START][:, None, None] * p[:, :, None] * p[None, :, :]
 
@@ -79,12 +79,12 @@ def counted(rule: Rule, toy: Toy, seed: int = 1) -> float:
 
 def chain(toy: Toy, last: int, coins: np.random.Generator) -> Sequence[int]:
     drafted = toy.draft(last, coins)
-    return verify.chain(*toy.laws(last, drafted), drafted, coins.random(K + 1)).tokens
+    return verify.chain(*toy.probs(last, drafted), drafted, coins.random(K + 1)).tokens
 
 
 def block(toy: Toy, last: int, coins: np.random.Generator) -> Sequence[int]:
     drafted = toy.draft(last, coins)
-    return verify.block(*toy.laws(last, drafted), drafted, coins.random(K + 1)).tokens
+    return verify.block(*toy.probs(last, drafted), drafted, coins.random(K + 1)).tokens
 
 
 def siblings(toy: Toy, last: int, coins: np.random.Generator) -> Sequence[int]:
@@ -97,7 +97,7 @@ def siblings(toy: Toy, last: int, coins: np.random.Generator) -> Sequence[int]:
 
 def point_mass_of_a_habit(toy: Toy, last: int, coins: np.random.Generator) -> Sequence[int]:
     drafted = [(last + 1) % V, (last + 2) % V, last]
-    return verify.point_mass(toy.laws(last, drafted)[0], drafted, coins.random(K + 1)).tokens
+    return verify.point_mass(toy.probs(last, drafted)[0], drafted, coins.random(K + 1)).tokens
 
 
 def point_mass_of_the_best(toy: Toy, last: int, coins: np.random.Generator) -> Sequence[int]:
@@ -105,12 +105,12 @@ def point_mass_of_the_best(toy: Toy, last: int, coins: np.random.Generator) -> S
     for _ in range(K):
         at = int(toy.q[at].argmax())
         drafted.append(at)
-    return verify.point_mass(toy.laws(last, drafted)[0], drafted, coins.random(K + 1)).tokens
+    return verify.point_mass(toy.probs(last, drafted)[0], drafted, coins.random(K + 1)).tokens
 
 
-def gumbel(law: Distribution, noise: np.ndarray) -> int:
+def gumbel(p: Distribution, noise: np.ndarray) -> int:
     with np.errstate(divide="ignore"):
-        return int((np.log(law) + noise).argmax())
+        return int((np.log(p) + noise).argmax())
 
 
 def matched_with_the_same_noise(toy: Toy, last: int, coins: np.random.Generator) -> Sequence[int]:
@@ -156,9 +156,9 @@ RIGHT = (
 
 
 def replaced_from_the_target(toy: Toy, last: int, coins: np.random.Generator) -> Sequence[int]:
-    """After a rejection the target's law instead of the residual."""
+    """After a rejection the target's distribution instead of the residual."""
     drafted = toy.draft(last, coins)
-    p, q = toy.laws(last, drafted)
+    p, q = toy.probs(last, drafted)
     for i, token in enumerate(drafted):
         if coins.random() * q[i, token] >= p[i, token]:
             return [*drafted[:i], verify.draw(p[i], coins.random())]
@@ -166,11 +166,11 @@ def replaced_from_the_target(toy: Toy, last: int, coins: np.random.Generator) ->
 
 
 def asked_before_warping(toy: Toy, last: int, coins: np.random.Generator) -> Sequence[int]:
-    """The test asks the laws before temperature and top-k, the tokens come from those after."""
+    """Tested before temperature and top-k, drawn after them."""
     drafted = toy.draft(last, coins)
     before = [last, *drafted]
     raw, q_raw = toy.raw[before], toy.q_raw[before]
-    p, q = toy.laws(last, drafted)
+    p, q = toy.probs(last, drafted)
     for i, token in enumerate(drafted):
         if coins.random() * q_raw[i, token] >= raw[i, token]:
             return [*drafted[:i], verify.draw(verify.residual(p[i], q[i]), coins.random())]
@@ -183,11 +183,11 @@ def chosen_but_tested_as_drawn(toy: Toy, last: int, coins: np.random.Generator) 
     for _ in range(K):
         at = int(toy.q[at].argmax())
         drafted.append(at)
-    return verify.chain(*toy.laws(last, drafted), drafted, coins.random(K + 1)).tokens
+    return verify.chain(*toy.probs(last, drafted), drafted, coins.random(K + 1)).tokens
 
 
 def siblings_each_by_itself(toy: Toy, last: int, coins: np.random.Generator) -> Sequence[int]:
-    """Every candidate against the whole of the target's law, the first that passes stands."""
+    """Every candidate against the whole target, the first that passes is accepted."""
     p, q = toy.p[last], toy.q[last]
     first = verify.draw(q, coins.random())
     second = verify.draw(verify.without(q, first), coins.random())
@@ -216,27 +216,27 @@ def test_a_rule_that_is_known_to_be_wrong_is_seen(rule):
     assert counted(rule, Toy(0)) > 40
 
 
-# ---- what the rules promise beside the law
+# ---- what else the rules promise
 
 
-def test_block_verification_lets_no_fewer_tokens_stand():
+def test_block_verification_accepts_no_fewer_tokens():
     toy, coins = Toy(3), np.random.default_rng(5)
     by_chain, by_block = 0, 0
     for _ in range(6000):
         drafted = toy.draft(START, coins)
-        given = (*toy.laws(START, drafted), drafted, coins.random(K + 1))
-        by_chain += verify.chain(*given).num_accepted
-        by_block += verify.block(*given).num_accepted
+        arguments = (*toy.probs(START, drafted), drafted, coins.random(K + 1))
+        by_chain += verify.chain(*arguments).num_accepted
+        by_block += verify.block(*arguments).num_accepted
     assert by_block > by_chain * 1.005
 
 
-def test_a_draft_that_is_the_target_always_stands():
+def test_a_draft_that_is_the_target_is_always_accepted():
     toy, coins = Toy(2), np.random.default_rng(0)
     toy.q = toy.p
     for rule in (verify.chain, verify.block):
         for _ in range(200):
             drafted = toy.draft(START, coins)
-            verdict = rule(*toy.laws(START, drafted), drafted, coins.random(K + 1))
+            verdict = rule(*toy.probs(START, drafted), drafted, coins.random(K + 1))
             assert verdict.tokens[:K] == tuple(drafted)
 
 
@@ -264,12 +264,12 @@ def test_a_tree_is_walked_from_its_root_and_never_along_a_longer_path_beside_it(
     #  root
     #      `-- 5 (node 1) -- 4 (node 4)
     tokens, parents = [3, 5, 4, 4, 4], [-1, -1, 0, 2, 1]
-    told = [5, 4, 1, 4, 4, 9]  # after the root, then after each node
-    assert verify.match_tree(tokens, parents, told) == verify.Path((1,), (5, 1))
-    told = [3, 4, 1, 4, 4, 9]
-    assert verify.match_tree(tokens, parents, told) == verify.Path((0, 2, 3), (3, 4, 4, 4))
-    told = [7, 4, 1, 4, 4, 9]
-    assert verify.match_tree(tokens, parents, told) == verify.Path((), (7,))
+    target = [5, 4, 1, 4, 4, 9]  # after the root, then after each node
+    assert verify.match_tree(tokens, parents, target) == verify.Path((1,), (5, 1))
+    target = [3, 4, 1, 4, 4, 9]
+    assert verify.match_tree(tokens, parents, target) == verify.Path((0, 2, 3), (3, 4, 4, 4))
+    target = [7, 4, 1, 4, 4, 9]
+    assert verify.match_tree(tokens, parents, target) == verify.Path((), (7,))
 
 
 @pytest.mark.parametrize(
@@ -284,11 +284,11 @@ def test_a_tree_is_walked_from_its_root_and_never_along_a_longer_path_beside_it(
     ],
 )
 def test_arguments_that_do_not_belong_together_are_refused(call):
-    with pytest.raises(ValueError, match=r"want|before"):
+    with pytest.raises(ValueError, match=r"need|before"):
         call()
 
 
-# ---- how often a draft stands
+# ---- how often a draft is accepted
 
 V_COUPLED = 6
 
@@ -296,14 +296,19 @@ V_COUPLED = 6
 def test_expected_shares_are_those_that_are_counted():
     toy, coins = Toy(4), np.random.default_rng(2)
     p, q = toy.p[START], toy.q[START]
-    rounds, stood, equal = 20_000, 0, 0
+    rounds, accepted, equal = 20_000, 0, 0
     for _ in range(rounds):
         token = verify.draw(q, coins.random())
-        stood += coins.random() * q[token] < p[token]
+        accepted += coins.random() * q[token] < p[token]
         noise = coins.gumbel(size=V)
         equal += gumbel(p, noise) == gumbel(q, noise)
-    assert stood / rounds == pytest.approx(verify.overlap(p, q), abs=0.015)
+    assert accepted / rounds == pytest.approx(overlap(p, q), abs=0.015)
     assert equal / rounds == pytest.approx(coupled_share(p, q), abs=0.015)
+
+
+def overlap(p: Distribution, q: Distribution) -> float:
+    """The chance that a token drawn from q is accepted by `chain`: 1 less the total variation."""
+    return float(np.minimum(p, q).sum())
 
 
 def coupled_share(p: Distribution, q: Distribution) -> float:
@@ -324,7 +329,7 @@ def test_coupled_draws_are_equal_as_often_as_is_said_of_each_token(top_k, missin
     q /= q.sum()
     noise = generator.gumbel(size=(200_000, V_COUPLED))
     with np.errstate(divide="ignore"):
-        of_p, of_q = ((np.log(law) + noise).argmax(1) for law in (p, q))
+        of_p, of_q = ((np.log(x) + noise).argmax(1) for x in (p, q))
     for token in range(V_COUPLED):
         drawn = of_q == token
         chance = verify.coupled_chance(p, q, token)
@@ -346,7 +351,7 @@ def test_the_share_of_coupled_draws_is_the_sum_it_is_defined_by():
             1 / np.maximum(p / p[x], q / q[x]).sum() for x in range(30) if p[x] > 0 and q[x] > 0
         )
         assert coupled_share(p, q) == pytest.approx(slow, rel=1e-9)
-        distance = 1 - verify.overlap(p, q)
+        distance = 1 - overlap(p, q)
         assert slow >= (1 - distance) / (1 + distance) - 1e-12
 
 

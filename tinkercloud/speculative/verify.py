@@ -1,11 +1,14 @@
-"""Which drafted tokens may stand. Pure functions: arrays and coins in, tokens out.
+"""Which drafted tokens are accepted. Pure functions: arrays and coins in, tokens out.
 
-Two families of rules, lossless both. Matching: the target's token of every position is drawn first,
-with noise keyed by the position, as it is without a draft; a drafted token stands if it is that
-token. So the output depends on nothing of the draft, not even which tokens it comes from. Rejection
-(`chain`, `block`, `siblings`, `point_mass`): what is emitted follows the target's law, whatever the
-draft is, but another draft gives other tokens. Every law here is the one after temperature, top-k
-and top-p; the draft's may be warped differently, as long as its tokens were drawn from that.
+Two families of rules, both lossless. Matching: the target's token of every position is drawn first,
+with noise keyed by the position, as it is without a draft; a drafted token is accepted if it is
+that token. So the output depends on nothing of the draft, not even on which of its tokens were
+accepted. Rejection (`chain`, `block`, `siblings`, `point_mass`): the output has the target's
+distribution, whatever the draft is, but another draft gives other tokens.
+
+Every distribution here is the one after temperature, top-k and top-p: testing one and drawing from
+another would be biased. The draft's may be warped differently, as long as its tokens were drawn
+from it.
 
 Axes: K drafted tokens, N nodes of a tree, M candidates for one position, V vocabulary.
 """
@@ -22,7 +25,7 @@ Distributions = NDArray[np.float64]  # (K, V) or (K + 1, V)
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """tokens: what is emitted, the drafted ones that stand and one that the target adds."""
+    """tokens: what is emitted, the drafted ones that are accepted and one that the target adds."""
 
     tokens: tuple[int, ...]
 
@@ -33,7 +36,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """nodes: those of a tree that stand, from the root on. tokens: theirs, and the target's."""
+    """nodes: the accepted ones of a tree, from the root on. tokens: theirs, and the target's."""
 
     nodes: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -46,21 +49,22 @@ def match(drafted: Sequence[int], target: Sequence[int]) -> Verdict:
     """drafted (K,); target (K + 1,): the target's own tokens, each drawn after the drafted ones
     before it, so that only those up to the first difference mean anything."""
     if len(target) != len(drafted) + 1:
-        raise ValueError(f"{len(drafted)} drafted tokens want one more of the target")
-    stands = 0
-    while stands < len(drafted) and drafted[stands] == target[stands]:
-        stands += 1
-    return Verdict(tuple(target[: stands + 1]))
+        raise ValueError(f"{len(drafted)} drafted tokens need one more of the target")
+    accepted = 0
+    while accepted < len(drafted) and drafted[accepted] == target[accepted]:
+        accepted += 1
+    return Verdict(tuple(target[: accepted + 1]))
 
 
 def match_tree(tokens: Sequence[int], parents: Sequence[int], target: Sequence[int]) -> Path:
-    """tokens, parents (N,): a parent comes before its children, -1 stands for what is committed.
+    """tokens, parents (N,): a parent comes before its children, -1 is what is committed.
     target (N + 1,): the target's token after what is committed, then after each node.
 
-    Of siblings with the same token the first counts.
+    Of siblings with the same token the first counts. The tree is walked from its root: testing all
+    nodes and taking the longest path would prefer the target's tokens that were drafted.
     """
     if len(target) != len(tokens) + 1 or len(parents) != len(tokens):
-        raise ValueError(f"{len(tokens)} nodes want as many parents, and one more of the target")
+        raise ValueError(f"{len(tokens)} nodes need as many parents, and one more of the target")
     children: dict[tuple[int, int], int] = {}
     for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
         if not -1 <= parent < node:
@@ -83,20 +87,22 @@ def draw(weights: Distribution, coin: float) -> int:
     """A token with probability in proportion to its weight (V,), by inversion; coin in [0, 1)."""
     upto = np.cumsum(weights)
     token = int(np.searchsorted(upto, coin * upto[-1], side="right"))
+    # coin * sum may round up to the sum, past the last token that has weight.
     return min(token, int(np.flatnonzero(weights)[-1]))
 
 
 def residual(p: Distribution, q: Distribution) -> Distribution:
-    """What p, or a share of it, has over q, as a law; p where rounding leaves nothing."""
-    over = np.maximum(p - q, 0.0)
-    total = over.sum()
-    return over / total if total > 0 else p
+    """What p, or a share of it, has in excess of q, normalized; p where rounding leaves nothing, in
+    which case rejection has probability 0 but for rounding."""
+    excess = np.maximum(p - q, 0.0)
+    total = excess.sum()
+    return excess / total if total > 0 else p
 
 
 def chain(
     p: Distributions, q: Distributions, drafted: Sequence[int], coins: Sequence[float]
 ) -> Verdict:
-    """Speculative sampling (Leviathan et al. 2211.17192, Chen et al. 2302.01318).
+    """Speculative sampling (Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318).
 
     p (K + 1, V) target, q (K, V) draft, drafted (K,) with drafted[i] drawn from q[i]; coins
     (K + 1,) uniform in [0, 1).
@@ -111,39 +117,43 @@ def chain(
 def block(
     p: Distributions, q: Distributions, drafted: Sequence[int], coins: Sequence[float]
 ) -> Verdict:
-    """Block verification (Sun et al. 2403.10444): the tokens are judged together; never fewer of
-    them stand on average than by `chain`. Arguments as there."""
+    """Block verification (Sun et al. 2403.10444, equations 4 and 5): the tokens are judged
+    together; on average never fewer of them are accepted than by `chain` (theorem 2). Arguments as
+    there."""
     _check(p, drafted, coins, q)
     shares = [1.0]  # of the target's mass that the draft's prefix can still carry
     for i, token in enumerate(drafted):
         ratio = p[i, token] / q[i, token] if q[i, token] > 0 else np.inf
         shares.append(min(1.0, shares[-1] * ratio))
-    stands = 0
+    accepted = 0
+    # Every length is tried, and the longest whose coin passes is taken: unlike in `chain` a prefix
+    # that fails does not end the walk, as a longer one may make up for it.
     for i in range(1, len(drafted) + 1):
         if i == len(drafted):
             chance = shares[i]
         else:
-            over = np.maximum(shares[i] * p[i] - q[i], 0.0).sum()
-            rest = over + 1.0 - shares[i]
-            chance = over / rest if rest > 0 else 0.0
+            excess = np.maximum(shares[i] * p[i] - q[i], 0.0).sum()
+            total = excess + 1.0 - shares[i]
+            chance = excess / total if total > 0 else 0.0
         if coins[i - 1] < chance:
-            stands = i
-    if stands == len(drafted):
+            accepted = i
+    if accepted == len(drafted):
         return Verdict((*drafted, draw(p[-1], coins[-1])))
-    last = residual(shares[stands] * p[stands], q[stands])
-    return Verdict((*drafted[:stands], draw(last, coins[-1])))
+    last = residual(shares[accepted] * p[accepted], q[accepted])
+    return Verdict((*drafted[:accepted], draw(last, coins[-1])))
 
 
 def siblings(
     p: Distribution, q: Distribution, candidates: Sequence[int], coins: Sequence[float]
 ) -> tuple[int | None, int]:
     """Several candidates for one position, drawn from q one after the other without replacement
-    (Sequoia 2402.12374). Which of them stands, or None, and the token that is emitted.
+    (Sequoia 2402.12374). Which of them is accepted, or None, and the token that is emitted.
 
-    p, q (V,), candidates (M,) in the order they were drawn, coins (M + 1,).
+    p, q (V,), candidates (M,) in the order they were drawn, coins (M + 1,). The order may depend
+    neither on p nor on the coins.
     """
     if len(coins) != len(candidates) + 1:
-        raise ValueError(f"{len(candidates)} candidates want one more coin")
+        raise ValueError(f"{len(candidates)} candidates need one more coin")
     for i, token in enumerate(candidates):
         if coins[i] * q[token] < p[token]:
             return i, token
@@ -152,19 +162,21 @@ def siblings(
     return None, draw(p, coins[-1])
 
 
-def without(law: Distribution, token: int) -> Distribution:
-    """The law of everything but one token; zeros where nothing else has weight."""
-    rest = law.copy()
-    rest[token] = 0.0
-    total = rest.sum()
-    return rest / total if total > 0 else rest
+def without(distribution: Distribution, token: int) -> Distribution:
+    """Over everything but one token; zeros where nothing else has weight."""
+    others = distribution.copy()
+    others[token] = 0.0
+    total = others.sum()
+    return others / total if total > 0 else others
 
 
 def point_mass(p: Distributions, drafted: Sequence[int], coins: Sequence[float]) -> Verdict:
-    """Any proposal that comes without a law: text seen before, another tokenizer, a person.
+    """Any proposal that comes without a distribution: text seen before, another tokenizer, a
+    person.
 
-    Exact for every one of them, and what is emitted tells nothing of it: given the draft, the law
-    is p. p (K + 1, V), drafted (K,), coins (K + 1,).
+    Exact for every one of them, and independent of it: given the draft, the output's distribution
+    is p. (To test p / q with an old sample's q is right only averaged over old samples.)
+    p (K + 1, V), drafted (K,), coins (K + 1,).
     """
     _check(p, drafted, coins)
     for i, token in enumerate(drafted):
@@ -174,21 +186,20 @@ def point_mass(p: Distributions, drafted: Sequence[int], coins: Sequence[float])
 
 
 def _check(
-    p: Distributions, drafted: Sequence[int], coins: Sequence[float], q: Distributions | None = None
+    p: Distributions,
+    drafted: Sequence[int],
+    coins: Sequence[float],
+    q: Distributions | None = None,
 ) -> None:
     many = len(drafted)
     if len(p) != many + 1 or len(coins) != many + 1 or (q is not None and len(q) != many):
         raise ValueError(
-            f"{many} drafted tokens want {many + 1} target laws, as many coins, {many} draft laws"
+            f"{many} drafted tokens need {many + 1} distributions of the target, as many coins, "
+            f"{many} distributions of the draft"
         )
 
 
-# ---- how often a draft stands
-
-
-def overlap(p: Distribution, q: Distribution) -> float:
-    """The chance that a token drawn from q stands by `chain`: 1 less the total variation."""
-    return float(np.minimum(p, q).sum())
+# ---- how often a draft is accepted
 
 
 def coupled_chance(p: Distribution, q: Distribution, token: int) -> float:
@@ -203,7 +214,7 @@ def coupled_chance(p: Distribution, q: Distribution, token: int) -> float:
 
         P(p gives x | q gave x) = 1 / sum_y max(p(y) q(x) / p(x), q(y)).
 
-    q is 0 where the draft has no such token. 0 where either law cannot give the token.
+    q is 0 where the draft has no such token. 0 where either distribution cannot give the token.
     """
     if min(p[token], q[token]) < np.finfo(np.float64).tiny:
         return 0.0

@@ -49,10 +49,10 @@ class Drafter:
     def rate(self, depth: int) -> float:
         return self.rates[min(depth, len(self.rates) - 1)]
 
-    def ms(self, asked: list[int]) -> float:
-        if not any(asked):
+    def ms(self, limits: list[int]) -> float:
+        if not any(limits):
             return 0.0
-        return self.round_ms + self.step_ms * max(asked) + self.token_ms * sum(asked)
+        return self.round_ms + self.step_ms * max(limits) + self.token_ms * sum(limits)
 
 
 DRAFTERS = {
@@ -111,24 +111,24 @@ class Run:
     def round(self, loads: list[Load]) -> list[int]:
         """How many drafted tokens of each were accepted."""
         coins, drafter = self.machine.coins, self.drafter
-        asked = self.controller.limits(loads)
+        limits = self.controller.limits(loads)
         hard = coins.random(len(loads)) < drafter.hard
-        lengths = [n if coins.random() >= drafter.empty else 0 for n in asked]
+        lengths = [n if coins.random() >= drafter.empty else 0 for n in limits]
         confidences = tuple(
             tuple(0.5 if hard[i] else 0.99 for _ in range(n)) for i, n in enumerate(lengths)
         )
-        verified = self.controller.choose(confidences) if any(asked) else [0] * len(loads)
+        verified = self.controller.choose(confidences) if any(limits) else [0] * len(loads)
         accepted = [
             self._accepted(n, drafter.dull if hard[i] else 1.0) for i, n in enumerate(verified)
         ]
         rows = len(loads) + sum(verified)
-        quiet = drafter.ms(asked), self.machine.ms(rows)
+        quiet = drafter.ms(limits), self.machine.ms(rows)
         noise = self.machine.noise()
         jitter = float(np.exp(self.machine.jitter * coins.standard_normal()))
         times = Times(quiet[0] * noise * jitter, quiet[1] * noise)
         groups = tuple(load.group for load in loads)
         last_round = Round(
-            tuple(asked), confidences, tuple(verified), tuple(accepted), times, groups=groups
+            tuple(limits), confidences, tuple(verified), tuple(accepted), times, groups=groups
         )
         self.controller.observe(last_round)
         self.outcome.tokens += len(loads) + sum(
@@ -165,6 +165,6 @@ def fixed_goodput(ms: Callable[[int], float], drafter: Drafter, num_loads: int, 
     survives = (1.0 - drafter.hard) * np.cumprod(rates)
     survives = survives + drafter.hard * np.cumprod(rates * drafter.dull)
     tokens = num_loads * (1.0 + proposing * survives.sum())
-    asked = [k] * num_loads
+    limits = [k] * num_loads
     # The target's time is not linear, so this is what fixed k takes at best.
-    return tokens / (ms(num_loads + round(num_loads * k * proposing)) + drafter.ms(asked))
+    return tokens / (ms(num_loads + round(num_loads * k * proposing)) + drafter.ms(limits))

@@ -12,16 +12,16 @@ from tinkercloud.speculative.draft_length.rounds import Round, Times
 K = 4
 
 
-def told(
+def a_round(
     confidences: list[tuple[float, ...]],
     accepted: list[int],
     groups: tuple[Hashable, ...] = (),
     verified: list[int] | None = None,
-    asked: int = K,
+    limit: int = K,
 ) -> Round:
-    seen = verified if verified is not None else [len(own) for own in confidences]
+    seen = verified if verified is not None else [len(draft) for draft in confidences]
     times = Times(0.0, 1.0)
-    many = (asked,) * len(confidences)
+    many = (limit,) * len(confidences)
     return Round(many, tuple(confidences), tuple(seen), tuple(accepted), times, groups=groups)
 
 
@@ -30,46 +30,46 @@ def drafts(rate: dict[float, float], num_rounds: int, seed: int = 0) -> list[Rou
     coins = np.random.default_rng(seed)
     rounds = []
     for _ in range(num_rounds):
-        own = tuple(coins.choice(list(rate), K).tolist())
-        fell = [coins.random() >= rate[confidence] for confidence in own]
-        rounds.append(told([own], [fell.index(True) if True in fell else K]))
+        draft = tuple(coins.choice(list(rate), K).tolist())
+        rejected = [coins.random() >= rate[confidence] for confidence in draft]
+        rounds.append(a_round([draft], [rejected.index(True) if True in rejected else K]))
     return rounds
 
 
 def learned(rounds: list[Round], **prior: float) -> Acceptance:
     acceptance = Acceptance(K, Prior(**prior))
-    for one in rounds:
-        acceptance.learn(one)
+    for last_round in rounds:
+        acceptance.learn(last_round)
     return acceptance
 
 
 def test_a_drafter_that_is_too_sure_is_believed_as_far_as_it_was_right():
     rate = {0.99: 0.6, 0.5: 0.1}
     acceptance = learned(drafts(rate, 4000), memory=1e9)
-    found = acceptance.survivals([(0.99, 0.99), (0.5,), (0.99, 0.5)])
-    assert found[0, :2] == pytest.approx([0.6, 0.36], abs=0.06)
-    assert found[1, 0] == pytest.approx(0.1, abs=0.05)
-    assert found[2, 1] == pytest.approx(0.06, abs=0.04)
+    survivals = acceptance.survivals([(0.99, 0.99), (0.5,), (0.99, 0.5)])
+    assert survivals[0, :2] == pytest.approx([0.6, 0.36], abs=0.06)
+    assert survivals[1, 0] == pytest.approx(0.1, abs=0.05)
+    assert survivals[2, 1] == pytest.approx(0.06, abs=0.04)
 
 
-def test_a_draft_that_is_cut_by_its_samples_end_has_no_token_that_fell():
-    one = replace(told([(0.9,) * K], [2]), ended=(True,))
-    assert learned([one] * 500).survivals([(0.9,) * K])[0, 1] > 0.95
-    fell = replace(one, ended=(False,))
-    assert learned([fell] * 500).survivals([(0.9,) * K])[0, 2] < 0.05
-    assert learned([one] * 500).survivals([(0.9,) * K])[0, 2] > 0.5  # nothing is known of it
+def test_a_draft_that_is_cut_by_its_samples_end_has_no_rejected_token():
+    last_round = replace(a_round([(0.9,) * K], [2]), ended=(True,))
+    assert learned([last_round] * 500).survivals([(0.9,) * K])[0, 1] > 0.95
+    rejected = replace(last_round, ended=(False,))
+    assert learned([rejected] * 500).survivals([(0.9,) * K])[0, 2] < 0.05
+    assert learned([last_round] * 500).survivals([(0.9,) * K])[0, 2] > 0.5  # nothing is known of it
 
 
 def test_rates_equal_counting_where_there_is_much():
     rounds = drafts({0.99: 0.8, 0.5: 0.3}, 3000)
     acceptance = learned(rounds, memory=1e12)
     first = [(r.confidences[0][0], r.accepted[0] > 0) for r in rounds]
-    counted = np.mean([stood for confidence, stood in first if confidence == 0.99])
+    counted = np.mean([accepted for confidence, accepted in first if confidence == 0.99])
     assert acceptance.survivals([(0.99,)])[0, 0] == pytest.approx(counted, abs=0.005)
 
 
 def test_with_little_data_the_overall_rate_is_told():
-    acceptance = learned([*drafts({0.99: 0.9}, 500), told([(0.5,)], [0])], memory=1e9)
+    acceptance = learned([*drafts({0.99: 0.9}, 500), a_round([(0.5,)], [0])], memory=1e9)
     never_seen = acceptance.survivals([(0.7,)])[0, 0]
     assert never_seen == pytest.approx(acceptance.overall)
     assert acceptance.survivals([(0.5,)])[0, 0] > 0.7  # one failure is not the rate
@@ -81,9 +81,9 @@ def test_a_new_drafter_is_hoped_for():
 
 def test_survival_never_rises_with_depth_and_ends_with_the_draft():
     acceptance = learned(drafts({0.99: 0.9, 0.3: 0.2}, 300))
-    found = acceptance.survivals([(0.99, 0.3, 0.99), (), (0.99,) * K])
-    assert (np.diff(found, axis=1) <= 0).all() and (found <= 1).all()
-    assert found[0, 3] == 0 and not found[1].any() and found[2].all()
+    survivals = acceptance.survivals([(0.99, 0.3, 0.99), (), (0.99,) * K])
+    assert (np.diff(survivals, axis=1) <= 0).all() and (survivals <= 1).all()
+    assert survivals[0, 3] == 0 and not survivals[1].any() and survivals[2].all()
 
 
 def test_what_was_counted_long_ago_fades():
@@ -94,12 +94,12 @@ def test_what_was_counted_long_ago_fades():
 
 def test_tokens_that_were_not_verified_say_nothing():
     before = Acceptance(K).survivals([(0.9,) * K])
-    acceptance = learned([told([(0.9,) * K], [0], verified=[0])] * 50)
+    acceptance = learned([a_round([(0.9,) * K], [0], verified=[0])] * 50)
     assert (acceptance.survivals([(0.9,) * K]) == before).all()
 
 
 def test_tokens_behind_one_that_fell_say_nothing():
-    acceptance = learned([told([(0.9, 0.9, 0.9, 0.9)], [1])] * 200, memory=1e9)
+    acceptance = learned([a_round([(0.9, 0.9, 0.9, 0.9)], [1])] * 200, memory=1e9)
     rates = acceptance.survivals([(0.9,) * K])[0]
     assert rates[0] > 0.95 and rates[1] / rates[0] < 0.05
     assert rates[2] / rates[1] == pytest.approx(rates[3] / rates[2])  # nothing known of either
@@ -109,34 +109,34 @@ def test_a_group_whose_drafts_stand_more_often_is_told_apart():
     acceptance = Acceptance(K)
     coins = np.random.default_rng(0)
     for _ in range(300):
-        stands = [int(coins.random() < rate) for rate in (0.9, 0.3)]
-        acceptance.learn(told([(0.9,), (0.9,)], stands, ("easy", "hard")))
-    found = acceptance.survivals([(0.9,)] * 3, ("easy", "hard", "new"))[:, 0]
-    assert found == pytest.approx([0.9, 0.3, 0.6], abs=0.12)
+        accepted = [int(coins.random() < rate) for rate in (0.9, 0.3)]
+        acceptance.learn(a_round([(0.9,), (0.9,)], accepted, ("easy", "hard")))
+    survivals = acceptance.survivals([(0.9,)] * 3, ("easy", "hard", "new"))[:, 0]
+    assert survivals == pytest.approx([0.9, 0.3, 0.6], abs=0.12)
 
 
 def test_groups_are_remembered_up_to_a_limit():
     acceptance = Acceptance(K, Prior(num_groups=10))
     for group in range(50):
-        acceptance.learn(told([(0.9,)], [1], (group,)))
+        acceptance.learn(a_round([(0.9,)], [1], (group,)))
     assert len(acceptance._groups) == 10
 
 
 def test_before_drafting_drafts_are_foreseen_as_short_and_as_good_as_they_were():
     coins = np.random.default_rng(1)
     rounds = []
-    for _ in range(2000):  # half of the drafts are empty, the others stand at 0.8
-        own = (0.9,) * (K if coins.random() < 0.5 else 0)
-        fell = [coins.random() >= 0.8 for _ in own]
-        rounds.append(told([own], [fell.index(True) if True in fell else len(own)]))
-    rows, stands = learned(rounds, memory=1e9).forecast(3)
-    assert rows.shape == stands.shape == (3, K)
+    for _ in range(2000):  # half of the drafts are empty, the others are accepted at 0.8
+        draft = (0.9,) * (K if coins.random() < 0.5 else 0)
+        rejected = [coins.random() >= 0.8 for _ in draft]
+        rounds.append(a_round([draft], [rejected.index(True) if True in rejected else len(draft)]))
+    rows, accepted = learned(rounds, memory=1e9).forecast(3)
+    assert rows.shape == accepted.shape == (3, K)
     assert rows[0] == pytest.approx([0.5] * K, abs=0.04)
-    assert stands[2] == pytest.approx([0.5 * 0.8**d for d in range(1, K + 1)], abs=0.04)
+    assert accepted[2] == pytest.approx([0.5 * 0.8**d for d in range(1, K + 1)], abs=0.04)
 
 
 def test_depths_that_were_not_asked_for_are_not_foreseen_as_empty():
-    rounds = [told([(0.9,)], [1], asked=1)] * 500
+    rounds = [a_round([(0.9,)], [1], limit=1)] * 500
     rows, _ = learned(rounds, memory=1e9).forecast(1)
     assert rows[0] == pytest.approx([1.0] * K, abs=0.02)
 

@@ -112,8 +112,8 @@ def test_nothing_is_asked_for_after_a_stop():
 def test_sessions_that_want_no_drafts_get_none():
     controller = quiet_controller()
     mixed = [Load(100), Load(100, speculates=False), Load(100)]
-    asked = controller.limits(mixed)
-    assert asked[0] and asked[2] and not asked[1]
+    limits = controller.limits(mixed)
+    assert limits[0] and limits[2] and not limits[1]
     assert controller.limits([Load(100, speculates=False)]) == [0]
     assert controller.reason is Reason.UNWANTED
 
@@ -273,12 +273,12 @@ def test_a_new_drafter_is_met_where_there_is_little_room():
     estimates = Estimates(flat(10.5))
     controller = DraftLengthController(estimates, ControllerSettings(PlannerSettings(max_rows=5)))
     for _ in range(6):
-        asked = controller.limits(loads(3))
-        seen = controller.choose([(0.9,) * n for n in asked])
+        limits = controller.limits(loads(3))
+        seen = controller.choose([(0.9,) * n for n in limits])
         assert sum(seen) <= 2
-        confidences = tuple((0.9,) * n for n in asked)
+        confidences = tuple((0.9,) * n for n in limits)
         controller.observe(
-            Round(tuple(asked), confidences, tuple(seen), tuple(seen), Times(0.01, 10))
+            Round(tuple(limits), confidences, tuple(seen), tuple(seen), Times(0.01, 10))
         )
     assert controller.kind is Kind.SPECULATIVE
     assert sum(seen) == 2
@@ -296,8 +296,8 @@ def test_now_and_then_another_length_is_tried():
 def test_no_draft_is_longer_than_the_cap_and_no_forward_wider_than_its_rows():
     assert quiet_controller().limits(loads(2)) == [8, 8]
     controller = quiet_controller(max_rows=10)
-    asked = controller.limits(loads(4))
-    chosen = controller.choose([(0.9,) * n for n in asked])
+    limits = controller.limits(loads(4))
+    chosen = controller.choose([(0.9,) * n for n in limits])
     assert sum(chosen) <= 6
     assert quiet_controller(max_rows=4).limits(loads(4)) == [0] * 4
 
@@ -328,13 +328,17 @@ def test_the_same_rounds_give_the_same_answers():
 
 def test_a_round_shared_with_other_work_teaches_no_times():
     controller, rows = quiet_controller(), np.array(ROWS, np.float64)
-    asked = controller.limits(loads(1))
-    controller.choose([(0.9,) * asked[0]])
+    limits = controller.limits(loads(1))
+    controller.choose([(0.9,) * limits[0]])
     costs = controller._estimates.costs
     before = costs.slowdown, costs.verify_ms(rows, 1, 0.0).tolist()
     controller.observe(
         Round(
-            tuple(asked), ((0.9,) * asked[0],), tuple(asked), (0,), Times(9.0, 500.0, usable=False)
+            tuple(limits),
+            ((0.9,) * limits[0],),
+            tuple(limits),
+            (0,),
+            Times(9.0, 500.0, usable=False),
         )
     )
     assert (costs.slowdown, costs.verify_ms(rows, 1, 0.0).tolist()) == before

@@ -29,21 +29,21 @@ def flat(plain: float = 10.0, verify: float = 20.0) -> CostTable:
 def test_a_quiet_machine_is_told_as_it_is_between_the_points_and_at_any_context():
     table = CostTable(measure_costs(with_attention))
     for sequences, rows, context in ((3, 5, 100), (20, 70, 1000), (8, 72, 64), (100, 256, 2000)):
-        told = table.verify_ms(np.array([float(rows)]), sequences, context)[0]
-        assert told == pytest.approx(with_attention(rows, sequences, context), rel=0.01)
+        ms = table.verify_ms(np.array([float(rows)]), sequences, context)[0]
+        assert ms == pytest.approx(with_attention(rows, sequences, context), rel=0.01)
         plain = table.plain_ms(sequences, context)
         assert plain == pytest.approx(with_attention(sequences, sequences, context), rel=0.01)
 
 
 def test_beyond_the_grid_the_last_slope_goes_on():
     table = CostTable(measure_costs(with_attention))
-    told = table.verify_ms(np.array([512.0]), 64, 0.0)[0]
-    assert told == pytest.approx(memory_bound(512), rel=0.02)
+    ms = table.verify_ms(np.array([512.0]), 64, 0.0)[0]
+    assert ms == pytest.approx(memory_bound(512), rel=0.02)
 
 
 def test_a_round_without_drafted_rows_is_a_plain_one():
-    told = flat(plain=10.0, verify=20.0).verify_ms(np.array([4.0, 5.0]), 4, 0.0)
-    assert told == pytest.approx([10.0, 20.0])
+    ms = flat(plain=10.0, verify=20.0).verify_ms(np.array([4.0, 5.0]), 4, 0.0)
+    assert ms == pytest.approx([10.0, 20.0])
 
 
 def test_a_slow_minute_within_the_measurement_cancels():
@@ -54,19 +54,19 @@ def test_a_slow_minute_within_the_measurement_cancels():
         calls += 1
         return few_cores(rows) * (2.0 if 20 < calls < 60 else 1.0)
 
-    told = measure_costs(slow_for_a_while)
-    assert told.verify_ms == pytest.approx([few_cores(rows) for rows in ROWS], rel=0.01)
+    ms = measure_costs(slow_for_a_while)
+    assert ms.verify_ms == pytest.approx([few_cores(rows) for rows in ROWS], rel=0.01)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_nearest_curve_that_never_falls(seed):
     values = np.random.default_rng(seed).normal(size=12)
-    found = isotonic(values)
-    assert (np.diff(found) >= 0).all()
+    fitted = isotonic(values)
+    assert (np.diff(fitted) >= 0).all()
     # Minimax form of isotonic regression: the largest, over beginnings, of the smallest means.
     for i in range(12):
         means = [[values[a : b + 1].mean() for b in range(i, 12)] for a in range(i + 1)]
-        assert found[i] == pytest.approx(max(min(row) for row in means))
+        assert fitted[i] == pytest.approx(max(min(row) for row in means))
 
 
 def test_noise_never_makes_more_rows_cheaper():
@@ -74,8 +74,8 @@ def test_noise_never_makes_more_rows_cheaper():
     coins = np.random.default_rng(0)
     for _ in range(200):
         table.observe(int(coins.integers(4, 40)), 4, 50.0, float(coins.lognormal(3, 1)))
-    told = table.verify_ms(np.arange(5.0, 300.0), 4, 50.0)
-    assert (np.diff(told) >= 0).all()
+    ms = table.verify_ms(np.arange(5.0, 300.0), 4, 50.0)
+    assert (np.diff(ms) >= 0).all()
 
 
 @pytest.mark.parametrize("machine", MACHINES)

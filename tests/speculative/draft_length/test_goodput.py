@@ -47,7 +47,7 @@ def best_of_all(survival: np.ndarray, ms, most_rows: float = np.inf) -> float:
     return best
 
 
-def found(survival: np.ndarray, ms, limit: Limit | None = None) -> Allocation:
+def allocated(survival: np.ndarray, ms, limit: Limit | None = None) -> Allocation:
     plain_ms = float(ms(np.zeros(1))[0])
     cost = lambda taken, tokens: ms(taken)  # noqa: E731
     return allocate(survival, np.ones_like(survival), cost, plain_ms, limit)
@@ -57,57 +57,57 @@ def found(survival: np.ndarray, ms, limit: Limit | None = None) -> Allocation:
 @pytest.mark.parametrize("seed", range(20))
 def test_no_choice_brings_more(name, seed):
     survival, ms = drawn(seed), COSTS[name]
-    told = found(survival, ms)
-    gained = sum(survival[i, :n].sum() for i, n in enumerate(told.counts))
-    rows = np.array([float(sum(told.counts))])
+    allocation = allocated(survival, ms)
+    gained = sum(survival[i, :n].sum() for i, n in enumerate(allocation.counts))
+    rows = np.array([float(sum(allocation.counts))])
     assert (B + gained) / float(ms(rows)[0]) == pytest.approx(best_of_all(survival, ms))
-    assert told.goodput == pytest.approx(best_of_all(survival, ms))
+    assert allocation.goodput == pytest.approx(best_of_all(survival, ms))
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_no_choice_within_the_rows_brings_more(seed):
     survival = drawn(seed)
-    told = found(survival, smooth, Limit(rows=2))
-    assert sum(told.counts) <= 2
-    assert told.goodput == pytest.approx(best_of_all(survival, smooth, 2))
+    allocation = allocated(survival, smooth, Limit(rows=2))
+    assert sum(allocation.counts) <= 2
+    assert allocation.goodput == pytest.approx(best_of_all(survival, smooth, 2))
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_no_draft_is_chosen_beyond_its_end(seed):
     survival = drawn(seed)
-    counts = found(survival, flat).counts
+    counts = allocated(survival, flat).counts
     assert list(counts) == (survival > 0).sum(1).tolist()
 
 
 def test_behind_a_step_there_is_room():
     """One more token does not pay, four more do: stopping at the first would draft nothing."""
     survival = np.full((B, D), 0.9)
-    assert sum(found(survival, lambda rows: 10.0 + 6.0 * (rows > 0)).counts) == B * D
+    assert sum(allocated(survival, lambda rows: 10.0 + 6.0 * (rows > 0)).counts) == B * D
 
 
 def test_nothing_pays_where_each_row_costs_as_much_as_a_token():
-    told = found(np.full((B, D), 0.99), steep)
-    assert told.counts == (0, 0, 0) and told.gain == 0.0
+    allocation = allocated(np.full((B, D), 0.99), steep)
+    assert allocation.counts == (0, 0, 0) and allocation.gain == 0.0
 
 
 def test_of_equals_the_beginning_of_a_draft_comes_first():
-    told = found(np.ones((B, D)), flat, Limit(rows=4))
-    assert sum(told.counts) == 4 and max(told.counts) == D
+    allocation = allocated(np.ones((B, D)), flat, Limit(rows=4))
+    assert sum(allocation.counts) == 4 and max(allocation.counts) == D
 
 
 def test_the_urgent_are_served_first():
     survival = np.tile([0.8, 0.78, 0.76], (B, 1))
     urgency = np.array([1.0, 1.0, 2.0])
-    told = found(survival, smooth, Limit(rows=3, urgency=urgency, sacrifice=0.05))
-    assert told.counts == (0, 0, 3)
-    assert found(survival, smooth, Limit(rows=3)).counts == (1, 1, 1)
+    allocation = allocated(survival, smooth, Limit(rows=3, urgency=urgency, sacrifice=0.05))
+    assert allocation.counts == (0, 0, 3)
+    assert allocated(survival, smooth, Limit(rows=3)).counts == (1, 1, 1)
 
 
 def test_urgency_costs_no_more_than_it_may():
     survival = np.array([[0.9, 0.8, 0.7], [0.9, 0.8, 0.7], [0.3, 0.2, 0.1]])
     urgency = np.array([1.0, 1.0, 9.0])
-    told = found(survival, flat, Limit(rows=3, urgency=urgency))
-    assert told == found(survival, flat, Limit(rows=3))
+    allocation = allocated(survival, flat, Limit(rows=3, urgency=urgency))
+    assert allocation == allocated(survival, flat, Limit(rows=3))
 
 
 def test_drafts_that_will_be_short_take_few_rows():

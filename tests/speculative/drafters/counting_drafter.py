@@ -54,11 +54,11 @@ class CountingDrafter(Drafter):
 
     def _sources(self, stream: Stream) -> list[list[Dated]]:
         """Own output, prompt, and the group's texts of each version, the newest first."""
-        group = [one for one in self._samples if one.stream.group == stream.group]
-        own = next(one for one in group if one.stream is stream).dated
-        epochs = sorted({one.stream.epoch for one in group}, reverse=True)
-        by_epoch = [[one.dated for one in group if one.stream.epoch == e] for e in epochs]
-        prompt, output = own[: stream.num_prompt], own[stream.num_prompt :]
+        group = [sample for sample in self._samples if sample.stream.group == stream.group]
+        dated = next(sample for sample in group if sample.stream is stream).dated
+        epochs = sorted({sample.stream.epoch for sample in group}, reverse=True)
+        by_epoch = [[sample.dated for sample in group if sample.stream.epoch == e] for e in epochs]
+        prompt, output = dated[: stream.num_prompt], dated[stream.num_prompt :]
         return [[output], [prompt], *by_epoch]
 
     def _continued(self, texts: list[Dated], end: list[int], most: int) -> Draft:
@@ -81,26 +81,26 @@ class CountingDrafter(Drafter):
 
 
 def followers(texts: list[Dated], end: list[int]) -> Dated:
-    """What followed `end`, wherever it stands in the texts."""
-    found: Dated = []
+    """What followed `end`, wherever it is in the texts."""
+    following: Dated = []
     for text in texts:
         tokens = [token for token, _ in text]
         for at in range(len(text) - len(end)):
             if tokens[at : at + len(end)] == end:
-                found.append(text[at + len(end)])
-    return found
+                following.append(text[at + len(end)])
+    return following
 
 
 def longest(texts: list[Dated], tokens: list[int]) -> int:
-    """How many of the last tokens stand somewhere in the texts and are followed there."""
+    """How many of the last tokens are somewhere in the texts and are followed there."""
     for length in range(len(tokens), 0, -1):
         if followers(texts, tokens[len(tokens) - length :]):
             return length
     return 0
 
 
-def likeliest(found: Dated, doubt: float) -> tuple[int, float]:
+def likeliest(following: Dated, doubt: float) -> tuple[int, float]:
     """The token that is there most often, of equals the one that came first; its share."""
-    tokens = [token for token, _ in sorted(found, key=lambda dated: dated[1])]
+    tokens = [token for token, _ in sorted(following, key=lambda dated: dated[1])]
     token = max(dict.fromkeys(tokens), key=tokens.count)
     return token, tokens.count(token) / (len(tokens) + doubt)

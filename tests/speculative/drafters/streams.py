@@ -22,17 +22,17 @@ def stream(number: int, prompt: Sequence[int], group: Hashable = "group", epoch:
 
 @dataclass
 class Tally:
-    """rounds: forwards of the target. emitted, drafted, stood: tokens."""
+    """rounds: forwards of the target. emitted, drafted, accepted: tokens."""
 
     rounds: int = 0
     emitted: int = 0
     drafted: int = 0
-    stood: int = 0
+    accepted: int = 0
     drafts: list[Draft] = field(default_factory=list)
 
     @property
     def acceptance(self) -> float:
-        return self.stood / max(1, self.drafted)
+        return self.accepted / max(1, self.drafted)
 
     @property
     def tokens_per_round(self) -> float:
@@ -57,14 +57,14 @@ def written(
 
 
 def emit(drafter: Drafter, sample: Stream, rest: Sequence[int], draft: Draft, tally: Tally) -> None:
-    stands = 0
-    while stands < min(len(draft.tokens), len(rest)) and draft.tokens[stands] == rest[stands]:
-        stands += 1
-    new = rest[: stands + 1]
+    accepted = 0
+    while accepted < min(len(draft.tokens), len(rest)) and draft.tokens[accepted] == rest[accepted]:
+        accepted += 1
+    new = rest[: accepted + 1]
     sample.tokens.extend(new)
     drafter.observe(sample, len(new))
     tally.rounds += 1
     tally.emitted += len(new)
     tally.drafted += min(len(draft.tokens), len(rest))
-    tally.stood += stands
+    tally.accepted += accepted
     tally.drafts.append(draft)

@@ -1,4 +1,4 @@
-"""The laws that drafts tell, which of them are laws at all, and which drafts tell them."""
+"""The distributions that drafts report, which of them are any, and which drafts report them."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from tinkercloud.speculative.drafters.draft_distribution import (
 V = 8
 
 
-def law(ids, probs) -> DraftDistribution:
+def distribution(ids, probs) -> DraftDistribution:
     return DraftDistribution(np.array(ids, np.int32), np.array(probs, np.float32))
 
 
@@ -46,12 +46,12 @@ def test_a_law_keeps_what_can_be_drawn_by_the_targets_numbers():
     ],
 )
 def test_what_is_no_law_or_cannot_give_the_token_is_seen(ids, probs):
-    assert not law(ids, probs).can_give(1, V)
+    assert not distribution(ids, probs).can_give(1, V)
 
 
 def test_a_law_may_be_rounded():
-    assert law([1, V - 1], [0.5, 0.5005]).can_give(1, V)
-    assert not law([1, V - 1], [0.5, 0.502]).can_give(1, V)
+    assert distribution([1, V - 1], [0.5, 0.5005]).can_give(1, V)
+    assert not distribution([1, V - 1], [0.5, 0.502]).can_give(1, V)
 
 
 @pytest.mark.parametrize(

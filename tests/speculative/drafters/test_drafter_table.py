@@ -23,9 +23,9 @@ def test_more_drafters_may_be_named_and_take_what_follows_the_colon():
         def __init__(self, path: str):
             self.path = path
 
-    made = DrafterTable({"model": Model}).make("model:/some/path:with colon")
-    assert isinstance(made, Model)
-    assert made.path == "/some/path:with colon"
+    model = DrafterTable({"model": Model}).make("model:/some/path:with colon")
+    assert isinstance(model, Model)
+    assert model.path == "/some/path:with colon"
     assert "model" not in DrafterTable().names
 
 

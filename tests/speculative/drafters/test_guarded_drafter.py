@@ -114,7 +114,7 @@ def test_a_guarded_drafter_drafts_as_it_does_unguarded():
     plain = written(SuffixDrafter(), [(stream(0, [1, 2]), TEXT)])
     guard = GuardedDrafter(SuffixDrafter(), V)
     assert written(guard, [(stream(0, [1, 2]), TEXT)]).drafts == plain.drafts
-    assert plain.stood > 0
+    assert plain.accepted > 0
     assert not guard.num_refused
 
 
@@ -188,7 +188,7 @@ def test_a_drafter_that_is_told_the_future_is_never_right():
     wrong = WrongDrafter(V, lambda stream: TEXT[len(stream.tokens) - 2 :])
     tally = written(wrong, [(sample, TEXT)])
     assert tally.drafted > len(TEXT)
-    assert tally.stood == 0
+    assert tally.accepted == 0
 
 
 @pytest.mark.parametrize("drafter", [RandomDrafter(V), LateDrafter(V, 0.0), WrongDrafter(V)])

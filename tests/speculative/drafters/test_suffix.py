@@ -23,7 +23,7 @@ def place_of(automaton: Automaton, text: list[int]) -> tuple[int, int]:
     return automaton.follow(ROOT, 0, text)
 
 
-def told(automaton: Automaton, text: list[int], most: int, share: float = 0.0) -> list[int]:
+def continued(automaton: Automaton, text: list[int], most: int, share: float = 0.0) -> list[int]:
     rule = replace(COUNTED, share=share)
     return list(automaton.continuation(*place_of(automaton, text), most, rule).tokens)
 
@@ -64,11 +64,11 @@ def test_the_continuation_is_what_followed_most_often(seed):
             counted = Counter({x: occurrences(texts, [*begun, x]) for x in range(3)})
             if not counted.total():
                 continue
-            best = told(automaton, begun, 1)
+            best = continued(automaton, begun, 1)
             assert counted[best[0]] == max(counted.values())
             share = counted[best[0]] / counted.total()
-            assert told(automaton, begun, 1, share + 0.01) == []
-            assert told(automaton, begun, 1, share - 0.01) == best
+            assert continued(automaton, begun, 1, share + 0.01) == []
+            assert continued(automaton, begun, 1, share - 0.01) == best
 
 
 def test_the_confidence_is_the_share_and_less_after_few_tokens():
@@ -97,18 +97,18 @@ def test_texts_written_in_turns_are_as_texts_written_one_after_another(seed):
 def test_a_text_seen_once_is_continued_to_its_end():
     text = list(range(50))
     automaton = built(text)
-    assert told(automaton, [7, 8, 9], 100, 0.5) == text[10:]
-    assert told(automaton, [7, 8, 9], 4, 0.5) == [10, 11, 12, 13]
+    assert continued(automaton, [7, 8, 9], 100, 0.5) == text[10:]
+    assert continued(automaton, [7, 8, 9], 4, 0.5) == [10, 11, 12, 13]
 
 
 def test_where_a_text_ends_what_repeats_goes_on_repeating():
-    assert told(built([1, 2, 3] * 3), [1, 2, 3], 10, 0.0) == [1, 2, 3, 1, 2, 3, 1, 2, 3, 1]
-    assert told(built([5] * 4), [5], 10, 0.0) == [5] * 10
+    assert continued(built([1, 2, 3] * 3), [1, 2, 3], 10, 0.0) == [1, 2, 3, 1, 2, 3, 1, 2, 3, 1]
+    assert continued(built([5] * 4), [5], 10, 0.0) == [5] * 10
 
 
 def test_one_text_does_not_go_on_into_the_next():
     automaton = built([1, 2, 3], [4, 5, 6])
-    assert told(automaton, [2, 3], 5) == []
+    assert continued(automaton, [2, 3], 5) == []
     assert place_of(automaton, [3, 4])[1] == 1
 
 

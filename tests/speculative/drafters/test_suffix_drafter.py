@@ -13,7 +13,7 @@ from tinkercloud.speculative.drafters.history import HistoryLimits
 from tinkercloud.speculative.drafters.suffix import ContinuationRule
 from tinkercloud.speculative.drafters.suffix_drafter import SuffixDrafter, SuffixSettings
 
-SETTINGS = SuffixSettings(rule=ContinuationRule(share=0.05), forgives=False)
+SETTINGS = SuffixSettings(rule=ContinuationRule(share=0.05), skips_mismatches=False)
 PROMPT = (1, 2, 3)
 
 
@@ -42,14 +42,14 @@ def test_drafts_are_those_that_counting_finds(seed):
     number = 0
     for epoch in range(3):
         texts = generator.integers(0, size, (3, 30)).tolist()
-        told = []
+        results = []
         for drafter in (fast, slow):
             groups = ["a", "a", "b"]
             samples = [stream(number + i, PROMPT, groups[i], epoch) for i in range(3)]
-            told.append(written(drafter, list(zip(samples, texts, strict=True)), 6).drafts)
+            results.append(written(drafter, list(zip(samples, texts, strict=True)), 6).drafts)
         number += 3
-        assert told[0] == told[1]
-        assert any(draft.tokens for draft in told[0])
+        assert results[0] == results[1]
+        assert any(draft.tokens for draft in results[0])
 
 
 def test_records_of_one_form_are_drafted_right_but_for_their_values():
@@ -115,15 +115,15 @@ def test_another_group_is_not_drafted_from():
 def test_later_epochs_are_drafted_from_earlier_ones():
     text = np.random.default_rng(0).integers(0, 1000, 300).tolist()
     drafter = SuffixDrafter()
-    told = []
+    results = []
     for epoch in range(3):
         samples = [
             (stream(4 * epoch + i, PROMPT, epoch=epoch), differing(text, 0.1, 4 * epoch + i))
             for i in range(4)
         ]
-        told.append(written(drafter, samples).tokens_per_round)
-    assert told[0] < told[1]
-    assert told[2] > 2.5
+        results.append(written(drafter, samples).tokens_per_round)
+    assert results[0] < results[1]
+    assert results[2] > 2.5
 
 
 def test_the_prompt_is_drafted_from():
@@ -140,7 +140,7 @@ def test_behind_a_token_that_is_another_the_text_before_is_gone_on_with():
     sample.tokens.extend(text[:10])
     drafter.observe(sample, 10)
     assert drafter.propose([(sample, 4)])[0].tokens == tuple(text[10:14])
-    sample.tokens.extend([*text[10:12], 999])  # two stood, then another
+    sample.tokens.extend([*text[10:12], 999])  # two were accepted, then another came
     drafter.observe(sample, 3)
     assert drafter.propose([(sample, 4)])[0].tokens == tuple(text[13:17])
     strict = SuffixDrafter(SETTINGS)
@@ -151,7 +151,7 @@ def test_behind_a_token_that_is_another_the_text_before_is_gone_on_with():
     assert strict.propose([(other, 4)])[0].tokens == ()
 
 
-def test_what_is_seen_after_it_soon_says_more_than_a_forgiven_token():
+def test_what_is_seen_after_it_soon_says_more_than_text_behind_a_mismatch():
     first, second = list(range(100, 120)), [*range(200, 204), 115, *range(204, 220)]
     sample = stream(0, [*first, *second])
     drafter = SuffixDrafter()
@@ -165,27 +165,27 @@ def test_what_is_seen_after_it_soon_says_more_than_a_forgiven_token():
     assert drafter.propose([(sample, 3)])[0].tokens == tuple(second[6:9])
 
 
-def test_records_whose_values_are_new_take_fewer_rounds_where_tokens_are_forgiven():
+def test_records_whose_values_are_new_take_fewer_rounds_where_mismatches_are_skipped():
     """Behind a value nothing but the form tells what comes."""
     text = json_lines(0, 40)
-    forgiving, strict = (
+    skipping, strict = (
         written(SuffixDrafter(settings), [(stream(0, PROMPT), text)]).tokens_per_round
-        for settings in (replace(SETTINGS, forgives=True), SETTINGS)
+        for settings in (replace(SETTINGS, skips_mismatches=True), SETTINGS)
     )
-    assert forgiving > 1.3 * strict
+    assert skipping > 1.3 * strict
 
 
 def test_the_longest_match_wins_and_of_equals_the_samples_own():
     drafter = SuffixDrafter(SETTINGS)
     written(drafter, [(stream(0, PROMPT), [50, 51, 52, 90, 51, 52, 90, 52, 91])])
-    own = stream(1, PROMPT)
-    drafter.begin(own)
-    own.tokens.extend([52, 80, 60, 61, 52])
-    drafter.observe(own, 5)
-    assert drafter.propose([(own, 1)])[0].tokens == (80,)
-    own.tokens.extend([70, 51, 52])
-    drafter.observe(own, 3)
-    assert drafter.propose([(own, 1)])[0].tokens == (90,)
+    sample = stream(1, PROMPT)
+    drafter.begin(sample)
+    sample.tokens.extend([52, 80, 60, 61, 52])
+    drafter.observe(sample, 5)
+    assert drafter.propose([(sample, 1)])[0].tokens == (80,)
+    sample.tokens.extend([70, 51, 52])
+    drafter.observe(sample, 3)
+    assert drafter.propose([(sample, 1)])[0].tokens == (90,)
 
 
 def test_a_draft_is_no_longer_than_asked_nor_than_its_match_allows():
@@ -204,16 +204,16 @@ def test_a_draft_is_no_longer_than_asked_nor_than_its_match_allows():
 @pytest.mark.parametrize("at_a_time", [2, 7, 60])
 def test_tokens_may_be_observed_late_and_many_at_a_time(at_a_time):
     text = json_lines(3, 30)
-    told = []
+    results = []
     for step in (1, at_a_time):
         drafter, sample = SuffixDrafter(), stream(0, PROMPT)
         drafter.begin(sample)
         for at in range(0, len(text), step):
             sample.tokens.extend(text[at : at + step])
             drafter.observe(sample, len(text[at : at + step]))
-        told.append(drafter.propose([(sample, 8)])[0])
-    assert told[0] == told[1]
-    assert told[0].tokens
+        results.append(drafter.propose([(sample, 8)])[0])
+    assert results[0] == results[1]
+    assert results[0].tokens
 
 
 def test_a_sample_that_was_begun_before_is_taken_up_where_it_is():

@@ -12,7 +12,7 @@ V, D = 61, 32
 
 
 def target_config(**more: object) -> ArchitectureConfig:
-    given = {
+    sizes = {
         "name": "LlamaForCausalLM", "model_type": "llama", "vocab_size": V, "hidden_size": D,
         "intermediate_size": 48, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2,
         "head_dim": 8, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "rope_scaling": None,
@@ -20,7 +20,7 @@ def target_config(**more: object) -> ArchitectureConfig:
         "output_bias": False, "mlp_bias": False, "qk_norm": False, "eos_token_ids": (0,),
         "bos_token_id": None,
     }  # fmt: skip
-    return ArchitectureConfig(**given | more)
+    return ArchitectureConfig(**sizes | more)
 
 
 def target_weights(seed: int = 0) -> dict[str, Tensor]:

@@ -35,14 +35,14 @@ a_row = partial(row_params, seed=7, sample_index=2, position=5)
 def test_whole_sequences_compute_what_drafting_row_by_row_computes(layers):
     head, params = a_head(layers)
     hidden, tokens = sequences(2, 9, len(layers))
-    made = unroll(head, params, hidden, tokens, 4)
+    unrolled = unroll(head, params, hidden, tokens, 4)
     for b in range(2):
         for begin in range(9):
             steps = min(4, 9 - begin)
             slow = drafted_outputs(head, params, (hidden[b], tokens[b]), begin, steps)
             for step, output in enumerate(slow):
                 torch.testing.assert_close(
-                    made[step][b, begin + step], output, rtol=1e-4, atol=1e-5
+                    unrolled[step][b, begin + step], output, rtol=1e-4, atol=1e-5
                 )
 
 
@@ -82,9 +82,9 @@ def test_sequences_of_a_ragged_step_do_not_see_one_another():
         )
         output = extend(head, params, together, new)
         for b, count in enumerate(counts):
-            own = slice(at[b], at[b] + count)
-            one = NewRows([0], feature[b : b + 1, own], tokens[b : b + 1, own], [count])
-            expected = extend(head, params, alone[b], one)
+            span = slice(at[b], at[b] + count)
+            new = NewRows([0], feature[b : b + 1, span], tokens[b : b + 1, span], [count])
+            expected = extend(head, params, alone[b], new)
             torch.testing.assert_close(output[b, :count], expected[0], rtol=1e-4, atol=1e-5)
             at[b] += count
     assert [together.lengths[s] for s in slots] == at
@@ -164,7 +164,7 @@ def test_noise_of_some_tokens_is_that_of_the_sampler():
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 1.0), (0, 0.8)])
-def test_a_draft_with_the_targets_law_draws_the_targets_token(temperature, top_k, top_p):
+def test_a_draft_with_the_targets_distribution_draws_the_targets_token(temperature, top_k, top_p):
     vocabulary = DraftVocabulary.of(range(V), V)
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(40, V, generator=generator) * 2
@@ -212,14 +212,14 @@ def test_a_chain_is_what_drafting_token_by_token_gives(more):
     assert chains.tokens.shape == chains.chances.shape == (2, 4)
     assert cache.lengths == [6, 6]
     for b in range(2):
-        told = tokens[b].tolist()
+        text = tokens[b].tolist()
         for k in range(4):
             padded = torch.cat((hidden[b], torch.zeros(k, *hidden.shape[2:])))
-            last = drafted_outputs(head, params, (padded, torch.tensor(told)), 5, k + 1)[-1]
-            one = draw(head.logits(params, last[None]), [rows[k][b]], head.frozen.vocabulary)
-            assert int(one.tokens) == int(chains.tokens[b, k])
+            last = drafted_outputs(head, params, (padded, torch.tensor(text)), 5, k + 1)[-1]
+            drawn = draw(head.logits(params, last[None]), [rows[k][b]], head.frozen.vocabulary)
+            assert int(drawn.tokens) == int(chains.tokens[b, k])
             if b in chains.distributions:
-                law = torch.from_numpy(chains.distributions[b][k].dense(V)).float()
-                torch.testing.assert_close(law[::2], one.probs[0], rtol=1e-4, atol=1e-6)
-                assert law[1::2].sum() == 0 and (law > 0).sum() == (one.probs > 0).sum()
-            told.append(int(one.tokens))
+                probs = torch.from_numpy(chains.distributions[b][k].dense(V)).float()
+                torch.testing.assert_close(probs[::2], drawn.probs[0], rtol=1e-4, atol=1e-6)
+                assert probs[1::2].sum() == 0 and (probs > 0).sum() == (drawn.probs > 0).sum()
+            text.append(int(drawn.tokens))

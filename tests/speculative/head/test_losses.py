@@ -11,8 +11,8 @@ N, V, M = 6, 17, 4
 T = 0.7
 
 
-def laws(seed: int) -> tuple[Tensor, Tensor]:
-    """Logits of a draft, and a target's law, float64."""
+def logits_and_target(seed: int) -> tuple[Tensor, Tensor]:
+    """Logits of a draft, and a target's distribution, float64."""
     generator = torch.Generator().manual_seed(seed)
     z = torch.randn(N, V, generator=generator, dtype=torch.float64) * 2
     p = torch.softmax(torch.randn(N, V, generator=generator, dtype=torch.float64) * 2, -1)
@@ -32,7 +32,7 @@ def defined(name: str, q: Tensor, p: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", MEASURES)
 def test_gradients_are_those_of_the_definition(name):
-    z, p = laws(0)
+    z, p = logits_and_target(0)
     rows, gradient = MEASURES[name](z, p)
     leaf = z.clone().requires_grad_()
     slow = defined(name, torch.softmax(leaf, -1), p)
@@ -43,7 +43,7 @@ def test_gradients_are_those_of_the_definition(name):
 
 @pytest.mark.parametrize("name", [n for n in MEASURES if n != "lk"])  # its lambda is a constant
 def test_gradients_are_those_of_finite_differences(name):
-    z, p = laws(1)
+    z, p = logits_and_target(1)
     _, gradient = MEASURES[name](z, p)
     step = 1e-6
     for x in range(V):
@@ -54,8 +54,8 @@ def test_gradients_are_those_of_finite_differences(name):
 
 
 @pytest.mark.parametrize("name", MEASURES)
-def test_the_optimum_is_the_targets_law(name):
-    z, p = laws(2)
+def test_the_optimum_is_the_targets_distribution(name):
+    z, p = logits_and_target(2)
     at, gradient = MEASURES[name](p.log(), p)
     assert at.abs().max() < 1e-12
     if name in ("forward_kl", "reverse_kl"):  # the others have a corner there
@@ -65,8 +65,8 @@ def test_the_optimum_is_the_targets_law(name):
 
 
 @pytest.mark.parametrize("name", MEASURES)
-def test_the_optimum_on_a_trimmed_vocabulary_is_the_rest_of_the_law_renormalised(name):
-    z, p = laws(3)
+def test_the_optimum_on_a_trimmed_vocabulary_is_the_rest_of_the_target_renormalised(name):
+    z, p = logits_and_target(3)
     kept, z = p[:, :9], z[:, :9]
     best = MEASURES[name](kept.log(), kept)[0]
     for scale in (0.01, 0.1, 1.0):
@@ -75,7 +75,7 @@ def test_the_optimum_on_a_trimmed_vocabulary_is_the_rest_of_the_law_renormalised
 
 @pytest.mark.parametrize("name", MEASURES)
 def test_what_the_target_cannot_draw_leaves_everything_finite(name):
-    z, p = laws(4)
+    z, p = logits_and_target(4)
     p[:, ::2] = 0
     p /= p.sum(-1, keepdim=True)
     z[:, 3] = -torch.inf
@@ -99,7 +99,7 @@ def without_rest(z: Tensor, p: Tensor) -> Tensor:
 
 
 def gradient_at_the_target(loss) -> float:
-    p = laws(5)[1].float()
+    p = logits_and_target(5)[1].float()
     z = p.log().requires_grad_()
     (gradient,) = torch.autograd.grad(loss(z, p).sum(), z)
     return float(gradient.abs().max())
@@ -111,7 +111,7 @@ def test_the_optimum_of_some_tokens_and_the_rest_is_the_targets_law():
 
 def test_without_the_rest_the_optimum_is_elsewhere():
     assert gradient_at_the_target(without_rest) > 1e-2
-    p = laws(5)[1].float()
+    p = logits_and_target(5)[1].float()
     ids = p.topk(M, -1).indices
     louder = p.log().scatter_add(-1, ids, torch.full((N, M), 2.0))  # too sure of the told ones
     assert (without_rest(louder, p) < without_rest(p.log(), p)).all()
@@ -120,7 +120,7 @@ def test_without_the_rest_the_optimum_is_elsewhere():
 
 @pytest.mark.parametrize("name", MEASURES)
 def test_some_tokens_are_a_lower_bound_of_all(name):
-    z, p = (x.float() for x in laws(6))
+    z, p = (x.float() for x in logits_and_target(6))
     whole = distances(z, Teacher(p), T, MEASURES[name])
     told = distances(z, losses.most_probable(p, M), T, MEASURES[name])
     if name != "lk":  # whose lambda differs
@@ -131,7 +131,7 @@ def test_some_tokens_are_a_lower_bound_of_all(name):
 
 @pytest.mark.parametrize("name", MEASURES)
 def test_gradients_through_the_temperature_and_the_rest_are_those_of_autograd(name):
-    z, p = (x.float() for x in laws(7))
+    z, p = (x.float() for x in logits_and_target(7))
     temperature = torch.tensor([0.5, 0.7, 1.0, 1.3, 1.0, 2.0])
     teacher = losses.most_probable(p, M)
     leaf = z.clone().requires_grad_()
@@ -147,7 +147,7 @@ def test_gradients_through_the_temperature_and_the_rest_are_those_of_autograd(na
 
 
 def test_the_drafted_token_is_always_told():
-    _, p = laws(8)
+    _, p = logits_and_target(8)
     worst = p.argmin(-1)
     teacher = losses.most_probable(p, M, drafted=worst)
     assert (teacher.ids == worst[:, None]).any(-1).all()
@@ -158,7 +158,7 @@ def test_the_drafted_token_is_always_told():
 
 
 def test_tokens_that_the_draft_lacks_are_nobodys():
-    _, p = laws(9)
+    _, p = logits_and_target(9)
     index = torch.full((V,), -1)
     index[:8] = torch.arange(8)
     teacher = losses.on_vocabulary(losses.most_probable(p, M), index)
@@ -170,7 +170,7 @@ def test_tokens_that_the_draft_lacks_are_nobodys():
 
 
 def test_the_target_learns_nothing():
-    z, p = (x.float() for x in laws(10))
+    z, p = (x.float() for x in logits_and_target(10))
     p.requires_grad_()
     z.requires_grad_()
     distances(z, Teacher(p), 1.0, losses.forward_kl).sum().backward()
@@ -186,7 +186,7 @@ def test_rows_count_by_their_weights():
 
 
 def test_expected_acceptance_is_one_less_the_total_variation():
-    z, p = (x.float() for x in laws(11))
+    z, p = (x.float() for x in logits_and_target(11))
     whole = losses.expected_acceptance(z, Teacher(p), T)
     torch.testing.assert_close(whole, 1 - losses.total_variation(z / T, p)[0])
     told = losses.expected_acceptance(z, losses.most_probable(p, M), T)

@@ -21,10 +21,10 @@ TOKENS = 2000
 
 Coins = np.random.Generator
 Judged = tuple[bool, float]
-"""Whether a drafted token stands, and the chance that the audit is told."""
+"""Whether a drafted token is accepted, and the chance that the audit gets."""
 
 
-def law(coins: Coins) -> verify.Distribution:
+def a_distribution(coins: Coins) -> verify.Distribution:
     return coins.dirichlet(np.full(V, 0.3))
 
 
@@ -42,27 +42,27 @@ def likely(p: verify.Distribution, coins: Coins) -> int:
 
 
 def matching(coins: Coins) -> Judged:
-    p = law(coins)
+    p = a_distribution(coins)
     token = likely(p, coins)
     return drawn(p, gumbel(coins)) == token, p[token]
 
 
 def point_mass(coins: Coins) -> Judged:
-    p = law(coins)
+    p = a_distribution(coins)
     token = likely(p, coins)
     return verify.point_mass(np.array([p, p]), [token], coins.random(2)).num_accepted == 1, p[token]
 
 
 def greedy(coins: Coins) -> Judged:
-    p = law(coins)
+    p = a_distribution(coins)
     token = int(np.argmax(p)) if coins.random() < 0.5 else int(coins.integers(V))
-    stands = token == np.argmax(p)
-    return stands, float(stands)
+    accepted = token == np.argmax(p)
+    return accepted, float(accepted)
 
 
 def coupled(coins: Coins) -> Judged:
     """Target and drafter draw with the same noise, and the audit knows it."""
-    p, q = law(coins), law(coins)
+    p, q = a_distribution(coins), a_distribution(coins)
     p = 0.5 * p + 0.5 * q
     noise = gumbel(coins)
     token = drawn(q, noise)
@@ -74,7 +74,7 @@ def selected(coins: Coins, of_token: bool) -> Judged:
     is that of the drafted token, or the mean over all that it might have drafted."""
     token, q = 0, np.zeros(V)
     while q[token] < 0.1:
-        p, noise = law(coins), gumbel(coins)
+        p, noise = a_distribution(coins), gumbel(coins)
         q = p**0.7 / (p**0.7).sum()
         token = drawn(q, noise)
     chances = np.array([verify.coupled_chance(p, q, x) for x in range(V)])
@@ -89,9 +89,9 @@ def coupled_selected_by_the_mean(coins: Coins) -> Judged:
     return selected(coins, of_token=False)
 
 
-def coupled_with_another_law(coins: Coins) -> Judged:
-    """The drafter tells the law of the position before."""
-    before, p, q = law(coins), law(coins), law(coins)
+def coupled_with_another_distribution(coins: Coins) -> Judged:
+    """The drafter reports the distribution of the position before."""
+    before, p, q = a_distribution(coins), a_distribution(coins), a_distribution(coins)
     p = 0.5 * p + 0.5 * q
     noise = gumbel(coins)
     token = drawn(q, noise)
@@ -99,36 +99,36 @@ def coupled_with_another_law(coins: Coins) -> Judged:
 
 
 def coupled_by_other_noise(coins: Coins) -> Judged:
-    p, q = law(coins), law(coins)
+    p, q = a_distribution(coins), a_distribution(coins)
     p = 0.5 * p + 0.5 * q
     token = drawn(q, gumbel(coins))
     return drawn(p, gumbel(coins)) == token, verify.coupled_chance(p, q, token)
 
 
 def accepts_too_much(coins: Coins) -> Judged:
-    p = law(coins)
+    p = a_distribution(coins)
     token = likely(p, coins)
     return coins.random() < min(1.0, 1.3 * p[token]), p[token]
 
 
 def accepts_too_little(coins: Coins) -> Judged:
-    p = law(coins)
+    p = a_distribution(coins)
     token = likely(p, coins)
     return coins.random() < 0.7 * p[token], p[token]
 
 
 def seed_used_twice(coins: Coins) -> Judged:
     """The drafter has text that was written with the noise of this sample."""
-    p = law(coins)
+    p = a_distribution(coins)
     noise = gumbel(coins)
-    q = 0.8 * p + 0.2 * law(coins)
+    q = 0.8 * p + 0.2 * a_distribution(coins)
     token = drawn(q, noise)
     return drawn(p, noise) == token, p[token]
 
 
 def off_by_one(coins: Coins) -> Judged:
-    """The token is judged by the law of the position before."""
-    before, p = law(coins), law(coins)
+    """The token is judged by the distribution of the position before."""
+    before, p = a_distribution(coins), a_distribution(coins)
     token = likely(p, coins)
     return drawn(before, gumbel(coins)) == token, p[token]
 
@@ -141,7 +141,7 @@ WRONG = (
     off_by_one,
     coupled_selected_by_the_mean,
     coupled_by_other_noise,
-    coupled_with_another_law,
+    coupled_with_another_distribution,
 )
 
 
@@ -155,10 +155,10 @@ def window(rule: Callable[[Coins], Judged], seed: int, tokens: int = TOKENS) -> 
 
 @pytest.mark.parametrize("rule", RIGHT)
 def test_right_rules_stay_within_four_deviations(rule):
-    found = [window(rule, seed, 500).z for seed in range(20)]
-    assert max(map(abs, found)) < 4
+    scores = [window(rule, seed, 500).z for seed in range(20)]
+    assert max(map(abs, scores)) < 4
     if rule is not greedy:
-        assert 0.5 < np.std(found) < 1.6  # and vary as a standard normal does
+        assert 0.5 < np.std(scores) < 1.6  # and vary as a standard normal does
 
 
 @pytest.mark.parametrize("rule", WRONG)
@@ -166,7 +166,7 @@ def test_wrong_rules_raise_the_alarm(rule):
     assert all(window(rule, seed).alarms for seed in range(3))
 
 
-def test_greedy_drafts_that_stand_against_the_law_raise_the_alarm():
+def test_greedy_drafts_accepted_against_the_distribution_raise_the_alarm():
     calibration = window(greedy, 0, 500)
     calibration.add(True, 0.0)
     assert not calibration.alarms
@@ -195,36 +195,36 @@ def test_what_is_long_ago_leaves_the_window():
 # ---- what is counted
 
 
-def told(verified: tuple[int, ...], accepted: tuple[int, ...], ms: float = 10.0) -> Round:
+def a_round(verified: tuple[int, ...], accepted: tuple[int, ...], ms: float = 10.0) -> Round:
     confidences = tuple((0.9,) * 3 for _ in verified)
-    asked = (4,) * len(verified)
-    return Round(asked, confidences, verified, accepted, Times(2.0, ms, 1.0))
+    limits = (4,) * len(verified)
+    return Round(limits, confidences, verified, accepted, Times(2.0, ms, 1.0))
 
 
-def report(one: Round, kind: Kind = Kind.SPECULATIVE, **more) -> RoundReport:
-    return RoundReport("suffix", kind, more.pop("reason", Reason.NONE), one, **more)
+def report(last_round: Round, kind: Kind = Kind.SPECULATIVE, **more) -> RoundReport:
+    return RoundReport("suffix", kind, more.pop("reason", Reason.NONE), last_round, **more)
 
 
 def test_depths_rows_times_and_lengths_are_counted():
     telemetry = Telemetry()
-    telemetry.record(report(told((3, 2, 0), (1, 2, 0)), version_lag=2))
-    found = telemetry.snapshot()
-    depths = found["drafters"]["suffix"]["depths"]
+    telemetry.record(report(a_round((3, 2, 0), (1, 2, 0)), version_lag=2))
+    snapshot = telemetry.snapshot()
+    depths = snapshot["drafters"]["suffix"]["depths"]
     assert [d["proposed"] for d in depths] == [3, 3, 3]
     assert [d["verified"] for d in depths] == [2, 2, 1]
     assert [d["accepted"] for d in depths] == [2, 1, 0]
-    assert found["drafted"] == {"0": 1, "2": 1, "3": 1}
-    assert found["tokens"] == 6 and found["tokens_per_forward"] == 6
-    assert found["tokens_per_sequence_forward"] == 2
-    assert found["rows"] == {"used": 6, "wasted": 2}
-    assert found["ms"] == {"draft": 2.0, "verify": 10.0, "host": 1.0}
-    assert found["drafters"]["suffix"]["version_lag"] == 2
+    assert snapshot["drafted"] == {"0": 1, "2": 1, "3": 1}
+    assert snapshot["tokens"] == 6 and snapshot["tokens_per_forward"] == 6
+    assert snapshot["tokens_per_sequence_forward"] == 2
+    assert snapshot["rows"] == {"used": 6, "wasted": 2}
+    assert snapshot["ms"] == {"draft": 2.0, "verify": 10.0, "host": 1.0}
+    assert snapshot["drafters"]["suffix"]["version_lag"] == 2
 
 
-def test_expected_is_compared_with_what_stood_of_the_same_tokens():
+def test_expected_is_compared_with_what_was_accepted_of_the_same_tokens():
     telemetry = Telemetry()
     chances = ((0.5, 0.25, 0.9), (float("nan"),))  # the third token was never judged
-    telemetry.record(report(told((3, 1), (1, 1)), chances=chances))
+    telemetry.record(report(a_round((3, 1), (1, 1)), chances=chances))
     first, second, third = telemetry.snapshot()["drafters"]["suffix"]["depths"]
     assert (first["audited"], first["expected"], first["stood"]) == (1, 0.5, 1)
     assert (second["audited"], second["expected"], second["stood"]) == (1, 0.25, 0)
@@ -232,49 +232,49 @@ def test_expected_is_compared_with_what_stood_of_the_same_tokens():
 
 
 def test_what_is_drafted_after_a_samples_end_is_not_judged():
-    """Two drafted tokens stand and the second ends the sample: none is added, none falls."""
+    """Two drafted tokens are accepted and the second ends the sample: none is added or rejected."""
     telemetry = Telemetry()
-    one = replace(told((3, 3), (2, 2)), ended=(True, False))
-    telemetry.record(report(one, chances=((0.9,) * 3, (0.9,) * 3)))
-    assert one.num_emitted == 5 and one.num_judged == (2, 3)
-    found = telemetry.snapshot()
-    depths = found["drafters"]["suffix"]["depths"]
+    last_round = replace(a_round((3, 3), (2, 2)), ended=(True, False))
+    telemetry.record(report(last_round, chances=((0.9,) * 3, (0.9,) * 3)))
+    assert last_round.num_emitted == 5 and last_round.num_judged == (2, 3)
+    snapshot = telemetry.snapshot()
+    depths = snapshot["drafters"]["suffix"]["depths"]
     assert [(d["audited"], d["stood"]) for d in depths] == [(2, 2), (2, 2), (1, 0)]
-    assert found["tokens"] == 5 and found["rows"] == {"used": 5, "wasted": 3}
+    assert snapshot["tokens"] == 5 and snapshot["rows"] == {"used": 5, "wasted": 3}
 
 
 def test_running_acceptance_follows_a_change():
     telemetry = Telemetry()
     for accepted in (3, 0):
         for _ in range(1500):
-            telemetry.record(report(told((3,), (accepted,))))
-        found = telemetry.snapshot()["drafters"]["suffix"]["acceptance"]
-        assert found == pytest.approx(1.0 if accepted else 0.0, abs=0.06)
+            telemetry.record(report(a_round((3,), (accepted,))))
+        acceptance = telemetry.snapshot()["drafters"]["suffix"]["acceptance"]
+        assert acceptance == pytest.approx(1.0 if accepted else 0.0, abs=0.06)
 
 
 def test_goodput_compares_speculative_and_plain_rounds_of_like_loads():
     telemetry = Telemetry()
     for _ in range(50):
-        telemetry.record(report(told((3, 3), (3, 3), ms=17.0)))  # 8 tokens in 20 ms
+        telemetry.record(report(a_round((3, 3), (3, 3), ms=17.0)))  # 8 tokens in 20 ms
         telemetry.record(
             report(Round((0, 0), ((), ()), (0, 0), (0, 0), Times(0.0, 10.0)), Kind.COMPARISON)
         )
         telemetry.record(report(Round((0,), ((),), (0,), (0,), Times(0.0, 1.0)), Kind.PLAIN))
-    found = telemetry.snapshot()["goodput"]
-    assert found["2-3"]["speculative_per_s"] == pytest.approx(400)
-    assert found["2-3"]["plain_per_s"] == pytest.approx(200)
-    assert found["2-3"]["speedup"] == pytest.approx(2.0)
-    assert found["1-1"]["speedup"] is None
+    snapshot = telemetry.snapshot()["goodput"]
+    assert snapshot["2-3"]["speculative_per_s"] == pytest.approx(400)
+    assert snapshot["2-3"]["plain_per_s"] == pytest.approx(200)
+    assert snapshot["2-3"]["speedup"] == pytest.approx(2.0)
+    assert snapshot["1-1"]["speedup"] is None
 
 
 def test_reasons_and_kinds_of_rounds_are_counted():
     telemetry = Telemetry()
     nothing = Round((0,), ((),), (0,), (0,), Times(0.0, 10.0))
     telemetry.record(report(nothing, Kind.PLAIN, reason=Reason.TOO_MANY))
-    telemetry.record(report(told((1,), (1,)), Kind.PROBE))
-    found = telemetry.snapshot()
-    assert found["off"] == {"too many sequences": 1}
-    assert found["rounds"]["plain"] == found["rounds"]["probe"] == 1
+    telemetry.record(report(a_round((1,), (1,)), Kind.PROBE))
+    snapshot = telemetry.snapshot()
+    assert snapshot["off"] == {"too many sequences": 1}
+    assert snapshot["rounds"]["plain"] == snapshot["rounds"]["probe"] == 1
 
 
 def test_an_alarm_is_raised_once_and_turns_the_drafter_off():
@@ -283,21 +283,21 @@ def test_an_alarm_is_raised_once_and_turns_the_drafter_off():
     telemetry = Telemetry()
     raised = []
     for _ in range(300):
-        raised.append(telemetry.record(report(told((2,), (2,)), chances=((0.3, 0.3),))))
+        raised.append(telemetry.record(report(a_round((2,), (2,)), chances=((0.3, 0.3),))))
         if raised[-1]:
             controller.stop(Reason.ALARM)
     assert raised.count(True) == 1 and telemetry.snapshot()["drafters"]["suffix"]["alarmed"]
     assert controller.limits([Load(100)]) == [0] and controller.reason is Reason.ALARM
 
 
-# ---- how it is told
+# ---- how it is shown
 
 
 def busy() -> Telemetry:
     telemetry = Telemetry()
-    telemetry.record(report(told((3, 0), (1, 0)), chances=((0.5, 0.2), ())))
+    telemetry.record(report(a_round((3, 0), (1, 0)), chances=((0.5, 0.2), ())))
     telemetry.record(
-        report(told((0, 0), (0, 0)), Kind.COMPARISON, reason=Reason.COMPARING, version_lag=1)
+        report(a_round((0, 0), (0, 0)), Kind.COMPARISON, reason=Reason.COMPARING, version_lag=1)
     )
     return telemetry
 
@@ -326,6 +326,6 @@ def test_prometheus_lines_are_well_formed_and_say_what_the_snapshot_says():
 
 def test_labels_are_escaped():
     telemetry = Telemetry()
-    one = told((1,), (1,))
-    telemetry.record(RoundReport('model:"a\\b"\n', Kind.SPECULATIVE, Reason.NONE, one))
+    last_round = a_round((1,), (1,))
+    telemetry.record(RoundReport('model:"a\\b"\n', Kind.SPECULATIVE, Reason.NONE, last_round))
     assert any('drafter="model:\\"a\\\\b\\"\\n"' in line for line in telemetry.lines())

@@ -150,9 +150,9 @@ class OnlineTrainer:
         self._acceptance.add(self._step, num_judged, num_accepted, category)
 
     @isolates_errors
-    def judged(self, stream: Stream, verdict: JudgedToken, category: str) -> None:
+    def judged(self, stream: Stream, token: JudgedToken, category: str) -> None:
         if self._driver is not None:
-            self._collector.judged(stream, verdict, category)
+            self._collector.judged(stream, token, category)
 
     @isolates_errors
     def ended(self, stream: Stream) -> None:

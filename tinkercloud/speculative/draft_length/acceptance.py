@@ -80,7 +80,7 @@ class Acceptance:
 
     def learn(self, last_round: Round) -> None:
         if not last_round.num_verified:
-            self._asked[0] += sum(asked > 0 for asked in last_round.asked)
+            self._asked[0] += sum(limit > 0 for limit in last_round.limits)
             return
         padded, _ = self._padded(last_round.confidences)
         depths = np.arange(len(self._judged))
@@ -97,7 +97,7 @@ class Acceptance:
         np.add.at(self._judged, (columns[judged], buckets[judged]), 1.0)
         np.add.at(self._accepted, (columns[accepted], buckets[accepted]), 1.0)
         within = reaches([num + 1 for num in last_round.verified])
-        self._asked += (reaches(last_round.asked) & within).sum(0)
+        self._asked += (reaches(last_round.limits) & within).sum(0)
         self._verified += reaches(last_round.verified).sum(0)
         self._rates = self._fitted()
 

@@ -213,7 +213,7 @@ class DraftLengthController(DraftLength):
         if times.usable:
             shape = last_round.num_rows, last_round.num_sequences, last_round.context
             slowdown = estimates.costs.observe(*shape, times.target_ms)
-        steps = max(last_round.asked, default=0)
-        estimates.drafting.observe(sum(last_round.asked), steps, times.draft_ms / slowdown)
-        if any(last_round.asked):
+        steps = max(last_round.limits, default=0)
+        estimates.drafting.observe(sum(last_round.limits), steps, times.draft_ms / slowdown)
+        if any(last_round.limits):
             estimates.acceptance.learn(last_round)

@@ -74,13 +74,13 @@ class Times:
 class Round:
     """What happened; every tuple has B entries, in the order of the loads.
 
-    asked: tokens requested of the drafter, at most. confidences: of the tokens that it proposed.
+    limits: tokens asked of the drafter, at most. confidences: of the tokens that it proposed.
     verified: how many of those the target saw. accepted: how many of these were accepted.
     context: mean over the sequences. ended: whether its sample ended with a drafted token, so that
     the target added none and what was drafted after it was not judged; () where none did.
     """
 
-    asked: tuple[int, ...]
+    limits: tuple[int, ...]
     confidences: tuple[tuple[float, ...], ...]
     verified: tuple[int, ...]
     accepted: tuple[int, ...]
@@ -91,7 +91,7 @@ class Round:
 
     @property
     def num_sequences(self) -> int:
-        return len(self.asked)
+        return len(self.limits)
 
     @property
     def num_verified(self) -> int:

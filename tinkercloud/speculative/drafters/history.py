@@ -1,7 +1,7 @@
 """What groups of samples have written, in bounded memory.
 
-A group keeps its prompt, and one automaton for each version of the weights that wrote. So text of
-an old version is forgotten by dropping its automaton, and nothing is ever built a second time.
+A group keeps its prompt, and one automaton for each version of the weights that wrote its samples.
+So text of an old version is forgotten by dropping its automaton, and nothing is ever built twice.
 """
 
 from collections.abc import Hashable, Sequence
@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from tinkercloud.speculative.drafters.drafter import Stream
 from tinkercloud.speculative.drafters.suffix import ROOT, Automaton
 
-REFILL = 0.9  # share of the memory that is left taken when some had to be freed
+FREED_TO = 0.9  # share of the memory in use after some had to be freed
 
 
 @dataclass(frozen=True, slots=True)
 class HistoryLimits:
     """num_bytes: of all groups. max_age: epochs after which text is forgotten. num_texts: automata
-    of one group beside its prompt. text_tokens: of one of them, after which it is full.
+    of one group in addition to its prompt. text_tokens: of one of them, after which it is full.
     prompt_tokens: of the prompt's end that are kept."""
 
     num_bytes: int = 256 << 20
@@ -70,7 +70,7 @@ class History:
         return list(self._groups.values())
 
     def enter(self, stream: Stream) -> Group:
-        """The stream's group, which is kept until `leave`, if need be without its texts."""
+        """The stream's group, which is kept until `leave`; its texts may be freed before."""
         if stream.epoch > self._newest:
             self._newest = stream.epoch
             self._expire()
@@ -87,12 +87,12 @@ class History:
         self._groups[group.key] = group
 
     def text_of(self, group: Group, epoch: int) -> Text | None:
-        """Where a sample of that version is written; None where that is too old to be kept."""
+        """The text for samples of that version; None where that is too old to be kept."""
         for text in group.texts:
             if text.epoch == epoch and text.num_tokens < self._limits.text_tokens:
                 return text
         text = Text(epoch)
-        texts = sorted([text, *group.texts], key=lambda one: -one.epoch)[: self._limits.num_texts]
+        texts = sorted([text, *group.texts], key=lambda text: -text.epoch)[: self._limits.num_texts]
         if epoch < self._oldest or text not in texts:
             return None
         self.num_bytes += text.automaton.num_bytes
@@ -100,7 +100,7 @@ class History:
         return text
 
     def write(self, text: Text, state: int, tokens: Sequence[int]) -> int:
-        """As Automaton.write, while the text is kept; may free others, and at last this one."""
+        """As Automaton.write, while the text is kept; may free others, this one last."""
         if not text.kept:
             return state
         before = text.automaton.num_bytes
@@ -144,7 +144,7 @@ class History:
 
     def _free(self) -> None:
         for group in sorted(self.groups(), key=lambda group: group.num_live > 0):
-            if self.num_bytes <= REFILL * self._limits.num_bytes:
+            if self.num_bytes <= FREED_TO * self._limits.num_bytes:
                 break
             self._forget(group)
 

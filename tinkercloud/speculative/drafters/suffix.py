@@ -1,11 +1,11 @@
 """Drafting from text seen before: a suffix automaton of what a group of samples has written.
 
 An automaton of n tokens has at most 2n states and is made in O(n) (Blumer et al. 1985). Each state
-stands for the strings that end at the same places, and counts them, so that a continuation comes
+is the set of strings that end at the same places, and counts them, so that a continuation comes
 with the share of the times that it followed. Nothing is trained.
 
-Most states go on in one way only. That edge lies in arrays, and only what else follows in a dict:
-110 bytes a token of program text where a dict for each state took 450.
+Most states have one edge. That one lies in arrays, and only further ones in a dict: 110 bytes a
+token of program text where a dict for each state took 450.
 """
 
 from array import array
@@ -27,11 +27,11 @@ EDGE_BYTES = 50  # one more edge in it
 class ContinuationRule:
     """How far to trust what followed.
 
-    share: a continuation ends where its confidence, multiplied up, falls below. shortest: fewer
-    tokens than these tell nothing. doubt: how often something else is taken to have followed one
-    token beside what was counted; after n tokens, the nth part of that. Without it everything that
-    was seen once is certain: of tokens at confidence 1, 56 in 100 then stood in program text, and
-    with a doubt of 2 nine in ten.
+    share: a continuation ends where the product of its confidences falls below. shortest: the least
+    match to draft from. doubt: how often something else is taken to have followed a match of one
+    token, in addition to what was counted; of n tokens, the nth part of that. Without it everything
+    that was seen once is certain: of tokens at confidence 1, 56 % were then accepted in program
+    text, and with a doubt of 2, 90 %.
     """
 
     share: float = 0.1
@@ -40,8 +40,8 @@ class ContinuationRule:
 
 
 class Automaton:
-    """Every substring of texts, with how often it occurs. Many may be written in turns: the caller
-    keeps the state in which each one ends, ROOT where it begins."""
+    """Every substring of texts, with how often it occurs. Several may be written alternately: the
+    caller keeps the state in which each one ends, ROOT where it begins."""
 
     def __init__(self) -> None:
         self._link = array("i", [NONE])
@@ -58,7 +58,7 @@ class Automaton:
 
     @property
     def num_bytes(self) -> int:
-        """Memory, estimated from what was measured."""
+        """Memory, estimated by measured sizes."""
         branches = BRANCH_BYTES * len(self._more) + EDGE_BYTES * self._num_more
         return EMPTY_BYTES + STATE_BYTES * len(self) + branches
 
@@ -70,12 +70,12 @@ class Automaton:
         """Adds tokens, at least 0, to the text that ends in `state`; where it ends then."""
         link, count = self._link, self._count
         for token in tokens:
-            state = ends = self._extend(state, token)
+            state = suffix = self._extend(state, token)
             for _ in range(COUNTED_LINKS):
-                if ends == ROOT:
+                if suffix == ROOT:
                     break
-                count[ends] += 1
-                ends = link[ends]
+                count[suffix] += 1
+                suffix = link[suffix]
         return state
 
     def _after(self, state: int, token: int) -> int:
@@ -94,30 +94,32 @@ class Automaton:
         more[token] = following
 
     def _extend(self, last: int, token: int) -> int:
-        known = self._after(last, token)
-        if known != NONE:  # an earlier text went on like this
-            exact = self._length[known] == self._length[last] + 1
-            return known if exact else self._split(last, known, token)
+        following = self._after(last, token)
+        if following != NONE:  # an earlier text went on like this
+            return self._exactly(last, following, token)
         state = self._new(self._length[last] + 1, ROOT, 0)
         at = last
-        while at != NONE and (known := self._after(at, token)) == NONE:
+        while at != NONE and (following := self._after(at, token)) == NONE:
             self._connect(at, token, state)
             at = self._link[at]
         if at != NONE:
-            exact = self._length[known] == self._length[at] + 1
-            self._link[state] = known if exact else self._split(at, known, token)
+            self._link[state] = self._exactly(at, following, token)
         return state
 
-    def _split(self, at: int, known: int, token: int) -> int:
-        """The shorter strings of `known`, which from now on end at more places than the others."""
-        copy = self._new(self._length[at] + 1, self._link[known], self._count[known])
-        self._token[copy] = self._token[known]
-        self._next[copy] = self._next[known]
-        if known in self._more:
-            self._more[copy] = dict(self._more[known])
+    def _exactly(self, at: int, following: int, token: int) -> int:
+        """The state after `at` whose longest string is that of `at` and the token: `following`, or
+        a copy of it with its shorter strings, which from now on end at more places than the
+        others."""
+        if self._length[following] == self._length[at] + 1:
+            return following
+        copy = self._new(self._length[at] + 1, self._link[following], self._count[following])
+        self._token[copy] = self._token[following]
+        self._next[copy] = self._next[following]
+        if following in self._more:
+            self._more[copy] = dict(self._more[following])
             self._num_more += len(self._more[copy])
-        self._link[known] = copy
-        while at != NONE and self._after(at, token) == known:
+        self._link[following] = copy
+        while at != NONE and self._after(at, token) == following:
             self._connect(at, token, copy)
             at = self._link[at]
         return copy
@@ -142,34 +144,34 @@ class Automaton:
             state, length = (ROOT, 0) if following == NONE else (following, length + 1)
         return state, length
 
-    def went_on(self, state: int, token: int) -> tuple[int, bool]:
-        """The state after that token, or where it never came there, after the one that most often
-        did; and whether it was the token. NONE where nothing ever came."""
+    def step_or_likeliest(self, state: int, token: int) -> tuple[int, bool]:
+        """The state after that token, or where it never followed, after the one that most often
+        did; and whether it was the token. NONE where nothing ever followed."""
         following = self._after(state, token)
         if following != NONE or self._token[state] == NONE:
             return following, following != NONE
         return self._likeliest(state, 0.0)[1], False
 
-    def followed(self, state: int, length: int) -> tuple[int, int]:
-        """The longest suffix that was seen and went on: its state and its length."""
+    def continued(self, state: int, length: int) -> tuple[int, int]:
+        """The longest suffix that was followed by anything: its state and its length."""
         while self._token[state] == NONE and state != ROOT:
             state = self._link[state]
             length = self._length[state]
         return state, length
 
-    def continuation(self, state: int, length: int, most: int, rule: "ContinuationRule") -> Draft:
+    def continuation(self, state: int, length: int, most: int, rule: ContinuationRule) -> Draft:
         """What most often followed, of equals what was seen first, token by token; where a text
         ends, what followed the longest suffix of it that went on elsewhere."""
         tokens: list[int] = []
         shares: list[float] = []
-        certain = 1.0
+        product = 1.0
         while len(tokens) < most:
-            state, length = self.followed(state, length)
+            state, length = self.continued(state, length)
             if length < rule.shortest:
                 break
             token, following, share = self._likeliest(state, rule.doubt / length)
-            certain *= share
-            if certain < rule.share:
+            product *= share
+            if product < rule.share:
                 break
             tokens.append(token)
             shares.append(share)

@@ -1,4 +1,4 @@
-"""Where draft and target have disagreed, and some where they have not: what a draft learns from.
+"""Where draft and target disagreed, and some cases where they agreed: what a draft learns from.
 
 A case names its context by a digest; the tokens of a context are kept once, however many cases lie
 in it. Axes: N tokens of a context, M most probable tokens of the target.
@@ -7,7 +7,7 @@ in it. Axes: N tokens of a context, M most probable tokens of the target.
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,11 @@ Tokens = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Case:
-    """One drafted token and the target's token of the same place.
+    """One drafted token and the target's token of the same position.
 
-    context: digest of the tokens it lies in; position: the index in them that was drawn, so that
-    what came before is tokens[:position]. top_ids int32 (M,), top_probs float32 (M,): the target's
-    most probable tokens at the sampling temperature, the drafted one among them.
+    context: digest of the tokens it lies in; position: the index in them that was drawn, after
+    tokens[:position]. top_ids int32 (M,), top_probs float32 (M,): the target's most probable tokens
+    at the sampling temperature, the drafted one among them.
     """
 
     context: str
@@ -66,7 +66,7 @@ def digest(tokens: Tokens) -> str:
 
 
 class CaseStore:
-    """Disagreements and agreed cases, a shelf each, over contexts that they share.
+    """Disagreements and agreed cases, a replay buffer each, over contexts that they share.
 
     max_bytes bounds everything, contexts included; agreed cases get at most `agreed_share` of it.
     """
@@ -87,7 +87,7 @@ class CaseStore:
         return self.disagreed.num_bytes + self.agreed.num_bytes + self._context_bytes
 
     def tokens(self, case: Case) -> Tokens:
-        """What the case's position follows, (position,)."""
+        """The tokens before the case's position, (position,)."""
         return self._contexts[case.context][0][: case.position]
 
     def whole(self, case: Case) -> Tokens:
@@ -101,15 +101,13 @@ class CaseStore:
             raise ValueError(f"position {case.position} of {len(tokens)} tokens")
         self.num_added += 1
         self._remember(case.context, tokens)
-        shelf = self.agreed if case.agreed else self.disagreed
-        shelf.add(case, case.num_bytes)
+        buffer = self.agreed if case.agreed else self.disagreed
+        buffer.add(case, case.num_bytes)
         while self.num_bytes > self.max_bytes and len(self):
-            (
-                self.agreed if len(self.agreed) > len(self.disagreed) else self.disagreed
-            ).drop_oldest()
+            max(self.disagreed, self.agreed, key=len).drop_oldest()
 
     def expire(self, epoch: int) -> None:
-        """Forget what versions wrote that are more than `max_age` older than version `epoch`."""
+        """Drop the cases of versions that are more than `max_age` older than version `epoch`."""
         self.disagreed.expire(epoch - self.max_age)
         self.agreed.expire(epoch - self.max_age)
 
@@ -120,33 +118,26 @@ class CaseStore:
         share: float = 0.8,
         where: Callable[[Case], bool] = lambda case: True,
     ) -> list[Case]:
-        """`share` of them disagreements, the others agreed cases to keep what is known."""
+        """`share` of them disagreements, the others agreed cases against forgetting."""
         disagreed, agreed = (
-            [case for case in shelf if where(case)] for shelf in (self.disagreed, self.agreed)
+            [case for case in buffer if where(case)] for buffer in (self.disagreed, self.agreed)
         )
         return sample_mix(disagreed, agreed, count, share, generator)
-
-    def categories(self) -> dict[str, int]:
-        """How many disagreements of each category."""
-        counts: dict[str, int] = {}
-        for case in self.disagreed:
-            counts[case.category] = counts.get(case.category, 0) + 1
-        return counts
 
     # ---- JSONL
 
     def lines(self) -> Iterator[str]:
         """A JSON object for each case, oldest first; the first of a context carries its tokens."""
-        told: set[str] = set()
+        written: set[str] = set()
         for case in (*self.agreed, *self.disagreed):
             line = _as_json(case)
-            if case.context not in told:
+            if case.context not in written:
                 line["tokens"] = self._contexts[case.context][0].tolist()
-                told.add(case.context)
+                written.add(case.context)
             yield json.dumps(line)
 
     def write(self, path: Path) -> None:
-        """All lines; whoever reads the file gets the old one or the new one."""
+        """All lines; readers of the file get the old one or the new one."""
         unfinished = path.with_suffix(".new")
         with unfinished.open("w", encoding="utf-8") as out:
             out.writelines(line + "\n" for line in self.lines())
@@ -171,11 +162,11 @@ class CaseStore:
     # ---- contexts
 
     def _remember(self, context: str, tokens: Tokens) -> None:
-        known, uses = self._contexts.get(context, (None, 0))
-        if known is None:
-            known = np.array(tokens, np.int32)  # not a view of something larger
-            self._context_bytes += known.nbytes
-        self._contexts[context] = (known, uses + 1)
+        kept, uses = self._contexts.get(context, (None, 0))
+        if kept is None:
+            kept = np.array(tokens, np.int32)  # not a view of something larger
+            self._context_bytes += kept.nbytes
+        self._contexts[context] = (kept, uses + 1)
 
     def _forget(self, case: Case) -> None:
         tokens, uses = self._contexts[case.context]
@@ -187,25 +178,15 @@ class CaseStore:
 
 
 def _as_json(case: Case) -> dict[str, Any]:
-    return {
-        "context": case.context,
-        "position": case.position,
-        "drafted": case.drafted,
-        "target": case.target,
-        "top_ids": case.top_ids.tolist(),
-        "top_probs": [float(p) for p in case.top_probs],
-        "temperature": case.temperature,
-        "version": case.version,
-        "epoch": case.epoch,
-        "category": case.category,
-    }
+    values = {field.name: getattr(case, field.name) for field in fields(case)}
+    return {**values, "top_ids": case.top_ids.tolist(), "top_probs": case.top_probs.tolist()}
 
 
 def _from_json(raw: dict[str, Any]) -> Case:
     ids = np.array(raw["top_ids"], np.int32)
     probs = np.array(raw["top_probs"], np.float32)
     if ids.shape != probs.shape or ids.ndim != 1 or not np.isfinite(probs).all():
-        raise ValueError("top_ids and top_probs are not a law")
+        raise ValueError("top_ids and top_probs are no distribution")
     return Case(
         str(raw["context"]),
         int(raw["position"]),

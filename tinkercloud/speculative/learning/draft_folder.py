@@ -1,10 +1,10 @@
 """The drafts of a policy as files: a folder for each version, and aliases that move in one go.
 
     ROOT/draft-000007/          one version, never changed once it has its name
-    ROOT/draft-000007/draft.json   parent, and whatever was noted of it
+    ROOT/draft-000007/draft.json   its parent, and notes
     ROOT/latest, ROOT/best      files of one line: the version that the alias names
 
-`latest` is what was trained last, `best` what passed the gate last and is drafted with.
+`latest` was trained last, `best` passed the gate last and is drafted with.
 """
 
 import json
@@ -25,8 +25,8 @@ class DraftFolder:
     """One writer at a time. Readers see a version whole or not at all."""
 
     def __init__(self, root: Path, keep: int = 8):
-        """keep: how many of the newest versions stay, beside those that an alias names and the ones
-        that a rollback of it would come to next."""
+        """keep: how many of the newest versions stay, in addition to those that an alias names and
+        their parents, to which a rollback would go."""
         self.root, self._keep = root, max(keep, 1)
         root.mkdir(parents=True, exist_ok=True)
 
@@ -35,7 +35,7 @@ class DraftFolder:
         return sorted(path.name for path in self.root.glob(f"{_PREFIX}*") if path.is_dir())
 
     def resolve(self, name: str) -> str:
-        """The version that an alias or a version's own name means. Raises NotFound."""
+        """The version of an alias or of a version's own name. Raises NotFound."""
         version = name
         if name in ALIASES:
             try:
@@ -61,7 +61,7 @@ class DraftFolder:
 
     def publish(self, write: Callable[[Path], None], notes: Mapping[str, Any]) -> str:
         """A new version, written by `write` into a folder that has no name yet, becomes `latest`.
-        Its parent is what is `best`."""
+        Its parent is the `best` one."""
         version = self._next_name()
         unfinished = self.root / f".{version}"
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -78,7 +78,7 @@ class DraftFolder:
         return version
 
     def use(self, alias: str, name: str) -> None:
-        """Point an alias at a version; whoever reads it gets the old one or the new one."""
+        """Point an alias at a version; readers get the old one or the new one."""
         if alias not in ALIASES:
             raise NotFound(f"no alias {alias!r}; there are {', '.join(ALIASES)}")
         version = self.resolve(name)
@@ -89,7 +89,7 @@ class DraftFolder:
         _to_disk(self.root)
 
     def rollback(self, alias: str = "best") -> str:
-        """Back to the parent of what the alias names; its name. Raises NotFound without one."""
+        """Point an alias at its version's parent; the name of that. Raises NotFound without one."""
         parent = self.notes(alias)["parent"]
         if parent is None:
             raise NotFound(f"{self.resolve(alias)} has no draft before it")

@@ -1,4 +1,4 @@
-"""What a draft learns from, kept within bounds: so many bytes, no older than so many versions."""
+"""What a draft learns from, bounded: so many bytes, no older than so many versions."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -18,9 +18,9 @@ T = TypeVar("T", bound=Aged)
 
 
 class ReplayBuffer(Generic[T]):
-    """Items in the order they came; the oldest goes first.
+    """Items in the order they came; the oldest is dropped first.
 
-    dropped: told of every item that leaves, for whoever keeps something beside it.
+    dropped: called with every item that leaves, for whoever keeps something along with it.
     """
 
     def __init__(self, max_bytes: int, dropped: Callable[[T], None] = lambda item: None):
@@ -47,24 +47,25 @@ class ReplayBuffer(Generic[T]):
         self._dropped(item)
 
     def expire(self, before: int) -> None:
-        """Forget what was written before the version number `before`."""
-        kept = deque(pair for pair in self._items if pair[0].epoch >= before)
-        gone = [item for item, _ in self._items if item.epoch < before]
-        self._items = kept
-        self.num_bytes = sum(num_bytes for _, num_bytes in kept)
-        for item in gone:
-            self._dropped(item)
+        """Drop what was written before the version number `before`."""
+        items, self._items = self._items, deque()
+        for item, num_bytes in items:
+            if item.epoch >= before:
+                self._items.append((item, num_bytes))
+            else:
+                self.num_bytes -= num_bytes
+                self._dropped(item)
 
 
 def sample_mix(
     first: list[T], second: list[T], count: int, share: float, generator: np.random.Generator
 ) -> list[T]:
     """`count` items, `share` of them of the first list, with replacement; all of one list where the
-    other is empty, none where both are. A seeded generator makes it the same every time."""
-    if not first or not second:
-        share = 1.0 if first else 0.0
+    other is empty, none where both are. The same for a generator of the same seed."""
     if not first and not second:
         return []
+    if not first or not second:
+        share = 1.0 if first else 0.0
     of_first = round(count * share)
     chosen = [first[i] for i in generator.integers(0, max(len(first), 1), of_first)]
     chosen += [second[i] for i in generator.integers(0, max(len(second), 1), count - of_first)]

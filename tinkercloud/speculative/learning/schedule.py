@@ -17,7 +17,7 @@ class TriggerSettings:
 
 
 class Trigger:
-    """Says that it is time: so many policy steps have gone by, or acceptance has fallen."""
+    """Says when a training is due: after so many policy steps, or when acceptance has fallen."""
 
     def __init__(self, settings: TriggerSettings):
         self._settings = settings
@@ -41,7 +41,7 @@ class Trigger:
         return None
 
     def updated(self, step: int) -> None:
-        """A draft was trained: what counts from here is the peak from here on."""
+        """A draft was trained: from here on the peak is that of the new draft."""
         self._updated_at = step
         self.smoothed, self.peak = None, 0.0
 
@@ -49,8 +49,7 @@ class Trigger:
 class TimeBudget:
     """Training may take `share` of the time that the policy's own steps take.
 
-    What one piece of work takes too much is missing later; what is not used is kept, but no more
-    than `most_s` of it.
+    Time that one piece of work exceeds is owed; time that is not used is kept, up to `most_s`.
     """
 
     def __init__(
@@ -73,20 +72,20 @@ class TimeBudget:
 
     @property
     def may_borrow(self) -> bool:
-        """For what cannot wait: no more is owed than one step brings."""
+        """For work that cannot wait: no more is owed than one step earns."""
         return self.left_s > -self._last_earned_s
 
     @property
     def is_overdue(self) -> bool:
-        """What two steps brought lies unused: there is no quiet moment to wait for."""
+        """More than two steps' time is unused: there is no idle moment to wait for."""
         return self.left_s > 2 * self._last_earned_s
 
     @contextmanager
     def spending(self) -> Iterator[None]:
-        begun = self._clock()
+        began = self._clock()
         try:
             yield
         finally:
-            took = self._clock() - begun
-            self.left_s -= took
-            self.spent_s += took
+            elapsed_s = self._clock() - began
+            self.left_s -= elapsed_s
+            self.spent_s += elapsed_s
