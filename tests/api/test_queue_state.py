@@ -6,7 +6,7 @@ from pathlib import Path
 from tests.api.harness import serving
 from tinkercloud.backends.fake import FakeBackend
 from tinkercloud.config import Config
-from tinkercloud.core.types import LoraSpec, SampleOutput, SampleRequest
+from tinkercloud.core.types import LoraSpec, OnTokens, SampleOutput, SampleRequest
 
 REASON = "waiting until 8 GPUs are free"
 
@@ -25,11 +25,13 @@ class FullBackend(FakeBackend):
         self.waiting.discard(model_id)
         await super().create_model(model_id, base_model, lora)
 
-    async def sample(self, version: str, request: SampleRequest) -> SampleOutput:
+    async def sample(
+        self, version: str, request: SampleRequest, on_tokens: OnTokens | None = None
+    ) -> SampleOutput:
         self.waiting.add(version)
         await self.room.wait()
         self.waiting.discard(version)
-        return await super().sample(version, request)
+        return await super().sample(version, request, on_tokens)
 
     def queue_state(self, subject: str) -> str | None:
         return REASON if subject in self.waiting else None

@@ -9,7 +9,7 @@ import pytest
 
 from tests.api.harness import Api, serving
 from tinkercloud.backends.fake import FakeBackend
-from tinkercloud.core.types import SampleOutput, SampleRequest
+from tinkercloud.core.types import OnTokens, SampleOutput, SampleRequest
 
 PROMPT = [1, 2, 3]
 
@@ -345,9 +345,11 @@ async def test_a_session_may_do_without_drafts(api: Api, monkeypatch: pytest.Mon
     speculates: list[bool] = []
     plain = FakeBackend.sample
 
-    async def sample(self: FakeBackend, version: str, request: SampleRequest) -> SampleOutput:
+    async def sample(
+        self: FakeBackend, version: str, request: SampleRequest, on_tokens: OnTokens | None = None
+    ) -> SampleOutput:
         speculates.append(request.speculate)
-        return await plain(self, version, request)
+        return await plain(self, version, request, on_tokens)
 
     monkeypatch.setattr(FakeBackend, "sample", sample)
     session_id = await api.session()

@@ -17,6 +17,7 @@ from typing import Any
 from tinkercloud.core.types import (
     AdamParams,
     LoraSpec,
+    OnTokens,
     SampleOutput,
     SampleRequest,
     ServedModel,
@@ -85,8 +86,14 @@ class Backend(ABC):
         """No new samples will come for it; those underway finish. Unknown ids are ignored."""
 
     @abstractmethod
-    async def sample(self, version: str, request: SampleRequest) -> SampleOutput:
-        """A pure function of (weights, prompt, params, seed, sample index)."""
+    async def sample(
+        self, version: str, request: SampleRequest, on_tokens: OnTokens | None = None
+    ) -> SampleOutput:
+        """A pure function of (weights, prompt, params, seed, sample index).
+
+        on_tokens gets the same tokens as they are drawn, all of them before this returns.
+        Cancelling the call ends its samples.
+        """
 
     def queue_state(self, subject: str) -> str | None:
         """Why an operation of this model, or a sample from this version, waits for capacity, in

@@ -34,12 +34,14 @@ from tinkercloud.core.types import (
     FromCheckpoint,
     FromModel,
     LoraSpec,
+    OnTokens,
     SampleOutput,
     SampleRequest,
     ServedModel,
     TrainBatch,
     TrainOutput,
     WeightsSource,
+    whole_chunks,
 )
 from tinkercloud.errors import (
     BaseModelNotServed,
@@ -152,14 +154,19 @@ class FakeBackend(Backend):
     async def release(self, version: str) -> None:
         self._versions.pop(version, None)
 
-    async def sample(self, version: str, request: SampleRequest) -> SampleOutput:
+    async def sample(
+        self, version: str, request: SampleRequest, on_tokens: OnTokens | None = None
+    ) -> SampleOutput:
         published = self._versions.get(version)
         if published is None:
             raise VersionLost(version)
         await self._pause()
         max_tokens = request.params.max_tokens
         num_tokens = len(request.prompt) + request.num_samples * (max_tokens or INLINE_TOKENS)
-        return await _compute(num_tokens, lambda: draw_samples(published, request))
+        output = await _compute(num_tokens, lambda: draw_samples(published, request))
+        for chunk in whole_chunks(output) if on_tokens is not None else ():
+            on_tokens(chunk)
+        return output
 
     def stats(self) -> dict[str, float | int | str]:
         return {

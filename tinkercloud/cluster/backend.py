@@ -32,12 +32,14 @@ from tinkercloud.core.types import (
     FromCheckpoint,
     FromModel,
     LoraSpec,
+    OnTokens,
     SampleOutput,
     SampleRequest,
     ServedModel,
     TrainBatch,
     TrainOutput,
     WeightsSource,
+    whole_chunks,
 )
 from tinkercloud.errors import (
     BaseModelNotServed,
@@ -218,13 +220,18 @@ class ClusterBackend(Backend):
             if not published.users:
                 await self._remove(published.version)
 
-    async def sample(self, version: str, request: SampleRequest) -> SampleOutput:
+    async def sample(
+        self, version: str, request: SampleRequest, on_tokens: OnTokens | None = None
+    ) -> SampleOutput:
         published = self._versions.get(version)
         if published is None:
             raise VersionLost(version)
         published.users += 1
         try:
-            return await self._pool_of(published.version).sample(published.version, request)
+            output = await self._pool_of(published.version).sample(published.version, request)
+            for chunk in whole_chunks(output) if on_tokens is not None else ():
+                on_tokens(chunk)
+            return output
         finally:
             published.users -= 1
             if published.released and not published.users:

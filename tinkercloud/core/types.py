@@ -3,7 +3,7 @@
 Axes: N tokens of a datum, K alternative targets, P prompt tokens, S sampled tokens.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -150,6 +150,29 @@ class SampleOutput:
     topk_prompt_logprobs: Topk | None = None
     target_prompt_logprobs: NDArray[np.float32] | None = None
     prompt_cache_hit_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenChunk:
+    """Tokens of one sample as they are drawn: tokens int32 (n,), logprobs float32 (n,), n >= 1; topk
+    of length n where it was asked for. stop_reason: None but in a sample's last chunk."""
+
+    sample_index: int
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    stop_reason: StopReason | None = None
+    topk: Topk | None = None
+
+
+OnTokens = Callable[[TokenChunk], None]
+"""Takes the chunks of all samples of a request, those of one sample in order. It is called on the
+event loop, must not block and must not raise."""
+
+
+def whole_chunks(output: SampleOutput) -> Iterator[TokenChunk]:
+    """A finished output as one chunk for each sample: of a backend that cannot give them earlier."""
+    for index, sample in enumerate(output.sequences):
+        yield TokenChunk(index, sample.tokens, sample.logprobs, sample.stop_reason, sample.topk)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,14 @@ from tinkercloud.config import Config
 from tinkercloud.core.types import (
     AdamParams,
     LoraSpec,
+    OnTokens,
     SampleOutput,
     SampleRequest,
     ServedModel,
     TrainBatch,
     TrainOutput,
     WeightsSource,
+    whole_chunks,
 )
 from tinkercloud.embedded.process.host import EngineHost
 from tinkercloud.embedded.process.protocol import (
@@ -81,8 +83,13 @@ class EmbeddedBackend(Backend):
     async def release(self, version: str) -> None:
         await self._host.call(Release(version))
 
-    async def sample(self, version: str, request: SampleRequest) -> SampleOutput:
-        return await self._host.call(Sample(version, request))
+    async def sample(
+        self, version: str, request: SampleRequest, on_tokens: OnTokens | None = None
+    ) -> SampleOutput:
+        output = await self._host.call(Sample(version, request))
+        for chunk in whole_chunks(output) if on_tokens is not None else ():
+            on_tokens(chunk)
+        return output
 
     def stats(self) -> dict[str, float | int | str]:
         health = {"engine_alive": int(self._host.alive), "engine_restarts": self._host.num_restarts}
