@@ -41,7 +41,7 @@ from tinkercloud.core.types import (
     TrainBatch,
     TrainOutput,
     WeightsSource,
-    whole_chunks,
+    hand_over,
 )
 from tinkercloud.errors import (
     BaseModelNotServed,
@@ -164,9 +164,7 @@ class FakeBackend(Backend):
         max_tokens = request.params.max_tokens
         num_tokens = len(request.prompt) + request.num_samples * (max_tokens or INLINE_TOKENS)
         output = await _compute(num_tokens, lambda: draw_samples(published, request))
-        for chunk in whole_chunks(output) if on_tokens is not None else ():
-            on_tokens(chunk)
-        return output
+        return hand_over(output, on_tokens)
 
     def stats(self) -> dict[str, float | int | str]:
         return {

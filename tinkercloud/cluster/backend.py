@@ -39,7 +39,7 @@ from tinkercloud.core.types import (
     TrainBatch,
     TrainOutput,
     WeightsSource,
-    whole_chunks,
+    hand_over,
 )
 from tinkercloud.errors import (
     BaseModelNotServed,
@@ -229,9 +229,7 @@ class ClusterBackend(Backend):
         published.users += 1
         try:
             output = await self._pool_of(published.version).sample(published.version, request)
-            for chunk in whole_chunks(output) if on_tokens is not None else ():
-                on_tokens(chunk)
-            return output
+            return hand_over(output, on_tokens)
         finally:
             published.users -= 1
             if published.released and not published.users:

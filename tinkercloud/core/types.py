@@ -3,7 +3,7 @@
 Axes: N tokens of a datum, K alternative targets, P prompt tokens, S sampled tokens.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -154,8 +154,11 @@ class SampleOutput:
 
 @dataclass(frozen=True, slots=True)
 class TokenChunk:
-    """Tokens of one sample as they are drawn: tokens int32 (n,), logprobs float32 (n,), n >= 1; topk
-    of length n where it was asked for. stop_reason: None but in a sample's last chunk."""
+    """Tokens of one sample as they are drawn.
+
+    tokens int32 (n,), logprobs float32 (n,), n >= 1; topk of length n where it was asked for.
+    stop_reason: None but in a sample's last chunk.
+    """
 
     sample_index: int
     tokens: NDArray[np.int32]
@@ -169,10 +172,13 @@ OnTokens = Callable[[TokenChunk], None]
 event loop, must not block and must not raise."""
 
 
-def whole_chunks(output: SampleOutput) -> Iterator[TokenChunk]:
-    """A finished output as one chunk for each sample: of a backend that cannot give them earlier."""
-    for index, sample in enumerate(output.sequences):
-        yield TokenChunk(index, sample.tokens, sample.logprobs, sample.stop_reason, sample.topk)
+def hand_over(output: SampleOutput, on_tokens: OnTokens | None) -> SampleOutput:
+    """A finished output as one chunk for each sample, of a backend that cannot give them earlier.
+    Returns the output."""
+    if on_tokens is not None:
+        for index, s in enumerate(output.sequences):
+            on_tokens(TokenChunk(index, s.tokens, s.logprobs, s.stop_reason, s.topk))
+    return output
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from tinkercloud.core.types import (
     TrainBatch,
     TrainOutput,
     WeightsSource,
-    whole_chunks,
+    hand_over,
 )
 from tinkercloud.embedded.process.host import EngineHost
 from tinkercloud.embedded.process.protocol import (
@@ -87,9 +87,7 @@ class EmbeddedBackend(Backend):
         self, version: str, request: SampleRequest, on_tokens: OnTokens | None = None
     ) -> SampleOutput:
         output = await self._host.call(Sample(version, request))
-        for chunk in whole_chunks(output) if on_tokens is not None else ():
-            on_tokens(chunk)
-        return output
+        return hand_over(output, on_tokens)
 
     def stats(self) -> dict[str, float | int | str]:
         health = {"engine_alive": int(self._host.alive), "engine_restarts": self._host.num_restarts}
