@@ -259,7 +259,7 @@ class SetTtlRequest(WireModel):
 
 
 class DeleteModelRequest(WireModel):
-    """Frees a model's state; its checkpoints stay."""
+    """Frees a model's state; its checkpoints stay. SDKs up to 0.25 call it unload_model."""
 
     model_id: str
     type: Literal["delete_model", "unload_model"] = "delete_model"

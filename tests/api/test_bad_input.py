@@ -172,14 +172,20 @@ async def test_others_are_answered_while_fifty_megabytes_are_refused(api: Api) -
 
 # training data
 
+
+def rl_datum(**inputs: Any) -> WireDatum:
+    return wire_datum(logprobs=np.zeros(4), advantages=np.ones(4), **inputs)
+
+
 BAD_BATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "unknown loss": ({"loss_fn": "nonsense"}, "importance_sampling"),
     "no data": ({"data": []}, "empty"),
-    "missing weights": ({"data": [wire_datum(weights=0)]}, "lacks ['weights']"),
     "missing target": ({"data": [wire_datum(target_tokens=0)]}, "lacks ['target_tokens']"),
     "unknown input": ({"data": [wire_datum(mask=[1.0] * 4)]}, "mask"),
     "missing advantages": ({"loss_fn": "ppo"}, "advantages"),
     "short target": ({"data": [wire_datum(target_tokens=[1, 2])]}, "N = 4"),
+    "short scale": ({"loss_fn": "ppo", "data": [rl_datum(weights=[1.0])]}, "shape (1,)"),
+    "nan scale": ({"loss_fn": "ppo", "data": [rl_datum(weights=[np.nan] * 4)]}, "not finite"),
     "short weights": ({"data": [wire_datum(weights=[1.0, 2.0])]}, "shape (2,)"),
     "float target": ({"data": [wire_datum(target_tokens=[1.0, 2, 3, 4])]}, "integers"),
     "target outside": ({"data": [wire_datum(target_tokens=[1, 2, 3, 1000])]}, "1000"),

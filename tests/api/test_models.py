@@ -90,10 +90,21 @@ async def test_a_deleted_model_takes_no_more_requests(api: Api) -> None:
     assert (await api.post("delete_model", model_id=model_id)).status_code == 404
 
 
+async def test_an_unloaded_model_is_gone_and_the_request_can_be_repeated(api: Api) -> None:
+    model_id = await api.model()
+    last = await api.optim_step(model_id, 1)
+    accepted = await api.ok("unload_model", model_id=model_id, type="unload_model")
+    assert await api.result(accepted) == {"model_id": model_id, "type": "unload_model"}
+    assert "metrics" in await api.result(last)
+    assert (await api.post("get_info", model_id=model_id)).status_code == 404
+    again = await api.ok("unload_model", model_id=model_id, type="unload_model")
+    assert again["request_id"] == accepted["request_id"]
+
+
 async def test_another_users_model_does_not_exist(api: Api) -> None:
     bob = api.as_user("bob")
     model_id = await api.model()
-    for path in ("get_info", "optim_step", "delete_model"):
+    for path in ("get_info", "optim_step", "delete_model", "unload_model"):
         assert (await bob.post(path, model_id=model_id, seq_id=1)).status_code == 404, path
     for path in ("save_weights", "save_weights_for_sampler"):
         assert (await bob.post(path, model_id=model_id, path="x")).status_code == 404, path

@@ -162,7 +162,7 @@ def test_failures_are_the_users_and_the_client_goes_on(service: tinker.ServiceCl
     client = training(service)
     with pytest.raises(tinker.RequestFailedError, match="lacks") as failed:
         client.forward_backward(
-            [types.Datum(model_input=PROMPT, loss_fn_inputs={"target_tokens": [2, 3, 4]})],
+            [types.Datum(model_input=PROMPT, loss_fn_inputs={"weights": [1.0, 1.0, 1.0]})],
             "cross_entropy",
         ).result()
     assert failed.value.category == types.RequestErrorCategory.User

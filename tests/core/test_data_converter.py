@@ -85,6 +85,26 @@ def test_the_loss_configuration_is_completed_with_defaults() -> None:
     assert converted.inputs["advantages"].tolist() == [1, 0, -1, 2]
 
 
+def test_cross_entropy_without_weights_counts_every_token_once() -> None:
+    wide = np.array([[1, 2], [2, 3], [3, 4], [4, 5]])
+    data = [wire_datum(weights=0), wire_datum(weights=0, target_tokens=wide)]
+    one, many = CONVERTER.train_batch(RawBatch(data, "cross_entropy", {})).data
+    assert one.inputs["weights"].tolist() == [1.0] * 4
+    assert one.inputs["weights"].dtype == np.float32
+    assert many.inputs["weights"].tolist() == [[1.0, 1.0]] * 4
+
+
+@pytest.mark.parametrize("loss_fn", sorted(name for name in LOSSES if name != "cross_entropy"))
+def test_weights_scale_the_advantages_of_the_other_losses(loss_fn: str) -> None:
+    arrays: dict[str, Any] = {name: np.full(4, 0.5) for name in LOSSES[loss_fn].inputs}
+    arrays["advantages"] = np.array([1.0, -2.0, 3.0, 4.0])
+    datum = wire_datum(weights=[0.0, 1.0, 0.5, 2.0], **arrays)
+    [converted] = CONVERTER.train_batch(RawBatch([datum], loss_fn, {})).data
+    assert converted.inputs["advantages"].tolist() == [0.0, -2.0, 1.5, 8.0]
+    assert converted.inputs["advantages"].dtype == np.float32
+    assert "weights" not in converted.inputs
+
+
 def test_negative_and_fractional_weights_are_kept() -> None:
     weights = [-1.5, 0.25, 0.0, 3.0]
     raw = RawBatch([wire_datum(weights=weights)], "cross_entropy", {})

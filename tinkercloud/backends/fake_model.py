@@ -127,8 +127,10 @@ def _loss(
     advantages = datum.inputs["advantages"].astype(np.float64)
     difference = logprobs - behaviour
     if name == "dro":
-        penalty = 0.5 * config["beta"] * difference**2
-        return penalty - logprobs * advantages, config["beta"] * difference - advantages
+        # as in losses/dro.py: a token whose advantage is 0 has no quadratic term either
+        pulled = np.where(advantages == 0, 0.0, difference)
+        penalty = 0.5 * config["beta"] * pulled**2
+        return penalty - logprobs * advantages, config["beta"] * pulled - advantages
     ratio = np.exp(difference)
     if name == "importance_sampling":
         return -ratio * advantages, -ratio * advantages

@@ -29,6 +29,9 @@ from tinkercloud.losses import LOSSES, LossSpec
 MAX_SAMPLES = 1024
 MAX_TOPK_CELLS = 2**24  # positions times k of one answer
 GREEDY_BELOW = 1e-6  # a temperature under it would only overflow
+# Scripts leave `weights` in the data of losses with advantages, as a mask. Those losses are then
+# computed with advantages times weights, so that a token of weight 0 contributes nothing.
+SCALE = "weights"
 
 
 class WireDatum(Protocol):
@@ -119,7 +122,13 @@ class DataConverter:
         targets = self._targets(where, datum.inputs["target_tokens"], len(tokens), spec)
         inputs: dict[str, NDArray[Any]] = {"target_tokens": targets}
         for name in spec.inputs:
-            inputs[name] = _floats(f"{where}, input {name!r}", datum.inputs[name], targets.shape)
+            if name in datum.inputs:
+                inputs[name] = _located_floats(where, name, datum, targets.shape)
+            else:
+                inputs[name] = np.full(targets.shape, spec.absent[name], np.float32)
+        if SCALE in datum.inputs and SCALE not in spec.inputs:
+            scale = _located_floats(where, SCALE, datum, targets.shape)
+            inputs["advantages"] = inputs["advantages"] * scale
         return Datum(tokens, inputs)
 
     def _tokens(self, where: str, chunks: Sequence[object]) -> NDArray[np.int32]:
@@ -246,14 +255,22 @@ def _loss_config(raw: RawBatch, spec: LossSpec) -> dict[str, float]:
 def _check_names(
     where: str, inputs: Mapping[str, NDArray[Any]], loss_fn: str, spec: LossSpec
 ) -> None:
-    required = ("target_tokens", *spec.inputs)
+    required = ["target_tokens", *(name for name in spec.inputs if name not in spec.absent)]
+    optional = [*spec.absent, *([SCALE] if "advantages" in spec.inputs else [])]
     missing = [name for name in required if name not in inputs]
-    unknown = sorted(set(inputs) - set(required))
+    unknown = sorted(set(inputs) - {*required, *optional})
     if missing or unknown:
         fault = f"lacks {missing}" if missing else f"has unknown {unknown}"
+        more = f" and may have {optional}" if optional else ""
         raise InvalidRequest(
-            f"{where} {fault} in loss_fn_inputs; {loss_fn} takes exactly {list(required)}"
+            f"{where} {fault} in loss_fn_inputs; {loss_fn} takes exactly {required}{more}"
         )
+
+
+def _located_floats(
+    where: str, name: str, datum: WireDatum, shape: tuple[int, ...]
+) -> NDArray[np.float32]:
+    return _floats(f"{where}, input {name!r}", datum.inputs[name], shape)
 
 
 def _floats(where: str, values: NDArray[Any], shape: tuple[int, ...]) -> NDArray[np.float32]:

@@ -21,21 +21,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LossSpec:
-    """target: "module:function". inputs: required float32 inputs besides target_tokens, shaped like
+    """target: "module:function". inputs: float32 inputs besides target_tokens, shaped like
     target_tokens. defaults: the loss_fn_config keys that are known, with their values.
-    multi_target: whether target_tokens may be (N, K)."""
+    multi_target: whether target_tokens may be (N, K). absent: the inputs that a datum may leave
+    out, with the value that every token then has."""
 
     target: str
     inputs: tuple[str, ...]
     defaults: Mapping[str, float] = field(default_factory=dict)
     multi_target: bool = False
+    absent: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 _RL = ("logprobs", "advantages")
 
 LOSSES: dict[str, LossSpec] = {
     "cross_entropy": LossSpec(
-        "tinkercloud.losses.cross_entropy:loss", ("weights",), multi_target=True
+        "tinkercloud.losses.cross_entropy:loss",
+        ("weights",),
+        multi_target=True,
+        absent={"weights": 1.0},
     ),
     "importance_sampling": LossSpec("tinkercloud.losses.importance_sampling:loss", _RL),
     "ppo": LossSpec(

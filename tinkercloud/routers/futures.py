@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Header, Query, Response
 
 from tinker_gmi.types import (
     CleanupFuturesRequest,
@@ -10,17 +10,31 @@ from tinker_gmi.types import (
     FutureRetrieveRequest,
 )
 from tinkercloud.routers.deps import JsonRoute, ServicesDep, UserDep, answer, json_answer
+from tinkercloud.storage.futures import PROTOBUF_TYPE
 
 router = APIRouter(prefix="/api/v1", route_class=JsonRoute)
+
+ANYTHING = "*/*"
+
+
+def _takes(accept: str, content_type: str) -> bool:
+    """Whether an Accept header (RFC 9110, section 12.5.1) names this type; weights are not read."""
+    ranges = {part.partition(";")[0].strip().lower() for part in accept.split(",")}
+    family = content_type.partition("/")[0] + "/*"
+    return not ranges.isdisjoint({content_type, family, ANYTHING})
 
 
 @router.post("/retrieve_future")
 async def retrieve_future(
-    body: FutureRetrieveRequest, user: UserDep, services: ServicesDep
+    body: FutureRetrieveRequest,
+    user: UserDep,
+    services: ServicesDep,
+    accept: Annotated[str, Header()] = ANYTHING,
 ) -> Response:
     """408 while pending: the client polls again at once. A 200 would log a warning at each poll
-    (wire specification, section 4.2)."""
-    outcome = await services.results.wait(user, body.request_id)
+    (wire specification, section 4.2). SDKs up to 0.18.0 accept JSON alone."""
+    protobuf = _takes(accept, PROTOBUF_TYPE)
+    outcome = await services.results.wait(user, body.request_id, protobuf=protobuf)
     if outcome is None:
         return answer(services.results.try_again(body.request_id), 408)
     return Response(outcome.body, media_type=outcome.content_type)

@@ -33,3 +33,8 @@ async def get_info(body: GetInfoRequest, user: UserDep, services: ServicesDep) -
 async def delete_model(body: DeleteModelRequest, user: UserDep, services: ServicesDep) -> Response:
     await services.models.delete(user, body.model_id)
     return answer(DeleteModelResponse(model_id=body.model_id))
+
+
+@router.post("/unload_model")
+async def unload_model(body: DeleteModelRequest, user: UserDep, services: ServicesDep) -> Response:
+    return answer(await services.models.unload(user, body.model_id))

@@ -1,13 +1,33 @@
 """Results: waiting for them, showing them, forgetting them."""
 
+import asyncio
 import json
 from typing import Any
 
 from tinker_gmi.types import CleanupFuturesRequest, FutureStatusResponse, TryAgainResponse
 from tinkercloud.backends.base import Backend
 from tinkercloud.core.task_manager import TaskManager, is_sampling
-from tinkercloud.storage.futures import PROTOBUF_TYPE, FuturesStorage, Outcome
-from tinkercloud.wire.json_view import sample_output_json, train_output_json
+from tinkercloud.storage.futures import (
+    JSON_TYPE,
+    PROTOBUF_TYPE,
+    FuturesStorage,
+    Outcome,
+    failed,
+)
+from tinkercloud.wire.json_view import (
+    is_finite_train_view,
+    sample_output_json,
+    train_output_json,
+)
+
+INLINE_BYTES = 64 * 1024  # larger results are rewritten off the event loop
+
+NOT_JSON = failed(
+    "the result has numbers that are not finite (training diverged, or a target is impossible), "
+    "and JSON has no form for them; lower the learning rate, or read them with tinker 0.18.1 or "
+    "newer, which takes protobuf",
+    "user",
+)
 
 
 class FutureService:
@@ -21,9 +41,17 @@ class FutureService:
         self._futures = futures
         self._hold_s = hold_s
 
-    async def wait(self, user: str, request_id: str) -> Outcome | None:
-        """None: still pending after hold_s. Raises FutureUnknown."""
-        return await self._tasks.wait(request_id, user, self._hold_s)
+    async def wait(self, user: str, request_id: str, *, protobuf: bool = True) -> Outcome | None:
+        """None: still pending after hold_s. protobuf False: for a client that reads JSON only.
+
+        Raises FutureUnknown.
+        """
+        outcome = await self._tasks.wait(request_id, user, self._hold_s)
+        if outcome is None or protobuf or outcome.content_type != PROTOBUF_TYPE:
+            return outcome
+        if len(outcome.body) <= INLINE_BYTES:
+            return _as_json(request_id, outcome)
+        return await asyncio.to_thread(_as_json, request_id, outcome)
 
     def try_again(self, request_id: str) -> TryAgainResponse:
         """The answer to a poll of a pending request: whether it waits for capacity."""
@@ -47,6 +75,18 @@ class FutureService:
     async def cleanup(self, user: str, body: CleanupFuturesRequest) -> int:
         """How many finished results were forgotten."""
         return await self._futures.delete_finished(user, body.request_ids, body.model_id)
+
+
+def _as_json(request_id: str, outcome: Outcome) -> Outcome:
+    """The same result for a client that reads JSON only (SDKs up to 0.18.0).
+
+    Their types admit null among the log-probabilities of a prompt, and nowhere else that a number
+    is not finite.
+    """
+    view = _json_view(request_id, outcome)
+    if not is_sampling(request_id) and not is_finite_train_view(view):
+        return NOT_JSON
+    return Outcome(outcome.status, JSON_TYPE, json.dumps(view, allow_nan=False).encode())
 
 
 def _json_view(request_id: str, outcome: Outcome) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from tinkercloud.core.task_manager import Work
 from tinkercloud.core.types import LoraSpec
 from tinkercloud.errors import InvalidRequest, ModelNotFound
 from tinkercloud.services.dependencies import Dependencies
-from tinkercloud.services.numbers import checked, create_key, train_key, train_seq_id
+from tinkercloud.services.numbers import checked, create_key, train_key, train_seq_id, unload_key
 from tinkercloud.storage.futures import Outcome, Ticket, completed_json
 from tinkercloud.storage.metadata import Checkpoint, LoraRecord, Model
 
@@ -178,22 +178,43 @@ class ModelService:
         model = await self.require(user, model_id)
         await self._retire(model)
 
+    async def unload(self, user: str, model_id: str) -> UntypedAPIFuture:
+        """`delete` with a result that comes when the weights are freed: the form of older SDKs.
+
+        Sent again it is the same request, though the model is gone by then.
+        """
+        model = await self._metadata.model(model_id, user)
+        if model is None or model.state == "failed":
+            raise ModelNotFound(model_id)
+        if model.state == "live":
+            await self._close(model)
+
+        async def work() -> Outcome:
+            await self._free(model)
+            return completed_json({"model_id": model_id, "type": "unload_model"})
+
+        ticket = Ticket(user, "UnloadModel", unload_key(user, model_id))
+        request_id = await self._tasks.submit(ticket, work)
+        return UntypedAPIFuture(request_id=request_id, model_id=model_id)
+
     async def _retire_session(self, user: str, session_id: str) -> None:
         for model in await self._metadata.models_of_session(session_id, user):
             if model.state == "live":
                 await self._retire(model)
 
     async def _retire(self, model: Model) -> None:
-        # The state first, so that no request enters the lane while it is drained.
+        await self._close(model)
+        self._tasks.spawn(self._free(model), f"free {model.model_id}")
+
+    async def _close(self, model: Model) -> None:
+        """No request enters the lane from now on; what is queued there still runs."""
         await self._metadata.set_model_state(model.model_id, "deleted")
         self._live.pop((model.user, model.model_id), None)
         self._touched.pop(model.model_id, None)
 
-        async def free() -> None:
-            await self._tasks.drain(model.user, model.model_id)
-            await self._backend.delete_model(model.model_id)
-
-        self._tasks.spawn(free(), f"free {model.model_id}")
+    async def _free(self, model: Model) -> None:
+        await self._tasks.drain(model.user, model.model_id)
+        await self._backend.delete_model(model.model_id)
 
 
 def _new_model(

@@ -31,5 +31,9 @@ def create_key(user: str, model_id: str) -> str:
     return f"create|{user}|{model_id}"
 
 
+def unload_key(user: str, model_id: str) -> str:
+    return f"unload|{user}|{model_id}"
+
+
 def sample_key(user: str, sampler_id: str, seq_id: int | None) -> str | None:
     return None if seq_id is None else f"sample|{user}|{sampler_id}|{seq_id}"

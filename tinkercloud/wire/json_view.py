@@ -21,6 +21,12 @@ def train_output_json(body: bytes) -> dict[str, Any]:
     }
 
 
+def is_finite_train_view(view: dict[str, Any]) -> bool:
+    """Whether every number of a `train_output_json` is there, none of them null."""
+    tensors = [tensor for fields in view["loss_fn_outputs"] for tensor in fields.values()]
+    return None not in view["metrics"].values() and all(None not in t["data"] for t in tensors)
+
+
 def sample_output_json(body: bytes) -> dict[str, Any]:
     output = decode_sample_output(body)
     view: dict[str, Any] = {
