@@ -18,7 +18,7 @@ from tinkercloud.routers.deps import json_answer
 from tinkercloud.routers.middleware import Authenticator, AuthMiddleware, BodyMiddleware
 from tinkercloud.services.bodies import fault_text
 from tinkercloud.services.catalog import Catalog
-from tinkercloud.services.container import build_services
+from tinkercloud.services.container import Stores, build_services
 from tinkercloud.storage.database import Database
 from tinkercloud.storage.keys import DEFAULT_USER, KeyStore
 
@@ -46,7 +46,8 @@ def create_app(
         try:
             catalog = Catalog(await chosen.start())
             try:
-                services = build_services(config, client_config or {}, chosen, catalog, database)
+                stores = Stores(database, keys)
+                services = build_services(config, client_config or {}, chosen, catalog, stores)
                 await services.start()
                 app.state.services = services
                 try:

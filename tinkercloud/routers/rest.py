@@ -14,7 +14,7 @@ from tinkercloud.routers.deps import (
     answer,
     json_answer,
 )
-from tinkercloud.services.rest_service import tinker_path
+from tinkercloud.services.rest_service import AccessScope, tinker_path
 
 router = APIRouter(prefix="/api/v1", route_class=JsonRoute)
 
@@ -35,14 +35,20 @@ async def capabilities(services: ServicesDep) -> Response:
 
 @router.get("/training_runs")
 async def training_runs(
-    user: UserDep, services: ServicesDep, limit: LimitDep = 20, offset: OffsetDep = 0
+    user: UserDep,
+    services: ServicesDep,
+    limit: LimitDep = 20,
+    offset: OffsetDep = 0,
+    access_scope: AccessScope = "owned",
 ) -> Response:
-    return answer(await services.rest.training_runs(user, limit, offset))
+    return answer(await services.rest.training_runs(user, limit, offset, access_scope))
 
 
 @router.get("/training_runs/{run_id}")
-async def training_run(run_id: str, user: UserDep, services: ServicesDep) -> Response:
-    return answer(await services.rest.training_run(user, run_id))
+async def training_run(
+    run_id: str, user: UserDep, services: ServicesDep, access_scope: AccessScope = "owned"
+) -> Response:
+    return answer(await services.rest.training_run(user, run_id, access_scope))
 
 
 @router.get("/training_runs/{run_id}/checkpoints")
@@ -71,6 +77,19 @@ async def delete_checkpoint(
     path: CheckpointPathDep, user: UserDep, services: ServicesDep
 ) -> Response:
     await services.checkpoints.delete(user, path)
+    return Response(status_code=204)
+
+
+@router.post("/training_runs/{run_id}/checkpoints/{segment}/{name}/publish")
+async def publish(path: CheckpointPathDep, user: UserDep, services: ServicesDep) -> Response:
+    await services.checkpoints.publish(user, path)
+    return Response(status_code=204)
+
+
+# One part longer than the path that deletes, which therefore does not shadow it.
+@router.delete("/training_runs/{run_id}/checkpoints/{segment}/{name}/publish")
+async def unpublish(path: CheckpointPathDep, user: UserDep, services: ServicesDep) -> Response:
+    await services.checkpoints.unpublish(user, path)
     return Response(status_code=204)
 
 

@@ -11,14 +11,15 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import get_args
+from typing import Protocol, get_args
 
 from tinker_gmi.types import WeightsInfoResponse
 from tinkercloud.backends.base import Backend
-from tinkercloud.errors import CheckpointNotFound, InvalidRequest
+from tinkercloud.errors import CheckpointNotFound, InvalidRequest, UserError
 from tinkercloud.services import checkpoint_files
 from tinkercloud.services.numbers import checked
 from tinkercloud.storage.metadata import Checkpoint, MetadataStorage, Model, Segment
+from tinkercloud.storage.publications import PublicationStorage
 
 FOLDER = "checkpoints"
 SCHEME = "tinker://"
@@ -63,10 +64,25 @@ def parse_path(path: str) -> tuple[str, str, str]:
     return parts[0], parts[1], check_name(parts[2])
 
 
+class KeyLookup(Protocol):
+    def user_of(self, key: str) -> str | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointStores:
+    """What is known of checkpoints, and whose key a weights access token is."""
+
+    metadata: MetadataStorage
+    publications: PublicationStorage
+    keys: KeyLookup
+
+
 class CheckpointService:
-    def __init__(self, backend: Backend, metadata: MetadataStorage, data_dir: Path):
+    def __init__(self, backend: Backend, stores: CheckpointStores, data_dir: Path):
         self._backend = backend
-        self._metadata = metadata
+        self._metadata = stores.metadata
+        self._publications = stores.publications
+        self._keys = stores.keys
         self._data_dir = data_dir
 
     async def start(self) -> None:
@@ -91,6 +107,7 @@ class CheckpointService:
         checkpoint = await self._write(model, options, now)
         await self._metadata.put_checkpoint(checkpoint)
         if old is not None:  # last: until the row names the new folder, readers open the old one
+            await self._publications.unpublish(old)
             await asyncio.to_thread(checkpoint_files.remove, self._data_dir / old.directory)
         return checkpoint
 
@@ -133,12 +150,56 @@ class CheckpointService:
     # finding
 
     async def resolve(self, user: str, path: str) -> Checkpoint:
-        """Raises InvalidRequest or CheckpointNotFound."""
+        """The user's own, to change it. Raises InvalidRequest or CheckpointNotFound."""
         model_id, segment, name = parse_path(path)
         checkpoint = await self._metadata.checkpoint(model_id, segment, name, user)
         if checkpoint is None:
             raise CheckpointNotFound(path)
         return checkpoint
+
+    async def readable(
+        self, user: str, path: str, weights_access_token: str | None = None
+    ) -> Checkpoint:
+        """One that the user may read: an own one, a published one, or one of the account whose key
+        the token is. Raises InvalidRequest, CheckpointNotFound, and UserError for a token that is
+        nobody's key."""
+        model_id, segment, name = parse_path(path)
+        checkpoint = await self._metadata.checkpoint(model_id, segment, name, user)
+        if checkpoint is None:
+            checkpoint = await self._publications.checkpoint(model_id, segment, name)
+        if checkpoint is None and weights_access_token:
+            owner = self._keys.user_of(weights_access_token)
+            if owner is None:
+                raise UserError(
+                    "weights_access_token is no key of this server; it is a key of the account "
+                    "that owns the weights"
+                )
+            checkpoint = await self._metadata.checkpoint(model_id, segment, name, owner)
+        if checkpoint is None:
+            raise CheckpointNotFound(path)
+        return checkpoint
+
+    async def loadable(
+        self, user: str, path: str, weights_access_token: str | None = None
+    ) -> Checkpoint:
+        """The same, of those that this server can train or sample. Raises InvalidRequest too."""
+        checkpoint = await self.readable(user, path, weights_access_token)
+        if checkpoint.segment == "external_weights":
+            raise InvalidRequest(
+                f"{path} is an export for other programs; download it, or name the weights/ or "
+                "sampler_weights/ checkpoint of the run here"
+            )
+        return checkpoint
+
+    async def is_foreign(self, user: str, directory: str) -> bool:
+        """Whether the checkpoint saved there is another user's."""
+        owner = await self._publications.owner(directory)
+        return owner is not None and owner != user
+
+    async def require_readable(self, user: str, directory: str, path: str) -> None:
+        """Raises CheckpointNotFound once a foreign checkpoint is no longer published."""
+        if await self._publications.at_directory(directory, user) is None:
+            raise CheckpointNotFound(path)
 
     async def verified(self, checkpoint: Checkpoint) -> Path:
         """Its folder, after the hashes were checked."""
@@ -161,7 +222,7 @@ class CheckpointService:
         return await self._metadata.num_checkpoints(user)
 
     async def weights_info(self, user: str, path: str) -> WeightsInfoResponse:
-        checkpoint = await self.resolve(user, path)
+        checkpoint = await self.readable(user, path)
         lora = checkpoint.lora
         return WeightsInfoResponse(
             base_model=checkpoint.base_model,
@@ -178,6 +239,13 @@ class CheckpointService:
     async def delete(self, user: str, path: str) -> None:
         checkpoint = await self.resolve(user, path)
         await self._remove(checkpoint)
+
+    async def publish(self, user: str, path: str) -> None:
+        """Let every user of this server read it; publishing twice changes nothing."""
+        await self._publications.publish(await self.resolve(user, path))
+
+    async def unpublish(self, user: str, path: str) -> None:
+        await self._publications.unpublish(await self.resolve(user, path))
 
     async def set_ttl(self, user: str, path: str, ttl_s: int | None) -> None:
         check_ttl(ttl_s)

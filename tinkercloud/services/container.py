@@ -9,7 +9,7 @@ from tinkercloud.backends.base import Backend
 from tinkercloud.config import Config
 from tinkercloud.core.task_manager import TaskManager
 from tinkercloud.services.catalog import Catalog
-from tinkercloud.services.checkpoint_service import CheckpointService
+from tinkercloud.services.checkpoint_service import CheckpointService, CheckpointStores
 from tinkercloud.services.dependencies import Dependencies
 from tinkercloud.services.future_service import FutureService
 from tinkercloud.services.model_service import ModelService
@@ -19,7 +19,9 @@ from tinkercloud.services.session_service import SessionService
 from tinkercloud.services.training_service import TrainingService
 from tinkercloud.storage.database import Database
 from tinkercloud.storage.futures import FuturesStorage
+from tinkercloud.storage.keys import KeyStore
 from tinkercloud.storage.metadata import MetadataStorage
+from tinkercloud.storage.publications import PublicationStorage
 from tinkercloud.storage.session_storage import SessionStorage
 
 logger = logging.getLogger(__name__)
@@ -64,18 +66,30 @@ class Services:
             await asyncio.sleep(min(max(ttl_s / 4, SHORTEST_SWEEP_S), LONGEST_SWEEP_S))
 
 
+@dataclass(frozen=True, slots=True)
+class Stores:
+    """What is open for the length of a server's run."""
+
+    database: Database
+    keys: KeyStore
+
+
 def build_services(
     config: Config,
     client_config: Mapping[str, object],
     backend: Backend,
     catalog: Catalog,
-    database: Database,
+    stores: Stores,
 ) -> Services:
+    database = stores.database
     futures = FuturesStorage(database)
     metadata = MetadataStorage(database)
     tasks = TaskManager(futures, gap_grace_s=config.gap_grace_s)
     sessions = SessionService(SessionStorage(database))
-    checkpoints = CheckpointService(backend, metadata, config.data_dir)
+    publications = PublicationStorage(database)
+    checkpoints = CheckpointService(
+        backend, CheckpointStores(metadata, publications, stores.keys), config.data_dir
+    )
     dependencies = Dependencies(backend, catalog, metadata, tasks, sessions, checkpoints)
     sampling = SamplingService(dependencies)
     models = ModelService(dependencies)
@@ -92,6 +106,6 @@ def build_services(
         checkpoints=checkpoints,
         sampling=sampling,
         training=TrainingService(dependencies, models, sampling),
-        rest=RestService(metadata, checkpoints),
+        rest=RestService(metadata, checkpoints, publications),
         results=FutureService(backend, tasks, futures, config.hold_s),
     )

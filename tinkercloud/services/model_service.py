@@ -67,7 +67,9 @@ class ModelService:
         model = await self.require(user, body.model_id)
 
         async def work() -> Outcome:
-            checkpoint = await self._checkpoints.resolve(user, body.path)
+            checkpoint = await self._checkpoints.loadable(
+                user, body.path, body.weights_access_token
+            )
             await self._load_into(model, checkpoint, body)
             return _loaded(body.path, model.model_id)
 
@@ -78,7 +80,7 @@ class ModelService:
     ) -> UntypedAPIFuture:
         await self._sessions.require_open(user, session_id)
         _check_optimizer(body.optimizer_config)
-        checkpoint = await self._checkpoints.resolve(user, body.path)
+        checkpoint = await self._checkpoints.loadable(user, body.path, body.weights_access_token)
         base_model = self._catalog.get(body.base_model or checkpoint.base_model).name
         model = _new_model(user, session_id, model_seq_id, base_model, checkpoint.lora)
         model = _with_metadata(model, body.user_metadata)

@@ -1,6 +1,8 @@
 """What listings show: models as training runs, checkpoints with their paths."""
 
+from dataclasses import replace
 from datetime import UTC, datetime
+from typing import Literal
 
 from tinker_gmi.types import (
     CHECKPOINT_SEGMENTS,
@@ -13,35 +15,58 @@ from tinker_gmi.types import Checkpoint as CheckpointView
 from tinkercloud.errors import ModelNotFound
 from tinkercloud.services.checkpoint_service import SCHEME, CheckpointService
 from tinkercloud.storage.metadata import Checkpoint, MetadataStorage, Model
+from tinkercloud.storage.publications import PublicationStorage
 
 MAX_LIMIT = 1000
 ALL = -1  # SQLite's word for no limit
+AccessScope = Literal["owned", "accessible"]
+"""accessible: the caller's own, and what others have published."""
 
 
 class RestService:
-    def __init__(self, metadata: MetadataStorage, checkpoints: CheckpointService):
+    def __init__(
+        self,
+        metadata: MetadataStorage,
+        checkpoints: CheckpointService,
+        publications: PublicationStorage,
+    ):
         self._metadata = metadata
         self._checkpoints = checkpoints
+        self._publications = publications
 
-    async def training_runs(self, user: str, limit: int, offset: int) -> TrainingRunsResponse:
-        models = await self._metadata.models(user, limit, offset)
-        total = await self._metadata.num_models(user)
+    async def training_runs(
+        self, user: str, limit: int, offset: int, access_scope: AccessScope = "owned"
+    ) -> TrainingRunsResponse:
+        if access_scope == "owned":
+            models = await self._metadata.models(user, limit, offset)
+            total = await self._metadata.num_models(user)
+        else:
+            models = await self._publications.accessible_models(user, limit, offset)
+            total = await self._publications.num_accessible_models(user)
         return TrainingRunsResponse(
-            training_runs=[await self._run(model) for model in models],
+            training_runs=[await self._run(user, model) for model in models],
             cursor=Cursor(offset=offset, limit=limit, total_count=total),
         )
 
-    async def training_run(self, user: str, run_id: str) -> TrainingRun:
-        return await self._run(await self._require(user, run_id))
-
-    async def _require(self, user: str, run_id: str) -> Model:
-        model = await self._metadata.model(run_id, user)
+    async def training_run(
+        self, user: str, run_id: str, access_scope: AccessScope = "owned"
+    ) -> TrainingRun:
+        if access_scope == "owned":
+            model = await self._metadata.model(run_id, user)
+        else:
+            model = await self._publications.accessible_model(run_id, user)
         if model is None or model.state == "failed":
             raise ModelNotFound(run_id)
-        return model
+        return await self._run(user, model)
 
-    async def _run(self, model: Model) -> TrainingRun:
-        saved = await self._checkpoints.list(model.user, ALL, 0, model.model_id)
+    async def _run(self, user: str, model: Model) -> TrainingRun:
+        """Of another user's run only what its published checkpoints show."""
+        if model.user == user:
+            saved = await self._checkpoints.list(user, ALL, 0, model.model_id)
+        else:
+            saved = await self._publications.of_model(model.model_id)
+            newest = max((c.created_at for c in saved), default=model.created_at)
+            model = replace(model, user_metadata={}, last_request_at=newest)
         training = next((c for c in saved if c.segment == "weights"), None)
         sampler = next((c for c in saved if c.segment == "sampler_weights"), None)
         return TrainingRun(
@@ -57,8 +82,14 @@ class RestService:
         )
 
     async def checkpoints_of_run(self, user: str, run_id: str) -> CheckpointsListResponse:
-        await self._require(user, run_id)
-        checkpoints = await self._checkpoints.list(user, ALL, 0, run_id)
+        """Of another user's run the published ones."""
+        model = await self._publications.accessible_model(run_id, user)
+        if model is None:
+            raise ModelNotFound(run_id)
+        if model.user == user:
+            checkpoints = await self._checkpoints.list(user, ALL, 0, run_id)
+        else:
+            checkpoints = await self._publications.of_model(run_id)
         return CheckpointsListResponse(checkpoints=[checkpoint_view(c) for c in checkpoints])
 
     async def checkpoints(self, user: str, limit: int, offset: int) -> CheckpointsListResponse:
@@ -88,6 +119,7 @@ def checkpoint_view(checkpoint: Checkpoint) -> CheckpointView:
         time=_time(checkpoint.created_at),
         tinker_path=checkpoint.tinker_path,
         size_bytes=checkpoint.size_bytes,
+        public=checkpoint.public,
         user_metadata=dict(checkpoint.user_metadata),
         expires_at=None if checkpoint.expires_at is None else _time(checkpoint.expires_at),
     )

@@ -42,6 +42,7 @@ class SamplingService:
         self._checkpoints = dependencies.checkpoints
         self._versions = VersionStore(self._backend)
         self._samplers: dict[tuple[str, str], Sampler] = {}
+        self._foreign: set[str] = set()  # samplers of other users' checkpoints
         self._undrafted: set[str] = set()  # samplers; in memory only: drafts change speed alone
         self._sessions.when_finished(self._release_session)
 
@@ -82,7 +83,7 @@ class SamplingService:
         model_path: str | None,
     ) -> str:
         if model_path is not None:
-            checkpoint = await self._checkpoints.resolve(user, model_path)
+            checkpoint = await self._checkpoints.loadable(user, model_path)
             name = self._catalog.get(base_model or checkpoint.base_model).name
             sampler = Sampler(
                 *(sampler_id, user, session_id, "checkpoint", name),
@@ -140,6 +141,9 @@ class SamplingService:
             sampler = await self._metadata.sampler(sampler_id, user)
             if sampler is None:
                 raise SamplerNotFound(sampler_id)
+            directory = sampler.directory
+            if directory is not None and await self._checkpoints.is_foreign(user, directory):
+                self._foreign.add(sampler_id)
             self._samplers[user, sampler_id] = sampler
         return sampler
 
@@ -157,6 +161,10 @@ class SamplingService:
             # Here and not before the acknowledgement: a client retries a refused POST with 410
             # for ever (wire specification, section 5); a failed future ends the sample.
             await self._sessions.require_open(user, sampler.session_id)
+            if sampler.sampler_id in self._foreign:  # until its owner unpublishes it
+                assert sampler.directory is not None, "it samples a checkpoint"
+                path = sampler.model_path or sampler.directory
+                await self._checkpoints.require_readable(user, sampler.directory, path)
             request = await self._checked(sampler, body)
             if sampler.sampler_id in self._undrafted:
                 request = replace(request, speculate=False)
@@ -176,7 +184,7 @@ class SamplingService:
         # one recorded sampler per weights, not one per request
         meaning = body.base_model
         if body.model_path is not None:
-            meaning = (await self._checkpoints.resolve(user, body.model_path)).directory
+            meaning = (await self._checkpoints.loadable(user, body.model_path)).directory
         place = f"direct:{body.base_model}:{meaning}"
         sampler = self._samplers.get((user, place))
         if sampler is not None:
@@ -222,6 +230,7 @@ class SamplingService:
         for sampler in await self._metadata.samplers_of_session(session_id, user):
             self._samplers.pop((user, sampler.sampler_id), None)
             self._undrafted.discard(sampler.sampler_id)
+            self._foreign.discard(sampler.sampler_id)
             await self._versions.leave(_version_key(sampler), sampler.sampler_id)
 
 

@@ -8,8 +8,9 @@ from typing import Literal
 
 from tinkercloud.storage.database import Database, Row
 
-ModelState = Literal["live", "failed", "deleted"]
-Segment = Literal["weights", "sampler_weights"]
+ModelState = Literal["live", "failed", "deleted", "archive"]
+"""archive: it holds copied or imported checkpoints and was never trained here."""
+Segment = Literal["weights", "sampler_weights", "external_weights"]
 SamplerKind = Literal["base", "checkpoint", "snapshot", "inflight"]
 
 
@@ -39,7 +40,8 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """directory: relative to the data folder. expires_at None: kept until deleted."""
+    """directory: relative to the data folder. expires_at None: kept until deleted. public: every
+    user may read it."""
 
     model_id: str
     segment: Segment
@@ -53,6 +55,7 @@ class Checkpoint:
     user_metadata: Mapping[str, str]
     created_at: float
     expires_at: float | None = None
+    public: bool = False
 
     @property
     def checkpoint_id(self) -> str:
@@ -77,18 +80,26 @@ class Sampler:
     directory: str | None = None
 
 
-def _model(row: Row) -> Model:
+def model_of(row: Row) -> Model:
     fields = dict(row)
     fields["lora"] = LoraRecord(**json.loads(row["lora"]))
     fields["user_metadata"] = json.loads(row["user_metadata"])
     return Model(**fields)
 
 
-def _checkpoint(row: Row) -> Checkpoint:
+CHECKPOINTS = (
+    "SELECT checkpoints.*, published.directory IS NOT NULL AS public"
+    " FROM checkpoints LEFT JOIN published USING (directory)"
+)
+"""Rows for `checkpoint_of`; a condition follows."""
+
+
+def checkpoint_of(row: Row) -> Checkpoint:
     fields = dict(row)
     fields["lora"] = LoraRecord(**json.loads(row["lora"]))
     fields["user_metadata"] = json.loads(row["user_metadata"])
     fields["with_optimizer"] = bool(row["with_optimizer"])
+    fields["public"] = bool(row["public"])
     return Checkpoint(**fields)
 
 
@@ -98,7 +109,7 @@ def _sampler(row: Row) -> Sampler:
     return Sampler(**fields)
 
 
-_ALIVE = "(expires_at IS NULL OR expires_at > ?)"
+ALIVE = "(expires_at IS NULL OR expires_at > ?)"
 
 
 class MetadataStorage:
@@ -124,7 +135,7 @@ class MetadataStorage:
         row = await self._database.one(
             "SELECT * FROM models WHERE model_id = ? AND user = ?", model_id, user
         )
-        return None if row is None else _model(row)
+        return None if row is None else model_of(row)
 
     async def set_model_state(self, model_id: str, state: ModelState) -> None:
         await self._database.write(
@@ -148,7 +159,7 @@ class MetadataStorage:
             " ORDER BY created_at DESC, model_id LIMIT ? OFFSET ?",
             *(user, limit, offset),
         )
-        return [_model(row) for row in rows]
+        return [model_of(row) for row in rows]
 
     async def num_models(self, user: str) -> int:
         row = await self._database.one(
@@ -162,7 +173,7 @@ class MetadataStorage:
             " ORDER BY created_at, model_id",
             *(session_id, user),
         )
-        return [_model(row) for row in rows]
+        return [model_of(row) for row in rows]
 
     # checkpoints
 
@@ -191,26 +202,25 @@ class MetadataStorage:
     ) -> Checkpoint | None:
         """For a save that replaces it."""
         row = await self._database.one(
-            "SELECT * FROM checkpoints WHERE model_id = ? AND segment = ? AND name = ?"
-            " AND user = ?",
+            f"{CHECKPOINTS} WHERE model_id = ? AND segment = ? AND name = ? AND user = ?",
             *(model_id, segment, name, user),
         )
-        return None if row is None else _checkpoint(row)
+        return None if row is None else checkpoint_of(row)
 
     async def checkpoints(
         self, user: str, limit: int, offset: int, model_id: str | None = None
     ) -> list[Checkpoint]:
         """Newest first; of one model or of all."""
         rows = await self._database.all(
-            f"SELECT * FROM checkpoints WHERE user = ? AND {_ALIVE} AND (? IS NULL OR model_id = ?)"
+            f"{CHECKPOINTS} WHERE user = ? AND {ALIVE} AND (? IS NULL OR model_id = ?)"
             " ORDER BY created_at DESC, model_id, segment, name LIMIT ? OFFSET ?",
             *(user, time.time(), model_id, model_id, limit, offset),
         )
-        return [_checkpoint(row) for row in rows]
+        return [checkpoint_of(row) for row in rows]
 
     async def num_checkpoints(self, user: str) -> int:
         row = await self._database.one(
-            f"SELECT COUNT(*) AS num FROM checkpoints WHERE user = ? AND {_ALIVE}",
+            f"SELECT COUNT(*) AS num FROM checkpoints WHERE user = ? AND {ALIVE}",
             *(user, time.time()),
         )
         return 0 if row is None else row["num"]
@@ -226,13 +236,14 @@ class MetadataStorage:
         await self._database.write_through(
             "DELETE FROM checkpoints WHERE directory = ?", checkpoint.directory
         )
+        await self._database.write(
+            "DELETE FROM published WHERE directory = ?", checkpoint.directory
+        )
 
     async def expired_checkpoints(self) -> list[Checkpoint]:
         """Of all users: for maintenance."""
-        rows = await self._database.all(
-            "SELECT * FROM checkpoints WHERE expires_at <= ?", time.time()
-        )
-        return [_checkpoint(row) for row in rows]
+        rows = await self._database.all(f"{CHECKPOINTS} WHERE expires_at <= ?", time.time())
+        return [checkpoint_of(row) for row in rows]
 
     # samplers
 

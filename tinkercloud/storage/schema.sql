@@ -28,14 +28,14 @@ CREATE TABLE IF NOT EXISTS models (
     user_metadata    TEXT NOT NULL,       -- string -> string
     created_at       REAL NOT NULL,
     last_request_at  REAL NOT NULL,
-    state            TEXT NOT NULL        -- "live" | "failed" | "deleted"
+    state            TEXT NOT NULL        -- "live" | "failed" | "deleted" | "archive"
 );
 CREATE INDEX IF NOT EXISTS models_by_user ON models (user, created_at);
 CREATE INDEX IF NOT EXISTS models_by_session ON models (session_id);
 
 CREATE TABLE IF NOT EXISTS checkpoints (
     model_id       TEXT NOT NULL,
-    segment        TEXT NOT NULL,         -- "weights" | "sampler_weights"
+    segment        TEXT NOT NULL,         -- "weights" | "sampler_weights" | "external_weights"
     name           TEXT NOT NULL,
     user           TEXT NOT NULL,
     directory      TEXT NOT NULL UNIQUE,  -- relative to data_dir; a new one at every overwrite
@@ -49,6 +49,16 @@ CREATE TABLE IF NOT EXISTS checkpoints (
     PRIMARY KEY (model_id, segment, name)
 );
 CREATE INDEX IF NOT EXISTS checkpoints_by_user ON checkpoints (user, created_at);
+
+CREATE TABLE IF NOT EXISTS published (   -- checkpoints that every user may read
+    directory    TEXT PRIMARY KEY,        -- of the checkpoint; what replaces it is private again
+    published_at REAL NOT NULL
+);
+
+CREATE TABLE IF NOT EXISTS secrets (
+    name   TEXT PRIMARY KEY,              -- what it is for
+    value  BLOB NOT NULL
+);
 
 CREATE TABLE IF NOT EXISTS samplers (
     sampler_id  TEXT PRIMARY KEY,
