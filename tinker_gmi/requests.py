@@ -242,6 +242,23 @@ class FutureRetrieveRequest(WireModel):
     allow_metadata_only: bool = False
 
 
+class FuturesTarget(WireModel):
+    """One client of a sampling session; cloned_sampler_id is its seq_ids // 1_000_000_000."""
+
+    sampling_session_id: str
+    cloned_sampler_id: int = 0
+    type: Literal["sampling_session"] = "sampling_session"
+
+
+class FuturesRetrieveRequest(WireModel):
+    """timeout None: the server's own; 0: answer at once."""
+
+    target: FuturesTarget
+    prev_cursor: int = Field(default=0, ge=0, le=2**62)
+    timeout: float | None = None
+    retrieved_request_ids: list[str] = Field(default_factory=list)
+
+
 class CancelFutureRequest(WireModel):
     request_id: str
 

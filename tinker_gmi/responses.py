@@ -43,7 +43,7 @@ class ClientConfigResponse(WireModel):
 
 class ClientDynamicConfigResponse(WireModel):
     refresh_interval_sec: int = 300
-    sample_cancel_enabled: bool = False
+    sample_cancel_enabled: bool = True  # an abandoned sample would be computed for nobody
     sample_cancel_max_batch_size: int = 64
 
 
@@ -182,6 +182,19 @@ class TryAgainResponse(WireModel):
     queue_state: QueueState = "active"
     queue_state_reason: str | None = None
     type: Literal["try_again"] = "try_again"
+
+
+class FutureCompletion(WireModel):
+    """state "finished" has the size of the payload that retrieve_future will answer with."""
+
+    state: Literal["finished", "failed"]
+    request_id: str
+    response_payload_uncompressed_size: int | None = None
+
+
+class FuturesRetrieveResponse(WireModel):
+    completions: list[FutureCompletion]
+    cursor: int
 
 
 class FutureStatusResponse(WireModel):

@@ -19,6 +19,7 @@ from tinker.cli.__main__ import main_cli as cli
 
 from tests import serving
 from tinkercloud.app import create_app
+from tinkercloud.backends.base import Backend
 from tinkercloud.config import Config
 from tinkercloud.storage.keys import KeyStore
 
@@ -61,12 +62,15 @@ def train(client: tinker.TrainingClient, data: list[types.Datum] = DATA) -> floa
 
 
 @contextmanager
-def thread_server(data_dir: Path, **client_config: object) -> Iterator[tuple[str, str]]:
+def thread_server(
+    data_dir: Path, backend: Backend | None = None, **client_config: object
+) -> Iterator[tuple[str, str]]:
     """(base URL, key) of a server in this process, which may send flags to its clients."""
     store = KeyStore(data_dir)
     key = store.add("ann")
     store.close()
-    app = create_app(Config(data_dir=data_dir, backend="fake"), client_config=client_config)
+    config = Config(data_dir=data_dir, backend="fake")
+    app = create_app(config, backend, client_config=client_config)
     options = uvicorn.Config(app, port=0, log_level="warning", lifespan="on", ws="none")
     server = uvicorn.Server(options)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()))

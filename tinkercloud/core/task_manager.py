@@ -11,15 +11,16 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tinkercloud.core.lane import LaneOrder, Verdict
-from tinkercloud.errors import FutureUnknown, ServerFault, TinkercloudError
+from tinkercloud.errors import FutureUnknown, ServerFault, TinkercloudError, UserError
 from tinkercloud.storage.futures import RESTARTED, FuturesStorage, Outcome, Ticket, failed
 
 logger = logging.getLogger(__name__)
 
 Work = Callable[[], Awaitable[Outcome]]
+OnFinish = Callable[[str, Ticket, Outcome], None]
 
 SAMPLING_KIND = "Sample"
 # One client call may be several of these, posted out of order (wire specification, section 10).
@@ -32,6 +33,7 @@ TOO_LATE = failed(
     "user",
 )
 STOPPED = failed("the server was stopped before this operation finished", "server")
+CANCELLED = failed("this sample was cancelled by its client; send it again to have it", "user")
 DEFECT = "the server failed on this operation in a way that it should not; see the server's log"
 
 
@@ -49,6 +51,8 @@ class _Pending:
     finished: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
     outcome: Outcome | None = field(default=None, repr=False)
     subject: str | None = None  # a model or a version
+    started_at: float | None = None
+    task: asyncio.Task[None] | None = None  # of work in no lane: it can be cancelled alone
 
 
 _running: ContextVar[_Pending] = ContextVar("the request that this task works on")
@@ -74,7 +78,12 @@ class TaskManager:
         self._by_key: dict[str, _Pending] = {}
         self._lanes: dict[tuple[str, str], _Lane] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._on_finish: list[OnFinish] = []
         self._closing = False
+
+    def when_finished(self, listener: OnFinish) -> None:
+        """The listener gets (request_id, ticket, outcome) once the outcome is on record."""
+        self._on_finish.append(listener)
 
     async def start(self) -> None:
         """Settle what the previous process left pending."""
@@ -100,7 +109,7 @@ class TaskManager:
         """Acknowledge and run at once, in no lane. Returns the request id."""
         pending, is_new = await self._accept(ticket)
         if is_new:
-            self._spawn(self._run(pending, work), f"run {pending.request_id}")
+            pending.task = self._spawn(self._run(pending, work), f"run {pending.request_id}")
         return pending.request_id
 
     async def submit_in_lane(self, ticket: Ticket, work: Work) -> str:
@@ -240,6 +249,7 @@ class TaskManager:
 
     async def _run(self, pending: _Pending, work: Work) -> None:
         _running.set(pending)
+        pending.started_at = time.time()
         try:
             outcome = await work()
         except asyncio.CancelledError:
@@ -260,12 +270,37 @@ class TaskManager:
         pending.outcome = outcome
         try:
             # The row before `_forget`: from then on polls read the database.
-            await self._futures.finish(pending.request_id, outcome)
+            await self._futures.finish(pending.request_id, outcome, pending.started_at)
         except Exception:  # a full disk, say: the lane must go on
             logger.exception("the outcome of %s was not recorded", pending.request_id)
         finally:  # waiting polls are answered even where the disk is full
             self._forget(pending)
             pending.finished.set()
+            for listener in self._on_finish:
+                listener(pending.request_id, pending.ticket, outcome)
+
+    # cancelling
+
+    async def cancel(self, request_id: str, user: str) -> None:
+        """End a pending sample: its future fails now and its work is cancelled. What has finished
+        stays as it is.
+
+        Raises FutureUnknown, and UserError for a training operation: those are ordered, and a
+        client that lost one would go on with weights that it does not know.
+        """
+        pending = self._pending.get(request_id)
+        if pending is None or pending.ticket.user != user:
+            if await self._futures.outcome(request_id, user) is None:
+                raise FutureUnknown(request_id, sampling=is_sampling(request_id))
+            return
+        if pending.ticket.kind != SAMPLING_KIND or pending.task is None:
+            raise UserError(
+                f"{pending.ticket.kind} cannot be cancelled, only samples can; wait for it, or "
+                "finish the session to drop its models"
+            )
+        if pending.outcome is None:
+            await self._finish(pending, CANCELLED)  # first, so that it is not read as a stop
+            pending.task.cancel()
 
     # waiting
 
@@ -287,8 +322,7 @@ class TaskManager:
 
 
 def _numbered(ticket: Ticket, lane: _Lane) -> Ticket:
-    seq_id = lane.order.number(ticket.seq_id)
-    return Ticket(ticket.user, ticket.kind, ticket.dedup_key, ticket.model_id, seq_id)
+    return replace(ticket, seq_id=lane.order.number(ticket.seq_id))
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:

@@ -5,9 +5,11 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Query, Response
 
 from tinker_gmi.types import (
+    CancelFutureRequest,
     CleanupFuturesRequest,
     CleanupFuturesResponse,
     FutureRetrieveRequest,
+    FuturesRetrieveRequest,
 )
 from tinkercloud.routers.deps import JsonRoute, ServicesDep, UserDep, answer, json_answer
 from tinkercloud.storage.futures import PROTOBUF_TYPE
@@ -38,6 +40,24 @@ async def retrieve_future(
     if outcome is None:
         return answer(services.results.try_again(body.request_id), 408)
     return Response(outcome.body, media_type=outcome.content_type)
+
+
+@router.post("/retrieve_futures")
+async def retrieve_futures(
+    body: FuturesRetrieveRequest, user: UserDep, services: ServicesDep
+) -> Response:
+    """One poll for all samples of a sampling session; clients use it where client/config has
+    `sample_use_retrieve_futures` (wire specification, section 4.5)."""
+    await services.sampling.require(user, body.target.sampling_session_id)
+    return answer(await services.completions.completions(user, body))
+
+
+@router.post("/cancel_future")
+async def cancel_future(
+    body: CancelFutureRequest, user: UserDep, services: ServicesDep
+) -> Response:
+    await services.completions.cancel(user, body.request_id)
+    return json_answer({})
 
 
 @router.get("/retrieve_future/{request_id}")

@@ -9,6 +9,8 @@ from tinker_gmi.types import (
     CreateSamplingClientRequest,
     CreateSamplingSessionRequest,
     CreateSamplingSessionResponse,
+    JoinSamplingSessionRequest,
+    JoinSamplingSessionResponse,
     SampleRequest,
 )
 from tinkercloud.errors import InvalidRequest
@@ -41,6 +43,14 @@ async def create_sampling_client(
     except ValidationError as error:
         raise InvalidRequest(fault_text(error.errors())) from None
     return answer(CreateSamplingSessionResponse(sampling_session_id=sampler_id))
+
+
+@router.post("/join_sampling_session")
+async def join_sampling_session(
+    body: JoinSamplingSessionRequest, user: UserDep, services: ServicesDep
+) -> Response:
+    number = await services.sampling.join(user, body.sampling_session_id)
+    return answer(JoinSamplingSessionResponse(client_counter=number))
 
 
 @router.get("/samplers/{sampler_id}")

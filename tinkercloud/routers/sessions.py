@@ -26,8 +26,8 @@ async def client_config(body: ClientConfigRequest, services: ServicesDep) -> Res
 
 
 @router.post("/client/dynamic_config")
-async def dynamic_config(body: ClientConfigRequest) -> Response:
-    return answer(ClientDynamicConfigResponse())
+async def dynamic_config(body: ClientConfigRequest, services: ServicesDep) -> Response:
+    return answer(ClientDynamicConfigResponse.model_validate(services.client_config))
 
 
 @router.post("/create_session")

@@ -10,6 +10,7 @@ from tinkercloud.config import Config
 from tinkercloud.core.task_manager import TaskManager
 from tinkercloud.services.catalog import Catalog
 from tinkercloud.services.checkpoint_service import CheckpointService, CheckpointStores
+from tinkercloud.services.completion_service import CompletionService
 from tinkercloud.services.dependencies import Dependencies
 from tinkercloud.services.future_service import FutureService
 from tinkercloud.services.model_service import ModelService
@@ -47,6 +48,7 @@ class Services:
     training: TrainingService
     rest: RestService
     results: FutureService
+    completions: CompletionService
 
     async def start(self) -> None:
         await self.tasks.start()
@@ -108,4 +110,5 @@ def build_services(
         training=TrainingService(dependencies, models, sampling),
         rest=RestService(metadata, checkpoints, publications),
         results=FutureService(backend, tasks, futures, config.hold_s),
+        completions=CompletionService(tasks, futures, config.hold_s),
     )

@@ -43,6 +43,7 @@ class SamplingService:
         self._versions = VersionStore(self._backend)
         self._samplers: dict[tuple[str, str], Sampler] = {}
         self._foreign: set[str] = set()  # samplers of other users' checkpoints
+        self._joining = asyncio.Lock()
         self._undrafted: set[str] = set()  # samplers; in memory only: drafts change speed alone
         self._sessions.when_finished(self._release_session)
 
@@ -134,6 +135,14 @@ class SamplingService:
             tokenizer_id=self._catalog.tokenizer_id(sampler.base_model),
         )
 
+    async def join(self, user: str, sampler_id: str) -> int:
+        """The number of one more client of a sampling session, from 1 on, never given twice. Its
+        samples count from number * 10**9 (wire specification, section 3.4)."""
+        sampler = await self.require(user, sampler_id)
+        await self._sessions.require_open(user, sampler.session_id)
+        async with self._joining:  # the number is on record before it is given away
+            return await self._metadata.add_sampler_client(sampler)
+
     async def require(self, user: str, sampler_id: str) -> Sampler:
         """Raises SamplerNotFound."""
         sampler = self._samplers.get((user, sampler_id))
@@ -170,7 +179,8 @@ class SamplingService:
                 request = replace(request, speculate=False)
             return completed_protobuf(encode_sample_output(await self._sample(sampler, request)))
 
-        request_id = await self._tasks.submit(Ticket(user, SAMPLING_KIND, key), work)
+        ticket = Ticket(user, SAMPLING_KIND, key, seq_id=body.seq_id, sampler_id=sampler.sampler_id)
+        request_id = await self._tasks.submit(ticket, work)
         # as many as samples, or the client asserts (wire specification, section 4.1)
         ids = [f"{request_id}:{index}" for index in range(body.num_samples)]
         return UntypedAPIFuture(request_id=request_id, sample_sequence_ids=ids)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tinkercloud.errors import Category
-from tinkercloud.storage.database import Database
+from tinkercloud.storage.database import Database, Row
 
 JSON_TYPE = "application/json"
 PROTOBUF_TYPE = "application/x-protobuf"
@@ -19,7 +19,8 @@ class Ticket:
     """What a request is, apart from its work.
 
     kind: the client's name of it ("ForwardBackward", ...). dedup_key: two requests with the same
-    key are one request. model_id and seq_id: its place in a lane, where it has one.
+    key are one request. model_id and seq_id: its place in a lane, where it has one; a sample has
+    sampler_id and seq_id instead.
     """
 
     user: str
@@ -27,6 +28,7 @@ class Ticket:
     dedup_key: str | None = None
     model_id: str | None = None
     seq_id: int | None = None
+    sampler_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +72,21 @@ class FuturesStorage:
     async def add(self, request_id: str, ticket: Ticket) -> None:
         """Acknowledge: the request outlives the process when this returns."""
         await self._database.write(
-            "INSERT INTO futures (request_id, user, kind, dedup_key, model_id, seq_id, status,"
-            " created_at) VALUES (?, ?, ?, ?, ?, ?, 'pending', ?)",
+            "INSERT INTO futures (request_id, user, kind, dedup_key, model_id, seq_id, sampler_id,"
+            " status, created_at) VALUES (?, ?, ?, ?, ?, ?, ?, 'pending', ?)",
             *(request_id, ticket.user, ticket.kind, ticket.dedup_key),
-            *(ticket.model_id, ticket.seq_id, time.time()),
+            *(ticket.model_id, ticket.seq_id, ticket.sampler_id, time.time()),
         )
 
-    async def finish(self, request_id: str, outcome: Outcome) -> None:
+    async def finish(
+        self, request_id: str, outcome: Outcome, started_at: float | None = None
+    ) -> None:
+        """started_at: when its work began; None: it never did."""
         await self._database.write(
-            "UPDATE futures SET status = ?, content_type = ?, body = ?, finished_at = ?"
-            " WHERE request_id = ?",
-            *(outcome.status, outcome.content_type, outcome.body, time.time(), request_id),
+            "UPDATE futures SET status = ?, content_type = ?, body = ?, started_at = ?,"
+            " finished_at = ? WHERE request_id = ?",
+            *(outcome.status, outcome.content_type, outcome.body, started_at, time.time()),
+            request_id,
         )
 
     async def outcome(self, request_id: str, user: str) -> Outcome | None:
@@ -91,6 +97,15 @@ class FuturesStorage:
             *(request_id, user),
         )
         return None if row is None else Outcome(row["status"], row["content_type"], row["body"])
+
+    async def finished_samples(self, user: str, sampler_id: str, after: float) -> list[Row]:
+        """(request_id, seq_id, status, num_bytes) of samples that finished later than `after`."""
+        return await self._database.all(
+            "SELECT request_id, status, LENGTH(body) AS num_bytes, seq_id FROM futures"
+            " WHERE sampler_id = ? AND user = ? AND status != 'pending' AND finished_at > ?"
+            " ORDER BY finished_at",
+            *(sampler_id, user, after),
+        )
 
     async def on_record(self, request_id: str) -> str:
         """What the database has of a request that it has no outcome of, in words for a log."""

@@ -5,8 +5,11 @@ import hmac
 import secrets
 import sqlite3
 import time
+from contextlib import closing
 from importlib.resources import files
 from pathlib import Path
+
+from tinkercloud.storage.upgrades import add_later_columns
 
 DATABASE_NAME = "tinkercloud.db"
 KEY_PREFIX = "tml-"  # the official client refuses other keys (wire specification, section 16)
@@ -20,12 +23,17 @@ def schema() -> str:
 
 
 def prepare_database_file(data_dir: Path) -> Path:
-    """Make data_dir (mode 0700) and an empty database file (0600) where missing; its path."""
+    """Make data_dir (mode 0700) and a database file (0600) where missing; its path.
+
+    A file of an earlier version gets the columns that it lacks, before the schema names them.
+    """
     data_dir.mkdir(parents=True, exist_ok=True)
     data_dir.chmod(0o700)
     path = data_dir / DATABASE_NAME
     path.touch(mode=0o600, exist_ok=True)
     path.chmod(0o600)
+    with closing(sqlite3.connect(path, timeout=30.0, isolation_level=None)) as connection:
+        add_later_columns(connection)
     return path
 
 

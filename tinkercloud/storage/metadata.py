@@ -268,3 +268,17 @@ class MetadataStorage:
             *(session_id, user),
         )
         return [_sampler(row) for row in rows]
+
+    async def add_sampler_client(self, sampler: Sampler) -> int:
+        """How many clients have joined, with this one; the caller sees to one call at a time."""
+        await self._database.write(
+            "INSERT INTO sampler_clients (sampler_id, user, num_joined) VALUES (?, ?, 1)"
+            " ON CONFLICT (sampler_id) DO UPDATE SET num_joined = num_joined + 1",
+            *(sampler.sampler_id, sampler.user),
+        )
+        row = await self._database.one(
+            "SELECT num_joined FROM sampler_clients WHERE sampler_id = ? AND user = ?",
+            *(sampler.sampler_id, sampler.user),
+        )
+        assert row is not None
+        return row["num_joined"]

@@ -1,4 +1,5 @@
 -- One file, `data_dir/tinkercloud.db`. Times are seconds since the epoch (REAL), JSON is TEXT.
+-- Columns that a table got later are in upgrades.py too: it adds them to an existing file.
 -- Every row that belongs to somebody carries `user`; queries without it are maintenance only.
 
 CREATE TABLE IF NOT EXISTS keys (
@@ -84,7 +85,17 @@ CREATE TABLE IF NOT EXISTS futures (
     content_type TEXT,
     body         BLOB,                    -- the result; a failure is {"error", "category"}
     created_at   REAL NOT NULL,
-    finished_at  REAL
+    finished_at  REAL,
+    sampler_id   TEXT,                    -- of a sample
+    started_at   REAL                     -- when its work began
 );
+CREATE INDEX IF NOT EXISTS futures_by_sampler ON futures (sampler_id, finished_at)
+    WHERE sampler_id IS NOT NULL;
 CREATE INDEX IF NOT EXISTS futures_by_finish ON futures (finished_at);
 CREATE INDEX IF NOT EXISTS futures_by_model ON futures (model_id, seq_id);
+
+CREATE TABLE IF NOT EXISTS sampler_clients (
+    sampler_id   TEXT PRIMARY KEY,
+    user         TEXT NOT NULL,
+    num_joined   INTEGER NOT NULL         -- clients apart from the first; numbers are never reused
+);
