@@ -15,7 +15,6 @@ from tinkercloud.core.types import (
     TrainBatch,
     TrainOutput,
     WeightsSource,
-    hand_over,
 )
 from tinkercloud.embedded.process.host import EngineHost
 from tinkercloud.embedded.process.protocol import (
@@ -86,8 +85,8 @@ class EmbeddedBackend(Backend):
     async def sample(
         self, version: str, request: SampleRequest, on_tokens: OnTokens | None = None
     ) -> SampleOutput:
-        output = await self._host.call(Sample(version, request))
-        return hand_over(output, on_tokens)
+        streams = on_tokens is not None
+        return await self._host.call(Sample(version, request, streams), on_tokens)
 
     def stats(self) -> dict[str, float | int | str]:
         health = {"engine_alive": int(self._host.alive), "engine_restarts": self._host.num_restarts}

@@ -11,6 +11,7 @@ from tests.embedded.tiny import open_store
 from tinkercloud.embedded.process import protocol
 from tinkercloud.embedded.process.protocol import Release, Request
 from tinkercloud.embedded.process.request_handlers import RequestHandlers
+from tinkercloud.embedded.process.token_outbox import TokenOutbox
 from tinkercloud.embedded.sampling.engine import SamplingEngine
 from tinkercloud.embedded.training.micro_batches import Limits
 from tinkercloud.embedded.training.queue import TrainingQueue
@@ -32,7 +33,8 @@ REQUEST_TYPES = {
 @pytest.fixture
 def handlers(folder: Path) -> RequestHandlers:
     engine = SamplingEngine(max_batch=1, kv_cache_bytes=2**20)
-    return RequestHandlers(open_store(folder), engine, TrainingQueue(Limits(64)), lambda base: None)
+    training, tokens = TrainingQueue(Limits(64)), TokenOutbox(lambda message: None)
+    return RequestHandlers(open_store(folder), engine, training, lambda base: None, tokens)
 
 
 @pytest.fixture
@@ -50,7 +52,7 @@ def test_every_request_type_has_a_handler_and_every_handler_a_request_type(
         for name, method in vars(RequestHandlers).items()
         if inspect.isfunction(method) and name not in ("__init__", "handle")
     ]
-    assert len(REQUEST_TYPES) == 9
+    assert len(REQUEST_TYPES) == 10
     assert handlers.request_types == REQUEST_TYPES
     assert sorted(map(str, taken)) == sorted(map(str, REQUEST_TYPES))
 

@@ -8,19 +8,23 @@ import socket
 import sys
 import time
 from collections import deque
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tinkercloud.config import engine_environment
-from tinkercloud.core.types import ServedModel
+from tinkercloud.core.types import OnTokens, ServedModel
 from tinkercloud.embedded.process.protocol import (
     HEADER,
     Call,
+    Cancel,
     EngineSettings,
     Ready,
     Request,
     Result,
+    Sample,
     StartFailed,
     Stats,
+    Tokens,
     decode_error,
     pack,
 )
@@ -33,13 +37,19 @@ RESTART_WINDOW_S = 600.0
 R = TypeVar("R")
 
 
+@dataclass(frozen=True, slots=True)
+class _PendingCall:
+    future: asyncio.Future[Any]
+    on_tokens: OnTokens | None
+
+
 class EngineHost:
     """Supervises one engine process. `call` is safe from any task of one event loop."""
 
     def __init__(self, settings: EngineSettings):
         self._settings = settings
         self._ids = itertools.count()
-        self._pending: dict[int, asyncio.Future[Any]] = {}
+        self._pending: dict[int, _PendingCall] = {}
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._supervisor: asyncio.Task[None] | None = None
@@ -65,17 +75,31 @@ class EngineHost:
         await self._end_process()
         self._fail_pending("the server is shutting down")
 
-    async def call(self, request: Request[R]) -> R:
-        """Have the engine process serve the request. While the engine restarts, this waits."""
+    async def call(self, request: Request[R], on_tokens: OnTokens | None = None) -> R:
+        """Have the engine process serve the request. While the engine restarts, this waits.
+
+        on_tokens: gets the tokens of a sample that streams. Cancelling the call ends a sample;
+        other requests are served to their end, without a reader of their result.
+        """
         if not self._up.is_set():
             await self._up.wait()
         if self._gave_up or self._writer is None:
             raise EngineDied(self._gave_up or "the engine is not running")
         call_id = next(self._ids)
         future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
-        self._pending[call_id] = future
+        self._pending[call_id] = _PendingCall(future, on_tokens)
         self._writer.write(pack(Call(call_id, request)))
-        return await future
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._cancel(call_id, request)
+            raise
+
+    def _cancel(self, call_id: int, request: Request[Any]) -> None:
+        # Not pending: it has its result, or its engine is gone.
+        pending = self._pending.pop(call_id, None)
+        if pending is not None and isinstance(request, Sample) and self._writer is not None:
+            self._writer.write(pack(Call(next(self._ids), Cancel(call_id))))
 
     @property
     def alive(self) -> bool:
@@ -164,13 +188,23 @@ class EngineHost:
                 return
             if isinstance(message, Stats):
                 self.stats = message
+            elif isinstance(message, Tokens):
+                self._stream(message)
             elif isinstance(message, Result):
                 self._settle(message)
 
+    def _stream(self, tokens: Tokens) -> None:
+        for call_id, chunk in tokens.chunks:
+            call = self._pending.get(call_id)
+            # Done: it was cancelled, and its task has not run since.
+            if call is not None and call.on_tokens is not None and not call.future.done():
+                call.on_tokens(chunk)
+
     def _settle(self, result: Result) -> None:
-        future = self._pending.pop(result.id, None)
-        if future is None or future.done():
+        call = self._pending.pop(result.id, None)
+        if call is None or call.future.done():
             return
+        future = call.future
         if result.error is not None:
             future.set_exception(decode_error(result.error))
         else:
@@ -178,9 +212,9 @@ class EngineHost:
 
     def _fail_pending(self, reason: str) -> None:
         pending, self._pending = self._pending, {}
-        for future in pending.values():
-            if not future.done():
-                future.set_exception(EngineDied(reason))
+        for call in pending.values():
+            if not call.future.done():
+                call.future.set_exception(EngineDied(reason))
 
 
 async def _read(reader: asyncio.StreamReader) -> object:

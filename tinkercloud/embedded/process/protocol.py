@@ -20,6 +20,7 @@ from tinkercloud.core.types import (
     SampleOutput,
     SampleRequest,
     ServedModel,
+    TokenChunk,
     TrainBatch,
     TrainOutput,
     WeightsSource,
@@ -130,8 +131,18 @@ class Release(Request[None]):
 
 @dataclass(frozen=True, slots=True)
 class Sample(Request[SampleOutput]):
+    """streams: `Tokens` come before the result."""
+
     version_id: str
     sample: SampleRequest
+    streams: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel(Request[None]):
+    """End an unfinished `Sample` call, whose result is then an error; others are ignored."""
+
+    call_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +158,13 @@ class Result:
     id: int
     value: Any = None
     error: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """What an engine step drew for the calls that stream: (call id, chunk), in order."""
+
+    chunks: tuple[tuple[int, TokenChunk], ...]
 
 
 @dataclass(frozen=True, slots=True)

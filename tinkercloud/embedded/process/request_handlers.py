@@ -7,6 +7,7 @@ from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.process.model_store import ModelStore
 from tinkercloud.embedded.process.protocol import (
     Call,
+    Cancel,
     CreateModel,
     DeleteModel,
     ForwardBackward,
@@ -21,7 +22,9 @@ from tinkercloud.embedded.process.protocol import (
     SaveModel,
     TableRow,
 )
+from tinkercloud.embedded.process.token_outbox import TokenOutbox
 from tinkercloud.embedded.sampling.engine import SamplingEngine
+from tinkercloud.embedded.sampling.sequences import Job
 from tinkercloud.embedded.training.queue import TrainingQueue
 from tinkercloud.errors import UnknownRequest
 
@@ -35,11 +38,14 @@ class RequestHandlers:
         engine: SamplingEngine,
         training: TrainingQueue,
         after_optim_step: Callable[[BaseModel], None],
+        tokens: TokenOutbox,
     ):
         self._models = models
         self._engine = engine
         self._training = training
         self._after_optim_step = after_optim_step
+        self._tokens = tokens
+        self._samples: dict[int, Job] = {}  # by call
         self._table = _table(
             CreateModel.answered_by(self.create_model),
             LoadModel.answered_by(self.load_model),
@@ -50,6 +56,7 @@ class RequestHandlers:
             Publish.answered_by(self.publish),
             Release.answered_by(self.release),
             Sample.queued_by(self.sample),
+            Cancel.answered_by(self.cancel),
         )
 
     @property
@@ -102,7 +109,20 @@ class RequestHandlers:
         self._models.release(request.version_id)
 
     def sample(self, request: Sample, reply: Reply[SampleOutput]) -> None:
-        self._engine.submit(self._models.version(request.version_id), request.sample, reply)
+        def end(outcome: SampleOutput | BaseException) -> None:
+            del self._samples[reply.call_id]
+            self._tokens.flush()
+            reply(outcome)
+
+        version = self._models.version(request.version_id)
+        on_tokens = self._tokens.of(reply.call_id) if request.streams else None
+        job = self._engine.submit(version, request.sample, end, on_tokens)
+        self._samples[reply.call_id] = job
+
+    def cancel(self, request: Cancel) -> None:
+        job = self._samples.get(request.call_id)
+        if job is not None:
+            self._engine.cancel(job)
 
 
 def _table(*rows: TableRow) -> Mapping[type[Request[object]], Handler]:

@@ -34,6 +34,7 @@ from tinkercloud.embedded.process.protocol import (
 )
 from tinkercloud.embedded.process.request_handlers import RequestHandlers
 from tinkercloud.embedded.process.served_models import open_models
+from tinkercloud.embedded.process.token_outbox import TokenOutbox
 from tinkercloud.embedded.sampling.engine import SamplingEngine
 from tinkercloud.embedded.training.micro_batches import Limits
 from tinkercloud.embedded.training.queue import TrainingQueue
@@ -65,8 +66,9 @@ class Worker:
         )
         limits = Limits(config.microbatch_tokens, config.activation_bytes)
         self._training = TrainingQueue(limits, self._drafts.observer)
+        self._tokens = TokenOutbox(send)
         self._handlers = RequestHandlers(
-            models, self._engine, self._training, self._after_optim_step
+            models, self._engine, self._training, self._after_optim_step, self._tokens
         )
         self._inbox: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._scheduler = FairShareScheduler()
@@ -130,6 +132,7 @@ class Worker:
     def _sample_once(self) -> None:
         try:
             self._engine.step()
+            self._tokens.flush()
         except Exception as error:
             logger.exception("a sampling step failed")
             self._engine.fail_all(error)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tinkercloud.core.types import SampleRequest
+from tinkercloud.core.types import OnTokens, SampleRequest
 from tinkercloud.decoding.stops import StopRule
 from tinkercloud.embedded.forward.batch import ragged
 from tinkercloud.embedded.forward.runners import Runner
@@ -30,6 +30,7 @@ from tinkercloud.embedded.sampling.postprocessor import Postprocessor
 from tinkercloud.embedded.sampling.prompt_logprobs import PromptScores
 from tinkercloud.embedded.sampling.scheduler import Scheduler
 from tinkercloud.embedded.sampling.sequences import Job, Reply, Sequence
+from tinkercloud.errors import UserError
 
 
 class SamplingEngine:
@@ -86,13 +87,31 @@ class SamplingEngine:
                 lines = lines or state.speculation.lines()
         return snapshots, lines
 
-    def submit(self, version: Version, request: SampleRequest, reply: Reply) -> None:
+    def submit(
+        self,
+        version: Version,
+        request: SampleRequest,
+        reply: Reply,
+        on_tokens: OnTokens | None = None,
+    ) -> Job:
+        """on_tokens: is called inside step(), with the tokens that it drew. Returns what `cancel`
+        takes."""
         if self._streams is None:
             self._streams = streams_for(version.base.device)
         self.states.open(version.base)
         scores = PromptScores(request) if PromptScores.applies_to(request) else None
         rule = StopRule(request.params, version.base.config.eos_token_ids, version.base.decoder)
-        self.scheduler.add(Job(version, request, reply, scores, rule))
+        job = Job(version, request, reply, scores, rule, on_tokens)
+        self.scheduler.add(job)
+        return job
+
+    def cancel(self, job: Job) -> None:
+        """End an unfinished request between steps, without its samples; its blocks are free. The
+        samples of others do not change: they do not depend on who shares their passes."""
+        self.scheduler.drop(job)
+        job.fail(UserError("the request was cancelled"))
+        if not self.busy:
+            self.states.rest()
 
     def use_streams(self, streams: Streams) -> None:
         """Others than the device's own; between steps."""

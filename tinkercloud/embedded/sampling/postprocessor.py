@@ -89,6 +89,7 @@ class Postprocessor:
         complete: list[tuple[Sequence, bool]] = []
         for draw in draws:
             sequence, rows = draw.sequence, draw.rows
+            sequence.overwrite(tokens, logprobs, rows)
             verdict = match(draw.drafted, tokens[rows.start : rows.stop])
             stopped = False
             num_before = len(sequence.logprobs)
@@ -101,7 +102,9 @@ class Postprocessor:
             if draw.drafted:
                 self._scheduler.accepted(sequence, num_new - 1)
             _report(draw, num_new, drawn, state)
-            if stopped or sequence.num_left <= 0:
+            ended = stopped or sequence.num_left <= 0
+            sequence.stream("stop" if stopped else "length" if ended else None)
+            if ended:
                 complete.append((sequence, stopped))
         self._finish(complete, state)
 
@@ -117,10 +120,13 @@ class Postprocessor:
 def _append(sequence: Sequence, token: int, logprob: float, logprobs: Callable[[], Tensor]) -> bool:
     """One more token of a sample; logprobs: of all tokens, (1, V). Whether it stops there."""
     job = sequence.job
+    if job.request.topk_sample_logprobs:
+        k, committed = job.request.topk_sample_logprobs, sequence.committed
+        num_sampled = len(sequence.logprobs)
+        row = committed[num_sampled][2] if num_sampled < len(committed) else None
+        sequence.topk.append(row or topk_rows(logprobs(), k))
     sequence.tokens.append(token)
     sequence.logprobs.append(logprob)
-    if job.request.topk_sample_logprobs:
-        sequence.topk.append(topk_rows(logprobs(), job.request.topk_sample_logprobs))
     return job.stop_rule.ends(sequence.tokens, job.num_prompt)
 
 

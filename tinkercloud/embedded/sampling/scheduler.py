@@ -154,6 +154,17 @@ class Scheduler:
         if complete:
             self._running = [each for each in self._running if id(each) not in complete]
 
+    def drop(self, job: Job) -> None:
+        """Forget it, and free the blocks of its sequences."""
+        pool = self._cache_of(job.version.base).pool
+        for queue in (self._waiting, self._ready):
+            if job in queue:
+                queue.remove(job)
+        for sequence in [s for s in (job.prompt, *self._running) if s.job is job]:
+            sequence.free_blocks(pool)
+            self._on_discard(sequence)
+        self._running = [s for s in self._running if s.job is not job]
+
     # ---- what the next pass computes
 
     def _decode_items(self) -> list[BatchItem]:
@@ -295,13 +306,7 @@ class Scheduler:
     def _fail(self, job: Job, num_blocks: int) -> None:
         """The job can never have so many blocks."""
         pool = self._cache_of(job.version.base).pool
-        for queue in (self._waiting, self._ready):
-            if job in queue:
-                queue.remove(job)
-        for sequence in [s for s in (job.prompt, *self._running) if s.job is job]:
-            sequence.free_blocks(pool)
-            self._on_discard(sequence)
-        self._running = [s for s in self._running if s.job is not job]
+        self.drop(job)
         job.fail(
             ServerFault(
                 f"a sequence needs {num_blocks} blocks of keys and values and there are "

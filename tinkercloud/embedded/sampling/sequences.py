@@ -6,7 +6,15 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from tinkercloud.core.types import SampledSequence, SampleOutput, SampleRequest, Topk
+from tinkercloud.core.types import (
+    OnTokens,
+    SampledSequence,
+    SampleOutput,
+    SampleRequest,
+    StopReason,
+    TokenChunk,
+    Topk,
+)
 from tinkercloud.decoding.sampler import RowParams
 from tinkercloud.decoding.stops import StopRule
 from tinkercloud.embedded.forward.kv_blocks import (
@@ -20,6 +28,7 @@ from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.sampling.prompt_logprobs import PromptScores
 
 Reply = Callable[[SampleOutput | BaseException], None]
+TopkRow = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +47,9 @@ class Sequence:
     digests: list[Digest] = field(default_factory=list)
     num_registered: int = 0  # of its blocks: other sequences can find these
     logprobs: list[float] = field(default_factory=list)
-    topk: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    topk: list[TopkRow] = field(default_factory=list)
+    num_streamed: int = 0  # of its sampled tokens: the request's stream has these
+    committed: list[tuple[int, float, TopkRow | None]] = field(default_factory=list)
 
     @property
     def is_prompt(self) -> bool:
@@ -112,12 +123,34 @@ class Sequence:
 
     def restart(self) -> None:
         """Drop the sampled tokens: the noise is keyed by position, so that the same are drawn
-        again."""
+        again, but for rounding. What a stream has cannot be taken back: those tokens are committed.
+        """
         num_prompt = self.job.num_prompt
+        if len(self.committed) < self.num_streamed <= len(self.logprobs):
+            sampled = self.tokens[num_prompt:]
+            rows = self.topk or [None] * len(sampled)
+            tokens = list(zip(sampled, self.logprobs, rows, strict=True))
+            self.committed = tokens[: self.num_streamed]
         del self.tokens[num_prompt:]
         self.digests = self.digests[: num_prompt // BLOCK_TOKENS]
         self.logprobs.clear()
         self.topk.clear()
+
+    def overwrite(self, tokens: list[int], logprobs: list[float], rows: range) -> None:
+        """Put its committed tokens in place of those that were drawn in `rows`."""
+        num_sampled = len(self.logprobs)
+        for row, entry in zip(rows, self.committed[num_sampled:], strict=False):
+            tokens[row], logprobs[row], _ = entry
+
+    def stream(self, stop_reason: StopReason | None) -> None:
+        """Hand the tokens that its request's stream does not have to it."""
+        first, on_tokens = self.num_streamed, self.job.on_tokens
+        if on_tokens is None or len(self.logprobs) <= first:
+            return
+        self.num_streamed = len(self.logprobs)
+        tokens = np.array(self.tokens[self.job.num_prompt + first :], np.int32)
+        logprobs = np.array(self.logprobs[first:], np.float32)
+        on_tokens(TokenChunk(self.index, tokens, logprobs, stop_reason, _stack(self.topk[first:])))
 
     def row_params(self, ahead: int = 0) -> RowParams:
         """Of the token that is drawn next, or `ahead` tokens after it."""
@@ -133,6 +166,7 @@ class Job:
     reply: Reply
     scores: PromptScores | None
     stop_rule: StopRule
+    on_tokens: OnTokens | None = None
     prompt: Sequence = field(init=False)
     is_scoring: bool = field(init=False)  # all rows of the prompt are wanted, and not all computed
     has_failed: bool = False
@@ -187,7 +221,7 @@ class Job:
         )
 
 
-def _stack(rows: list[tuple[np.ndarray, np.ndarray]]) -> Topk | None:
+def _stack(rows: list[TopkRow]) -> Topk | None:
     if not rows:
         return None
     return Topk(np.concatenate([r[0] for r in rows]), np.concatenate([r[1] for r in rows]))

@@ -1,0 +1,107 @@
+"""Streams and cancelled calls across the process boundary."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.embedded.tiny import ask, random_prompt, same
+from tinkercloud.config import Config, EngineConfig, ModelSource
+from tinkercloud.core.types import FromBase, TokenChunk
+from tinkercloud.embedded.backend import EmbeddedBackend
+from tinkercloud.errors import EngineDied
+
+
+@pytest.fixture
+async def backend(folder: Path, tmp_path: Path) -> AsyncIterator[EmbeddedBackend]:
+    engine = EngineConfig(threads=1)
+    models = (ModelSource("tiny", folder),)
+    backend = EmbeddedBackend(
+        Config(data_dir=tmp_path, models=models, dtype="float32", engine=engine)
+    )
+    await backend.start()
+    yield backend
+    await backend.stop()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+async def test_tokens_come_while_the_engine_draws_and_are_those_of_the_result(
+    backend: EmbeddedBackend,
+) -> None:
+    version = await backend.publish(FromBase("tiny"))
+    request = ask(random_prompt(20, 1), n=4, max_tokens=800, use_eos=False)
+    chunks: list[tuple[float, TokenChunk]] = []
+    began = time.monotonic()
+    output = await backend.sample(
+        version, request, lambda chunk: chunks.append((time.monotonic(), chunk))
+    )
+    ended = time.monotonic()
+    assert chunks[0][0] - began < 0.2 * (ended - began)
+    for index, sequence in enumerate(output.sequences):
+        own = [chunk for _, chunk in chunks if chunk.sample_index == index]
+        assert np.array_equal(np.concatenate([c.tokens for c in own]), sequence.tokens)
+        assert np.array_equal(np.concatenate([c.logprobs for c in own]), sequence.logprobs)
+        assert [c.stop_reason for c in own] == [None] * (len(own) - 1) + ["length"]
+    same(await backend.sample(version, request), output)
+
+
+async def test_a_cancelled_call_ends_its_samples_and_no_others(backend: EmbeddedBackend) -> None:
+    version = await backend.publish(FromBase("tiny"))
+    request = ask(random_prompt(20, 1), n=2, max_tokens=200, use_eos=False)
+    alone = await backend.sample(version, request)
+    chunks: list[TokenChunk] = []
+    endless = ask(random_prompt(20, 2), n=8, max_tokens=1000, use_eos=False)
+    doomed = asyncio.create_task(backend.sample(version, endless, chunks.append))
+    other = asyncio.create_task(backend.sample(version, request))
+    await until(lambda: len(chunks) > 100)
+    doomed.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await doomed
+    num_chunks = len(chunks)
+    same(await other, alone)
+    await until(lambda: backend.stats()["sampling_running"] == 0)
+    assert backend.stats()["sampling_waiting"] == 0
+    assert len(chunks) == num_chunks < 8000
+    assert backend._host._pending == {}
+    same(await backend.sample(version, request), alone)
+
+
+async def test_a_stream_fails_with_its_engine(backend: EmbeddedBackend) -> None:
+    version = await backend.publish(FromBase("tiny"))
+    request = ask(random_prompt(20, 1), n=8, max_tokens=1000, use_eos=False)
+    chunks: list[TokenChunk] = []
+    call = asyncio.create_task(backend.sample(version, request, chunks.append))
+    await until(lambda: bool(chunks))
+    os.kill(backend._host._process.pid, signal.SIGKILL)
+    with pytest.raises(EngineDied):
+        await call
+    assert not any(chunk.stop_reason for chunk in chunks)
+
+
+async def test_a_reader_that_stops_reading_does_not_stop_the_engine(
+    backend: EmbeddedBackend,
+) -> None:
+    """The event loop that reads the stream is blocked; the engine draws on meanwhile."""
+    version = await backend.publish(FromBase("tiny"))
+    request = ask(random_prompt(20, 1), n=8, max_tokens=900, use_eos=False)
+    began = time.monotonic()
+    await backend.sample(version, request)
+    took_s = time.monotonic() - began
+    chunks: list[TokenChunk] = []
+    call = asyncio.create_task(backend.sample(version, request, chunks.append))
+    await until(lambda: bool(chunks))
+    time.sleep(1.5 * took_s)  # noqa: ASYNC251 - that is the point
+    resumed = time.monotonic()
+    output = await call
+    assert time.monotonic() - resumed < 0.7 * took_s
+    assert sum(len(c.tokens) for c in chunks) == sum(len(s.tokens) for s in output.sequences)
