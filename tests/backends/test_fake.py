@@ -1,6 +1,8 @@
 """The fake backend keeps the contract of every backend."""
 
+import asyncio
 import importlib
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,7 @@ from tinkercloud.core.types import (
     LoraSpec,
     SampleRequest,
     SamplingParams,
+    TokenChunk,
     TrainBatch,
 )
 from tinkercloud.errors import EngineDied, ModelStateLost, UserError, VersionLost
@@ -196,3 +199,48 @@ async def test_what_is_not_held_is_said_to_be_lost(tmp_path: Path) -> None:
     await backend.stop()
     with pytest.raises(EngineDied):
         await backend.optim_step("m", AdamParams())
+
+
+@pytest.mark.parametrize("num_samples", [2, 40], ids=["inline", "in a thread"])
+async def test_the_chunks_of_a_sample_are_that_sample(tmp_path: Path, num_samples: int) -> None:
+    backend = FakeBackend(Config(data_dir=tmp_path))
+    version = await backend.publish(FromBase(TINY.name))
+    params = SamplingParams(max_tokens=20, seed=3, stop_token_ids=tuple(range(100)))
+    request = SampleRequest(TOKENS, num_samples, params, topk_sample_logprobs=2)
+    chunks: list[TokenChunk] = []
+    output = await backend.sample(version, request, chunks.append)
+    assert {s.stop_reason for s in output.sequences} == {"stop", "length"} or num_samples == 2
+    for index, sequence in enumerate(output.sequences):
+        own = [chunk for chunk in chunks if chunk.sample_index == index]
+        assert [int(token) for c in own for token in c.tokens] == sequence.tokens.tolist()
+        assert np.array_equal(np.concatenate([c.logprobs for c in own]), sequence.logprobs)
+        ids = np.concatenate([c.topk.token_ids for c in own if c.topk is not None])
+        assert sequence.topk is not None
+        assert np.array_equal(ids, sequence.topk.token_ids)
+        reasons = [c.stop_reason for c in own]
+        assert reasons == [None] * (len(own) - 1) + [sequence.stop_reason]
+    assert chunks[1].sample_index == 1, "samples take turns, as an engine's do"
+
+
+async def test_a_cancelled_sample_ends_its_thread(tmp_path: Path) -> None:
+    backend = FakeBackend(Config(data_dir=tmp_path))
+    version = await backend.publish(FromBase(TINY.name))
+    params = SamplingParams(max_tokens=2000, seed=3, use_eos=False)
+    chunks: list[TokenChunk] = []
+    begun = asyncio.Event()
+
+    def take(chunk: TokenChunk) -> None:
+        chunks.append(chunk)
+        begun.set()
+
+    call = asyncio.create_task(backend.sample(version, SampleRequest(TOKENS, 500, params), take))
+    await begun.wait()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    await asyncio.sleep(0.05)
+    num_chunks = len(chunks)
+    await asyncio.sleep(0.1)
+    assert len(chunks) == num_chunks < 500 * 2000
+    names = [thread.name for thread in threading.enumerate()]
+    assert await asyncio.wait_for(asyncio.to_thread(lambda: 1), 5) == 1, names

@@ -6,6 +6,7 @@ state, publishes immutable versions and samples by position-keyed noise, all exa
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
@@ -22,11 +23,11 @@ from tinkercloud.backends.fake_model import (
     Published,
     adamw,
     check_fits,
-    draw_samples,
     read_state,
     train,
     write_state,
 )
+from tinkercloud.backends.fake_sampling import draw_samples
 from tinkercloud.config import Config
 from tinkercloud.core.types import (
     AdamParams,
@@ -38,10 +39,10 @@ from tinkercloud.core.types import (
     SampleOutput,
     SampleRequest,
     ServedModel,
+    TokenChunk,
     TrainBatch,
     TrainOutput,
     WeightsSource,
-    hand_over,
 )
 from tinkercloud.errors import (
     BaseModelNotServed,
@@ -163,8 +164,13 @@ class FakeBackend(Backend):
         await self._pause()
         max_tokens = request.params.max_tokens
         num_tokens = len(request.prompt) + request.num_samples * (max_tokens or INLINE_TOKENS)
-        output = await _compute(num_tokens, lambda: draw_samples(published, request))
-        return hand_over(output, on_tokens)
+        if num_tokens <= INLINE_TOKENS:
+            return draw_samples(published, request, on_tokens)
+        hand_on, cancelled = _threadsafe(on_tokens)
+        try:
+            return await asyncio.to_thread(draw_samples, published, request, hand_on)
+        finally:
+            cancelled.set()
 
     def stats(self) -> dict[str, float | int | str]:
         return {
@@ -191,6 +197,23 @@ class FakeBackend(Backend):
 
 async def _compute(num_tokens: int, work: Callable[[], Result]) -> Result:
     return work() if num_tokens <= INLINE_TOKENS else await asyncio.to_thread(work)
+
+
+class _SampleCancelled(Exception):
+    """Ends a thread whose caller is gone."""
+
+
+def _threadsafe(on_tokens: OnTokens | None) -> tuple[OnTokens, threading.Event]:
+    """on_tokens for a thread to call, which it ends once the event is set."""
+    loop, cancelled = asyncio.get_running_loop(), threading.Event()
+
+    def hand_on(chunk: TokenChunk) -> None:
+        if cancelled.is_set():
+            raise _SampleCancelled
+        if on_tokens is not None:
+            loop.call_soon_threadsafe(on_tokens, chunk)
+
+    return hand_on, cancelled
 
 
 def _served(name: str, path: Path) -> ServedModel:

@@ -18,12 +18,7 @@ from tinkercloud.core.types import (
     AdamParams,
     Datum,
     LoraSpec,
-    SampledSequence,
-    SampleOutput,
-    SampleRequest,
-    SamplingParams,
     ServedModel,
-    Topk,
     TrainBatch,
     TrainOutput,
 )
@@ -54,7 +49,7 @@ class BaseWeights:
         """(N, V): row i is the log-probability of every token after tokens[i]."""
         # not a matrix product: that would start threads, and round differently by batch size
         logits = np.einsum("nr,rv->nv", self.left[tokens], self.right)
-        return _log_softmax(logits + table[tokens % NUM_BUCKETS])
+        return log_softmax(logits + table[tokens % NUM_BUCKETS])
 
     def fresh_table(self) -> Floats:
         return np.zeros((NUM_BUCKETS, self.served.vocab_size))
@@ -82,7 +77,7 @@ class Published:
 # training
 
 
-def _log_softmax(logits: Floats) -> Floats:
+def log_softmax(logits: Floats) -> Floats:
     shifted = logits - logits.max(axis=-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
@@ -181,99 +176,3 @@ def check_fits(checkpoint: ModelState, base: BaseWeights) -> None:
         raise UserError(
             f"this checkpoint of {checkpoint.base_model!r} does not fit {base.served.name!r}"
         )
-
-
-# sampling
-
-
-def draw_samples(version: Published, request: SampleRequest) -> SampleOutput:
-    sequences = tuple(_sequence(version, request, index) for index in range(request.num_samples))
-    prompt = request.prompt
-    after = version.base.logprobs(version.table, prompt[:-1])  # (P-1, V): row i scores i+1
-    return SampleOutput(
-        sequences,
-        prompt_logprobs=_prompt_logprobs(after, request) if request.prompt_logprobs else None,
-        topk_prompt_logprobs=_prompt_topk(after, request),
-        target_prompt_logprobs=_prompt_targets(after, request.target_prompt_logprobs),
-    )
-
-
-def _prompt_logprobs(after: Floats, request: SampleRequest) -> NDArray[np.float32]:
-    scored = np.full(len(request.prompt), np.nan, dtype=np.float32)
-    scored[1:] = after[np.arange(len(after)), request.prompt[1:]]
-    if request.prompt_logprobs_last_n is not None:
-        scored[: -request.prompt_logprobs_last_n] = np.nan
-    return scored
-
-
-def _prompt_topk(after: Floats, request: SampleRequest) -> Topk | None:
-    k = request.topk_prompt_logprobs
-    if k == 0:
-        return None
-    rows = _topk(after, k)
-    unscored = Topk(np.zeros((1, k), np.int32), np.full((1, k), -99999.0, np.float32))
-    ids = np.concatenate([unscored.token_ids, rows.token_ids])
-    values = np.concatenate([unscored.logprobs, rows.logprobs])
-    if request.prompt_logprobs_last_n is not None:
-        ids[: -request.prompt_logprobs_last_n] = 0
-        values[: -request.prompt_logprobs_last_n] = -99999.0
-    return Topk(ids, values)
-
-
-def _prompt_targets(after: Floats, targets: NDArray[np.int64] | None) -> NDArray[np.float32] | None:
-    if targets is None:
-        return None
-    scored = np.take_along_axis(after, np.maximum(targets, 0), axis=1)
-    return np.where(targets < 0, 0.0, scored).astype(np.float32)
-
-
-def _topk(logprobs: Floats, k: int) -> Topk:
-    ids = np.argsort(-logprobs, axis=-1, kind="stable")[:, :k]
-    return Topk(ids.astype(np.int32), np.take_along_axis(logprobs, ids, 1).astype(np.float32))
-
-
-def _distribution(logprobs: Floats, params: SamplingParams) -> Floats:
-    """(V,) log-probabilities after temperature, top_k, top_p; -inf where excluded."""
-    scaled = _log_softmax(logprobs / params.temperature)
-    order = np.argsort(-scaled, kind="stable")
-    keep = len(order) if params.top_k == -1 else params.top_k
-    if params.top_p < 1.0:
-        before = np.cumsum(np.exp(scaled[order])) - np.exp(scaled[order])
-        keep = min(keep, int((before < params.top_p).sum()))
-    scaled[order[max(keep, 1) :]] = -np.inf
-    return _log_softmax(scaled)
-
-
-def _draw(logprobs: Floats, params: SamplingParams, place: tuple[int, int]) -> tuple[int, Floats]:
-    """A token and the distribution that it was drawn from; noise is keyed by (sample, position)."""
-    if params.temperature == 0:
-        return int(np.argmax(logprobs)), logprobs
-    distribution = _distribution(logprobs, params)
-    key = np.array([params.seed, (place[0] << 32) | place[1]], dtype=np.uint64)
-    noise = np.random.Generator(np.random.Philox(key=key)).gumbel(size=len(distribution))
-    return int(np.argmax(distribution + noise)), distribution
-
-
-def _sequence(version: Published, request: SampleRequest, index: int) -> SampledSequence:
-    params, served = request.params, version.base.served
-    room = served.max_context_length - len(request.prompt)
-    limit = room if params.max_tokens is None else min(params.max_tokens, room)
-    stops = frozenset((*params.stop_token_ids, *(served.eos_token_ids if params.use_eos else ())))
-    token, text, stopped = int(request.prompt[-1]), "", False
-    tokens: list[int] = []
-    distributions: list[Floats] = []
-    while len(tokens) < limit and not stopped:
-        after = version.base.logprobs(version.table, np.array([token]))[0]
-        token, distribution = _draw(after, params, (index, len(request.prompt) + len(tokens)))
-        tokens.append(token)
-        distributions.append(distribution)
-        text += f"{token} "
-        stopped = token in stops or any(stop in text for stop in params.stop_strings)
-    scored = [d[token] for d, token in zip(distributions, tokens, strict=True)]
-    k = request.topk_sample_logprobs
-    return SampledSequence(
-        np.array(tokens, dtype=np.int32),
-        np.array(scored, dtype=np.float32),
-        "stop" if stopped else "length",
-        _topk(np.stack(distributions), k) if k else None,
-    )

@@ -31,7 +31,7 @@ async def backend(folder: Path, tmp_path: Path) -> AsyncIterator[EmbeddedBackend
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(30):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - counters of another process
             await asyncio.sleep(0.02)
 
 
@@ -100,8 +100,8 @@ async def test_a_reader_that_stops_reading_does_not_stop_the_engine(
     chunks: list[TokenChunk] = []
     call = asyncio.create_task(backend.sample(version, request, chunks.append))
     await until(lambda: bool(chunks))
-    time.sleep(1.5 * took_s)  # noqa: ASYNC251 - that is the point
+    time.sleep(2.5 * took_s)  # noqa: ASYNC251 - that is the point
     resumed = time.monotonic()
     output = await call
-    assert time.monotonic() - resumed < 0.7 * took_s
+    assert time.monotonic() - resumed < took_s
     assert sum(len(c.tokens) for c in chunks) == sum(len(s.tokens) for s in output.sequences)

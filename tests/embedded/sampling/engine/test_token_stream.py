@@ -1,7 +1,7 @@
 """Tokens as they are drawn, and samples that are cancelled: both leave every bit as it is."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -164,9 +164,7 @@ def _moved(drawn: Drawn) -> Drawn:
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 20])
-def test_a_cancelled_request_leaves_no_trace(
-    store: ModelStore, base: str, num_steps: int
-) -> None:
+def test_a_cancelled_request_leaves_no_trace(store: ModelStore, base: str, num_steps: int) -> None:
     """While it waits, while its prompt is computed, and while it runs, with several samples."""
     requests = dict(mixture(base, 4, 1.0, use_eos=False))
     plain = Sampler(store).run(requests)

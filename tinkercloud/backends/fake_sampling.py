@@ -1,0 +1,151 @@
+"""Samples of the fake backend's model.
+
+Axes: P prompt tokens, V vocabulary, K targets.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tinkercloud.backends.fake_model import Floats, Published, log_softmax
+from tinkercloud.core.types import (
+    OnTokens,
+    SampledSequence,
+    SampleOutput,
+    SampleRequest,
+    SamplingParams,
+    StopReason,
+    TokenChunk,
+    Topk,
+)
+
+
+def draw_samples(
+    version: Published, request: SampleRequest, on_tokens: OnTokens | None = None
+) -> SampleOutput:
+    """A token for each sample, then the next one for each, as an engine does. What on_tokens raises
+    ends it."""
+    samples = [_Sample(version, request, index) for index in range(request.num_samples)]
+    running = [sample.draw() for sample in samples]
+    while running:
+        # A generator that has no more tokens gives None.
+        chunks = [(drawing, next(drawing, None)) for drawing in running]
+        running = [drawing for drawing, chunk in chunks if chunk is not None]
+        for _, chunk in chunks:
+            if chunk is not None and on_tokens is not None:
+                on_tokens(chunk)
+    prompt = request.prompt
+    after = version.base.logprobs(version.table, prompt[:-1])  # (P-1, V): row i scores i+1
+    return SampleOutput(
+        tuple(sample.sequence() for sample in samples),
+        prompt_logprobs=_prompt_logprobs(after, request) if request.prompt_logprobs else None,
+        topk_prompt_logprobs=_prompt_topk(after, request),
+        target_prompt_logprobs=_prompt_targets(after, request.target_prompt_logprobs),
+    )
+
+
+@dataclass(slots=True)
+class _Sample:
+    """A sample while it is drawn."""
+
+    version: Published
+    request: SampleRequest
+    index: int
+    tokens: list[int] = field(default_factory=list[int])
+    distributions: list[Floats] = field(default_factory=list[Floats])
+    stop_reason: StopReason | None = None
+
+    def draw(self) -> Iterator[TokenChunk]:
+        """A chunk for each token."""
+        request, version = self.request, self.version
+        params, served = request.params, version.base.served
+        room = served.max_context_length - len(request.prompt)
+        limit = room if params.max_tokens is None else min(params.max_tokens, room)
+        eos = served.eos_token_ids if params.use_eos else ()
+        stops = frozenset((*params.stop_token_ids, *eos))
+        token, text = int(request.prompt[-1]), ""
+        while self.stop_reason is None:
+            after = version.base.logprobs(version.table, np.array([token]))[0]
+            place = self.index, len(request.prompt) + len(self.tokens)
+            token, distribution = _draw(after, params, place)
+            self.tokens.append(token)
+            self.distributions.append(distribution)
+            text += f"{token} "
+            if token in stops or any(stop in text for stop in params.stop_strings):
+                self.stop_reason = "stop"
+            elif len(self.tokens) == limit:
+                self.stop_reason = "length"
+            tokens, logprobs, topk = self._since(len(self.tokens) - 1)
+            yield TokenChunk(self.index, tokens, logprobs, self.stop_reason, topk)
+
+    def sequence(self) -> SampledSequence:
+        """When all is drawn."""
+        assert self.stop_reason is not None
+        tokens, logprobs, topk = self._since(0)
+        return SampledSequence(tokens, logprobs, self.stop_reason, topk)
+
+    def _since(self, first: int) -> tuple[NDArray[np.int32], NDArray[np.float32], Topk | None]:
+        """Tokens from `first` on, their log-probabilities, and the k best."""
+        tokens, distributions = self.tokens[first:], self.distributions[first:]
+        scores = [d[token] for d, token in zip(distributions, tokens, strict=True)]
+        k = self.request.topk_sample_logprobs
+        topk = _topk(np.stack(distributions), k) if k else None
+        return np.array(tokens, np.int32), np.array(scores, np.float32), topk
+
+
+def _prompt_logprobs(after: Floats, request: SampleRequest) -> NDArray[np.float32]:
+    scored = np.full(len(request.prompt), np.nan, dtype=np.float32)
+    scored[1:] = after[np.arange(len(after)), request.prompt[1:]]
+    if request.prompt_logprobs_last_n is not None:
+        scored[: -request.prompt_logprobs_last_n] = np.nan
+    return scored
+
+
+def _prompt_topk(after: Floats, request: SampleRequest) -> Topk | None:
+    k = request.topk_prompt_logprobs
+    if k == 0:
+        return None
+    rows = _topk(after, k)
+    unscored = Topk(np.zeros((1, k), np.int32), np.full((1, k), -99999.0, np.float32))
+    ids = np.concatenate([unscored.token_ids, rows.token_ids])
+    values = np.concatenate([unscored.logprobs, rows.logprobs])
+    if request.prompt_logprobs_last_n is not None:
+        ids[: -request.prompt_logprobs_last_n] = 0
+        values[: -request.prompt_logprobs_last_n] = -99999.0
+    return Topk(ids, values)
+
+
+def _prompt_targets(after: Floats, targets: NDArray[np.int64] | None) -> NDArray[np.float32] | None:
+    if targets is None:
+        return None
+    scored = np.take_along_axis(after, np.maximum(targets, 0), axis=1)
+    return np.where(targets < 0, 0.0, scored).astype(np.float32)
+
+
+def _topk(logprobs: Floats, k: int) -> Topk:
+    ids = np.argsort(-logprobs, axis=-1, kind="stable")[:, :k]
+    return Topk(ids.astype(np.int32), np.take_along_axis(logprobs, ids, 1).astype(np.float32))
+
+
+def _distribution(logprobs: Floats, params: SamplingParams) -> Floats:
+    """(V,) log-probabilities after temperature, top_k, top_p; -inf where excluded."""
+    scaled = log_softmax(logprobs / params.temperature)
+    order = np.argsort(-scaled, kind="stable")
+    keep = len(order) if params.top_k == -1 else params.top_k
+    if params.top_p < 1.0:
+        before = np.cumsum(np.exp(scaled[order])) - np.exp(scaled[order])
+        keep = min(keep, int((before < params.top_p).sum()))
+    scaled[order[max(keep, 1) :]] = -np.inf
+    return log_softmax(scaled)
+
+
+def _draw(logprobs: Floats, params: SamplingParams, place: tuple[int, int]) -> tuple[int, Floats]:
+    """A token and the distribution that it was drawn from; noise is keyed by (sample, position)."""
+    if params.temperature == 0:
+        return int(np.argmax(logprobs)), logprobs
+    distribution = _distribution(logprobs, params)
+    key = np.array([params.seed, (place[0] << 32) | place[1]], dtype=np.uint64)
+    noise = np.random.Generator(np.random.Philox(key=key)).gumbel(size=len(distribution))
+    return int(np.argmax(distribution + noise)), distribution
