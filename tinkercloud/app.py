@@ -33,8 +33,8 @@ def create_app(
 ) -> FastAPI:
     """The ASGI application. backend None: the one that config names.
 
-    client_config: flags for official clients (wire specification, sections 2.1 and 2.2); the
-    default sends none of the first kind, so that they keep their own defaults.
+    client_config: flags for official clients (wire specification, sections 2.1 and 2.2); where it
+    names none, they keep their own defaults (but see services/client_flags.py).
     """
     chosen = load_backend(config) if backend is None else backend
     authenticator = Authenticator(everybody=None if config.auth else DEFAULT_USER)

@@ -5,6 +5,7 @@
     |   +-- NotFound            status 404
     |   |   +-- ModelNotFound, BaseModelNotServed, SessionNotFound, SamplerNotFound,
     |   |       CheckpointNotFound
+    |   +-- Forbidden           status 403
     |   +-- PayloadTooLarge     status 413
     |   +-- PlanRefused         status 400: a model cannot be trained on these GPUs
     |   +-- SessionFinished     status 410
@@ -49,6 +50,12 @@ class NotFound(UserError):
     """Something named in the request does not exist (or is not the caller's)."""
 
     status = 404
+
+
+class Forbidden(UserError):
+    """The caller may not do this, whatever it sends."""
+
+    status = 403
 
 
 class ModelNotFound(NotFound):

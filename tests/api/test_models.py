@@ -162,11 +162,14 @@ async def test_a_finished_session_frees_its_models_and_versions(api: Api) -> Non
 async def test_the_client_configuration_can_be_set(tmp_path: Path) -> None:
     flags = {"parallel_fwdbwd_chunks": False, "proto_compress_fwdbwd": True}
     async with serving(tmp_path, client_config=flags) as api:
-        assert await api.ok("client/config", sdk_version="0.38.0") == flags
+        sent = await api.ok("client/config", sdk_version="0.38.0")
+        assert sent == flags | {"pjwt_auth_enabled": True}
 
 
 async def test_the_start_up_calls_answer(api: Api) -> None:
-    assert await api.ok("client/config", sdk_version="0.38.0") == {}
+    assert await api.ok("client/config", sdk_version="0.38.0") == {"pjwt_auth_enabled": True}
+    assert await api.ok("client/config", sdk_version="0.18.2") == {}
+    assert await api.ok("client/config", sdk_version="unknown") == {}
     assert (await api.ok("client/dynamic_config"))["refresh_interval_sec"] == 300
     assert await api.ok("telemetry", events=[{"event": "X"}]) == {"status": "accepted"}
     assert (await api.get("healthz")).json() == {"status": "ok"}

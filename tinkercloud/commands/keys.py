@@ -11,7 +11,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add = commands.add_parser("add", help="make a key and print it, this once")
     add.add_argument("user", nargs="?", default="default", help="whose work it gives access to")
-    listing = commands.add_parser("list", help="ids, users and dates")
+    add.add_argument("--name", default="", help="tinker-cli-NAME may revoke itself")
+    add.add_argument("--note", default="", help="what it is for")
+    listing = commands.add_parser("list", help="ids, dates, users and names")
     revoke = commands.add_parser("revoke", help="make a key invalid")
     revoke.add_argument("key_id", help="as `keys list` shows it")
     for command, run in ((add, _add), (listing, _list), (revoke, _revoke)):
@@ -23,7 +25,8 @@ def _add(arguments: Arguments) -> int:
     from tinkercloud.storage.keys import KeyStore
 
     with closing(KeyStore(config_of(arguments).data_dir)) as keys:
-        say(f"export TINKER_API_KEY={keys.add(arguments['user'])}")
+        key = keys.add(arguments["user"], name=arguments["name"], note=arguments["note"])
+        say(f"export TINKER_API_KEY={key}")
     return 0
 
 
@@ -31,9 +34,10 @@ def _list(arguments: Arguments) -> int:
     from tinkercloud.storage.keys import KeyStore
 
     with closing(KeyStore(config_of(arguments).data_dir)) as keys:
+        names = keys.names()
         for key_id, user, created_at in keys.list():
             date = datetime.fromtimestamp(created_at, UTC).strftime("%Y-%m-%d %H:%M UTC")
-            say(f"{key_id}  {date}  {user}")
+            say("  ".join([key_id, date, user, *([names[key_id]] if key_id in names else [])]))
     return 0
 
 

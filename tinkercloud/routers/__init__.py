@@ -1,6 +1,7 @@
 """HTTP in, service calls, HTTP out: one file for each noun."""
 
 from tinkercloud.routers import (
+    accounts,
     checkpoints,
     futures,
     health,
@@ -12,6 +13,7 @@ from tinkercloud.routers import (
 )
 
 ROUTERS = (
+    accounts.router,
     sessions.router,
     models.router,
     training.router,

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import zstandard
@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinkercloud.errors import PayloadTooLarge, UserError
 from tinkercloud.routers.deps import USER_KEY
+from tinkercloud.storage.tokens import TOKEN_PREFIX
 
 _PIECE_BYTES = 1024  # 1 kB of zstd inflates to some tens of MB at most
 
@@ -30,11 +31,17 @@ class Authenticator:
     def user_of(self, headers: Headers) -> str | None:
         if self._everybody is not None:
             return self._everybody
-        key = headers.get("x-api-key")
-        if key is None:
-            scheme, _, key = headers.get("authorization", "").partition(" ")
-            key = key.strip() if scheme.lower() == "bearer" else ""
-        return self.keys.user_of(key) if self.keys is not None and key else None
+        credential = credential_of(headers)
+        return self.keys.user_of(credential) if self.keys is not None and credential else None
+
+
+def credential_of(headers: Headers) -> str:
+    """The key or token of a request; "" where it has none."""
+    key = headers.get("x-api-key")
+    if key is not None:
+        return key
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
 
 
 class AuthMiddleware:
@@ -50,10 +57,14 @@ class AuthMiddleware:
             return
         if scope["type"] != "http":
             raise AssertionError(f"no {scope['type']} here")
-        user = self._authenticator.user_of(Headers(scope=scope))
+        headers = Headers(scope=scope)
+        user = self._authenticator.user_of(headers)
         if user is None:
             text = "this server needs an API key: send it as X-API-Key (TINKER_API_KEY=tml-...)"
-            await refuse(send, 401, text)
+            # a client with a token of an hour gets another one and repeats the request (RFC 6750)
+            token = credential_of(headers).startswith(TOKEN_PREFIX)
+            challenge = {"www-authenticate": 'Bearer error="invalid_token"'} if token else {}
+            await refuse(send, 401, text, challenge)
             return
         scope[USER_KEY] = user
         await self._app(scope, receive, send)
@@ -180,13 +191,16 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-async def refuse(send: Send, status: int, text: str) -> None:
+async def refuse(
+    send: Send, status: int, text: str, more_headers: Mapping[str, str] | None = None
+) -> None:
     # Never without a body: clients take an empty 400 for a proxy's fault and retry it (wire
     # specification, section 0).
     body = json.dumps({"detail": text}).encode()
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
+        *((name.encode(), value.encode()) for name, value in (more_headers or {}).items()),
     ]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -15,6 +15,7 @@ from tinker_gmi.types import (
     TelemetrySendRequest,
 )
 from tinkercloud.routers.deps import JsonRoute, ServicesDep, UserDep, answer, json_answer
+from tinkercloud.services.client_flags import client_flags
 
 router = APIRouter(prefix="/api/v1", route_class=JsonRoute)
 
@@ -22,7 +23,7 @@ router = APIRouter(prefix="/api/v1", route_class=JsonRoute)
 @router.post("/client/config")
 async def client_config(body: ClientConfigRequest, services: ServicesDep) -> Response:
     """The first request of every client; without its 200 none starts (wire specification, 2.1)."""
-    return json_answer(dict(services.client_config))
+    return json_answer(client_flags(body.sdk_version, services.client_config))
 
 
 @router.post("/client/dynamic_config")

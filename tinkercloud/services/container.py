@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from tinkercloud.backends.base import Backend
 from tinkercloud.config import Config
 from tinkercloud.core.task_manager import TaskManager
+from tinkercloud.services.account_service import AccountService
 from tinkercloud.services.catalog import Catalog
 from tinkercloud.services.checkpoint_service import CheckpointService, CheckpointStores
 from tinkercloud.services.completion_service import CompletionService
@@ -49,6 +50,7 @@ class Services:
     rest: RestService
     results: FutureService
     completions: CompletionService
+    accounts: AccountService
 
     async def start(self) -> None:
         await self.tasks.start()
@@ -111,4 +113,5 @@ def build_services(
         rest=RestService(metadata, checkpoints, publications),
         results=FutureService(backend, tasks, futures, config.hold_s),
         completions=CompletionService(tasks, futures, config.hold_s),
+        accounts=AccountService(stores.keys),
     )

@@ -5,16 +5,20 @@ import hmac
 import secrets
 import sqlite3
 import time
+from collections.abc import Callable, Mapping
 from contextlib import closing
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 
+from tinkercloud.storage.tokens import TOKEN_PREFIX, TokenSigner
 from tinkercloud.storage.upgrades import add_later_columns
 
 DATABASE_NAME = "tinkercloud.db"
 KEY_PREFIX = "tml-"  # the official client refuses other keys (wire specification, section 16)
 DEFAULT_USER = "default"
-CACHE_S = 1.0  # a revoked key works at most this much longer in a running server
+CACHE_S = 1.0  # a revoked key, and its tokens, work at most this much longer in a running server
+_ID_PREFIX = "key-"
 
 
 def schema() -> str:
@@ -41,6 +45,22 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
+@dataclass(frozen=True, slots=True)
+class KeyRecord:
+    """name, note: what whoever made the key wrote; the name is the id where there is none."""
+
+    key_id: str
+    user: str
+    digest: bytes = field(repr=False)
+    name: str = ""
+    note: str = ""
+
+    @property
+    def number(self) -> int:
+        """The id as clients want it, a number."""
+        return int(self.key_id.removeprefix(_ID_PREFIX), 16)
+
+
 class KeyStore:
     """Synchronous, because the command line uses it too; a lookup is served from memory."""
 
@@ -49,7 +69,8 @@ class KeyStore:
         self._connection = sqlite3.connect(path, timeout=30.0, check_same_thread=False)
         self._connection.execute("PRAGMA journal_mode = WAL")
         self._connection.executescript(schema())
-        self._cached: list[tuple[bytes, str]] = []
+        self._signer = TokenSigner(self._secret("tokens"))
+        self._cached: list[KeyRecord] = []
         self._cached_at = float("-inf")
 
     def close(self) -> None:
@@ -61,12 +82,16 @@ class KeyStore:
             return None
         return self.add(DEFAULT_USER)
 
-    def add(self, user: str) -> str:
+    def add(self, user: str, *, name: str = "", note: str = "") -> str:
         """A new key of `user`; the plaintext is not kept."""
         key = KEY_PREFIX + secrets.token_urlsafe(32)
-        row = ("key-" + secrets.token_hex(4), user, _digest(key), time.time())
+        key_id = _ID_PREFIX + secrets.token_hex(4)
+        row = (key_id, user, _digest(key), time.time())
         with self._connection:
             self._connection.execute("INSERT INTO keys VALUES (?, ?, ?, ?)", row)
+            if name or note:
+                label = (key_id, name, note)
+                self._connection.execute("INSERT INTO key_labels VALUES (?, ?, ?)", label)
         self._cached_at = float("-inf")
         return key
 
@@ -75,27 +100,64 @@ class KeyStore:
         query = "SELECT key_id, user, created_at FROM keys ORDER BY created_at, key_id"
         return self._connection.execute(query).fetchall()
 
+    def names(self) -> dict[str, str]:
+        """The names of those keys that have one, by id."""
+        return dict(
+            self._connection.execute("SELECT key_id, name FROM key_labels WHERE name != ''")
+        )
+
     def revoke(self, key_id: str) -> bool:
-        """Whether there was such a key."""
+        """Whether there was such a key. Its tokens end with it."""
         with self._connection:
             cursor = self._connection.execute("DELETE FROM keys WHERE key_id = ?", (key_id,))
+            self._connection.execute("DELETE FROM key_labels WHERE key_id = ?", (key_id,))
         self._cached_at = float("-inf")
         return cursor.rowcount > 0
 
-    def user_of(self, key: str) -> str | None:
-        """The user of a key, None where it has none. Keys of other processes count at once."""
-        digest = _digest(key)
-        if time.monotonic() - self._cached_at < CACHE_S:
-            user = self._match(digest)
-            if user is not None:
-                return user
-        self._cached = self._connection.execute("SELECT sha256, user FROM keys").fetchall()
-        self._cached_at = time.monotonic()
-        return self._match(digest)
+    def user_of(self, credential: str) -> str | None:
+        """The user of a key or a token, None where it has none."""
+        record = self.identify(credential)
+        return None if record is None else record.user
 
-    def _match(self, digest: bytes) -> str | None:
+    def identify(self, credential: str) -> KeyRecord | None:
+        """The key that was shown, itself or by a token. Keys of other processes count at once."""
+        if credential.startswith(TOKEN_PREFIX):
+            claims = self._signer.claims(credential)
+            if claims is None:
+                return None
+            key_id = str(claims.get("key_id"))
+            return self._find(lambda: next((r for r in self._cached if r.key_id == key_id), None))
+        digest = _digest(credential)
+        return self._find(lambda: self._match(digest))
+
+    def token(self, key_id: str, claims: Mapping[str, object]) -> str:
+        """A token that stands for the key until it expires or the key is revoked."""
+        return self._signer.sign({**claims, "key_id": key_id})
+
+    def _find(self, lookup: Callable[[], KeyRecord | None]) -> KeyRecord | None:
+        if time.monotonic() - self._cached_at < CACHE_S:
+            record = lookup()
+            if record is not None:
+                return record
+        rows = self._connection.execute(
+            "SELECT key_id, user, sha256, COALESCE(name, ''), COALESCE(note, '')"
+            " FROM keys LEFT JOIN key_labels USING (key_id)"
+        )
+        self._cached = [KeyRecord(*row) for row in rows]
+        self._cached_at = time.monotonic()
+        return lookup()
+
+    def _match(self, digest: bytes) -> KeyRecord | None:
         match = None
-        for stored, user in self._cached:  # no early exit: the time must not depend on the key
-            if hmac.compare_digest(stored, digest):
-                match = user
+        for record in self._cached:  # no early exit: the time must not depend on the key
+            if hmac.compare_digest(record.digest, digest):
+                match = record
         return match
+
+    def _secret(self, name: str) -> bytes:
+        """A random secret of this server, the same after every start."""
+        fresh = secrets.token_bytes(32)
+        with self._connection:
+            self._connection.execute("INSERT OR IGNORE INTO secrets VALUES (?, ?)", (name, fresh))
+        query = "SELECT value FROM secrets WHERE name = ?"
+        return self._connection.execute(query, (name,)).fetchone()[0]

@@ -9,6 +9,12 @@ CREATE TABLE IF NOT EXISTS keys (
     created_at  REAL NOT NULL
 );
 
+CREATE TABLE IF NOT EXISTS key_labels (
+    key_id  TEXT PRIMARY KEY,
+    name    TEXT NOT NULL,
+    note    TEXT NOT NULL
+);
+
 CREATE TABLE IF NOT EXISTS sessions (
     session_id     TEXT PRIMARY KEY,
     user           TEXT NOT NULL,
