@@ -114,9 +114,9 @@ class KeyStore:
         self._cached_at = float("-inf")
         return cursor.rowcount > 0
 
-    def user_of(self, credential: str) -> str | None:
-        """The user of a key or a token, None where it has none."""
-        record = self.identify(credential)
+    def user_of(self, key: str) -> str | None:
+        """The user of a key, or of a token that stands for one; None where it has none."""
+        record = self.identify(key)
         return None if record is None else record.user
 
     def identify(self, credential: str) -> KeyRecord | None:
