@@ -38,8 +38,10 @@ RULES = {
     "weights": "architectures core.types errors",
     "decoding": "core.types",
     "doctor": "config embedded.forward embedded.model embedded.native errors fetch weights",
-    "services": "backends.base config core core.types errors losses storage tinker_gmi wire",
-    "routers": "config core core.types errors services storage tinker_gmi wire",
+    "chat": "core.types errors weights",
+    "openai_api": "chat core.types errors",
+    "services": "backends.base chat config core core.types errors losses storage tinker_gmi wire",
+    "routers": "chat config core core.types errors openai_api services storage tinker_gmi wire",
     # speculative decoding, without an engine
     "speculative": "",
     "speculative.drafters": "core.types errors speculative",
@@ -83,8 +85,10 @@ THIRD_PARTY = {
     "torch": "architectures cluster commands decoding doctor embedded losses speculative weights",
     **dict.fromkeys(("megatron", "ray", "sglang", "sglang_router"), "cluster doctor"),
     **dict.fromkeys(
-        ("gguf", "safetensors", "tokenizers", "transformers"), "cluster commands embedded weights"
+        ("gguf", "safetensors", "tokenizers", "transformers"),
+        "chat cluster commands embedded weights",
     ),
+    "jinja2": "chat",
     **dict.fromkeys(("sqlite3", "aiosqlite"), "storage"),
     **dict.fromkeys(("fastapi", "starlette"), "app routers server"),
     "uvicorn": "server",

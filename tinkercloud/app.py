@@ -15,6 +15,7 @@ from tinkercloud.config import Config
 from tinkercloud.errors import ConfigError, FutureUnknown, TinkercloudError
 from tinkercloud.routers import ROUTERS
 from tinkercloud.routers.deps import json_answer
+from tinkercloud.routers.error_forms import error_answer
 from tinkercloud.routers.middleware import Authenticator, AuthMiddleware, BodyMiddleware
 from tinkercloud.services.bodies import fault_text
 from tinkercloud.services.catalog import Catalog
@@ -89,7 +90,7 @@ async def _named_error(request: Request, error: Exception) -> Response:
         status = 410 if error.sampling or _asks_for_sample(request) else 404
     if status >= 500:
         logger.error("%s %s: %s", request.method, request.url.path, error)
-    return json_answer({"detail": str(error)}, status)
+    return _error(request, status, str(error), error)
 
 
 def _asks_for_sample(request: Request) -> bool:
@@ -98,11 +99,16 @@ def _asks_for_sample(request: Request) -> bool:
 
 async def _invalid_request(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return json_answer({"detail": fault_text(error.errors())}, 422)
+    return _error(request, 422, fault_text(error.errors()), error)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    response = json_answer({"detail": error.detail}, error.status_code)
+    response = _error(request, error.status_code, str(error.detail), error)
     response.headers.update(error.headers or {})
     return response
+
+
+def _error(request: Request, status: int, text: str, error: Exception) -> Response:
+    status, body = error_answer(request.url.path, status, text, error)
+    return json_answer(body, status)

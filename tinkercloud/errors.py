@@ -4,13 +4,15 @@
     +-- UserError               status 400, category "user": the request is at fault
     |   +-- NotFound            status 404
     |   |   +-- ModelNotFound, BaseModelNotServed, SessionNotFound, SamplerNotFound,
-    |   |       CheckpointNotFound
+    |   |       CheckpointNotFound, UnknownModelName
     |   +-- Forbidden           status 403
     |   +-- PayloadTooLarge     status 413
+    |   +-- TooManyRequests     status 429
     |   +-- PlanRefused         status 400: a model cannot be trained on these GPUs
     |   +-- SessionFinished     status 410
     |   +-- FutureUnknown       status 404 (training) or 410 (sampling)
     |   +-- InvalidRequest      status 422 at the door, category "user" inside a future
+    |   |   +-- InvalidField, ContextLengthExceeded
     +-- ServerFault             status 503: ours; the request may be right
     |   +-- ModelStateLost, VersionLost, EngineDied, CapacityTimeout, TrainingRewound
     +-- UnknownRequest          the engine process has no handler for a request: a defect
@@ -44,6 +46,22 @@ class InvalidRequest(UserError):
     """Wrong shapes, unknown losses, values out of range."""
 
     status = 422
+
+
+class InvalidField(InvalidRequest):
+    """field: the one of the request's body that is at fault."""
+
+    def __init__(self, field: str, text: str):
+        super().__init__(text)
+        self.field = field
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """A prompt that leaves no room for a token."""
+
+
+class TooManyRequests(UserError):
+    status = 429
 
 
 class NotFound(UserError):
@@ -105,6 +123,13 @@ class SamplerNotFound(NotFound):
 class CheckpointNotFound(NotFound):
     def __init__(self, path: str):
         super().__init__(f"checkpoint {path!r} does not exist")
+
+
+class UnknownModelName(NotFound):
+    """The `model` of a request to the OpenAI or Anthropic routes."""
+
+    def __init__(self, name: str, reason: str):
+        super().__init__(f"model {name[:200]!r} is not found: {reason[:500]}")
 
 
 class PayloadTooLarge(UserError):

@@ -40,7 +40,7 @@ async def test_every_route_refuses_a_request_without_a_valid_key(
     for method, path in [*routes(api), *(("GET", path) for path in UNKNOWN_PATHS)]:
         response = await stranger.request(method, path)
         assert response.status_code == 401, (method, path)
-        assert "X-API-Key" in (response.json()["detail"] if method != "HEAD" else "X-API-Key")
+        assert method == "HEAD" or "X-API-Key" in response.text, (method, path)
 
 
 async def test_the_body_of_a_stranger_is_not_read(api: Api) -> None:

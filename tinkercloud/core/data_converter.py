@@ -23,7 +23,7 @@ from tinkercloud.core.types import (
     ServedModel,
     TrainBatch,
 )
-from tinkercloud.errors import InvalidRequest
+from tinkercloud.errors import ContextLengthExceeded, InvalidRequest
 from tinkercloud.losses import LOSSES, LossSpec
 
 MAX_SAMPLES = 1024
@@ -177,7 +177,7 @@ class DataConverter:
         prompt = self._tokens("the prompt", _chunks(body.prompt))
         room = self._served.max_context_length - len(prompt)
         if room < 1:
-            raise InvalidRequest(
+            raise ContextLengthExceeded(
                 f"the prompt has {len(prompt)} tokens; {self._served.name} holds "
                 f"{self._served.max_context_length} with at least one to sample"
             )

@@ -6,6 +6,7 @@ from tinkercloud.routers import (
     futures,
     health,
     models,
+    openai,
     rest,
     sampling,
     sessions,
@@ -21,5 +22,6 @@ ROUTERS = (
     sampling.router,
     futures.router,
     rest.router,
+    openai.router,
     health.router,
 )

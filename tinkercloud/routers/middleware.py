@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinkercloud.errors import PayloadTooLarge, UserError
 from tinkercloud.routers.deps import USER_KEY
+from tinkercloud.routers.error_forms import error_answer
 from tinkercloud.storage.tokens import TOKEN_PREFIX
 
 _PIECE_BYTES = 1024  # 1 kB of zstd inflates to some tens of MB at most
@@ -60,11 +61,11 @@ class AuthMiddleware:
         headers = Headers(scope=scope)
         user = self._authenticator.user_of(headers)
         if user is None:
-            text = "this server needs an API key: send it as X-API-Key (TINKER_API_KEY=tml-...)"
+            text = "this server needs an API key: send it as X-API-Key or Bearer token (tml-...)"
             # a client with a token of an hour gets another one and repeats the request (RFC 6750)
             token = credential_of(headers).startswith(TOKEN_PREFIX)
             challenge = {"www-authenticate": 'Bearer error="invalid_token"'} if token else {}
-            await refuse(send, 401, text, challenge)
+            await refuse(send, scope["path"], 401, text, challenge)
             return
         scope[USER_KEY] = user
         await self._app(scope, receive, send)
@@ -84,7 +85,7 @@ class BodyMiddleware:
         try:
             body = await self._body(Headers(scope=scope), receive)
         except UserError as error:
-            await refuse(send, error.status, str(error))
+            await refuse(send, scope["path"], error.status, str(error))
             return
         if body is None:  # the client went away
             return
@@ -192,11 +193,12 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 async def refuse(
-    send: Send, status: int, text: str, more_headers: Mapping[str, str] | None = None
+    send: Send, path: str, status: int, text: str, more_headers: Mapping[str, str] | None = None
 ) -> None:
     # Never without a body: clients take an empty 400 for a proxy's fault and retry it (wire
     # specification, section 0).
-    body = json.dumps({"detail": text}).encode()
+    status, content = error_answer(path, status, text)
+    body = json.dumps(content).encode()
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),

@@ -10,11 +10,14 @@ from tinkercloud.config import Config
 from tinkercloud.core.task_manager import TaskManager
 from tinkercloud.services.account_service import AccountService
 from tinkercloud.services.catalog import Catalog
+from tinkercloud.services.chat_service import ChatService
 from tinkercloud.services.checkpoint_service import CheckpointService, CheckpointStores
 from tinkercloud.services.completion_service import CompletionService
 from tinkercloud.services.dependencies import Dependencies
 from tinkercloud.services.future_service import FutureService
+from tinkercloud.services.model_names import ModelNames
 from tinkercloud.services.model_service import ModelService
+from tinkercloud.services.request_slots import RequestSlots
 from tinkercloud.services.rest_service import RestService
 from tinkercloud.services.sampling_service import SamplingService
 from tinkercloud.services.session_service import SessionService
@@ -51,6 +54,8 @@ class Services:
     results: FutureService
     completions: CompletionService
     accounts: AccountService
+    names: ModelNames
+    chat: ChatService
 
     async def start(self) -> None:
         await self.tasks.start()
@@ -97,6 +102,8 @@ def build_services(
     dependencies = Dependencies(backend, catalog, metadata, tasks, sessions, checkpoints)
     sampling = SamplingService(dependencies)
     models = ModelService(dependencies)
+    names = ModelNames(catalog, checkpoints, sampling)
+    slots = RequestSlots()
     return Services(
         config=config,
         client_config=client_config,
@@ -114,4 +121,6 @@ def build_services(
         results=FutureService(backend, tasks, futures, config.hold_s),
         completions=CompletionService(tasks, futures, config.hold_s),
         accounts=AccountService(stores.keys),
+        names=names,
+        chat=ChatService(catalog, names, sampling, slots),
     )

@@ -8,7 +8,7 @@ backend's memory only.
 import asyncio
 import uuid
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from tinker_gmi.types import (
     CreateSamplingClientRequest,
@@ -19,7 +19,7 @@ from tinker_gmi.types import (
 )
 from tinkercloud.core.data_converter import MAX_SAMPLES
 from tinkercloud.core.task_manager import SAMPLING_KIND
-from tinkercloud.core.types import FromBase, FromCheckpoint, FromModel, SampleOutput
+from tinkercloud.core.types import FromBase, FromCheckpoint, FromModel, OnTokens, SampleOutput
 from tinkercloud.core.types import SampleRequest as CoreSampleRequest
 from tinkercloud.errors import InvalidRequest, SamplerNotFound, VersionLost
 from tinkercloud.services.dependencies import Dependencies
@@ -30,6 +30,14 @@ from tinkercloud.storage.metadata import Model, Sampler, SamplerKind
 from tinkercloud.wire.codec import encode_sample_output
 
 INLINE_TOKENS = 4096  # longer prompts are checked off the event loop
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnSample:
+    """version: the backend's name of the weights that the output was drawn from."""
+
+    version: str
+    output: SampleOutput
 
 
 class SamplingService:
@@ -177,7 +185,8 @@ class SamplingService:
             request = await self._checked(sampler, body)
             if sampler.sampler_id in self._undrafted:
                 request = replace(request, speculate=False)
-            return completed_protobuf(encode_sample_output(await self._sample(sampler, request)))
+            drawn = await self._sample(sampler, request)
+            return completed_protobuf(encode_sample_output(drawn.output))
 
         ticket = Ticket(user, SAMPLING_KIND, key, seq_id=body.seq_id, sampler_id=sampler.sampler_id)
         request_id = await self._tasks.submit(ticket, work)
@@ -213,17 +222,46 @@ class SamplingService:
             return converter.sample_request(body)
         return await asyncio.to_thread(converter.sample_request, body)
 
-    async def _sample(self, sampler: Sampler, request: CoreSampleRequest) -> SampleOutput:
+    async def checked(self, sampler: Sampler, body: SampleRequest) -> CoreSampleRequest:
+        """What `draw` takes; body's names of weights are not read. Raises InvalidRequest."""
+        if sampler.session_id:
+            await self._sessions.require_open(sampler.user, sampler.session_id)
+        checked("num_samples", body.num_samples, lowest=1, highest=MAX_SAMPLES)
+        request = await self._checked(sampler, body)
+        return replace(request, speculate=sampler.sampler_id not in self._undrafted)
+
+    async def draw(
+        self, sampler: Sampler, request: CoreSampleRequest, on_tokens: OnTokens | None = None
+    ) -> DrawnSample:
+        """Sample at once, without a request id or a row for the result: for answers that stream.
+
+        Cancelling the call ends its samples."""
+        return await self._sample(sampler, request, on_tokens)
+
+    async def require_open(self, user: str, sampler_id: str) -> Sampler:
+        """Raises SamplerNotFound, or SessionFinished."""
+        sampler = await self.require(user, sampler_id)
+        await self._sessions.require_open(user, sampler.session_id)
+        return sampler
+
+    async def release(self, sampler: Sampler) -> None:
+        """Its weights are not kept for it any more; a later sample publishes them again."""
+        await self._versions.leave(_version_key(sampler), sampler.sampler_id)
+
+    async def _sample(
+        self, sampler: Sampler, request: CoreSampleRequest, on_tokens: OnTokens | None = None
+    ) -> DrawnSample:
         key, publish = _version_key(sampler), self._publisher(sampler)
         version = await self._versions.get(key, sampler.sampler_id, publish)
         self._tasks.works_on(version)
         try:
-            return await self._backend.sample(version, request)
+            output = await self._backend.sample(version, request, on_tokens)
         except VersionLost:  # the engine restarted; what can be published again is
             await self._versions.drop(key, version)
             version = await self._versions.get(key, sampler.sampler_id, publish)
             self._tasks.works_on(version)
-            return await self._backend.sample(version, request)
+            output = await self._backend.sample(version, request, on_tokens)
+        return DrawnSample(version, output)
 
     def _publisher(self, sampler: Sampler) -> Callable[[], Awaitable[str]]:
         async def publish() -> str:

@@ -1,0 +1,51 @@
+"""What the OpenAI and Anthropic routes ask for, in one form for both."""
+
+from dataclasses import dataclass
+
+from tinkercloud.chat.text_model import Conversation
+
+DEFAULT_TEMPERATURE = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """num_samples: answers to one prompt. max_tokens None: up to the context's end. seed None: a
+    drawn one. top_logprobs: how many of the likeliest tokens are reported at each place."""
+
+    num_samples: int = 1
+    max_tokens: int | None = None
+    temperature: float = DEFAULT_TEMPERATURE
+    top_p: float = 1.0
+    top_k: int = -1
+    seed: int | None = None
+    stops: tuple[str, ...] = ()
+    top_logprobs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """model: a name as `services.model_names` resolves it. one_call: at most one tool call."""
+
+    model: str
+    conversation: Conversation
+    sampling: SamplingOptions = SamplingOptions()
+    one_call: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRequest:
+    """prompts: texts, or lists of token ids. echo: the prompt's text comes first."""
+
+    model: str
+    prompts: tuple[str | tuple[int, ...], ...]
+    sampling: SamplingOptions = SamplingOptions()
+    echo: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Counts of tokens. cached: those of the prompt that were computed for an earlier request."""
+
+    prompt_tokens: int
+    sampled_tokens: int
+    cached_tokens: int = 0

@@ -1,0 +1,133 @@
+"""From OpenAI's bodies to our requests; every refusal names its field."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from tinkercloud.chat.requests import ChatRequest, CompletionRequest, SamplingOptions
+from tinkercloud.chat.text_model import Conversation
+from tinkercloud.errors import InvalidField
+from tinkercloud.openai_api.bodies import (
+    MAX_CHOICES,
+    MAX_STOP_CHARACTERS,
+    MAX_STOPS,
+    ChatBody,
+    CompletionBody,
+    SampledBody,
+)
+from tinkercloud.openai_api.messages import template_messages, template_tools
+
+DEFAULT_COMPLETION_TOKENS = 16  # of OpenAI's reference
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """What of an answer the client wants to see. top_logprobs: how many alternatives of a token
+    its log-probabilities show."""
+
+    stream: bool
+    usage: bool  # in a stream: a last chunk with the counts
+    logprobs: bool
+    top_logprobs: int
+    token_ids: bool
+
+
+def chat_request(body: ChatBody) -> ChatRequest:
+    """Raises InvalidField."""
+    body.refuse_unsupported()
+    if body.modalities not in (None, ["text"]):
+        raise InvalidField("modalities", "modalities may be ['text'] only; no audio is made here")
+    _check_response_format(body.response_format)
+    tools = template_tools(body.tools or ())
+    if body.tool_choice == "none":
+        tools = ()
+    elif body.tool_choice not in (None, "auto"):
+        text = "tool_choice may be 'auto' or 'none' here; leave it out and say in the prompt"
+        raise InvalidField("tool_choice", text)
+    conversation = Conversation(
+        template_messages(body.messages),
+        tools,
+        continue_final_message=bool(body.continue_final_message),
+        options=body.chat_template_kwargs or {},
+    )
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    top_logprobs = (body.top_logprobs or 0) if body.logprobs else 0
+    sampling = _sampling(body, max_tokens, top_logprobs)
+    return ChatRequest(
+        body.model, conversation, sampling, one_call=body.parallel_tool_calls is False
+    )
+
+
+def chat_form(body: ChatBody) -> AnswerForm:
+    return _form(body, logprobs=bool(body.logprobs), top_logprobs=body.top_logprobs or 0)
+
+
+def completion_form(body: CompletionBody) -> AnswerForm:
+    return _form(body, logprobs=body.logprobs is not None, top_logprobs=body.logprobs or 0)
+
+
+def completion_request(body: CompletionBody) -> CompletionRequest:
+    """Raises InvalidField."""
+    body.refuse_unsupported()
+    if body.best_of not in (None, body.n or 1):
+        raise InvalidField("best_of", "best_of is not served here; send n, and choose yourself")
+    max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    if max_tokens == 0 and not body.echo:
+        raise InvalidField("max_tokens", "max_tokens is 0, which needs echo; send 1 or more")
+    prompts = _prompts(body.prompt)
+    if len(prompts) * (body.n or 1) > MAX_CHOICES:
+        raise InvalidField("prompt", f"prompts times n may be {MAX_CHOICES} at most; send fewer")
+    sampling = _sampling(body, max_tokens, body.logprobs or 0)
+    return CompletionRequest(body.model, prompts, sampling, echo=bool(body.echo))
+
+
+def _sampling(body: SampledBody, max_tokens: int | None, top_logprobs: int) -> SamplingOptions:
+    return SamplingOptions(
+        num_samples=body.n or 1,
+        max_tokens=max_tokens,
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=body.top_k or -1,  # 0 means no limit to vLLM's clients
+        seed=body.seed,
+        stops=_stops(body.stop),
+        top_logprobs=top_logprobs,
+    )
+
+
+def _form(body: SampledBody, *, logprobs: bool, top_logprobs: int) -> AnswerForm:
+    options = body.stream_options
+    return AnswerForm(
+        stream=bool(body.stream),
+        usage=options is not None and options.include_usage,
+        logprobs=logprobs,
+        top_logprobs=top_logprobs,
+        token_ids=bool(body.return_token_ids),
+    )
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(stops) > MAX_STOPS or any(not 1 <= len(s) <= MAX_STOP_CHARACTERS for s in stops):
+        raise InvalidField(
+            "stop", f"stop takes {MAX_STOPS} texts of 1 to {MAX_STOP_CHARACTERS} characters"
+        )
+    return stops
+
+
+def _prompts(prompt: Any) -> tuple[str | tuple[int, ...], ...]:
+    """One prompt, or a list of them, each a text or token ids."""
+    if isinstance(prompt, str):
+        return (prompt,)
+    if not prompt:
+        raise InvalidField("prompt", "prompt is empty; send a text or token ids")
+    if isinstance(prompt[0], int):
+        return (tuple(prompt),)
+    return tuple(item if isinstance(item, str) else tuple(item) for item in prompt)
+
+
+def _check_response_format(form: dict[str, Any] | None) -> None:
+    kind = None if form is None else form.get("type")
+    if kind not in (None, "text"):
+        raise InvalidField(
+            "response_format",
+            f"response_format {kind!r} is not served here yet; ask for JSON in the prompt",
+        )

@@ -1,0 +1,124 @@
+"""Answers that take long: ended when their client goes away, kept alive while it waits."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing, suppress
+from typing import TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tinkercloud.errors import ServerFault, TinkercloudError
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 10.0  # below the minute or so after which proxies give a silent connection up
+CLIENT_GONE = 499  # nobody reads it; nginx logs such requests by this number
+DEFECT = "the server failed on this request in a way that it should not; see the server's log"
+_HEADERS = {
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # nginx would hold the events back
+}
+
+T = TypeVar("T")
+
+
+def server_sent(body: object, event: str | None = None) -> bytes:
+    """One event with a JSON body."""
+    name = "" if event is None else f"event: {event}\n"
+    return f"{name}data: {json.dumps(body, allow_nan=False)}\n\n".encode()
+
+
+class EventStream(Response):
+    """Server-sent events. failed: the events for an error underway. heartbeat: what is sent when
+    nothing else was for HEARTBEAT_S."""
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        failed: Callable[[TinkercloudError], bytes],
+        heartbeat: bytes = b": still here\n\n",
+    ):
+        super().__init__(None, 200, _HEADERS, "text/event-stream")
+        del self.headers["content-length"]
+        self._events = events
+        self._failed = failed
+        self._heartbeat = heartbeat
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start = {"type": "http.response.start", "status": self.status_code}
+        await send({**start, "headers": self.raw_headers})
+        with suppress(OSError):  # the client is gone while something is sent
+            await until_gone(receive, self._send_all(send))
+
+    async def _send_all(self, send: Send) -> None:
+        try:
+            async with aclosing(_with_heartbeats(self._events, self._heartbeat)) as pieces:
+                async for piece in pieces:
+                    await _send_body(send, piece, more=True)
+        except TinkercloudError as error:
+            await _send_body(send, self._failed(error), more=True)
+        except OSError:
+            raise
+        except Exception:  # whatever a backend may throw: the client must see that it failed
+            logger.exception("a stream failed")
+            await _send_body(send, self._failed(ServerFault(DEFECT)), more=True)
+        await _send_body(send, b"", more=False)
+
+
+async def _send_body(send: Send, body: bytes, *, more: bool) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+async def _with_heartbeats(
+    events: AsyncGenerator[bytes, None], heartbeat: bytes
+) -> AsyncGenerator[bytes, None]:
+    following: asyncio.Future[bytes] | None = None
+    try:
+        while True:
+            if following is None:
+                following = asyncio.ensure_future(anext(events))
+            done, _ = await asyncio.wait([following], timeout=HEARTBEAT_S)
+            if not done:
+                yield heartbeat
+                continue
+            try:
+                event = following.result()
+            except StopAsyncIteration:
+                return
+            following = None
+            yield event
+    finally:
+        if following is not None:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+        await events.aclose()
+
+
+async def while_connected(request: Request, work: Awaitable[Response]) -> Response:
+    """The work's answer; the work is cancelled when its client goes away."""
+    response = await until_gone(request.receive, work)
+    return Response(status_code=CLIENT_GONE) if response is None else response
+
+
+async def until_gone(receive: Receive, work: Awaitable[T]) -> T | None:
+    """The work's result, or None where its client went away before: the work is then cancelled.
+
+    The body of the request must have been read."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait([task, watcher], return_when=asyncio.FIRST_COMPLETED)
+        return await task if task.done() else None
+    finally:
+        for unfinished in (task, watcher):
+            unfinished.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

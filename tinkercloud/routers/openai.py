@@ -1,0 +1,85 @@
+"""OpenAI's API: models, chat completions, completions."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from fastapi import APIRouter, Request, Response
+
+from tinkercloud.chat.turn import TurnHooks
+from tinkercloud.errors import TinkercloudError
+from tinkercloud.openai_api.bodies import ChatBody
+from tinkercloud.openai_api.chat_answers import ChatAnswers
+from tinkercloud.openai_api.models import model_json, models_json
+from tinkercloud.openai_api.requests import AnswerForm, chat_form, chat_request
+from tinkercloud.routers.deps import JsonRoute, ServicesDep, UserDep, json_answer
+from tinkercloud.routers.error_forms import OPENAI_API, error_answer
+from tinkercloud.routers.event_stream import EventStream, server_sent, while_connected
+from tinkercloud.services.chat_service import ChatRun
+from tinkercloud.services.container import Services
+
+router = APIRouter(prefix="/oai/api/v1", route_class=JsonRoute)
+
+DONE = b"data: [DONE]\n\n"
+
+
+@router.get("/models")
+async def models(user: UserDep, services: ServicesDep) -> Response:
+    served, checkpoints = await services.names.listed(user)
+    dated = [(checkpoint.tinker_path, checkpoint.created_at) for checkpoint in checkpoints]
+    return json_answer(models_json(served, dated, user))
+
+
+@router.get("/models/{name:path}")
+async def model(name: str, user: UserDep, services: ServicesDep) -> Response:
+    await services.names.resolve(user, name)
+    return json_answer(model_json(name))
+
+
+@router.post("/chat/completions")
+async def chat_completions(
+    body: ChatBody, request: Request, user: UserDep, services: ServicesDep
+) -> Response:
+    return await answer_chat(services, user, body, request)
+
+
+async def answer_chat(
+    services: Services, user: str, body: ChatBody, request: Request, hooks: TurnHooks | None = None
+) -> Response:
+    """hooks: who gives the prompt's tokens and is told of the finished turn."""
+    run = await services.chat.begin(user, chat_request(body), hooks)
+    form = chat_form(body)
+    if form.stream:
+        return EventStream(_chat_events(run, form), _failed)
+    return await while_connected(request, _whole_chat(run, form))
+
+
+def _answers(run: ChatRun, form: AnswerForm) -> ChatAnswers:
+    prepared = run.prepared
+    prompt = prepared.sample.prompt.tolist()
+    return ChatAnswers(
+        run.run_id, run.created, prepared.request.model, form, prepared.text.codec, prompt
+    )
+
+
+async def _whole_chat(run: ChatRun, form: AnswerForm) -> Response:
+    async with aclosing(run.events()) as events:
+        async for _ in events:
+            pass
+    return json_answer(_answers(run, form).whole(run.answers, run.usage))
+
+
+async def _chat_events(run: ChatRun, form: AnswerForm) -> AsyncGenerator[bytes, None]:
+    answers = _answers(run, form)
+    for chunk in answers.opening(run.prepared.sample.num_samples):
+        yield server_sent(chunk)
+    async with aclosing(run.events()) as events:
+        async for event in events:
+            for chunk in answers.event(event):
+                yield server_sent(chunk)
+    for chunk in answers.closing(run.usage):
+        yield server_sent(chunk)
+    yield DONE
+
+
+def _failed(error: TinkercloudError) -> bytes:
+    return server_sent(error_answer(OPENAI_API, error.status, str(error), error)[1])

@@ -1,0 +1,172 @@
+"""Chats: a conversation becomes a prompt, its samples become text and tool calls."""
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from tinker_gmi.types import EncodedTextChunk, ModelInput, SampleRequest, SamplingParams
+from tinkercloud.chat.answer import Answer
+from tinkercloud.chat.requests import ChatRequest, SamplingOptions, Usage
+from tinkercloud.chat.sample_parser import Event, ParserOptions, SampleParser
+from tinkercloud.chat.text_model import TextModel
+from tinkercloud.chat.turn import Turn, TurnHooks
+from tinkercloud.core.types import SampleRequest as CoreSampleRequest
+from tinkercloud.core.types import ServedModel
+from tinkercloud.services.catalog import Catalog
+from tinkercloud.services.model_names import ModelNames
+from tinkercloud.services.request_slots import RequestSlots
+from tinkercloud.services.sample_stream import SampleStream
+from tinkercloud.services.sampling_service import DrawnSample, SamplingService
+from tinkercloud.services.text_models import TextModels
+from tinkercloud.storage.metadata import Sampler
+
+_PROMPT_END = 16  # tokens, enough for what a template opens an answer with
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedChat:
+    """A checked request: nothing that the client could have done wrong comes after it."""
+
+    user: str
+    request: ChatRequest
+    sampler: Sampler
+    sample: CoreSampleRequest
+    text: TextModel
+    options: ParserOptions
+
+
+@dataclass(slots=True, eq=False)
+class ChatRun:
+    """One answer underway. `events` is read once; answers and usage are whole after it."""
+
+    prepared: PreparedChat
+    hooks: TurnHooks
+    sampling: SamplingService
+    slots: RequestSlots
+    run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+    answers: list[Answer] = field(default_factory=list[Answer])
+    usage: Usage = field(default_factory=lambda: Usage(0, 0))
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prepared.sample.prompt)
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        """What happens in the samples, in the order it does. The turn's listener has been called
+        when this ends. Closing it ends the samples."""
+        prepared = self.prepared
+        num_samples = prepared.sample.num_samples
+        parsers = [
+            SampleParser(index, prepared.text, prepared.options) for index in range(num_samples)
+        ]
+        self.answers = [Answer(index) for index in range(num_samples)]
+        stream = SampleStream(
+            lambda on_tokens: self.sampling.draw(prepared.sampler, prepared.sample, on_tokens)
+        )
+        with self.slots.held(prepared.user):
+            async with aclosing(stream.chunks()) as chunks:
+                async for chunk in chunks:
+                    for event in parsers[chunk.sample_index].feed(chunk):
+                        self.answers[chunk.sample_index].add(event)
+                        yield event
+        assert stream.drawn is not None
+        await self._finish(stream.drawn)
+
+    async def _finish(self, drawn: DrawnSample) -> None:
+        cached = drawn.output.prompt_cache_hit_tokens
+        num_sampled = sum(len(answer.tokens) for answer in self.answers)
+        self.usage = Usage(self.prompt_tokens, num_sampled, cached)
+        if self.hooks.listener is not None:
+            await self.hooks.listener.finished(self._turn(drawn))
+
+    def _turn(self, drawn: DrawnSample) -> Turn:
+        prepared, sampler = self.prepared, self.prepared.sampler
+        return Turn(
+            turn_id=self.run_id,
+            user=prepared.user,
+            model=prepared.request.model,
+            base_model=sampler.base_model,
+            model_path=sampler.model_path,
+            sampler_id=sampler.sampler_id if sampler.session_id else None,
+            version=drawn.version,
+            conversation=prepared.request.conversation,
+            request=prepared.sample,
+            output=drawn.output,
+            answers=tuple(self.answers),
+        )
+
+
+class ChatService:
+    def __init__(
+        self, catalog: Catalog, names: ModelNames, sampling: SamplingService, slots: RequestSlots
+    ):
+        self._catalog = catalog
+        self._names = names
+        self._sampling = sampling
+        self._slots = slots
+        self.texts = TextModels(catalog)
+
+    async def begin(
+        self, user: str, request: ChatRequest, hooks: TurnHooks | None = None
+    ) -> ChatRun:
+        """A chat that is checked whole and samples when its events are read.
+
+        hooks: who gives the prompt's tokens, and who is told of the finished turn; by default the
+        chat template and nobody. Raises UnknownModelName, InvalidRequest, TooManyRequests."""
+        self._slots.check(user)
+        hooks = hooks or TurnHooks()
+        sampler = await self._names.resolve(user, request.model)
+        text = await self.texts.get(sampler.base_model)
+        prompt = list(await hooks.source.prompt(request.conversation, text))
+        sample = await self._sampling.checked(sampler, sample_body(prompt, request.sampling))
+        options = parser_options(request, text, self._catalog.get(sampler.base_model), prompt)
+        prepared = PreparedChat(user, request, sampler, sample, text, options)
+        return ChatRun(prepared, hooks, self._sampling, self._slots)
+
+    async def num_prompt_tokens(self, user: str, request: ChatRequest) -> int:
+        """How long the prompt of this request is."""
+        sampler = await self._names.resolve(user, request.model)
+        text = await self.texts.get(sampler.base_model)
+        return len(await TurnHooks().source.prompt(request.conversation, text))
+
+
+def sample_body(prompt: list[int], options: SamplingOptions) -> SampleRequest:
+    """The request of the Tinker API with the same meaning: its checks and seeds are those here."""
+    return SampleRequest(
+        prompt=ModelInput(chunks=[EncodedTextChunk(tokens=prompt)]),
+        num_samples=options.num_samples,
+        sampling_params=sampling_params(options),
+        topk_sample_logprobs=options.top_logprobs,
+    )
+
+
+def sampling_params(options: SamplingOptions) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=options.max_tokens,
+        seed=options.seed,
+        stop=list(options.stops) or None,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+    )
+
+
+def parser_options(
+    request: ChatRequest, text: TextModel, served: ServedModel, prompt: list[int]
+) -> ParserOptions:
+    end = b"".join(text.codec.bytes_of(token) for token in prompt[-_PROMPT_END:])
+    return ParserOptions(
+        stops=request.sampling.stops,
+        tool_names=tuple(map(_tool_name, request.conversation.tools)),
+        one_call=request.one_call,
+        end_tokens=frozenset(served.eos_token_ids),
+        prompt_end=end.decode(errors="replace"),
+    )
+
+
+def _tool_name(tool: Mapping[str, Any]) -> str:
+    return tool["function"]["name"]
