@@ -39,12 +39,12 @@ class ModelNames:
         if name.startswith(_SCHEME):
             return await self._of_checkpoint(user, name, None)
         if name not in self._catalog.names and _SAMPLER_ID.fullmatch(name):
-            return await self._sampling.require_open(user, name)
+            return await self._sampling.require(user, name)
         base = self._catalog.get(name).name
         return await self._kept(Sampler(f"names:{user}:{base}", user, "", "base", base))
 
     async def _of_checkpoint(self, user: str, path: str, base_model: str | None) -> Sampler:
-        checkpoint = await self._checkpoints.resolve(user, path)
+        checkpoint = await self._checkpoints.loadable(user, path)
         base = self._catalog.get(base_model or checkpoint.base_model).name
         directory = checkpoint.directory
         return await self._kept(

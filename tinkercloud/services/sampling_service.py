@@ -177,14 +177,7 @@ class SamplingService:
         async def work() -> Outcome:
             # Here and not before the acknowledgement: a client retries a refused POST with 410
             # for ever (wire specification, section 5); a failed future ends the sample.
-            await self._sessions.require_open(user, sampler.session_id)
-            if sampler.sampler_id in self._foreign:  # until its owner unpublishes it
-                assert sampler.directory is not None, "it samples a checkpoint"
-                path = sampler.model_path or sampler.directory
-                await self._checkpoints.require_readable(user, sampler.directory, path)
-            request = await self._checked(sampler, body)
-            if sampler.sampler_id in self._undrafted:
-                request = replace(request, speculate=False)
+            request = await self.checked(sampler, body)
             drawn = await self._sample(sampler, request)
             return completed_protobuf(encode_sample_output(drawn.output))
 
@@ -223,9 +216,14 @@ class SamplingService:
         return await asyncio.to_thread(converter.sample_request, body)
 
     async def checked(self, sampler: Sampler, body: SampleRequest) -> CoreSampleRequest:
-        """What `draw` takes; body's names of weights are not read. Raises InvalidRequest."""
-        if sampler.session_id:
+        """What `draw` takes; body's names of weights are not read. Raises InvalidRequest,
+        SessionFinished, CheckpointNotFound."""
+        if sampler.session_id:  # it is on record
             await self._sessions.require_open(sampler.user, sampler.session_id)
+        if sampler.sampler_id in self._foreign:  # until its owner unpublishes it
+            assert sampler.directory is not None, "it samples a checkpoint"
+            path = sampler.model_path or sampler.directory
+            await self._checkpoints.require_readable(sampler.user, sampler.directory, path)
         checked("num_samples", body.num_samples, lowest=1, highest=MAX_SAMPLES)
         request = await self._checked(sampler, body)
         return replace(request, speculate=sampler.sampler_id not in self._undrafted)
@@ -237,12 +235,6 @@ class SamplingService:
 
         Cancelling the call ends its samples."""
         return await self._sample(sampler, request, on_tokens)
-
-    async def require_open(self, user: str, sampler_id: str) -> Sampler:
-        """Raises SamplerNotFound, or SessionFinished."""
-        sampler = await self.require(user, sampler_id)
-        await self._sessions.require_open(user, sampler.session_id)
-        return sampler
 
     async def release(self, sampler: Sampler) -> None:
         """Its weights are not kept for it any more; a later sample publishes them again."""
