@@ -207,7 +207,8 @@ class JoinSamplingSessionRequest(WireModel):
 
 class SamplingParams(WireModel):
     """stop: None stops at EOS, [] never stops before max_tokens. max_tokens None: up to the
-    context limit. seed: any integer."""
+    context limit. seed: any integer. min_p and the penalties: beyond the official client, which
+    does not send them; None: 0."""
 
     max_tokens: int | None = None
     seed: int | None = None
@@ -215,6 +216,9 @@ class SamplingParams(WireModel):
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
 
 
 class SampleRequest(WireModel):

@@ -214,6 +214,10 @@ async def test_without_max_tokens_the_context_is_the_limit(api: Api) -> None:
         {"sampling_params": {"top_p": 1.1}},
         {"sampling_params": {"top_k": 0}},
         {"sampling_params": {"top_k": -2}},
+        {"sampling_params": {"min_p": -0.1}},
+        {"sampling_params": {"min_p": 1.1}},
+        {"sampling_params": {"presence_penalty": 2.1}},
+        {"sampling_params": {"frequency_penalty": -2.1}},
         {"sampling_params": {"stop": ""}},
         {"sampling_params": {"stop": ["a", ""]}},
         {"sampling_params": {"stop": [1000]}},
@@ -240,8 +244,23 @@ async def test_a_request_that_cannot_be_sampled_fails_as_the_users_fault(
     assert await tokens(api, sampler_id)
 
 
+async def test_min_p_and_penalties_shape_what_is_sampled(api: Api) -> None:
+    """min_p 1 leaves the likeliest token; a penalty moves a greedy sample on from what it has."""
+    sampler_id = await api.sampler(await api.session())
+
+    async def draw(**params: float) -> list[int]:
+        params = {"max_tokens": 40, "seed": 1, "stop": [], **params}
+        return await tokens(api, sampler_id, sampling_params=params)
+
+    greedy = await draw(temperature=0)
+    assert await draw(min_p=1.0) == greedy
+    assert await draw(min_p=0.0) == await draw() != greedy
+    penalized = await draw(temperature=0, presence_penalty=2.0, frequency_penalty=2.0)
+    assert len(set(penalized)) > len(set(greedy))
+
+
 @pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity"])
-@pytest.mark.parametrize("name", ["temperature", "top_p"])
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "presence_penalty"])
 async def test_numbers_that_are_none_fail_as_the_users_fault(
     api: Api, text: str, name: str
 ) -> None:

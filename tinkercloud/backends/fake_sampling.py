@@ -69,7 +69,7 @@ class _Sample:
         while self.stop_reason is None:
             after = version.base.logprobs(version.table, np.array([token]))[0]
             place = self.index, len(request.prompt) + len(self.tokens)
-            token, distribution = _draw(after, params, place)
+            token, distribution = _draw(self._penalized(after), params, place)
             self.tokens.append(token)
             self.distributions.append(distribution)
             text += f"{token} "
@@ -79,6 +79,15 @@ class _Sample:
                 self.stop_reason = "length"
             tokens, logprobs, topk = self._since(len(self.tokens) - 1)
             yield TokenChunk(self.index, tokens, logprobs, self.stop_reason, topk)
+
+    def _penalized(self, logprobs: Floats) -> Floats:
+        """(V,) less the penalties of the tokens that it has; log-probabilities again."""
+        params = self.request.params
+        if not params.has_penalties or not self.tokens:
+            return logprobs
+        counts = np.bincount(self.tokens, minlength=len(logprobs))
+        penalties = params.presence_penalty * (counts > 0) + params.frequency_penalty * counts
+        return log_softmax(logprobs - penalties)
 
     def sequence(self) -> SampledSequence:
         """When all is drawn."""
@@ -130,7 +139,7 @@ def _topk(logprobs: Floats, k: int) -> Topk:
 
 
 def _distribution(logprobs: Floats, params: SamplingParams) -> Floats:
-    """(V,) log-probabilities after temperature, top_k, top_p; -inf where excluded."""
+    """(V,) log-probabilities after temperature, top_k, top_p, min_p; -inf where excluded."""
     scaled = log_softmax(logprobs / params.temperature)
     order = np.argsort(-scaled, kind="stable")
     keep = len(order) if params.top_k == -1 else params.top_k
@@ -138,6 +147,7 @@ def _distribution(logprobs: Floats, params: SamplingParams) -> Floats:
         before = np.cumsum(np.exp(scaled[order])) - np.exp(scaled[order])
         keep = min(keep, int((before < params.top_p).sum()))
     scaled[order[max(keep, 1) :]] = -np.inf
+    scaled[np.exp(scaled) < params.min_p * np.exp(scaled.max())] = -np.inf
     return log_softmax(scaled)
 
 

@@ -28,6 +28,7 @@ from tinkercloud.losses import LOSSES, LossSpec
 
 MAX_SAMPLES = 1024
 MAX_TOPK_CELLS = 2**24  # positions times k of one answer
+_PENALTY_KINDS, _PENALTIES = ("presence", "frequency"), (-2.0, 2.0)  # as OpenAI's API takes them
 GREEDY_BELOW = 1e-6  # a temperature under it would only overflow
 # Scripts leave `weights` in the data of losses with advantages, as a mask. Those losses are then
 # computed with advantages times weights, so that a token of weight 0 contributes nothing.
@@ -208,6 +209,9 @@ class DataConverter:
             temperature=0.0 if params.temperature < GREEDY_BELOW else params.temperature,
             top_k=top_k,
             top_p=params.top_p,
+            min_p=params.min_p or 0.0,
+            presence_penalty=params.presence_penalty or 0.0,
+            frequency_penalty=params.frequency_penalty or 0.0,
             stop_strings=strings,
             stop_token_ids=ids,
             use_eos=params.stop != [],
@@ -306,6 +310,11 @@ def _check_params(params: JsonSamplingParams) -> None:
         raise InvalidRequest(f"temperature is {params.temperature}; it must be finite and >= 0")
     if not 0 < params.top_p <= 1:
         raise InvalidRequest(f"top_p is {params.top_p}; it must lie in (0, 1]")
+    ranges = {"min_p": (0.0, 1.0)} | {f"{kind}_penalty": _PENALTIES for kind in _PENALTY_KINDS}
+    for name, (lowest, highest) in ranges.items():
+        value = getattr(params, name)
+        if value is not None and not lowest <= value <= highest:
+            raise InvalidRequest(f"{name} is {value}; it must lie in {lowest}..{highest}")
     if params.top_k != -1 and params.top_k < 1:
         raise InvalidRequest(f"top_k is {params.top_k}; it must be at least 1, or -1 for no limit")
 

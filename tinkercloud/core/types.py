@@ -90,7 +90,10 @@ class AdamParams:
 class SamplingParams:
     """max_tokens None: up to the context limit. seed None was replaced by a drawn one before this.
 
-    stop_strings / stop_token_ids: from the request. use_eos: False only for the explicit `stop=[]`.
+    Penalties change the logits of tokens that the sample has already, before temperature, at
+    temperature 0 too. After temperature come top_k, then top_p, then min_p: it leaves tokens with
+    at least so much of the likeliest one's probability. stop_strings / stop_token_ids: from the
+    request. use_eos: False only for the explicit `stop=[]`.
     top_k -1: no limit. temperature 0: greedy, ties to the lowest id.
     """
 
@@ -99,16 +102,37 @@ class SamplingParams:
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     stop_strings: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     use_eos: bool = True
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What a sample's text must be. json_schema: a JSON document of this schema; regex: a match of
+    this expression; choice: one of the strings of this JSON list. text: at most
+    MAX_GRAMMAR_CHARACTERS."""
+
+    kind: Literal["json_schema", "regex", "choice"]
+    text: str
+
+
+MAX_GRAMMAR_CHARACTERS = 2**16
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
     """prompt int32 (P,), P >= 1. prompt_logprobs_last_n None: all. *_k 0: not wanted.
     target_prompt_logprobs int64 (P-1, K), -1 = skip; row i scores position i+1. speculate: False
-    for a sample without drafts."""
+    for a sample without drafts. grammar: what the sample's text must be; end-of-sequence tokens
+    come where it is complete, and a sample that ends by max_tokens may be a beginning."""
 
     prompt: NDArray[np.int32]
     num_samples: int
@@ -119,6 +143,7 @@ class SampleRequest:
     topk_sample_logprobs: int = 0
     target_prompt_logprobs: NDArray[np.int64] | None = None
     speculate: bool = True
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,10 +23,10 @@ MARGIN, MARGIN_OF_SCORE = 1e-4, 1e-6
 
 
 def scan(logits: Tensor, rows: Sequence[RowParams]) -> Scanned:
-    """A `sampler.Scan` for logits (B, V) on any device."""
+    """A `sampler.Scan` for logits (B, V) on any device. Rows that are not plain come out wrong."""
     params = torch.from_numpy(packed(rows)).to(logits.device)
     weights = _weights(logits, params)
-    cut = [i for i, row in enumerate(rows) if row.is_cut]
+    cut = [i for i, row in enumerate(rows) if row.is_plain and row.is_cut]
     if cut:
         at = torch.tensor(cut, device=weights.device)
         warped, limits = weights[at], [rows[i].params for i in cut]

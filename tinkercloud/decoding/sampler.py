@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tinkercloud.core.types import SamplingParams
+from tinkercloud.decoding.adjustment import Adjustment
 
 _UINT32_SCALE = 2.0**-32
 
@@ -28,6 +29,7 @@ class RowParams:
     params: SamplingParams
     sample_index: int
     position: int
+    adjustment: Adjustment | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -35,8 +37,14 @@ class RowParams:
 
     @property
     def is_cut(self) -> bool:
-        """Whether top-k or top-p leave something out."""
-        return not self.is_greedy and (self.params.top_k > 0 or self.params.top_p < 1.0)
+        """Whether top-k, top-p or min-p leave something out."""
+        params = self.params
+        return not self.is_greedy and (params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a `Scan` can find its token: those know temperature, top-k and top-p."""
+        return self.adjustment is None and (self.is_greedy or self.params.min_p == 0)
 
 
 def gumbel_noise(seed: int, sample_index: int, position: int, vocab_size: int) -> Tensor:
@@ -81,12 +89,13 @@ def lowest_argmax(values: Tensor) -> Tensor:
     return torch.where(values == best, ids, values.shape[-1]).amin(-1)
 
 
-def keep_mask(logprobs: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Tokens that top-k, then top-p leave, bool (V,); logprobs (V,) after temperature, up to a
-    constant.
+def keep_mask(logprobs: Tensor, top_k: int, top_p: float, min_p: float = 0.0) -> Tensor:
+    """Tokens that top-k, then top-p, then min-p leave, bool (V,); logprobs (V,) after temperature,
+    up to a constant.
 
     top-p keeps the smallest set whose mass reaches top_p, the token that crosses it included;
-    equal probabilities are ordered by id.
+    equal probabilities are ordered by id. min-p keeps what has at least that share of the largest
+    probability (Nguyen et al. 2024, arXiv:2407.01082).
     """
     order = torch.sort(logprobs, descending=True, stable=True).indices
     if top_k > 0:
@@ -97,6 +106,8 @@ def keep_mask(logprobs: Tensor, top_k: int, top_p: float) -> Tensor:
         order = order[before < top_p]
     mask = torch.zeros_like(logprobs, dtype=torch.bool)
     mask[order] = True
+    if min_p > 0:
+        mask &= logprobs >= logprobs.max() + math.log(min_p)
     return mask
 
 
@@ -104,16 +115,25 @@ def warp(logits: Tensor, rows: Sequence[RowParams]) -> Tensor:
     """Log-weights of each row's distribution, float32 (B, V): its log-probabilities up to
     one constant per row, -inf for what cannot be drawn.
 
-    Temperature, then top-k, then top-p. Temperature 0 leaves the plain logits.
+    Temperature, then top-k, top-p and min-p. Temperature 0 leaves the plain logits. Adjustments
+    come before all that.
     """
     weights = logits.float()
+    adjusted = [i for i, row in enumerate(rows) if row.adjustment is not None]
+    if adjusted and weights is logits:
+        weights = weights.clone()
+    for i in adjusted:
+        adjustment = rows[i].adjustment
+        assert adjustment is not None
+        weights[i] = adjustment.apply(logits[i])
     if any(r.params.temperature not in (0.0, 1.0) for r in rows):
         weights = weights / _temperatures(rows, logits.device)[:, None]
     cut = [i for i, row in enumerate(rows) if row.is_cut]
     if cut and weights is logits:
         weights = weights.clone()
     for i in cut:
-        kept = keep_mask(weights[i], rows[i].params.top_k, rows[i].params.top_p)
+        params = rows[i].params
+        kept = keep_mask(weights[i], params.top_k, params.top_p, params.min_p)
         weights[i].masked_fill_(~kept, float("-inf"))
     return weights
 
@@ -135,12 +155,12 @@ class Drawn:
         return weights - self.norms[row]
 
     def chances(self, rows: Sequence[int], tokens: Sequence[int]) -> tuple[float, ...]:
-        """The probability of that token in each row's distribution; NaN where top-k or top-p
-        leave something out, and at temperature 0."""
+        """The probability of that token in each row's distribution; NaN where top-k, top-p or min-p
+        leave something out, where logits are adjusted, and at temperature 0."""
         chances: list[float] = []
         for row, token in zip(rows, tokens, strict=False):
             drawn_with = self.rows[row]
-            if drawn_with.is_greedy or drawn_with.is_cut:
+            if drawn_with.is_greedy or drawn_with.is_cut or drawn_with.adjustment is not None:
                 chances.append(math.nan)
                 continue
             weight = float(self.logits[row, token]) / drawn_with.params.temperature
@@ -172,16 +192,18 @@ Scan = Callable[[Tensor, Sequence[RowParams]], Scanned]
 
 
 def sample(logits: Tensor, rows: Sequence[RowParams], scan: Scan | None = None) -> Drawn:
-    """One token per row of logits (B, V); scan: a faster way to find who may be drawn."""
+    """One token per row of logits (B, V); scan: a faster way to find who may be drawn, for the rows
+    that it can do."""
     if scan is None:
         return _sample(logits, rows)
+    is_plain = np.array([row.is_plain for row in rows])
     scanned = scan(logits, rows)
     tokens = torch.from_numpy(_winners(logits, rows, scanned))
     norms = torch.from_numpy(scanned.norm).float()
     best = logits.gather(-1, tokens[:, None].to(logits.device))[:, 0].float().cpu()
     best = best / _temperatures(rows, best.device)
     drawn = Drawn(tokens, best - norms, norms, logits, rows)
-    for i in np.flatnonzero(scanned.count < 0).tolist():
+    for i in np.flatnonzero((scanned.count < 0) | ~is_plain).tolist():
         plain = _sample(logits[i : i + 1], rows[i : i + 1])
         for ours, theirs in ((tokens, plain.tokens), (drawn.logprobs, plain.logprobs)):
             ours[i] = theirs[0]

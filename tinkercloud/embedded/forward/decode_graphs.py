@@ -160,7 +160,7 @@ class DrawGraphs:
 
     def __call__(self, logits: Tensor, rows: Sequence[RowParams]) -> Scanned:
         num_rows = bucket_for(len(rows))
-        if num_rows is None or any(row.is_cut for row in rows):
+        if num_rows is None or any(row.is_plain and row.is_cut for row in rows):
             return device_scan.scan(logits, rows)
         self._fit(logits)
         padded, params = self._logits[:num_rows], self._params[:num_rows]

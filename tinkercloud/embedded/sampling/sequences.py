@@ -15,6 +15,7 @@ from tinkercloud.core.types import (
     TokenChunk,
     Topk,
 )
+from tinkercloud.decoding.adjustment import adjustment_of
 from tinkercloud.decoding.sampler import RowParams
 from tinkercloud.decoding.stops import StopRule
 from tinkercloud.embedded.forward.kv_blocks import (
@@ -153,8 +154,11 @@ class Sequence:
         on_tokens(TokenChunk(self.index, tokens, logprobs, stop_reason, _stack(self.topk[first:])))
 
     def row_params(self, ahead: int = 0) -> RowParams:
-        """Of the token that is drawn next, or `ahead` tokens after it."""
-        return RowParams(self.job.request.params, self.index, len(self.tokens) + ahead)
+        """Of the token that is drawn next, or `ahead` after it where its job takes drafts."""
+        params = self.job.request.params
+        adjustment = adjustment_of(params, self.tokens[self.job.num_prompt :])
+        assert adjustment is None or not ahead, "the tokens between are not known"
+        return RowParams(params, self.index, len(self.tokens) + ahead, adjustment)
 
 
 @dataclass(slots=True, eq=False)
@@ -183,6 +187,12 @@ class Job:
     @property
     def num_prompt(self) -> int:
         return len(self.request.prompt)
+
+    @property
+    def takes_drafts(self) -> bool:
+        """Not where a token's distribution follows from all those before it: a draft would need a
+        distribution of its own for each of its tokens."""
+        return self.request.speculate and not self.request.params.has_penalties
 
     @property
     def num_left(self) -> int:

@@ -176,7 +176,7 @@ class Speculation:
             self._num_to_skip = MAX_SKIPPED
         limits = [
             # The target adds a token itself, so that one place fewer is left for the draft.
-            min(limit, sample.num_left - 1)
+            min(limit, sample.num_left - 1) if sample.job.takes_drafts else 0
             for sample, limit in zip(samples, limits, strict=True)
         ]
         drafts, self._draft_ms = self._drafts(samples, limits)
@@ -311,7 +311,7 @@ class Speculation:
 
     def _load(self, sample: Sample) -> Load:
         group = self._streams[sample].group
-        num_unfinished, speculates = self._num_unfinished[group], sample.job.request.speculate
+        num_unfinished, speculates = self._num_unfinished[group], sample.job.takes_drafts
         return Load(len(sample.tokens), group, sample.num_left, num_unfinished, speculates)
 
     def _epoch(self, version: Version) -> int:
