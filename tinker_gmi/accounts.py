@@ -1,5 +1,9 @@
 """Bodies about accounts: keys, usage, the audit log, and the search for sessions."""
 
+from typing import Any, Literal
+
+from pydantic import AwareDatetime, Field
+
 from tinker_gmi.wire_model import WireModel
 
 
@@ -21,3 +25,61 @@ class ApiKeyMeResponse(WireModel):
     name: str
     note: str
     details: ApiKeyDetails
+
+
+class SetProjectRequest(WireModel):
+    project_id: str | None = None
+
+
+class SearchOwner(WireModel):
+    """accessible: every owner's sessions that the caller may see; user: those of owner_urns."""
+
+    type: Literal["own", "accessible", "user"] = "own"
+    owner_urns: list[str] = Field(default_factory=list, max_length=10)
+
+
+class SessionStatusQuery(WireModel):
+    """reasons: of client_finished; None: any."""
+
+    type: Literal["active", "cancelled", "failed", "client_finished"]
+    reasons: list[str] | None = None
+
+
+class SessionSearchCursor(WireModel):
+    last_created_at: AwareDatetime
+    last_session_id: str
+
+
+class SessionSearchRequest(WireModel):
+    """Every filter that is given must hold, but of session_id and display_name either will do."""
+
+    session_id: str | None = None
+    project_ids: list[str] | None = Field(default=None, max_length=1000)
+    user_metadata: dict[str, str] = Field(default_factory=dict)
+    display_name: str | None = Field(default=None, min_length=1, max_length=1000)
+    owner: SearchOwner = Field(default_factory=SearchOwner)
+    statuses: list[SessionStatusQuery] | None = Field(default=None, min_length=1, max_length=10)
+    limit: int = Field(default=50, ge=1, le=200)
+    cursor: SessionSearchCursor | None = None
+
+
+SessionStatus = dict[str, Any]
+"""{"type": "active"}, {"type": "client_finished", "reason": {"type"}, "detail"}, or {"type":
+"failed", "category", "reason", "message"} (wire specification, section 12)."""
+
+
+class SessionSummary(WireModel):
+    session_id: str
+    created_at: AwareDatetime
+    owner: str
+    project_id: str
+    status: SessionStatus | None = None
+    checkpoints_count: int
+    display_name: str | None = None
+    user_metadata: dict[str, str] | None = None
+    checkpoint_storage_bytes: int | None = None
+
+
+class SessionSearchResponse(WireModel):
+    sessions: list[SessionSummary]
+    next_cursor: SessionSearchCursor | None = None

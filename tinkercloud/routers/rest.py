@@ -14,7 +14,8 @@ from tinkercloud.routers.deps import (
     answer,
     json_answer,
 )
-from tinkercloud.services.rest_service import AccessScope, tinker_path
+from tinkercloud.services.rest_service import AccessScope, RunQuery, tinker_path
+from tinkercloud.services.session_search import metadata_of
 
 router = APIRouter(prefix="/api/v1", route_class=JsonRoute)
 
@@ -33,15 +34,21 @@ async def capabilities(services: ServicesDep) -> Response:
     return answer(GetServerCapabilitiesResponse(supported_models=models))
 
 
-@router.get("/training_runs")
-async def training_runs(
-    user: UserDep,
-    services: ServicesDep,
+async def run_query(
     limit: LimitDep = 20,
     offset: OffsetDep = 0,
     access_scope: AccessScope = "owned",
-) -> Response:
-    return answer(await services.rest.training_runs(user, limit, offset, access_scope))
+    project_id: str | None = None,
+) -> RunQuery:
+    return RunQuery(limit, offset, access_scope, project_id)
+
+
+RunQueryDep = Annotated[RunQuery, Depends(run_query)]
+
+
+@router.get("/training_runs")
+async def training_runs(query: RunQueryDep, user: UserDep, services: ServicesDep) -> Response:
+    return answer(await services.rest.training_runs(user, query))
 
 
 @router.get("/training_runs/{run_id}")
@@ -114,5 +121,10 @@ async def session(session_id: str, user: UserDep, services: ServicesDep) -> Resp
     session = await services.sessions.get(user, session_id)
     runs, samplers = await services.rest.session_contents(user, session_id)
     view = {"training_run_ids": runs, "sampler_ids": samplers}
-    extras = {name: session.details.get(name) for name in ("user_metadata", "display_name")}
+    extras = {
+        "user_metadata": metadata_of(session) or None,
+        "display_name": session.details.get("display_name"),
+        "project_id": session.project_id,
+        "status": await services.session_search.status(session),
+    }
     return json_answer(view | {name: value for name, value in extras.items() if value is not None})

@@ -2,6 +2,7 @@
 
 from fastapi import APIRouter, Response
 
+from tinker_gmi.accounts import SessionSearchRequest, SetProjectRequest
 from tinker_gmi.types import (
     ClientConfigRequest,
     ClientDynamicConfigResponse,
@@ -52,8 +53,21 @@ async def heartbeat(
 async def finish(
     session_id: str, body: FinishSessionRequest, user: UserDep, services: ServicesDep
 ) -> Response:
-    await services.sessions.finish(user, session_id, body.reason.type)
+    await services.sessions.finish(user, session_id, body.reason.type, body.detail)
     return answer(FinishSessionResponse())
+
+
+@router.post("/sessions/search")
+async def search(body: SessionSearchRequest, user: UserDep, services: ServicesDep) -> Response:
+    return answer(await services.session_search.search(user, body))
+
+
+@router.put("/sessions/{session_id}/project")
+async def set_project(
+    session_id: str, body: SetProjectRequest, user: UserDep, services: ServicesDep
+) -> Response:
+    await services.sessions.set_project(user, session_id, body.project_id)
+    return Response(status_code=204)
 
 
 @router.post("/telemetry")

@@ -20,6 +20,7 @@ from tinkercloud.services.model_service import ModelService
 from tinkercloud.services.request_slots import RequestSlots
 from tinkercloud.services.rest_service import RestService
 from tinkercloud.services.sampling_service import SamplingService
+from tinkercloud.services.session_search import SessionSearch
 from tinkercloud.services.session_service import SessionService
 from tinkercloud.services.training_service import TrainingService
 from tinkercloud.storage.database import Database
@@ -46,6 +47,7 @@ class Services:
     futures: FuturesStorage
     tasks: TaskManager
     sessions: SessionService
+    session_search: SessionSearch
     models: ModelService
     checkpoints: CheckpointService
     sampling: SamplingService
@@ -113,6 +115,7 @@ def build_services(
         futures=futures,
         tasks=tasks,
         sessions=sessions,
+        session_search=SessionSearch(SessionStorage(database)),
         models=models,
         checkpoints=checkpoints,
         sampling=sampling,

@@ -1,6 +1,6 @@
 """What listings show: models as training runs, checkpoints with their paths."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Literal
 
@@ -23,6 +23,16 @@ AccessScope = Literal["owned", "accessible"]
 """accessible: the caller's own, and what others have published."""
 
 
+@dataclass(frozen=True, slots=True)
+class RunQuery:
+    """project_id None: of all projects."""
+
+    limit: int
+    offset: int
+    access_scope: AccessScope = "owned"
+    project_id: str | None = None
+
+
 class RestService:
     def __init__(
         self,
@@ -34,12 +44,11 @@ class RestService:
         self._checkpoints = checkpoints
         self._publications = publications
 
-    async def training_runs(
-        self, user: str, limit: int, offset: int, access_scope: AccessScope = "owned"
-    ) -> TrainingRunsResponse:
-        if access_scope == "owned":
-            models = await self._metadata.models(user, limit, offset)
-            total = await self._metadata.num_models(user)
+    async def training_runs(self, user: str, query: RunQuery) -> TrainingRunsResponse:
+        limit, offset, project = query.limit, query.offset, query.project_id
+        if query.access_scope == "owned" or project is not None:  # a project is its owner's own
+            models = await self._metadata.models(user, limit, offset, project)
+            total = await self._metadata.num_models(user, project)
         else:
             models = await self._publications.accessible_models(user, limit, offset)
             total = await self._publications.num_accessible_models(user)

@@ -3,10 +3,19 @@
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 
-from tinkercloud.errors import SessionFinished, SessionNotFound
+from tinkercloud.errors import InvalidRequest, SessionFinished, SessionNotFound, UserError
 from tinkercloud.storage.session_storage import Session, SessionStorage
 
+MAX_PROJECT_CHARS = 128
+
 OnFinish = Callable[[str, str], Awaitable[None]]
+
+
+def check_project(project_id: str) -> None:
+    if not 1 <= len(project_id) <= MAX_PROJECT_CHARS or not project_id.isprintable():
+        raise InvalidRequest(
+            f"project_id must be 1 to {MAX_PROJECT_CHARS} printable characters, such as my-project"
+        )
 
 
 class SessionService:
@@ -23,6 +32,8 @@ class SessionService:
     async def create(self, user: str, details: Mapping[str, object]) -> str:
         # No slash: it becomes part of checkpoint paths (wire specification, section 2.3).
         session_id = str(uuid.uuid4())
+        if details.get("project_id") is not None:
+            check_project(str(details["project_id"]))
         await self._sessions.add(session_id, user, dict(details))
         self._open.add((user, session_id))
         return session_id
@@ -31,12 +42,14 @@ class SessionService:
         await self.require_open(user, session_id)
         await self._sessions.heartbeat(session_id)
 
-    async def finish(self, user: str, session_id: str, reason: str) -> None:
+    async def finish(
+        self, user: str, session_id: str, reason: str, detail: str | None = None
+    ) -> None:
         """The first reason counts: finishing again changes nothing (wire specification, 2.5)."""
         session = await self.get(user, session_id)
         if session.finished_at is not None:
             return
-        await self._sessions.finish(session_id, reason)
+        await self._sessions.finish(session_id, reason, None if detail is None else detail[:1000])
         self._open.discard((user, session_id))
         for listener in self._on_finish:
             await listener(user, session_id)
@@ -49,6 +62,15 @@ class SessionService:
 
     async def list(self, user: str, limit: int, offset: int) -> list[Session]:
         return await self._sessions.list(user, limit, offset)
+
+    async def set_project(self, user: str, session_id: str, project_id: str | None) -> None:
+        """Move a session, and all that belongs to it, into a project. Projects are the user's own
+        names; one begins with its first session."""
+        if not project_id:  # 400, as clients expect it (wire specification, section 12)
+            raise UserError("project_id is missing; name the project to move the session to")
+        check_project(project_id)
+        await self.get(user, session_id)
+        await self._sessions.set_project(session_id, user, project_id)
 
     async def require_open(self, user: str, session_id: str) -> None:
         """Raises SessionNotFound or SessionFinished."""

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from tinkercloud.storage.database import Database, Row
+from tinkercloud.storage.session_storage import DEFAULT_PROJECT
 
 ModelState = Literal["live", "failed", "deleted", "archive"]
 """archive: it holds copied or imported checkpoints and was never trained here."""
@@ -112,6 +113,12 @@ def _sampler(row: Row) -> Sampler:
 ALIVE = "(expires_at IS NULL OR expires_at > ?)"
 
 
+_IN_PROJECT = (
+    "(? IS NULL OR session_id IN (SELECT session_id FROM sessions WHERE sessions.user ="
+    f" models.user AND COALESCE(json_extract(details, '$.project_id'), '{DEFAULT_PROJECT}') = ?))"
+)
+
+
 class MetadataStorage:
     """Reads take the user and show nothing of anybody else's; expired checkpoints do not exist."""
 
@@ -152,18 +159,22 @@ class MetadataStorage:
             "UPDATE models SET last_request_at = ? WHERE model_id = ?", time.time(), model_id
         )
 
-    async def models(self, user: str, limit: int, offset: int) -> list[Model]:
+    async def models(
+        self, user: str, limit: int, offset: int, project_id: str | None = None
+    ) -> list[Model]:
         """Newest first; deleted ones too (their checkpoints may live), failed ones not."""
         rows = await self._database.all(
-            "SELECT * FROM models WHERE user = ? AND state != 'failed'"
+            f"SELECT * FROM models WHERE user = ? AND state != 'failed' AND {_IN_PROJECT}"
             " ORDER BY created_at DESC, model_id LIMIT ? OFFSET ?",
-            *(user, limit, offset),
+            *(user, project_id, project_id, limit, offset),
         )
         return [model_of(row) for row in rows]
 
-    async def num_models(self, user: str) -> int:
+    async def num_models(self, user: str, project_id: str | None = None) -> int:
         row = await self._database.one(
-            "SELECT COUNT(*) AS num FROM models WHERE user = ? AND state != 'failed'", user
+            "SELECT COUNT(*) AS num FROM models WHERE user = ? AND state != 'failed'"
+            f" AND {_IN_PROJECT}",
+            *(user, project_id, project_id),
         )
         return 0 if row is None else row["num"]
 

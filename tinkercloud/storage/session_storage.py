@@ -2,9 +2,13 @@
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tinkercloud.storage.database import Database, Row
+
+DEFAULT_PROJECT = "default"  # of sessions that name none
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +19,34 @@ class Session:
     heartbeat_at: float
     finished_at: float | None = None
     details: dict[str, object] = field(default_factory=dict)
+    finish_reason: str | None = None
+
+    @property
+    def project_id(self) -> str:
+        return str(self.details.get("project_id") or DEFAULT_PROJECT)
+
+
+class PagePlace(NamedTuple):
+    """A session's place in the list: created_us in microseconds since the epoch, since that is what
+    a client's timestamps carry."""
+
+    created_us: int
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Checkpoints of a session."""
+
+    num_checkpoints: int = 0
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LastResult:
+    request_id: str
+    kind: str
+    body: bytes | None  # where it failed
 
 
 def _session(row: Row) -> Session:
@@ -25,7 +57,11 @@ def _session(row: Row) -> Session:
         row["heartbeat_at"],
         row["finished_at"],
         json.loads(row["details"]),
+        row["finish_reason"],
     )
+
+
+_CREATED_US = "CAST(ROUND(created_at * 1e6) AS INTEGER)"
 
 
 class SessionStorage:
@@ -60,10 +96,58 @@ class SessionStorage:
             "UPDATE sessions SET heartbeat_at = ? WHERE session_id = ?", time.time(), session_id
         )
 
-    async def finish(self, session_id: str, reason: str) -> None:
+    async def finish(self, session_id: str, reason: str, detail: str | None = None) -> None:
         """The first reason stays."""
         await self._database.write(
-            "UPDATE sessions SET finished_at = ?, finish_reason = ?"
+            "UPDATE sessions SET finished_at = ?, finish_reason = ?,"
+            " details = json_set(details, '$.finish_detail', ?)"
             " WHERE session_id = ? AND finished_at IS NULL",
-            *(time.time(), reason, session_id),
+            *(time.time(), reason, detail, session_id),
         )
+
+    async def set_project(self, session_id: str, user: str, project_id: str) -> None:
+        await self._database.write(
+            "UPDATE sessions SET details = json_set(details, '$.project_id', ?)"
+            " WHERE session_id = ? AND user = ?",
+            *(project_id, session_id, user),
+        )
+
+    async def page(
+        self, user: str, after: PagePlace | None, limit: int
+    ) -> Sequence[tuple[PagePlace, Session]]:
+        """Newest first, from the session after that place on."""
+        place = PagePlace(2**62, "") if after is None else after
+        rows = await self._database.all(
+            f"SELECT *, {_CREATED_US} AS created_us FROM sessions WHERE user = ?"
+            f" AND ({_CREATED_US} < ? OR ({_CREATED_US} = ? AND session_id > ?))"
+            " ORDER BY created_us DESC, session_id LIMIT ?",
+            *(user, place.created_us, place.created_us, place.session_id, limit),
+        )
+        return [(PagePlace(row["created_us"], row["session_id"]), _session(row)) for row in rows]
+
+    async def stored(self, user: str, session_ids: Sequence[str]) -> dict[str, Stored]:
+        """The checkpoints of those sessions that have any."""
+        rows = await self._database.all(
+            "SELECT session_id, COUNT(*) AS num, SUM(size_bytes) AS num_bytes"
+            " FROM checkpoints JOIN models USING (model_id)"
+            " WHERE session_id IN (SELECT value FROM json_each(?)) AND checkpoints.user = ?"
+            " AND (expires_at IS NULL OR expires_at > ?) GROUP BY session_id",
+            *(json.dumps(list(session_ids)), user, time.time()),
+        )
+        return {row["session_id"]: Stored(row["num"], row["num_bytes"]) for row in rows}
+
+    async def last_result(self, user: str, session_id: str) -> LastResult | None:
+        """Of the session's operations and samples, the one that finished last."""
+        # Ids of models and samplers begin with their session's; ";" is the character after ":".
+        first, last = f"{session_id}:", f"{session_id};"
+        row = await self._database.one(
+            "SELECT request_id, kind, status, body FROM ("
+            " SELECT * FROM futures WHERE model_id >= ? AND model_id < ?"
+            " UNION ALL SELECT * FROM futures WHERE sampler_id >= ? AND sampler_id < ?)"
+            " WHERE user = ? AND finished_at IS NOT NULL ORDER BY finished_at DESC LIMIT 1",
+            *(first, last, first, last, user),
+        )
+        if row is None:
+            return None
+        failed = row["status"] == "failed"
+        return LastResult(row["request_id"], row["kind"], row["body"] if failed else None)
