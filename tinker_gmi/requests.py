@@ -177,6 +177,17 @@ class SaveWeightsForSamplerRequest(WireModel):
     type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
 
 
+class SaveWeightsExternalRequest(WireModel):
+    """age_encryption_recipients: public keys, age1... or of SSH; files are encrypted to them."""
+
+    model_id: str
+    path: str  # a name, not a file path
+    seq_id: int | None = None
+    ttl_seconds: int | None = None
+    age_encryption_recipients: list[str] | None = None
+    type: Literal["save_weights_external"] = "save_weights_external"
+
+
 class CreateSamplingSessionRequest(WireModel):
     """speculate: false turns speculative decoding off for the session; only the time changes."""
 
@@ -269,6 +280,17 @@ class CancelFutureRequest(WireModel):
 
 class WeightsInfoRequest(WireModel):
     tinker_path: str
+
+
+class CopyWeightsRequest(WireModel):
+    """Where to: destination_project_id, or session_id and model_seq_id."""
+
+    source_path: str
+    session_id: str | None = None
+    model_seq_id: int | None = None
+    destination_project_id: str | None = None
+    ttl_seconds: int | None = None
+    weights_access_token: str | None = Field(default=None, repr=False)
 
 
 class SetTtlRequest(WireModel):

@@ -139,6 +139,12 @@ class SaveWeightsForSamplerResponse(WireModel):
     type: Literal["save_weights_for_sampler"] | None = "save_weights_for_sampler"
 
 
+class SaveWeightsExternalResponse(WireModel):
+    path: str
+    size_bytes: int | None = None
+    type: Literal["save_weights_external"] | None = "save_weights_external"
+
+
 class CreateSamplingSessionResponse(WireModel):
     sampling_session_id: str
     type: Literal["create_sampling_session"] = "create_sampling_session"
@@ -279,6 +285,22 @@ class TrainingRunsResponse(WireModel):
 class CheckpointsListResponse(WireModel):
     checkpoints: list[Checkpoint]
     cursor: Cursor | None = None
+
+
+class ExternalWeightsUrlsResponse(WireModel):
+    """urls: file -> a link that needs no key and ends with `expires`."""
+
+    urls: dict[str, str]
+    expires: datetime  # with its zone
+
+
+class CheckpointArchiveUrlResponse(WireModel):
+    url: str
+    expires: datetime  # with its zone
+
+
+class CopyWeightsResponse(WireModel):
+    tinker_path: str
 
 
 class DeleteModelResponse(WireModel):

@@ -8,6 +8,7 @@
     |   +-- Forbidden           status 403
     |   +-- PayloadTooLarge     status 413
     |   +-- TooManyRequests     status 429
+    |   +-- LinkRefused         status 403
     |   +-- PlanRefused         status 400: a model cannot be trained on these GPUs
     |   +-- SessionFinished     status 410
     |   +-- FutureUnknown       status 404 (training) or 410 (sampling)
@@ -134,6 +135,15 @@ class UnknownModelName(NotFound):
 
 class PayloadTooLarge(UserError):
     status = 413
+
+
+class LinkRefused(UserError):
+    """A signed link that was changed, or has ended."""
+
+    status = 403
+
+    def __init__(self) -> None:
+        super().__init__("this link is not valid, or has ended; ask for a new one")
 
 
 class FutureUnknown(UserError):

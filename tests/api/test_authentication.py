@@ -10,6 +10,8 @@ from fastapi.routing import APIRoute
 
 from tests.api.harness import Api, serving
 
+SIGNED = ("GET", "/api/v1/signed/{run_id}/{segment}/{name}/{generation}/{file}")
+"""The one route that asks for a signature in place of a key (tests/api/test_downloads.py)."""
 UNKNOWN_PATHS = ["/", "/docs", "/redoc", "/openapi.json", "/api/v1/nothing", "/health/x"]
 
 
@@ -39,8 +41,49 @@ async def test_every_route_refuses_a_request_without_a_valid_key(
     )
     for method, path in [*routes(api), *(("GET", path) for path in UNKNOWN_PATHS)]:
         response = await stranger.request(method, path)
+        if (method, path) == SIGNED:
+            assert response.status_code == 403, (method, path)
+            continue
         assert response.status_code == 401, (method, path)
         assert method == "HEAD" or "X-API-Key" in response.text, (method, path)
+
+
+async def test_exactly_one_route_passes_without_a_key(api: Api) -> None:
+    stranger = httpx.AsyncClient(
+        transport=httpx.ASGITransport(app=api.app), base_url="http://server"
+    )
+    pairs = [*routes(api), *(("GET", path) for path in UNKNOWN_PATHS)]
+    answers = [(await stranger.request(*pair), pair) for pair in pairs]
+    assert [pair for response, pair in answers if response.status_code != 401] == [SIGNED]
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/api/v1/signed/a/weights/b/c/d"),
+        ("DELETE", "/api/v1/signed/a/weights/b/c/d"),
+        ("GET", "/api/v1/signed"),
+        ("GET", "/api/v1/Signed/a/weights/b/c/d"),
+        ("GET", "/api/v1/training_runs?/api/v1/signed/"),
+        ("GET", "//api/v1/signed/a/weights/b/c/d"),
+    ],
+)
+async def test_only_the_signed_path_itself_passes_without_a_key(
+    api: Api, method: str, path: str
+) -> None:
+    stranger = httpx.AsyncClient(
+        transport=httpx.ASGITransport(app=api.app), base_url="http://server"
+    )
+    assert (await stranger.request(method, httpx.URL(f"http://server{path}"))).status_code == 401
+
+
+async def test_no_other_route_is_reached_below_the_signed_path(api: Api) -> None:
+    stranger = httpx.AsyncClient(
+        transport=httpx.ASGITransport(app=api.app), base_url="http://server"
+    )
+    for way in ("../training_runs", "%2e%2e/training_runs", "..%2ftraining_runs", "a", "a/b/c/d/e"):
+        url = httpx.URL("http://server", raw_path=f"/api/v1/signed/{way}".encode())
+        assert (await stranger.get(url)).status_code in (401, 403, 404), way
 
 
 async def test_the_body_of_a_stranger_is_not_read(api: Api) -> None:

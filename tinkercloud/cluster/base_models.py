@@ -71,6 +71,7 @@ class BaseModels:
             tokenizer_path=folder if (folder / "tokenizer.json").is_file() else None,
             eos_token_ids=await asyncio.to_thread(_eos_token_ids, folder, hf_config),
             dtype=self._dtype,
+            hf_config=hf_config,
         )
         return BaseModel(folder, hf_config, plan, served)
 

@@ -19,6 +19,7 @@ EXTRAS = {
     "cluster": ("megatron", "ray", "sglang_router"),
     "sglang": ("sglang",),
     "plot": ("matplotlib",),
+    "age": ("pyrage",),
     "cuda": ("torch_memory_saver", "transformer_engine"),
 }
 """The packages that each extra of pyproject.toml brings, by the names they are imported by."""

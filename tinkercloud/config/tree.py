@@ -173,6 +173,9 @@ class Config:
     )
     backend: str = _setting("embedded", "what computes: embedded, cluster, fake")
     auth: bool = _setting(True, "whether requests need a key")
+    public_url: str | None = _setting(
+        None, "where clients reach this server, for links to files; auto: as a request names it"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = _setting(
         "info", "debug, info, warning or error"
     )

@@ -29,6 +29,8 @@ class ServedModel:
     tokenizer_path: Path | None  # a Hugging Face tokenizer folder; None where there is none (fake)
     eos_token_ids: tuple[int, ...]
     dtype: str  # "float32" | "bfloat16"
+    # Its config.json, for exports of full weights; None where there is none (fake).
+    hf_config: Mapping[str, Any] | None = field(default=None, hash=False)
 
 
 @dataclass(frozen=True, slots=True)

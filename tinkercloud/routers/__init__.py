@@ -3,6 +3,7 @@
 from tinkercloud.routers import (
     accounts,
     checkpoints,
+    downloads,
     futures,
     health,
     models,
@@ -19,6 +20,8 @@ ROUTERS = (
     models.router,
     training.router,
     checkpoints.router,
+    downloads.router,
+    downloads.signed,
     sampling.router,
     futures.router,
     rest.router,

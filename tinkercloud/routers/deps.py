@@ -12,9 +12,11 @@ from tinker_gmi.types import WireModel
 from tinkercloud.errors import PayloadTooLarge, UserError
 from tinkercloud.services.bodies import parse_json
 from tinkercloud.services.container import Services
-from tinkercloud.services.rest_service import MAX_LIMIT
+from tinkercloud.services.rest_service import MAX_LIMIT, tinker_path
+from tinkercloud.services.signed_links import PREFIX
 
 USER_KEY = "tinkercloud.user"  # where authentication leaves the user in the ASGI scope
+SIGNED_PREFIX = PREFIX  # of the one route that needs no key
 INLINE_BYTES = 64 * 1024  # larger bodies are parsed off the event loop
 MAX_JSON_BYTES = 64 * 1024 * 1024  # of requests that carry no tensors
 
@@ -69,7 +71,12 @@ async def user(request: Request) -> str:
     return request.scope[USER_KEY]
 
 
+async def checkpoint_path(run_id: str, segment: str, name: str) -> str:
+    return tinker_path(run_id, f"{segment}/{name}")
+
+
 ServicesDep = Annotated[Services, Depends(services)]
 UserDep = Annotated[str, Depends(user)]
+CheckpointPathDep = Annotated[str, Depends(checkpoint_path)]
 LimitDep = Annotated[int, Query(ge=0, le=MAX_LIMIT)]
 OffsetDep = Annotated[int, Query(ge=0, le=2**62)]

@@ -11,7 +11,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinkercloud.errors import PayloadTooLarge, UserError
-from tinkercloud.routers.deps import USER_KEY
+from tinkercloud.routers.deps import SIGNED_PREFIX, USER_KEY
 from tinkercloud.routers.error_forms import error_answer
 from tinkercloud.storage.tokens import TOKEN_PREFIX
 
@@ -46,7 +46,8 @@ def credential_of(headers: Headers) -> str:
 
 
 class AuthMiddleware:
-    """Answers 401 before a route is looked up or a byte of the body is read."""
+    """Answers 401 before a route is looked up or a byte of the body is read. Signed links pass:
+    their route checks them."""
 
     def __init__(self, app: ASGIApp, authenticator: Authenticator):
         self._app = app
@@ -58,6 +59,10 @@ class AuthMiddleware:
             return
         if scope["type"] != "http":
             raise AssertionError(f"no {scope['type']} here")
+        if scope["method"] == "GET" and scope["path"].startswith(SIGNED_PREFIX):
+            # No user, so that no other handler could answer: each of them asks for one.
+            await self._app(scope, receive, send)
+            return
         headers = Headers(scope=scope)
         user = self._authenticator.user_of(headers)
         if user is None:

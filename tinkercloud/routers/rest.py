@@ -1,11 +1,10 @@
 """Listings: what `RestClient` and the `tinker` command line read and change."""
 
-from typing import Annotated
-
-from fastapi import APIRouter, Depends, Response
+from fastapi import APIRouter, Response
 
 from tinker_gmi.types import GetServerCapabilitiesResponse, SetTtlRequest, SupportedModel
 from tinkercloud.routers.deps import (
+    CheckpointPathDep,
     JsonRoute,
     LimitDep,
     OffsetDep,
@@ -14,7 +13,7 @@ from tinkercloud.routers.deps import (
     answer,
     json_answer,
 )
-from tinkercloud.services.rest_service import AccessScope, RunQuery, tinker_path
+from tinkercloud.services.rest_service import AccessScope, RunQuery
 from tinkercloud.services.session_search import metadata_of
 
 router = APIRouter(prefix="/api/v1", route_class=JsonRoute)
@@ -68,13 +67,6 @@ async def checkpoints(
     user: UserDep, services: ServicesDep, limit: LimitDep = 100, offset: OffsetDep = 0
 ) -> Response:
     return answer(await services.rest.checkpoints(user, limit, offset))
-
-
-async def checkpoint_path(run_id: str, segment: str, name: str) -> str:
-    return tinker_path(run_id, f"{segment}/{name}")
-
-
-CheckpointPathDep = Annotated[str, Depends(checkpoint_path)]
 
 
 # {segment}/{name}: a checkpoint id has a slash, and clients send it raw (wire specification,

@@ -1,15 +1,10 @@
-"""Checkpoints: saving, naming, finding, expiring.
-
-On disk: data_dir/checkpoints/MODEL/SEGMENT/NAME/GENERATION. The database row says which generation
-is the checkpoint, so that replacing one is a single row update.
-"""
+"""Checkpoints: saving, naming, finding, expiring."""
 
 import asyncio
 import re
 import time
-import uuid
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, get_args
 
@@ -17,26 +12,16 @@ from tinker_gmi.types import WeightsInfoResponse
 from tinkercloud.backends.base import Backend
 from tinkercloud.errors import CheckpointNotFound, InvalidRequest, UserError
 from tinkercloud.services import checkpoint_files
+from tinkercloud.services.checkpoint_writer import FOLDER, CheckpointWriter, Fill, SaveOptions
 from tinkercloud.services.numbers import checked
 from tinkercloud.storage.metadata import Checkpoint, MetadataStorage, Model, Segment
 from tinkercloud.storage.publications import PublicationStorage
 
-FOLDER = "checkpoints"
 SCHEME = "tinker://"
 SEGMENTS: tuple[str, ...] = get_args(Segment)
 MAX_TTL_S = 315_360_000  # ten years (wire specification, section 11)
+Convert = Callable[[Path, Path], None]
 _NAME = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,128}")
-
-
-@dataclass(frozen=True, slots=True)
-class SaveOptions:
-    """name: of the checkpoint, not yet checked. ttl_s None: kept until deleted."""
-
-    segment: Segment
-    name: str
-    ttl_s: int | None = None
-    overwrite: bool = False
-    user_metadata: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def check_name(name: str) -> str:
@@ -84,6 +69,7 @@ class CheckpointService:
         self._publications = stores.publications
         self._keys = stores.keys
         self._data_dir = data_dir
+        self._writer = CheckpointWriter(stores.metadata, data_dir)
 
     async def start(self) -> None:
         root = self._data_dir / FOLDER
@@ -91,61 +77,48 @@ class CheckpointService:
 
     # saving: called in the model's lane, so never twice at once for one model
 
-    async def save(self, model: Model, options: SaveOptions) -> Checkpoint:
-        """Write the model as it is now; InvalidRequest where the name is taken."""
+    async def save(
+        self, model: Model, options: SaveOptions, convert: Convert | None = None
+    ) -> Checkpoint:
+        """Write the model as it is now; InvalidRequest where the name is taken.
+
+        convert(source, target): makes the files of the checkpoint of those that the backend wrote,
+        and uses these up.
+        """
         check_name(options.name)
         check_ttl(options.ttl_s)
         old = await self._metadata.checkpoint_even_expired(
             model.model_id, options.segment, options.name, model.user
         )
-        now = time.time()
-        expired = old is not None and old.expires_at is not None and old.expires_at <= now
+        expired = old is not None and old.expires_at is not None and old.expires_at <= time.time()
         if old is not None and not expired and not options.overwrite:
             raise InvalidRequest(
                 f"checkpoint {old.tinker_path} exists already; choose another name or set overwrite"
             )
-        checkpoint = await self._write(model, options, now)
-        await self._metadata.put_checkpoint(checkpoint)
+        checkpoint = await self._writer.write(model, options, self._fill(model, options, convert))
         if old is not None:  # last: until the row names the new folder, readers open the old one
             await self._publications.unpublish(old)
             await asyncio.to_thread(checkpoint_files.remove, self._data_dir / old.directory)
         return checkpoint
 
-    async def _write(self, model: Model, options: SaveOptions, now: float) -> Checkpoint:
-        parent = Path(FOLDER, model.model_id, options.segment, options.name)
-        with_optimizer = options.segment == "weights"
-        about: dict[str, object] = {
-            "model_id": model.model_id,
-            "base_model": model.base_model,
-            "lora": asdict(model.lora),
-            "with_optimizer": with_optimizer,
-            "created_at": now,
-        }
-        target = parent / uuid.uuid4().hex[:12]
-        place = self._data_dir / parent
-        temporary = await asyncio.to_thread(checkpoint_files.new_temporary, place)
-        try:
-            await self._backend.save_model(model.model_id, temporary, with_optimizer=with_optimizer)
-            size_bytes = await asyncio.to_thread(checkpoint_files.seal, temporary, about)
-            destination = self._data_dir / target
-            await asyncio.to_thread(checkpoint_files.move_into_place, temporary, destination)
-        except BaseException:  # also when cancelled: nothing half written stays
-            checkpoint_files.remove(temporary)
-            raise
-        return Checkpoint(
-            model_id=model.model_id,
-            segment=options.segment,
-            name=options.name,
-            user=model.user,
-            directory=str(target),
-            base_model=model.base_model,
-            lora=model.lora,
-            with_optimizer=with_optimizer,
-            size_bytes=size_bytes,
-            user_metadata=options.user_metadata,
-            created_at=now,
-            expires_at=None if options.ttl_s is None else now + options.ttl_s,
-        )
+    def _fill(self, model: Model, options: SaveOptions, convert: Convert | None) -> Fill:
+        async def fill(directory: Path) -> None:
+            with_optimizer = options.with_optimizer
+            if convert is None:
+                await self._backend.save_model(
+                    model.model_id, directory, with_optimizer=with_optimizer
+                )
+                return
+            source = directory / "source"
+            source.mkdir()
+            await self._backend.save_model(model.model_id, source, with_optimizer=with_optimizer)
+            await asyncio.to_thread(convert, source, directory)
+
+        return fill
+
+    async def copy(self, source: Checkpoint, model: Model, ttl_s: int | None) -> Checkpoint:
+        """The same checkpoint as one of `model`; storage is shared."""
+        return await self._writer.copy(source, model, check_ttl(ttl_s))
 
     # finding
 
@@ -196,10 +169,13 @@ class CheckpointService:
         owner = await self._publications.owner(directory)
         return owner is not None and owner != user
 
-    async def require_readable(self, user: str, directory: str, path: str) -> None:
-        """Raises CheckpointNotFound once a foreign checkpoint is no longer published."""
-        if await self._publications.at_directory(directory, user) is None:
+    async def require_readable(self, user: str, directory: str, path: str) -> Checkpoint:
+        """What is saved in a folder. Raises CheckpointNotFound where it is gone, or a foreign one
+        that is no longer published."""
+        checkpoint = await self._publications.at_directory(directory, user)
+        if checkpoint is None:
             raise CheckpointNotFound(path)
+        return checkpoint
 
     async def verified(self, checkpoint: Checkpoint) -> Path:
         """Its folder, after the hashes were checked."""

@@ -13,7 +13,9 @@ from tinkercloud.services.catalog import Catalog
 from tinkercloud.services.chat_service import ChatService
 from tinkercloud.services.checkpoint_service import CheckpointService, CheckpointStores
 from tinkercloud.services.completion_service import CompletionService
+from tinkercloud.services.copy_service import CopyService
 from tinkercloud.services.dependencies import Dependencies
+from tinkercloud.services.download_service import DownloadService
 from tinkercloud.services.future_service import FutureService
 from tinkercloud.services.model_names import ModelNames
 from tinkercloud.services.model_service import ModelService
@@ -28,6 +30,7 @@ from tinkercloud.storage.futures import FuturesStorage
 from tinkercloud.storage.keys import KeyStore
 from tinkercloud.storage.metadata import MetadataStorage
 from tinkercloud.storage.publications import PublicationStorage
+from tinkercloud.storage.secret_storage import SecretStorage
 from tinkercloud.storage.session_storage import SessionStorage
 
 logger = logging.getLogger(__name__)
@@ -50,6 +53,8 @@ class Services:
     session_search: SessionSearch
     models: ModelService
     checkpoints: CheckpointService
+    copies: CopyService
+    downloads: DownloadService
     sampling: SamplingService
     training: TrainingService
     rest: RestService
@@ -118,6 +123,8 @@ def build_services(
         session_search=SessionSearch(SessionStorage(database)),
         models=models,
         checkpoints=checkpoints,
+        copies=CopyService(checkpoints, metadata, sessions),
+        downloads=DownloadService(checkpoints, catalog, SecretStorage(database), config.data_dir),
         sampling=sampling,
         training=TrainingService(dependencies, models, sampling),
         rest=RestService(metadata, checkpoints, publications),

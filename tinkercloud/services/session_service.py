@@ -38,6 +38,14 @@ class SessionService:
         self._open.add((user, session_id))
         return session_id
 
+    async def create_finished(
+        self, user: str, session_id: str, details: Mapping[str, object], reason: str
+    ) -> None:
+        """A session that only holds what was copied or imported; nothing where there is one."""
+        if await self._sessions.get(session_id, user) is None:
+            await self._sessions.add(session_id, user, dict(details))
+            await self._sessions.finish(session_id, reason)
+
     async def heartbeat(self, user: str, session_id: str) -> None:
         await self.require_open(user, session_id)
         await self._sessions.heartbeat(session_id)

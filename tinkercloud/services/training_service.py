@@ -3,21 +3,25 @@
 import asyncio
 import math
 from dataclasses import asdict
+from pathlib import Path
 
 from pydantic import ValidationError
 
 from tinker_gmi.types import AdamParams as JsonAdamParams
 from tinker_gmi.types import (
     OptimStepRequest,
+    SaveWeightsExternalRequest,
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
     UntypedAPIFuture,
 )
 from tinkercloud.core.types import AdamParams, TrainBatch
 from tinkercloud.errors import InvalidRequest, ModelNotFound, UserError
+from tinkercloud.services import age_encryption
 from tinkercloud.services.bodies import TrainingCall
-from tinkercloud.services.checkpoint_service import SaveOptions
+from tinkercloud.services.checkpoint_writer import SaveOptions
 from tinkercloud.services.dependencies import Dependencies
+from tinkercloud.services.external_files import write_export
 from tinkercloud.services.model_service import ModelService, stringified
 from tinkercloud.services.numbers import train_key, train_seq_id
 from tinkercloud.services.sampling_service import SamplingService
@@ -99,14 +103,42 @@ class TrainingService:
             options = SaveOptions(
                 "weights",
                 body.path,
-                body.ttl_seconds,
-                body.overwrite,
-                stringified(body.user_metadata),
+                with_optimizer=True,
+                ttl_s=body.ttl_seconds,
+                overwrite=body.overwrite,
+                user_metadata=stringified(body.user_metadata),
             )
             checkpoint = await self._checkpoints.save(model, options)
             return completed_json({"path": checkpoint.tinker_path, "type": "save_weights"})
 
         return await self._models.submit(model, "SaveWeights", body.seq_id, work)
+
+    async def save_weights_external(
+        self, user: str, body: SaveWeightsExternalRequest
+    ) -> UntypedAPIFuture:
+        """Files for other programs, as `external_files` has them; encrypted where recipients are
+        named."""
+        model = await self._models.require(user, body.model_id)
+
+        async def work() -> Outcome:
+            recipients = age_encryption.recipients_of(body.age_encryption_recipients or ())
+            served = self._catalog.get(model.base_model)
+
+            def convert(source: Path, target: Path) -> None:
+                write_export(source, target, served)
+                age_encryption.encrypt_files(target, recipients)
+
+            options = SaveOptions("external_weights", body.path, ttl_s=body.ttl_seconds)
+            checkpoint = await self._checkpoints.save(model, options, convert)
+            return completed_json(
+                {
+                    "path": checkpoint.tinker_path,
+                    "size_bytes": checkpoint.size_bytes,
+                    "type": "save_weights_external",
+                }
+            )
+
+        return await self._models.submit(model, "SaveWeightsExternal", body.seq_id, work)
 
     async def save_weights_for_sampler(
         self, user: str, body: SaveWeightsForSamplerRequest
@@ -119,7 +151,7 @@ class TrainingService:
             if body.path is not None:
                 metadata = stringified(body.user_metadata)
                 options = SaveOptions(
-                    "sampler_weights", body.path, body.ttl_seconds, user_metadata=metadata
+                    "sampler_weights", body.path, ttl_s=body.ttl_seconds, user_metadata=metadata
                 )
                 result["path"] = (await self._checkpoints.save(model, options)).tinker_path
             elif body.sampling_session_seq_id is not None:

@@ -92,6 +92,13 @@ def _parts(weights: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]
         yield part
 
 
+def hf_config_of(path: Path, config: ArchitectureConfig) -> Mapping[str, Any]:
+    """The config.json of a base model: of a folder its own, of a GGUF file what says the same."""
+    if is_gguf(path):
+        return hf_config(config, torch.float32)
+    return json.loads((path / "config.json").read_text(encoding="utf-8"))
+
+
 def hf_config(config: ArchitectureConfig, dtype: torch.dtype) -> dict[str, Any]:
     """A config.json that `architectures.config.from_hf` and transformers (4 and 5) read alike."""
     raw = asdict(config)

@@ -9,6 +9,7 @@ from tinkercloud.embedded.model.device import choose_device, choose_dtype, usabl
 from tinkercloud.embedded.process.model_store import ModelStore
 from tinkercloud.embedded.process.protocol import EngineSettings
 from tinkercloud.embedded.process.version_cache import VersionCache
+from tinkercloud.weights.huggingface import hf_config_of
 from tinkercloud.weights.loader import read_config
 from tinkercloud.weights.tokenizer import ensure_tokenizer_folder
 
@@ -28,7 +29,7 @@ def open_models(settings: EngineSettings) -> tuple[tuple[ServedModel, ...], Mode
             ServedModel(
                 model.name, config.model_type, config.max_position_embeddings, config.vocab_size,
                 config.num_parameters, tokenizer, config.eos_token_ids,
-                str(dtype).removeprefix("torch."),
+                str(dtype).removeprefix("torch."), hf_config_of(model.path, config),
             )
         )  # fmt: skip
         folders[model.name] = (model.path, tokenizer)

@@ -1,0 +1,104 @@
+"""New checkpoints: files written aside, sealed, moved into place, then put on record."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from tinkercloud.services import checkpoint_files
+from tinkercloud.storage.metadata import Checkpoint, MetadataStorage, Model, Segment
+
+FOLDER = "checkpoints"
+Fill = Callable[[Path], Awaitable[None]]
+"""Writes a checkpoint's files into an existing, empty folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """name: of the checkpoint, not yet checked. ttl_s None: kept until deleted."""
+
+    segment: Segment
+    name: str
+    with_optimizer: bool = False
+    ttl_s: int | None = None
+    overwrite: bool = False
+    user_metadata: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+class CheckpointWriter:
+    """On disk: data_dir/checkpoints/MODEL/SEGMENT/NAME/GENERATION. The database row says which
+    generation is the checkpoint, so that replacing one is a single row update."""
+
+    def __init__(self, metadata: MetadataStorage, data_dir: Path):
+        self._metadata = metadata
+        self._data_dir = data_dir
+
+    async def write(self, model: Model, options: SaveOptions, fill: Fill) -> Checkpoint:
+        """Make `fill` write a checkpoint of the model and put it on record, in place of one of
+        that name."""
+        now = time.time()
+        checkpoint = Checkpoint(
+            model_id=model.model_id,
+            segment=options.segment,
+            name=options.name,
+            user=model.user,
+            directory="",
+            base_model=model.base_model,
+            lora=model.lora,
+            with_optimizer=options.with_optimizer,
+            size_bytes=0,
+            user_metadata=options.user_metadata,
+            created_at=now,
+            expires_at=None if options.ttl_s is None else now + options.ttl_s,
+        )
+        return await self._write(checkpoint, fill)
+
+    async def copy(self, source: Checkpoint, model: Model, ttl_s: int | None) -> Checkpoint:
+        """The same checkpoint as one of `model`, under its name; storage is shared."""
+        now = time.time()
+        checkpoint = replace(
+            source,
+            model_id=model.model_id,
+            user=model.user,
+            created_at=now,
+            expires_at=None if ttl_s is None else now + ttl_s,
+            public=False,
+        )
+        origin = self._data_dir / source.directory
+
+        async def fill(directory: Path) -> None:
+            await asyncio.to_thread(checkpoint_files.verify, origin)
+            await asyncio.to_thread(checkpoint_files.link_files, origin, directory)
+
+        return await self._write(checkpoint, fill)
+
+    async def _write(self, checkpoint: Checkpoint, fill: Fill) -> Checkpoint:
+        c = checkpoint
+        parent = Path(FOLDER, c.model_id, c.segment, c.name)
+        target = parent / uuid.uuid4().hex[:12]
+        place = self._data_dir / parent
+        temporary = await asyncio.to_thread(checkpoint_files.new_temporary, place)
+        try:
+            await fill(temporary)
+            size_bytes = await asyncio.to_thread(checkpoint_files.seal, temporary, _about(c))
+            await asyncio.to_thread(
+                checkpoint_files.move_into_place, temporary, self._data_dir / target
+            )
+        except BaseException:  # also when cancelled: nothing half written stays
+            checkpoint_files.remove(temporary)
+            raise
+        written = replace(checkpoint, directory=str(target), size_bytes=size_bytes)
+        await self._metadata.put_checkpoint(written)
+        return written
+
+
+def _about(checkpoint: Checkpoint) -> dict[str, object]:
+    return {
+        "model_id": checkpoint.model_id,
+        "base_model": checkpoint.base_model,
+        "lora": asdict(checkpoint.lora),
+        "with_optimizer": checkpoint.with_optimizer,
+        "created_at": checkpoint.created_at,
+    }
