@@ -30,7 +30,6 @@ from tinkercloud.storage.futures import FuturesStorage
 from tinkercloud.storage.keys import KeyStore
 from tinkercloud.storage.metadata import MetadataStorage
 from tinkercloud.storage.publications import PublicationStorage
-from tinkercloud.storage.secret_storage import SecretStorage
 from tinkercloud.storage.session_storage import SessionStorage
 
 logger = logging.getLogger(__name__)
@@ -124,7 +123,9 @@ def build_services(
         models=models,
         checkpoints=checkpoints,
         copies=CopyService(checkpoints, metadata, sessions),
-        downloads=DownloadService(checkpoints, catalog, SecretStorage(database), config.data_dir),
+        downloads=DownloadService(
+            checkpoints, catalog, stores.keys.secret("signed links"), config.data_dir
+        ),
         sampling=sampling,
         training=TrainingService(dependencies, models, sampling),
         rest=RestService(metadata, checkpoints, publications),

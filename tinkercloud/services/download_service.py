@@ -17,10 +17,8 @@ from tinkercloud.services.checkpoint_writer import FOLDER
 from tinkercloud.services.external_files import Parts, exported_files, whole
 from tinkercloud.services.signed_links import LIFETIME_S, SignedLink, check, sign
 from tinkercloud.storage.metadata import Checkpoint
-from tinkercloud.storage.secret_storage import SecretStorage
 
 ARCHIVE = "archive.tar"  # no checkpoint has a file of this name
-_SECRET = "signed links"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +31,18 @@ class Download:
 
 
 class DownloadService:
+    """secret: what links are signed with."""
+
     def __init__(
         self,
         checkpoints: CheckpointService,
         catalog: Catalog,
-        secrets: SecretStorage,
+        secret: bytes,
         data_dir: Path,
     ):
         self._checkpoints = checkpoints
         self._catalog = catalog
-        self._secrets = secrets
+        self._secret = secret
         self._data_dir = data_dir
 
     # links: of checkpoints that the user may read
@@ -61,7 +61,7 @@ class DownloadService:
             checkpoint_files.sealed_files, self._data_dir / checkpoint.directory
         )
         expires = int(time.time()) + LIFETIME_S
-        links = [await self._link(user, checkpoint, name, expires) for name in names]
+        links = [self._link(user, checkpoint, name, expires) for name in names]
         return ExternalWeightsUrlsResponse(
             urls={link.file: base_url + link.url_path for link in links},
             expires=datetime.fromtimestamp(expires, UTC),
@@ -73,22 +73,22 @@ class DownloadService:
         """A link to a tar of the files that other programs read, of any checkpoint."""
         checkpoint = await self._checkpoints.readable(user, path)
         expires = int(time.time()) + LIFETIME_S
-        link = await self._link(user, checkpoint, ARCHIVE, expires)
+        link = self._link(user, checkpoint, ARCHIVE, expires)
         return CheckpointArchiveUrlResponse(
             url=base_url + link.url_path, expires=datetime.fromtimestamp(expires, UTC)
         )
 
-    async def _link(self, user: str, checkpoint: Checkpoint, file: str, expires: int) -> SignedLink:
+    def _link(self, user: str, checkpoint: Checkpoint, file: str, expires: int) -> SignedLink:
         c = checkpoint
         link = SignedLink(c.model_id, c.segment, c.name, Path(c.directory).name, file, user)
-        return sign(link, await self._secrets.get(_SECRET), expires)
+        return sign(link, self._secret, expires)
 
     # what is behind a link
 
     async def open(self, link: SignedLink) -> Download:
         """Raises LinkRefused for a link that is not ours or has ended, CheckpointNotFound where
         its reader may no longer read the checkpoint."""
-        check(link, await self._secrets.get(_SECRET))
+        check(link, self._secret)
         directory = Path(FOLDER, link.run_id, link.segment, link.name, link.generation)
         checkpoint = await self._checkpoints.require_readable(
             link.reader, str(directory), f"{link.run_id}/{link.segment}/{link.name}"

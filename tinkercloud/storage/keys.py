@@ -69,7 +69,7 @@ class KeyStore:
         self._connection = sqlite3.connect(path, timeout=30.0, check_same_thread=False)
         self._connection.execute("PRAGMA journal_mode = WAL")
         self._connection.executescript(schema())
-        self._signer = TokenSigner(self._secret("tokens"))
+        self._signer = TokenSigner(self.secret("tokens"))
         self._cached: list[KeyRecord] = []
         self._cached_at = float("-inf")
 
@@ -154,7 +154,7 @@ class KeyStore:
                 match = record
         return match
 
-    def _secret(self, name: str) -> bytes:
+    def secret(self, name: str) -> bytes:
         """A random secret of this server, the same after every start."""
         fresh = secrets.token_bytes(32)
         with self._connection:
