@@ -17,6 +17,9 @@ class SamplingOptions:
     temperature: float = DEFAULT_TEMPERATURE
     top_p: float = 1.0
     top_k: int = -1
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     seed: int | None = None
     stops: tuple[str, ...] = ()
     top_logprobs: int = 0

@@ -19,10 +19,7 @@ MAX_TOP_LOGPROBS = 20
 
 # field: values that ask for nothing, and what to do instead
 REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "presence_penalty": ((None, 0), "leave it out"),
-    "frequency_penalty": ((None, 0), "leave it out"),
-    "repetition_penalty": ((None, 1), "leave it out"),
-    "min_p": ((None, 0), "use top_p or top_k"),
+    "repetition_penalty": ((None, 1), "use presence_penalty or frequency_penalty"),
     "logit_bias": ((None, {}), "use stop, tools or another prompt"),
     "functions": ((None, []), "use tools"),
     "function_call": ((None, "none"), "use tool_choice"),
@@ -56,6 +53,9 @@ class SampledBody(Body):
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = None
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
     seed: int | None = None
     stop: str | list[str] | None = None
     stream: bool | None = None

@@ -87,6 +87,9 @@ def _sampling(body: SampledBody, max_tokens: int | None, top_logprobs: int) -> S
         temperature=1.0 if body.temperature is None else body.temperature,
         top_p=1.0 if body.top_p is None else body.top_p,
         top_k=body.top_k or -1,  # 0 means no limit to vLLM's clients
+        min_p=body.min_p or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
         seed=body.seed,
         stops=_stops(body.stop),
         top_logprobs=top_logprobs,

@@ -8,6 +8,7 @@ from tinkercloud.routers import (
     health,
     models,
     openai,
+    openai_completions,
     rest,
     sampling,
     sessions,
@@ -26,5 +27,6 @@ ROUTERS = (
     futures.router,
     rest.router,
     openai.router,
+    openai_completions.router,
     health.router,
 )

@@ -49,7 +49,7 @@ async def answer_chat(
     run = await services.chat.begin(user, chat_request(body), hooks)
     form = chat_form(body)
     if form.stream:
-        return EventStream(_chat_events(run, form), _failed)
+        return EventStream(_chat_events(run, form), failed)
     return await while_connected(request, _whole_chat(run, form))
 
 
@@ -81,5 +81,6 @@ async def _chat_events(run: ChatRun, form: AnswerForm) -> AsyncGenerator[bytes, 
     yield DONE
 
 
-def _failed(error: TinkercloudError) -> bytes:
+def failed(error: TinkercloudError) -> bytes:
+    """The last event of a stream that an error ends."""
     return server_sent(error_answer(OPENAI_API, error.status, str(error), error)[1])

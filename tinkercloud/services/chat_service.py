@@ -15,7 +15,6 @@ from tinkercloud.chat.text_model import TextModel
 from tinkercloud.chat.turn import Turn, TurnHooks
 from tinkercloud.core.types import SampleRequest as CoreSampleRequest
 from tinkercloud.core.types import ServedModel
-from tinkercloud.services.catalog import Catalog
 from tinkercloud.services.model_names import ModelNames
 from tinkercloud.services.request_slots import RequestSlots
 from tinkercloud.services.sample_stream import SampleStream
@@ -102,13 +101,16 @@ class ChatRun:
 
 class ChatService:
     def __init__(
-        self, catalog: Catalog, names: ModelNames, sampling: SamplingService, slots: RequestSlots
+        self,
+        names: ModelNames,
+        texts: TextModels,
+        sampling: SamplingService,
+        slots: RequestSlots,
     ):
-        self._catalog = catalog
         self._names = names
+        self._texts = texts
         self._sampling = sampling
         self._slots = slots
-        self.texts = TextModels(catalog)
 
     async def begin(
         self, user: str, request: ChatRequest, hooks: TurnHooks | None = None
@@ -120,17 +122,17 @@ class ChatService:
         self._slots.check(user)
         hooks = hooks or TurnHooks()
         sampler = await self._names.resolve(user, request.model)
-        text = await self.texts.get(sampler.base_model)
+        text = await self._texts.get(sampler.base_model)
         prompt = list(await hooks.source.prompt(request.conversation, text))
         sample = await self._sampling.checked(sampler, sample_body(prompt, request.sampling))
-        options = parser_options(request, text, self._catalog.get(sampler.base_model), prompt)
+        options = parser_options(request, text, self._texts.served(sampler.base_model), prompt)
         prepared = PreparedChat(user, request, sampler, sample, text, options)
         return ChatRun(prepared, hooks, self._sampling, self._slots)
 
     async def num_prompt_tokens(self, user: str, request: ChatRequest) -> int:
         """How long the prompt of this request is."""
         sampler = await self._names.resolve(user, request.model)
-        text = await self.texts.get(sampler.base_model)
+        text = await self._texts.get(sampler.base_model)
         return len(await TurnHooks().source.prompt(request.conversation, text))
 
 
@@ -152,6 +154,9 @@ def sampling_params(options: SamplingOptions) -> SamplingParams:
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,
+        min_p=options.min_p,
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
     )
 
 

@@ -24,6 +24,8 @@ from tinkercloud.services.rest_service import RestService
 from tinkercloud.services.sampling_service import SamplingService
 from tinkercloud.services.session_search import SessionSearch
 from tinkercloud.services.session_service import SessionService
+from tinkercloud.services.text_completion_service import TextCompletionService
+from tinkercloud.services.text_models import TextModels
 from tinkercloud.services.training_service import TrainingService
 from tinkercloud.storage.database import Database
 from tinkercloud.storage.futures import FuturesStorage
@@ -62,6 +64,7 @@ class Services:
     accounts: AccountService
     names: ModelNames
     chat: ChatService
+    text_completions: TextCompletionService
 
     async def start(self) -> None:
         await self.tasks.start()
@@ -109,7 +112,7 @@ def build_services(
     sampling = SamplingService(dependencies)
     models = ModelService(dependencies)
     names = ModelNames(catalog, checkpoints, sampling)
-    slots = RequestSlots()
+    texts, slots = TextModels(catalog), RequestSlots()
     return Services(
         config=config,
         client_config=client_config,
@@ -133,5 +136,6 @@ def build_services(
         completions=CompletionService(tasks, futures, config.hold_s),
         accounts=AccountService(stores.keys),
         names=names,
-        chat=ChatService(catalog, names, sampling, slots),
+        chat=ChatService(names, texts, sampling, slots),
+        text_completions=TextCompletionService(names, texts, sampling, slots),
     )

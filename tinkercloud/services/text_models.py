@@ -3,6 +3,7 @@
 import asyncio
 
 from tinkercloud.chat.text_model import TextModel
+from tinkercloud.core.types import ServedModel
 from tinkercloud.services.catalog import Catalog
 
 
@@ -10,6 +11,10 @@ class TextModels:
     def __init__(self, catalog: Catalog):
         self._catalog = catalog
         self._models: dict[str, asyncio.Future[TextModel]] = {}
+
+    def served(self, base_model: str) -> ServedModel:
+        """Raises BaseModelNotServed."""
+        return self._catalog.get(base_model)
 
     async def get(self, base_model: str) -> TextModel:
         """Raises BaseModelNotServed, or ConfigError for a folder that cannot be read."""

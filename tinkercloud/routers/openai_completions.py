@@ -1,0 +1,75 @@
+"""OpenAI's /completions."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from fastapi import APIRouter, Request, Response
+
+from tinkercloud.chat.sample_parser import TextDelta
+from tinkercloud.errors import InvalidField
+from tinkercloud.openai_api.bodies import CompletionBody
+from tinkercloud.openai_api.completion_answers import CompletionAnswers, completion_choices
+from tinkercloud.openai_api.requests import AnswerForm, completion_form, completion_request
+from tinkercloud.routers.deps import JsonRoute, ServicesDep, UserDep, json_answer
+from tinkercloud.routers.event_stream import EventStream, server_sent, while_connected
+from tinkercloud.routers.openai import DONE, failed
+from tinkercloud.services.text_completion_service import CompletionRun
+
+router = APIRouter(prefix="/oai/api/v1", route_class=JsonRoute)
+
+
+@router.post("/completions")
+async def completions(
+    body: CompletionBody, request: Request, user: UserDep, services: ServicesDep
+) -> Response:
+    asked, form = completion_request(body), completion_form(body)
+    scored = asked.echo and form.logprobs
+    if form.stream and scored:
+        text = "echo with logprobs is not streamed; leave stream out"
+        raise InvalidField("echo", text)
+    run = await services.text_completions.begin(user, asked, prompt_logprobs=scored)
+    if form.stream:
+        return EventStream(_events(run, form), failed)
+    return await while_connected(request, _whole(run, form))
+
+
+def _answers(run: CompletionRun, form: AnswerForm) -> CompletionAnswers:
+    prepared = run.prepared
+    return CompletionAnswers(
+        run.run_id, run.created, prepared.request.model, form, prepared.text.codec
+    )
+
+
+async def _whole(run: CompletionRun, form: AnswerForm) -> Response:
+    async with aclosing(run.events()) as events:
+        async for _ in events:
+            pass
+    prompts = [sample.prompt.tolist() for sample in run.prepared.samples]
+    answers = _answers(run, form)
+    choices = completion_choices(
+        run.prepared.request, prompts, run.answers, run.outputs, answers.text_of
+    )
+    return json_answer(answers.whole(choices, run.usage))
+
+
+async def _events(run: CompletionRun, form: AnswerForm) -> AsyncGenerator[bytes, None]:
+    answers, request = _answers(run, form), run.prepared.request
+    num_samples = request.sampling.num_samples
+    offsets = [0] * (num_samples * len(run.prepared.samples))
+    if request.echo:
+        for index in range(len(offsets)):
+            prompt = run.prepared.samples[index // num_samples].prompt.tolist()
+            text = answers.text_of(prompt)
+            offsets[index] = len(text)
+            yield server_sent(answers.echo(index, text))
+    async with aclosing(run.events()) as events:
+        async for event in events:
+            if request.sampling.max_tokens == 0 and isinstance(event, TextDelta):
+                continue
+            for chunk in answers.event(event, offsets[event.index]):
+                yield server_sent(chunk)
+            if isinstance(event, TextDelta):
+                offsets[event.index] += len(event.text)
+    for chunk in answers.closing(run.usage):
+        yield server_sent(chunk)
+    yield DONE
