@@ -1,6 +1,8 @@
 """Listings: what `RestClient` and the `tinker` command line read and change."""
 
-from fastapi import APIRouter, Response
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Response
 
 from tinker_gmi.types import GetServerCapabilitiesResponse, SetTtlRequest, SupportedModel
 from tinkercloud.routers.deps import (
