@@ -228,7 +228,6 @@ async def test_without_max_tokens_the_context_is_the_limit(api: Api) -> None:
         {"topk_prompt_logprobs": 1001},
         {"topk_sample_logprobs": 10**12},
         {"prompt_alt_tokens_k": 1},
-        {"record_stability_info": True},
         {"target_prompt_logprobs": {"data": [1, 2], "dtype": "int64", "shape": [1, 2]}},
         {"target_prompt_logprobs": {"data": [1, 2], "dtype": "int64"}},
         {"target_prompt_logprobs": {"data": [1, 1000], "dtype": "int64", "shape": [2, 1]}},

@@ -15,7 +15,7 @@ from tinkercloud.losses import LOSSES, load_loss
 
 Values = list[float]
 CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
-RL = ("importance_sampling", "ppo", "cispo", "dro", "gspo")
+RL = ("importance_sampling", "ppo", "cispo", "dro", "gspo", "stable_reinforce")
 
 
 def clip(x: float, config: Mapping[str, float]) -> float:
@@ -27,6 +27,14 @@ def surrogate(r: float, a: float, config: Mapping[str, float]) -> tuple[float, f
     plain, clipped = r * a, clip(r, config) * a
     active = plain <= clipped
     return -min(plain, clipped), -plain if active else 0.0
+
+
+def truncated(delta: float, a: float, config: Mapping[str, float]) -> tuple[float, float]:
+    """The loss of stable_reinforce at one sampled token, and its derivative by log r."""
+    c, k = config["clip_high_threshold"], config["kl_coeff"]
+    r = math.exp(delta)
+    g = r if r <= c else c * (1 + math.log(r / c))
+    return -g * a + k * (g - 1 - delta), -min(r, c) * a + k * (min(r, c) - 1)
 
 
 def reference(name: str, p: Values, inputs: Mapping[str, Values], config: Mapping[str, float]):
@@ -41,9 +49,12 @@ def reference(name: str, p: Values, inputs: Mapping[str, Values], config: Mappin
         pairs = [surrogate(math.exp(mean), a, config) for a in advantages]
         return [list(column) for column in zip(*pairs, strict=True)]
     pairs = []
-    for x, y, a in zip(p, q, advantages, strict=True):
+    sampled = inputs.get("sampled_mask", advantages)
+    for x, y, a, m in zip(p, q, advantages, sampled, strict=True):
         r = math.exp(x - y)
-        if a == 0:
+        if name == "stable_reinforce":
+            pairs.append(truncated(x - y, a, config) if a or (m and config["kl_coeff"]) else (0, 0))
+        elif a == 0:
             pairs.append((0.0, 0.0))
         elif name == "importance_sampling":
             pairs.append((-r * a, -r * a))
@@ -85,6 +96,9 @@ def random_datum(name: str, seed: int, num_tokens: int = 40) -> tuple[Values, di
     inputs = {"logprobs": q.tolist(), "advantages": advantages.tolist()}
     if name == "gspo":
         inputs["sequence_ratio_mask"] = (noise[3] > -0.5).double().tolist()
+    if name == "stable_reinforce":
+        inputs["sampled_mask"] = (torch.arange(num_tokens) % 14 > 0).double().tolist()
+        inputs["advantages"] = (advantages * torch.tensor(inputs["sampled_mask"])).tolist()
     return p.tolist(), inputs
 
 
@@ -108,7 +122,9 @@ def test_float32_stays_near_the_reference_loop(name):
     assert gradient.tolist() == pytest.approx(slope, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["cross_entropy", "importance_sampling", "ppo", "dro"])
+@pytest.mark.parametrize(
+    "name", ["cross_entropy", "importance_sampling", "ppo", "dro", "stable_reinforce"]
+)
 def test_gradient_equals_finite_differences(name):
     p, inputs = random_datum(name, seed=21)
     _, gradient = ours(name, p, inputs)
@@ -126,6 +142,8 @@ def test_the_first_gradient_on_policy_is_minus_the_advantage(name):
     inputs = {"logprobs": p, "advantages": advantages}
     if name == "gspo":
         inputs["sequence_ratio_mask"] = [1.0, 1.0, 1.0]
+    if name == "stable_reinforce":
+        inputs["sampled_mask"] = [1.0, 1.0, 1.0]
     _, gradient = ours(name, p, inputs)
     assert gradient.tolist() == pytest.approx([-a for a in advantages])
 
@@ -135,6 +153,8 @@ def test_a_token_without_advantage_adds_nothing_even_where_the_ratio_overflows(n
     inputs = {"logprobs": [-3000.0, -1.0], "advantages": [0.0, 1.0]}
     if name == "gspo":
         inputs["sequence_ratio_mask"] = [0.0, 1.0]
+    if name == "stable_reinforce":
+        inputs["sampled_mask"] = [0.0, 1.0]
     value, gradient = ours(name, [-1.0, -1.0], inputs, dtype=torch.float32)
     assert value[0] == 0 and gradient[0] == 0
     assert value.isfinite().all() and gradient[1] == -1
@@ -274,8 +294,50 @@ def test_gspo_with_an_empty_mask_has_the_ratio_one():
 
 
 def test_an_unknown_loss_is_refused_with_the_known_ones():
-    with pytest.raises(InvalidRequest, match=r"'stable_reinforce'.*cross_entropy"):
-        load_loss("stable_reinforce")
+    with pytest.raises(InvalidRequest, match=r"'unheard_of'.*cross_entropy"):
+        load_loss("unheard_of")
+
+
+STABLE = {"clip_high_threshold": 2.0, "kl_coeff": 0.0}
+
+
+@pytest.mark.parametrize("kl_coeff", [0.0, 0.3])
+def test_stable_reinforce_with_a_kl_term_equals_the_reference_and_finite_differences(kl_coeff):
+    config = STABLE | {"kl_coeff": kl_coeff}
+    p, inputs = random_datum("stable_reinforce", seed=4)
+    p = [x + 1.5 * (i % 3 == 0) for i, x in enumerate(p)]  # ratios on both sides of the bound
+    value, gradient = ours("stable_reinforce", p, inputs, config)
+    expected, slope = reference("stable_reinforce", p, inputs, config)
+    assert value.tolist() == pytest.approx(expected, rel=1e-12, abs=1e-14)
+    assert gradient.tolist() == pytest.approx(slope, rel=1e-12, abs=1e-14)
+    step = 1e-6
+    for i in range(len(p)):
+        up, down = ([x + sign * step * (i == j) for j, x in enumerate(p)] for sign in (1, -1))
+        ups, downs = (ours("stable_reinforce", q, inputs, config)[0].sum() for q in (up, down))
+        assert gradient[i].item() == pytest.approx((ups - downs).item() / (2 * step), abs=1e-6)
+
+
+@pytest.mark.parametrize("delta", [-80.0, -5.0, 0.0, 5.0, 80.0, 3000.0])
+@pytest.mark.parametrize("advantage", [2.0, -2.0])
+def test_the_gradient_of_stable_reinforce_is_bounded_however_far_the_policy_drifted(
+    delta, advantage
+):
+    inputs = {"logprobs": [-1.0 - delta], "advantages": [advantage], "sampled_mask": [1.0]}
+    config = STABLE | {"kl_coeff": 0.1}
+    value, gradient = ours("stable_reinforce", [-1.0], inputs, config, dtype=torch.float32)
+    assert value.isfinite().all()
+    assert abs(gradient.item()) <= 2.0 * abs(advantage) + 0.1 * 1.0 + 1e-6
+
+
+def test_the_kl_term_of_stable_reinforce_pulls_sampled_tokens_to_the_sampler_and_no_others():
+    inputs = {
+        "logprobs": [-2.0, -2.0, -2.0],
+        "advantages": [0.0, 0.0, 0.0],
+        "sampled_mask": [1.0, 1.0, 0.0],
+    }
+    _, gradient = ours("stable_reinforce", [-1.5, -2.5, -1.0], inputs, STABLE | {"kl_coeff": 1.0})
+    assert gradient[0] > 0 > gradient[1]  # down from above, up from below
+    assert gradient[2] == 0
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -14,7 +14,13 @@ from tinker.proto.response_conv import (
     deserialize_sample_response,
 )
 
-from tinkercloud.core.types import SampledSequence, SampleOutput, Topk, TrainOutput
+from tinkercloud.core.types import (
+    ProvenanceSpan,
+    SampledSequence,
+    SampleOutput,
+    Topk,
+    TrainOutput,
+)
 from tinkercloud.wire import codec
 from tinkercloud.wire import tinker_pb2 as pb
 
@@ -466,3 +472,46 @@ def test_every_truncation_of_a_request_is_refused_or_read_as_a_shorter_one() -> 
         except codec.WireError:
             continue
         assert len(shorter.data) <= 2
+
+
+# ---- provenance spans
+
+
+def test_provenance_of_the_official_client_is_decoded() -> None:
+    datum = official_datum(target_tokens=[2, 3, 4], weights=[1.0, 1.0, 1.0]).with_provenance(
+        model_input=[
+            tinker.PromptProvenanceSpan(sequence_id="q:0", length=2),
+            tinker.SampledProvenanceSpan(sequence_id="q:0", length=1),
+            tinker.SampledProvenanceSpan(sequence_id="q:1", length=0),
+        ],
+        loss_fn_inputs=[tinker.SampledProvenanceSpan(sequence_id="q:0", offset=2**40, length=3)],
+    )
+    [decoded] = codec.decode_forward_backward_request(official_bytes([datum])).data
+    assert decoded.model_input_spans == (
+        ProvenanceSpan("prompt", "q:0", 0, 2),
+        ProvenanceSpan("sampled", "q:0", 0, 1),
+        ProvenanceSpan("sampled", "q:1", 0, 0),
+    )
+    assert decoded.loss_fn_input_spans == (ProvenanceSpan("sampled", "q:0", 2**40, 3),)
+    [again] = codec.decode_forward_backward_request(
+        codec.encode_forward_backward_request(a_request(data=(decoded,)))
+    ).data
+    assert again.model_input_spans == decoded.model_input_spans
+    assert again.loss_fn_input_spans == decoded.loss_fn_input_spans
+
+
+def test_a_span_without_a_source_is_no_request() -> None:
+    message = pb.ForwardBackwardRequest()
+    message.data.add().loss_fn_input_spans.add()
+    with pytest.raises(codec.WireError, match=r"datum 0.*neither prompt_tokens"):
+        codec.decode_forward_backward_request(message.SerializeToString())
+
+
+def test_the_number_of_spans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "MAX_PARTS", 10)
+    message = pb.ForwardBackwardRequest()
+    datum = message.data.add()
+    for _ in range(11):
+        datum.model_input_spans.add().prompt_tokens.length = 0
+    with pytest.raises(codec.WireError, match="11 chunks, tensors and spans"):
+        codec.decode_forward_backward_request(message.SerializeToString())

@@ -126,6 +126,8 @@ def _loss(
         pulled = np.where(advantages == 0, 0.0, difference)
         penalty = 0.5 * config["beta"] * pulled**2
         return penalty - logprobs * advantages, config["beta"] * pulled - advantages
+    if name == "stable_reinforce":
+        return _stable_reinforce(difference, datum, config)
     ratio = np.exp(difference)
     if name == "importance_sampling":
         return -ratio * advantages, -ratio * advantages
@@ -138,6 +140,21 @@ def _loss(
         return -clipped * logprobs * advantages, -clipped * advantages
     plain, bounded = ratio * advantages, clipped * advantages
     return -np.minimum(plain, bounded), np.where(plain <= bounded, -plain, 0.0)
+
+
+def _stable_reinforce(
+    difference: Floats, datum: Datum, config: Mapping[str, float]
+) -> tuple[Floats, Floats]:
+    """As `losses.stable_reinforce` has it."""
+    bound, kl_coeff = config["clip_high_threshold"], config["kl_coeff"]
+    advantages = datum.inputs["advantages"].astype(np.float64)
+    active = (advantages != 0) | ((datum.inputs["sampled_mask"] != 0) & (kl_coeff != 0))
+    difference = np.where(active, difference, 0.0)
+    weight = np.exp(np.minimum(difference, np.log(bound)))
+    value = weight + bound * np.maximum(difference - np.log(bound), 0.0)
+    loss = -value * advantages + kl_coeff * (value - 1.0 - difference)
+    slope = -weight * advantages + kl_coeff * (weight - 1.0)
+    return np.where(active, loss, 0.0), np.where(active, slope, 0.0)
 
 
 def adamw(model: ModelState, gradient: Floats, params: AdamParams) -> ModelState:

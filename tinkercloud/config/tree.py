@@ -187,6 +187,12 @@ class Config:
     )
     max_body_bytes: int = _setting(GIB, "largest request body", above=0)
     result_ttl_s: float = _setting(24 * 3600.0, "seconds that a finished result is kept", above=0)
+    record_ttl_s: float = _setting(
+        24 * 3600.0, "seconds that a sample with record_stability_info is kept unused", above=0
+    )
+    record_bytes: int = _setting(
+        GIB, "such samples of each user; those that were unused longest go first", above=0
+    )
     speculate: str = _setting(
         "auto", "what drafts: auto, off, suffix, head, model:PATH; it changes time only"
     )

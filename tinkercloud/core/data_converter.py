@@ -16,8 +16,11 @@ from tinker_gmi.types import Datum as JsonDatum
 from tinker_gmi.types import EncodedTextChunk, ModelInput
 from tinker_gmi.types import SampleRequest as JsonSampleRequest
 from tinker_gmi.types import SamplingParams as JsonSamplingParams
+from tinkercloud.core.provenance import check_advantages, check_spans, sampled_rows
 from tinkercloud.core.types import (
     Datum,
+    ProvenanceSpan,
+    RecordedSequence,
     SampleRequest,
     SamplingParams,
     ServedModel,
@@ -43,6 +46,12 @@ class WireDatum(Protocol):
 
     @property
     def inputs(self) -> Mapping[str, NDArray[Any]]: ...
+
+    @property
+    def model_input_spans(self) -> Sequence[ProvenanceSpan]: ...
+
+    @property
+    def loss_fn_input_spans(self) -> Sequence[ProvenanceSpan]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +79,8 @@ class _NotText:
 class _PlainDatum:
     chunks: Sequence[object]
     inputs: Mapping[str, NDArray[Any]]
+    model_input_spans: Sequence[ProvenanceSpan] = ()  # the JSON form has none
+    loss_fn_input_spans: Sequence[ProvenanceSpan] = ()
 
 
 def raw_datum(datum: JsonDatum) -> WireDatum:
@@ -98,7 +109,10 @@ class DataConverter:
     def __init__(self, served: ServedModel):
         self._served = served
 
-    def train_batch(self, raw: RawBatch) -> TrainBatch:
+    def train_batch(
+        self, raw: RawBatch, records: Mapping[str, RecordedSequence] | None = None
+    ) -> TrainBatch:
+        """records: of all sequences that the spans name, where the loss needs provenance."""
         spec = LOSSES.get(raw.loss_fn)
         if spec is None:
             losses = ", ".join(LOSSES)
@@ -110,6 +124,11 @@ class DataConverter:
             self._datum(f"datum {index}", datum, raw.loss_fn, spec)
             for index, datum in enumerate(raw.data)
         )
+        if spec.needs_provenance:
+            data = tuple(
+                _with_record(f"datum {index}", datum, converted, records or {})
+                for index, (datum, converted) in enumerate(zip(raw.data, data, strict=True))
+            )
         return TrainBatch(data, raw.loss_fn, config, raw.forward_only)
 
     def _datum(self, where: str, datum: WireDatum, loss_fn: str, spec: LossSpec) -> Datum:
@@ -119,10 +138,11 @@ class DataConverter:
                 f"{where} has {len(tokens)} tokens; {self._served.name} takes at most "
                 f"{self._served.max_context_length}"
             )
+        check_spans(where, datum, len(tokens))
         _check_names(where, datum.inputs, loss_fn, spec)
         targets = self._targets(where, datum.inputs["target_tokens"], len(tokens), spec)
         inputs: dict[str, NDArray[Any]] = {"target_tokens": targets}
-        for name in spec.inputs:
+        for name in spec.sent_inputs:
             if name in datum.inputs:
                 inputs[name] = _located_floats(where, name, datum, targets.shape)
             else:
@@ -240,6 +260,17 @@ class DataConverter:
         return targets.astype(np.int64)
 
 
+def _with_record(
+    where: str, sent: WireDatum, datum: Datum, records: Mapping[str, RecordedSequence]
+) -> Datum:
+    """With the sampler's log-probabilities as they were recorded, whatever the client sent."""
+    arrays = datum.tokens, datum.inputs["target_tokens"]
+    rows = sampled_rows(where, sent, arrays, records)
+    check_advantages(where, datum.inputs["advantages"], rows.mask)
+    recorded = {"logprobs": rows.logprobs, "sampled_mask": rows.mask}
+    return Datum(datum.tokens, {**datum.inputs, **recorded})
+
+
 def _loss_config(raw: RawBatch, spec: LossSpec) -> dict[str, float]:
     config = dict(spec.defaults)
     for name, value in raw.loss_fn_config.items():
@@ -251,6 +282,10 @@ def _loss_config(raw: RawBatch, spec: LossSpec) -> dict[str, float]:
         if isinstance(value, str) or not math.isfinite(value):
             raise InvalidRequest(f"loss_fn_config {name!r} must be a finite number, not {value!r}")
         config[name] = float(value)
+    if spec.needs_provenance and config["clip_high_threshold"] <= 0:
+        raise InvalidRequest("loss_fn_config 'clip_high_threshold' must be above 0")
+    if config.get("kl_coeff", 0.0) < 0:
+        raise InvalidRequest("loss_fn_config 'kl_coeff' must be at least 0")
     if config.get("clip_low_threshold", 0.0) > config.get("clip_high_threshold", math.inf):
         raise InvalidRequest("clip_low_threshold is above clip_high_threshold")
     return config
@@ -259,8 +294,9 @@ def _loss_config(raw: RawBatch, spec: LossSpec) -> dict[str, float]:
 def _check_names(
     where: str, inputs: Mapping[str, NDArray[Any]], loss_fn: str, spec: LossSpec
 ) -> None:
-    required = ["target_tokens", *(name for name in spec.inputs if name not in spec.absent)]
-    optional = [*spec.absent, *([SCALE] if "advantages" in spec.inputs else [])]
+    required = ["target_tokens", *(n for n in spec.sent_inputs if n not in spec.absent)]
+    scale = [SCALE] if "advantages" in spec.inputs else []
+    optional = [*spec.absent, *scale, *spec.ignored_inputs]
     missing = [name for name in required if name not in inputs]
     unknown = sorted(set(inputs) - {*required, *optional})
     if missing or unknown:
@@ -288,8 +324,6 @@ def _floats(where: str, values: NDArray[Any], shape: tuple[int, ...]) -> NDArray
 def _check_unsupported(body: JsonSampleRequest) -> None:
     if body.prompt_alt_tokens_k:
         raise InvalidRequest("prompt_alt_tokens_k is not supported by this server")
-    if body.record_stability_info:
-        raise InvalidRequest("record_stability_info is not supported by this server")
     if not 1 <= body.num_samples <= MAX_SAMPLES:
         raise InvalidRequest(f"num_samples is {body.num_samples}; it must lie in 1..{MAX_SAMPLES}")
 

@@ -216,6 +216,10 @@ class TaskManager:
         if running is not None:
             running.subject = subject
 
+    def running_request_id(self) -> str:
+        """Called by work: the request that it is for."""
+        return _running.get().request_id
+
     def subject_of(self, request_id: str) -> str | None:
         """The model or version that a pending request is for; None where it is not known."""
         pending = self._pending.get(request_id)

@@ -58,6 +58,28 @@ class Datum:
 
 
 @dataclass(frozen=True, slots=True)
+class ProvenanceSpan:
+    """A run of a datum's positions and what it reproduces: tokens [offset, offset + length) of the
+    prompt, or of the sampled tokens, of the sequence that a sample named (wire specification,
+    section 7.8)."""
+
+    kind: Literal["prompt", "sampled"]
+    sequence_id: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedSequence:
+    """What is kept of one sampled sequence. prompt int32 (P,). tokens int32 (S,) and logprobs
+    float32 (S,): as in SampledSequence."""
+
+    prompt: NDArray[np.int32]
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
 class TrainBatch:
     """Checked input of forward_backward; loss_fn is a key of `LOSSES`, its config complete."""
 

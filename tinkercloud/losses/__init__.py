@@ -24,13 +24,26 @@ class LossSpec:
     """target: "module:function". inputs: float32 inputs besides target_tokens, shaped like
     target_tokens. defaults: the loss_fn_config keys that are known, with their values.
     multi_target: whether target_tokens may be (N, K). absent: the inputs that a datum may leave
-    out, with the value that every token then has."""
+    out, with the value that every token then has. recorded_inputs: those of inputs that come from
+    the record of the samples that the datum's provenance names, not from the client.
+    ignored_inputs: what clients may send and nobody reads."""
 
     target: str
     inputs: tuple[str, ...]
     defaults: Mapping[str, float] = field(default_factory=dict)
     multi_target: bool = False
     absent: Mapping[str, float] = field(default_factory=dict[str, float])
+    recorded_inputs: tuple[str, ...] = ()
+    ignored_inputs: tuple[str, ...] = ()
+
+    @property
+    def sent_inputs(self) -> tuple[str, ...]:
+        """What the client must send besides target_tokens."""
+        return tuple(name for name in self.inputs if name not in self.recorded_inputs)
+
+    @property
+    def needs_provenance(self) -> bool:
+        return bool(self.recorded_inputs)
 
 
 _RL = ("logprobs", "advantages")
@@ -59,7 +72,21 @@ LOSSES: dict[str, LossSpec] = {
         (*_RL, "sequence_ratio_mask"),
         {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
     ),
+    "stable_reinforce": LossSpec(
+        "tinkercloud.losses.stable_reinforce:loss",
+        (*_RL, "sampled_mask"),
+        {"clip_high_threshold": 2.0, "kl_coeff": 0.0},
+        recorded_inputs=("logprobs", "sampled_mask"),
+        ignored_inputs=("logprobs",),
+    ),
 }
+
+
+def trained_input(name: str, config: Mapping[str, float]) -> str:
+    """The input of a loss that is not 0 exactly at the elements that have a gradient."""
+    if name == "cross_entropy":
+        return "weights"
+    return "sampled_mask" if config.get("kl_coeff") else "advantages"
 
 
 def load_loss(name: str) -> "Loss":

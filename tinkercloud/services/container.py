@@ -21,6 +21,7 @@ from tinkercloud.services.model_names import ModelNames
 from tinkercloud.services.model_service import ModelService
 from tinkercloud.services.request_slots import RequestSlots
 from tinkercloud.services.rest_service import RestService
+from tinkercloud.services.sample_record_service import SampleRecordService
 from tinkercloud.services.sampling_service import SamplingService
 from tinkercloud.services.session_search import SessionSearch
 from tinkercloud.services.session_service import SessionService
@@ -32,6 +33,7 @@ from tinkercloud.storage.futures import FuturesStorage
 from tinkercloud.storage.keys import KeyStore
 from tinkercloud.storage.metadata import MetadataStorage
 from tinkercloud.storage.publications import PublicationStorage
+from tinkercloud.storage.sample_records import SampleRecordStorage
 from tinkercloud.storage.session_storage import SessionStorage
 
 logger = logging.getLogger(__name__)
@@ -56,6 +58,7 @@ class Services:
     checkpoints: CheckpointService
     copies: CopyService
     downloads: DownloadService
+    sample_records: SampleRecordService
     sampling: SamplingService
     training: TrainingService
     rest: RestService
@@ -77,10 +80,11 @@ class Services:
         await self.sampling.close()
 
     async def _sweep_forever(self) -> None:
-        ttl_s = self.config.result_ttl_s
+        ttl_s = min(self.config.result_ttl_s, self.config.record_ttl_s)
         while True:
-            await self.futures.expire(ttl_s)
+            await self.futures.expire(self.config.result_ttl_s)
             await self.checkpoints.remove_expired()
+            await self.sample_records.expire()
             await asyncio.sleep(min(max(ttl_s / 4, SHORTEST_SWEEP_S), LONGEST_SWEEP_S))
 
 
@@ -108,7 +112,12 @@ def build_services(
     checkpoints = CheckpointService(
         backend, CheckpointStores(metadata, publications, stores.keys), config.data_dir
     )
-    dependencies = Dependencies(backend, catalog, metadata, tasks, sessions, checkpoints)
+    sample_records = SampleRecordService(
+        SampleRecordStorage(database), sessions, config.record_bytes, config.record_ttl_s
+    )
+    dependencies = Dependencies(
+        backend, catalog, metadata, tasks, sessions, checkpoints, sample_records
+    )
     sampling = SamplingService(dependencies)
     models = ModelService(dependencies)
     names = ModelNames(catalog, checkpoints, sampling)
@@ -129,6 +138,7 @@ def build_services(
         downloads=DownloadService(
             checkpoints, catalog, stores.keys.secret("signed links"), config.data_dir
         ),
+        sample_records=sample_records,
         sampling=sampling,
         training=TrainingService(dependencies, models, sampling),
         rest=RestService(metadata, checkpoints, publications),

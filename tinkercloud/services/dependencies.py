@@ -6,6 +6,7 @@ from tinkercloud.backends.base import Backend
 from tinkercloud.core.task_manager import TaskManager
 from tinkercloud.services.catalog import Catalog
 from tinkercloud.services.checkpoint_service import CheckpointService
+from tinkercloud.services.sample_record_service import SampleRecordService
 from tinkercloud.services.session_service import SessionService
 from tinkercloud.storage.metadata import MetadataStorage
 
@@ -18,3 +19,4 @@ class Dependencies:
     tasks: TaskManager
     sessions: SessionService
     checkpoints: CheckpointService
+    sample_records: SampleRecordService

@@ -27,6 +27,7 @@ from tinkercloud.services.numbers import checked, sample_key
 from tinkercloud.services.version_store import VersionStore
 from tinkercloud.storage.futures import Outcome, Ticket, completed_protobuf
 from tinkercloud.storage.metadata import Model, Sampler, SamplerKind
+from tinkercloud.storage.sample_records import SampleOwner, sequence_id
 from tinkercloud.wire.codec import encode_sample_output
 
 INLINE_TOKENS = 4096  # longer prompts are checked off the event loop
@@ -48,6 +49,7 @@ class SamplingService:
         self._tasks = dependencies.tasks
         self._sessions = dependencies.sessions
         self._checkpoints = dependencies.checkpoints
+        self._records = dependencies.sample_records
         self._versions = VersionStore(self._backend)
         self._samplers: dict[tuple[str, str], Sampler] = {}
         self._foreign: set[str] = set()  # samplers of other users' checkpoints
@@ -179,12 +181,16 @@ class SamplingService:
             # for ever (wire specification, section 5); a failed future ends the sample.
             request = await self.checked(sampler, body)
             drawn = await self._sample(sampler, request)
+            if body.record_stability_info:  # before anybody can train on it
+                owner = SampleOwner(user, sampler.session_id, sampler.sampler_id)
+                request_id = self._tasks.running_request_id()
+                await self._records.add(request_id, owner, request, drawn.output)
             return completed_protobuf(encode_sample_output(drawn.output))
 
         ticket = Ticket(user, SAMPLING_KIND, key, seq_id=body.seq_id, sampler_id=sampler.sampler_id)
         request_id = await self._tasks.submit(ticket, work)
         # as many as samples, or the client asserts (wire specification, section 4.1)
-        ids = [f"{request_id}:{index}" for index in range(body.num_samples)]
+        ids = [sequence_id(request_id, index) for index in range(body.num_samples)]
         return UntypedAPIFuture(request_id=request_id, sample_sequence_ids=ids)
 
     async def _sampler_of(self, user: str, body: SampleRequest) -> Sampler:

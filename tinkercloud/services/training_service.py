@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,8 +16,10 @@ from tinker_gmi.types import (
     SaveWeightsRequest,
     UntypedAPIFuture,
 )
-from tinkercloud.core.types import AdamParams, TrainBatch
+from tinkercloud.core.provenance import sequence_ids
+from tinkercloud.core.types import AdamParams, RecordedSequence, TrainBatch
 from tinkercloud.errors import InvalidRequest, ModelNotFound, UserError
+from tinkercloud.losses import LOSSES
 from tinkercloud.services import age_encryption
 from tinkercloud.services.bodies import TrainingCall
 from tinkercloud.services.checkpoint_writer import SaveOptions
@@ -38,6 +41,7 @@ class TrainingService:
         self._catalog = dependencies.catalog
         self._tasks = dependencies.tasks
         self._checkpoints = dependencies.checkpoints
+        self._records = dependencies.sample_records
         self._models = models
         self._sampling = sampling
 
@@ -79,9 +83,12 @@ class TrainingService:
         if call.fault is not None:
             raise InvalidRequest(call.fault)
         converter = self._catalog.converter(model.base_model)
+        records: Mapping[str, RecordedSequence] = {}
+        if raw.loss_fn in LOSSES and LOSSES[raw.loss_fn].needs_provenance:
+            records = await self._records.of(model, sequence_ids(raw.data))
         if raw.num_bytes <= INLINE_BYTES:
-            return converter.train_batch(raw)
-        return await asyncio.to_thread(converter.train_batch, raw)
+            return converter.train_batch(raw, records)
+        return await asyncio.to_thread(converter.train_batch, raw, records)
 
     async def optim_step(self, user: str, body: OptimStepRequest) -> UntypedAPIFuture:
         model = await self._models.require(user, body.model_id)

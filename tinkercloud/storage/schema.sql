@@ -105,3 +105,33 @@ CREATE TABLE IF NOT EXISTS sampler_clients (
     user         TEXT NOT NULL,
     num_joined   INTEGER NOT NULL         -- clients apart from the first; numbers are never reused
 );
+
+-- What samples with record_stability_info leave for training on them. Its sequences go with a sample.
+CREATE TABLE IF NOT EXISTS recorded_samples (
+    request_id   TEXT PRIMARY KEY,
+    user         TEXT NOT NULL,
+    session_id   TEXT NOT NULL,           -- the only one that may train on it
+    sampler_id   TEXT NOT NULL,           -- whose weights drew the tokens
+    temperature  REAL NOT NULL,
+    top_k        INTEGER NOT NULL,
+    top_p        REAL NOT NULL,
+    prompt       BLOB NOT NULL,           -- int32, little-endian
+    num_bytes    INTEGER NOT NULL,        -- of the prompt and all sequences
+    created_at   REAL NOT NULL,
+    used_at      REAL NOT NULL
+);
+CREATE INDEX IF NOT EXISTS recorded_samples_by_user ON recorded_samples (user, used_at);
+CREATE INDEX IF NOT EXISTS recorded_samples_by_session ON recorded_samples (session_id);
+CREATE INDEX IF NOT EXISTS recorded_samples_by_use ON recorded_samples (used_at);
+
+CREATE TABLE IF NOT EXISTS recorded_sequences (
+    sequence_id  TEXT PRIMARY KEY,        -- "{request_id}:{index}"
+    request_id   TEXT NOT NULL,
+    tokens       BLOB NOT NULL,           -- int32, little-endian, the stop token included
+    logprobs     BLOB NOT NULL            -- float32 of each: under the distribution it was drawn from
+);
+CREATE INDEX IF NOT EXISTS recorded_sequences_by_request ON recorded_sequences (request_id);
+
+CREATE TRIGGER IF NOT EXISTS recorded_sequences_follow AFTER DELETE ON recorded_samples BEGIN
+    DELETE FROM recorded_sequences WHERE request_id = OLD.request_id;
+END;

@@ -12,7 +12,13 @@ import numpy as np
 from google.protobuf.message import DecodeError, Message
 from numpy.typing import NDArray
 
-from tinkercloud.core.types import SampledSequence, SampleOutput, Topk, TrainOutput
+from tinkercloud.core.types import (
+    ProvenanceSpan,
+    SampledSequence,
+    SampleOutput,
+    Topk,
+    TrainOutput,
+)
 from tinkercloud.wire import tinker_pb2 as pb
 from tinkercloud.wire.arrays import (
     WireError,
@@ -27,6 +33,7 @@ from tinkercloud.wire.arrays import (
     tensor_from_message,
     write_tensor,
 )
+from tinkercloud.wire.spans import decode_spans, num_spans, write_spans
 
 __all__ = [
     "MAX_DATUMS",
@@ -69,10 +76,14 @@ class UnsupportedChunk:
 
 @dataclass(frozen=True, slots=True)
 class WireDatum:
-    """chunks: int32 token arrays in order. inputs: dense float32 or int64, any shape."""
+    """chunks: int32 token arrays in order. inputs: dense float32 or int64, any shape. The spans
+    say where the tokens of the model input, and of target_tokens, were sampled; nothing is checked
+    of them yet."""
 
     chunks: tuple[NDArray[np.int32] | UnsupportedChunk, ...]
     inputs: Mapping[str, NDArray[Any]]
+    model_input_spans: tuple[ProvenanceSpan, ...] = ()
+    loss_fn_input_spans: tuple[ProvenanceSpan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,9 +221,9 @@ def check_growth(sparse_elements: Iterable[int], body_bytes: int) -> None:
 def _check_size(data: Any, body_bytes: int) -> None:
     if len(data) > MAX_DATUMS:
         raise WireError(f"{len(data)} datums in one request; at most {MAX_DATUMS} are allowed")
-    parts = sum(len(datum.model_input) + len(datum.loss_fn_inputs) for datum in data)
+    parts = sum(len(d.model_input) + len(d.loss_fn_inputs) + num_spans(d) for d in data)
     if parts > MAX_PARTS:
-        raise WireError(f"{parts} chunks and tensors in one request; at most {MAX_PARTS}")
+        raise WireError(f"{parts} chunks, tensors and spans in one request; at most {MAX_PARTS}")
     sparse_elements = (
         _located(index, name, num_elements, tuple(tensor.shape))
         for index, datum in enumerate(data)
@@ -236,6 +247,12 @@ def _decode_datum(index: int, message: "pb.Datum") -> WireDatum:
             name: _located(index, name, tensor_from_message, tensor)
             for name, tensor in message.loss_fn_inputs.items()
         },
+        model_input_spans=_located(
+            index, "model_input_spans", decode_spans, message.model_input_spans
+        ),
+        loss_fn_input_spans=_located(
+            index, "loss_fn_input_spans", decode_spans, message.loss_fn_input_spans
+        ),
     )
 
 
@@ -265,6 +282,8 @@ def _write_datum(message: "pb.Datum", datum: WireDatum) -> None:
         message.model_input.add().encoded_text.tokens = _bytes(chunk, _INT32)
     for name, array in datum.inputs.items():
         write_tensor(message.loss_fn_inputs[name], np.asarray(array))
+    write_spans(message.model_input_spans, datum.model_input_spans)
+    write_spans(message.loss_fn_input_spans, datum.loss_fn_input_spans)
 
 
 def _equal_runs(outputs: Iterable[Mapping[str, NDArray[Any]]]) -> list[list[Mapping[str, NDArray]]]:

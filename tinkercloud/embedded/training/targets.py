@@ -19,7 +19,7 @@ from tinkercloud.core.types import Datum, TrainBatch
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.training.layout import Layout
 from tinkercloud.errors import UserError
-from tinkercloud.losses import LOSSES, load_loss
+from tinkercloud.losses import LOSSES, load_loss, trained_input
 
 PER_SEQUENCE = ("gspo",)
 """Losses over a whole datum: their gradient is known only when all its pairs are scored."""
@@ -146,11 +146,14 @@ class _Flat:
 
 
 def _flatten(
-    data: Sequence[Datum], loss: str, rows_of: Sequence[NDArray[np.int64]], span: tuple[int, int]
+    batch: TrainBatch,
+    data: Sequence[Datum],
+    rows_of: Sequence[NDArray[np.int64]],
+    span: tuple[int, int],
 ) -> _Flat:
-    """rows_of: of each datum. span: the share's rows in the pass."""
-    names = LOSSES[loss].inputs
-    deciding = "weights" if "weights" in names else "advantages"
+    """data: of the batch, those of the pass. rows_of: of each. span: the share's rows."""
+    names = LOSSES[batch.loss_fn].inputs
+    deciding = trained_input(batch.loss_fn, batch.loss_fn_config)
     rows = []
     for datum, datum_rows in zip(data, rows_of, strict=True):
         targets = datum.inputs["target_tokens"]
@@ -174,7 +177,7 @@ def arrange(
     flats = []
     for i, (batch, indices) in enumerate(shares):
         data = [batch.data[index] for index in indices]
-        flats.append(_flatten(data, batch.loss_fn, layout.rows[i], layout.span(i)))
+        flats.append(_flatten(batch, data, layout.rows[i], layout.span(i)))
     idle = np.concatenate([~flat.active for flat in flats])
     # Stable: active and idle rows each keep the packing's order, and so the shares'.
     rows = np.argsort(idle, kind="stable")
