@@ -67,6 +67,8 @@ def _datum(loss: str, length: int, rng: Any, targets: int | None) -> Datum:
         inputs["advantages"][: length // 3] = 0
     if loss == "gspo":
         inputs["sequence_ratio_mask"] = (rng.random(length) > 0.3).astype(np.float32)
+    if loss == "stable_reinforce":
+        inputs["sampled_mask"] = (np.arange(length) >= length // 4).astype(np.float32)
     return Datum(tokens, inputs)
 
 

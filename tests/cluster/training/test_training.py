@@ -5,6 +5,7 @@ their results.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +57,18 @@ def batches() -> list[TrainBatch]:
         data_for("cross_entropy", [7, 4, 6], 5, targets=3),
         data_for("dro", [3, 21, 8], 6),
         data_for("gspo", [9, 2, 33, 20, 16], 7),
+        with_kl(data_for("stable_reinforce", [6, 1, 31, 12], 8)),
     ]
+
+
+def with_kl(batch: TrainBatch) -> TrainBatch:
+    return replace(batch, loss_fn_config={**batch.loss_fn_config, "kl_coeff": 0.1})
 
 
 def steps_of(name: str) -> list[Op]:
     """Three steps, with one call and with several, and then a gradient to be looked at."""
-    one, two, three, four, five, six, seven = (("fb", name, batch) for batch in batches())
-    tail: list[Op] = [five, six, seven, ("step", name, SHOW_GRADIENT)]
+    one, two, three, four, five, six, seven, eight = (("fb", name, batch) for batch in batches())
+    tail: list[Op] = [five, six, seven, eight, ("step", name, SHOW_GRADIENT)]
     return [one, ("step", name, STEP), two, three, ("step", name, DECAY), four, five,
             ("step", name, CLIP), *tail]  # fmt: skip
 

@@ -204,6 +204,20 @@ def test_chunks_smaller_than_a_datum_equal_autograd(
         assert_equal_to_reference(lora(llama), batch(loss))
 
 
+def test_a_kl_term_trains_sampled_tokens_without_an_advantage(llama: BaseModel) -> None:
+    plain = batch("stable_reinforce")
+    for each in plain.data:
+        each.inputs["advantages"][: len(each.tokens) // 2] = 0
+        each.inputs["sampled_mask"][:] = np.arange(len(each.tokens)) >= len(each.tokens) // 3
+    work = replace(plain, loss_fn_config={**plain.loss_fn_config, "kl_coeff": 0.2})
+    assert_equal_to_reference(lora(llama), work)
+    norms = [
+        sum(float(grad.square().sum()) for grad in done.model.grads.values())
+        for done in (ran(run_pass, llama, share(lora(llama), each)) for each in (plain, work))
+    ]
+    assert norms[0] != norms[1]
+
+
 @pytest.mark.parametrize(
     "flags",
     [
