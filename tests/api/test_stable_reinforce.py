@@ -95,6 +95,18 @@ async def test_the_recorded_logprobs_count_and_not_those_that_are_sent(api: Api)
     assert other.metrics["loss:sum"] == plain.metrics["loss:sum"]
 
 
+async def test_weights_scale_the_advantages(api: Api) -> None:
+    scene = await Scene.begin(api)
+    [datum, *_] = scene.data()
+    length = len(datum.chunks[0])
+    for seq_id, weight in enumerate((1.0, 0.5, 0.0), 1):
+        weights = np.full(length, weight, np.float32)
+        scaled = replace(datum, inputs={**datum.inputs, "weights": weights})
+        output = await api.result(await scene.train(seq_id, [scaled], forward_only=True))
+        num_tokens = len(next(iter(scene.sampled.values())).tokens)
+        assert output.metrics["loss:sum"] == pytest.approx(-weight * num_tokens, rel=1e-5)
+
+
 async def test_training_with_the_loss_raises_what_had_an_advantage(api: Api) -> None:
     scene = await Scene.begin(api)
     before = await api.result(await scene.train(1, scene.data(), forward_only=True))
