@@ -21,6 +21,8 @@ SLICE_S ?= 1200
 # SGLang has an environment of its own: its pins are not ours.
 SGLANG := .venv-sglang
 SGLANG_PINS := tests/cluster/requirements-sglang.txt
+# Each tested version of the official SDK has one too: that SDK, and everything else from .venv.
+SDKS := $(patsubst %,.venv-sdk-%/installed,$(shell cat tests/sdks/versions.txt))
 
 # Weights, keys and checkpoints of this checkout stay in this checkout.
 export TINKERCLOUD_DATA_DIR := $(CURDIR)/.tinkercloud
@@ -29,7 +31,7 @@ export HF_HUB_OFFLINE := 1
 # Threads that wait sleep: tests run a server and a client on the same cores.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: help install lint format test test-cluster test-all test-slice demo serve bench proto clean
+.PHONY: help install lint format sdks test test-cluster test-all test-slice demo serve bench proto clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -60,6 +62,16 @@ $(SGLANG)/installed: $(SGLANG_PINS)
 	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
 	@touch $@
 
+.venv-sdk-%/installed: $(INSTALLED)
+	$(BIN)/python -m venv --without-pip .venv-sdk-$*
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$(.venv-sdk-$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
+	$(BIN)/python -m pip --python .venv-sdk-$*/bin/python install --quiet \
+		--disable-pip-version-check --no-deps --ignore-installed tinker==$*
+	@touch $@
+
+sdks: $(SDKS) ## an environment for each tested version of the official SDK
+
 test: install lint ## lint and every test but the slow ones and the cluster's
 	$(SUITE) fast
 
@@ -67,11 +79,11 @@ test-cluster: install $(SGLANG)/installed ## the cluster backend on its real eng
 	$(SUITE) cluster
 	TINKERCLOUD_TEST_BACKEND=cluster $(PYTEST) tests/e2e/test_first_light.py -k 'not ours'
 
-test-all: install lint $(SGLANG)/installed ## lint and every test
+test-all: install lint $(SGLANG)/installed $(SDKS) ## lint and every test
 	$(SUITE) all
 	TINKERCLOUD_TEST_BACKEND=cluster $(PYTEST) tests/e2e/test_first_light.py
 
-test-slice: install $(SGLANG)/installed ## as many slow tests as fit into SLICE_S seconds, other ones for each commit
+test-slice: install $(SGLANG)/installed $(SDKS) ## as many slow tests as fit into SLICE_S seconds, other ones for each commit
 	$(SUITE) slow --seconds $(SLICE_S)
 
 demo: install ## SFT and RL on a real model, live, under ten minutes
@@ -97,5 +109,5 @@ proto: ## regenerate the protobuf module
 		--python_out=tinkercloud/wire --pyi_out=tinkercloud/wire tinkercloud/wire/tinker.proto
 
 clean: ## remove the environment, caches and data of this checkout
-	rm -rf .venv $(SGLANG) .tinkercloud .pytest_cache .ruff_cache build dist *.egg-info
+	rm -rf .venv $(SGLANG) .venv-sdk-* .tinkercloud .pytest_cache .ruff_cache build dist *.egg-info
 	find tinkercloud tinker_gmi tests cookbook benchmarks -name __pycache__ -prune -exec rm -rf {} +
