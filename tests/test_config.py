@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud.config import Config, ModelSource, load_config, parse_model, settings
+from tinkercloud.config import (
+    Config,
+    ModelAlias,
+    ModelSource,
+    load_config,
+    parse_model,
+    settings,
+)
 from tinkercloud.errors import ConfigError
 
 
@@ -52,6 +59,7 @@ def test_every_setting_can_be_given_by_its_variable(setting):
         "port": "1234",
         "data_dir": "/some/where",
         "models": "a/b=/models/b",
+        "aliases": "c/d=a/b",
         "dtype": "bfloat16",
         "backend": "fake",
         "auth": "no",
@@ -134,6 +142,30 @@ class TestModels:
 
     def test_a_name_given_twice_is_refused(self):
         assert "given twice" in refusal(flags={"models": ["a=/x", "a=/y"]})
+
+
+class TestAliases:
+    @pytest.mark.parametrize(
+        ("flags", "environ"),
+        [
+            ({"aliases": ["a/b=x/y", " c/d = z "]}, {}),
+            ({}, {"TINKERCLOUD_ALIAS": "a/b=x/y,c/d=z"}),
+        ],
+    )
+    def test_they_are_pairs_of_names(self, flags, environ):
+        both = (ModelAlias("a/b", "x/y"), ModelAlias("c/d", "z"))
+        assert load_config(flags, environ).aliases == both
+
+    def test_they_are_a_mapping_in_the_file(self, write_yaml):
+        path = write_yaml("aliases:\n  a/b: x/y\n")
+        assert load_config({}, {}, path).aliases == (ModelAlias("a/b", "x/y"),)
+
+    @pytest.mark.parametrize("text", ["a/b", "=x", "a/b="])
+    def test_half_a_pair_is_refused(self, text):
+        assert "NAME=SERVED" in refusal(flags={"aliases": [text]})
+
+    def test_a_name_stands_for_one_model(self):
+        assert "given twice" in refusal(flags={"aliases": ["a=x", "a=y"]})
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,9 @@ def create_app(
         database = await Database.open(config.data_dir)
         keys = authenticator.keys = KeyStore(config.data_dir)
         try:
-            catalog = Catalog(await chosen.start())
+            served = await chosen.start()
             try:
+                catalog = Catalog(served, config.aliases)
                 stores = Stores(database, keys)
                 services = build_services(config, client_config or {}, chosen, catalog, stores)
                 await services.start()

@@ -90,7 +90,8 @@ class BaseModelNotServed(NotFound):
     def __init__(self, name: str, served: tuple[str, ...]):
         super().__init__(
             f"base model {name!r} is not served here; served: {', '.join(served) or 'none'}. "
-            f"Start the server with --model {name}=PATH to add it"
+            f"Start the server with --model {name}=PATH to add it, or with --alias {name}=SERVED "
+            "to reach a served one by this name"
         )
 
 

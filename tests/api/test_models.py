@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.api.harness import Api, serving
@@ -32,6 +33,33 @@ async def test_the_tokenizer_id_is_the_folder_where_there_is_one(tmp_path: Path)
         model_id = await api.model(base_model="org/name")
         info = await api.ok("get_info", model_id=model_id)
     assert info["model_data"]["tokenizer_id"] == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("address", "headers", "tokenizer"),
+    [
+        ("127.0.0.1", {}, "folder"),
+        ("::1", {}, "folder"),
+        ("10.0.0.5", {}, "org/name"),
+        ("testclient", {}, "org/name"),
+        ("127.0.0.1", {"X-Forwarded-For": "10.0.0.5"}, "org/name"),
+    ],
+)
+async def test_a_client_elsewhere_gets_a_name_and_no_path(
+    tmp_path: Path, address: str, headers: dict[str, str], tokenizer: str
+) -> None:
+    source = ModelSource("org/name", tmp_path)
+    async with serving(tmp_path / "data", models=(source,)) as api:
+        model_id = await api.model(base_model="org/name")
+        transport = httpx.ASGITransport(app=api.app, client=(address, 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+            answered = await http.post(
+                "/api/v1/get_info",
+                json={"model_id": model_id},
+                headers={"X-API-Key": api.key, **headers},
+            )
+    expected = str(tmp_path) if tokenizer == "folder" else tokenizer
+    assert answered.json()["model_data"]["tokenizer_id"] == expected
 
 
 async def test_rank_zero_is_full_training(api: Api) -> None:

@@ -38,9 +38,7 @@ def settled(value: Any) -> Any:
 def datum(tokens: list[int], **inputs: list[float]) -> types.Datum:
     arrays: dict[str, Any] = {"target_tokens": np.array(tokens[1:])}
     arrays |= {name: np.array(values, np.float32) for name, values in inputs.items()}
-    return types.Datum(
-        model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=arrays
-    )
+    return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=arrays)
 
 
 WEIGHTED = [datum(tokens, weights=[0.0, 1.0, 0.5]) for tokens in SEQUENCES]
@@ -290,14 +288,14 @@ def outcome(feature: Callable[[], Any]) -> dict[str, Any]:
         return {"ok": True, "result": feature()}
     except CannotDo:
         return {"ok": True, "result": ABSENT}
-    except Exception:  # of any kind: it is the report
+    except Exception:  # noqa: BLE001 - whatever it is, it is the report
         return {"ok": False, "error": traceback.format_exc(limit=-3)}
 
 
 def main() -> None:
     scenario = Scenario(sys.argv[1])
     outcomes = {name: outcome(getattr(scenario, name)) for name in FEATURES}
-    print(json.dumps({"version": version("tinker"), "features": outcomes}))
+    sys.stdout.write(json.dumps({"version": version("tinker"), "features": outcomes}) + "\n")
 
 
 if __name__ == "__main__":

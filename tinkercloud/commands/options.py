@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from tinkercloud import fetch
-from tinkercloud.config import Config, ModelSource, Setting, load_config, settings
+from tinkercloud.config import (
+    REPEATABLE,
+    Config,
+    ModelSource,
+    Setting,
+    load_config,
+    settings,
+)
 from tinkercloud.errors import ConfigError
 
 Arguments = Mapping[str, Any]
@@ -58,9 +65,10 @@ def _add_setting(parser: argparse.ArgumentParser, setting: Setting) -> None:
             default=None,
             help=text,
         )
-    elif setting.name == "models":
+    elif setting.name in REPEATABLE:
+        metavar = setting.help.partition(" ")[0].rstrip(",")  # NAME=PATH, NAME=SERVED
         parser.add_argument(
-            setting.flag, dest=setting.name, action="append", metavar="NAME=PATH", help=text
+            setting.flag, dest=setting.name, action="append", metavar=metavar, help=text
         )
     else:
         metavar = setting.name.rpartition(".")[2].upper()

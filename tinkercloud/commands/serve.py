@@ -5,7 +5,9 @@ import asyncio
 import importlib.util
 import logging
 import shlex
+from collections.abc import Iterable
 from contextlib import closing
+from typing import TYPE_CHECKING
 
 from tinkercloud.commands.options import (
     EXTRAS,
@@ -18,6 +20,9 @@ from tinkercloud.commands.options import (
 )
 from tinkercloud.config import Config
 from tinkercloud.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tinkercloud.core.types import ServedModel
 
 ANY_KEY = "tml-local"  # the official client insists on a key even where the server does not
 
@@ -42,12 +47,14 @@ def run(arguments: Arguments) -> int:
         config = with_models(config)
         for model in config.models:
             say(f"serving {model.name} from {model.path}")
+        for alias in config.aliases:
+            say(f"serving {alias.served} as {alias.name} too")
         say(f"data in {config.data_dir}")
         from tinkercloud.app import create_app
 
         app = create_app(config)
         hooks = server.Hooks(
-            ready=lambda: _welcome(config, url),
+            ready=lambda: _welcome(config, url, app.state.services.catalog),
             stopping=lambda: app.state.services.tasks.close(),
         )
         server.run(app, config, listener, hooks)
@@ -67,8 +74,14 @@ def _check_extra(config: Config) -> None:
         )
 
 
-async def _welcome(config: Config, url: str) -> None:
+async def _welcome(config: Config, url: str, served: "Iterable[ServedModel]") -> None:
     """Only once the server serves: a first key that is shown above an error would be lost."""
+    from tinkercloud.services import tokenizer_hub
+
+    home = config.data_dir.absolute() / tokenizer_hub.FOLDER
+    if await asyncio.to_thread(tokenizer_hub.write_hub, home, served):
+        say("for clients without a model hub, the tokenizers of the served models:")
+        say(f"export HF_HOME={shlex.quote(str(home))}\nexport HF_HUB_OFFLINE=1")
     # In a thread: the server's own writer, on this loop, may hold the database.
     key = await asyncio.to_thread(_first_key, config) if config.auth else ANY_KEY
     if key is None:

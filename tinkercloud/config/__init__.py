@@ -12,9 +12,11 @@ from tinkercloud.config.sources import load_config, parse_model
 from tinkercloud.config.tree import (
     DEFAULT_MODEL_NAME,
     ENV_PREFIX,
+    REPEATABLE,
     ClusterConfig,
     Config,
     EngineConfig,
+    ModelAlias,
     ModelSource,
     Setting,
     settings,
@@ -23,9 +25,11 @@ from tinkercloud.config.tree import (
 __all__ = [
     "DEFAULT_MODEL_NAME",
     "ENV_PREFIX",
+    "REPEATABLE",
     "ClusterConfig",
     "Config",
     "EngineConfig",
+    "ModelAlias",
     "ModelSource",
     "Setting",
     "c_compiler",

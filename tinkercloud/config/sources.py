@@ -10,7 +10,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from tinkercloud.config.tree import ENV_PREFIX, Config, ModelSource, Setting, settings
+from tinkercloud.config.tree import (
+    ENV_PREFIX,
+    Config,
+    ModelAlias,
+    ModelSource,
+    Setting,
+    settings,
+)
 from tinkercloud.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -191,20 +198,41 @@ def _path(value: Any) -> Path:
     return value if isinstance(value, Path) else Path(_text(value)).expanduser().absolute()
 
 
-def _models(value: Any) -> tuple[ModelSource, ...]:
-    """A mapping (file), a list (flags, file) or separated text (environment)."""
+def parse_alias(text: str) -> ModelAlias:
+    """NAME=SERVED."""
+    name, equals, served = (part.strip() for part in text.strip().partition("="))
+    if not (equals and name and served):
+        raise ValueError(f"{text.strip()!r} is not NAME=SERVED")
+    return ModelAlias(name, served)
+
+
+def _pairs(value: Any) -> list[str]:
+    """A mapping (file), a list (flags, file) or separated text (environment) of NAME=VALUE."""
     if isinstance(value, dict):
-        value = [f"{name}={path}" for name, path in value.items()]
-    elif isinstance(value, str):
-        value = [part for part in re.split(r"[,\n]", value) if part.strip()]
-    elif not isinstance(value, list):
-        raise ValueError(f"{value!r} is not a mapping of names to paths")
-    models = tuple(parse_model(_text(part)) for part in value)
-    names = [model.name for model in models]
+        return [f"{name}={other}" for name, other in value.items()]
+    if isinstance(value, str):
+        return [part for part in re.split(r"[,\n]", value) if part.strip()]
+    if not isinstance(value, list):
+        raise ValueError(f"{value!r} is not a mapping of names")
+    return [_text(part) for part in value]
+
+
+def _models(value: Any) -> tuple[ModelSource, ...]:
+    models = tuple(parse_model(part) for part in _pairs(value))
+    _check_unique([model.name for model in models])
+    return models
+
+
+def _aliases(value: Any) -> tuple[ModelAlias, ...]:
+    aliases = tuple(parse_alias(part) for part in _pairs(value))
+    _check_unique([alias.name for alias in aliases])
+    return aliases
+
+
+def _check_unique(names: list[str]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"{name!r} is given twice")
-    return models
 
 
 _CONVERTERS: dict[Any, Callable[[Any], Any]] = {
@@ -214,4 +242,5 @@ _CONVERTERS: dict[Any, Callable[[Any], Any]] = {
     str: _text,
     Path: _path,
     tuple[ModelSource, ...]: _models,
+    tuple[ModelAlias, ...]: _aliases,
 }

@@ -3,7 +3,8 @@
 The command line's help, the tables of docs/operations.md and the checks are made of these lines.
 A setting has one name with dots (`engine.threads`); its flag is `--engine-threads`, its variable
 `TINKERCLOUD_ENGINE_THREADS`, its place in a file `engine: {threads: ...}`. `models` is `--model`
-(repeatable) and `TINKERCLOUD_MODEL` (NAME=PATH, separated by commas or lines).
+(repeatable) and `TINKERCLOUD_MODEL` (NAME=PATH, separated by commas or lines); `aliases` likewise,
+by `--alias` and `TINKERCLOUD_ALIAS`.
 """
 
 import dataclasses
@@ -61,6 +62,17 @@ class ModelSource:
 
     name: str
     path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class ModelAlias:
+    """A second name by which clients reach a served base model."""
+
+    name: str
+    served: str
+
+
+REPEATABLE = {"models": "--model", "aliases": "--alias"}  # settings of many values, by their flags
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +179,9 @@ class Config:
     models: tuple[ModelSource, ...] = _setting(
         (), "NAME=PATH of a Hugging Face folder or GGUF file; repeatable"
     )
+    aliases: tuple[ModelAlias, ...] = _setting(
+        (), "NAME=SERVED, a second name for a served model; repeatable"
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = _setting(
         "auto",
         "number type of the base weights: float32, bfloat16; auto: bfloat16 where it is native",
@@ -227,7 +242,7 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        return "--model" if self.name == "models" else "--" + re.sub(r"[._]", "-", self.name)
+        return REPEATABLE.get(self.name) or "--" + re.sub(r"[._]", "-", self.name)
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -243,6 +258,8 @@ class Setting:
         """The default as one writes it: `2GiB`, `~/.tinkercloud`, `auto` for None."""
         if self.name == "models":
             return DEFAULT_MODEL_NAME.rpartition("/")[2]
+        if self.name == "aliases":
+            return "none"
         if self.name.endswith("_bytes"):
             return _as_size(self.default)
         if isinstance(self.default, Path):

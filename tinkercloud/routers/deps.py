@@ -1,6 +1,7 @@
 """Dependencies of the handlers, and the form of their answers."""
 
 import asyncio
+import ipaddress
 import json
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
@@ -75,8 +76,19 @@ async def checkpoint_path(run_id: str, segment: str, name: str) -> str:
     return tinker_path(run_id, f"{segment}/{name}")
 
 
+async def on_this_machine(request: Request) -> bool:
+    """Whether the client can read this machine's files: not through a proxy, not from elsewhere."""
+    if request.client is None or "x-forwarded-for" in request.headers:
+        return False
+    try:
+        return ipaddress.ip_address(request.client.host).is_loopback
+    except ValueError:
+        return False
+
+
 ServicesDep = Annotated[Services, Depends(services)]
 UserDep = Annotated[str, Depends(user)]
 CheckpointPathDep = Annotated[str, Depends(checkpoint_path)]
+LocalDep = Annotated[bool, Depends(on_this_machine)]
 LimitDep = Annotated[int, Query(ge=0, le=MAX_LIMIT)]
 OffsetDep = Annotated[int, Query(ge=0, le=2**62)]

@@ -9,7 +9,7 @@ from tinker_gmi.types import (
     GetInfoRequest,
     LoadWeightsRequest,
 )
-from tinkercloud.routers.deps import JsonRoute, ServicesDep, UserDep, answer
+from tinkercloud.routers.deps import JsonRoute, LocalDep, ServicesDep, UserDep, answer
 
 router = APIRouter(prefix="/api/v1", route_class=JsonRoute)
 
@@ -25,8 +25,10 @@ async def load_weights(body: LoadWeightsRequest, user: UserDep, services: Servic
 
 
 @router.post("/get_info")
-async def get_info(body: GetInfoRequest, user: UserDep, services: ServicesDep) -> Response:
-    return answer(await services.models.get_info(user, body.model_id))
+async def get_info(
+    body: GetInfoRequest, user: UserDep, services: ServicesDep, local: LocalDep
+) -> Response:
+    return answer(await services.models.get_info(user, body.model_id, local=local))
 
 
 @router.post("/delete_model")

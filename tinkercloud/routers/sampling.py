@@ -14,7 +14,7 @@ from tinker_gmi.types import (
     SampleRequest,
 )
 from tinkercloud.errors import InvalidRequest
-from tinkercloud.routers.deps import JsonRoute, ServicesDep, UserDep, answer
+from tinkercloud.routers.deps import JsonRoute, LocalDep, ServicesDep, UserDep, answer
 from tinkercloud.services.bodies import fault_text
 
 router = APIRouter(prefix="/api/v1", route_class=JsonRoute)
@@ -54,8 +54,10 @@ async def join_sampling_session(
 
 
 @router.get("/samplers/{sampler_id}")
-async def get_sampler(sampler_id: str, user: UserDep, services: ServicesDep) -> Response:
-    return answer(await services.sampling.info(user, sampler_id))
+async def get_sampler(
+    sampler_id: str, user: UserDep, services: ServicesDep, local: LocalDep
+) -> Response:
+    return answer(await services.sampling.info(user, sampler_id, local=local))
 
 
 @router.post("/asample")

@@ -51,7 +51,8 @@ class ModelService:
         model = _with_metadata(model, body.user_metadata)
 
         async def work() -> Outcome:
-            await self._backend.create_model(model.model_id, base_model, lora_spec(lora))
+            name = self._catalog.backend_name(base_model)
+            await self._backend.create_model(model.model_id, name, lora_spec(lora))
             return completed_json({"model_id": model.model_id, "type": "create_model"})
 
         return await self._submit_creation("CreateModel", model, work)
@@ -99,8 +100,9 @@ class ModelService:
                 f"{checkpoint.tinker_path} has no optimizer state; load it without the optimizer"
             )
         directory = await self._checkpoints.verified(checkpoint)
+        name = self._catalog.backend_name(model.base_model)
         lora = await self._backend.load_model(
-            model.model_id, model.base_model, directory, with_optimizer=body.optimizer
+            model.model_id, name, directory, with_optimizer=body.optimizer
         )
         record = LoraRecord(
             lora.rank, lora.seed, lora.train_attn, lora.train_mlp, lora.train_unembed
@@ -161,10 +163,11 @@ class ModelService:
             self._touched[model_id] = now
             self._tasks.spawn(self._metadata.touch_model(model_id), f"touch {model_id}")
 
-    async def get_info(self, user: str, model_id: str) -> GetInfoResponse:
+    async def get_info(self, user: str, model_id: str, *, local: bool) -> GetInfoResponse:
+        """local: whether the client reads this machine's files."""
         model = await self.require(user, model_id)
         served = self._catalog.get(model.base_model)
-        tokenizer = self._catalog.tokenizer_id(served.name)
+        tokenizer = self._catalog.tokenizer_id(served.name, local=local)
         return GetInfoResponse(
             model_id=model_id,
             model_data=ModelData(

@@ -136,13 +136,13 @@ class SamplingService:
         await self._versions.put(_version_key(sampler), version)
         return sampler_id
 
-    async def info(self, user: str, sampler_id: str) -> GetSamplerResponse:
+    async def info(self, user: str, sampler_id: str, *, local: bool) -> GetSamplerResponse:
         sampler = await self.require(user, sampler_id)
         return GetSamplerResponse(
             sampler_id=sampler.sampler_id,
             base_model=sampler.base_model,
             model_path=sampler.model_path,
-            tokenizer_id=self._catalog.tokenizer_id(sampler.base_model),
+            tokenizer_id=self._catalog.tokenizer_id(sampler.base_model, local=local),
         )
 
     async def join(self, user: str, sampler_id: str) -> int:
@@ -263,12 +263,13 @@ class SamplingService:
 
     def _publisher(self, sampler: Sampler) -> Callable[[], Awaitable[str]]:
         async def publish() -> str:
+            name = self._catalog.backend_name(sampler.base_model)
             if sampler.kind == "base":
-                return await self._backend.publish(FromBase(sampler.base_model))
+                return await self._backend.publish(FromBase(name))
             if sampler.directory is None:
                 raise VersionLost(sampler.sampler_id)
             directory = await self._checkpoints.verified_directory(sampler.directory)
-            return await self._backend.publish(FromCheckpoint(sampler.base_model, directory))
+            return await self._backend.publish(FromCheckpoint(name, directory))
 
         return publish
 
