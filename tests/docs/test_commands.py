@@ -71,6 +71,9 @@ AS_RUN = {
     "$(tinkercloud keys list | head -1 | cut -d' ' -f1)",
     "tinkercloud serve --model Qwen/Qwen3-0.6B=/path/to/Qwen3-0.6B": "tinkercloud serve "
     "--backend embedded --speculate off --model Qwen/Qwen3-0.6B=$TINY",
+    "tinkercloud serve --model local/qwen=/path/to/Qwen3-0.6B "
+    "--alias Qwen/Qwen3-4B-Instruct-2507=local/qwen": "tinkercloud serve --backend embedded "
+    "--speculate off --model local/qwen=$TINY --alias Qwen/Qwen3-4B-Instruct-2507=local/qwen",
 }
 """Commands with a placeholder, filled in."""
 

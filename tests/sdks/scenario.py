@@ -276,7 +276,6 @@ FEATURES = (
     "listings",
     "publish",
     "expiry",
-    "download",
     "command_line",
     "delete",
     "unload",
