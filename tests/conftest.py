@@ -1,6 +1,7 @@
 """Fixtures that every folder of tests may use."""
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,14 @@ from tinkercloud.fetch import locate, packaged
 
 # Before any test module imports the SDK or transformers, which read these once.
 os.environ.update(serving.QUIET)
+
+
+def pytest_collection_finish() -> None:
+    """References are computed in this process; see `math_kernels` for what may go wrong."""
+    if "torch" in sys.modules:
+        from tinkercloud.decoding.math_kernels import resolve_math_kernels
+
+        resolve_math_kernels()
 
 
 @pytest.fixture(scope="session")

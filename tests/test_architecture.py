@@ -74,7 +74,7 @@ RULES = {
     "cluster.weights": "cluster.gpus cluster.rollout core core.types errors weights",
     "cluster.sglang": "cluster.rollout cluster.weights decoding",
     "cluster.training": "cluster.gpus cluster.lora cluster.rollout cluster.weights config core "
-    "core.types errors losses weights",
+    "core.types decoding errors losses weights",
     "cluster.pool": "cluster.gpus cluster.rollout cluster.training core core.types errors",
     "cluster": "backends.base cluster.gpus cluster.pool cluster.rollout cluster.training "
     "cluster.weights config core core.types errors",

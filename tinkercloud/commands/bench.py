@@ -11,7 +11,6 @@ from math import isnan, nan
 from typing import Any
 
 import numpy as np
-import torch
 from tokenizers import Tokenizer
 
 from tinkercloud.config import Config
@@ -21,6 +20,7 @@ from tinkercloud.embedded.model.device import (
     choose_device,
     choose_dtype,
     freeze_garbage_collector,
+    set_up_torch,
     usable_cores,
 )
 from tinkercloud.embedded.model.version import Version
@@ -164,7 +164,7 @@ def rows(config: Config, options: BenchOptions, say: Callable[[str], None]) -> l
     if options.tokens < 2 or options.at_once < 1:
         raise ConfigError("--tokens must be at least 2 and --at-once at least 1")
     threads = config.engine.threads or usable_cores()
-    torch.set_num_threads(threads)
+    set_up_torch(threads)
     cache_dir, drafts_dir = config.data_dir / "cache", config.data_dir / "drafts"
     drafting = speculate(
         DrafterSettings(config.speculate, config.speculate_trace, threads, cache_dir, drafts_dir)

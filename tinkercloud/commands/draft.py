@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from tinkercloud.commands.bench import open_target, percentages
 from tinkercloud.commands.draft_collect import CollectConfig, Target, collected, sample_texts
 from tinkercloud.commands.draft_train import (
@@ -20,7 +18,7 @@ from tinkercloud.config import Config
 from tinkercloud.embedded.draft_training.files import drafts_of, open_head
 from tinkercloud.embedded.draft_training.online_trainer import CASES
 from tinkercloud.embedded.drafting.head_drafter import HeadDrafter
-from tinkercloud.embedded.model.device import usable_cores
+from tinkercloud.embedded.model.device import set_up_torch, usable_cores
 from tinkercloud.errors import ConfigError
 from tinkercloud.speculative.learning.cases import CaseStore
 from tinkercloud.speculative.learning.draft_folder import ALIASES, DraftFolder
@@ -149,7 +147,7 @@ def _line(folder: DraftFolder, version: str) -> str:
 def _target(config: Config, prompts: Path | None) -> Target:
     """The model of the settings, ready to sample."""
     threads = config.engine.threads or usable_cores()
-    torch.set_num_threads(threads)
+    set_up_torch(threads)
     version, tokenizer = open_target(config)
     tokens = [ids for text in _prompts(prompts) if (ids := tokenizer.encode(text).ids)]
     return Target(version, tokens, threads)

@@ -181,12 +181,16 @@ def engine(dtype: str) -> dict[str, Any]:
     Compiles them if need be, as the engine does when it first starts.
     """
     _find_our_package()
-    import torch
 
     from tinkercloud.config import c_compiler
     from tinkercloud.embedded.forward.kernel_choice import has_kernels
     from tinkercloud.embedded.forward.row_invariance import verdicts
-    from tinkercloud.embedded.model.device import choose_device, choose_dtype, usable_cores
+    from tinkercloud.embedded.model.device import (
+        choose_device,
+        choose_dtype,
+        set_up_torch,
+        usable_cores,
+    )
     from tinkercloud.embedded.native.compiler import library
 
     device = choose_device()
@@ -195,7 +199,7 @@ def engine(dtype: str) -> dict[str, Any]:
     logging.getLogger("tinkercloud").addHandler(warnings)
     is_cuda = device.type == "cuda"
     compiled = has_kernels(device, chosen) if is_cuda else library() is not None
-    torch.set_num_threads(usable_cores())  # as the engine does
+    set_up_torch(usable_cores())  # as the engine does
     return {
         "device": device.type,
         "gpu": _gpu(0) if is_cuda else {},

@@ -16,6 +16,7 @@ from sglang.srt.layers.sampler import register_sampler_backend
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from tinkercloud.cluster.sglang import sampler, weight_digests
+from tinkercloud.decoding.math_kernels import resolve_math_kernels
 
 _BATCH = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
@@ -31,6 +32,7 @@ def register() -> None:
     parameters on to the one that the server was started with. SGLang applies the hooks when a
     process loads its plugins.
     """
+    resolve_math_kernels()
     for backend in BUILT_IN_SAMPLING_BACKENDS:
         register_sampler_backend(backend, sampler.SeededSampler)
     replaced = {

@@ -20,6 +20,7 @@ from tinkercloud.cluster.training.megatron_model import build_model, initialize,
 from tinkercloud.cluster.training.rank_types import Form, RankOutput, RankSettings
 from tinkercloud.cluster.weights.conversion import Bucket, Catalogue, load_base
 from tinkercloud.core.types import AdamParams, LoraSpec, TrainBatch
+from tinkercloud.decoding.math_kernels import resolve_math_kernels
 from tinkercloud.weights.checkpoints import (
     TrainingState,
     read_state,
@@ -41,6 +42,7 @@ class MegatronRank:
     def __init__(self, settings: RankSettings):
         self._settings, plan = settings, settings.plan
         hooks = load_hooks(settings.prepare)
+        resolve_math_kernels()
         world = (settings.rank, settings.world_size, settings.init_method)
         initialize(plan.megatron, *world, hooks, settings.timeout_s)
         # Megatron is imported after `prepare`, which may have to patch what it imports.

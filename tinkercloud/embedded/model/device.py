@@ -6,7 +6,14 @@ from pathlib import Path
 
 import torch
 
+from tinkercloud.decoding.math_kernels import resolve_math_kernels
 from tinkercloud.errors import ConfigError
+
+
+def set_up_torch(num_threads: int) -> None:
+    """Before a process computes anything: how many threads PyTorch has, and its kernels."""
+    torch.set_num_threads(num_threads)
+    resolve_math_kernels()
 
 
 def freeze_garbage_collector() -> None:

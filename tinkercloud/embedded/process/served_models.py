@@ -1,11 +1,14 @@
 """The base models that an engine serves, and the store that loads their weights."""
 
-import torch
-
 from tinkercloud.core.types import ServedModel
 from tinkercloud.embedded.forward.row_invariance import log_row_invariance
 from tinkercloud.embedded.model.base_model import BaseModel
-from tinkercloud.embedded.model.device import choose_device, choose_dtype, usable_cores
+from tinkercloud.embedded.model.device import (
+    choose_device,
+    choose_dtype,
+    set_up_torch,
+    usable_cores,
+)
 from tinkercloud.embedded.process.model_store import ModelStore
 from tinkercloud.embedded.process.protocol import EngineSettings
 from tinkercloud.embedded.process.version_cache import VersionCache
@@ -20,7 +23,7 @@ def open_models(settings: EngineSettings) -> tuple[tuple[ServedModel, ...], Mode
     Raises ConfigError or OSError for a model that cannot be served."""
     device = choose_device()
     dtype = choose_dtype(settings.dtype, device)
-    torch.set_num_threads(settings.engine.threads or usable_cores())
+    set_up_torch(settings.engine.threads or usable_cores())
     served, folders = [], {}
     for model in settings.models:
         config = read_config(model.path)
