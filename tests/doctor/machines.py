@@ -91,7 +91,7 @@ def laptop_facts() -> dict[str, dict]:
 
 def without_torch(facts: dict[str, dict]) -> dict[str, dict]:
     """The same where only the extra `server` is installed."""
-    versions = facts["versions"] | dict.fromkeys(("torch", "gguf", "safetensors", "tokenizers"))
+    versions = facts["versions"] | dict.fromkeys(("torch", "gguf", "safetensors"))
     missing = {"error": "ModuleNotFoundError: No module named 'torch'"}
     models = {name: {"architecture": "GGUF"} for name in facts["models"]}
     return facts | {"versions": versions, "torch": missing, "engine": missing, "models": models}
