@@ -21,8 +21,11 @@ from tinkercloud.errors import ConfigError
 
 Arguments = Mapping[str, Any]
 EXTRAS = {
-    "server": ("aiosqlite", "fastapi", "packaging", "starlette", "uvicorn", "yaml", "zstandard"),
-    "embedded": ("gguf", "safetensors", "tokenizers", "torch"),
+    "server": (
+        *("aiosqlite", "fastapi", "jinja2", "packaging", "starlette"),
+        *("tokenizers", "uvicorn", "yaml", "zstandard"),
+    ),
+    "embedded": ("gguf", "safetensors", "torch"),
     "cluster": ("megatron", "ray", "sglang_router"),
     "sglang": ("sglang",),
     "plot": ("matplotlib",),
