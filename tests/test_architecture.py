@@ -40,8 +40,10 @@ RULES = {
     "doctor": "config embedded.forward embedded.model embedded.native errors fetch weights",
     "chat": "core.types errors weights",
     "openai_api": "chat core.types errors",
+    "anthropic_api": "chat errors",
     "services": "backends.base chat config core core.types errors losses storage tinker_gmi wire",
-    "routers": "chat config core core.types errors openai_api services storage tinker_gmi wire",
+    "routers": "anthropic_api chat config core core.types errors openai_api services storage "
+    "tinker_gmi wire",
     # speculative decoding, without an engine
     "speculative": "",
     "speculative.drafters": "core.types errors speculative",

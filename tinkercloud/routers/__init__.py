@@ -2,6 +2,7 @@
 
 from tinkercloud.routers import (
     accounts,
+    anthropic,
     checkpoints,
     downloads,
     futures,
@@ -26,6 +27,7 @@ ROUTERS = (
     sampling.router,
     futures.router,
     rest.router,
+    anthropic.router,
     openai.router,
     openai_completions.router,
     health.router,

@@ -1,17 +1,21 @@
 """The form of errors: each API's clients read their own."""
 
+from tinkercloud.anthropic_api import errors as anthropic_errors
 from tinkercloud.errors import InvalidField
 from tinkercloud.openai_api import errors as openai_errors
 
-OPENAI_API = "/oai/api/"
+OPENAI_API, ANTHROPIC_API = "/oai/api/", "/anthropic/api/"
 
 
 def error_answer(
     path: str, status: int, text: str, error: Exception | None = None
 ) -> tuple[int, object]:
-    """(status, body). A fault in a body is 400 to OpenAI's clients, 422 to Tinker's."""
-    if OPENAI_API not in path:
+    """(status, body). A fault in a body is 400 to OpenAI's and Anthropic's clients, 422 to
+    Tinker's."""
+    if OPENAI_API not in path and ANTHROPIC_API not in path:
         return status, {"detail": text}
     status = 400 if status == 422 else status
+    if ANTHROPIC_API in path:
+        return status, anthropic_errors.error_body(status, text)
     field = error.field if isinstance(error, InvalidField) else None
     return status, openai_errors.error_body(status, text, error, field)

@@ -6,7 +6,7 @@ from contextlib import aclosing
 from fastapi import APIRouter, Request, Response
 
 from tinkercloud.chat.sample_parser import TextDelta
-from tinkercloud.errors import InvalidField
+from tinkercloud.errors import InvalidField, NotFound
 from tinkercloud.openai_api.bodies import CompletionBody
 from tinkercloud.openai_api.completion_answers import CompletionAnswers, completion_choices
 from tinkercloud.openai_api.requests import AnswerForm, completion_form, completion_request
@@ -16,6 +16,12 @@ from tinkercloud.routers.openai import DONE, failed
 from tinkercloud.services.text_completion_service import CompletionRun
 
 router = APIRouter(prefix="/oai/api/v1", route_class=JsonRoute)
+
+_INSTEAD = {
+    "responses": "Use chat.completions; agent frameworks have a model class or an option for it "
+    "(openai-agents: OpenAIChatCompletionsModel)",
+    "embeddings": "Serve an embedding model with another server",
+}
 
 
 @router.post("/completions")
@@ -31,6 +37,16 @@ async def completions(
     if form.stream:
         return EventStream(_events(run, form), failed)
     return await while_connected(request, _whole(run, form))
+
+
+@router.get("/{path:path}")
+@router.post("/{path:path}")
+async def unserved(path: str) -> Response:
+    """After all routes of OpenAI's API that are served."""
+    raise NotFound(
+        f"OpenAI's /{path[:100]} is not served here; served: /models, /completions, "
+        "/chat/completions. " + _INSTEAD.get(path.partition("/")[0], "")
+    )
 
 
 def _answers(run: CompletionRun, form: AnswerForm) -> CompletionAnswers:

@@ -1,0 +1,116 @@
+"""A server in a thread of this process, with a backend that says what a test wrote.
+
+Client packages reach it over a real socket. What the model says is chosen by the test, since no
+model of a test's size calls tools by itself."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import uvicorn
+from tokenizers import Tokenizer
+
+from tests.chat.model_folder import SPECIAL, write_model_folder
+from tinkercloud.app import create_app
+from tinkercloud.backends.fake import FakeBackend
+from tinkercloud.config import Config, ModelSource
+from tinkercloud.core.types import (
+    OnTokens,
+    SampledSequence,
+    SampleOutput,
+    SampleRequest,
+    TokenChunk,
+)
+from tinkercloud.storage.keys import KeyStore
+
+MODEL = "chatty"
+START_LIMIT_S = 20.0
+
+
+class ScriptedBackend(FakeBackend):
+    """Every sample says the next text of `script`, a token at a time; without one, what the fake
+    model draws. requests: what was asked for."""
+
+    def __init__(self, config: Config, tokenizer: Tokenizer):
+        super().__init__(config)
+        self._tokenizer = tokenizer
+        self.script: list[str] = []
+        self.requests: list[SampleRequest] = []
+        self.pause_s = 0.0  # before each token
+
+    async def sample(
+        self, version: str, request: SampleRequest, on_tokens: OnTokens | None = None
+    ) -> SampleOutput:
+        self.requests.append(request)
+        if not self.script:
+            return await super().sample(version, request, on_tokens)
+        drawn = [await self._say(index, on_tokens) for index in range(request.num_samples)]
+        return SampleOutput(tuple(drawn), prompt_cache_hit_tokens=3)
+
+    async def _say(self, index: int, on_tokens: OnTokens | None) -> SampledSequence:
+        text = self._tokenizer.encode(self.script.pop(0)).ids
+        tokens = np.array([*text, self._tokenizer.token_to_id(SPECIAL[2])], np.int32)
+        logprobs = np.linspace(-1, 0, len(tokens), dtype=np.float32)
+        for place in range(len(tokens)):
+            await asyncio.sleep(self.pause_s)
+            if on_tokens is not None:
+                one = slice(place, place + 1)
+                reason = "stop" if place == len(tokens) - 1 else None
+                on_tokens(TokenChunk(index, tokens[one], logprobs[one], reason))
+        return SampledSequence(tokens, logprobs, "stop")
+
+    def prompts(self) -> list[str]:
+        return [
+            self._tokenizer.decode(request.prompt.tolist(), skip_special_tokens=False)
+            for request in self.requests
+        ]
+
+
+@dataclass(frozen=True)
+class LiveServer:
+    url: str
+    keys: dict[str, str]
+    backend: ScriptedBackend
+
+    @property
+    def openai_url(self) -> str:
+        return f"{self.url}/oai/api/v1"
+
+    @property
+    def anthropic_url(self) -> str:
+        return f"{self.url}/anthropic/api"
+
+
+@contextmanager
+def live_server(folder: Path) -> Iterator[LiveServer]:
+    """With the users "ann" and "bob"."""
+    source = ModelSource(MODEL, write_model_folder(folder / MODEL))
+    config = Config(data_dir=folder / "data", backend="fake", models=(source,))
+    tokenizer = Tokenizer.from_file(str(source.path / "tokenizer.json"))
+    backend = ScriptedBackend(config, tokenizer)
+    config.data_dir.mkdir(parents=True)
+    store = KeyStore(config.data_dir)
+    keys = {user: store.add(user) for user in ("ann", "bob")}
+    store.close()
+    app = create_app(config, backend)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", ws="none"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        yield LiveServer(f"http://127.0.0.1:{_port(server, thread)}", keys, backend)
+    finally:
+        server.should_exit = True
+        thread.join(START_LIMIT_S)
+
+
+def _port(server: uvicorn.Server, thread: threading.Thread) -> int:
+    for _ in range(int(START_LIMIT_S / 0.02)):
+        if server.started:
+            return server.servers[0].sockets[0].getsockname()[1]
+        thread.join(0.02)
+        assert thread.is_alive(), "the server did not start"
+    raise AssertionError("the server did not start in time")

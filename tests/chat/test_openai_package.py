@@ -1,0 +1,171 @@
+"""OpenAI's own package against a server: what docs/doors.md says works."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+
+from tests.chat.live_server import MODEL, LiveServer, live_server
+
+MESSAGES: Any = [{"role": "user", "content": "How is the weather in Zürich?"}]
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "The weather of a place",
+            "parameters": {"type": "object", "properties": {"place": {"type": "string"}}},
+        },
+    }
+]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"place": "Zürich"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    with live_server(tmp_path_factory.mktemp("openai")) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: LiveServer) -> Iterator[OpenAI]:
+    server.backend.script.clear()
+    server.backend.requests.clear()
+    with openai_client(server, "ann") as client:
+        yield client
+
+
+def openai_client(server: LiveServer, user: str) -> OpenAI:
+    key = server.keys.get(user, user)
+    return OpenAI(base_url=server.openai_url, api_key=key, max_retries=0)
+
+
+def test_models_are_listed_and_found(client: OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["fake/tiny", MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+
+
+def test_a_chat_is_answered(client: OpenAI, server: LiveServer) -> None:
+    server.backend.script.append("It rains 🙂.")
+    answer = client.chat.completions.create(model=MODEL, messages=MESSAGES)
+    assert answer.choices[0].message.content == "It rains 🙂."
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens == len(server.backend.requests[0].prompt)
+    assert answer.usage.prompt_tokens_details.cached_tokens == 3
+
+
+def test_a_chat_is_streamed(client: OpenAI, server: LiveServer) -> None:
+    server.backend.script.append("It rains 🙂 in Zürich.")
+    chunks = list(
+        client.chat.completions.create(
+            model=MODEL,
+            messages=MESSAGES,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    pieces = [c.choices[0].delta.content or "" for c in chunks if c.choices]
+    assert "".join(pieces) == "It rains 🙂 in Zürich."
+    assert len([piece for piece in pieces if piece]) > 5
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens > 5
+
+
+def test_tools_are_called_and_their_results_come_back(client: OpenAI, server: LiveServer) -> None:
+    server.backend.script += [f"Let me look.\n{CALL}\n{CALL}", "It rains."]
+    first = client.chat.completions.create(model=MODEL, messages=MESSAGES, tools=TOOLS)
+    message = first.choices[0].message
+    assert first.choices[0].finish_reason == "tool_calls"
+    assert message.content == "Let me look."
+    assert message.tool_calls is not None and len(message.tool_calls) == 2
+    call: Any = message.tool_calls[0]
+    assert (call.type, call.function.name) == ("function", "weather")
+    assert json.loads(call.function.arguments) == {"place": "Zürich"}
+    assert len({c.id for c in message.tool_calls}) == 2
+    result: Any = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
+    repeated: Any = message.model_dump(exclude_none=True)
+    second = client.chat.completions.create(
+        model=MODEL, messages=[*MESSAGES, repeated, result], tools=TOOLS
+    )
+    assert second.choices[0].message.content == "It rains."
+    prompt = server.backend.prompts()[1]
+    assert '{"name": "weather", "arguments": {"place": "Zürich"}}' in prompt
+    assert "<|im_start|>tool\nrain<|im_end|>" in prompt
+
+
+def test_tool_calls_are_streamed_as_they_are_written(client: OpenAI, server: LiveServer) -> None:
+    server.backend.script.append(f"Let me look.\n{CALL}")
+    with client.chat.completions.stream(model=MODEL, messages=MESSAGES, tools=TOOLS) as stream:
+        kinds = [event.type for event in stream]
+        final: Any = stream.get_final_completion()
+    assert kinds.count("tool_calls.function.arguments.delta") > 3
+    assert final.choices[0].finish_reason == "tool_calls"
+    assert final.choices[0].message.content == "Let me look."
+    function = final.choices[0].message.tool_calls[0].function
+    assert (function.name, json.loads(function.arguments)) == ("weather", {"place": "Zürich"})
+
+
+def test_parallel_tool_calls_false_gives_one_call(client: OpenAI, server: LiveServer) -> None:
+    server.backend.script.append(f"{CALL}\n{CALL}")
+    answer = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, tools=TOOLS, parallel_tool_calls=False
+    )
+    assert len(answer.choices[0].message.tool_calls or []) == 1
+
+
+def test_tool_choice_none_shows_the_model_no_tools(client: OpenAI, server: LiveServer) -> None:
+    server.backend.script.append(CALL)
+    answer = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, tools=TOOLS, tool_choice="none"
+    )
+    assert answer.choices[0].message.tool_calls is None
+    assert "weather" not in server.backend.prompts()[0].partition("Zürich")[0].replace(
+        "the weather", ""
+    )
+
+
+def test_n_and_logprobs(client: OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, n=3, max_tokens=5, logprobs=True, top_logprobs=2, seed=1
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    for choice in answer.choices:
+        assert choice.logprobs is not None and choice.logprobs.content is not None
+        assert all(len(token.top_logprobs) == 2 for token in choice.logprobs.content)
+
+
+def test_a_completion_is_answered_and_streamed(client: OpenAI) -> None:
+    fields: Any = {"model": MODEL, "prompt": "The café", "max_tokens": 12, "seed": 3}
+    whole = client.completions.create(**fields)
+    pieces = [c.choices[0].text for c in client.completions.create(**fields, stream=True)]
+    assert "".join(pieces) == whole.choices[0].text
+
+
+def test_a_wrong_key_raises_authentication_error(server: LiveServer) -> None:
+    with (
+        openai_client(server, "tml-wrong") as client,
+        pytest.raises(openai.AuthenticationError, match="API key"),
+    ):
+        client.models.list()
+
+
+def test_an_unknown_model_raises_not_found(client: OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.chat.completions.create(model="gpt-9", messages=MESSAGES)
+    assert caught.value.code == "model_not_found"
+    assert "served: fake/tiny, chatty" in str(caught.value)
+
+
+def test_a_refused_field_raises_bad_request_with_its_name(client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model=MODEL, messages=MESSAGES, logit_bias={"5": 1})
+    assert caught.value.param == "logit_bias"
+
+
+def test_responses_are_refused_with_the_way_out(client: OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="chat/completions"):
+        client.responses.create(model=MODEL, input="hello")

@@ -1,0 +1,95 @@
+"""Anthropic's API: messages, their length, models."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from datetime import UTC, datetime
+
+from fastapi import APIRouter, Request, Response
+
+from tinkercloud.anthropic_api.answers import MessageStream, message_json
+from tinkercloud.anthropic_api.bodies import CountBody, MessagesBody
+from tinkercloud.anthropic_api.requests import chat_request, count_request
+from tinkercloud.chat.turn import TurnHooks
+from tinkercloud.errors import TinkercloudError
+from tinkercloud.routers.deps import JsonRoute, ServicesDep, UserDep, json_answer
+from tinkercloud.routers.error_forms import ANTHROPIC_API, error_answer
+from tinkercloud.routers.event_stream import EventStream, server_sent, while_connected
+from tinkercloud.services.chat_service import ChatRun
+from tinkercloud.services.container import Services
+
+router = APIRouter(prefix="/anthropic/api/v1", route_class=JsonRoute)
+
+PING = server_sent({"type": "ping"}, "ping")
+
+
+@router.post("/messages")
+async def messages(
+    body: MessagesBody, request: Request, user: UserDep, services: ServicesDep
+) -> Response:
+    return await answer_message(services, user, body, request)
+
+
+async def answer_message(
+    services: Services,
+    user: str,
+    body: MessagesBody,
+    request: Request,
+    hooks: TurnHooks | None = None,
+) -> Response:
+    """hooks: who gives the prompt's tokens and is told of the finished turn."""
+    run = await services.chat.begin(user, chat_request(body), hooks)
+    if body.stream:
+        return EventStream(_events(run), _failed, heartbeat=PING)
+    return await while_connected(request, _whole(run))
+
+
+@router.post("/messages/count_tokens")
+async def count_tokens(body: CountBody, user: UserDep, services: ServicesDep) -> Response:
+    num_tokens = await services.chat.num_prompt_tokens(user, count_request(body))
+    return json_answer({"input_tokens": num_tokens})
+
+
+@router.get("/models")
+async def models(user: UserDep, services: ServicesDep) -> Response:
+    served, checkpoints = await services.names.listed(user)
+    dated = [(model.name, 0.0) for model in served]
+    dated += [(checkpoint.tinker_path, checkpoint.created_at) for checkpoint in checkpoints]
+    data = [_model(name, created) for name, created in dated]
+    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
+    return json_answer({"data": data, "has_more": False, **ends})
+
+
+@router.get("/models/{name:path}")
+async def model(name: str, user: UserDep, services: ServicesDep) -> Response:
+    await services.names.resolve(user, name)
+    return json_answer(_model(name, 0.0))
+
+
+def _model(name: str, created: float) -> dict[str, str]:
+    date = datetime.fromtimestamp(created, UTC).isoformat()
+    return {"type": "model", "id": name, "display_name": name, "created_at": date}
+
+
+async def _whole(run: ChatRun) -> Response:
+    async with aclosing(run.events()) as events:
+        async for _ in events:
+            pass
+    name = run.prepared.request.model
+    return json_answer(message_json(run.run_id, name, run.answers[0], run.usage))
+
+
+async def _events(run: ChatRun) -> AsyncGenerator[bytes, None]:
+    stream = MessageStream(run.run_id, run.prepared.request.model)
+    for name, body in stream.opening(run.prompt_tokens):
+        yield server_sent(body, name)
+    async with aclosing(run.events()) as events:
+        async for event in events:
+            for name, body in stream.event(event):
+                yield server_sent(body, name)
+    for name, body in stream.closing(run.usage):
+        yield server_sent(body, name)
+
+
+def _failed(error: TinkercloudError) -> bytes:
+    body = error_answer(ANTHROPIC_API, error.status, str(error), error)[1]
+    return server_sent(body, "error")
