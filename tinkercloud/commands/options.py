@@ -25,7 +25,7 @@ EXTRAS = {
         *("aiosqlite", "fastapi", "jinja2", "packaging", "starlette"),
         *("tokenizers", "uvicorn", "yaml", "zstandard"),
     ),
-    "embedded": ("gguf", "safetensors", "torch"),
+    "embedded": ("gguf", "safetensors", "tokenizers", "torch"),
     "cluster": ("megatron", "ray", "sglang_router"),
     "sglang": ("sglang",),
     "plot": ("matplotlib",),
@@ -105,7 +105,8 @@ def check_backend(config: Config) -> None:
 def missing_extra(error: ModuleNotFoundError) -> str | None:
     """A sentence with the extra that brings what could not be imported; None where none does."""
     package = (error.name or "").partition(".")[0]
-    extra = next((extra for extra, packages in EXTRAS.items() if package in packages), None)
-    if extra is None:
+    extras = [extra for extra, packages in EXTRAS.items() if package in packages]
+    if not extras:
         return None
+    extra = extras[-1]  # a later one brings those before it
     return f"this needs {package}, which is not installed: pip install 'tinkercloud[{extra}]'"
