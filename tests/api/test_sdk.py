@@ -99,6 +99,30 @@ def test_get_info_answers_after_creation(service: tinker.ServiceClient) -> None:
     assert (info.is_lora, info.lora_rank) == (True, 4)
 
 
+def test_metrics_of_rl_are_the_same_in_chunks_and_at_once(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    data = [
+        types.Datum(
+            model_input=types.ModelInput.from_ints(rng.integers(0, 1000, n).tolist()),
+            loss_fn_inputs={
+                "target_tokens": rng.integers(0, 1000, n),
+                "logprobs": (-7 + rng.normal(size=n)).astype(np.float32),
+                "advantages": rng.normal(size=n).astype(np.float32),
+            },
+        )
+        for n in (3, 8, 2, 5, 1)
+    ]
+    found = []
+    for max_datums in (2, 1024):
+        folder = tmp_path / str(max_datums)
+        with thread_server(folder, fwdbwd_max_chunk_len=max_datums) as (base_url, api_key):
+            client = training(tinker.ServiceClient(base_url=base_url, api_key=api_key))
+            found.append(client.forward_backward(data, "ppo").result().metrics)
+    assert found[0] == pytest.approx(found[1], rel=1e-9)
+    assert {"ppo_kl:mean", "pg_clipfrac:mean", "ratio:mean", "ratio:max"} <= set(found[0])
+    assert 0 < found[0]["pg_clipfrac:mean"] < 1
+
+
 def test_a_reinforcement_step_runs(service: tinker.ServiceClient) -> None:
     client = training(service)
     sampler = client.save_weights_and_get_sampling_client().result()

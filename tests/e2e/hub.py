@@ -16,6 +16,7 @@ MODEL = "Qwen/Qwen3-4B-Instruct-2507"
 
 CONVERSATIONS = "conversations.jsonl"
 LANGUAGES = "languages.jsonl"
+RUBRICS = "rubrics.jsonl"
 
 Row = Mapping[str, Any]
 
@@ -60,6 +61,7 @@ def build_hub(root: Path, tokenizer: Path) -> Path:
         write(root / name)
     _write_rows(root / CONVERSATIONS, _chats())
     _write_rows(root / LANGUAGES, _languages())
+    _write_rows(root / RUBRICS, _rubrics())
     return root
 
 
@@ -120,6 +122,18 @@ def _languages() -> Iterator[Row]:
     for label, sentences in _SENTENCES.items():
         for sentence in sentences:
             yield chat(sentence, label)
+
+
+def _rubrics() -> Iterator[Row]:
+    """Questions with a rubric that a grader answers with a digit."""
+    for country in _CAPITALS:
+        item = {
+            "rubric_str": "Is the answer a city?",
+            "extraction_regex": "([0-9])",
+            "grader_output_format_instruction": "Answer with one number from 0 to 9.",
+        }
+        question = {"role": "user", "content": f"What is the capital of {country}?"}
+        yield {"convo": [question], "rubric_items": [item]}
 
 
 def chat(question: str, answer: str) -> Row:

@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.hub import CONVERSATIONS, LANGUAGES, MODEL
+from tests.e2e.hub import CONVERSATIONS, LANGUAGES, MODEL, RUBRICS
 
+ROOT = Path(__file__).resolve().parents[2]
+NEWEST_VARIABLE = "TINKERCLOUD_TEST_COOKBOOK_PYTHON"
 PACKAGE = "tinker_cookbook.recipes"
 CHATML = "renderer_name=qwen3_instruct"
 
@@ -37,12 +39,14 @@ class Recipe:
     arguments: tuple[str, ...]
     asks_before_overwriting: bool = True
 
-    def command(self, log_dir: Path) -> list[str]:
+    def command(self, log_dir: Path, python: str = sys.executable) -> list[str]:
         named = [f"model_name={MODEL}", f"log_path={log_dir}", f"max_steps={self.num_steps}"]
         if self.asks_before_overwriting:
             named.append("behavior_if_log_dir_exists=raise")
-        return [sys.executable, "-m", f"{PACKAGE}.{self.module}", *named, *self.arguments]
+        return [python, "-m", f"{PACKAGE}.{self.module}", *named, *self.arguments]
 
+
+_GROUPS = ("groups_per_batch=2", "lora_rank=8", "eval_every=0", "save_every=0")
 
 RECIPES = {
     "arithmetic_rl": Recipe(
@@ -105,7 +109,31 @@ RECIPES = {
         1,
         (CHATML, "batch_size=1", "group_size=4", "max_tokens=8", "eval_every=0"),
     ),
+    "async_rl": Recipe(
+        "async RL: arithmetic",
+        "math_rl.train",
+        3,
+        ("env=arithmetic", "group_size=4", "max_tokens=5", "max_steps_off_policy=2", *_GROUPS),
+    ),
+    "rubric": Recipe(
+        "RL with a rubric",
+        "rubric.train",
+        2,
+        (CHATML, f"grader_llm_name={MODEL}", "grader_renderer_name=qwen3_instruct",
+         f"train_jsonl_path={RUBRICS}", f"test_jsonl_path={RUBRICS}", "train_group_size=4",
+         "max_tokens=8", *_GROUPS),
+    ),
 }  # fmt: skip
+
+NEWEST = "0.6.1"
+"""Of the cookbook; its RL recipes use stable_reinforce by default, which 0.5.8 does not have."""
+
+
+def cookbooks() -> dict[str, str]:
+    """The interpreters that have a cookbook, by its version. The newest has an environment of its
+    own (`make test-all` makes it), whose packages lie over those of ours."""
+    newest = ROOT / ".venv-cookbook/bin/python"
+    return {"0.5.8": sys.executable, NEWEST: os.environ.get(NEWEST_VARIABLE, str(newest))}
 
 
 @dataclass(frozen=True)
@@ -130,18 +158,26 @@ class RecipeFailed(AssertionError):
     """The text ends with what the recipe wrote."""
 
 
-def run_recipe(recipe: Recipe, hub: Path, environment: Mapping[str, str], limit_s: float) -> Run:
+def run_recipe(
+    recipe: Recipe,
+    hub: Path,
+    environment: Mapping[str, str],
+    limit_s: float,
+    python: str = sys.executable,
+) -> Run:
     """Run it to its end; RecipeFailed when it fails or takes longer than `limit_s`.
 
-    environment: what a client of the server needs. The recipe logs below `hub`, once.
+    environment: what a client of the server needs. python: the interpreter that has the cookbook.
+    The recipe logs below `hub`, once.
     """
-    log_dir = hub / "runs" / recipe.module
-    output = hub / f"{recipe.module}.log"
+    log_dir = hub / "runs" / recipe.title.replace(" ", "-")
+    output = log_dir.with_suffix(".log")
+    output.parent.mkdir(exist_ok=True)
     began = time.perf_counter()
     with output.open("wb") as log:
         try:
             status = subprocess.run(
-                recipe.command(log_dir),
+                recipe.command(log_dir, python),
                 cwd=hub, env=_environment(hub, environment), stdin=subprocess.DEVNULL,
                 stdout=log, stderr=subprocess.STDOUT, timeout=limit_s, check=False,
             ).returncode  # fmt: skip

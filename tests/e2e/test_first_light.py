@@ -99,6 +99,9 @@ def test_a_reinforcement_step_prefers_what_was_rewarded(client: Client, tokenize
     # On-policy every ratio is 1, so the loss is minus the summed advantages.
     wanted = -sum(s * len(x.tokens) for s, x in zip((1, -1, 1, -1), samples, strict=True))
     assert before.metrics["loss:sum"] == pytest.approx(wanted, abs=2e-3)
+    assert before.metrics["ratio:mean"] == pytest.approx(1.0, abs=1e-3)
+    assert before.metrics["ppo_kl:mean"] == pytest.approx(0.0, abs=1e-3)
+    assert before.metrics["trained_tokens:sum"] == sum(len(x.tokens) for x in samples)
     for i, sample in enumerate(samples):
         ours = logprobs_of(before, i)[-len(sample.tokens) :]
         np.testing.assert_allclose(ours, sample.logprobs, atol=1e-3)
@@ -114,6 +117,8 @@ def test_a_reinforcement_step_prefers_what_was_rewarded(client: Client, tokenize
             for i, (sign, s) in enumerate(zip((1, -1, 1, -1), samples, strict=True))
         ]
         assert sum(gains) > 0, loss
+        assert after.metrics["ratio:max"] > 1.0
+        assert after.metrics["ppo_kl:mean"] != 0.0
 
 
 def test_saved_state_resumes_with_and_without_the_optimizer(

@@ -17,9 +17,10 @@ from tinker_gmi.types import (
     UntypedAPIFuture,
 )
 from tinkercloud.core.provenance import sequence_ids
-from tinkercloud.core.types import AdamParams, RecordedSequence, TrainBatch
+from tinkercloud.core.types import AdamParams, RecordedSequence, TrainBatch, TrainOutput
 from tinkercloud.errors import InvalidRequest, ModelNotFound, UserError
 from tinkercloud.losses import LOSSES
+from tinkercloud.losses.metrics import policy_metrics
 from tinkercloud.services import age_encryption
 from tinkercloud.services.bodies import TrainingCall
 from tinkercloud.services.checkpoint_writer import SaveOptions
@@ -33,6 +34,7 @@ from tinkercloud.storage.metadata import Model
 from tinkercloud.wire.codec import encode_train_output
 
 INLINE_BYTES = 64 * 1024  # larger batches are checked off the event loop
+INLINE_DATUMS = 64  # results of more are encoded off the event loop
 
 
 class TrainingService:
@@ -62,8 +64,11 @@ class TrainingService:
         batch_task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
         async def work() -> Outcome:
-            output = await self._backend.forward_backward(model.model_id, await batch_task)
-            return completed_protobuf(encode_train_output(output))
+            batch = await batch_task
+            output = await self._backend.forward_backward(model.model_id, batch)
+            if len(batch.data) <= INLINE_DATUMS:
+                return completed_protobuf(_encoded(batch, output))
+            return completed_protobuf(await asyncio.to_thread(_encoded, batch, output))
 
         return await self._models.submit(model, kind, call.seq_id, work)
 
@@ -172,6 +177,14 @@ class TrainingService:
             return completed_json(result)
 
         return await self._models.submit(model, "SaveWeightsForSampler", body.seq_id, work)
+
+
+def _encoded(batch: TrainBatch, output: TrainOutput) -> bytes:
+    """With the metrics of RL: here, from what every backend returns, they are the same on all."""
+    pairs = zip(output.outputs, batch.data, strict=True)
+    data = ((fields["logprobs"], datum.inputs) for fields, datum in pairs)
+    metrics = policy_metrics(batch.loss_fn, batch.loss_fn_config, data)
+    return encode_train_output(TrainOutput(output.outputs, {**output.metrics, **metrics}))
 
 
 def adam_params(body: OptimStepRequest) -> AdamParams:

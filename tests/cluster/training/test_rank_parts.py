@@ -16,6 +16,8 @@ from tinkercloud.cluster.training.rank_types import BatchColumns, RankOutput, me
 from tinkercloud.cluster.weights.tensor_file import TensorFile
 from tinkercloud.core.types import AdamParams, Datum, TrainBatch
 from tinkercloud.embedded.training.optimizer import AdamW
+from tinkercloud.losses import LOSSES
+from tinkercloud.losses.metrics import policy_metrics
 
 # What Megatron says of a machine without Apex and Transformer Engine, at its first import.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -125,6 +127,25 @@ def test_outputs_of_ranks_are_merged_in_request_order() -> None:
     merged = merge_outputs(parts)
     assert [float(o["logprobs"][0]) for o in merged.outputs] == [0.0, 1.0, 2.0]
     assert merged.metrics == metrics
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_metrics_of_rl_are_the_same_however_datums_lie_on_ranks(num_ranks: int) -> None:
+    rng = np.random.default_rng(num_ranks)
+    rows = [
+        (rng.normal(size=n).astype("f4"), {name: rng.normal(size=n).astype("f4") for name in
+         ("logprobs", "advantages")})
+        for n in (3, 9, 1, 5, 7)
+    ]  # fmt: skip
+    config = LOSSES["ppo"].defaults
+    places = [tuple(map(int, part)) for part in np.array_split(rng.permutation(5), num_ranks)]
+    parts = [
+        RankOutput(place, tuple({"logprobs": rows[i][0]} for i in place), {"loss:sum": 1.0})
+        for place in places
+    ]
+    merged = merge_outputs([*parts, None])
+    data = [(o["logprobs"], row[1]) for o, row in zip(merged.outputs, rows, strict=True)]
+    assert policy_metrics("ppo", config, data) == policy_metrics("ppo", config, rows)
 
 
 # ---- the update
