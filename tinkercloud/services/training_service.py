@@ -16,11 +16,11 @@ from tinker_gmi.types import (
     SaveWeightsRequest,
     UntypedAPIFuture,
 )
+from tinkercloud.core.policy_metrics import policy_metrics
 from tinkercloud.core.provenance import sequence_ids
 from tinkercloud.core.types import AdamParams, RecordedSequence, TrainBatch, TrainOutput
 from tinkercloud.errors import InvalidRequest, ModelNotFound, UserError
 from tinkercloud.losses import LOSSES
-from tinkercloud.losses.metrics import policy_metrics
 from tinkercloud.services import age_encryption
 from tinkercloud.services.bodies import TrainingCall
 from tinkercloud.services.checkpoint_writer import SaveOptions

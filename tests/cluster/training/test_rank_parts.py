@@ -14,10 +14,10 @@ from torch import nn
 from tinkercloud.cluster.training.host_store import HostStore, bytes_of
 from tinkercloud.cluster.training.rank_types import BatchColumns, RankOutput, merge_outputs
 from tinkercloud.cluster.weights.tensor_file import TensorFile
+from tinkercloud.core.policy_metrics import policy_metrics
 from tinkercloud.core.types import AdamParams, Datum, TrainBatch
 from tinkercloud.embedded.training.optimizer import AdamW
 from tinkercloud.losses import LOSSES
-from tinkercloud.losses.metrics import policy_metrics
 
 # What Megatron says of a machine without Apex and Transformer Engine, at its first import.
 pytestmark = pytest.mark.filterwarnings("ignore")

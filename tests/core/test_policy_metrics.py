@@ -10,8 +10,8 @@ from tinker import types
 from tinker.lib.chunked_fwdbwd_helpers import combine_fwd_bwd_output_results
 from tinker.types import ForwardBackwardOutput
 
+from tinkercloud.core.policy_metrics import policy_metrics
 from tinkercloud.losses import LOSSES
-from tinkercloud.losses.metrics import policy_metrics
 
 RL = sorted(set(LOSSES) - {"cross_entropy"})
 MEANS = ("ppo_kl:mean", "pg_clipfrac:mean", "ratio:mean", "entropy_estimate:mean")
