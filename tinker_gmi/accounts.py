@@ -83,3 +83,52 @@ class SessionSummary(WireModel):
 class SessionSearchResponse(WireModel):
     sessions: list[SessionSummary]
     next_cursor: SessionSearchCursor | None = None
+
+
+class BillingUsageEvent(WireModel):
+    """event_info by its type: training, sampling_prefill (cached), sampling_sample: token_count;
+    checkpoint: count; storage: gigabyte_hours (wire specification, section 12)."""
+
+    bucket_start: AwareDatetime
+    bucket_end: AwareDatetime
+    event_info: dict[str, Any]
+    base_model: str | None = None
+    user_id: str | None = None
+    user_name: str | None = None
+    session_id: str | None = None
+    project_id: str | None = None
+
+
+class BillingUsageSession(WireModel):
+    user_metadata: dict[str, str] | None = None
+
+
+class BillingUsageResponse(WireModel):
+    data: list[BillingUsageEvent]
+    sessions: dict[str, BillingUsageSession] = Field(default_factory=dict)
+
+
+class CheckpointStorageItem(WireModel):
+    project_id: str | None = None
+    org_user_urn: str | None = None
+    user_email: str | None = None
+    user_name: str | None = None
+    checkpoint_count: int
+    size_bytes: int
+    size_gigabytes: float
+
+
+class CheckpointStorageResponse(WireModel):
+    data: list[CheckpointStorageItem]
+
+
+class AuditEntryView(WireModel):
+    timestamp: AwareDatetime
+    event: str
+    event_details: dict[str, Any]
+    model_id: str | None = None
+    tinker_path: str | None = None
+
+
+class AuditLogResponse(WireModel):
+    entries: list[AuditEntryView]

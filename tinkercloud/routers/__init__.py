@@ -3,6 +3,7 @@
 from tinkercloud.routers import (
     accounts,
     anthropic,
+    billing,
     checkpoints,
     downloads,
     futures,
@@ -18,6 +19,7 @@ from tinkercloud.routers import (
 
 ROUTERS = (
     accounts.router,
+    billing.router,
     sessions.router,
     models.router,
     training.router,

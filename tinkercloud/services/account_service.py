@@ -47,7 +47,7 @@ class AccountService:
                 f"only a key whose name begins with {LOGIN_KEY_PREFIX!r} can revoke itself; the "
                 "operator of this server revokes others with `tinkercloud keys revoke`"
             )
-        self._keys.revoke(key.key_id)
+        self._keys.revoke(key.key_id, actor=key.user)
 
 
 def _is_login_key(key: KeyRecord) -> bool:

@@ -9,6 +9,7 @@ from tinkercloud.backends.base import Backend
 from tinkercloud.config import Config
 from tinkercloud.core.task_manager import TaskManager
 from tinkercloud.services.account_service import AccountService
+from tinkercloud.services.billing_service import BillingService
 from tinkercloud.services.catalog import Catalog
 from tinkercloud.services.chat_service import ChatService
 from tinkercloud.services.checkpoint_service import CheckpointService, CheckpointStores
@@ -28,6 +29,8 @@ from tinkercloud.services.session_service import SessionService
 from tinkercloud.services.text_completion_service import TextCompletionService
 from tinkercloud.services.text_models import TextModels
 from tinkercloud.services.training_service import TrainingService
+from tinkercloud.services.usage_recorder import UsageRecorder
+from tinkercloud.storage.audit_log import AuditLog
 from tinkercloud.storage.database import Database
 from tinkercloud.storage.futures import FuturesStorage
 from tinkercloud.storage.keys import KeyStore
@@ -35,6 +38,7 @@ from tinkercloud.storage.metadata import MetadataStorage
 from tinkercloud.storage.publications import PublicationStorage
 from tinkercloud.storage.sample_records import SampleRecordStorage
 from tinkercloud.storage.session_storage import SessionStorage
+from tinkercloud.storage.usage_storage import UsageStorage
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +68,9 @@ class Services:
     rest: RestService
     results: FutureService
     completions: CompletionService
+    usage: UsageRecorder
+    billing: BillingService
+    audit: AuditLog
     accounts: AccountService
     names: ModelNames
     chat: ChatService
@@ -73,10 +80,12 @@ class Services:
         await self.tasks.start()
         await self.checkpoints.start()
         self.tasks.spawn(self._sweep_forever(), "expiry")
+        self.tasks.spawn(self.usage.flush_forever(), "usage")
 
     async def close(self) -> None:
         """Work first, so that nothing reaches for what is closed after it."""
         await self.tasks.close()
+        await self.usage.flush()
         await self.sampling.close()
 
     async def _sweep_forever(self) -> None:
@@ -107,7 +116,10 @@ def build_services(
     futures = FuturesStorage(database)
     metadata = MetadataStorage(database)
     tasks = TaskManager(futures, gap_grace_s=config.gap_grace_s)
-    sessions = SessionService(SessionStorage(database))
+    audit = AuditLog(database)
+    sessions = SessionService(SessionStorage(database), audit)
+    usage_storage = UsageStorage(database)
+    usage = UsageRecorder(usage_storage)
     publications = PublicationStorage(database)
     checkpoints = CheckpointService(
         backend, CheckpointStores(metadata, publications, stores.keys), config.data_dir
@@ -116,7 +128,7 @@ def build_services(
         SampleRecordStorage(database), sessions, config.record_bytes, config.record_ttl_s
     )
     dependencies = Dependencies(
-        backend, catalog, metadata, tasks, sessions, checkpoints, sample_records
+        backend, catalog, metadata, tasks, sessions, checkpoints, sample_records, usage
     )
     sampling = SamplingService(dependencies)
     models = ModelService(dependencies)
@@ -144,6 +156,9 @@ def build_services(
         rest=RestService(metadata, checkpoints, publications),
         results=FutureService(backend, tasks, futures, config.hold_s),
         completions=CompletionService(tasks, futures, config.hold_s),
+        usage=usage,
+        billing=BillingService(usage_storage, usage, SessionStorage(database)),
+        audit=audit,
         accounts=AccountService(stores.keys),
         names=names,
         chat=ChatService(names, texts, sampling, slots),

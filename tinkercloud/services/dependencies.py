@@ -8,6 +8,7 @@ from tinkercloud.services.catalog import Catalog
 from tinkercloud.services.checkpoint_service import CheckpointService
 from tinkercloud.services.sample_record_service import SampleRecordService
 from tinkercloud.services.session_service import SessionService
+from tinkercloud.services.usage_recorder import UsageRecorder
 from tinkercloud.storage.metadata import MetadataStorage
 
 
@@ -20,3 +21,4 @@ class Dependencies:
     sessions: SessionService
     checkpoints: CheckpointService
     sample_records: SampleRecordService
+    usage: UsageRecorder

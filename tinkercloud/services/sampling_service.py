@@ -19,7 +19,14 @@ from tinker_gmi.types import (
 )
 from tinkercloud.core.data_converter import MAX_SAMPLES
 from tinkercloud.core.task_manager import SAMPLING_KIND
-from tinkercloud.core.types import FromBase, FromCheckpoint, FromModel, OnTokens, SampleOutput
+from tinkercloud.core.types import (
+    FromBase,
+    FromCheckpoint,
+    FromModel,
+    OnTokens,
+    SampleOutput,
+    TokenChunk,
+)
 from tinkercloud.core.types import SampleRequest as CoreSampleRequest
 from tinkercloud.errors import InvalidRequest, SamplerNotFound, VersionLost
 from tinkercloud.services.dependencies import Dependencies
@@ -50,6 +57,7 @@ class SamplingService:
         self._sessions = dependencies.sessions
         self._checkpoints = dependencies.checkpoints
         self._records = dependencies.sample_records
+        self._usage = dependencies.usage
         self._versions = VersionStore(self._backend)
         self._samplers: dict[tuple[str, str], Sampler] = {}
         self._foreign: set[str] = set()  # samplers of other users' checkpoints
@@ -248,6 +256,25 @@ class SamplingService:
 
     async def _sample(
         self, sampler: Sampler, request: CoreSampleRequest, on_tokens: OnTokens | None = None
+    ) -> DrawnSample:
+        num_prompt_tokens, num_sampled = len(request.prompt), 0
+
+        def count(chunk: TokenChunk) -> None:
+            nonlocal num_sampled
+            num_sampled += len(chunk.tokens)
+            if on_tokens is not None:
+                on_tokens(chunk)
+
+        try:
+            drawn = await self._drawn(sampler, request, None if on_tokens is None else count)
+        except asyncio.CancelledError:
+            self._usage.abandoned(sampler, num_prompt_tokens, num_sampled)
+            raise
+        self._usage.sampled(sampler, num_prompt_tokens, drawn.output)
+        return drawn
+
+    async def _drawn(
+        self, sampler: Sampler, request: CoreSampleRequest, on_tokens: OnTokens | None
     ) -> DrawnSample:
         key, publish = _version_key(sampler), self._publisher(sampler)
         version = await self._versions.get(key, sampler.sampler_id, publish)

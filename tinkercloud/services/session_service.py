@@ -4,6 +4,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping
 
 from tinkercloud.errors import InvalidRequest, SessionFinished, SessionNotFound, UserError
+from tinkercloud.storage.audit_log import AuditLog
 from tinkercloud.storage.session_storage import Session, SessionStorage
 
 MAX_PROJECT_CHARS = 128
@@ -21,8 +22,9 @@ def check_project(project_id: str) -> None:
 class SessionService:
     """on_finish listeners get (user, session_id) once a session has ended."""
 
-    def __init__(self, sessions: SessionStorage):
+    def __init__(self, sessions: SessionStorage, audit: AuditLog):
         self._sessions = sessions
+        self._audit = audit
         self._open: set[tuple[str, str]] = set()  # read from the database once, not at each request
         self._on_finish: list[OnFinish] = []
 
@@ -79,6 +81,11 @@ class SessionService:
         check_project(project_id)
         await self.get(user, session_id)
         await self._sessions.set_project(session_id, user, project_id)
+        await self._audit.record(
+            *(user, "projects", "project_session_assigned"),
+            project_id=project_id,
+            session_id=session_id,
+        )
 
     async def require_open(self, user: str, session_id: str) -> None:
         """Raises SessionNotFound or SessionFinished."""

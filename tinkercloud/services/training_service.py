@@ -44,6 +44,7 @@ class TrainingService:
         self._tasks = dependencies.tasks
         self._checkpoints = dependencies.checkpoints
         self._records = dependencies.sample_records
+        self._usage = dependencies.usage
         self._models = models
         self._sampling = sampling
 
@@ -66,6 +67,7 @@ class TrainingService:
         async def work() -> Outcome:
             batch = await batch_task
             output = await self._backend.forward_backward(model.model_id, batch)
+            self._usage.trained(model, batch)
             if len(batch.data) <= INLINE_DATUMS:
                 return completed_protobuf(_encoded(batch, output))
             return completed_protobuf(await asyncio.to_thread(_encoded, batch, output))

@@ -2,6 +2,7 @@
 
 import hashlib
 import hmac
+import json
 import secrets
 import sqlite3
 import time
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 
+from tinkercloud.storage.audit_log import INSERT_ENTRY
 from tinkercloud.storage.tokens import TOKEN_PREFIX, TokenSigner
 from tinkercloud.storage.upgrades import add_later_columns
 
@@ -18,6 +20,7 @@ DATABASE_NAME = "tinkercloud.db"
 KEY_PREFIX = "tml-"  # the official client refuses other keys (wire specification, section 16)
 DEFAULT_USER = "default"
 CACHE_S = 1.0  # a revoked key, and its tokens, work at most this much longer in a running server
+OPERATOR = "operator"  # in the audit log: whoever has the machine's command line
 _ID_PREFIX = "key-"
 
 
@@ -92,6 +95,7 @@ class KeyStore:
             if name or note:
                 label = (key_id, name, note)
                 self._connection.execute("INSERT INTO key_labels VALUES (?, ?, ?)", label)
+            self._audit(user, "api_key_created", actor=OPERATOR, key_id=key_id)
         self._cached_at = float("-inf")
         return key
 
@@ -106,13 +110,20 @@ class KeyStore:
             self._connection.execute("SELECT key_id, name FROM key_labels WHERE name != ''")
         )
 
-    def revoke(self, key_id: str) -> bool:
+    def revoke(self, key_id: str, *, actor: str = OPERATOR) -> bool:
         """Whether there was such a key. Its tokens end with it."""
         with self._connection:
-            cursor = self._connection.execute("DELETE FROM keys WHERE key_id = ?", (key_id,))
+            query = "DELETE FROM keys WHERE key_id = ? RETURNING user"
+            users = self._connection.execute(query, (key_id,)).fetchall()
             self._connection.execute("DELETE FROM key_labels WHERE key_id = ?", (key_id,))
+            for (user,) in users:
+                self._audit(user, "api_key_deleted", actor=actor, key_id=key_id)
         self._cached_at = float("-inf")
-        return cursor.rowcount > 0
+        return bool(users)
+
+    def _audit(self, user: str, event: str, **details: object) -> None:
+        entry = (time.time(), user, "organizations", event, json.dumps(details))
+        self._connection.execute(INSERT_ENTRY, entry)
 
     def user_of(self, key: str) -> str | None:
         """The user of a key, or of a token that stands for one; None where it has none."""

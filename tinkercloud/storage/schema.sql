@@ -135,3 +135,54 @@ CREATE INDEX IF NOT EXISTS recorded_sequences_by_request ON recorded_sequences (
 CREATE TRIGGER IF NOT EXISTS recorded_sequences_follow AFTER DELETE ON recorded_samples BEGIN
     DELETE FROM recorded_sequences WHERE request_id = OLD.request_id;
 END;
+
+CREATE TABLE IF NOT EXISTS token_usage (
+    hour        INTEGER NOT NULL,         -- its first second since the epoch
+    user        TEXT NOT NULL,
+    session_id  TEXT NOT NULL,            -- "" where a request had none
+    base_model  TEXT NOT NULL,
+    kind        TEXT NOT NULL,            -- "training" | "prefill" | "cached_prefill" | "sample"
+    num_tokens  INTEGER NOT NULL,
+    PRIMARY KEY (user, hour, session_id, base_model, kind)
+) WITHOUT ROWID;
+
+-- Every checkpoint that was ever kept, for the accounts of storage. Triggers, so that no way of
+-- making or removing one is forgotten; a replacement is an insert, its delete fires no trigger.
+CREATE TABLE IF NOT EXISTS storage_periods (
+    directory   TEXT PRIMARY KEY,
+    user        TEXT NOT NULL,
+    model_id    TEXT NOT NULL,
+    segment     TEXT NOT NULL,
+    name        TEXT NOT NULL,
+    base_model  TEXT NOT NULL,
+    size_bytes  INTEGER NOT NULL,
+    began_at    REAL NOT NULL,
+    ended_at    REAL
+);
+CREATE INDEX IF NOT EXISTS storage_periods_by_user ON storage_periods (user, began_at);
+CREATE INDEX IF NOT EXISTS storage_periods_by_name ON storage_periods (model_id, segment, name);
+CREATE TRIGGER IF NOT EXISTS storage_begins AFTER INSERT ON checkpoints BEGIN
+    UPDATE storage_periods SET ended_at = (julianday('now') - 2440587.5) * 86400.0
+        WHERE model_id = NEW.model_id AND segment = NEW.segment AND name = NEW.name
+        AND directory != NEW.directory AND ended_at IS NULL;
+    INSERT OR REPLACE INTO storage_periods VALUES (NEW.directory, NEW.user, NEW.model_id,
+        NEW.segment, NEW.name, NEW.base_model, NEW.size_bytes,
+        (julianday('now') - 2440587.5) * 86400.0, NULL);
+END;
+CREATE TRIGGER IF NOT EXISTS storage_ends AFTER DELETE ON checkpoints BEGIN
+    UPDATE storage_periods SET ended_at = (julianday('now') - 2440587.5) * 86400.0
+        WHERE directory = OLD.directory;
+END;
+INSERT OR IGNORE INTO storage_periods   -- what a server without this table saved
+    SELECT directory, user, model_id, segment, name, base_model, size_bytes, created_at, NULL
+    FROM checkpoints;
+
+CREATE TABLE IF NOT EXISTS audit_log (
+    entry_id  INTEGER PRIMARY KEY,
+    at        REAL NOT NULL,
+    user      TEXT NOT NULL,              -- whose resource it is; the actor is in the details
+    resource  TEXT NOT NULL,              -- "checkpoints" | "projects" | "organizations"
+    event     TEXT NOT NULL,              -- "checkpoint_saved", ...
+    details   TEXT NOT NULL
+);
+CREATE INDEX IF NOT EXISTS audit_log_by_user ON audit_log (user, at);
