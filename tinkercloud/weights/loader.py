@@ -64,6 +64,18 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device | str) -> Lo
     return LoadedModel(config, weights)
 
 
+def read_weight(path: Path, name: str) -> Tensor | None:
+    """One weight by our name, float32; None where the model has none of that name."""
+    config = read_config(path)
+    if name == "lm_head" and config.tie_word_embeddings:
+        name = "model.embed_tokens"
+    if is_gguf(path):
+        named = gguf_weights(GGUFFile(path), config, torch.float32)
+    else:
+        named = _safetensors_weights(path, config, _tensor_files(path), torch.float32)
+    return next((tensor for ours, tensor in named if ours == name), None)
+
+
 def is_gguf(path: Path) -> bool:
     """A file is taken for GGUF, a folder for Hugging Face. Raises ConfigError for neither."""
     if not path.exists():
