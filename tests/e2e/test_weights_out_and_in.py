@@ -103,6 +103,7 @@ def torch_logprobs(model: Any) -> np.ndarray:
     return logprobs.gather(-1, tokens[0, 1:, None])[:, 0].numpy()
 
 
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.parametrize("name", [MODEL, TINY])
 def test_an_export_loads_in_peft_with_equal_logits_and_comes_in_again(
     stand: Stand, name: str, tmp_path: Path
