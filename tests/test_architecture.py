@@ -34,9 +34,10 @@ RULES = {
     "storage": "config core.types errors",
     "core": "config core.types errors losses storage tinker_gmi wire",
     "backends.base": "core.types errors",
-    "backends": "backends.base config core.types errors losses",
+    "backends": "backends.base config core.types errors grammar losses",
     "weights": "architectures core.types errors",
     "decoding": "core.types",
+    "grammar": "core.types errors",
     "doctor": "config embedded.forward embedded.model embedded.native errors fetch weights",
     "chat": "core.types errors weights",
     "openai_api": "chat core.types errors",
@@ -55,8 +56,9 @@ RULES = {
     "embedded.model": "architectures config decoding errors weights",
     "embedded.native": "architectures config decoding errors weights",
     "embedded.forward": "architectures decoding embedded.model embedded.native errors weights",
-    "embedded.sampling": "core.types decoding embedded.forward embedded.model errors speculative "
-    "speculative.draft_length speculative.drafters speculative.learning speculative.observability",
+    "embedded.sampling": "core.types decoding embedded.forward embedded.model errors grammar "
+    "speculative speculative.draft_length speculative.drafters speculative.learning "
+    "speculative.observability",
     "embedded.training": "architectures core.types embedded.forward embedded.model embedded.native "
     "errors losses weights",
     "embedded.drafting": "config core.types decoding embedded.forward embedded.model "
@@ -91,6 +93,7 @@ THIRD_PARTY = {
         "chat cluster commands embedded weights",
     ),
     "jinja2": "chat",
+    "llguidance": "grammar",
     **dict.fromkeys(("sqlite3", "aiosqlite"), "storage"),
     **dict.fromkeys(("fastapi", "starlette"), "app routers server"),
     "uvicorn": "server",

@@ -3,7 +3,8 @@
 Axes: P prompt tokens, V vocabulary, K targets.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,22 +21,21 @@ from tinkercloud.core.types import (
     TokenChunk,
     Topk,
 )
+from tinkercloud.errors import UserError
+from tinkercloud.grammar.compiler import GrammarCompiler, SampleGrammar
 
 
 def draw_samples(
     version: Published, request: SampleRequest, on_tokens: OnTokens | None = None
 ) -> SampleOutput:
     """A token for each sample, then the next one for each, as an engine does. What on_tokens raises
-    ends it."""
-    samples = [_Sample(version, request, index) for index in range(request.num_samples)]
-    running = [sample.draw() for sample in samples]
-    while running:
-        # A generator that has no more tokens gives None.
-        chunks = [(drawing, next(drawing, None)) for drawing in running]
-        running = [drawing for drawing, chunk in chunks if chunk is not None]
-        for _, chunk in chunks:
-            if chunk is not None and on_tokens is not None:
-                on_tokens(chunk)
+    ends it. Raises UserError for a grammar that cannot be used."""
+    with ThreadPoolExecutor(1) as executor:
+        samples = [
+            _Sample(version, request, index, grammar)
+            for index, grammar in enumerate(_grammars(version, request, executor))
+        ]
+        _draw_all(samples, on_tokens)
     prompt = request.prompt
     after = version.base.logprobs(version.table, prompt[:-1])  # (P-1, V): row i scores i+1
     return SampleOutput(
@@ -46,6 +46,33 @@ def draw_samples(
     )
 
 
+def _grammars(
+    version: Published, request: SampleRequest, executor: ThreadPoolExecutor
+) -> list[SampleGrammar | None]:
+    """For each sample."""
+    if request.grammar is None:
+        return [None] * request.num_samples
+    served = version.base.served
+    folder = served.tokenizer_path
+    if folder is None or not (folder / "tokenizer.json").is_file():
+        raise UserError(f"{served.name} has no tokenizer.json, which grammars need")
+    text = (folder / "tokenizer.json").read_text()
+    compiled = GrammarCompiler(text, served.vocab_size, served.eos_token_ids)
+    grammar = compiled.compile(request.grammar)
+    return [grammar.begin(executor) for _ in range(request.num_samples)]
+
+
+def _draw_all(samples: Sequence["_Sample"], on_tokens: OnTokens | None) -> None:
+    running = [sample.draw() for sample in samples]
+    while running:
+        # A generator that has no more tokens gives None.
+        chunks = [(drawing, next(drawing, None)) for drawing in running]
+        running = [drawing for drawing, chunk in chunks if chunk is not None]
+        for _, chunk in chunks:
+            if chunk is not None and on_tokens is not None:
+                on_tokens(chunk)
+
+
 @dataclass(slots=True)
 class _Sample:
     """A sample while it is drawn."""
@@ -53,6 +80,7 @@ class _Sample:
     version: Published
     request: SampleRequest
     index: int
+    grammar: SampleGrammar | None = None
     tokens: list[int] = field(default_factory=list[int])
     distributions: list[Floats] = field(default_factory=list[Floats])
     stop_reason: StopReason | None = None
@@ -69,16 +97,25 @@ class _Sample:
         while self.stop_reason is None:
             after = version.base.logprobs(version.table, np.array([token]))[0]
             place = self.index, len(request.prompt) + len(self.tokens)
-            token, distribution = _draw(self._penalized(after), params, place)
+            token, distribution = _draw(self._penalized(self._masked(after)), params, place)
             self.tokens.append(token)
             self.distributions.append(distribution)
             text += f"{token} "
-            if token in stops or any(stop in text for stop in params.stop_strings):
+            if self.grammar is not None:
+                self.grammar.accept(token)
+            is_over = self.grammar is not None and self.grammar.is_over
+            if is_over or token in stops or any(stop in text for stop in params.stop_strings):
                 self.stop_reason = "stop"
             elif len(self.tokens) == limit:
                 self.stop_reason = "length"
             tokens, logprobs, topk = self._since(len(self.tokens) - 1)
             yield TokenChunk(self.index, tokens, logprobs, self.stop_reason, topk)
+
+    def _masked(self, logprobs: Floats) -> Floats:
+        """(V,) under what its grammar takes next."""
+        if self.grammar is None:
+            return logprobs
+        return log_softmax(np.where(self.grammar.allowed(), logprobs, -np.inf))
 
     def _penalized(self, logprobs: Floats) -> Floats:
         """(V,) less the penalties of the tokens that it has; log-probabilities again."""

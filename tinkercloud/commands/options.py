@@ -28,6 +28,7 @@ EXTRAS = {
     "embedded": ("gguf", "safetensors", "tokenizers", "torch"),
     "cluster": ("megatron", "ray", "sglang_router"),
     "sglang": ("sglang",),
+    "grammar": ("llguidance",),
     "plot": ("matplotlib",),
     "age": ("pyrage",),
     "cuda": ("torch_memory_saver", "transformer_engine"),

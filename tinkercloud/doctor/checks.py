@@ -30,6 +30,7 @@ CHECKS: tuple[Check, ...] = tuple(
         ("server packages", "HTTP, storage", ALL, "versions", software.extra("server")),
         ("torch", "computes", TORCH, "torch driver", software.torch),
         ("weights' packages", "read models", TORCH, "versions", _weights_packages),
+        ("grammars", "JSON schemas of samples", OPTIONAL, "versions", software.extra("grammar")),
         ("device", "the embedded engine computes on it", EMBEDDED, "engine torch", embedded.device),
         ("processor", "vector instructions", OPTIONAL, "host engine", embedded.processor),
         ("number type", "of the base weights", OPTIONAL, "engine", embedded.number_type),

@@ -26,6 +26,7 @@ from tinkercloud.embedded.sampling.cuda_streams import (
     Streams,
     streams_for,
 )
+from tinkercloud.embedded.sampling.grammar_queue import GrammarQueue
 from tinkercloud.embedded.sampling.postprocessor import Postprocessor
 from tinkercloud.embedded.sampling.prompt_logprobs import PromptScores
 from tinkercloud.embedded.sampling.scheduler import Scheduler
@@ -55,11 +56,12 @@ class SamplingEngine:
             max_batch, depth * max_batch, self.states.cache_of, self.states.discard
         )
         self._postprocessor = Postprocessor(self.states, self.scheduler)
+        self._grammars = GrammarQueue(self.scheduler.add)
         self._streams: Streams | None = None  # of the bases' device; None: there is no base yet
 
     @property
     def busy(self) -> bool:
-        return self.scheduler.is_busy
+        return self.scheduler.is_busy or bool(self._grammars)
 
     @property
     def num_running(self) -> int:
@@ -67,7 +69,7 @@ class SamplingEngine:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.scheduler.waiting) + len(self.scheduler.ready)
+        return len(self._grammars) + len(self.scheduler.waiting) + len(self.scheduler.ready)
 
     @property
     def num_preempted(self) -> int:
@@ -102,16 +104,20 @@ class SamplingEngine:
         scores = PromptScores(request) if PromptScores.applies_to(request) else None
         rule = StopRule(request.params, version.base.config.eos_token_ids, version.base.decoder)
         job = Job(version, request, reply, scores, rule, on_tokens)
-        self.scheduler.add(job)
+        (self.scheduler if request.grammar is None else self._grammars).add(job)
         return job
 
     def cancel(self, job: Job) -> None:
         """End an unfinished request between steps, without its samples; its blocks are free. The
         samples of others do not change: they do not depend on who shares their passes."""
-        self.scheduler.drop(job)
-        job.fail(UserError("the request was cancelled"))
+        self._end(job, UserError("the request was cancelled"))
         if not self.busy:
             self.states.rest()
+
+    def _end(self, job: Job, error: BaseException) -> None:
+        self._grammars.drop(job)
+        self.scheduler.drop(job)
+        job.fail(error)
 
     def use_streams(self, streams: Streams) -> None:
         """Others than the device's own; between steps."""
@@ -125,6 +131,8 @@ class SamplingEngine:
     def step(self) -> None:
         """Schedule, run, postprocess, begin samples: a pass for each set of base weights, and a
         token or more for each sample."""
+        if self._grammars:
+            self._grammars.poll(is_idle=not self.scheduler.is_busy)
         began = time.perf_counter()
         streams = self._streams or SingleStream()
         items = self.scheduler.schedule()
@@ -132,12 +140,15 @@ class SamplingEngine:
             batches = self._run(items, streams)
         self._end_round(1e3 * (time.perf_counter() - began), batches)
         self._postprocessor.begin(self.scheduler.begin_samples())
+        for job in self._postprocessor.take_doomed():
+            assert job.error is not None
+            self._end(job, job.error)
         if not self.busy:
             self.states.rest()
 
     def fail_all(self, error: BaseException) -> None:
         """Answer every unfinished request with `error`, and drop it."""
-        jobs = self.scheduler.clear()
+        jobs = [*self.scheduler.clear(), *self._grammars.clear()]
         self.states.close()
         for job in jobs:
             job.fail(error)

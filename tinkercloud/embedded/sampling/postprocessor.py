@@ -14,7 +14,7 @@ from tinkercloud.decoding.sampler import Drawn, sample, topk_rows
 from tinkercloud.embedded.sampling.base_states import BaseState, BaseStates
 from tinkercloud.embedded.sampling.batch_plan import BatchItem, DrawnRows, LaunchedPass
 from tinkercloud.embedded.sampling.scheduler import Scheduler
-from tinkercloud.embedded.sampling.sequences import Sequence
+from tinkercloud.embedded.sampling.sequences import Job, Sequence
 from tinkercloud.speculative.verify import match
 
 DRAFTER_ROWS = 64
@@ -27,6 +27,12 @@ class Postprocessor:
     def __init__(self, states: BaseStates, scheduler: Scheduler):
         self._states, self._scheduler = states, scheduler
         self.num_drawn = 0  # tokens, those of samples that started over included
+        self._doomed: list[Job] = []
+
+    def take_doomed(self) -> list[Job]:
+        """Jobs that have an error since the last call; they are unfinished still."""
+        doomed, self._doomed = {id(job): job for job in self._doomed}, []
+        return [job for job in doomed.values() if not job.has_failed]
 
     def process(self, launched: LaunchedPass) -> None:
         """Take the results of a pass."""
@@ -89,6 +95,9 @@ class Postprocessor:
         complete: list[tuple[Sequence, bool]] = []
         for draw in draws:
             sequence, rows = draw.sequence, draw.rows
+            if sequence.job.error is not None:
+                self._doomed.append(sequence.job)
+                continue
             sequence.overwrite(tokens, logprobs, rows)
             verdict = match(draw.drafted, tokens[rows.start : rows.stop])
             stopped = False
@@ -127,6 +136,10 @@ def _append(sequence: Sequence, token: int, logprob: float, logprobs: Callable[[
         sequence.topk.append(row or topk_rows(logprobs(), k))
     sequence.tokens.append(token)
     sequence.logprobs.append(logprob)
+    if sequence.grammar is not None:
+        sequence.grammar.accept(token)
+        if sequence.grammar.is_over:  # also where the request has no end-of-sequence tokens
+            return True
     return job.stop_rule.ends(sequence.tokens, job.num_prompt)
 
 

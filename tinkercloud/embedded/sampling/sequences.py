@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from tinkercloud.core.types import (
@@ -27,6 +28,8 @@ from tinkercloud.embedded.forward.kv_blocks import (
 )
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.sampling.prompt_logprobs import PromptScores
+from tinkercloud.errors import UserError
+from tinkercloud.grammar.compiler import SampleGrammar
 
 Reply = Callable[[SampleOutput | BaseException], None]
 TopkRow = tuple[np.ndarray, np.ndarray]
@@ -51,6 +54,7 @@ class Sequence:
     topk: list[TopkRow] = field(default_factory=list)
     num_streamed: int = 0  # of its sampled tokens: the request's stream has these
     committed: list[tuple[int, float, TopkRow | None]] = field(default_factory=list)
+    grammar: SampleGrammar | None = None
 
     @property
     def is_prompt(self) -> bool:
@@ -136,6 +140,7 @@ class Sequence:
         self.digests = self.digests[: num_prompt // BLOCK_TOKENS]
         self.logprobs.clear()
         self.topk.clear()
+        self.grammar = None
 
     def overwrite(self, tokens: list[int], logprobs: list[float], rows: range) -> None:
         """Put its committed tokens in place of those that were drawn in `rows`."""
@@ -153,10 +158,23 @@ class Sequence:
         logprobs = np.array(self.logprobs[first:], np.float32)
         on_tokens(TokenChunk(self.index, tokens, logprobs, stop_reason, _stack(self.topk[first:])))
 
+    def _allowed(self) -> Tensor | None:
+        """What its grammar takes next, bool (V,). A grammar that cannot be followed is an error of
+        its job, which ends with the step; until then it allows everything."""
+        if self.job.begin_grammar is None:
+            return None
+        if self.grammar is None:
+            self.grammar = self.job.begin_grammar()
+        try:
+            return torch.from_numpy(self.grammar.allowed())
+        except UserError as error:
+            self.job.error = error
+            return None
+
     def row_params(self, ahead: int = 0) -> RowParams:
         """Of the token that is drawn next, or `ahead` after it where its job takes drafts."""
         params = self.job.request.params
-        adjustment = adjustment_of(params, self.tokens[self.job.num_prompt :])
+        adjustment = adjustment_of(params, self.tokens[self.job.num_prompt :], self._allowed())
         assert adjustment is None or not ahead, "the tokens between are not known"
         return RowParams(params, self.index, len(self.tokens) + ahead, adjustment)
 
@@ -171,9 +189,11 @@ class Job:
     scores: PromptScores | None
     stop_rule: StopRule
     on_tokens: OnTokens | None = None
+    begin_grammar: Callable[[], SampleGrammar] | None = None  # for each sample
     prompt: Sequence = field(init=False)
     is_scoring: bool = field(init=False)  # all rows of the prompt are wanted, and not all computed
     has_failed: bool = False
+    error: UserError | None = None  # that it is to fail with once the step is over
     logits: Tensor | None = None  # (V,) after the whole prompt
     hidden: Tensor | None = None  # (n, L, D) of its last tokens, where a drafter reads them
     cache_hit_tokens: int = 0
@@ -192,7 +212,8 @@ class Job:
     def takes_drafts(self) -> bool:
         """Not where a token's distribution follows from all those before it: a draft would need a
         distribution of its own for each of its tokens."""
-        return self.request.speculate and not self.request.params.has_penalties
+        request = self.request
+        return request.speculate and request.grammar is None and not request.params.has_penalties
 
     @property
     def num_left(self) -> int:
