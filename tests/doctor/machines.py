@@ -24,7 +24,8 @@ def healthy_facts() -> dict[str, dict]:
         "python": {"version": "3.11.7", "executable": "/usr/bin/python"},
         "versions": {
             name: next(iter(requirement.specifier)).version
-            for name, requirement in requirements.requirements("embedded").items()
+            for extra in ("embedded", "grammar")
+            for name, requirement in requirements.requirements(extra).items()
         },
         "host": {
             "disk_free_bytes": 900 * GIB,

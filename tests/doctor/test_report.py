@@ -61,8 +61,7 @@ def test_without_torch_one_line_says_what_to_install(report):
         if "ok" not in line[:8]
     ]
     assert missing == [
-        "MISSING  software   no torch, gguf, safetensors -> "
-        "pip install 'tinkercloud[embedded]'",
+        "MISSING  software   no torch, gguf, safetensors -> pip install 'tinkercloud[embedded]'",
         "The backend embedded cannot run here. (All checks: --all)",
     ]
 

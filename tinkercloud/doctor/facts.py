@@ -56,7 +56,7 @@ def commands(target: Target) -> dict[str, tuple[str, tuple[str, ...]]]:
         "engine": ("engine", target.dtype),
         "models": ("models", target.backend, *(f"{m.name}={m.path}" for m in target.models)),
         "python": ("python",),
-        "versions": ("versions", *requirements("embedded")),
+        "versions": ("versions", *requirements("embedded"), *requirements("grammar")),
         "host": ("host", folder, target.host, str(target.port)),
         "driver": ("driver",),
         **{name: ("package", module, name) for module, name in IMPORTS.items()},

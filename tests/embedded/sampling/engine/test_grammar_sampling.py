@@ -101,16 +101,17 @@ def test_company_drafts_and_pre_emption_change_nothing(store: ModelStore, base: 
     assert tight.engine.num_preempted > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32"], indirect=True)
 def test_a_sample_that_starts_over_begins_its_grammar_anew(
     store: ModelStore, base: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the compiled pass a pre-empted sample starts over."""
     monkeypatch.setattr(runners, "library", lambda: None)
-    strings = {"type": "array", "items": {"type": "string", "minLength": 60}, "minItems": 2}
+    strings = {"type": "array", "items": {"type": "string", "minLength": 90}, "minItems": 2}
     grammar = Grammar("json_schema", json.dumps(strings))
     requests = {
-        str(i): (base, structured(i, grammar=grammar, max_tokens=320, temperature=2.0))
+        str(i): (base, structured(i, grammar=grammar, max_tokens=500, temperature=2.0))
         for i in range(2)
     }
     tight = Sampler(store, kv_cache_bytes=1)
