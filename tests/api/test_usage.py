@@ -276,6 +276,48 @@ async def test_projects_and_keys_are_audited(api: Api) -> None:
     assert await events_of(api, event_type="teams") == []
 
 
+async def test_what_is_done_to_a_checkpoint_is_audited(api: Api) -> None:
+    bob = api.as_user("bob")
+    model = await api.model()
+    await save(api, model, 1, "a")
+    path = f"training_runs/{model}/checkpoints/weights/a"
+    assert (await api.post(f"{path}/publish")).status_code == 204
+    await api.http.put(f"/api/v1/{path}/ttl", json={"ttl_seconds": 3600})
+    source = f"tinker://{model}/weights/a"
+    copied = await bob.ok("copy_weights", source_path=source, destination_project_id="p")
+    assert (await bob.get(f"{path}/archive")).status_code == 302
+    await api.http.delete(f"/api/v1/{path}/publish")
+    await api.http.delete(f"/api/v1/{path}")
+    entries = await events_of(api, event_type="checkpoints")
+    assert [(event, details["actor"]) for event, details in entries] == [
+        ("checkpoint_saved", "ann"),
+        ("checkpoint_published", "ann"),
+        ("checkpoint_ttl_set", "ann"),
+        ("checkpoint_read", "bob"),
+        ("checkpoint_downloaded", "bob"),
+        ("checkpoint_unpublished", "ann"),
+        ("checkpoint_deleted", "ann"),
+    ]
+    assert {details["tinker_path"] for _, details in entries} == {source}
+    [(event, details)] = await events_of(bob, event_type="checkpoints")
+    assert (event, details["tinker_path"]) == ("checkpoint_copied", copied["tinker_path"])
+    assert details["source"] == source
+    [entry, *_] = (await api.get("audit", event_type="checkpoints")).json()["entries"]
+    assert (entry["model_id"], entry["tinker_path"]) == (model, source)
+
+
+async def test_an_expired_checkpoint_is_audited_as_deleted_by_the_server(api: Api) -> None:
+    await save(api, await api.model(), 1, "a", ttl_seconds=3600)
+    await api.services.database.write("UPDATE checkpoints SET expires_at = 1.0")
+    await api.services.checkpoints.remove_expired()
+    event, details = (await events_of(api, event_type="checkpoints"))[-1]
+    assert (event, details["actor"], details["reason"]) == (
+        "checkpoint_deleted",
+        "server",
+        "expired",
+    )
+
+
 async def test_nobody_reads_the_audit_log_of_others(api: Api) -> None:
     path = f"/api/v1/sessions/{await api.session()}/project"
     await api.http.put(path, json={"project_id": "p"})

@@ -14,6 +14,7 @@ from tinkercloud.routers import (
     rest,
     sampling,
     sessions,
+    traces,
     training,
 )
 
@@ -21,6 +22,8 @@ ROUTERS = (
     accounts.router,
     billing.router,
     sessions.router,
+    traces.router,
+    traces.signed,
     models.router,
     training.router,
     checkpoints.router,

@@ -14,6 +14,7 @@ from tinkercloud.errors import CheckpointNotFound, InvalidRequest, UserError
 from tinkercloud.services import checkpoint_files
 from tinkercloud.services.checkpoint_writer import FOLDER, CheckpointWriter, Fill, SaveOptions
 from tinkercloud.services.numbers import checked
+from tinkercloud.storage.audit_log import AuditLog
 from tinkercloud.storage.metadata import Checkpoint, MetadataStorage, Model, Segment
 from tinkercloud.storage.publications import PublicationStorage
 
@@ -60,6 +61,7 @@ class CheckpointStores:
     metadata: MetadataStorage
     publications: PublicationStorage
     keys: KeyLookup
+    audit: AuditLog
 
 
 class CheckpointService:
@@ -68,6 +70,7 @@ class CheckpointService:
         self._metadata = stores.metadata
         self._publications = stores.publications
         self._keys = stores.keys
+        self._audit = stores.audit
         self._data_dir = data_dir
         self._writer = CheckpointWriter(stores.metadata, data_dir)
 
@@ -96,6 +99,8 @@ class CheckpointService:
                 f"checkpoint {old.tinker_path} exists already; choose another name or set overwrite"
             )
         checkpoint = await self._writer.write(model, options, self._fill(model, options, convert))
+        size = checkpoint.size_bytes
+        await self.audit(checkpoint, "checkpoint_saved", size_bytes=size, replaced=old is not None)
         if old is not None:  # last: until the row names the new folder, readers open the old one
             await self._publications.unpublish(old)
             await asyncio.to_thread(checkpoint_files.remove, self._data_dir / old.directory)
@@ -118,7 +123,15 @@ class CheckpointService:
 
     async def copy(self, source: Checkpoint, model: Model, ttl_s: int | None) -> Checkpoint:
         """The same checkpoint as one of `model`; storage is shared."""
-        return await self._writer.copy(source, model, check_ttl(ttl_s))
+        copy = await self._writer.copy(source, model, check_ttl(ttl_s))
+        await self.audit(source, "checkpoint_read", actor=model.user, purpose="copy")
+        await self.audit(copy, "checkpoint_copied", source=source.tinker_path)
+        return copy
+
+    async def audit(self, checkpoint: Checkpoint, event: str, **details: object) -> None:
+        """An entry in its owner's audit log."""
+        path = {"tinker_path": checkpoint.tinker_path}
+        await self._audit.record(checkpoint.user, "checkpoints", event, **path, **details)
 
     # finding
 
@@ -215,23 +228,30 @@ class CheckpointService:
     async def delete(self, user: str, path: str) -> None:
         checkpoint = await self.resolve(user, path)
         await self._remove(checkpoint)
+        await self.audit(checkpoint, "checkpoint_deleted")
 
     async def publish(self, user: str, path: str) -> None:
         """Let every user of this server read it; publishing twice changes nothing."""
-        await self._publications.publish(await self.resolve(user, path))
+        checkpoint = await self.resolve(user, path)
+        await self._publications.publish(checkpoint)
+        await self.audit(checkpoint, "checkpoint_published")
 
     async def unpublish(self, user: str, path: str) -> None:
-        await self._publications.unpublish(await self.resolve(user, path))
+        checkpoint = await self.resolve(user, path)
+        await self._publications.unpublish(checkpoint)
+        await self.audit(checkpoint, "checkpoint_unpublished")
 
     async def set_ttl(self, user: str, path: str, ttl_s: int | None) -> None:
         check_ttl(ttl_s)
         checkpoint = await self.resolve(user, path)
         expires_at = None if ttl_s is None else time.time() + ttl_s
         await self._metadata.set_expiry(checkpoint, expires_at)
+        await self.audit(checkpoint, "checkpoint_ttl_set", ttl_seconds=ttl_s)
 
     async def remove_expired(self) -> None:
         for checkpoint in await self._metadata.expired_checkpoints():
             await self._remove(checkpoint)
+            await self.audit(checkpoint, "checkpoint_deleted", actor="server", reason="expired")
 
     async def _remove(self, checkpoint: Checkpoint) -> None:
         # the row first: a row without files would be a promise that cannot be kept

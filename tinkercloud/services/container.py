@@ -28,6 +28,7 @@ from tinkercloud.services.session_search import SessionSearch
 from tinkercloud.services.session_service import SessionService
 from tinkercloud.services.text_completion_service import TextCompletionService
 from tinkercloud.services.text_models import TextModels
+from tinkercloud.services.trace_service import TraceService
 from tinkercloud.services.training_service import TrainingService
 from tinkercloud.services.usage_recorder import UsageRecorder
 from tinkercloud.storage.audit_log import AuditLog
@@ -71,6 +72,7 @@ class Services:
     usage: UsageRecorder
     billing: BillingService
     audit: AuditLog
+    traces: TraceService
     accounts: AccountService
     names: ModelNames
     chat: ChatService
@@ -122,7 +124,7 @@ def build_services(
     usage = UsageRecorder(usage_storage)
     publications = PublicationStorage(database)
     checkpoints = CheckpointService(
-        backend, CheckpointStores(metadata, publications, stores.keys), config.data_dir
+        backend, CheckpointStores(metadata, publications, stores.keys, audit), config.data_dir
     )
     sample_records = SampleRecordService(
         SampleRecordStorage(database), sessions, config.record_bytes, config.record_ttl_s
@@ -159,6 +161,7 @@ def build_services(
         usage=usage,
         billing=BillingService(usage_storage, usage, SessionStorage(database)),
         audit=audit,
+        traces=TraceService(sessions, futures, stores.keys.secret("signed links")),
         accounts=AccountService(stores.keys),
         names=names,
         chat=ChatService(names, texts, sampling, slots),

@@ -60,6 +60,7 @@ class DownloadService:
         names = await asyncio.to_thread(
             checkpoint_files.sealed_files, self._data_dir / checkpoint.directory
         )
+        await self._audit(user, checkpoint)
         expires = int(time.time()) + LIFETIME_S
         links = [self._link(user, checkpoint, name, expires) for name in names]
         return ExternalWeightsUrlsResponse(
@@ -72,11 +73,16 @@ class DownloadService:
     ) -> CheckpointArchiveUrlResponse:
         """A link to a tar of the files that other programs read, of any checkpoint."""
         checkpoint = await self._checkpoints.readable(user, path)
+        await self._audit(user, checkpoint)
         expires = int(time.time()) + LIFETIME_S
         link = self._link(user, checkpoint, ARCHIVE, expires)
         return CheckpointArchiveUrlResponse(
             url=base_url + link.url_path, expires=datetime.fromtimestamp(expires, UTC)
         )
+
+    async def _audit(self, user: str, checkpoint: Checkpoint) -> None:
+        """Links are downloads that begin: what is fetched by one is not asked for here again."""
+        await self._checkpoints.audit(checkpoint, "checkpoint_downloaded", actor=user)
 
     def _link(self, user: str, checkpoint: Checkpoint, file: str, expires: int) -> SignedLink:
         c = checkpoint

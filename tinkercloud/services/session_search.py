@@ -20,6 +20,7 @@ from tinkercloud.storage.session_storage import PagePlace, Session, SessionStora
 
 ALIVE_S = 120.0  # clients send a heartbeat every ten seconds, and warn after this long without one
 BATCH = 200
+FINISH_REASONS = ("success", "errored", "interrupted")  # what clients report, and understand
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
 
@@ -58,7 +59,8 @@ class SessionSearch:
         """active: its heartbeats come. client_finished: its client said so. failed: its client went
         away without a word after a request of it had failed. None: it went away otherwise."""
         if session.finished_at is not None:
-            reason = {"type": session.finish_reason or "success"}
+            known = session.finish_reason in FINISH_REASONS  # not that of a copy's own session
+            reason = {"type": session.finish_reason if known else "success"}
             detail = session.details.get("finish_detail")
             return {"type": "client_finished", "reason": reason, "detail": detail}
         if session.heartbeat_at > time.time() - ALIVE_S:

@@ -55,6 +55,22 @@ def failed(text: str, category: Category) -> Outcome:
     return Outcome("failed", JSON_TYPE, body)
 
 
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A request by its times, in seconds since the epoch. owner: its model or sampling session.
+    started_at None: it has not begun, or ended before it did; finished_at None: it is pending."""
+
+    request_id: str
+    owner: str
+    kind: str
+    seq_id: int | None
+    status: str
+    num_bytes: int
+    created_at: float
+    started_at: float | None
+    finished_at: float | None
+
+
 RESTARTED = failed(
     "the server restarted before this operation finished and its effect is lost; send a sample "
     "again, and go on with training from your last checkpoint",
@@ -106,6 +122,22 @@ class FuturesStorage:
             " ORDER BY finished_at",
             *(sampler_id, user, after),
         )
+
+    async def of_session(self, user: str, session_id: str) -> list[Operation]:
+        """All that is still on record, oldest first."""
+        # Ids of models and samplers begin with their session's; ";" is the character after ":".
+        first, last = f"{session_id}:", f"{session_id};"
+        columns = (
+            "request_id, COALESCE(model_id, sampler_id), kind, seq_id, status,"
+            " COALESCE(LENGTH(body), 0), created_at, started_at, finished_at"
+        )
+        rows = await self._database.all(
+            f"SELECT {columns} FROM futures WHERE model_id >= ? AND model_id < ? AND user = ?"
+            f" UNION ALL SELECT {columns} FROM futures"
+            " WHERE sampler_id >= ? AND sampler_id < ? AND user = ? ORDER BY created_at",
+            *(first, last, user, first, last, user),
+        )
+        return [Operation(*row) for row in rows]
 
     async def on_record(self, request_id: str) -> str:
         """What the database has of a request that it has no outcome of, in words for a log."""
