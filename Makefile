@@ -21,6 +21,9 @@ SLICE_S ?= 1200
 # SGLang has an environment of its own: its pins are not ours.
 SGLANG := .venv-sglang
 SGLANG_PINS := tests/cluster/requirements-sglang.txt
+# The newest cookbook, over the packages of .venv: those pin an older one.
+COOKBOOK := .venv-cookbook
+COOKBOOK_PINS := tests/e2e/requirements-cookbook.txt
 # Each tested version of the official SDK has one too: that SDK, and everything else from .venv.
 SDKS := $(patsubst %,.venv-sdk-%/installed,$(shell cat tests/sdks/versions.txt))
 
@@ -72,6 +75,15 @@ $(SGLANG)/installed: $(SGLANG_PINS)
 
 sdks: $(SDKS) ## an environment for each tested version of the official SDK
 
+# --no-deps: it wants a newer tml-renderers than an index may have, for renderers that nothing uses.
+$(COOKBOOK)/installed: $(COOKBOOK_PINS) $(INSTALLED)
+	$(BIN)/python -m venv --without-pip $(COOKBOOK)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(COOKBOOK)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
+	$(BIN)/python -m pip --python $(COOKBOOK)/bin/python install --quiet \
+		--disable-pip-version-check --no-deps --ignore-installed -r $<
+	@touch $@
+
 test: install lint ## lint and every test but the slow ones and the cluster's
 	$(SUITE) fast
 
@@ -79,11 +91,11 @@ test-cluster: install $(SGLANG)/installed ## the cluster backend on its real eng
 	$(SUITE) cluster
 	TINKERCLOUD_TEST_BACKEND=cluster $(PYTEST) tests/e2e/test_first_light.py -k 'not ours'
 
-test-all: install lint $(SGLANG)/installed $(SDKS) ## lint and every test
+test-all: install lint $(SGLANG)/installed $(COOKBOOK)/installed $(SDKS) ## lint and every test
 	$(SUITE) all
 	TINKERCLOUD_TEST_BACKEND=cluster $(PYTEST) tests/e2e/test_first_light.py
 
-test-slice: install $(SGLANG)/installed $(SDKS) ## as many slow tests as fit into SLICE_S seconds, other ones for each commit
+test-slice: install $(SGLANG)/installed $(COOKBOOK)/installed $(SDKS) ## as many slow tests as fit into SLICE_S seconds, other ones for each commit
 	$(SUITE) slow --seconds $(SLICE_S)
 
 demo: install ## SFT and RL on a real model, live, under ten minutes
@@ -92,7 +104,7 @@ demo: install ## SFT and RL on a real model, live, under ten minutes
 serve: install ## the server on 127.0.0.1:8700
 	$(BIN)/tinkercloud serve
 
-bench: install $(SGLANG)/installed ## all benchmarks, peers where they are installed, and docs/benchmarks/
+bench: install $(SGLANG)/installed $(COOKBOOK)/installed ## all benchmarks, peers where they are installed, and docs/benchmarks/
 	for name in service_overhead cluster_overhead cookbook_recipes concurrency sharing training \
 			rl_step speculation; do \
 		$(BIN)/python -m benchmarks.$$name --json benchmarks/results/$$name.json; done
@@ -109,5 +121,5 @@ proto: ## regenerate the protobuf module
 		--python_out=tinkercloud/wire --pyi_out=tinkercloud/wire tinkercloud/wire/tinker.proto
 
 clean: ## remove the environment, caches and data of this checkout
-	rm -rf .venv $(SGLANG) .venv-sdk-* .tinkercloud .pytest_cache .ruff_cache build dist *.egg-info
+	rm -rf .venv $(SGLANG) $(COOKBOOK) .venv-sdk-* .tinkercloud .pytest_cache .ruff_cache build dist *.egg-info
 	find tinkercloud tinker_gmi tests cookbook benchmarks -name __pycache__ -prune -exec rm -rf {} +

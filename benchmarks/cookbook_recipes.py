@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from benchmarks.lib.arguments import BenchmarkParser
@@ -21,20 +22,22 @@ from benchmarks.lib.report import Cell, Report
 from benchmarks.lib.server import our_server
 from benchmarks.lib.smollm2 import weights
 from tests.e2e.hub import MODEL, build_hub
-from tests.e2e.recipes import RECIPES, Recipe, RecipeFailed, run_recipe
+from tests.e2e.recipes import NEWEST, RECIPES, Recipe, RecipeFailed, cookbooks, run_recipe
 from tests.serving import Server
 from tinkercloud.weights.tokenizer import ensure_tokenizer_folder
 
 LIMIT_S = 1800.0
 WELL = "well"
 COLUMNS = (
-    *("recipe", "steps", "wall s", "imports s (baseline)", "s per step", "load before", "ended"),
+    *("recipe", "cookbook", "steps", "wall s", "imports s (baseline)", "s per step"),
+    *("load before", "ended"),
 )
 
 
 @dataclass(frozen=True)
 class Row:
     recipe: Recipe
+    cookbook: str
     wall_s: float
     imports_s: float
     load: float
@@ -43,26 +46,27 @@ class Row:
     def cells(self) -> tuple[Cell, ...]:
         per_step = (self.wall_s - self.imports_s) / self.recipe.num_steps
         times = (round(self.wall_s, 1), round(self.imports_s, 1), round(per_step, 1))
-        return (self.recipe.title, self.recipe.num_steps, *times, round(self.load, 1), self.ended)
+        which = (self.recipe.title, self.cookbook, self.recipe.num_steps)
+        return (*which, *times, round(self.load, 1), self.ended)
 
 
-def measure(recipe: Recipe, hub: Path, server: Server) -> Row:
+def measure(recipe: Recipe, cookbook: str, hub: Path, server: Server) -> Row:
     """One recipe; one that fails has a row too, with the time until it failed."""
-    load = os.getloadavg()[0]
-    imports_s = import_time(recipe, hub, server)
+    load, python = os.getloadavg()[0], cookbooks()[cookbook]
+    imports_s = import_time(recipe, hub, server, python)
     start = time.perf_counter()
     try:
-        run = run_recipe(recipe, hub, server.sdk_environment, LIMIT_S)
+        run = run_recipe(recipe, hub, server.sdk_environment, LIMIT_S, python)
     except RecipeFailed as failure:
         print(failure, file=sys.stderr)
         wall_s = time.perf_counter() - start
-        return Row(recipe, wall_s, imports_s, load, "failed")
-    return Row(recipe, run.wall_s, imports_s, load, WELL)
+        return Row(recipe, cookbook, wall_s, imports_s, load, "failed")
+    return Row(recipe, cookbook, run.wall_s, imports_s, load, WELL)
 
 
-def import_time(recipe: Recipe, hub: Path, server: Server) -> float:
+def import_time(recipe: Recipe, hub: Path, server: Server, python: str) -> float:
     """Seconds until the recipe could say how it is called."""
-    command = [*recipe.command(hub / "unused")[:3], "--help"]
+    command = [*recipe.command(hub / "unused", python)[:3], "--help"]
     environment = {**os.environ, **server.sdk_environment}
     start = time.perf_counter()
     process = subprocess.run(command, cwd=hub, env=environment, capture_output=True, check=False)
@@ -73,18 +77,25 @@ def import_time(recipe: Recipe, hub: Path, server: Server) -> float:
 
 
 def run_all(recipes: Sequence[Recipe]) -> list[Row]:
+    """With each cookbook that is installed."""
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
         root, gguf = Path(scratch), weights()
         tokenizer = ensure_tokenizer_folder(gguf, root / "tokenizers")
         assert tokenizer is not None
-        hub = build_hub(root / "hub", tokenizer)
+        hubs = {version: build_hub(root / version, tokenizer) for version in cookbooks()}
         served = ("--model", f"{MODEL}={gguf}", "--dtype", "float32")
         with our_server(*served) as server:
-            for recipe in recipes:
-                rows.append(measure(recipe, hub, server))
+            for recipe, version in product(recipes, installed()):
+                if recipe.newest_only and version != NEWEST:
+                    continue
+                rows.append(measure(recipe, version, hubs[version], server))
                 print(*rows[-1].cells(), sep="\t", flush=True)
     return rows
+
+
+def installed() -> list[str]:
+    return [version for version, python in cookbooks().items() if Path(python).exists()]
 
 
 def main() -> int:
@@ -101,7 +112,7 @@ def main() -> int:
         command=parser.command(options),
         columns=COLUMNS,
         rows=[row.cells() for row in rows],
-        versions=versions("tinker", "tinker-cookbook", "torch", "transformers"),
+        versions=versions("tinker", "torch", "transformers"),
     )
     report.publish(options.json)
     return 1 if any(row.ended != WELL for row in rows) else 0
@@ -109,7 +120,9 @@ def main() -> int:
 
 ABOUT = """\
 The official `tinker-cookbook` recipes, unmodified, against one server with SmolLM2-135M-Instruct in
-float32, each in the small setting of `tests/e2e/recipes.py`, one after another. Wall time is from
+float32, each in the small setting of `tests/e2e/recipes.py`, one after another, with both versions
+of the cookbook. What those settings leave are the recipe's defaults: RL trains with
+`importance_sampling` in 0.5.8 and with `stable_reinforce` in 0.6.1. Wall time is from
 the command to its exit and includes the baseline: the same command asked for its help, which only
 imports. Seconds per step are all that is not baseline, sampling and checkpoints too, divided by the
 steps. Load is the machine's one-minute load average when the recipe began; it counts the recipe

@@ -54,6 +54,12 @@ _ANSWERED = "".join(
 )
 
 
+# The same for a grader, which otherwise writes until its limit of 2,048 tokens.
+_DIGIT = "Answer with one digit."
+_TURN = _DIGIT + "<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>\n<|im_start|>user\n"
+_GRADED = "".join(map(_TURN.format, (3, 8, 5, 9, 2, 6))) + _DIGIT
+
+
 def build_hub(root: Path, tokenizer: Path) -> Path:
     """`root`, filled: MODEL's tokenizer copied from the folder `tokenizer`, and the data sets."""
     shutil.copytree(tokenizer, root / MODEL)
@@ -130,7 +136,7 @@ def _rubrics() -> Iterator[Row]:
         item = {
             "rubric_str": "Is the answer a city?",
             "extraction_regex": "([0-9])",
-            "grader_output_format_instruction": "Answer with one number from 0 to 9.",
+            "grader_output_format_instruction": _GRADED,
         }
         question = {"role": "user", "content": f"What is the capital of {country}?"}
         yield {"convo": [question], "rubric_items": [item]}

@@ -1,12 +1,13 @@
-"""Recipes of the official cookbook, unmodified, against a real server on real weights.
+"""Recipes of the official cookbooks, unmodified, against a real server on real weights.
 
 A recipe that exits with status 0 may have learned nothing: each test also reads what the recipe
 measured, and asks the server for what it saved.
 """
 
 import math
+import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from tinker_cookbook import renderers
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 from tests.e2e.hub import MODEL, build_hub, chat
-from tests.e2e.recipes import RECIPES, Run, run_recipe
+from tests.e2e.recipes import NEWEST, RECIPES, Run, cookbooks, run_recipe
 from tests.serving import Server, start_server
 from tinkercloud.weights.tokenizer import ensure_tokenizer_folder
 
@@ -30,14 +31,22 @@ KL_V2 = 1e-6
 
 @dataclass(frozen=True)
 class Kitchen:
+    """cookbook: its version. root: with a hub for each."""
+
     server: Server
-    hub: Path
+    root: Path
     client: tinker.ServiceClient
     rest: tinker.RestClient
+    cookbook: str = "0.5.8"
+
+    @property
+    def hub(self) -> Path:
+        return self.root / self.cookbook
 
     def cook(self, name: str) -> Run:
         """The run of a recipe: every step measured, nobody complained."""
-        run = run_recipe(RECIPES[name], self.hub, self.server.sdk_environment, LIMIT_S)
+        python = cookbooks()[self.cookbook]
+        run = run_recipe(RECIPES[name], self.hub, self.server.sdk_environment, LIMIT_S, python)
         assert [row["step"] for row in run.metrics] == list(range(run.recipe.num_steps))
         assert run.complaints == []
         assert " ERROR " not in self.server.output()
@@ -62,12 +71,32 @@ def kitchen(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     root = tmp_path_factory.mktemp("cookbook")
     tokenizer = ensure_tokenizer_folder(smollm2_gguf, root / "tokenizers")
     assert tokenizer is not None
-    hub = build_hub(root / "hub", tokenizer)
+    for version in cookbooks():
+        build_hub(root / version, tokenizer)
     served = ("--model", f"{MODEL}={smollm2_gguf}", "--dtype", "float32")
     with start_server(*served, data_dir=root / "data") as server:
         named = {"base_url": server.base_url, "api_key": server.api_key}
         with tinker.ServiceClient(**named) as client:
-            yield Kitchen(server, hub, client, tinker.RestClient(**named))
+            yield Kitchen(server, root, client, tinker.RestClient(**named))
+
+
+def newest_kitchen(kitchen: Kitchen) -> Kitchen:
+    python = Path(cookbooks()[NEWEST])
+    if not python.exists():
+        reason = f"there is no {python}: `make test-all` installs cookbook {NEWEST} there"
+        pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
+    return replace(kitchen, cookbook=NEWEST)
+
+
+@pytest.fixture(params=["0.5.8", pytest.param(NEWEST, marks=pytest.mark.slow)])
+def each(request: pytest.FixtureRequest, kitchen: Kitchen) -> Kitchen:
+    """With each cookbook."""
+    return kitchen if request.param == kitchen.cookbook else newest_kitchen(kitchen)
+
+
+@pytest.fixture
+def newest(kitchen: Kitchen) -> Kitchen:
+    return newest_kitchen(kitchen)
 
 
 def finite(run: Run, *names: str) -> list[list[float]]:
@@ -116,12 +145,13 @@ def assert_learned(kitchen: Kitchen, run: Run, question: str, answer: str, *name
 def test_a_warning_counts_as_a_complaint_whatever_its_colour() -> None:
     told = "tinker.lib:12 [\x1b[92mINFO\x1b[0m] fine\ntinker.lib:13 [\x1b[93mWARNING\x1b[0m] slow\n"
     expected = "__main__:9 [WARNING] Batch 0: all advantages zero, skipping training step\n"
-    run = Run(RECIPES["rl_loop"], told + expected, 0.0, [], [])
+    run = Run(RECIPES["rl_loop"], told + expected, 0.0, [], [], {})
     assert run.complaints == ["tinker.lib:13 [WARNING] slow"]
 
 
-def test_arithmetic_rl_runs_and_its_sampler_agrees_with_its_trainer(kitchen: Kitchen) -> None:
-    run = kitchen.cook("arithmetic_rl")
+def test_arithmetic_rl_runs_and_its_sampler_agrees_with_its_trainer(each: Kitchen) -> None:
+    run = each.cook("arithmetic_rl")
+    assert_default_loss(each, run)
     assert_sampler_and_trainer_agree(run)
     rewards, episodes, tokens = finite(
         run, "env/all/reward/total", "env/all/total_episodes", "env/all/total_ac_tokens"
@@ -129,7 +159,7 @@ def test_arithmetic_rl_runs_and_its_sampler_agrees_with_its_trainer(kitchen: Kit
     assert all(-0.1 <= reward <= 1.0 for reward in rewards)
     assert episodes == [8.0, 8.0, 8.0]
     assert all(8 <= count <= 40 for count in tokens)
-    assert_saved(kitchen, run, "final")
+    assert_saved(each, run, "final")
 
 
 TEMPERATURES = (0.5, 0.7, 1.0, 1.2, 1.8)
@@ -186,77 +216,78 @@ def plain_logprobs(
 
 
 @pytest.mark.slow
-def test_supervised_loop_learns_its_data(kitchen: Kitchen) -> None:
-    run = kitchen.cook("sl_loop")
+def test_supervised_loop_learns_its_data(each: Kitchen) -> None:
+    run = each.cook("sl_loop")
     losses, norms, sizes = finite(run, "train_mean_nll", "unclipped_grad_l2:mean", "num_sequences")
     assert all(0 < loss < 5 for loss in losses)
     assert min(norms) > 0
     assert sizes == [4.0, 4.0, 4.0]
     trained = ("What is the capital of Norway?", "The capital of Norway is Oslo.")
-    assert_learned(kitchen, run, *trained, "final")
+    assert_learned(each, run, *trained, "final")
 
 
 @pytest.mark.slow
-def test_rl_loop_finds_rewards_and_trains_on_them(kitchen: Kitchen) -> None:
-    run = kitchen.cook("rl_loop")
+def test_rl_loop_finds_rewards_and_trains_on_them(each: Kitchen) -> None:
+    run = each.cook("rl_loop")
+    assert_default_loss(each, run)
     (rewards,) = finite(run, "reward/total")
     assert all(0 <= reward <= 1 for reward in rewards)
     assert sum(rewards) > 0
     norms = [row.get("unclipped_grad_l2:mean", 0.0) for row in run.metrics]
     assert max(norms) > 0
     assert all(map(math.isfinite, norms))
-    assert_saved(kitchen, run, "final")
+    assert_saved(each, run, "final")
 
 
 @pytest.mark.slow
-def test_chat_sft_learns_and_can_be_continued_from_its_checkpoint(kitchen: Kitchen) -> None:
-    run = kitchen.cook("chat_sft")
+def test_chat_sft_learns_and_can_be_continued_from_its_checkpoint(each: Kitchen) -> None:
+    run = each.cook("chat_sft")
     losses, norms = finite(run, "train_mean_nll", "unclipped_grad_l2:mean")
     assert losses[2] < losses[0]
     assert min(norms) > 0
     trained = ("What is the capital of Peru?", "The capital of Peru is Lima.")
-    assert_learned(kitchen, run, *trained, "000002", "final")
+    assert_learned(each, run, *trained, "000002", "final")
     state_path = run.checkpoints[-1]["state_path"]
-    resumed = kitchen.client.create_training_client_from_state_with_optimizer(state_path).result()
+    resumed = each.client.create_training_client_from_state_with_optimizer(state_path).result()
     assert resumed.optim_step(tinker.AdamParams(learning_rate=0.0)).result() is not None
     assert resumed.get_info().model_data.model_name == MODEL
 
 
 @pytest.mark.slow
-def test_prompt_distillation_learns_the_labels(kitchen: Kitchen) -> None:
-    run = kitchen.cook("prompt_distillation")
+def test_prompt_distillation_learns_the_labels(each: Kitchen) -> None:
+    run = each.cook("prompt_distillation")
     losses, norms = finite(run, "train_mean_nll", "unclipped_grad_l2:mean")
     assert all(0 < loss < 20 for loss in losses)
     assert min(norms) > 0
-    assert_learned(kitchen, run, "The cat is on the roof.", "English", "final")
+    assert_learned(each, run, "The cat is on the roof.", "English", "final")
 
 
 @pytest.mark.slow
-def test_dpo_starts_where_policy_and_reference_are_one(kitchen: Kitchen) -> None:
-    run = kitchen.cook("dpo")
+def test_dpo_starts_where_policy_and_reference_are_one(each: Kitchen) -> None:
+    run = each.cook("dpo")
     losses, margins, _ = finite(run, "dpo_loss", "margin", "test/nll")
     # The reference is scored by the sampler, the policy by the trainer: at the first step all that
     # can part them is what makes the two disagree.
     assert losses[0] == pytest.approx(math.log(2), abs=1e-4)
     assert margins[0] == pytest.approx(0, abs=1e-3)
     assert losses[1] < losses[0]
-    assert_saved(kitchen, run, "final", rank=32)
+    assert_saved(each, run, "final", rank=32)
 
 
 @pytest.mark.slow
-def test_on_policy_distillation_from_oneself_starts_at_no_distance(kitchen: Kitchen) -> None:
-    run = kitchen.cook("on_policy_distillation")
+def test_on_policy_distillation_from_oneself_starts_at_no_distance(each: Kitchen) -> None:
+    run = each.cook("on_policy_distillation")
     assert_sampler_and_trainer_agree(run)
     distances, norms = finite(run, "teacher_kl", "unclipped_grad_l2:mean")
     assert distances[0] == pytest.approx(0, abs=1e-4)
     assert distances[1] != distances[0]
     assert norms[0] < 0.1
-    assert_saved(kitchen, run, "final")
+    assert_saved(each, run, "final")
 
 
 @pytest.mark.slow
-def test_guess_the_number_plays_several_turns(kitchen: Kitchen) -> None:
-    run = kitchen.cook("guess_number")
+def test_guess_the_number_plays_several_turns(each: Kitchen) -> None:
+    run = each.cook("guess_number")
     assert_sampler_and_trainer_agree(run)
     episodes, turns, rewards = finite(
         run, "env/all/total_episodes", "env/all/total_turns", "env/all/reward/total"
@@ -264,15 +295,43 @@ def test_guess_the_number_plays_several_turns(kitchen: Kitchen) -> None:
     assert episodes == [2.0]
     assert 2 < turns[0] <= 20
     assert -10 <= rewards[0] <= 1
-    assert_saved(kitchen, run, "final", rank=32)
+    assert_saved(each, run, "final", rank=32)
 
 
 @pytest.mark.slow
-def test_preference_rl_trains_on_comparisons(kitchen: Kitchen) -> None:
-    run = kitchen.cook("shorter")
+def test_preference_rl_trains_on_comparisons(each: Kitchen) -> None:
+    run = each.cook("shorter")
     assert_sampler_and_trainer_agree(run)
     first, second, norms = finite(run, "kl_pre_post_v1", "kl_pre_post_v2", "unclipped_grad_l2:mean")
     assert abs(first[0]) < 0.5
     assert 0 < second[0] < 0.5
     assert norms[0] > 0
-    assert_saved(kitchen, run, "final", rank=32)
+    assert_saved(each, run, "final", rank=32)
+
+
+# ---- stable_reinforce, the default of the newest
+
+
+def assert_default_loss(kitchen: Kitchen, run: Run) -> None:
+    if kitchen.cookbook != NEWEST:
+        return
+    asynchronous = run.config.get("async_config") or {}
+    assert asynchronous.get("loss_fn", run.config["loss_fn"]) == "stable_reinforce"
+    assert max(row.get("unclipped_grad_l2:mean", 0.0) for row in run.metrics) > 0
+
+
+@pytest.mark.slow
+def test_async_rl_trains_on_samples_of_older_weights(each: Kitchen) -> None:
+    run = each.cook("async_rl")
+    assert_default_loss(each, run)
+    (rewards,) = finite(run, "env/all/reward/total")
+    assert all(-0.1 <= reward <= 1.0 for reward in rewards)
+    assert_saved(each, run, "000000", "final", rank=8)
+
+
+@pytest.mark.slow
+def test_rl_with_a_rubric_trains_on_what_a_grader_says(newest: Kitchen) -> None:
+    run = newest.cook("rubric")
+    assert_default_loss(newest, run)
+    assert_sampler_and_trainer_agree(run)
+    assert_saved(newest, run, "final")
