@@ -23,6 +23,8 @@ LIMIT_S = 100.0
 
 WHEEL = "tests/packaging/test_wheel.py"
 DEPLOY = "tests/docs/test_deploy_files.py"
+WEIGHTS = "tests/e2e/test_weights_out_and_in.py"
+CLI = "tests/e2e/test_tinker_cli.py"
 INSTALLED = f"{WHEEL}::test_the_engine_is_compiled_from_the_wheels_sources"
 IMAGE = f"{DEPLOY}::test_the_images_instructions_are_dockers"
 
@@ -51,6 +53,15 @@ COVERED = {
     "pip install tinker==0.38.0": Elsewhere(
         "tests/docs/test_commands.py::test_the_client_that_is_installed_is_the_one_of_the_tests",
         "it needs an index",
+    ),
+    "tinkercloud import ": Elsewhere(
+        f"{WEIGHTS}::test_an_adapter_of_peft_is_imported_and_sampled", "it needs an adapter"
+    ),
+    "tinker checkpoint download ": Elsewhere(f"{CLI}::test_download", "it needs a checkpoint"),
+    "tinker checkpoint push-hf ": Elsewhere(f"{CLI}::test_push_hf", "it needs a hub"),
+    "curl -fsSL -H": Elsewhere(
+        "tests/api/test_downloads.py::test_an_archive_is_a_tar_behind_a_redirect",
+        "it needs a checkpoint",
     ),
     "docker build -t tinkercloud .": Elsewhere(IMAGE, "it needs Docker and a network"),
     "docker run -p 8700:8700 -v tinkercloud-data:/data tinkercloud": Elsewhere(

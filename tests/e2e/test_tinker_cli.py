@@ -1,6 +1,7 @@
 """Every command of the official command line, found in its own tree, against a server."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ from tinker.lib.internal_client_holder import sessionless_holder_cache
 from tests.e2e.clients import Client
 from tests.e2e.stand_in_hub import stand_in_hub
 from tests.embedded.tiny import write_tiny_model
-from tests.serving import Server, start_server
+from tests.serving import ROOT, Server, start_server
 from tinkercloud.storage.keys import KeyStore
 
 MODEL = "tiny/llama"
@@ -47,6 +48,12 @@ def commands(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[str
 
 def test_every_command_of_the_command_line_is_run_here() -> None:
     assert sorted(commands(main_cli)) == sorted(COVERED)
+
+
+def test_the_page_has_a_row_for_every_command() -> None:
+    text = (ROOT / "docs/weights.md").read_text(encoding="utf-8").partition("<!-- cli -->")[2]
+    rows = re.findall(r"^\| `([a-z -]+)` \|", text, re.M)
+    assert rows == sorted(commands(main_cli))
 
 
 @dataclass
