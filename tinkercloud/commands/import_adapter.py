@@ -11,7 +11,6 @@ from tinkercloud.config import Config, ModelSource
 from tinkercloud.errors import UserError
 from tinkercloud.services.checkpoint_service import check_name
 from tinkercloud.services.checkpoint_writer import CheckpointWriter, SaveOptions
-from tinkercloud.services.session_service import SessionService
 from tinkercloud.storage.database import Database
 from tinkercloud.storage.keys import DEFAULT_USER, KeyStore
 from tinkercloud.storage.metadata import Checkpoint, LoraRecord, MetadataStorage, Model
@@ -66,8 +65,9 @@ async def _record(data_dir: Path, target: Target, imported: ImportedAdapter) -> 
 
     async def fill(directory: Path) -> None:
         await asyncio.to_thread(write_imported, imported, target.base.name, directory)
-        sessions = SessionService(SessionStorage(database))
-        await sessions.create_finished(target.user, session_id, {"tags": ["import"]}, "imported")
+        sessions = SessionStorage(database)
+        await sessions.add(session_id, target.user, {"tags": ["import"]})
+        await sessions.finish(session_id, "imported")
         await metadata.put_model(model)
 
     try:
