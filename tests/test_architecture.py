@@ -41,7 +41,7 @@ RULES = {
     "doctor": "config embedded.forward embedded.model embedded.native errors fetch weights",
     "chat": "core.types errors weights",
     "openai_api": "chat core.types errors",
-    "anthropic_api": "chat errors",
+    "anthropic_api": "chat core.types errors",
     "services": "backends.base chat config core core.types errors losses storage tinker_gmi wire",
     "routers": "anthropic_api chat config core core.types errors openai_api services storage "
     "tinker_gmi wire",

@@ -108,7 +108,7 @@ async def test_a_model_without_a_template_refuses_messages_and_says_what_to_do(a
     [
         {"logit_bias": {"5": 1}},
         {"n": 0},
-        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "yaml"}},
         {"tool_choice": "required"},
         {"modalities": ["audio"]},
         {"audio": {"voice": "alloy"}},

@@ -5,9 +5,12 @@ from typing import Any
 
 from tinkercloud.anthropic_api.bodies import MAX_STOP_CHARACTERS, CountBody, MessagesBody
 from tinkercloud.anthropic_api.messages import template_messages, template_tools
-from tinkercloud.chat.requests import ChatRequest, SamplingOptions
+from tinkercloud.chat.requests import ChatRequest, SamplingOptions, json_grammar
 from tinkercloud.chat.text_model import Conversation
+from tinkercloud.core.types import Grammar
 from tinkercloud.errors import InvalidField
+
+Tool = Mapping[str, Any]
 
 
 def chat_request(body: MessagesBody) -> ChatRequest:
@@ -24,8 +27,18 @@ def chat_request(body: MessagesBody) -> ChatRequest:
         seed=body.seed,
         stops=stops,
     )
-    one_call = bool((body.tool_choice or {}).get("disable_parallel_tool_use"))
-    return ChatRequest(body.model, conversation(body), sampling, one_call=one_call)
+    asked = conversation(body)
+    forced = _forced_tools(body.tool_choice or {}, asked.tools)
+    grammar = _grammar(body.output_config or {})
+    if grammar is not None and asked.tools:
+        text = "output_config.format is not served with tools; send one of both"
+        raise InvalidField("output_config", text)
+    return ChatRequest(
+        *(body.model, asked, sampling),
+        one_call=bool((body.tool_choice or {}).get("disable_parallel_tool_use")),
+        forced_tools=forced,
+        grammar=grammar,
+    )
 
 
 def count_request(body: CountBody) -> ChatRequest:
@@ -36,20 +49,37 @@ def count_request(body: CountBody) -> ChatRequest:
 def conversation(body: CountBody) -> Conversation:
     """An assistant's message at the end is continued, as with Anthropic."""
     body.refuse_unsupported()
-    if body.output_config and body.output_config.get("format") is not None:
-        text = "output_config.format is not served here yet; ask for JSON in the prompt"
-        raise InvalidField("output_config", text)
     messages = template_messages(body.messages, body.system)
     tools = template_tools(body.tools or ())
-    choice = (body.tool_choice or {}).get("type", "auto")
-    if choice == "none":
+    if (body.tool_choice or {}).get("type") == "none":
         tools = ()
-    elif choice != "auto":
-        text = "tool_choice may be of type 'auto' or 'none' here; say in the prompt what to call"
-        raise InvalidField("tool_choice", text)
     last = messages[-1]
     continues = last["role"] == "assistant" and "tool_calls" not in last
     return Conversation(messages, tools, continues, _thinking_options(body.thinking))
+
+
+def _forced_tools(choice: Mapping[str, Any], tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
+    kind = choice.get("type", "auto")
+    if kind in ("auto", "none"):
+        return ()
+    if kind == "any" and tools:
+        return tools
+    named = tuple(tool for tool in tools if tool["function"]["name"] == choice.get("name"))
+    if kind != "tool" or not named:
+        text = "tool_choice may be of type 'auto', 'any', 'none', or 'tool' with the name of a tool"
+        raise InvalidField("tool_choice", text)
+    return named[:1]
+
+
+def _grammar(config: Mapping[str, Any]) -> Grammar | None:
+    form = config.get("format")
+    if form is None:
+        return None
+    schema = form.get("schema") if isinstance(form, dict) else None
+    if not isinstance(schema, dict) or form.get("type") != "json_schema":
+        text = "output_config.format must be of type 'json_schema' and have a schema"
+        raise InvalidField("output_config", text)
+    return json_grammar(schema)
 
 
 def _thinking_options(thinking: Mapping[str, Any] | None) -> Mapping[str, Any]:

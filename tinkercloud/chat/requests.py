@@ -1,8 +1,12 @@
 """What the OpenAI and Anthropic routes ask for, in one form for both."""
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from tinkercloud.chat.text_model import Conversation
+from tinkercloud.core.types import Grammar
 
 DEFAULT_TEMPERATURE = 1.0
 
@@ -25,14 +29,25 @@ class SamplingOptions:
     top_logprobs: int = 0
 
 
+ANY_OBJECT = Grammar("json_schema", '{"type": "object"}')
+
+
+def json_grammar(schema: Mapping[str, Any]) -> Grammar:
+    return Grammar("json_schema", json.dumps(schema))
+
+
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """model: a name as `services.model_names` resolves it. one_call: at most one tool call."""
+    """model: a name as `services.model_names` resolves it. one_call: at most one tool call.
+    forced_tools: the answer is a call of one of these. grammar: what the answer must be; not with
+    forced_tools."""
 
     model: str
     conversation: Conversation
     sampling: SamplingOptions = SamplingOptions()
     one_call: bool = False
+    forced_tools: tuple[Mapping[str, Any], ...] = ()
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,13 +64,15 @@ Event = TextDelta | CallDelta | SampleEnd
 @dataclass(frozen=True, slots=True)
 class ParserOptions:
     """tool_names: empty: calls are text. one_call: further calls are dropped. end_tokens: tokens
-    that end a sample and are not part of its text. prompt_end: the rendered prompt's."""
+    that end a sample and are not part of its text. prompt_end: the rendered prompt's.
+    call_opening: the beginning of a tool call, which the prompt has already."""
 
     stops: tuple[str, ...] = ()
     tool_names: tuple[str, ...] = ()
     one_call: bool = False
     end_tokens: frozenset[int] = frozenset()
     prompt_end: str = ""
+    call_opening: str = ""
     reasoning: bool = True
 
 
@@ -85,6 +87,7 @@ class SampleParser:
         self._tools: ToolParser | None = None
         if options.tool_names:
             self._tools = model.tools.parser(options.tool_names)
+            self._tools.feed(options.call_opening)
         self._num_calls = self._num_tokens = 0
         self.ended = False
 

@@ -27,11 +27,14 @@ class ToolParser(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """is_of: whether a template speaks it. spoken: special tokens that are part of its text."""
+    """is_of: whether a template speaks it. opening: what comes before the JSON object of a call.
+    arguments: the name of a call's arguments. spoken: special tokens that are part of its text."""
 
     name: str
     is_of: Callable[[str], bool]
     parser: Callable[[Collection[str]], ToolParser]
+    opening: str
+    arguments: str
     spoken: tuple[str, ...] = ()
 
 
@@ -149,11 +152,15 @@ class Llama3Parser:
 
 
 FORMATS: Sequence[ToolFormat] = (
-    ToolFormat("hermes", lambda template: _OPENING in template, HermesParser),
+    ToolFormat(
+        "hermes", lambda template: _OPENING in template, HermesParser, f"{_OPENING}\n", "arguments"
+    ),
     ToolFormat(
         "llama3",
         lambda template: PYTHON_TAG in template or '"parameters"' in template,
         Llama3Parser,
+        opening="",
+        arguments="parameters",
         spoken=(PYTHON_TAG,),
     ),
 )

@@ -74,6 +74,7 @@ class ChatBody(SampledBody):
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     modalities: list[str] | None = None
+    reasoning_effort: str | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 

@@ -1,10 +1,18 @@
 """From OpenAI's bodies to our requests; every refusal names its field."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tinkercloud.chat.requests import ChatRequest, CompletionRequest, SamplingOptions
+from tinkercloud.chat.requests import (
+    ANY_OBJECT,
+    ChatRequest,
+    CompletionRequest,
+    SamplingOptions,
+    json_grammar,
+)
 from tinkercloud.chat.text_model import Conversation
+from tinkercloud.core.types import Grammar
 from tinkercloud.errors import InvalidField
 from tinkercloud.openai_api.bodies import (
     MAX_CHOICES,
@@ -36,24 +44,28 @@ def chat_request(body: ChatBody) -> ChatRequest:
     body.refuse_unsupported()
     if body.modalities not in (None, ["text"]):
         raise InvalidField("modalities", "modalities may be ['text'] only; no audio is made here")
-    _check_response_format(body.response_format)
+    grammar = _grammar(body.response_format)
     tools = template_tools(body.tools or ())
+    forced = _forced_tools(body.tool_choice, tools)
     if body.tool_choice == "none":
         tools = ()
-    elif body.tool_choice not in (None, "auto"):
-        text = "tool_choice may be 'auto' or 'none' here; leave it out and say in the prompt"
-        raise InvalidField("tool_choice", text)
+    if grammar is not None and tools:
+        text = "response_format is not served with tools; send tool_choice 'none', or one of both"
+        raise InvalidField("response_format", text)
     conversation = Conversation(
         template_messages(body.messages),
         tools,
         continue_final_message=bool(body.continue_final_message),
-        options=body.chat_template_kwargs or {},
+        options=_template_options(body),
     )
     max_tokens = body.max_completion_tokens or body.max_tokens
     top_logprobs = (body.top_logprobs or 0) if body.logprobs else 0
     sampling = _sampling(body, max_tokens, top_logprobs)
     return ChatRequest(
-        body.model, conversation, sampling, one_call=body.parallel_tool_calls is False
+        *(body.model, conversation, sampling),
+        one_call=body.parallel_tool_calls is False,
+        forced_tools=forced,
+        grammar=grammar,
     )
 
 
@@ -127,10 +139,46 @@ def _prompts(prompt: Any) -> tuple[str | tuple[int, ...], ...]:
     return tuple(item if isinstance(item, str) else tuple(item) for item in prompt)
 
 
-def _check_response_format(form: dict[str, Any] | None) -> None:
-    kind = None if form is None else form.get("type")
-    if kind not in (None, "text"):
+def _grammar(form: dict[str, Any] | None) -> Grammar | None:
+    match None if form is None else form.get("type"):
+        case None | "text":
+            return None
+        case "json_object":
+            return ANY_OBJECT
+        case "json_schema":
+            described = (form or {}).get("json_schema")
+            schema = described.get("schema") if isinstance(described, dict) else None
+            if not isinstance(schema, dict):
+                field = "response_format.json_schema.schema"
+                raise InvalidField(field, f"{field} must be a JSON schema")
+            return json_grammar(schema)
+        case kind:
+            text = f"response_format is of type {kind!r}; it may be text, json_object, json_schema"
+            raise InvalidField("response_format", text)
+
+
+def _forced_tools(
+    choice: str | dict[str, Any] | None, tools: tuple[Mapping[str, Any], ...]
+) -> tuple[Mapping[str, Any], ...]:
+    if choice in (None, "auto", "none"):
+        return ()
+    if choice == "required" and tools:
+        return tools
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    named = tuple(tool for tool in tools if tool["function"]["name"] == name)
+    if not named:
         raise InvalidField(
-            "response_format",
-            f"response_format {kind!r} is not served here yet; ask for JSON in the prompt",
+            "tool_choice",
+            "tool_choice may be 'auto', 'none', 'required', or a function of tools by its name",
         )
+    return named[:1]
+
+
+def _template_options(body: ChatBody) -> Mapping[str, Any]:
+    """reasoning_effort goes to the template too; those of Qwen know but whether to think."""
+    options = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        options.setdefault("reasoning_effort", body.reasoning_effort)
+        options.setdefault("enable_thinking", body.reasoning_effort != "none")
+    return options

@@ -80,11 +80,10 @@ async def _whole(run: ChatRun) -> Response:
 
 async def _events(run: ChatRun) -> AsyncGenerator[bytes, None]:
     stream = MessageStream(run.run_id, run.prepared.request.model)
-    for name, body in stream.opening(run.prompt_tokens):
-        yield server_sent(body, name)
+    opening = stream.opening(run.prompt_tokens)
     async with aclosing(run.events()) as events:
         async for event in events:
-            for name, body in stream.event(event):
+            for name, body in (*opening, *stream.event(event)):
                 yield server_sent(body, name)
     for name, body in stream.closing(run.usage):
         yield server_sent(body, name)

@@ -49,21 +49,29 @@ class EventStream(Response):
         self._heartbeat = heartbeat
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        start = {"type": "http.response.start", "status": self.status_code}
-        await send({**start, "headers": self.raw_headers})
+        """What fails before the first event is answered as any other error is, with its status."""
         with suppress(OSError):  # the client is gone while something is sent
             await until_gone(receive, self._send_all(send))
 
     async def _send_all(self, send: Send) -> None:
+        has_started = False
         try:
             async with aclosing(_with_heartbeats(self._events, self._heartbeat)) as pieces:
                 async for piece in pieces:
+                    if not has_started:
+                        start = {"type": "http.response.start", "status": self.status_code}
+                        await send({**start, "headers": self.raw_headers})
+                        has_started = True
                     await _send_body(send, piece, more=True)
-        except TinkercloudError as error:
-            await _send_body(send, self._failed(error), more=True)
         except OSError:
             raise
+        except TinkercloudError as error:
+            if not has_started:
+                raise
+            await _send_body(send, self._failed(error), more=True)
         except Exception:  # whatever a backend may throw: the client must see that it failed
+            if not has_started:
+                raise
             logger.exception("a stream failed")
             await _send_body(send, self._failed(ServerFault(DEFECT)), more=True)
         await _send_body(send, b"", more=False)

@@ -70,11 +70,10 @@ async def _whole_chat(run: ChatRun, form: AnswerForm) -> Response:
 
 async def _chat_events(run: ChatRun, form: AnswerForm) -> AsyncGenerator[bytes, None]:
     answers = _answers(run, form)
-    for chunk in answers.opening(run.prepared.sample.num_samples):
-        yield server_sent(chunk)
+    opening = answers.opening(run.prepared.sample.num_samples)
     async with aclosing(run.events()) as events:
         async for event in events:
-            for chunk in answers.event(event):
+            for chunk in (*opening, *answers.event(event)):
                 yield server_sent(chunk)
     for chunk in answers.closing(run.usage):
         yield server_sent(chunk)

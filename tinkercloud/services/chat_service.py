@@ -4,17 +4,18 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tinker_gmi.types import EncodedTextChunk, ModelInput, SampleRequest, SamplingParams
 from tinkercloud.chat.answer import Answer
-from tinkercloud.chat.requests import ChatRequest, SamplingOptions, Usage
+from tinkercloud.chat.call_schema import call_schema
+from tinkercloud.chat.requests import ChatRequest, SamplingOptions, Usage, json_grammar
 from tinkercloud.chat.sample_parser import Event, ParserOptions, SampleParser
 from tinkercloud.chat.text_model import TextModel
 from tinkercloud.chat.turn import Turn, TurnHooks
+from tinkercloud.core.types import Grammar, ServedModel
 from tinkercloud.core.types import SampleRequest as CoreSampleRequest
-from tinkercloud.core.types import ServedModel
 from tinkercloud.services.model_names import ModelNames
 from tinkercloud.services.request_slots import RequestSlots
 from tinkercloud.services.sample_stream import SampleStream
@@ -124,7 +125,10 @@ class ChatService:
         sampler = await self._names.resolve(user, request.model)
         text = await self._texts.get(sampler.base_model)
         prompt = list(await hooks.source.prompt(request.conversation, text))
+        if request.forced_tools:
+            prompt += text.codec.encode(text.tools.opening, bos=False)
         sample = await self._sampling.checked(sampler, sample_body(prompt, request.sampling))
+        sample = replace(sample, grammar=_grammar(request, text))
         options = parser_options(request, text, self._texts.served(sampler.base_model), prompt)
         prepared = PreparedChat(user, request, sampler, sample, text, options)
         return ChatRun(prepared, hooks, self._sampling, self._slots)
@@ -170,7 +174,15 @@ def parser_options(
         one_call=request.one_call,
         end_tokens=frozenset(served.eos_token_ids),
         prompt_end=end.decode(errors="replace"),
+        call_opening=text.tools.opening if request.forced_tools else "",
+        reasoning=not request.forced_tools and request.grammar is None,
     )
+
+
+def _grammar(request: ChatRequest, text: TextModel) -> Grammar | None:
+    if not request.forced_tools:
+        return request.grammar
+    return json_grammar(call_schema(request.forced_tools, text.tools.arguments))
 
 
 def _tool_name(tool: Mapping[str, Any]) -> str:
