@@ -1,0 +1,147 @@
+"""OpenAI's and Anthropic's packages against a server on SmolLM2's real weights, beside Tinker's."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tinker
+from anthropic import Anthropic
+from openai import OpenAI
+
+from tests.e2e.clients import MODEL, Client
+from tests.serving import Server, backend_arguments, start_server
+
+MESSAGES: Any = [
+    {"role": "system", "content": "You are a helpful assistant."},
+    {"role": "user", "content": "Write one line about a café, with an emoji."},
+]
+SAMPLED: Any = {"max_tokens": 24, "seed": 11, "temperature": 0.8, "top_p": 0.9}
+
+
+@pytest.fixture(scope="module")
+def server(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    data_dir = tmp_path_factory.mktemp("server") / "data"
+    model = ("--model", f"{MODEL}={smollm2_gguf}", "--dtype", "float32")
+    with start_server(*model, *backend_arguments(), data_dir=data_dir) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def official(server: Server) -> Iterator[Client]:
+    client = Client.connect(tinker, server)
+    yield client
+    client.close()
+
+
+@pytest.fixture(scope="module")
+def openai(server: Server) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{server.base_url}/oai/api/v1", api_key=server.api_key) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def anthropic(server: Server) -> Iterator[Anthropic]:
+    with Anthropic(base_url=f"{server.base_url}/anthropic/api", api_key=server.api_key) as client:
+        yield client
+
+
+def chat(openai: OpenAI, **fields: Any) -> Any:
+    body: Any = {"model": MODEL, "messages": MESSAGES, **SAMPLED} | fields
+    return openai.chat.completions.create(**body, extra_body={"return_token_ids": True})
+
+
+def test_a_seeded_chat_has_the_tokens_and_logprobs_of_the_tinker_api(
+    openai: OpenAI, official: Client
+) -> None:
+    answer = chat(openai, n=2, logprobs=True)
+    drawn = official.sample(official.base_sampler(), answer.prompt_token_ids, 2, **SAMPLED)
+    for choice, sequence in zip(answer.choices, drawn, strict=True):
+        assert choice.token_ids == list(sequence.tokens)
+        scored = [token.logprob for token in choice.logprobs.content]
+        assert scored == list(sequence.logprobs)
+
+
+def test_the_prompt_is_that_of_the_tokenizer_s_chat_template(
+    openai: OpenAI, official: Client
+) -> None:
+    tokenizer = official.model().get_tokenizer()
+    expected = tokenizer.apply_chat_template(
+        MESSAGES, add_generation_prompt=True, return_dict=False
+    )
+    answer = chat(openai, max_tokens=1)
+    assert answer.prompt_token_ids == expected
+    assert answer.usage.prompt_tokens == len(expected)
+
+
+def test_a_stream_comes_in_pieces_and_is_the_whole_answer(openai: OpenAI) -> None:
+    whole = chat(openai).choices[0].message.content
+    chunks = list(chat(openai, stream=True))
+    pieces = [
+        c.choices[0].delta.content for c in chunks if c.choices and c.choices[0].delta.content
+    ]
+    assert "".join(pieces) == whole
+    assert len(pieces) > 10
+
+
+def test_both_apis_give_the_same_text(openai: OpenAI, anthropic: Anthropic) -> None:
+    system, user = MESSAGES
+    fields: Any = {"model": MODEL, "max_tokens": 24, "temperature": 0.8, "top_p": 0.9}
+    fields |= {"system": system["content"], "messages": [user], "extra_body": {"seed": 11}}
+    message = anthropic.messages.create(**fields)
+    with anthropic.messages.stream(**fields) as stream:
+        streamed = "".join(stream.text_stream)
+    assert streamed == message.content[0].text == chat(openai).choices[0].message.content
+
+
+def test_the_beginning_of_a_conversation_is_counted_as_cached(openai: OpenAI) -> None:
+    long = [{"role": "user", "content": "one two three " * 60}]
+    chat(openai, messages=long)
+    again = chat(openai, messages=long)
+    assert again.usage.prompt_tokens_details.cached_tokens > 100
+
+
+def test_a_checkpoint_answers_while_its_model_trains_on(openai: OpenAI, official: Client) -> None:
+    model = official.model()
+    tokenizer = model.get_tokenizer()
+    data = [official.supervised(tokenizer.encode("a copper coin left in the rain"))]
+    official.train(model, data)
+    path = model.save_weights_for_sampler("door").result().path
+    live = model.save_weights_and_get_sampling_client().result()
+    stop = threading.Event()
+
+    def train() -> None:
+        while not stop.is_set():
+            official.train(model, data)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        by_path = chat(openai, model=path, logprobs=True)
+        both = chat(openai, model=f"{MODEL};{path}", logprobs=True)
+    finally:
+        stop.set()
+        thread.join()
+    assert path in [listed.id for listed in openai.models.list()]
+    scored = [token.logprob for token in by_path.choices[0].logprobs.content]
+    assert [token.logprob for token in both.choices[0].logprobs.content] == scored
+    drawn = official.sample(live, by_path.prompt_token_ids, 1, **SAMPLED)[0]
+    assert by_path.choices[0].token_ids == list(drawn.tokens)
+    assert scored == list(drawn.logprobs)
+    assert [token.logprob for token in chat(openai, logprobs=True).choices[0].logprobs.content] != (
+        scored
+    )
+
+
+def test_a_prompt_is_scored_by_echo(openai: OpenAI, official: Client) -> None:
+    text = "The first light over the harbour"
+    answer = openai.completions.create(
+        model=MODEL, prompt=text, echo=True, max_tokens=0, logprobs=1
+    )
+    tokenizer = official.model().get_tokenizer()
+    prompt = official.prompt(tokenizer.encode(text))
+    expected = official.base_sampler().compute_logprobs(prompt).result()
+    scored = answer.choices[0].logprobs
+    assert answer.choices[0].text == text
+    assert scored is not None and scored.token_logprobs == expected
