@@ -7,7 +7,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,12 +23,14 @@ from tinkercloud.core.types import (
     SampledSequence,
     SampleOutput,
     SampleRequest,
+    ServedModel,
     TokenChunk,
 )
 from tinkercloud.storage.keys import KeyStore
 
 MODEL = "chatty"
 START_LIMIT_S = 20.0
+CONTEXT = 32768
 
 
 class ScriptedBackend(FakeBackend):
@@ -41,6 +43,10 @@ class ScriptedBackend(FakeBackend):
         self.script: list[str] = []
         self.requests: list[SampleRequest] = []
         self.pause_s = 0.0  # before each token
+
+    async def start(self) -> tuple[ServedModel, ...]:
+        """With room for the instructions of agent frameworks."""
+        return tuple(replace(model, max_context_length=CONTEXT) for model in await super().start())
 
     async def sample(
         self, version: str, request: SampleRequest, on_tokens: OnTokens | None = None

@@ -1,5 +1,6 @@
 """Anthropic's own package against a server: what docs/doors.md says works."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -108,6 +109,32 @@ def test_tool_inputs_are_streamed_as_json_deltas(client: Anthropic, server: Live
     uses: Any = final.content[1:]
     assert all(use.input == {"place": "Zürich"} for use in uses)
     assert final.stop_reason == "tool_use"
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
+def test_a_tool_choice_gives_a_call_by_the_tool_s_schema(
+    client: Anthropic, choice: dict[str, str]
+) -> None:
+    """No text is written for the model here: the grammar alone makes a random one call a tool."""
+    places = {"type": "object", "properties": {"place": {"enum": ["Zürich", "Bern"]}}}
+    schema = places | {"required": ["place"], "additionalProperties": False}
+    tools = [TOOLS[0] | {"input_schema": schema}]
+    answer = create(client, tools=tools, tool_choice=choice, max_tokens=4000)
+    assert answer.stop_reason == "tool_use"
+    (use,) = answer.content
+    assert use.name == "weather" and use.input["place"] in ("Zürich", "Bern")
+
+
+def test_an_output_format_gives_json_of_its_schema(client: Anthropic) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"rains": {"type": "boolean"}},
+        "required": ["rains"],
+        "additionalProperties": False,
+    }
+    form = {"format": {"type": "json_schema", "schema": schema}}
+    answer = create(client, output_config=form, max_tokens=4000)
+    assert json.loads(answer.content[0].text)["rains"] in (True, False)
 
 
 def test_a_stop_sequence_ends_the_answer_and_is_named(

@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
 from openai import OpenAI
+from pydantic import BaseModel
 
 from tests.chat.live_server import MODEL, LiveServer, live_server
 
@@ -21,6 +22,16 @@ TOOLS: Any = [
         },
     }
 ]
+BOUNDED: Any = {
+    "type": "object",
+    "properties": {
+        "place": {"enum": ["Zürich", "Bern"]},
+        "day": {"$ref": "#/$defs/day"},
+    },
+    "required": ["place", "day"],
+    "additionalProperties": False,
+    "$defs": {"day": {"type": "boolean"}},
+}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"place": "Zürich"}}\n</tool_call>'
 
 
@@ -126,6 +137,72 @@ def test_tool_choice_none_shows_the_model_no_tools(client: OpenAI, server: LiveS
     assert "weather" not in server.backend.prompts()[0].partition("Zürich")[0].replace(
         "the weather", ""
     )
+
+
+def bounded_tool(name: str) -> Any:
+    return {"type": "function", "function": {"name": name, "parameters": BOUNDED}}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_tool_choice_required_gives_a_call_by_the_tool_s_schema(client: OpenAI, seed: int) -> None:
+    """No text is written for the model here: the grammar alone makes a random one call a tool."""
+    tools = [bounded_tool("weather"), bounded_tool("rain")]
+    fields: Any = {"model": MODEL, "messages": MESSAGES, "tools": tools, "seed": seed}
+    answer = client.chat.completions.create(**fields, tool_choice="required")
+    (call,) = answer.choices[0].message.tool_calls or []
+    function = getattr(call, "function")  # noqa: B009 - of a union
+    assert answer.choices[0].finish_reason == "tool_calls"
+    assert not answer.choices[0].message.content
+    assert function.name in ("weather", "rain")
+    arguments = json.loads(function.arguments)
+    assert arguments["place"] in ("Zürich", "Bern") and arguments["day"] in (True, False)
+    with client.chat.completions.stream(**fields, tool_choice="required") as stream:
+        streamed: Any = stream.get_final_completion()
+    assert streamed.choices[0].message.tool_calls[0].function.arguments == function.arguments
+
+
+def test_a_named_tool_is_called(client: OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=MESSAGES,
+        tools=[bounded_tool("weather"), bounded_tool("rain")],
+        tool_choice={"type": "function", "function": {"name": "rain"}},
+    )
+    (call,) = answer.choices[0].message.tool_calls or []
+    assert getattr(call, "function").name == "rain"  # noqa: B009 - of a union
+
+
+class Weather(BaseModel):
+    place: Literal["Zürich", "Bern"]
+    rains: bool
+
+
+def test_response_format_json_schema_gives_what_parses(client: OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model=MODEL, messages=MESSAGES, response_format=Weather, seed=2
+    )
+    assert answer.choices[0].message.parsed is not None
+    assert answer.choices[0].message.parsed.place in ("Zürich", "Bern")
+
+
+def test_response_format_json_object_is_a_grammar_of_any_object(
+    client: OpenAI, server: LiveServer
+) -> None:
+    client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, response_format={"type": "json_object"}, max_tokens=3
+    )
+    grammar = server.backend.requests[0].grammar
+    assert grammar is not None and json.loads(grammar.text) == {"type": "object"}
+
+
+def test_a_schema_that_cannot_be_enforced_is_refused(client: OpenAI) -> None:
+    schema: Any = {"type": "object", "minProperties": 3, "not": {"required": ["a"]}}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError):
+            client.chat.completions.create(
+                model=MODEL, messages=MESSAGES, response_format=form, stream=stream
+            )
 
 
 def test_n_and_logprobs(client: OpenAI) -> None:
