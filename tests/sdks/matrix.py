@@ -21,6 +21,7 @@ RESULTS = HERE / "results.json"
 PAGE = serving.ROOT / "docs" / "move.md"
 MARK = re.compile(r"<!-- sdks -->\n(?:\|.*\n)*")
 FAKE_MODEL = "fake/tiny"
+LEARNING_RATE = 0.01  # right for the fake model; real ones take less
 LIMIT_S = 600.0
 
 # What the table says of each feature of the scenario.
@@ -59,11 +60,13 @@ def interpreter(version: str) -> Path:
     return serving.ROOT / f".venv-sdk-{version}" / "bin" / "python"
 
 
-def run_scenario(python: Path, server: serving.Server, model: str) -> dict[str, Any]:
+def run_scenario(
+    python: Path, server: serving.Server, model: str, learning_rate: float = LEARNING_RATE
+) -> dict[str, Any]:
     """The printed object of the scenario in one environment. Raises ScenarioFailed."""
     inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
     done = subprocess.run(
-        [str(python), str(HERE / "scenario.py"), model],
+        [str(python), str(HERE / "scenario.py"), model, str(learning_rate)],
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
