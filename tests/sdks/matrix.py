@@ -40,6 +40,7 @@ TITLES = {
     "listings": "runs, checkpoints, `weights_info`, models",
     "publish": "publish, unpublish",
     "expiry": "set the time to live",
+    "download": "`tinker checkpoint download`",
     "command_line": "`tinker checkpoint list`, `tinker run info`",
     "delete": "delete a checkpoint",
     "unload": "`unload_model`",

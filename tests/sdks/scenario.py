@@ -156,6 +156,9 @@ class Scenario:
         settled(client.load_state(self.state))
         logprobs = logprobs_of(client)
         assert logprobs == self.at_save
+        by_name = self.new_client()
+        assert settled(by_name.load_state("state")).path == self.state
+        assert logprobs_of(by_name) == logprobs
         return logprobs
 
     def resume(self) -> Any:
@@ -227,7 +230,7 @@ class Scenario:
     def _cli(self, *arguments: str) -> str:
         command = [sys.executable, "-m", "tinker.cli", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.returncode == 0, f"{done.returncode}: {done.stdout}{done.stderr}"
         return done.stdout
 
     def delete(self) -> Any:
@@ -275,6 +278,7 @@ FEATURES = (
     "listings",
     "publish",
     "expiry",
+    "download",
     "command_line",
     "delete",
     "unload",

@@ -74,6 +74,8 @@ def test_an_sdk_trains_real_weights_with_the_same_numbers(
         assert flat(report["features"][name]["result"]) == pytest.approx(
             flat(expected), rel=1e-4, abs=1e-4
         ), name
+    adapter = {"adapter_config.json", "adapter_model.safetensors"}
+    assert adapter <= set(report["features"]["download"]["result"])
 
 
 @pytest.fixture(scope="module")

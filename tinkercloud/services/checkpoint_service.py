@@ -12,6 +12,7 @@ from tinker_gmi.types import WeightsInfoResponse
 from tinkercloud.backends.base import Backend
 from tinkercloud.errors import CheckpointNotFound, InvalidRequest, UserError
 from tinkercloud.services import checkpoint_files
+from tinkercloud.services.checkpoint_names import Nearby, full_path
 from tinkercloud.services.checkpoint_writer import FOLDER, CheckpointWriter, Fill, SaveOptions
 from tinkercloud.services.numbers import checked
 from tinkercloud.storage.audit_log import AuditLog
@@ -135,6 +136,10 @@ class CheckpointService:
 
     # finding
 
+    async def full_path(self, user: str, path: str, nearby: Nearby | None = None) -> str:
+        """The path that a bare name stands for. Raises InvalidRequest or CheckpointNotFound."""
+        return await full_path(self._metadata, user, path, nearby)
+
     async def resolve(self, user: str, path: str) -> Checkpoint:
         """The user's own, to change it. Raises InvalidRequest or CheckpointNotFound."""
         model_id, segment, name = parse_path(path)
@@ -211,7 +216,7 @@ class CheckpointService:
         return await self._metadata.num_checkpoints(user)
 
     async def weights_info(self, user: str, path: str) -> WeightsInfoResponse:
-        checkpoint = await self.readable(user, path)
+        checkpoint = await self.readable(user, await self.full_path(user, path))
         lora = checkpoint.lora
         return WeightsInfoResponse(
             base_model=checkpoint.base_model,

@@ -18,6 +18,7 @@ from tinker_gmi.types import (
 from tinkercloud.core.task_manager import Work
 from tinkercloud.core.types import LoraSpec
 from tinkercloud.errors import InvalidRequest, ModelNotFound
+from tinkercloud.services.checkpoint_names import Nearby
 from tinkercloud.services.dependencies import Dependencies
 from tinkercloud.services.numbers import checked, create_key, train_key, train_seq_id, unload_key
 from tinkercloud.storage.futures import Outcome, Ticket, completed_json
@@ -68,27 +69,30 @@ class ModelService:
         model = await self.require(user, body.model_id)
 
         async def work() -> Outcome:
-            checkpoint = await self._checkpoints.loadable(
-                user, body.path, body.weights_access_token
-            )
+            # In the lane: a save of this name may have been posted just before.
+            checkpoint = await self._loadable(user, body, Nearby(model.model_id, model.session_id))
             await self._load_into(model, checkpoint, body)
-            return _loaded(body.path, model.model_id)
+            return _loaded(checkpoint.tinker_path, model.model_id)
 
         return await self.submit(model, "LoadWeights", body.seq_id, work)
+
+    async def _loadable(self, user: str, body: LoadWeightsRequest, nearby: Nearby) -> Checkpoint:
+        path = await self._checkpoints.full_path(user, body.path, nearby)
+        return await self._checkpoints.loadable(user, path, body.weights_access_token)
 
     async def _create_from_checkpoint(
         self, user: str, body: LoadWeightsRequest, session_id: str, model_seq_id: int
     ) -> UntypedAPIFuture:
         await self._sessions.require_open(user, session_id)
         _check_optimizer(body.optimizer_config)
-        checkpoint = await self._checkpoints.loadable(user, body.path, body.weights_access_token)
+        checkpoint = await self._loadable(user, body, Nearby(session_id=session_id))
         base_model = self._catalog.get(body.base_model or checkpoint.base_model).name
         model = _new_model(user, session_id, model_seq_id, base_model, checkpoint.lora)
         model = _with_metadata(model, body.user_metadata)
 
         async def work() -> Outcome:
             await self._load_into(model, checkpoint, body)
-            return _loaded(body.path, model.model_id)
+            return _loaded(checkpoint.tinker_path, model.model_id)
 
         return await self._submit_creation("LoadWeights", model, work)
 

@@ -229,6 +229,15 @@ class MetadataStorage:
         )
         return [checkpoint_of(row) for row in rows]
 
+    async def checkpoints_named(self, user: str, segment: str, name: str) -> list[Checkpoint]:
+        """One at most of each model; newest first."""
+        rows = await self._database.all(
+            f"{CHECKPOINTS} WHERE user = ? AND {ALIVE} AND segment = ? AND name = ?"
+            " ORDER BY created_at DESC, model_id",
+            *(user, time.time(), segment, name),
+        )
+        return [checkpoint_of(row) for row in rows]
+
     async def num_checkpoints(self, user: str) -> int:
         row = await self._database.one(
             f"SELECT COUNT(*) AS num FROM checkpoints WHERE user = ? AND {ALIVE}",
