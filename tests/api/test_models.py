@@ -225,6 +225,8 @@ async def test_a_session_lists_what_it_holds(api: Api) -> None:
         "sampler_ids": [sampler_id],
         "user_metadata": {"k": "v"},
         "display_name": "d",
+        "project_id": "default",
+        "status": {"type": "active"},
     }
     assert (await api.get("sessions")).json() == {"sessions": [session_id]}
 
