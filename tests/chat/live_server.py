@@ -14,6 +14,7 @@ import numpy as np
 import uvicorn
 from tokenizers import Tokenizer
 
+import tinker_gmi
 from tests.chat.model_folder import SPECIAL, write_model_folder
 from tinkercloud.app import create_app
 from tinkercloud.backends.fake import FakeBackend
@@ -81,6 +82,15 @@ class LiveServer:
     url: str
     keys: dict[str, str]
     backend: ScriptedBackend
+
+    def checkpoint(self, user: str, name: str) -> str:
+        """The path of a new checkpoint of this user's."""
+        service = tinker_gmi.ServiceClient(base_url=self.url, api_key=self.keys[user])
+        model = service.create_lora_training_client(MODEL, rank=8).result()
+        path = model.save_weights_for_sampler(name).result().path
+        service.close("success")
+        assert path is not None
+        return path
 
     @property
     def openai_url(self) -> str:

@@ -168,6 +168,18 @@ def test_thinking_of_earlier_turns_is_taken(client: Anthropic, server: LiveServe
     assert answer.content[0].text == "yes"
 
 
+def test_a_checkpoint_is_its_owner_s_alone(client: Anthropic, server: LiveServer) -> None:
+    path = server.checkpoint("ann", "of-anthropic")
+    assert create(client, model=path, max_tokens=3).model == path
+    assert path in [model.id for model in client.models.list()]
+    with anthropic_client(server, "bob") as bob:
+        assert path not in [model.id for model in bob.models.list()]
+        with pytest.raises(anthropic.NotFoundError, match="is not found"):
+            create(bob, model=path)
+        with pytest.raises(anthropic.NotFoundError):
+            bob.messages.count_tokens(model=path, messages=MESSAGES)
+
+
 def test_tokens_are_counted(client: Anthropic, server: LiveServer) -> None:
     counted = client.messages.count_tokens(model=MODEL, messages=MESSAGES, tools=TOOLS)
     create(client, tools=TOOLS, max_tokens=1)
@@ -175,7 +187,7 @@ def test_tokens_are_counted(client: Anthropic, server: LiveServer) -> None:
 
 
 def test_models_are_listed(client: Anthropic) -> None:
-    assert [model.id for model in client.models.list()] == ["fake/tiny", MODEL]
+    assert [model.id for model in client.models.list()][:2] == ["fake/tiny", MODEL]
     assert client.models.retrieve(MODEL).id == MODEL
 
 

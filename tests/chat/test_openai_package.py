@@ -55,7 +55,7 @@ def openai_client(server: LiveServer, user: str) -> OpenAI:
 
 
 def test_models_are_listed_and_found(client: OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == ["fake/tiny", MODEL]
+    assert [model.id for model in client.models.list()][:2] == ["fake/tiny", MODEL]
     assert client.models.retrieve(MODEL).id == MODEL
 
 
@@ -213,6 +213,42 @@ def test_n_and_logprobs(client: OpenAI) -> None:
     for choice in answer.choices:
         assert choice.logprobs is not None and choice.logprobs.content is not None
         assert all(len(token.top_logprobs) == 2 for token in choice.logprobs.content)
+
+
+def test_max_tokens_is_the_reason_of_an_answer_that_is_cut_off(client: OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_completion_tokens=4, seed=1
+    )
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None and answer.usage.completion_tokens == 4
+
+
+def test_a_stop_string_ends_the_answer(client: OpenAI, server: LiveServer) -> None:
+    server.backend.script.append("one two three")
+    answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, stop=["wo t", "zzz"])
+    assert answer.choices[0].message.content == "one t"
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_an_answer_that_was_begun_is_continued(client: OpenAI, server: LiveServer) -> None:
+    server.backend.script.append("two three")
+    begun: Any = [*MESSAGES, {"role": "assistant", "content": "one "}]
+    more = {"continue_final_message": True, "add_generation_prompt": False}
+    client.chat.completions.create(model=MODEL, messages=begun, extra_body=more)
+    assert server.backend.prompts()[0].endswith("<|im_start|>assistant\none ")
+
+
+def test_a_checkpoint_is_its_owner_s_alone(client: OpenAI, server: LiveServer) -> None:
+    path = server.checkpoint("ann", "of-openai")
+    answer = client.chat.completions.create(model=path, messages=MESSAGES, max_tokens=3)
+    assert answer.model == path
+    assert path in [model.id for model in client.models.list()]
+    with openai_client(server, "bob") as bob:
+        assert path not in [model.id for model in bob.models.list()]
+        with pytest.raises(openai.NotFoundError, match="is not found"):
+            bob.chat.completions.create(model=path, messages=MESSAGES, max_tokens=3)
+        with pytest.raises(openai.NotFoundError):
+            bob.models.retrieve(path)
 
 
 def test_a_completion_is_answered_and_streamed(client: OpenAI) -> None:

@@ -52,6 +52,20 @@ def chat(openai: OpenAI, **fields: Any) -> Any:
     return openai.chat.completions.create(**body, extra_body={"return_token_ids": True})
 
 
+def anthropic_fields(model: str) -> Any:
+    """The same request in Anthropic's form."""
+    system, user = MESSAGES
+    # newer versions of the package leave these to `extra_body`
+    more = {name: SAMPLED[name] for name in ("temperature", "top_p", "seed")}
+    fields = {"model": model, "max_tokens": SAMPLED["max_tokens"], "extra_body": more}
+    return fields | {"system": system["content"], "messages": [user]}
+
+
+def anthropic_text(anthropic: Anthropic, model: str) -> str:
+    (block,) = anthropic.messages.create(**anthropic_fields(model)).content
+    return block.text
+
+
 def test_a_seeded_chat_has_the_tokens_and_logprobs_of_the_tinker_api(
     openai: OpenAI, official: Client
 ) -> None:
@@ -86,15 +100,9 @@ def test_a_stream_comes_in_pieces_and_is_the_whole_answer(openai: OpenAI) -> Non
 
 
 def test_both_apis_give_the_same_text(openai: OpenAI, anthropic: Anthropic) -> None:
-    system, user = MESSAGES
-    # newer versions of the package leave these to `extra_body`
-    more = {name: SAMPLED[name] for name in ("temperature", "top_p", "seed")}
-    fields: Any = {"model": MODEL, "max_tokens": SAMPLED["max_tokens"], "extra_body": more}
-    fields |= {"system": system["content"], "messages": [user]}
-    message = anthropic.messages.create(**fields)
-    with anthropic.messages.stream(**fields) as stream:
+    with anthropic.messages.stream(**anthropic_fields(MODEL)) as stream:
         streamed = "".join(stream.text_stream)
-    assert streamed == message.content[0].text == chat(openai).choices[0].message.content
+    assert streamed == anthropic_text(anthropic, MODEL) == chat(openai).choices[0].message.content
 
 
 def test_the_beginning_of_a_conversation_is_counted_as_cached(openai: OpenAI) -> None:
@@ -104,7 +112,9 @@ def test_the_beginning_of_a_conversation_is_counted_as_cached(openai: OpenAI) ->
     assert again.usage.prompt_tokens_details.cached_tokens > 100
 
 
-def test_a_checkpoint_answers_while_its_model_trains_on(openai: OpenAI, official: Client) -> None:
+def test_a_checkpoint_answers_while_its_model_trains_on(
+    openai: OpenAI, anthropic: Anthropic, official: Client
+) -> None:
     model = official.model()
     tokenizer = model.get_tokenizer()
     data = [official.supervised(tokenizer.encode("a copper coin left in the rain"))]
@@ -121,6 +131,7 @@ def test_a_checkpoint_answers_while_its_model_trains_on(openai: OpenAI, official
     thread.start()
     try:
         by_path = chat(openai, model=path, logprobs=True)
+        by_anthropic = anthropic_text(anthropic, path)
         both = chat(openai, model=f"{MODEL};{path}", logprobs=True)
     finally:
         stop.set()
@@ -128,6 +139,7 @@ def test_a_checkpoint_answers_while_its_model_trains_on(openai: OpenAI, official
     assert path in [listed.id for listed in openai.models.list()]
     scored = [token.logprob for token in by_path.choices[0].logprobs.content]
     assert [token.logprob for token in both.choices[0].logprobs.content] == scored
+    assert by_anthropic == by_path.choices[0].message.content
     drawn = official.sample(live, by_path.prompt_token_ids, 1, **SAMPLED)[0]
     assert by_path.choices[0].token_ids == list(drawn.tokens)
     assert scored == list(drawn.logprobs)

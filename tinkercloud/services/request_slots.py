@@ -10,8 +10,8 @@ MAX_REQUESTS = 1024  # of one user
 
 
 class RequestSlots:
-    def __init__(self, limit: int = MAX_REQUESTS):
-        self._limit = limit
+    def __init__(self) -> None:
+        self._limit = MAX_REQUESTS
         self._underway: Counter[str] = Counter()
 
     def check(self, user: str) -> None:
