@@ -63,6 +63,11 @@ class ServiceClient:
         )
         self._session = Session(transport, request)
 
+    def get_console_url(self) -> str:
+        """The server's page about this session; about all sessions before it has started."""
+        root, session_id = self._session.transport.base_url, self._session.started_id
+        return f"{root}/sessions" if session_id is None else f"{root}/sessions/{session_id}"
+
     def get_server_capabilities(self) -> GetServerCapabilitiesResponse:
         """The models that the server supports."""
         return self._capabilities().result()

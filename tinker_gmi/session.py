@@ -77,6 +77,12 @@ class Session:
             self._starting = asyncio.create_task(self._start())
         return await asyncio.shield(self._starting)
 
+    @property
+    def started_id(self) -> str | None:
+        """The session's id, None before its start."""
+        task = self._starting
+        return None if task is None or not task.done() or _failed(task) else task.result()
+
     def next_model_seq_id(self) -> int:
         return next(self._model_seq_ids)
 

@@ -72,6 +72,10 @@ class TrainingClient:
     def model_id(self) -> str:
         return self._info.model_id
 
+    def get_console_url(self) -> str:
+        """The server's page about this training run."""
+        return f"{self._session.transport.base_url}/training_runs/{self.model_id}"
+
     # ---- gradients
 
     def forward(

@@ -79,8 +79,9 @@ class Transport:
     ):
         headers = {"User-Agent": user_agent} | ({"X-API-Key": api_key} if api_key else {})
         self.retry = retry or RetryPolicy()
+        self.base_url = base_url.rstrip("/")
         self._client = httpx.AsyncClient(
-            base_url=f"{base_url.rstrip('/')}/api/v1/",
+            base_url=f"{self.base_url}/api/v1/",
             headers=headers,
             transport=http_transport,
             # A held poll occupies a connection; a limit here would starve submissions.

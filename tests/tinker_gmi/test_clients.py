@@ -603,3 +603,13 @@ def test_the_heartbeat_survives_trouble_and_stops_when_the_session_is_gone(
             time.sleep(0.01)
         time.sleep(0.1)
     assert len(api.bodies("session_heartbeat")) == 4
+
+
+def test_console_urls_lead_to_the_server_of_the_client() -> None:
+    with MockApi().client() as service:
+        assert service.get_console_url().endswith("/sessions")
+        training = service.create_lora_training_client("tiny").result(timeout=10)
+        assert training.get_console_url().endswith(f"/training_runs/{training.model_id}")
+        session_id = training.model_id.partition(":")[0]
+        assert service.get_console_url().endswith(f"/sessions/{session_id}")
+        assert "thinkingmachines" not in service.get_console_url()

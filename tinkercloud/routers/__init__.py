@@ -5,6 +5,7 @@ from tinkercloud.routers import (
     anthropic,
     billing,
     checkpoints,
+    console,
     downloads,
     futures,
     health,
@@ -36,4 +37,5 @@ ROUTERS = (
     openai.router,
     openai_completions.router,
     health.router,
+    console.router,
 )

@@ -11,6 +11,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinkercloud.errors import PayloadTooLarge, UserError
+from tinkercloud.routers.console import CHALLENGE, PATHS, basic_password
 from tinkercloud.routers.deps import SIGNED_PREFIX, USER_KEY
 from tinkercloud.routers.error_forms import error_answer
 from tinkercloud.storage.tokens import TOKEN_PREFIX
@@ -32,7 +33,9 @@ class Authenticator:
     def user_of(self, headers: Headers) -> str | None:
         if self._everybody is not None:
             return self._everybody
-        credential = credential_of(headers)
+        return self.user_of_key(credential_of(headers))
+
+    def user_of_key(self, credential: str) -> str | None:
         return self.keys.user_of(credential) if self.keys is not None and credential else None
 
 
@@ -65,11 +68,17 @@ class AuthMiddleware:
             return
         headers = Headers(scope=scope)
         user = self._authenticator.user_of(headers)
+        console = scope["method"] == "GET" and PATHS.fullmatch(scope["path"]) is not None
+        if user is None and console:
+            # For pages that change nothing only: browsers send it with links of other sites too.
+            password = basic_password(headers.get("authorization", ""))
+            user = self._authenticator.user_of_key(password)
         if user is None:
             text = "this server needs an API key: send it as X-API-Key or Bearer token (tml-...)"
             # a client with a token of an hour gets another one and repeats the request (RFC 6750)
             token = credential_of(headers).startswith(TOKEN_PREFIX)
             challenge = {"www-authenticate": 'Bearer error="invalid_token"'} if token else {}
+            challenge = CHALLENGE if console and not token else challenge
             await refuse(send, scope["path"], 401, text, challenge)
             return
         scope[USER_KEY] = user

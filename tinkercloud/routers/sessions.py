@@ -1,6 +1,6 @@
 """Start-up, heartbeats and the end of a client."""
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 
 from tinker_gmi.accounts import SessionSearchRequest, SetProjectRequest
 from tinker_gmi.types import (
@@ -16,6 +16,7 @@ from tinker_gmi.types import (
     TelemetrySendRequest,
 )
 from tinkercloud.routers.deps import JsonRoute, ServicesDep, UserDep, answer, json_answer
+from tinkercloud.routers.downloads import base_url
 from tinkercloud.services.client_flags import client_flags
 
 router = APIRouter(prefix="/api/v1", route_class=JsonRoute)
@@ -34,11 +35,14 @@ async def dynamic_config(body: ClientConfigRequest, services: ServicesDep) -> Re
 
 @router.post("/create_session")
 async def create_session(
-    body: CreateSessionRequest, user: UserDep, services: ServicesDep
+    body: CreateSessionRequest, user: UserDep, services: ServicesDep, request: Request
 ) -> Response:
+    """Clients log the message: links that they build lead to another host (routers/console.py)."""
     details = body.model_dump(include={"tags", "user_metadata", "project_id", "display_name"})
     session_id = await services.sessions.create(user, details)
-    return answer(CreateSessionResponse(session_id=session_id))
+    page = f"{base_url(services, request)}/sessions/{session_id}"
+    message = f"this session's page, by your API key: {page}"
+    return answer(CreateSessionResponse(session_id=session_id, info_message=message))
 
 
 @router.post("/session_heartbeat")
