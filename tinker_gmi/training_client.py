@@ -37,6 +37,8 @@ from tinker_gmi.types import (
     OptimStepRequest,
     OptimStepResponse,
     SamplingClientKind,
+    SaveWeightsExternalRequest,
+    SaveWeightsExternalResponse,
     SaveWeightsForSamplerRequest,
     SaveWeightsForSamplerResponse,
     SaveWeightsRequest,
@@ -177,6 +179,24 @@ class TrainingClient:
         return self._ordered_post("save_weights_for_sampler", body, SaveWeightsForSamplerResponse)
 
     save_weights_for_sampler_async = async_call(save_weights_for_sampler)
+
+    def save_weights_external(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        age_encryption_recipients: list[str] | None = None,
+    ) -> APIFuture[SaveWeightsExternalResponse]:
+        """Save the weights as other programs read them: PEFT's files, or a Hugging Face folder.
+        Every file is encrypted to the age_encryption_recipients (age1... or SSH keys), if any."""
+        body = SaveWeightsExternalRequest(
+            model_id=self.model_id,
+            path=name,
+            ttl_seconds=ttl_seconds,
+            age_encryption_recipients=age_encryption_recipients,
+        )
+        return self._ordered_post("save_weights_external", body, SaveWeightsExternalResponse)
+
+    save_weights_external_async = async_call(save_weights_external)
 
     # ---- samplers
 

@@ -7,10 +7,13 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import pytest_asyncio
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 
 from tests.cluster.cpu.engines import (
     CPU_OPTIONS,
@@ -20,7 +23,7 @@ from tests.cluster.cpu.engines import (
 )
 from tests.cluster.cpu.recorder import calls, recorded
 from tests.cluster.ray_cluster import groups_alive, one_node, settled
-from tests.embedded.tiny import ask, random_prompt, supervised
+from tests.embedded.tiny import ask, random_prompt, reference, supervised
 from tinkercloud.cluster.backend import ClusterBackend
 from tinkercloud.config import ClusterConfig, Config, ModelSource
 from tinkercloud.core.types import (
@@ -30,9 +33,12 @@ from tinkercloud.core.types import (
     FromModel,
     LoraSpec,
     SampleOutput,
+    ServedModel,
     TrainBatch,
 )
 from tinkercloud.errors import EngineDied, ModelStateLost, TrainingRewound, UserError, VersionLost
+from tinkercloud.services.external_files import write_export
+from tinkercloud.weights.peft_import import import_adapter, write_imported
 
 SPEC = LoraSpec(rank=8, seed=3)
 FULL = LoraSpec(rank=0, seed=0)
@@ -54,6 +60,7 @@ class Cluster:
     backend: ClusterBackend
     config: Config
     record: Path
+    served: ServedModel
 
     async def step(self, model_id: str, learning_rate: float = 5e-3) -> float:
         """The loss before the step."""
@@ -118,7 +125,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
     (served,) = await backend.start()
     assert (served.vocab_size, served.max_context_length, served.dtype) == (260, 256, "float32")
     assert served.eos_token_ids == (256,)
-    yield Cluster(backend, config, record)
+    yield Cluster(backend, config, record, served)
     await backend.stop()
     assert await asyncio.to_thread(settled), groups_alive()
 
@@ -213,6 +220,53 @@ async def test_a_checkpoint_resumes_and_can_be_sampled(cluster: Cluster, tmp_pat
         await backend.optim_step("resumed", AdamParams())
 
 
+async def test_an_export_loads_in_peft(cluster: Cluster, tmp_path: Path):
+    expected = await cluster.trained_scores("m")
+    folder = await exported(cluster, "m", tmp_path)
+    base = await asyncio.to_thread(reference, cluster.config.models[0].path)
+    adapted = await asyncio.to_thread(PeftModel.from_pretrained, base, folder)
+    np.testing.assert_allclose(scores_of(adapted.eval()), expected, atol=1e-4)
+
+
+async def test_an_adapter_of_peft_trains_and_samples_as_in_peft(cluster: Cluster, tmp_path: Path):
+    path = cluster.config.models[0].path
+    config = LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "down_proj"])
+    torch.manual_seed(2)
+    adapted = get_peft_model(await asyncio.to_thread(reference, path), config).eval()
+    for name, parameter in adapted.named_parameters():
+        if ".lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    adapted.save_pretrained(tmp_path / "peft")
+    folder = tmp_path / "weights" / "imported" / "files"
+    await asyncio.to_thread(folder.mkdir, parents=True)
+    write_imported(import_adapter(tmp_path / "peft", path), "tiny", folder)
+    backend = cluster.backend
+    assert (await backend.load_model("peft", "tiny", folder, with_optimizer=False)).alpha == 5
+    expected = scores_of(adapted)
+    np.testing.assert_allclose(await cluster.trained_scores("peft"), expected, atol=1e-4)
+    version = await backend.publish(FromCheckpoint("tiny", folder))
+    np.testing.assert_allclose(await cluster.scores(version), expected, atol=1e-4)
+    await backend.delete_model("peft")
+
+
+async def exported(cluster: Cluster, model_id: str, root: Path) -> Path:
+    """A model's weights as `save_weights_external` leaves them."""
+    source, folder = root / "source", root / "export"
+    await cluster.saved(model_id, source, with_optimizer=False)
+    await asyncio.to_thread(folder.mkdir)
+    write_export(source, folder, cluster.served)
+    return folder
+
+
+def scores_of(model: Any) -> np.ndarray:
+    """The log-probabilities of the first datum's targets, by transformers."""
+    datum = DATA.data[0]
+    with torch.no_grad():
+        logits = model(input_ids=torch.from_numpy(datum.tokens)[None].long()).logits[0]
+    targets = torch.from_numpy(datum.inputs["target_tokens"])
+    return torch.log_softmax(logits, -1).gather(-1, targets[:, None])[:, 0].numpy()
+
+
 async def test_more_versions_than_engines_hold_all_answer(cluster: Cluster):
     backend = cluster.backend
     cluster.pool_of("m").engines._adapters._slots = 2
@@ -298,6 +352,8 @@ async def test_full_parameter_models_have_gpus_of_their_own_until_they_are_delet
     trained = await cluster.trained_scores("full")
     np.testing.assert_allclose(await cluster.scores(version), trained, atol=1e-3)
     folder = await cluster.saved("full", tmp_path / "weights" / "full" / "files")
+    export = await exported(cluster, "full", tmp_path)
+    np.testing.assert_allclose(scores_of(reference(export)), trained, atol=1e-4)
     await backend.delete_model("full")
     await asyncio.wait_for(second, 200)
     assert backend.queue_state("second") is None

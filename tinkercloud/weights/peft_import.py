@@ -147,9 +147,10 @@ def _fault_of(file: Any, name: str, base: Path) -> str | None:
     weight = read_weight(base, ours)
     if weight is None:
         return "no tensor of LoRA, nor of the base model"
-    tensor: Tensor = file.get_tensor(name)
-    if tensor.shape == weight.shape and torch.equal(weight.to(tensor.dtype), tensor):
-        return None
+    if tuple(file.get_slice(name).get_shape()) == tuple(weight.shape):
+        tensor: Tensor = file.get_tensor(name)
+        if torch.equal(weight.to(tensor.dtype), tensor):
+            return None
     return "it replaces a base weight (modules_to_save, a trained bias, a resized vocabulary)"
 
 
