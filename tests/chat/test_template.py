@@ -182,6 +182,20 @@ def test_a_template_without_tools_is_shown_them_in_the_system_message(tmp_path: 
     )
 
 
+def test_tools_in_a_form_that_is_not_known_are_refused(tmp_path: Path) -> None:
+    source = "{% if tools %}[AVAILABLE_TOOLS]{% endif %}{{ messages[0].content }}"
+    model = TextModel.of(served(write_model_folder(tmp_path / "m", source)))
+    hello = ({"role": "user", "content": "hello"},)
+    assert model.rendered(Conversation(hello)) == "hello"
+    with pytest.raises(InvalidRequest, match="known: hermes, llama3"):
+        model.rendered(Conversation(hello, (TOOL,)))
+
+
+def test_a_template_that_only_mentions_tools_does_not_take_them() -> None:
+    assert not ChatTemplate("{# no tools #}Use no tools.{{ messages }}").takes_tools
+    assert ChatTemplate("{% if tools is not none %}{% endif %}").takes_tools
+
+
 def test_a_folder_without_a_template_refuses_chats(tmp_path: Path) -> None:
     model = TextModel.of(served(write_model_folder(tmp_path / "m", None)))
     with pytest.raises(InvalidRequest, match="has no chat template"):

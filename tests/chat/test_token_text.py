@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tests.tokenizers_made import TEXT, byte_level
+from tests.tokenizers_made import TEXT, byte_level, metaspace
 from tinkercloud.chat.markers import held_back
 from tinkercloud.chat.reasoning import ReasoningParser, reasoning_format
 from tinkercloud.chat.text_model import NumberCodec, TokenizerCodec
@@ -79,3 +79,17 @@ def test_reasoning_is_told_from_the_answer(
 
 def test_a_template_without_reasoning_has_none() -> None:
     assert reasoning_format("{{ messages }}") is None
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_texts_of_a_sentencepiece_tokenizer_are_those_it_decodes(seed: int) -> None:
+    """But for the blank at the beginning, which it drops from whole texts only."""
+    tokenizer = metaspace(300)
+    tokens = tokenizer.encode(TEXT).ids
+    place = random.Random(seed).randrange(1, len(tokens) - 40)
+    text = TokenText(TokenizerCodec(tokenizer))
+    pieces = [text.feed([token]) for token in tokens[place : place + 40]]
+    joined = "".join(pieces) + text.finish()
+    assert joined.removeprefix(" ") == tokenizer.decode(tokens[place : place + 40]).removeprefix(
+        " "
+    )

@@ -101,10 +101,16 @@ def test_llama_calls_are_read_however_the_text_is_cut(case: str, seed: int) -> N
 
 @pytest.mark.parametrize(
     ("template", "name"),
-    [("... <tool_call> ...", "hermes"), ("<|python_tag|>", "llama3"), ("no tools", "hermes")],
+    [
+        ("... <tool_call> ...", "hermes"),
+        ("<|python_tag|>", "llama3"),
+        ("[TOOL_CALLS]", None),
+        ("<tool_call>\n<function=NAME>", None),
+    ],
 )
-def test_the_format_follows_from_the_template(template: str, name: str) -> None:
-    assert tool_format(template).name == name
+def test_the_format_follows_from_the_template(template: str, name: str | None) -> None:
+    form = tool_format(template)
+    assert (form and form.name) == name
 
 
 def test_arguments_are_passed_on_while_they_come() -> None:

@@ -86,7 +86,7 @@ class SampleParser:
             self._reasoning = ReasoningParser(model.reasoning, options.prompt_end)
         self._tools: ToolParser | None = None
         if options.tool_names:
-            self._tools = model.tools.parser(options.tool_names)
+            self._tools = model.require_tools().parser(options.tool_names)
             self._tools.feed(options.call_opening)
         self._num_calls = self._num_tokens = 0
         self.ended = False

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -33,7 +33,9 @@ _END_MARK = "<<end of the final message>> "  # a trimmed message loses the blank
 
 
 class ChatTemplate:
-    """source: the template that renders conversations; tool_source: another one for those with
+    """takes_tools: whether the template shows tools to the model.
+
+    source: the template that renders conversations; tool_source: another one for those with
     tools, where the model has one. special_tokens: by role, "eos_token" say; templates name them.
 
     Raises ConfigError for a template that does not compile."""
@@ -51,7 +53,7 @@ class ChatTemplate:
         if tool_source is not None:
             self._with_tools = _compiled(environment, tool_source)
         self.source = source if tool_source is None else f"{source}\n{tool_source}"
-        self.takes_tools = "tools" in self.source
+        self.takes_tools = tool_source is not None or "tools" in _variables(environment, source)
 
     @classmethod
     def of_folder(cls, folder: Path) -> "ChatTemplate | None":
@@ -174,6 +176,10 @@ def _compiled(environment: jinja2.Environment, source: str) -> jinja2.Template:
         return environment.from_string(source)
     except jinja2.TemplateError as error:
         raise ConfigError(f"the chat template does not compile: {error}") from None
+
+
+def _variables(environment: jinja2.Environment, source: str) -> set[str]:
+    return meta.find_undeclared_variables(environment.parse(source))
 
 
 def _tokenizer_config(folder: Path) -> Mapping[str, Any]:

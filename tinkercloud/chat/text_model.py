@@ -10,10 +10,10 @@ from tokenizers import Tokenizer
 
 from tinkercloud.chat.reasoning import ReasoningFormat, reasoning_format
 from tinkercloud.chat.template import ChatTemplate, Message
-from tinkercloud.chat.tool_formats import ToolFormat, tool_format
+from tinkercloud.chat.tool_formats import FORMATS, HERMES, ToolFormat, tool_format
 from tinkercloud.chat.tool_prompt import without_tools
 from tinkercloud.core.types import ServedModel
-from tinkercloud.errors import ConfigError, InvalidRequest
+from tinkercloud.errors import ConfigError, InvalidField, InvalidRequest
 from tinkercloud.weights.token_bytes import TokenBytes
 
 
@@ -84,12 +84,13 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class TextModel:
-    """template: None where the model has none, and so no chats."""
+    """template: None where the model has none, and so no chats. tools: None where its template
+    shows tools in a form whose calls are not known here."""
 
     name: str
     codec: TextCodec
     template: ChatTemplate | None
-    tools: ToolFormat
+    tools: ToolFormat | None
     reasoning: ReasoningFormat | None
 
     @classmethod
@@ -98,8 +99,10 @@ class TextModel:
         folder = served.tokenizer_path
         template = None if folder is None else ChatTemplate.of_folder(folder)
         source = "" if template is None else template.source
-        tools = tool_format(source)
-        codec = _codec(folder, tools.spoken)
+        # A template without tools gets them in Hermes' form (`tool_prompt`).
+        shows_tools = template is not None and template.takes_tools
+        tools = tool_format(source) if shows_tools else HERMES
+        codec = _codec(folder, () if tools is None else tools.spoken)
         return cls(served.name, codec, template, tools, reasoning_format(source))
 
     def rendered(self, conversation: Conversation) -> str:
@@ -110,6 +113,8 @@ class TextModel:
                 "/completions, or serve the model with a chat_template in its folder"
             )
         messages, tools = conversation.messages, conversation.tools
+        if tools:
+            self.require_tools()
         if not self.template.takes_tools:
             messages, tools = without_tools(messages, tools), ()
         return self.template.render(
@@ -118,6 +123,17 @@ class TextModel:
             continue_final_message=conversation.continue_final_message,
             options=conversation.options,
         )
+
+    def require_tools(self) -> ToolFormat:
+        """Raises InvalidField."""
+        if self.tools is None:
+            known = ", ".join(form.name for form in FORMATS)
+            raise InvalidField(
+                "tools",
+                f"the chat template of {self.name} writes tool calls in a form that is not known "
+                f"here (known: {known}); leave tools out and describe them in the prompt",
+            )
+        return self.tools
 
     def prompt(self, conversation: Conversation) -> list[int]:
         """The prompt's tokens, equal to those of `apply_chat_template`. Raises InvalidRequest."""

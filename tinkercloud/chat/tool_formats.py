@@ -153,7 +153,12 @@ class Llama3Parser:
 
 FORMATS: Sequence[ToolFormat] = (
     ToolFormat(
-        "hermes", lambda template: _OPENING in template, HermesParser, f"{_OPENING}\n", "arguments"
+        "hermes",
+        # Qwen's coder models write `<function=NAME>` between these tags instead of JSON
+        lambda template: _OPENING in template and "<function=" not in template,
+        HermesParser,
+        opening=f"{_OPENING}\n",
+        arguments="arguments",
     ),
     ToolFormat(
         "llama3",
@@ -164,9 +169,9 @@ FORMATS: Sequence[ToolFormat] = (
         spoken=(PYTHON_TAG,),
     ),
 )
+HERMES = FORMATS[0]
 
 
-def tool_format(template: str) -> ToolFormat:
-    """The format that a template speaks; Hermes' for one that knows no tools, since that is what
-    `tool_prompt` then asks the model for."""
-    return next((form for form in FORMATS if form.is_of(template)), FORMATS[0])
+def tool_format(template: str) -> ToolFormat | None:
+    """The format that a template with tools speaks; None: one that is not known here."""
+    return next((form for form in FORMATS if form.is_of(template)), None)

@@ -126,7 +126,7 @@ class ChatService:
         text = await self._texts.get(sampler.base_model)
         prompt = list(await hooks.source.prompt(request.conversation, text))
         if request.forced_tools:
-            prompt += text.codec.encode(text.tools.opening, bos=False)
+            prompt += text.codec.encode(text.require_tools().opening, bos=False)
         sample = await self._sampling.checked(sampler, sample_body(prompt, request.sampling))
         sample = replace(sample, grammar=_grammar(request, text))
         options = parser_options(request, text, self._texts.served(sampler.base_model), prompt)
@@ -174,7 +174,7 @@ def parser_options(
         one_call=request.one_call,
         end_tokens=frozenset(served.eos_token_ids),
         prompt_end=end.decode(errors="replace"),
-        call_opening=text.tools.opening if request.forced_tools else "",
+        call_opening=text.require_tools().opening if request.forced_tools else "",
         reasoning=not request.forced_tools and request.grammar is None,
     )
 
@@ -182,7 +182,7 @@ def parser_options(
 def _grammar(request: ChatRequest, text: TextModel) -> Grammar | None:
     if not request.forced_tools:
         return request.grammar
-    return json_grammar(call_schema(request.forced_tools, text.tools.arguments))
+    return json_grammar(call_schema(request.forced_tools, text.require_tools().arguments))
 
 
 def _tool_name(tool: Mapping[str, Any]) -> str:
