@@ -9,6 +9,7 @@ import pytest
 import tinker
 from anthropic import Anthropic
 from openai import OpenAI
+from smolagents import LogLevel, OpenAIModel, Tool, ToolCallingAgent
 
 from tests.e2e.clients import MODEL, Client
 from tests.serving import Server, backend_arguments, start_server
@@ -159,3 +160,38 @@ def test_a_prompt_is_scored_by_echo(openai: OpenAI, official: Client) -> None:
     scored = answer.choices[0].logprobs
     assert answer.choices[0].text == text
     assert scored is not None and scored.token_logprobs == expected
+
+
+def test_a_tool_using_agent_runs_on_real_weights(server: Server) -> None:
+    """smolagents asks for a call at each step, which the grammar of its tools' schemas gives; the
+    system message has the tools, since this model's template has no place for them."""
+    places: list[str] = []
+
+    class Weather(Tool):
+        name = "weather"
+        description = "The weather of a city"
+        inputs = {  # noqa: RUF012 - smolagents wants it so
+            "city": {"type": "string", "description": "The city", "enum": ["Bern", "Basel"]}
+        }
+        output_type = "string"
+
+        def forward(self, city: str) -> str:
+            places.append(city)
+            return "rain"
+
+    base_url = f"{server.base_url}/oai/api/v1"
+    model = OpenAIModel(MODEL, base_url, server.api_key, seed=3, max_tokens=80, temperature=0.0)
+    agent = ToolCallingAgent(
+        [Weather()],
+        model,
+        instructions="Call weather first.",
+        max_steps=2,
+        verbosity_level=LogLevel.OFF,
+    )
+    answer = agent.run("How is the weather in Bern? Call the tool weather.")
+    calls = [
+        call for step in agent.memory.steps for call in getattr(step, "tool_calls", None) or []
+    ]
+    assert calls and all(call.name in ("weather", "final_answer") for call in calls)
+    assert places and set(places) <= {"Bern", "Basel"}
+    assert answer is not None
