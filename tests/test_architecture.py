@@ -42,9 +42,11 @@ RULES = {
     "chat": "core.types errors weights",
     "openai_api": "chat core.types errors",
     "anthropic_api": "chat core.types errors",
-    "services": "backends.base chat config core core.types errors losses storage tinker_gmi wire",
-    "routers": "anthropic_api chat config core core.types errors openai_api services storage "
+    "captures": "chat core.types errors storage",
+    "services": "backends.base captures chat config core core.types errors losses storage "
     "tinker_gmi wire",
+    "routers": "anthropic_api captures chat config core core.types errors openai_api services "
+    "storage tinker_gmi wire",
     # speculative decoding, without an engine
     "speculative": "",
     "speculative.drafters": "core.types errors speculative",

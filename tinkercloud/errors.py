@@ -4,13 +4,14 @@
     +-- UserError               status 400, category "user": the request is at fault
     |   +-- NotFound            status 404
     |   |   +-- ModelNotFound, BaseModelNotServed, SessionNotFound, SamplerNotFound,
-    |   |       CheckpointNotFound, UnknownModelName
+    |   |       CheckpointNotFound, UnknownModelName, CaptureNotFound
     |   +-- Forbidden           status 403
     |   +-- PayloadTooLarge     status 413
     |   +-- TooManyRequests     status 429
     |   +-- LinkRefused         status 403
     |   +-- PlanRefused         status 400: a model cannot be trained on these GPUs
-    |   +-- SessionFinished     status 410
+    |   +-- SessionFinished, CaptureClosed  status 410
+    |   +-- CaptureFull         status 400: no room for another turn
     |   +-- FutureUnknown       status 404 (training) or 410 (sampling)
     |   +-- InvalidRequest      status 422 at the door, category "user" inside a future
     |   |   +-- InvalidField, ContextLengthExceeded
@@ -125,6 +126,24 @@ class SamplerNotFound(NotFound):
 class CheckpointNotFound(NotFound):
     def __init__(self, path: str):
         super().__init__(f"checkpoint {path!r} does not exist")
+
+
+class CaptureNotFound(NotFound):
+    def __init__(self, capture_id: str):
+        super().__init__(f"capture session {capture_id[:200]!r} does not exist, or has expired")
+
+
+class CaptureClosed(UserError):
+    """No turn is added to what rewards may have been given for."""
+
+    status = 410
+
+    def __init__(self, name: str):
+        super().__init__(f"{name} was closed; start another one for more turns")
+
+
+class CaptureFull(UserError):
+    """status 400: clients of the OpenAI and Anthropic routes repeat a 429."""
 
 
 class UnknownModelName(NotFound):

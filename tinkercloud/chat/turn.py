@@ -69,5 +69,8 @@ class RenderedPrompts:
 
 @dataclass(frozen=True, slots=True)
 class TurnHooks:
+    """model: what is sampled whatever the request's `model` says, which then only labels it."""
+
     source: PromptSource = field(default_factory=RenderedPrompts)
     listener: TurnListener | None = None
+    model: str | None = None

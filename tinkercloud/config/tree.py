@@ -208,6 +208,14 @@ class Config:
     record_bytes: int = _setting(
         GIB, "such samples of each user; those that were unused longest go first", above=0
     )
+    capture_ttl_s: float = _setting(
+        24 * 3600.0, "seconds that a capture session is kept after its last use", above=0
+    )
+    capture_bytes: int = _setting(GIB, "of the capture sessions of each user", above=0)
+    capture_turns: int = _setting(20_000, "turns of one capture session", at_least=1)
+    reward_hosts: str = _setting(
+        "none", "HOST:PORT of webhooks that may be asked for rewards, separated by commas"
+    )
     speculate: str = _setting(
         "auto", "what drafts: auto, off, suffix, head, model:PATH; it changes time only"
     )

@@ -11,6 +11,7 @@ from tinkercloud.anthropic_api.bodies import CountBody, MessagesBody
 from tinkercloud.anthropic_api.requests import chat_request, count_request
 from tinkercloud.chat.turn import TurnHooks
 from tinkercloud.errors import TinkercloudError
+from tinkercloud.routers.capture_hooks import HeaderHooksDep
 from tinkercloud.routers.deps import JsonRoute, ServicesDep, UserDep, json_answer
 from tinkercloud.routers.error_forms import ANTHROPIC_API, error_answer
 from tinkercloud.routers.event_stream import EventStream, server_sent, while_connected
@@ -24,9 +25,13 @@ PING = server_sent({"type": "ping"}, "ping")
 
 @router.post("/messages")
 async def messages(
-    body: MessagesBody, request: Request, user: UserDep, services: ServicesDep
+    body: MessagesBody,
+    request: Request,
+    user: UserDep,
+    services: ServicesDep,
+    hooks: HeaderHooksDep,
 ) -> Response:
-    return await answer_message(services, user, body, request)
+    return await answer_message(services, user, body, request, hooks)
 
 
 async def answer_message(

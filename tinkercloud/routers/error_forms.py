@@ -4,7 +4,7 @@ from tinkercloud.anthropic_api import errors as anthropic_errors
 from tinkercloud.errors import InvalidField
 from tinkercloud.openai_api import errors as openai_errors
 
-OPENAI_API, ANTHROPIC_API = "/oai/api/", "/anthropic/api/"
+OPENAI_API, ANTHROPIC_API = "/oai/api/", "/anthropic/"  # also within capture sessions
 
 
 def error_answer(

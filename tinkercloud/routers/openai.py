@@ -11,6 +11,7 @@ from tinkercloud.openai_api.bodies import ChatBody
 from tinkercloud.openai_api.chat_answers import ChatAnswers
 from tinkercloud.openai_api.models import model_json, models_json
 from tinkercloud.openai_api.requests import AnswerForm, chat_form, chat_request
+from tinkercloud.routers.capture_hooks import HeaderHooksDep
 from tinkercloud.routers.deps import JsonRoute, ServicesDep, UserDep, json_answer
 from tinkercloud.routers.error_forms import OPENAI_API, error_answer
 from tinkercloud.routers.event_stream import EventStream, server_sent, while_connected
@@ -37,9 +38,9 @@ async def model(name: str, user: UserDep, services: ServicesDep) -> Response:
 
 @router.post("/chat/completions")
 async def chat_completions(
-    body: ChatBody, request: Request, user: UserDep, services: ServicesDep
+    body: ChatBody, request: Request, user: UserDep, services: ServicesDep, hooks: HeaderHooksDep
 ) -> Response:
-    return await answer_chat(services, user, body, request)
+    return await answer_chat(services, user, body, request, hooks)
 
 
 async def answer_chat(

@@ -122,7 +122,7 @@ class ChatService:
         chat template and nobody. Raises UnknownModelName, InvalidRequest, TooManyRequests."""
         self._slots.check(user)
         hooks = hooks or TurnHooks()
-        sampler = await self._names.resolve(user, request.model)
+        sampler = await self._names.resolve(user, hooks.model or request.model)
         text = await self._texts.get(sampler.base_model)
         prompt = list(await hooks.source.prompt(request.conversation, text))
         if request.forced_tools:
@@ -133,11 +133,14 @@ class ChatService:
         prepared = PreparedChat(user, request, sampler, sample, text, options)
         return ChatRun(prepared, hooks, self._sampling, self._slots)
 
-    async def num_prompt_tokens(self, user: str, request: ChatRequest) -> int:
+    async def num_prompt_tokens(
+        self, user: str, request: ChatRequest, hooks: TurnHooks | None = None
+    ) -> int:
         """How long the prompt of this request is."""
-        sampler = await self._names.resolve(user, request.model)
+        hooks = hooks or TurnHooks()
+        sampler = await self._names.resolve(user, hooks.model or request.model)
         text = await self._texts.get(sampler.base_model)
-        return len(await TurnHooks().source.prompt(request.conversation, text))
+        return len(await hooks.source.prompt(request.conversation, text))
 
 
 def sample_body(prompt: list[int], options: SamplingOptions) -> SampleRequest:

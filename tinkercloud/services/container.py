@@ -10,6 +10,8 @@ from tinkercloud.config import Config
 from tinkercloud.core.task_manager import TaskManager
 from tinkercloud.services.account_service import AccountService
 from tinkercloud.services.billing_service import BillingService
+from tinkercloud.services.capture_results import CaptureResults
+from tinkercloud.services.capture_service import CaptureService, CaptureStores
 from tinkercloud.services.catalog import Catalog
 from tinkercloud.services.chat_service import ChatService
 from tinkercloud.services.checkpoint_service import CheckpointService, CheckpointStores
@@ -32,6 +34,8 @@ from tinkercloud.services.trace_service import TraceService
 from tinkercloud.services.training_service import TrainingService
 from tinkercloud.services.usage_recorder import UsageRecorder
 from tinkercloud.storage.audit_log import AuditLog
+from tinkercloud.storage.capture_rewards import CaptureRewardStorage
+from tinkercloud.storage.captures import CaptureStorage
 from tinkercloud.storage.database import Database
 from tinkercloud.storage.futures import FuturesStorage
 from tinkercloud.storage.keys import KeyStore
@@ -76,6 +80,8 @@ class Services:
     accounts: AccountService
     names: ModelNames
     chat: ChatService
+    captures: CaptureService
+    capture_results: CaptureResults
     text_completions: TextCompletionService
 
     async def start(self) -> None:
@@ -91,11 +97,12 @@ class Services:
         await self.sampling.close()
 
     async def _sweep_forever(self) -> None:
-        ttl_s = min(self.config.result_ttl_s, self.config.record_ttl_s)
+        ttl_s = min(self.config.result_ttl_s, self.config.record_ttl_s, self.config.capture_ttl_s)
         while True:
             await self.futures.expire(self.config.result_ttl_s)
             await self.checkpoints.remove_expired()
             await self.sample_records.expire()
+            await self.captures.expire()
             await asyncio.sleep(min(max(ttl_s / 4, SHORTEST_SWEEP_S), LONGEST_SWEEP_S))
 
 
@@ -135,7 +142,9 @@ def build_services(
     sampling = SamplingService(dependencies)
     models = ModelService(dependencies)
     names = ModelNames(catalog, checkpoints, sampling)
+    stored = CaptureStores(CaptureStorage(database), CaptureRewardStorage(database), metadata)
     texts, slots = TextModels(catalog), RequestSlots()
+    captures = CaptureService(config, stored, names, texts)
     return Services(
         config=config,
         client_config=client_config,
@@ -164,6 +173,8 @@ def build_services(
         traces=TraceService(sessions, futures, stores.keys.secret("signed links")),
         accounts=AccountService(stores.keys),
         names=names,
+        captures=captures,
+        capture_results=CaptureResults(captures, stored.captures, stored.rewards),
         chat=ChatService(names, texts, sampling, slots),
         text_completions=TextCompletionService(names, texts, sampling, slots),
     )

@@ -144,6 +144,19 @@ class MetadataStorage:
         )
         return None if row is None else model_of(row)
 
+    async def latest_published(self, user: str, model_id: str) -> str | None:
+        """The id of a model's newest sampler, or the path of its newest sampler weights, whichever
+        was published last."""
+        row = await self._database.one(
+            "SELECT name FROM (SELECT sampler_id AS name, created_at FROM samplers"
+            " WHERE user = ?1 AND model_id = ?2 UNION ALL"
+            " SELECT 'tinker://' || model_id || '/' || segment || '/' || name, created_at"
+            " FROM checkpoints WHERE user = ?1 AND model_id = ?2 AND segment = 'sampler_weights'"
+            " AND (expires_at IS NULL OR expires_at > ?3)) ORDER BY created_at DESC LIMIT 1",
+            *(user, model_id, time.time()),
+        )
+        return None if row is None else row["name"]
+
     async def set_model_state(self, model_id: str, state: ModelState) -> None:
         await self._database.write(
             "UPDATE models SET state = ? WHERE model_id = ?", state, model_id

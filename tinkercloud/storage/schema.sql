@@ -186,3 +186,80 @@ CREATE TABLE IF NOT EXISTS audit_log (
     details   TEXT NOT NULL
 );
 CREATE INDEX IF NOT EXISTS audit_log_by_user ON audit_log (user, at);
+
+-- Capture sessions: what agents sampled, kept for training on it. Turns, samples, rewards go with one.
+CREATE TABLE IF NOT EXISTS captures (
+    capture_id   TEXT PRIMARY KEY,
+    user         TEXT NOT NULL,
+    details      TEXT NOT NULL,           -- {"model" | "follow", "group", "metadata", "webhook", ...}
+    ttl_s        REAL NOT NULL,           -- kept so long after its last use
+    created_at   REAL NOT NULL,
+    used_at      REAL NOT NULL,
+    closed_at    REAL,
+    num_turns    INTEGER NOT NULL DEFAULT 0,
+    num_bytes    INTEGER NOT NULL DEFAULT 0
+);
+CREATE INDEX IF NOT EXISTS captures_by_user ON captures (user, created_at);
+
+CREATE TABLE IF NOT EXISTS capture_turns (
+    turn_id       TEXT PRIMARY KEY,       -- the id of the answer that the agent got
+    capture_id    TEXT NOT NULL,
+    user          TEXT NOT NULL,
+    parent_turn   TEXT,                   -- the sample that this turn's prompt goes on from
+    parent_index  INTEGER,
+    group_label   TEXT,
+    episode       TEXT,
+    digest        TEXT NOT NULL,          -- of the conversation that was answered
+    prompt        BLOB NOT NULL,          -- int32, little-endian: what follows the parent's tokens
+    messages      TEXT NOT NULL,          -- JSON: those that follow the parent's answer
+    details       TEXT NOT NULL,          -- {"model", "weights", "params", "tools"}
+    num_bytes     INTEGER NOT NULL,
+    created_at    REAL NOT NULL
+);
+CREATE INDEX IF NOT EXISTS capture_turns_by_capture ON capture_turns (capture_id, created_at);
+
+CREATE TABLE IF NOT EXISTS capture_samples (   -- written before their turn: without it they are not seen
+    turn_id       TEXT NOT NULL,
+    sample_index  INTEGER NOT NULL,
+    capture_id    TEXT NOT NULL,
+    digest        TEXT NOT NULL,          -- of the conversation with this answer
+    tokens        BLOB NOT NULL,          -- int32, little-endian, the stop token included
+    logprobs      BLOB NOT NULL,          -- float32 of each: under the distribution it was drawn from
+    finish_reason TEXT NOT NULL,
+    message       TEXT NOT NULL,          -- JSON: the assistant's, as the agent got it
+    PRIMARY KEY (turn_id, sample_index)
+);
+CREATE INDEX IF NOT EXISTS capture_samples_by_digest ON capture_samples (capture_id, digest);
+
+CREATE TABLE IF NOT EXISTS capture_rewards (
+    capture_id   TEXT NOT NULL,
+    target       TEXT NOT NULL,           -- "capture" | "episode:..." | "trajectory:..." | "turn:..."
+    key          TEXT NOT NULL,           -- the same one replaces, other ones add
+    value        REAL NOT NULL,
+    created_at   REAL NOT NULL,
+    PRIMARY KEY (capture_id, target, key)
+);
+
+CREATE TABLE IF NOT EXISTS capture_closings (
+    capture_id   TEXT NOT NULL,
+    episode      TEXT NOT NULL,           -- '' for turns without one
+    closed_at    REAL NOT NULL,
+    PRIMARY KEY (capture_id, episode)
+);
+
+CREATE TABLE IF NOT EXISTS capture_deliveries (   -- questions for rewards to a session's webhook
+    capture_id     TEXT NOT NULL,
+    trajectory_id  TEXT NOT NULL,
+    attempts       INTEGER NOT NULL,
+    next_at        REAL,                  -- NULL: answered, or given up
+    error          TEXT,
+    PRIMARY KEY (capture_id, trajectory_id)
+);
+
+CREATE TRIGGER IF NOT EXISTS captured_follows AFTER DELETE ON captures BEGIN
+    DELETE FROM capture_turns WHERE capture_id = OLD.capture_id;
+    DELETE FROM capture_samples WHERE capture_id = OLD.capture_id;
+    DELETE FROM capture_rewards WHERE capture_id = OLD.capture_id;
+    DELETE FROM capture_closings WHERE capture_id = OLD.capture_id;
+    DELETE FROM capture_deliveries WHERE capture_id = OLD.capture_id;
+END;
