@@ -25,8 +25,8 @@ def turn(
     prompt: tuple[int, ...] = (1, 2),
     **labels: str,
 ) -> CapturedTurn:
-    """after: "turn" or "turn:index". digest: the same one for retries; else its name. labels: group,
-    episode."""
+    """after: "turn" or "turn:index". digest: the same one for retries; else its name.
+    labels: group, episode."""
     parent = None
     if after is not None:
         parent_turn, _, index = after.partition(":")
