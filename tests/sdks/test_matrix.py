@@ -34,8 +34,10 @@ def smollm2_server(
 ) -> Iterator[serving.Server]:
     data_dir = tmp_path_factory.mktemp("smollm2") / "data"
     model = f"{SMOLLM2}={smollm2_gguf}"
-    # float32: sampled and trained log-probabilities are then equal within 1e-4
-    arguments = ("--backend", "embedded", "--dtype", "float32", "--model", model)
+    # float32: sampled and trained log-probabilities are then equal within 1e-4. A short hold: each
+    # SDK sees answers that nothing is there yet.
+    arguments = ("--backend", "embedded", "--dtype", "float32", "--hold-s", "0.05")
+    arguments += ("--model", model)
     with serving.start_server(*arguments, data_dir=data_dir) as server:
         yield server
 
