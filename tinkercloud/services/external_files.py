@@ -53,26 +53,19 @@ class Parts:
     def num_bytes(self) -> int:
         return sum(len(p) if isinstance(p, bytes) else p.num_bytes for p in self.parts)
 
-    def read(self, first: int = 0, end: int | None = None) -> Iterator[bytes]:
-        """The bytes from `first` up to `end`, in chunks. Raises ServerFault for a file that ends
-        too early."""
-        end = self.num_bytes if end is None else end
-        start = 0
+    def read(self) -> Iterator[bytes]:
+        """In chunks. Raises ServerFault for a file that ends too early."""
         for part in self.parts:
-            size = len(part) if isinstance(part, bytes) else part.num_bytes
-            low, high = max(first - start, 0), min(end - start, size)
-            if low < high:
-                yield from _read(part, low, high)
-            start += size
+            if isinstance(part, bytes):
+                yield part
+            else:
+                yield from _read(part)
 
 
-def _read(part: bytes | FileSlice, low: int, high: int) -> Iterator[bytes]:
-    if isinstance(part, bytes):
-        yield part[low:high]
-        return
+def _read(part: FileSlice) -> Iterator[bytes]:
     with part.path.open("rb") as file:
-        file.seek(part.offset + low)
-        left = high - low
+        file.seek(part.offset)
+        left = part.num_bytes
         while left:
             chunk = file.read(min(left, _CHUNK_BYTES))
             if not chunk:
