@@ -329,6 +329,14 @@ def test_the_gradient_of_stable_reinforce_is_bounded_however_far_the_policy_drif
     assert abs(gradient.item()) <= 2.0 * abs(advantage) + 0.1 * 1.0 + 1e-6
 
 
+@pytest.mark.parametrize("bound", [1.0, 0.5, 2.0])
+def test_at_its_bound_stable_reinforce_has_the_gradient_of_the_bound(bound):
+    inputs = {"logprobs": [0.0], "advantages": [1.0], "sampled_mask": [1.0]}
+    config = {"clip_high_threshold": bound, "kl_coeff": 0.0}
+    _, gradient = ours("stable_reinforce", [math.log(bound)], inputs, config)
+    assert gradient.item() == pytest.approx(-bound, rel=1e-12)
+
+
 def test_the_kl_term_of_stable_reinforce_pulls_sampled_tokens_to_the_sampler_and_no_others():
     inputs = {
         "logprobs": [-2.0, -2.0, -2.0],

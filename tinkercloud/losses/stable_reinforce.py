@@ -6,6 +6,7 @@ weights by token (as in V-trace, arXiv 1802.01561), bounded however far policy a
 drifted apart. q are the sampler's recorded log-probabilities.
 """
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -30,6 +31,7 @@ def loss(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, fl
 
 def bounded_ratio(delta: Tensor, bound: float) -> Tensor:
     """g(exp(delta)): its derivative by delta is min(exp(delta), bound)."""
-    limit = torch.full_like(delta, bound).log()
+    limit = math.log(bound)
     # exp of the clamped only: past the bound exp(delta) may overflow, and inf * 0 is not 0
-    return delta.clamp(max=limit).exp() + bound * (delta - limit).clamp(min=0.0)
+    below = delta.clamp(max=limit).exp()
+    return torch.where(delta <= limit, below, bound * (1.0 + delta - limit))
