@@ -213,6 +213,21 @@ async def test_a_turn_has_the_exact_tokens_of_its_prompt_and_answer(api: Api) ->
         assert answer.message["content"] == answer.text
 
 
+async def test_a_turn_ends_with_the_stop_string_of_its_answer(api: Api) -> None:
+    recorded = RecordedTurns([5, 6, 7])
+    options = SamplingOptions(2, 200, seed=3, stops=("e",), top_logprobs=2)
+    request = ChatRequest("chatty", Conversation(tuple(MESSAGES)), options)
+    run = await api.services.chat.begin("ann", request, TurnHooks(recorded, recorded))
+    assert [event async for event in run.events()]
+    (turn,) = recorded.turns
+    for answer, sequence in zip(turn.answers, turn.output.sequences, strict=True):
+        assert (answer.finish_reason, answer.stop, sequence.stop_reason) == ("stop", "e", "stop")
+        assert [token.token for token in answer.tokens] == sequence.tokens.tolist()
+        assert len(sequence.logprobs) == len(sequence.tokens) < 200
+        assert sequence.topk is not None
+        assert sequence.topk.token_ids.shape == (len(sequence.tokens), 2)
+
+
 class SlowBackend(FakeBackend):
     """Gives a token, and then nothing; says when its sample was cancelled."""
 

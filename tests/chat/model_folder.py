@@ -6,6 +6,7 @@ from pathlib import Path
 from tests.tokenizers_made import byte_level
 
 CHATML = (
+    "{# reasoning stands between <think> and </think> #}"
     "{%- if tools %}<|im_start|>system\nTools:"
     "{%- for tool in tools %}\n{{ tool | tojson }}{%- endfor %}<|im_end|>\n{%- endif %}"
     "{%- for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"

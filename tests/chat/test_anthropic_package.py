@@ -168,6 +168,17 @@ def test_thinking_of_earlier_turns_is_taken(client: Anthropic, server: LiveServe
     assert answer.content[0].text == "yes"
 
 
+def test_reasoning_is_a_thinking_block(client: Anthropic, server: LiveServer) -> None:
+    server.backend.script += ["<think>\nhm, rain?\n</think>\n\nIt rains."] * 2
+    answer = create(client)
+    assert [block.type for block in answer.content] == ["thinking", "text"]
+    assert answer.content[0].thinking == "hm, rain?"
+    with client.messages.stream(model=MODEL, max_tokens=99, messages=MESSAGES) as stream:
+        streamed: Any = stream.get_final_message()
+    assert streamed.content[0].thinking == "hm, rain?"
+    assert streamed.content[1].text == "It rains."
+
+
 def test_a_checkpoint_is_its_owner_s_alone(client: Anthropic, server: LiveServer) -> None:
     path = server.checkpoint("ann", "of-anthropic")
     assert create(client, model=path, max_tokens=3).model == path

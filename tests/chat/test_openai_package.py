@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import openai
 import pytest
+import tinker
 from openai import OpenAI
 from pydantic import BaseModel
 
@@ -118,6 +119,37 @@ def test_tool_calls_are_streamed_as_they_are_written(client: OpenAI, server: Liv
     assert final.choices[0].message.content == "Let me look."
     function = final.choices[0].message.tool_calls[0].function
     assert (function.name, json.loads(function.arguments)) == ("weather", {"place": "Zürich"})
+
+
+def test_reasoning_is_apart_from_the_answer(client: OpenAI, server: LiveServer) -> None:
+    server.backend.script += ["<think>\nhm, rain?\n</think>\n\nIt rains."] * 2
+    answer: Any = client.chat.completions.create(model=MODEL, messages=MESSAGES)
+    message = answer.choices[0].message
+    assert (message.reasoning_content, message.content) == ("hm, rain?", "It rains.")
+    chunks: Any = client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    thought = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
+    assert thought == "hm, rain?"
+    assert "".join(delta.content or "" for delta in deltas) == "It rains."
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_seeded_chat_has_the_tokens_and_logprobs_of_the_tinker_sdk(
+    client: OpenAI, server: LiveServer, seed: int
+) -> None:
+    more = {"return_token_ids": True}
+    params: Any = {"max_tokens": 20, "seed": seed, "temperature": 0.6, "top_p": 0.9}
+    fields: Any = {"model": MODEL, "messages": MESSAGES, "n": 2, "logprobs": True, **params}
+    answer: Any = client.chat.completions.create(**fields, extra_body=more)
+    service = tinker.ServiceClient(base_url=server.url, api_key=server.keys["ann"])
+    sampler = service.create_sampling_client(base_model=MODEL).result()
+    prompt = tinker.types.ModelInput.from_ints(answer.prompt_token_ids)
+    drawn = sampler.sample(prompt, 2, tinker.types.SamplingParams(**params)).result()
+    service.close("success").result()
+    for choice, sequence in zip(answer.choices, drawn.sequences, strict=True):
+        assert choice.token_ids == list(sequence.tokens)
+        scored = [token.logprob for token in choice.logprobs.content]
+        assert scored == list(sequence.logprobs or ())
 
 
 def test_parallel_tool_calls_false_gives_one_call(client: OpenAI, server: LiveServer) -> None:

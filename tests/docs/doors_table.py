@@ -53,7 +53,11 @@ FEATURES = {
         "test_an_answer_that_was_begun_is_continued",
         "test_an_answer_that_was_begun_is_continued",
     ),
-    "thinking blocks": ("", "test_thinking_of_earlier_turns_is_taken"),
+    "reasoning": (
+        "test_reasoning_is_apart_from_the_answer",
+        "test_reasoning_is_a_thinking_block",
+    ),
+    "reasoning of earlier turns": ("", "test_thinking_of_earlier_turns_is_taken"),
     "`n`, `logprobs`": ("test_n_and_logprobs", ""),
     "completions": ("test_a_completion_is_answered_and_streamed", ""),
     "log-probabilities of a prompt": ("test_a_prompt_is_scored_by_echo", ""),

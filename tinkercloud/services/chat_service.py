@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,7 +14,7 @@ from tinkercloud.chat.requests import ChatRequest, SamplingOptions, Usage, json_
 from tinkercloud.chat.sample_parser import Event, ParserOptions, SampleParser
 from tinkercloud.chat.text_model import TextModel
 from tinkercloud.chat.turn import Turn, TurnHooks
-from tinkercloud.core.types import Grammar, ServedModel
+from tinkercloud.core.types import Grammar, SampledSequence, SampleOutput, ServedModel, Topk
 from tinkercloud.core.types import SampleRequest as CoreSampleRequest
 from tinkercloud.services.model_names import ModelNames
 from tinkercloud.services.request_slots import RequestSlots
@@ -95,9 +95,25 @@ class ChatRun:
             version=drawn.version,
             conversation=prepared.request.conversation,
             request=prepared.sample,
-            output=drawn.output,
+            output=_shown(drawn.output, self.answers),
             answers=tuple(self.answers),
         )
+
+
+def _shown(output: SampleOutput, answers: Sequence[Answer]) -> SampleOutput:
+    """Up to where each answer ended: a backend may draw beyond a stop string."""
+    sequences = [
+        s if len(answer.tokens) == len(s.tokens) else _cut(s, len(answer.tokens))
+        for s, answer in zip(output.sequences, answers, strict=True)
+    ]
+    return replace(output, sequences=tuple(sequences))
+
+
+def _cut(sequence: SampledSequence, length: int) -> SampledSequence:
+    topk = sequence.topk
+    if topk is not None:
+        topk = Topk(topk.token_ids[:length], topk.logprobs[:length])
+    return SampledSequence(sequence.tokens[:length], sequence.logprobs[:length], "stop", topk)
 
 
 class ChatService:
