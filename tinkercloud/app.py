@@ -4,6 +4,7 @@ import importlib
 import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -105,9 +106,19 @@ async def _invalid_request(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    response = _error(request, error.status_code, str(error.detail), error)
+    unrouted = error.detail in (HTTPStatus.NOT_FOUND.phrase, HTTPStatus.METHOD_NOT_ALLOWED.phrase)
+    text = _no_route(request) if unrouted else str(error.detail)
+    response = _error(request, error.status_code, text, error)
     response.headers.update(error.headers or {})
     return response
+
+
+def _no_route(request: Request) -> str:
+    """For whoever calls what other servers or other versions have."""
+    return (
+        f"this server has no {request.method} {request.url.path[:200]}; docs/api.md has its calls, "
+        "docs/move.md the clients that it is tested with: upgrade the older of the two"
+    )
 
 
 def _error(request: Request, status: int, text: str, error: Exception) -> Response:

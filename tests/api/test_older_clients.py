@@ -149,6 +149,18 @@ async def test_weights_of_zero_take_a_token_out_of_a_policy_gradient(api: Api) -
     assert masked == scaled != plain
 
 
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", "/api/v1/novel_call"), ("DELETE", "/api/v1/optim_step")]
+)
+async def test_a_call_that_is_not_here_is_refused_with_where_to_look(
+    api: Api, method: str, path: str
+) -> None:
+    refused = await api.http.request(method, path)
+    assert refused.status_code in (404, 405)
+    assert f"no {method} {path}" in refused.json()["detail"]
+    assert "docs/move.md" in refused.json()["detail"]
+
+
 async def test_the_oldest_bodies_open_a_session_and_a_model(api: Api) -> None:
     """The fields that 0.7 sends, and one that no version knows."""
     session = await api.ok(
