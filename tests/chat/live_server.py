@@ -44,6 +44,7 @@ class ScriptedBackend(FakeBackend):
         self.script: list[str] = []
         self.requests: list[SampleRequest] = []
         self.pause_s = 0.0  # before each token
+        self.cancelled = threading.Event()  # a sample was
 
     async def start(self) -> tuple[ServedModel, ...]:
         """With room for the instructions of agent frameworks."""
@@ -55,7 +56,11 @@ class ScriptedBackend(FakeBackend):
         self.requests.append(request)
         if not self.script:
             return await super().sample(version, request, on_tokens)
-        drawn = [await self._say(index, on_tokens) for index in range(request.num_samples)]
+        try:
+            drawn = [await self._say(index, on_tokens) for index in range(request.num_samples)]
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
         return SampleOutput(tuple(drawn), prompt_cache_hit_tokens=3)
 
     async def _say(self, index: int, on_tokens: OnTokens | None) -> SampledSequence:

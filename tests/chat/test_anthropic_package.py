@@ -168,6 +168,18 @@ def test_thinking_of_earlier_turns_is_taken(client: Anthropic, server: LiveServe
     assert answer.content[0].text == "yes"
 
 
+def test_a_stream_that_is_closed_ends_its_sample(client: Anthropic, server: LiveServer) -> None:
+    server.backend.script.append("one two three " * 100)
+    server.backend.cancelled.clear()
+    server.backend.pause_s = 0.01
+    try:
+        with client.messages.stream(model=MODEL, max_tokens=99, messages=MESSAGES) as stream:
+            assert next(iter(stream.text_stream))
+        assert server.backend.cancelled.wait(5)
+    finally:
+        server.backend.pause_s = 0.0
+
+
 def test_reasoning_is_a_thinking_block(client: Anthropic, server: LiveServer) -> None:
     server.backend.script += ["<think>\nhm, rain?\n</think>\n\nIt rains."] * 2
     answer = create(client)

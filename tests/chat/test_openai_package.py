@@ -121,6 +121,18 @@ def test_tool_calls_are_streamed_as_they_are_written(client: OpenAI, server: Liv
     assert (function.name, json.loads(function.arguments)) == ("weather", {"place": "Zürich"})
 
 
+def test_a_stream_that_is_closed_ends_its_sample(client: OpenAI, server: LiveServer) -> None:
+    server.backend.script.append("one two three " * 100)
+    server.backend.cancelled.clear()
+    server.backend.pause_s = 0.01
+    try:
+        with client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True) as stream:
+            assert next(chunk for chunk in stream if chunk.choices[0].delta.content)
+        assert server.backend.cancelled.wait(5)
+    finally:
+        server.backend.pause_s = 0.0
+
+
 def test_reasoning_is_apart_from_the_answer(client: OpenAI, server: LiveServer) -> None:
     server.backend.script += ["<think>\nhm, rain?\n</think>\n\nIt rains."] * 2
     answer: Any = client.chat.completions.create(model=MODEL, messages=MESSAGES)

@@ -45,6 +45,10 @@ FEATURES = {
         "test_a_stop_string_ends_the_answer",
         "test_a_stop_sequence_ends_the_answer_and_is_named",
     ),
+    "a stream that is closed ends its sample": (
+        "test_a_stream_that_is_closed_ends_its_sample",
+        "test_a_stream_that_is_closed_ends_its_sample",
+    ),
     "an answer that is cut off": (
         "test_max_tokens_is_the_reason_of_an_answer_that_is_cut_off",
         "test_max_tokens_is_the_reason_of_an_answer_that_is_cut_off",
