@@ -51,6 +51,7 @@ from tinkercloud.errors import (
     UserError,
     VersionLost,
 )
+from tinkercloud.losses.custom.graph import CUSTOM
 
 TINY = ServedModel(
     name="fake/tiny",
@@ -108,6 +109,12 @@ class FakeBackend(Backend):
 
     async def forward_backward(self, model_id: str, batch: TrainBatch) -> TrainOutput:
         await self._pause()
+        if batch.loss_fn == CUSTOM:
+            raise UserError(
+                "the fake backend has no torch for a custom loss; run it on the client "
+                "(forward_backward_custom with the function itself), or serve with --backend "
+                "embedded"
+            )
         model = self._model(model_id)
         base = self._base(model.base_model)
         num_tokens = sum(len(datum.tokens) for datum in batch.data)

@@ -133,11 +133,7 @@ class DataConverter:
 
     def _datum(self, where: str, datum: WireDatum, loss_fn: str, spec: LossSpec) -> Datum:
         tokens = self._tokens(where, datum.chunks)
-        if len(tokens) > self._served.max_context_length:
-            raise InvalidRequest(
-                f"{where} has {len(tokens)} tokens; {self._served.name} takes at most "
-                f"{self._served.max_context_length}"
-            )
+        self._check_length(where, tokens)
         check_spans(where, datum, len(tokens))
         _check_names(where, datum.inputs, loss_fn, spec)
         targets = self._targets(where, datum.inputs["target_tokens"], len(tokens), spec)
@@ -151,6 +147,24 @@ class DataConverter:
             scale = _located_floats(where, SCALE, datum, targets.shape)
             inputs["advantages"] = inputs["advantages"] * scale
         return Datum(tokens, inputs)
+
+    def tokens_and_targets(
+        self, where: str, datum: WireDatum
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Of a datum for a custom loss: (N,), and (N,) or (N, K)."""
+        tokens = self._tokens(where, datum.chunks)
+        self._check_length(where, tokens)
+        if "target_tokens" not in datum.inputs:
+            raise InvalidRequest(f"{where} has no input 'target_tokens'")
+        spec = LOSSES["cross_entropy"]
+        return tokens, self._targets(where, datum.inputs["target_tokens"], len(tokens), spec)
+
+    def _check_length(self, where: str, tokens: NDArray[np.int32]) -> None:
+        if len(tokens) > self._served.max_context_length:
+            raise InvalidRequest(
+                f"{where} has {len(tokens)} tokens; {self._served.name} takes at most "
+                f"{self._served.max_context_length}"
+            )
 
     def _tokens(self, where: str, chunks: Sequence[object]) -> NDArray[np.int32]:
         parts: list[NDArray[Any]] = []

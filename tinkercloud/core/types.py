@@ -81,18 +81,23 @@ class RecordedSequence:
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """Checked input of forward_backward; loss_fn is a key of `LOSSES`, its config complete."""
+    """Checked input of forward_backward; loss_fn is a key of `LOSSES`, its config complete, or
+    "custom": then custom_loss is the loss as JSON (`losses.custom.graph`), and the inputs are those
+    that it declares."""
 
     data: tuple[Datum, ...]
     loss_fn: str
     loss_fn_config: Mapping[str, float] = field(default_factory=dict[str, float])
     forward_only: bool = False
+    custom_loss: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainOutput:
-    """outputs[i] belongs to data[i]: `logprobs` float32 shaped like its target_tokens, and for
-    cross_entropy `elementwise_loss`. metrics: `loss:sum` and others with exactly one colon."""
+    """outputs[i] belongs to data[i]: `logprobs` float32 shaped like its target_tokens, for
+    cross_entropy `elementwise_loss`, and each metric of a custom loss (1,) by its name.
+
+    metrics: `loss:sum` and others with exactly one colon."""
 
     outputs: tuple[Mapping[str, NDArray[np.float32]], ...]
     metrics: Mapping[str, float]

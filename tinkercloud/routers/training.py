@@ -5,6 +5,7 @@ from functools import partial
 
 from fastapi import APIRouter, Request, Response
 
+from tinker_gmi.custom_losses import CreateCustomLossRequest
 from tinker_gmi.types import OptimStepRequest
 from tinkercloud.errors import UserError
 from tinkercloud.routers.deps import INLINE_BYTES, JsonRoute, ServicesDep, UserDep, answer
@@ -37,6 +38,13 @@ async def forward_backward(request: Request, user: UserDep, services: ServicesDe
 async def forward(request: Request, user: UserDep, services: ServicesDep) -> Response:
     call = await _call(request, forward_only=True)
     return answer(await services.training.forward_backward(user, call))
+
+
+@router.post("/create_custom_loss")
+async def create_custom_loss(
+    body: CreateCustomLossRequest, user: UserDep, services: ServicesDep
+) -> Response:
+    return answer(await services.losses.create(user, body))
 
 
 @router.post("/optim_step")

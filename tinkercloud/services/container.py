@@ -20,6 +20,7 @@ from tinkercloud.services.copy_service import CopyService
 from tinkercloud.services.dependencies import Dependencies
 from tinkercloud.services.download_service import DownloadService
 from tinkercloud.services.future_service import FutureService
+from tinkercloud.services.loss_service import LossService
 from tinkercloud.services.model_names import ModelNames
 from tinkercloud.services.model_service import ModelService
 from tinkercloud.services.request_slots import RequestSlots
@@ -39,6 +40,7 @@ from tinkercloud.storage.captures import CaptureStorage
 from tinkercloud.storage.database import Database
 from tinkercloud.storage.futures import FuturesStorage
 from tinkercloud.storage.keys import KeyStore
+from tinkercloud.storage.loss_storage import LossStorage
 from tinkercloud.storage.metadata import MetadataStorage
 from tinkercloud.storage.publications import PublicationStorage
 from tinkercloud.storage.sample_records import SampleRecordStorage
@@ -74,6 +76,7 @@ class Services:
     results: FutureService
     completions: CompletionService
     usage: UsageRecorder
+    losses: LossService
     billing: BillingService
     audit: AuditLog
     traces: TraceService
@@ -136,8 +139,10 @@ def build_services(
     sample_records = SampleRecordService(
         SampleRecordStorage(database), sessions, config.record_bytes, config.record_ttl_s
     )
+    losses = LossService(LossStorage(database), sessions, tasks)
     dependencies = Dependencies(
-        backend, catalog, metadata, tasks, sessions, checkpoints, sample_records, usage
+        *(backend, catalog, metadata, tasks, sessions, checkpoints, sample_records, usage),
+        losses=losses,
     )
     sampling = SamplingService(dependencies)
     models = ModelService(dependencies)
@@ -168,6 +173,7 @@ def build_services(
         results=FutureService(backend, tasks, futures, config.hold_s),
         completions=CompletionService(tasks, futures, config.hold_s),
         usage=usage,
+        losses=losses,
         billing=BillingService(usage_storage, usage, SessionStorage(database)),
         audit=audit,
         traces=TraceService(sessions, futures, stores.keys.secret("signed links")),

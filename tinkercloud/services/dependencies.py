@@ -6,6 +6,7 @@ from tinkercloud.backends.base import Backend
 from tinkercloud.core.task_manager import TaskManager
 from tinkercloud.services.catalog import Catalog
 from tinkercloud.services.checkpoint_service import CheckpointService
+from tinkercloud.services.loss_service import LossService
 from tinkercloud.services.sample_record_service import SampleRecordService
 from tinkercloud.services.session_service import SessionService
 from tinkercloud.services.usage_recorder import UsageRecorder
@@ -22,3 +23,4 @@ class Dependencies:
     checkpoints: CheckpointService
     sample_records: SampleRecordService
     usage: UsageRecorder
+    losses: LossService

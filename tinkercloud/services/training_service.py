@@ -16,11 +16,13 @@ from tinker_gmi.types import (
     SaveWeightsRequest,
     UntypedAPIFuture,
 )
+from tinkercloud.core.custom_batch import with_custom_metrics
 from tinkercloud.core.policy_metrics import policy_metrics
 from tinkercloud.core.provenance import sequence_ids
 from tinkercloud.core.types import AdamParams, RecordedSequence, TrainBatch, TrainOutput
 from tinkercloud.errors import InvalidRequest, ModelNotFound, UserError
 from tinkercloud.losses import LOSSES
+from tinkercloud.losses.custom.graph import CUSTOM
 from tinkercloud.services import age_encryption
 from tinkercloud.services.bodies import TrainingCall
 from tinkercloud.services.checkpoint_writer import SaveOptions
@@ -45,6 +47,7 @@ class TrainingService:
         self._checkpoints = dependencies.checkpoints
         self._records = dependencies.sample_records
         self._usage = dependencies.usage
+        self._losses = dependencies.losses
         self._models = models
         self._sampling = sampling
 
@@ -90,6 +93,8 @@ class TrainingService:
         if call.fault is not None:
             raise InvalidRequest(call.fault)
         converter = self._catalog.converter(model.base_model)
+        if raw.loss_fn == CUSTOM:
+            return await self._losses.batch(model, converter, raw)
         records: Mapping[str, RecordedSequence] = {}
         if raw.loss_fn in LOSSES and LOSSES[raw.loss_fn].needs_provenance:
             records = await self._records.of(model, sequence_ids(raw.data))
@@ -183,6 +188,8 @@ class TrainingService:
 
 def _encoded(batch: TrainBatch, output: TrainOutput) -> bytes:
     """With the metrics of RL: here, from what every backend returns, they are the same on all."""
+    if batch.loss_fn == CUSTOM:
+        return encode_train_output(with_custom_metrics(output))
     pairs = zip(output.outputs, batch.data, strict=True)
     data = ((fields["logprobs"], datum.inputs) for fields, datum in pairs)
     metrics = policy_metrics(batch.loss_fn, batch.loss_fn_config, data)

@@ -177,6 +177,15 @@ INSERT OR IGNORE INTO storage_periods   -- what a server without this table save
     SELECT directory, user, model_id, segment, name, base_model, size_bytes, created_at, NULL
     FROM checkpoints;
 
+CREATE TABLE IF NOT EXISTS custom_losses (
+    loss_id     TEXT PRIMARY KEY,         -- "{session_id}:loss:{custom_loss_seq_id}"
+    user        TEXT NOT NULL,
+    session_id  TEXT NOT NULL,            -- whose models alone may train with it
+    body        TEXT NOT NULL,            -- JSON: name, inputs, graph
+    created_at  REAL NOT NULL
+);
+CREATE INDEX IF NOT EXISTS custom_losses_by_session ON custom_losses (session_id);
+
 CREATE TABLE IF NOT EXISTS audit_log (
     entry_id  INTEGER PRIMARY KEY,
     at        REAL NOT NULL,

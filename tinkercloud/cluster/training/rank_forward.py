@@ -27,6 +27,8 @@ from tinkercloud.core.plan import Plan
 from tinkercloud.core.types import TrainBatch
 from tinkercloud.errors import UserError
 from tinkercloud.losses import load_loss
+from tinkercloud.losses.custom.evaluation import run
+from tinkercloud.losses.custom.graph import CUSTOM
 
 
 @dataclass(slots=True)
@@ -38,6 +40,8 @@ class _Collected:
     losses: list[Tensor] = field(default_factory=list)
     logprobs: list[Tensor] = field(default_factory=list)
     elementwise: list[Tensor] = field(default_factory=list)
+    metrics: list[dict[str, float]] = field(default_factory=list)  # of a custom loss
+    faults: list[str] = field(default_factory=list)  # of a custom loss
 
 
 class BatchRunner:
@@ -73,6 +77,8 @@ class BatchRunner:
         losses = self._all_losses(collected, len(batch.data))
         for i, value in enumerate(losses.tolist()):
             if not np.isfinite(value):
+                if collected.faults:
+                    raise UserError(collected.faults[0])
                 raise UserError(
                     f"the {batch.loss_fn} loss of datum {i} is {value}; the "
                     "gradient of this call was dropped. Check logprobs, advantages and weights"
@@ -133,15 +139,13 @@ class BatchRunner:
         With calculate_per_token_loss they do not divide by the number: the loss is a sum.
         """
         logprobs = self._logprobs(micro, batch, hidden[:, 0])
-        loss_of = load_loss(batch.loss_fn)
         values: list[Tensor] = []
         for index, start in zip(micro.indices, micro.boundaries.tolist(), strict=False):
             datum = batch.data[index]
             targets = datum.inputs["target_tokens"]
             rows = logprobs[start : start + len(targets)]
             scores = rows[:, : targets.shape[1]] if targets.ndim == 2 else rows[:, 0]
-            inputs = {n: self._float(v) for n, v in datum.inputs.items() if n != "target_tokens"}
-            elementwise = loss_of(scores, inputs, batch.loss_fn_config)
+            elementwise = self._elementwise(batch, index, scores, collected)
             values.append(elementwise.double().sum())
             collected.indices.append(index)
             collected.losses.append(values[-1].detach())
@@ -150,6 +154,24 @@ class BatchRunner:
         # An empty micro-batch has a gradient of 0: its backward pass enters the same collectives.
         loss = torch.stack(values).sum() if values else (logprobs * 0).sum()
         return loss, torch.zeros((), dtype=torch.int, device=self._device), {}
+
+    def _elementwise(
+        self, batch: TrainBatch, index: int, scores: Tensor, collected: _Collected
+    ) -> Tensor:
+        """The losses of a datum's targets, in their shape; a custom loss is one number, ()."""
+        datum = batch.data[index]
+        if batch.loss_fn != CUSTOM:
+            inputs = {n: self._float(v) for n, v in datum.inputs.items() if n != "target_tokens"}
+            return load_loss(batch.loss_fn)(scores, inputs, batch.loss_fn_config)
+        metrics: dict[str, float] = {}
+        try:
+            loss, metrics = run(batch.custom_loss, scores.float().cpu(), datum.inputs)
+        except UserError as error:
+            # Other ranks are in the same pass: it ends for all of them once the losses are shared.
+            collected.faults.append(str(error))
+            loss = scores.sum() * torch.nan
+        collected.metrics.append(metrics)
+        return loss.to(self._device)
 
     def _float(self, value: NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(value, dtype=np.float32)).to(self._device)
@@ -193,6 +215,11 @@ def _on_host(
     collected: _Collected, batch: TrainBatch
 ) -> tuple[dict[str, NDArray[np.float32]], ...]:
     logprobs = _arrays(collected.logprobs)
+    if batch.loss_fn == CUSTOM:
+        return tuple(
+            {"logprobs": a, **{name: np.array([v], np.float32) for name, v in metrics.items()}}
+            for a, metrics in zip(logprobs, collected.metrics, strict=True)
+        )
     if batch.loss_fn != "cross_entropy":
         return tuple({"logprobs": array} for array in logprobs)
     elementwise = _arrays(collected.elementwise)

@@ -7,6 +7,7 @@ advantage is not zero for some target), so that idle rows cost no backward pass.
 Axes: T packed rows of the pass, P pairs of one share, V vocabulary.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -20,8 +21,10 @@ from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.training.layout import Layout
 from tinkercloud.errors import UserError
 from tinkercloud.losses import LOSSES, load_loss, trained_input
+from tinkercloud.losses.custom.evaluation import loss_and_gradient
+from tinkercloud.losses.custom.graph import CUSTOM
 
-PER_SEQUENCE = ("gspo",)
+PER_SEQUENCE = ("gspo", CUSTOM)
 """Losses over a whole datum: their gradient is known only when all its pairs are scored."""
 
 
@@ -42,6 +45,8 @@ class Targets:
     logprobs: Tensor
     losses: Tensor
     gradient: Tensor = field(init=False)
+    metrics: list[Mapping[str, float]] = field(default_factory=list)  # of a custom loss, by datum
+    fault: UserError | None = None  # of a custom loss; those that share the pass go on
 
     @property
     def per_sequence(self) -> bool:
@@ -63,6 +68,9 @@ class Targets:
 
     def score_sequences(self, *, with_gradient: bool) -> None:
         """The losses of all datums, each by itself; `gradient` in the ordered pairs' order."""
+        if self.batch.loss_fn == CUSTOM:
+            self._score_custom(with_gradient=with_gradient)
+            return
         counts = self.counts()
         inputs = {name: value.split(counts) for name, value in self.inputs.items()}
         gradients = []
@@ -73,6 +81,28 @@ class Targets:
             gradients.append(gradient)
         if with_gradient:
             self.gradient = torch.cat(gradients)[self.order]
+
+    def _score_custom(self, *, with_gradient: bool) -> None:
+        """A datum's loss is one number: it stands at the datum's first pair."""
+        gradient, start = torch.zeros_like(self.logprobs), 0
+        for datum in self.data:
+            shape = datum.inputs["target_tokens"].shape
+            pairs = slice(start, start := start + math.prod(shape))
+            try:
+                loss, slope, metrics = loss_and_gradient(
+                    self.batch.custom_loss,
+                    self.logprobs[pairs].reshape(shape),
+                    datum.inputs,
+                    with_gradient=with_gradient,
+                )
+            except UserError as error:
+                self.fault = error
+                break
+            self.losses[pairs.start] = loss
+            gradient[pairs] = slope.flatten()
+            self.metrics.append(metrics)
+        if with_gradient:
+            self.gradient = gradient[self.order]
 
     def _loss(
         self, logprobs: Tensor, inputs: Mapping[str, Tensor], *, with_gradient: bool
@@ -90,6 +120,8 @@ class Targets:
 
     def finish(self) -> tuple[float, list[dict[str, NDArray[np.float32]]]]:
         """The summed loss and every datum's outputs; UserError where a loss is not finite."""
+        if self.fault is not None:
+            raise self.fault
         ends = np.cumsum(self.counts())[:-1]
         logprobs = np.split(self.logprobs.cpu().numpy(), ends)
         losses = np.split(self.losses.cpu().numpy(), ends)
@@ -106,6 +138,9 @@ class Targets:
             output = {"logprobs": logprobs[i].reshape(shape)}
             if self.batch.loss_fn == "cross_entropy":
                 output["elementwise_loss"] = losses[i].reshape(shape)
+            if self.metrics:
+                metrics = self.metrics[i].items()
+                output |= {name: np.array([value], np.float32) for name, value in metrics}
             outputs.append(output)
         return total, outputs
 
@@ -152,8 +187,8 @@ def _flatten(
     span: tuple[int, int],
 ) -> _Flat:
     """data: of the batch, those of the pass. rows_of: of each. span: the share's rows."""
-    names = LOSSES[batch.loss_fn].inputs
-    deciding = trained_input(batch.loss_fn, batch.loss_fn_config)
+    custom = batch.loss_fn == CUSTOM  # its inputs keep their shapes, and stay with the datum
+    names = () if custom else LOSSES[batch.loss_fn].inputs
     rows = []
     for datum, datum_rows in zip(data, rows_of, strict=True):
         targets = datum.inputs["target_tokens"]
@@ -165,7 +200,11 @@ def _flatten(
         for name in names
     }
     active = np.zeros(span[1] - span[0], np.bool_)
-    active[flat_rows[inputs[deciding] != 0] - span[0]] = True
+    if custom:
+        active[flat_rows - span[0]] = True  # which have a gradient, the loss alone knows
+    else:
+        deciding = trained_input(batch.loss_fn, batch.loss_fn_config)
+        active[flat_rows[inputs[deciding] != 0] - span[0]] = True
     ids = np.concatenate([d.inputs["target_tokens"].ravel() for d in data]).astype(np.int64)
     return _Flat(flat_rows, ids, inputs, active)
 

@@ -1,0 +1,1 @@
+"""Custom losses: traced graphs of clients, interpreted by a table of operations."""
