@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import tinker_gmi
+from tests.api.provenance_data import single_turn
 from tests.e2e.clients import CHAT, MODEL, Client, logprobs_of
 from tests.serving import Server, backend_arguments, backend_under_test, start_server
 
@@ -119,6 +120,23 @@ def test_a_reinforcement_step_prefers_what_was_rewarded(client: Client, tokenize
         assert sum(gains) > 0, loss
         assert after.metrics["ratio:max"] > 1.0
         assert after.metrics["ppo_kl:mean"] != 0.0
+
+
+def test_stable_reinforce_trains_on_recorded_samples(official: Client, text: list[int]) -> None:
+    model, prompt = official.model(seed=6), text[:6]
+    sampler = model.save_weights_and_get_sampling_client(record_stability_info=True).result()
+    samples = official.sample(sampler, prompt, n=4, max_tokens=6, temperature=1.0, seed=2)
+    data = [single_turn(prompt, s, sign) for s, sign in zip(samples, (1, -1, 1, -1), strict=True)]
+    before = model.forward_backward(data, "stable_reinforce").result()
+    assert before.metrics["ratio:mean"] == pytest.approx(1.0, abs=1e-3)
+    assert before.metrics["trained_tokens:sum"] == sum(len(s.tokens) for s in samples)
+    model.optim_step(official.adam(1e-3)).result()
+    after = model.forward_backward(data, "stable_reinforce", {"kl_coeff": 0.1}).result()
+    gains = [
+        sign * float((logprobs_of(after, i) - logprobs_of(before, i))[-len(s.tokens) :].sum())
+        for i, (sign, s) in enumerate(zip((1, -1, 1, -1), samples, strict=True))
+    ]
+    assert sum(gains) > 0
 
 
 def test_saved_state_resumes_with_and_without_the_optimizer(
