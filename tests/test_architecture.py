@@ -76,9 +76,9 @@ RULES = {
     # the cluster backend
     "cluster.gpus": "config core core.types errors",
     "cluster.lora": "core core.types errors",
-    "cluster.rollout": "cluster.gpus config core core.types decoding errors",
+    "cluster.rollout": "cluster.gpus config core core.types decoding errors grammar",
     "cluster.weights": "cluster.gpus cluster.rollout core core.types errors weights",
-    "cluster.sglang": "cluster.rollout cluster.weights decoding",
+    "cluster.sglang": "cluster.rollout cluster.weights core.types decoding",
     "cluster.training": "cluster.gpus cluster.lora cluster.rollout cluster.weights config core "
     "core.types decoding errors losses weights",
     "cluster.pool": "cluster.gpus cluster.rollout cluster.training core core.types errors",

@@ -22,6 +22,7 @@ from tinkercloud.cluster.gpus.ray_session import RaySession
 from tinkercloud.cluster.pool.model_pool import ModelPool
 from tinkercloud.cluster.pool.versions import Version, VersionFolders, new_id, remove
 from tinkercloud.cluster.rollout.manager import RolloutManager
+from tinkercloud.cluster.rollout.token_streams import TokenStreams
 from tinkercloud.cluster.training.restore_points import STATE_FILE, link_files
 from tinkercloud.cluster.training.train_group import RayTrainGroup
 from tinkercloud.cluster.weights import worker_jobs
@@ -39,7 +40,6 @@ from tinkercloud.core.types import (
     TrainBatch,
     TrainOutput,
     WeightsSource,
-    hand_over,
 )
 from tinkercloud.errors import (
     BaseModelNotServed,
@@ -228,8 +228,9 @@ class ClusterBackend(Backend):
             raise VersionLost(version)
         published.users += 1
         try:
-            output = await self._pool_of(published.version).sample(published.version, request)
-            return hand_over(output, on_tokens)
+            streams = None if on_tokens is None else TokenStreams(request, on_tokens)
+            pool = self._pool_of(published.version)
+            return await pool.sample(published.version, request, streams)
         finally:
             published.users -= 1
             if published.released and not published.users:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from tinkercloud.core.types import Grammar
 from tinkercloud.errors import UserError
-from tinkercloud.grammar.schema_limits import checked_source
+from tinkercloud.grammar.schema_limits import checked_source, choices_expression
 
 MAX_CACHED = 32
 _LIMITS = {
@@ -139,13 +139,8 @@ def _written(matcher: Any, grammar: Grammar, source: Any) -> str:
     if grammar.kind == "regex":
         return matcher.grammar_from_regex(source)
     if grammar.kind == "choice":
-        return matcher.grammar_from_regex("|".join(map(_literal, source)))
+        return matcher.grammar_from_regex(choices_expression(source))
     return matcher.grammar_from_json_schema(source, overrides=_JSON_OPTIONS)
-
-
-def _literal(text: str) -> str:
-    """An expression that matches this text. By code points: what is special is never spelt out."""
-    return "".join(c if c.isalnum() and c.isascii() else f"\\x{{{ord(c):x}}}" for c in text)
 
 
 def _refusal(error: object) -> str:

@@ -7,7 +7,8 @@ those limits counts these: 999983 took 9 s and 470 MB.
 
 import json
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -38,6 +39,11 @@ def checked_source(grammar: Grammar) -> Any:
         raise InvalidRequest("a JSON schema is an object, true or false")
     _check_divisors(source)
     return source
+
+
+def choices_expression(choices: Sequence[str]) -> str:
+    """An expression that matches these texts alone, in the dialect of every grammar backend."""
+    return "|".join(re.sub(r"([\\^$.|?*+()\[\]{}/-])", r"\\\1", choice) for choice in choices)
 
 
 def _checked_choices(source: Any) -> list[str]:

@@ -2,12 +2,15 @@
 and transformers; adapters side by side; engines that die; the gate and the memory calls."""
 
 import asyncio
+import json
 import signal
+import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
+import jsonschema
 import numpy as np
 import pytest
 import pytest_asyncio
@@ -38,14 +41,17 @@ from tests.embedded.tiny import (
 from tests.gpu import bodies
 from tinkercloud.cluster.rollout.engine_client import EngineRefused
 from tinkercloud.cluster.rollout.manager import RolloutManager
+from tinkercloud.cluster.rollout.token_streams import TokenStreams
 from tinkercloud.core.types import (
     AdamParams,
     FromBase,
     FromModel,
+    Grammar,
     LoraSpec,
     SampledSequence,
     SampleOutput,
     SampleRequest,
+    TokenChunk,
 )
 from tinkercloud.embedded.process.model_store import ModelStore
 from tinkercloud.errors import EngineDied, UserError, VersionLost
@@ -118,6 +124,9 @@ def assert_same(ours: SampledSequence, theirs: SampledSequence) -> None:
         {"temperature": 1.0, "top_p": 0.8},
         {"temperature": 1.3, "top_k": 5},
         {"temperature": 0.9, "top_k": 12, "top_p": 0.9, "seed": 77},
+        {"temperature": 1.0, "min_p": 0.05},
+        {"temperature": 0.0, "presence_penalty": 1.5, "frequency_penalty": 0.5},
+        {"temperature": 0.8, "presence_penalty": -1.0, "frequency_penalty": 0.7, "top_p": 0.9},
     ],
     ids=str,
 )
@@ -173,6 +182,139 @@ async def test_topk_of_sampled_tokens_is_of_the_distribution_sampled_from(bench)
         np.testing.assert_array_equal(mine.topk.token_ids, other.topk.token_ids)
         np.testing.assert_allclose(mine.topk.logprobs, other.topk.logprobs, atol=LIMIT, rtol=0)
         assert (mine.topk.logprobs[:, 4:] == -99999.0).all()
+
+
+# ---- streams, and requests that are cancelled
+
+
+def assert_streamed(chunks: list[TokenChunk], output: SampleOutput) -> None:
+    for index, sequence in enumerate(output.sequences):
+        own = [chunk for chunk in chunks if chunk.sample_index == index]
+        assert [int(t) for c in own for t in c.tokens] == sequence.tokens.tolist()
+        assert np.array_equal(np.concatenate([c.logprobs for c in own]), sequence.logprobs)
+        assert [c.stop_reason for c in own] == [None] * (len(own) - 1) + [sequence.stop_reason]
+        if sequence.topk is not None:
+            ids = np.concatenate([c.topk.token_ids for c in own if c.topk is not None])
+            assert np.array_equal(ids, sequence.topk.token_ids)
+
+
+async def test_the_chunks_of_a_sample_are_that_sample(bench):
+    """They come while the engine draws, and change nothing."""
+    request = ask(
+        PROMPT, n=3, max_tokens=300, seed=4, topk_sample_logprobs=2, prompt_logprobs=True,
+        use_eos=False,
+    )  # fmt: skip
+    plain = await bench.manager.generate(None, request)
+    chunks: list[tuple[float, TokenChunk]] = []
+    streams = TokenStreams(request, lambda chunk: chunks.append((time.monotonic(), chunk)))
+    began = time.monotonic()
+    output = await bench.manager.generate(None, request, streams=streams)
+    took_s = time.monotonic() - began
+    assert_streamed([chunk for _, chunk in chunks], output)
+    for mine, other in zip(output.sequences, plain.sequences, strict=True):
+        assert_same(mine, other)
+    np.testing.assert_array_equal(output.prompt_logprobs, plain.prompt_logprobs)
+    times = [at - began for at, _ in chunks]
+    assert times[-1] - times[0] > 0.5 * took_s, times
+    assert len(chunks) > 100
+
+
+async def test_a_stream_that_is_aborted_goes_on_where_it_was(bench):
+    request = ask(PROMPT, n=2, max_tokens=400, seed=8, use_eos=False, frequency_penalty=0.1)
+    chunks: list[TokenChunk] = []
+    has_begun = asyncio.Event()
+
+    def take(chunk: TokenChunk) -> None:
+        chunks.append(chunk)
+        if len(chunks) == 40:
+            has_begun.set()
+
+    streams = TokenStreams(request, take)
+    underway = asyncio.create_task(bench.manager.generate(None, request, streams=streams))
+    await has_begun.wait()
+    await bench.manager.pause(abort=True)
+    assert not underway.done()
+    num_chunks = len(chunks)
+    await bench.manager.resume()
+    output = await underway
+    assert len(chunks) > num_chunks
+    assert_streamed(chunks, output)
+    theirs = bench.embedded.one(bench.base, request)
+    for mine, other in zip(output.sequences, theirs.sequences, strict=True):
+        assert_same(mine, other)
+
+
+async def test_what_a_stream_has_is_drawn_again_whatever_the_engine_would_draw(bench):
+    """As after other rounding: the tokens that were handed on here are none that it would draw."""
+    request = ask(PROMPT, n=1, max_tokens=12, seed=8, use_eos=False)
+    chunks: list[TokenChunk] = []
+    streams = TokenStreams(request, chunks.append)
+    (plain,) = (await bench.manager.generate(None, request)).sequences
+    other = [(int(token) + 1) % 256 for token in plain.tokens[:5]]
+    rows = [[-0.5, token, None] for token in other]
+    streams.take(0, {"finish_reason": None, "output_token_logprobs": rows})
+    output = await bench.manager.generate(None, request, streams=streams)
+    assert output.sequences[0].tokens[:5].tolist() == other
+    assert_streamed(chunks, output)
+    longer = ask([*PROMPT, *other], max_tokens=7, seed=8, use_eos=False)
+    expected = bench.embedded.one(bench.base, longer).sequences[0]
+    assert output.sequences[0].tokens[5:].tolist() == expected.tokens.tolist()
+
+
+async def test_a_cancelled_request_leaves_the_engine(bench):
+    other = ask(PROMPT, n=2, max_tokens=60, seed=3, use_eos=False)
+    request = ask(PROMPT, n=4, max_tokens=900, seed=8, use_eos=False)
+    for streams in (None, TokenStreams(request, lambda chunk: None)):
+        call = bench.manager.generate(None, request, streams=streams)
+        underway = asyncio.create_task(call)
+        beside = asyncio.create_task(bench.manager.generate(None, other))
+        await asyncio.sleep(0.5)
+        underway.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await underway
+        theirs = bench.embedded.one(bench.base, other)
+        for mine, one in zip((await beside).sequences, theirs.sequences, strict=True):
+            assert_same(mine, one)
+        assert bench.manager.stats()["running"] == 0
+        await bench.manager.pause()
+        await bench.manager.flush_cache()  # refused while anything runs
+        await bench.manager.resume()
+
+
+# ---- grammars
+
+
+async def test_a_grammar_is_followed_and_logprobs_are_those_under_its_mask(bench):
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": ["x", "y"]}, "n": {"type": "integer", "maximum": 99}},
+        "required": ["a", "n"],
+        "additionalProperties": False,
+    }
+    grammars = [Grammar("json_schema", json.dumps(schema)), Grammar("choice", '["yes", "n.o"]')]
+    for grammar in grammars:
+        request = ask(
+            PROMPT, n=4, max_tokens=60, temperature=1.5, grammar=grammar, topk_sample_logprobs=260
+        )
+        output = await bench.manager.generate(None, request)
+        ended = [s for s in output.sequences if s.stop_reason == "stop"]
+        assert ended
+        for sequence in ended:
+            text = bytes(_byte_of(int(t)) for t in sequence.tokens if t < 256).decode()
+            if grammar.kind == "choice":
+                assert text in ("yes", "n.o")
+            else:
+                jsonschema.validate(json.loads(text), schema)
+            assert sequence.topk is not None
+            probs = np.exp(sequence.topk.logprobs.astype(np.float64))
+            np.testing.assert_allclose(probs.sum(1), 1.0, atol=1e-4)
+            assert (probs[0] > 0).sum() < 20, "few tokens begin such a text"
+
+
+async def test_a_grammar_that_is_none_is_the_users_error(bench):
+    for grammar in (Grammar("json_schema", "{"), Grammar("regex", "((")):
+        with pytest.raises(UserError):
+            await bench.manager.generate(None, ask(PROMPT, max_tokens=4, grammar=grammar))
 
 
 # ---- stops and lengths

@@ -17,6 +17,7 @@ from tinkercloud.cluster.gpus.placement import Slot
 from tinkercloud.cluster.pool.live_weights import LiveWeights
 from tinkercloud.cluster.pool.versions import Version, remove
 from tinkercloud.cluster.rollout.manager import BASE, RolloutManager, RolloutSettings
+from tinkercloud.cluster.rollout.token_streams import TokenStreams
 from tinkercloud.cluster.rollout.weight_sync import load_weights
 from tinkercloud.core.types import SampleOutput, SampleRequest
 from tinkercloud.errors import EngineDied, VersionLost
@@ -109,13 +110,15 @@ class EngineGroup:
 
     # ---- sampling
 
-    async def sample(self, version: Version, request: SampleRequest) -> SampleOutput:
+    async def sample(
+        self, version: Version, request: SampleRequest, streams: TokenStreams | None = None
+    ) -> SampleOutput:
         """The engines must hold `version.weights`: call it in that sampling phase."""
         manager = self._up()
         if version.adapter is None:
-            return await manager.generate(None, request, weights=version.weights)
+            return await manager.generate(None, request, version.weights, streams)
         async with self._adapters.use(manager, version):
-            return await manager.generate(version.adapter, request)
+            return await manager.generate(version.adapter, request, streams=streams)
 
     def register(self, version: Version) -> None:
         """Make the version's weights known, before a phase asks for them."""

@@ -25,6 +25,7 @@ from tinkercloud.cluster.pool.engine_group import EngineGroup
 from tinkercloud.cluster.pool.live_weights import LiveWeights
 from tinkercloud.cluster.pool.versions import Version
 from tinkercloud.cluster.rollout.manager import RolloutSettings
+from tinkercloud.cluster.rollout.token_streams import TokenStreams
 from tinkercloud.cluster.training.rank_actors import MILES_RANK, GroupSettings
 from tinkercloud.cluster.training.train_group import RayTrainGroup
 from tinkercloud.core.plan import Plan
@@ -124,26 +125,30 @@ class ModelPool:
         self._is_probed = False
         await self.phases.lose_train()
 
-    async def sample(self, version: Version, request: SampleRequest) -> SampleOutput:
+    async def sample(
+        self, version: Version, request: SampleRequest, streams: TokenStreams | None = None
+    ) -> SampleOutput:
         """Where the engines die, they are started again and it is sampled again, once."""
         self.num_active += 1
         try:
             await self._open()
             self.engines.register(version)
             try:
-                return await self._sample(version, request)
+                return await self._sample(version, request, streams)
             except EngineDied as died:
                 if self._closed:
                     raise
                 logger.warning("%s: sampling again: %s", self._settings.group.name, died)
-            return await self._sample(version, request)
+            return await self._sample(version, request, streams)
         finally:
             self.num_active -= 1
 
-    async def _sample(self, version: Version, request: SampleRequest) -> SampleOutput:
+    async def _sample(
+        self, version: Version, request: SampleRequest, streams: TokenStreams | None
+    ) -> SampleOutput:
         async with self.phases.sampling(version.weights):
             try:
-                return await self.engines.sample(version, request)
+                return await self.engines.sample(version, request, streams)
             except EngineDied:
                 self._is_probed = False
                 await asyncio.shield(self.phases.lose_rollout())

@@ -52,7 +52,7 @@ def server_options(
         *("--mem-fraction-static", f"{arguments.mem_fraction_static:g}"),
         *("--context-length", str(arguments.context_length + CONTEXT_RESERVE)),
         *("--max-running-requests", str(arguments.max_running_requests)),
-        *("--skip-server-warmup", "--sleep-on-idle"),
+        *("--skip-server-warmup", "--sleep-on-idle", "--incremental-streaming-output"),
     ]
     if not (model_path / "tokenizer.json").is_file():
         options.append("--skip-tokenizer-init")  # requests and answers are token ids anyway

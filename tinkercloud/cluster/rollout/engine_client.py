@@ -2,16 +2,23 @@
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+import logging
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import httpx
 
 from tinkercloud.cluster.rollout.generate import Served, sample_bodies, sample_output, target_bodies
+from tinkercloud.cluster.rollout.token_streams import TokenStreams
 from tinkercloud.core.types import SampleOutput, SampleRequest
 from tinkercloud.errors import EngineDied, ServerFault, UserError
 
+logger = logging.getLogger(__name__)
+
 CALL_TIMEOUT_S = 600.0
+ABORT_TIMEOUT_S = 10.0
 
 
 class EngineRefused(ServerFault):
@@ -32,21 +39,70 @@ class EngineClient:
         await self._http.aclose()
 
     async def sample(
-        self, adapter: str | None, request: SampleRequest, timeout_s: float
+        self,
+        adapter: str | None,
+        request: SampleRequest,
+        timeout_s: float,
+        streams: TokenStreams | None = None,
     ) -> SampleOutput:
-        """All samples of a request. Raises Aborted, UserError, EngineDied."""
-        samples = sample_bodies(request, adapter, self._served)
+        """All samples of a request. Cancelled, it returns once the engine has dropped them. Raises
+        Aborted, UserError, EngineDied."""
+        committed = () if streams is None else streams.begin()
+        samples = sample_bodies(request, adapter, self._served, committed)
         targets = target_bodies(request, adapter, self._served)
-        tasks = [
-            asyncio.ensure_future(self._generate(body, timeout_s)) for body in (*samples, *targets)
-        ]
+        bodies = [body | {"rid": uuid.uuid4().hex} for body in (*samples, *targets)]
+        calls = [self._generate(body, timeout_s) for body in bodies]
+        if streams is not None:
+            calls[: len(samples)] = [
+                self._stream(body, timeout_s, partial(streams.take, index))
+                for index, body in enumerate(bodies[: len(samples)])
+            ]
+        tasks = [asyncio.ensure_future(call) for call in calls]
         try:
             answers = await asyncio.gather(*tasks)
+        except asyncio.CancelledError:
+            await asyncio.shield(self._abort([body["rid"] for body in bodies]))
+            raise
         finally:
             # SGLang aborts a request whose connection is closed: nothing is generated in vain.
             for task in tasks:
                 task.cancel()
         return sample_output(request, answers[: len(samples)], answers[len(samples) :])
+
+    async def _abort(self, ids: Sequence[str]) -> None:
+        """Returns once the engine runs none of them, or is gone: a gate that lets weights change
+        behind a cancelled request must find the engine without it."""
+        try:
+            for request_id in ids:
+                await self.call("/abort_request", {"rid": request_id}, ABORT_TIMEOUT_S)
+            # Answered by the scheduler, which takes the aborts before it.
+            await self.get("/server_info", ABORT_TIMEOUT_S)
+        except ServerFault as error:
+            logger.warning("a cancelled request was not aborted: %s", error)
+
+    async def _stream(
+        self, body: Mapping[str, Any], timeout_s: float, take: Callable[[Any], Any]
+    ) -> Mapping[str, Any]:
+        """As `_generate`, by events; take: of each, and returns the whole answer so far."""
+        where, answer = f"{self.url}/generate", None
+        post = self._http.stream(
+            "POST", "/generate", json={**body, "stream": True}, timeout=timeout_s
+        )
+        try:
+            async with post as response:
+                if response.status_code >= 400:
+                    await response.aread()
+                    _content(response, where)
+                async for line in response.aiter_lines():
+                    event = _event(line, where)
+                    answer = answer if event is None else take(event["meta_info"])
+        except httpx.HTTPError as error:
+            raise EngineDied(f"{where}: {type(error).__name__}: {error}") from error
+        except EngineRefused as refused:
+            raise UserError(str(refused)) from refused
+        if answer is None or answer["meta_info"]["finish_reason"] is None:
+            raise EngineDied(f"{where} ended a stream before its sample")
+        return answer
 
     async def _generate(self, body: Mapping[str, Any], timeout_s: float) -> Mapping[str, Any]:
         try:
@@ -107,6 +163,17 @@ def _content(answer: httpx.Response, where: str) -> Any:
     if isinstance(content, dict) and content.get("success") is False:
         raise EngineRefused(f"{where}: {_message(content) or text[:500]}")
     return content
+
+
+def _event(line: str, where: str) -> Any:
+    """An event of a stream; None for what is none. Raises EngineRefused."""
+    kind, _, text = line.partition(":")
+    if kind != "data" or text.strip() == "[DONE]":
+        return None
+    event = json.loads(text)
+    if "error" in event:
+        raise EngineRefused(f"{where}: {_message(event)}")
+    return event
 
 
 def _message(content: Any) -> str | None:

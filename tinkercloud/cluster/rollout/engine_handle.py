@@ -200,3 +200,10 @@ async def _end(actor: Any) -> None:
         logger.warning("an engine's actor did not stop by itself: %s", error)
     # The actor's death closes the guard's pipe, and the guard ends the server.
     await asyncio.to_thread(ray.kill, actor, no_restart=True)
+
+
+async def settle(work: Any) -> None:
+    """Await everything, then raise the first error, so that no task goes on unobserved."""
+    for result in await asyncio.gather(*work, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result

@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from tinkercloud.cluster.rollout.sampling_params import custom_params
+from tinkercloud.cluster.rollout.sampling_params import commit, custom_params, grammar_params
 from tinkercloud.core.types import (
     SampledSequence,
     SampleOutput,
@@ -45,8 +45,15 @@ class Served:
     eos_token_ids: tuple[int, ...]
 
 
-def sample_bodies(request: SampleRequest, adapter: str | None, served: Served) -> list[Body]:
-    """One per sample, in order."""
+def sample_bodies(
+    request: SampleRequest,
+    adapter: str | None,
+    served: Served,
+    committed: Sequence[Sequence[int]] = (),
+) -> list[Body]:
+    """One per sample, in order. committed: tokens that a sample must begin with, of each. Raises
+    UserError."""
+    grammar = grammar_params(request.grammar)
     scored = request.prompt_logprobs or request.topk_prompt_logprobs > 0
     bodies: list[Body] = []
     for index in range(request.num_samples):
@@ -55,6 +62,9 @@ def sample_bodies(request: SampleRequest, adapter: str | None, served: Served) -
         if index == 0:
             topk = max(topk, request.topk_prompt_logprobs)
         body = _body(request.prompt, request.params, index, adapter, served)
+        body["sampling_params"] |= grammar
+        if committed and committed[index]:
+            commit(body["sampling_params"]["custom_params"], request.prompt, committed[index])
         bodies.append(body | {"logprob_start_len": start, "top_logprobs_num": topk})
     return bodies
 
@@ -125,10 +135,21 @@ def _first_scored(request: SampleRequest) -> int:
 
 def _meta(answer: Mapping[str, Any]) -> Mapping[str, Any]:
     meta = answer["meta_info"]
-    reason = meta["finish_reason"]
-    if reason["type"] == "abort":
-        raise Aborted(str(reason.get("message")))
+    finish_of(meta)
     return meta
+
+
+def finish_of(meta: Mapping[str, Any]) -> str | None:
+    """How a sample ended; None: it goes on. Raises Aborted."""
+    reason = meta["finish_reason"]
+    if reason is not None and reason["type"] == "abort":
+        raise Aborted(str(reason.get("message")))
+    return None if reason is None else reason["type"]
+
+
+def topk_of_rows(rows: Sequence[Any], k: int) -> Topk:
+    """SGLang's rows of sampled tokens, the k best of each."""
+    return _topk(rows, k, 0, len(rows))
 
 
 def _sequence(meta: Mapping[str, Any], request: SampleRequest) -> SampledSequence:

@@ -20,10 +20,11 @@ from typing import Any
 from tinkercloud.cluster.gpus.placement import Slot
 from tinkercloud.cluster.rollout.admission_gate import Gate
 from tinkercloud.cluster.rollout.engine_client import EngineClient, EngineRefused, everywhere
-from tinkercloud.cluster.rollout.engine_handle import EngineHandle, EngineStarter
+from tinkercloud.cluster.rollout.engine_handle import EngineHandle, EngineStarter, settle
 from tinkercloud.cluster.rollout.generate import Aborted
 from tinkercloud.cluster.rollout.router import RolloutRouter
 from tinkercloud.cluster.rollout.settings import RolloutSettings
+from tinkercloud.cluster.rollout.token_streams import TokenStreams
 from tinkercloud.core.plan import SglangArguments
 from tinkercloud.core.types import LoraSpec, SampleOutput, SampleRequest
 from tinkercloud.errors import EngineDied, VersionLost
@@ -75,7 +76,7 @@ class RolloutManager:
         try:
             if self._router is not None:
                 await self._router.start()
-            await _all(self._start(engine) for engine in self._engines)
+            await settle(self._start(engine) for engine in self._engines)
         except BaseException:
             await asyncio.shield(self.stop())
             raise
@@ -88,7 +89,7 @@ class RolloutManager:
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await _all(self._starter.end(engine) for engine in self._engines)
+        await settle(self._starter.end(engine) for engine in self._engines)
         if self._router is not None:
             await self._router.stop()
 
@@ -123,7 +124,11 @@ class RolloutManager:
     # ---- sampling
 
     async def generate(
-        self, adapter: str | None, request: SampleRequest, weights: str | None = None
+        self,
+        adapter: str | None,
+        request: SampleRequest,
+        weights: str | None = None,
+        streams: TokenStreams | None = None,
     ) -> SampleOutput:
         """adapter None: the engines' own weights. weights: which these must be; None: any.
 
@@ -136,7 +141,7 @@ class RolloutManager:
             engine = await self._gate.enter(lambda: self._choose(adapter, weights), deadline)
             try:
                 left_s = max(1.0, deadline - time.monotonic())
-                output = await engine.up.sample(adapter, request, left_s)
+                output = await engine.up.sample(adapter, request, left_s, streams)
                 self._num_samples += request.num_samples
                 return output
             except Aborted:
@@ -209,10 +214,10 @@ class RolloutManager:
         async with self._change:
             self._adapters[name] = folder
             try:
-                await _all(engine.load_adapter(name, folder) for engine in self._up())
+                await settle(engine.load_adapter(name, folder) for engine in self._up())
             except BaseException:
                 del self._adapters[name]
-                await asyncio.shield(_all(engine.unload_adapter(name) for engine in self._up()))
+                await asyncio.shield(settle(engine.unload_adapter(name) for engine in self._up()))
                 raise
         await self._gate.notify()
 
@@ -222,7 +227,7 @@ class RolloutManager:
             if self._adapters.pop(name, None) is None:
                 return
             await self._gate.notify()
-            await _all(engine.unload_adapter(name) for engine in self._up())
+            await settle(engine.unload_adapter(name) for engine in self._up())
 
     # ---- memory
 
@@ -234,7 +239,7 @@ class RolloutManager:
         async with self._change:
             await self._close("offload", abort=abort)
             before = await self._memory_used()
-            await _all(engine.release(tags) for engine in self._up())
+            await settle(engine.release(tags) for engine in self._up())
             return max(0, before - await self._memory_used())
 
     async def onload(self, tags: Sequence[str] = TAGS) -> int:
@@ -247,7 +252,7 @@ class RolloutManager:
             before = await self._memory_used()
             dead = [engine for engine in self._engines if engine.client is None]
             alive = self._up()
-            await _all([*(e.bring_back(tags) for e in alive), *(self._start(e) for e in dead)])
+            await settle([*(e.bring_back(tags) for e in alive), *(self._start(e) for e in dead)])
             taken = max(0, await self._memory_used() - before)
             if not any(engine.released for engine in self._engines):
                 await self._gate.open("offload")
@@ -380,7 +385,7 @@ class RolloutManager:
         while True:
             await asyncio.sleep(self._settings.health_interval_s)
             patience = self._settings.health_failures - 1
-            await _all(self._check(engine, patience) for engine in self._engines)
+            await settle(self._check(engine, patience) for engine in self._engines)
 
     def _background(self, work: Any, what: str) -> None:
         task = asyncio.create_task(work, name=f"{self._settings.name}: {what}")
@@ -391,10 +396,3 @@ class RolloutManager:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             logger.error("%s failed", task.get_name(), exc_info=task.exception())
-
-
-async def _all(work: Any) -> None:
-    """Await everything, then raise the first error, so that no task goes on unobserved."""
-    for result in await asyncio.gather(*work, return_exceptions=True):
-        if isinstance(result, BaseException):
-            raise result

@@ -14,7 +14,7 @@ Axes: B rows, V vocabulary.
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,15 +24,18 @@ from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN
 from torch import Tensor
 
 from tinkercloud.cluster.rollout.sampling_params import SampleParams, sample_params_of, stop_rule_of
+from tinkercloud.core.types import SamplingParams
+from tinkercloud.decoding.adjustment import adjustment_of
 from tinkercloud.decoding.sampler import Drawn, RowParams, sample
 
 _ROWS = "tinkercloud_sample_params"
+_ROW = "tinkercloud_row"
 _RULE = "tinkercloud_stop_rule"
 
 
 def attach(info: Any, batch: Any, _vocab_size: int) -> None:
     """SamplingBatchInfo.adjusted_from_schedule_batch: parameters (or None) for each request."""
-    setattr(info, _ROWS, [sample_params_of(r.sampling_params.custom_params) for r in batch.reqs])
+    setattr(info, _ROWS, [_row_of(request) for request in batch.reqs])
 
 
 def keep_rows(info: Any, keep: Sequence[int], _keep_on_device: Tensor) -> None:
@@ -72,7 +75,41 @@ def check_stop(original: Callable[..., bool], request: Any, accepted: list[int])
     return False
 
 
-def _rows_of(info: Any) -> list[SampleParams | None]:
+@dataclass(slots=True)
+class _Row:
+    """A request of ours. drawn: its tokens by position, where penalties need them. Not SGLang's
+    `output_ids`: with overlap these come a step later."""
+
+    sample: SampleParams
+    drawn: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.sample.params
+
+    def row_params(self, position: int) -> RowParams:
+        sampled = [self.drawn[at] for at in sorted(self.drawn) if at < position]
+        adjustment = adjustment_of(self.params, sampled)
+        return RowParams(self.params, self.sample.sample_index, position, adjustment)
+
+    def committed(self, position: int) -> int | None:
+        """The token that it must have there."""
+        at = position - self.sample.first_position
+        tokens = self.sample.committed
+        return tokens[at] if 0 <= at < len(tokens) else None
+
+
+def _row_of(request: Any) -> _Row | None:
+    """One for a request, whatever batches it comes to."""
+    row = getattr(request, _ROW, None)
+    if row is None:
+        sample = sample_params_of(request.sampling_params.custom_params)
+        row = None if sample is None else _Row(sample)
+        setattr(request, _ROW, row)
+    return row
+
+
+def _rows_of(info: Any) -> list[_Row | None]:
     return getattr(info, _ROWS)
 
 
@@ -125,13 +162,20 @@ class SeededSampler(Sampler):
         return tokens
 
 
-def _draw(logits: Tensor, params: Sequence[SampleParams | None], positions: Tensor) -> Drawn:
-    rows = [
-        RowParams(row.params, row.sample_index, position + 1)
-        for row, position in zip(params, positions.tolist(), strict=True)
+def _draw(logits: Tensor, rows: Sequence[_Row | None], positions: Tensor) -> Drawn:
+    drawn_at = [
+        (row, position + 1)
+        for row, position in zip(rows, positions.tolist(), strict=True)
         if row is not None
     ]
-    return sample(logits, rows)
+    drawn = sample(logits, [row.row_params(position) for row, position in drawn_at])
+    for i, (row, position) in enumerate(drawn_at):
+        committed = row.committed(position)
+        if committed is not None:
+            drawn.tokens[i] = committed
+        if row.params.has_penalties:
+            row.drawn[position] = int(drawn.tokens[i])
+    return drawn
 
 
 def _rows(options: _ReportOptions, rows: list[int]) -> _ReportOptions:
