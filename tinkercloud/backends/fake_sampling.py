@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tinkercloud.backends.fake_model import Floats, Published, log_softmax
 from tinkercloud.core.types import (
     OnTokens,
+    PromptAltTokens,
     SampledSequence,
     SampleOutput,
     SampleRequest,
@@ -43,7 +44,25 @@ def draw_samples(
         prompt_logprobs=_prompt_logprobs(after, request) if request.prompt_logprobs else None,
         topk_prompt_logprobs=_prompt_topk(after, request),
         target_prompt_logprobs=_prompt_targets(after, request.target_prompt_logprobs),
+        prompt_alt_tokens=_prompt_alternatives(after, request),
     )
+
+
+def _prompt_alternatives(after: Floats, request: SampleRequest) -> PromptAltTokens | None:
+    k, params = request.prompt_alt_tokens, request.params
+    if k == 0:
+        return None
+    tokens = np.zeros((len(after), k), np.int64)
+    # Without the cuts and penalties of samples: draws are the model's, at a temperature.
+    free = SamplingParams(None, params.seed, params.temperature)
+    for row, logprobs in enumerate(after):
+        for draw in range(k):
+            tokens[row, draw] = _draw(logprobs, free, (_ALTERNATIVES | draw, row + 1))[0]
+    scores = np.take_along_axis(after, tokens, axis=1).astype(np.float32)
+    return PromptAltTokens(tokens, scores)
+
+
+_ALTERNATIVES = 1 << 31  # in the place of a sample's index, which is smaller
 
 
 def _grammars(

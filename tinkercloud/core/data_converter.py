@@ -217,6 +217,7 @@ class DataConverter:
                 f"{self._served.max_context_length} with at least one to sample"
             )
         self._check_topk("topk_prompt_logprobs", body.topk_prompt_logprobs, len(prompt))
+        self._check_topk("prompt_alt_tokens_k", body.prompt_alt_tokens_k, len(prompt))
         params = self._params(body.sampling_params)
         num_sampled = body.num_samples * min(room, params.max_tokens or room)
         self._check_topk("topk_sample_logprobs", body.topk_sample_logprobs, num_sampled)
@@ -229,6 +230,7 @@ class DataConverter:
             topk_prompt_logprobs=body.topk_prompt_logprobs,
             topk_sample_logprobs=body.topk_sample_logprobs,
             target_prompt_logprobs=self._prompt_targets(body, len(prompt)),
+            prompt_alt_tokens=body.prompt_alt_tokens_k,
         )
 
     def _params(self, params: JsonSamplingParams) -> SamplingParams:
@@ -336,8 +338,6 @@ def _floats(where: str, values: NDArray[Any], shape: tuple[int, ...]) -> NDArray
 
 
 def _check_unsupported(body: JsonSampleRequest) -> None:
-    if body.prompt_alt_tokens_k:
-        raise InvalidRequest("prompt_alt_tokens_k is not supported by this server")
     if not 1 <= body.num_samples <= MAX_SAMPLES:
         raise InvalidRequest(f"num_samples is {body.num_samples}; it must lie in 1..{MAX_SAMPLES}")
 

@@ -161,7 +161,8 @@ class SampleRequest:
     """prompt int32 (P,), P >= 1. prompt_logprobs_last_n None: all. *_k 0: not wanted.
     target_prompt_logprobs int64 (P-1, K), -1 = skip; row i scores position i+1. speculate: False
     for a sample without drafts. grammar: what the sample's text must be; end-of-sequence tokens
-    come where it is complete, and a sample that ends by max_tokens may be a beginning."""
+    come where it is complete, and a sample that ends by max_tokens may be a beginning.
+    prompt_alt_tokens: draws for each position of the prompt."""
 
     prompt: NDArray[np.int32]
     num_samples: int
@@ -173,6 +174,7 @@ class SampleRequest:
     target_prompt_logprobs: NDArray[np.int64] | None = None
     speculate: bool = True
     grammar: Grammar | None = None
+    prompt_alt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +182,16 @@ class Topk:
     """token_ids int32 (length, k), logprobs float32 (length, k); unscored rows: 0 / -99999.0."""
 
     token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptAltTokens:
+    """tokens int64 (P-1, k), logprobs float32 (P-1, k). Row i has independent draws, with
+    replacement, at the request's temperature from what the model says of prompt token i + 1; their
+    log-probabilities are the model's, at temperature 1."""
+
+    tokens: NDArray[np.int64]
     logprobs: NDArray[np.float32]
 
 
@@ -204,6 +216,7 @@ class SampleOutput:
     topk_prompt_logprobs: Topk | None = None
     target_prompt_logprobs: NDArray[np.float32] | None = None
     prompt_cache_hit_tokens: int = 0
+    prompt_alt_tokens: PromptAltTokens | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError, Message
 from numpy.typing import NDArray
 
 from tinkercloud.core.types import (
+    PromptAltTokens,
     ProvenanceSpan,
     SampledSequence,
     SampleOutput,
@@ -176,6 +177,9 @@ def encode_sample_output(output: SampleOutput) -> bytes:
         message.topk_prompt_logprobs.CopyFrom(_topk_message(output.topk_prompt_logprobs))
     if output.target_prompt_logprobs is not None:
         write_tensor(message.target_prompt_logprobs, output.target_prompt_logprobs)
+    if output.prompt_alt_tokens is not None:
+        write_tensor(message.prompt_alt_tokens.tokens, output.prompt_alt_tokens.tokens)
+        write_tensor(message.prompt_alt_tokens.logprobs, output.prompt_alt_tokens.logprobs)
     return message.SerializeToString(deterministic=True)
 
 
@@ -195,6 +199,14 @@ def decode_sample_output(body: bytes) -> SampleOutput:
             tensor_from_message(message.target_prompt_logprobs) if target else None
         ),
         prompt_cache_hit_tokens=message.prompt_cache_hit_tokens,
+        prompt_alt_tokens=(
+            PromptAltTokens(
+                tensor_from_message(message.prompt_alt_tokens.tokens),
+                tensor_from_message(message.prompt_alt_tokens.logprobs),
+            )
+            if message.HasField("prompt_alt_tokens")
+            else None
+        ),
     )
 
 

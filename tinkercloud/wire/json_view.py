@@ -40,6 +40,12 @@ def sample_output_json(body: bytes) -> dict[str, Any]:
         view["topk_prompt_logprobs"] = _topk(output.topk_prompt_logprobs)
     if output.target_prompt_logprobs is not None:
         view["target_prompt_logprobs"] = _tensor(output.target_prompt_logprobs)
+    if output.prompt_alt_tokens is not None:
+        alternatives = output.prompt_alt_tokens
+        view["prompt_alt_tokens"] = {
+            "tokens": _tensor(alternatives.tokens),
+            "logprobs": _tensor(alternatives.logprobs),
+        }
     return view
 
 

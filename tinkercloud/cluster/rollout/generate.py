@@ -24,7 +24,7 @@ from tinkercloud.core.types import (
     StopReason,
     Topk,
 )
-from tinkercloud.errors import EngineDied
+from tinkercloud.errors import EngineDied, UserError
 
 Body = dict[str, Any]
 
@@ -53,6 +53,11 @@ def sample_bodies(
 ) -> list[Body]:
     """One per sample, in order. committed: tokens that a sample must begin with, of each. Raises
     UserError."""
+    if request.prompt_alt_tokens:
+        raise UserError(
+            "prompt_alt_tokens_k is not supported by the cluster backend: its engines score "
+            "prompts but draw nothing there; topk_prompt_logprobs has each position's likeliest"
+        )
     grammar = grammar_params(request.grammar)
     scored = request.prompt_logprobs or request.topk_prompt_logprobs > 0
     bodies: list[Body] = []

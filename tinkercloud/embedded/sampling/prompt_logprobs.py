@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinkercloud.core.types import SampleRequest, Topk
+from tinkercloud.core.types import PromptAltTokens, SampleRequest, Topk
+from tinkercloud.decoding.alt_tokens import alt_tokens
 from tinkercloud.decoding.sampler import topk_rows
 
 UNSCORED_LOGPROB = -99999.0
@@ -33,6 +34,13 @@ class PromptScores:
         self.target_logprobs = (
             np.zeros(self._targets.shape, np.float32) if self._targets is not None else None
         )
+        self._params = request.params
+        self.alt_tokens: PromptAltTokens | None = None
+        if request.prompt_alt_tokens:
+            shape = (length - 1, request.prompt_alt_tokens)
+            self.alt_tokens = PromptAltTokens(
+                np.zeros(shape, np.int64), np.zeros(shape, np.float32)
+            )
 
     @staticmethod
     def applies_to(request: SampleRequest) -> bool:
@@ -40,6 +48,7 @@ class PromptScores:
             request.prompt_logprobs
             or request.topk_prompt_logprobs > 0
             or request.target_prompt_logprobs is not None
+            or request.prompt_alt_tokens > 0
         )
 
     def add(self, start: int, logits: Tensor) -> None:
@@ -48,7 +57,7 @@ class PromptScores:
         Softmax at temperature 1, whatever the sampling temperature.
         """
         stop = min(start + len(logits), len(self._prompt) - 1)
-        if self._targets is None:
+        if self._targets is None and self.alt_tokens is None:
             first = max(start, self._first - 1)
             start, logits = first, logits[first - start :]
         if start < stop:
@@ -70,3 +79,10 @@ class PromptScores:
             targets = torch.from_numpy(self._targets[position - 1 : end - 1]).to(logprobs.device)
             values = logprobs.gather(-1, targets.clamp(min=0)).masked_fill(targets < 0, 0.0)
             self.target_logprobs[position - 1 : end - 1] = values.cpu().numpy()
+        if self.alt_tokens is not None:
+            # Log-probabilities instead of logits: a constant for each row does not matter.
+            k = self.alt_tokens.tokens.shape[1]
+            tokens = alt_tokens(logprobs, self._params, position, k).to(logprobs.device)
+            values = logprobs.gather(-1, tokens)
+            self.alt_tokens.tokens[position - 1 : end - 1] = tokens.cpu().numpy()
+            self.alt_tokens.logprobs[position - 1 : end - 1] = values.cpu().numpy()

@@ -248,6 +248,7 @@ class Job:
             prompt_logprobs=scores.logprobs if scores else None,
             topk_prompt_logprobs=scores.topk if scores else None,
             target_prompt_logprobs=scores.target_logprobs if scores else None,
+            prompt_alt_tokens=scores.alt_tokens if scores else None,
             prompt_cache_hit_tokens=self.cache_hit_tokens,
         )
 
