@@ -155,6 +155,33 @@ def test_compute_logprobs_scores_the_prompt(service: tinker.ServiceClient) -> No
     assert all(value < 0 for value in logprobs[1:])
 
 
+def test_draws_over_a_prompt_are_seeded_and_have_the_models_logprobs(
+    service: tinker.ServiceClient,
+) -> None:
+    sampler = service.create_sampling_client(base_model=MODEL).result()
+    params = types.SamplingParams(max_tokens=1, temperature=0.7, seed=5)
+
+    def draws(prompt: list[int], k: int) -> types.PromptAltTokens:
+        sample = sampler.sample(
+            types.ModelInput.from_ints(prompt), 1, params, prompt_alt_tokens_k=k
+        )
+        alternatives = sample.result().prompt_alt_tokens
+        assert alternatives is not None
+        return alternatives
+
+    first = draws([1, 2, 3, 9], 4)
+    tokens = first.tokens.to_torch()
+    assert tokens.shape == first.logprobs.to_torch().shape == (3, 4)
+    assert torch.equal(draws([1, 2, 3, 9], 4).tokens.to_torch(), tokens)
+    for column in range(4):
+        others = [1, *tokens[:, column].tolist()]
+        for row in range(3):
+            scored = [*[1, 2, 3, 9][: row + 1], others[row + 1]]
+            prompt = types.ModelInput.from_ints(scored)
+            logprob = sampler.compute_logprobs(prompt).result()[-1]
+            assert first.logprobs.to_torch()[row, column] == pytest.approx(logprob, abs=1e-5)
+
+
 def test_trainer_and_sampler_agree(service: tinker.ServiceClient) -> None:
     client = training(service)
     train(client)

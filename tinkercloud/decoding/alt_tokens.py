@@ -42,4 +42,4 @@ def _uniform(seed: int, position: int, k: int) -> NDArray[np.float64]:
         key=np.array([seed, _SAMPLE_INDEX], dtype=np.uint64),
         counter=np.array([0, position, 0, 0], dtype=np.uint64),
     )
-    return (bits.random_raw(k) >> 11) * 2.0**-53
+    return (bits.random_raw(k) >> 11).astype(np.float64) * 2.0**-53
