@@ -106,7 +106,7 @@ serve: install ## the server on 127.0.0.1:8700
 
 bench: install $(SGLANG)/installed $(COOKBOOK)/installed ## all benchmarks, peers where they are installed, and docs/benchmarks/
 	for name in service_overhead cluster_overhead cookbook_recipes concurrency sharing training \
-			rl_step speculation; do \
+			rl_step speculation streaming; do \
 		$(BIN)/python -m benchmarks.$$name --json benchmarks/results/$$name.json; done
 	for dtype in float32 bfloat16; do \
 		$(BIN)/python -m benchmarks.sampling --dtype $$dtype \

@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -90,11 +90,12 @@ class VllmDialect:
 class Completions:
     """A client of a server that runs on this machine."""
 
-    def __init__(self, port: int, dialect: Dialect):
+    def __init__(self, port: int, dialect: Dialect, headers: Mapping[str, str] | None = None):
         limits = httpx.Limits(max_connections=512, max_keepalive_connections=512)
         self._http = httpx.AsyncClient(
-            base_url=f"http://127.0.0.1:{port}", limits=limits, timeout=LIMIT_S, trust_env=False
-        )
+            base_url=f"http://127.0.0.1:{port}", limits=limits, timeout=LIMIT_S, trust_env=False,
+            headers=headers,
+        )  # fmt: skip
         self._dialect = dialect
 
     async def generate(self, load: Load) -> Outcome:
