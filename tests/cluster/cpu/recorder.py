@@ -55,6 +55,10 @@ class _Proxy(BaseHTTPRequestHandler):
         try:
             back.request(self.command, self.path, body or None, headers)
             answer = back.getresponse()
+            if answer.headers.get_content_type() == "text/event-stream":
+                self._note(body, answer.status)
+                self._stream(answer)
+                return
             status, content = answer.status, answer.read()
         except OSError as error:
             status, content = 502, str(error).encode()
@@ -66,6 +70,19 @@ class _Proxy(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
+
+    def _stream(self, answer: http.client.HTTPResponse) -> None:
+        """Each event when it comes; the connection's end is the answer's."""
+        self.close_connection = True
+        self.send_response(answer.status)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        try:
+            while content := answer.read1(65536):
+                self.wfile.write(content)
+        except OSError:  # whoever asked has gone, or the server has
+            return
 
     def _note(self, body: bytes, status: int) -> None:
         try:
