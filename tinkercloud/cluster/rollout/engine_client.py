@@ -51,13 +51,14 @@ class EngineClient:
         samples = sample_bodies(request, adapter, self._served, committed)
         targets = target_bodies(request, adapter, self._served)
         bodies = [body | {"rid": uuid.uuid4().hex} for body in (*samples, *targets)]
-        calls = [self._generate(body, timeout_s) for body in bodies]
-        if streams is not None:
-            calls[: len(samples)] = [
-                self._stream(body, timeout_s, partial(streams.take, index))
-                for index, body in enumerate(bodies[: len(samples)])
-            ]
-        tasks = [asyncio.ensure_future(call) for call in calls]
+        tasks = [
+            asyncio.ensure_future(
+                self._generate(body, timeout_s)
+                if streams is None or index >= len(samples)
+                else self._stream(body, timeout_s, partial(streams.take, index))
+            )
+            for index, body in enumerate(bodies)
+        ]
         try:
             answers = await asyncio.gather(*tasks)
         except asyncio.CancelledError:
