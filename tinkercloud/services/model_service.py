@@ -268,9 +268,15 @@ def lora_spec(lora: LoraRecord) -> LoraSpec:
 
 
 def _check_optimizer(config: Mapping[str, Any] | None) -> None:
-    if config is not None and config.get("type", "adamw") != "adamw":
+    family = "adamw" if config is None else config.get("type", "adamw")
+    if family == "dimuon":
         raise InvalidRequest(
-            f"optimizer {config.get('type')!r} is not offered; this server trains with adamw"
+            "optimizer 'dimuon' is not offered: its definition is not published; create the model "
+            "with AdamOptimizerConfig(), the default, and step with AdamParams"
+        )
+    if family != "adamw":
+        raise InvalidRequest(
+            f"optimizer {str(family)[:100]!r} is not offered; this server trains with adamw"
         )
 
 

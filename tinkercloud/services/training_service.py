@@ -202,6 +202,11 @@ def adam_params(body: OptimStepRequest) -> AdamParams:
     wire_params = body.adam_params or JsonAdamParams()
     if body.optimizer_params is not None:
         family = body.optimizer_params.get("type", "adamw")
+        if family == "dimuon":
+            raise InvalidRequest(
+                "optimizer_params of 'dimuon': its definition is not published, and this model was "
+                "made with adamw; step with AdamParams"
+            )
         if family not in ("adam", "adamw"):
             raise InvalidRequest(f"optimizer {family!r} in optimizer_params: this model has adamw")
         try:
