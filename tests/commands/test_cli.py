@@ -122,6 +122,16 @@ class TestModels:
         expected = ["a/b", "llama", "135M", "8192", "float32", str(smollm2_gguf)]
         assert out.splitlines()[1].split() == expected
 
+    def test_lists_an_alias_with_what_it_stands_for(self, run, smollm2_gguf):
+        model = f"a/b={smollm2_gguf}"
+        status, out, _ = run("models", "--model", model, "--alias", "Qwen/Qwen3-8B=a/b")
+        served, alias = (line.split() for line in out.splitlines()[1:])
+        assert status == 0
+        assert alias == ["Qwen/Qwen3-8B", *served[1:]]
+        status, _, err = run("models", "--model", model, "--alias", "x/y=c/d")
+        assert status == 2
+        assert "'c/d', which is not served" in err
+
     def test_says_how_to_get_the_default_model(self, run):
         status, _, err = run("models")
         assert status == 2
