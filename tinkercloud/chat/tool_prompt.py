@@ -30,7 +30,7 @@ def without_tools(
     plain = list(_joined_results(_plain(message) for message in messages))
     if not tools:
         return tuple(plain)
-    text = _INTRODUCTION.format(signatures="\n".join(json.dumps(tool) for tool in tools))
+    text = _INTRODUCTION.format(signatures="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
     if plain and plain[0].get("role") == "system":
         head = {**plain[0], "content": f"{plain[0]['content']}\n\n{text}"}
         return (head, *plain[1:])
@@ -50,7 +50,7 @@ def _plain(message: Message) -> Message:
 
 def _call(function: Mapping[str, Any]) -> str:
     arguments = function.get("arguments")
-    written = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     call = f'{{"name": {json.dumps(function["name"])}, "arguments": {written}}}'
     return f"<tool_call>\n{call}\n</tool_call>"
 
