@@ -30,7 +30,9 @@ def without_tools(
     plain = list(_joined_results(_plain(message) for message in messages))
     if not tools:
         return tuple(plain)
-    text = _INTRODUCTION.format(signatures="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    text = _INTRODUCTION.format(
+        signatures="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    )
     if plain and plain[0].get("role") == "system":
         head = {**plain[0], "content": f"{plain[0]['content']}\n\n{text}"}
         return (head, *plain[1:])

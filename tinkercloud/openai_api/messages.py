@@ -24,7 +24,7 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, .
 
 def _message(where: str, message: Mapping[str, Any]) -> Message:
     role = message.get("role")
-    if role not in _ROLES:
+    if not isinstance(role, str) or role not in _ROLES:
         known = ", ".join(_ROLES)
         raise InvalidField(f"{where}.role", f"{where}.role is {role!r}; it may be {known}")
     result: dict[str, Any] = {"role": _ROLES[role]}
@@ -55,7 +55,9 @@ def _text(where: str, content: object) -> str:
 def _part_texts(where: str, parts: list[Any]) -> Iterator[str]:
     for i, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get({"refusal": "refusal"}.get(kind or "", "text")) if kind else part
+        text = part
+        if kind is not None:
+            text = part.get("refusal" if kind == "refusal" else "text")
         if kind not in (None, "text", "refusal") or not isinstance(text, str):
             raise InvalidField(
                 f"{where}.{i}",
