@@ -16,7 +16,8 @@ for _ in range(200):
     DEEP = [DEEP]
 VALUES: list[Any] = [
     None, 0, -1, 2**70, 1e308, True, "", "x", "\u0000", [], {}, [None], [[]], [{}], {"a": 1},
-    {"type": "text"}, [{"type": "text"}], [{"type": "text", "text": 5}], [{"type": {}}], [{"type": [1]}],
+    {"type": "text"}, [{"type": "text"}], [{"type": "text", "text": 5}], [{"type": {}}],
+    [{"type": [1]}],
     [{"type": "tool_result", "content": 5}], [{"type": "tool_use", "name": "f", "input": 5}],
     DEEP,
 ]  # fmt: skip
