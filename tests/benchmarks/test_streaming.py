@@ -21,7 +21,6 @@ from benchmarks.streaming import (
 )
 from tests import serving
 
-
 EIGHT = Case(64, 8)
 
 
