@@ -58,6 +58,7 @@ async def test_a_stream_that_waits_has_heartbeats(
     backend = gated(tmp_path)
     async with serving(tmp_path / "data", backend=backend) as api:
         asked = asyncio.create_task(ask(api, kind, stream=True))
+        await backend.waiting.wait()
         await asyncio.sleep(0.2)
         backend.gate.set()
         text = (await asked).text
@@ -86,7 +87,8 @@ async def test_an_engine_that_dies_underway_is_an_event(
     backend.fault = EngineDied("the engine died")
     async with serving(tmp_path / "data", backend=backend) as api:
         asked = asyncio.create_task(ask(api, kind, stream=True))
-        await asyncio.sleep(0.1)
+        await backend.waiting.wait()
+        await asyncio.sleep(0.2)
         backend.gate.set()
         response = await asked
     assert response.status_code == 200
