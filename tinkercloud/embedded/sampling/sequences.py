@@ -174,7 +174,9 @@ class Sequence:
     def row_params(self, ahead: int = 0) -> RowParams:
         """Of the token that is drawn next, or `ahead` after it where its job takes drafts."""
         params = self.job.request.params
-        adjustment = adjustment_of(params, self.tokens[self.job.num_prompt :], self._allowed())
+        # Copied only where it is read: this runs for every token of every sample.
+        sampled = self.tokens[self.job.num_prompt :] if params.has_penalties else ()
+        adjustment = adjustment_of(params, sampled, self._allowed())
         assert adjustment is None or not ahead, "the tokens between are not known"
         return RowParams(params, self.index, len(self.tokens) + ahead, adjustment)
 
