@@ -77,16 +77,23 @@ class BatchRunner:
         losses = self._all_losses(collected, len(batch.data))
         for i, value in enumerate(losses.tolist()):
             if not np.isfinite(value):
-                if collected.faults:
-                    raise UserError(collected.faults[0])
                 raise UserError(
-                    f"the {batch.loss_fn} loss of datum {i} is {value}; the "
+                    self._custom_fault(batch, collected)
+                    or f"the {batch.loss_fn} loss of datum {i} is {value}; the "
                     "gradient of this call was dropped. Check logprobs, advantages and weights"
                 )
         if not self._reports:
             return None
         outputs = _on_host(collected, batch)
         return RankOutput(tuple(collected.indices), outputs, {"loss:sum": float(losses.sum())})
+
+    def _custom_fault(self, batch: TrainBatch, collected: _Collected) -> str | None:
+        """Why a custom loss failed, on whichever rank it did: all ranks say the same."""
+        if batch.loss_fn != CUSTOM:
+            return None
+        faults: list[list[str]] = [[] for _ in range(dist.get_world_size(self._control))]
+        dist.all_gather_object(faults, collected.faults, group=self._control)
+        return next((texts[0] for texts in faults if texts), None)
 
     def _schedule(
         self, planned: list[MicroBatch], batch: TrainBatch, collected: _Collected, backward: bool
