@@ -50,7 +50,8 @@ def create_app(
             try:
                 catalog = Catalog(served, config.aliases)
                 stores = Stores(database, keys)
-                services = build_services(config, client_config or {}, chosen, catalog, stores)
+                flags = {**_flags(config), **(client_config or {})}
+                services = build_services(config, flags, chosen, catalog, stores)
                 await services.start()
                 app.state.services = services
                 try:
@@ -73,6 +74,11 @@ def create_app(
     app.add_exception_handler(RequestValidationError, _invalid_request)
     app.add_exception_handler(HTTPException, _http_error)
     return app
+
+
+def _flags(config: Config) -> dict[str, object]:
+    """Flags for official clients that settings decide."""
+    return {"custom_loss_server_side": True} if config.server_losses else {}
 
 
 def load_backend(config: Config) -> Backend:

@@ -194,6 +194,11 @@ async def test_the_client_configuration_can_be_set(tmp_path: Path) -> None:
         assert sent == flags | {"pjwt_auth_enabled": True}
 
 
+async def test_custom_losses_run_on_the_server_where_the_setting_says_so(tmp_path: Path) -> None:
+    async with serving(tmp_path, server_losses=True) as api:
+        assert (await api.ok("client/config", sdk_version="0.38.0"))["custom_loss_server_side"]
+
+
 async def test_the_start_up_calls_answer(api: Api) -> None:
     assert await api.ok("client/config", sdk_version="0.38.0") == {"pjwt_auth_enabled": True}
     assert await api.ok("client/config", sdk_version="0.18.2") == {}

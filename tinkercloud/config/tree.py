@@ -201,6 +201,9 @@ class Config:
         10.0, "seconds that an early forward_backward waits for its predecessors", at_least=0
     )
     max_body_bytes: int = _setting(GIB, "largest request body", above=0)
+    server_losses: bool = _setting(
+        False, "whether losses of create_custom_loss run here; else each runs in its client"
+    )
     result_ttl_s: float = _setting(24 * 3600.0, "seconds that a finished result is kept", above=0)
     record_ttl_s: float = _setting(
         24 * 3600.0, "seconds that a sample with record_stability_info is kept unused", above=0
