@@ -105,9 +105,14 @@ serve: install ## the server on 127.0.0.1:8700
 	$(BIN)/tinkercloud serve
 
 bench: install $(SGLANG)/installed $(COOKBOOK)/installed ## all benchmarks, peers where they are installed, and docs/benchmarks/
-	for name in service_overhead cluster_overhead cookbook_recipes concurrency sharing training \
+	for name in service_overhead cluster_overhead concurrency sharing training \
 			rl_step speculation streaming; do \
 		$(BIN)/python -m benchmarks.$$name --json benchmarks/results/$$name.json; done
+	$(BIN)/python -m benchmarks.stable_reinforce --json benchmarks/results/stable_reinforce.json \
+		--plot docs/stable_reinforce.png
+	for cookbook in 0.5.8 0.6.1; do \
+		$(BIN)/python -m benchmarks.cookbook_recipes --cookbook $$cookbook \
+			--json benchmarks/results/cookbook_recipes-$$cookbook.json; done
 	for dtype in float32 bfloat16; do \
 		$(BIN)/python -m benchmarks.sampling --dtype $$dtype \
 			--json benchmarks/results/sampling-$$dtype.json; done

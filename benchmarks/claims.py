@@ -182,6 +182,16 @@ def cluster_overhead(through: str, baseline: str) -> Claim:
     )
 
 
+def off_policy(samples: str, other: str) -> Claim:
+    cells: Row = {"samples": samples}
+    return Claim(
+        "stable_reinforce",
+        f"RL by stable_reinforce on samples of weights {samples}",
+        Best("reward", "reward", cells | {"loss": "truncated at 2"}),
+        Best("reward", "reward", cells | {"loss": other}, f"({other})"),
+    )
+
+
 CLAIMS = (
     *(sampling("bfloat16", at_once) for at_once in ("1", "8", "128")),
     *(sampling("float32", at_once) for at_once in ("1", "128")),
@@ -227,8 +237,15 @@ CLAIMS = (
         less=True,
     ),
     Claim(
-        "cookbook_recipes",
-        "official cookbook recipes, unmodified, that ended well",
+        "cookbook_recipes-0.5.8",
+        "recipes of the official cookbook 0.5.8, unmodified, that ended well",
         Count({"ended": "well"}),
     ),
+    Claim(
+        "cookbook_recipes-0.6.1",
+        "recipes of the official cookbook 0.6.1, unmodified, that ended well",
+        Count({"ended": "well"}),
+    ),
+    off_policy("16 steps old", "importance_sampling"),
+    off_policy("3 bits", "ppo"),
 )

@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 
 from benchmarks.lib.arguments import BenchmarkParser
@@ -29,15 +28,13 @@ from tinkercloud.weights.tokenizer import ensure_tokenizer_folder
 LIMIT_S = 1800.0
 WELL = "well"
 COLUMNS = (
-    *("recipe", "cookbook", "steps", "wall s", "imports s (baseline)", "s per step"),
-    *("load before", "ended"),
+    *("recipe", "steps", "wall s", "imports s (baseline)", "s per step", "load before", "ended"),
 )
 
 
 @dataclass(frozen=True)
 class Row:
     recipe: Recipe
-    cookbook: str
     wall_s: float
     imports_s: float
     load: float
@@ -46,13 +43,12 @@ class Row:
     def cells(self) -> tuple[Cell, ...]:
         per_step = (self.wall_s - self.imports_s) / self.recipe.num_steps
         times = (round(self.wall_s, 1), round(self.imports_s, 1), round(per_step, 1))
-        which = (self.recipe.title, self.cookbook, self.recipe.num_steps)
-        return (*which, *times, round(self.load, 1), self.ended)
+        return (self.recipe.title, self.recipe.num_steps, *times, round(self.load, 1), self.ended)
 
 
-def measure(recipe: Recipe, cookbook: str, hub: Path, server: Server) -> Row:
+def measure(recipe: Recipe, python: str, hub: Path, server: Server) -> Row:
     """One recipe; one that fails has a row too, with the time until it failed."""
-    load, python = os.getloadavg()[0], cookbooks()[cookbook]
+    load = os.getloadavg()[0]
     imports_s = import_time(recipe, hub, server, python)
     start = time.perf_counter()
     try:
@@ -60,8 +56,8 @@ def measure(recipe: Recipe, cookbook: str, hub: Path, server: Server) -> Row:
     except RecipeFailed as failure:
         print(failure, file=sys.stderr)
         wall_s = time.perf_counter() - start
-        return Row(recipe, cookbook, wall_s, imports_s, load, "failed")
-    return Row(recipe, cookbook, run.wall_s, imports_s, load, WELL)
+        return Row(recipe, wall_s, imports_s, load, "failed")
+    return Row(recipe, run.wall_s, imports_s, load, WELL)
 
 
 def import_time(recipe: Recipe, hub: Path, server: Server, python: str) -> float:
@@ -76,43 +72,43 @@ def import_time(recipe: Recipe, hub: Path, server: Server, python: str) -> float
     return seconds
 
 
-def run_all(recipes: Sequence[Recipe]) -> list[Row]:
-    """With each cookbook that is installed."""
+def run_all(recipes: Sequence[Recipe], python: str) -> list[Row]:
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
         root, gguf = Path(scratch), weights()
         tokenizer = ensure_tokenizer_folder(gguf, root / "tokenizers")
         assert tokenizer is not None
-        hubs = {version: build_hub(root / version, tokenizer) for version in cookbooks()}
+        hub = build_hub(root / "hub", tokenizer)
         served = ("--model", f"{MODEL}={gguf}", "--dtype", "float32")
         with our_server(*served) as server:
-            for recipe, version in product(recipes, installed()):
-                if recipe.newest_only and version != NEWEST:
-                    continue
-                rows.append(measure(recipe, version, hubs[version], server))
+            for recipe in recipes:
+                rows.append(measure(recipe, python, hub, server))
                 print(*rows[-1].cells(), sep="\t", flush=True)
     return rows
-
-
-def installed() -> list[str]:
-    return [version for version, python in cookbooks().items() if Path(python).exists()]
 
 
 def main() -> int:
     parser = BenchmarkParser("cookbook_recipes", __doc__)
     parser.add_argument("recipes", nargs="*", metavar="RECIPE", help=", ".join(RECIPES))
+    parser.add_argument(
+        "--cookbook", choices=list(cookbooks()), default="0.5.8", help="its version"
+    )
     options = parser.parse_args()
     if unknown := set(options.recipes) - set(RECIPES):
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     prepare_process()
-    rows = run_all([RECIPES[name] for name in options.recipes or RECIPES])
+    version = options.cookbook
+    names = options.recipes or [
+        n for n, r in RECIPES.items() if version == NEWEST or not r.newest_only
+    ]
+    rows = run_all([RECIPES[name] for name in names], cookbooks()[version])
     report = Report(
         title="Stock cookbook recipes",
         about=ABOUT,
         command=parser.command(options),
         columns=COLUMNS,
         rows=[row.cells() for row in rows],
-        versions=versions("tinker", "torch", "transformers"),
+        versions={**versions("tinker", "torch", "transformers"), "tinker-cookbook": version},
     )
     report.publish(options.json)
     return 1 if any(row.ended != WELL for row in rows) else 0
@@ -120,9 +116,9 @@ def main() -> int:
 
 ABOUT = """\
 The official `tinker-cookbook` recipes, unmodified, against one server with SmolLM2-135M-Instruct in
-float32, each in the small setting of `tests/e2e/recipes.py`, one after another, with both versions
-of the cookbook. What those settings leave are the recipe's defaults: RL trains with
-`importance_sampling` in 0.5.8 and with `stable_reinforce` in 0.6.1. Wall time is from
+float32, each in the small setting of `tests/e2e/recipes.py`, one after another. What these settings
+leave are the recipe's defaults: RL trains with `importance_sampling` in 0.5.8 and with
+`stable_reinforce` in 0.6.1. Wall time is from
 the command to its exit and includes the baseline: the same command asked for its help, which only
 imports. Seconds per step are all that is not baseline, sampling and checkpoints too, divided by the
 steps. Load is the machine's one-minute load average when the recipe began; it counts the recipe
