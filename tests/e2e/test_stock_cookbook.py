@@ -317,14 +317,14 @@ def assert_default_loss(kitchen: Kitchen, run: Run) -> None:
         return
     asynchronous = run.config.get("async_config") or {}
     assert asynchronous.get("loss_fn", run.config["loss_fn"]) == "stable_reinforce"
-    assert max(row.get("unclipped_grad_l2:mean", 0.0) for row in run.metrics) > 0
 
 
 @pytest.mark.slow
 def test_async_rl_trains_on_samples_of_older_weights(each: Kitchen) -> None:
     run = each.cook("async_rl")
     assert_default_loss(each, run)
-    (rewards,) = finite(run, "env/all/reward/total")
+    rewards, norms = finite(run, "env/all/reward/total", "unclipped_grad_l2:mean")
+    assert max(norms) > 0
     assert all(-0.1 <= reward <= 1.0 for reward in rewards)
     assert_saved(each, run, "000000", "final", rank=8)
 
@@ -334,4 +334,5 @@ def test_rl_with_a_rubric_trains_on_what_a_grader_says(newest: Kitchen) -> None:
     run = newest.cook("rubric")
     assert_default_loss(newest, run)
     assert_sampler_and_trainer_agree(run)
+    finite(run, "env/all/reward/total", "unclipped_grad_l2:mean")  # one group may earn alike: 0
     assert_saved(newest, run, "final")
