@@ -98,7 +98,8 @@ class Postprocessor:
             if sequence.job.error is not None:
                 self._doomed.append(sequence.job)
                 continue
-            sequence.overwrite(tokens, logprobs, rows)
+            if sequence.committed:
+                sequence.overwrite(tokens, logprobs, rows)
             verdict = match(draw.drafted, tokens[rows.start : rows.stop])
             stopped = False
             num_before = len(sequence.logprobs)
