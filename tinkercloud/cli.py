@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from tinkercloud import __version__
 from tinkercloud.commands import (
     bench_options,
+    captures,
     doctor,
     draft_options,
     fetch,
@@ -31,6 +32,7 @@ COMMANDS = {
     "bench": ("measure on this machine", bench_options),
     "draft": ("drafts for speculative decoding: make, list, choose", draft_options),
     "import": ("make an adapter of PEFT a checkpoint of this server", import_options),
+    "captures": ("what agents sampled: sessions, rewards, datums", captures),
     "keys": ("make, list and revoke API keys", keys),
 }
 

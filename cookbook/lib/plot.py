@@ -11,10 +11,11 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from lib.run import Run
 
 INK, GREY = "#22272e", "#6b7280"
-COLOURS = {"sft": "#2563eb", "rl": "#059669"}
+COLOURS = {"sft": "#2563eb", "rl": "#059669", "agent": "#d97706"}
 HEADINGS = {
     "sft": "SFT: one-digit sums, by examples",
     "rl": "RL: which number is larger, by reward",
+    "agent": "An agent on the openai package, by reward",
 }
 STYLE = {
     "font.size": 10.5,

@@ -11,7 +11,7 @@ from lib.evaluation import Evaluation
 class Run:
     """values[i] belongs to step i + 1, spread[i] is its standard error where there is one."""
 
-    name: str  # "sft" | "rl"
+    name: str  # "sft" | "rl" | "agent"
     measure: str  # what the values are
     values: list[float]
     spread: list[float] | None

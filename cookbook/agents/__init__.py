@@ -1,0 +1,1 @@
+"""Agents on public packages. None of them knows that it is trained."""
