@@ -30,7 +30,7 @@ SEEN = 0.3  # of a reward: the tool was asked for the right item
 def parser() -> argparse.ArgumentParser:
     made = options.parser("Train a tool-using agent by a reward.")
     made.add_argument("--model", default=options.MODEL, help="base model, as the server names it")
-    made.add_argument("--warm-up", type=int, default=3, help="steps that show how a call looks")
+    made.add_argument("--warm-up", type=int, default=7, help="steps that show how a call looks")
     made.add_argument("--steps", type=int, default=12)
     made.add_argument("--questions", type=int, default=4, help="per step")
     made.add_argument("--group-size", type=int, default=6, help="episodes of each question")

@@ -26,6 +26,7 @@ DEPLOY = "tests/docs/test_deploy_files.py"
 WEIGHTS = "tests/e2e/test_weights_out_and_in.py"
 CLI = "tests/e2e/test_tinker_cli.py"
 INSTALLED = f"{WHEEL}::test_the_engine_is_compiled_from_the_wheels_sources"
+AGENTS = "tests/chat/test_captured_agents.py"
 IMAGE = f"{DEPLOY}::test_the_images_instructions_are_dockers"
 
 
@@ -66,6 +67,18 @@ COVERED = {
     "docker build -t tinkercloud .": Elsewhere(IMAGE, "it needs Docker and a network"),
     "docker run -p 8700:8700 -v tinkercloud-data:/data tinkercloud": Elsewhere(
         IMAGE, "it needs the image"
+    ),
+    "pip install openai": Elsewhere(
+        f"{AGENTS}::test_environment_variables_alone_lead_an_agent_into_a_session",
+        "it needs an index; the test's agent runs on that package",
+    ),
+    "tinkercloud captures": Elsewhere(
+        f"{AGENTS}::test_the_command_makes_lists_rewards_closes_and_deletes_a_session",
+        "it needs a server with turns in a session",
+    ),
+    "python cookbook/agent_rl.py": Elsewhere(
+        "tests/e2e/test_captured_agent.py::test_the_recipe_trains_the_agent_and_leaves_its_curve",
+        "it takes minutes on real weights",
     ),
     "docker logs CONTAINER": Elsewhere(IMAGE, "it needs the image"),
     "tinkercloud serve --backend cluster": Elsewhere(

@@ -54,9 +54,9 @@ class Trajectory:
         return sum(len(step.sample.tokens) for step in self.steps)
 
 
-def episode_key(group: str | None, episode: str) -> str:
-    """Labels have no slash."""
-    return episode if group is None else f"{group}/{episode}"
+def episode_key(group: str | None, episode: str | None) -> str:
+    """ "" for turns without labels. Labels have no slash."""
+    return (episode or "") if group is None else f"{group}/{episode or ''}"
 
 
 def trajectories(

@@ -69,7 +69,15 @@ class CaptureResults:
         self, user: str, capture_id: str, query: TrajectoryQuery
     ) -> list[dict[str, Any]]:
         found, capture = await self._scored(user, capture_id, query, "raw")
-        return [trajectory_json(one, capture) for one in _page(found, query)]
+        deliveries = await self._rewards.deliveries(capture_id)
+        result: list[dict[str, Any]] = []
+        for one in _page(found, query):
+            result.append(trajectory_json(one, capture))
+            delivery = deliveries.get(one.trajectory.trajectory_id)
+            if delivery is not None:
+                asked = {"attempts": delivery.attempts, "error": delivery.error}
+                result[-1]["webhook"] = asked
+        return result
 
     async def datums(
         self, user: str, capture_id: str, query: TrajectoryQuery, form: DatumQuery

@@ -122,10 +122,9 @@ class CaptureService:
         capture = await self.require(user, capture_id)
         if capture.closed_at is not None:
             raise CaptureClosed(f"capture session {capture_id!r}")
-        if place.episode is not None:
-            key = episode_key(place.group, place.episode)
-            if key in await self._rewards.closed(capture_id):
-                raise CaptureClosed(f"episode {key!r} of capture session {capture_id!r}")
+        key = episode_key(place.group, place.episode)
+        if key in await self._rewards.closed(capture_id):
+            raise CaptureClosed(f"episode {key!r} of capture session {capture_id!r}")
         await self._check_room(capture)
         recorder = CaptureRecorder(self._captures, capture, place, self._end_tokens)
         return TurnHooks(recorder, recorder, await self._sampled(capture))

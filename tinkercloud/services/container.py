@@ -25,6 +25,7 @@ from tinkercloud.services.model_names import ModelNames
 from tinkercloud.services.model_service import ModelService
 from tinkercloud.services.request_slots import RequestSlots
 from tinkercloud.services.rest_service import RestService
+from tinkercloud.services.reward_webhooks import RewardWebhooks
 from tinkercloud.services.sample_record_service import SampleRecordService
 from tinkercloud.services.sampling_service import SamplingService
 from tinkercloud.services.session_search import SessionSearch
@@ -34,6 +35,8 @@ from tinkercloud.services.text_models import TextModels
 from tinkercloud.services.trace_service import TraceService
 from tinkercloud.services.training_service import TrainingService
 from tinkercloud.services.usage_recorder import UsageRecorder
+from tinkercloud.services.webhook_hosts import WebhookHosts
+from tinkercloud.services.webhook_sender import WebhookSender
 from tinkercloud.storage.audit_log import AuditLog
 from tinkercloud.storage.capture_rewards import CaptureRewardStorage
 from tinkercloud.storage.captures import CaptureStorage
@@ -85,12 +88,14 @@ class Services:
     chat: ChatService
     captures: CaptureService
     capture_results: CaptureResults
+    reward_webhooks: RewardWebhooks
     text_completions: TextCompletionService
 
     async def start(self) -> None:
         await self.tasks.start()
         await self.checkpoints.start()
         self.tasks.spawn(self._sweep_forever(), "expiry")
+        self.tasks.spawn(self.reward_webhooks.run_forever(), "webhooks")
         self.tasks.spawn(self.usage.flush_forever(), "usage")
 
     async def close(self) -> None:
@@ -181,6 +186,9 @@ def build_services(
         names=names,
         captures=captures,
         capture_results=CaptureResults(captures, stored.captures, stored.rewards),
+        reward_webhooks=RewardWebhooks(
+            stored.captures, stored.rewards, WebhookSender(WebhookHosts.of(config.reward_hosts))
+        ),
         chat=ChatService(names, texts, sampling, slots),
         text_completions=TextCompletionService(names, texts, sampling, slots),
     )

@@ -46,18 +46,18 @@ class CaptureRewardStorage:
         )
         return {row["target"]: row["total"] for row in rows}
 
-    async def close(self, capture_id: str, episode: str | None) -> None:
+    async def close(self, capture_id: str, episode: str) -> None:
         await self._database.write(
             "INSERT OR IGNORE INTO capture_closings VALUES (?, ?, ?)",
-            *(capture_id, episode or "", time.time()),
+            *(capture_id, episode, time.time()),
         )
 
-    async def closed(self, capture_id: str) -> frozenset[str | None]:
-        """Episodes; None stands for turns without one."""
+    async def closed(self, capture_id: str) -> frozenset[str]:
+        """Keys of episodes."""
         rows = await self._database.all(
             "SELECT episode FROM capture_closings WHERE capture_id = ?", capture_id
         )
-        return frozenset(row["episode"] or None for row in rows)
+        return frozenset(row["episode"] for row in rows)
 
     async def put_delivery(self, capture_id: str, delivery: Delivery) -> None:
         await self._database.write(
