@@ -29,7 +29,7 @@ AFTER_CALLS = (  # as Mistral's: results of tools must follow a call
     "{% if m.tool_calls %}[CALLS]{{ m.tool_calls | tojson }}{% endif %}<|im_end|>"
     "{% else %}{% if not messages[loop.index0 - 1].tool_calls %}"
     "{{ raise_exception('a result without a call') }}{% endif %}[RESULT]{{ m.content }}"
-    "{% endif %}{% endfor %}{# tools #}"
+    "{% endif %}{% endfor %}{% if tools %}{{ tools }}{% endif %}"
 )
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 

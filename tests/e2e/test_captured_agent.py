@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 from openai import OpenAI
-from tinker import ServiceClient
-from tinker.types import ModelInput
 
 from tests.serving import ROOT, Server, start_server
+from tinker_gmi import ModelInput, ServiceClient
 from tinker_gmi.captures import Captures
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -23,7 +22,8 @@ LIMIT_S = 300.0
 @pytest.fixture(scope="module")
 def server(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     data_dir = tmp_path_factory.mktemp("server") / "data"
-    with start_server("--model", f"{MODEL}={smollm2_gguf}", data_dir=data_dir) as server:
+    arguments = ("--model", f"{MODEL}={smollm2_gguf}", "--dtype", "float32")
+    with start_server(*arguments, data_dir=data_dir) as server:
         yield server
 
 
@@ -61,7 +61,7 @@ def test_the_drift_is_0_on_smollm2_where_the_text_s_own_tokens_differ(
     for name, value in server.sdk_environment.items():
         monkeypatch.setenv(name, value)
     with ServiceClient() as service:
-        tokenizer = service.create_sampling_client(base_model=MODEL).get_tokenizer()
+        tokenizer = service.create_sampling_client(base_model=MODEL).result().get_tokenizer()
     tokens, _, gains = columns(datum)
     num_drifted = num_sampled = place = 0
     for turn in datum["turns"]:
@@ -98,7 +98,7 @@ def test_the_log_probabilities_are_those_of_the_whole_sequence(
         (only,) = captures.datums(session["capture_id"], advantages="raw")["data"]
     tokens, logprobs, gains = columns(only)
     with ServiceClient() as service:
-        sampler = service.create_sampling_client(base_model=MODEL)
+        sampler = service.create_sampling_client(base_model=MODEL).result()
         scored = sampler.compute_logprobs(ModelInput.from_ints(tokens)).result()
     for drawn, gain, score in zip(logprobs, gains, scored[1:], strict=True):
         assert gain == 0 or score == pytest.approx(drawn, abs=1e-3)
