@@ -1,6 +1,7 @@
 """What comes out of a capture session: trajectories, rewards, datums."""
 
 import asyncio
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from tinkercloud.captures.trajectories import (
 from tinkercloud.errors import CaptureFull, InvalidField
 from tinkercloud.services.capture_service import CaptureService
 from tinkercloud.storage.capture_rewards import CaptureRewardStorage
-from tinkercloud.storage.captures import Capture, CapturedTurn, CaptureStorage
+from tinkercloud.storage.captures import Capture, CaptureStorage, SampleRef
 
 MAX_REWARDS = 100_000  # of one session
 _ID_PREFIXES = ("chatcmpl-", "msg_")  # of answers, as agents see them
@@ -58,8 +59,11 @@ class CaptureResults:
         if body.episode is not None:
             target = f"episode:{episode_key(body.group, body.episode)}"
         elif named:
-            turns = await self._captures.turns(capture)
-            target = f"{named[0]}:{_sample_ref(turns, named[0], getattr(body, named[0]))}"
+            field, name = named[0], getattr(body, named[0])
+            ref = _sample_ref(name)
+            if ref is None or not await self._captures.has(capture, ref):
+                raise InvalidField(field, f"{field} {name[:200]!r} is not in this capture session")
+            target = f"{field}:{ref}"
         if await self._rewards.number(capture_id) >= MAX_REWARDS:
             raise CaptureFull(f"this session has {MAX_REWARDS} rewards; start another one")
         await self._rewards.put(capture_id, target, body.key, body.value)
@@ -167,13 +171,9 @@ def _page(found: Sequence[Scored], query: TrajectoryQuery) -> Sequence[Scored]:
     return found[query.offset : query.offset + query.limit]
 
 
-def _sample_ref(turns: Sequence[CapturedTurn], field: str, name: str) -> str:
-    """ "TURN:INDEX" of what is on record; a turn's id alone, as in its answer, stands for its first
-    sample."""
+def _sample_ref(name: str) -> SampleRef | None:
+    """Of "TURN:INDEX"; a turn's id alone, as in its answer, stands for its first sample."""
     for prefix in _ID_PREFIXES:
         name = name.removeprefix(prefix)
     turn_id, _, index = name.partition(":")
-    turn = next((turn for turn in turns if turn.turn_id == turn_id), None)
-    if turn is None or (index or "0") not in [str(sample.index) for sample in turn.samples]:
-        raise InvalidField(field, f"{field} {name[:200]!r} is not in this capture session")
-    return f"{turn_id}:{index or 0}"
+    return SampleRef(turn_id, int(index or 0)) if re.fullmatch(r"[0-9]{0,4}", index) else None

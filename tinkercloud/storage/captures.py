@@ -209,6 +209,14 @@ class CaptureStorage:
             for row in rows
         ]
 
+    async def has(self, capture: Capture, ref: SampleRef) -> bool:
+        row = await self._database.one(
+            "SELECT 1 FROM capture_samples JOIN capture_turns USING (turn_id)"
+            " WHERE turn_id = ? AND sample_index = ? AND capture_turns.capture_id = ? AND user = ?",
+            *(ref.turn_id, ref.index, capture.capture_id, capture.user),
+        )
+        return row is not None
+
     async def tokens_to(self, capture: Capture, ref: SampleRef) -> list[NDArray[np.int32]]:
         """Prompt and sampled tokens, alternating, of the turns up to and with this sample."""
         rows = await self._database.all(
