@@ -76,14 +76,14 @@ def rewards(rows: Sequence[Sequence[Cell]]) -> dict[str, list[float]]:
 def targets(rows: Sequence[Sequence[Cell]]) -> list[Target]:
     """The chosen one beside what is not truncated by token: in the mean of all settings, and in the
     one where each is worst."""
-    found = []
+    claims = []
     for text, reduce in (("mean of all settings", fmean), ("worst setting", min)):
         values = {name: reduce(column) for name, column in rewards(rows).items()}
         others = {n: v for n, v in values.items() if not n.startswith("truncated")}
         best = max(others, key=lambda name: others[name])
         text = f"reward of *{CHOSEN}*, {text}, beside *{best}*"
-        found.append(Target.at_least(text, values[CHOSEN], round(others[best], 3), 3))
-    return found
+        claims.append(Target.at_least(text, values[CHOSEN], round(others[best], 3), 3))
+    return claims
 
 
 def draw(rows: Sequence[Sequence[Cell]], path: Path) -> None:

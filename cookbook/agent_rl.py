@@ -28,15 +28,19 @@ SEEN = 0.3  # of a reward: the tool was asked for the right item
 
 
 def parser() -> argparse.ArgumentParser:
-    made = options.parser("Train a tool-using agent by a reward.")
-    made.add_argument("--model", default=options.MODEL, help="base model, as the server names it")
-    made.add_argument("--warm-up", type=int, default=7, help="steps that show how a call looks")
-    made.add_argument("--steps", type=int, default=12)
-    made.add_argument("--questions", type=int, default=4, help="per step")
-    made.add_argument("--group-size", type=int, default=6, help="episodes of each question")
-    made.add_argument("--learning-rate", type=float, default=3e-4)
-    made.add_argument("--rank", type=int, default=16, help="of the LoRA adapter")
-    return made
+    arguments = options.parser("Train a tool-using agent by a reward.")
+    arguments.add_argument(
+        "--model", default=options.MODEL, help="base model, as the server names it"
+    )
+    arguments.add_argument(
+        "--warm-up", type=int, default=7, help="steps that show how a call looks"
+    )
+    arguments.add_argument("--steps", type=int, default=12)
+    arguments.add_argument("--questions", type=int, default=4, help="per step")
+    arguments.add_argument("--group-size", type=int, default=6, help="episodes of each question")
+    arguments.add_argument("--learning-rate", type=float, default=3e-4)
+    arguments.add_argument("--rank", type=int, default=16, help="of the LoRA adapter")
+    return arguments
 
 
 def run(args: argparse.Namespace) -> Run:
@@ -59,8 +63,10 @@ def run(args: argparse.Namespace) -> Run:
         for step in range(args.steps):
             items_P = [str(item) for item in rng.choice(train, args.questions, replace=False)]
             capture_id, rewards_P_G = rollout(args, captures, weights, items_P)
-            found = captures.datums(capture_id, loss="importance_sampling")["data"]
-            data = [one["datum"] for one in found if any(one["advantages"])]
+            trajectories = captures.datums(capture_id, loss="importance_sampling")["data"]
+            data = [
+                trajectory["datum"] for trajectory in trajectories if any(trajectory["advantages"])
+            ]
             for datum in data:  # the loss is a mean over episodes
                 gains = datum["loss_fn_inputs"]["advantages"]
                 gains["data"] = [gain / rewards_P_G.size for gain in gains["data"]]
@@ -97,8 +103,10 @@ def rollout(
     with ThreadPoolExecutor(len(episodes)) as pool:
         answers = list(pool.map(lambda e: episode(args, capture_id, *e), episodes))
     seen = {
-        (one["group"], one["episode"]): [m["content"] for m in one["messages"] if is_result(m)]
-        for one in captures.trajectories(capture_id)
+        (trajectory["group"], trajectory["episode"]): [
+            m["content"] for m in trajectory["messages"] if is_result(m)
+        ]
+        for trajectory in captures.trajectories(capture_id)
     }
     rewards: list[float] = []
     for (item, number), answer in zip(episodes, answers, strict=True):
@@ -132,11 +140,11 @@ def warm_up(args: argparse.Namespace, captures: Captures, training: Any, items: 
         list(pool.map(lambda item: episode(args, capture_id, item, 0), items))
     captures.reward(capture_id, 0.0)
     data = []
-    for one in captures.datums(capture_id, advantages="raw")["data"]:
-        tokens_T = one["datum"]["model_input"]["chunks"][0]["tokens"]
-        logprobs_T = one["datum"]["loss_fn_inputs"]["logprobs"]["data"]
+    for trajectory in captures.datums(capture_id, advantages="raw")["data"]:
+        tokens_T = trajectory["datum"]["model_input"]["chunks"][0]["tokens"]
+        logprobs_T = trajectory["datum"]["loss_fn_inputs"]["logprobs"]["data"]
         num_prompt = next(i for i, logprob in enumerate(logprobs_T) if logprob) + 1
-        call = CALL % one["group"]
+        call = CALL % trajectory["group"]
         call_T = [*tokenizer.encode(call, add_special_tokens=False), tokenizer.eos_token_id]
         tokens_T = tokens_T[:num_prompt] + call_T
         inputs = {
@@ -158,9 +166,9 @@ def evaluate(
     """Questions that are never trained on, each asked as often as a group has episodes."""
     capture_id, rewards_P_G = rollout(args, captures, weights, items)
     last = {
-        one["group"]: one["messages"][-1].get("content") or ""
-        for one in captures.trajectories(capture_id)
-        if one["episode"] == "0"
+        trajectory["group"]: trajectory["messages"][-1].get("content") or ""
+        for trajectory in captures.trajectories(capture_id)
+        if trajectory["episode"] == "0"
     }
     captures.delete(capture_id)
     right_P_G = rewards_P_G == 1.0

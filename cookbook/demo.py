@@ -120,10 +120,10 @@ def fetch_model() -> Path:
     """The weights' path; fetched when they are not here, which the server would do as well."""
     command = [sys.executable, "-m", "tinkercloud", "fetch", "smollm2"]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    found = re.search(r"^(.*) is here and whole$", done.stdout, re.M)
-    if done.returncode != 0 or found is None:
+    match = re.search(r"^(.*) is here and whole$", done.stdout, re.M)
+    if done.returncode != 0 or match is None:
         raise DemoError(done.stdout.strip() or "the weights could not be fetched")
-    return Path(found[1])
+    return Path(match[1])
 
 
 @contextmanager

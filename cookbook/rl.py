@@ -19,13 +19,15 @@ from lib.run import Run
 
 
 def parser() -> argparse.ArgumentParser:
-    made = options.parser("Improve a model by a reward.")
-    made.add_argument("state", help="the weights to start from, tinker://..., printed by sft.py")
-    made.add_argument("--steps", type=int, default=10)
-    made.add_argument("--problems", type=int, default=12, help="per step")
-    made.add_argument("--group-size", type=int, default=8, help="samples of each problem")
-    made.add_argument("--learning-rate", type=float, default=3e-4)
-    return made
+    arguments = options.parser("Improve a model by a reward.")
+    arguments.add_argument(
+        "state", help="the weights to start from, tinker://..., printed by sft.py"
+    )
+    arguments.add_argument("--steps", type=int, default=10)
+    arguments.add_argument("--problems", type=int, default=12, help="per step")
+    arguments.add_argument("--group-size", type=int, default=8, help="samples of each problem")
+    arguments.add_argument("--learning-rate", type=float, default=3e-4)
+    return arguments
 
 
 def run(args: argparse.Namespace) -> Run:

@@ -15,13 +15,15 @@ from lib.run import Run
 
 
 def parser() -> argparse.ArgumentParser:
-    made = options.parser("Teach a model by examples.")
-    made.add_argument("--model", default=options.MODEL, help="base model, as the server names it")
-    made.add_argument("--steps", type=int, default=8)
-    made.add_argument("--batch-size", type=int, default=16)
-    made.add_argument("--learning-rate", type=float, default=5e-4)
-    made.add_argument("--rank", type=int, default=16, help="of the LoRA adapter")
-    return made
+    arguments = options.parser("Teach a model by examples.")
+    arguments.add_argument(
+        "--model", default=options.MODEL, help="base model, as the server names it"
+    )
+    arguments.add_argument("--steps", type=int, default=8)
+    arguments.add_argument("--batch-size", type=int, default=16)
+    arguments.add_argument("--learning-rate", type=float, default=5e-4)
+    arguments.add_argument("--rank", type=int, default=16, help="of the LoRA adapter")
+    return arguments
 
 
 def run(args: argparse.Namespace) -> Run:

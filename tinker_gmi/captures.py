@@ -58,8 +58,8 @@ class Captures:
 
     def trajectories(self, capture_id: str, **query: Any) -> "list[dict[str, Any]]":
         """query: branches, group, episode, limit, offset."""
-        found = self._request("GET", f"/{capture_id}/trajectories", params=query)
-        return found["trajectories"]
+        answer = self._request("GET", f"/{capture_id}/trajectories", params=query)
+        return answer["trajectories"]
 
     def datums(self, capture_id: str, **query: Any) -> dict[str, Any]:
         """query: loss, advantages, and those of `trajectories`."""

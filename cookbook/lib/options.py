@@ -16,30 +16,32 @@ BASE_URL = "http://127.0.0.1:8700"
 
 def parser(description: str) -> argparse.ArgumentParser:
     """What every recipe has; what is particular to one it adds itself."""
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    made.add_argument(
+    parser.add_argument(
         "--sdk",
         type=_sdk,
         default="tinker_gmi",
         metavar="{tinker_gmi,tinker}",
         help="the client: this project's or the official one",
     )
-    made.add_argument(
+    parser.add_argument(
         "--base-url",
         default=os.environ.get("TINKER_BASE_URL", BASE_URL),
         help="the server; else TINKER_BASE_URL",
     )
-    made.add_argument(
+    parser.add_argument(
         "--api-key",
         default=os.environ.get("TINKER_API_KEY"),
         help="its key; else TINKER_API_KEY",
     )
-    made.add_argument("--seed", type=int, default=0, help="of batches and samples")
-    made.add_argument("--held-out", type=int, default=32, help="problems asked before and after")
-    made.add_argument("--out", type=Path, help="folder for the figures (JSON) and a picture (PNG)")
-    return made
+    parser.add_argument("--seed", type=int, default=0, help="of batches and samples")
+    parser.add_argument("--held-out", type=int, default=32, help="problems asked before and after")
+    parser.add_argument(
+        "--out", type=Path, help="folder for the figures (JSON) and a picture (PNG)"
+    )
+    return parser
 
 
 def main(recipe: Callable[[argparse.Namespace], Run], parser: argparse.ArgumentParser) -> None:

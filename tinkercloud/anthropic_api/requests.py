@@ -27,14 +27,14 @@ def chat_request(body: MessagesBody) -> ChatRequest:
         seed=body.seed,
         stops=stops,
     )
-    asked = conversation(body)
-    forced = _forced_tools(body.tool_choice or {}, asked.tools)
+    messages = conversation(body)
+    forced = _forced_tools(body.tool_choice or {}, messages.tools)
     grammar = _grammar(body.output_config or {})
-    if grammar is not None and asked.tools:
+    if grammar is not None and messages.tools:
         text = "output_config.format is not served with tools; send one of both"
         raise InvalidField("output_config", text)
     return ChatRequest(
-        *(body.model, asked, sampling),
+        *(body.model, messages, sampling),
         one_call=bool((body.tool_choice or {}).get("disable_parallel_tool_use")),
         forced_tools=forced,
         grammar=grammar,

@@ -63,8 +63,8 @@ def _text_after_mark(
         text = model.rendered(replace(conversation, messages=marked))
     except InvalidRequest:
         return None
-    _, found, rest = text.partition(mark)
-    return rest if found and mark not in rest else None
+    _, separator, rest = text.partition(mark)
+    return rest if separator and mark not in rest else None
 
 
 def _encoded_after_text(codec: TextCodec, text: str) -> list[int]:

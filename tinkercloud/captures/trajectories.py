@@ -65,11 +65,11 @@ def trajectories(
     """Those of a tree together, trees in the order of their first turns. turns: the oldest
     first."""
     ordered = list(turns)
-    known = {turn.turn_id for turn in ordered}
+    turn_ids = {turn.turn_id for turn in ordered}
     children: dict[SampleRef | None, list[CapturedTurn]] = defaultdict(list)
     for turn in ordered:
         # A parent is always on record before its child; without it the turn begins a tree.
-        parent = turn.parent if turn.parent and turn.parent.turn_id in known else None
+        parent = turn.parent if turn.parent and turn.parent.turn_id in turn_ids else None
         children[parent].append(turn)
     chosen = ordered if branches == "all" else _chosen(ordered, children)
     return list(_paths(chosen, children, branches))

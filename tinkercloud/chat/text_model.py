@@ -127,11 +127,11 @@ class TextModel:
     def require_tools(self) -> ToolFormat:
         """Raises InvalidField."""
         if self.tools is None:
-            known = ", ".join(form.name for form in FORMATS)
+            names = ", ".join(form.name for form in FORMATS)
             raise InvalidField(
                 "tools",
                 f"the chat template of {self.name} writes tool calls in a form that is not known "
-                f"here (known: {known}); leave tools out and describe them in the prompt",
+                f"here (known: {names}); leave tools out and describe them in the prompt",
             )
         return self.tools
 

@@ -37,9 +37,9 @@ class TokenText:
         if self.stopped:
             return ""
         self._held += text
-        found = [(place, s) for s in self._stops if (place := self._held.find(s)) >= 0]
-        if found:
-            place, self.stop = min(found)
+        matches = [(place, s) for s in self._stops if (place := self._held.find(s)) >= 0]
+        if matches:
+            place, self.stop = min(matches)
             piece, self._held = self._held[:place], ""
             return piece
         ready = len(self._held) - held_back(self._held, self._stops)

@@ -44,8 +44,8 @@ def _source(config: Config, name: str) -> ModelSource:
     for source in config.models:
         if source.name == name:
             return source
-    known = ", ".join(source.name for source in config.models)
-    raise UserError(f"no model {name!r} here; known: {known}. Name its files: --model {name}=PATH")
+    names = ", ".join(source.name for source in config.models)
+    raise UserError(f"no model {name!r} here; known: {names}. Name its files: --model {name}=PATH")
 
 
 def _has_key(data_dir: Path, user: str) -> bool:

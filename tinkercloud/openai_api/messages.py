@@ -25,8 +25,8 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, .
 def _message(where: str, message: Mapping[str, Any]) -> Message:
     role = message.get("role")
     if not isinstance(role, str) or role not in _ROLES:
-        known = ", ".join(_ROLES)
-        raise InvalidField(f"{where}.role", f"{where}.role is {role!r}; it may be {known}")
+        roles = ", ".join(_ROLES)
+        raise InvalidField(f"{where}.role", f"{where}.role is {role!r}; it may be {roles}")
     result: dict[str, Any] = {"role": _ROLES[role]}
     result["content"] = _text(f"{where}.content", message.get("content"))
     for name in ("name", "tool_call_id", "reasoning_content"):

@@ -128,8 +128,8 @@ async def reward(
 async def trajectories(
     capture_id: str, query: TrajectoryQueryDep, user: UserDep, services: ServicesDep
 ) -> Response:
-    found = await services.capture_results.trajectories(user, capture_id, query)
-    return json_answer({"trajectories": found})
+    trajectories = await services.capture_results.trajectories(user, capture_id, query)
+    return json_answer({"trajectories": trajectories})
 
 
 @router.get("/{capture_id}/datums")

@@ -66,8 +66,8 @@ def _links(heading: str, up: str, paths: list[str]) -> str:
 
 @router.get("/sessions")
 async def sessions(user: UserDep, services: ServicesDep) -> Response:
-    found = await services.sessions.list(user, NUM_LISTED, 0)
-    return _page("Sessions", _links("newest", "", [f"sessions/{s.session_id}" for s in found]))
+    listed = await services.sessions.list(user, NUM_LISTED, 0)
+    return _page("Sessions", _links("newest", "", [f"sessions/{s.session_id}" for s in listed]))
 
 
 @router.get("/sessions/{session_id}")
@@ -104,17 +104,17 @@ async def checkpoint(
     run_id: str, segment: str, name: str, user: UserDep, services: ServicesDep
 ) -> Response:
     path = f"tinker://{run_id}/{segment}/{name}"
-    found = await services.checkpoints.resolve(user, path)
+    saved = await services.checkpoints.resolve(user, path)
     return _page(
         f"Checkpoint {segment}/{name}",
         _links("of the training run", "../../../", [f"training_runs/{run_id}"]),
         _table(
             {
-                "path": found.tinker_path,
-                "base model": found.base_model,
-                "bytes": found.size_bytes,
-                "published": found.public,
-                "metadata": dict(found.user_metadata),
+                "path": saved.tinker_path,
+                "base model": saved.base_model,
+                "bytes": saved.size_bytes,
+                "published": saved.public,
+                "metadata": dict(saved.user_metadata),
             }
         ),
         f"<pre>tinker checkpoint info {escape(path)}</pre>",
@@ -125,12 +125,12 @@ async def checkpoint(
 async def playground(
     user: UserDep, services: ServicesDep, checkpoint: Annotated[str, Query()] = ""
 ) -> Response:
-    found = await services.checkpoints.resolve(user, checkpoint)
+    saved = await services.checkpoints.resolve(user, checkpoint)
     return _page(
         "Sampling a checkpoint",
         "<p>There is no playground here. Any chat program that speaks the OpenAI API samples this "
         "checkpoint: base URL this server's with /oai/api/v1, your key, and the model</p>",
-        f"<pre>{escape(found.tinker_path)}</pre>",
+        f"<pre>{escape(saved.tinker_path)}</pre>",
     )
 
 

@@ -28,12 +28,12 @@ _INSTEAD = {
 async def completions(
     body: CompletionBody, request: Request, user: UserDep, services: ServicesDep
 ) -> Response:
-    asked, form = completion_request(body), completion_form(body)
-    scored = asked.echo and form.logprobs
+    completion, form = completion_request(body), completion_form(body)
+    scored = completion.echo and form.logprobs
     if form.stream and scored:
         text = "echo with logprobs is not streamed; leave stream out"
         raise InvalidField("echo", text)
-    run = await services.text_completions.begin(user, asked, prompt_logprobs=scored)
+    run = await services.text_completions.begin(user, completion, prompt_logprobs=scored)
     if form.stream:
         return EventStream(_events(run, form), failed)
     return await while_connected(request, _whole(run, form))

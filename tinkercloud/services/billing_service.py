@@ -148,12 +148,12 @@ def _storage_rows(periods: Sequence[StoragePeriod], window: tuple[int, int]) -> 
             overlap_s = min(end, place.hour + HOUR_S) - begin
             byte_seconds[place] += int(overlap_s * period.size_bytes)
             begin = place.hour + HOUR_S
-    made = [_Row(place, {"type": "checkpoint", "count": num}) for place, num in num_made.items()]
+    created = [_Row(place, {"type": "checkpoint", "count": num}) for place, num in num_made.items()]
     stored = [
         _Row(place, {"type": "storage", "free": False, "gigabyte_hours": num / GIGABYTE / HOUR_S})
         for place, num in byte_seconds.items()
     ]
-    return made + stored
+    return created + stored
 
 
 def _place(period: StoragePeriod, at: float) -> _Place:

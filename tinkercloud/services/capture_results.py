@@ -72,16 +72,16 @@ class CaptureResults:
     async def trajectories(
         self, user: str, capture_id: str, query: TrajectoryQuery
     ) -> list[dict[str, Any]]:
-        found, capture = await self._scored(user, capture_id, query, "raw")
+        trajectories, capture = await self._scored(user, capture_id, query, "raw")
         deliveries = await self._rewards.deliveries(capture_id)
-        result: list[dict[str, Any]] = []
-        for one in _page(found, query):
-            result.append(trajectory_json(one, capture))
-            delivery = deliveries.get(one.trajectory.trajectory_id)
+        views: list[dict[str, Any]] = []
+        for item in _page(trajectories, query):
+            views.append(trajectory_json(item, capture))
+            delivery = deliveries.get(item.trajectory.trajectory_id)
             if delivery is not None:
-                asked = {"attempts": delivery.attempts, "error": delivery.error}
-                result[-1]["webhook"] = asked
-        return result
+                attempts = {"attempts": delivery.attempts, "error": delivery.error}
+                views[-1]["webhook"] = attempts
+        return views
 
     async def datums(
         self, user: str, capture_id: str, query: TrajectoryQuery, form: DatumQuery
@@ -90,18 +90,18 @@ class CaptureResults:
         if form.loss not in LOSSES:
             text = f"loss is {form.loss!r}; datums are made for {', '.join(LOSSES)}"
             raise InvalidField("loss", text)
-        found, capture = await self._scored(user, capture_id, query, form.advantages)
-        rewarded = [one for one in found if one.reward is not None]
+        trajectories, capture = await self._scored(user, capture_id, query, form.advantages)
+        rewarded = [item for item in trajectories if item.reward is not None]
         page = _page(rewarded, query)
 
         def convert() -> list[dict[str, Any]]:
-            return [_datum_json(one, form.loss, capture) for one in page]
+            return [_datum_json(item, form.loss, capture) for item in page]
 
         data = await asyncio.to_thread(convert)
         return {
             "data": data,
             "num_trajectories": len(rewarded),
-            "num_without_reward": len(found) - len(rewarded),
+            "num_without_reward": len(trajectories) - len(rewarded),
         }
 
     async def _scored(
@@ -119,10 +119,10 @@ class CaptureResults:
         return scored(chosen, rewards, advantages, capture.details.get("group")), capture
 
 
-def trajectory_json(one: Scored, capture: Capture) -> dict[str, Any]:
+def trajectory_json(item: Scored, capture: Capture) -> dict[str, Any]:
     """Without tokens: messages, and what was sampled with which weights."""
-    trajectory = one.trajectory
-    return _head(one, capture) | {
+    trajectory = item.trajectory
+    return _head(item, capture) | {
         "tools": trajectory.steps[0].turn.details.get("tools", []),
         "messages": messages_of(trajectory),
         "turns": [
@@ -148,27 +148,27 @@ def messages_of(trajectory: Trajectory) -> list[Any]:
     ]
 
 
-def _datum_json(one: Scored, loss: str, capture: Capture) -> dict[str, Any]:
-    advantages = list(one.advantages)
-    return _head(one, capture) | {"advantages": advantages, "datum": datum(one, loss)}
+def _datum_json(item: Scored, loss: str, capture: Capture) -> dict[str, Any]:
+    advantages = list(item.advantages)
+    return _head(item, capture) | {"advantages": advantages, "datum": datum(item, loss)}
 
 
-def _head(one: Scored, capture: Capture) -> dict[str, Any]:
-    trajectory = one.trajectory
+def _head(item: Scored, capture: Capture) -> dict[str, Any]:
+    trajectory = item.trajectory
     versions = [step.turn.details["weights"]["version"] for step in trajectory.steps]
     return {
         "trajectory_id": trajectory.trajectory_id,
         "group": trajectory.group or capture.details.get("group"),
         "episode": trajectory.episode,
-        "reward": one.reward,
+        "reward": item.reward,
         "versions": list(dict.fromkeys(versions)),
         "num_turns": len(trajectory.steps),
         "num_sampled_tokens": trajectory.num_sampled,
     }
 
 
-def _page(found: Sequence[Scored], query: TrajectoryQuery) -> Sequence[Scored]:
-    return found[query.offset : query.offset + query.limit]
+def _page(trajectories: Sequence[Scored], query: TrajectoryQuery) -> Sequence[Scored]:
+    return trajectories[query.offset : query.offset + query.limit]
 
 
 def _sample_ref(name: str) -> SampleRef | None:

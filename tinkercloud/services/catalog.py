@@ -27,7 +27,9 @@ class Catalog:
         if alias.name in self._backend_names:
             raise ConfigError(f"alias {alias.name!r} is the name of a served model already")
         if self._backend_names.get(alias.served) != alias.served:
-            names = ", ".join(name for name, own in self._backend_names.items() if name == own)
+            names = ", ".join(
+                name for name, served_name in self._backend_names.items() if name == served_name
+            )
             raise ConfigError(
                 f"alias {alias.name!r} stands for {alias.served!r}, which is not served; served: "
                 f"{names or 'none'}"

@@ -63,7 +63,7 @@ class RewardWebhooks:
         closed = await self._rewards.closed(capture.capture_id)
         waiting = 0
         room = asyncio.Semaphore(MAX_CONCURRENT)
-        asked: list[asyncio.Task[bool]] = []
+        tasks: list[asyncio.Task[bool]] = []
         for trajectory in trajectories(turns):
             if reward_of(trajectory, rewards) is not None:
                 continue
@@ -75,8 +75,8 @@ class RewardWebhooks:
                 waiting += 1
                 continue
             attempts = 0 if delivery is None else delivery.attempts
-            asked.append(asyncio.create_task(self._ask(capture, trajectory, attempts, room)))
-        settled = await asyncio.gather(*asked)
+            tasks.append(asyncio.create_task(self._ask(capture, trajectory, attempts, room)))
+        settled = await asyncio.gather(*tasks)
         return waiting == 0 and all(settled)
 
     async def _close_idle(self, capture: Capture, turns: Sequence[CapturedTurn]) -> None:

@@ -39,13 +39,13 @@ class SampleRecordService:
                 f"{self._max_bytes} of each user; take fewer samples per request"
             )
         # The sum counts what is being written too, so that concurrent samples cannot pass it.
-        known = self._bytes.get(owner.user)
-        if known is None or known + size > self._max_bytes:
+        total = self._bytes.get(owner.user)
+        if total is None or total + size > self._max_bytes:
             self._bytes.pop(owner.user, None)
             await self._records.shrink(owner.user, self._room(size))
-            known = await self._records.total_bytes(owner.user)
-            known = max(known, self._bytes.get(owner.user, 0))  # others were added meanwhile
-        self._bytes[owner.user] = known + size
+            total = await self._records.total_bytes(owner.user)
+            total = max(total, self._bytes.get(owner.user, 0))  # others were added meanwhile
+        self._bytes[owner.user] = total + size
         await self._records.add(request_id, owner, request, output)
 
     def _room(self, size: int) -> int:
@@ -69,10 +69,10 @@ class SampleRecordService:
                 f"the sequences that this request names were sampled by requests of {total} bytes; "
                 f"send fewer datums at once, so that it is at most {MAX_LOOKUP_BYTES}"
             )
-        found = await self._records.sequences(model.user, model.session_id, sequence_ids)
-        self._check_known(sequence_ids, found)
+        sequences = await self._records.sequences(model.user, model.session_id, sequence_ids)
+        self._check_recorded(sequence_ids, sequences)
         await self._records.renew(model.user, requests)
-        return found
+        return sequences
 
     def _check_session(
         self, model: Model, sequence_ids: Collection[str], session_of: Mapping[str, str]
@@ -86,8 +86,8 @@ class SampleRecordService:
                     "session only: sample and train with one ServiceClient, or choose another loss"
                 )
 
-    def _check_known(self, sequence_ids: Collection[str], found: Collection[str]) -> None:
-        missing = sorted(set(sequence_ids) - set(found))
+    def _check_recorded(self, sequence_ids: Collection[str], recorded: Collection[str]) -> None:
+        missing = sorted(set(sequence_ids) - set(recorded))
         if missing:
             names = ", ".join(map(repr, missing[:MAX_NAMES]))
             more = f" and {len(missing) - MAX_NAMES} more" if len(missing) > MAX_NAMES else ""

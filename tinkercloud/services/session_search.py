@@ -59,8 +59,8 @@ class SessionSearch:
         """active: its heartbeats come. client_finished: its client said so. failed: its client went
         away without a word after a request of it had failed. None: it went away otherwise."""
         if session.finished_at is not None:
-            known = session.finish_reason in FINISH_REASONS  # not that of a copy's own session
-            reason = {"type": session.finish_reason if known else "success"}
+            is_ours = session.finish_reason in FINISH_REASONS  # not that of a copy's own session
+            reason = {"type": session.finish_reason if is_ours else "success"}
             detail = session.details.get("finish_detail")
             return {"type": "client_finished", "reason": reason, "detail": detail}
         if session.heartbeat_at > time.time() - ALIVE_S:

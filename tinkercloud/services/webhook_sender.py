@@ -42,8 +42,8 @@ def signature(secret: str, timestamp: int, body: bytes) -> str:
 async def resolved(host: str, port: int) -> str:
     """The first address of a host. Raises OSError."""
     loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return str(found[0][4][0])
+    addresses = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return str(addresses[0][4][0])
 
 
 class WebhookSender:

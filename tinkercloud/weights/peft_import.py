@@ -106,8 +106,8 @@ def _check(
     """Names, shapes and number types, before any tensor is read."""
     if not modules:
         raise UserError("the adapter adapts no linear module of this base model")
-    known = set(adapted_modules(LoraSpec(1, 0), shapes))
-    faults = [f"{m} cannot be adapted here" for m in modules if m not in known]
+    adaptable = set(adapted_modules(LoraSpec(1, 0), shapes))
+    faults = [f"{m} cannot be adapted here" for m in modules if m not in adaptable]
     for module in modules:
         out_features, in_features = shapes[module]
         rank = config.rank_of(module)
@@ -126,10 +126,10 @@ def _check(
 
 def _check_others(file: Any, names: frozenset[str], modules: list[str], base: Path) -> None:
     """All other tensors: copies of base weights may be there, everything else is refused."""
-    own = {_tensor(module, letter) for module in modules for letter in "AB"}
+    expected = {_tensor(module, letter) for module in modules for letter in "AB"}
     faults = [
         f"{name}: {reason}"
-        for name in sorted(names - own)
+        for name in sorted(names - expected)
         if (reason := _fault_of(file, name, base)) is not None
     ]
     _refuse("this adapter cannot be imported exactly", faults)

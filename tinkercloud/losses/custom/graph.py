@@ -234,8 +234,8 @@ def _constant(kind: str, inner: Any) -> Any:
         return float(inner) if inner in _FLOATS else None
     if kind == "device":  # wherever the loss runs
         return TorchConstant(kind, "cpu")
-    known = {"dtype": DTYPES, "layout": _LAYOUTS, "memory_format": _MEMORY_FORMATS}
-    return TorchConstant(kind, inner) if inner in known.get(kind, ()) else None
+    tables = {"dtype": DTYPES, "layout": _LAYOUTS, "memory_format": _MEMORY_FORMATS}
+    return TorchConstant(kind, inner) if inner in tables.get(kind, ()) else None
 
 
 def _metrics(metrics: Mapping[str, Any]) -> Iterator[tuple[str, Reference]]:
@@ -250,8 +250,8 @@ def _metrics(metrics: Mapping[str, Any]) -> Iterator[tuple[str, Reference]]:
 
 
 def _check_target(node: Node) -> None:
-    known = FUNCTIONS if node.op == "call_function" else METHODS
-    if node.target not in known:
+    allowed = FUNCTIONS if node.op == "call_function" else METHODS
+    if node.target not in allowed:
         raise InvalidRequest(
             f"{node.title} is not among the operations that a custom loss may use on this server; "
             "write it with others, or run the loss on the client: forward_backward_custom with the "
