@@ -63,6 +63,7 @@ def test_every_setting_can_be_given_by_its_variable(setting):
         "dtype": "bfloat16",
         "backend": "fake",
         "auth": "no",
+        "server_losses": "yes",
         "log_level": "debug",
         "speculate": "suffix",
         "speculate_trace": "/some/rounds.jsonl",

@@ -349,7 +349,13 @@ BAD_REQUESTS = {
         lambda c, t: ([c.datum(t, target_tokens=t[:3], weights=[1.0] * 3)], "cross_entropy"),
         "target_tokens",
     ),
-    "missing input": (lambda c, t: ([c.datum(t, target_tokens=t)], "cross_entropy"), "weights"),
+    "missing input": (
+        lambda c, t: (
+            [c.datum(t, target_tokens=t, logprobs=[0.0] * len(t))],
+            "importance_sampling",
+        ),
+        "advantages",
+    ),
     "nan weights": (
         lambda c, t: (
             [c.datum(t, target_tokens=t, weights=[math.nan] * len(t))],
