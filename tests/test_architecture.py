@@ -43,10 +43,20 @@ RULES = {
     "openai_api": "chat core.types errors",
     "anthropic_api": "chat core.types errors",
     "captures": "chat core.types errors storage",
-    "services": "backends.base captures chat config core core.types errors losses storage "
-    "tinker_gmi wire",
-    "routers": "anthropic_api captures chat config core core.types errors openai_api services "
-    "storage tinker_gmi wire",
+    "services.common": "config core core.types errors tinker_gmi wire",
+    "services.accounts": "core.types errors services.common storage tinker_gmi",
+    "services.checkpoints": "backends.base core.types errors services.accounts services.common "
+    "storage tinker_gmi",
+    "services.models": "backends.base core core.types errors losses services.accounts "
+    "services.checkpoints services.common storage tinker_gmi wire",
+    "services.chats": "chat core.types errors services.checkpoints services.common "
+    "services.models storage tinker_gmi",
+    "services.captures": "captures chat config errors services.chats storage tinker_gmi",
+    "services": "backends.base config core services.accounts services.captures services.chats "
+    "services.checkpoints services.common services.models storage",
+    "routers": "anthropic_api captures chat errors openai_api services services.accounts "
+    "services.captures services.chats services.checkpoints services.common services.models "
+    "storage tinker_gmi",
     # speculative decoding, without an engine
     "speculative": "",
     "speculative.drafters": "core.types errors speculative",

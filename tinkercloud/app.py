@@ -18,8 +18,8 @@ from tinkercloud.routers import ROUTERS
 from tinkercloud.routers.deps import json_answer
 from tinkercloud.routers.error_forms import error_answer
 from tinkercloud.routers.middleware import Authenticator, AuthMiddleware, BodyMiddleware
-from tinkercloud.services.bodies import fault_text
-from tinkercloud.services.catalog import Catalog
+from tinkercloud.services.common.bodies import fault_text
+from tinkercloud.services.common.catalog import Catalog
 from tinkercloud.services.container import Stores, build_services
 from tinkercloud.storage.database import Database
 from tinkercloud.storage.keys import DEFAULT_USER, KeyStore
@@ -36,7 +36,7 @@ def create_app(
     """The ASGI application. backend None: the one that config names.
 
     client_config: flags for official clients (wire specification, sections 2.1 and 2.2); where it
-    names none, they keep their own defaults (but see services/client_flags.py).
+    names none, they keep their own defaults (but see services/common/client_flags.py).
     """
     chosen = load_backend(config) if backend is None else backend
     authenticator = Authenticator(everybody=None if config.auth else DEFAULT_USER)

@@ -14,7 +14,7 @@ from tinkercloud.config import Config, ModelSource
 from tinkercloud.core.types import OnTokens, SampleOutput, SampleRequest
 from tinkercloud.errors import EngineDied
 from tinkercloud.routers import event_stream
-from tinkercloud.services import request_slots
+from tinkercloud.services.chats import request_slots
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
 URLS = {"openai": "/oai/api/v1/chat/completions", "anthropic": "/anthropic/api/v1/messages"}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.api.harness import Api, serving
-from tinkercloud.services.checkpoint_writer import FOLDER
+from tinkercloud.services.checkpoints.checkpoint_writer import FOLDER
 
 
 async def save(api: Api, model_id: str, seq_id: int, name: str = "ck1", **fields: Any) -> Any:

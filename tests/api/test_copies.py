@@ -9,7 +9,7 @@ import pytest
 from tests.api.harness import Api
 from tests.api.test_checkpoints import load
 from tests.api.test_publications import publish, saved, unpublish, url
-from tinkercloud.services.checkpoint_writer import FOLDER
+from tinkercloud.services.checkpoints.checkpoint_writer import FOLDER
 
 
 async def copy(api: Api, path: str, *, key: str | None = None, **fields: Any) -> Any:

@@ -15,8 +15,8 @@ import pytest
 
 from tests.api.harness import Api, serving
 from tests.api.test_publications import publish, unpublish, url
-from tinkercloud.services import signed_links
-from tinkercloud.services.checkpoint_writer import FOLDER
+from tinkercloud.services.accounts import signed_links
+from tinkercloud.services.checkpoints.checkpoint_writer import FOLDER
 
 
 async def exported(api: Api, name: str = "ext", **fields: Any) -> str:

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.api.harness import Api
-from tinkercloud.services import model_names
+from tinkercloud.services.chats import model_names
 
 
 async def saved(api: Api, model_id: str, name: str, seq_id: int) -> str:

@@ -94,7 +94,9 @@ async def test_numbers_that_json_lacks_fail_with_what_to_do(
             )
         )
 
-    monkeypatch.setattr("tinkercloud.services.training_service.encode_train_output", with_nan)
+    monkeypatch.setattr(
+        "tinkercloud.services.models.training_service.encode_train_output", with_nan
+    )
     async with serving(tmp_path) as api:
         accepted = await api.forward_backward(await api.model(), 1)
         view = await json_result(api, accepted)

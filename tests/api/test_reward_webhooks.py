@@ -15,9 +15,13 @@ from tests.api.harness import Api, serving
 from tests.chat.model_folder import write_model_folder
 from tinkercloud.config import ModelSource
 from tinkercloud.errors import ConfigError, InvalidRequest
-from tinkercloud.services import reward_webhooks, webhook_sender
-from tinkercloud.services.webhook_hosts import WebhookHosts
-from tinkercloud.services.webhook_sender import SIGNATURE_HEADER, WebhookFailed, WebhookSender
+from tinkercloud.services.captures import reward_webhooks, webhook_sender
+from tinkercloud.services.captures.webhook_hosts import WebhookHosts
+from tinkercloud.services.captures.webhook_sender import (
+    SIGNATURE_HEADER,
+    WebhookFailed,
+    WebhookSender,
+)
 
 QUESTION = {"role": "user", "content": "Count the owners of the café."}
 

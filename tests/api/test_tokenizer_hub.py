@@ -12,7 +12,7 @@ import pytest
 from tests.tokenizers_made import byte_level
 from tinkercloud.backends.fake import TINY
 from tinkercloud.core.types import ServedModel
-from tinkercloud.services.tokenizer_hub import MARK, hub_names, write_hub
+from tinkercloud.services.chats.tokenizer_hub import MARK, hub_names, write_hub
 
 INSTRUCT = "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer"
 # As SDKs load a tokenizer: 0.38's function, which knows other names and revisions of some.

@@ -99,7 +99,7 @@ async def test_a_link_ends_after_an_hour(api: Api, monkeypatch: pytest.MonkeyPat
     import time
 
     now = time.time()
-    monkeypatch.setattr("tinkercloud.services.signed_links.time.time", lambda: now + 3601)
+    monkeypatch.setattr("tinkercloud.services.accounts.signed_links.time.time", lambda: now + 3601)
     async with stranger(api) as client:
         assert (await client.get(url)).status_code == 403
 

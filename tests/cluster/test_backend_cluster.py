@@ -37,7 +37,7 @@ from tinkercloud.core.types import (
     TrainBatch,
 )
 from tinkercloud.errors import EngineDied, ModelStateLost, TrainingRewound, UserError, VersionLost
-from tinkercloud.services.external_files import write_export
+from tinkercloud.services.checkpoints.external_files import write_export
 from tinkercloud.weights.peft_import import import_adapter, write_imported
 
 SPEC = LoraSpec(rank=8, seed=3)

@@ -12,8 +12,8 @@ from safetensors.numpy import load, save_file
 
 from tinkercloud.backends.fake import TINY
 from tinkercloud.errors import ServerFault
-from tinkercloud.services.archive import tar_of
-from tinkercloud.services.external_files import (
+from tinkercloud.services.checkpoints.archive import tar_of
+from tinkercloud.services.checkpoints.external_files import (
     FileSlice,
     Parts,
     exported_files,

@@ -9,8 +9,8 @@ from pathlib import Path
 from tinkercloud.commands.options import Arguments, complain, config_of, say, with_models
 from tinkercloud.config import Config, ModelSource
 from tinkercloud.errors import UserError
-from tinkercloud.services.checkpoint_service import check_name
-from tinkercloud.services.checkpoint_writer import CheckpointWriter, SaveOptions
+from tinkercloud.services.checkpoints.checkpoint_service import check_name
+from tinkercloud.services.checkpoints.checkpoint_writer import CheckpointWriter, SaveOptions
 from tinkercloud.storage.database import Database
 from tinkercloud.storage.keys import DEFAULT_USER, KeyStore
 from tinkercloud.storage.metadata import Checkpoint, LoraRecord, MetadataStorage, Model

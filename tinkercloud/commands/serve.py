@@ -76,7 +76,7 @@ def _check_extra(config: Config) -> None:
 
 async def _welcome(config: Config, url: str, served: "Iterable[ServedModel]") -> None:
     """Only once the server serves: a first key that is shown above an error would be lost."""
-    from tinkercloud.services import tokenizer_hub
+    from tinkercloud.services.chats import tokenizer_hub
 
     home = config.data_dir.absolute() / tokenizer_hub.FOLDER
     if await asyncio.to_thread(tokenizer_hub.write_hub, home, served):

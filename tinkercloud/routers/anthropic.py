@@ -15,7 +15,7 @@ from tinkercloud.routers.capture_hooks import HeaderHooksDep
 from tinkercloud.routers.deps import JsonRoute, ServicesDep, UserDep, json_answer
 from tinkercloud.routers.error_forms import ANTHROPIC_API, error_answer
 from tinkercloud.routers.event_stream import EventStream, server_sent, while_connected
-from tinkercloud.services.chat_service import ChatRun
+from tinkercloud.services.chats.chat_service import ChatRun
 from tinkercloud.services.container import Services
 
 router = APIRouter(prefix="/anthropic/api/v1", route_class=JsonRoute)

@@ -9,7 +9,7 @@ from tinker_gmi.capture_bodies import LABEL
 from tinkercloud.chat.turn import TurnHooks
 from tinkercloud.errors import InvalidField
 from tinkercloud.routers.deps import ServicesDep, UserDep
-from tinkercloud.services.capture_recorder import TurnPlace
+from tinkercloud.services.captures.capture_recorder import TurnPlace
 
 CAPTURE_HEADER = "x-capture-id"
 GROUP_HEADER = "x-group-id"

@@ -21,9 +21,9 @@ from tinkercloud.routers.deps import (
     UserDep,
     json_answer,
 )
-from tinkercloud.services.capture_recorder import TurnPlace
-from tinkercloud.services.capture_results import DatumQuery, TrajectoryQuery
-from tinkercloud.services.capture_service import capture_json
+from tinkercloud.services.captures.capture_recorder import TurnPlace
+from tinkercloud.services.captures.capture_results import DatumQuery, TrajectoryQuery
+from tinkercloud.services.captures.capture_service import capture_json
 from tinkercloud.storage.captures import Capture
 
 router = APIRouter(prefix="/api/v1/captures", route_class=JsonRoute)

@@ -11,10 +11,10 @@ from fastapi.routing import APIRoute
 
 from tinker_gmi.types import WireModel
 from tinkercloud.errors import PayloadTooLarge, UserError
-from tinkercloud.services.bodies import parse_json
+from tinkercloud.services.accounts.signed_links import PREFIX
+from tinkercloud.services.common.bodies import parse_json
 from tinkercloud.services.container import Services
-from tinkercloud.services.rest_service import MAX_LIMIT, tinker_path
-from tinkercloud.services.signed_links import PREFIX
+from tinkercloud.services.models.rest_service import MAX_LIMIT, tinker_path
 
 USER_KEY = "tinkercloud.user"  # where authentication leaves the user in the ASGI scope
 SIGNED_PREFIX = PREFIX  # of the one route that needs no key

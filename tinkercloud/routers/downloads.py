@@ -15,9 +15,9 @@ from tinkercloud.routers.deps import (
     UserDep,
     answer,
 )
+from tinkercloud.services.accounts.signed_links import SignedLink
+from tinkercloud.services.checkpoints.copy_service import CopyHeaders
 from tinkercloud.services.container import Services
-from tinkercloud.services.copy_service import CopyHeaders
-from tinkercloud.services.signed_links import SignedLink
 
 router = APIRouter(prefix="/api/v1", route_class=JsonRoute)
 signed = APIRouter()

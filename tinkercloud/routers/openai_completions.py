@@ -13,7 +13,7 @@ from tinkercloud.openai_api.requests import AnswerForm, completion_form, complet
 from tinkercloud.routers.deps import JsonRoute, ServicesDep, UserDep, json_answer
 from tinkercloud.routers.event_stream import EventStream, server_sent, while_connected
 from tinkercloud.routers.openai import DONE, failed
-from tinkercloud.services.text_completion_service import CompletionRun
+from tinkercloud.services.chats.text_completion_service import CompletionRun
 
 router = APIRouter(prefix="/oai/api/v1", route_class=JsonRoute)
 

@@ -15,8 +15,8 @@ from tinkercloud.routers.deps import (
     answer,
     json_answer,
 )
-from tinkercloud.services.rest_service import AccessScope, RunQuery
-from tinkercloud.services.session_search import metadata_of
+from tinkercloud.services.accounts.session_search import metadata_of
+from tinkercloud.services.models.rest_service import AccessScope, RunQuery
 
 router = APIRouter(prefix="/api/v1", route_class=JsonRoute)
 

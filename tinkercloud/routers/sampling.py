@@ -15,7 +15,7 @@ from tinker_gmi.types import (
 )
 from tinkercloud.errors import InvalidRequest
 from tinkercloud.routers.deps import JsonRoute, LocalDep, ServicesDep, UserDep, answer
-from tinkercloud.services.bodies import fault_text
+from tinkercloud.services.common.bodies import fault_text
 
 router = APIRouter(prefix="/api/v1", route_class=JsonRoute)
 

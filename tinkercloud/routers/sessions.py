@@ -17,7 +17,7 @@ from tinker_gmi.types import (
 )
 from tinkercloud.routers.deps import JsonRoute, ServicesDep, UserDep, answer, json_answer
 from tinkercloud.routers.downloads import base_url
-from tinkercloud.services.client_flags import client_flags
+from tinkercloud.services.common.client_flags import client_flags
 
 router = APIRouter(prefix="/api/v1", route_class=JsonRoute)
 

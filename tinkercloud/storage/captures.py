@@ -18,7 +18,7 @@ _ROW_BYTES = 512  # of a turn or a sample, apart from what it holds
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """details: what is sampled and how rewards are asked for (services/capture_service.py). It is
+    """details: what is sampled and how rewards are asked for (capture_service.py). It is
     removed ttl_s after used_at."""
 
     capture_id: str

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 from tinkercloud.backends.base import Backend
 from tinkercloud.core.task_manager import TaskManager
-from tinkercloud.services.catalog import Catalog
-from tinkercloud.services.checkpoint_service import CheckpointService
-from tinkercloud.services.loss_service import LossService
-from tinkercloud.services.sample_record_service import SampleRecordService
-from tinkercloud.services.session_service import SessionService
-from tinkercloud.services.usage_recorder import UsageRecorder
+from tinkercloud.services.accounts.session_service import SessionService
+from tinkercloud.services.accounts.usage_recorder import UsageRecorder
+from tinkercloud.services.checkpoints.checkpoint_service import CheckpointService
+from tinkercloud.services.common.catalog import Catalog
+from tinkercloud.services.models.loss_service import LossService
+from tinkercloud.services.models.sample_record_service import SampleRecordService
 from tinkercloud.storage.metadata import MetadataStorage
 
 

@@ -14,8 +14,8 @@ from tinker_gmi.accounts import (
     SessionStatusQuery,
     SessionSummary,
 )
-from tinkercloud.services.account_service import user_of_urn, user_urn
-from tinkercloud.services.model_service import stringified
+from tinkercloud.services.accounts.account_service import user_of_urn, user_urn
+from tinkercloud.services.common.user_metadata import stringified
 from tinkercloud.storage.session_storage import PagePlace, Session, SessionStorage, Stored
 
 ALIVE_S = 120.0  # clients send a heartbeat every ten seconds, and warn after this long without one

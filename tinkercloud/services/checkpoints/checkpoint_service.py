@@ -11,10 +11,15 @@ from typing import Protocol, get_args
 from tinker_gmi.types import WeightsInfoResponse
 from tinkercloud.backends.base import Backend
 from tinkercloud.errors import CheckpointNotFound, InvalidRequest, UserError
-from tinkercloud.services import checkpoint_files
-from tinkercloud.services.checkpoint_names import Nearby, full_path
-from tinkercloud.services.checkpoint_writer import FOLDER, CheckpointWriter, Fill, SaveOptions
-from tinkercloud.services.numbers import checked
+from tinkercloud.services.checkpoints import checkpoint_files
+from tinkercloud.services.checkpoints.checkpoint_names import Nearby, full_path
+from tinkercloud.services.checkpoints.checkpoint_writer import (
+    FOLDER,
+    CheckpointWriter,
+    Fill,
+    SaveOptions,
+)
+from tinkercloud.services.common.numbers import checked
 from tinkercloud.storage.audit_log import AuditLog
 from tinkercloud.storage.metadata import Checkpoint, MetadataStorage, Model, Segment
 from tinkercloud.storage.publications import PublicationStorage

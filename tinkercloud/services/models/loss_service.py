@@ -11,8 +11,8 @@ from tinkercloud.core.task_manager import TaskManager
 from tinkercloud.core.types import TrainBatch
 from tinkercloud.errors import InvalidRequest
 from tinkercloud.losses.custom.graph import checked as checked_loss
-from tinkercloud.services.numbers import checked
-from tinkercloud.services.session_service import SessionService
+from tinkercloud.services.accounts.session_service import SessionService
+from tinkercloud.services.common.numbers import checked
 from tinkercloud.storage.futures import Outcome, Ticket, completed_json
 from tinkercloud.storage.loss_storage import LossStorage
 from tinkercloud.storage.metadata import Model

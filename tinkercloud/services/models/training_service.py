@@ -23,14 +23,15 @@ from tinkercloud.core.types import AdamParams, RecordedSequence, TrainBatch, Tra
 from tinkercloud.errors import InvalidRequest, ModelNotFound, UserError
 from tinkercloud.losses import LOSSES
 from tinkercloud.losses.custom.graph import CUSTOM
-from tinkercloud.services import age_encryption
-from tinkercloud.services.bodies import TrainingCall
-from tinkercloud.services.checkpoint_writer import SaveOptions
-from tinkercloud.services.dependencies import Dependencies
-from tinkercloud.services.external_files import write_export
-from tinkercloud.services.model_service import ModelService, stringified
-from tinkercloud.services.numbers import train_key, train_seq_id
-from tinkercloud.services.sampling_service import SamplingService
+from tinkercloud.services.checkpoints import age_encryption
+from tinkercloud.services.checkpoints.checkpoint_writer import SaveOptions
+from tinkercloud.services.checkpoints.external_files import write_export
+from tinkercloud.services.common.bodies import TrainingCall
+from tinkercloud.services.common.numbers import train_key, train_seq_id
+from tinkercloud.services.common.user_metadata import stringified
+from tinkercloud.services.models.dependencies import Dependencies
+from tinkercloud.services.models.model_service import ModelService
+from tinkercloud.services.models.sampling_service import SamplingService
 from tinkercloud.storage.futures import Outcome, Ticket, completed_json, completed_protobuf
 from tinkercloud.storage.metadata import Model
 from tinkercloud.wire.codec import encode_train_output

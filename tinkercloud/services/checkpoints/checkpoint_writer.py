@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from tinkercloud.services import checkpoint_files
+from tinkercloud.services.checkpoints import checkpoint_files
 from tinkercloud.storage.metadata import Checkpoint, MetadataStorage, Model, Segment
 
 FOLDER = "checkpoints"

@@ -5,9 +5,9 @@ from collections import OrderedDict
 
 from tinkercloud.core.types import ServedModel
 from tinkercloud.errors import BaseModelNotServed, InvalidRequest, NotFound, UnknownModelName
-from tinkercloud.services.catalog import Catalog
-from tinkercloud.services.checkpoint_service import CheckpointService
-from tinkercloud.services.sampling_service import SamplingService
+from tinkercloud.services.checkpoints.checkpoint_service import CheckpointService
+from tinkercloud.services.common.catalog import Catalog
+from tinkercloud.services.models.sampling_service import SamplingService
 from tinkercloud.storage.metadata import Checkpoint, Sampler
 
 MAX_LISTED = 1000

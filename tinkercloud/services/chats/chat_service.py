@@ -16,11 +16,11 @@ from tinkercloud.chat.text_model import TextModel
 from tinkercloud.chat.turn import Turn, TurnHooks
 from tinkercloud.core.types import Grammar, SampledSequence, SampleOutput, ServedModel, Topk
 from tinkercloud.core.types import SampleRequest as CoreSampleRequest
-from tinkercloud.services.model_names import ModelNames
-from tinkercloud.services.request_slots import RequestSlots
-from tinkercloud.services.sample_stream import SampleStream
-from tinkercloud.services.sampling_service import DrawnSample, SamplingService
-from tinkercloud.services.text_models import TextModels
+from tinkercloud.services.chats.model_names import ModelNames
+from tinkercloud.services.chats.request_slots import RequestSlots
+from tinkercloud.services.chats.sample_stream import SampleStream
+from tinkercloud.services.chats.text_models import TextModels
+from tinkercloud.services.models.sampling_service import DrawnSample, SamplingService
 from tinkercloud.storage.metadata import Sampler
 
 _PROMPT_END = 16  # tokens, enough for what a template opens an answer with

@@ -13,7 +13,7 @@ from tinker_gmi.types import (
 )
 from tinker_gmi.types import Checkpoint as CheckpointView
 from tinkercloud.errors import ModelNotFound
-from tinkercloud.services.checkpoint_service import SCHEME, CheckpointService
+from tinkercloud.services.checkpoints.checkpoint_service import SCHEME, CheckpointService
 from tinkercloud.storage.metadata import Checkpoint, MetadataStorage, Model
 from tinkercloud.storage.publications import PublicationStorage
 

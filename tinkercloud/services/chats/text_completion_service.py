@@ -14,12 +14,12 @@ from tinkercloud.chat.text_model import TextModel
 from tinkercloud.core.types import SampleOutput, TokenChunk
 from tinkercloud.core.types import SampleRequest as CoreSampleRequest
 from tinkercloud.errors import InvalidField
-from tinkercloud.services.chat_service import sample_body
-from tinkercloud.services.model_names import ModelNames
-from tinkercloud.services.request_slots import RequestSlots
-from tinkercloud.services.sample_stream import Draw, SampleStream
-from tinkercloud.services.sampling_service import SamplingService
-from tinkercloud.services.text_models import TextModels
+from tinkercloud.services.chats.chat_service import sample_body
+from tinkercloud.services.chats.model_names import ModelNames
+from tinkercloud.services.chats.request_slots import RequestSlots
+from tinkercloud.services.chats.sample_stream import Draw, SampleStream
+from tinkercloud.services.chats.text_models import TextModels
+from tinkercloud.services.models.sampling_service import SamplingService
 from tinkercloud.storage.metadata import Sampler
 
 

@@ -16,7 +16,7 @@ from tinkercloud.captures.trajectories import (
     trajectories,
 )
 from tinkercloud.errors import CaptureFull, InvalidField
-from tinkercloud.services.capture_service import CaptureService
+from tinkercloud.services.captures.capture_service import CaptureService
 from tinkercloud.storage.capture_rewards import CaptureRewardStorage
 from tinkercloud.storage.captures import Capture, CaptureStorage, SampleRef
 

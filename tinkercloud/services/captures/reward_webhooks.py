@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from tinkercloud.captures.rewards import Scored, reward_of
 from tinkercloud.captures.trajectories import Trajectory, episode_key, trajectories
-from tinkercloud.services.capture_results import trajectory_json
-from tinkercloud.services.webhook_sender import WebhookFailed, WebhookSender
+from tinkercloud.services.captures.capture_results import trajectory_json
+from tinkercloud.services.captures.webhook_sender import WebhookFailed, WebhookSender
 from tinkercloud.storage.capture_rewards import CaptureRewardStorage, Delivery
 from tinkercloud.storage.captures import Capture, CapturedTurn, CaptureStorage
 

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 
 from tinkercloud.core.types import RecordedSequence, SampleOutput, SampleRequest
 from tinkercloud.errors import InvalidRequest
-from tinkercloud.services.session_service import SessionService
+from tinkercloud.services.accounts.session_service import SessionService
 from tinkercloud.storage.metadata import Model
 from tinkercloud.storage.sample_records import (
     SampleOwner,

@@ -9,13 +9,13 @@ from pathlib import Path
 from tinker_gmi.types import CheckpointArchiveUrlResponse, ExternalWeightsUrlsResponse
 from tinkercloud.core.types import ServedModel
 from tinkercloud.errors import BaseModelNotServed, CheckpointNotFound, InvalidRequest
-from tinkercloud.services import checkpoint_files
-from tinkercloud.services.archive import tar_of
-from tinkercloud.services.catalog import Catalog
-from tinkercloud.services.checkpoint_service import CheckpointService
-from tinkercloud.services.checkpoint_writer import FOLDER
-from tinkercloud.services.external_files import Parts, exported_files, whole
-from tinkercloud.services.signed_links import LIFETIME_S, SignedLink, check, sign
+from tinkercloud.services.accounts.signed_links import LIFETIME_S, SignedLink, check, sign
+from tinkercloud.services.checkpoints import checkpoint_files
+from tinkercloud.services.checkpoints.archive import tar_of
+from tinkercloud.services.checkpoints.checkpoint_service import CheckpointService
+from tinkercloud.services.checkpoints.checkpoint_writer import FOLDER
+from tinkercloud.services.checkpoints.external_files import Parts, exported_files, whole
+from tinkercloud.services.common.catalog import Catalog
 from tinkercloud.storage.metadata import Checkpoint
 
 ARCHIVE = "archive.tar"  # no checkpoint has a file of this name

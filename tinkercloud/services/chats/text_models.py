@@ -4,7 +4,7 @@ import asyncio
 
 from tinkercloud.chat.text_model import TextModel
 from tinkercloud.core.types import ServedModel
-from tinkercloud.services.catalog import Catalog
+from tinkercloud.services.common.catalog import Catalog
 
 
 class TextModels:

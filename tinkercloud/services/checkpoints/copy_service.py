@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from tinker_gmi.types import CopyWeightsRequest, CopyWeightsResponse
 from tinkercloud.errors import InvalidRequest
-from tinkercloud.services.checkpoint_service import CheckpointService, check_ttl
-from tinkercloud.services.numbers import checked
-from tinkercloud.services.session_service import SessionService
+from tinkercloud.services.accounts.session_service import SessionService
+from tinkercloud.services.checkpoints.checkpoint_service import CheckpointService, check_ttl
+from tinkercloud.services.common.numbers import checked
 from tinkercloud.storage.metadata import Checkpoint, MetadataStorage, Model
 
 ORIGIN = "copied_from"  # in a copy's metadata

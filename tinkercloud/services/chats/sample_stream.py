@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from tinkercloud.core.types import OnTokens, TokenChunk
-from tinkercloud.services.sampling_service import DrawnSample
+from tinkercloud.services.models.sampling_service import DrawnSample
 
 Draw = Callable[[OnTokens], Awaitable[DrawnSample]]
 

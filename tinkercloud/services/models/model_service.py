@@ -1,6 +1,5 @@
 """Models: a tenant's fine-tunes, from creation to deletion."""
 
-import json
 import secrets
 import time
 from collections.abc import Mapping
@@ -18,9 +17,16 @@ from tinker_gmi.types import (
 from tinkercloud.core.task_manager import Work
 from tinkercloud.core.types import LoraSpec
 from tinkercloud.errors import InvalidRequest, ModelNotFound
-from tinkercloud.services.checkpoint_names import Nearby
-from tinkercloud.services.dependencies import Dependencies
-from tinkercloud.services.numbers import checked, create_key, train_key, train_seq_id, unload_key
+from tinkercloud.services.checkpoints.checkpoint_names import Nearby
+from tinkercloud.services.common.numbers import (
+    checked,
+    create_key,
+    train_key,
+    train_seq_id,
+    unload_key,
+)
+from tinkercloud.services.common.user_metadata import stringified
+from tinkercloud.services.models.dependencies import Dependencies
 from tinkercloud.storage.futures import Outcome, Ticket, completed_json
 from tinkercloud.storage.metadata import Checkpoint, LoraRecord, Model
 
@@ -239,14 +245,6 @@ def _new_model(
 
 def _with_metadata(model: Model, user_metadata: Mapping[str, Any] | None) -> Model:
     return replace(model, user_metadata=stringified(user_metadata))
-
-
-def stringified(user_metadata: Mapping[str, Any] | None) -> dict[str, str]:
-    """Clients send any JSON and expect strings back (wire specification, section 12)."""
-    return {
-        name: value if isinstance(value, str) else json.dumps(value)
-        for name, value in (user_metadata or {}).items()
-    }
 
 
 def _lora_record(config: LoraConfig) -> LoraRecord:

@@ -19,7 +19,7 @@ from urllib.parse import SplitResult
 import httpx
 
 from tinkercloud.errors import InvalidRequest
-from tinkercloud.services.webhook_hosts import WebhookHosts
+from tinkercloud.services.captures.webhook_hosts import WebhookHosts
 
 SIGNATURE_HEADER = "X-Tinkercloud-Signature"
 TIMEOUT_S = 60.0

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 from urllib.parse import quote, urlencode
 
-from tinkercloud.services.session_service import SessionService
-from tinkercloud.services.signed_links import LIFETIME_S, PREFIX, SignedLink, check, sign
+from tinkercloud.services.accounts.session_service import SessionService
+from tinkercloud.services.accounts.signed_links import LIFETIME_S, PREFIX, SignedLink, check, sign
 from tinkercloud.storage.futures import FuturesStorage, Operation
 
 Phase = Literal["waiting", "running"]

@@ -29,9 +29,9 @@ from tinkercloud.core.types import (
 )
 from tinkercloud.core.types import SampleRequest as CoreSampleRequest
 from tinkercloud.errors import InvalidRequest, SamplerNotFound, VersionLost
-from tinkercloud.services.dependencies import Dependencies
-from tinkercloud.services.numbers import checked, sample_key
-from tinkercloud.services.version_store import VersionStore
+from tinkercloud.services.common.numbers import checked, sample_key
+from tinkercloud.services.models.dependencies import Dependencies
+from tinkercloud.services.models.version_store import VersionStore
 from tinkercloud.storage.futures import Outcome, Ticket, completed_protobuf
 from tinkercloud.storage.metadata import Model, Sampler, SamplerKind
 from tinkercloud.storage.sample_records import SampleOwner, sequence_id

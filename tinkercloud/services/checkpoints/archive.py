@@ -2,7 +2,7 @@
 
 import tarfile
 
-from tinkercloud.services.external_files import FileSlice, Parts
+from tinkercloud.services.checkpoints.external_files import FileSlice, Parts
 
 _BLOCK = tarfile.BLOCKSIZE
 

@@ -16,9 +16,9 @@ from tinker_gmi.accounts import (
     CheckpointStorageResponse,
 )
 from tinkercloud.errors import UserError
-from tinkercloud.services.account_service import user_urn
-from tinkercloud.services.session_search import metadata_of
-from tinkercloud.services.usage_recorder import HOUR_S, UsageRecorder
+from tinkercloud.services.accounts.account_service import user_urn
+from tinkercloud.services.accounts.session_search import metadata_of
+from tinkercloud.services.accounts.usage_recorder import HOUR_S, UsageRecorder
 from tinkercloud.storage.session_storage import SessionStorage
 from tinkercloud.storage.usage_storage import StoragePeriod, TokenKind, UsageKey, UsageStorage
 

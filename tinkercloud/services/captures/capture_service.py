@@ -19,10 +19,10 @@ from tinkercloud.errors import (
     InvalidRequest,
     ModelNotFound,
 )
-from tinkercloud.services.capture_recorder import CaptureRecorder, TurnPlace
-from tinkercloud.services.model_names import ModelNames
-from tinkercloud.services.text_models import TextModels
-from tinkercloud.services.webhook_hosts import WebhookHosts
+from tinkercloud.services.captures.capture_recorder import CaptureRecorder, TurnPlace
+from tinkercloud.services.captures.webhook_hosts import WebhookHosts
+from tinkercloud.services.chats.model_names import ModelNames
+from tinkercloud.services.chats.text_models import TextModels
 from tinkercloud.storage.capture_rewards import CaptureRewardStorage
 from tinkercloud.storage.captures import Capture, CaptureStorage
 from tinkercloud.storage.metadata import MetadataStorage

@@ -17,7 +17,7 @@ from typing import Any
 
 from tinkercloud.core.types import ServedModel
 from tinkercloud.errors import ServerFault
-from tinkercloud.services.checkpoint_files import MANIFEST
+from tinkercloud.services.checkpoints.checkpoint_files import MANIFEST
 
 PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
 FULL_FILE = "model.safetensors"

@@ -1,0 +1,1 @@
+"""Who calls, in which session, and what it used."""

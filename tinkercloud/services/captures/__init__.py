@@ -1,0 +1,1 @@
+"""Capture sessions of agents, and their rewards."""

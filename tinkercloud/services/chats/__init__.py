@@ -1,0 +1,1 @@
+"""Conversations and texts on top of sampling."""

@@ -1,0 +1,1 @@
+"""Checkpoints: saving, finding, publishing, copying, and files out."""

@@ -1,0 +1,1 @@
+"""What several services share: numbers of requests, base models on offer, bodies."""

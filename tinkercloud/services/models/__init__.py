@@ -1,0 +1,1 @@
+"""Models and samplers: creation, training, sampling, and the results that clients poll."""
