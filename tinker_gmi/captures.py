@@ -8,6 +8,7 @@ import httpx
 
 from tinker_gmi import settings
 from tinker_gmi.errors import APIConnectionError, status_error
+from tinker_gmi.transport import body_of
 
 TIMEOUT_S = 120.0
 
@@ -89,7 +90,7 @@ class Captures:
         except httpx.TransportError as error:
             raise APIConnectionError(f"no answer from the server: {error!r}") from error
         if not response.is_success:
-            raise status_error(response.status_code, _body(response))
+            raise status_error(response.status_code, body_of(response))
         return response.json() if response.content else {}
 
 
@@ -98,10 +99,3 @@ def datum_of(sdk: ModuleType, fields: Mapping[str, Any]) -> Any:
     inputs = {name: sdk.TensorData(**tensor) for name, tensor in fields["loss_fn_inputs"].items()}
     model_input = sdk.ModelInput.model_validate(fields["model_input"])
     return sdk.Datum(model_input=model_input, loss_fn_inputs=inputs)
-
-
-def _body(response: httpx.Response) -> Any:
-    try:
-        return response.json()
-    except ValueError:
-        return response.text

@@ -135,7 +135,7 @@ class Transport:
             return APIConnectionError(f"{call.path}: {error!r}")
         if response.is_success:
             return response
-        failure = status_error(response.status_code, _body(response))
+        failure = status_error(response.status_code, body_of(response))
         if response.status_code in (408, 429) or response.status_code >= 500:
             return failure
         raise failure
@@ -185,7 +185,7 @@ class Transport:
             return None
         if response.is_success or response.status_code == 408:
             return response
-        failure = status_error(response.status_code, _body(response))
+        failure = status_error(response.status_code, body_of(response))
         transient = response.status_code == 429 or response.status_code >= 500
         if not transient or time.monotonic() - last_answer > self.retry.give_up_s:
             raise failure
@@ -203,7 +203,7 @@ def is_protobuf(response: httpx.Response) -> bool:
 
 def _json_object(response: httpx.Response) -> dict[str, Any]:
     """Empty for protobuf and for anything but an object."""
-    body = None if is_protobuf(response) else _body(response)
+    body = None if is_protobuf(response) else body_of(response)
     return cast("dict[str, Any]", body) if isinstance(body, dict) else {}
 
 
@@ -230,7 +230,8 @@ def _parse(response: httpx.Response, reply: type[ModelT]) -> ModelT:
         ) from error
 
 
-def _body(response: httpx.Response) -> Any:
+def body_of(response: httpx.Response) -> Any:
+    """The JSON of an answer, or its text where it is none."""
     try:
         return response.json()
     except ValueError:

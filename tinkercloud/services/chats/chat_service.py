@@ -138,9 +138,7 @@ class ChatService:
         chat template and nobody. Raises UnknownModelName, InvalidRequest, TooManyRequests."""
         self._slots.check(user)
         hooks = hooks or TurnHooks()
-        sampler = await self._names.resolve(user, hooks.model or request.model)
-        text = await self._texts.get(sampler.base_model)
-        prompt = list(await hooks.source.prompt(request.conversation, text))
+        sampler, text, prompt = await self._prompt(user, request, hooks)
         if request.forced_tools:
             prompt += text.codec.encode(text.require_tools().opening, bos=False)
         sample = await self._sampling.checked(sampler, sample_body(prompt, request.sampling))
@@ -153,10 +151,16 @@ class ChatService:
         self, user: str, request: ChatRequest, hooks: TurnHooks | None = None
     ) -> int:
         """How long the prompt of this request is."""
-        hooks = hooks or TurnHooks()
+        _, _, prompt = await self._prompt(user, request, hooks or TurnHooks())
+        return len(prompt)
+
+    async def _prompt(
+        self, user: str, request: ChatRequest, hooks: TurnHooks
+    ) -> tuple[Sampler, TextModel, list[int]]:
+        """What is sampled, how it is read as text, and the tokens of the conversation."""
         sampler = await self._names.resolve(user, hooks.model or request.model)
         text = await self._texts.get(sampler.base_model)
-        return len(await hooks.source.prompt(request.conversation, text))
+        return sampler, text, list(await hooks.source.prompt(request.conversation, text))
 
 
 def sample_body(prompt: list[int], options: SamplingOptions) -> SampleRequest:

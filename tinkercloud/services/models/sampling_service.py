@@ -188,7 +188,7 @@ class SamplingService:
             # Here and not before the acknowledgement: a client retries a refused POST with 410
             # for ever (wire specification, section 5); a failed future ends the sample.
             request = await self.checked(sampler, body)
-            drawn = await self._sample(sampler, request)
+            drawn = await self.draw(sampler, request)
             if body.record_stability_info:  # before anybody can train on it
                 owner = SampleOwner(user, sampler.session_id, sampler.sampler_id)
                 request_id = self._tasks.running_request_id()
@@ -248,15 +248,6 @@ class SamplingService:
         """Sample at once, without a request id or a row for the result: for answers that stream.
 
         Cancelling the call ends its samples."""
-        return await self._sample(sampler, request, on_tokens)
-
-    async def release(self, sampler: Sampler) -> None:
-        """Its weights are not kept for it any more; a later sample publishes them again."""
-        await self._versions.leave(_version_key(sampler), sampler.sampler_id)
-
-    async def _sample(
-        self, sampler: Sampler, request: CoreSampleRequest, on_tokens: OnTokens | None = None
-    ) -> DrawnSample:
         num_prompt_tokens, num_sampled = len(request.prompt), 0
 
         def count(chunk: TokenChunk) -> None:
@@ -272,6 +263,10 @@ class SamplingService:
             raise
         self._usage.sampled(sampler, num_prompt_tokens, drawn.output)
         return drawn
+
+    async def release(self, sampler: Sampler) -> None:
+        """Its weights are not kept for it any more; a later sample publishes them again."""
+        await self._versions.leave(_version_key(sampler), sampler.sampler_id)
 
     async def _drawn(
         self, sampler: Sampler, request: CoreSampleRequest, on_tokens: OnTokens | None
