@@ -4,6 +4,7 @@ Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any
 Llama 3: the whole answer is `{"name": ..., "parameters": {...}}`, several joined by `;`.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -38,12 +39,11 @@ class ToolFormat:
     spoken: tuple[str, ...] = ()
 
 
-class HermesParser:
-    """Calls between tags. What stands between the tags and is no call stays content."""
+class _SteppingParser(ABC):
+    """Text is held until it is clear what it belongs to; each step takes some of what is held."""
 
-    def __init__(self, names: Collection[str] = ()):
+    def __init__(self) -> None:
         self._held = ""
-        self._has_calls = False
         self._scanner: CallScanner | None = None
 
     def feed(self, text: str) -> list[str | CallPiece]:
@@ -52,6 +52,31 @@ class HermesParser:
         while self._step(pieces):
             pass
         return pieces
+
+    @abstractmethod
+    def _step(self, pieces: list[str | CallPiece]) -> bool:
+        """One move over what is held; whether there may be another."""
+
+    def _scan(
+        self, scanner: CallScanner, pieces: list[str | CallPiece], until: str | None
+    ) -> tuple[str, bool]:
+        """Feed the call that is underway. What the scanner gave back at its end, and whether it
+        has ended; what comes after it is held."""
+        scanned, rest = scanner.feed(self._held, until=until)
+        pieces += scanned
+        self._held = rest or ""
+        if rest is None:
+            return "", False
+        self._scanner = None
+        return scanner.finish(), True
+
+
+class HermesParser(_SteppingParser):
+    """Calls between tags. What stands between the tags and is no call stays content."""
+
+    def __init__(self, names: Collection[str] = ()):
+        super().__init__()
+        self._has_calls = False
 
     def finish(self) -> list[str | CallPiece]:
         rest, self._held = self._held, ""
@@ -62,19 +87,12 @@ class HermesParser:
         return [f"{_OPENING}{unread}"] if unread else []
 
     def _step(self, pieces: list[str | CallPiece]) -> bool:
-        """One move over what is held; whether there may be another."""
         if self._scanner is None:
             return self._find_opening(pieces)
-        scanned, rest = self._scanner.feed(self._held, until=_CLOSING)
-        pieces += scanned
-        if rest is None:
-            self._held = ""
-            return False
-        unread = self._scanner.finish()
+        unread, has_ended = self._scan(self._scanner, pieces, _CLOSING)
         if unread:
             pieces.append(f"{_OPENING}{unread}{_CLOSING}")
-        self._scanner, self._held = None, rest
-        return True
+        return has_ended
 
     def _find_opening(self, pieces: list[str | CallPiece]) -> bool:
         before, opening, after = self._held.partition(_OPENING)
@@ -93,23 +111,13 @@ class HermesParser:
         return False
 
 
-class Llama3Parser:
+class Llama3Parser(_SteppingParser):
     """A call where the answer begins with one; any other answer is content."""
 
     def __init__(self, names: Collection[str] = ()):
+        super().__init__()
         self._names = frozenset(names)
-        self._held = ""
         self._is_content = False
-        self._scanner: CallScanner | None = None
-
-    def feed(self, text: str) -> list[str | CallPiece]:
-        if self._is_content:
-            return [text] if text else []
-        self._held += text
-        pieces: list[str | CallPiece] = []
-        while self._step(pieces):
-            pass
-        return pieces
 
     def finish(self) -> list[str | CallPiece]:
         rest, self._held = self._held, ""
@@ -118,19 +126,15 @@ class Llama3Parser:
         return [text] if text.strip(" \n;") else []
 
     def _step(self, pieces: list[str | CallPiece]) -> bool:
+        if self._is_content:
+            self._give_up(pieces, self._held)
+            return False
         if self._scanner is None:
             return self._find_call(pieces)
-        scanned, rest = self._scanner.feed(self._held, until=None)
-        pieces += scanned
-        if rest is None:
-            self._held = ""
-            return False
-        unread = self._scanner.finish()
-        self._scanner, self._held = None, rest
+        unread, has_ended = self._scan(self._scanner, pieces, until=None)
         if unread:
-            self._give_up(pieces, unread + rest)
-            return False
-        return True
+            self._give_up(pieces, unread + self._held)
+        return has_ended and not unread
 
     def _find_call(self, pieces: list[str | CallPiece]) -> bool:
         text = self._held.lstrip(" \n;")

@@ -208,7 +208,7 @@ class DataConverter:
     # sampling
 
     def sample_request(self, body: JsonSampleRequest) -> SampleRequest:
-        _check_unsupported(body)
+        _check_num_samples(body)
         prompt = self._tokens("the prompt", _chunks(body.prompt))
         room = self._served.max_context_length - len(prompt)
         if room < 1:
@@ -337,7 +337,7 @@ def _floats(where: str, values: NDArray[Any], shape: tuple[int, ...]) -> NDArray
     return values.astype(np.float32)
 
 
-def _check_unsupported(body: JsonSampleRequest) -> None:
+def _check_num_samples(body: JsonSampleRequest) -> None:
     if not 1 <= body.num_samples <= MAX_SAMPLES:
         raise InvalidRequest(f"num_samples is {body.num_samples}; it must lie in 1..{MAX_SAMPLES}")
 

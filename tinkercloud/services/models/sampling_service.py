@@ -238,7 +238,6 @@ class SamplingService:
             assert sampler.directory is not None, "it samples a checkpoint"
             path = sampler.model_path or sampler.directory
             await self._checkpoints.require_readable(sampler.user, sampler.directory, path)
-        checked("num_samples", body.num_samples, lowest=1, highest=MAX_SAMPLES)
         request = await self._checked(sampler, body)
         return replace(request, speculate=sampler.sampler_id not in self._undrafted)
 
