@@ -1,13 +1,17 @@
 """The listening process: its socket, its limits, its start and its end."""
 
 import asyncio
+import fcntl
 import logging
+import os
 import resource
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -23,6 +27,7 @@ BACKLOG = 2048  # a client opens hundreds of connections at once (wire specifica
 KEEP_ALIVE_S = 75
 GRACE_S = 3  # how long open requests may take to end after Ctrl-C
 MAX_HEAD_BYTES = 64 * 1024
+LOCK_FILE = "server.lock"
 
 
 def listen(config: Config) -> socket.socket:
@@ -45,6 +50,27 @@ def listen(config: Config) -> socket.socket:
         ) from error
     bound.setblocking(False)
     return bound
+
+
+@contextmanager
+def sole_owner(data_dir: Path) -> Generator[None]:
+    """ConfigError while another server has the folder: each takes what the other is doing for what
+    a crash left behind. The lock ends with the process, however that ends."""
+    data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor = os.open(data_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another server has the data folder {data_dir}; stop that one, or choose another "
+                "folder with --data-dir"
+            ) from None
+        except OSError as error:  # some file systems of networks
+            logger.warning("%s cannot be locked: start one server on it only: %s", data_dir, error)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def base_url(bound: socket.socket) -> str:

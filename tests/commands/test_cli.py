@@ -16,7 +16,7 @@ import pytest
 from tests.serving import ROOT, Server, ServerDidNotStart, start_server
 from tinkercloud import __version__, cli, config, fetch
 from tinkercloud.commands import options
-from tinkercloud.server import base_url, listen
+from tinkercloud.server import base_url, listen, sole_owner
 
 
 @pytest.fixture(autouse=True)
@@ -87,6 +87,15 @@ def test_a_port_in_use_is_refused_before_anything_is_made(run, tmp_path):
     assert (status, out) == (2, "")
     assert f"cannot listen on 127.0.0.1 port {port}" in err
     assert not (tmp_path / "data").exists()
+
+
+def test_a_data_folder_of_another_server_is_refused(run, tmp_path):
+    with sole_owner(tmp_path / "data"):
+        status, out, err = run("serve", "--backend", "fake", "--port", "0")
+    assert (status, out) == (2, "")
+    assert f"another server has the data folder {tmp_path / 'data'}" in err
+    with sole_owner(tmp_path / "data"):  # free again
+        pass
 
 
 def test_the_address_shown_is_one_that_a_client_can_use():

@@ -42,7 +42,7 @@ def run(arguments: Arguments) -> int:
     logging.basicConfig(
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    with closing(server.listen(config)) as listener:
+    with closing(server.listen(config)) as listener, server.sole_owner(config.data_dir):
         url = server.base_url(listener)
         config = with_models(config)
         for model in config.models:
