@@ -9,6 +9,7 @@ import pytest
 from fastapi.routing import APIRoute
 
 from tests.api.harness import Api, serving
+from tinkercloud.storage.tokens import TOKEN_PREFIX
 
 SIGNED = [
     ("GET", "/api/v1/signed/traces/{session_id}"),
@@ -48,7 +49,7 @@ async def test_every_route_refuses_a_request_without_a_valid_key(
             assert response.status_code == 403, (method, path)
             continue
         assert response.status_code == 401, (method, path)
-        assert method == "HEAD" or "X-API-Key" in response.text, (method, path)
+        assert method == "HEAD" or "API key" in response.text, (method, path)
 
 
 async def test_only_signed_links_pass_without_a_key(api: Api) -> None:
@@ -126,3 +127,22 @@ async def test_without_authentication_everybody_is_the_default_user(tmp_path: Pa
         model_id = await api.model()
         runs = (await api.get("training_runs")).json()["training_runs"]
     assert [(run["training_run_id"], run["model_owner"]) for run in runs] == [(model_id, "default")]
+
+
+@pytest.mark.parametrize(
+    ("headers", "said"),
+    [
+        ({}, "needs an API key"),
+        ({"X-API-Key": "tml-wrong"}, "`tinkercloud keys add`"),
+        ({"Authorization": f"Bearer {TOKEN_PREFIX}old"}, "has expired"),
+    ],
+)
+async def test_a_refusal_says_what_is_wrong_with_the_key(
+    api: Api, headers: dict[str, str], said: str
+) -> None:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app=api.app), base_url="http://server"
+    ) as stranger:
+        answer = await stranger.get("/api/v1/get_server_capabilities", headers=headers)
+    assert answer.status_code == 401
+    assert said in answer.text

@@ -48,6 +48,14 @@ def credential_of(headers: Headers) -> str:
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
+def _unknown_text(credential: str) -> str:
+    if not credential:
+        return "this server needs an API key: send it as X-API-Key or Bearer token (tml-...)"
+    if credential.startswith(TOKEN_PREFIX):
+        return "the token is not of this server or has expired; ask for another with an API key"
+    return "the API key is not one of this server's: `tinkercloud keys add` makes one there"
+
+
 class AuthMiddleware:
     """Answers 401 before a route is looked up or a byte of the body is read. Signed links pass:
     their route checks them."""
@@ -74,7 +82,7 @@ class AuthMiddleware:
             password = basic_password(headers.get("authorization", ""))
             user = self._authenticator.user_of_key(password)
         if user is None:
-            text = "this server needs an API key: send it as X-API-Key or Bearer token (tml-...)"
+            text = _unknown_text(credential_of(headers))
             # a client with a token of an hour gets another one and repeats the request (RFC 6750)
             token = credential_of(headers).startswith(TOKEN_PREFIX)
             challenge = {"www-authenticate": 'Bearer error="invalid_token"'} if token else {}
