@@ -88,7 +88,10 @@ class Captures:
                 method, f"/api/v1/captures{path}", json=body, params=params
             )
         except httpx.TransportError as error:
-            raise APIConnectionError(f"no answer from the server: {error!r}") from error
+            raise APIConnectionError(
+                f"no answer from {self._client.base_url}: {error!r}; "
+                "is TINKER_BASE_URL what the server printed?"
+            ) from error
         if not response.is_success:
             raise status_error(response.status_code, body_of(response))
         return response.json() if response.content else {}

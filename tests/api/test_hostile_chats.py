@@ -81,3 +81,42 @@ async def test_a_body_that_is_no_request_is_refused(api: Api, kind: str, body: b
     response = await api.http.post(URLS[kind], content=body, headers=headers)
     assert response.status_code == 400
     assert response.json()["error"]["message"]
+
+
+async def refusal(api: Api, kind: str, body: bytes) -> str:
+    headers = {"content-type": "application/json"}
+    response = await api.http.post(URLS[kind], content=body, headers=headers)
+    assert response.status_code == 400
+    return response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("kind", ["openai", "anthropic"])
+async def test_where_a_body_stops_being_json_is_said(api: Api, kind: str) -> None:
+    text = await refusal(api, kind, b'{"model": "chatty", ')
+    assert text.startswith("the body is not JSON: ")
+    assert text.endswith("line 1 column 21 (char 20)")
+
+
+@pytest.mark.parametrize(
+    ("kind", "choice"),
+    [
+        ("openai", "required"),
+        ("openai", {"type": "function", "function": {"name": "sub"}}),
+        ("anthropic", {"type": "any"}),
+        ("anthropic", {"type": "tool", "name": "sub"}),
+    ],
+)
+async def test_a_choice_without_its_tool_is_refused_with_the_tools(
+    api: Api, kind: str, choice: Any
+) -> None:
+    body: dict[str, Any] = {"model": "chatty", "max_tokens": 2, "tool_choice": choice}
+    body["messages"] = [{"role": "user", "content": "Hi"}]
+    text = await refusal(api, kind, json.dumps(body).encode())
+    assert text.endswith("tools: none, and without them no call is made")
+
+
+async def test_a_tool_without_its_function_is_refused_for_that(api: Api) -> None:
+    body: dict[str, Any] = {"model": "chatty", "tools": [{"type": "function"}]}
+    body["messages"] = [{"role": "user", "content": "Hi"}]
+    text = await refusal(api, "openai", json.dumps(body).encode())
+    assert text == "tools.0.function must be an object with a name"

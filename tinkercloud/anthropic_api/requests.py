@@ -5,7 +5,7 @@ from typing import Any
 
 from tinkercloud.anthropic_api.bodies import MAX_STOP_CHARACTERS, CountBody, MessagesBody
 from tinkercloud.anthropic_api.messages import template_messages, template_tools
-from tinkercloud.chat.requests import ChatRequest, SamplingOptions, json_grammar
+from tinkercloud.chat.requests import ChatRequest, SamplingOptions, json_grammar, tool_names
 from tinkercloud.chat.text_model import Conversation
 from tinkercloud.core.types import Grammar
 from tinkercloud.errors import InvalidField
@@ -66,7 +66,10 @@ def _forced_tools(choice: Mapping[str, Any], tools: tuple[Tool, ...]) -> tuple[T
         return tools
     named = tuple(tool for tool in tools if tool["function"]["name"] == choice.get("name"))
     if kind != "tool" or not named:
-        text = "tool_choice may be of type 'auto', 'any', 'none', or 'tool' with the name of a tool"
+        text = (
+            "tool_choice may be of type 'auto', 'any', 'none', or 'tool' with the name of a tool; "
+            f"tools: {tool_names(tools)}"
+        )
         raise InvalidField("tool_choice", text)
     return named[:1]
 

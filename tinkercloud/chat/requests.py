@@ -1,7 +1,7 @@
 """What the OpenAI and Anthropic routes ask for, in one form for both."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ from tinkercloud.chat.text_model import Conversation
 from tinkercloud.core.types import Grammar
 
 DEFAULT_TEMPERATURE = 1.0
+MAX_NAMED_TOOLS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +68,10 @@ class Usage:
     prompt_tokens: int
     sampled_tokens: int
     cached_tokens: int = 0
+
+
+def tool_names(tools: Sequence[Mapping[str, Any]]) -> str:
+    """For a refusal; a client may send hundreds."""
+    names = [tool["function"]["name"] for tool in tools[:MAX_NAMED_TOOLS]]
+    more = ["..."] if len(tools) > MAX_NAMED_TOOLS else []
+    return ", ".join(names + more) or "none, and without them no call is made"

@@ -95,6 +95,8 @@ def template_tools(tools: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any
 
 def _tool(where: str, tool: Mapping[str, Any]) -> Mapping[str, Any]:
     function = tool.get("function")
+    if tool.get("type") == "function" and not isinstance(function, dict):
+        raise InvalidField(f"{where}.function", f"{where}.function must be an object with a name")
     if tool.get("type") != "function" or not isinstance(function, dict):
         text = f"{where} must be of type 'function'; other tools run at OpenAI's and not here"
         raise InvalidField(where, text)

@@ -10,6 +10,7 @@ from tinkercloud.chat.requests import (
     CompletionRequest,
     SamplingOptions,
     json_grammar,
+    tool_names,
 )
 from tinkercloud.chat.text_model import Conversation
 from tinkercloud.core.types import Grammar
@@ -123,7 +124,7 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if len(stops) > MAX_STOPS or any(not 1 <= len(s) <= MAX_STOP_CHARACTERS for s in stops):
         raise InvalidField(
-            "stop", f"stop takes {MAX_STOPS} texts of 1 to {MAX_STOP_CHARACTERS} characters"
+            "stop", f"stop takes up to {MAX_STOPS} texts of 1 to {MAX_STOP_CHARACTERS} characters"
         )
     return stops
 
@@ -170,7 +171,8 @@ def _forced_tools(
     if not named:
         raise InvalidField(
             "tool_choice",
-            "tool_choice may be 'auto', 'none', 'required', or a function of tools by its name",
+            "tool_choice may be 'auto', 'none', 'required', or a function of tools by its name; "
+            f"tools: {tool_names(tools)}",
         )
     return named[:1]
 

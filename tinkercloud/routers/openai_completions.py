@@ -45,7 +45,7 @@ async def unserved(path: str) -> Response:
     """After all routes of OpenAI's API that are served."""
     raise NotFound(
         f"OpenAI's /{path[:100]} is not served here; served: /models, /completions, "
-        "/chat/completions. " + _INSTEAD.get(path.partition("/")[0], "")
+        f"/chat/completions. {_INSTEAD.get(path.partition('/')[0], '')}".rstrip()
     )
 
 

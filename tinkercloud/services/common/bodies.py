@@ -29,12 +29,15 @@ class TrainingCall:
 
 def fault_text(errors: Sequence[Mapping[str, Any]]) -> str:
     """What is wrong and where, in one line; values are left out, they may be large or secret."""
-    faults = [
-        f"{'.'.join(str(part) for part in error['loc']) or 'body'}: {error['msg']}"
-        for error in errors[:MAX_FAULTS]
-    ]
+    faults = [_fault(error) for error in errors[:MAX_FAULTS]]
     more = len(errors) - MAX_FAULTS
     return "; ".join(faults) + (f"; and {more} more" if more > 0 else "")
+
+
+def _fault(error: Mapping[str, Any]) -> str:
+    if error["type"] == "json_invalid":  # parse_json's own text, with its place
+        return str(error.get("ctx", {}).get("error", error["msg"]))
+    return f"{'.'.join(str(part) for part in error['loc']) or 'body'}: {error['msg']}"
 
 
 def parse_json(body: bytes) -> Any:
