@@ -12,7 +12,7 @@ from tinkercloud.config import c_compiler
 from tinkercloud.embedded.native import compiler as compiler_module
 
 SHIM = r"""
-#include "product.h"
+#include "row_product.h"
 
 /* Every column from `first` on, by tiles or, where that many rows go so, by strips. */
 void product(const void *x, int64_t rows, const void *w, int64_t k, int64_t first, int64_t end,

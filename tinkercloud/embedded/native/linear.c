@@ -4,7 +4,7 @@
    that has just computed these: so every number of y is written by one thread, in one order. */
 
 #include "pass.h"
-#include "product.h"
+#include "row_product.h"
 
 /* Segments over the `logit_rows` instead of the batch's. */
 static segment_t over_logit_rows(const pass_t *p, const segment_t *segment) {

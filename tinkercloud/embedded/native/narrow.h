@@ -67,6 +67,12 @@ INLINE void write_numbers(int64_t is_narrow, void *to, int64_t at, const float *
   }
 }
 
+/* sums += products of a pair of inputs in each lane, where the processor multiplies bfloat16. */
+#if defined(__AVX512BF16__)
+#define ADD_PAIRS(sum, a, b)                                                                       \
+  __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "vm"(b))
+#endif
+
 /* ADD_NARROW: sums += products of NARROW_STEP inputs. Where the processor multiplies bfloat16, lane
    l takes the inputs 2 l and 2 l + 1 of each step, by its own instruction; else the input l. */
 #if defined(__AVX512BF16__)

@@ -1,48 +1,46 @@
-/* Matrix products whose every output is computed in the same order, however many rows there are.
-
-   y = x w^T. An output is LANES sums, added up in one tree (vectors.h): in float32 lane l adds the
-   products of the inputs l, l + LANES, l + 2 LANES, ... one after the other, in bfloat16 what
-   ADD_NARROW (narrow.h) says. Nothing of that depends on the number of rows, on which columns a
-   call computes, or on where the inputs are cut. Two ways to the same bits: tiles.h and strips.h. */
+/* Matrix products with packed weights (packed.h), y = x w^T, whose every output is one chain of
+   sums: from zero over the inputs in ascending order, in bfloat16 by pairs. Nothing of that depends
+   on the number of rows, on which rows and panels a call computes, or on where the inputs are cut
+   into chunks: a sum is put down and taken up again unchanged. */
 
 #ifndef TINKERCLOUD_PRODUCT_H
 #define TINKERCLOUD_PRODUCT_H
 
-#include "operands.h"
-#include "strips.h"
+#include "packed.h"
 #include "team.h"
-#include "tiles.h"
 
-#define TASK_BYTES (192 * 1024)        /* of w */
-#define WHOLE MAX(PANEL, SOME_COLUMNS) /* columns: multiples leave no rest */
+typedef struct {
+  const void *x;    /* float [rows][x_stride], or narrow where w is */
+  int64_t x_stride; /* in numbers; narrow rows have zeros beyond k, up to a multiple of 32 */
+  const void *w;    /* packed */
+  int64_t is_narrow, k, out;
+  const float *bias; /* of the outputs, or NULL */
+  float *y;          /* [rows][y_stride] */
+  int64_t y_stride;
+  int add;     /* y += scale * sum, instead of y = sum + bias */
+  float scale;
+} product_t;
 
-/* How many columns a thread takes at once, of numbers of that many bytes. */
-static int64_t task_columns(int64_t k, int64_t bytes) {
-  int64_t columns = TASK_BYTES / (k * bytes);
-  return MAX(columns / WHOLE, 1) * WHOLE;
-}
+/* Some rows and some panels of a product, by one thread. */
+typedef void rows_times_panels_t(const product_t *p, range_t rows, range_t panels);
 
-/* The columns `cols` of the product, all rows. */
-static void multiply(const product_t *p, range_t cols) {
-  static _Thread_local float out[ROW_BLOCK * SOME_COLUMNS] __attribute__((aligned(64)));
-  if (p->packed) {
-    int64_t strips = strips_of(p->rows);
-    for (int64_t strip = 0; strip < strips; strip += BLOCK_STRIPS)
-      for (int64_t n = cols.first; n < cols.end; n += PANEL)
-        some_strips(p, strip, MIN(BLOCK_STRIPS, strips - strip), n, MIN(PANEL, cols.end - n));
-    return;
-  }
-  int64_t blocks = (p->rows + ROW_BLOCK - 1) / ROW_BLOCK;
-  for (int64_t b = 0; b < blocks; b++) {
-    int64_t row = p->rows * b / blocks, end = p->rows * (b + 1) / blocks, n = cols.first;
-    for (int64_t count; end - row > 1 && n + TILE_COLUMNS <= cols.end; n += count) {
-      count = MIN(SOME_COLUMNS, (cols.end - n) / TILE_COLUMNS * TILE_COLUMNS);
-      for (int64_t c = 0; c < count; c += GROUP_COLUMNS)
-        some_rows(p, row, end - row, n + c, MIN(GROUP_COLUMNS, count - c), out + c);
-      for (int64_t r = row; r < end; r++) put(p, r, n, count, out + (r - row) * SOME_COLUMNS);
-    }
-    for (; row < end && n < cols.end; row++) one_row(p, row, (range_t){n, cols.end});
-  }
+__attribute__((visibility("hidden"))) rows_times_panels_t multiply;
+
+#define TASK_BYTES (192 * 1024) /* of w: what a thread takes at once where rows are few */
+#define TASK_STEPS (1 << 18)    /* of a row with a panel: what it takes where they are many */
+#define TASK_MOST_ROWS 256
+
+/* A product cut into tasks: each some panels, of some rows. */
+typedef struct {
+  int64_t panels, rows;          /* of one task */
+  int64_t panel_tasks, row_tasks;
+} cut_t;
+
+__attribute__((visibility("hidden"))) cut_t cut_product(int64_t rows, int64_t is_narrow, int64_t k,
+                                                        int64_t out);
+
+INLINE range_t part_of(int64_t count, int64_t size, int64_t index) {
+  return (range_t){index * size, MIN((index + 1) * size, count)};
 }
 
 #endif

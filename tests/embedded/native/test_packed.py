@@ -1,0 +1,178 @@
+"""Products with packed weights: right, and a row's bits are its own."""
+
+import ctypes as c
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tinkercloud.config import c_compiler
+from tinkercloud.embedded.native import compiler as compiler_module
+from tinkercloud.embedded.native import packed
+from tinkercloud.embedded.native.bindings import Team
+from tinkercloud.embedded.native.compiler import library
+
+pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler")
+
+DTYPES = (torch.float32, torch.bfloat16)
+# Inputs: one, odd ones, whole blocks of 32 and not, cut in two and in three chunks.
+SIZES = ((1, 1), (3, 7), (16, 32), (30, 75), (67, 576), (48, 800), (129, 1999), (20, 2560))
+
+
+@pytest.fixture(params=DTYPES, ids=("float32", "bfloat16"))
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def team() -> Team:
+    return Team(2)
+
+
+def matrix(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(shape[0] * 10_000 + shape[1])
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def assert_near(found: Tensor, exact: Tensor, num_terms: int) -> None:
+    error = float((found.double() - exact).abs().max())
+    assert error <= 2e-7 * num_terms + 3e-5  # one chain of sums, which grow with their number
+
+
+@pytest.mark.parametrize("shape", SIZES)
+def test_what_is_packed_is_unpacked_to_the_same_bits(team: Team, dtype: torch.dtype, shape):
+    weight = matrix(shape, dtype)
+    assert torch.equal(packed.unpack(team, packed.pack(team, weight)), weight)
+
+
+def test_packed_weights_lie_by_panels_of_16_outputs(team: Team):
+    weight = matrix((40, 70), torch.float32)
+    wide = packed.pack(team, weight).packed
+    assert wide.shape == (3, 70, 16)
+    assert torch.equal(wide[1, 5], weight[16:32, 5])
+    assert not wide[2, :, 8:].any()
+    narrow = packed.pack(team, weight.bfloat16()).packed
+    assert narrow.shape == (3, 48, 16, 2)
+    assert torch.equal(narrow[1, 5], weight[16:32, 10:12].bfloat16())
+    assert not narrow[:, 35:].any()
+
+
+@pytest.mark.parametrize("shape", SIZES)
+def test_a_row_has_the_same_bits_beside_any_number_of_others(team: Team, dtype, shape):
+    weight, x = matrix(shape, dtype), matrix((203, shape[1]), torch.float32)
+    bias = torch.arange(shape[0]).float()
+    weights = packed.pack(team, weight)
+    alone = torch.cat([packed.product(team, row[None], weights, bias) for row in x])
+    exact = x.to(dtype).double() @ weight.double().T
+    assert_near(alone - bias, exact, shape[1])
+    for rows in (2, 3, 4, 5, 8, 9, 13, 47, 128, 129, 200, 203):
+        together = packed.product(team, x[:rows].contiguous(), weights, bias)
+        assert torch.equal(together, alone[:rows]), f"{rows} rows"
+
+
+@pytest.mark.parametrize("shape", SIZES)
+def test_a_gradient_row_has_the_same_bits_beside_any_number_of_others(team: Team, dtype, shape):
+    weight, dy = matrix(shape, dtype), matrix((203, shape[0]), torch.float32)
+    weights = packed.pack(team, weight)
+    alone = torch.cat([packed.product_back(team, row[None], weights) for row in dy])
+    exact = dy.to(dtype).double() @ weight.double()
+    assert_near(alone, exact, shape[0])
+    for rows in (2, 3, 8, 9, 47, 129, 203):
+        together = packed.product_back(team, dy[:rows].contiguous(), weights)
+        assert torch.equal(together, alone[:rows]), f"{rows} rows"
+
+
+def test_a_gradient_is_the_product_with_the_transposed_weights_to_the_last_bit(team: Team, dtype):
+    # More panels than are transposed at once.
+    weight, dy = matrix((9000, 520), dtype), matrix((5, 9000), torch.float32)
+    transposed = packed.pack(team, weight.T.contiguous())
+    found = packed.product_back(team, dy, packed.pack(team, weight))
+    assert torch.equal(found, packed.product(team, dy, transposed))
+
+
+def test_threads_change_no_bit(team: Team, dtype: torch.dtype):
+    weight, x = matrix((300, 600), dtype), matrix((70, 600), torch.float32)
+    weights, alone = packed.pack(team, weight), Team(1)
+    expected = packed.product(team, x, weights)
+    assert torch.equal(packed.product(alone, x, weights), expected)
+    alone.end()
+
+
+def test_zeros_beyond_the_inputs_change_no_bit(team: Team, dtype: torch.dtype):
+    weight, x = matrix((40, 70), dtype), matrix((9, 70), torch.float32)
+    longer, longer_x = (torch.nn.functional.pad(t, (0, 58)) for t in (weight, x))
+    expected = packed.product(team, x, packed.pack(team, weight))
+    assert torch.equal(packed.product(team, longer_x, packed.pack(team, longer)), expected)
+
+
+# ---- the kernels for other processors than the one at hand, where it has their instructions
+
+SHIM = r"""
+#include "product.c"
+
+int64_t is_here(void) { return SUPPORTED; }
+
+void some(int64_t is_narrow, int64_t rows, int64_t first, int64_t end, int64_t k, int64_t out,
+          const void *x, const void *w, float *y) {
+  product_t p = {.x = x, .x_stride = row_size(is_narrow, k), .w = w, .is_narrow = is_narrow, .k = k,
+                 .out = out, .y = y, .y_stride = out, .scale = 1.0f};
+  multiply(&p, (range_t){0, rows}, (range_t){first, end});
+}
+"""
+VARIANTS = {
+    "x86-64": "1",
+    "x86-64-v3": '__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")',
+    "x86-64-v4": '__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl")',
+    "native": "1",
+}
+
+
+@pytest.fixture(params=VARIANTS, scope="module")
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> c.CDLL:
+    compiler = c_compiler()
+    assert compiler is not None
+    folder = tmp_path_factory.mktemp("kernels")
+    (folder / "shim.c").write_text(SHIM)
+    flags = [flag for flag in compiler_module.FLAGS if not flag.startswith("-march")]
+    flags += [f"-march={request.param}", f"-DSUPPORTED={VARIANTS[request.param]}"]
+    include = f"-I{Path(compiler_module.__file__).parent}"
+    command = [compiler, *flags, include, "shim.c", "-o", "kernels.so", "-lm"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if done.returncode and "-march" in done.stderr:
+        pytest.skip("another family of processors")
+    assert done.returncode == 0, done.stderr
+    loaded = c.CDLL(str(folder / "kernels.so"))
+    if not loaded.is_here():
+        pytest.skip("this processor lacks the instructions")
+    return loaded
+
+
+def some(kernels: c.CDLL, x: Tensor, weights: packed.PackedMatrix, panels: range) -> np.ndarray:
+    inputs = x.to(weights.dtype)
+    if weights.is_narrow:
+        inputs = torch.nn.functional.pad(inputs, (0, -x.shape[1] % 32))
+    y = np.zeros((len(x), weights.shape[0]), np.float32)
+    sizes = (len(x), panels.start, panels.stop, weights.shape[1], weights.shape[0])
+    addresses = (inputs.data_ptr(), weights.packed.data_ptr(), y.ctypes.data)
+    kernels.some(
+        c.c_int64(weights.is_narrow), *map(c.c_int64, sizes), *map(c.c_void_p, addresses)
+    )  # fmt: skip
+    return y
+
+
+@pytest.mark.parametrize("shape", [(67, 75), (200, 2080)])
+def test_every_processors_kernels_are_right_and_row_invariant(kernels, team, dtype, shape):
+    weight, x = matrix(shape, dtype), matrix((140, shape[1]), torch.float32)
+    weights = packed.pack(team, weight)
+    panels = range(-(-shape[0] // packed.PANEL))
+    whole = some(kernels, x, weights, panels)
+    exact = x.to(dtype).double() @ weight.double().T
+    assert_near(torch.from_numpy(whole), exact, shape[1])
+    for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 17, 139):
+        assert np.array_equal(some(kernels, x[:rows], weights, panels), whole[:rows]), rows
+    for cut in (1, 2, len(panels) - 1):
+        left, right = (some(kernels, x, weights, p) for p in (panels[:cut], panels[cut:]))
+        assert np.array_equal(left + right, whole), cut

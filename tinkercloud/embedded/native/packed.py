@@ -1,0 +1,116 @@
+"""Weight matrices packed for the compiled products (packed.h), and these products by themselves.
+
+Axes: M rows, N outputs, K inputs.
+"""
+
+import ctypes as c
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from tinkercloud.embedded.native.bindings import Team
+from tinkercloud.embedded.native.compiler import library
+
+PANEL = 16  # outputs
+_INPUTS = {torch.float32: 1, torch.bfloat16: 32}  # what K is padded to
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """Weights [N, K]: float32 as (N / 16, K, 16), bfloat16 as (N / 16, K / 2, 16, 2) with K rounded
+    up to 32; N is rounded up to 16, and zeros fill what is beyond."""
+
+    packed: Tensor
+    shape: tuple[int, int]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.packed.dtype
+
+    @property
+    def is_narrow(self) -> bool:
+        return self.dtype == torch.bfloat16
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.nbytes
+
+
+def packed_shape(shape: tuple[int, int], dtype: torch.dtype) -> tuple[int, ...]:
+    """Of the tensor that holds weights [N, K] packed."""
+    panels, inputs = -(-shape[0] // PANEL), -(-shape[1] // _INPUTS[dtype]) * _INPUTS[dtype]
+    if dtype == torch.bfloat16:
+        return panels, inputs // 2, PANEL, 2
+    return panels, inputs, PANEL
+
+
+def pack(team: Team, weight: Tensor, into: Tensor | None = None) -> PackedMatrix:
+    """weight: float32 or bfloat16 (N, K), on the CPU. into: memory for it, of `packed_shape`."""
+    shape = (weight.shape[0], weight.shape[1])
+    rows = weight.detach().contiguous()
+    packed = into
+    if packed is None:
+        packed = torch.empty(packed_shape(shape, weight.dtype), dtype=weight.dtype)
+    matrix = PackedMatrix(packed, shape)
+    _library().pack(*_start(team, matrix), _address(rows, matrix.dtype), *_packed(matrix))
+    return matrix
+
+
+def unpack(team: Team, matrix: PackedMatrix) -> Tensor:
+    """A copy (N, K)."""
+    rows = torch.empty(matrix.shape, dtype=matrix.dtype)
+    _library().unpack(*_start(team, matrix), *_packed(matrix), rows.data_ptr())
+    return rows
+
+
+def product(team: Team, x: Tensor, matrix: PackedMatrix, bias: Tensor | None = None) -> Tensor:
+    """x (M, K) float32, which is rounded to the weights' type, times the weights transposed, plus
+    bias (N,) float32: (M, N) float32. Each output is one chain of sums over K, ascending. Raises
+    MemoryError."""
+    assert x.shape[1] == matrix.shape[1]
+    y = torch.empty(len(x), matrix.shape[0])
+    arguments = (len(x), _address(x), None if bias is None else _address(bias), y.data_ptr())
+    if _library().product(*_start(team, matrix), *_packed(matrix), *arguments):
+        raise MemoryError(f"no memory for a product of {len(x)} rows")
+    return y
+
+
+def product_back(team: Team, dy: Tensor, matrix: PackedMatrix) -> Tensor:
+    """dy (M, N) float32, which is rounded to the weights' type, times the weights: (M, K) float32,
+    each one chain of sums over N, ascending. Raises MemoryError."""
+    assert dy.shape[1] == matrix.shape[0]
+    dx = torch.empty(len(dy), matrix.shape[1])
+    arguments = (len(dy), _address(dy), dx.data_ptr())
+    if _library().product_back(*_start(team, matrix), *_packed(matrix), *arguments):
+        raise MemoryError(f"no memory for a product of {len(dy)} rows")
+    return dx
+
+
+@cache
+def _library() -> c.CDLL:
+    loaded = library()
+    assert loaded is not None, "asked for only where there is a library"
+    pointer, number = c.c_void_p, c.c_int64
+    start = (pointer, number, number, number)  # team, is_narrow, N, K
+    loaded.pack.argtypes = loaded.unpack.argtypes = (*start, pointer, pointer)
+    loaded.product.argtypes = (*start, pointer, number, pointer, pointer, pointer)
+    loaded.product_back.argtypes = (*start, pointer, number, pointer, pointer)
+    return loaded
+
+
+def _start(team: Team, matrix: PackedMatrix) -> tuple[int | None, bool, int, int]:
+    return team.handle, matrix.is_narrow, *matrix.shape
+
+
+def _packed(matrix: PackedMatrix) -> tuple[int]:
+    assert tuple(matrix.packed.shape) == packed_shape(matrix.shape, matrix.dtype)
+    return (_address(matrix.packed, matrix.dtype),)
+
+
+def _address(tensor: Tensor, dtype: torch.dtype = torch.float32) -> int:
+    assert tensor.dtype == dtype
+    assert tensor.is_contiguous()
+    assert tensor.device.type == "cpu"
+    return tensor.data_ptr()

@@ -1,0 +1,238 @@
+/* The kernels of product.h: tiles of some rows and some panels, whose sums stay in registers while
+   weights go by as vectors of outputs and inputs are broadcast. Tiles of other sizes differ in how
+   many sums they hold at once, and in nothing else. */
+
+#include "product.h"
+
+#define VECS (PANEL / LANES) /* vectors of a panel */
+
+/* PANELS_OF: how many panels a tile of 1, 2, ... rows holds, as registers allow; from MIXED_ROWS on
+   they are the same, because tiles of one call differ by a row. Few rows take several panels at
+   once, since a sum alone would wait for itself. */
+#if LANES == 16 /* 32 registers */
+#define TILE_ROWS 8
+#define TILES(DEFINE, KIND)                                                                        \
+  DEFINE(KIND, 1, 8) DEFINE(KIND, 2, 8) DEFINE(KIND, 3, 6) DEFINE(KIND, 4, 3) DEFINE(KIND, 5, 3)   \
+  DEFINE(KIND, 6, 3) DEFINE(KIND, 7, 3) DEFINE(KIND, 8, 3)
+#elif LANES == 8 /* 16 registers */
+#define TILE_ROWS 6
+#define TILES(DEFINE, KIND)                                                                        \
+  DEFINE(KIND, 1, 3) DEFINE(KIND, 2, 2) DEFINE(KIND, 3, 1) DEFINE(KIND, 4, 1) DEFINE(KIND, 5, 1)   \
+  DEFINE(KIND, 6, 1)
+#else
+#define TILE_ROWS 2
+#define TILES(DEFINE, KIND) DEFINE(KIND, 1, 1) DEFINE(KIND, 2, 1)
+#endif
+#define MOST_PANELS 8
+
+#define ROW_BLOCK 128 /* rows that meet some panels before the next do: second-level cache */
+#define CHUNK_BYTES 2048 /* of a row of inputs that go together at most */
+
+/* What a tile computes with. */
+typedef struct {
+  const char *x;
+  int64_t x_stride; /* bytes */
+  const char *w;
+  int64_t w_stride; /* bytes from panel to panel */
+  int64_t steps;
+  float *sums; /* [row][MOST_PANELS * PANEL] */
+  int begins;  /* from zero, not from `sums` */
+} tile_t;
+
+/* ---- one step of a tile: an input or a pair of inputs, and 64 bytes of each panel */
+
+INLINE vec broadcast(const char *x) { return all(*(const float *)x); }
+
+#define ADD_STEP(ROWS, PANELS, RIGHT, LEFT, ADD)                                                   \
+  do {                                                                                             \
+    vec right_[PANELS][VECS];                                                                      \
+    EACH(c, PANELS) EACH(v, VECS) {                                                                \
+      right_[c][v] = RIGHT(w + c * ws + v * LANES * 4);                                            \
+      IN_REGISTER(right_[c][v]);                                                                   \
+    }                                                                                              \
+    EACH(r, ROWS) {                                                                                \
+      vec left_ = LEFT(x[r / 3] + r % 3 * xs);                                                     \
+      IN_REGISTER(left_);                                                                          \
+      EACH(c, PANELS) EACH(v, VECS) ADD(a[r][c][v], left_, right_[c][v]);                          \
+    }                                                                                              \
+  } while (0)
+
+INLINE vec load_weights(const char *w) { return load((const float *)w); }
+
+#define wide_STRIDE 4 /* bytes of a step's inputs */
+#define wide_STEP(ROWS, PANELS) ADD_STEP(ROWS, PANELS, load_weights, broadcast, ADD_PRODUCT)
+
+#if defined(__AVX512BF16__)
+#define narrow_STRIDE 4
+#define narrow_STEP(ROWS, PANELS) ADD_STEP(ROWS, PANELS, load_weights, broadcast, ADD_PAIRS)
+#define WIDENS 0
+#else
+/* The inputs are widened before; the even input of a pair goes first. */
+INLINE vec even_weights(const char *w) { return (vec)((ivec)load_weights(w) << 16); }
+INLINE vec odd_weights(const char *w) { return (vec)((ivec)load_weights(w) & (int32_t)0xFFFF0000); }
+INLINE vec broadcast_odd(const char *x) { return broadcast(x + 4); }
+#define narrow_STRIDE 8
+#define narrow_STEP(ROWS, PANELS)                                                                  \
+  ADD_STEP(ROWS, PANELS, even_weights, broadcast, ADD_PRODUCT);                                    \
+  ADD_STEP(ROWS, PANELS, odd_weights, broadcast_odd, ADD_PRODUCT)
+#define WIDENS 1
+#endif
+
+#define ALONE __attribute__((noinline)) /* the registers are all needed */
+
+#define DEFINE_TILE(KIND, ROWS, PANELS)                                                            \
+  static ALONE void KIND##_##ROWS##_##PANELS(const tile_t *t) {                                    \
+    const char *w = t->w, *x[(ROWS + 2) / 3]; /* three rows an address: few registers */           \
+    int64_t xs = t->x_stride, ws = t->w_stride;                                                    \
+    EACH(i, (ROWS + 2) / 3) x[i] = t->x + 3 * i * xs;                                              \
+    vec a[ROWS][PANELS][VECS] = {};                                                                \
+    float *sums = t->sums;                                                                         \
+    if (!t->begins)                                                                                \
+      EACH(r, ROWS) EACH(c, PANELS) EACH(v, VECS)                                                  \
+        a[r][c][v] = load(sums + (r * MOST_PANELS + c) * PANEL + v * LANES);                       \
+    for (int64_t s = 0; s < t->steps; s++) {                                                       \
+      KIND##_STEP(ROWS, PANELS);                                                                   \
+      w += STEP_BYTES;                                                                             \
+      EACH(i, (ROWS + 2) / 3) x[i] += KIND##_STRIDE;                                               \
+    }                                                                                              \
+    EACH(r, ROWS) EACH(c, PANELS) EACH(v, VECS)                                                    \
+      store(sums + (r * MOST_PANELS + c) * PANEL + v * LANES, a[r][c][v]);                         \
+  }
+#define DEFINE_TILES(KIND, ROWS, PANELS)                                                           \
+  DEFINE_TILE(KIND, ROWS, PANELS)                                                                  \
+  DEFINE_REST_##PANELS(KIND, ROWS)
+#define DEFINE_REST_1(KIND, ROWS)
+#define DEFINE_REST_2(KIND, ROWS) DEFINE_TILE(KIND, ROWS, 1)
+#define DEFINE_REST_3(KIND, ROWS) DEFINE_TILE(KIND, ROWS, 1)
+#define DEFINE_REST_6(KIND, ROWS) DEFINE_TILE(KIND, ROWS, 1)
+#define DEFINE_REST_8(KIND, ROWS) DEFINE_TILE(KIND, ROWS, 1)
+
+typedef void run_tile_t(const tile_t *);
+
+/* Tiles of a number of rows: of one panel, and of `panels`. */
+typedef struct {
+  run_tile_t *one, *some;
+  int64_t panels;
+} tiles_t;
+
+#define NAME_TILES(KIND, ROWS, PANELS) {KIND##_##ROWS##_1, KIND##_##ROWS##_##PANELS, PANELS},
+
+TILES(DEFINE_TILES, wide)
+TILES(DEFINE_TILES, narrow)
+
+static const tiles_t wide_tiles[TILE_ROWS] = {TILES(NAME_TILES, wide)};
+static const tiles_t narrow_tiles[TILE_ROWS] = {TILES(NAME_TILES, narrow)};
+
+/* What the tiles of so many rows hold, of either type. */
+static const tiles_t *tiles_of(int64_t rows) { return &wide_tiles[MIN(rows, TILE_ROWS) - 1]; }
+
+INLINE int64_t parts(int64_t count, int64_t size) { return (count + size - 1) / size; }
+
+/* ---- rows times panels */
+
+/* A row's finished sums of some panels into y. */
+static void put(const product_t *p, int64_t row, int64_t col, int64_t count, const float *sums) {
+  float *y = p->y + row * p->y_stride + col;
+  const float *bias = p->bias ? p->bias + col : NULL;
+  if (p->add)
+    for (int64_t c = 0; c < count; c++) y[c] += p->scale * sums[c];
+  else if (bias)
+    for (int64_t c = 0; c < count; c++) y[c] = sums[c] + bias[c];
+  else
+    memcpy(y, sums, (size_t)count * sizeof(float));
+}
+
+/* A chunk of some rows' inputs, as tiles read them. */
+typedef struct {
+  const char *x;
+  int64_t stride; /* bytes */
+} inputs_t;
+
+static inputs_t inputs_of(const product_t *p, range_t rows, int64_t step, int64_t steps) {
+  int64_t bytes = p->is_narrow ? sizeof(narrow) : sizeof(float);
+  const char *x = (const char *)p->x + rows.first * p->x_stride * bytes + step * 4;
+#if WIDENS
+  static _Thread_local float wide[ROW_BLOCK * CHUNK_BYTES / 4] __attribute__((aligned(64)));
+  if (p->is_narrow) {
+    for (int64_t r = 0; r < rows.end - rows.first; r++)
+      read_numbers(1, x + r * p->x_stride * bytes, 0, wide + r * 2 * steps, 2 * steps);
+    return (inputs_t){(const char *)wide, 2 * steps * (int64_t)sizeof(float)};
+  }
+#endif
+  (void)steps;
+  return (inputs_t){x, p->x_stride * bytes};
+}
+
+static int64_t stride_of(const product_t *p) {
+  return p->is_narrow ? narrow_STRIDE : wide_STRIDE;
+}
+
+/* Some steps of some rows, up to ROW_BLOCK, and of the panels that a tile holds from `panel` on. */
+typedef struct {
+  const product_t *p;
+  range_t rows;
+  int64_t panel, panels; /* 1, or what tiles hold */
+  int64_t step, steps;
+  inputs_t inputs;
+} chunk_t;
+
+static void run_chunk(const chunk_t *c, float *sums) {
+  const product_t *p = c->p;
+  const tiles_t *tiles = p->is_narrow ? narrow_tiles : wide_tiles;
+  int64_t rows = c->rows.end - c->rows.first, count = parts(rows, TILE_ROWS);
+  int64_t all_steps = steps_of(p->is_narrow, p->k), stride = all_steps * STEP_BYTES;
+  int64_t col = c->panel * PANEL, width = MIN(c->panels * PANEL, p->out - col);
+  tile_t t = {.x_stride = c->inputs.stride, .w_stride = stride, .steps = c->steps,
+              .w = (const char *)p->w + c->panel * stride + c->step * STEP_BYTES,
+              .begins = c->step == 0};
+  for (int64_t i = 0; i < count; i++) {
+    int64_t first = rows * i / count, end = rows * (i + 1) / count;
+    const tiles_t *tile = &tiles[end - first - 1];
+    t.x = c->inputs.x + first * c->inputs.stride;
+    t.sums = sums + first * MOST_PANELS * PANEL;
+    (c->panels == 1 ? tile->one : tile->some)(&t);
+    if (c->step + c->steps == all_steps)
+      for (int64_t r = first; r < end; r++)
+        put(p, c->rows.first + r, col, width, sums + r * MOST_PANELS * PANEL);
+  }
+}
+
+/* Up to MOST_PANELS panels, so that a chunk of inputs is made ready for several. */
+static void multiply_some(const product_t *p, range_t rows, range_t panels, int64_t together) {
+  static _Thread_local float sums[ROW_BLOCK * MOST_PANELS * PANEL] __attribute__((aligned(64)));
+  int64_t steps = steps_of(p->is_narrow, p->k), most = CHUNK_BYTES / stride_of(p);
+  int64_t chunks = MAX(parts(steps, most), 1);
+  int64_t size = rounded_up(parts(steps, chunks), NARROW_BLOCK / 2);
+  for (int64_t step = 0; step < steps; step += size) {
+    chunk_t c = {.p = p, .rows = rows, .step = step, .steps = MIN(size, steps - step)};
+    c.inputs = inputs_of(p, rows, step, c.steps);
+    for (c.panel = panels.first; c.panel < panels.end; c.panel += c.panels) {
+      c.panels = c.panel + together <= panels.end ? together : 1;
+      run_chunk(&c, sums + (c.panel - panels.first) * PANEL);
+    }
+  }
+}
+
+static void multiply_block(const product_t *p, range_t rows, range_t panels) {
+  int64_t together = tiles_of(rows.end - rows.first)->panels;
+  int64_t most = MOST_PANELS / together * together;
+  for (int64_t first = panels.first; first < panels.end; first += most)
+    multiply_some(p, rows, (range_t){first, MIN(first + most, panels.end)}, together);
+}
+
+void multiply(const product_t *p, range_t rows, range_t panels) {
+  int64_t count = rows.end - rows.first, blocks = parts(count, ROW_BLOCK);
+  for (int64_t b = 0; b < blocks; b++) {
+    int64_t first = rows.first + count * b / blocks, end = rows.first + count * (b + 1) / blocks;
+    multiply_block(p, (range_t){first, end}, panels);
+  }
+}
+
+/* Few rows: panels by what is read of memory. Many: by the work, so that threads end together. */
+cut_t cut_product(int64_t rows, int64_t is_narrow, int64_t k, int64_t out) {
+  int64_t steps = MAX(steps_of(is_narrow, k), 1), row_tasks = MAX(parts(rows, TASK_MOST_ROWS), 1);
+  int64_t task_rows = MAX(parts(rows, row_tasks), 1), together = tiles_of(task_rows)->panels;
+  int64_t panels = MIN(TASK_BYTES / (steps * STEP_BYTES), TASK_STEPS / (task_rows * steps));
+  panels = MAX(panels / together, 1) * together;
+  return (cut_t){panels, task_rows, parts(panels_of(out), panels), row_tasks};
+}

@@ -1,0 +1,133 @@
+/* What Python calls of packing.c and product.c. Threads take tasks as they get free; which of them
+   computes what changes no bit. Every function returns 0, or -1 when there is no memory. */
+
+#include "packing.h"
+#include "product.h"
+
+#define SOME_PANELS 6                  /* of a transposed matrix that are there at least */
+#define TURNED_BYTES (8 * 1024 * 1024) /* at most, where these are fewer */
+
+typedef struct {
+  matrix_t matrix;
+  const void *from;
+  void *to;
+  void (*panel)(const matrix_t *, int64_t, const void *, void *);
+  atomic_long next;
+} packing_t;
+
+static void pack_panels(team_t *team, int rank, void *argument) {
+  (void)team, (void)rank;
+  packing_t *a = argument;
+  for (int64_t panel; (panel = atomic_fetch_add(&a->next, 1)) < panels_of(a->matrix.out);)
+    a->panel(&a->matrix, panel, a->from, a->to);
+}
+
+void pack(team_t *team, int64_t is_narrow, int64_t out, int64_t k, const void *rows, void *packed) {
+  work(team, pack_panels,
+       &(packing_t){{is_narrow, out, k}, rows, packed, pack_panel, 0});
+}
+
+void unpack(team_t *team, int64_t is_narrow, int64_t out, int64_t k, const void *packed,
+            void *rows) {
+  work(team, pack_panels,
+       &(packing_t){{is_narrow, out, k}, packed, rows, unpack_panel, 0});
+}
+
+/* Stages of one call: rows are rounded; panels are transposed and multiplied, by turns. */
+typedef struct {
+  product_t product;
+  cut_t cut;
+  const float *x; /* [rows][product.k], before they are rounded */
+  narrow *rounded;
+  int64_t rows;
+  /* Of the product dx = dy W alone, of which some panels are computed at a time. */
+  matrix_t matrix;
+  const void *packed;
+  int64_t first, turned_panels; /* first: of those underway */
+  atomic_long next_row, next_panel, next_task;
+} call_t;
+
+static void round_rows(call_t *a) {
+  int64_t k = a->product.k, size = row_size(1, k);
+  for (int64_t r; (r = atomic_fetch_add(&a->next_row, 1)) < a->rows;) {
+    for (int64_t i = 0; i < k; i++) a->rounded[r * size + i] = narrowed(a->x[r * k + i]);
+    memset(a->rounded + r * size + k, 0, (size_t)(size - k) * sizeof(narrow));
+  }
+}
+
+static void multiply_tasks(call_t *a) {
+  int64_t tasks = a->cut.panel_tasks * a->cut.row_tasks;
+  for (int64_t task; (task = atomic_fetch_add(&a->next_task, 1)) < tasks;)
+    multiply(&a->product, part_of(a->rows, a->cut.rows, task / a->cut.panel_tasks),
+             part_of(panels_of(a->product.out), a->cut.panels, task % a->cut.panel_tasks));
+}
+
+static void run_product(team_t *team, int rank, void *argument) {
+  (void)rank;
+  call_t *a = argument;
+  if (a->rounded) {
+    round_rows(a);
+    meet(team);
+  }
+  multiply_tasks(a);
+}
+
+static product_t product_of(const matrix_t *m, const float *x, const narrow *rounded) {
+  return (product_t){.x = m->is_narrow ? (const void *)rounded : x,
+                     .x_stride = row_size(m->is_narrow, m->k), .is_narrow = m->is_narrow,
+                     .k = m->k, .out = m->out, .y_stride = m->out, .scale = 1.0f};
+}
+
+/* y [rows, out] = x w^T + bias; x [rows, k], rounded where weights are narrow; bias may be NULL. */
+int product(team_t *team, int64_t is_narrow, int64_t out, int64_t k, const void *packed,
+            int64_t rows, const float *x, const float *bias, float *y) {
+  matrix_t matrix = {is_narrow, out, k};
+  int64_t bytes = is_narrow ? rows * row_size(1, k) * (int64_t)sizeof(narrow) : 1;
+  narrow *rounded = scratch(team, (size_t)bytes);
+  if (rounded == NULL) return -1;
+  call_t call = {.product = product_of(&matrix, x, rounded), .x = x,
+                 .rounded = is_narrow ? rounded : NULL, .rows = rows,
+                 .cut = cut_product(rows, is_narrow, k, out)};
+  call.product.w = packed;
+  call.product.bias = bias;
+  call.product.y = y;
+  work(team, run_product, &call);
+  return 0;
+}
+
+static void turn_panels(call_t *a, char *turned) {
+  int64_t bytes = panel_bytes(a->matrix.is_narrow, a->matrix.out);
+  for (int64_t i; (i = atomic_fetch_add(&a->next_panel, 1)) < panels_of(a->product.out);)
+    turn_panel(&a->matrix, a->first + i, a->packed, turned + i * bytes);
+}
+
+static void run_back(team_t *team, int rank, void *argument) {
+  (void)rank;
+  call_t *a = argument;
+  if (a->rounded && a->first == 0) round_rows(a);
+  turn_panels(a, (char *)a->product.w);
+  meet(team);
+  multiply_tasks(a);
+}
+
+/* dx [rows, k] = dy w; dy [rows, out], rounded where weights are narrow. */
+int product_back(team_t *team, int64_t is_narrow, int64_t out, int64_t k, const void *packed,
+                 int64_t rows, const float *dy, float *dx) {
+  int64_t bytes = panel_bytes(is_narrow, out), panels = panels_of(k);
+  int64_t most = MIN(panels, MAX(TURNED_BYTES / bytes / SOME_PANELS, 1) * SOME_PANELS);
+  int64_t narrow_bytes = is_narrow ? rows * row_size(1, out) * (int64_t)sizeof(narrow) : 0;
+  char *memory = scratch(team, (size_t)(most * bytes + narrow_bytes));
+  if (memory == NULL) return -1;
+  matrix_t transposed = {is_narrow, k, out};
+  for (int64_t first = 0; first < panels; first += most) {
+    narrow *rounded = is_narrow ? (narrow *)(memory + most * bytes) : NULL;
+    call_t call = {.product = product_of(&transposed, dy, rounded), .x = dy, .rounded = rounded,
+                   .rows = rows, .matrix = {is_narrow, out, k}, .packed = packed, .first = first};
+    call.product.w = memory;
+    call.product.y = dx + first * PANEL;
+    call.product.out = MIN(k, (first + most) * PANEL) - first * PANEL;
+    call.cut = cut_product(rows, is_narrow, out, call.product.out);
+    work(team, run_back, &call);
+  }
+  return 0;
+}
