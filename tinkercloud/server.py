@@ -54,8 +54,8 @@ def listen(config: Config) -> socket.socket:
 
 @contextmanager
 def sole_owner(data_dir: Path) -> Generator[None]:
-    """ConfigError while another server has the folder: each takes what the other is doing for what
-    a crash left behind. The lock ends with the process, however that ends."""
+    """ConfigError while another server has the folder: it would empty that one's cache of versions.
+    The lock ends with the process, however that ends."""
     data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     descriptor = os.open(data_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
     try:

@@ -120,3 +120,16 @@ async def test_a_tool_without_its_function_is_refused_for_that(api: Api) -> None
     body["messages"] = [{"role": "user", "content": "Hi"}]
     text = await refusal(api, "openai", json.dumps(body).encode())
     assert text == "tools.0.function must be an object with a name"
+
+
+@pytest.mark.parametrize(
+    ("prefix", "path"), [("/oai/api/v1", "/embeddings"), ("/anthropic/api/v1", "/files")]
+)
+async def test_a_path_that_is_not_served_is_refused_with_those_that_are(
+    api: Api, prefix: str, path: str
+) -> None:
+    response = await api.http.post(f"{prefix}{path}", json={})
+    assert response.status_code == 404
+    message = response.json()["error"]["message"]
+    assert path in message
+    assert "/models" in message

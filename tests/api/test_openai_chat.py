@@ -134,6 +134,13 @@ async def test_an_image_is_refused_with_the_part_that_has_it(api: Api) -> None:
     assert response.json()["error"]["param"] == "messages.0.content.0"
 
 
+async def test_a_number_out_of_its_bounds_is_refused_with_its_field(api: Api) -> None:
+    response = await chat(api, max_tokens=0)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "max_tokens")
+    assert "greater than or equal to 1" in error["message"]
+
+
 async def test_unknown_fields_are_ignored(api: Api) -> None:
     assert (await chat(api, from_the_future=1)).status_code == 200
 

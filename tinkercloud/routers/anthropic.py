@@ -10,7 +10,7 @@ from tinkercloud.anthropic_api.answers import MessageStream, message_json
 from tinkercloud.anthropic_api.bodies import CountBody, MessagesBody
 from tinkercloud.anthropic_api.requests import chat_request, count_request
 from tinkercloud.chat.turn import TurnHooks
-from tinkercloud.errors import TinkercloudError
+from tinkercloud.errors import NotFound, TinkercloudError
 from tinkercloud.routers.capture_hooks import HeaderHooksDep
 from tinkercloud.routers.deps import JsonRoute, ServicesDep, UserDep, json_answer
 from tinkercloud.routers.error_forms import ANTHROPIC_API, error_answer
@@ -68,6 +68,16 @@ async def models(user: UserDep, services: ServicesDep) -> Response:
 async def model(name: str, user: UserDep, services: ServicesDep) -> Response:
     await services.names.resolve(user, name)
     return json_answer(_model(name, 0.0))
+
+
+@router.get("/{path:path}")
+@router.post("/{path:path}")
+async def unserved(path: str) -> Response:
+    """After all routes of Anthropic's API that are served."""
+    raise NotFound(
+        f"Anthropic's /{path[:100]} is not served here; served: /messages, /messages/count_tokens, "
+        "/models"
+    )
 
 
 def _model(name: str, created: float) -> dict[str, str]:

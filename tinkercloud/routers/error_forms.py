@@ -1,5 +1,7 @@
 """The form of errors: each API's clients read their own."""
 
+from fastapi.exceptions import RequestValidationError
+
 from tinkercloud.anthropic_api import errors as anthropic_errors
 from tinkercloud.errors import InvalidField
 from tinkercloud.openai_api import errors as openai_errors
@@ -17,5 +19,14 @@ def error_answer(
     status = 400 if status == 422 else status
     if ANTHROPIC_API in path:
         return status, anthropic_errors.error_body(status, text)
-    field = error.field if isinstance(error, InvalidField) else None
-    return status, openai_errors.error_body(status, text, error, field)
+    return status, openai_errors.error_body(status, text, error, _field(error))
+
+
+def _field(error: Exception | None) -> str | None:
+    """The one of the body that is at fault, where it is one."""
+    if isinstance(error, InvalidField):
+        return error.field
+    if isinstance(error, RequestValidationError):
+        where = error.errors()[0]["loc"]
+        return ".".join(str(part) for part in where[1:] if where[0] == "body") or None
+    return None
