@@ -57,6 +57,11 @@ def policy_metrics(
     }
 
 
+def is_trained(inputs: Arrays) -> NDArray[np.bool_]:
+    """(N,), of the inputs of a loss with advantages."""
+    return inputs.get("sampled_mask", inputs["advantages"]) != 0
+
+
 def _mean(values: Iterable[float]) -> float:
     return float(np.mean(list(values)))
 
@@ -64,7 +69,7 @@ def _mean(values: Iterable[float]) -> float:
 def _of_datum(
     loss_fn: str, config: Mapping[str, float], logprobs: NDArray[Any], inputs: Arrays
 ) -> _DatumMetrics:
-    trained = inputs.get("sampled_mask", inputs["advantages"]) != 0
+    trained = is_trained(inputs)
     if not trained.any():
         return _DatumMetrics()
     current = logprobs.astype(np.float64)

@@ -26,7 +26,11 @@ async def health(services: ServicesDep) -> Response:
 @router.get("/metrics")
 async def metrics(services: ServicesDep) -> Response:
     """In Prometheus' text format."""
-    gauges = {"requests_pending": services.tasks.num_pending, **services.backend.stats()}
+    gauges = {
+        "requests_pending": services.tasks.num_pending,
+        **services.on_policy.stats(),
+        **services.backend.stats(),
+    }
     lines = [
         line
         for name, value in gauges.items()

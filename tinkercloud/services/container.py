@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from tinkercloud.backends.base import Backend
 from tinkercloud.config import Config
+from tinkercloud.core.on_policy import OnPolicyTracker
 from tinkercloud.core.task_manager import TaskManager
 from tinkercloud.services.accounts.account_service import AccountService
 from tinkercloud.services.accounts.billing_service import BillingService
@@ -80,6 +81,7 @@ class Services:
     completions: CompletionService
     usage: UsageRecorder
     losses: LossService
+    on_policy: OnPolicyTracker
     billing: BillingService
     audit: AuditLog
     traces: TraceService
@@ -145,9 +147,11 @@ def build_services(
         SampleRecordStorage(database), sessions, config.record_bytes, config.record_ttl_s
     )
     losses = LossService(LossStorage(database), sessions, tasks)
+    on_policy = OnPolicyTracker()
     dependencies = Dependencies(
         *(backend, catalog, metadata, tasks, sessions, checkpoints, sample_records, usage),
         losses=losses,
+        on_policy=on_policy,
     )
     sampling = SamplingService(dependencies)
     models = ModelService(dependencies)
@@ -179,6 +183,7 @@ def build_services(
         completions=CompletionService(tasks, futures, config.hold_s),
         usage=usage,
         losses=losses,
+        on_policy=on_policy,
         billing=BillingService(usage_storage, usage, SessionStorage(database)),
         audit=audit,
         traces=TraceService(sessions, futures, stores.keys.secret("signed links")),

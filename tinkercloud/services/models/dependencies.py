@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from tinkercloud.backends.base import Backend
+from tinkercloud.core.on_policy import OnPolicyTracker
 from tinkercloud.core.task_manager import TaskManager
 from tinkercloud.services.accounts.session_service import SessionService
 from tinkercloud.services.accounts.usage_recorder import UsageRecorder
@@ -24,3 +25,4 @@ class Dependencies:
     sample_records: SampleRecordService
     usage: UsageRecorder
     losses: LossService
+    on_policy: OnPolicyTracker

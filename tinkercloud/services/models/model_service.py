@@ -43,6 +43,7 @@ class ModelService:
         self._tasks = dependencies.tasks
         self._sessions = dependencies.sessions
         self._checkpoints = dependencies.checkpoints
+        self._on_policy = dependencies.on_policy
         self._live: dict[tuple[str, str], Model] = {}
         self._touched: dict[str, float] = {}
         self._sessions.when_finished(self._retire_session)
@@ -114,6 +115,7 @@ class ModelService:
         lora = await self._backend.load_model(
             model.model_id, name, directory, with_optimizer=body.optimizer
         )
+        self._on_policy.changed(model.model_id)
         record = LoraRecord(
             lora.rank, lora.seed, lora.train_attn, lora.train_mlp, lora.train_unembed
         )
@@ -230,6 +232,7 @@ class ModelService:
     async def _free(self, model: Model) -> None:
         await self._tasks.drain(model.user, model.model_id)
         await self._backend.delete_model(model.model_id)
+        self._on_policy.changed(model.model_id)
 
 
 def _new_model(

@@ -58,6 +58,7 @@ class SamplingService:
         self._checkpoints = dependencies.checkpoints
         self._records = dependencies.sample_records
         self._usage = dependencies.usage
+        self._on_policy = dependencies.on_policy
         self._versions = VersionStore(self._backend)
         self._samplers: dict[tuple[str, str], Sampler] = {}
         self._foreign: set[str] = set()  # samplers of other users' checkpoints
@@ -140,6 +141,7 @@ class SamplingService:
         if await self._metadata.sampler(sampler_id, model.user) is not None:
             raise InvalidRequest(f"sampling session {sampler_id!r} exists already; count on")
         version = await self._backend.publish(FromModel(model.model_id))
+        self._on_policy.published(model.model_id, version)
         await self._record(sampler)
         await self._versions.put(_version_key(sampler), version)
         return sampler_id
@@ -280,6 +282,7 @@ class SamplingService:
             version = await self._versions.get(key, sampler.sampler_id, publish)
             self._tasks.works_on(version)
             output = await self._backend.sample(version, request, on_tokens)
+        self._on_policy.drawn(version, request, output)
         return DrawnSample(version, output)
 
     def _publisher(self, sampler: Sampler) -> Callable[[], Awaitable[str]]:
@@ -290,7 +293,9 @@ class SamplingService:
             if sampler.directory is None:
                 raise VersionLost(sampler.sampler_id)
             directory = await self._checkpoints.verified_directory(sampler.directory)
-            return await self._backend.publish(FromCheckpoint(name, directory))
+            version = await self._backend.publish(FromCheckpoint(name, directory))
+            self._on_policy.loaded(sampler.directory, version)
+            return version
 
         return publish
 

@@ -49,6 +49,7 @@ class TrainingService:
         self._records = dependencies.sample_records
         self._usage = dependencies.usage
         self._losses = dependencies.losses
+        self._on_policy = dependencies.on_policy
         self._models = models
         self._sampling = sampling
 
@@ -72,6 +73,7 @@ class TrainingService:
             batch = await batch_task
             output = await self._backend.forward_backward(model.model_id, batch)
             self._usage.trained(model, batch)
+            self._on_policy.trained(model.model_id, batch, output)
             if len(batch.data) <= INLINE_DATUMS:
                 return completed_protobuf(_encoded(batch, output))
             return completed_protobuf(await asyncio.to_thread(_encoded, batch, output))
@@ -108,6 +110,7 @@ class TrainingService:
 
         async def work() -> Outcome:
             metrics = await self._backend.optim_step(model.model_id, adam_params(body))
+            metrics = {**metrics, **self._on_policy.stepped(model.model_id)}
             # NaN in a JSON result is a decode error in the client (wire specification, section 0)
             finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
             return completed_json({"metrics": finite, "type": "optim_step"})
@@ -173,7 +176,9 @@ class TrainingService:
                 options = SaveOptions(
                     "sampler_weights", body.path, ttl_s=body.ttl_seconds, user_metadata=metadata
                 )
-                result["path"] = (await self._checkpoints.save(model, options)).tinker_path
+                checkpoint = await self._checkpoints.save(model, options)
+                self._on_policy.published(model.model_id, checkpoint.directory)
+                result["path"] = checkpoint.tinker_path
             elif body.sampling_session_seq_id is not None:
                 result["sampling_session_id"] = await self._sampling.publish_model(
                     model, body.sampling_session_seq_id, body.kind
