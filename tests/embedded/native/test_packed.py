@@ -12,8 +12,8 @@ from torch import Tensor
 from tinkercloud.config import c_compiler
 from tinkercloud.embedded.native import compiler as compiler_module
 from tinkercloud.embedded.native import packed
-from tinkercloud.embedded.native.bindings import Team
 from tinkercloud.embedded.native.compiler import library
+from tinkercloud.embedded.native.team import Team
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler")
 
@@ -115,6 +115,8 @@ SHIM = r"""
 
 int64_t is_here(void) { return SUPPORTED; }
 
+void rounded(float *x, int64_t count, uint16_t *out) { round_to_narrow(x, count, out); }
+
 void some(int64_t is_narrow, int64_t rows, int64_t first, int64_t end, int64_t k, int64_t out,
           const void *x, const void *w, float *y) {
   product_t p = {.x = x, .x_stride = row_size(is_narrow, k), .w = w, .is_narrow = is_narrow, .k = k,
@@ -176,3 +178,17 @@ def test_every_processors_kernels_are_right_and_row_invariant(kernels, team, dty
     for cut in (1, 2, len(panels) - 1):
         left, right = (some(kernels, x, weights, p) for p in (panels[:cut], panels[cut:]))
         assert np.array_equal(left + right, whole), cut
+
+
+def test_rounding_to_bfloat16_is_that_of_torch(kernels):
+    bits = np.random.default_rng(0).integers(0, 1 << 32, 100_000, dtype=np.uint32)
+    ties = (bits & np.uint32(0xFFFF0000)) | np.uint32(0x8000)
+    x = np.concatenate([bits, ties, np.uint32([0, 0x80000000, 0x7F800000, 0x7F7FFFFF])])
+    x = x.view(np.float32)
+    x = x[~np.isnan(x)]
+    expected = torch.from_numpy(x).bfloat16()
+    found, widened = np.zeros(len(x), np.uint16), x.copy()
+    addresses = (c.c_void_p(widened.ctypes.data), c.c_void_p(found.ctypes.data))
+    kernels.rounded(addresses[0], c.c_int64(len(x)), addresses[1])
+    assert np.array_equal(found, expected.view(torch.uint16).numpy())
+    assert np.array_equal(widened.view(np.uint32), expected.float().numpy().view(np.uint32))

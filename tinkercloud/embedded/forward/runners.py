@@ -32,8 +32,9 @@ from tinkercloud.embedded.forward.paged_context import PagedContext
 from tinkercloud.embedded.forward.row_invariance import Product, is_row_invariant
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
-from tinkercloud.embedded.native.bindings import AdapterTable, NativeModel, Team, scan
+from tinkercloud.embedded.native.bindings import AdapterTable, NativeModel, scan
 from tinkercloud.embedded.native.compiler import library
+from tinkercloud.embedded.native.team import Team
 
 _BASE = "base "
 _NO_STATES = torch.empty(0, 0, 0)
@@ -114,7 +115,9 @@ class NativeRunner:
         cached = self._models.get(name)
         if cached is not None and cached[0] is pool:
             return cached[1]
-        model = NativeModel(version.base.config, version.weights, pool.keys, pool.values)
+        model = NativeModel(
+            self._team, version.base.config, version.weights, pool.keys, pool.values
+        )
         self._models[name] = (pool, model)
         return model
 
@@ -129,7 +132,7 @@ class NativeRunner:
         if version.id not in self._adapters:
             assert version.adapter is not None
             layers = version.base.config.num_layers
-            self._adapters[version.id] = AdapterTable(version.adapter, layers)
+            self._adapters[version.id] = AdapterTable(self._team, version.adapter, layers)
         return self._adapters[version.id]
 
 

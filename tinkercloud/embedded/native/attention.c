@@ -189,7 +189,9 @@ static void attend_some(const pass_t *p, const layer_t *layer, int64_t m, int64_
   float *out = p->mixed + (m * model->heads + first) * dh;
   for (int64_t g = 0; g < count; g++)
     for (int64_t i = 0; i < dh; i++) out[g * dh + i] = mixes[g].sum[i] / mixes[g].mass;
-  if (model->is_narrow) round_to_narrow(out, count * dh, p->mixed_narrow + (out - p->mixed));
+  if (model->is_narrow)
+    round_to_narrow(out, count * dh,
+                    p->mixed_narrow + m * row_size(1, model->heads * dh) + first * dh);
 }
 
 /* The groups are as equal as can be, 4 heads are 2 and 2, since one query alone waits for its own

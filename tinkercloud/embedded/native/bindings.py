@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tinkercloud.architectures.config import ArchitectureConfig
 from tinkercloud.decoding.sampler import RowParams, Scanned
-from tinkercloud.embedded.native.compiler import library
+from tinkercloud.embedded.native.packed import PackedMatrix, pack
 from tinkercloud.embedded.native.structures import (
     MODULES,
     Batch,
@@ -28,6 +28,7 @@ from tinkercloud.embedded.native.structures import (
     Scan,
     Segment,
 )
+from tinkercloud.embedded.native.team import Team
 from tinkercloud.weights.adapters import Adapter
 
 KEPT_BYTES = 128 * 1024**2  # of logits, between passes
@@ -57,23 +58,6 @@ class Rows(Protocol):
     def logit_rows(self) -> NDArray[np.int64]: ...
 
 
-class Team:
-    """Threads that compute together; ended with the process."""
-
-    def __init__(self, num_threads: int):
-        loaded = library()
-        assert loaded is not None, "asked for only where there is a library"
-        self.library = loaded
-        self.handle = loaded.team_new(num_threads)
-        if not self.handle:
-            raise OSError(f"cannot start {num_threads} threads")
-
-    def end(self) -> None:
-        handle, self.handle = self.handle, None
-        if handle:
-            self.library.team_end(handle)
-
-
 CANDIDATES = 1024  # of one row; with more, the row is drawn the plain way
 
 
@@ -98,16 +82,17 @@ def scan(team: Team, logits: Tensor, rows: Sequence[RowParams]) -> Scanned:
 
 
 class AdapterTable:
-    """The low-rank factors of one published adapter, for forward.c."""
+    """The low-rank factors of one published adapter, packed, for forward.c."""
 
-    def __init__(self, adapter: Adapter, num_layers: int):
+    def __init__(self, team: Team, adapter: Adapter, num_layers: int):
         names = [*_module_names(num_layers), "lm_head"]
         self.entries = (Lora * len(names))()
+        self._kept: list[PackedMatrix] = []
         for entry, name in zip(self.entries, names, strict=True):
             if name in adapter:
-                a, b = adapter[name]
-                entry.a, entry.b, entry.rank = _address(a), _address(b), a.shape[0]
-        self._kept = adapter
+                a, b = (pack(team, factor) for factor in adapter[name])
+                entry.a, entry.b, entry.rank = a.address, b.address, a.shape[0]
+                self._kept += (a, b)
 
 
 def _module_names(num_layers: int) -> list[str]:
@@ -116,6 +101,18 @@ def _module_names(num_layers: int) -> list[str]:
         for layer in range(num_layers)
         for leaf in MODULES
     ]
+
+
+def _packed(team: Team, weights: Mapping[str, Tensor]) -> dict[str, PackedMatrix]:
+    """The matrices; those that share memory (a tied head) do so packed."""
+    packed: dict[int, PackedMatrix] = {}
+    matrices: dict[str, PackedMatrix] = {}
+    for name, weight in weights.items():
+        if weight.dim() == 2:
+            if weight.data_ptr() not in packed:
+                packed[weight.data_ptr()] = pack(team, weight)
+            matrices[name] = packed[weight.data_ptr()]
+    return matrices
 
 
 class NativeModel:
@@ -127,6 +124,7 @@ class NativeModel:
 
     def __init__(
         self,
+        team: Team,
         config: ArchitectureConfig,
         weights: Mapping[str, Tensor],
         keys: Sequence[Tensor],
@@ -138,14 +136,15 @@ class NativeModel:
         )  # fresh memory would be cleared page by page
         dtype = weights["model.embed_tokens"].dtype
         vectors = {n: w.float() for n, w in weights.items() if w.dim() == 1}  # norms and biases
-        self._kept = (dict(weights), vectors, list(keys), list(values))
+        matrices = _packed(team, weights)
+        self._kept = (matrices, vectors, list(keys), list(values))
         self._layers = (Layer * config.num_layers)()
         names = iter(_module_names(config.num_layers))
 
         def linear(name: str) -> Linear:
-            weight = weights[name]
+            weight = matrices[name]
             bias = vectors.get(f"{name}.bias")
-            return Linear(_address(weight, dtype), _address(bias), *weight.shape)
+            return Linear(weight.address, _address(bias), *weight.shape)
 
         for i, layer in enumerate(self._layers):
             path = f"model.layers.{i}"
@@ -167,7 +166,7 @@ class NativeModel:
             keys[0].shape[3],
             dtype == torch.bfloat16,
             config.rms_norm_eps,
-            _address(weights["model.embed_tokens"], dtype),
+            matrices["model.embed_tokens"].address,
             _address(vectors["model.norm"]),
             linear("lm_head"),
             self._layers,

@@ -8,7 +8,7 @@
 
    Compiled on the machine that runs it (compiler.py), for its vector unit. Names: M rows, D hidden
    size, Hq / Hkv query and key/value heads, Dh head size, F inner size, V vocabulary, K the length
-   of a dot product. Weights are row-major [out, in], as Hugging Face has them. */
+   of a dot product. Matrices are packed (packed.h). */
 
 #include <stdlib.h>
 #include <string.h>
@@ -23,7 +23,7 @@ static void norm_rows(walk_t *w, const float *weight, float *out, narrow *narrow
   int64_t d = p->model->hidden;
   EACH_ROW(w, m, p->batch->rows) {
     rms_norm(p->x + m * d, weight, d, p->model->eps, out + m * d);
-    if (narrow_out) round_to_narrow(out + m * d, d, narrow_out + m * d);
+    if (narrow_out) round_to_narrow(out + m * d, d, narrow_out + m * row_size(1, d));
   }
   end_stage(w);
 }
@@ -40,19 +40,28 @@ static output_t output_of(const walk_t *w, int64_t index, int leaf, float *y, in
   return (output_t){linear, (int)index * NUM_LINEAR + leaf, y, linear->out, add};
 }
 
-static void embed_row(const model_t *model, int64_t token, float *x) {
-  int64_t d = model->hidden, at = token * d;
-  if (model->is_narrow)
-    for (int64_t i = 0; i < d; i++) x[i] = widen1(((const narrow *)model->embed)[at + i]);
-  else
-    memcpy(x, (const float *)model->embed + at, (size_t)d * sizeof(float));
+static void clear_rest(narrow *rows, int64_t m, int64_t size) {
+  memset(rows + m * row_size(1, size) + size, 0, (size_t)(row_size(1, size) - size) * sizeof *rows);
+}
+
+/* What products read beyond a row's end; nobody else writes there. */
+static void clear_rests(const pass_t *p, int64_t m) {
+  const model_t *model = p->model;
+  clear_rest(p->normed_narrow, m, model->hidden);
+  clear_rest(p->mixed_narrow, m, model->heads * model->head_dim);
+  clear_rest(p->gate_narrow, m, model->inner);
+  clear_rest(p->chosen_narrow, m, model->hidden);
 }
 
 static void embed(walk_t *w, int64_t index) {
   (void)index;
   const pass_t *p = w->p;
-  EACH_ROW(w, m, p->batch->rows)
-    embed_row(p->model, p->batch->tokens[m], p->x + m * p->model->hidden);
+  const model_t *model = p->model;
+  int64_t d = model->hidden;
+  EACH_ROW(w, m, p->batch->rows) {
+    read_weights(model->embed, model->is_narrow, d, p->batch->tokens[m], p->x + m * d);
+    if (model->is_narrow) clear_rests(p, m);
+  }
   end_stage(w);
 }
 
@@ -109,7 +118,8 @@ static void choose(walk_t *w, int64_t index) {
   int64_t d = p->model->hidden;
   EACH_ROW(w, i, batch->num_logit_rows) {
     memcpy(p->chosen + i * d, batch->hidden + batch->logit_rows[i] * d, (size_t)d * sizeof(float));
-    if (p->model->is_narrow) round_to_narrow(p->chosen + i * d, d, p->chosen_narrow + i * d);
+    if (p->model->is_narrow)
+      round_to_narrow(p->chosen + i * d, d, p->chosen_narrow + i * row_size(1, d));
   }
   end_stage(w);
 }
@@ -224,10 +234,9 @@ static int64_t lay_out(pass_t *p, float *memory) {
   static_assert(COUNT(narrow_sizes) == COUNT(narrow_places), "an array of a pass has no size");
   for (int i = 0; i < COUNT(narrow_places) && model->is_narrow; i++) {
     *narrow_places[i] = (narrow *)(memory + floats);
-    floats += (narrow_sizes[i] + 1) / 2 * rows;
+    floats += row_size(1, narrow_sizes[i]) / 2 * rows;
   }
-  p->packed = memory + floats;
-  return floats + packed_floats(model, rows, MAX(MAX(model->hidden, q_size), model->inner));
+  return floats;
 }
 
 /* 0, or -1 when there is no memory. Keys and values of the rows are written into their blocks. */

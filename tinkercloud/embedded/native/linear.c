@@ -1,10 +1,13 @@
 /* Products with the network's matrices, and with the adapters' beside them, for forward.c.
 
-   An adapter's B A x is added to what its module has put out, columns by columns, by the thread
-   that has just computed these: so every number of y is written by one thread, in one order. */
+   An adapter's B A x is added to what its module has put out, panel by panel, by the thread that
+   has just computed these: so every number of y is written by one thread, in one order. */
 
 #include "pass.h"
-#include "row_product.h"
+#include "product.h"
+
+#define LOW_RANK_ROWS 32 /* that a task takes */
+#define MOST_OUTPUTS 3   /* modules that read the same rows */
 
 /* Segments over the `logit_rows` instead of the batch's. */
 static segment_t over_logit_rows(const pass_t *p, const segment_t *segment) {
@@ -28,99 +31,93 @@ static segment_t segment_of(const pass_t *p, const read_t *read, int64_t s) {
   return read->over_logit_rows ? over_logit_rows(p, &segment) : segment;
 }
 
+/* Rows of a segment that are among `rows`. */
+static range_t rows_of(const segment_t *segment, range_t rows) {
+  return (range_t){MAX(rows.first, segment->first),
+                   MIN(rows.end, segment->first + segment->count)};
+}
+
 /* x A^T of every row and module, side by side in p->low; a stage before the products, of which each
-   task reads all ranks of its rows. Tasks are whole cache lines of a row's ranks. */
+   task reads all ranks of its rows. Tasks are a panel of some rows. */
 static void low_rank(walk_t *w, const read_t *read) {
   const pass_t *p = w->p;
-  int64_t in = read->outputs[0].linear->in;
-  int64_t parts = (p->max_rank + SOME_COLUMNS - 1) / SOME_COLUMNS;
-  int64_t tasks = p->batch->num_segments * read->count * parts;
-  for (int64_t task; (task = take(w)) < tasks;) {
-    int64_t i = task / parts % read->count, first = task % parts * SOME_COLUMNS;
-    segment_t segment = segment_of(p, read, task / parts / read->count);
-    const lora_t *lora = &segment.modules[read->outputs[i].module];
-    if (!lora->a || first >= lora->rank) continue;
-    product_t down = {.x = read->x + segment.first * in, .x_stride = in, .rows = segment.count,
-                      .w = lora->a, .k = in, .bias = NULL,
-                      .y = p->low + segment.first * p->low_stride + i * p->max_rank,
-                      .y_stride = p->low_stride, .add = 0, .scale = 1.0f};
-    multiply(&down, (range_t){first, MIN(first + SOME_COLUMNS, lora->rank)});
+  int64_t in = read->outputs[0].linear->in, panels = panels_of(p->max_rank);
+  int64_t blocks = (read->rows + LOW_RANK_ROWS - 1) / LOW_RANK_ROWS;
+  int64_t per_segment = read->count * panels * blocks;
+  for (int64_t task; (task = take(w)) < p->batch->num_segments * per_segment;) {
+    int64_t s = task / per_segment, block = task % blocks;
+    int64_t panel = task / blocks % panels, i = task / blocks / panels % read->count;
+    const lora_t *lora = &p->batch->segments[s].modules[read->outputs[i].module];
+    if (!lora->a || panel >= panels_of(lora->rank)) continue;
+    segment_t segment = segment_of(p, read, s);
+    range_t rows = rows_of(&segment, part_of(read->rows, LOW_RANK_ROWS, block));
+    product_t down = {.x = read->x, .x_stride = in, .w = lora->a, .k = in, .out = lora->rank,
+                      .y = p->low + i * p->max_rank, .y_stride = p->low_stride, .scale = 1.0f};
+    multiply(&down, rows, (range_t){panel, panel + 1});
   }
   end_stage(w);
 }
 
-/* The rows by strips, where that pays. */
-static int pack(walk_t *w, const read_t *read) {
-  int64_t in = read->outputs[0].linear->in;
-  if (w->p->model->is_narrow || !by_strips(read->rows, in)) return 0;
-  for (int64_t strip; (strip = take(w)) < strips_of(read->rows);)
-    pack_strip(read->x, in, read->rows, in, strip, w->p->packed);
-  end_stage(w);
-  return 1;
+/* Before the products. Returns whether there are adapters. */
+static int prepare(walk_t *w, const read_t *read) {
+  int adapted = has_adapter(w->p, read->outputs, read->count);
+  if (adapted) low_rank(w, read);
+  return adapted;
 }
 
-/* What is done to the rows before their products. */
-typedef struct {
-  int adapted, packed;
-} ready_t;
-
-static ready_t prepare(walk_t *w, const read_t *read) {
-  ready_t ready = {has_adapter(w->p, read->outputs, read->count), pack(w, read)};
-  if (ready.adapted) low_rank(w, read);
-  return ready;
-}
-
-/* Some columns of one module. */
-static void columns(const pass_t *p, const read_t *read, int i, range_t cols, ready_t ready) {
+/* Some rows and some panels of one module. */
+static void module_part(const pass_t *p, const read_t *read, int i, range_t rows, range_t panels,
+                        int adapted) {
   const output_t *o = &read->outputs[i];
   int is_narrow = read->x_narrow != NULL;
   product_t main = {.x = is_narrow ? (const void *)read->x_narrow : read->x,
-                    .x_stride = o->linear->in, .rows = read->rows,
-                    .packed = ready.packed ? p->packed : NULL, .is_narrow = is_narrow,
-                    .w = o->linear->weight, .k = o->linear->in, .bias = o->linear->bias,
-                    .y = o->y, .y_stride = o->y_stride, .add = o->add, .scale = 1.0f};
-  multiply(&main, cols);
-  for (int64_t s = 0; ready.adapted && s < p->batch->num_segments; s++) {
-    segment_t segment = segment_of(p, read, s);
-    const lora_t *lora = &segment.modules[o->module];
+                    .x_stride = row_size(is_narrow, o->linear->in), .is_narrow = is_narrow,
+                    .w = o->linear->weight, .k = o->linear->in, .out = o->linear->out,
+                    .bias = o->linear->bias, .y = o->y, .y_stride = o->y_stride, .add = o->add,
+                    .scale = 1.0f};
+  multiply(&main, rows, panels);
+  for (int64_t s = 0; adapted && s < p->batch->num_segments; s++) {
+    const lora_t *lora = &p->batch->segments[s].modules[o->module];
     if (!lora->a) continue;
-    product_t up = {.x = p->low + segment.first * p->low_stride + i * p->max_rank,
-                    .x_stride = p->low_stride, .rows = segment.count, .w = lora->b,
-                    .k = lora->rank, .bias = NULL, .y = o->y + segment.first * o->y_stride,
-                    .y_stride = o->y_stride, .add = 1, .scale = segment.scale};
-    multiply(&up, cols);
+    segment_t segment = segment_of(p, read, s);
+    product_t up = {.x = p->low + i * p->max_rank, .x_stride = p->low_stride, .w = lora->b,
+                    .k = lora->rank, .out = o->linear->out, .y = o->y, .y_stride = o->y_stride,
+                    .add = 1, .scale = segment.scale};
+    multiply(&up, rows_of(&segment, rows), panels);
   }
 }
 
-static int64_t width_of(const pass_t *p, const read_t *read) {
-  size_t bytes = p->model->is_narrow ? sizeof(narrow) : sizeof(float);
-  return task_columns(read->outputs[0].linear->in, (int64_t)bytes);
+static cut_t cut_of(const pass_t *p, const read_t *read, int i) {
+  const linear_t *linear = read->outputs[i].linear;
+  return cut_product(read->rows, p->model->is_narrow, linear->in, linear->out);
 }
 
-/* One or more modules that read the same rows, block of columns by block of columns. */
+/* One or more modules that read the same rows, rows by rows and panels by panels. */
 void multiply_modules(walk_t *w, const read_t *read) {
-  ready_t ready = prepare(w, read);
-  int64_t width = width_of(w->p, read);
-  for (int64_t task; ; ) {
-    task = take(w);
+  int adapted = prepare(w, read);
+  cut_t cuts[MOST_OUTPUTS];
+  int64_t per_rows = 0, row_tasks = 0;
+  assert(read->count <= MOST_OUTPUTS);
+  for (int i = 0; i < read->count; i++) {
+    cuts[i] = cut_of(w->p, read, i);
+    per_rows += cuts[i].panel_tasks;
+    row_tasks = cuts[i].row_tasks; /* the same of all, as what they read is */
+  }
+  for (int64_t task; (task = take(w)) < row_tasks * per_rows;) {
+    int64_t part = task % per_rows;
     int i = 0;
-    for (; i < read->count; i++) {
-      int64_t blocks = (read->outputs[i].linear->out + width - 1) / width;
-      if (task < blocks) break;
-      task -= blocks;
-    }
-    if (i == read->count) break;
-    int64_t end = MIN((task + 1) * width, read->outputs[i].linear->out);
-    columns(w->p, read, i, (range_t){task * width, end}, ready);
+    while (part >= cuts[i].panel_tasks) part -= cuts[i++].panel_tasks;
+    module_part(w->p, read, i, part_of(read->rows, cuts[i].rows, task / per_rows),
+                part_of(panels_of(read->outputs[i].linear->out), cuts[i].panels, part), adapted);
   }
   end_stage(w);
 }
 
 /* silu(gate) * up into gate, on some columns. exp_vec ends at 88: a gate below -87 is divided by
    what -87 would be, which no sum that it is part of can tell from zero. */
-static void swiglu(const pass_t *p, range_t cols) {
+static void swiglu(const pass_t *p, range_t rows, range_t cols) {
   int64_t inner = p->model->inner;
-  for (int64_t m = 0; m < p->batch->rows; m++) {
+  for (int64_t m = rows.first; m < rows.end; m++) {
     float *gate = p->gate + m * inner, *up = p->up + m * inner;
     int64_t i = cols.first;
     for (; i + LANES <= cols.end; i += LANES) {
@@ -132,25 +129,22 @@ static void swiglu(const pass_t *p, range_t cols) {
     for (; i < cols.end; i++) gate[i] = gate[i] / (1.0f + expf(-gate[i])) * up[i];
     if (p->model->is_narrow)
       round_to_narrow(gate + cols.first, cols.end - cols.first,
-                      p->gate_narrow + m * inner + cols.first);
+                      p->gate_narrow + m * row_size(1, inner) + cols.first);
   }
 }
 
 /* Gate and up, and what comes of them, of the same columns by the same thread while they are in its
    cache. `down` reads whole rows and so has to wait for the stage's end. */
 void multiply_gates(walk_t *w, const read_t *read) {
-  ready_t ready = prepare(w, read);
-  int64_t width = width_of(w->p, read), inner = w->p->model->inner;
-  for (int64_t first; (first = take(w) * width) < inner;) {
-    range_t cols = {first, MIN(first + width, inner)};
-    columns(w->p, read, 0, cols, ready);
-    columns(w->p, read, 1, cols, ready);
-    swiglu(w->p, cols);
+  int adapted = prepare(w, read);
+  int64_t inner = w->p->model->inner;
+  cut_t cut = cut_of(w->p, read, 0);
+  for (int64_t task; (task = take(w)) < cut.row_tasks * cut.panel_tasks;) {
+    range_t rows = part_of(read->rows, cut.rows, task / cut.panel_tasks);
+    range_t panels = part_of(panels_of(inner), cut.panels, task % cut.panel_tasks);
+    module_part(w->p, read, 0, rows, panels, adapted);
+    module_part(w->p, read, 1, rows, panels, adapted);
+    swiglu(w->p, rows, (range_t){panels.first * PANEL, MIN(panels.end * PANEL, inner)});
   }
   end_stage(w);
-}
-
-/* Of memory, for the rows that a product reads, by strips. */
-int64_t packed_floats(const model_t *model, int64_t rows, int64_t widest) {
-  return model->is_narrow || rows < MANY_ROWS ? 0 : packed_size(rows, widest);
 }

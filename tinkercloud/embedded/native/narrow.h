@@ -73,27 +73,4 @@ INLINE void write_numbers(int64_t is_narrow, void *to, int64_t at, const float *
   __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "vm"(b))
 #endif
 
-/* ADD_NARROW: sums += products of NARROW_STEP inputs. Where the processor multiplies bfloat16, lane
-   l takes the inputs 2 l and 2 l + 1 of each step, by its own instruction; else the input l. */
-#if defined(__AVX512BF16__)
-#define NARROW_STEP (2 * LANES)
-typedef __m512i narrow_vec;
-INLINE narrow_vec load_narrow(const narrow *p) { return _mm512_loadu_si512(p); }
-INLINE narrow_vec load_some_narrow(const narrow *p, int64_t count) {
-  return _mm512_maskz_loadu_epi16((__mmask32)((1ull << count) - 1), p);
-}
-#define ADD_NARROW(sum, a, b)                                                                      \
-  __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "vm"(b))
-#else
-#define NARROW_STEP LANES
-typedef vec narrow_vec;
-INLINE narrow_vec load_narrow(const narrow *p) { return widen(p); }
-INLINE narrow_vec load_some_narrow(const narrow *p, int64_t count) {
-  vec v = {};
-  for (int64_t i = 0; i < count; i++) v[i] = widen1(p[i]);
-  return v;
-}
-#define ADD_NARROW(sum, a, b) ADD_PRODUCT(sum, a, b)
-#endif
-
 #endif

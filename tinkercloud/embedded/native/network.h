@@ -7,7 +7,7 @@
 #include <stdint.h>
 
 typedef struct {
-  const void *weight; /* numbers: float, or narrow where the model is */
+  const void *weight; /* packed (packed.h): float, or narrow where the model is */
   const float *bias;
   int64_t out, in;
 } linear_t;
@@ -24,14 +24,14 @@ typedef struct {
 typedef struct {
   int64_t num_layers, hidden, heads, kv_heads, head_dim, inner, vocab, block_size, is_narrow;
   float eps;
-  const void *embed; /* numbers */
+  const void *embed; /* packed [vocab, hidden] */
   const float *final_norm;
   linear_t head;
   const layer_t *layers;
 } model_t;
 
 typedef struct {
-  const float *a, *b; /* [rank, in] and [out, rank]; NULL: this module has none */
+  const float *a, *b; /* packed [rank, in] and [out, rank]; NULL: this module has none */
   int64_t rank;
 } lora_t;
 

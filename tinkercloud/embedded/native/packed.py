@@ -10,8 +10,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from tinkercloud.embedded.native.bindings import Team
 from tinkercloud.embedded.native.compiler import library
+from tinkercloud.embedded.native.team import Team
 
 PANEL = 16  # outputs
 _INPUTS = {torch.float32: 1, torch.bfloat16: 32}  # what K is padded to
@@ -34,8 +34,8 @@ class PackedMatrix:
         return self.dtype == torch.bfloat16
 
     @property
-    def nbytes(self) -> int:
-        return self.packed.nbytes
+    def address(self) -> int:
+        return _address(self.packed, self.dtype)
 
 
 def packed_shape(shape: tuple[int, int], dtype: torch.dtype) -> tuple[int, ...]:

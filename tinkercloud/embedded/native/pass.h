@@ -9,6 +9,7 @@
 
 #include "narrow.h"
 #include "network.h"
+#include "packed.h"
 #include "team.h"
 #include "vectors.h"
 
@@ -19,8 +20,8 @@ typedef struct {
   const model_t *model;
   const batch_t *batch;
   float *x, *normed, *q, *k, *v, *mixed, *gate, *up, *low, *chosen;
-  narrow *normed_narrow, *mixed_narrow, *gate_narrow, *chosen_narrow; /* what products read */
-  float *packed; /* rows that a product reads, by strips */
+  /* What products read; rows of `row_size`. */
+  narrow *normed_narrow, *mixed_narrow, *gate_narrow, *chosen_narrow;
   int64_t low_stride; /* of one row of the low-rank products, 3 modules side by side */
   int64_t max_rank;
   atomic_long *next_task; /* of each stage */
@@ -64,8 +65,8 @@ static inline void rms_norm(const float *x, const float *weight, int64_t size, f
 
 /* ---- linear.c */
 
-/* At most, of a product: the low-rank factors of adapters, the rows by strips, the product. */
-#define PRODUCT_STAGES 3
+/* At most, of a product: the low-rank factors of adapters, the product. */
+#define PRODUCT_STAGES 2
 
 /* Where one module's results go. */
 typedef struct {
@@ -78,7 +79,7 @@ typedef struct {
 
 typedef struct {
   const float *x; /* [rows][in] */
-  const narrow *x_narrow; /* the same, or NULL */
+  const narrow *x_narrow; /* [rows][row_size(1, in)] the same, zeros beyond; or NULL */
   int64_t rows;
   const output_t *outputs; /* modules that read these rows */
   int count, over_logit_rows;
@@ -86,7 +87,6 @@ typedef struct {
 
 INTERNAL void multiply_modules(walk_t *w, const read_t *read);
 INTERNAL void multiply_gates(walk_t *w, const read_t *read);
-INTERNAL int64_t packed_floats(const model_t *model, int64_t rows, int64_t widest);
 
 /* ---- attention.c, a stage each */
 

@@ -230,7 +230,7 @@ void multiply(const product_t *p, range_t rows, range_t panels) {
 
 /* Few rows: panels by what is read of memory. Many: by the work, so that threads end together. */
 cut_t cut_product(int64_t rows, int64_t is_narrow, int64_t k, int64_t out) {
-  int64_t steps = MAX(steps_of(is_narrow, k), 1), row_tasks = MAX(parts(rows, TASK_MOST_ROWS), 1);
+  int64_t steps = MAX(steps_of(is_narrow, k), 1), row_tasks = MAX(parts(rows, PRODUCT_ROWS), 1);
   int64_t task_rows = MAX(parts(rows, row_tasks), 1), together = tiles_of(task_rows)->panels;
   int64_t panels = MIN(TASK_BYTES / (steps * STEP_BYTES), TASK_STEPS / (task_rows * steps));
   panels = MAX(panels / together, 1) * together;

@@ -28,7 +28,7 @@ __attribute__((visibility("hidden"))) rows_times_panels_t multiply;
 
 #define TASK_BYTES (192 * 1024) /* of w: what a thread takes at once where rows are few */
 #define TASK_STEPS (1 << 18)    /* of a row with a panel: what it takes where they are many */
-#define TASK_MOST_ROWS 256
+#define PRODUCT_ROWS 256
 
 /* A product cut into tasks: each some panels, of some rows. */
 typedef struct {

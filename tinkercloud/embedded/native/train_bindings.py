@@ -16,9 +16,9 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from tinkercloud.embedded.native.bindings import Team
 from tinkercloud.embedded.native.compiler import library
 from tinkercloud.embedded.native.structures import AttentionGradient
+from tinkercloud.embedded.native.team import Team
 
 DTYPES = (torch.float32, torch.bfloat16)
 

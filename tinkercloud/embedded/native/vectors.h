@@ -35,8 +35,8 @@ INLINE void store(float *p, vec v) { *(loose_vec *)p = v; }
 INLINE vec all(float x) { return x - (vec){}; }
 
 /* By hand, because the compiler would load an operand again for every use, and would add up
-   elsewhere than in `sum`. Fused everywhere: one rounding for product and sum, in tiles and strips
-   alike; where a processor has no such instruction it is two, also in both. */
+   elsewhere than in `sum`. Fused everywhere: one rounding for product and sum; where a processor has
+   no such instruction it is two. */
 #if defined(__FMA__)
 #define IN_REGISTER(v) __asm__("" : "+v"(v))
 #define ADD_PRODUCT(sum, a, b) __asm__("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(a), "vm"(b))
@@ -48,7 +48,7 @@ INLINE vec all(float x) { return x - (vec){}; }
 #define EACH(i, count) _Pragma("GCC unroll 8") for (int i = 0; i < (count); i++)
 
 /* ---- sums over the lanes of a vector: always in the same tree, since additions in another order
-   would round to other bits. `tree` in strips.h is this one, lane by lane. */
+   would round to other bits. */
 
 #if defined(__AVX512F__)
 INLINE __m256 folded(vec v) {
@@ -82,7 +82,7 @@ INLINE float sum1(vec a) {
   return out[0];
 }
 
-/* In the order of a product's sums, so that a norm too is the same in every batch. */
+/* In one order, so that a norm is the same in every batch. */
 static inline float dot(const float *x, const float *w, int64_t k) {
   vec acc = {};
   int64_t i = 0;
