@@ -280,8 +280,9 @@ def test_on_policy_distillation_from_oneself_starts_at_no_distance(each: Kitchen
     assert_sampler_and_trainer_agree(run)
     distances, norms = finite(run, "teacher_kl", "unclipped_grad_l2:mean")
     assert distances[0] == pytest.approx(0, abs=1e-4)
-    assert distances[1] != distances[0]
     assert norms[0] < 0.1
+    # From an exact agreement there is nothing to learn; from one up to rounding, noise is learnt.
+    assert (distances[1] != distances[0]) == (norms[0] > 0)
     assert_saved(each, run, "final")
 
 
