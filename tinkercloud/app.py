@@ -69,7 +69,8 @@ def create_app(
     app.add_middleware(BodyMiddleware, max_body_bytes=config.max_body_bytes)
     app.add_middleware(AuthMiddleware, authenticator=authenticator)  # the one added last runs first
     for router in ROUTERS:
-        app.include_router(router)
+        # Not include_router: it would look for the router of a request, then for its route.
+        app.router.routes.extend(router.routes)
     app.add_exception_handler(TinkercloudError, _named_error)
     app.add_exception_handler(RequestValidationError, _invalid_request)
     app.add_exception_handler(HTTPException, _http_error)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from tinkercloud.backends.fake_model import Floats, Published, log_softmax
 from tinkercloud.core.types import (
+    Grammar,
     OnTokens,
     PromptAltTokens,
     SampledSequence,
@@ -23,7 +24,7 @@ from tinkercloud.core.types import (
     Topk,
 )
 from tinkercloud.errors import UserError
-from tinkercloud.grammar.compiler import GrammarCompiler, SampleGrammar
+from tinkercloud.grammar.compiler import CompiledGrammar, GrammarCompiler, SampleGrammar
 
 
 def draw_samples(
@@ -31,16 +32,23 @@ def draw_samples(
 ) -> SampleOutput:
     """A token for each sample, then the next one for each, as an engine does. What on_tokens raises
     ends it. Raises UserError for a grammar that cannot be used."""
-    with ThreadPoolExecutor(1) as executor:
-        samples = [
-            _Sample(version, request, index, grammar)
-            for index, grammar in enumerate(_grammars(version, request, executor))
-        ]
+    if request.grammar is None:
+        samples = [_Sample(version, request, index) for index in range(request.num_samples)]
         _draw_all(samples, on_tokens)
-    prompt = request.prompt
-    after = version.base.logprobs(version.table, prompt[:-1])  # (P-1, V): row i scores i+1
+    else:
+        compiled = _compiled(version, request.grammar)
+        with ThreadPoolExecutor(1) as executor:
+            samples = [
+                _Sample(version, request, index, compiled.begin(executor))
+                for index in range(request.num_samples)
+            ]
+            _draw_all(samples, on_tokens)
+    sequences = tuple(sample.sequence() for sample in samples)
+    if not request.scores_prompt:
+        return SampleOutput(sequences)
+    after = version.base.logprobs(version.table, request.prompt[:-1])  # (P-1, V): row i scores i+1
     return SampleOutput(
-        tuple(sample.sequence() for sample in samples),
+        sequences,
         prompt_logprobs=_prompt_logprobs(after, request) if request.prompt_logprobs else None,
         topk_prompt_logprobs=_prompt_topk(after, request),
         target_prompt_logprobs=_prompt_targets(after, request.target_prompt_logprobs),
@@ -65,20 +73,13 @@ def _prompt_alternatives(after: Floats, request: SampleRequest) -> PromptAltToke
 _ALTERNATIVES = 1 << 31  # in the place of a sample's index, which is smaller
 
 
-def _grammars(
-    version: Published, request: SampleRequest, executor: ThreadPoolExecutor
-) -> list[SampleGrammar | None]:
-    """For each sample."""
-    if request.grammar is None:
-        return [None] * request.num_samples
+def _compiled(version: Published, grammar: Grammar) -> CompiledGrammar:
     served = version.base.served
     folder = served.tokenizer_path
     if folder is None or not (folder / "tokenizer.json").is_file():
         raise UserError(f"{served.name} has no tokenizer.json, which grammars need")
     text = (folder / "tokenizer.json").read_text()
-    compiled = GrammarCompiler(text, served.vocab_size, served.eos_token_ids)
-    grammar = compiled.compile(request.grammar)
-    return [grammar.begin(executor) for _ in range(request.num_samples)]
+    return GrammarCompiler(text, served.vocab_size, served.eos_token_ids).compile(grammar)
 
 
 def _draw_all(samples: Sequence["_Sample"], on_tokens: OnTokens | None) -> None:
@@ -197,6 +198,8 @@ def _topk(logprobs: Floats, k: int) -> Topk:
 def _distribution(logprobs: Floats, params: SamplingParams) -> Floats:
     """(V,) log-probabilities after temperature, top_k, top_p, min_p; -inf where excluded."""
     scaled = log_softmax(logprobs / params.temperature)
+    if params.top_k == -1 and params.top_p == 1.0 and params.min_p == 0.0:
+        return scaled
     order = np.argsort(-scaled, kind="stable")
     keep = len(order) if params.top_k == -1 else params.top_k
     if params.top_p < 1.0:

@@ -176,6 +176,16 @@ class SampleRequest:
     grammar: Grammar | None = None
     prompt_alt_tokens: int = 0
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether anything is wanted of the prompt's tokens, not of the samples alone."""
+        return (
+            self.prompt_logprobs
+            or self.topk_prompt_logprobs > 0
+            or self.target_prompt_logprobs is not None
+            or self.prompt_alt_tokens > 0
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Topk:

@@ -21,19 +21,20 @@ from tinkercloud.routers import (
     training,
 )
 
+# Routes are tried in this order: those that are called most come first.
 ROUTERS = (
+    sampling.router,
+    futures.router,
+    training.router,
     accounts.router,
     billing.router,
     sessions.router,
     traces.router,
     traces.signed,
     models.router,
-    training.router,
     checkpoints.router,
     downloads.router,
     downloads.signed,
-    sampling.router,
-    futures.router,
     rest.router,
     captures.router,
     captured_chats.router,

@@ -5,7 +5,8 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Request, Response
 
 from tinker_gmi.types import AuthTokenRequest, AuthTokenResponse
-from tinkercloud.routers.deps import JsonRoute, ServicesDep, UserDep, answer
+from tinkercloud.routers.deps import ServicesDep, UserDep, answer
+from tinkercloud.routers.json_route import JsonRoute
 from tinkercloud.routers.middleware import credential_of
 
 router = APIRouter(prefix="/api/v1", route_class=JsonRoute)

@@ -13,14 +13,8 @@ from tinker_gmi.capture_bodies import (
 )
 from tinkercloud.captures.rewards import Advantages
 from tinkercloud.captures.trajectories import Branches
-from tinkercloud.routers.deps import (
-    JsonRoute,
-    LimitDep,
-    OffsetDep,
-    ServicesDep,
-    UserDep,
-    json_answer,
-)
+from tinkercloud.routers.deps import LimitDep, OffsetDep, ServicesDep, UserDep, json_answer
+from tinkercloud.routers.json_route import JsonRoute
 from tinkercloud.services.captures.capture_recorder import TurnPlace
 from tinkercloud.services.captures.capture_results import DatumQuery, TrajectoryQuery
 from tinkercloud.services.captures.capture_service import capture_json

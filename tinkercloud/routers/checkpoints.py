@@ -3,7 +3,8 @@
 from fastapi import APIRouter, Response
 
 from tinker_gmi.types import SaveWeightsForSamplerRequest, SaveWeightsRequest, WeightsInfoRequest
-from tinkercloud.routers.deps import JsonRoute, ServicesDep, UserDep, answer
+from tinkercloud.routers.deps import ServicesDep, UserDep, answer
+from tinkercloud.routers.json_route import JsonRoute
 
 router = APIRouter(prefix="/api/v1", route_class=JsonRoute)
 

@@ -7,14 +7,8 @@ from fastapi import APIRouter, Depends, Header, Request, Response
 from fastapi.responses import FileResponse, StreamingResponse
 
 from tinker_gmi.types import CopyWeightsRequest, SaveWeightsExternalRequest
-from tinkercloud.routers.deps import (
-    SIGNED_PREFIX,
-    CheckpointPathDep,
-    JsonRoute,
-    ServicesDep,
-    UserDep,
-    answer,
-)
+from tinkercloud.routers.deps import SIGNED_PREFIX, CheckpointPathDep, ServicesDep, UserDep, answer
+from tinkercloud.routers.json_route import JsonRoute
 from tinkercloud.services.accounts.signed_links import SignedLink
 from tinkercloud.services.checkpoints.copy_service import CopyHeaders
 from tinkercloud.services.container import Services

@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Query, Response
+from fastapi import APIRouter, Query, Response
 
 from tinker_gmi.types import (
     CancelFutureRequest,
@@ -11,12 +11,11 @@ from tinker_gmi.types import (
     FutureRetrieveRequest,
     FuturesRetrieveRequest,
 )
-from tinkercloud.routers.deps import JsonRoute, ServicesDep, UserDep, answer, json_answer
+from tinkercloud.routers.deps import ANYTHING, AcceptDep, ServicesDep, UserDep, answer, json_answer
+from tinkercloud.routers.json_route import JsonRoute
 from tinkercloud.storage.futures import PROTOBUF_TYPE
 
 router = APIRouter(prefix="/api/v1", route_class=JsonRoute)
-
-ANYTHING = "*/*"
 
 
 def _takes(accept: str, content_type: str) -> bool:
@@ -31,7 +30,7 @@ async def retrieve_future(
     body: FutureRetrieveRequest,
     user: UserDep,
     services: ServicesDep,
-    accept: Annotated[str, Header()] = ANYTHING,
+    accept: AcceptDep,
 ) -> Response:
     """408 while pending: the client polls again at once. A 200 would log a warning at each poll
     (wire specification, section 4.2). SDKs up to 0.18.0 accept JSON alone."""

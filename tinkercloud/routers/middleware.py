@@ -14,6 +14,7 @@ from tinkercloud.errors import PayloadTooLarge, UserError
 from tinkercloud.routers.console import CHALLENGE, PATHS, basic_password
 from tinkercloud.routers.deps import SIGNED_PREFIX, USER_KEY
 from tinkercloud.routers.error_forms import error_answer
+from tinkercloud.routers.json_route import BODY_KEY
 from tinkercloud.storage.tokens import TOKEN_PREFIX
 
 _PIECE_BYTES = 1024  # 1 kB of zstd inflates to some tens of MB at most
@@ -114,6 +115,7 @@ class BodyMiddleware:
         headers = MutableHeaders(scope=scope)
         del headers["content-encoding"]
         headers["content-length"] = str(len(body))
+        scope[BODY_KEY] = body
         await self._app(scope, _replay(body, receive), send)
 
     async def _body(self, headers: Headers, receive: Receive) -> bytes | None:

@@ -9,7 +9,8 @@ from tinker_gmi.types import (
     GetInfoRequest,
     LoadWeightsRequest,
 )
-from tinkercloud.routers.deps import JsonRoute, LocalDep, ServicesDep, UserDep, answer
+from tinkercloud.routers.deps import LocalDep, ServicesDep, UserDep, answer
+from tinkercloud.routers.json_route import JsonRoute
 
 router = APIRouter(prefix="/api/v1", route_class=JsonRoute)
 

@@ -7,7 +7,6 @@ from fastapi import APIRouter, Depends, Response
 from tinker_gmi.types import GetServerCapabilitiesResponse, SetTtlRequest, SupportedModel
 from tinkercloud.routers.deps import (
     CheckpointPathDep,
-    JsonRoute,
     LimitDep,
     OffsetDep,
     ServicesDep,
@@ -15,6 +14,7 @@ from tinkercloud.routers.deps import (
     answer,
     json_answer,
 )
+from tinkercloud.routers.json_route import JsonRoute
 from tinkercloud.services.accounts.session_search import metadata_of
 from tinkercloud.services.models.rest_service import AccessScope, RunQuery
 

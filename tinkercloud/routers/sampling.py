@@ -14,7 +14,8 @@ from tinker_gmi.types import (
     SampleRequest,
 )
 from tinkercloud.errors import InvalidRequest
-from tinkercloud.routers.deps import JsonRoute, LocalDep, ServicesDep, UserDep, answer
+from tinkercloud.routers.deps import LocalDep, ServicesDep, UserDep, answer
+from tinkercloud.routers.json_route import JsonRoute
 from tinkercloud.services.common.bodies import fault_text
 
 router = APIRouter(prefix="/api/v1", route_class=JsonRoute)

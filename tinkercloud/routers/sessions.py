@@ -15,8 +15,9 @@ from tinker_gmi.types import (
     TelemetryResponse,
     TelemetrySendRequest,
 )
-from tinkercloud.routers.deps import JsonRoute, ServicesDep, UserDep, answer, json_answer
+from tinkercloud.routers.deps import ServicesDep, UserDep, answer, json_answer
 from tinkercloud.routers.downloads import base_url
+from tinkercloud.routers.json_route import JsonRoute
 from tinkercloud.services.common.client_flags import client_flags
 
 router = APIRouter(prefix="/api/v1", route_class=JsonRoute)

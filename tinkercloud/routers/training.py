@@ -8,7 +8,8 @@ from fastapi import APIRouter, Request, Response
 from tinker_gmi.custom_losses import CreateCustomLossRequest
 from tinker_gmi.types import OptimStepRequest
 from tinkercloud.errors import UserError
-from tinkercloud.routers.deps import INLINE_BYTES, JsonRoute, ServicesDep, UserDep, answer
+from tinkercloud.routers.deps import ServicesDep, UserDep, answer
+from tinkercloud.routers.json_route import INLINE_BYTES, JsonRoute
 from tinkercloud.services.common.bodies import TrainingCall, json_call, protobuf_call
 
 router = APIRouter(prefix="/api/v1", route_class=JsonRoute)
