@@ -3,6 +3,7 @@
 Axes: M rows, W of them with logits, D hidden size, L layers, V vocabulary.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 from weakref import WeakKeyDictionary, ref
@@ -31,9 +32,11 @@ from tinkercloud.embedded.forward.kv_blocks import BlockPool, blocks_for
 from tinkercloud.embedded.forward.paged_context import PagedContext
 from tinkercloud.embedded.forward.row_invariance import Product, is_row_invariant
 from tinkercloud.embedded.model.base_model import BaseModel
+from tinkercloud.embedded.model.huge_pages import in_huge_pages
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.native.bindings import AdapterTable, NativeModel, scan
 from tinkercloud.embedded.native.compiler import library
+from tinkercloud.embedded.native.packed import pack_matrices
 from tinkercloud.embedded.native.team import Team
 
 _BASE = "base "
@@ -115,9 +118,12 @@ class NativeRunner:
         cached = self._models.get(name)
         if cached is not None and cached[0] is pool:
             return cached[1]
-        model = NativeModel(
-            self._team, version.base.config, version.weights, pool.keys, pool.values
-        )
+        matrices = pack_matrices(self._team, version.weights)
+        tensors = {n: matrix.packed for n, matrix in matrices.items()}
+        in_huge_pages(tensors)
+        matrices = {n: replace(matrix, packed=tensors[n]) for n, matrix in matrices.items()}
+        vectors = {n: w.float() for n, w in version.weights.items() if w.dim() == 1}
+        model = NativeModel(version.base.config, matrices, vectors, pool.keys, pool.values)
         self._models[name] = (pool, model)
         return model
 

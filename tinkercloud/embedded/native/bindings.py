@@ -103,30 +103,19 @@ def _module_names(num_layers: int) -> list[str]:
     ]
 
 
-def _packed(team: Team, weights: Mapping[str, Tensor]) -> dict[str, PackedMatrix]:
-    """The matrices; those that share memory (a tied head) do so packed."""
-    packed: dict[int, PackedMatrix] = {}
-    matrices: dict[str, PackedMatrix] = {}
-    for name, weight in weights.items():
-        if weight.dim() == 2:
-            if weight.data_ptr() not in packed:
-                packed[weight.data_ptr()] = pack(team, weight)
-            matrices[name] = packed[weight.data_ptr()]
-    return matrices
-
-
 class NativeModel:
     """One set of weights with the pool its keys and values lie in.
 
+    matrices: by Hugging Face module name. vectors: norms and biases, float32.
     keys (blocks, Hkv, Dh, block size) and values (blocks, Hkv, block size, Dh): in the weights'
     number type, by layer.
     """
 
     def __init__(
         self,
-        team: Team,
         config: ArchitectureConfig,
-        weights: Mapping[str, Tensor],
+        matrices: Mapping[str, PackedMatrix],
+        vectors: Mapping[str, Tensor],
         keys: Sequence[Tensor],
         values: Sequence[Tensor],
     ):
@@ -134,10 +123,8 @@ class NativeModel:
         self._logits = torch.empty(
             0, config.vocab_size
         )  # fresh memory would be cleared page by page
-        dtype = weights["model.embed_tokens"].dtype
-        vectors = {n: w.float() for n, w in weights.items() if w.dim() == 1}  # norms and biases
-        matrices = _packed(team, weights)
-        self._kept = (matrices, vectors, list(keys), list(values))
+        dtype = matrices["model.embed_tokens"].dtype
+        self._kept = (dict(matrices), dict(vectors), list(keys), list(values))
         self._layers = (Layer * config.num_layers)()
         names = iter(_module_names(config.num_layers))
 

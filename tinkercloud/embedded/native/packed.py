@@ -4,6 +4,7 @@ Axes: M rows, N outputs, K inputs.
 """
 
 import ctypes as c
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -63,6 +64,18 @@ def unpack(team: Team, matrix: PackedMatrix) -> Tensor:
     rows = torch.empty(matrix.shape, dtype=matrix.dtype)
     _library().unpack(*_start(team, matrix), *_packed(matrix), rows.data_ptr())
     return rows
+
+
+def pack_matrices(team: Team, weights: Mapping[str, Tensor]) -> dict[str, PackedMatrix]:
+    """The matrices among them; those that share memory (a tied head) do so packed."""
+    by_address: dict[int, PackedMatrix] = {}
+    matrices: dict[str, PackedMatrix] = {}
+    for name, weight in weights.items():
+        if weight.dim() == 2:
+            if weight.data_ptr() not in by_address:
+                by_address[weight.data_ptr()] = pack(team, weight)
+            matrices[name] = by_address[weight.data_ptr()]
+    return matrices
 
 
 def product(team: Team, x: Tensor, matrix: PackedMatrix, bias: Tensor | None = None) -> Tensor:
