@@ -1,10 +1,12 @@
 /* Attention over keys and values that lie in blocks, for forward.c.
 
-   A query goes through its sequence's blocks in order, one after the other, with the largest score
-   and the sums so far (the online softmax of Milakov and Gimelshein, arXiv 1805.02867). What it
-   computes depends on the block size and on its own position alone: not on the rows beside it, nor
-   on whether keys and values were written in this pass or an earlier one. */
+   A query goes through its sequence in units of 64 positions from position 0 on, with the largest
+   score and the sums so far (the online softmax of Milakov and Gimelshein, arXiv 1805.02867). What
+   it computes depends on its own position alone: not on the queries beside it, nor on whether keys
+   and values were written in this pass or an earlier one. A position that it does not see has a
+   probability of 0, which changes no sum; so units are cut where the last query of a tile ends. */
 
+#include "attention_tiles.h"
 #include "pass.h"
 
 static void rotate(float *head, const float *cosine, const float *sine, int64_t half) {
@@ -15,203 +17,373 @@ static void rotate(float *head, const float *cosine, const float *sine, int64_t 
   }
 }
 
-/* One row's key and value into their block of one head. */
-#define DEFINE_PLACE(KIND, NUMBER, AS_NUMBER)                                                      \
-  static void place_##KIND(const float *k, const float *v, int64_t dh, int64_t size, int64_t slot, \
-                           NUMBER *keys, NUMBER *values) {                                         \
-    for (int64_t i = 0; i < dh; i++) keys[i * size + slot] = AS_NUMBER(k[i]);                      \
-    for (int64_t i = 0; i < dh; i++) values[slot * dh + i] = AS_NUMBER(v[i]);                      \
-  }
+static int64_t word_bytes(const model_t *model) { return model->is_narrow ? 2 : 4; }
 
-#define AS_IT_IS(x) (x)
-DEFINE_PLACE(wide, float, AS_IT_IS)
-DEFINE_PLACE(narrow, narrow, narrowed)
+/* A block of one head: keys and values alike. */
+static int64_t block_at(const model_t *model, int64_t block, int64_t h) {
+  return (block * model->kv_heads + h) * model->head_dim * KV_BLOCK * word_bytes(model);
+}
 
-/* Norms, rotation, and the new keys and values into their blocks. No two rows write to one place: a
-   block with room left is one sequence's alone, and those that several share are full. */
+static void place_wide(const float *k, const float *v, int64_t dh, int64_t slot, float *keys,
+                       float *values) {
+  for (int64_t i = 0; i < dh; i++) keys[i * KV_BLOCK + slot] = k[i];
+  memcpy(values + slot * dh, v, (size_t)dh * sizeof *v);
+}
+
+/* ends: this is the last token of its sequence. Then the value beside it is read, with probability
+   0, and may be left from a sequence whose numbers are none. */
+static void place_narrow(float *k, float *v, int64_t dh, int64_t slot, int ends, narrow *keys,
+                         narrow *values) {
+  narrow k_narrow[dh], v_narrow[dh];
+  round_to_narrow(k, dh, k_narrow);
+  round_to_narrow(v, dh, v_narrow);
+  for (int64_t i = 0; i < dh; i++) keys[(i / 2 * KV_BLOCK + slot) * 2 + i % 2] = k_narrow[i];
+  narrow *pairs = values + slot / 2 * dh * 2;
+  for (int64_t i = 0; i < dh; i++) pairs[2 * i + slot % 2] = v_narrow[i];
+  if (ends && slot % 2 == 0)
+    for (int64_t i = 0; i < dh; i++) pairs[2 * i + 1] = 0;
+}
+
+/* Norms, rotation, and the new keys and values into their blocks; q, k and v are then what attention
+   computes with. No two rows write to one place: a block with room left is one sequence's alone, and
+   those that several share are full. */
 void place_rows(walk_t *w, const layer_t *layer) {
   const pass_t *p = w->p;
   const model_t *model = p->model;
   const batch_t *batch = p->batch;
-  int64_t dh = model->head_dim, size = model->block_size;
+  int64_t dh = model->head_dim;
+  narrow rounded[dh];
   EACH_ROW(w, m, batch->rows) {
-    int64_t position = batch->positions[m], slot = position % size;
+    int64_t position = batch->positions[m], slot = position % KV_BLOCK;
+    int ends = m + 1 == batch->rows || batch->sequence[m + 1] != batch->sequence[m];
     const float *cosine = batch->cosine + position * dh / 2;
     const float *sine = batch->sine + position * dh / 2;
     for (int64_t h = 0; h < model->heads; h++) {
       float *q = p->q + (m * model->heads + h) * dh;
       if (layer->q_norm) rms_norm(q, layer->q_norm, dh, model->eps, q);
       rotate(q, cosine, sine, dh / 2);
+      if (model->is_narrow) round_to_narrow(q, dh, rounded);
     }
-    int64_t block = batch->tables[batch->sequence[m] * batch->table_stride + position / size];
+    int64_t block = batch->tables[batch->sequence[m] * batch->table_stride + position / KV_BLOCK];
     for (int64_t h = 0; h < model->kv_heads; h++) {
-      float *k = p->k + (m * model->kv_heads + h) * dh;
+      float *k = p->k + (m * model->kv_heads + h) * dh, *v = p->v + (m * model->kv_heads + h) * dh;
       if (layer->k_norm) rms_norm(k, layer->k_norm, dh, model->eps, k);
       rotate(k, cosine, sine, dh / 2);
-      int64_t start = (block * model->kv_heads + h) * dh * size;
-      const float *v = p->v + (m * model->kv_heads + h) * dh;
+      int64_t at = block_at(model, block, h);
+      char *keys = (char *)layer->keys + at, *values = (char *)layer->values + at;
       if (model->is_narrow)
-        place_narrow(k, v, dh, size, slot, (narrow *)layer->keys + start,
-                     (narrow *)layer->values + start);
+        place_narrow(k, v, dh, slot, ends, (narrow *)keys, (narrow *)values);
       else
-        place_wide(k, v, dh, size, slot, (float *)layer->keys + start,
-                   (float *)layer->values + start);
+        place_wide(k, v, dh, slot, (float *)keys, (float *)values);
     }
   }
   end_stage(w);
 }
 
-#define MAX_BLOCK 64
-#define MAX_HEAD 512
-#define GROUP 3               /* queries that go through a block together: as registers allow */
-#define WIDE (LANES < 16 ? 2 : 1) /* vectors of scores that are computed at once */
+/* ---- from scores to probabilities */
 
-/* What one query has gathered so far: the largest score, and sums relative to it. */
+#define EACH_OF_UNIT(v) _Pragma("GCC unroll 16") for (int v = 0; v < UNIT_VECS; v++)
+
+/* What one query has gathered so far: the largest score, and the sum relative to it. */
 typedef struct {
   float best, mass;
-  float sum[MAX_HEAD];
 } mixture_t;
 
-/* Every function here works on COUNT queries of one key/value head, so that keys and values are
-   loaded once; each query's own sums are in the same order whatever COUNT is. Keys lie by dimension,
-   so that a vector is one dimension of LANES positions, and values by position: neither product
-   needs a sum over lanes. */
-#define DEFINE_MIX(KIND, NUMBER, LOAD, WIDEN1, COUNT)                                              \
-  static void score_##KIND##_##COUNT(const float *q, int64_t dh, const NUMBER *keys, int64_t size, \
-                            float scale, float scores[COUNT][MAX_BLOCK]) {                         \
-    for (int64_t j = 0; j < size; j += WIDE * LANES) {                                             \
-      vec even[COUNT][WIDE] = {}, odd[COUNT][WIDE] = {}; /* one chain would wait for itself */     \
-      for (int64_t i = 0; i < dh; i += 2) {                                                        \
-        const NUMBER *key = keys + i * size + j;                                                   \
-        _Pragma("GCC unroll 2") for (int v = 0; v < WIDE; v++) {                                   \
-          vec first = LOAD(key + v * LANES), second = LOAD(key + size + v * LANES);                \
-          _Pragma("GCC unroll 4") for (int g = 0; g < COUNT; g++) {                                \
-            even[g][v] += all(q[g * dh + i]) * first;                                              \
-            odd[g][v] += all(q[g * dh + i + 1]) * second;                                          \
-          }                                                                                        \
-        }                                                                                          \
-      }                                                                                            \
-      _Pragma("GCC unroll 4") for (int g = 0; g < COUNT; g++)                                      \
-          _Pragma("GCC unroll 2") for (int v = 0; v < WIDE; v++)                                   \
-              store(scores[g] + j + v * LANES, (even[g][v] + odd[g][v]) * all(scale));             \
-    }                                                                                              \
-  }                                                                                                \
-                                                                                                   \
-  static void add_values_##KIND##_##COUNT(const float shares[COUNT][MAX_BLOCK], const float *keep, \
-                                 const NUMBER *values, int64_t dh, int64_t count,                  \
-                                 mixture_t *mixes) {                                               \
-    int64_t i = 0;                                                                                 \
-    for (; i + 4 * LANES <= dh; i += 4 * LANES) {                                                  \
-      vec acc[COUNT][4];                                                                           \
-      _Pragma("GCC unroll 4") for (int g = 0; g < COUNT; g++)                                      \
-          _Pragma("GCC unroll 4") for (int v = 0; v < 4; v++)                                      \
-              acc[g][v] = load(mixes[g].sum + i + v * LANES) * all(keep[g]);                       \
-      for (int64_t j = 0; j < count; j++)                                                          \
-        _Pragma("GCC unroll 4") for (int v = 0; v < 4; v++) {                                      \
-          vec value = LOAD(values + j * dh + i + v * LANES);                                       \
-          _Pragma("GCC unroll 4") for (int g = 0; g < COUNT; g++)                                  \
-              acc[g][v] += all(shares[g][j]) * value;                                              \
-        }                                                                                          \
-      _Pragma("GCC unroll 4") for (int g = 0; g < COUNT; g++)                                      \
-          _Pragma("GCC unroll 4") for (int v = 0; v < 4; v++)                                      \
-              store(mixes[g].sum + i + v * LANES, acc[g][v]);                                      \
-    }                                                                                              \
-    for (; i < dh; i++)                                                                            \
-      for (int g = 0; g < COUNT; g++) {                                                            \
-        float value = mixes[g].sum[i] * keep[g];                                                   \
-        for (int64_t j = 0; j < count; j++) value += shares[g][j] * WIDEN1(values[j * dh + i]);    \
-        mixes[g].sum[i] = value;                                                                   \
-      }                                                                                            \
-  }                                                                                                \
-                                                                                                   \
-  /* One block of keys and values into the mixtures; `count` positions of it are there. */         \
-  static void mix_##KIND##_##COUNT(const float *q, const void *keys, const void *values, int64_t dh, \
-                          int64_t size, int64_t count, float scale, mixture_t *mixes) {            \
-    float scores[COUNT][MAX_BLOCK], keep[COUNT];                                                   \
-    score_##KIND##_##COUNT(q, dh, keys, size, scale, scores);                                      \
-    for (int g = 0; g < COUNT; g++) keep[g] = to_shares(scores[g], size, count, &mixes[g]);        \
-    add_values_##KIND##_##COUNT(scores, keep, values, dh, count, mixes);                           \
-  }
+/* What is done to all scores. cap: 0 for none. */
+typedef struct {
+  float scale, cap;
+  int is_narrow;
+} scoring_t;
 
-/* Scores become exp(score - largest); returns the factor of what was gathered before. What a block
-   holds past `count` is left from others and may be no number: it gets no share, and is not read
-   as a value. */
-static float to_shares(float *scores, int64_t size, int64_t count, mixture_t *mix) {
-  float best = mix->best;
-  for (int64_t j = 0; j < count; j++) best = MAX(best, scores[j]);
-  for (int64_t j = count; j < size; j++) scores[j] = -INFINITY;
-  for (int64_t j = 0; j < size; j += LANES)
-    store(scores + j, exp_vec(load(scores + j) - all(best)));
-  float keep[LANES];
-  store(keep, exp_vec(all(mix->best - best)));
-  float mass = mix->mass * keep[0];
-  for (int64_t j = 0; j < count; j++) mass += scores[j];
-  mix->mass = mass;
-  mix->best = best;
-  return keep[0];
+/* Within two units in the last place (Cephes' tanhf). */
+static vec tanh_vec(vec x) {
+  vec square = x * x, p = all(-5.70498872745e-3f);
+  p = p * square + all(2.06390887954e-2f);
+  p = p * square + all(-5.37397155531e-2f);
+  p = p * square + all(1.33314422036e-1f);
+  p = p * square + all(-3.33332819422e-1f);
+  vec small = p * square * x + x;
+  vec magnitude = (vec)((ivec)x & 0x7FFFFFFF);
+  ivec is_large = magnitude > all(40.0f);
+  vec bounded = (vec)(((ivec)magnitude & ~is_large) | ((ivec)all(40.0f) & is_large));
+  vec large = all(1.0f) - all(2.0f) / (exp_vec(bounded * all(2.0f)) + all(1.0f));
+  large = (vec)((ivec)large | ((ivec)x & INT32_MIN));
+  ivec is_small = magnitude < all(0.625f);
+  return (vec)(((ivec)small & is_small) | ((ivec)large & ~is_small));
 }
 
-DEFINE_MIX(wide, float, load, AS_IT_IS, 1)
-DEFINE_MIX(wide, float, load, AS_IT_IS, 2)
-DEFINE_MIX(wide, float, load, AS_IT_IS, 3)
-DEFINE_MIX(narrow, narrow, widen, widen1, 1)
-DEFINE_MIX(narrow, narrow, widen, widen1, 2)
-DEFINE_MIX(narrow, narrow, widen, widen1, 3)
+INLINE vec vec_max(vec a, vec b) {
+#if defined(__AVX512F__)
+  return (vec)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  ivec more = a > b;
+  return (vec)(((ivec)a & more) | ((ivec)b & ~more));
+#endif
+}
 
-typedef void mix_t(const float *, const void *, const void *, int64_t, int64_t, int64_t, float,
-                   mixture_t *);
+INLINE float lane_max(vec v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)v);
+#else
+  float most = v[0];
+  EACH(j, LANES) most = MAX(most, v[j]);
+  return most;
+#endif
+}
 
-/* Up to GROUP query heads of one key/value head h, from head `first` on, of row m. */
-static void attend_some(const pass_t *p, const layer_t *layer, int64_t m, int64_t h, int64_t first,
-                        int64_t count) {
-  static mix_t *const mixes_of[2][GROUP] = {{mix_wide_1, mix_wide_2, mix_wide_3},
-                                            {mix_narrow_1, mix_narrow_2, mix_narrow_3}};
-  const model_t *model = p->model;
-  mix_t *const *mix = mixes_of[model->is_narrow];
-  size_t bytes = model->is_narrow ? sizeof(narrow) : sizeof(float);
-  const batch_t *batch = p->batch;
-  int64_t dh = model->head_dim, size = model->block_size, length = batch->positions[m] + 1;
-  const int32_t *table = batch->tables + batch->sequence[m] * batch->table_stride;
-  const float *q = p->q + (m * model->heads + first) * dh;
-  float scale = 1.0f / sqrtf((float)dh);
-  mixture_t mixes[GROUP];
+/* Rounds 2 LANES probabilities to narrow words, at `words`. */
+INLINE vec to_words(vec first, vec second, float *words) {
+#if defined(__AVX512BF16__)
+  vec pairs = (vec)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+  store(words, pairs);
+  return pairs;
+#else
+  vec halves[2] = {first, second};
+  EACH(i, 2) {
+    ivec bits = (ivec)halves[i]; /* not negative, and no infinity */
+    bits = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+    half_vec rounded = __builtin_convertvector(bits, half_vec);
+    memcpy((char *)words + i * (int)sizeof rounded, &rounded, sizeof rounded);
+  }
+  return load(words);
+#endif
+}
+
+static ALONE void cap_scores(float *scores, const scoring_t *scoring) {
+  vec cap = all(scoring->cap);
+  for (int v = 0; v < UNIT_VECS; v++) {
+    float *at = scores + v * LANES;
+    store(at, cap * tanh_vec(load(at) * all(scoring->scale) / cap));
+  }
+}
+
+/* Those from `first` to before `end` are seen; the others may be no numbers. */
+static ALONE void mask_scores(float *scores, int64_t first, int64_t end) {
+  for (int64_t i = 0; i < first; i++) scores[i] = -INFINITY;
+  for (int64_t i = end; i < UNIT; i++) scores[i] = -INFINITY;
+}
+
+/* Scores of a unit, [count][UNIT], become the words of probabilities relative to each query's largest
+   score so far; keep: the factor of what the query has gathered before. Query by query in each of
+   the loops, since each of them waits for its own sums. One function for queries of every tile, so
+   that it is compiled to one order of sums. */
+static ALONE void soften(int64_t count, float *scores, const scoring_t *scoring, mixture_t *mixes,
+                         float *keep) {
+  vec scale = all(scoring->cap == 0.0f ? scoring->scale : 1.0f);
+  float best[TILE_QUERIES];
   for (int64_t g = 0; g < count; g++) {
-    mixes[g].best = -INFINITY;
-    mixes[g].mass = 0.0f;
-    memset(mixes[g].sum, 0, (size_t)dh * sizeof(float));
+    float *at = scores + g * UNIT;
+    vec most = all(-INFINITY);
+    EACH_OF_UNIT(v) {
+      vec score = load(at + v * LANES) * scale;
+      store(at + v * LANES, score);
+      most = vec_max(most, score);
+    }
+    best[g] = MAX(mixes[g].best, lane_max(most));
+    keep[g] = 1.0f;
   }
-  for (int64_t start = 0; start < length; start += size) {
-    int64_t at = (table[start / size] * model->kv_heads + h) * dh * size;
-    mix[count - 1](q, number_at(layer->keys, at, (int64_t)bytes),
-                   number_at(layer->values, at, (int64_t)bytes), dh, size,
-                   MIN(size, length - start), scale, mixes);
+  for (int64_t g = 0; g < count; g++) {
+    float *at = scores + g * UNIT;
+    if (best[g] == -INFINITY) { /* nothing seen, here or before */
+      memset(at, 0, UNIT * sizeof *at);
+      continue;
+    }
+    vec sum = {};
+    EACH_OF_UNIT(v) {
+      if (v % 2) continue;
+      vec first = exp_vec(load(at + v * LANES) - all(best[g]));
+      vec second = exp_vec(load(at + v * LANES + LANES) - all(best[g]));
+      if (scoring->is_narrow) {
+        vec words = to_words(first, second, at + v / 2 * LANES);
+        sum += even_half(words) + odd_half(words);
+      } else {
+        store(at + v * LANES, first);
+        store(at + v * LANES + LANES, second);
+        sum = sum + first + second;
+      }
+    }
+    if (best[g] != mixes[g].best) keep[g] = exp_vec(all(mixes[g].best - best[g]))[0];
+    mixes[g] = (mixture_t){best[g], mixes[g].mass * keep[g] + sum1(sum)};
   }
-  float *out = p->mixed + (m * model->heads + first) * dh;
-  for (int64_t g = 0; g < count; g++)
-    for (int64_t i = 0; i < dh; i++) out[g * dh + i] = mixes[g].sum[i] / mixes[g].mass;
-  if (model->is_narrow)
-    round_to_narrow(out, count * dh,
-                    p->mixed_narrow + m * row_size(1, model->heads * dh) + first * dh);
 }
 
-/* The groups are as equal as can be, 4 heads are 2 and 2, since one query alone waits for its own
-   sums. */
-static void attend_one(const pass_t *p, const layer_t *layer, int64_t m, int64_t h) {
-  int64_t heads = p->model->heads / p->model->kv_heads, parts = (heads + GROUP - 1) / GROUP;
+/* ---- a tile: queries of one key/value head and of some rows of one sequence */
+
+#define MAX_QUERIES 24
+#define ALIGNED __attribute__((aligned(LINE_BYTES)))
+#define MAX_PARTS ((MAX_QUERIES + TILE_QUERIES - 1) / TILE_QUERIES)
+
+typedef struct {
+  const pass_t *p;
+  const layer_t *layer;
+  int64_t h, row, first; /* the first query: the `first`th of those of head h from `row` on */
+  int64_t count;
+} tile_t;
+
+/* Positions that a query sees. */
+typedef struct {
+  int64_t begin, end;
+} span_t;
+
+/* Queries that go through a unit together. */
+typedef struct {
+  int64_t count;
+  span_t span;     /* of all of them */
+  const span_t *spans;
+  mixture_t *mixes;
+  word_t *queries; /* [step][TILE_QUERIES] */
+  float *sums;     /* [count][width] */
+} part_t;
+
+typedef uint32_t bits_t __attribute__((may_alias)); /* of a word */
+
+static int64_t query_at(const tile_t *t, int64_t i) {
+  int64_t group = t->p->model->heads / t->p->model->kv_heads, at = t->first + i;
+  return (t->row + at / group) * t->p->model->heads + t->h * group + at % group;
+}
+
+static span_t read_query(const tile_t *t, int64_t i, bits_t *words) {
+  const pass_t *p = t->p;
+  int64_t dh = p->model->head_dim, at = query_at(t, i), row = at / p->model->heads;
+  const bits_t *q = (const bits_t *)(p->q + at * dh);
+  if (!p->model->is_narrow)
+    for (int64_t d = 0; d < dh; d++) words[d * TILE_QUERIES] = q[d];
+  else
+    for (int64_t d = 0; d < dh; d += 2) words[d / 2 * TILE_QUERIES] = q[d] >> 16 | q[d + 1];
+  int64_t end = p->batch->positions[row] + 1;
+  return (span_t){t->layer->window ? MAX(0, end - t->layer->window) : 0, end};
+}
+
+/* What a tile's queries are and have gathered so far. */
+typedef struct {
+  span_t spans[MAX_QUERIES];
+  mixture_t mixes[MAX_QUERIES];
+  int64_t num_parts;
+  part_t parts[MAX_PARTS];
+} queries_t;
+
+/* Parts as equal as can be, since one query alone waits for its own sums. */
+static void read_queries(const tile_t *t, queries_t *queries, word_t *words, float *sums,
+                         int64_t width) {
+  int64_t parts = (t->count + TILE_QUERIES - 1) / TILE_QUERIES, dh = t->p->model->head_dim;
+  queries->num_parts = parts;
   for (int64_t i = 0; i < parts; i++) {
-    int64_t first = heads * i / parts, end = heads * (i + 1) / parts;
-    attend_some(p, layer, m, h, h * heads + first, end - first);
+    int64_t first = t->count * i / parts, end = t->count * (i + 1) / parts;
+    part_t part = {end - first, {INT64_MAX, 0}, queries->spans + first, queries->mixes + first,
+                   words + i * TILE_QUERIES * dh, sums + first * width};
+    for (int64_t j = first; j < end; j++) {
+      span_t span = read_query(t, j, (bits_t *)part.queries + j - first);
+      part.span = (span_t){MIN(part.span.begin, span.begin), MAX(part.span.end, span.end)};
+      queries->spans[j] = span;
+      queries->mixes[j] = (mixture_t){-INFINITY, 0.0f};
+    }
+    queries->parts[i] = part;
+  }
+  memset(sums, 0, (size_t)(t->count * width) * sizeof *sums);
+}
+
+/* The unit that begins at `start`; blocks up to the last that a query sees. */
+static void mix_unit(const part_t *part, int64_t start, const word_t *const *keys, values_t *values,
+                     const scoring_t *scoring) {
+  const attention_tile_t *tile = &attention_tiles[scoring->is_narrow][part->count - 1];
+  int64_t seen = MIN(UNIT, part->span.end - start), dh = values->head_dim;
+  int64_t blocks = (seen + KV_BLOCK - 1) / KV_BLOCK;
+  ALIGNED float scores[TILE_QUERIES * UNIT];
+  float keep[TILE_QUERIES];
+  for (int64_t b = 0; b < blocks; b += TILE_BLOCKS)
+    tile->score(part->queries, scoring->is_narrow ? dh / 2 : dh, keys + b, scores + b * KV_BLOCK);
+  for (int64_t g = 0; g < part->count; g++) {
+    if (scoring->cap != 0.0f) cap_scores(scores + g * UNIT, scoring);
+    int64_t first = part->spans[g].begin - start, end = part->spans[g].end - start;
+    if (first > 0 || end < UNIT) mask_scores(scores + g * UNIT, MIN(first, UNIT), MAX(end, 0));
+  }
+  soften(part->count, scores, scoring, part->mixes, keep);
+  values->steps = scoring->is_narrow ? (seen + 1) / 2 : seen;
+  values->shares = scores;
+  values->keep = keep;
+  values->sums = part->sums;
+  tile->add_values(values);
+}
+
+/* 0 is added so that no zero has a sign: where a sum ends would show in it. */
+static void write_results(const tile_t *t, const queries_t *queries, const float *sums,
+                          int64_t width) {
+  const pass_t *p = t->p;
+  int64_t dh = p->model->head_dim;
+  float out[width];
+  for (int64_t i = 0; i < t->count; i++) {
+    for (int64_t d = 0; d < width; d += LANES)
+      store(out + d, load(sums + i * width + d) / all(queries->mixes[i].mass) + all(0.0f));
+    int64_t heads = p->model->heads, at = query_at(t, i);
+    int64_t row = at / heads, in_row = at % heads * dh;
+    if (p->model->is_narrow)
+      round_to_narrow(out, dh, p->mixed_narrow + row * row_size(1, heads * dh) + in_row);
+    memcpy(p->mixed + at * dh, out, (size_t)dh * sizeof *out);
   }
 }
 
+/* Blocks past the last that is seen are the last one: read, and not seen. */
+static void attend_tile(const tile_t *t) {
+  const model_t *model = t->p->model;
+  const batch_t *batch = t->p->batch;
+  int64_t dh = model->head_dim, width = (dh + LANES - 1) / LANES * LANES;
+  ALIGNED word_t words[MAX_PARTS * TILE_QUERIES * dh];
+  ALIGNED float sums[MAX_QUERIES * width];
+  queries_t queries;
+  read_queries(t, &queries, words, sums, width);
+  span_t span = queries.parts[0].span;
+  for (int64_t i = 1; i < queries.num_parts; i++) {
+    span.begin = MIN(span.begin, queries.parts[i].span.begin);
+    span.end = MAX(span.end, queries.parts[i].span.end);
+  }
+  const int32_t *table = batch->tables + batch->sequence[t->row] * batch->table_stride;
+  const scoring_t scoring = {1.0f / sqrtf((float)dh), model->score_cap, (int)model->is_narrow};
+  values_t values = {.head_dim = dh, .width = width};
+  for (int64_t start = span.begin / UNIT * UNIT; start < span.end; start += UNIT) {
+    const word_t *keys[UNIT_BLOCKS];
+    for (int64_t b = 0; b < UNIT_BLOCKS; b++) {
+      int64_t block = MIN(start / KV_BLOCK + b, (span.end - 1) / KV_BLOCK);
+      int64_t at = block_at(model, table[block], t->h);
+      keys[b] = (const word_t *)((const char *)t->layer->keys + at);
+      values.values[b] = (const word_t *)((const char *)t->layer->values + at);
+    }
+    for (int64_t i = 0; i < queries.num_parts; i++) {
+      const part_t *part = &queries.parts[i];
+      if (start < part->span.end && start + UNIT > part->span.begin)
+        mix_unit(part, start, keys, &values, &scoring);
+    }
+  }
+  write_results(t, &queries, sums, width);
+}
+
+/* ---- the work */
+
+/* Rows of one sequence from `row` on, as many as a tile takes. */
+static int64_t tile_rows(const pass_t *p, int64_t row) {
+  const batch_t *batch = p->batch;
+  int64_t group = p->model->heads / p->model->kv_heads, most = MAX(1, MAX_QUERIES / group);
+  int64_t end = MIN(row + most, batch->rows), rows = 1;
+  while (row + rows < end && batch->sequence[row + rows] == batch->sequence[row]) rows++;
+  return rows;
+}
+
+/* Tasks are the rows of a tile times heads, in this order, so that each thread finds its next rows
+   behind those that it had. */
 void attend(walk_t *w, const layer_t *layer) {
   const pass_t *p = w->p;
-  int64_t per_head = (p->batch->rows + TASK_ROWS - 1) / TASK_ROWS;
-  int64_t tasks = per_head * p->model->kv_heads;
-  for (int64_t task; (task = take(w)) < tasks;) {
-    int64_t h = task / per_head, first = task % per_head * TASK_ROWS;
-    for (int64_t m = first; m < MIN(first + TASK_ROWS, p->batch->rows); m++)
-      attend_one(p, layer, m, h);
+  int64_t heads = p->model->kv_heads, group = p->model->heads / heads;
+  int64_t row = 0, index = 0, rows = tile_rows(p, 0);
+  for (;;) {
+    int64_t task = take(w);
+    for (; row < p->batch->rows && index < task / heads; index++) {
+      row += rows;
+      if (row < p->batch->rows) rows = tile_rows(p, row);
+    }
+    if (row >= p->batch->rows) break;
+    for (int64_t first = 0; first < rows * group; first += MAX_QUERIES) {
+      int64_t count = MIN(MAX_QUERIES, rows * group - first);
+      attend_tile(&(tile_t){p, layer, task % heads, row, first, count});
+    }
   }
   end_stage(w);
 }

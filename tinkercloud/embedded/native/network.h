@@ -6,6 +6,8 @@
 
 #include <stdint.h>
 
+#define KV_BLOCK 16 /* tokens of a block of keys and values */
+
 typedef struct {
   const void *weight; /* packed (packed.h): float, or narrow where the model is */
   const float *bias;
@@ -17,13 +19,17 @@ enum { Q, K_, V_, O, GATE, UP, DOWN, NUM_LINEAR };
 typedef struct {
   const float *input_norm, *post_norm, *q_norm, *k_norm; /* the last two may be NULL */
   linear_t linear[NUM_LINEAR];
-  void *keys;   /* numbers [block][Hkv][Dh][block_size] */
-  void *values; /* numbers [block][Hkv][block_size][Dh] */
+  /* Blocks of KV_BLOCK tokens. float: [block][Hkv][Dh][token] and [block][Hkv][token][Dh]; narrow:
+     by pairs, of dimensions [block][Hkv][Dh / 2][token][2] and of tokens
+     [block][Hkv][token / 2][Dh][2]. */
+  void *keys, *values;
+  int64_t window; /* a row sees the last `window` positions, its own among them; 0: all */
 } layer_t;
 
 typedef struct {
-  int64_t num_layers, hidden, heads, kv_heads, head_dim, inner, vocab, block_size, is_narrow;
+  int64_t num_layers, hidden, heads, kv_heads, head_dim, inner, vocab, is_narrow;
   float eps;
+  float score_cap; /* cap * tanh(score / cap) in place of each score of attention; 0: none */
   const void *embed; /* packed [vocab, hidden] */
   const float *final_norm;
   linear_t head;

@@ -18,6 +18,7 @@ class Layer(c.Structure):
         *((name, c.c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
         ("linear", Linear * len(MODULES)),
         *((name, c.c_void_p) for name in ("keys", "values")),
+        ("window", c.c_int64),
     )
 
 
@@ -27,9 +28,9 @@ class Model(c.Structure):
             (name, c.c_int64)
             for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim", "inner", "vocab")
         ),
-        ("block_size", c.c_int64),
         ("is_narrow", c.c_int64),
         ("eps", c.c_float),
+        ("score_cap", c.c_float),
         ("embed", c.c_void_p),
         ("final_norm", c.c_void_p),
         ("head", Linear),

@@ -1,0 +1,167 @@
+/* The products of attention by register tiles, for attention.c: queries with the keys of a unit, and
+   their probabilities with its values.
+
+   Keys and values lie in words of 32 bits: a float32, or two narrow numbers of neighbouring
+   dimensions (keys) or tokens (values). So both number types lie alike, a word being what one step
+   of a sum takes: keys [dimension][token], values [token][dimension]. A query's sum is one chain of
+   steps, in the order of dimensions or tokens, whatever other queries its tile has. */
+
+#ifndef TINKERCLOUD_ATTENTION_TILES_H
+#define TINKERCLOUD_ATTENTION_TILES_H
+
+#include "narrow.h"
+#include "network.h"
+#include "vectors.h"
+
+#define UNIT 64 /* positions that are scored at once, from position 0 on */
+#define UNIT_BLOCKS (UNIT / KV_BLOCK)
+#define UNIT_VECS (UNIT / LANES)
+#define BLOCK_VECS (KV_BLOCK / LANES)
+
+/* Queries and vectors of a tile: as registers allow. Blocks of keys: as fill the vectors. */
+#if LANES == 16
+#define TILE_QUERIES 6
+#define TILE_BLOCKS 4
+#define TILE_VECS 4
+#elif LANES == 8
+#define TILE_QUERIES 4
+#define TILE_BLOCKS 1
+#define TILE_VECS 2
+#else
+#define TILE_QUERIES 2
+#define TILE_BLOCKS 1
+#define TILE_VECS 4
+#endif
+
+typedef float word_t __attribute__((may_alias)); /* read as its bits */
+
+/* The first `count` of LANES words, and zeros. */
+INLINE vec load_first(const word_t *p, int64_t count) {
+#if defined(__AVX512F__)
+  return (vec)_mm512_maskz_loadu_ps((__mmask16)((1u << count) - 1), p);
+#else
+  vec v = {};
+  for (int64_t i = 0; i < count; i++) v[i] = p[i];
+  return v;
+#endif
+}
+
+INLINE vec even_half(vec words) { return (vec)((ivec)words << 16); }
+INLINE vec odd_half(vec words) { return (vec)((ivec)words & (int32_t)0xFFFF0000); }
+
+/* sum += a b, of two narrow numbers the even one first where the processor does not add pairs. */
+INLINE vec added(int is_narrow, vec sum, vec a, vec b) {
+  if (!is_narrow) {
+    ADD_PRODUCT(sum, a, b);
+  } else {
+#if defined(__AVX512BF16__)
+    ADD_NARROW(sum, (__m512i)a, (__m512i)b);
+#else
+    vec left = even_half(a), right = even_half(b);
+    ADD_PRODUCT(sum, left, right);
+    left = odd_half(a), right = odd_half(b);
+    ADD_PRODUCT(sum, left, right);
+#endif
+  }
+  return sum;
+}
+
+/* queries [step][TILE_QUERIES], keys: of TILE_BLOCKS blocks, scores [query][UNIT]. */
+INLINE void score(int is_narrow, int count, const word_t *queries, int64_t steps,
+                  const word_t *const *keys, float *scores) {
+  vec sum[TILE_QUERIES][TILE_BLOCKS * BLOCK_VECS] = {};
+  for (int64_t i = 0; i < steps; i++) {
+    vec key[TILE_BLOCKS * BLOCK_VECS];
+    EACH(v, TILE_BLOCKS * BLOCK_VECS)
+      key[v] = load(keys[v / BLOCK_VECS] + i * KV_BLOCK + v % BLOCK_VECS * LANES);
+    EACH(g, count) {
+      vec query = all(queries[i * TILE_QUERIES + g]);
+      EACH(v, TILE_BLOCKS * BLOCK_VECS) sum[g][v] = added(is_narrow, sum[g][v], query, key[v]);
+    }
+  }
+  EACH(g, count) EACH(v, TILE_BLOCKS * BLOCK_VECS) store(scores + g * UNIT + v * LANES, sum[g][v]);
+}
+
+/* What a unit's values are added with. */
+typedef struct {
+  const word_t *values[UNIT_BLOCKS]; /* of each block, [step][head size] */
+  int64_t head_dim, steps;           /* steps: tokens of the unit, or pairs of them */
+  const word_t *shares;              /* [query][UNIT], one for each step */
+  const float *keep;                 /* [query], the factor of what was gathered before */
+  float *sums;                       /* [query][width] */
+  int64_t width;
+} values_t;
+
+/* `vecs` vectors of dimensions from `first` on; the last of them has `last` that are there. */
+INLINE void add_values(int is_narrow, int count, int vecs, int64_t last, const values_t *a,
+                       int64_t first) {
+  vec sum[TILE_QUERIES][TILE_VECS];
+  EACH(g, count) EACH(v, vecs)
+    sum[g][v] = load(a->sums + g * a->width + first + v * LANES) * all(a->keep[g]);
+  const int64_t block_steps = is_narrow ? KV_BLOCK / 2 : KV_BLOCK;
+  const word_t *shares = a->shares;
+  for (int64_t left = a->steps, b = 0; left > 0; left -= block_steps, b++) {
+    const word_t *values = a->values[b] + first;
+    for (int64_t i = MIN(left, block_steps); i; i--, values += a->head_dim, shares++) {
+      vec value[TILE_VECS];
+      EACH(v, vecs)
+        value[v] = v < vecs - 1 || last == LANES ? load(values + v * LANES)
+                                                 : load_first(values + v * LANES, last);
+      EACH(g, count) {
+        vec share = all(shares[g * UNIT]);
+        EACH(v, vecs) sum[g][v] = added(is_narrow, sum[g][v], share, value[v]);
+      }
+    }
+  }
+  EACH(g, count) EACH(v, vecs) store(a->sums + g * a->width + first + v * LANES, sum[g][v]);
+}
+
+/* Each by the number of queries, since all of a tile's sums stay in registers. */
+typedef struct {
+  void (*score)(const word_t *, int64_t, const word_t *const *, float *);
+  void (*add_values)(const values_t *);
+} attention_tile_t;
+
+#define ALONE __attribute__((noinline)) /* the registers are all needed */
+
+#define DEFINE_ATTENTION_TILE(KIND, IS_NARROW, QUERIES)                                            \
+  static ALONE void score_##KIND##_##QUERIES(const word_t *queries, int64_t steps,                 \
+                                             const word_t *const *keys, float *scores) {           \
+    score(IS_NARROW, QUERIES, queries, steps, keys, scores);                                       \
+  }                                                                                                \
+  static ALONE void add_values_##KIND##_##QUERIES(const values_t *a) {                             \
+    int64_t i = 0, dh = a->head_dim;                                                               \
+    for (; i + TILE_VECS * LANES <= dh; i += TILE_VECS * LANES)                                    \
+      add_values(IS_NARROW, QUERIES, TILE_VECS, LANES, a, i);                                      \
+    if (i + TILE_VECS / 2 * LANES <= dh) {                                                         \
+      add_values(IS_NARROW, QUERIES, TILE_VECS / 2, LANES, a, i);                                  \
+      i += TILE_VECS / 2 * LANES;                                                                  \
+    }                                                                                              \
+    for (; i < dh; i += LANES) add_values(IS_NARROW, QUERIES, 1, MIN(LANES, dh - i), a, i);        \
+  }
+
+#define ATTENTION_TILE(KIND, QUERIES) {score_##KIND##_##QUERIES, add_values_##KIND##_##QUERIES}
+
+#if TILE_QUERIES >= 4
+#define FOUR_QUERIES(USE, ...) USE(__VA_ARGS__, 3) USE(__VA_ARGS__, 4)
+#else
+#define FOUR_QUERIES(USE, ...)
+#endif
+#if TILE_QUERIES == 6
+#define SIX_QUERIES(USE, ...) USE(__VA_ARGS__, 5) USE(__VA_ARGS__, 6)
+#else
+#define SIX_QUERIES(USE, ...)
+#endif
+#define EACH_QUERIES(USE, ...)                                                                     \
+  USE(__VA_ARGS__, 1) USE(__VA_ARGS__, 2) FOUR_QUERIES(USE, __VA_ARGS__)                           \
+  SIX_QUERIES(USE, __VA_ARGS__)
+
+EACH_QUERIES(DEFINE_ATTENTION_TILE, wide, 0)
+EACH_QUERIES(DEFINE_ATTENTION_TILE, narrow, 1)
+
+#define LISTED(KIND, QUERIES) ATTENTION_TILE(KIND, QUERIES),
+
+static const attention_tile_t attention_tiles[2][TILE_QUERIES] = {{EACH_QUERIES(LISTED, wide)},
+                                                                  {EACH_QUERIES(LISTED, narrow)}};
+
+#endif
