@@ -74,8 +74,10 @@ class Loads:
         self._model, self._scale = model, scale
         self._version = model.store.version(model.store.publish(FromBase("smollm2")))
         base, threads = model.base, model.threads
-        pool = BlockPool(base.config, model.dtype, base.device, 2048)
-        self._table = round_costs(base, runner_for(base, threads), pool, threads)
+        runner = runner_for(base, threads)
+        layout = runner.kv_layout(base)
+        pool = BlockPool(base.config, model.dtype, base.device, 2048, layout)
+        self._table = round_costs(base, runner, pool, threads)
         freeze_garbage_collector()  # as the engine's process does
 
     def costs(self) -> str:

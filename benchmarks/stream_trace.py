@@ -79,7 +79,8 @@ class Drafting:
 
     def __call__(self, base: BaseModel, runner: Runner, pool: BlockPool) -> Speculation:
         draft = self._base
-        blocks = BlockPool(draft.config, draft.dtype, draft.device, DRAFT_BLOCKS)
+        layout = runner.kv_layout(draft)
+        blocks = BlockPool(draft.config, draft.dtype, draft.device, DRAFT_BLOCKS, layout)
         drafter = ModelDrafter(version(draft, adapter=False), runner, blocks)
         guarded_drafter = GuardedDrafter(drafter, base.config.vocab_size)
         return Speculation(guarded_drafter, FixedLength(MOST_DRAFTED))

@@ -66,8 +66,9 @@ def drafter_of(version: Version, name: str) -> Drafter:
     """model: the target's own network. head: one that nobody taught, over a part of the tokens."""
     base = version.base
     if name == "model":
-        pool = BlockPool(base.config, base.dtype, base.device, 64)
-        return ModelDrafter(version, NativeRunner(2), pool)
+        runner = NativeRunner(2)
+        pool = BlockPool(base.config, base.dtype, base.device, 64, runner.kv_layout(base))
+        return ModelDrafter(version, runner, pool)
     if name == "head":
         return HeadDrafter(*untaught_head(base, range(4096)))
     return trial_table(base.config.vocab_size).make(name)
@@ -183,9 +184,10 @@ def test_a_model_that_cuts_words_otherwise_drafts_through_text(
     draft = Version("draft", replace(base, name="draft", decoder=own), base.weights, None, 1.0)
 
     def make(_: int) -> TextModelDrafter:
-        pool = BlockPool(base.config, base.dtype, base.device, 64)
+        runner = NativeRunner(2)
+        pool = BlockPool(base.config, base.dtype, base.device, 64, runner.kv_layout(base))
         pair = TokenizerPair.of(base.decoder, own)
-        return TextModelDrafter(draft, NativeRunner(2), pool, pair)
+        return TextModelDrafter(draft, runner, pool, pair)
 
     requests, drafting = requests_of(version, 4, law), Drafting(make, 4)
     require_same(sampled(version, requests, drafting), sampled(version, requests, None))

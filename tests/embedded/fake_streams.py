@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from tinkercloud.embedded.forward.batch import Batch
-from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool
+from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool, KVLayout
 from tinkercloud.embedded.forward.runners import Runner
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.sampling.cuda_streams import ParallelStreams, StreamRole
@@ -110,6 +110,9 @@ class WatchedRunner:
         self.is_exact, self.scan = runner.is_exact, runner.scan
         self.fails_on: str | None = None  # the stream's name
         self.rows: dict[str, list[int]] = defaultdict(list)  # of each pass, by stream
+
+    def kv_layout(self, base: BaseModel) -> KVLayout:
+        return self._runner.kv_layout(base)
 
     def is_row_invariant(self, base: BaseModel) -> bool:
         return self._runner.is_row_invariant(base)

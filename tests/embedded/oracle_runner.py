@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tinkercloud.decoding.sampler import Scan
 from tinkercloud.embedded.forward.batch import Batch
-from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool
+from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool, KVLayout
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.weights.token_bytes import TokenBytes
 
@@ -29,6 +29,9 @@ class KnowingRunner:
         self._memory: dict[tuple[int, int], int] = {}
         self.num_rows = 0
         self.captured = torch.empty(0, 0, 0)
+
+    def kv_layout(self, base: BaseModel) -> KVLayout:
+        return KVLayout.PLAIN
 
     def is_row_invariant(self, base: BaseModel) -> bool:
         return True

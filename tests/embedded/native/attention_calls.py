@@ -33,7 +33,7 @@ static void run(team_t *team, int rank, void *argument) {
   job->step(&walk, job->layer);
 }
 
-/* sizes: heads, kv_heads, head_dim, is_narrow, rows, blocks of a table, window, whether to place. */
+/* sizes: heads, kv_heads, head_dim, is_narrow, rows, blocks of a table, window, place or not. */
 void attention(team_t *team, const int64_t *sizes, float cap, const int32_t *positions,
                const int32_t *sequence, const int32_t *tables, const float *cosine,
                const float *sine, float *q, float *k, float *v, void *keys, void *values,
@@ -161,9 +161,7 @@ class Attention:
             assert np.array_equal(narrow.astype(np.uint32) << 16, mixed.view(np.uint32))
         return mixed
 
-    def _call(
-        self, rows: Rows, *, place: bool
-    ) -> tuple[NDArray[np.float32], NDArray[np.uint16]]:
+    def _call(self, rows: Rows, *, place: bool) -> tuple[NDArray[np.float32], NDArray[np.uint16]]:
         shape = self.shape
         sizes = np.array(
             [

@@ -6,8 +6,10 @@ end. Blocks without holders keep their content until they are needed, the least 
 Axes: Hkv key/value heads, Dh head size.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from enum import Enum
 from hashlib import blake2b
 
 import numpy as np
@@ -17,6 +19,7 @@ from torch import Tensor
 from tinkercloud.architectures.config import ArchitectureConfig
 
 BLOCK_TOKENS = 16
+LINE_BYTES = 64  # of a processor's cache
 Digest = bytes
 
 
@@ -38,22 +41,45 @@ def block_digests(
     return digests
 
 
+class KVLayout(Enum):
+    """How keys and values lie in a block; a runner says which it reads.
+
+    PLAIN: keys (blocks, Hkv, Dh, BLOCK_TOKENS), values (blocks, Hkv, BLOCK_TOKENS, Dh). PAIRED, for
+    processors that add products of bfloat16 by pairs: keys (blocks, Hkv, Dh / 2, BLOCK_TOKENS, 2),
+    pairs of dimensions, and values (blocks, Hkv, BLOCK_TOKENS / 2, Dh, 2), pairs of tokens.
+    """
+
+    PLAIN = "plain"
+    PAIRED = "paired"
+
+    def shapes(self, heads: int, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of a block's keys and of its values."""
+        if self is KVLayout.PLAIN:
+            return (heads, size, BLOCK_TOKENS), (heads, BLOCK_TOKENS, size)
+        return (heads, size // 2, BLOCK_TOKENS, 2), (heads, BLOCK_TOKENS // 2, size, 2)
+
+
 class BlockPool:
-    """keys (blocks, Hkv, Dh, BLOCK_TOKENS) and values (blocks, Hkv, BLOCK_TOKENS, Dh), by layer.
+    """keys and values of all blocks by layer, as `layout` has them.
 
     Blocks count their holders: who allocates, finds or acquires a block frees it once. On a CPU a
     block takes memory when it is first written.
     """
 
     def __init__(
-        self, config: ArchitectureConfig, dtype: torch.dtype, device: torch.device, num_blocks: int
+        self,
+        config: ArchitectureConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_blocks: int,
+        layout: KVLayout = KVLayout.PLAIN,
     ):
-        heads, size = config.num_kv_heads, config.head_dim
-        shapes = ((num_blocks, heads, size, BLOCK_TOKENS), (num_blocks, heads, BLOCK_TOKENS, size))
+        self.layout = layout
+        keys, values = layout.shapes(config.num_kv_heads, config.head_dim)
         layers = range(config.num_layers)
         # Zeros, not garbage: masked positions are multiplied by probability 0, and 0 x NaN is NaN.
-        self.keys = [_zeros(shapes[0], dtype, device) for _ in layers]
-        self.values = [_zeros(shapes[1], dtype, device) for _ in layers]
+        self.keys = [_zeros((num_blocks, *keys), dtype, device) for _ in layers]
+        self.values = [_zeros((num_blocks, *values), dtype, device) for _ in layers]
         self._unused = list(range(num_blocks))[::-1]  # the last is allocated first
         self._num_holders = [0] * num_blocks
         self._digests: dict[int, tuple[str, Digest]] = {}  # by block
@@ -143,6 +169,24 @@ class BlockPool:
         for tensor in (*self.keys, *self.values):
             tensor[target] = tensor[source]
 
+    def write(self, layer: int, blocks: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Keys and values (M, Hkv, Dh) of M tokens, each into its slot (M,) of its block (M,)."""
+        keys, values = self.keys[layer], self.values[layer]
+        if self.layout is KVLayout.PLAIN:
+            keys[blocks, :, :, slots] = k
+            values[blocks, :, slots] = v
+        else:
+            keys[blocks, :, :, slots] = k.unflatten(2, (-1, 2))
+            values[blocks, :, slots // 2, :, slots % 2] = v
+
+    def read(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (Hkv, P, Dh) of the P tokens of these blocks, in order."""
+        keys, values = self.keys[layer][blocks], self.values[layer][blocks]
+        if self.layout is KVLayout.PAIRED:
+            keys = keys.transpose(3, 4).flatten(2, 3)
+            values = values.transpose(3, 4).flatten(2, 3)
+        return keys.permute(1, 0, 3, 2).flatten(1, 2), values.permute(1, 0, 2, 3).flatten(1, 2)
+
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)
         del self._blocks[self._digests.pop(block)[1]]
@@ -153,5 +197,8 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # numpy's zeros are calloc's: pages that are never written take no memory.
-    whole = {4: np.int32, 2: np.int16}[dtype.itemsize]
-    return torch.from_numpy(np.zeros(shape, whole)).view(dtype)
+    # They begin a few bytes behind a cache line, which every vector would then cross.
+    memory = np.zeros(math.prod(shape) * dtype.itemsize + LINE_BYTES, np.int8)
+    start = -memory.ctypes.data % LINE_BYTES
+    whole = torch.from_numpy(memory)[start : start + memory.nbytes - LINE_BYTES]
+    return whole.view(dtype).view(shape)

@@ -15,7 +15,7 @@ from tinkercloud.architectures.llama import Llama
 from tinkercloud.embedded.forward.batch import Batch
 from tinkercloud.embedded.forward.contexts import SampleContext, segments_of
 from tinkercloud.embedded.forward.kernel_choice import attention_for
-from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool, blocks_for
+from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool, KVLayout, blocks_for
 from tinkercloud.embedded.forward.paged_attention import TILE
 from tinkercloud.embedded.forward.row_invariance import Product, pad_rows
 from tinkercloud.embedded.model.uploads import uploaded
@@ -56,12 +56,14 @@ class PagedContext(SampleContext):
         starts = np.flatnonzero(np.diff(sequence, prepend=-1))
         counts = np.diff(starts, append=num_rows)
         self._attend = attention_for(base.device, base.dtype)
-        single = starts[counts == 1]  # rows that are alone in their sequence
+        # Rows that are alone in their sequence; their kernels read one layout only.
+        plain = pool.layout is KVLayout.PLAIN
+        single = starts[counts == 1] if plain else starts[:0]
         self._single = self._alone(single, tables[sequence[single]]) if len(single) else None
         self._chunks = [
             self._chunk(int(start), int(count), tables[sequence[start]])
             for start, count in zip(starts, counts, strict=True)
-            if count > 1
+            if count > 1 or not plain
         ]
 
     def padded_inputs(self) -> tuple[Tensor, Tensor]:
@@ -84,17 +86,16 @@ class PagedContext(SampleContext):
         return architecture.unembed(context, hidden[held])[:num_rows]
 
     def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys, values = self._pool.keys[layer], self._pool.values[layer]
-        keys[self._blocks, :, :, self._slots] = k[: self._num_rows]
-        values[self._blocks, :, self._slots] = v[: self._num_rows]
+        num_rows = self._num_rows
+        self._pool.write(layer, self._blocks, self._slots, k[:num_rows], v[:num_rows])
         out = torch.zeros_like(q)
         if self._single is not None:
             rows, tables, lengths = self._single
+            keys, values = self._pool.keys[layer], self._pool.values[layer]
             out[rows] = self._attend(q[rows], keys, values, tables, lengths)
         for chunk in self._chunks:
-            own_keys = keys[chunk.blocks].permute(1, 0, 3, 2).flatten(1, 2)[:, : chunk.total]
-            own_values = values[chunk.blocks].permute(1, 0, 2, 3).flatten(1, 2)[:, : chunk.total]
-            out[chunk.rows] = _chunk_attention(q[chunk.rows], own_keys, own_values, chunk.seen)
+            keys, values = (x[:, : chunk.total] for x in self._pool.read(layer, chunk.blocks))
+            out[chunk.rows] = _chunk_attention(q[chunk.rows], keys, values, chunk.seen)
         return out
 
     def _alone(

@@ -28,7 +28,7 @@ from tinkercloud.embedded.forward.decode_graphs import (
 from tinkercloud.embedded.forward.decode_step import Rows
 from tinkercloud.embedded.forward.hidden_states import LayerStates
 from tinkercloud.embedded.forward.kernel_choice import has_kernels, step_for
-from tinkercloud.embedded.forward.kv_blocks import BlockPool, blocks_for
+from tinkercloud.embedded.forward.kv_blocks import BlockPool, KVLayout, blocks_for
 from tinkercloud.embedded.forward.paged_context import PagedContext
 from tinkercloud.embedded.forward.row_invariance import Product, is_row_invariant
 from tinkercloud.embedded.model.base_model import BaseModel
@@ -50,6 +50,10 @@ class Runner(Protocol):
 
     is_exact: bool
     scan: Scan | None  # for `decoding.sampler.sample`
+
+    def kv_layout(self, base: BaseModel) -> KVLayout:
+        """That of the pools its passes of the base take."""
+        ...
 
     def is_row_invariant(self, base: BaseModel) -> bool:
         """Whether a row of this base has the same bits whatever other sequences share its pass,
@@ -91,6 +95,9 @@ class NativeRunner:
         self._layers: dict[str, tuple[int, ...]] = {}  # by base
         self.captured = _NO_STATES
 
+    def kv_layout(self, base: BaseModel) -> KVLayout:
+        return kv_layout_of(base.dtype)
+
     def is_row_invariant(self, base: BaseModel) -> bool:
         return True
 
@@ -118,6 +125,7 @@ class NativeRunner:
         cached = self._models.get(name)
         if cached is not None and cached[0] is pool:
             return cached[1]
+        assert pool.layout is kv_layout_of(version.base.dtype), "made for another runner"
         matrices = pack_matrices(self._team, version.weights)
         tensors = {n: matrix.packed for n, matrix in matrices.items()}
         in_huge_pages(tensors)
@@ -156,6 +164,9 @@ class TorchRunner:
         self._product = product
         self._layers: dict[str, tuple[int, ...]] = {}  # by base
         self.captured = _NO_STATES
+
+    def kv_layout(self, base: BaseModel) -> KVLayout:
+        return KVLayout.PLAIN
 
     def is_row_invariant(self, base: BaseModel) -> bool:
         types = {base.dtype, torch.float32}  # adapters' products are float32 always
@@ -197,6 +208,9 @@ class GraphRunner:
         self._spare_blocks: WeakKeyDictionary[BlockPool, int] = WeakKeyDictionary()
         self._layers: dict[str, tuple[int, ...]] = {}  # by base
         self.captured = _NO_STATES
+
+    def kv_layout(self, base: BaseModel) -> KVLayout:
+        return KVLayout.PLAIN
 
     def is_row_invariant(self, base: BaseModel) -> bool:
         return False
@@ -266,6 +280,11 @@ class GraphRunner:
                 return None
             self._spare_blocks[pool] = taken[0]
         return self._spare_blocks[pool]
+
+
+def kv_layout_of(dtype: torch.dtype) -> KVLayout:
+    """What the compiled pass reads."""
+    return KVLayout.PAIRED if dtype == torch.bfloat16 else KVLayout.PLAIN
 
 
 def _weights_name(version: Version) -> str:

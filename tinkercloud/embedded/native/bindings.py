@@ -107,8 +107,7 @@ class NativeModel:
     """One set of weights with the pool its keys and values lie in.
 
     matrices: by Hugging Face module name. vectors: norms and biases, float32.
-    keys (blocks, Hkv, Dh, block size) and values (blocks, Hkv, block size, Dh): in the weights'
-    number type, by layer.
+    keys and values: in the weights' number type, by layer; in bfloat16 by pairs (network.h).
     """
 
     def __init__(
@@ -150,9 +149,9 @@ class NativeModel:
             config.head_dim,
             self._layers[0].linear[MODULES.index("gate_proj")].out,
             config.vocab_size,
-            keys[0].shape[3],
             dtype == torch.bfloat16,
             config.rms_norm_eps,
+            0.0,  # no cap of scores
             matrices["model.embed_tokens"].address,
             _address(vectors["model.norm"]),
             linear("lm_head"),

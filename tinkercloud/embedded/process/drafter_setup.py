@@ -165,7 +165,8 @@ def _model_drafter(path: Path, base: BaseModel, runner: Runner, cache_dir: Path)
         DRAFT_POOL_BYTES // BlockPool.bytes_per_block(draft.config, draft.dtype),
         blocks_for(draft.config.max_position_embeddings),
     )
-    pool = BlockPool(draft.config, draft.dtype, draft.device, num_blocks)
+    layout = runner.kv_layout(draft)
+    pool = BlockPool(draft.config, draft.dtype, draft.device, num_blocks, layout)
     version = Version(f"draft {path}", draft, draft.weights, None, 1.0)
     if pair is None:
         return ModelDrafter(version, runner, pool)

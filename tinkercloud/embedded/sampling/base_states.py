@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from tinkercloud.decoding.sampler import Scan
-from tinkercloud.embedded.forward.kv_blocks import BlockPool, blocks_for
+from tinkercloud.embedded.forward.kv_blocks import BlockPool, KVLayout, blocks_for
 from tinkercloud.embedded.forward.runners import Runner, runner_for, scorer_for
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.sampling.batch_plan import BatchItem
@@ -67,9 +67,9 @@ class BaseStates:
         """Allocate blocks, choose runners, make drafters; nothing where that was done."""
         if id(base) in self._states:
             return
-        pool = self._pool(base)
         if self._runner is None:
             self._runner = runner_for(base, self._num_threads)
+        pool = self._pool(base, self._runner.kv_layout(base))
         cache = KVCache(pool, self._runner.is_exact)
         scorer = scorer_for(base, self._runner)
         speculation = None
@@ -98,10 +98,10 @@ class BaseStates:
         if self._runner is not None:
             self._runner.rest()
 
-    def _pool(self, base: BaseModel) -> BlockPool:
+    def _pool(self, base: BaseModel, layout: KVLayout) -> BlockPool:
         num_blocks = self._kv_cache_bytes // BlockPool.bytes_per_block(base.config, base.dtype)
         if base.device.type == "cpu":
             # Blocks take memory when they are first written: room for one context costs nothing.
             whole_context = blocks_for(base.config.max_position_embeddings) + 1
             num_blocks = max(num_blocks, whole_context)
-        return BlockPool(base.config, base.dtype, base.device, num_blocks)
+        return BlockPool(base.config, base.dtype, base.device, num_blocks, layout)

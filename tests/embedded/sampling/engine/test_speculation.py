@@ -91,9 +91,10 @@ def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model(folder: Path, dtype: torch.dtype, num_blocks: int = 400) -> Callable[[int], Drafter]:
     def make(_: int) -> ModelDrafter:
         base = BaseModel.load("draft", folder, folder, dtype, torch.device("cpu"))
-        pool = BlockPool(base.config, dtype, base.device, num_blocks)
+        runner = NativeRunner(1)
+        pool = BlockPool(base.config, dtype, base.device, num_blocks, runner.kv_layout(base))
         version = Version("draft", base, base.weights, None, 1.0)
-        return ModelDrafter(version, NativeRunner(1), pool)
+        return ModelDrafter(version, runner, pool)
 
     return make
 
