@@ -55,7 +55,7 @@ INLINE vec added(int is_narrow, vec sum, vec a, vec b) {
     ADD_PRODUCT(sum, a, b);
   } else {
 #if defined(__AVX512BF16__)
-    ADD_NARROW(sum, (__m512i)a, (__m512i)b);
+    ADD_PAIRS(sum, a, b);
 #else
     vec left = even_half(a), right = even_half(b);
     ADD_PRODUCT(sum, left, right);
