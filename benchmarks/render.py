@@ -137,6 +137,8 @@ def measured(report: Report) -> str:
     machine = report.machine
     where = f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB"
     instructions = f"; {machine['instructions']}" if machine.get("instructions") else ""
+    if machine.get("instruction_set"):
+        instructions += f"; our kernels use {machine['instruction_set']}"
     versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
     commit = f", commit {report.commit}" if report.commit else ""
     return (

@@ -65,7 +65,7 @@ RULES = {
     "speculative.learning": "errors speculative.drafters speculative.head",
     "speculative.observability": "errors speculative.draft_length",
     # the embedded backend
-    "embedded.model": "architectures config decoding errors weights",
+    "embedded.model": "architectures config decoding embedded.native errors weights",
     "embedded.native": "architectures config decoding errors weights",
     "embedded.forward": "architectures decoding embedded.model embedded.native errors weights",
     "embedded.sampling": "core.types decoding embedded.forward embedded.model errors grammar "

@@ -61,6 +61,7 @@ def test_every_setting_can_be_given_by_its_variable(setting):
         "models": "a/b=/models/b",
         "aliases": "c/d=a/b",
         "dtype": "bfloat16",
+        "engine.instruction_set": "avx2",
         "backend": "fake",
         "auth": "no",
         "server_losses": "yes",

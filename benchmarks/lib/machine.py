@@ -12,11 +12,16 @@ INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "am
 
 
 def machine() -> dict[str, str | int]:
+    """instructions: what the processor has; instruction_set: what our kernels use of it."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # Here, because peers' environments, which import this file, have none of our packages.
+    from tinkercloud.embedded.native.compiler import instruction_set
+
     flags = set(_cpuinfo("flags").split())
     return {
         "processor": _cpuinfo("model name") or platform.processor() or "unknown",
         "instructions": " ".join(name for name in INSTRUCTIONS if name in flags),
+        "instruction_set": instruction_set(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(memory_bytes / 1024**3),
         "system": f"{platform.system()} {platform.machine()}",

@@ -7,7 +7,9 @@ import pytest
 
 from benchmarks import render
 from benchmarks.claims import CLAIMS, Claim
+from benchmarks.lib.machine import machine
 from benchmarks.lib.report import Report, Target, about, table
+from tinkercloud.embedded.native.compiler import instruction_set
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +70,12 @@ def test_a_report_that_is_written_reads_the_same(tmp_path: Path):
     written = report(targets=[Target.at_least("speed", 1.5, 2.0)], commit="abc", date="2026-01-01")
     written.write(tmp_path / "r.json")
     assert Report.read(tmp_path / "r.json") == written
+
+
+def test_the_instruction_set_of_the_kernels_is_part_of_a_result():
+    assert machine()["instruction_set"] == instruction_set()
+    page = render.measured(report(machine=machine()))
+    assert f"; our kernels use {instruction_set()})" in page
 
 
 def test_a_result_without_commit_and_targets_is_read(tmp_path: Path):

@@ -82,7 +82,11 @@ def laptop_facts() -> dict[str, dict]:
     )
     facts["torch"] = {"version": "2.13.0+cpu", "cuda": None, "gpus": []}
     facts["engine"] |= {"device": "cpu", "cores": 8, "dtype": "float32", "best_dtype": "float32"}
-    facts["engine"] |= {"kernels": "C", "row_invariant": {"float32": True}}
+    facts["engine"] |= {
+        "kernels": "C",
+        "instruction_set": "avx512",
+        "row_invariant": {"float32": True},
+    }
     facts["host"] |= {"memory": {"total_bytes": 16 * GIB, "free_bytes": 8 * GIB}}
     facts["models"] = {
         "HuggingFaceTB/SmolLM2-135M-Instruct": {"architecture": "llama", "parameters": 134515008}

@@ -1,6 +1,7 @@
 """The wheel: what is in it, and that a server runs from it where there is no checkout."""
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import sysconfig
 import tomllib
 import zipfile
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.serving import ROOT, Server, running
+from tinkercloud.embedded.native import build, compiler
+from tinkercloud.embedded.native.instruction_sets import X86_64
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 PACKAGES = ("tinkercloud", "tinker_gmi")
@@ -68,7 +72,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for package in PACKAGES:
         unneeded = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / package, copy / package, ignore=unneeded)
-    for name in ("pyproject.toml", PROJECT["readme"], *PROJECT["license-files"]):
+    for name in ("pyproject.toml", "setup.py", PROJECT["readme"], *PROJECT["license-files"]):
         shutil.copy(ROOT / name, copy)
     pip("wheel", "--no-build-isolation", "--wheel-dir", str(target), str(copy))
     (built,) = target.glob("*.whl")
@@ -90,7 +94,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installa
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
     installation = Installation(environment, tmp_path_factory.mktemp("elsewhere"))
     pip("install", str(wheel), python=installation.python)
-    site = Path(sysconfig.get_path("purelib", vars={"base": str(environment)}))
+    site = Path(sysconfig.get_path("platlib", vars={"base": str(environment)}))
     (ours,) = metadata.distributions(name=PROJECT["name"], path=[str(site)])
     for distribution in requirements(ours, "embedded").values():
         for name in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
@@ -140,7 +144,18 @@ def test_the_wheel_has_every_file_of_the_packages(wheel: Path) -> None:
     }
     kinds = {Path(name).suffix for name in sources}
     assert {".c", ".h", ".sql", ".proto", ".typed", ".py"} <= kinds
-    assert {name for name in contents(wheel) if ".dist-info/" not in name} == sources
+    carried = {name for name in contents(wheel) if name.endswith(".so")}
+    assert {name for name in contents(wheel) if ".dist-info/" not in name} - carried == sources
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="libraries are for x86-64 only")
+def test_the_wheel_carries_the_kernels_for_every_instruction_set_of_its_platform(
+    wheel: Path,
+) -> None:
+    folder = build.CARRIED.relative_to(ROOT).as_posix()
+    names = {f"{folder}/{build.file_name(chosen)}" for chosen in X86_64}
+    assert {name for name in contents(wheel) if name.endswith(".so")} == names
+    assert wheel.name.endswith("-py3-none-linux_x86_64.whl")
 
 
 def test_the_wheel_carries_its_licence(wheel: Path) -> None:
@@ -177,13 +192,24 @@ def test_the_fake_backend_serves_the_official_client(
     assert done.stdout == "2\n", done.stderr
 
 
-def test_the_engine_is_compiled_from_the_wheels_sources(
-    installed: Installation, folder: Path, tmp_path: Path
+@pytest.mark.parametrize("is_carried", [True, False], ids=["carried", "compiled"])
+def test_the_engine_uses_the_kernels_of_the_wheel_or_compiles_its_sources(
+    installed: Installation,
+    folder: Path,
+    tmp_path: Path,
+    is_carried: bool,
+    request: pytest.FixtureRequest,
 ) -> None:
     arguments = ("--model", f"tiny={folder}", "--dtype", "float32", "--speculate", "off")
-    cache = tmp_path / "cache"
-    serving = installed.server(tmp_path / "data", *arguments, XDG_CACHE_HOME=str(cache))
-    with running(serving) as server:
+    cache, (carried,) = tmp_path / "cache", installed.environment.rglob("native/compiled")
+    if not is_carried:
+        request.addfinalizer(partial(carried.with_name("away").rename, carried))
+        carried.rename(carried.with_name("away"))
+    variables = {"XDG_CACHE_HOME": str(cache)} | ({"CC": "/none/cc"} if is_carried else {})
+    with running(installed.server(tmp_path / "data", *arguments, **variables)) as server:
         done = sample(server, "tiny")
+        with server.http() as client:
+            health = client.get("/health").json()
     assert done.stdout == "2\n", done.stderr + server.output()
-    assert list(cache.rglob("*.so")), server.output()
+    assert health["backend"]["instruction_set"] == compiler.instruction_set()
+    assert bool(list(cache.rglob("*.so"))) != is_carried, server.output()

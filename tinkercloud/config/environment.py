@@ -6,6 +6,8 @@ from pathlib import Path
 
 from tinkercloud.config.tree import ENV_PREFIX, Config
 
+_INSTRUCTION_SET = ENV_PREFIX + "ENGINE_INSTRUCTION_SET"
+
 
 def default_data_dir() -> Path:
     """Where data lives when only the environment has a say."""
@@ -34,6 +36,16 @@ def user_cache_dir() -> Path:
 def c_compiler() -> str | None:
     """What CC names, or the system's; None where there is none."""
     return os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
+
+
+def forced_instruction_set() -> str:
+    """The setting `engine.instruction_set`, for whatever process computes with compiled kernels."""
+    return os.environ.get(_INSTRUCTION_SET, "auto")
+
+
+def force_instruction_set(name: str) -> None:
+    """For this process and those that it starts, before the first use of compiled kernels."""
+    os.environ[_INSTRUCTION_SET] = name
 
 
 def engine_environment() -> dict[str, str]:

@@ -82,6 +82,12 @@ class EngineConfig:
     threads: int | None = _setting(
         None, "threads that compute; auto: the cores this process may use", at_least=1
     )
+    instruction_set: Literal[
+        "auto", "generic", "avx2", "avx512", "avx512_bf16", "amx", "amx_emulated"
+    ] = _setting(
+        "auto",
+        "of the compiled kernels: generic, avx2, avx512, avx512_bf16, amx; auto: the fastest here",
+    )
     max_batch: int = _setting(64, "sequences decoded together", at_least=1)
     decode_depth: float = _setting(
         1.2, "no prompts are begun beyond so many times max-batch samples", at_least=1

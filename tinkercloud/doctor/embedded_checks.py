@@ -47,9 +47,10 @@ def kernels(target: Target, facts: Facts) -> Finding:
     answer = facts["engine"]
     if "error" in answer:
         return unknown("torch")
+    if answer["kernels"] == "C":
+        return Finding("ok", f"C kernels for the instruction set {answer['instruction_set']}")
     if answer["kernels"]:
-        fact = f"{answer['kernels']} kernels, compiled for this machine"
-        return Finding("ok", f"{fact} by {answer['compiler']}", brief=fact)
+        return Finding("ok", f"{answer['kernels']} kernels, compiled for this machine")
     advice = "PyTorch computes, at a part of the speed"
     if not answer["compiler"]:
         advice = f"install gcc or clang, or set CC; {advice} until then"

@@ -175,30 +175,33 @@ def _gpu(index: int) -> dict[str, Any]:
     }
 
 
-def engine(dtype: str) -> dict[str, Any]:
+def engine(dtype: str, instruction_set: str = "auto") -> dict[str, Any]:
     """What the embedded engine would compute on, by its own choice, and with which kernels.
 
     Compiles them if need be, as the engine does when it first starts.
     """
     _find_our_package()
 
-    from tinkercloud.config import c_compiler
+    from tinkercloud.config import c_compiler, force_instruction_set
     from tinkercloud.embedded.forward.kernel_choice import has_kernels
     from tinkercloud.embedded.forward.row_invariance import verdicts
     from tinkercloud.embedded.model.device import (
         choose_device,
         choose_dtype,
+        instruction_set_in_use,
         set_up_torch,
         usable_cores,
     )
-    from tinkercloud.embedded.native.compiler import library
 
+    if instruction_set != "auto":
+        force_instruction_set(instruction_set)
     device = choose_device()
     chosen, best = choose_dtype(dtype, device), choose_dtype("auto", device)
     warnings = _Warnings()
     logging.getLogger("tinkercloud").addHandler(warnings)
     is_cuda = device.type == "cuda"
-    compiled = has_kernels(device, chosen) if is_cuda else library() is not None
+    in_use = instruction_set_in_use(device)
+    compiled = has_kernels(device, chosen) if is_cuda else in_use != "none"
     set_up_torch(usable_cores())  # as the engine does
     return {
         "device": device.type,
@@ -208,6 +211,7 @@ def engine(dtype: str) -> dict[str, Any]:
         "best_dtype": str(best).removeprefix("torch."),
         "kernels": ("Triton" if is_cuda else "C") if compiled else "",
         "kernels_error": "" if compiled else " ".join(warnings.texts) or "they do not run here",
+        "instruction_set": in_use,
         "compiler": c_compiler() or "",
         "row_invariant": {} if is_cuda else verdicts(chosen),
     }

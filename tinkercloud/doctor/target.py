@@ -15,7 +15,8 @@ from tinkercloud.config import Config, ModelSource
 class Target:
     """sglang_python None: SGLang's command starts something that is no Python. needs_gpus False:
     ranks and engines run on CPUs. models: that would be served. cache_bytes: what the embedded
-    engine may hold besides weights. variables: NCCL's. timeout_s: how long one probe may take."""
+    engine may hold besides weights. instruction_set: of its compiled kernels. variables: NCCL's.
+    timeout_s: how long one probe may take."""
 
     backend: str
     data_dir: Path
@@ -24,6 +25,7 @@ class Target:
     dtype: str = "auto"
     models: tuple[ModelSource, ...] = ()
     cache_bytes: int = 0
+    instruction_set: str = "auto"
     ray_address: str = ""
     python: str = sys.executable
     sglang_python: str | None = sys.executable
@@ -42,6 +44,7 @@ def target_of(config: Config, variables: Mapping[str, str]) -> Target:
         dtype=config.dtype,
         models=_models(config),
         cache_bytes=engine.kv_cache_bytes + engine.version_cache_bytes + engine.activation_bytes,
+        instruction_set=engine.instruction_set,
         ray_address=cluster.ray_address or "",
         sglang_python=python_of(shlex.split(cluster.sglang_command or "")),
         needs_gpus=cluster.device == "cuda",

@@ -39,9 +39,16 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stages")
     (folder / "stages.c").write_text(PROGRAM)
     include = f"-I{Path(compiler.__file__).parent}"
-    flags = [flag for flag in compiler.FLAGS if flag not in ("-shared", "-fPIC")]
     subprocess.run(
-        [command, *flags, include, str(folder / "stages.c"), "-o", str(folder / "stages"), "-lm"],
+        [
+            command,
+            *compiler.flags_in_use(),
+            include,
+            str(folder / "stages.c"),
+            "-o",
+            str(folder / "stages"),
+            "-lm",
+        ],
         check=True,
         capture_output=True,
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from tinkercloud.decoding.math_kernels import resolve_math_kernels
+from tinkercloud.embedded.native.compiler import instruction_set, usable_sets
 from tinkercloud.errors import ConfigError
 
 
@@ -39,14 +40,15 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
         raise ConfigError(f"dtype {name!r} is not one of auto, float32, bfloat16") from None
 
 
+def instruction_set_in_use(device: torch.device) -> str:
+    """That of the compiled kernels, which are made if need be; "none" where they are not used."""
+    return instruction_set() if device.type == "cpu" else "none"
+
+
 def _native_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    try:
-        flags = Path("/proc/cpuinfo").read_text(errors="replace")
-    except OSError:
-        return False
-    return "avx512_bf16" in flags or "amx_bf16" in flags
+    return usable_sets()[0].multiplies_bfloat16
 
 
 def usable_cores() -> int:

@@ -1,76 +1,120 @@
-"""The C files beside this one, compiled for this machine at their first use and loaded."""
+"""The compiled kernels: the library for this processor, which the wheel carries or which is made
+at its first use."""
 
 import ctypes as c
-import hashlib
 import logging
 import platform
-import subprocess
-import tempfile
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from tinkercloud.config import c_compiler, user_cache_dir
+from tinkercloud.config import c_compiler, forced_instruction_set, user_cache_dir
+from tinkercloud.embedded.native.build import CARRIED, compiled, compiler_flags, file_name, source
+from tinkercloud.embedded.native.instruction_sets import (
+    AMX,
+    InstructionSet,
+    architecture_sets,
+    processor_features,
+    processor_lines,
+    processor_sets,
+)
 from tinkercloud.embedded.native.structures import Batch, Model, Scan, check_structures
+from tinkercloud.errors import ConfigError
+
+__all__ = ["flags_in_use", "instruction_set", "library", "processor", "source", "usable_sets"]
 
 logger = logging.getLogger(__name__)
 
-SOURCES = sorted(Path(__file__).parent.glob("*.c"))
-HEADERS = sorted(Path(__file__).parent.glob("*.h"))
-FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC", "-pthread")
-COMPILE_LIMIT_S = 120.0
+ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18
 
 
 @cache
 def library() -> c.CDLL | None:
-    """None where there is no C compiler, or it fails; the reason is logged once."""
+    """None where there is neither a carried library nor a C compiler that makes one; what is lost
+    is logged once. ConfigError: an instruction set is asked for that this processor lacks."""
     try:
-        path = _compiled_library()
-    except (OSError, subprocess.SubprocessError) as error:
+        loaded = _load()
+    except OSError as error:
         logger.warning(
-            "sampling without the compiled forward pass, at a part of its speed: %s", error
+            "no compiled kernels (%s): PyTorch computes, at a part of their speed, and the "
+            "log-probabilities of samples, prompts and training are equal up to rounding only",
+            error,
         )
         return None
-    loaded = c.CDLL(str(path))
     check_structures(loaded)
+    loaded.instruction_set.restype = c.c_char_p
     loaded.team_new.restype = c.c_void_p
     loaded.team_new.argtypes = (c.c_int,)
     loaded.team_end.argtypes = (c.c_void_p,)
     loaded.forward.argtypes = (c.c_void_p, c.POINTER(Model), c.POINTER(Batch))
     loaded.scan.argtypes = (c.c_void_p, c.POINTER(Scan))
+    logger.info("compiled kernels: instruction set %s", loaded.instruction_set().decode())
     return loaded
 
 
-def _compiled_library() -> Path:
-    """The shared library of this source, these flags and this processor; compiled where missing."""
-    compiler = c_compiler()
-    if compiler is None:
-        raise FileNotFoundError("there is no C compiler (install gcc or clang, or set CC)")
-    what = "\n".join((source(), compiler, *FLAGS, processor()))
-    name = f"kernels-{hashlib.sha256(what.encode()).hexdigest()[:24]}.so"
-    folder = user_cache_dir()
-    if (folder / name).exists():
-        return folder / name
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        output = Path(scratch) / name
-        command = [compiler, *FLAGS, "-o", str(output), *map(str, SOURCES), "-lm"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_LIMIT_S)
-        if done.returncode:
-            raise OSError(f"{compiler} failed: {done.stderr.strip()[-500:]}")
-        output.replace(folder / name)  # atomic: other processes may compile it too
-    return folder / name
+def instruction_set() -> str:
+    """The one that the kernels in use are compiled for; "none" without compiled kernels."""
+    loaded = library()
+    return "none" if loaded is None else loaded.instruction_set().decode()
+
+
+def usable_sets() -> list[InstructionSet]:
+    """Those that may be used here, from the fastest on: what the processor has, or the one that the
+    settings name."""
+    names = processor_sets(processor_features())
+    if AMX in names and not _permit_tiles():
+        names.remove(AMX)
+    forced = forced_instruction_set()
+    if forced == "auto":
+        return names
+    chosen = [each for each in names if each.name == forced]
+    if not chosen:
+        known = ", ".join(each.name for each in names)
+        kind = "lacks" if forced in {each.name for each in architecture_sets()} else "knows no"
+        raise ConfigError(f"engine.instruction_set: this processor {kind} {forced}; it has {known}")
+    return chosen
 
 
 @cache
-def source() -> str:
-    """What is compiled, and what the measured cost of a pass is valid for."""
-    return "\n".join(path.read_text() for path in (*SOURCES, *HEADERS))
+def _permit_tiles() -> bool:
+    """Ask Linux for the tiles of AMX, once for all threads of the process."""
+    request = (c.c_long(value) for value in (ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA))
+    return c.CDLL(None).syscall(c.c_long(ARCH_PRCTL), *request) == 0
+
+
+def _load() -> c.CDLL:
+    """The library of the fastest set for which there is one, or can be: a compiler may be older
+    than the processor. OSError: there is none; of the fastest set."""
+    reasons: list[OSError] = []
+    for chosen in usable_sets():
+        for path in _places(chosen, reasons):
+            try:
+                return c.CDLL(str(path))
+            except OSError as error:  # made for another C library
+                reasons.append(error)
+        logger.info("no kernels for %s: %s", chosen.name, reasons[-1])
+    raise reasons[0]
+
+
+def _places(chosen: InstructionSet, reasons: list[OSError]) -> Iterator[Path]:
+    carried = CARRIED / file_name(chosen)
+    if carried.exists():
+        yield carried
+    compiler = c_compiler()
+    if compiler is None:
+        reasons.append(OSError("there is no C compiler: install gcc or clang, or set CC"))
+        return
+    try:
+        yield compiled(chosen, compiler, user_cache_dir())
+    except OSError as error:
+        reasons.append(error)
+
+
+def flags_in_use() -> tuple[str, ...]:
+    """Of the compiler, for a C program beside the library: those of the set in use."""
+    return compiler_flags(usable_sets()[0])
 
 
 def processor() -> str:
-    """What -march=native depends on, and with it the time of a pass."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-    except OSError:
-        return platform.processor()
-    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags"))}))
+    """What the time of a pass depends on besides the source."""
+    return "\n".join((instruction_set(), *(processor_lines() or [platform.processor()])))

@@ -57,4 +57,7 @@ const layout_t layouts[] = {
     FIELD(attention_gradient, dk), FIELD(attention_gradient, dv),
 };
 
+/* The build names it. */
+const char *instruction_set(void) { return INSTRUCTION_SET; }
+
 const int64_t num_layouts = sizeof layouts / sizeof *layouts;

@@ -34,15 +34,39 @@ INLINE vec load(const float *p) { return *(const loose_vec *)p; }
 INLINE void store(float *p, vec v) { *(loose_vec *)p = v; }
 INLINE vec all(float x) { return x - (vec){}; }
 
-/* By hand, because the compiler would load an operand again for every use, and would add up
-   elsewhere than in `sum`. Fused everywhere: one rounding for product and sum; where a processor has
-   no such instruction it is two. */
+/* a b + c, with one rounding where the processor has an instruction for it, else with two. The
+   compiler fuses nothing by itself (-ffp-contract=off): a product and a sum that must be the same
+   bits in two places of the source are so only if both say whether they are fused. */
+#if defined(__AVX512F__)
+INLINE vec fused(vec a, vec b, vec c) {
+  return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+}
+#elif defined(__FMA__)
+INLINE vec fused(vec a, vec b, vec c) {
+  return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+}
+#elif defined(__FP_FAST_FMAF)
+INLINE vec fused(vec a, vec b, vec c) {
+  for (int i = 0; i < LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return c;
+}
+#else
+INLINE vec fused(vec a, vec b, vec c) { return a * b + c; }
+#endif
+#if defined(__FP_FAST_FMAF)
+INLINE float fused1(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+#else
+INLINE float fused1(float a, float b, float c) { return a * b + c; }
+#endif
+
+/* sum = fused(a, b, sum). By hand, because the compiler would load an operand again for every use,
+   and would add up elsewhere than in `sum`. */
 #if defined(__FMA__)
 #define IN_REGISTER(v) __asm__("" : "+v"(v))
 #define ADD_PRODUCT(sum, a, b) __asm__("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(a), "vm"(b))
 #else
 #define IN_REGISTER(v) (void)0
-#define ADD_PRODUCT(sum, a, b) ((sum) += (a) * (b))
+#define ADD_PRODUCT(sum, a, b) ((sum) = fused(a, b, sum))
 #endif
 
 #define EACH(i, count) _Pragma("GCC unroll 8") for (int i = 0; i < (count); i++)
@@ -86,9 +110,9 @@ INLINE float sum1(vec a) {
 static inline float dot(const float *x, const float *w, int64_t k) {
   vec acc = {};
   int64_t i = 0;
-  for (; i + LANES <= k; i += LANES) acc += load(x + i) * load(w + i);
+  for (; i + LANES <= k; i += LANES) acc = fused(load(x + i), load(w + i), acc);
   float sum = sum1(acc);
-  for (; i < k; i++) sum += x[i] * w[i];
+  for (; i < k; i++) sum = fused1(x[i], w[i], sum);
   return sum;
 }
 
@@ -112,15 +136,15 @@ INLINE vec exp_vec(vec x) {
   ivec low = x < all(-87.0f);
   x = (vec)(((ivec)x & ~low) | ((ivec)all(-87.0f) & low));
   const vec big = all(12582912.0f); /* 1.5 * 2^23: adding it rounds to a whole number */
-  vec n = x * all(1.44269504088896341f) + big - big;
-  vec r = x - n * all(0.693359375f) + n * all(2.12194440e-4f);
+  vec n = fused(x, all(1.44269504088896341f), big) - big;
+  vec r = fused(n, all(2.12194440e-4f), fused(n, all(-0.693359375f), x));
   vec p = all(1.9875691500e-4f);
-  p = p * r + all(1.3981999507e-3f);
-  p = p * r + all(8.3334519073e-3f);
-  p = p * r + all(4.1665795894e-2f);
-  p = p * r + all(1.6666665459e-1f);
-  p = p * r + all(5.0000001201e-1f);
-  p = p * (r * r) + r + all(1.0f);
+  p = fused(p, r, all(1.3981999507e-3f));
+  p = fused(p, r, all(8.3334519073e-3f));
+  p = fused(p, r, all(4.1665795894e-2f));
+  p = fused(p, r, all(1.6666665459e-1f));
+  p = fused(p, r, all(5.0000001201e-1f));
+  p = fused(p, r * r, r) + all(1.0f);
   ivec scale = (__builtin_convertvector(n, ivec) + 127) << 23;
   return (vec)((ivec)(p * (vec)scale) & ~low);
 }

@@ -16,9 +16,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from tinkercloud.config import force_instruction_set
 from tinkercloud.embedded.draft_training.online_trainer import OnlineSettings, OnlineTrainers
 from tinkercloud.embedded.model.base_model import BaseModel
-from tinkercloud.embedded.model.device import freeze_garbage_collector, usable_cores
+from tinkercloud.embedded.model.device import (
+    choose_device,
+    freeze_garbage_collector,
+    instruction_set_in_use,
+    usable_cores,
+)
 from tinkercloud.embedded.process.drafter_setup import DrafterSettings, speculate
 from tinkercloud.embedded.process.fair_share import FairShareScheduler
 from tinkercloud.embedded.process.model_store import ModelStore
@@ -72,6 +78,7 @@ class Worker:
         )
         self._inbox: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._scheduler = FairShareScheduler()
+        self._instruction_set = instruction_set_in_use(choose_device())
         self._last_stats_s = 0.0
         self._worked_s = 0.0  # since a model's optimizer step
 
@@ -154,6 +161,7 @@ class Worker:
                     "sampling_waiting": self._engine.num_waiting,
                     "training_waiting": len(self._training),
                     "tokens_sampled": self._engine.num_tokens_sampled,
+                    "instruction_set": self._instruction_set,
                     **self._models.counts(),
                 },
                 *self._speculation(),
@@ -208,6 +216,7 @@ def main(fd: int) -> None:
     if not isinstance(settings, EngineSettings):
         return
     outbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+    force_instruction_set(settings.engine.instruction_set)
     try:
         served, models = open_models(settings)
         worker = Worker(settings, models, outbox.put)
