@@ -25,7 +25,7 @@ WHEEL = "tests/packaging/test_wheel.py"
 DEPLOY = "tests/docs/test_deploy_files.py"
 WEIGHTS = "tests/e2e/test_weights_out_and_in.py"
 CLI = "tests/e2e/test_tinker_cli.py"
-INSTALLED = f"{WHEEL}::test_the_engine_is_compiled_from_the_wheels_sources"
+INSTALLED = f"{WHEEL}::test_the_engine_uses_the_kernels_of_the_wheel_or_compiles_its_sources"
 AGENTS = "tests/chat/test_captured_agents.py"
 IMAGE = f"{DEPLOY}::test_the_images_instructions_are_dockers"
 

@@ -24,7 +24,7 @@ from tinkercloud.embedded.native.instruction_sets import (
 from tinkercloud.errors import ConfigError
 
 VARIABLE = settings()["engine.instruction_set"].variable
-KERNEL_TESTS = ("test_train_bindings.py", "test_structures.py")
+KERNEL_TESTS = ("test_packed.py", "test_train_bindings.py", "test_structures.py")
 NAMES = [chosen.name for chosen in processor_sets(processor_features())]
 
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from tinkercloud.config import c_compiler
-from tinkercloud.embedded.native import compiler as compiler_module
-from tinkercloud.embedded.native import packed
+from tinkercloud.embedded.native import compiler, packed
 from tinkercloud.embedded.native.compiler import library
 from tinkercloud.embedded.native.team import Team
 
@@ -108,79 +107,26 @@ def test_zeros_beyond_the_inputs_change_no_bit(team: Team, dtype: torch.dtype):
     assert torch.equal(packed.product(team, longer_x, packed.pack(team, longer)), expected)
 
 
-# ---- the kernels for other processors than the one at hand, where it has their instructions
+# ---- the number type
 
 SHIM = r"""
-#include "product.c"
-
-int64_t is_here(void) { return SUPPORTED; }
+#include "narrow.h"
 
 void rounded(float *x, int64_t count, uint16_t *out) { round_to_narrow(x, count, out); }
-
-void some(int64_t is_narrow, int64_t rows, int64_t first, int64_t end, int64_t k, int64_t out,
-          const void *x, const void *w, float *y) {
-  product_t p = {.x = x, .x_stride = row_size(is_narrow, k), .w = w, .is_narrow = is_narrow, .k = k,
-                 .out = out, .y = y, .y_stride = out, .scale = 1.0f};
-  multiply(&p, (range_t){0, rows}, (range_t){first, end});
-}
 """
-VARIANTS = {
-    "x86-64": "1",
-    "x86-64-v3": '__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")',
-    "x86-64-v4": '__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl")',
-    "native": "1",
-}
 
 
-@pytest.fixture(params=VARIANTS, scope="module")
-def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> c.CDLL:
-    compiler = c_compiler()
-    assert compiler is not None
-    folder = tmp_path_factory.mktemp("kernels")
+@pytest.fixture(scope="module")
+def rounding(tmp_path_factory: pytest.TempPathFactory) -> c.CDLL:
+    folder = tmp_path_factory.mktemp("rounding")
     (folder / "shim.c").write_text(SHIM)
-    flags = [flag for flag in compiler_module.FLAGS if not flag.startswith("-march")]
-    flags += [f"-march={request.param}", f"-DSUPPORTED={VARIANTS[request.param]}"]
-    include = f"-I{Path(compiler_module.__file__).parent}"
-    command = [compiler, *flags, include, "shim.c", "-o", "kernels.so", "-lm"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    if done.returncode and "-march" in done.stderr:
-        pytest.skip("another family of processors")
-    assert done.returncode == 0, done.stderr
-    loaded = c.CDLL(str(folder / "kernels.so"))
-    if not loaded.is_here():
-        pytest.skip("this processor lacks the instructions")
-    return loaded
+    flags = (*compiler.flags_in_use(), "-shared", f"-I{Path(compiler.__file__).parent}")
+    command = [c_compiler() or "", *flags, "shim.c", "-o", "rounding.so"]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    return c.CDLL(str(folder / "rounding.so"))
 
 
-def some(kernels: c.CDLL, x: Tensor, weights: packed.PackedMatrix, panels: range) -> np.ndarray:
-    inputs = x.to(weights.dtype)
-    if weights.is_narrow:
-        inputs = torch.nn.functional.pad(inputs, (0, -x.shape[1] % 32))
-    y = np.zeros((len(x), weights.shape[0]), np.float32)
-    sizes = (len(x), panels.start, panels.stop, weights.shape[1], weights.shape[0])
-    addresses = (inputs.data_ptr(), weights.packed.data_ptr(), y.ctypes.data)
-    kernels.some(
-        c.c_int64(weights.is_narrow), *map(c.c_int64, sizes), *map(c.c_void_p, addresses)
-    )  # fmt: skip
-    return y
-
-
-@pytest.mark.parametrize("shape", [(67, 75), (200, 2080)])
-def test_every_processors_kernels_are_right_and_row_invariant(kernels, team, dtype, shape):
-    weight, x = matrix(shape, dtype), matrix((140, shape[1]), torch.float32)
-    weights = packed.pack(team, weight)
-    panels = range(-(-shape[0] // packed.PANEL))
-    whole = some(kernels, x, weights, panels)
-    exact = x.to(dtype).double() @ weight.double().T
-    assert_near(torch.from_numpy(whole), exact, shape[1])
-    for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 17, 139):
-        assert np.array_equal(some(kernels, x[:rows], weights, panels), whole[:rows]), rows
-    for cut in (1, 2, len(panels) - 1):
-        left, right = (some(kernels, x, weights, p) for p in (panels[:cut], panels[cut:]))
-        assert np.array_equal(left + right, whole), cut
-
-
-def test_rounding_to_bfloat16_is_that_of_torch(kernels):
+def test_rounding_to_bfloat16_is_that_of_torch(rounding: c.CDLL):
     bits = np.random.default_rng(0).integers(0, 1 << 32, 100_000, dtype=np.uint32)
     ties = (bits & np.uint32(0xFFFF0000)) | np.uint32(0x8000)
     x = np.concatenate([bits, ties, np.uint32([0, 0x80000000, 0x7F800000, 0x7F7FFFFF])])
@@ -189,6 +135,6 @@ def test_rounding_to_bfloat16_is_that_of_torch(kernels):
     expected = torch.from_numpy(x).bfloat16()
     found, widened = np.zeros(len(x), np.uint16), x.copy()
     addresses = (c.c_void_p(widened.ctypes.data), c.c_void_p(found.ctypes.data))
-    kernels.rounded(addresses[0], c.c_int64(len(x)), addresses[1])
+    rounding.rounded(addresses[0], c.c_int64(len(x)), addresses[1])
     assert np.array_equal(found, expected.view(torch.uint16).numpy())
     assert np.array_equal(widened.view(np.uint32), expected.float().numpy().view(np.uint32))
