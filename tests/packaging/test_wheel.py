@@ -94,7 +94,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installa
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
     installation = Installation(environment, tmp_path_factory.mktemp("elsewhere"))
     pip("install", str(wheel), python=installation.python)
-    site = Path(sysconfig.get_path("platlib", vars={"base": str(environment)}))
+    site = Path(sysconfig.get_path("platlib", vars={"platbase": str(environment)}))
     (ours,) = metadata.distributions(name=PROJECT["name"], path=[str(site)])
     for distribution in requirements(ours, "embedded").values():
         for name in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
