@@ -61,7 +61,7 @@ INLINE void tile(out_t c, left_t a, right_t b, int64_t depth, int vecs, int fres
     for (int i = 0; i < TILE_ROWS; i++) {
       vec left = all(a.at[i * a.row + k * a.column]);
 #pragma GCC unroll 8
-      for (int j = 0; j < vecs; j++) sum[i][j] += left * right[j];
+      for (int j = 0; j < vecs; j++) sum[i][j] = fused(left, right[j], sum[i][j]);
     }
   }
 #pragma GCC unroll 8
@@ -151,7 +151,7 @@ static void soften(float *scores, float *dscores, float scale, int64_t last, int
     vec p = exp_vec((load(scores + j) - all(top)) * all(scale));
     store(scores + j, p);
     sum += p;
-    dot += p * load(dscores + j);
+    dot = fused(p, load(dscores + j), dot);
   }
   float inverse = 1.0f / sum1(sum), mean = sum1(dot) * inverse;
   for (int64_t j = 0; j < seen; j += LANES) {
