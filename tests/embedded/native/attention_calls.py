@@ -4,7 +4,6 @@ Axes: M rows, Hq/Hkv query and key/value heads, Dh head size.
 """
 
 import ctypes as c
-import platform
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinkercloud.config import c_compiler
-from tinkercloud.embedded.native import compiler
+from tinkercloud.embedded.native import build
+from tinkercloud.embedded.native.instruction_sets import (
+    InstructionSet,
+    processor_features,
+    processor_sets,
+)
 
 BLOCK = 16
 PAIRED_INPUTS = 32  # rows that products read in bfloat16 are padded to a multiple of them
@@ -52,28 +56,20 @@ void attention(team_t *team, const int64_t *sizes, float cap, const int32_t *pos
 """
 
 
-def variants() -> dict[str, tuple[str, ...]]:
-    """Flags that take instructions away from this processor's."""
-    if platform.machine() != "x86_64":
-        return {"native": ()}
-    avx2 = ("-mno-avx512f",)
-    return {
-        "native": (),
-        "no bfloat16": ("-mno-avx512bf16", "-O1"),
-        "AVX2": (*avx2, "-O1"),
-        "SSE": (*avx2, "-mno-avx", "-O1"),
-    }
+def variants() -> dict[str, InstructionSet]:
+    """The instruction sets that this processor has, by name."""
+    return {chosen.name: chosen for chosen in processor_sets(processor_features())}
 
 
-def compiled(folder: Path, flags: tuple[str, ...]) -> c.CDLL:
+def compiled(folder: Path, chosen: InstructionSet) -> c.CDLL:
     command = c_compiler()
     assert command is not None
-    source = Path(compiler.__file__).parent
+    source = Path(build.__file__).parent
     (folder / "shim.c").write_text(SHIM)
     files = (folder / "shim.c", source / "attention.c", source / "team.c")
     out = folder / "attention.so"
-    arguments = [*compiler.FLAGS, *flags, f"-I{source}", *map(str, files), "-o", str(out), "-lm"]
-    subprocess.run([command, *arguments], check=True, capture_output=True)
+    arguments = [*build.compiler_flags(chosen), *build.LINK_FLAGS, f"-I{source}", *map(str, files)]
+    subprocess.run([command, *arguments, "-o", str(out), "-lm"], check=True, capture_output=True)
     library = c.CDLL(str(out))
     library.team_new.restype = c.c_void_p
     return library
