@@ -38,7 +38,7 @@ def matrix(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
 
 def assert_near(found: Tensor, exact: Tensor, num_terms: int) -> None:
     error = float((found.double() - exact).abs().max())
-    assert error <= 2e-7 * num_terms + 3e-5  # one chain of sums, which grow with their number
+    assert error <= 2e-6 * num_terms**0.5 + 3e-5  # one chain over all terms would be beyond it
 
 
 @pytest.mark.parametrize("shape", SIZES)

@@ -80,8 +80,8 @@ def pack_matrices(team: Team, weights: Mapping[str, Tensor]) -> dict[str, Packed
 
 def product(team: Team, x: Tensor, matrix: PackedMatrix, bias: Tensor | None = None) -> Tensor:
     """x (M, K) float32, which is rounded to the weights' type, times the weights transposed, plus
-    bias (N,) float32: (M, N) float32. Each output is one chain of sums over K, ascending. Raises
-    MemoryError."""
+    bias (N,) float32: (M, N) float32. An output's terms are summed by blocks of 64 inputs (in
+    bfloat16: pairs), then block by block, in ascending order. Raises MemoryError."""
     assert x.shape[1] == matrix.shape[1]
     y = torch.empty(len(x), matrix.shape[0])
     arguments = (len(x), _address(x), None if bias is None else _address(bias), y.data_ptr())
@@ -92,7 +92,7 @@ def product(team: Team, x: Tensor, matrix: PackedMatrix, bias: Tensor | None = N
 
 def product_back(team: Team, dy: Tensor, matrix: PackedMatrix) -> Tensor:
     """dy (M, N) float32, which is rounded to the weights' type, times the weights: (M, K) float32,
-    each one chain of sums over N, ascending. Raises MemoryError."""
+    summed likewise over N. Raises MemoryError."""
     assert dy.shape[1] == matrix.shape[0]
     dx = torch.empty(len(dy), matrix.shape[1])
     arguments = (len(dy), _address(dy), dx.data_ptr())

@@ -26,6 +26,7 @@
 #define MOST_PANELS 8
 
 #define ROW_BLOCK 128 /* rows that meet some panels before the next do: second-level cache */
+#define BLOCK_STEPS 64   /* that one chain of sums has */
 #define CHUNK_BYTES 2048 /* of a row of inputs that go together at most */
 
 /* What a tile computes with. */
@@ -85,18 +86,19 @@ INLINE vec broadcast_odd(const char *x) { return broadcast(x + 4); }
     const char *w = t->w, *x[(ROWS + 2) / 3]; /* three rows an address: few registers */           \
     int64_t xs = t->x_stride, ws = t->w_stride;                                                    \
     EACH(i, (ROWS + 2) / 3) x[i] = t->x + 3 * i * xs;                                              \
-    vec a[ROWS][PANELS][VECS] = {};                                                                \
     float *sums = t->sums;                                                                         \
-    if (!t->begins)                                                                                \
-      EACH(r, ROWS) EACH(c, PANELS) EACH(v, VECS)                                                  \
-        a[r][c][v] = load(sums + (r * MOST_PANELS + c) * PANEL + v * LANES);                       \
-    for (int64_t s = 0; s < t->steps; s++) {                                                       \
-      KIND##_STEP(ROWS, PANELS);                                                                   \
-      w += STEP_BYTES;                                                                             \
-      EACH(i, (ROWS + 2) / 3) x[i] += KIND##_STRIDE;                                               \
+    for (int64_t s = 0, end; s < t->steps; s = end) {                                              \
+      vec a[ROWS][PANELS][VECS] = {};                                                              \
+      for (end = MIN(s + BLOCK_STEPS, t->steps); s < end; s++) {                                   \
+        KIND##_STEP(ROWS, PANELS);                                                                 \
+        w += STEP_BYTES;                                                                           \
+        EACH(i, (ROWS + 2) / 3) x[i] += KIND##_STRIDE;                                             \
+      }                                                                                            \
+      EACH(r, ROWS) EACH(c, PANELS) EACH(v, VECS) {                                                \
+        float *sum = sums + (r * MOST_PANELS + c) * PANEL + v * LANES;                             \
+        store(sum, t->begins && end <= BLOCK_STEPS ? a[r][c][v] : load(sum) + a[r][c][v]);         \
+      }                                                                                            \
     }                                                                                              \
-    EACH(r, ROWS) EACH(c, PANELS) EACH(v, VECS)                                                    \
-      store(sums + (r * MOST_PANELS + c) * PANEL + v * LANES, a[r][c][v]);                         \
   }
 #define DEFINE_TILES(KIND, ROWS, PANELS)                                                           \
   DEFINE_TILE(KIND, ROWS, PANELS)                                                                  \
@@ -202,7 +204,7 @@ static void multiply_some(const product_t *p, range_t rows, range_t panels, int6
   static _Thread_local float sums[ROW_BLOCK * MOST_PANELS * PANEL] __attribute__((aligned(64)));
   int64_t steps = steps_of(p->is_narrow, p->k), most = CHUNK_BYTES / stride_of(p);
   int64_t chunks = MAX(parts(steps, most), 1);
-  int64_t size = rounded_up(parts(steps, chunks), NARROW_BLOCK / 2);
+  int64_t size = rounded_up(parts(steps, chunks), BLOCK_STEPS);
   for (int64_t step = 0; step < steps; step += size) {
     chunk_t c = {.p = p, .rows = rows, .step = step, .steps = MIN(size, steps - step)};
     c.inputs = inputs_of(p, rows, step, c.steps);

@@ -1,7 +1,8 @@
-/* Matrix products with packed weights (packed.h), y = x w^T, whose every output is one chain of
-   sums: from zero over the inputs in ascending order, in bfloat16 by pairs. Nothing of that depends
-   on the number of rows, on which rows and panels a call computes, or on where the inputs are cut
-   into chunks: a sum is put down and taken up again unchanged. */
+/* Matrix products with packed weights (packed.h), y = x w^T. The inputs of an output go in ascending
+   order, in bfloat16 by pairs: a chain of sums for each block of 64 inputs or pairs from the first
+   one on, and the blocks' sums one after the other. One chain over all of them would lose more to
+   rounding than PyTorch does. Nothing of that depends on the number of rows, or on which rows and
+   panels a call computes. */
 
 #ifndef TINKERCLOUD_PRODUCT_H
 #define TINKERCLOUD_PRODUCT_H
