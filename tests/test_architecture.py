@@ -71,8 +71,8 @@ RULES = {
     "embedded.sampling": "core.types decoding embedded.forward embedded.model errors grammar "
     "speculative speculative.draft_length speculative.drafters speculative.learning "
     "speculative.observability",
-    "embedded.training": "architectures core.types embedded.forward embedded.model embedded.native "
-    "errors losses weights",
+    "embedded.training": "architectures core.types decoding embedded.forward embedded.model "
+    "embedded.native errors losses weights",
     "embedded.drafting": "config core.types decoding embedded.forward embedded.model "
     "embedded.native errors speculative speculative.draft_length speculative.drafters "
     "speculative.head weights",

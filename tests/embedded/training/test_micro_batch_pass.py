@@ -11,16 +11,15 @@ import torch
 from tests.architectures.networks import FAMILIES, SIZES, random_network
 from tests.embedded.exactness import assert_same_gradients_in_company
 from tinkercloud.core.types import Datum, LoraSpec, TrainBatch
-from tinkercloud.embedded.forward.row_invariance import is_row_invariant, pad_rows
+from tinkercloud.embedded.forward.row_invariance import ROW_TILE, is_row_invariant, pad_rows
 from tinkercloud.embedded.model.base_model import BaseModel
-from tinkercloud.embedded.native import train_bindings
-from tinkercloud.embedded.training import attention as train_attention
 from tinkercloud.embedded.training import head as train_head
+from tinkercloud.embedded.training import micro_batch_pass, trainable_model
 from tinkercloud.embedded.training.attention import PackedAttention, bucket
 from tinkercloud.embedded.training.block import neighbours
 from tinkercloud.embedded.training.context import causal_attention
 from tinkercloud.embedded.training.layout import lay_out
-from tinkercloud.embedded.training.linear import ModelWeights, join_weights, joined
+from tinkercloud.embedded.training.linear import join_weights, joined
 from tinkercloud.embedded.training.micro_batch_pass import Share, run_pass
 from tinkercloud.embedded.training.reference import run_reference
 from tinkercloud.embedded.training.trainable_model import TrainableModel, full_parameters
@@ -98,8 +97,7 @@ def beginning_alike(loss: str = "cross_entropy", **more: int) -> TrainBatch:
 
 
 def share(model: TrainableModel, work: TrainBatch) -> Share:
-    weights = ModelWeights(model.adapter, model.scale, model.full_weights())
-    return Share(weights, work, range(len(work.data)))
+    return Share(model.weights(), work, range(len(work.data)))
 
 
 def ran(run, base: BaseModel, *shares: Share, recompute: bool = False) -> Share:
@@ -130,6 +128,11 @@ def assert_equal_to_reference(model: TrainableModel, work: TrainBatch, **how: bo
         torch.testing.assert_close(grad, other, rtol=0, atol=2e-5 * largest, msg=name)
 
 
+def without_compiled_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (micro_batch_pass, trainable_model):
+        monkeypatch.setattr(module, "has_compiled_pass", lambda *_: False)
+
+
 def test_lora_gradients_of_every_family_equal_autograd(base: BaseModel) -> None:
     assert base.is_llama_family
     assert_equal_to_reference(lora(base), batch())
@@ -143,8 +146,7 @@ def test_gradients_equal_autograd_without_the_compiled_parts_too(
     base: BaseModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, or without a C compiler."""
-    for module in (train_bindings, train_attention):
-        monkeypatch.setattr(module, "can_take", lambda *_: False)
+    without_compiled_pass(monkeypatch)
     assert_equal_to_reference(lora(base), batch())
     assert_equal_to_reference(full(base), batch())
 
@@ -170,8 +172,9 @@ def test_shared_prefixes_equal_autograd_in_every_family(base: BaseModel) -> None
 
 def test_a_common_prefix_is_computed_once() -> None:
     data = beginning_alike().data
-    layout = lay_out([data])
-    assert layout.ends == (20 + 9 + 30 + 40 + 40 + 1 + 17,)  # 5 tokens alike are too few
+    layout = lay_out([data], row_tile=ROW_TILE)
+    # Whole blocks of 16 alone are shared: 1 of 20 tokens alike, 2 of 40, none of 5.
+    assert layout.ends == (29 + (50 - 16) + 45 + 5 + (43 - 32) + (80 - 32) + 17 + 4,)
     assert len(layout.tokens) == pad_rows(layout.ends[0])
     for each, rows in zip(data, layout.rows[0], strict=True):
         np.testing.assert_array_equal(layout.tokens[rows], each.tokens)
@@ -266,10 +269,11 @@ def test_bfloat16_gradients_are_as_near_to_float32_as_those_of_autograd(tmp_path
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_bfloat16_values_are_rounded_where_the_plain_pass_rounds_them(
-    family: str, tmp_path: Path
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Elsewhere the log-probabilities would be as far apart as both are from float32. The adapter
-    is a fresh one: its products round once more here."""
+    """Through PyTorch; elsewhere the log-probabilities would be as far apart as both are from
+    float32. The adapter is a fresh one: its products round once more here."""
+    without_compiled_pass(monkeypatch)
     narrow = open_base(family, tmp_path, torch.bfloat16)
     exact = open_base(family, tmp_path)
     for name, weight in exact.weights.items():

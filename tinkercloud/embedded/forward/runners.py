@@ -30,13 +30,14 @@ from tinkercloud.embedded.forward.hidden_states import LayerStates
 from tinkercloud.embedded.forward.kernel_choice import has_kernels, step_for
 from tinkercloud.embedded.forward.kv_blocks import BlockPool, KVLayout, blocks_for
 from tinkercloud.embedded.forward.paged_context import PagedContext
+from tinkercloud.embedded.forward.rotary_table import rotary_table
 from tinkercloud.embedded.forward.row_invariance import Product, is_row_invariant
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.huge_pages import in_huge_pages
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.native.bindings import AdapterTable, NativeModel, scan
 from tinkercloud.embedded.native.compiler import library
-from tinkercloud.embedded.native.packed import pack_matrices
+from tinkercloud.embedded.native.packed import pack_weights
 from tinkercloud.embedded.native.team import Team
 
 _BASE = "base "
@@ -126,20 +127,17 @@ class NativeRunner:
         if cached is not None and cached[0] is pool:
             return cached[1]
         assert pool.layout is kv_layout_of(version.base.dtype), "made for another runner"
-        matrices = pack_matrices(self._team, version.weights)
-        tensors = {n: matrix.packed for n, matrix in matrices.items()}
-        in_huge_pages(tensors)
-        matrices = {n: replace(matrix, packed=tensors[n]) for n, matrix in matrices.items()}
-        vectors = {n: w.float() for n, w in version.weights.items() if w.dim() == 1}
-        model = NativeModel(version.base.config, matrices, vectors, pool.keys, pool.values)
+        base = version.base
+        is_shared = version.weights is base.weights
+        packed = base.packed(self._team) if is_shared else pack_weights(self._team, version.weights)
+        model = NativeModel(base.config, packed, pool.keys, pool.values)
         self._models[name] = (pool, model)
         return model
 
     def _rotary(self, base: BaseModel, num_positions: int) -> tuple[Tensor, Tensor]:
         angles = self._angles.get(base.name)
         if angles is None or len(angles[0]) < num_positions:
-            positions = torch.arange(1 << max(10, (num_positions - 1).bit_length()))
-            angles = self._angles[base.name] = base.architecture.rotary(positions)
+            angles = self._angles[base.name] = rotary_table(base.architecture, num_positions)
         return angles
 
     def _table(self, version: Version) -> AdapterTable:

@@ -1,6 +1,6 @@
 """A base model in memory: configuration, frozen weights, tokenizer, device."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,8 @@ from tinkercloud.architectures.config import ArchitectureConfig
 from tinkercloud.architectures.llama import Llama
 from tinkercloud.architectures.qwen2 import Qwen2
 from tinkercloud.architectures.qwen3 import Qwen3
+from tinkercloud.embedded.native.packed import PackedWeights, pack_weights
+from tinkercloud.embedded.native.team import Team
 from tinkercloud.weights.loader import load_model
 
 
@@ -27,6 +29,7 @@ class BaseModel:
     decoder: Tokenizer | None
     dtype: torch.dtype
     device: torch.device
+    _packed: list[PackedWeights] = field(default_factory=list, repr=False, compare=False)
 
     @classmethod
     def load(
@@ -45,6 +48,12 @@ class BaseModel:
         """Whether the passes that are written out compute this network: one block, with or without
         biases and norms of heads."""
         return type(self.architecture) in (Llama, Qwen2, Qwen3)
+
+    def packed(self, team: Team) -> PackedWeights:
+        """For the compiled pass, made at the first call and shared by sampling and training."""
+        if not self._packed:
+            self._packed.append(pack_weights(team, self.weights))
+        return self._packed[0]
 
     def tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)

@@ -169,7 +169,7 @@ static void block(const attention_gradient_t *a, work_t *w, int64_t b, int64_t h
     float *q = w->q + r * w->width, *dout = w->dout + r * w->width;
     if (r < count) {
       read_numbers(a->is_narrow, a->q, row * a->q_row + head * size, q, size);
-      read_numbers(a->is_narrow, a->dout, row * a->dout_row + head * size, dout, size);
+      read_numbers(0, a->dout, row * a->dout_row + head * size, dout, size);
     } else {
       memset(q, 0, (size_t)w->width * sizeof *q);
       memset(dout, 0, (size_t)w->width * sizeof *dout);
@@ -191,7 +191,7 @@ static void block(const attention_gradient_t *a, work_t *w, int64_t b, int64_t h
   product((out_t){w->dq, w->width}, (left_t){w->dscores, w->stride, 1},
           (right_t){w->keys, w->width}, rows, seen, w->width, 1);
   for (int64_t r = 0; r < count; r++)
-    write_numbers(a->is_narrow, a->dq, ((b * w->length + from + r) * a->heads + head) * size,
+    write_numbers(0, a->dq, ((b * w->length + from + r) * a->heads + head) * size,
                   w->dq + r * w->width, size);
   product((out_t){w->dk, w->width}, (left_t){w->dscores, 1, w->stride}, (right_t){w->q, w->width},
           reached, rows, w->width, 0);
@@ -228,8 +228,8 @@ static void write_keys(const attention_gradient_t *a, const work_t *w, int64_t b
   for (int64_t l = 0; l < w->length; l++) {
     int64_t at = ((b * w->length + l) * a->kv_heads + kv_head) * a->head_dim;
     const float *dk = w->dkv_sum + l * w->width, *dv = dk + w->rows;
-    write_numbers(a->is_narrow, a->dk, at, dk, a->head_dim);
-    write_numbers(a->is_narrow, a->dv, at, dv, a->head_dim);
+    write_numbers(0, a->dk, at, dk, a->head_dim);
+    write_numbers(0, a->dv, at, dv, a->head_dim);
   }
 }
 

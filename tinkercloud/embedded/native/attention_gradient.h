@@ -5,14 +5,16 @@
 
 #include <stdint.h>
 
-/* Numbers are float, or narrow where `is_narrow`; entry (b, l, h, d) of a tensor lies at
-   (b L + l) row + h Dh + d. Results are written without gaps: a row is H Dh. */
+/* q, k and v are float, or narrow where `is_narrow`; entry (b, l, h, d) of a tensor lies at
+   (b L + l) row + h Dh + d. Gradients are float; results are written without gaps: a row is
+   H Dh. */
 typedef struct {
   int64_t is_narrow, batch, length, heads, kv_heads, head_dim;
   float scale;
-  const void *q, *k, *v, *dout;
+  const void *q, *k, *v;
+  const float *dout;
   int64_t q_row, k_row, v_row, dout_row;
-  void *dq, *dk, *dv;
+  float *dq, *dk, *dv;
 } attention_gradient_t;
 
 #endif

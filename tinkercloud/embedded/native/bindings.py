@@ -6,7 +6,7 @@ a C compiler and other devices take the path through torch (paged_context.py).
 """
 
 import ctypes as c
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tinkercloud.architectures.config import ArchitectureConfig
 from tinkercloud.decoding.sampler import RowParams, Scanned
-from tinkercloud.embedded.native.packed import PackedMatrix, pack
+from tinkercloud.embedded.native.packed import PackedMatrix, PackedWeights, pack
 from tinkercloud.embedded.native.structures import (
     MODULES,
     Batch,
@@ -113,17 +113,17 @@ class NativeModel:
     def __init__(
         self,
         config: ArchitectureConfig,
-        matrices: Mapping[str, PackedMatrix],
-        vectors: Mapping[str, Tensor],
+        weights: PackedWeights,
         keys: Sequence[Tensor],
         values: Sequence[Tensor],
     ):
-        self._config = config
+        self.config = config
         self._logits = torch.empty(
             0, config.vocab_size
         )  # fresh memory would be cleared page by page
-        dtype = matrices["model.embed_tokens"].dtype
-        self._kept = (dict(matrices), dict(vectors), list(keys), list(values))
+        self.dtype = dtype = weights.dtype
+        matrices, vectors = weights.matrices, weights.vectors
+        self._kept = (weights, list(keys), list(values))
         self._layers = (Layer * config.num_layers)()
         names = iter(_module_names(config.num_layers))
 
@@ -173,9 +173,9 @@ class NativeModel:
         rotary: cosines and sines of all positions up to the last (P, Dh / 2). segments: (first
         row, number of rows, scale, factors), disjoint.
         """
-        hidden = torch.empty(len(rows.tokens), self._config.hidden_size)
+        hidden = torch.empty(len(rows.tokens), self.config.hidden_size)
         logits = self._logits_of(len(rows.logit_rows))
-        captured = torch.empty(len(rows.tokens), len(layers), self._config.hidden_size)
+        captured = torch.empty(len(rows.tokens), len(layers), self.config.hidden_size)
         numbers = np.array(layers, np.int64)
         fields = (rows.tokens, rows.positions, rows.sequence, rows.tables, rows.logit_rows)
         arrays = [np.ascontiguousarray(field) for field in fields]
@@ -183,21 +183,26 @@ class NativeModel:
         entries = (Segment * len(segments))(*[(f, n, s, t.entries) for f, n, s, t in segments])
         angles = [angle.contiguous() for angle in rotary]
         batch = Batch(
-            *(len(rows.tokens), tokens, positions, sequence, tables, rows.tables.shape[1]),
+            *(len(rows.tokens), 1, 0, self.config.num_layers, None, None),
+            *(tokens, positions, sequence, tables, rows.tables.shape[1]),
             *(_address(angle) for angle in angles),
             *(len(segments), entries, len(rows.logit_rows), logit_rows),
             *(len(layers), numbers.ctypes.data, _address(captured)),
             *(_address(hidden), _address(logits)),
         )
-        if team.library.forward(team.handle, c.byref(self._model), c.byref(batch)):
-            raise MemoryError(f"no memory for a batch of {len(rows.tokens)} rows")
+        self.run(team, batch)
         return logits, captured
+
+    def run(self, team: Team, batch: Batch) -> None:
+        """A pass, or a part of it. Raises MemoryError."""
+        if team.library.forward(team.handle, c.byref(self._model), c.byref(batch)):
+            raise MemoryError(f"no memory for a batch of {batch.rows} rows")
 
     def _logits_of(self, num_rows: int) -> Tensor:
         """Memory for them. What is kept for the next pass is bounded."""
         if num_rows <= len(self._logits):
             return self._logits[:num_rows]
-        logits = torch.empty(num_rows, self._config.vocab_size)
+        logits = torch.empty(num_rows, self.config.vocab_size)
         if logits.nbytes <= KEPT_BYTES:
             self._logits = logits
         return logits

@@ -17,11 +17,13 @@
 
 #define COUNT(array) ((int)(sizeof(array) / sizeof *(array)))
 
-/* narrow_out: or NULL. */
-static void norm_rows(walk_t *w, const float *weight, float *out, narrow *narrow_out) {
+/* narrow_out, kept: or NULL; kept: gets the norm's inputs. */
+static void norm_rows(walk_t *w, const float *weight, float *out, narrow *narrow_out,
+                      float *kept) {
   const pass_t *p = w->p;
   int64_t d = p->model->hidden;
   EACH_ROW(w, m, p->batch->rows) {
+    if (kept) memcpy(kept + m * d, p->x + m * d, (size_t)d * sizeof(float));
     rms_norm(p->x + m * d, weight, d, p->model->eps, out + m * d);
     if (narrow_out) round_to_narrow(out + m * d, d, narrow_out + m * row_size(1, d));
   }
@@ -32,6 +34,11 @@ static void norm_rows(walk_t *w, const float *weight, float *out, narrow *narrow
 
 static const layer_t *layer_of(const walk_t *w, int64_t index) {
   return &w->p->model->layers[index];
+}
+
+static const kept_t *kept_of(const walk_t *w, int64_t index) {
+  const batch_t *batch = w->p->batch;
+  return batch->kept ? &batch->kept[index - batch->first_layer] : NULL;
 }
 
 /* Module `leaf` of a layer into y. */
@@ -53,20 +60,21 @@ static void clear_rests(const pass_t *p, int64_t m) {
   clear_rest(p->chosen_narrow, m, model->hidden);
 }
 
-static void embed(walk_t *w, int64_t index) {
+static void begin(walk_t *w, int64_t index) {
   (void)index;
   const pass_t *p = w->p;
   const model_t *model = p->model;
   int64_t d = model->hidden;
   EACH_ROW(w, m, p->batch->rows) {
-    read_weights(model->embed, model->is_narrow, d, p->batch->tokens[m], p->x + m * d);
+    if (p->batch->embeds)
+      read_weights(model->embed, model->is_narrow, d, p->batch->tokens[m], p->x + m * d);
     if (model->is_narrow) clear_rests(p, m);
   }
   end_stage(w);
 }
 
 static void norm_input(walk_t *w, int64_t index) {
-  norm_rows(w, layer_of(w, index)->input_norm, w->p->normed, w->p->normed_narrow);
+  norm_rows(w, layer_of(w, index)->input_norm, w->p->normed, w->p->normed_narrow, NULL);
 }
 
 static void read_queries_and_keys(walk_t *w, int64_t index) {
@@ -76,11 +84,39 @@ static void read_queries_and_keys(walk_t *w, int64_t index) {
   multiply_modules(w, &(read_t){p->normed, p->normed_narrow, p->batch->rows, outputs, 3, 0});
 }
 
+static void keep_raw_heads(walk_t *w, int64_t index) {
+  const pass_t *p = w->p;
+  const kept_t *kept = kept_of(w, index);
+  if (!kept || !kept->raw_q) return;
+  int64_t q_size = p->model->heads * p->model->head_dim;
+  int64_t kv_size = p->model->kv_heads * p->model->head_dim;
+  EACH_ROW(w, m, p->batch->rows) {
+    memcpy(kept->raw_q + m * q_size, p->q + m * q_size, (size_t)q_size * sizeof(float));
+    memcpy(kept->raw_k + m * kv_size, p->k + m * kv_size, (size_t)kv_size * sizeof(float));
+  }
+  end_stage(w);
+}
+
 /* Before any row attends: a row reads the keys of those before it in its sequence, which may be
    another thread's. */
 static void place(walk_t *w, int64_t index) { place_rows(w, layer_of(w, index)); }
 
 static void mix(walk_t *w, int64_t index) { attend(w, layer_of(w, index)); }
+
+static void keep_attention(walk_t *w, int64_t index) {
+  const pass_t *p = w->p;
+  const kept_t *kept = kept_of(w, index);
+  if (!kept) return;
+  int64_t q_size = p->model->heads * p->model->head_dim, is_narrow = p->model->is_narrow;
+  int64_t kv_size = p->model->kv_heads * p->model->head_dim;
+  EACH_ROW(w, m, p->batch->rows) {
+    write_numbers(is_narrow, kept->q, m * q_size, p->q + m * q_size, q_size);
+    write_numbers(is_narrow, kept->k, m * kv_size, p->k + m * kv_size, kv_size);
+    write_numbers(is_narrow, kept->v, m * kv_size, p->v + m * kv_size, kv_size);
+    write_numbers(is_narrow, kept->mixed, m * q_size, p->mixed + m * q_size, q_size);
+  }
+  end_stage(w);
+}
 
 static void add_mixed(walk_t *w, int64_t index) {
   const pass_t *p = w->p;
@@ -89,14 +125,18 @@ static void add_mixed(walk_t *w, int64_t index) {
 }
 
 static void norm_mixed(walk_t *w, int64_t index) {
-  norm_rows(w, layer_of(w, index)->post_norm, w->p->normed, w->p->normed_narrow);
+  const kept_t *kept = kept_of(w, index);
+  norm_rows(w, layer_of(w, index)->post_norm, w->p->normed, w->p->normed_narrow,
+            kept ? kept->middle : NULL);
 }
 
 static void gate(walk_t *w, int64_t index) {
   const pass_t *p = w->p;
   output_t outputs[] = {output_of(w, index, GATE, p->gate, 0),
                         output_of(w, index, UP, p->up, 0)};
-  multiply_gates(w, &(read_t){p->normed, p->normed_narrow, p->batch->rows, outputs, 2, 0});
+  const kept_t *kept = kept_of(w, index);
+  multiply_gates(w, &(read_t){p->normed, p->normed_narrow, p->batch->rows, outputs, 2, 0},
+                 kept ? kept->gates : NULL);
 }
 
 static void add_gated(walk_t *w, int64_t index) {
@@ -107,7 +147,7 @@ static void add_gated(walk_t *w, int64_t index) {
 
 static void norm_final(walk_t *w, int64_t index) {
   (void)index;
-  norm_rows(w, w->p->model->final_norm, w->p->batch->hidden, NULL);
+  norm_rows(w, w->p->model->final_norm, w->p->batch->hidden, NULL, NULL);
 }
 
 /* The rows whose logits are wanted, side by side. */
@@ -141,13 +181,15 @@ typedef struct {
   int stages;
 } step_t;
 
-static const step_t first_steps[] = {{embed, 1}};
+static const step_t first_steps[] = {{begin, 1}};
 
 static const step_t layer_steps[] = {
     {norm_input, 1},
     {read_queries_and_keys, PRODUCT_STAGES},
+    {keep_raw_heads, 1},
     {place, 1},
     {mix, 1},
+    {keep_attention, 1},
     {add_mixed, PRODUCT_STAGES},
     {norm_mixed, 1},
     {gate, PRODUCT_STAGES},
@@ -194,16 +236,19 @@ static void capture(walk_t *w, int64_t number, const float *outputs) {
 static void run(team_t *team, int rank, void *argument) {
   (void)rank;
   const pass_t *p = argument;
+  const batch_t *batch = p->batch;
   int64_t num_layers = p->model->num_layers;
   walk_t walk = {.p = p, .team = team}, *w = &walk;
   take_steps(w, first_steps, COUNT(first_steps), 0);
-  for (int64_t i = 0; i < num_layers; i++) {
+  for (int64_t i = batch->first_layer; i < batch->end_layer; i++) {
     take_steps(w, layer_steps, COUNT(layer_steps), i);
     if (i + 1 < num_layers) capture(w, i + 1, p->x);
   }
-  take_steps(w, final_norm_steps, COUNT(final_norm_steps), 0);
-  capture(w, num_layers, p->batch->hidden);
-  take_steps(w, last_steps, COUNT(last_steps), 0);
+  if (batch->first_layer < num_layers && batch->end_layer == num_layers && batch->hidden) {
+    take_steps(w, final_norm_steps, COUNT(final_norm_steps), 0);
+    capture(w, num_layers, batch->hidden);
+  }
+  if (batch->num_logit_rows) take_steps(w, last_steps, COUNT(last_steps), 0);
 }
 
 static int64_t largest_rank(const pass_t *p) {
@@ -239,7 +284,7 @@ static int64_t lay_out(pass_t *p, float *memory) {
   return floats;
 }
 
-/* 0, or -1 when there is no memory. Keys and values of the rows are written into their blocks. */
+/* A pass, or a part of it. 0, or -1 when there is no memory. Keys and values of the rows are written into their blocks. */
 int forward(team_t *team, const model_t *model, const batch_t *batch) {
   pass_t p = {.model = model, .batch = batch};
   p.max_rank = (largest_rank(&p) + LINE - 1) / LINE * LINE; /* whole cache lines for each thread */
@@ -249,6 +294,7 @@ int forward(team_t *team, const model_t *model, const batch_t *batch) {
   int failed = memory == NULL || p.next_task == NULL;
   if (!failed) {
     lay_out(&p, memory);
+    if (batch->x) p.x = batch->x;
     work(team, run, &p);
   }
   free(p.next_task);

@@ -114,12 +114,16 @@ void multiply_modules(walk_t *w, const read_t *read) {
 }
 
 /* silu(gate) * up into gate, on some columns. exp_vec ends at 88: a gate below -87 is divided by
-   what -87 would be, which no sum that it is part of can tell from zero. */
-static void swiglu(const pass_t *p, range_t rows, range_t cols) {
+   what -87 would be, which no sum that it is part of can tell from zero. kept: see multiply_gates. */
+static void swiglu(const pass_t *p, range_t rows, range_t cols, void *kept) {
   int64_t inner = p->model->inner;
   for (int64_t m = rows.first; m < rows.end; m++) {
     float *gate = p->gate + m * inner, *up = p->up + m * inner;
-    int64_t i = cols.first;
+    int64_t i = cols.first, is_narrow = p->model->is_narrow;
+    if (kept) {
+      write_numbers(is_narrow, kept, 2 * m * inner + i, gate + i, cols.end - i);
+      write_numbers(is_narrow, kept, (2 * m + 1) * inner + i, up + i, cols.end - i);
+    }
     for (; i + LANES <= cols.end; i += LANES) {
       vec g = load(gate + i), most = all(87.0f);
       ivec above = -g > most;
@@ -127,15 +131,16 @@ static void swiglu(const pass_t *p, range_t rows, range_t cols) {
       store(gate + i, g / (all(1.0f) + e) * load(up + i));
     }
     for (; i < cols.end; i++) gate[i] = gate[i] / (1.0f + expf(-gate[i])) * up[i];
-    if (p->model->is_narrow)
+    if (is_narrow)
       round_to_narrow(gate + cols.first, cols.end - cols.first,
                       p->gate_narrow + m * row_size(1, inner) + cols.first);
   }
 }
 
 /* Gate and up, and what comes of them, of the same columns by the same thread while they are in its
-   cache. `down` reads whole rows and so has to wait for the stage's end. */
-void multiply_gates(walk_t *w, const read_t *read) {
+   cache. `down` reads whole rows and so has to wait for the stage's end. kept: where both are kept
+   side by side, numbers [rows][2 F], or NULL. */
+void multiply_gates(walk_t *w, const read_t *read, void *kept) {
   int adapted = prepare(w, read);
   int64_t inner = w->p->model->inner;
   cut_t cut = cut_of(w->p, read, 0);
@@ -144,7 +149,8 @@ void multiply_gates(walk_t *w, const read_t *read) {
     range_t panels = part_of(panels_of(inner), cut.panels, task % cut.panel_tasks);
     module_part(w->p, read, 0, rows, panels, adapted);
     module_part(w->p, read, 1, rows, panels, adapted);
-    swiglu(w->p, rows, (range_t){panels.first * PANEL, MIN(panels.end * PANEL, inner)});
+    range_t cols = {panels.first * PANEL, MIN(panels.end * PANEL, inner)};
+    swiglu(w->p, rows, cols, kept);
   }
   end_stage(w);
 }

@@ -48,8 +48,23 @@ typedef struct {
   const lora_t *modules;
 } segment_t;
 
+/* Where one layer's activations go that its gradient needs: numbers are those that products and
+   attention have read. */
 typedef struct {
-  int64_t rows;
+  float *middle;        /* [rows][D], what enters the second norm */
+  float *raw_q, *raw_k; /* [rows][heads][Dh], what enters the norms of heads; NULL without these */
+  void *q, *k, *v;      /* numbers [rows][heads][Dh], rotated */
+  void *mixed;          /* numbers [rows][Hq Dh] */
+  void *gates;          /* numbers [rows][gate and up: 2 F] */
+} kept_t;
+
+/* A pass may be cut between layers, and before the logits: a part of it computes the embeddings
+   where `embeds`, the layers first_layer..end_layer - 1, after the model's last layer the final
+   norm where `hidden` is given, and from that the logits of `logit_rows`. */
+typedef struct {
+  int64_t rows, embeds, first_layer, end_layer;
+  float *x;           /* in and out: [rows][D], between layers; NULL where nobody cuts */
+  const kept_t *kept; /* of each of these layers; or NULL */
   const int64_t *tokens;
   const int32_t *positions;  /* of each row in its sequence */
   const int32_t *sequence;   /* of each row: its row in `tables` */

@@ -66,8 +66,21 @@ def unpack(team: Team, matrix: PackedMatrix) -> Tensor:
     return rows
 
 
-def pack_matrices(team: Team, weights: Mapping[str, Tensor]) -> dict[str, PackedMatrix]:
-    """The matrices among them; those that share memory (a tied head) do so packed."""
+@dataclass(frozen=True, slots=True)
+class PackedWeights:
+    """A network's tensors as the compiled pass reads them, by Hugging Face module name. vectors:
+    norms and biases, float32."""
+
+    matrices: Mapping[str, PackedMatrix]
+    vectors: Mapping[str, Tensor]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.matrices["model.embed_tokens"].dtype
+
+
+def pack_weights(team: Team, weights: Mapping[str, Tensor]) -> PackedWeights:
+    """Matrices that share memory (a tied head) do so packed."""
     by_address: dict[int, PackedMatrix] = {}
     matrices: dict[str, PackedMatrix] = {}
     for name, weight in weights.items():
@@ -75,7 +88,8 @@ def pack_matrices(team: Team, weights: Mapping[str, Tensor]) -> dict[str, Packed
             if weight.data_ptr() not in by_address:
                 by_address[weight.data_ptr()] = pack(team, weight)
             matrices[name] = by_address[weight.data_ptr()]
-    return matrices
+    vectors = {n: w.detach().float().clone() for n, w in weights.items() if w.dim() == 1}
+    return PackedWeights(matrices, vectors)
 
 
 def product(team: Team, x: Tensor, matrix: PackedMatrix, bias: Tensor | None = None) -> Tensor:

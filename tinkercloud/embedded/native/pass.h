@@ -54,10 +54,14 @@ static inline void end_stage(walk_t *w) {
   for (int64_t task_; (task_ = take(w) * TASK_ROWS) < (rows);)                                     \
     for (int64_t m = task_; m < MIN(task_ + TASK_ROWS, (rows)); m++)
 
+static inline float inverse_norm(const float *x, int64_t size, float eps) {
+  return 1.0f / sqrtf(dot(x, x, size) / (float)size + eps);
+}
+
 /* y may be x. */
 static inline void rms_norm(const float *x, const float *weight, int64_t size, float eps,
                             float *y) {
-  float scale = 1.0f / sqrtf(dot(x, x, size) / (float)size + eps);
+  float scale = inverse_norm(x, size, eps);
   int64_t i = 0;
   for (; i + LANES <= size; i += LANES) store(y + i, load(weight + i) * (load(x + i) * all(scale)));
   for (; i < size; i++) y[i] = weight[i] * (x[i] * scale);
@@ -86,7 +90,7 @@ typedef struct {
 } read_t;
 
 INTERNAL void multiply_modules(walk_t *w, const read_t *read);
-INTERNAL void multiply_gates(walk_t *w, const read_t *read);
+INTERNAL void multiply_gates(walk_t *w, const read_t *read, void *kept);
 
 /* ---- attention.c, a stage each */
 

@@ -51,9 +51,17 @@ class Segment(c.Structure):
     )
 
 
+class Kept(c.Structure):
+    _fields_ = tuple(
+        (name, c.c_void_p) for name in ("middle", "raw_q", "raw_k", "q", "k", "v", "mixed", "gates")
+    )
+
+
 class Batch(c.Structure):
     _fields_ = (
-        ("rows", c.c_int64),
+        *((name, c.c_int64) for name in ("rows", "embeds", "first_layer", "end_layer")),
+        ("x", c.c_void_p),
+        ("kept", c.POINTER(Kept)),
         *((name, c.c_void_p) for name in ("tokens", "positions", "sequence", "tables")),
         ("table_stride", c.c_int64),
         *((name, c.c_void_p) for name in ("cosine", "sine")),
@@ -104,6 +112,7 @@ MIRRORS: dict[str, type[c.Structure]] = {
     "model": Model,
     "lora": Lora,
     "segment": Segment,
+    "kept": Kept,
     "batch": Batch,
     "draw": Draw,
     "scan": Scan,

@@ -1,10 +1,10 @@
-"""The compiled parts of a training pass on CPUs: attention_gradient.c and train_rows.c.
+"""The compiled parts of a training pass's backward half: attention_gradient.c and train_rows.c.
 
-PyTorch's steps go over memory up to eight times where one of these goes once; its gradient of
-attention takes two to three times as long, and in bfloat16 rounds in between. What is a forward
-pass's own value is rounded as PyTorch rounds it, bit by bit.
+They read what the compiled forward pass has kept (layered_pass.py), in the model's number type;
+gradients, and what lies between layers, are float32. What a product of the forward pass has read is
+computed again to the bit, rounded as it was there.
 
-Tensors are contiguous and float32 or bfloat16, unless said otherwise; T rows, D columns.
+Tensors are contiguous, unless said otherwise; T rows, D columns.
 """
 
 import ctypes as c
@@ -16,114 +16,119 @@ from threading import Lock
 import torch
 from torch import Tensor
 
+from tinkercloud.embedded.native import packed
 from tinkercloud.embedded.native.compiler import library
+from tinkercloud.embedded.native.packed import PackedMatrix
 from tinkercloud.embedded.native.structures import AttentionGradient
 from tinkercloud.embedded.native.team import Team
 
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-def can_take(*tensors: Tensor) -> bool:
-    """Whether the functions here can be called with them: on a CPU, of one such type."""
-    first = tensors[0]
-    if first.device.type != "cpu" or first.dtype not in DTYPES or library() is None:
-        return False
-    return all(x.dtype == first.dtype and x.is_contiguous() for x in tensors)
+def has_compiled_pass(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a model of this type on this device is trained by the compiled pass."""
+    return device.type == "cpu" and dtype in DTYPES and library() is not None
 
 
 def attention_gradient(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of `scaled_dot_product_attention(q, k, v, is_causal=True)`, whose gradient is
-    dout. q and dout (B, Hq, L, Dh), k and v (B, Hkv, L, Dh): B sequences of L rows; in memory
-    (B, L, H, Dh), with or without gaps between rows. Sums are float32. Raises MemoryError."""
+    dout; gradients are float32. q and dout (B, Hq, L, Dh), k and v (B, Hkv, L, Dh): B sequences of
+    L rows; in memory (B, L, H, Dh), with or without gaps between rows. Raises MemoryError."""
     batch, heads, length, size = q.shape
     kv_heads = k.shape[1]
     inputs = [_by_rows(x) for x in (q, k, v, dout)]
-    gradients = [
-        torch.empty(batch, length, h, size, dtype=q.dtype) for h in (heads, kv_heads, kv_heads)
-    ]
+    assert dout.dtype == torch.float32
+    gradients = [torch.empty(batch, length, h, size) for h in (heads, kv_heads, kv_heads)]
     request = AttentionGradient(
         *(_is_narrow(q), batch, length, heads, kv_heads, size, size**-0.5),
         *(x.data_ptr() for x in inputs),
         *(x.stride(1 if length > 1 else 0) for x in inputs),
         *(x.data_ptr() for x in gradients),
     )
-    with _team() as team:
+    with training_team() as team:
         if team.library.attention_gradient(team.handle, c.byref(request)):
             raise MemoryError(f"no memory for the gradient of attention over {length} tokens")
     dq, dk, dv = (x.transpose(1, 2) for x in gradients)
     return dq, dk, dv
 
 
-def norm_scaled(x: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
-    """weight * (x * inverse), rounded in between. x (..., D), inverse (..., 1) float32."""
-    out = torch.empty_like(x)
-    with _team() as team:
-        team.library.norm_scaled(
-            *(team.handle, _is_narrow(x), *_sizes(x)),
-            *(_at(x), _at(inverse, torch.float32), _at(weight), _at(out)),
+def norm(
+    x: Tensor, weight: Tensor, eps: float, product_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The root-mean-square norm of x (..., D) as products of that type read it, float32, and what
+    rows were multiplied with (..., 1)."""
+    out, inverse = torch.empty_like(x), torch.empty(*x.shape[:-1], 1)
+    with training_team() as team:
+        team.library.norm(
+            *(team.handle, product_dtype == torch.bfloat16, *_sizes(x)),
+            *(_at(x), _at(weight), eps, _at(out), _at(inverse)),
         )
-    return out
+    return out, inverse
 
 
 def norm_gradient(x: Tensor, inverse: Tensor, weight: Tensor, dy: Tensor, into: Tensor) -> None:
-    """Adds the gradient of x (..., D) to `into`; inverse (..., 1) float32."""
-    with _team() as team:
+    """Adds the gradient of x (..., D) to `into`; inverse (..., 1)."""
+    with training_team() as team:
         team.library.norm_gradient(
-            *(team.handle, _is_narrow(x), *_sizes(x)),
-            *(_at(x), _at(inverse, torch.float32), _at(weight), _at(dy), _at(into)),
+            *(team.handle, *_sizes(x)),
+            *(_at(x), _at(inverse), _at(weight), _at(dy), _at(into)),
         )
 
 
 def swiglu(gates: Tensor) -> Tensor:
-    """silu(gate) * up (T, D); gates (T, 2 D), gate and up side by side."""
+    """silu(gate) * up (T, D) as products read it, float32; gates (T, 2 D), gate and up side by
+    side, in the model's type."""
     num_rows, width = gates.shape[0], gates.shape[1] // 2
-    product = gates.new_empty(num_rows, width)
-    with _team() as team:
+    product = torch.empty(num_rows, width)
+    with training_team() as team:
         start = (team.handle, _is_narrow(gates), num_rows, width)
-        team.library.swiglu(*start, _at(gates), _at(product))
+        team.library.swiglu(*start, _at(gates, gates.dtype), _at(product))
     return product
 
 
 def swiglu_gradient(gates: Tensor, dproduct: Tensor) -> Tensor:
-    """The gradient of gates (T, 2 D) from that of silu(gate) * up (T, D)."""
-    dgates = torch.empty_like(gates)
-    with _team() as team:
+    """The gradient of gates (T, 2 D) from that of silu(gate) * up (T, D), float32."""
+    dgates = torch.empty(gates.shape)
+    with training_team() as team:
         start = (team.handle, _is_narrow(gates), *_sizes(dproduct))
-        team.library.swiglu_gradient(*start, _at(gates), _at(dproduct), _at(dgates))
+        team.library.swiglu_gradient(*start, _at(gates, gates.dtype), _at(dproduct), _at(dgates))
     return dgates
 
 
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """`architectures.layers.rotate` in place: x (T, H, Dh), with or without gaps between rows; cos
-    and sin (T, Dh / 2) float32."""
+    """`architectures.layers.rotate` in place: x (T, H, Dh) float32, with or without gaps between
+    rows; cos and sin (T, Dh / 2)."""
     num_rows, heads, size = x.shape
     assert x.stride()[1:] == (size, 1)
-    with _team() as team:
+    assert x.dtype == torch.float32
+    with training_team() as team:
         team.library.rotate(
-            *(team.handle, _is_narrow(x), num_rows, heads, size, x.stride(0), x.data_ptr()),
-            *(_at(cos, torch.float32), _at(sin, torch.float32)),
+            *(team.handle, num_rows, heads, size, x.stride(0), x.data_ptr()),
+            *(_at(cos), _at(sin)),
         )
 
 
-def softmax(logits: Tensor, out: Tensor) -> Tensor:
-    """Writes the probabilities of logits (T, D) to `out`, float32, which may be the same tensor;
-    returns the log of what they were divided by (T,)."""
-    normalizers = torch.empty(len(logits))
-    with _team() as team:
-        team.library.softmax(
-            *(team.handle, _is_narrow(logits), *_sizes(logits)),
-            *(_at(logits), _at(out, torch.float32), _at(normalizers)),
+def to_probabilities_(logits: Tensor, norms: Tensor) -> None:
+    """In place exp(logit - norm of its row): logits (T, D), norms float64 (T,)."""
+    with training_team() as team:
+        team.library.probabilities(
+            *(team.handle, *_sizes(logits), _at(logits), _at(norms, torch.float64))
         )
-    return normalizers
+
+
+def product_back(dy: Tensor, matrix: PackedMatrix) -> Tensor:
+    """See `packed.product_back`."""
+    with training_team() as team:
+        return packed.product_back(team, dy, matrix)
 
 
 _lock = Lock()
 
 
 @contextmanager
-def _team() -> Iterator[Team]:
+def training_team() -> Iterator[Team]:
     """As many threads as PyTorch has; they do one job at a time, whoever asks."""
     with _lock:
         yield _team_of(torch.get_num_threads())
@@ -133,15 +138,16 @@ def _team() -> Iterator[Team]:
 def _team_of(num_threads: int) -> Team:
     team = Team(num_threads)
     pointer, number = c.c_void_p, c.c_int64
-    start = (pointer, number, number, number)  # team, is_narrow, rows, columns
+    start = (pointer, number, number)  # team, rows, columns
+    typed = (pointer, number, number, number)  # team, is_narrow, rows, columns
     loaded = team.library
     loaded.attention_gradient.argtypes = (pointer, pointer)
-    loaded.norm_scaled.argtypes = (*start, *[pointer] * 4)
+    loaded.norm.argtypes = (*typed, pointer, pointer, c.c_float, pointer, pointer)
     loaded.norm_gradient.argtypes = (*start, *[pointer] * 5)
-    loaded.swiglu.argtypes = (*start, pointer, pointer)
-    loaded.swiglu_gradient.argtypes = (*start, *[pointer] * 3)
-    loaded.rotate.argtypes = (*start, number, number, *[pointer] * 3)
-    loaded.softmax.argtypes = (*start, *[pointer] * 3)
+    loaded.swiglu.argtypes = (*typed, pointer, pointer)
+    loaded.swiglu_gradient.argtypes = (*typed, *[pointer] * 3)
+    loaded.rotate.argtypes = (*typed, number, *[pointer] * 3)
+    loaded.probabilities.argtypes = (*start, pointer, pointer)
     return team
 
 
@@ -153,9 +159,9 @@ def _sizes(x: Tensor) -> tuple[int, int]:
     return x.numel() // x.shape[-1], x.shape[-1]
 
 
-def _at(x: Tensor, dtype: torch.dtype | None = None) -> int:
+def _at(x: Tensor, dtype: torch.dtype = torch.float32) -> int:
     assert x.is_contiguous()
-    assert x.dtype == dtype if dtype else x.dtype in DTYPES
+    assert x.dtype == dtype
     return x.data_ptr()
 
 

@@ -1,13 +1,13 @@
-/* The row-wise parts of a decoder's training pass, for train_bindings.py, each in one pass over
-   memory. Values are rounded where PyTorch's own steps round them, so that the log-probabilities of
-   trainer and sampler agree; a gradient only at its end. A row is one thread's, so that no sum
-   depends on their number. Numbers are float, or narrow where `is_narrow`; what is said to be float
-   is so always. */
+/* The row-wise parts of the backward half of a training pass, for train_bindings.py, each in one
+   pass over memory. What the compiled forward pass (forward.c) has kept is read as it lies there,
+   numbers in the model's type; everything else is float, and rounded only where a product has read
+   rounded inputs. A row is one thread's, so that no sum depends on their number. */
 
 #include <math.h>
 #include <string.h>
 
 #include "narrow.h"
+#include "pass.h"
 #include "team.h"
 #include "vectors.h"
 
@@ -17,19 +17,14 @@
 typedef struct rows {
   int64_t is_narrow, rows, width;
   void (*row)(const struct rows *, int64_t);
-  const void *x, *y, *weight;
-  const float *inverse, *cosine, *sine;
-  void *out;
-  float *sums;
+  const float *x, *dy, *weight, *cosine, *sine;
+  const void *gates;
+  const double *norms;
+  float *inverse, *out;
+  float eps;
   int64_t stride, heads;
   atomic_long next;
 } rows_t;
-
-/* As if it were written and read again. */
-INLINE void round_off(const rows_t *a, float *x, int64_t count) {
-  if (!a->is_narrow) return;
-  for (int64_t i = 0; i < count; i++) x[i] = widen1(narrowed(x[i]));
-}
 
 static void run_rows(team_t *team, int rank, void *argument) {
   (void)team, (void)rank;
@@ -46,59 +41,48 @@ static void run(team_t *team, rows_t a) {
   work(team, run_rows, &a);
 }
 
-/* ---- the norm: weight * round(x * inverse) */
-
-static void scale_row(const rows_t *a, int64_t r) {
-  float x[PIECE], weight[PIECE];
-  for (int64_t d = 0; d < a->width; d += PIECE) {
-    int64_t count = MIN(PIECE, a->width - d), at = r * a->width + d;
-    read_numbers(a->is_narrow, a->x, at, x, count);
-    read_numbers(a->is_narrow, a->weight, d, weight, count);
-    for (int64_t i = 0; i < count; i++) x[i] *= a->inverse[r];
-    round_off(a, x, count);
-    for (int64_t i = 0; i < count; i++) x[i] *= weight[i];
-    write_numbers(a->is_narrow, a->out, at, x, count);
-  }
+/* As a product has read it. */
+INLINE void round_off(const rows_t *a, float *x, int64_t count) {
+  if (!a->is_narrow) return;
+  for (int64_t i = 0; i < count; i++) x[i] = widen1(narrowed(x[i]));
 }
 
-/* x and out [rows][width], weight [width]; inverse [rows]. */
-void norm_scaled(team_t *team, int64_t is_narrow, int64_t rows, int64_t width, const void *x,
-                 const float *inverse, const void *weight, void *out) {
-  run(team, (rows_t){.is_narrow = is_narrow, .rows = rows, .width = width, .row = scale_row,
-                     .x = x, .inverse = inverse, .weight = weight, .out = out});
+/* ---- the norm */
+
+static void norm_row(const rows_t *a, int64_t r) {
+  const float *x = a->x + r * a->width;
+  float *out = a->out + r * a->width;
+  a->inverse[r] = inverse_norm(x, a->width, a->eps);
+  rms_norm(x, a->weight, a->width, a->eps, out);
+  round_off(a, out, a->width);
+}
+
+/* x and out [rows][width], weight [width]; inverse [rows]: what rows were multiplied with. out: as
+   the products of the forward pass have read it. */
+void norm(team_t *team, int64_t is_narrow, int64_t rows, int64_t width, const float *x,
+          const float *weight, float eps, float *out, float *inverse) {
+  run(team, (rows_t){.is_narrow = is_narrow, .rows = rows, .width = width, .row = norm_row,
+                     .x = x, .weight = weight, .eps = eps, .out = out, .inverse = inverse});
 }
 
 /* d/dx of x * inverse: inverse * (g - x * inverse^2 * mean(g * x)), g = dy * weight. */
 static void norm_back_row(const rows_t *a, int64_t r) {
-  float x[PIECE], g[PIECE], weight[PIECE], into[PIECE];
-  float inverse = a->inverse[r], along = 0.0f;
-  for (int pass = 0; pass < 2; pass++) {
-    vec dot = {};
-    for (int64_t d = 0; d < a->width; d += PIECE) {
-      int64_t count = MIN(PIECE, a->width - d), at = r * a->width + d;
-      if (pass == 0 || a->width > PIECE) {
-        read_numbers(a->is_narrow, a->x, at, x, count);
-        read_numbers(a->is_narrow, a->y, at, g, count);
-        read_numbers(a->is_narrow, a->weight, d, weight, count);
-        for (int64_t i = 0; i < count; i++) g[i] *= weight[i];
-      }
-      if (pass == 0) {
-        for (int64_t i = 0; i < count; i += LANES) dot += load(g + i) * load(x + i);
-        continue;
-      }
-      read_numbers(a->is_narrow, a->out, at, into, count);
-      for (int64_t i = 0; i < count; i++) into[i] += g[i] * inverse + x[i] * along;
-      write_numbers(a->is_narrow, a->out, at, into, count);
-    }
-    if (pass == 0) along = -sum1(dot) * inverse * inverse * inverse / (float)a->width;
-  }
+  const float *x = a->x + r * a->width, *dy = a->dy + r * a->width;
+  float *into = a->out + r * a->width, inverse = a->inverse[r];
+  vec sums = {};
+  int64_t i = 0;
+  for (; i + LANES <= a->width; i += LANES) sums += load(dy + i) * load(a->weight + i) * load(x + i);
+  float sum = sum1(sums);
+  for (; i < a->width; i++) sum += dy[i] * a->weight[i] * x[i];
+  float along = -sum * inverse * inverse * inverse / (float)a->width;
+  for (i = 0; i < a->width; i++) into[i] += dy[i] * a->weight[i] * inverse + x[i] * along;
 }
 
 /* into += the gradient of x; dy, x and into [rows][width], weight [width]; inverse [rows]. */
-void norm_gradient(team_t *team, int64_t is_narrow, int64_t rows, int64_t width, const void *x,
-                   const float *inverse, const void *weight, const void *dy, void *into) {
-  run(team, (rows_t){.is_narrow = is_narrow, .rows = rows, .width = width, .row = norm_back_row,
-                     .x = x, .inverse = inverse, .weight = weight, .y = dy, .out = into});
+void norm_gradient(team_t *team, int64_t rows, int64_t width, const float *x, float *inverse,
+                   const float *weight, const float *dy, float *into) {
+  run(team, (rows_t){.rows = rows, .width = width, .row = norm_back_row, .x = x,
+                     .inverse = inverse, .weight = weight, .dy = dy, .out = into});
 }
 
 /* ---- the gate: silu(gate) * up */
@@ -114,130 +98,85 @@ static void gate_row(const rows_t *a, int64_t r) {
   float gate[PIECE], up[PIECE];
   for (int64_t d = 0; d < a->width; d += PIECE) {
     int64_t count = MIN(PIECE, a->width - d), at = 2 * r * a->width + d;
-    read_numbers(a->is_narrow, a->x, at, gate, count);
-    read_numbers(a->is_narrow, a->x, at + a->width, up, count);
+    read_numbers(a->is_narrow, a->gates, at, gate, count);
+    read_numbers(a->is_narrow, a->gates, at + a->width, up, count);
     for (int64_t i = 0; i < count; i += LANES) {
       vec g = load(gate + i);
-      store(gate + i, g * sigmoid(g));
+      store(gate + i, g * sigmoid(g) * load(up + i));
     }
     round_off(a, gate, count);
-    for (int64_t i = 0; i < count; i++) gate[i] *= up[i];
-    write_numbers(a->is_narrow, a->out, r * a->width + d, gate, count);
+    memcpy(a->out + r * a->width + d, gate, (size_t)count * sizeof(float));
   }
 }
 
-/* gates [rows][gate and up: 2 width]; product [rows][width]. */
+/* gates numbers [rows][gate and up: 2 width]; product [rows][width]. */
 void swiglu(team_t *team, int64_t is_narrow, int64_t rows, int64_t width, const void *gates,
-            void *product) {
+            float *product) {
   run(team, (rows_t){.is_narrow = is_narrow, .rows = rows, .width = width, .row = gate_row,
-                     .x = gates, .out = product});
+                     .gates = gates, .out = product});
 }
 
 static void gate_back_row(const rows_t *a, int64_t r) {
-  float gate[PIECE], up[PIECE], dy[PIECE], active[PIECE], slope[PIECE];
+  float gate[PIECE], up[PIECE], dy[PIECE];
   for (int64_t d = 0; d < a->width; d += PIECE) {
-    int64_t count = MIN(PIECE, a->width - d), at = r * a->width + d, of_gate = 2 * r * a->width + d;
-    read_numbers(a->is_narrow, a->x, of_gate, gate, count);
-    read_numbers(a->is_narrow, a->x, of_gate + a->width, up, count);
-    read_numbers(a->is_narrow, a->y, at, dy, count);
+    int64_t count = MIN(PIECE, a->width - d), at = 2 * r * a->width + d;
+    read_numbers(a->is_narrow, a->gates, at, gate, count);
+    read_numbers(a->is_narrow, a->gates, at + a->width, up, count);
+    read_numbers(0, a->dy, r * a->width + d, dy, count);
     for (int64_t i = 0; i < count; i += LANES) {
-      vec g = load(gate + i), s = sigmoid(g);
-      store(active + i, g * s);
-      store(slope + i, s * (all(1.0f) + g * (all(1.0f) - s)));
+      vec g = load(gate + i), s = sigmoid(g), slope = load(dy + i);
+      store(gate + i, slope * load(up + i) * (s * (all(1.0f) + g * (all(1.0f) - s))));
+      store(up + i, slope * (g * s));
     }
-    for (int64_t i = 0; i < count; i++) {
-      slope[i] *= dy[i] * up[i];
-      dy[i] *= active[i];
-    }
-    write_numbers(a->is_narrow, a->out, of_gate, slope, count);
-    write_numbers(a->is_narrow, a->out, of_gate + a->width, dy, count);
+    memcpy(a->out + at, gate, (size_t)count * sizeof(float));
+    memcpy(a->out + at + a->width, up, (size_t)count * sizeof(float));
   }
 }
 
-/* gates and dgates [rows][gate and up: 2 width]; dproduct [rows][width]. */
+/* gates numbers and dgates [rows][gate and up: 2 width]; dproduct [rows][width]. */
 void swiglu_gradient(team_t *team, int64_t is_narrow, int64_t rows, int64_t width,
-                     const void *gates, const void *dproduct, void *dgates) {
+                     const void *gates, const float *dproduct, float *dgates) {
   run(team, (rows_t){.is_narrow = is_narrow, .rows = rows, .width = width, .row = gate_back_row,
-                     .x = gates, .y = dproduct, .out = dgates});
+                     .gates = gates, .dy = dproduct, .out = dgates});
 }
 
 /* ---- rotary positions */
 
 static void rotate_row(const rows_t *a, int64_t r) {
   int64_t half = a->width / 2;
-  float cosine[PIECE], sine[PIECE], first[PIECE], second[PIECE], product[PIECE];
-  for (int64_t d = 0; d < half; d += PIECE) {
-    int64_t count = MIN(PIECE, half - d);
-    memcpy(cosine, a->cosine + r * half + d, (size_t)count * sizeof *cosine);
-    memcpy(sine, a->sine + r * half + d, (size_t)count * sizeof *sine);
-    round_off(a, cosine, count);
-    round_off(a, sine, count);
-    for (int64_t h = 0; h < a->heads; h++) {
-      int64_t at = r * a->stride + h * a->width + d;
-      read_numbers(a->is_narrow, a->out, at, first, count);
-      read_numbers(a->is_narrow, a->out, at + half, second, count);
-      float crossed[PIECE], turned[PIECE];
-      for (int64_t i = 0; i < count; i++) {
-        product[i] = first[i] * cosine[i];
-        crossed[i] = second[i] * sine[i];
-      }
-      round_off(a, product, count);
-      round_off(a, crossed, count);
-      for (int64_t i = 0; i < count; i++) turned[i] = product[i] - crossed[i];
-      for (int64_t i = 0; i < count; i++) {
-        product[i] = second[i] * cosine[i];
-        crossed[i] = first[i] * sine[i];
-      }
-      round_off(a, product, count);
-      round_off(a, crossed, count);
-      for (int64_t i = 0; i < count; i++) second[i] = product[i] + crossed[i];
-      write_numbers(a->is_narrow, a->out, at, turned, count);
-      write_numbers(a->is_narrow, a->out, at + half, second, count);
+  const float *cosine = a->cosine + r * half, *sine = a->sine + r * half;
+  for (int64_t h = 0; h < a->heads; h++) {
+    float *first = a->out + r * a->stride + h * a->width, *second = first + half;
+    for (int64_t i = 0; i < half; i++) {
+      float x = first[i], y = second[i];
+      first[i] = x * cosine[i] - y * sine[i];
+      second[i] = y * cosine[i] + x * sine[i];
     }
   }
 }
 
 /* In place: x [rows][heads][head_dim], a row every `stride` numbers; cosine and sine
    [rows][head_dim / 2]. */
-void rotate(team_t *team, int64_t is_narrow, int64_t rows, int64_t heads, int64_t head_dim,
-            int64_t stride, void *x, const float *cosine, const float *sine) {
-  run(team, (rows_t){.is_narrow = is_narrow, .rows = rows, .width = head_dim, .row = rotate_row,
-                     .heads = heads, .stride = stride, .out = x, .cosine = cosine, .sine = sine});
+void rotate(team_t *team, int64_t rows, int64_t heads, int64_t head_dim, int64_t stride, float *x,
+            const float *cosine, const float *sine) {
+  run(team, (rows_t){.rows = rows, .width = head_dim, .row = rotate_row, .heads = heads,
+                     .stride = stride, .out = x, .cosine = cosine, .sine = sine});
 }
 
-/* ---- the softmax: exp(logit - log of the sum of exps), sums of pieces in float64 (scan.c) */
+/* ---- the softmax */
 
-static void soften_row(const rows_t *a, int64_t r) {
-  float piece[PIECE], *probabilities = (float *)a->out + r * a->width, top = -INFINITY;
-  for (int64_t d = 0; d < a->width; d += PIECE) {
-    int64_t count = MIN(PIECE, a->width - d);
-    read_numbers(a->is_narrow, a->x, r * a->width + d, piece, count);
-    top = MAX(top, largest(piece, count));
-    memcpy(probabilities + d, piece, (size_t)count * sizeof *probabilities);
-  }
-  double sum = 0.0;
-  for (int64_t d = 0; d < a->width; d += PIECE) {
-    int64_t count = MIN(PIECE, a->width - d);
-    vec part = {};
-    memcpy(piece, probabilities + d, (size_t)count * sizeof *probabilities);
-    for (int64_t i = count; i % LANES; i++) piece[i] = -INFINITY;
-    for (int64_t i = 0; i < count; i += LANES) {
-      vec e = exp_vec(load(piece + i) - all(top));
-      part += e;
-      store(piece + i, e);
-    }
-    memcpy(probabilities + d, piece, (size_t)count * sizeof *probabilities);
-    sum += sum1(part);
-  }
-  a->sums[r] = (float)(top + log(sum));
-  float inverse = (float)(1.0 / sum);
-  for (int64_t d = 0; d < a->width; d++) probabilities[d] *= inverse;
+static void probabilities_row(const rows_t *a, int64_t r) {
+  float *x = a->out + r * a->width, norm = (float)a->norms[r], rest[LANES];
+  int64_t i = 0;
+  for (; i + LANES <= a->width; i += LANES) store(x + i, exp_vec(load(x + i) - all(norm)));
+  if (i == a->width) return;
+  read_numbers(0, x, i, rest, a->width - i);
+  store(rest, exp_vec(load(rest) - all(norm)));
+  memcpy(x + i, rest, (size_t)(a->width - i) * sizeof *x);
 }
 
-/* logits [rows][width], which may be where the probabilities [rows][width], float, are written;
-   normalizers [rows], float: the log of the sum of exps. */
-void softmax(team_t *team, int64_t is_narrow, int64_t rows, int64_t width, const void *logits,
-             float *probabilities, float *normalizers) {
-  run(team, (rows_t){.is_narrow = is_narrow, .rows = rows, .width = width, .row = soften_row,
-                     .x = logits, .out = probabilities, .sums = normalizers});
+/* In place: x [rows][width] becomes exp(x - its row's norm); norms [rows]. */
+void probabilities(team_t *team, int64_t rows, int64_t width, float *x, const double *norms) {
+  run(team, (rows_t){.rows = rows, .width = width, .row = probabilities_row, .out = x,
+                     .norms = norms});
 }

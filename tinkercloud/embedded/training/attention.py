@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tinkercloud.embedded.native.train_bindings import attention_gradient, can_take
+from tinkercloud.embedded.native.train_bindings import attention_gradient
 
 
 def bucket(length: int) -> int:
@@ -39,8 +39,8 @@ class _Bucket:
 
 @dataclass(frozen=True, slots=True)
 class _BucketActivations:
-    """What the gradient of one bucket needs: q, k and v, and autograd's result where the gradient
-    is autograd's."""
+    """What the gradient of one bucket needs: q, k and v, and autograd's result, or None where the
+    compiled pass attended."""
 
     inputs: tuple[Tensor, Tensor, Tensor]
     out: Tensor | None
@@ -82,16 +82,15 @@ class PackedAttention:
         """q (T, Hq, Dh), k and v (T, Hkv, Dh) -> (T, Hq, Dh); the activations are empty
         unless `keep`."""
         kept: AttentionActivations = []
-        taped = keep and not can_take(q[0])
         whole: Tensor | None = None
         for at in self._buckets:
-            bq, bk, bv = (_rows(x, at).detach().requires_grad_(taped) for x in (q, k, v))
-            with torch.set_grad_enabled(taped):
+            bq, bk, bv = (_rows(x, at).detach().requires_grad_(keep) for x in (q, k, v))
+            with torch.set_grad_enabled(keep):
                 out = F.scaled_dot_product_attention(
                     bq, bk, bv, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
                 )
             if keep:
-                kept.append(_BucketActivations((bq, bk, bv), out if taped else None))
+                kept.append(_BucketActivations((bq, bk, bv), out))
             packed = _packed(out.detach())
             if len(self._buckets) == 1 and at.owned is None:
                 return packed, kept
@@ -99,6 +98,13 @@ class PackedAttention:
             _put(whole, packed, at)
         assert whole is not None, "a pass has at least one sequence"
         return whole, kept
+
+    def activations(self, q: Tensor, k: Tensor, v: Tensor) -> AttentionActivations:
+        """For `backward`, of rows that the compiled pass has attended with."""
+        return [
+            _BucketActivations((_rows(q, at), _rows(k, at), _rows(v, at)), None)
+            for at in self._buckets
+        ]
 
     def backward(self, kept: AttentionActivations, dout: Tensor, into: Sequence[Tensor]) -> None:
         """Write dq, dk and dv to the three tensors of `into`, shaped as q, k and v were."""

@@ -9,18 +9,41 @@ Axes: n rows of a chunk, D hidden, V vocabulary, P pairs (row, target).
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from tinkercloud.embedded.forward.row_invariance import pad_rows
-from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.training.linear import Group, Linears, ModelWeights, Segment
-from tinkercloud.embedded.training.rowwise import softmax
 from tinkercloud.embedded.training.targets import Order, Targets
 
 LOGIT_ROWS = 256
+
+
+class Unembedding(Protocol):
+    """From final hidden rows (T, D) to probabilities; rows (n,) are some of them, ascending."""
+
+    @property
+    def wide(self) -> Tensor:
+        """A buffer, float32 (LOGIT_ROWS or more, V)."""
+        ...
+
+    def inputs(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """What the product reads, (n or some more, D), in the type of gradients."""
+        ...
+
+    def logits(
+        self, hidden: Tensor, rows: NDArray[np.int64], inputs: Tensor, segments: Sequence[Segment]
+    ) -> Tensor:
+        """(as many as inputs, V), good until the next call."""
+        ...
+
+    def normalize(self, logits: Tensor, *, probabilities: bool) -> Tensor:
+        """The log of the sum of exp of each row, float64; where it is asked for, `wide` then has
+        the probabilities."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,26 +81,22 @@ class Head:
 
     def __init__(
         self,
-        base: BaseModel,
         linears: Linears,
         models: Sequence[ModelWeights],
+        unembedding: Unembedding,
         targets: Sequence[Targets],
         order: Order,
     ):
-        self._base, self._linears, self._models = base, linears, models
+        self._linears, self._models, self._unembedding = linears, models, unembedding
         self._targets, self._order = targets, order
-        self._rows = base.tensor(order.rows)
-        self._pair_rows = [base.tensor(rows) for rows in order.pair_rows]
-        vocab = linears.weight("lm_head").shape[0]
-        num_rows = pad_rows(min(LOGIT_ROWS, len(order.rows)))
-        self._wide = torch.empty(num_rows, vocab, device=base.device)
-        narrow = base.dtype != torch.float32
-        self._narrow = self._wide.to(base.dtype) if narrow else self._wide
+        device = unembedding.wide.device
+        self._rows = torch.from_numpy(order.rows).to(device)
+        self._pair_rows = [torch.from_numpy(rows).to(device) for rows in order.pair_rows]
 
     def forward(self, hidden: Tensor) -> Iterator[None]:
         """Scores all pairs, without any gradient; yields after each chunk."""
         for chunk in self._chunks():
-            self._logprobs(chunk, hidden, with_gradient=False)
+            self._logprobs(chunk, hidden, with_gradient=False, probabilities=False)
             yield
         for targets in self._targets:
             if targets.per_sequence:
@@ -91,10 +110,10 @@ class Head:
         receives each chunk's packed rows (n,) and their probabilities (n, V)."""
         late = any(targets.per_sequence for targets in self._targets)
         for chunk in self._chunks():
-            rows, down, gradients = self._logprobs(chunk, hidden, with_gradient=not late)
-            show(self._rows[chunk.rows], self._wide[: chunk.num_rows])
+            inputs, gradients = self._logprobs(chunk, hidden, with_gradient=not late)
+            show(self._rows[chunk.rows], self._unembedding.wide[: chunk.num_rows])
             if chunk.active and not late:
-                dhidden[self._rows[chunk.rows]] = self._backward(chunk, rows, down, gradients)
+                dhidden[self._rows[chunk.rows]] = self._backward(chunk, inputs, gradients)
             yield
         if not late:
             return
@@ -102,51 +121,45 @@ class Head:
             targets.score_sequences(with_gradient=True)
         for chunk in self._chunks():
             if chunk.active:
-                rows, down = self._probabilities(chunk, hidden)
+                inputs, logits = self._logits(chunk, hidden)
+                self._unembedding.normalize(logits, probabilities=True)
                 gradients = [self._targets[p.share].gradient[p.pairs] for p in chunk.pieces]
-                dhidden[self._rows[chunk.rows]] = self._backward(chunk, rows, down, gradients)
+                dhidden[self._rows[chunk.rows]] = self._backward(chunk, inputs, gradients)
                 yield
 
     def _logprobs(
-        self, chunk: _Chunk, hidden: Tensor, *, with_gradient: bool
-    ) -> tuple[Tensor, list[Tensor | None], list[Tensor | None]]:
-        rows, down = self._logits(chunk, hidden)
-        logits = self._narrow[: len(rows)]
+        self, chunk: _Chunk, hidden: Tensor, *, with_gradient: bool, probabilities: bool = True
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        inputs, logits = self._logits(chunk, hidden)
         picked = [
-            logits[self._in_chunk(chunk, p), self._targets[p.share].ids[p.pairs]].float()
+            logits[self._in_chunk(chunk, p), self._targets[p.share].ids[p.pairs]]
             for p in chunk.pieces
         ]
-        normalizer = softmax(logits, self._wide[: len(rows)])
+        norms = self._unembedding.normalize(logits, probabilities=probabilities)
         gradients = []
         wants = with_gradient and chunk.active
         for piece, scores in zip(chunk.pieces, picked, strict=True):
-            logprobs = scores - normalizer[self._in_chunk(chunk, piece)]
+            logprobs = (scores.double() - norms[self._in_chunk(chunk, piece)]).float()
             targets = self._targets[piece.share]
             gradients.append(targets.score(piece.pairs, logprobs, with_gradient=wants))
-        return rows, down, gradients
+        return inputs, gradients
 
-    def _probabilities(self, chunk: _Chunk, hidden: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-        rows, down = self._logits(chunk, hidden)
-        softmax(self._narrow[: len(rows)], self._wide[: len(rows)])
-        return rows, down
-
-    def _logits(self, chunk: _Chunk, hidden: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-        rows = hidden.new_zeros(pad_rows(chunk.num_rows), hidden.shape[1])
-        rows[: chunk.num_rows] = hidden[self._rows[chunk.rows]]
-        _, down = self._group(chunk).forward(rows, out=self._narrow[: len(rows)])
-        return rows, down
+    def _logits(self, chunk: _Chunk, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """And what they were computed of."""
+        inputs = self._unembedding.inputs(hidden, self._rows[chunk.rows])
+        rows = self._order.rows[chunk.rows]
+        return inputs, self._unembedding.logits(hidden, rows, inputs, self._segments(chunk))
 
     def _backward(
         self,
         chunk: _Chunk,
-        rows: Tensor,
-        down: list[Tensor | None],
+        inputs: Tensor,
         gradients: Sequence[Tensor | None],
     ) -> Tensor:
         """The gradient of the chunk's rows. The buffer holds their probabilities p; in place it
         becomes d loss / d logits = g (onehot - p), g being d loss / d logprob."""
-        dlogits = self._wide[: len(rows)]
-        total = torch.zeros(len(rows), device=rows.device)
+        dlogits = self._unembedding.wide[: len(inputs)]
+        total = torch.zeros(len(inputs), device=inputs.device)
         places = []
         for piece, gradient in zip(chunk.pieces, gradients, strict=True):
             assert gradient is not None
@@ -157,10 +170,8 @@ class Head:
         dlogits.mul_(-total[:, None])
         for place, gradient in places:
             dlogits.view(-1).index_add_(0, place, gradient)
-        if self._narrow is not self._wide:
-            self._narrow[: len(rows)] = dlogits
-        dy = self._narrow[: len(rows)]
-        dx = self._group(chunk).backward(rows, down, dy)
+        group = Group(self._linears, ("lm_head",), self._segments(chunk))
+        dx = group.backward(inputs, dlogits.to(inputs.dtype))
         assert dx is not None
         return dx[: chunk.num_rows]
 
@@ -168,13 +179,13 @@ class Head:
         """The chunk's row of each of the piece's pairs."""
         return self._pair_rows[piece.share][piece.pairs] - chunk.rows.start
 
-    def _group(self, chunk: _Chunk) -> Group:
+    def _segments(self, chunk: _Chunk) -> list[Segment]:
+        """Of the chunk's rows."""
         first = chunk.rows.start
-        segments = [
+        return [
             Segment(self._models[p.share], p.rows.start - first, p.rows.stop - first)
             for p in chunk.pieces
         ]
-        return Group(self._linears, ("lm_head",), segments)
 
     def _chunks(self) -> list[_Chunk]:
         """Active rows first; no chunk holds both kinds. A share's rows are cut as they would be

@@ -14,6 +14,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from tinkercloud.embedded.native.packed import PackedWeights
+from tinkercloud.embedded.native.train_bindings import product_back
 from tinkercloud.weights.adapters import Adapter
 
 
@@ -21,12 +23,17 @@ from tinkercloud.weights.adapters import Adapter
 class ModelWeights:
     """One model's weights in a pass. Exactly one of adapter and full is not None.
 
-    grads: the accumulated gradients by parameter name, float32; a missing name means zero.
+    full: the trained float32 tensors; values: the same in the base's number type, as a pass reads
+    them, without the matrices where these are packed for the compiled pass. packed: all of them, or
+    the base's with an adapter; None without the compiled pass. grads: the accumulated gradients by
+    parameter name, float32; a missing name means zero.
     """
 
     adapter: Adapter | None
     scale: float
     full: Mapping[str, Tensor] | None
+    values: Mapping[str, Tensor] | None
+    packed: PackedWeights | None
     grads: dict[str, Tensor] = field(default_factory=dict)
 
     def grad(self, name: str, like: Tensor) -> Tensor:
@@ -86,17 +93,15 @@ class Linears:
     """
 
     def __init__(self, weights: Mapping[str, Tensor], models: Sequence[ModelWeights]):
-        self._base = weights
+        self._weights = models[0].values or weights
+        self.packed = models[0].packed
         self._models = models
         self._full = models[0].full or {}
-        self._dtype = weights["model.embed_tokens"].dtype
         assert len(models) == 1 or not any(model.full for model in models)
 
     def weight(self, name: str) -> Tensor:
         """In the base's number type."""
-        if name in self._full:
-            return self._full[name].detach().to(self._dtype)
-        return self._base[name]
+        return self._weights[name]
 
     def trains(self, name: str) -> bool:
         """Whether this tensor itself is trained, rather than an adapter of it."""
@@ -116,8 +121,24 @@ class Linears:
             self._models[0].grad(name, self._full[name]).index_add_(0, tokens, dx.float())
 
     def bias(self, name: str) -> Tensor | None:
-        path = f"{name}.bias"
-        return self.weight(path) if path in self._base else None
+        return self._weights.get(f"{name}.bias")
+
+    def num_outputs(self, name: str) -> int:
+        if self.packed is not None:
+            return self.packed.matrices[name].shape[0]
+        return self._weights[name].shape[0]
+
+    def input_gradient(self, columns: Mapping[str, slice], dy: Tensor) -> Tensor:
+        """dy W over these modules, whose outputs are its columns; in dy's type."""
+        if self.packed is None:
+            matrices = [self._weights[name] for name in columns]
+            return _back(matrices, list(columns.values()), dy)
+        dx: Tensor | None = None
+        for name, span in columns.items():
+            of_module = product_back(dy[:, span].contiguous(), self.packed.matrices[name])
+            dx = of_module if dx is None else dx.add_(of_module)
+        assert dx is not None, "a group has at least one module"
+        return dx
 
     def add_matrix_gradients(self, columns: Mapping[str, slice], x: Tensor, dy: Tensor) -> None:
         """Of these modules, whose outputs are the columns of dy, where they are trained."""
@@ -134,17 +155,22 @@ class Linears:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Modules that read the same rows, and whose rows these are."""
+    """Modules that read the same rows, and whose rows these are.
+
+    In a backward pass x and dy are of one type: the base's, or float32 where its own are narrow and
+    the forward pass was compiled. Then products with the base's matrices read dy rounded to their
+    type; everything else is float32.
+    """
 
     linears: Linears
     names: Sequence[str]
     segments: Sequence[Segment]
 
-    def forward(self, x: Tensor, out: Tensor | None = None) -> tuple[Tensor, list[Tensor | None]]:
-        """x (T, in) -> the modules' outputs side by side (T, sum of outs), and A x per segment
-        (rows, R * adapted modules), which `backward` wants. All in x's number type; in bfloat16
-        the adapters' products are too, summed up in float32 before they are rounded."""
-        matrices, columns = self._matrices()
+    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """x (T, in) -> the modules' outputs side by side (T, sum of outs). All in x's number type;
+        in bfloat16 the adapters' products are too, summed up in float32 before they are rounded."""
+        matrices = [self.linears.weight(name) for name in self.names]
+        columns = self._columns()
         y = x.new_empty(x.shape[0], columns[-1].stop) if out is None else out
         biases = [self.linears.bias(name) for name in self.names]
         # In bfloat16 a bias is added before the sum is rounded, as `F.linear` does.
@@ -160,47 +186,46 @@ class Group:
                 torch.mm(x, matrix.t(), out=y[:, span])
             if bias is not None:
                 y[:, span] += bias
-        return y, [self._add_low_rank(at, x, y, columns) for at in self.segments]
+        for at in self.segments:
+            self._add_low_rank(at, x, y, columns)
+        return y
 
-    def backward(
-        self, x: Tensor, down: Sequence[Tensor | None], dy: Tensor, *, wants_dx: bool = True
-    ) -> Tensor | None:
+    def backward(self, x: Tensor, dy: Tensor, *, wants_dx: bool = True) -> Tensor | None:
         """Adds the parameters' gradients to the models; returns dx (T, in) where it is wanted."""
-        matrices, columns = self._matrices()
-        dx = _back(matrices, columns, dy) if wants_dx else None
-        self.linears.add_matrix_gradients(dict(zip(self.names, columns, strict=True)), x, dy)
-        for at, low in zip(self.segments, down, strict=True):
-            if low is not None:
-                ddown = self._low_rank_gradients(at, x[at.rows], low, dy[at.rows])
+        columns = dict(zip(self.names, self._columns(), strict=True))
+        dx = self.linears.input_gradient(columns, dy) if wants_dx else None
+        self.linears.add_matrix_gradients(columns, x, dy)
+        for at in self.segments:
+            if self._adapted(at):
+                ddown = self._low_rank_gradients(at, x[at.rows], dy[at.rows])
                 if dx is not None:
                     dx[at.rows].addmm_(ddown, _stacked(at.model, self._adapted(at)).to(dx.dtype))
         return dx
 
-    def _matrices(self) -> tuple[list[Tensor], list[slice]]:
-        matrices = [self.linears.weight(name) for name in self.names]
-        ends = list(accumulate(matrix.shape[0] for matrix in matrices))
-        return matrices, [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
+    def _columns(self) -> list[slice]:
+        """Of the modules' outputs side by side."""
+        ends = list(accumulate(map(self.linears.num_outputs, self.names)))
+        return [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
 
     def _adapted(self, at: Segment) -> list[str]:
         return [name for name in self.names if at.model.adapts(name)]
 
-    def _add_low_rank(
-        self, at: Segment, x: Tensor, y: Tensor, columns: Sequence[slice]
-    ) -> Tensor | None:
+    def _add_low_rank(self, at: Segment, x: Tensor, y: Tensor, columns: Sequence[slice]) -> None:
         adapted = self._adapted(at)
         if not adapted:
-            return None
+            return
         down = torch.mm(x[at.rows], _stacked(at.model, adapted).to(x.dtype).t())
         for name, low in zip(adapted, down.chunk(len(adapted), dim=1), strict=True):
             _, b = _pair(at.model, name)
             target = y[at.rows, columns[self.names.index(name)]]
             target.addmm_(low, b.to(x.dtype).t(), alpha=at.model.scale)
-        return down
 
-    def _low_rank_gradients(self, at: Segment, x: Tensor, down: Tensor, dy: Tensor) -> Tensor:
-        """All of one segment's rows. Returns the gradient of A x."""
+    def _low_rank_gradients(self, at: Segment, x: Tensor, dy: Tensor) -> Tensor:
+        """All of one segment's rows. Returns the gradient of A x, which is not kept but computed
+        again: that costs a thirtieth of a step."""
         model, adapted = at.model, self._adapted(at)
-        _, columns = self._matrices()
+        columns = self._columns()
+        down = torch.mm(x, _stacked(model, adapted).to(x.dtype).t())
         ddown = torch.empty_like(down)
         num = len(adapted)
         for name, low, dlow in zip(

@@ -16,15 +16,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tinkercloud.core.types import TrainBatch
+from tinkercloud.embedded.forward.row_invariance import ROW_TILE
 from tinkercloud.embedded.model.base_model import BaseModel
-from tinkercloud.embedded.training.attention import PackedAttention
+from tinkercloud.embedded.native.train_bindings import has_compiled_pass
 from tinkercloud.embedded.training.block import BlockActivations, Blocks
-from tinkercloud.embedded.training.head import Head
+from tinkercloud.embedded.training.compiled_blocks import CompiledBlocks, CompiledUnembedding
+from tinkercloud.embedded.training.head import LOGIT_ROWS, Head, Unembedding
 from tinkercloud.embedded.training.layout import lay_out
 from tinkercloud.embedded.training.linear import Linears, ModelWeights, Segment
 from tinkercloud.embedded.training.observer import ErrorIsolatingObserver, PassObserver
-from tinkercloud.embedded.training.rowwise import norm_backward, norm_forward
 from tinkercloud.embedded.training.targets import arrange
+from tinkercloud.embedded.training.torch_blocks import TorchBlocks, TorchUnembedding
 from tinkercloud.errors import UserError
 
 
@@ -69,38 +71,40 @@ class _Pass:
     def __init__(self, base: BaseModel, shares: Sequence[Share], observer: ErrorIsolatingObserver):
         self._base, self._shares, self._observer = base, shares, observer
         models = [share.model for share in shares]
-        layout = lay_out([[share.batch.data[i] for i in share.indices] for share in shares])
+        is_compiled = has_compiled_pass(base.device, base.dtype)
+        data = [[share.batch.data[i] for i in share.indices] for share in shares]
+        layout = lay_out(data, row_tile=ROW_TILE)
         self._tokens = base.tensor(layout.tokens)
         self._linears = Linears(base.weights, models)
-        rotation = base.architecture.rotary(base.tensor(layout.positions))
-        attention = PackedAttention(
-            layout.sequences(),
-            len(layout.tokens),
-            base.device,
-            exact=base.dtype != torch.float32,
-        )
         # The padding is a sequence of its own, in no model's segment and without gradient.
         segments = [Segment(model, *layout.span(i)) for i, model in enumerate(models)]
-        self._blocks = Blocks(base.architecture, self._linears, segments, attention, rotation)
+        num_logits = min(LOGIT_ROWS, len(layout.tokens))
+        self._blocks: Blocks
+        unembedding: Unembedding
+        if is_compiled:
+            self._blocks = blocks = CompiledBlocks(base, layout, self._linears, segments)
+            unembedding = CompiledUnembedding(base, blocks, num_logits)
+        else:
+            self._blocks = TorchBlocks(base, layout, self._linears, segments)
+            unembedding = TorchUnembedding(base, self._linears, num_logits)
         datums = [(share.batch, share.indices) for share in shares]
         self._targets, order = arrange(base, datums, layout)
-        self._head = Head(base, self._linears, models, self._targets, order)
+        self._head = Head(self._linears, models, unembedding, self._targets, order)
         self._observer.begin(datums, layout)
 
     def forward_only(self) -> Generator[None, None, None]:
-        x = self._embed()
+        x = self._blocks.embed()
         for index in range(self._base.config.num_layers):
             x, _ = self._blocks.forward(index, x, keep=False)
             yield
-        hidden, _ = self._final_norm(x)
-        yield from self._head.forward(hidden)
+        yield from self._head.forward(self._blocks.final_norm(x))
         self._finish()
 
     def train(self, recompute: bool) -> Generator[None, None, None]:
         num_layers = self._base.config.num_layers
         reached = any(map(_reaches_blocks, (share.model for share in self._shares)))
         kept: list[BlockActivations | Tensor | None] = []
-        x = self._embed()
+        x = self._blocks.embed()
         for index in range(num_layers):
             before = x
             x, saved = self._blocks.forward(index, x, keep=reached and not recompute)
@@ -108,7 +112,7 @@ class _Pass:
             if index + 1 < num_layers:
                 self._observer.block(index + 1, x)
             yield
-        hidden, inverse = self._final_norm(x)
+        hidden = self._blocks.final_norm(x)
         self._observer.block(num_layers, hidden)
         dhidden = torch.zeros_like(hidden)
         yield from self._head.forward_backward(hidden, dhidden, self._observer.distributions)
@@ -116,7 +120,7 @@ class _Pass:
         self._observer.end()
         if not reached or all(share.error is not None for share in self._shares):
             return
-        dx = self._final_norm_backward(x, inverse, dhidden)
+        dx = self._blocks.final_norm_backward(x, dhidden)
         del x, hidden, dhidden
         yield from self._blocks_backward(kept, dx)
 
@@ -135,21 +139,6 @@ class _Pass:
                 dx = below
             yield
         self._linears.add_embedding_gradient(self._tokens, dx)
-
-    def _embed(self) -> Tensor:
-        return torch.nn.functional.embedding(
-            self._tokens, self._linears.weight("model.embed_tokens")
-        )
-
-    def _final_norm(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        weight = self._linears.weight("model.norm")
-        return norm_forward(x, weight, self._base.config.rms_norm_eps)
-
-    def _final_norm_backward(self, x: Tensor, inverse: Tensor, dy: Tensor) -> Tensor:
-        dx = torch.zeros_like(x)
-        self._linears.add_norm_gradient("model.norm", x, inverse, dy)
-        norm_backward(x, inverse, self._linears.weight("model.norm"), dy, dx)
-        return dx
 
     def _finish(self) -> None:
         for share, targets in zip(self._shares, self._targets, strict=True):

@@ -43,16 +43,21 @@ class MicroBatch:
     recompute: bool
 
 
-def kept_bytes(config: ArchitectureConfig, element_bytes: int, rank: int) -> KeptBytes:
-    """A block keeps its input and what follows attention (D each), attention's result, gate and up
-    (I each), and seven low-rank products in float32; q, k, v and attention's result a second time
-    (for families that norm heads, for the padding of ragged sequences, and where the gradient of
-    attention is autograd's)."""
+def kept_bytes(config: ArchitectureConfig, element_bytes: int, *, is_compiled: bool) -> KeptBytes:
+    """A block keeps its input and what follows attention (D each); attention's result, gate and up
+    (I each); q, k and v, and q and k before the norms of heads where there are such. The compiled
+    pass keeps what lies between blocks and before norms in float32, everything by rows. PyTorch's
+    attention keeps its own q, k, v and result, and once more where it is padded."""
     heads = config.num_heads * config.head_dim
     kv_heads = config.num_kv_heads * config.head_dim
-    row = (2 * config.hidden_size + heads + 2 * config.intermediate_size) * element_bytes
-    token = (2 * heads + 3 * kv_heads) * element_bytes
-    return KeptBytes(config.num_layers * (row + 7 * rank * 4), config.num_layers * token)
+    residual, raw = 2 * config.hidden_size, (heads + kv_heads) * config.qk_norm
+    numbers = heads + 2 * config.intermediate_size
+    layers = config.num_layers
+    if is_compiled:
+        numbers += heads + 2 * kv_heads
+        return KeptBytes(layers * (numbers * element_bytes + (residual + raw) * 4), 0)
+    row = (residual + raw + numbers) * element_bytes
+    return KeptBytes(layers * row, layers * (2 * heads + 3 * kv_heads) * element_bytes)
 
 
 def micro_batches(

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from tinkercloud.core.types import TrainBatch, TrainOutput
 from tinkercloud.embedded.model.base_model import BaseModel
-from tinkercloud.embedded.training.linear import ModelWeights
 from tinkercloud.embedded.training.micro_batch_pass import Share, run_pass
 from tinkercloud.embedded.training.micro_batches import Limits, MicroBatch, micro_batches
 from tinkercloud.embedded.training.observer import PassObserver
@@ -51,10 +50,8 @@ class _Job:
         """Of the next micro-batch. A pass of several models has gradients of its own: when it fails
         nothing of it may be left. Full weights, which are alone in their passes, add to the call's
         gradient at once: a second one would double the memory."""
-        model = self.model
-        full = model.full_weights()
-        grads = self.added if full is not None else {}
-        weights = ModelWeights(model.adapter, model.scale, full, grads)
+        grads = self.added if self.model.full is not None else None
+        weights = self.model.weights(grads)
         return Share(weights, self.batch, self.waiting[0].indices)
 
     def take(self, share: Share) -> None:

@@ -1,47 +1,54 @@
-"""The decoder's row-wise parts and their gradients in few passes over memory.
+"""The decoder's row-wise parts and their gradients through PyTorch, for devices without the
+compiled pass; `native.train_bindings` has those of the compiled one, by the same names.
 
-On CPUs compiled (`native.train_bindings`), elsewhere by PyTorch. The formulas are those of
-`architectures.layers`, which tests compare with both.
+The formulas are those of `architectures.layers`, which tests compare with both.
 
 Axes: ... any leading axes, D the last one, T rows, H heads, Dh head size, V vocabulary.
 """
+
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tinkercloud.architectures import layers
-from tinkercloud.embedded.native import train_bindings as compiled
 
 
-def norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The root-mean-square norm of x (..., D), and the inverse norms (..., 1), float32.
+class RowWise(Protocol):
+    """What `embedded.training.block` calls: this module, or `native.train_bindings`."""
+
+    def norm(
+        self, x: Tensor, weight: Tensor, eps: float, product_dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]: ...
+    def norm_gradient(
+        self, x: Tensor, inverse: Tensor, weight: Tensor, dy: Tensor, into: Tensor
+    ) -> None: ...
+    def swiglu(self, gates: Tensor) -> Tensor: ...
+    def swiglu_gradient(self, gates: Tensor, dproduct: Tensor) -> Tensor: ...
+    def rotate_(self, x: Tensor, cos: Tensor, sin: Tensor) -> None: ...
+
+
+def norm(
+    x: Tensor, weight: Tensor, eps: float, product_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The root-mean-square norm of x (..., D) of that type, and the inverse norms (..., 1) in
+    float32.
 
     In bfloat16 by the steps of `layers.rms_norm`: another order of the sum of squares changes its
-    last bit, which rounds everything after it differently, and log-probabilities move by 0.02.
+    last bit, which rounds everything after it differently.
     """
+    assert x.dtype == product_dtype
     if x.dtype != torch.float32:
         inverse = x.float().pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
-        return scaled(x, inverse, weight), inverse
+        return (x.float() * inverse).to(x.dtype).mul_(weight), inverse
     mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     inverse = mean_square.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-    return scaled(x, inverse, weight), inverse
+    return (x * inverse).mul_(weight), inverse
 
 
-def scaled(x: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
-    """weight * (x * inverse), rounded to x's type before the weight as `layers.rms_norm` does."""
-    if compiled.can_take(x, weight):
-        return compiled.norm_scaled(x, inverse, weight)
-    if x.dtype == torch.float32:
-        return (x * inverse).mul_(weight)
-    return (x.float() * inverse).to(x.dtype).mul_(weight)
-
-
-def norm_backward(x: Tensor, inverse: Tensor, weight: Tensor, dy: Tensor, into: Tensor) -> None:
-    """Adds to `into` (..., D) the gradient of x; dy may be overwritten."""
-    if compiled.can_take(x, weight, dy, into):
-        compiled.norm_gradient(x, inverse, weight, dy, into)
-        return
+def norm_gradient(x: Tensor, inverse: Tensor, weight: Tensor, dy: Tensor, into: Tensor) -> None:
+    """Adds to `into` (..., D) the gradient of x; dy is overwritten."""
     wide_x = x.float()
     grad = dy.mul_(weight).float()
     # d/dx of x * inverse: inverse * (grad - x * inverse^2 * mean(grad * x))
@@ -55,24 +62,16 @@ def norm_backward(x: Tensor, inverse: Tensor, weight: Tensor, dy: Tensor, into: 
 
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """`layers.rotate` in place: x (T, H, Dh), its heads side by side; cos and sin (T, Dh / 2)."""
-    if compiled.can_take(x[0]):
-        compiled.rotate_(x, cos, sin)
-        return
     x.copy_(layers.rotate(x, cos, sin))
 
 
-def swiglu_forward(gates: Tensor) -> Tensor:
-    """silu(gate) * up (T, I) of gates (T, 2 I), gate and up side by side; in bfloat16 rounded as
-    `layers.swiglu` rounds."""
-    if compiled.can_take(gates):
-        return compiled.swiglu(gates)
+def swiglu(gates: Tensor) -> Tensor:
+    """silu(gate) * up (T, I) of gates (T, 2 I), gate and up side by side."""
     return layers.swiglu(*gates.chunk(2, dim=1))
 
 
-def swiglu_backward(gates: Tensor, dproduct: Tensor) -> Tensor:
+def swiglu_gradient(gates: Tensor, dproduct: Tensor) -> Tensor:
     """The gradient of gates (T, 2 I) from that of silu(gate) * up (T, I)."""
-    if compiled.can_take(gates, dproduct):
-        return compiled.swiglu_gradient(gates, dproduct)
     gate, up = gates.chunk(2, dim=1)
     dgates = torch.empty_like(gates)
     dgate, dup = dgates.chunk(2, dim=1)
@@ -84,8 +83,6 @@ def swiglu_backward(gates: Tensor, dproduct: Tensor) -> Tensor:
 def softmax(logits: Tensor, out: Tensor) -> Tensor:
     """Writes the probabilities of logits (T, V) to `out`, float32, which may be the same tensor;
     returns the log of what they were divided by (T,)."""
-    if compiled.can_take(logits):
-        return compiled.softmax(logits, out)
     wide = logits if logits is out else out.copy_(logits)
     # The log of the largest probability is accurate, since that is never small, and saves the
     # second exponential per entry that logsumexp would take.

@@ -3,12 +3,15 @@
 Gradients are computed by `queue` (which model is next) and `micro_batch_pass` (one micro-batch).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
 from tinkercloud.core.types import AdamParams, LoraSpec
 from tinkercloud.embedded.model.base_model import BaseModel
+from tinkercloud.embedded.native.packed import pack_weights
+from tinkercloud.embedded.native.train_bindings import has_compiled_pass, training_team
+from tinkercloud.embedded.training.linear import ModelWeights
 from tinkercloud.embedded.training.micro_batches import KeptBytes, kept_bytes
 from tinkercloud.embedded.training.optimizer import AdamW
 from tinkercloud.weights.adapters import Adapter
@@ -30,6 +33,7 @@ class TrainableModel:
     params: dict[str, Tensor] = field(init=False)
     optimizer: AdamW = field(init=False)
     grads: dict[str, Tensor] = field(default_factory=dict)
+    _weights: ModelWeights | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         if self.full is not None:
@@ -47,17 +51,43 @@ class TrainableModel:
     def scale(self) -> float:
         return self.spec.alpha / self.spec.rank if self.spec.rank else 1.0
 
-    def full_weights(self) -> dict[str, Tensor] | None:
-        """The trainable weights under all names that the architecture reads, or None."""
-        return with_tied_head(self.base, self.full) if self.full is not None else None
+    def weights(self, grads: dict[str, Tensor] | None = None) -> ModelWeights:
+        """For a pass; grads: what it adds to. Full weights are rounded to the base's type, and
+        packed, once after each step, not in each pass."""
+        added = {} if grads is None else grads
+        if self._weights is None:
+            self._weights = self._pass_weights()
+        return replace(self._weights, grads=added)
+
+    def _pass_weights(self) -> ModelWeights:
+        base = self.base
+        is_compiled = has_compiled_pass(base.device, base.dtype)
+        if self.full is None:
+            packed = None
+            if is_compiled:
+                with training_team() as team:
+                    packed = base.packed(team)
+            return ModelWeights(self.adapter, self.scale, None, None, packed)
+        full = with_tied_head(base, self.full)
+        rounded = {n: t.detach().to(base.dtype) for n, t in self.full.items()}
+        values = with_tied_head(base, rounded)
+        if not is_compiled:
+            return ModelWeights(None, self.scale, full, values, None)
+        with training_team() as team:
+            packed = pack_weights(team, values)
+        vectors = {name: value for name, value in values.items() if value.dim() == 1}
+        return ModelWeights(None, self.scale, full, vectors, packed)
 
     def kept_bytes(self) -> KeptBytes:
         """Of the activations that a pass keeps for its backward half."""
-        return kept_bytes(self.base.config, self.base.dtype.itemsize, self.spec.rank)
+        base = self.base
+        is_compiled = has_compiled_pass(base.device, base.dtype)
+        return kept_bytes(base.config, base.dtype.itemsize, is_compiled=is_compiled)
 
     def optim_step(self, hyper: AdamParams) -> dict[str, float]:
         """Apply and clear the accumulated gradient, which is cleared also when it is refused."""
         grads, self.grads = self.grads, {}
+        self._weights = None
         return self.optimizer.step(grads, hyper)
 
 

@@ -1,0 +1,123 @@
+"""The forward half of a training pass on CPUs: the compiled pass that samples, layer by layer. Its
+log-probabilities are those that were sampled, to the bit.
+
+Axes: T packed rows, n rows of a chunk, D hidden, Dh head size, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tinkercloud.core.types import SamplingParams
+from tinkercloud.decoding.sampler import RowParams
+from tinkercloud.embedded.forward.kv_blocks import BlockPool
+from tinkercloud.embedded.forward.rotary_table import rotary_table
+from tinkercloud.embedded.model.base_model import BaseModel
+from tinkercloud.embedded.native import train_bindings
+from tinkercloud.embedded.native.bindings import AdapterTable, NativeModel, scan
+from tinkercloud.embedded.native.layered_pass import LayeredPass, Rows
+from tinkercloud.embedded.training.attention import PackedAttention
+from tinkercloud.embedded.training.block import BlockActivations, Blocks
+from tinkercloud.embedded.training.layout import Layout
+from tinkercloud.embedded.training.linear import Linears, Segment
+
+
+class CompiledBlocks(Blocks):
+    """Float32 between blocks, whatever the model's type."""
+
+    def __init__(
+        self, base: BaseModel, layout: Layout, linears: Linears, segments: Sequence[Segment]
+    ):
+        positions = torch.from_numpy(layout.positions)
+        table = rotary_table(base.architecture, int(layout.positions.max()) + 1)
+        rotation = (table[0][positions], table[1][positions])
+        super().__init__(base.architecture, linears, segments, rotation, train_bindings)
+        self._layout = layout
+        self.layers = _layered_pass(base, layout, linears, segments, table)
+
+    @cached_property
+    def attention(self) -> PackedAttention:
+        """Of the backward half."""
+        sequences, num_rows = self._layout.sequences(), len(self._layout.tokens)
+        return PackedAttention(sequences, num_rows, torch.device("cpu"))
+
+    def embed(self) -> Tensor:
+        return self.layers.embed()
+
+    def forward(
+        self, index: int, x: Tensor, *, keep: bool
+    ) -> tuple[Tensor, BlockActivations | None]:
+        out = x.clone()
+        is_last = index + 1 == self._config.num_layers
+        self._hidden = torch.empty_like(x) if is_last else None
+        kept = self.layers.layer(index, out, keep=keep, hidden=self._hidden)
+        if kept is None:
+            return out, None
+        attention = (kept.q, kept.k, kept.v)
+        saved = BlockActivations(x, kept.raw, attention, kept.mixed, kept.middle, kept.gates)
+        return out, saved
+
+    def final_norm(self, x: Tensor) -> Tensor:
+        assert self._hidden is not None, "the last block was computed just now"
+        return self._hidden
+
+
+def _layered_pass(
+    base: BaseModel,
+    layout: Layout,
+    linears: Linears,
+    segments: Sequence[Segment],
+    rotary: tuple[Tensor, Tensor],
+) -> LayeredPass:
+    """The blocks of all layers are the same: a layer's keys and values are over with the layer."""
+    config = base.config
+    tables, num_blocks = layout.block_tables()
+    pool = BlockPool(replace(config, num_layers=1), base.dtype, base.device, num_blocks)
+    keys, values = pool.keys * config.num_layers, pool.values * config.num_layers
+    assert linears.packed is not None, "packed with the model's weights"
+    model = NativeModel(config, linears.packed, keys, values)
+    rows = Rows(layout.tokens, layout.positions.astype(np.int32), layout.owners(), tables)
+    adapted = []
+    with train_bindings.training_team() as team:
+        for at in segments:
+            if at.model.adapter is not None:
+                table = AdapterTable(team, at.model.adapter, config.num_layers)
+                adapted.append((at.start, at.stop - at.start, at.model.scale, table))
+    return LayeredPass(model, rows, rotary, adapted)
+
+
+class CompiledUnembedding:
+    """An `Unembedding`: float32 logits, and the sampler's own log of their sums."""
+
+    def __init__(self, base: BaseModel, blocks: CompiledBlocks, max_rows: int):
+        self._layers, self._dtype = blocks.layers, base.dtype
+        self.wide = torch.empty(max_rows, base.config.vocab_size)
+
+    def inputs(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        return hidden[rows].to(self._dtype).float()
+
+    def logits(
+        self, hidden: Tensor, rows: NDArray[np.int64], inputs: Tensor, segments: Sequence[Segment]
+    ) -> Tensor:
+        logits = self.wide[: len(rows)]
+        self._layers.logits(hidden, rows, logits)
+        return logits
+
+    def normalize(self, logits: Tensor, *, probabilities: bool) -> Tensor:
+        norms = log_sum_exp(logits)
+        if probabilities:
+            train_bindings.to_probabilities_(logits, norms)
+        return norms
+
+
+def log_sum_exp(logits: Tensor) -> Tensor:
+    """The sampler's own, of float32 logits (n, V): float64 (n,), rounded as the sampler does."""
+    greedy = RowParams(SamplingParams(max_tokens=1, seed=0, temperature=0.0), 0, 0)
+    with train_bindings.training_team() as team:
+        norms = scan(team, logits, [greedy] * len(logits)).norm
+    return torch.from_numpy(norms).float().double()
