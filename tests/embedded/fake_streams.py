@@ -107,7 +107,7 @@ class WatchedRunner:
     def __init__(self, runner: Runner, streams: FakeStreams):
         self._runner, self._streams = runner, streams
         self.places = Places(streams)
-        self.is_exact, self.scan = runner.is_exact, runner.scan
+        self.is_exact, self.scan, self.norms = runner.is_exact, runner.scan, runner.norms
         self.fails_on: str | None = None  # the stream's name
         self.rows: dict[str, list[int]] = defaultdict(list)  # of each pass, by stream
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tinkercloud.decoding.sampler import Scan
+from tinkercloud.decoding.sampler import Scan, row_norms
 from tinkercloud.embedded.forward.batch import Batch
 from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool, KVLayout
 from tinkercloud.embedded.model.base_model import BaseModel
@@ -29,6 +29,7 @@ class KnowingRunner:
         self._memory: dict[tuple[int, int], int] = {}
         self.num_rows = 0
         self.captured = torch.empty(0, 0, 0)
+        self.norms = row_norms
 
     def kv_layout(self, base: BaseModel) -> KVLayout:
         return KVLayout.PLAIN

@@ -141,7 +141,7 @@ def warp(logits: Tensor, rows: Sequence[RowParams]) -> Tensor:
 @dataclass(frozen=True, slots=True)
 class Drawn:
     """tokens int64 (B,), their log-probabilities float32 (B,) under the distribution that was
-    sampled from: `warp` of the logits (B, V) less `norms` (B,)."""
+    sampled from: `warp` of the logits (B, V) less `norms` float64 (B,)."""
 
     tokens: Tensor
     logprobs: Tensor
@@ -152,7 +152,7 @@ class Drawn:
     def distribution(self, row: int) -> Tensor:
         """Log-probabilities of one row, (1, V)."""
         weights = warp(self.logits[row : row + 1], self.rows[row : row + 1])
-        return weights - self.norms[row]
+        return logprobs_of(weights, self.norms[row : row + 1, None])
 
     def chances(self, rows: Sequence[int], tokens: Sequence[int]) -> tuple[float, ...]:
         """The probability of that token in each row's distribution; NaN where top-k, top-p or min-p
@@ -169,7 +169,7 @@ class Drawn:
 
     def distributions(self) -> Tensor:
         """Log-probabilities of all rows, (B, V)."""
-        return warp(self.logits, self.rows) - self.norms[:, None].to(self.logits.device)
+        return logprobs_of(warp(self.logits, self.rows), self.norms[:, None])
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,25 +190,43 @@ class Scanned:
 
 Scan = Callable[[Tensor, Sequence[RowParams]], Scanned]
 
+Norms = Callable[[Tensor], Tensor]
+"""log of the sum of exp of each row of float32 logits (B, V): float64 (B,)."""
+
+
+def row_norms(logits: Tensor) -> Tensor:
+    """`Norms` through torch, on any device."""
+    # Not torch.log_softmax: its float32 sum of V terms is biased by about 1e-5 at V = 49152 on a
+    # CPU; logsumexp agrees with float64 to 3e-6. Row by row: for a single row torch splits the sum
+    # among its threads, for several it does not.
+    return torch.stack([torch.logsumexp(row, -1) for row in logits]).double()
+
+
+def logprobs_of(weights: Tensor, norms: Tensor) -> Tensor:
+    """float32, of float32 weights and float64 norms that broadcast with them. The difference is
+    rounded once: sampler, scorer and trainer come to the same bits."""
+    return (weights.double() - norms.to(weights.device)).float()
+
 
 def sample(logits: Tensor, rows: Sequence[RowParams], scan: Scan | None = None) -> Drawn:
     """One token per row of logits (B, V); scan: a faster way to find who may be drawn, for the rows
-    that it can do."""
+    that it can do. Of these the norms are its own, also where it names no token."""
     if scan is None:
         return _sample(logits, rows)
     is_plain = np.array([row.is_plain for row in rows])
     scanned = scan(logits, rows)
     tokens = torch.from_numpy(_winners(logits, rows, scanned))
-    norms = torch.from_numpy(scanned.norm).float()
-    best = logits.gather(-1, tokens[:, None].to(logits.device))[:, 0].float().cpu()
-    best = best / _temperatures(rows, best.device)
-    drawn = Drawn(tokens, best - norms, norms, logits, rows)
+    norms = torch.from_numpy(scanned.norm)
+    unscanned: dict[int, Drawn] = {}
     for i in np.flatnonzero((scanned.count < 0) | ~is_plain).tolist():
-        plain = _sample(logits[i : i + 1], rows[i : i + 1])
-        for ours, theirs in ((tokens, plain.tokens), (drawn.logprobs, plain.logprobs)):
-            ours[i] = theirs[0]
-        norms[i] = plain.norms[0]
-    return drawn
+        unscanned[i] = _sample(logits[i : i + 1], rows[i : i + 1])
+        tokens[i] = unscanned[i].tokens[0]
+    weights = logits.gather(-1, tokens[:, None].to(logits.device))[:, 0].float().cpu()
+    logprobs = logprobs_of(weights / _temperatures(rows, weights.device), norms)
+    for i, plain in unscanned.items():
+        if not is_plain[i]:
+            logprobs[i], norms[i] = plain.logprobs[0], plain.norms[0]
+    return Drawn(tokens, logprobs, norms, logits, rows)
 
 
 def _temperatures(rows: Sequence[RowParams], device: torch.device) -> Tensor:
@@ -248,16 +266,14 @@ def _sample(logits: Tensor, rows: Sequence[RowParams]) -> Drawn:
                 noise = gumbel_noise(row.params.seed, row.sample_index, row.position, vocab_size)
                 scores[i] += noise.to(scores.device, non_blocking=True)
     tokens = lowest_argmax(scores)
-    # Not torch.log_softmax: its float32 sum of V terms is biased by about 1e-5 at V = 49152 on a
-    # CPU. logsumexp is what the trainer uses, and agrees with float64 to 3e-6. Row by row: for a
-    # single row torch splits the sum among its threads, for several it does not.
-    norms = torch.stack([torch.logsumexp(row, -1) for row in weights])
-    logprobs = weights.gather(-1, tokens[:, None])[:, 0] - norms
+    norms = row_norms(weights)
+    logprobs = logprobs_of(weights.gather(-1, tokens[:, None])[:, 0], norms)
     return Drawn(tokens, logprobs, norms, logits, rows)
 
 
 def topk_rows(logprobs: Tensor, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """The k best of every row, ties to the lower id: ids int32 (B, k), logprobs float32 (B, k).
+    """The k best of every row (B, V), ties to the lower id: ids int32 (B, k), logprobs float32
+    (B, k).
 
     Rows with fewer than k tokens of non-zero probability are filled with token 0 / -99999.0.
     """

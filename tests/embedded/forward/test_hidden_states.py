@@ -139,15 +139,6 @@ def test_a_head_drafts_the_same_with_the_compiled_pass(
         assert sum(map(len, written.head.drafts.values())) > 100
 
 
-def test_states_of_the_scoring_runner_reach_no_head(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    """The scoring runner captures no layers."""
-    using(monkeypatch, TorchRunner)
-    monkeypatch.setattr(base_states, "scorer_for", lambda base, runner: TorchRunner())
-    written = bodies.written(folder, CPU, mixed(), SingleStream())
-    assert written.head is not None
-    bodies.check_what_was_shown(folder, written.head, CLOSE)
-
-
 def test_noise_of_the_device_is_the_samplers():
     ids = torch.tensor([0, 5, 17, 299])
     rows = [row_params(seed=seed, sample_index=2, position=70) for seed in (0, 3, 2**64 - 1)]

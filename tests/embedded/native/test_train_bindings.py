@@ -7,9 +7,9 @@ from torch import Tensor
 
 from tinkercloud.architectures import layers
 from tinkercloud.embedded.native import train_bindings as compiled
+from tinkercloud.embedded.native.bindings import log_sum_exp
 from tinkercloud.embedded.native.compiler import library
 from tinkercloud.embedded.training import rowwise
-from tinkercloud.embedded.training.compiled_blocks import log_sum_exp
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler")
 
@@ -164,7 +164,8 @@ def test_rows_are_rotated_as_the_plain_pass_rotates_them(size: int) -> None:
 def test_probabilities_and_their_normalizer_are_those_of_float64(width: int) -> None:
     logits = torch.randn(9, width) * 8
     exact = logits.double()
-    norms = log_sum_exp(logits)
+    with compiled.training_team() as team:
+        norms = log_sum_exp(team, logits)
     torch.testing.assert_close(norms, exact.logsumexp(-1), rtol=1e-6, atol=1e-6)
     compiled.to_probabilities_(logits, norms)
     torch.testing.assert_close(logits.double(), exact.softmax(-1), rtol=4e-6, atol=1e-12)

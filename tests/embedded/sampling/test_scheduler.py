@@ -10,6 +10,7 @@ from tests.embedded.decode_scene import tiny_config
 from tests.embedded.tiny import ask, random_prompt
 from tinkercloud.architectures import load_architecture
 from tinkercloud.core.types import SampleOutput
+from tinkercloud.decoding.sampler import row_norms
 from tinkercloud.decoding.stops import StopRule
 from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool, blocks_for
 from tinkercloud.embedded.model.base_model import BaseModel
@@ -88,7 +89,7 @@ class Bench:
     ) -> Job:
         version = Version(f"v{base}", self.bases[base], {}, None, 1.0)
         request = ask(prompt, n=n, max_tokens=max_tokens, use_eos=False, **more)
-        scores = PromptScores(request) if PromptScores.applies_to(request) else None
+        scores = PromptScores(request, row_norms) if PromptScores.applies_to(request) else None
         reply = lambda outcome: self.outcomes.__setitem__(job, outcome)  # noqa: E731
         job = Job(version, request, reply, scores, StopRule(request.params, (), None))
         self.scheduler.add(job)

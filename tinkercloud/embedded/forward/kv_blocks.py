@@ -59,6 +59,11 @@ class KVLayout(Enum):
         return (heads, size // 2, BLOCK_TOKENS, 2), (heads, BLOCK_TOKENS // 2, size, 2)
 
 
+def kv_layout_of(dtype: torch.dtype) -> KVLayout:
+    """What the compiled pass reads."""
+    return KVLayout.PAIRED if dtype == torch.bfloat16 else KVLayout.PLAIN
+
+
 class BlockPool:
     """keys and values of all blocks by layer, as `layout` has them.
 

@@ -3,7 +3,6 @@
 Axes: M rows, W of them with logits, D hidden size, L layers, V vocabulary.
 """
 
-from dataclasses import replace
 from functools import partial
 from typing import Protocol
 from weakref import WeakKeyDictionary, ref
@@ -13,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinkercloud.decoding.sampler import Scan
+from tinkercloud.decoding.sampler import Norms, Scan, row_norms
 from tinkercloud.embedded.forward.adapter_bank import AdapterBank
 from tinkercloud.embedded.forward.batch import Batch
 from tinkercloud.embedded.forward.decode_graphs import (
@@ -28,14 +27,13 @@ from tinkercloud.embedded.forward.decode_graphs import (
 from tinkercloud.embedded.forward.decode_step import Rows
 from tinkercloud.embedded.forward.hidden_states import LayerStates
 from tinkercloud.embedded.forward.kernel_choice import has_kernels, step_for
-from tinkercloud.embedded.forward.kv_blocks import BlockPool, KVLayout, blocks_for
+from tinkercloud.embedded.forward.kv_blocks import BlockPool, KVLayout, blocks_for, kv_layout_of
 from tinkercloud.embedded.forward.paged_context import PagedContext
 from tinkercloud.embedded.forward.rotary_table import rotary_table
 from tinkercloud.embedded.forward.row_invariance import Product, is_row_invariant
 from tinkercloud.embedded.model.base_model import BaseModel
-from tinkercloud.embedded.model.huge_pages import in_huge_pages
 from tinkercloud.embedded.model.version import Version
-from tinkercloud.embedded.native.bindings import AdapterTable, NativeModel, scan
+from tinkercloud.embedded.native.bindings import AdapterTable, NativeModel, log_sum_exp, scan
 from tinkercloud.embedded.native.compiler import library
 from tinkercloud.embedded.native.packed import pack_weights
 from tinkercloud.embedded.native.team import Team
@@ -51,6 +49,7 @@ class Runner(Protocol):
 
     is_exact: bool
     scan: Scan | None  # for `decoding.sampler.sample`
+    norms: Norms  # for the scores of prompts; where `is_exact`, the bits of `scan`'s
 
     def kv_layout(self, base: BaseModel) -> KVLayout:
         """That of the pools its passes of the base take."""
@@ -90,6 +89,7 @@ class NativeRunner:
     def __init__(self, num_threads: int):
         self._team = Team(num_threads)
         self.scan: Scan | None = partial(scan, self._team)
+        self.norms: Norms = partial(log_sum_exp, self._team)
         self._models: dict[str, tuple[BlockPool, NativeModel]] = {}
         self._adapters: dict[str, AdapterTable] = {}
         self._angles: dict[str, tuple[Tensor, Tensor]] = {}  # by base; they grow as needed
@@ -159,7 +159,7 @@ class TorchRunner:
     scan: Scan | None = None
 
     def __init__(self, product: Product = F.linear):
-        self._product = product
+        self._product, self.norms = product, row_norms
         self._layers: dict[str, tuple[int, ...]] = {}  # by base
         self.captured = _NO_STATES
 
@@ -200,7 +200,7 @@ class GraphRunner:
 
     def __init__(self, capture: Capture | None, scan: Scan | None = None):
         self._plain = TorchRunner()
-        self._capture, self.scan = capture, scan
+        self._capture, self.scan, self.norms = capture, scan, row_norms
         self._graphs: dict[str, tuple[ref[BlockPool], DecodeGraphs]] = {}
         self._banks: dict[str, AdapterBank] = {}  # by base
         self._spare_blocks: WeakKeyDictionary[BlockPool, int] = WeakKeyDictionary()
@@ -280,11 +280,6 @@ class GraphRunner:
         return self._spare_blocks[pool]
 
 
-def kv_layout_of(dtype: torch.dtype) -> KVLayout:
-    """What the compiled pass reads."""
-    return KVLayout.PAIRED if dtype == torch.bfloat16 else KVLayout.PLAIN
-
-
 def _weights_name(version: Version) -> str:
     shared = version.weights is version.base.weights
     return f"{_BASE}{version.base.name}" if shared else version.id
@@ -299,11 +294,3 @@ def runner_for(base: BaseModel, num_threads: int) -> Runner:
         capture = CudaCapture()
         return GraphRunner(capture, DrawGraphs(capture))
     return TorchRunner()
-
-
-def scorer_for(base: BaseModel, runner: Runner) -> Runner:
-    """What computes the log-probabilities of prompts. In bfloat16 where values are rounded moves
-    them as much as the type itself does; only the plain pass rounds where other implementations
-    and the trainer do."""
-    apart = isinstance(runner, NativeRunner) and base.dtype == torch.bfloat16
-    return TorchRunner() if apart else runner

@@ -13,6 +13,7 @@ from tinkercloud.architectures.config import ArchitectureConfig
 from tinkercloud.architectures.llama import Llama
 from tinkercloud.architectures.qwen2 import Qwen2
 from tinkercloud.architectures.qwen3 import Qwen3
+from tinkercloud.embedded.model.huge_pages import in_huge_pages
 from tinkercloud.embedded.native.packed import PackedWeights, pack_weights
 from tinkercloud.embedded.native.team import Team
 from tinkercloud.weights.loader import load_model
@@ -52,7 +53,7 @@ class BaseModel:
     def packed(self, team: Team) -> PackedWeights:
         """For the compiled pass, made at the first call and shared by sampling and training."""
         if not self._packed:
-            self._packed.append(pack_weights(team, self.weights))
+            self._packed.append(pack_weights(team, self.weights).moved(in_huge_pages))
         return self._packed[0]
 
     def tensor(self, array: np.ndarray) -> Tensor:

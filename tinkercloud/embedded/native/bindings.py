@@ -81,6 +81,16 @@ def scan(team: Team, logits: Tensor, rows: Sequence[RowParams]) -> Scanned:
     return Scanned(best, norm, count, ids, words)
 
 
+def log_sum_exp(team: Team, logits: Tensor) -> Tensor:
+    """Of each row of float32 logits (n, V): float64 (n,). A `decoding.sampler.Norms`."""
+    num, size = logits.shape
+    norms = torch.empty(num, dtype=torch.float64)
+    out = norms.data_ptr()
+    if team.library.log_sum_exp(team.handle, _address(logits), num, size, out):
+        raise MemoryError(f"no memory for {num} rows of {size} logits")
+    return norms
+
+
 class AdapterTable:
     """The low-rank factors of one published adapter, packed, for forward.c."""
 

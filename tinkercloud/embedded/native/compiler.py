@@ -48,6 +48,7 @@ def library() -> c.CDLL | None:
     loaded.team_end.argtypes = (c.c_void_p,)
     loaded.forward.argtypes = (c.c_void_p, c.POINTER(Model), c.POINTER(Batch))
     loaded.scan.argtypes = (c.c_void_p, c.POINTER(Scan))
+    loaded.log_sum_exp.argtypes = (c.c_void_p, c.c_void_p, c.c_int64, c.c_int64, c.c_void_p)
     logger.info("compiled kernels: instruction set %s", loaded.instruction_set().decode())
     return loaded
 

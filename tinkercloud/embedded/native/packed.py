@@ -4,8 +4,8 @@ Axes: M rows, N outputs, K inputs.
 """
 
 import ctypes as c
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -77,6 +77,13 @@ class PackedWeights:
     @property
     def dtype(self) -> torch.dtype:
         return self.matrices["model.embed_tokens"].dtype
+
+    def moved(self, move: Callable[[dict[str, Tensor]], None]) -> "PackedWeights":
+        """With the matrices where `move` puts them: it replaces the tensors of a dictionary."""
+        tensors = {name: matrix.packed for name, matrix in self.matrices.items()}
+        move(tensors)
+        matrices = {n: replace(m, packed=tensors[n]) for n, m in self.matrices.items()}
+        return PackedWeights(matrices, self.vectors)
 
 
 def pack_weights(team: Team, weights: Mapping[str, Tensor]) -> PackedWeights:

@@ -13,9 +13,6 @@
 #include "team.h"
 #include "vectors.h"
 
-/* So that no other library's function of this name is called instead. */
-#define INTERNAL __attribute__((visibility("hidden")))
-
 typedef struct {
   const model_t *model;
   const batch_t *batch;

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "log_sum_exp.h"
 #include "scan.h"
 #include "team.h"
 #include "vectors.h"
@@ -48,21 +49,6 @@ static void find_best(const float *logits, int64_t size, int64_t *best) {
   int64_t i = 0;
   for (; i < size - 1 && logits[i] != top; i++) continue;
   *best = i;
-}
-
-/* Sums of 16 vectors in float32, and of these in float64: float32 alone is off by 1e-5 over 50,000
-   terms, more than trainer and sampler may differ by. */
-static double log_mass(const float *weights, int64_t size, float top) {
-  double mass = 0.0;
-  int64_t i = 0;
-  while (i + LANES <= size) {
-    vec sum = {};
-    for (int j = 0; j < 16 && i + LANES <= size; j++, i += LANES)
-      sum += exp_vec(load(weights + i) - all(top));
-    mass += sum1(sum);
-  }
-  for (; i < size; i++) mass += expf(weights[i] - top);
-  return top + log(mass);
 }
 
 /* Notes a token that may win; 0 when there are too many. */
@@ -208,7 +194,7 @@ static void scan_row(scan_t *s, int64_t row, float *weights, uint32_t *words, it
     scan_kept(s, row, weights, items, words);
     return;
   }
-  s->norm[row] = log_mass(weights, s->size, weights[s->best[row]]);
+  s->norm[row] = norm_of(weights, s->size, (partition_t *)items);
   if (draw->temperature <= 0.0f) return;
   uint64_t counter[4] = {0, draw->position, 0, 0};
   for (int64_t i = 0; i < s->size; i += 8) {

@@ -24,6 +24,8 @@ typedef int32_t ivec __attribute__((vector_size(LANES * 4)));
 typedef float loose_vec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
+/* So that no other library's function of this name is called instead. */
+#define INTERNAL __attribute__((visibility("hidden")))
 #define LINE_BYTES 64 /* of a cache line */
 #define LINE 16       /* floats of one */
 

@@ -1,15 +1,14 @@
-"""What the sampling engine keeps for each base model: runners, blocks, speculation."""
+"""What the sampling engine keeps for each base model: runner, blocks, speculation."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
-from tinkercloud.decoding.sampler import Scan
+from tinkercloud.decoding.sampler import Norms, Scan
 from tinkercloud.embedded.forward.kv_blocks import BlockPool, KVLayout, blocks_for
-from tinkercloud.embedded.forward.runners import Runner, runner_for, scorer_for
+from tinkercloud.embedded.forward.runners import Runner, runner_for
 from tinkercloud.embedded.model.base_model import BaseModel
-from tinkercloud.embedded.sampling.batch_plan import BatchItem
 from tinkercloud.embedded.sampling.scheduler import KVCache
 from tinkercloud.embedded.sampling.sequences import Sequence
 from tinkercloud.embedded.sampling.speculation import Speculation
@@ -20,17 +19,12 @@ Speculate = Callable[[BaseModel, Runner, BlockPool], Speculation | None]
 
 @dataclass(frozen=True, slots=True)
 class BaseState:
-    """What the versions of one base share. scorer: the runner for prompts whose log-probabilities
-    are wanted; may be the runner."""
+    """What the versions of one base share."""
 
     base: BaseModel
     cache: KVCache
     runner: Runner
-    scorer: Runner
     speculation: Speculation | None
-
-    def runner_of(self, item: BatchItem) -> Runner:
-        return self.scorer if item.all_rows else self.runner
 
 
 class BaseStates:
@@ -62,21 +56,26 @@ class BaseStates:
     def scan(self) -> Scan | None:
         return self._runner.scan if self._runner is not None else None
 
+    @property
+    def norms(self) -> Norms:
+        """Once a base was opened."""
+        assert self._runner is not None
+        return self._runner.norms
+
     @torch.inference_mode()
     def open(self, base: BaseModel) -> None:
-        """Allocate blocks, choose runners, make drafters; nothing where that was done."""
+        """Allocate blocks, choose a runner, make drafters; nothing where that was done."""
         if id(base) in self._states:
             return
         if self._runner is None:
             self._runner = runner_for(base, self._num_threads)
         pool = self._pool(base, self._runner.kv_layout(base))
         cache = KVCache(pool, self._runner.is_exact)
-        scorer = scorer_for(base, self._runner)
         speculation = None
         if self._speculate is not None:
             with torch.inference_mode(False):  # drafts are trained: no inference tensors
                 speculation = self._speculate(base, self._runner, pool)
-        self._states[id(base)] = BaseState(base, cache, self._runner, scorer, speculation)
+        self._states[id(base)] = BaseState(base, cache, self._runner, speculation)
 
     def forget(self, version_id: str) -> None:
         """Nothing of a version is shared or kept any more."""

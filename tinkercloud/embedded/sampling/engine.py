@@ -16,7 +16,6 @@ from torch import Tensor
 from tinkercloud.core.types import OnTokens, SampleRequest
 from tinkercloud.decoding.stops import StopRule
 from tinkercloud.embedded.forward.batch import ragged
-from tinkercloud.embedded.forward.runners import Runner
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.sampling.base_states import BaseState, BaseStates, Speculate
 from tinkercloud.embedded.sampling.batch_plan import BatchItem, LaunchedPass
@@ -101,7 +100,9 @@ class SamplingEngine:
         if self._streams is None:
             self._streams = streams_for(version.base.device)
         self.states.open(version.base)
-        scores = PromptScores(request) if PromptScores.applies_to(request) else None
+        scores = None
+        if PromptScores.applies_to(request):
+            scores = PromptScores(request, self.states.norms)
         rule = StopRule(request.params, version.base.config.eos_token_ids, version.base.decoder)
         job = Job(version, request, reply, scores, rule, on_tokens)
         (self.scheduler if request.grammar is None else self._grammars).add(job)
@@ -180,20 +181,16 @@ class SamplingEngine:
         return [*prefill_batches, *decode_batches]
 
     def _batches(self, items: Iterable[BatchItem]) -> list[list[BatchItem]]:
-        """By weights and runner; rows of one adapter are neighbours."""
-        batches: dict[tuple[int, int], list[BatchItem]] = {}
+        """By weights; rows of one adapter are neighbours."""
+        batches: dict[int, list[BatchItem]] = {}
         for item in items:
-            runner = self._runner_of(item)
-            batches.setdefault((id(item.version.weights), id(runner)), []).append(item)
+            batches.setdefault(id(item.version.weights), []).append(item)
         return [sorted(batch, key=lambda item: item.version.id) for batch in batches.values()]
 
     def _launch(self, batch: list[BatchItem]) -> LaunchedPass:
-        state, runner = self.states[batch[0].base], self._runner_of(batch[0])
-        logits = runner.forward(ragged([item.rows for item in batch]), state.cache.pool)
-        return LaunchedPass(batch, logits, _hidden_states(runner, state))
-
-    def _runner_of(self, item: BatchItem) -> Runner:
-        return self.states[item.base].runner_of(item)
+        state = self.states[batch[0].base]
+        logits = state.runner.forward(ragged([item.rows for item in batch]), state.cache.pool)
+        return LaunchedPass(batch, logits, _hidden_states(state))
 
     # ---- drafts
 
@@ -227,7 +224,7 @@ class SamplingEngine:
                 state.speculation.end_round(ms, usable=usable)
 
 
-def _hidden_states(runner: Runner, state: BaseState) -> Tensor | None:
+def _hidden_states(state: BaseState) -> Tensor | None:
     """Hidden states (M, L, D) of the runner's last pass, where the base's drafter reads them."""
     reads = state.speculation is not None and state.speculation.layers
-    return runner.captured if reads and runner is state.runner else None
+    return state.runner.captured if reads else None

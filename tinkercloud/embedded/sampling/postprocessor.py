@@ -48,7 +48,7 @@ class Postprocessor:
             if hidden is not None and item.ends and item.sequence.is_prompt:
                 first = num_rows - min(item.count, DRAFTER_ROWS)
                 item.sequence.job.hidden = hidden[first:num_rows].clone()
-            if self._advance(item, logits[start:end], state):
+            if self._advance(item, logits[start:end]):
                 draw = DrawnRows(item.sequence, len(rows), item.drafted, seen)
                 draws.append(draw)
                 rows += range(end - len(draw.rows), end)
@@ -64,26 +64,20 @@ class Postprocessor:
                 draws = [DrawnRows(each, row) for row, each in enumerate(group)]
                 self._draw(draws, torch.stack(logits), state)
 
-    def _advance(self, item: BatchItem, logits: Tensor, state: BaseState) -> bool:
+    def _advance(self, item: BatchItem, logits: Tensor) -> bool:
         """Record what was computed. Whether a token is to be drawn from the item's last row."""
         job = item.sequence.job
         if item.all_rows and job.scores is not None:
             job.scores.add(item.sequence.num_computed, logits)
         ends = item.ends  # before the scheduler counts the item
-        # The scorer rounds differently from the runner: samples must go on from the runner's own
-        # keys and values, or scores would change what is sampled.
-        is_foreign = item.all_rows and state.scorer is not state.runner
-        self._scheduler.computed(item, register=not is_foreign)
+        self._scheduler.computed(item)
         if not ends:
             return False
         if not item.sequence.is_prompt:
             return True
         job.is_scoring = False
-        if is_foreign:
-            self._scheduler.recompute_prompt(job)
-        else:
-            job.logits = logits[-1].clone()
-            self._scheduler.prompt_computed(job)
+        job.logits = logits[-1].clone()
+        self._scheduler.prompt_computed(job)
         return False
 
     def _draw(self, draws: list[DrawnRows], logits: Tensor, state: BaseState) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tinkercloud.core.types import PromptAltTokens, SampleRequest, Topk
 from tinkercloud.decoding.alt_tokens import alt_tokens
-from tinkercloud.decoding.sampler import topk_rows
+from tinkercloud.decoding.sampler import Norms, logprobs_of, topk_rows
 
 UNSCORED_LOGPROB = -99999.0
 
@@ -17,8 +17,10 @@ UNSCORED_LOGPROB = -99999.0
 class PromptScores:
     """Collects the log-probabilities that a request selects, chunk by chunk of its prompt."""
 
-    def __init__(self, request: SampleRequest):
-        self._prompt = request.prompt
+    def __init__(self, request: SampleRequest, norms: Norms):
+        """norms: the sampler's own, so that a token's score is the log-probability that it would be
+        sampled with."""
+        self._prompt, self._norms = request.prompt, norms
         length = len(request.prompt)
         last_n = request.prompt_logprobs_last_n
         self._first = length  # scored position, but for targets
@@ -62,27 +64,33 @@ class PromptScores:
             start, logits = first, logits[first - start :]
         if start < stop:
             rows = logits[: stop - start].float()
-            self._record(start + 1, rows - torch.logsumexp(rows, -1, keepdim=True))
+            self._record(start + 1, rows, self._norms(rows)[:, None].to(rows.device))
 
-    def _record(self, position: int, logprobs: Tensor) -> None:
-        """logprobs (n, V) of positions position..position+n-1."""
-        end = position + len(logprobs)
+    def _record(self, position: int, logits: Tensor, norms: Tensor) -> None:
+        """logits (n, V), norms (n, 1) of positions position..position+n-1."""
+        end = position + len(logits)
         scored = slice(max(position, self._first), end)
-        rows = logprobs[scored.start - position :]
-        if self.logprobs is not None and len(rows):
-            tokens = torch.from_numpy(self._prompt[scored].astype(np.int64)).to(rows.device)
-            self.logprobs[scored] = rows.gather(-1, tokens[:, None])[:, 0].cpu().numpy()
-        if self.topk is not None and len(rows):
+        first = scored.start - position
+        if self.logprobs is not None and first < len(logits):
+            tokens = torch.from_numpy(self._prompt[scored].astype(np.int64)).to(logits.device)
+            values = _at(tokens[:, None], logits[first:], norms[first:])
+            self.logprobs[scored] = values[:, 0].cpu().numpy()
+        if self.topk is not None and first < len(logits):
+            rows = logprobs_of(logits[first:], norms[first:])
             ids, values = topk_rows(rows, self.topk.token_ids.shape[1])
             self.topk.token_ids[scored], self.topk.logprobs[scored] = ids, values
         if self.target_logprobs is not None and self._targets is not None:
-            targets = torch.from_numpy(self._targets[position - 1 : end - 1]).to(logprobs.device)
-            values = logprobs.gather(-1, targets.clamp(min=0)).masked_fill(targets < 0, 0.0)
+            targets = torch.from_numpy(self._targets[position - 1 : end - 1]).to(logits.device)
+            values = _at(targets.clamp(min=0), logits, norms).masked_fill(targets < 0, 0.0)
             self.target_logprobs[position - 1 : end - 1] = values.cpu().numpy()
         if self.alt_tokens is not None:
-            # Log-probabilities instead of logits: a constant for each row does not matter.
             k = self.alt_tokens.tokens.shape[1]
-            tokens = alt_tokens(logprobs, self._params, position, k).to(logprobs.device)
-            values = logprobs.gather(-1, tokens)
+            tokens = alt_tokens(logits, self._params, position, k).to(logits.device)
             self.alt_tokens.tokens[position - 1 : end - 1] = tokens.cpu().numpy()
+            values = _at(tokens, logits, norms)
             self.alt_tokens.logprobs[position - 1 : end - 1] = values.cpu().numpy()
+
+
+def _at(tokens: Tensor, logits: Tensor, norms: Tensor) -> Tensor:
+    """Log-probabilities float32 (n, K) of tokens (n, K)."""
+    return logprobs_of(logits.gather(-1, tokens), norms)

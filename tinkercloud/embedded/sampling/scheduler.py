@@ -103,11 +103,10 @@ class Scheduler:
         pool = self._cache_of(sequence.job.version.base).pool
         return sequence.reserve(pool, len(sequence.tokens) + num_drafted)
 
-    def computed(self, item: BatchItem, *, register: bool = True) -> None:
-        """A pass computed the item. register: its full blocks may be shared."""
+    def computed(self, item: BatchItem) -> None:
+        """A pass computed the item."""
         cache = self._cache_of(item.base)
-        register = register and cache.is_reproducible
-        item.sequence.advance(cache.pool, item.count, register=register)
+        item.sequence.advance(cache.pool, item.count, register=cache.is_reproducible)
 
     def accepted(self, sequence: Sequence, num_accepted: int) -> None:
         """So many drafted tokens follow those that were computed; the others' blocks are freed."""
@@ -119,10 +118,6 @@ class Scheduler:
         """Its samples can begin."""
         self._waiting.remove(job)
         self._ready.append(job)
-
-    def recompute_prompt(self, job: Job) -> None:
-        """Its blocks are of no use: the prompt is computed again, without scores."""
-        job.prompt.free_blocks(self._cache_of(job.version.base).pool)
 
     def begin_samples(self) -> list[Sequence]:
         """Samples of ready jobs, as far as the batch and the blocks allow. They run from now on;

@@ -13,13 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tinkercloud.core.types import SamplingParams
-from tinkercloud.decoding.sampler import RowParams
-from tinkercloud.embedded.forward.kv_blocks import BlockPool
+from tinkercloud.embedded.forward.kv_blocks import BlockPool, kv_layout_of
 from tinkercloud.embedded.forward.rotary_table import rotary_table
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.native import train_bindings
-from tinkercloud.embedded.native.bindings import AdapterTable, NativeModel, scan
+from tinkercloud.embedded.native.bindings import AdapterTable, NativeModel, log_sum_exp
 from tinkercloud.embedded.native.layered_pass import LayeredPass, Rows
 from tinkercloud.embedded.training.attention import PackedAttention
 from tinkercloud.embedded.training.block import BlockActivations, Blocks
@@ -77,7 +75,8 @@ def _layered_pass(
     """The blocks of all layers are the same: a layer's keys and values are over with the layer."""
     config = base.config
     tables, num_blocks = layout.block_tables()
-    pool = BlockPool(replace(config, num_layers=1), base.dtype, base.device, num_blocks)
+    one_layer, blocks = replace(config, num_layers=1), kv_layout_of(base.dtype)
+    pool = BlockPool(one_layer, base.dtype, base.device, num_blocks, blocks)
     keys, values = pool.keys * config.num_layers, pool.values * config.num_layers
     assert linears.packed is not None, "packed with the model's weights"
     model = NativeModel(config, linears.packed, keys, values)
@@ -109,15 +108,8 @@ class CompiledUnembedding:
         return logits
 
     def normalize(self, logits: Tensor, *, probabilities: bool) -> Tensor:
-        norms = log_sum_exp(logits)
+        with train_bindings.training_team() as team:
+            norms = log_sum_exp(team, logits)
         if probabilities:
             train_bindings.to_probabilities_(logits, norms)
         return norms
-
-
-def log_sum_exp(logits: Tensor) -> Tensor:
-    """The sampler's own, of float32 logits (n, V): float64 (n,), rounded as the sampler does."""
-    greedy = RowParams(SamplingParams(max_tokens=1, seed=0, temperature=0.0), 0, 0)
-    with train_bindings.training_team() as team:
-        norms = scan(team, logits, [greedy] * len(logits)).norm
-    return torch.from_numpy(norms).float().double()

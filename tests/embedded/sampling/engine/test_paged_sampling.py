@@ -1,6 +1,5 @@
 """Blocks: what is shared, what is given up and taken up again, and that none of it shows."""
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -76,25 +75,6 @@ def test_in_bfloat16_the_compiled_pass_is_nearer_to_exact_than_the_plain_one(
     likely = truth > np.log(1e-3)
     distance = [np.abs(logprobs - truth)[likely].mean() for logprobs in (compiled, plain)]
     assert 0 < distance[0] < 0.7 * distance[1], distance
-
-
-def test_in_bfloat16_prompts_are_scored_by_the_plain_pass(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It rounds where the trainer does; what is sampled does not depend on it."""
-    store = open_store(folder, dtype=torch.bfloat16)
-    base = store.publish(FromBase("tiny"))
-    request = ask(PROMPT, n=2, max_tokens=20, seed=3, use_eos=False)
-    scored = replace(request, prompt_logprobs=True)
-    sampler = Sampler(store)
-    outputs = sampler.run({"plain": (base, request), "scored": (base, scored)})
-    same(outputs["plain"], outputs["scored"])
-    same(outputs["plain"], Sampler(store).one(base, scored))
-    pool = pool_of(sampler)
-    assert pool.num_available == pool.num_blocks
-    monkeypatch.setattr(runners, "library", lambda: None)
-    by_torch = Sampler(store).one(base, scored)
-    assert np.array_equal(outputs["scored"].prompt_logprobs, by_torch.prompt_logprobs, True)
 
 
 @pytest.mark.parametrize("rank", [None, 0, 4])
