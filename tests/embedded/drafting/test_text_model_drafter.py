@@ -75,9 +75,11 @@ def through_text(
         draft = open_draft(folder, target, folder)
         pair = tokenizer_pair(draft, target)
         assert pair is not None
-        pool = BlockPool(draft.config, draft.dtype, draft.device, num_blocks)
+        runner = NativeRunner(1)
+        layout = runner.kv_layout(draft)
+        pool = BlockPool(draft.config, draft.dtype, draft.device, num_blocks, layout)
         version = Version("draft", draft, draft.weights, None, 1.0)
-        return TextModelDrafter(version, NativeRunner(1), pool, pair)
+        return TextModelDrafter(version, runner, pool, pair)
 
     return make
 
