@@ -81,13 +81,13 @@ def test_the_sampler_is_closer_to_float64_than_a_float32_pass_of_torch(
     assert np.abs(sampled - exact).max() < max(2e-4, distance[torch.float32])
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-4), ("bfloat16", 2e-2)])
-def test_trainer_sampler_and_transformers_agree(
+@pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-4), ("bfloat16", 3e-2)])
+def test_trainer_and_sampler_are_equal_and_near_transformers(
     dtype: str, limit: float, text: list[int], smollm2_gguf: Path, tmp_path: Path
 ) -> None:
-    """Mean |d| of log-probabilities, a fresh adapter; transformers computes in `dtype` too."""
+    """Log-probabilities with a fresh adapter; the mean distance from transformers in float32."""
     reference = AutoModelForCausalLM.from_pretrained(
-        smollm2_gguf.parent, gguf_file=smollm2_gguf.name, dtype=getattr(torch, dtype)
+        smollm2_gguf.parent, gguf_file=smollm2_gguf.name, dtype=torch.float32
     ).eval()
     with torch.no_grad():
         law = torch.log_softmax(reference(torch.tensor([text])).logits[0].double(), -1)
@@ -99,12 +99,8 @@ def test_trainer_sampler_and_transformers_agree(
         sampler = model.save_weights_and_get_sampling_client().result()
         sampled = np.array(sampler.compute_logprobs(client.prompt(text)).result()[1:])
         client.close()
-    distances = {
-        "trainer, sampler": np.abs(trained - sampled).mean(),
-        "trainer, transformers": np.abs(trained - theirs).mean(),
-        "sampler, transformers": np.abs(sampled - theirs).mean(),
-    }
-    assert max(distances.values()) < limit, distances
+    assert np.array_equal(trained, sampled)
+    assert np.abs(sampled - theirs).mean() < limit
 
 
 def test_the_api_answers_in_milliseconds_while_the_engine_computes(
