@@ -238,14 +238,17 @@ def test_a_stop_string_across_tokens_ends_the_sample(store: ModelStore, base: st
 def test_end_of_sequence_ends_a_sample_unless_stopping_is_off(
     store: ModelStore, base: str, folder: Path
 ) -> None:
-    eager = store.base("tiny").weights["lm_head"]
+    model = store.base("tiny")
+    eager = model.weights["lm_head"]
     saved = eager[EOS].clone()
     try:
         eager[EOS] = eager[greedy_tokens(store, base, 1)[0]] * 1.5
+        model._packed.clear()  # made of the weights as they were
         fresh = Sampler(store).one(base, ask(PROMPT, max_tokens=6, temperature=0.0))
         never = Sampler(store).one(base, ask(PROMPT, max_tokens=6, temperature=0.0, use_eos=False))
     finally:
         eager[EOS] = saved
+        model._packed.clear()
     assert (fresh.sequences[0].tokens.tolist(), fresh.sequences[0].stop_reason) == ([EOS], "stop")
     assert len(never.sequences[0].tokens) == 6
     assert never.sequences[0].stop_reason == "length"

@@ -30,7 +30,10 @@ class BaseModel:
     decoder: Tokenizer | None
     dtype: torch.dtype
     device: torch.device
-    _packed: list[PackedWeights] = field(default_factory=list, repr=False, compare=False)
+    # not of `init`: a copy with other weights is packed anew
+    _packed: list[PackedWeights] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
 
     @classmethod
     def load(
