@@ -11,7 +11,7 @@ import torch
 from tests.architectures.networks import FAMILIES, SIZES, random_network
 from tests.embedded.exactness import assert_same_gradients_in_company
 from tinkercloud.core.types import Datum, LoraSpec, TrainBatch
-from tinkercloud.embedded.forward.row_invariance import ROW_TILE, is_row_invariant, pad_rows
+from tinkercloud.embedded.forward.row_invariance import is_row_invariant, pad_rows
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.training import head as train_head
 from tinkercloud.embedded.training import micro_batch_pass, trainable_model
@@ -172,7 +172,7 @@ def test_shared_prefixes_equal_autograd_in_every_family(base: BaseModel) -> None
 
 def test_a_common_prefix_is_computed_once() -> None:
     data = beginning_alike().data
-    layout = lay_out([data], row_tile=ROW_TILE)
+    layout = lay_out([data])
     # Whole blocks of 16 alone are shared: 1 of 20 tokens alike, 2 of 40, none of 5.
     assert layout.ends == (29 + (50 - 16) + 45 + 5 + (43 - 32) + (80 - 32) + 17 + 4,)
     assert len(layout.tokens) == pad_rows(layout.ends[0])

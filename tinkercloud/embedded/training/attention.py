@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tinkercloud.embedded.native.train_bindings import attention_gradient
+from tinkercloud.embedded.training.layout import first_owners
 
 
 def bucket(length: int) -> int:
@@ -139,10 +140,7 @@ class _Places:
     """Which entries of the buckets are a row's, collected bucket by bucket."""
 
     def __init__(self, sequences: Sequence[NDArray[np.int64]], num_rows: int):
-        self._owner = np.full(num_rows, -1)  # the first sequence that has the row, of all buckets
-        for index, rows in reversed(list(enumerate(sequences))):
-            self._owner[rows] = index
-        assert (self._owner >= 0).all(), "rows without a sequence"
+        self._owner = first_owners(sequences, num_rows)  # of all buckets
         # One element for each entry that is no padding.
         self._rows: list[NDArray[np.int64]] = []
         self._sequences: list[NDArray[np.int64]] = []

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from tinkercloud.core.types import Datum
 from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS
+from tinkercloud.embedded.forward.row_invariance import pad_rows
 
 
 class PrefixTree:
@@ -71,6 +72,15 @@ def alike_together(data: Sequence[Datum]) -> list[int]:
     return sorted(range(len(data)), key=firsts.__getitem__)
 
 
+def first_owners(sequences: Sequence[NDArray[np.int64]], num_rows: int) -> NDArray[np.int32]:
+    """(num_rows,): the first of the sequences that has the row; together they have all."""
+    owners = np.full(num_rows, -1, np.int32)
+    for index, rows in reversed(list(enumerate(sequences))):
+        owners[rows] = index
+    assert (owners >= 0).all(), "rows without a sequence"
+    return owners
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """tokens, positions int64 (T,). rows: of each datum, share by share, (N,) each. ends: the row
@@ -90,11 +100,7 @@ class Layout:
 
     def owners(self) -> NDArray[np.int32]:
         """(T,): the first of `sequences` that has the row."""
-        owners = np.full(len(self.tokens), -1, np.int32)
-        for index, rows in reversed(list(enumerate(self.sequences()))):
-            owners[rows] = index
-        assert (owners >= 0).all(), "rows without a sequence"
-        return owners
+        return first_owners(self.sequences(), len(self.tokens))
 
     def block_tables(self) -> tuple[NDArray[np.int32], int]:
         """The block of each BLOCK_TOKENS positions of each of `sequences`, (S, blocks); how many
@@ -113,17 +119,16 @@ class Layout:
         return (self.ends[share - 1] if share else 0), self.ends[share]
 
 
-def lay_out(shares: Sequence[Sequence[Datum]], row_tile: int = 1) -> Layout:
+def lay_out(shares: Sequence[Sequence[Datum]]) -> Layout:
     """shares: each model's datums. Rows are shared within a share only, so that what a share gets
-    does not depend on the others (up to rounding where products are not row-invariant). row_tile:
-    the rows are padded to a multiple of it."""
+    does not depend on the others (up to rounding where products are not row-invariant)."""
     rows: list[tuple[NDArray[np.int64], ...]] = []
     ends: list[int] = []
     for data in shares:
         tree = PrefixTree(ends[-1] if ends else 0)
         rows.append(tuple(tree.add(datum.tokens) for datum in data))
         ends.append((ends[-1] if ends else 0) + tree.num_rows)
-    size = -(-ends[-1] // row_tile) * row_tile
+    size = pad_rows(ends[-1])
     tokens, positions = np.zeros(size, np.int64), np.zeros(size, np.int64)
     positions[ends[-1] :] = np.arange(size - ends[-1])
     for data, of_share in zip(shares, rows, strict=True):

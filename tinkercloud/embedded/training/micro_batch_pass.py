@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tinkercloud.core.types import TrainBatch
-from tinkercloud.embedded.forward.row_invariance import ROW_TILE
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.native.train_bindings import has_compiled_pass
 from tinkercloud.embedded.training.block import BlockActivations, Blocks
@@ -73,7 +72,7 @@ class _Pass:
         models = [share.model for share in shares]
         is_compiled = has_compiled_pass(base.device, base.dtype)
         data = [[share.batch.data[i] for i in share.indices] for share in shares]
-        layout = lay_out(data, row_tile=ROW_TILE)
+        layout = lay_out(data)
         self._tokens = base.tensor(layout.tokens)
         self._linears = Linears(base.weights, models)
         # The padding is a sequence of its own, in no model's segment and without gradient.
