@@ -5,6 +5,8 @@ imports anything heavy before it runs.
 """
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
 
 from tinkercloud import __version__
@@ -38,7 +40,8 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status: 0, 1 for a failure, 2 for settings that cannot work."""
+    """The exit status: 0, 1 for a failure, 2 for settings that cannot work, as a shell has them for
+    an interrupt and a closed pipe."""
     arguments = vars(_parser().parse_args(argv))
     run = arguments.pop("run")
     try:
@@ -57,6 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read the output has enough, as `| head` does
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # what Python flushes at exit
+        return 141
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -28,10 +28,11 @@ from tinkercloud.embedded.draft_training.driver import (
     TrainingSettings,
     joined,
 )
+from tinkercloud.embedded.draft_training.files import frozen_rows
 from tinkercloud.embedded.draft_training.head_trainer import HeadObjective, HeadTrainer
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.errors import UserError
-from tinkercloud.speculative.head.head import FrozenRows, Head, HeadConfig, initial_params
+from tinkercloud.speculative.head.head import Head, HeadConfig, initial_params
 from tinkercloud.speculative.head.vocabulary import DraftVocabulary
 from tinkercloud.speculative.learning.cases import Case, CaseStore
 from tinkercloud.speculative.learning.draft_folder import DraftFolder
@@ -78,7 +79,7 @@ def distilled(
         counts, min(config.vocabulary, len(counts)), version.base.config.eos_token_ids
     )
     head_config = HeadConfig.of(version.base.config)
-    head = Head(head_config, FrozenRows.of(version.base.weights, vocabulary))
+    head = Head(head_config, frozen_rows(version.base, vocabulary))
     texts = [text for text in texts if len(text.tokens) >= MIN_TOKENS]
     dataset = _dataset(version, head, texts, config.seed, say)
     if not dataset.held_out():

@@ -57,6 +57,25 @@ def kernels(target: Target, facts: Facts) -> Finding:
     return Finding("warning", answer["kernels_error"], advice)
 
 
+def exactness(target: Target, facts: Facts) -> Finding:
+    """What is promised: docs/architecture.md, "What is exact"."""
+    answer = facts["deviation"]
+    if "error" in answer:
+        if "error" in facts["torch"]:
+            return unknown("torch")
+        return Finding("warning", answer["error"], "sampling and training must work here")
+    promised, largest = answer["promised"], answer["largest"]
+    if promised and largest == 0:
+        fact = f"promised; {answer['tokens']} tokens of a tiny model are equal to the bit"
+        return Finding("ok", fact, brief="trained = sampled to the bit")
+    apart = f"up to {largest:.1e} nats apart on a tiny model"
+    if promised:
+        advice = "a fault in the compiled kernels: report it; try a lower --engine-instruction-set"
+        return Finding("warning", f"promised, but {apart}", advice)
+    fact = f"not promised, which needs the compiled kernels; {apart}"
+    return Finding("ok", fact, brief=f"trained and sampled up to {largest:.1e} nats apart")
+
+
 def products(target: Target, facts: Facts) -> Finding:
     """Either is in order: what it means is in docs/architecture.md, "What is exact"."""
     verdicts = facts["engine"].get("row_invariant", {})

@@ -54,6 +54,7 @@ def commands(target: Target) -> dict[str, tuple[str, tuple[str, ...]]]:
     probes: dict[str, tuple[str, ...]] = {
         "torch": ("torch",),
         "engine": ("engine", target.dtype, target.instruction_set),
+        "deviation": ("deviation", target.dtype, target.instruction_set),
         "models": ("models", target.backend, *(f"{m.name}={m.path}" for m in target.models)),
         "python": ("python",),
         "versions": ("versions", *requirements("embedded"), *requirements("grammar")),

@@ -16,6 +16,7 @@ import logging
 import os
 import socket
 import sys
+import tempfile
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -217,6 +218,35 @@ def engine(dtype: str, instruction_set: str = "auto") -> dict[str, Any]:
     }
 
 
+def deviation(dtype: str, instruction_set: str = "auto") -> dict[str, Any]:
+    """How far log-probabilities in training are from the sampled ones, of a tiny random model, and
+    whether they are promised to be equal."""
+    _find_our_package()
+
+    from tinkercloud.config import force_instruction_set
+    from tinkercloud.embedded.model.device import (
+        choose_device,
+        choose_dtype,
+        set_up_torch,
+        usable_cores,
+    )
+    from tinkercloud.embedded.native.train_bindings import has_compiled_pass
+    from tinkercloud.embedded.process.deviation import measure_tiny
+
+    if instruction_set != "auto":
+        force_instruction_set(instruction_set)
+    device = choose_device()
+    chosen = choose_dtype(dtype, device)
+    set_up_torch(usable_cores())
+    with tempfile.TemporaryDirectory() as folder:
+        measured = measure_tiny(chosen, device, usable_cores(), Path(folder))
+    return {
+        "promised": has_compiled_pass(device, chosen),
+        "tokens": measured.num_tokens,
+        "largest": measured.largest,
+    }
+
+
 def _find_our_package() -> None:
     """Also where it is not installed. Not in every probe: the folder may be our Python's
     site-packages, whose distributions another Python must not count as its own."""
@@ -376,7 +406,10 @@ def _shown(error: BaseException) -> str:
 
 PROBES: dict[str, Callable[..., dict[str, Any]]] = {
     probe.__name__: probe
-    for probe in (python, versions, host, driver, package, torch, engine, models, sglang, ray)
+    for probe in (
+        *(python, versions, host, driver, package, torch, engine, deviation),
+        *(models, sglang, ray),
+    )
 }
 
 

@@ -46,19 +46,26 @@ def read_config(path: Path) -> ArchitectureConfig:
     return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *more))))
 
 
-def load_model(path: Path, dtype: torch.dtype, device: torch.device | str) -> LoadedModel:
-    """Everything, converted tensor by tensor to `dtype`. Raises ConfigError listing what is
-    missing, unexpected or of the wrong shape."""
+def read_model(
+    path: Path, dtype: torch.dtype
+) -> tuple[ArchitectureConfig, Iterator[tuple[str, Tensor]]]:
+    """The config, and every tensor on the CPU in `dtype`, read from the file as it is asked for; a
+    tied "lm_head" is left out. Raises ConfigError listing what is missing, unexpected or of the
+    wrong shape."""
     config = read_config(path)
     if is_gguf(path):
         file = GGUFFile(path)
         _check_shapes(path, config, gguf_shapes(file))
-        named = gguf_weights(file, config, dtype)
-    else:
-        files = _tensor_files(path)
-        _check_shapes(path, config, _safetensors_shapes(path, config, files))
-        named = _safetensors_weights(path, config, files, dtype)
-    weights = {name: tensor.to(device) for name, tensor in named}
+        return config, gguf_weights(file, config, dtype)
+    files = _tensor_files(path)
+    _check_shapes(path, config, _safetensors_shapes(path, config, files))
+    return config, _safetensors_weights(path, config, files, dtype)
+
+
+def load_model(path: Path, dtype: torch.dtype, device: torch.device | str) -> LoadedModel:
+    """Everything at once, as `read_model` reads it."""
+    config, tensors = read_model(path, dtype)
+    weights = {name: tensor.to(device) for name, tensor in tensors}
     if config.tie_word_embeddings:
         weights["lm_head"] = weights["model.embed_tokens"]
     return LoadedModel(config, weights)

@@ -21,6 +21,7 @@ from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.training.context import TrainContext
 from tinkercloud.embedded.training.layout import Layout
 from tinkercloud.embedded.training.observer import Datums
+from tinkercloud.embedded.training.packed_context import frozen_context
 from tinkercloud.speculative.head.losses import Teacher, most_probable
 from tinkercloud.speculative.learning.cases import Tokens
 from tinkercloud.speculative.learning.schedule import TimeBudget
@@ -231,9 +232,7 @@ def capture_sequence(
 ) -> CapturedSequence:
     """layers: as in HeadConfig."""
     ids = version.base.tensor(tokens.astype("int64"))
-    context = TrainContext(
-        version.weights, [len(tokens)], adapter=version.adapter, scale=version.scale
-    )
+    context = frozen_context(version.weights, [len(tokens)], version.entry)
     outputs = layer_outputs(version, context, ids)
     hidden = torch.stack([outputs[layer - 1] for layer in layers], 1)
     logits = version.base.architecture.unembed(context, outputs[-1])

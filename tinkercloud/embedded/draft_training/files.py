@@ -1,12 +1,14 @@
 """Draft heads as files: the folder of a model's drafts, and reading a head back."""
 
 import re
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from tinkercloud.embedded.model.base_model import BaseModel
+from tinkercloud.embedded.model.packed_tensors import PackedTensors
 from tinkercloud.errors import ConfigError, NotFound
 from tinkercloud.speculative.head.head import FrozenRows, Head, HeadConfig
 from tinkercloud.speculative.head.vocabulary import DraftVocabulary
@@ -42,4 +44,12 @@ def open_head(folder: DraftFolder, name: str, base: BaseModel) -> tuple[Head, di
         raise ConfigError(f"{path} holds no draft head of {base.name}: {error}") from None
     if not fits:
         raise ConfigError(f"the draft head in {path} is not one of {base.name}: other sizes")
-    return Head(config, FrozenRows.of(base.weights, vocabulary)), params
+    return Head(config, frozen_rows(base, vocabulary)), params
+
+
+def frozen_rows(base: BaseModel, vocabulary: DraftVocabulary) -> FrozenRows:
+    """What a head of this base shares with it."""
+    weights = base.weights
+    packed = isinstance(weights, PackedTensors)
+    embed = partial(weights.rows, "model.embed_tokens") if packed else None
+    return FrozenRows.of(weights, vocabulary, embed)

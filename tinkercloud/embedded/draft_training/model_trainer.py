@@ -18,6 +18,7 @@ from tinkercloud.core.types import LoraSpec
 from tinkercloud.embedded.draft_training.driver import Evaluation
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.training.context import TrainContext
+from tinkercloud.embedded.training.packed_context import frozen_context
 from tinkercloud.errors import UserError
 from tinkercloud.speculative.head.losses import (
     MEASURES,
@@ -103,7 +104,7 @@ class DraftModelTrainer:
 
     def _context(self, lengths: list[int]) -> TrainContext:
         adapter, scale = adapter_of(self._params), self._spec.alpha / self._spec.rank
-        return TrainContext(self._base.weights, lengths, adapter=adapter, scale=scale)
+        return frozen_context(self._base.weights, lengths, (adapter, scale))
 
 
 def adapter_of(params: Mapping[str, Tensor]) -> Adapter:

@@ -175,21 +175,16 @@ class BlockPool:
             tensor[target] = tensor[source]
 
     def write(self, layer: int, blocks: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Keys and values (M, Hkv, Dh) of M tokens, each into its slot (M,) of its block (M,)."""
-        keys, values = self.keys[layer], self.values[layer]
-        if self.layout is KVLayout.PLAIN:
-            keys[blocks, :, :, slots] = k
-            values[blocks, :, slots] = v
-        else:
-            keys[blocks, :, :, slots] = k.unflatten(2, (-1, 2))
-            values[blocks, :, slots // 2, :, slots % 2] = v
+        """Keys and values (M, Hkv, Dh) of M tokens, each into its slot (M,) of its block (M,), in a
+        plain pool."""
+        assert self.layout is KVLayout.PLAIN
+        self.keys[layer][blocks, :, :, slots] = k
+        self.values[layer][blocks, :, slots] = v
 
     def read(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values (Hkv, P, Dh) of the P tokens of these blocks, in order."""
+        """Keys and values (Hkv, P, Dh) of the P tokens of these blocks, in order; a plain pool."""
+        assert self.layout is KVLayout.PLAIN
         keys, values = self.keys[layer][blocks], self.values[layer][blocks]
-        if self.layout is KVLayout.PAIRED:
-            keys = keys.transpose(3, 4).flatten(2, 3)
-            values = values.transpose(3, 4).flatten(2, 3)
         return keys.permute(1, 0, 3, 2).flatten(1, 2), values.permute(1, 0, 2, 3).flatten(1, 2)
 
     def _evict(self) -> int:

@@ -15,7 +15,7 @@ from tinkercloud.architectures.llama import Llama
 from tinkercloud.embedded.forward.batch import Batch
 from tinkercloud.embedded.forward.contexts import SampleContext, segments_of
 from tinkercloud.embedded.forward.kernel_choice import attention_for
-from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool, KVLayout, blocks_for
+from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool, blocks_for
 from tinkercloud.embedded.forward.paged_attention import TILE
 from tinkercloud.embedded.forward.row_invariance import Product, pad_rows
 from tinkercloud.embedded.model.uploads import uploaded
@@ -56,14 +56,12 @@ class PagedContext(SampleContext):
         starts = np.flatnonzero(np.diff(sequence, prepend=-1))
         counts = np.diff(starts, append=num_rows)
         self._attend = attention_for(base.device, base.dtype)
-        # Rows that are alone in their sequence; their kernels read one layout only.
-        plain = pool.layout is KVLayout.PLAIN
-        single = starts[counts == 1] if plain else starts[:0]
+        single = starts[counts == 1]  # rows that are alone in their sequence
         self._single = self._alone(single, tables[sequence[single]]) if len(single) else None
         self._chunks = [
             self._chunk(int(start), int(count), tables[sequence[start]])
             for start, count in zip(starts, counts, strict=True)
-            if count > 1 or not plain
+            if count > 1
         ]
 
     def padded_inputs(self) -> tuple[Tensor, Tensor]:

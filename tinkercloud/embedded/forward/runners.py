@@ -32,10 +32,10 @@ from tinkercloud.embedded.forward.paged_context import PagedContext
 from tinkercloud.embedded.forward.rotary_table import rotary_table
 from tinkercloud.embedded.forward.row_invariance import Product, is_row_invariant
 from tinkercloud.embedded.model.base_model import BaseModel
+from tinkercloud.embedded.model.packed_tensors import PackedTensors
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.native.bindings import AdapterTable, NativeModel, log_sum_exp, scan
 from tinkercloud.embedded.native.compiler import library
-from tinkercloud.embedded.native.packed import pack_weights
 from tinkercloud.embedded.native.team import Team
 
 _BASE = "base "
@@ -127,10 +127,9 @@ class NativeRunner:
         if cached is not None and cached[0] is pool:
             return cached[1]
         assert pool.layout is kv_layout_of(version.base.dtype), "made for another runner"
-        base = version.base
-        is_shared = version.weights is base.weights
-        packed = base.packed(self._team) if is_shared else pack_weights(self._team, version.weights)
-        model = NativeModel(base.config, packed, pool.keys, pool.values)
+        assert isinstance(version.weights, PackedTensors), "packed where there are the kernels"
+        packed = version.weights.packed
+        model = NativeModel(version.base.config, packed, pool.keys, pool.values)
         self._models[name] = (pool, model)
         return model
 

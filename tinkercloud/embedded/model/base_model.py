@@ -1,6 +1,7 @@
 """A base model in memory: configuration, frozen weights, tokenizer, device."""
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,39 +14,43 @@ from tinkercloud.architectures.config import ArchitectureConfig
 from tinkercloud.architectures.llama import Llama
 from tinkercloud.architectures.qwen2 import Qwen2
 from tinkercloud.architectures.qwen3 import Qwen3
-from tinkercloud.embedded.model.huge_pages import in_huge_pages
-from tinkercloud.embedded.native.packed import PackedWeights, pack_weights
-from tinkercloud.embedded.native.team import Team
-from tinkercloud.weights.loader import load_model
+from tinkercloud.embedded.model.packed_tensors import PackedTensors
+from tinkercloud.embedded.model.salience import salient_inputs
+from tinkercloud.embedded.native.train_bindings import has_compiled_pass, training_team
+from tinkercloud.weights.loader import load_model, read_model
 
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """weights: tensors by Hugging Face module name; frozen, shared by all models and versions."""
+    """weights: tensors by Hugging Face module name; frozen, shared by all models and versions;
+    `PackedTensors` where the compiled pass reads them."""
 
     name: str
     config: ArchitectureConfig
     architecture: Llama  # or one of its descendants
-    weights: dict[str, Tensor]
+    weights: Mapping[str, Tensor]
     decoder: Tokenizer | None
     dtype: torch.dtype
     device: torch.device
-    # not of `init`: a copy with other weights is packed anew
-    _packed: list[PackedWeights] = field(
-        default_factory=list, init=False, repr=False, compare=False
-    )
 
     @classmethod
     def load(
         cls, name: str, path: Path, tokenizer_path: Path | None, dtype: torch.dtype,
         device: torch.device,
     ) -> "BaseModel":  # fmt: skip
-        loaded = load_model(path, dtype, device)
-        architecture = load_architecture(loaded.config.name)(loaded.config, device)
+        weights: Mapping[str, Tensor]
+        if has_compiled_pass(device, dtype):
+            config, tensors = read_model(path, dtype)
+            architecture = load_architecture(config.name)(config, device)
+            weights = _with_salient(PackedTensors.of(tensors), architecture)
+        else:
+            loaded = load_model(path, dtype, device)
+            config, weights = loaded.config, loaded.weights
+            architecture = load_architecture(config.name)(config, device)
         decoder = None
         if tokenizer_path is not None:
             decoder = Tokenizer.from_file(str(tokenizer_path / "tokenizer.json"))
-        return cls(name, loaded.config, architecture, loaded.weights, decoder, dtype, device)
+        return cls(name, config, architecture, weights, decoder, dtype, device)
 
     @property
     def is_llama_family(self) -> bool:
@@ -53,11 +58,13 @@ class BaseModel:
         biases and norms of heads."""
         return type(self.architecture) in (Llama, Qwen2, Qwen3)
 
-    def packed(self, team: Team) -> PackedWeights:
-        """For the compiled pass, made at the first call and shared by sampling and training."""
-        if not self._packed:
-            self._packed.append(pack_weights(team, self.weights).moved(in_huge_pages))
-        return self._packed[0]
-
     def tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)
+
+
+def _with_salient(weights: PackedTensors, architecture: Llama) -> PackedTensors:
+    if weights.packed.dtype != torch.bfloat16:
+        return weights
+    with training_team() as team:
+        inputs = salient_inputs(team, architecture, weights.packed)
+    return weights.with_salient(inputs)

@@ -9,12 +9,32 @@ changes.
 
 import mmap
 from collections import defaultdict
+from math import prod
 
 import torch
 from torch import Tensor
 
 PAGE_BYTES = 2 * 1024**2
 LINE_BYTES = 64
+AREA_BYTES = 256 * 1024**2
+"""Asked for at a time; pages that are never written take no memory."""
+
+
+class HugePages:
+    """Memory in large pages for tensors that come one after the other. An area is freed with the
+    last of its tensors."""
+
+    def __init__(self) -> None:
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Zeros, at the beginning of a cache line."""
+        size = prod(shape) * dtype.itemsize
+        padded = _in_lines(size)
+        if padded > len(self._free):
+            self._free = _memory(max(padded, AREA_BYTES))
+        region, self._free = self._free[:size], self._free[padded:]
+        return region.view(dtype).view(shape)
 
 
 def in_huge_pages(weights: dict[str, Tensor]) -> None:
@@ -29,8 +49,7 @@ def in_huge_pages(weights: dict[str, Tensor]) -> None:
             names_by_storage[tensor.untyped_storage().data_ptr()].append(name)
     groups = list(names_by_storage.values())
     sizes = [weights[names[0]].untyped_storage().nbytes() for names in groups]
-    # Each storage begins with a cache line: vectors across two lines take two loads.
-    padded = [-(-size // LINE_BYTES) * LINE_BYTES for size in sizes]
+    padded = [_in_lines(size) for size in sizes]
     memory = _memory(sum(padded))
     for names, region in zip(groups, memory.split(padded), strict=True):
         _move(names, weights, region)
@@ -44,6 +63,12 @@ def _move(names: list[str], weights: dict[str, Tensor], region: Tensor) -> None:
         tensor = weights[name]
         start = int(region.storage_offset()) // tensor.element_size() + int(tensor.storage_offset())
         weights[name] = region.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), start)
+
+
+def _in_lines(num_bytes: int) -> int:
+    """Rounded up: a tensor begins with a cache line, since vectors across two lines take two
+    loads."""
+    return -(-num_bytes // LINE_BYTES) * LINE_BYTES
 
 
 def _memory(num_bytes: int) -> Tensor:

@@ -91,6 +91,13 @@ def log_sum_exp(team: Team, logits: Tensor) -> Tensor:
     return norms
 
 
+def step_names(team: Team) -> list[str]:
+    """Of the steps of a pass, in their order."""
+    team.library.step_name.restype = c.c_char_p
+    num = c.c_int64.in_dll(team.library, "num_steps").value
+    return [team.library.step_name(c.c_int64(step)).decode() for step in range(num)]
+
+
 class AdapterTable:
     """The low-rank factors of one published adapter, packed, for forward.c."""
 
@@ -118,6 +125,8 @@ class NativeModel:
 
     matrices: by Hugging Face module name. vectors: norms and biases, float32.
     keys and values: in the weights' number type, by layer; in bfloat16 by pairs (network.h).
+    times (steps, 2), for `step_names`: to what is there each pass adds how many nanoseconds each
+    step took, and how many of these the first thread waited for the others; None: nobody asks.
     """
 
     def __init__(
@@ -128,6 +137,7 @@ class NativeModel:
         values: Sequence[Tensor],
     ):
         self.config = config
+        self.times: NDArray[np.int64] | None = None
         self._logits = torch.empty(
             0, config.vocab_size
         )  # fresh memory would be cleared page by page
@@ -140,7 +150,12 @@ class NativeModel:
         def linear(name: str) -> Linear:
             weight = matrices[name]
             bias = vectors.get(f"{name}.bias")
-            return Linear(weight.address, _address(bias), *weight.shape)
+            read = (weight.address, _address(bias), *weight.shape)
+            salient = weights.salient.get(name)
+            if salient is None:
+                return Linear(*read)
+            inputs = _address(salient.inputs, torch.int64)
+            return Linear(*read, inputs, len(salient.inputs), salient.weights.address)
 
         for i, layer in enumerate(self._layers):
             path = f"model.layers.{i}"
@@ -205,6 +220,7 @@ class NativeModel:
 
     def run(self, team: Team, batch: Batch) -> None:
         """A pass, or a part of it. Raises MemoryError."""
+        batch.times = None if self.times is None else self.times.ctypes.data
         if team.library.forward(team.handle, c.byref(self._model), c.byref(batch)):
             raise MemoryError(f"no memory for a batch of {batch.rows} rows")
 

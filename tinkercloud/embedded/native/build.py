@@ -1,4 +1,4 @@
-"""Compiles the C files beside this one, for one instruction set, into a shared library.
+"""Compiles the C files of kernels/, for one instruction set, into a shared library.
 
 -ffp-contract=off: a product and a sum are fused where the source says so (vectors.h), else bits
 would depend on which of them a compiler happens to see together.
@@ -16,8 +16,9 @@ from tinkercloud.embedded.native.instruction_sets import InstructionSet
 
 HERE = Path(__file__).parent
 CARRIED = HERE / "compiled"  # the libraries that a wheel brings
-SOURCES = sorted(HERE.glob("*.c"))
-HEADERS = sorted(HERE.glob("*.h"))
+KERNELS = HERE / "kernels"
+SOURCES = sorted(KERNELS.rglob("*.c"))
+HEADERS = sorted(KERNELS.rglob("*.h"))
 FLAGS = ("-O3", "-fno-math-errno", "-ffp-contract=off", "-fPIC", "-pthread")
 # -Bsymbolic: no function of ours is replaced by another library's of the same name.
 LINK_FLAGS = ("-shared", "-pthread", "-Wl,-Bsymbolic")

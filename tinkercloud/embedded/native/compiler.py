@@ -12,6 +12,7 @@ from tinkercloud.config import c_compiler, forced_instruction_set, user_cache_di
 from tinkercloud.embedded.native.build import CARRIED, compiled, compiler_flags, file_name, source
 from tinkercloud.embedded.native.instruction_sets import (
     AMX,
+    AMX_EMULATED,
     InstructionSet,
     architecture_sets,
     processor_features,
@@ -26,6 +27,7 @@ __all__ = ["flags_in_use", "instruction_set", "library", "processor", "source", 
 logger = logging.getLogger(__name__)
 
 ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18
+WRONG_TILES = "AMX is not used: on this machine it computes other products than it is specified to"
 
 
 @cache
@@ -62,10 +64,12 @@ def instruction_set() -> str:
 def usable_sets() -> list[InstructionSet]:
     """Those that may be used here, from the fastest on: what the processor has, or the one that the
     settings name."""
+    forced = forced_instruction_set()
+    if forced == AMX_EMULATED.name:
+        return [AMX_EMULATED]
     names = processor_sets(processor_features())
     if AMX in names and not _permit_tiles():
         names.remove(AMX)
-    forced = forced_instruction_set()
     if forced == "auto":
         return names
     chosen = [each for each in names if each.name == forced]
@@ -88,13 +92,33 @@ def _load() -> c.CDLL:
     than the processor. OSError: there is none; of the fastest set."""
     reasons: list[OSError] = []
     for chosen in usable_sets():
-        for path in _places(chosen, reasons):
-            try:
-                return c.CDLL(str(path))
-            except OSError as error:  # made for another C library
-                reasons.append(error)
-        logger.info("no kernels for %s: %s", chosen.name, reasons[-1])
+        loaded = _loaded(chosen, reasons)
+        if loaded is None:
+            logger.info("no kernels for %s: %s", chosen.name, reasons[-1])
+        elif chosen == AMX and not tiles_are_right(loaded):
+            logger.warning(WRONG_TILES)
+            reasons.append(OSError(WRONG_TILES))
+        else:
+            return loaded
     raise reasons[0]
+
+
+def _loaded(chosen: InstructionSet, reasons: list[OSError]) -> c.CDLL | None:
+    for path in _places(chosen, reasons):
+        try:
+            return c.CDLL(str(path))
+        except OSError as error:  # made for another C library
+            reasons.append(error)
+    return None
+
+
+def tiles_are_right(loaded: c.CDLL) -> bool:
+    """loaded: for AMX. It computes a few products by the instructions and by plain C: whether they
+    have the same bits where no sum is rounded, and a row has the same ones beside any others."""
+    answer = loaded.check_amx()
+    if answer == 1:  # which Intel's manual and its guide to intrinsics describe differently
+        logger.info("AMX rounds its sums here in another order than %s", AMX_EMULATED.name)
+    return answer > 0
 
 
 def _places(chosen: InstructionSet, reasons: list[OSError]) -> Iterator[Path]:
@@ -113,7 +137,8 @@ def _places(chosen: InstructionSet, reasons: list[OSError]) -> Iterator[Path]:
 
 def flags_in_use() -> tuple[str, ...]:
     """Of the compiler, for a C program beside the library: those of the set in use."""
-    return compiler_flags(usable_sets()[0])
+    in_use = instruction_set()
+    return compiler_flags(next(each for each in usable_sets() if each.name == in_use))
 
 
 def processor() -> str:

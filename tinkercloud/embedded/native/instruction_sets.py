@@ -39,6 +39,8 @@ AVX2 = GENERIC.with_more("avx2", "avx2", "fma")
 AVX512 = AVX2.with_more("avx512", "avx512f", "avx512bw", "avx512dq", "avx512vl")
 AVX512_BF16 = AVX512.with_more("avx512_bf16", "avx512_bf16")
 AMX = AVX512_BF16.with_more("amx", "amx_tile", "amx_bf16")
+AMX_EMULATED = InstructionSet("amx_emulated", ("-DAMX_EMULATED",))
+"""The products of AMX in plain C, for tests: where it is named, and on any machine."""
 X86_64 = (AMX, AVX512_BF16, AVX512, AVX2, GENERIC)
 """From the fastest on."""
 

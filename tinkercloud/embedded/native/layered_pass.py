@@ -6,7 +6,8 @@ Axes: T rows, n some of them, D hidden, F intermediate, Hq/Hkv heads, Dh head si
 """
 
 import ctypes as c
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor
 from tinkercloud.architectures.config import ArchitectureConfig
 from tinkercloud.embedded.native.bindings import AdapterTable, NativeModel
 from tinkercloud.embedded.native.structures import Batch, Kept, Segment
+from tinkercloud.embedded.native.team import Team
 from tinkercloud.embedded.native.train_bindings import training_team
 
 
@@ -79,9 +81,10 @@ class LayeredPass:
         rows: Rows,
         rotary: tuple[Tensor, Tensor],
         segments: Sequence[tuple[int, int, float, AdapterTable]],
+        team: Callable[[], AbstractContextManager[Team]] = training_team,
     ):
-        """rotary and segments: as in `NativeModel.forward`."""
-        self._model, self._config = model, model.config
+        """rotary and segments: as in `NativeModel.forward`. team: whose threads each part gets."""
+        self._model, self._config, self._team = model, model.config, team
         fields = (rows.tokens, rows.positions, rows.sequence, rows.tables)
         self._arrays = [np.ascontiguousarray(field) for field in fields]
         self._angles = [angle.contiguous() for angle in rotary]
@@ -137,5 +140,5 @@ class LayeredPass:
             segments=self._segments,
             **part,
         )
-        with training_team() as team:
+        with self._team() as team:
             self._model.run(team, batch)

@@ -4,8 +4,8 @@ Axes: M rows, N outputs, K inputs.
 """
 
 import ctypes as c
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import torch
@@ -38,6 +38,14 @@ class PackedMatrix:
     def address(self) -> int:
         return _address(self.packed, self.dtype)
 
+    def columns(self, inputs: Tensor) -> Tensor:
+        """A copy of the weights [N, C] of these inputs, int64 (C,)."""
+        if self.is_narrow:
+            panels = self.packed[:, inputs // 2, :, inputs % 2]  # (C, N / 16, 16)
+        else:
+            panels = self.packed[:, inputs].transpose(0, 1)
+        return panels.flatten(1)[:, : self.shape[0]].T
+
 
 def packed_shape(shape: tuple[int, int], dtype: torch.dtype) -> tuple[int, ...]:
     """Of the tensor that holds weights [N, K] packed."""
@@ -66,37 +74,43 @@ def unpack(team: Team, matrix: PackedMatrix) -> Tensor:
     return rows
 
 
+def unpack_rows(team: Team, matrix: PackedMatrix, ids: Tensor) -> Tensor:
+    """A copy of some rows: int64 ids (n,) -> (n, K). Reads whole panels."""
+    panels = matrix.packed[ids // PANEL]
+    rows = unpack(team, PackedMatrix(panels, (PANEL * len(ids), matrix.shape[1])))
+    return rows[PANEL * torch.arange(len(ids)) + ids % PANEL]
+
+
+@dataclass(frozen=True, slots=True)
+class SalientInputs:
+    """Inputs of a module that the pass reads as pairs of a rounded number and its rounding error
+    (network.h): int64 (C,), ascending, and their weights [N, C] once more."""
+
+    inputs: Tensor
+    weights: PackedMatrix
+
+
 @dataclass(frozen=True, slots=True)
 class PackedWeights:
-    """A network's tensors as the compiled pass reads them, by Hugging Face module name. vectors:
-    norms and biases, float32."""
+    """A network's tensors as the compiled pass reads them, by Hugging Face module name; a tied
+    unembedding is the embedding's matrix. vectors: norms and biases, float32. salient: of each
+    module of the pass, in bfloat16 alone."""
 
     matrices: Mapping[str, PackedMatrix]
     vectors: Mapping[str, Tensor]
+    salient: Mapping[str, SalientInputs] = field(default_factory=dict[str, SalientInputs])
 
     @property
     def dtype(self) -> torch.dtype:
         return self.matrices["model.embed_tokens"].dtype
 
-    def moved(self, move: Callable[[dict[str, Tensor]], None]) -> "PackedWeights":
-        """With the matrices where `move` puts them: it replaces the tensors of a dictionary."""
-        tensors = {name: matrix.packed for name, matrix in self.matrices.items()}
-        move(tensors)
-        matrices = {n: replace(m, packed=tensors[n]) for n, m in self.matrices.items()}
-        return PackedWeights(matrices, self.vectors)
-
-
-def pack_weights(team: Team, weights: Mapping[str, Tensor]) -> PackedWeights:
-    """Matrices that share memory (a tied head) do so packed."""
-    by_address: dict[int, PackedMatrix] = {}
-    matrices: dict[str, PackedMatrix] = {}
-    for name, weight in weights.items():
-        if weight.dim() == 2:
-            if weight.data_ptr() not in by_address:
-                by_address[weight.data_ptr()] = pack(team, weight)
-            matrices[name] = by_address[weight.data_ptr()]
-    vectors = {n: w.detach().float().clone() for n, w in weights.items() if w.dim() == 1}
-    return PackedWeights(matrices, vectors)
+    def with_salient(self, team: Team, inputs: Mapping[str, Tensor]) -> "PackedWeights":
+        """inputs: by module name, of `SalientInputs`."""
+        salient = {
+            name: SalientInputs(chosen, pack(team, self.matrices[name].columns(chosen)))
+            for name, chosen in inputs.items()
+        }
+        return replace(self, salient=salient)
 
 
 def product(team: Team, x: Tensor, matrix: PackedMatrix, bias: Tensor | None = None) -> Tensor:
@@ -111,17 +125,6 @@ def product(team: Team, x: Tensor, matrix: PackedMatrix, bias: Tensor | None = N
     return y
 
 
-def product_back(team: Team, dy: Tensor, matrix: PackedMatrix) -> Tensor:
-    """dy (M, N) float32, which is rounded to the weights' type, times the weights: (M, K) float32,
-    summed likewise over N. Raises MemoryError."""
-    assert dy.shape[1] == matrix.shape[0]
-    dx = torch.empty(len(dy), matrix.shape[1])
-    arguments = (len(dy), _address(dy), dx.data_ptr())
-    if _library().product_back(*_start(team, matrix), *_packed(matrix), *arguments):
-        raise MemoryError(f"no memory for a product of {len(dy)} rows")
-    return dx
-
-
 @cache
 def _library() -> c.CDLL:
     loaded = library()
@@ -130,7 +133,6 @@ def _library() -> c.CDLL:
     start = (pointer, number, number, number)  # team, is_narrow, N, K
     loaded.pack.argtypes = loaded.unpack.argtypes = (*start, pointer, pointer)
     loaded.product.argtypes = (*start, pointer, number, pointer, pointer, pointer)
-    loaded.product_back.argtypes = (*start, pointer, number, pointer, pointer)
     return loaded
 
 

@@ -1,4 +1,4 @@
-"""The structures that C code reads, as ctypes has them: network.h, scan.h, attention_gradient.h.
+"""The structures that C code reads, as ctypes has them: network.h, scan.h, gradients.h.
 
 Field names are those in C. A mirror that differs would have C read one field's bytes as another's,
 so all are compared with what the library says of itself (layouts.c) when it is loaded.
@@ -10,7 +10,13 @@ MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 class Linear(c.Structure):
-    _fields_ = (("weight", c.c_void_p), ("bias", c.c_void_p), ("out", c.c_int64), ("in", c.c_int64))
+    _fields_ = (
+        *((name, c.c_void_p) for name in ("weight", "bias")),
+        *((name, c.c_int64) for name in ("out", "in")),
+        ("salient", c.c_void_p),
+        ("num_salient", c.c_int64),
+        ("salient_weight", c.c_void_p),
+    )
 
 
 class Layer(c.Structure):
@@ -71,6 +77,7 @@ class Batch(c.Structure):
         ("logit_rows", c.c_void_p),
         ("num_captured", c.c_int64),
         *((name, c.c_void_p) for name in ("captured_layers", "captured", "hidden", "logits")),
+        ("times", c.c_void_p),
     )
 
 
@@ -106,6 +113,41 @@ class AttentionGradient(c.Structure):
     )
 
 
+class ModuleGradient(c.Structure):
+    _fields_ = (("weight", c.c_void_p), ("out", c.c_int64), ("column", c.c_int64))
+
+
+class LoraGradient(c.Structure):
+    _fields_ = tuple((name, c.c_void_p) for name in ("a", "b", "da", "db"))
+
+
+class SegmentGradient(c.Structure):
+    _fields_ = (
+        *((name, c.c_int64) for name in ("first", "count", "rank")),
+        ("scale", c.c_float),
+        ("modules", c.POINTER(LoraGradient)),
+    )
+
+
+class SoftmaxGradient(c.Structure):
+    _fields_ = tuple(
+        (name, c.c_void_p) for name in ("norms", "totals", "starts", "ids", "gradients")
+    )
+
+
+class LinearGradient(c.Structure):
+    _fields_ = (
+        *((name, c.c_int64) for name in ("is_narrow", "rows", "in", "num_modules")),
+        ("modules", c.POINTER(ModuleGradient)),
+        *((name, c.c_void_p) for name in ("x", "x_gates", "dy")),
+        ("dy_row", c.c_int64),
+        ("softmax", c.POINTER(SoftmaxGradient)),
+        *((name, c.c_void_p) for name in ("dy_gates", "dx")),
+        ("num_segments", c.c_int64),
+        ("segments", c.POINTER(SegmentGradient)),
+    )
+
+
 MIRRORS: dict[str, type[c.Structure]] = {
     "linear": Linear,
     "layer": Layer,
@@ -117,6 +159,11 @@ MIRRORS: dict[str, type[c.Structure]] = {
     "draw": Draw,
     "scan": Scan,
     "attention_gradient": AttentionGradient,
+    "module_gradient": ModuleGradient,
+    "lora_gradient": LoraGradient,
+    "segment_gradient": SegmentGradient,
+    "softmax_gradient": SoftmaxGradient,
+    "linear_gradient": LinearGradient,
 }
 
 

@@ -2,7 +2,7 @@
 
 They read what the compiled forward pass has kept (layered_pass.py), in the model's number type;
 gradients, and what lies between layers, are float32. What a product of the forward pass has read is
-computed again to the bit, rounded as it was there.
+computed again to the bit, before it was rounded.
 
 Tensors are contiguous, unless said otherwise; T rows, D columns.
 """
@@ -16,9 +16,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from tinkercloud.embedded.native import packed
 from tinkercloud.embedded.native.compiler import library
-from tinkercloud.embedded.native.packed import PackedMatrix
 from tinkercloud.embedded.native.structures import AttentionGradient
 from tinkercloud.embedded.native.team import Team
 
@@ -54,17 +52,12 @@ def attention_gradient(
     return dq, dk, dv
 
 
-def norm(
-    x: Tensor, weight: Tensor, eps: float, product_dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """The root-mean-square norm of x (..., D) as products of that type read it, float32, and what
-    rows were multiplied with (..., 1)."""
+def norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The root-mean-square norm of x (..., D), float32, and what rows were multiplied with
+    (..., 1)."""
     out, inverse = torch.empty_like(x), torch.empty(*x.shape[:-1], 1)
     with training_team() as team:
-        team.library.norm(
-            *(team.handle, product_dtype == torch.bfloat16, *_sizes(x)),
-            *(_at(x), _at(weight), eps, _at(out), _at(inverse)),
-        )
+        team.library.norm(team.handle, *_sizes(x), _at(x), _at(weight), eps, _at(out), _at(inverse))
     return out, inverse
 
 
@@ -78,8 +71,8 @@ def norm_gradient(x: Tensor, inverse: Tensor, weight: Tensor, dy: Tensor, into: 
 
 
 def swiglu(gates: Tensor) -> Tensor:
-    """silu(gate) * up (T, D) as products read it, float32; gates (T, 2 D), gate and up side by
-    side, in the model's type."""
+    """silu(gate) * up (T, D) float32; gates (T, 2 D), gate and up side by side, in the model's
+    type."""
     num_rows, width = gates.shape[0], gates.shape[1] // 2
     product = torch.empty(num_rows, width)
     with training_team() as team:
@@ -118,12 +111,6 @@ def to_probabilities_(logits: Tensor, norms: Tensor) -> None:
         )
 
 
-def product_back(dy: Tensor, matrix: PackedMatrix) -> Tensor:
-    """See `packed.product_back`."""
-    with training_team() as team:
-        return packed.product_back(team, dy, matrix)
-
-
 _lock = Lock()
 
 
@@ -142,7 +129,7 @@ def _team_of(num_threads: int) -> Team:
     typed = (pointer, number, number, number)  # team, is_narrow, rows, columns
     loaded = team.library
     loaded.attention_gradient.argtypes = (pointer, pointer)
-    loaded.norm.argtypes = (*typed, pointer, pointer, c.c_float, pointer, pointer)
+    loaded.norm.argtypes = (*start, pointer, pointer, c.c_float, pointer, pointer)
     loaded.norm_gradient.argtypes = (*start, *[pointer] * 5)
     loaded.swiglu.argtypes = (*typed, pointer, pointer)
     loaded.swiglu_gradient.argtypes = (*typed, *[pointer] * 3)

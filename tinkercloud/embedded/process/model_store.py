@@ -21,8 +21,8 @@ from tinkercloud.embedded.training.block import neighbours
 from tinkercloud.embedded.training.linear import join_weights
 from tinkercloud.embedded.training.trainable_model import (
     TrainableModel,
+    frozen,
     full_parameters,
-    with_tied_head,
 )
 from tinkercloud.errors import ModelStateLost
 from tinkercloud.weights.adapters import Adapter, fresh_adapter
@@ -40,9 +40,10 @@ class ModelStore:
     def base(self, name: str) -> BaseModel:
         if name not in self._bases:
             base = self._load_base(name)
-            if base.is_llama_family:
-                join_weights(base.weights, neighbours(base.config.num_layers))
-            in_huge_pages(base.weights)
+            if isinstance(base.weights, dict):  # PyTorch's products read them
+                if base.is_llama_family:
+                    join_weights(base.weights, neighbours(base.config.num_layers))
+                in_huge_pages(base.weights)
             self._bases[name] = base
         return self._bases[name]
 
@@ -111,17 +112,16 @@ class ModelStore:
                 return Version(version_id, base, base.weights, None, 1.0)
             case FromModel(model_id):
                 model, origin = self.model(model_id), model_id
-                adapter, full, spec, base = model.adapter, model.full, model.spec, model.base
+                adapter, spec, base = model.adapter, model.spec, model.base
+                weights = base.weights if adapter is not None else model.published()
             case FromCheckpoint(base_model, directory):
                 base = self.base(base_model)
                 spec, adapter, full, _ = checkpoints.load_weights(base, directory)
-        if adapter is not None:
-            scale = spec.alpha / spec.rank
-            return Version(version_id, base, base.weights, _copied(adapter), scale, origin)
-        assert full is not None, "a model has an adapter or full weights"
-        copies = {n: t.detach().to(base.dtype, copy=True) for n, t in full.items()}
-        in_huge_pages(copies)
-        return Version(version_id, base, with_tied_head(base, copies), None, 1.0, origin)
+                weights = base.weights if full is None else frozen(base, full)
+        if adapter is None:
+            return Version(version_id, base, weights, None, 1.0, origin)
+        scale = spec.alpha / spec.rank
+        return Version(version_id, base, weights, _copied(adapter), scale, origin)
 
 
 def _copied(adapter: Adapter) -> Adapter:

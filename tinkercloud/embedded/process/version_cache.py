@@ -12,6 +12,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tinkercloud.embedded.model.packed_tensors import PackedTensors
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.training.trainable_model import with_tied_head
 from tinkercloud.errors import VersionLost
@@ -90,16 +91,27 @@ def _write(version: Version, folder: Path) -> _OnDisk:
         tensors |= {f"{n}.B": b for n, (_, b) in version.adapter.items()}
         bare = replace(version, adapter={})
     else:
-        tied = version.base.config.tie_word_embeddings
-        tensors = {n: t for n, t in version.weights.items() if not (tied and n == "lm_head")}
+        tensors = _own_tensors(version)
         bare = replace(version, weights={})
     save_file({n: t.cpu().contiguous() for n, t in tensors.items()}, path)
     return _OnDisk(bare, path)
 
 
+def _own_tensors(version: Version) -> dict[str, Tensor]:
+    """Of full weights; packed ones are kept as they are, so that there is no second copy."""
+    if isinstance(version.weights, PackedTensors):
+        return version.weights.state()
+    tied = version.base.config.tie_word_embeddings
+    return {n: t for n, t in version.weights.items() if not (tied and n == "lm_head")}
+
+
 def _read(stored: _OnDisk) -> Version:
     base = stored.bare.base
     tensors: dict[str, Tensor] = load_file(stored.path, device=str(base.device))
+    if stored.bare.adapter is None and isinstance(base.weights, PackedTensors):
+        weights = PackedTensors.restored(tensors, base.config.weight_shapes())
+        salient = base.weights.salient_inputs
+        return replace(stored.bare, weights=weights.with_salient(salient))
     if stored.bare.adapter is None:
         return replace(stored.bare, weights=with_tied_head(base, tensors))
     names = [n.removesuffix(".A") for n in tensors if n.endswith(".A")]

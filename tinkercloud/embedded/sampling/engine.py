@@ -101,7 +101,7 @@ class SamplingEngine:
             self._streams = streams_for(version.base.device)
         self.states.open(version.base)
         scores = None
-        if PromptScores.applies_to(request):
+        if request.scores_prompt:
             scores = PromptScores(request, self.states.norms)
         rule = StopRule(request.params, version.base.config.eos_token_ids, version.base.decoder)
         job = Job(version, request, reply, scores, rule, on_tokens)

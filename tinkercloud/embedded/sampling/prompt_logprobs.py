@@ -44,15 +44,6 @@ class PromptScores:
                 np.zeros(shape, np.int64), np.zeros(shape, np.float32)
             )
 
-    @staticmethod
-    def applies_to(request: SampleRequest) -> bool:
-        return (
-            request.prompt_logprobs
-            or request.topk_prompt_logprobs > 0
-            or request.target_prompt_logprobs is not None
-            or request.prompt_alt_tokens > 0
-        )
-
     def add(self, start: int, logits: Tensor) -> None:
         """logits (n, V) of positions start..start+n-1; row i predicts position i + 1.
 

@@ -90,15 +90,19 @@ class Blocks(ABC):
 
     def _feed_forward_backward(self, index: int, saved: BlockActivations, dout: Tensor) -> Tensor:
         path = f"model.layers.{index}"
-        product = self._rowwise.swiglu(saved.gates)
-        dproduct = self._back((f"{path}.mlp.down_proj",), product, dout)
-        del product
-        dgates = self._rowwise.swiglu_gradient(saved.gates, dproduct)
         name = f"{path}.post_attention_layernorm"
         normed, inverse = self._norm(name, saved.middle)
-        dnormed = self._back(gate_names(path), normed, dgates)
+        dnormed = self._gates_backward(path, normed, saved.gates, dout)
         self._norm_back(name, saved.middle, inverse, dnormed, into=dout)
         return dout
+
+    def _gates_backward(self, path: str, normed: Tensor, gates: Tensor, dout: Tensor) -> Tensor:
+        """The gradient of normed (T, D) through gate, up and down."""
+        product = self._rowwise.swiglu(gates)
+        dproduct = self._back((f"{path}.mlp.down_proj",), product, dout)
+        del product
+        dgates = self._rowwise.swiglu_gradient(gates, dproduct)
+        return self._back(gate_names(path), normed, dgates)
 
     def _attend_backward(
         self, index: int, saved: BlockActivations, dmiddle: Tensor, *, wants_dx: bool
@@ -135,9 +139,9 @@ class Blocks(ABC):
     # ---- norms
 
     def _norm(self, name: str, x: Tensor) -> tuple[Tensor, Tensor]:
-        """As products read it, and the inverse norms (..., 1), float32."""
-        weight = self._linears.weight(name)
-        return self._rowwise.norm(x, weight.to(x.dtype), self._config.rms_norm_eps, weight.dtype)
+        """In x's type, and the inverse norms (..., 1), float32."""
+        weight = self._linears.weight(name).to(x.dtype)
+        return self._rowwise.norm(x, weight, self._config.rms_norm_eps)
 
     def _norm_back(
         self, name: str, x: Tensor, inverse: Tensor, dy: Tensor, *, into: Tensor

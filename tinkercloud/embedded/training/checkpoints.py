@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tinkercloud.core.types import LoraSpec
 from tinkercloud.embedded.model.base_model import BaseModel
-from tinkercloud.embedded.training.trainable_model import TrainableModel, full_parameters
+from tinkercloud.embedded.training.trainable_model import TrainableModel
 from tinkercloud.errors import UserError
 from tinkercloud.weights.adapters import Adapter, load_adapter, save_adapter
 from tinkercloud.weights.checkpoints import (
@@ -59,7 +59,6 @@ def load_weights(
             raise UserError(f"the checkpoint cannot be read: {error}") from None
         return spec, adapter, None, state
     full = read_tensors(directory / FULL_FILE)
-    expected = {name: t.shape for name, t in full_parameters(base).items()}
-    if {n: t.shape for n, t in full.items()} != expected:
+    if {n: tuple(t.shape) for n, t in full.items()} != base.config.weight_shapes():
         raise UserError(f"the checkpoint's weights are not those of a {base.name}")
     return spec, None, {n: t.float().to(base.device) for n, t in full.items()}, state

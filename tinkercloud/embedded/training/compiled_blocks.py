@@ -17,10 +17,11 @@ from tinkercloud.embedded.forward.kv_blocks import BlockPool, kv_layout_of
 from tinkercloud.embedded.forward.rotary_table import rotary_table
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.native import train_bindings
-from tinkercloud.embedded.native.bindings import AdapterTable, NativeModel, log_sum_exp
+from tinkercloud.embedded.native.bindings import NativeModel, log_sum_exp
 from tinkercloud.embedded.native.layered_pass import LayeredPass, Rows
+from tinkercloud.embedded.native.linear_gradient import Gates, Outputs
 from tinkercloud.embedded.training.attention import PackedAttention
-from tinkercloud.embedded.training.block import BlockActivations, Blocks
+from tinkercloud.embedded.training.block import BlockActivations, Blocks, gate_names
 from tinkercloud.embedded.training.layout import Layout
 from tinkercloud.embedded.training.linear import Linears, Segment
 
@@ -60,6 +61,15 @@ class CompiledBlocks(Blocks):
         saved = BlockActivations(x, kept.raw, attention, kept.mixed, kept.middle, kept.gates)
         return out, saved
 
+    def _gates_backward(self, path: str, normed: Tensor, gates: Tensor, dout: Tensor) -> Tensor:
+        if not self._linears.fuses:
+            return super()._gates_backward(path, normed, gates, dout)
+        kept, down = Gates(gates), self._group((f"{path}.mlp.down_proj",))
+        dproduct = down.backward_from(kept, Outputs(down.matrices(), dout, [0]))
+        both = self._group(gate_names(path))
+        outputs = Outputs(both.matrices(), dproduct, [0, 0], gates=kept)
+        return both.backward_from(normed, outputs)
+
     def final_norm(self, x: Tensor) -> Tensor:
         assert self._hidden is not None, "the last block was computed just now"
         return self._hidden
@@ -81,12 +91,11 @@ def _layered_pass(
     assert linears.packed is not None, "packed with the model's weights"
     model = NativeModel(config, linears.packed, keys, values)
     rows = Rows(layout.tokens, layout.positions.astype(np.int32), layout.owners(), tables)
-    adapted = []
-    with train_bindings.training_team() as team:
-        for at in segments:
-            if at.model.adapter is not None:
-                table = AdapterTable(team, at.model.adapter, config.num_layers)
-                adapted.append((at.start, at.stop - at.start, at.model.scale, table))
+    adapted = [
+        (at.start, at.stop - at.start, at.model.scale, at.model.factors)
+        for at in segments
+        if at.model.factors is not None
+    ]
     return LayeredPass(model, rows, rotary, adapted)
 
 
@@ -94,11 +103,11 @@ class CompiledUnembedding:
     """An `Unembedding`: float32 logits, and the sampler's own log of their sums."""
 
     def __init__(self, base: BaseModel, blocks: CompiledBlocks, max_rows: int):
-        self._layers, self._dtype = blocks.layers, base.dtype
+        self._layers = blocks.layers
         self.wide = torch.empty(max_rows, base.config.vocab_size)
 
     def inputs(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        return hidden[rows].to(self._dtype).float()
+        return hidden[rows]
 
     def logits(
         self, hidden: Tensor, rows: NDArray[np.int64], inputs: Tensor, segments: Sequence[Segment]

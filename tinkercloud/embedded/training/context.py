@@ -56,7 +56,7 @@ class TrainContext:
         self._scale = scale
         self._full = full or {}
         self._lengths = lengths
-        self._dtype = weights["model.embed_tokens"].dtype
+        self._dtype = weights["model.norm"].dtype
 
     def _weight(self, name: str) -> Tensor:
         return self._full[name].to(self._dtype) if name in self._full else self._base[name]
@@ -66,10 +66,13 @@ class TrainContext:
         return self._weight(path) if path in self._full or path in self._base else None
 
     def linear(self, name: str, x: Tensor) -> Tensor:
-        y = F.linear(x, self._weight(name), self._bias(name))
+        y = self._product(name, x)
         if name in self._adapter:
             y = (y + lora_delta(x, *self._adapter[name], self._scale)).to(x.dtype)
         return y
+
+    def _product(self, name: str, x: Tensor) -> Tensor:
+        return F.linear(x, self._weight(name), self._bias(name))
 
     def embed(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, self._weight("model.embed_tokens"))

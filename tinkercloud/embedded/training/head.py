@@ -1,8 +1,9 @@
 """Unembedding and log-probabilities in chunks of rows, forward and backward.
 
 No more than LOGIT_ROWS rows of logits are in memory at a time: one buffer holds a chunk's logits,
-then its probabilities, then the gradient of its logits. Where a loss is a sum over tokens, the
-gradient of a log-probability follows from that alone, and a chunk's logits are computed once.
+then, where these are wanted, its probabilities or the gradient of its logits. Where a loss is a sum
+over tokens, the gradient of a log-probability follows from that alone, and a chunk's logits are
+computed once.
 
 Axes: n rows of a chunk, D hidden, V vocabulary, P pairs (row, target).
 """
@@ -16,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tinkercloud.embedded.native.linear_gradient import Outputs, TargetGradients
 from tinkercloud.embedded.training.linear import Group, Linears, ModelWeights, Segment
 from tinkercloud.embedded.training.targets import Order, Targets
 
@@ -88,6 +90,7 @@ class Head:
         order: Order,
     ):
         self._linears, self._models, self._unembedding = linears, models, unembedding
+        self._fuses = linears.fuses
         self._targets, self._order = targets, order
         device = unembedding.wide.device
         self._rows = torch.from_numpy(order.rows).to(device)
@@ -103,17 +106,23 @@ class Head:
                 targets.score_sequences(with_gradient=False)
 
     def forward_backward(
-        self, hidden: Tensor, dhidden: Tensor, show: Callable[[Tensor, Tensor], None]
+        self, hidden: Tensor, dhidden: Tensor, show: Callable[[Tensor, Tensor], None] | None
     ) -> Iterator[None]:
         """hidden (T, D). Scores all pairs, adds the head's gradients to the models and writes those
         of the rows to dhidden (T, D), which the caller zeroed; yields after each chunk. show:
         receives each chunk's packed rows (n,) and their probabilities (n, V)."""
         late = any(targets.per_sequence for targets in self._targets)
         for chunk in self._chunks():
-            inputs, gradients = self._logprobs(chunk, hidden, with_gradient=not late)
-            show(self._rows[chunk.rows], self._unembedding.wide[: chunk.num_rows])
-            if chunk.active and not late:
-                dhidden[self._rows[chunk.rows]] = self._backward(chunk, inputs, gradients)
+            trains = chunk.active and not late
+            probabilities = show is not None or (trains and not self._fuses)
+            inputs, norms, gradients = self._logprobs(
+                chunk, hidden, with_gradient=trains, probabilities=probabilities
+            )
+            if show is not None:
+                show(self._rows[chunk.rows], self._unembedding.wide[: chunk.num_rows])
+            if trains:
+                known = self._target_gradients(chunk, gradients, None if probabilities else norms)
+                dhidden[self._rows[chunk.rows]] = self._backward(chunk, inputs, known)
             yield
         if not late:
             return
@@ -122,14 +131,17 @@ class Head:
         for chunk in self._chunks():
             if chunk.active:
                 inputs, logits = self._logits(chunk, hidden)
-                self._unembedding.normalize(logits, probabilities=True)
+                norms = self._unembedding.normalize(logits, probabilities=not self._fuses)
                 gradients = [self._targets[p.share].gradient[p.pairs] for p in chunk.pieces]
-                dhidden[self._rows[chunk.rows]] = self._backward(chunk, inputs, gradients)
+                known = self._target_gradients(chunk, gradients, norms if self._fuses else None)
+                dhidden[self._rows[chunk.rows]] = self._backward(chunk, inputs, known)
                 yield
 
     def _logprobs(
-        self, chunk: _Chunk, hidden: Tensor, *, with_gradient: bool, probabilities: bool = True
-    ) -> tuple[Tensor, list[Tensor | None]]:
+        self, chunk: _Chunk, hidden: Tensor, *, with_gradient: bool, probabilities: bool
+    ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+        """What the logits were computed of, their normalizers, and the gradients of each piece's
+        log-probabilities."""
         inputs, logits = self._logits(chunk, hidden)
         picked = [
             logits[self._in_chunk(chunk, p), self._targets[p.share].ids[p.pairs]]
@@ -137,12 +149,11 @@ class Head:
         ]
         norms = self._unembedding.normalize(logits, probabilities=probabilities)
         gradients = []
-        wants = with_gradient and chunk.active
         for piece, scores in zip(chunk.pieces, picked, strict=True):
             logprobs = (scores.double() - norms[self._in_chunk(chunk, piece)]).float()
             targets = self._targets[piece.share]
-            gradients.append(targets.score(piece.pairs, logprobs, with_gradient=wants))
-        return inputs, gradients
+            gradients.append(targets.score(piece.pairs, logprobs, with_gradient=with_gradient))
+        return inputs, norms, gradients
 
     def _logits(self, chunk: _Chunk, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """And what they were computed of."""
@@ -150,28 +161,23 @@ class Head:
         rows = self._order.rows[chunk.rows]
         return inputs, self._unembedding.logits(hidden, rows, inputs, self._segments(chunk))
 
-    def _backward(
-        self,
-        chunk: _Chunk,
-        inputs: Tensor,
-        gradients: Sequence[Tensor | None],
-    ) -> Tensor:
-        """The gradient of the chunk's rows. The buffer holds their probabilities p; in place it
-        becomes d loss / d logits = g (onehot - p), g being d loss / d logprob."""
-        dlogits = self._unembedding.wide[: len(inputs)]
-        total = torch.zeros(len(inputs), device=inputs.device)
-        places = []
-        for piece, gradient in zip(chunk.pieces, gradients, strict=True):
-            assert gradient is not None
-            at = self._in_chunk(chunk, piece)
-            total.index_add_(0, at, gradient)
-            ids = self._targets[piece.share].ids[piece.pairs]
-            places.append((at * dlogits.shape[1] + ids, gradient))
-        dlogits.mul_(-total[:, None])
-        for place, gradient in places:
-            dlogits.view(-1).index_add_(0, place, gradient)
+    def _target_gradients(
+        self, chunk: _Chunk, gradients: Sequence[Tensor | None], norms: Tensor | None
+    ) -> TargetGradients:
+        """norms: None where the buffer holds probabilities."""
+        rows = [self._in_chunk(chunk, piece) for piece in chunk.pieces]
+        ids = [self._targets[piece.share].ids[piece.pairs] for piece in chunk.pieces]
+        known = [gradient for gradient in gradients if gradient is not None]
+        assert len(known) == len(rows), "a chunk that trains has all gradients"
+        return TargetGradients(norms, torch.cat(rows), torch.cat(ids), torch.cat(known))
+
+    def _backward(self, chunk: _Chunk, inputs: Tensor, targets: TargetGradients) -> Tensor:
+        """The gradient of the chunk's rows. The buffer holds their logits or probabilities."""
+        rows = self._unembedding.wide[: len(inputs)]
         group = Group(self._linears, ("lm_head",), self._segments(chunk))
-        dx = group.backward(inputs, dlogits.to(inputs.dtype))
+        if self._fuses:
+            return group.backward_from(inputs, Outputs(group.matrices(), rows, [0], targets))
+        dx = group.backward(inputs, targets.to_gradient_(rows).to(inputs.dtype))
         assert dx is not None
         return dx[: chunk.num_rows]
 

@@ -1,4 +1,5 @@
-"""Products with frozen, adapted or trainable matrices, and their gradients, without a tape.
+"""Products with frozen, adapted or trainable matrices, and their gradients, without a tape: through
+PyTorch, or the compiled pass.
 
 y = W x + b + (alpha / rank) B A x. Modules that read the same rows (q, k and v) are one product
 where their matrices are contiguous in memory (`join_weights`). Rows of several models may share the
@@ -14,8 +15,16 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from tinkercloud.embedded.native.packed import PackedWeights
-from tinkercloud.embedded.native.train_bindings import product_back
+from tinkercloud.embedded.native.bindings import AdapterTable
+from tinkercloud.embedded.native.linear_gradient import (
+    AdaptedRows,
+    Factors,
+    Gates,
+    Outputs,
+    linear_gradient,
+)
+from tinkercloud.embedded.native.packed import PackedMatrix, PackedWeights
+from tinkercloud.embedded.native.train_bindings import training_team
 from tinkercloud.weights.adapters import Adapter
 
 
@@ -25,8 +34,8 @@ class ModelWeights:
 
     full: the trained float32 tensors; values: the same in the base's number type, as a pass reads
     them, without the matrices where these are packed for the compiled pass. packed: all of them, or
-    the base's with an adapter; None without the compiled pass. grads: the accumulated gradients by
-    parameter name, float32; a missing name means zero.
+    the base's with an adapter, whose factors are packed too; None without the compiled pass. grads:
+    the accumulated gradients by parameter name, float32; a missing name means zero.
     """
 
     adapter: Adapter | None
@@ -34,6 +43,7 @@ class ModelWeights:
     full: Mapping[str, Tensor] | None
     values: Mapping[str, Tensor] | None
     packed: PackedWeights | None
+    factors: AdapterTable | None
     grads: dict[str, Tensor] = field(default_factory=dict)
 
     def grad(self, name: str, like: Tensor) -> Tensor:
@@ -103,6 +113,12 @@ class Linears:
         """In the base's number type."""
         return self._weights[name]
 
+    @property
+    def fuses(self) -> bool:
+        """Whether the gradient of what modules have put out may be computed by the product that
+        reads it: by the compiled pass, for adapters."""
+        return self.packed is not None and not self._full
+
     def trains(self, name: str) -> bool:
         """Whether this tensor itself is trained, rather than an adapter of it."""
         return name in self._full
@@ -130,21 +146,16 @@ class Linears:
 
     def input_gradient(self, columns: Mapping[str, slice], dy: Tensor) -> Tensor:
         """dy W over these modules, whose outputs are its columns; in dy's type."""
-        if self.packed is None:
-            matrices = [self._weights[name] for name in columns]
-            return _back(matrices, list(columns.values()), dy)
-        dx: Tensor | None = None
-        for name, span in columns.items():
-            of_module = product_back(dy[:, span].contiguous(), self.packed.matrices[name])
-            dx = of_module if dx is None else dx.add_(of_module)
-        assert dx is not None, "a group has at least one module"
-        return dx
+        matrices = [self._weights[name] for name in columns]
+        return _back(matrices, list(columns.values()), dy)
 
     def add_matrix_gradients(self, columns: Mapping[str, slice], x: Tensor, dy: Tensor) -> None:
         """Of these modules, whose outputs are the columns of dy, where they are trained."""
         if not self._full:
             return
         model = self._models[0]
+        if self.packed is not None:
+            x = x.to(self.packed.dtype).to(x.dtype)  # as the product has read it
         for name, span in columns.items():
             parameter, bias = parameter_name(self._full, name), f"{name}.bias"
             rows = dy[:, span]
@@ -157,9 +168,8 @@ class Linears:
 class Group:
     """Modules that read the same rows, and whose rows these are.
 
-    In a backward pass x and dy are of one type: the base's, or float32 where its own are narrow and
-    the forward pass was compiled. Then products with the base's matrices read dy rounded to their
-    type; everything else is float32.
+    In a backward pass x and dy are of one type: the base's, or float32 where the forward pass was
+    compiled. Then products read both rounded to the base's type, and only sums are float32.
     """
 
     linears: Linears
@@ -193,14 +203,46 @@ class Group:
     def backward(self, x: Tensor, dy: Tensor, *, wants_dx: bool = True) -> Tensor | None:
         """Adds the parameters' gradients to the models; returns dx (T, in) where it is wanted."""
         columns = dict(zip(self.names, self._columns(), strict=True))
-        dx = self.linears.input_gradient(columns, dy) if wants_dx else None
         self.linears.add_matrix_gradients(columns, x, dy)
+        if self.linears.packed is not None:
+            outputs = Outputs(self.matrices(), dy, [span.start for span in columns.values()])
+            return self._compiled_backward(x, outputs, wants_dx=wants_dx)
+        dx = self.linears.input_gradient(columns, dy) if wants_dx else None
         for at in self.segments:
             if self._adapted(at):
                 ddown = self._low_rank_gradients(at, x[at.rows], dy[at.rows])
                 if dx is not None:
                     dx[at.rows].addmm_(ddown, _stacked(at.model, self._adapted(at)).to(dx.dtype))
         return dx
+
+    def matrices(self) -> list[PackedMatrix]:
+        """Of the compiled pass."""
+        packed = self.linears.packed
+        assert packed is not None
+        return [packed.matrices[name] for name in self.names]
+
+    def backward_from(self, x: Tensor | Gates, outputs: Outputs) -> Tensor:
+        """As `backward`, where `linears.fuses`: what is as wide as the vocabulary or the gates is
+        then in no memory."""
+        assert self.linears.fuses
+        dx = self._compiled_backward(x, outputs, wants_dx=True)
+        assert dx is not None
+        return dx
+
+    def _compiled_backward(
+        self, x: Tensor | Gates, outputs: Outputs, *, wants_dx: bool
+    ) -> Tensor | None:
+        segments = [at for at in self.segments if at.stop > at.start and self._adapted(at)]
+        adapted = [self._adapted_rows(at) for at in segments]
+        if not (adapted or wants_dx):
+            return None
+        with training_team() as team:
+            return linear_gradient(team, x, outputs, adapted, wants_dx=wants_dx)
+
+    def _adapted_rows(self, at: Segment) -> AdaptedRows:
+        factors = [_factors(at.model, n) if at.model.adapts(n) else None for n in self.names]
+        rank = next(module.a.shape[0] for module in factors if module is not None)
+        return AdaptedRows(at.start, at.stop - at.start, rank, at.model.scale, factors)
 
     def _columns(self) -> list[slice]:
         """Of the modules' outputs side by side."""
@@ -246,6 +288,12 @@ def parameter_name(full: Mapping[str, Tensor], name: str) -> str:
     if name == "lm_head" and full[name] is full["model.embed_tokens"]:
         return "model.embed_tokens"
     return name
+
+
+def _factors(model: ModelWeights, name: str) -> Factors:
+    a, b = _pair(model, name)
+    da, db = model.grad(f"{name}.lora_A", a), model.grad(f"{name}.lora_B", b)
+    return Factors(a, b, da, db)
 
 
 def _pair(model: ModelWeights, name: str) -> tuple[Tensor, Tensor]:

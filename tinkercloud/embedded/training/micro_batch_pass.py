@@ -114,7 +114,8 @@ class _Pass:
         hidden = self._blocks.final_norm(x)
         self._observer.block(num_layers, hidden)
         dhidden = torch.zeros_like(hidden)
-        yield from self._head.forward_backward(hidden, dhidden, self._observer.distributions)
+        show = self._observer.distributions if self._observer.watches else None
+        yield from self._head.forward_backward(hidden, dhidden, show)
         self._finish()
         self._observer.end()
         if not reached or all(share.error is not None for share in self._shares):

@@ -47,6 +47,10 @@ class ErrorIsolatingObserver:
     def __init__(self, observer: PassObserver | None):
         self._observer = observer
 
+    @property
+    def watches(self) -> bool:
+        return self._observer is not None
+
     def begin(self, shares: Sequence[Datums], layout: Layout) -> None:
         self._notify(lambda observer: observer.begin(shares, layout))
 

@@ -55,7 +55,7 @@ class AdamW:
         if hyper.weight_decay:
             param.mul_(1 - hyper.learning_rate * hyper.weight_decay)
         # With eps 0 a gradient that was always 0 would give 0/0: such a weight does not move.
-        denominator = (v.sqrt() / correction2).add_(hyper.eps)
+        denominator = v.sqrt().div_(correction2).add_(hyper.eps)
         if hyper.eps == 0:
             denominator.masked_fill_(denominator == 0, 1.0)
         param.addcdiv_(m, denominator, value=-hyper.learning_rate / correction1)

@@ -5,6 +5,7 @@ share one pass where they fit: many small ones cost little more than one. A call
 to its model when the whole call is done, and not at all when it fails.
 """
 
+import math
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -217,3 +218,13 @@ def add_gradients(into: dict[str, Tensor], grads: dict[str, Tensor]) -> None:
             into[name].add_(grad)
         else:
             into[name] = grad
+
+
+def train_alone(model: TrainableModel, batch: TrainBatch, limits: Limits) -> TrainOutput:
+    """One call by itself, without a server; it adds to the model's gradient. Raises its error."""
+    queue = TrainingQueue(limits)
+    queue.add(0, model, batch)
+    (call,) = queue.step(math.inf)
+    if call.output is None:
+        raise call.error or AssertionError("a call has an output or an error")
+    return call.output

@@ -18,9 +18,7 @@ from tinkercloud.architectures import layers
 class RowWise(Protocol):
     """What `embedded.training.block` calls: this module, or `native.train_bindings`."""
 
-    def norm(
-        self, x: Tensor, weight: Tensor, eps: float, product_dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]: ...
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
     def norm_gradient(
         self, x: Tensor, inverse: Tensor, weight: Tensor, dy: Tensor, into: Tensor
     ) -> None: ...
@@ -29,16 +27,13 @@ class RowWise(Protocol):
     def rotate_(self, x: Tensor, cos: Tensor, sin: Tensor) -> None: ...
 
 
-def norm(
-    x: Tensor, weight: Tensor, eps: float, product_dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """The root-mean-square norm of x (..., D) of that type, and the inverse norms (..., 1) in
+def norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The root-mean-square norm of x (..., D), in its type, and the inverse norms (..., 1) in
     float32.
 
     In bfloat16 by the steps of `layers.rms_norm`: another order of the sum of squares changes its
     last bit, which rounds everything after it differently.
     """
-    assert x.dtype == product_dtype
     if x.dtype != torch.float32:
         inverse = x.float().pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
         return (x.float() * inverse).to(x.dtype).mul_(weight), inverse

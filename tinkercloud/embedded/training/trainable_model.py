@@ -3,13 +3,17 @@
 Gradients are computed by `queue` (which model is next) and `micro_batch_pass` (one micro-batch).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from tinkercloud.core.types import AdamParams, LoraSpec
 from tinkercloud.embedded.model.base_model import BaseModel
-from tinkercloud.embedded.native.packed import pack_weights
+from tinkercloud.embedded.model.huge_pages import in_huge_pages
+from tinkercloud.embedded.model.packed_tensors import PackedTensors
+from tinkercloud.embedded.native.bindings import AdapterTable
 from tinkercloud.embedded.native.train_bindings import has_compiled_pass, training_team
 from tinkercloud.embedded.training.linear import ModelWeights
 from tinkercloud.embedded.training.micro_batches import KeptBytes, kept_bytes
@@ -53,7 +57,7 @@ class TrainableModel:
 
     def weights(self, grads: dict[str, Tensor] | None = None) -> ModelWeights:
         """For a pass; grads: what it adds to. Full weights are rounded to the base's type, and
-        packed, once after each step, not in each pass."""
+        all are packed, once after each step, not in each pass."""
         added = {} if grads is None else grads
         if self._weights is None:
             self._weights = self._pass_weights()
@@ -63,20 +67,27 @@ class TrainableModel:
         base = self.base
         is_compiled = has_compiled_pass(base.device, base.dtype)
         if self.full is None:
-            packed = None
+            packed = factors = None
             if is_compiled:
+                assert isinstance(base.weights, PackedTensors), "packed where there are the kernels"
+                packed = base.weights.packed
                 with training_team() as team:
-                    packed = base.packed(team)
-            return ModelWeights(self.adapter, self.scale, None, None, packed)
+                    factors = AdapterTable(team, self.adapter or {}, base.config.num_layers)
+            return ModelWeights(self.adapter, self.scale, None, None, packed, factors)
         full = with_tied_head(base, self.full)
-        rounded = {n: t.detach().to(base.dtype) for n, t in self.full.items()}
-        values = with_tied_head(base, rounded)
-        if not is_compiled:
-            return ModelWeights(None, self.scale, full, values, None)
-        with training_team() as team:
-            packed = pack_weights(team, values)
-        vectors = {name: value for name, value in values.items() if value.dim() == 1}
-        return ModelWeights(None, self.scale, full, vectors, packed)
+        rounded = ((n, t.detach().to(base.dtype)) for n, t in self.full.items())
+        if is_compiled:
+            assert isinstance(base.weights, PackedTensors), "packed where there are the kernels"
+            values = PackedTensors.of(rounded).with_salient(base.weights.salient_inputs)
+            return ModelWeights(None, self.scale, full, values, values.packed, None)
+        return ModelWeights(None, self.scale, full, with_tied_head(base, dict(rounded)), None, None)
+
+    def published(self) -> Mapping[str, Tensor]:
+        """Full weights in the base's number type, which no later step changes. Packed ones are
+        those that a pass reads: both have the same memory until the next step."""
+        assert self.full is not None, "adapters are published without the base's weights"
+        values = self.weights().values
+        return values if isinstance(values, PackedTensors) else frozen(self.base, self.full)
 
     def kept_bytes(self) -> KeptBytes:
         """Of the activations that a pass keeps for its backward half."""
@@ -95,10 +106,20 @@ def full_parameters(base: BaseModel) -> dict[str, Tensor]:
     """float32 copies of all the base's tensors; a tied unembedding is one tensor under one name."""
     tied = base.config.tie_word_embeddings
     return {
-        name: tensor.float().clone()
+        name: tensor.to(torch.float32, copy=True)
         for name, tensor in base.weights.items()
         if not (tied and name == "lm_head")
     }
+
+
+def frozen(base: BaseModel, full: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """A copy of full weights in the base's number type, held as the base's are."""
+    if isinstance(base.weights, PackedTensors):
+        rounded = ((n, t.detach().to(base.dtype)) for n, t in full.items())
+        return PackedTensors.of(rounded).with_salient(base.weights.salient_inputs)
+    copies = {n: t.detach().to(base.dtype, copy=True) for n, t in full.items()}
+    in_huge_pages(copies)
+    return with_tied_head(base, copies)
 
 
 def with_tied_head(base: BaseModel, full: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -9,8 +9,9 @@ Pure functions over a dict of parameters. Axes: B sequences, N rows of each, L f
 D hidden, Hq and Hkv query and key/value heads, Dh head size, V vocabulary, Vd draft vocabulary.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from tinkercloud.architectures.layers import rms_norm, rotary_frequencies, rotat
 from tinkercloud.speculative.head.vocabulary import DraftVocabulary
 
 Params = Mapping[str, Tensor]
+Embed = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,19 +89,28 @@ def initial_params(config: HeadConfig, seed: int) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class FrozenRows:
-    """The target's, which the head shares: embed (V, D), the target's tensor itself; unembed
-    (Vd, D), float32, a copy of the rows that the draft vocabulary names."""
+    """The target's, which the head shares. embed: int64 tokens (...) -> their rows (..., D), read
+    from the target's own; unembed (Vd, D), float32, a copy of the rows that the draft vocabulary
+    names."""
 
-    embed: Tensor
+    embed: Embed
     unembed: Tensor
     vocabulary: DraftVocabulary
 
     @classmethod
-    def of(cls, weights: Mapping[str, Tensor], vocabulary: DraftVocabulary) -> "FrozenRows":
-        """weights: the target's, by Hugging Face module name."""
+    def of(
+        cls,
+        weights: Mapping[str, Tensor],
+        vocabulary: DraftVocabulary,
+        embed: Embed | None = None,
+    ) -> "FrozenRows":
+        """weights: the target's, by Hugging Face module name. embed: None where a tensor of
+        `weights` is there to be looked up in."""
         unembed = weights["lm_head"].detach()
         ids = vocabulary.ids.to(unembed.device)
-        return cls(weights["model.embed_tokens"].detach(), unembed[ids].float(), vocabulary)
+        if embed is None:
+            embed = partial(F.embedding, weight=weights["model.embed_tokens"].detach())
+        return cls(embed, unembed[ids].float(), vocabulary)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +131,7 @@ class Head:
         self.config = config
         self.frozen = frozen
         frequencies, self._magnitude = rotary_frequencies(config.target)
-        self.device = frozen.embed.device
+        self.device = frozen.unembed.device
         self.vocabulary = frozen.vocabulary.on(self.device)
         self._frequencies = frequencies.to(self.device)
 
@@ -139,7 +150,7 @@ class Head:
         self, params: Params, feature: Tensor, tokens: Tensor, positions: Tensor
     ) -> Projected:
         """feature (B, N, D), tokens and positions int64 (B, N)."""
-        embedded = F.embedding(tokens, self.frozen.embed).float()
+        embedded = self.frozen.embed(tokens).float()
         normed = self._norm(params, "embed_norm", embedded)
         x = torch.cat((normed, self._norm(params, "feature_norm", feature)), -1)
         angles = positions.float().unsqueeze(-1) * self._frequencies

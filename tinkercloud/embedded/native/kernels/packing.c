@@ -78,3 +78,44 @@ void turn_panel(const matrix_t *m, int64_t panel, const void *packed, void *turn
   int64_t filled = panels_of(m->out) * block;
   if (filled < end) memset((char *)turned + filled, 0, (size_t)(end - filled));
 }
+
+/* ---- rows of activations as inputs of a product */
+
+void round_row(int64_t is_narrow, const float *from, int64_t count, void *to) {
+  write_numbers(is_narrow, to, 0, from, count);
+  if (is_narrow)
+    memset((narrow *)to + count, 0, (size_t)(row_size(1, count) - count) * sizeof(narrow));
+}
+
+INLINE void pack_pair(const narrow *even, const narrow *odd, char *to) {
+  uint32_t pairs[PANEL];
+  for (int i = 0; i < PANEL; i++) pairs[i] = even[i] | (uint32_t)odd[i] << 16;
+  memcpy(to, pairs, sizeof pairs);
+}
+
+INLINE void pack_floats(const float *from, int64_t count, char *to) {
+  if (count >= PANEL) {
+    memcpy(to, from, STEP_BYTES);
+  } else {
+    memset(to, 0, STEP_BYTES);
+    memcpy(to, from, (size_t)count * sizeof *from);
+  }
+}
+
+#define SOME_COLUMNS 256 /* of a row that are read at once: to so many panels at most they go */
+
+void pack_inputs(int64_t is_narrow, const rows_t *rows, char *packed, int64_t bytes) {
+  int64_t together = is_narrow ? 2 : 1, end = row_size(is_narrow, rows->count);
+  static const narrow nothing[PANEL];
+  for (int64_t first = 0; first < rows->columns; first += SOME_COLUMNS)
+    for (int64_t i = 0; i < end; i += together) {
+      const char *row = rows->at + i * rows->stride;
+      char *to = packed + first / PANEL * bytes + i / together * STEP_BYTES;
+      for (int64_t n = first; n < MIN(first + SOME_COLUMNS, rows->columns); n += PANEL, to += bytes)
+        if (is_narrow)
+          pack_pair(i < rows->count ? (const narrow *)row + n : nothing,
+                    i + 1 < rows->count ? (const narrow *)(row + rows->stride) + n : nothing, to);
+        else
+          pack_floats((const float *)row + n, rows->columns - n, to);
+    }
+}

@@ -1,8 +1,10 @@
 /* The kernels of product.h: tiles of some rows and some panels, whose sums stay in registers while
    weights go by as vectors of outputs and inputs are broadcast. Tiles of other sizes differ in how
-   many sums they hold at once, and in nothing else. */
+   many sums they hold at once, and in nothing else. With AMX, products in bfloat16 are amx/'s. */
 
 #include "product.h"
+
+#include "amx/amx.h"
 
 #define VECS (PANEL / LANES) /* vectors of a panel */
 
@@ -24,9 +26,8 @@
 #define TILES(DEFINE, KIND) DEFINE(KIND, 1, 1) DEFINE(KIND, 2, 1)
 #endif
 #define MOST_PANELS 8
+#define FEW_ROWS_PANELS 6 /* tiles of few rows hold so many, and wait for memory */
 
-#define ROW_BLOCK 128 /* rows that meet some panels before the next do: second-level cache */
-#define BLOCK_STEPS 64   /* that one chain of sums has */
 #define CHUNK_BYTES 2048 /* of a row of inputs that go together at most */
 
 /* What a tile computes with. */
@@ -63,7 +64,7 @@ INLINE vec load_weights(const char *w) { return load((const float *)w); }
 #define wide_STRIDE 4 /* bytes of a step's inputs */
 #define wide_STEP(ROWS, PANELS) ADD_STEP(ROWS, PANELS, load_weights, broadcast, ADD_PRODUCT)
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) || HAS_AMX
 #define narrow_STRIDE 4
 #define narrow_STEP(ROWS, PANELS) ADD_STEP(ROWS, PANELS, load_weights, broadcast, ADD_PAIRS)
 #define WIDENS 0
@@ -100,49 +101,46 @@ INLINE vec broadcast_odd(const char *x) { return broadcast(x + 4); }
       }                                                                                            \
     }                                                                                              \
   }
-#define DEFINE_TILES(KIND, ROWS, PANELS)                                                           \
-  DEFINE_TILE(KIND, ROWS, PANELS)                                                                  \
-  DEFINE_REST_##PANELS(KIND, ROWS)
-#define DEFINE_REST_1(KIND, ROWS)
-#define DEFINE_REST_2(KIND, ROWS) DEFINE_TILE(KIND, ROWS, 1)
-#define DEFINE_REST_3(KIND, ROWS) DEFINE_TILE(KIND, ROWS, 1)
-#define DEFINE_REST_6(KIND, ROWS) DEFINE_TILE(KIND, ROWS, 1)
-#define DEFINE_REST_8(KIND, ROWS) DEFINE_TILE(KIND, ROWS, 1)
+/* USE(KIND, ROWS, 1) ... USE(KIND, ROWS, PANELS) */
+#define UP_TO_1(USE, KIND, ROWS) USE(KIND, ROWS, 1)
+#define UP_TO_2(USE, KIND, ROWS) UP_TO_1(USE, KIND, ROWS) USE(KIND, ROWS, 2)
+#define UP_TO_3(USE, KIND, ROWS) UP_TO_2(USE, KIND, ROWS) USE(KIND, ROWS, 3)
+#define UP_TO_6(USE, KIND, ROWS)                                                                   \
+  UP_TO_3(USE, KIND, ROWS) USE(KIND, ROWS, 4) USE(KIND, ROWS, 5) USE(KIND, ROWS, 6)
+#define UP_TO_8(USE, KIND, ROWS) UP_TO_6(USE, KIND, ROWS) USE(KIND, ROWS, 7) USE(KIND, ROWS, 8)
+#define DEFINE_TILES(KIND, ROWS, PANELS) UP_TO_##PANELS(DEFINE_TILE, KIND, ROWS)
 
 typedef void run_tile_t(const tile_t *);
 
-/* Tiles of a number of rows: of one panel, and of `panels`. */
+/* Tiles of a number of rows: of 1, 2, ... `panels` panels. */
 typedef struct {
-  run_tile_t *one, *some;
+  run_tile_t *of[MOST_PANELS];
   int64_t panels;
 } tiles_t;
 
-#define NAME_TILES(KIND, ROWS, PANELS) {KIND##_##ROWS##_1, KIND##_##ROWS##_##PANELS, PANELS},
+#define NAME_TILE(KIND, ROWS, PANELS) KIND##_##ROWS##_##PANELS,
+#define NAME_TILES(KIND, ROWS, PANELS) {{UP_TO_##PANELS(NAME_TILE, KIND, ROWS)}, PANELS},
 
 TILES(DEFINE_TILES, wide)
-TILES(DEFINE_TILES, narrow)
-
 static const tiles_t wide_tiles[TILE_ROWS] = {TILES(NAME_TILES, wide)};
+
+#if !HAS_AMX
+TILES(DEFINE_TILES, narrow)
 static const tiles_t narrow_tiles[TILE_ROWS] = {TILES(NAME_TILES, narrow)};
+#endif
+
+static const tiles_t *tiles_for(int64_t is_narrow) {
+#if !HAS_AMX
+  if (is_narrow) return narrow_tiles;
+#endif
+  (void)is_narrow;
+  return wide_tiles;
+}
 
 /* What the tiles of so many rows hold, of either type. */
 static const tiles_t *tiles_of(int64_t rows) { return &wide_tiles[MIN(rows, TILE_ROWS) - 1]; }
 
-INLINE int64_t parts(int64_t count, int64_t size) { return (count + size - 1) / size; }
-
 /* ---- rows times panels */
-
-/* A row's finished sums of some panels into y. */
-static void put(const product_t *p, int64_t row, int64_t col, int64_t count, const float *sums) {
-  float *y = p->y + row * p->y_stride + col;
-  const float *bias = p->bias ? p->bias + col : NULL;
-  if (p->add)
-    for (int64_t c = 0; c < count; c++) y[c] += p->scale * sums[c];
-  else if (bias)
-    for (int64_t c = 0; c < count; c++) y[c] = sums[c] + bias[c];
-  else
-    memcpy(y, sums, (size_t)count * sizeof(float));
-}
 
 /* A chunk of some rows' inputs, as tiles read them. */
 typedef struct {
@@ -173,14 +171,14 @@ static int64_t stride_of(const product_t *p) {
 typedef struct {
   const product_t *p;
   range_t rows;
-  int64_t panel, panels; /* 1, or what tiles hold */
+  int64_t panel, panels; /* at most what tiles hold */
   int64_t step, steps;
   inputs_t inputs;
 } chunk_t;
 
 static void run_chunk(const chunk_t *c, float *sums) {
   const product_t *p = c->p;
-  const tiles_t *tiles = p->is_narrow ? narrow_tiles : wide_tiles;
+  const tiles_t *tiles = tiles_for(p->is_narrow);
   int64_t rows = c->rows.end - c->rows.first, count = parts(rows, TILE_ROWS);
   int64_t all_steps = steps_of(p->is_narrow, p->k), stride = all_steps * STEP_BYTES;
   int64_t col = c->panel * PANEL, width = MIN(c->panels * PANEL, p->out - col);
@@ -192,10 +190,10 @@ static void run_chunk(const chunk_t *c, float *sums) {
     const tiles_t *tile = &tiles[end - first - 1];
     t.x = c->inputs.x + first * c->inputs.stride;
     t.sums = sums + first * MOST_PANELS * PANEL;
-    (c->panels == 1 ? tile->one : tile->some)(&t);
+    tile->of[c->panels - 1](&t);
     if (c->step + c->steps == all_steps)
       for (int64_t r = first; r < end; r++)
-        put(p, c->rows.first + r, col, width, sums + r * MOST_PANELS * PANEL);
+        put_sums(p, c->rows.first + r, col, width, sums + r * MOST_PANELS * PANEL);
   }
 }
 
@@ -209,7 +207,7 @@ static void multiply_some(const product_t *p, range_t rows, range_t panels, int6
     chunk_t c = {.p = p, .rows = rows, .step = step, .steps = MIN(size, steps - step)};
     c.inputs = inputs_of(p, rows, step, c.steps);
     for (c.panel = panels.first; c.panel < panels.end; c.panel += c.panels) {
-      c.panels = c.panel + together <= panels.end ? together : 1;
+      c.panels = MIN(together, panels.end - c.panel);
       run_chunk(&c, sums + (c.panel - panels.first) * PANEL);
     }
   }
@@ -223,6 +221,12 @@ static void multiply_block(const product_t *p, range_t rows, range_t panels) {
 }
 
 void multiply(const product_t *p, range_t rows, range_t panels) {
+#if HAS_AMX
+  if (p->is_narrow) {
+    multiply_narrow(p, rows, panels);
+    return;
+  }
+#endif
   int64_t count = rows.end - rows.first, blocks = parts(count, ROW_BLOCK);
   for (int64_t b = 0; b < blocks; b++) {
     int64_t first = rows.first + count * b / blocks, end = rows.first + count * (b + 1) / blocks;
@@ -230,11 +234,23 @@ void multiply(const product_t *p, range_t rows, range_t panels) {
   }
 }
 
+/* Of a task, where there are so many. */
+static int64_t task_rows_of(int64_t rows, int64_t is_narrow) {
+  int64_t count = MAX(parts(rows, MAX(parts(rows, PRODUCT_ROWS), 1)), 1);
+  return HAS_AMX && is_narrow && count > GROUP_ROWS ? rounded_up(count, GROUP_ROWS) : count;
+}
+
 /* Few rows: panels by what is read of memory. Many: by the work, so that threads end together. */
 cut_t cut_product(int64_t rows, int64_t is_narrow, int64_t k, int64_t out) {
-  int64_t steps = MAX(steps_of(is_narrow, k), 1), row_tasks = MAX(parts(rows, PRODUCT_ROWS), 1);
-  int64_t task_rows = MAX(parts(rows, row_tasks), 1), together = tiles_of(task_rows)->panels;
+  int64_t steps = MAX(steps_of(is_narrow, k), 1), task_rows = task_rows_of(rows, is_narrow);
+  int64_t together =
+      HAS_AMX && is_narrow ? panels_together(task_rows) : tiles_of(task_rows)->panels;
   int64_t panels = MIN(TASK_BYTES / (steps * STEP_BYTES), TASK_STEPS / (task_rows * steps));
   panels = MAX(panels / together, 1) * together;
-  return (cut_t){panels, task_rows, parts(panels_of(out), panels), row_tasks};
+  int64_t panel_tasks = parts(panels_of(out), panels);
+  if (together >= FEW_ROWS_PANELS && panel_tasks > 1) { /* an even number, for two threads */
+    panels = parts(panels_of(out), rounded_up(panel_tasks, 2));
+    panel_tasks = parts(panels_of(out), panels);
+  }
+  return (cut_t){panels, task_rows, panel_tasks, MAX(parts(rows, task_rows), 1)};
 }

@@ -1,8 +1,8 @@
 /* Matrix products with packed weights (packed.h), y = x w^T. The inputs of an output go in ascending
    order, in bfloat16 by pairs: a chain of sums for each block of 64 inputs or pairs from the first
    one on, and the blocks' sums one after the other. One chain over all of them would lose more to
-   rounding than PyTorch does. Nothing of that depends on the number of rows, or on which rows and
-   panels a call computes. */
+   rounding than PyTorch does. (AMX adds 16 pairs to a chain at a time: amx/emulated.h.) Nothing of
+   that depends on the number of rows, or on which rows and panels a call computes. */
 
 #ifndef TINKERCLOUD_PRODUCT_H
 #define TINKERCLOUD_PRODUCT_H
@@ -27,6 +27,9 @@ typedef void rows_times_panels_t(const product_t *p, range_t rows, range_t panel
 
 __attribute__((visibility("hidden"))) rows_times_panels_t multiply;
 
+#define ROW_BLOCK 128  /* rows that meet some panels before the next do: second-level cache */
+#define BLOCK_STEPS 64 /* that one chain of sums has */
+
 #define TASK_BYTES (192 * 1024) /* of w: what a thread takes at once where rows are few */
 #define TASK_STEPS (1 << 18)    /* of a row with a panel: what it takes where they are many */
 #define PRODUCT_ROWS 256
@@ -40,8 +43,23 @@ typedef struct {
 __attribute__((visibility("hidden"))) cut_t cut_product(int64_t rows, int64_t is_narrow, int64_t k,
                                                         int64_t out);
 
+INLINE int64_t parts(int64_t count, int64_t size) { return (count + size - 1) / size; }
+
 INLINE range_t part_of(int64_t count, int64_t size, int64_t index) {
   return (range_t){index * size, MIN((index + 1) * size, count)};
+}
+
+/* A row's finished sums of some outputs into y. */
+INLINE void put_sums(const product_t *p, int64_t row, int64_t col, int64_t count,
+                     const float *sums) {
+  float *y = p->y + row * p->y_stride + col;
+  const float *bias = p->bias ? p->bias + col : NULL;
+  if (p->add)
+    for (int64_t c = 0; c < count; c++) y[c] += p->scale * sums[c];
+  else if (bias)
+    for (int64_t c = 0; c < count; c++) y[c] = sums[c] + bias[c];
+  else
+    memcpy(y, sums, (size_t)count * sizeof(float));
 }
 
 #endif

@@ -23,4 +23,17 @@ HIDDEN void unpack_panel(const matrix_t *m, int64_t panel, const void *packed, v
 /* 16 inputs, from `panel` * 16 on, of all outputs, as a panel of the transposed matrix [k, out]. */
 HIDDEN void turn_panel(const matrix_t *m, int64_t panel, const void *packed, void *turned);
 
+/* `count` floats to numbers, and zeros up to a row_size. */
+HIDDEN void round_row(int64_t is_narrow, const float *from, int64_t count, void *to);
+
+/* Numbers [count][columns], rows `stride` bytes apart and each of a row_size. */
+typedef struct {
+  const char *at;
+  int64_t stride, count, columns;
+} rows_t;
+
+/* Such rows as inputs of weights [columns, inputs], whose panels are `bytes` apart; the first row
+   goes to `packed`, and in bfloat16 zeros follow the last one up to a whole NARROW_BLOCK. */
+HIDDEN void pack_inputs(int64_t is_narrow, const rows_t *rows, char *packed, int64_t bytes);
+
 #endif

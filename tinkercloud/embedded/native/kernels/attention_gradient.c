@@ -4,7 +4,8 @@
      dV = P^T dO    dP = dO V^T    dS = P (dP - sum(P dP))    dQ = scale dS K    dK = scale dS^T Q
    (Dao et al. 2022, appendix B.4; here with the whole of a few rows of S at once, so that neither
    the forward pass's result nor its sums are needed.) All sums are float32, those of each sequence
-   in an order that depends on its length alone.
+   in an order that depends on its length alone. Of a model in bfloat16 products read dO, P and dS
+   rounded, by pairs, where the processor multiplies such; else they are float.
 
    Names: L rows of a sequence, Hq / Hkv query and key/value heads, Dh head size. */
 
@@ -12,7 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "attention_gradient.h"
+#include "gradients.h"
 #include "narrow.h"
 #include "team.h"
 #include "vectors.h"
@@ -27,9 +28,18 @@
 #define BLOCK (6 * TILE_ROWS) /* rows of S at once */
 #define TASKS_PER_THREAD 4
 
+#if defined(__AVX512BF16__)
+#define MULTIPLIES_PAIRS 1
+#else
+#define MULTIPLIES_PAIRS 0
+#define ADD_PAIRS(sum, a, b) ((void)0)
+#endif
+
 #define ROUND_UP(n, step) (((n) + (step)-1) / (step) * (step))
 
-/* ---- products: c[i, n] += sum over k of a[i, k] b[k, n], or = where `fresh` */
+/* ---- products: c[i, n] += sum over k of a[i, k] b[k, n], or = where `fresh`
+
+   a and b are words: floats, or pairs of narrow numbers, of k = 0 and 1, 2 and 3, ... */
 
 typedef struct {
   float *at;
@@ -46,7 +56,7 @@ typedef struct {
   int64_t row;
 } right_t;
 
-INLINE void tile(out_t c, left_t a, right_t b, int64_t depth, int vecs, int fresh) {
+INLINE void tile(out_t c, left_t a, right_t b, int64_t depth, int vecs, int fresh, int pairs) {
   vec sum[TILE_ROWS][TILE_VECS];
 #pragma GCC unroll 8
   for (int i = 0; i < TILE_ROWS; i++)
@@ -61,7 +71,11 @@ INLINE void tile(out_t c, left_t a, right_t b, int64_t depth, int vecs, int fres
     for (int i = 0; i < TILE_ROWS; i++) {
       vec left = all(a.at[i * a.row + k * a.column]);
 #pragma GCC unroll 8
-      for (int j = 0; j < vecs; j++) sum[i][j] = fused(left, right[j], sum[i][j]);
+      for (int j = 0; j < vecs; j++)
+        if (pairs)
+          ADD_PAIRS(sum[i][j], left, right[j]);
+        else
+          sum[i][j] = fused(left, right[j], sum[i][j]);
     }
   }
 #pragma GCC unroll 8
@@ -70,28 +84,60 @@ INLINE void tile(out_t c, left_t a, right_t b, int64_t depth, int vecs, int fres
     for (int j = 0; j < vecs; j++) store(c.at + i * c.row + j * LANES, sum[i][j]);
 }
 
-/* rows: a multiple of TILE_ROWS. columns: at most PANEL, a multiple of LANES. */
-static void panel(out_t c, left_t a, right_t b, int64_t rows, int64_t depth, int64_t columns,
-                  int fresh) {
+INLINE void any_panel(out_t c, left_t a, right_t b, int64_t rows, int64_t depth, int64_t columns,
+                      int fresh, int pairs) {
   for (int64_t i = 0; i < rows; i += TILE_ROWS) {
     out_t to = {c.at + i * c.row, c.row};
     left_t from = {a.at + i * a.row, a.row, a.column};
     switch (columns / LANES) {
-      case 1: tile(to, from, b, depth, 1, fresh); break;
-      case 2: tile(to, from, b, depth, 2, fresh); break;
+      case 1: tile(to, from, b, depth, 1, fresh, pairs); break;
+      case 2: tile(to, from, b, depth, 2, fresh, pairs); break;
 #if TILE_VECS == 4
-      case 3: tile(to, from, b, depth, 3, fresh); break;
-      case 4: tile(to, from, b, depth, 4, fresh); break;
+      case 3: tile(to, from, b, depth, 3, fresh, pairs); break;
+      case 4: tile(to, from, b, depth, 4, fresh, pairs); break;
 #endif
     }
   }
 }
 
+static void panel_of_floats(out_t c, left_t a, right_t b, int64_t rows, int64_t depth,
+                            int64_t columns, int fresh) {
+  any_panel(c, a, b, rows, depth, columns, fresh, 0);
+}
+
+static void panel_of_pairs(out_t c, left_t a, right_t b, int64_t rows, int64_t depth,
+                           int64_t columns, int fresh) {
+  any_panel(c, a, b, rows, depth, columns, fresh, 1);
+}
+
+/* rows: a multiple of TILE_ROWS. columns: at most PANEL, a multiple of LANES. depth: in words. */
+static void panel(out_t c, left_t a, right_t b, int64_t rows, int64_t depth, int64_t columns,
+                  int fresh, int pairs) {
+  (pairs ? panel_of_pairs : panel_of_floats)(c, a, b, rows, depth, columns, fresh);
+}
+
 static void product(out_t c, left_t a, right_t b, int64_t rows, int64_t depth, int64_t columns,
-                    int fresh) {
+                    int fresh, int pairs) {
   for (int64_t n = 0; n < columns; n += PANEL)
     panel((out_t){c.at + n, c.row}, a, (right_t){b.at + n, b.row}, rows, depth,
-          MIN(PANEL, columns - n), fresh);
+          MIN(PANEL, columns - n), fresh, pairs);
+}
+
+/* ---- pairs */
+
+typedef uint32_t pair_t __attribute__((may_alias));
+typedef narrow half_t __attribute__((may_alias));
+
+/* Of two rows of floats: of each column a pair. */
+static void pair_rows(const float *even, const float *odd, int64_t count, float *words) {
+  pair_t *pairs = (pair_t *)words;
+  for (int64_t i = 0; i < count; i++) pairs[i] = narrowed(even[i]) | (pair_t)narrowed(odd[i]) << 16;
+}
+
+/* Of one row: of each two columns a pair. count: even. */
+static void pair_columns(const float *row, int64_t count, float *words) {
+  half_t *numbers = (half_t *)words;
+  for (int64_t i = 0; i < count; i++) numbers[i] = narrowed(row[i]);
 }
 
 /* ---- one query head */
@@ -99,10 +145,14 @@ static void product(out_t c, left_t a, right_t b, int64_t rows, int64_t depth, i
 typedef struct {
   int64_t length, width, stride; /* width: Dh, stride: of rows of S, both with their padding */
   int64_t rows;                  /* numbers of [L and padding][width] */
-  float *keys;                   /* [L][width] */
-  float *keys_t, *values_t;      /* panels of keys and values, turned: [panel][Dh][PANEL] */
+  int pairs;                     /* whether words are pairs */
+  float *keys;                   /* words [L][width], by pairs of rows */
+  float *keys_t, *values_t;      /* panels of both, turned: words [panel][Dh][PANEL], of columns */
   float *q, *dout, *dq;          /* [BLOCK][width] */
   float *scores, *dscores;       /* [BLOCK][stride] */
+  /* Pairs of columns, rows half as wide; and of rows, half as many of these. */
+  float *q_columns, *dout_columns, *dscores_columns;
+  float *q_rows, *dout_rows, *scores_rows, *dscores_rows;
   float *dk, *dv;                /* of one head, [L and padding][width] */
   float *dkv, *dkv_sum;          /* memory for both, and of all heads that read these keys */
 } work_t;
@@ -114,30 +164,45 @@ static size_t place(const attention_gradient_t *a, work_t *w, float *memory) {
   w->width = ROUND_UP(a->head_dim, LANES);
   w->stride = padded + LANES; /* rows a power of two apart would share few lines of the cache */
   w->rows = ROUND_UP(a->length, TILE_ROWS) * w->width;
+  w->pairs = MULTIPLIES_PAIRS && a->is_narrow;
   int64_t block = BLOCK * w->width, wide = BLOCK * w->stride;
-  float **parts[] = {&w->keys, &w->dkv,  &w->dkv_sum, &w->keys_t, &w->values_t,
-                     &w->q,    &w->dout, &w->dq,      &w->scores, &w->dscores};
-  int64_t sizes[] = {w->rows, 2 * w->rows, 2 * w->rows, turned, turned,
-                     block,   block,       block,       wide,   wide};
+  int64_t block_pairs = w->pairs ? block / 2 : 0, wide_pairs = w->pairs ? wide / 2 : 0;
+  struct {
+    float **at;
+    int64_t size;
+  } parts[] = {
+      {&w->keys, w->rows},           {&w->dkv, 2 * w->rows},        {&w->dkv_sum, 2 * w->rows},
+      {&w->keys_t, turned},          {&w->values_t, turned},        {&w->q, block},
+      {&w->dout, block},             {&w->dq, block},               {&w->scores, wide},
+      {&w->dscores, wide},           {&w->q_columns, block_pairs},  {&w->dout_columns, block_pairs},
+      {&w->q_rows, block_pairs},     {&w->dout_rows, block_pairs},  {&w->scores_rows, wide_pairs},
+      {&w->dscores_rows, wide_pairs}, {&w->dscores_columns, wide_pairs},
+  };
   size_t total = 0;
-  for (int i = 0; i < 10; i++) {
-    *parts[i] = memory + total;
-    total += (size_t)ROUND_UP(sizes[i], LANES);
+  for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
+    *parts[i].at = memory + total;
+    total += (size_t)ROUND_UP(parts[i].size, LANES);
   }
   return total;
 }
 
+/* How many words that are pairs of columns, or of rows, take. */
+INLINE int64_t words(const work_t *w, int64_t count) {
+  return w->pairs ? (count + 1) / 2 : count;
+}
+
 static void turn(const attention_gradient_t *a, const void *from, int64_t row, int64_t first,
                  work_t *w, float *to) {
-  float one[w->width];
-  int64_t padded = ROUND_UP(w->length, PANEL), size = a->head_dim;
+  float one[w->width], pairs[w->width];
+  int64_t padded = ROUND_UP(w->length, PANEL), size = a->head_dim, depth = words(w, size);
   for (int64_t l = 0; l < padded; l++) {
     if (l < w->length)
       read_numbers(a->is_narrow, from, first + l * row, one, size);
     else
       memset(one, 0, sizeof one);
-    float *into = to + l / PANEL * PANEL * size + l % PANEL;
-    for (int64_t d = 0; d < size; d++) into[d * PANEL] = one[d];
+    if (w->pairs) pair_columns(one, w->width, pairs);
+    float *into = to + l / PANEL * PANEL * depth + l % PANEL;
+    for (int64_t d = 0; d < depth; d++) into[d * PANEL] = (w->pairs ? pairs : one)[d];
   }
 }
 
@@ -161,9 +226,18 @@ static void soften(float *scores, float *dscores, float scale, int64_t last, int
   }
 }
 
-static void block(const attention_gradient_t *a, work_t *w, int64_t b, int64_t head, int64_t from) {
-  int64_t size = a->head_dim, count = MIN(BLOCK, w->length - from), seen = from + count;
-  int64_t rows = ROUND_UP(count, TILE_ROWS), keys = ROUND_UP(seen, LANES);
+/* rows: even. */
+static void pair_block(const float *floats, int64_t stride, int64_t rows, int64_t count,
+                       float *of_rows, float *of_columns) {
+  for (int64_t r = 0; r < rows; r += 2)
+    pair_rows(floats + r * stride, floats + (r + 1) * stride, count, of_rows + r / 2 * stride);
+  for (int64_t r = 0; r < rows && of_columns; r++)
+    pair_columns(floats + r * stride, ROUND_UP(count, 2), of_columns + r * stride / 2);
+}
+
+static void read_block(const attention_gradient_t *a, work_t *w, int64_t b, int64_t head,
+                       int64_t from, int64_t count, int64_t rows) {
+  int64_t size = a->head_dim;
   for (int64_t r = 0; r < rows; r++) {
     int64_t row = b * w->length + from + r;
     float *q = w->q + r * w->width, *dout = w->dout + r * w->width;
@@ -175,12 +249,24 @@ static void block(const attention_gradient_t *a, work_t *w, int64_t b, int64_t h
       memset(dout, 0, (size_t)w->width * sizeof *dout);
     }
   }
+  if (!w->pairs) return;
+  pair_block(w->q, w->width, rows, w->width, w->q_rows, w->q_columns);
+  pair_block(w->dout, w->width, rows, w->width, w->dout_rows, w->dout_columns);
+}
+
+static void block(const attention_gradient_t *a, work_t *w, int64_t b, int64_t head, int64_t from) {
+  int64_t size = a->head_dim, count = MIN(BLOCK, w->length - from), seen = from + count;
+  int64_t rows = ROUND_UP(count, TILE_ROWS), keys = ROUND_UP(seen, LANES), depth = words(w, size);
+  int pairs = w->pairs;
+  read_block(a, w, b, head, from, count, rows);
+  left_t q = {pairs ? w->q_columns : w->q, words(w, w->width), 1};
+  left_t dout = {pairs ? w->dout_columns : w->dout, words(w, w->width), 1};
   for (int64_t n = 0; n < keys; n += PANEL) {
     int64_t columns = MIN(PANEL, keys - n);
-    panel((out_t){w->scores + n, w->stride}, (left_t){w->q, w->width, 1},
-          (right_t){w->keys_t + n * size, PANEL}, rows, size, columns, 1);
-    panel((out_t){w->dscores + n, w->stride}, (left_t){w->dout, w->width, 1},
-          (right_t){w->values_t + n * size, PANEL}, rows, size, columns, 1);
+    panel((out_t){w->scores + n, w->stride}, q, (right_t){w->keys_t + n * depth, PANEL}, rows,
+          depth, columns, 1, pairs);
+    panel((out_t){w->dscores + n, w->stride}, dout, (right_t){w->values_t + n * depth, PANEL}, rows,
+          depth, columns, 1, pairs);
   }
   int64_t reached = ROUND_UP(seen, TILE_ROWS);
   for (int64_t r = 0; r < rows; r++) {
@@ -188,15 +274,21 @@ static void block(const attention_gradient_t *a, work_t *w, int64_t b, int64_t h
     if (r < count) soften(scores, dscores, a->scale, from + r, keys);
     for (int64_t j = r < count ? keys : 0; j < reached; j++) scores[j] = dscores[j] = 0.0f;
   }
-  product((out_t){w->dq, w->width}, (left_t){w->dscores, w->stride, 1},
-          (right_t){w->keys, w->width}, rows, seen, w->width, 1);
+  if (pairs) {
+    pair_block(w->scores, w->stride, rows, reached, w->scores_rows, NULL);
+    pair_block(w->dscores, w->stride, rows, reached, w->dscores_rows, w->dscores_columns);
+  }
+  product((out_t){w->dq, w->width},
+          (left_t){pairs ? w->dscores_columns : w->dscores, words(w, w->stride), 1},
+          (right_t){w->keys, w->width}, rows, words(w, seen), w->width, 1, pairs);
   for (int64_t r = 0; r < count; r++)
     write_numbers(0, a->dq, ((b * w->length + from + r) * a->heads + head) * size,
                   w->dq + r * w->width, size);
-  product((out_t){w->dk, w->width}, (left_t){w->dscores, 1, w->stride}, (right_t){w->q, w->width},
-          reached, rows, w->width, 0);
-  product((out_t){w->dv, w->width}, (left_t){w->scores, 1, w->stride}, (right_t){w->dout, w->width},
-          reached, rows, w->width, 0);
+  product((out_t){w->dk, w->width}, (left_t){pairs ? w->dscores_rows : w->dscores, 1, w->stride},
+          (right_t){pairs ? w->q_rows : w->q, w->width}, reached, words(w, rows), w->width, 0, pairs);
+  product((out_t){w->dv, w->width}, (left_t){pairs ? w->scores_rows : w->scores, 1, w->stride},
+          (right_t){pairs ? w->dout_rows : w->dout, w->width}, reached, words(w, rows), w->width, 0,
+          pairs);
 }
 
 /* ---- tasks: the query heads that read one head's keys of one sequence; each of them by itself
@@ -205,9 +297,14 @@ static void block(const attention_gradient_t *a, work_t *w, int64_t b, int64_t h
 
 static void read_keys(const attention_gradient_t *a, work_t *w, int64_t b, int64_t kv_head) {
   int64_t size = a->head_dim, first = b * w->length;
-  for (int64_t l = 0; l < w->length; l++)
-    read_numbers(a->is_narrow, a->k, (first + l) * a->k_row + kv_head * size,
-                 w->keys + l * w->width, size);
+  float rows[2][w->width];
+  for (int64_t l = 0; l < w->length; l++) {
+    float *row = w->pairs ? rows[l % 2] : w->keys + l * w->width;
+    read_numbers(a->is_narrow, a->k, (first + l) * a->k_row + kv_head * size, row, size);
+    if (!w->pairs || (l % 2 == 0 && l + 1 < w->length)) continue;
+    if (l % 2 == 0) memset(rows[1], 0, sizeof rows[1]);
+    pair_rows(rows[0], rows[1], w->width, w->keys + l / 2 * w->width);
+  }
   turn(a, a->k, a->k_row, first * a->k_row + kv_head * size, w, w->keys_t);
   turn(a, a->v, a->v_row, first * a->v_row + kv_head * size, w, w->values_t);
 }

@@ -4,9 +4,6 @@
 #include "packing.h"
 #include "product.h"
 
-#define SOME_PANELS 6                  /* of a transposed matrix that are there at least */
-#define TURNED_BYTES (8 * 1024 * 1024) /* at most, where these are fewer */
-
 typedef struct {
   matrix_t matrix;
   const void *from;
@@ -33,18 +30,14 @@ void unpack(team_t *team, int64_t is_narrow, int64_t out, int64_t k, const void 
        &(packing_t){{is_narrow, out, k}, packed, rows, unpack_panel, 0});
 }
 
-/* Stages of one call: rows are rounded; panels are transposed and multiplied, by turns. */
+/* Stages of one call: rows are rounded, then multiplied. */
 typedef struct {
   product_t product;
   cut_t cut;
   const float *x; /* [rows][product.k], before they are rounded */
   narrow *rounded;
   int64_t rows;
-  /* Of the product dx = dy W alone, of which some panels are computed at a time. */
-  matrix_t matrix;
-  const void *packed;
-  int64_t first, turned_panels; /* first: of those underway */
-  atomic_long next_row, next_panel, next_task;
+  atomic_long next_row, next_task;
 } call_t;
 
 static void round_rows(call_t *a) {
@@ -92,42 +85,5 @@ int product(team_t *team, int64_t is_narrow, int64_t out, int64_t k, const void 
   call.product.bias = bias;
   call.product.y = y;
   work(team, run_product, &call);
-  return 0;
-}
-
-static void turn_panels(call_t *a, char *turned) {
-  int64_t bytes = panel_bytes(a->matrix.is_narrow, a->matrix.out);
-  for (int64_t i; (i = atomic_fetch_add(&a->next_panel, 1)) < panels_of(a->product.out);)
-    turn_panel(&a->matrix, a->first + i, a->packed, turned + i * bytes);
-}
-
-static void run_back(team_t *team, int rank, void *argument) {
-  (void)rank;
-  call_t *a = argument;
-  if (a->rounded && a->first == 0) round_rows(a);
-  turn_panels(a, (char *)a->product.w);
-  meet(team);
-  multiply_tasks(a);
-}
-
-/* dx [rows, k] = dy w; dy [rows, out], rounded where weights are narrow. */
-int product_back(team_t *team, int64_t is_narrow, int64_t out, int64_t k, const void *packed,
-                 int64_t rows, const float *dy, float *dx) {
-  int64_t bytes = panel_bytes(is_narrow, out), panels = panels_of(k);
-  int64_t most = MIN(panels, MAX(TURNED_BYTES / bytes / SOME_PANELS, 1) * SOME_PANELS);
-  int64_t narrow_bytes = is_narrow ? rows * row_size(1, out) * (int64_t)sizeof(narrow) : 0;
-  char *memory = scratch(team, (size_t)(most * bytes + narrow_bytes));
-  if (memory == NULL) return -1;
-  matrix_t transposed = {is_narrow, k, out};
-  for (int64_t first = 0; first < panels; first += most) {
-    narrow *rounded = is_narrow ? (narrow *)(memory + most * bytes) : NULL;
-    call_t call = {.product = product_of(&transposed, dy, rounded), .x = dy, .rounded = rounded,
-                   .rows = rows, .matrix = {is_narrow, out, k}, .packed = packed, .first = first};
-    call.product.w = memory;
-    call.product.y = dx + first * PANEL;
-    call.product.out = MIN(k, (first + most) * PANEL) - first * PANEL;
-    call.cut = cut_product(rows, is_narrow, out, call.product.out);
-    work(team, run_back, &call);
-  }
   return 0;
 }

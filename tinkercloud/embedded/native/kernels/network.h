@@ -12,6 +12,12 @@ typedef struct {
   const void *weight; /* packed (packed.h): float, or narrow where the model is */
   const float *bias;
   int64_t out, in;
+  /* Where the model is narrow, inputs that are read as pairs, a rounded number and its rounded
+     error: their numbers, ascending, and their weights, packed [out, num_salient]. Modules that
+     read the same rows have the same ones, and modules with as many inputs as many. */
+  const int64_t *salient;
+  int64_t num_salient;
+  const void *salient_weight;
 } linear_t;
 
 enum { Q, K_, V_, O, GATE, UP, DOWN, NUM_LINEAR };
@@ -49,7 +55,7 @@ typedef struct {
 } segment_t;
 
 /* Where one layer's activations go that its gradient needs: numbers are those that products and
-   attention have read. */
+   attention have read, without the errors of queries and salient inputs. */
 typedef struct {
   float *middle;        /* [rows][D], what enters the second norm */
   float *raw_q, *raw_k; /* [rows][heads][Dh], what enters the norms of heads; NULL without these */
@@ -57,6 +63,12 @@ typedef struct {
   void *mixed;          /* numbers [rows][Hq Dh] */
   void *gates;          /* numbers [rows][gate and up: 2 F] */
 } kept_t;
+
+/* How long a step of a pass took on its first thread, in all layers together; of that, how long it
+   waited for the other threads at the ends of stages. Nanoseconds. */
+typedef struct {
+  int64_t ns, waiting_ns;
+} step_time_t;
 
 /* A pass may be cut between layers, and before the logits: a part of it computes the embeddings
    where `embeds`, the layers first_layer..end_layer - 1, after the model's last layer the final
@@ -80,6 +92,7 @@ typedef struct {
   float *captured;       /* out: [rows][num_captured][D], what these layers put out */
   float *hidden;         /* out: [rows][D], after the final norm */
   float *logits;         /* out: [num_logit_rows][V] */
+  step_time_t *times;    /* out: [num_steps], added to what is there; or NULL */
 } batch_t;
 
 #endif

@@ -66,7 +66,8 @@ INLINE vec added(int is_narrow, vec sum, vec a, vec b) {
   return sum;
 }
 
-/* queries [step][TILE_QUERIES], keys: of TILE_BLOCKS blocks, scores [query][UNIT]. */
+/* queries [step][TILE_QUERIES], where they are narrow with as many steps of their rounding errors
+   behind; keys: of TILE_BLOCKS blocks, scores [query][UNIT]. */
 INLINE void score(int is_narrow, int count, const word_t *queries, int64_t steps,
                   const word_t *const *keys, float *scores) {
   vec sum[TILE_QUERIES][TILE_BLOCKS * BLOCK_VECS] = {};
@@ -77,6 +78,11 @@ INLINE void score(int is_narrow, int count, const word_t *queries, int64_t steps
     EACH(g, count) {
       vec query = all(queries[i * TILE_QUERIES + g]);
       EACH(v, TILE_BLOCKS * BLOCK_VECS) sum[g][v] = added(is_narrow, sum[g][v], query, key[v]);
+    }
+    if (!is_narrow) continue;
+    EACH(g, count) {
+      vec error = all(queries[(steps + i) * TILE_QUERIES + g]);
+      EACH(v, TILE_BLOCKS * BLOCK_VECS) sum[g][v] = added(1, sum[g][v], error, key[v]);
     }
   }
   EACH(g, count) EACH(v, TILE_BLOCKS * BLOCK_VECS) store(scores + g * UNIT + v * LANES, sum[g][v]);

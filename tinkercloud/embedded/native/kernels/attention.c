@@ -45,14 +45,13 @@ static void place_narrow(float *k, float *v, int64_t dh, int64_t slot, int ends,
 }
 
 /* Norms, rotation, and the new keys and values into their blocks; q, k and v are then what attention
-   computes with. No two rows write to one place: a block with room left is one sequence's alone, and
-   those that several share are full. */
+   computes with, where keys are narrow q as pairs of numbers. No two rows write to one place: a
+   block with room left is one sequence's alone, and those that several share are full. */
 void place_rows(walk_t *w, const layer_t *layer) {
   const pass_t *p = w->p;
   const model_t *model = p->model;
   const batch_t *batch = p->batch;
   int64_t dh = model->head_dim;
-  narrow rounded[dh];
   EACH_ROW(w, m, batch->rows) {
     int64_t position = batch->positions[m], slot = position % KV_BLOCK;
     int ends = m + 1 == batch->rows || batch->sequence[m + 1] != batch->sequence[m];
@@ -62,7 +61,6 @@ void place_rows(walk_t *w, const layer_t *layer) {
       float *q = p->q + (m * model->heads + h) * dh;
       if (layer->q_norm) rms_norm(q, layer->q_norm, dh, model->eps, q);
       rotate(q, cosine, sine, dh / 2);
-      if (model->is_narrow) round_to_narrow(q, dh, rounded);
     }
     int64_t block = batch->tables[batch->sequence[m] * batch->table_stride + position / KV_BLOCK];
     for (int64_t h = 0; h < model->kv_heads; h++) {
@@ -242,14 +240,28 @@ static int64_t query_at(const tile_t *t, int64_t i) {
   return (t->row + at / group) * t->p->model->heads + t->h * group + at % group;
 }
 
+/* A query as pairs of dimensions, rounded, and after these the pairs of its rounding errors. */
+static void split_query(const float *q, int64_t dh, bits_t *words) {
+  for (int64_t d = 0; d < dh; d += 2) {
+    bits_t high = 0, low = 0;
+    for (int64_t i = 0; i < 2; i++) {
+      narrow rounded = narrowed(q[d + i]);
+      high |= (bits_t)rounded << 16 * i;
+      low |= (bits_t)narrowed(q[d + i] - widen1(rounded)) << 16 * i;
+    }
+    words[d / 2 * TILE_QUERIES] = high;
+    words[(dh / 2 + d / 2) * TILE_QUERIES] = low;
+  }
+}
+
 static span_t read_query(const tile_t *t, int64_t i, bits_t *words) {
   const pass_t *p = t->p;
   int64_t dh = p->model->head_dim, at = query_at(t, i), row = at / p->model->heads;
   const bits_t *q = (const bits_t *)(p->q + at * dh);
-  if (!p->model->is_narrow)
-    for (int64_t d = 0; d < dh; d++) words[d * TILE_QUERIES] = q[d];
+  if (p->model->is_narrow)
+    split_query(p->q + at * dh, dh, words);
   else
-    for (int64_t d = 0; d < dh; d += 2) words[d / 2 * TILE_QUERIES] = q[d] >> 16 | q[d + 1];
+    for (int64_t d = 0; d < dh; d++) words[d * TILE_QUERIES] = q[d];
   int64_t end = p->batch->positions[row] + 1;
   return (span_t){t->layer->window ? MAX(0, end - t->layer->window) : 0, end};
 }
@@ -317,7 +329,7 @@ static void write_results(const tile_t *t, const queries_t *queries, const float
     int64_t heads = p->model->heads, at = query_at(t, i);
     int64_t row = at / heads, in_row = at % heads * dh;
     if (p->model->is_narrow)
-      round_to_narrow(out, dh, p->mixed_narrow + row * row_size(1, heads * dh) + in_row);
+      round_inputs(&t->layer->linear[O], &p->narrow_rows[MIXED], row, in_row, dh, out);
     memcpy(p->mixed + at * dh, out, (size_t)dh * sizeof *out);
   }
 }

@@ -1,17 +1,17 @@
 /* The row-wise parts of the backward half of a training pass, for train_bindings.py, each in one
    pass over memory. What the compiled forward pass (forward.c) has kept is read as it lies there,
-   numbers in the model's type; everything else is float, and rounded only where a product has read
-   rounded inputs. A row is one thread's, so that no sum depends on their number. */
+   numbers in the model's type; everything else is float. A row is one thread's, so that no sum
+   depends on their number. */
 
 #include <math.h>
 #include <string.h>
 
+#include "gradients.h"
 #include "narrow.h"
 #include "pass.h"
 #include "team.h"
 #include "vectors.h"
 
-#define PIECE 512 /* numbers at once, a multiple of LANES */
 #define ROWS_AT_ONCE 8
 
 typedef struct rows {
@@ -41,28 +41,19 @@ static void run(team_t *team, rows_t a) {
   work(team, run_rows, &a);
 }
 
-/* As a product has read it. */
-INLINE void round_off(const rows_t *a, float *x, int64_t count) {
-  if (!a->is_narrow) return;
-  for (int64_t i = 0; i < count; i++) x[i] = widen1(narrowed(x[i]));
-}
-
 /* ---- the norm */
 
 static void norm_row(const rows_t *a, int64_t r) {
   const float *x = a->x + r * a->width;
-  float *out = a->out + r * a->width;
   a->inverse[r] = inverse_norm(x, a->width, a->eps);
-  rms_norm(x, a->weight, a->width, a->eps, out);
-  round_off(a, out, a->width);
+  rms_norm(x, a->weight, a->width, a->eps, a->out + r * a->width);
 }
 
-/* x and out [rows][width], weight [width]; inverse [rows]: what rows were multiplied with. out: as
-   the products of the forward pass have read it. */
-void norm(team_t *team, int64_t is_narrow, int64_t rows, int64_t width, const float *x,
-          const float *weight, float eps, float *out, float *inverse) {
-  run(team, (rows_t){.is_narrow = is_narrow, .rows = rows, .width = width, .row = norm_row,
-                     .x = x, .weight = weight, .eps = eps, .out = out, .inverse = inverse});
+/* x and out [rows][width], weight [width]; inverse [rows]: what rows were multiplied with. */
+void norm(team_t *team, int64_t rows, int64_t width, const float *x, const float *weight, float eps,
+          float *out, float *inverse) {
+  run(team, (rows_t){.rows = rows, .width = width, .row = norm_row, .x = x, .weight = weight,
+                     .eps = eps, .out = out, .inverse = inverse});
 }
 
 /* d/dx of x * inverse: inverse * (g - x * inverse^2 * mean(g * x)), g = dy * weight. */
@@ -94,19 +85,34 @@ INLINE vec sigmoid(vec x) {
   return all(1.0f) / (all(1.0f) + e);
 }
 
-static void gate_row(const rows_t *a, int64_t r) {
-  float gate[PIECE], up[PIECE];
-  for (int64_t d = 0; d < a->width; d += PIECE) {
-    int64_t count = MIN(PIECE, a->width - d), at = 2 * r * a->width + d;
-    read_numbers(a->is_narrow, a->gates, at, gate, count);
-    read_numbers(a->is_narrow, a->gates, at + a->width, up, count);
-    for (int64_t i = 0; i < count; i += LANES) {
-      vec g = load(gate + i);
-      store(gate + i, g * sigmoid(g) * load(up + i));
-    }
-    round_off(a, gate, count);
-    memcpy(a->out + r * a->width + d, gate, (size_t)count * sizeof(float));
+/* Up to a vector of them, with zeros beyond. */
+INLINE vec some_numbers(int64_t is_narrow, const void *from, int64_t at, int64_t count) {
+  float some[LANES];
+  if (count >= LANES)
+    return is_narrow ? widen((const narrow *)from + at) : load((const float *)from + at);
+  read_numbers(is_narrow, from, at, some, count);
+  return load(some);
+}
+
+INLINE void store_some(float *to, vec x, int64_t count) {
+  if (count >= LANES)
+    store(to, x);
+  else
+    memcpy(to, &x, (size_t)count * sizeof *to);
+}
+
+void gate_part(const gates_t *g, int64_t row, range_t columns, float *out) {
+  for (int64_t d = columns.first; d < columns.end; d += LANES) {
+    int64_t count = columns.end - d, at = 2 * row * g->width + d;
+    vec x = some_numbers(g->is_narrow, g->numbers, at, count);
+    vec up = some_numbers(g->is_narrow, g->numbers, at + g->width, count);
+    store_some(out + d - columns.first, x * sigmoid(x) * up, count);
   }
+}
+
+static void gate_row(const rows_t *a, int64_t r) {
+  gates_t gates = {a->is_narrow, a->width, a->gates};
+  gate_part(&gates, r, (range_t){0, a->width}, a->out + r * a->width);
 }
 
 /* gates numbers [rows][gate and up: 2 width]; product [rows][width]. */
@@ -116,21 +122,27 @@ void swiglu(team_t *team, int64_t is_narrow, int64_t rows, int64_t width, const 
                      .gates = gates, .out = product});
 }
 
-static void gate_back_row(const rows_t *a, int64_t r) {
-  float gate[PIECE], up[PIECE], dy[PIECE];
-  for (int64_t d = 0; d < a->width; d += PIECE) {
-    int64_t count = MIN(PIECE, a->width - d), at = 2 * r * a->width + d;
-    read_numbers(a->is_narrow, a->gates, at, gate, count);
-    read_numbers(a->is_narrow, a->gates, at + a->width, up, count);
-    read_numbers(0, a->dy, r * a->width + d, dy, count);
-    for (int64_t i = 0; i < count; i += LANES) {
-      vec g = load(gate + i), s = sigmoid(g), slope = load(dy + i);
-      store(gate + i, slope * load(up + i) * (s * (all(1.0f) + g * (all(1.0f) - s))));
-      store(up + i, slope * (g * s));
+void gate_gradient_part(const gates_t *g, int64_t row, range_t columns, const float *dproduct,
+                        int of_up, float *out) {
+  for (int64_t d = columns.first; d < columns.end; d += LANES) {
+    int64_t count = columns.end - d, at = 2 * row * g->width + d;
+    vec x = some_numbers(g->is_narrow, g->numbers, at, count), s = sigmoid(x), gradient;
+    vec slope = some_numbers(0, dproduct, row * g->width + d, count);
+    if (of_up) {
+      gradient = slope * (x * s);
+    } else {
+      vec up = some_numbers(g->is_narrow, g->numbers, at + g->width, count);
+      gradient = slope * up * (s * (all(1.0f) + x * (all(1.0f) - s)));
     }
-    memcpy(a->out + at, gate, (size_t)count * sizeof(float));
-    memcpy(a->out + at + a->width, up, (size_t)count * sizeof(float));
+    store_some(out + d - columns.first, gradient, count);
   }
+}
+
+static void gate_back_row(const rows_t *a, int64_t r) {
+  gates_t gates = {a->is_narrow, a->width, a->gates};
+  float *out = a->out + 2 * r * a->width;
+  for (int of_up = 0; of_up < 2; of_up++)
+    gate_gradient_part(&gates, r, (range_t){0, a->width}, a->dy, of_up, out + of_up * a->width);
 }
 
 /* gates numbers and dgates [rows][gate and up: 2 width]; dproduct [rows][width]. */

@@ -4,7 +4,7 @@
 
 #include <stddef.h>
 
-#include "attention_gradient.h"
+#include "gradients.h"
 #include "network.h"
 #include "scan.h"
 
@@ -21,6 +21,7 @@ typedef struct {
 const layout_t layouts[] = {
     STRUCTURE(linear),
     FIELD(linear, weight), FIELD(linear, bias), FIELD(linear, out), FIELD(linear, in),
+    FIELD(linear, salient), FIELD(linear, num_salient), FIELD(linear, salient_weight),
     STRUCTURE(layer),
     FIELD(layer, input_norm), FIELD(layer, post_norm), FIELD(layer, q_norm), FIELD(layer, k_norm),
     FIELD(layer, linear), FIELD(layer, keys), FIELD(layer, values), FIELD(layer, window),
@@ -43,6 +44,7 @@ const layout_t layouts[] = {
     FIELD(batch, num_segments), FIELD(batch, segments), FIELD(batch, num_logit_rows),
     FIELD(batch, logit_rows), FIELD(batch, num_captured), FIELD(batch, captured_layers),
     FIELD(batch, captured), FIELD(batch, hidden), FIELD(batch, logits),
+    FIELD(batch, times),
     STRUCTURE(draw),
     FIELD(draw, temperature), FIELD(draw, top_k), FIELD(draw, top_p), FIELD(draw, seed),
     FIELD(draw, sample), FIELD(draw, position),
@@ -59,6 +61,24 @@ const layout_t layouts[] = {
     FIELD(attention_gradient, k_row), FIELD(attention_gradient, v_row),
     FIELD(attention_gradient, dout_row), FIELD(attention_gradient, dq),
     FIELD(attention_gradient, dk), FIELD(attention_gradient, dv),
+    STRUCTURE(module_gradient),
+    FIELD(module_gradient, weight), FIELD(module_gradient, out), FIELD(module_gradient, column),
+    STRUCTURE(lora_gradient),
+    FIELD(lora_gradient, a), FIELD(lora_gradient, b), FIELD(lora_gradient, da),
+    FIELD(lora_gradient, db),
+    STRUCTURE(segment_gradient),
+    FIELD(segment_gradient, first), FIELD(segment_gradient, count), FIELD(segment_gradient, rank),
+    FIELD(segment_gradient, scale), FIELD(segment_gradient, modules),
+    STRUCTURE(softmax_gradient),
+    FIELD(softmax_gradient, norms), FIELD(softmax_gradient, totals),
+    FIELD(softmax_gradient, starts), FIELD(softmax_gradient, ids),
+    FIELD(softmax_gradient, gradients),
+    STRUCTURE(linear_gradient),
+    FIELD(linear_gradient, is_narrow), FIELD(linear_gradient, rows), FIELD(linear_gradient, in),
+    FIELD(linear_gradient, num_modules), FIELD(linear_gradient, modules), FIELD(linear_gradient, x),
+    FIELD(linear_gradient, x_gates), FIELD(linear_gradient, dy), FIELD(linear_gradient, dy_row),
+    FIELD(linear_gradient, softmax), FIELD(linear_gradient, dy_gates), FIELD(linear_gradient, dx),
+    FIELD(linear_gradient, num_segments), FIELD(linear_gradient, segments),
 };
 
 /* The build names it. */

@@ -25,10 +25,18 @@ typedef struct team {
 static inline void *scratch(team_t *team, size_t bytes) {
   if (bytes > team->scratch_bytes) {
     free(team->scratch);
-    team->scratch = malloc(bytes);
+    team->scratch = aligned_alloc(64, (bytes + 63) / 64 * 64); /* whole cache lines */
     team->scratch_bytes = team->scratch == NULL ? 0 : bytes;
   }
   return team->scratch;
+}
+
+/* After a job that took more than others do. */
+static inline void keep_scratch(team_t *team, size_t most) {
+  if (team->scratch_bytes <= most) return;
+  free(team->scratch);
+  team->scratch = NULL;
+  team->scratch_bytes = 0;
 }
 
 /* How often a thread looks before it sleeps and leaves the core. Most is a few dozen microseconds.

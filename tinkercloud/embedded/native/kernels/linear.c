@@ -65,17 +65,28 @@ static int prepare(walk_t *w, const read_t *read) {
   return adapted;
 }
 
+/* The errors of salient inputs, as inputs of their own. */
+static void add_errors(const read_t *read, const output_t *o, range_t rows, range_t panels) {
+  const linear_t *linear = o->linear;
+  product_t errors = {.x = read->narrow_rows->errors, .x_stride = row_size(1, linear->num_salient),
+                      .is_narrow = 1, .w = linear->salient_weight, .k = linear->num_salient,
+                      .out = linear->out, .y = o->y, .y_stride = o->y_stride, .add = 1,
+                      .scale = 1.0f};
+  multiply(&errors, rows, panels);
+}
+
 /* Some rows and some panels of one module. */
 static void module_part(const pass_t *p, const read_t *read, int i, range_t rows, range_t panels,
                         int adapted) {
   const output_t *o = &read->outputs[i];
-  int is_narrow = read->x_narrow != NULL;
-  product_t main = {.x = is_narrow ? (const void *)read->x_narrow : read->x,
+  int is_narrow = (int)p->model->is_narrow;
+  product_t main = {.x = is_narrow ? (const void *)read->narrow_rows->inputs : read->x,
                     .x_stride = row_size(is_narrow, o->linear->in), .is_narrow = is_narrow,
                     .w = o->linear->weight, .k = o->linear->in, .out = o->linear->out,
                     .bias = o->linear->bias, .y = o->y, .y_stride = o->y_stride, .add = o->add,
                     .scale = 1.0f};
   multiply(&main, rows, panels);
+  if (o->linear->num_salient) add_errors(read, o, rows, panels);
   for (int64_t s = 0; adapted && s < p->batch->num_segments; s++) {
     const lora_t *lora = &p->batch->segments[s].modules[o->module];
     if (!lora->a) continue;
@@ -114,8 +125,9 @@ void multiply_modules(walk_t *w, const read_t *read) {
 }
 
 /* silu(gate) * up into gate, on some columns. exp_vec ends at 88: a gate below -87 is divided by
-   what -87 would be, which no sum that it is part of can tell from zero. kept: see multiply_gates. */
-static void swiglu(const pass_t *p, range_t rows, range_t cols, void *kept) {
+   what -87 would be, which no sum that it is part of can tell from zero. down: what reads it. kept:
+   see multiply_gates. */
+static void swiglu(const pass_t *p, const linear_t *down, range_t rows, range_t cols, void *kept) {
   int64_t inner = p->model->inner;
   for (int64_t m = rows.first; m < rows.end; m++) {
     float *gate = p->gate + m * inner, *up = p->up + m * inner;
@@ -131,16 +143,17 @@ static void swiglu(const pass_t *p, range_t rows, range_t cols, void *kept) {
       store(gate + i, g / (all(1.0f) + e) * load(up + i));
     }
     for (; i < cols.end; i++) gate[i] = gate[i] / (1.0f + expf(-gate[i])) * up[i];
-    if (is_narrow)
-      round_to_narrow(gate + cols.first, cols.end - cols.first,
-                      p->gate_narrow + m * row_size(1, inner) + cols.first);
+    if (is_narrow) {
+      int64_t first = cols.first, count = cols.end - cols.first;
+      round_inputs(down, &p->narrow_rows[GATED], m, first, count, gate + first);
+    }
   }
 }
 
 /* Gate and up, and what comes of them, of the same columns by the same thread while they are in its
    cache. `down` reads whole rows and so has to wait for the stage's end. kept: where both are kept
    side by side, numbers [rows][2 F], or NULL. */
-void multiply_gates(walk_t *w, const read_t *read, void *kept) {
+void multiply_gates(walk_t *w, const read_t *read, const linear_t *down, void *kept) {
   int adapted = prepare(w, read);
   int64_t inner = w->p->model->inner;
   cut_t cut = cut_of(w->p, read, 0);
@@ -150,7 +163,7 @@ void multiply_gates(walk_t *w, const read_t *read, void *kept) {
     module_part(w->p, read, 0, rows, panels, adapted);
     module_part(w->p, read, 1, rows, panels, adapted);
     range_t cols = {panels.first * PANEL, MIN(panels.end * PANEL, inner)};
-    swiglu(w->p, rows, cols, kept);
+    swiglu(w->p, down, rows, cols, kept);
   }
   end_stage(w);
 }

@@ -1,6 +1,7 @@
 /* A decoder's forward pass over a ragged batch of rows, on the cores of one machine, in float32 or
    with weights, keys and values in bfloat16. Then what a product with them reads is rounded to
-   bfloat16 too; all else stays float32, also between layers.
+   bfloat16 too, but for queries and for the salient inputs of a module (network.h), which go in as
+   pairs of a rounded number and its error; all else stays float32, also between layers.
 
    Every value is computed by one thread in an order that depends on the row's own sequence alone:
    not on the other rows, on how many there are, or on the number of threads. So the logits of a
@@ -17,15 +18,16 @@
 
 #define COUNT(array) ((int)(sizeof(array) / sizeof *(array)))
 
-/* narrow_out, kept: or NULL; kept: gets the norm's inputs. */
-static void norm_rows(walk_t *w, const float *weight, float *out, narrow *narrow_out,
+/* reader: of the layer's modules that read the norm, the first; NULL for the final norm. kept: or
+   NULL; gets the norm's inputs. */
+static void norm_rows(walk_t *w, const float *weight, const linear_t *reader, float *out,
                       float *kept) {
   const pass_t *p = w->p;
-  int64_t d = p->model->hidden;
+  int64_t d = p->model->hidden, rounds = reader && p->model->is_narrow;
   EACH_ROW(w, m, p->batch->rows) {
     if (kept) memcpy(kept + m * d, p->x + m * d, (size_t)d * sizeof(float));
     rms_norm(p->x + m * d, weight, d, p->model->eps, out + m * d);
-    if (narrow_out) round_to_narrow(out + m * d, d, narrow_out + m * row_size(1, d));
+    if (rounds) round_inputs(reader, &p->narrow_rows[NORMED], m, 0, d, out + m * d);
   }
   end_stage(w);
 }
@@ -53,11 +55,10 @@ static void clear_rest(narrow *rows, int64_t m, int64_t size) {
 
 /* What products read beyond a row's end; nobody else writes there. */
 static void clear_rests(const pass_t *p, int64_t m) {
-  const model_t *model = p->model;
-  clear_rest(p->normed_narrow, m, model->hidden);
-  clear_rest(p->mixed_narrow, m, model->heads * model->head_dim);
-  clear_rest(p->gate_narrow, m, model->inner);
-  clear_rest(p->chosen_narrow, m, model->hidden);
+  for (const narrow_rows_t *rows = p->narrow_rows; rows < p->narrow_rows + NARROW_ROWS; rows++) {
+    clear_rest(rows->inputs, m, rows->in);
+    clear_rest(rows->errors, m, rows->num_salient);
+  }
 }
 
 static void begin(walk_t *w, int64_t index) {
@@ -74,14 +75,15 @@ static void begin(walk_t *w, int64_t index) {
 }
 
 static void norm_input(walk_t *w, int64_t index) {
-  norm_rows(w, layer_of(w, index)->input_norm, w->p->normed, w->p->normed_narrow, NULL);
+  const layer_t *layer = layer_of(w, index);
+  norm_rows(w, layer->input_norm, &layer->linear[Q], w->p->normed, NULL);
 }
 
 static void read_queries_and_keys(walk_t *w, int64_t index) {
   const pass_t *p = w->p;
   output_t outputs[] = {output_of(w, index, Q, p->q, 0), output_of(w, index, K_, p->k, 0),
                         output_of(w, index, V_, p->v, 0)};
-  multiply_modules(w, &(read_t){p->normed, p->normed_narrow, p->batch->rows, outputs, 3, 0});
+  multiply_modules(w, &(read_t){p->normed, &p->narrow_rows[NORMED], p->batch->rows, outputs, 3, 0});
 }
 
 static void keep_raw_heads(walk_t *w, int64_t index) {
@@ -121,13 +123,13 @@ static void keep_attention(walk_t *w, int64_t index) {
 static void add_mixed(walk_t *w, int64_t index) {
   const pass_t *p = w->p;
   output_t outputs[] = {output_of(w, index, O, p->x, 1)};
-  multiply_modules(w, &(read_t){p->mixed, p->mixed_narrow, p->batch->rows, outputs, 1, 0});
+  multiply_modules(w, &(read_t){p->mixed, &p->narrow_rows[MIXED], p->batch->rows, outputs, 1, 0});
 }
 
 static void norm_mixed(walk_t *w, int64_t index) {
   const kept_t *kept = kept_of(w, index);
-  norm_rows(w, layer_of(w, index)->post_norm, w->p->normed, w->p->normed_narrow,
-            kept ? kept->middle : NULL);
+  const layer_t *layer = layer_of(w, index);
+  norm_rows(w, layer->post_norm, &layer->linear[GATE], w->p->normed, kept ? kept->middle : NULL);
 }
 
 static void gate(walk_t *w, int64_t index) {
@@ -135,19 +137,19 @@ static void gate(walk_t *w, int64_t index) {
   output_t outputs[] = {output_of(w, index, GATE, p->gate, 0),
                         output_of(w, index, UP, p->up, 0)};
   const kept_t *kept = kept_of(w, index);
-  multiply_gates(w, &(read_t){p->normed, p->normed_narrow, p->batch->rows, outputs, 2, 0},
-                 kept ? kept->gates : NULL);
+  multiply_gates(w, &(read_t){p->normed, &p->narrow_rows[NORMED], p->batch->rows, outputs, 2, 0},
+                 &layer_of(w, index)->linear[DOWN], kept ? kept->gates : NULL);
 }
 
 static void add_gated(walk_t *w, int64_t index) {
   const pass_t *p = w->p;
   output_t outputs[] = {output_of(w, index, DOWN, p->x, 1)};
-  multiply_modules(w, &(read_t){p->gate, p->gate_narrow, p->batch->rows, outputs, 1, 0});
+  multiply_modules(w, &(read_t){p->gate, &p->narrow_rows[GATED], p->batch->rows, outputs, 1, 0});
 }
 
 static void norm_final(walk_t *w, int64_t index) {
   (void)index;
-  norm_rows(w, w->p->model->final_norm, w->p->batch->hidden, NULL, NULL);
+  norm_rows(w, w->p->model->final_norm, NULL, w->p->batch->hidden, NULL);
 }
 
 /* The rows whose logits are wanted, side by side. */
@@ -159,7 +161,7 @@ static void choose(walk_t *w, int64_t index) {
   EACH_ROW(w, i, batch->num_logit_rows) {
     memcpy(p->chosen + i * d, batch->hidden + batch->logit_rows[i] * d, (size_t)d * sizeof(float));
     if (p->model->is_narrow)
-      round_to_narrow(p->chosen + i * d, d, p->chosen_narrow + i * row_size(1, d));
+      round_inputs(&p->model->head, &p->narrow_rows[CHOSEN], i, 0, d, p->chosen + i * d);
   }
   end_stage(w);
 }
@@ -170,54 +172,69 @@ static void unembed(walk_t *w, int64_t index) {
   int module = (int)p->model->num_layers * NUM_LINEAR;
   output_t outputs[] = {{&p->model->head, module, p->batch->logits, p->model->vocab, 0}};
   int64_t rows = p->batch->num_logit_rows;
-  multiply_modules(w, &(read_t){p->chosen, p->chosen_narrow, rows, outputs, 1, 1});
+  multiply_modules(w, &(read_t){p->chosen, &p->narrow_rows[CHOSEN], rows, outputs, 1, 1});
 }
 
 /* ---- the pass */
 
 /* stages: that it has at most; each needs a counter of its tasks. */
 typedef struct {
+  const char *name;
   void (*take)(walk_t *, int64_t index);
   int stages;
 } step_t;
 
-static const step_t first_steps[] = {{begin, 1}};
-
-static const step_t layer_steps[] = {
-    {norm_input, 1},
-    {read_queries_and_keys, PRODUCT_STAGES},
-    {keep_raw_heads, 1},
-    {place, 1},
-    {mix, 1},
-    {keep_attention, 1},
-    {add_mixed, PRODUCT_STAGES},
-    {norm_mixed, 1},
-    {gate, PRODUCT_STAGES},
-    {add_gated, PRODUCT_STAGES},
+/* In the order of a pass; those of a layer are taken for each layer. */
+enum {
+  BEGIN,
+  NORM_INPUT, READ_QUERIES_AND_KEYS, KEEP_RAW_HEADS, PLACE, MIX, KEEP_ATTENTION, ADD_MIXED,
+  NORM_MIXED, GATE_AND_UP, ADD_GATED,
+  NORM_FINAL,
+  CHOOSE, UNEMBED,
+  NUM_STEPS
 };
 
-static const step_t final_norm_steps[] = {{norm_final, 1}};
+static const step_t steps[NUM_STEPS] = {
+    [BEGIN] = {"embed", begin, 1},
+    [NORM_INPUT] = {"norm before attention", norm_input, 1},
+    [READ_QUERIES_AND_KEYS] = {"q, k, v", read_queries_and_keys, PRODUCT_STAGES},
+    [KEEP_RAW_HEADS] = {"keep heads", keep_raw_heads, 1},
+    [PLACE] = {"rotate, place", place, 1},
+    [MIX] = {"attention", mix, 1},
+    [KEEP_ATTENTION] = {"keep attention", keep_attention, 1},
+    [ADD_MIXED] = {"o", add_mixed, PRODUCT_STAGES},
+    [NORM_MIXED] = {"norm before MLP", norm_mixed, 1},
+    [GATE_AND_UP] = {"gate, up", gate, PRODUCT_STAGES},
+    [ADD_GATED] = {"down", add_gated, PRODUCT_STAGES},
+    [NORM_FINAL] = {"final norm", norm_final, 1},
+    [CHOOSE] = {"rows of logits", choose, 1},
+    [UNEMBED] = {"unembed", unembed, PRODUCT_STAGES},
+};
 
-static const step_t last_steps[] = {{choose, 1}, {unembed, PRODUCT_STAGES}};
+/* For whoever reads the times of a pass (network.h). */
+const int64_t num_steps = NUM_STEPS;
+const char *step_name(int64_t step) { return steps[step].name; }
 
-static int64_t stages_of(const step_t *steps, int count) {
+static int64_t stages_of(int first, int last) {
   int64_t stages = 0;
-  for (int i = 0; i < count; i++) stages += steps[i].stages;
+  for (int i = first; i <= last; i++) stages += steps[i].stages;
   return stages;
 }
 
 static int64_t stages_of_pass(const pass_t *p) {
-  return stages_of(first_steps, COUNT(first_steps)) +
-         p->model->num_layers * stages_of(layer_steps, COUNT(layer_steps)) +
-         stages_of(final_norm_steps, COUNT(final_norm_steps)) + p->batch->num_captured +
-         stages_of(last_steps, COUNT(last_steps));
+  return stages_of(BEGIN, BEGIN) + p->model->num_layers * stages_of(NORM_INPUT, ADD_GATED) +
+         stages_of(NORM_FINAL, UNEMBED) + p->batch->num_captured;
 }
 
-static void take_steps(walk_t *w, const step_t *steps, int count, int64_t index) {
-  for (int i = 0; i < count; i++) {
+static void take_steps(walk_t *w, step_time_t *times, int first, int last, int64_t index) {
+  for (int i = first; i <= last; i++) {
     w->end = w->stage + steps[i].stages;
+    w->time = times ? &times[i] : NULL;
+    int64_t began = times ? nanoseconds() : 0;
     steps[i].take(w, index);
+    if (times) times[i].ns += nanoseconds() - began;
   }
+  w->time = NULL;
 }
 
 /* What layer `number` put out, where it is wanted; a stage for each place where it is. */
@@ -234,21 +251,21 @@ static void capture(walk_t *w, int64_t number, const float *outputs) {
 }
 
 static void run(team_t *team, int rank, void *argument) {
-  (void)rank;
   const pass_t *p = argument;
   const batch_t *batch = p->batch;
   int64_t num_layers = p->model->num_layers;
   walk_t walk = {.p = p, .team = team}, *w = &walk;
-  take_steps(w, first_steps, COUNT(first_steps), 0);
+  step_time_t *times = rank == 0 ? batch->times : NULL;
+  take_steps(w, times, BEGIN, BEGIN, 0);
   for (int64_t i = batch->first_layer; i < batch->end_layer; i++) {
-    take_steps(w, layer_steps, COUNT(layer_steps), i);
+    take_steps(w, times, NORM_INPUT, ADD_GATED, i);
     if (i + 1 < num_layers) capture(w, i + 1, p->x);
   }
   if (batch->first_layer < num_layers && batch->end_layer == num_layers && batch->hidden) {
-    take_steps(w, final_norm_steps, COUNT(final_norm_steps), 0);
+    take_steps(w, times, NORM_FINAL, NORM_FINAL, 0);
     capture(w, num_layers, batch->hidden);
   }
-  if (batch->num_logit_rows) take_steps(w, last_steps, COUNT(last_steps), 0);
+  if (batch->num_logit_rows) take_steps(w, times, CHOOSE, UNEMBED, 0);
 }
 
 static int64_t largest_rank(const pass_t *p) {
@@ -259,7 +276,8 @@ static int64_t largest_rank(const pass_t *p) {
   return largest;
 }
 
-/* Puts the arrays of a pass behind each other in `memory`; returns how many floats they take. */
+/* Puts the arrays of a pass behind each other in `memory`, each from a cache line's start on; returns
+   how many floats they take. */
 static int64_t lay_out(pass_t *p, float *memory) {
   const model_t *model = p->model;
   int64_t rows = p->batch->rows, floats = 0;
@@ -271,15 +289,16 @@ static int64_t lay_out(pass_t *p, float *memory) {
   static_assert(COUNT(sizes) == COUNT(places), "an array of a pass has no size");
   for (int i = 0; i < COUNT(places); i++) {
     *places[i] = memory + floats;
-    floats += sizes[i] * rows;
+    floats += rounded_up(sizes[i] * rows, LINE);
   }
-  int64_t narrow_sizes[] = {model->hidden, q_size, model->inner, model->hidden};
-  narrow **narrow_places[] = {&p->normed_narrow, &p->mixed_narrow, &p->gate_narrow,
-                              &p->chosen_narrow};
-  static_assert(COUNT(narrow_sizes) == COUNT(narrow_places), "an array of a pass has no size");
-  for (int i = 0; i < COUNT(narrow_places) && model->is_narrow; i++) {
-    *narrow_places[i] = (narrow *)(memory + floats);
-    floats += row_size(1, narrow_sizes[i]) / 2 * rows;
+  const linear_t *first = model->layers[0].linear; /* those of other layers are as wide */
+  const linear_t *readers[NARROW_ROWS] = {&first[Q], &first[O], &first[DOWN], &model->head};
+  for (int i = 0; i < NARROW_ROWS && model->is_narrow; i++) {
+    int64_t in = readers[i]->in, num_salient = readers[i]->num_salient;
+    narrow *inputs = (narrow *)(memory + floats);
+    narrow *errors = inputs + row_size(1, in) * rows;
+    p->narrow_rows[i] = (narrow_rows_t){inputs, errors, in, num_salient};
+    floats += (row_size(1, in) + row_size(1, num_salient)) / 2 * rows;
   }
   return floats;
 }

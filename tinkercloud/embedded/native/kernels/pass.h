@@ -13,12 +13,20 @@
 #include "team.h"
 #include "vectors.h"
 
+/* Inputs of products in bfloat16, rounded [rows][row_size(1, in)], and what rounding took off the
+   salient ones, rounded too [rows][row_size(1, num_salient)]; zeros beyond a row's end. */
+typedef struct {
+  narrow *inputs, *errors;
+  int64_t in, num_salient;
+} narrow_rows_t;
+
+enum { NORMED, MIXED, GATED, CHOSEN, NARROW_ROWS };
+
 typedef struct {
   const model_t *model;
   const batch_t *batch;
   float *x, *normed, *q, *k, *v, *mixed, *gate, *up, *low, *chosen;
-  /* What products read; rows of `row_size`. */
-  narrow *normed_narrow, *mixed_narrow, *gate_narrow, *chosen_narrow;
+  narrow_rows_t narrow_rows[NARROW_ROWS];
   int64_t low_stride; /* of one row of the low-rank products, 3 modules side by side */
   int64_t max_rank;
   atomic_long *next_task; /* of each stage */
@@ -31,6 +39,7 @@ typedef struct {
   const pass_t *p;
   team_t *team;
   int64_t stage, end; /* end: of the stages that the step underway may have */
+  step_time_t *time;  /* of that step, on the thread that takes times; else NULL */
 } walk_t;
 
 /* The next task of this stage. Relaxed: only who gets which task is decided here; what the stages
@@ -43,7 +52,9 @@ INLINE int64_t take(const walk_t *w) {
 /* Every thread gets here before any goes on. */
 static inline void end_stage(walk_t *w) {
   w->stage++;
+  int64_t began = w->time ? nanoseconds() : 0;
   meet_and(w->team, 1);
+  if (w->time) w->time->waiting_ns += nanoseconds() - began;
 }
 
 #define TASK_ROWS 4
@@ -64,6 +75,18 @@ static inline void rms_norm(const float *x, const float *weight, int64_t size, f
   for (; i < size; i++) y[i] = weight[i] * (x[i] * scale);
 }
 
+/* Inputs first..first + count - 1 of row m. reader: of the modules that multiply them, the first. x
+   gets what it is when rounded, which adapters read. */
+static inline void round_inputs(const linear_t *reader, const narrow_rows_t *to, int64_t m,
+                                int64_t first, int64_t count, float *x) {
+  narrow *errors = to->errors + m * row_size(1, to->num_salient);
+  for (int64_t i = 0; i < to->num_salient; i++) {
+    int64_t at = reader->salient[i] - first;
+    if (at >= 0 && at < count) errors[i] = narrowed(x[at] - widen1(narrowed(x[at])));
+  }
+  round_to_narrow(x, count, to->inputs + m * row_size(1, to->in) + first);
+}
+
 /* ---- linear.c */
 
 /* At most, of a product: the low-rank factors of adapters, the product. */
@@ -80,14 +103,14 @@ typedef struct {
 
 typedef struct {
   const float *x; /* [rows][in] */
-  const narrow *x_narrow; /* [rows][row_size(1, in)] the same, zeros beyond; or NULL */
+  const narrow_rows_t *narrow_rows; /* the same, where the model is narrow */
   int64_t rows;
   const output_t *outputs; /* modules that read these rows */
   int count, over_logit_rows;
 } read_t;
 
 INTERNAL void multiply_modules(walk_t *w, const read_t *read);
-INTERNAL void multiply_gates(walk_t *w, const read_t *read, void *kept);
+INTERNAL void multiply_gates(walk_t *w, const read_t *read, const linear_t *down, void *kept);
 
 /* ---- attention.c, a stage each */
 
