@@ -158,7 +158,7 @@ class Bench:
 
 async def measured(model: Path, cache: Path, dtype: str, size: Volume) -> list[LoadResult]:
     folder = ensure_hf_folder(model, cache)
-    reference = Reference(folder, dtype)
+    reference = Reference(folder)
     server = await TinkerServer.ours(model, dtype)
     try:
         bench = Bench(server.client, Prompts(document_tokens(folder)), reference, size)

@@ -31,7 +31,7 @@ OURS_NARROW = "tinkercloud, bfloat16"
 SHORT = {"tinkercloud": OURS, "bfloat16": OURS_NARROW, "skyrl": SKYRL, "trl": TRL}
 FULL = Scale()
 QUICK = Scale(prompts=4, samples=4, tokens=16)
-TIMES_SKYRL = 3.0
+TIMES_SKYRL = {OURS: 3.0, OURS_NARROW: 5.0}
 COLUMNS = (
     *("contender", "seconds per step", "first step s", "new tokens/s"),
     *(*(f"{phase} %" for phase in PHASES), "log-probability gap", "steps", "note"),
@@ -104,7 +104,7 @@ def targets(rows: Sequence[Row]) -> list[Target]:
             continue
         bound = ", at least" if by_name[SKYRL].log.step_s is None else ""
         title = f"speed of a step, times SkyRL's{bound}{what}"
-        goals.append(Target.at_least(title, their_s / our_s, TIMES_SKYRL))
+        goals.append(Target.at_least(title, their_s / our_s, TIMES_SKYRL[name]))
     return goals
 
 
@@ -168,7 +168,7 @@ def main() -> int:
         | versions_of(options.peers.absolute(), peers),
         targets=targets(rows),
     )
-    report.publish(options.json)
+    report.publish(options.json, by_instruction_set=True)
     our_logs = [row.log for row in rows if row.contender in (OURS, OURS_NARROW)]
     return 1 if any(log.fault or log.stopped for log in our_logs) else 0
 
@@ -186,8 +186,9 @@ what it had done. Ours runs through the official SDK; SkyRL's server answers sam
 that SDK no longer reads, so its requests are plain HTTP; TRL is its GRPOTrainer with PEFT,
 generating by transformers with the end token suppressed, in one process that has nothing to
 publish. The log-probability gap is the mean difference of trainer and sampler on the sampled tokens
-(TRL does not report its sampler's). Times count if every sample has its length, the gap is below
-1e-3 (0.1 in bfloat16), the loss is finite, and the published weights changed."""
+(TRL does not report its sampler's). Times count if every sample has its length, our gap is zero
+(without compiled kernels below 1e-3, in bfloat16 0.1) and SkyRL's below 1e-3, the loss is finite,
+and the published weights changed."""
 
 if __name__ == "__main__":
     sys.exit(main())

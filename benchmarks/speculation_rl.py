@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.lib.training import train_alone
 from tinkercloud.commands.bench import EngineFactory, Workload, require_equal, run_timed
 from tinkercloud.core.types import (
     AdamParams,
@@ -32,6 +31,7 @@ from tinkercloud.embedded.process.model_store import ModelStore
 from tinkercloud.embedded.process.version_cache import VersionCache
 from tinkercloud.embedded.sampling.engine import SamplingEngine
 from tinkercloud.embedded.training.micro_batches import Limits
+from tinkercloud.embedded.training.queue import train_alone
 from tinkercloud.weights.tokenizer import ensure_tokenizer_folder
 
 KV_CACHE_BYTES = 2 * 1024**3

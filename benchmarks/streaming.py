@@ -236,7 +236,7 @@ def main() -> int:
     rows, peers = asyncio.run(run(setting, notes))
     limits = limits.best_of(measure(seconds))
     folder = ensure_hf_folder(setting.model, setting.peers / "weights")
-    parameters = Reference(folder, setting.dtype).parameters
+    parameters = Reference(folder).parameters
     report = Report(
         title="Streaming",
         about=about(ABOUT, f"Limits, the best of before and after: {limits}.", left_out=notes),
@@ -246,7 +246,7 @@ def main() -> int:
         versions=versions("tinkercloud", "torch") | peers,
         targets=targets(rows),
     )
-    report.publish(options.json)
+    report.publish(options.json, by_instruction_set=True)
     return 1 if any(row.failed for row in rows if row.contender == OURS) else 0
 
 

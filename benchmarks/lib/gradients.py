@@ -16,13 +16,13 @@ from torch import Tensor
 
 from benchmarks.lib.accuracy import relative_distance
 from benchmarks.lib.smollm2 import document_tokens
-from benchmarks.lib.training import train_alone
 from benchmarks.peers.training_start import Start, prepare
 from tinkercloud.core.types import Datum, TrainBatch
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.process.model_store import ModelStore
 from tinkercloud.embedded.process.version_cache import VersionCache
 from tinkercloud.embedded.training.micro_batches import Limits
+from tinkercloud.embedded.training.queue import train_alone
 from tinkercloud.weights.adapters import load_adapter
 
 Gradients = dict[str, Tensor]

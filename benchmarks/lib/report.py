@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks.lib.machine import commit, machine
+from benchmarks.lib.result_name import path_for
 
 Cell = str | int | float
 
@@ -58,13 +59,25 @@ class Report:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
-    def publish(self, path: Path | None) -> None:
-        """Prints everything; writes it where a path is."""
+    def publish(self, path: Path | None, *, by_instruction_set: bool = False) -> None:
+        """Prints everything; writes it where a path is, in a file of the machine's instruction set
+        if there is to be one for each."""
         print(f"{self.about}\n\n{self.table()}\n")
         for target in self.targets:
             print(target.line())
+        if path is not None and by_instruction_set:
+            path = path_for(path, self.instruction_set)
         if path is not None:
             self.write(path)
+
+    @property
+    def instruction_set(self) -> str:
+        """Of our kernels; "" in a result that was measured before this was recorded."""
+        return str(self.machine.get("instruction_set", ""))
+
+    @property
+    def host(self) -> str:
+        return f"{self.machine['processor']}, {self.machine['cores']} cores"
 
     @classmethod
     def read(cls, path: Path) -> "Report":

@@ -1,6 +1,6 @@
 """The sampling benchmark's loads, its figures, and the alternating runs that measure them.
 
-Tokens are checked before a speed is kept.
+Samples are checked before a speed is kept.
 """
 
 import signal
@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 from benchmarks.lib.limits import Limits
 from benchmarks.lib.peers import Unavailable
 from benchmarks.lib.processes import awake, signal_family
-from benchmarks.lib.report import Cell
+from benchmarks.lib.report import Cell, table
 from benchmarks.lib.timing import alternating, quantile
-from benchmarks.peers.sampling_check import Reference
+from benchmarks.peers.sampling_check import NOT_ROUNDING_NATS, GreedyCheck, Reference
 from benchmarks.peers.sampling_common import Contender, Load, Outcome
 
 CHECKED = 2  # sequences of every timed load whose tokens are checked
+GREEDY = ((1, 48, 24), (8, 48, 24))  # prompts at once, their tokens, new tokens
+LATENCY_RUNS = 3  # of a single request; loads of many have many first tokens
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -138,6 +140,18 @@ COLUMNS = (
 )
 
 
+GREEDY_COLUMNS = ("contender", "dtype", "tokens", "differ", "first at", "largest gap, nats")
+
+
+def greedy_table(checks: Sequence[tuple[str, str, GreedyCheck]]) -> str:
+    """In Markdown."""
+    rows = [
+        (name, dtype, check.tokens, check.differing, check.first or "-", f"{check.gap_nats:.3f}")
+        for name, dtype, check in checks
+    ]
+    return table(GREEDY_COLUMNS, rows, [False, False, True, True, True, True])
+
+
 def milliseconds(seconds: Sequence[float], share: float) -> str:
     return f"{1e3 * quantile(seconds, share):.0f}" if seconds else "-"
 
@@ -161,7 +175,8 @@ class _Trial:
 @dataclass
 class Bench:
     """What a run has, and its results. budget_s: timed seconds that each contender may take.
-    between: called after each case, while all contenders are stopped."""
+    between: called after each case, while all contenders are stopped. greedy: of each contender and
+    number type."""
 
     cases: Sequence[Case]
     prompts: Prompts
@@ -169,6 +184,7 @@ class Bench:
     budget_s: float
     between: Callable[[], None]
     rows: list[Measured] = field(default_factory=list)
+    greedy: list[tuple[str, str, GreedyCheck]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     spent_s: dict[str, float] = field(default_factory=dict)
 
@@ -177,9 +193,10 @@ class Bench:
         right = []
         for contender in contenders:
             signal_family(contender.pid, signal.SIGSTOP)
+        greedy = [Load(self.prompts.take(n, size), new, greedy=True) for n, size, new in GREEDY]
         for contender in contenders:
             with awake(contender):
-                if await self._is_right(contender, reference):
+                if await self._is_right(contender, greedy, reference, dtype):
                     right.append(contender)
         for case in self.cases:
             trials = [
@@ -198,22 +215,30 @@ class Bench:
             gone = [trial.contender for trial in trials if trial.gone]
             right = [contender for contender in right if contender not in gone]
 
-    async def _is_right(self, contender: Contender, reference: Reference) -> bool:
-        """One prompt alone, and eight together, greedy."""
-        for count in (1, 8):
-            load = Load(self.prompts.take(count, 48), 24, greedy=True)
+    async def _is_right(
+        self, contender: Contender, loads: Sequence[Load], reference: Reference, dtype: str
+    ) -> bool:
+        """By its greedy tokens of these loads; how they differ is recorded."""
+        gaps = []
+        for load in loads:
             try:
                 await contender.prepare(load)
                 outcome = await contender.generate(load)
             except Unavailable as reason:
                 self.notes.append(f"{contender.name}: {reason}.")
                 return False
-            fault = f"{outcome.failed} of {count} failed" if outcome.failed else None
-            fault = fault or reference.fault(load.prompts, outcome.samples, greedy=True)
-            if fault:
-                self.notes.append(f"{contender.name} is wrong, and not timed: {fault}.")
+            if outcome.failed:
+                count = f"{outcome.failed} of {load.num_sequences} failed"
+                self.notes.append(f"{contender.name} is wrong, and not timed: {count}.")
                 return False
-        return True
+            gaps += map(reference.greedy_gaps, load.prompts, outcome.samples)
+        check = GreedyCheck.of(gaps)
+        self.greedy.append((contender.name, dtype, check))
+        if check.gap_nats <= NOT_ROUNDING_NATS:
+            return True
+        off = f"a greedy token is {check.gap_nats:.1f} nats less likely than the likeliest"
+        self.notes.append(f"{contender.name} is wrong, and not timed: {off}.")
+        return False
 
     async def _unless_unavailable(self, trial: "_Trial", work: Awaitable[None]) -> None:
         start = time.perf_counter()
@@ -235,7 +260,11 @@ class Bench:
             trial.best, trial.fault = outcome, self._fault(reference, load, outcome)
 
     async def _time(self, trial: "_Trial", case: Case) -> None:
-        trial.timed = await trial.contender.latency(self._load(case))
+        for _ in range(LATENCY_RUNS if case.at_once == 1 else 1):
+            timed = await trial.contender.latency(self._load(case))
+            if timed is None:
+                return
+            trial.timed = timed if trial.timed is None else trial.timed.with_times(timed)
 
     async def _conclude(self, trial: "_Trial", case: Case, dtype: str) -> None:
         if self.latencies and trial.best is not None and not trial.ended:

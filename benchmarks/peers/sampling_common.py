@@ -4,7 +4,7 @@ Only the standard library is needed here, so that a peer's environment needs onl
 """
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Protocol
 
@@ -53,6 +53,15 @@ class Outcome:
     failed: int = 0
     first_s: list[float] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
+
+    def with_times(self, other: "Outcome") -> "Outcome":
+        """This one, with what another run of the load adds to failures and times of tokens."""
+        return replace(
+            self,
+            failed=self.failed + other.failed,
+            first_s=self.first_s + other.first_s,
+            gaps_s=self.gaps_s + other.gaps_s,
+        )
 
 
 def gaps(times: list[float]) -> list[float]:

@@ -7,13 +7,13 @@ import numpy as np
 import torch
 
 from benchmarks.lib.peer_script import Replies
-from benchmarks.lib.training import train_alone
 from benchmarks.peers.training_common import Job, run, start
 from tinkercloud.core.types import AdamParams, Datum, LoraSpec, TrainBatch
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.process.model_store import ModelStore
 from tinkercloud.embedded.process.version_cache import VersionCache
 from tinkercloud.embedded.training.micro_batches import Limits
+from tinkercloud.embedded.training.queue import train_alone
 from tinkercloud.weights.adapters import load_adapter, save_adapter
 
 MICROBATCH_TOKENS = 1024
