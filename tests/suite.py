@@ -4,7 +4,8 @@ fast: what is neither slow nor a cluster's; folders that `budget.toml` calls par
 processes, then the others one after another, because they start servers or compute on all cores.
 slow: a slice of the slow tests that fits into `--seconds`, another one for each commit, so that in
 a few runs all of them had their turn. Each mode prints the 20 slowest tests and what each folder
-took of its budget. Where CI is set, a folder beyond 120 % of its budget fails the run.
+took of its budget. Where CI is set, a folder beyond twice its budget fails the run: less
+than that is what two hours of one machine may differ by.
 """
 
 import argparse
@@ -24,7 +25,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 BUDGET = ROOT / "tests" / "budget.toml"
-TOLERANCE = 1.2
+TOLERANCE = 2.0
 NUM_SLOWEST = 20
 NO_TESTS = 5  # pytest's exit status where nothing was selected
 

@@ -38,7 +38,8 @@ RULES = {
     "weights": "architectures core.types errors",
     "decoding": "core.types",
     "grammar": "core.types errors",
-    "doctor": "config embedded.forward embedded.model embedded.native errors fetch weights",
+    "doctor": "config embedded.forward embedded.model embedded.native embedded.process errors "
+    "fetch weights",
     "chat": "core.types errors weights",
     "openai_api": "chat core.types errors",
     "anthropic_api": "chat core.types errors",
@@ -79,8 +80,8 @@ RULES = {
     "embedded.draft_training": "core.types embedded.drafting embedded.model embedded.training "
     "errors speculative.drafters speculative.head speculative.learning speculative.observability "
     "weights",
-    "embedded.process": "config core.types embedded.draft_training embedded.drafting "
-    "embedded.forward embedded.model embedded.sampling embedded.training errors "
+    "embedded.process": "architectures config core.types embedded.draft_training embedded.drafting "
+    "embedded.forward embedded.model embedded.native embedded.sampling embedded.training errors "
     "speculative.draft_length speculative.drafters speculative.learning weights",
     "embedded": "backends.base config core.types embedded.process errors",
     # the cluster backend

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import render
-from benchmarks.claims import CLAIMS, Claim
+from benchmarks.claims import CLAIMS, Best, Claim
 from benchmarks.lib.machine import machine
 from benchmarks.lib.report import Report, Target, about, table
+from benchmarks.lib.result_name import ResultName, path_for
 from tinkercloud.embedded.native.compiler import instruction_set
 
 
@@ -27,12 +28,12 @@ def test_the_committed_pages_are_what_the_committed_results_make(results: dict[s
 def test_a_claim_has_its_figures_and_its_target_in_the_results(
     claim: Claim, results: dict[str, Report]
 ):
-    row = render.claim_row(claim, results)
-    assert row is not None, "our figure is not there"
-    text, ours, peer, ratio, target, *_ = row
-    assert text and ours
-    assert (peer == "-") == (ratio == "-") == (claim.peer is None)
-    assert (target == "none") == (claim.target == "")
+    rows = render.claim_rows(claim, results)
+    assert rows, "our figure is not there"
+    for text, in_use, ours, peer, ratio, target, *_ in rows:
+        assert text and in_use and ours
+        assert (peer == "-") == (ratio == "-") == (claim.peer is None)
+        assert (target == "none") == (claim.target == "")
 
 
 def test_every_page_has_a_claim_in_the_summary(results: dict[str, Report]):
@@ -56,13 +57,87 @@ def test_results_of_one_benchmark_share_a_page_that_says_the_same_things_once():
     assert "\n\n## b\n\nOf the second.\n" in page
 
 
+# ---- results by instruction set
+
+
+def test_a_claim_has_a_line_for_each_instruction_set_that_was_measured():
+    speeds = {"avx2": 2.0, "amx": 6.0}
+    results = {
+        f"speed-fast.{name}": report(rows=[["ours", speed], ["theirs", 1.0]])
+        for name, speed in speeds.items()
+    }
+    ours, theirs = (Best("speed", "/s", {"what": who}) for who in ("ours", "theirs"))
+    rows = render.claim_rows(Claim("speed-fast", "fast", ours, theirs), results)
+    assert [row[1:5] for row in rows] == [
+        ("amx", "6 /s", "1 /s", "6.00"),
+        ("avx2", "2 /s", "1 /s", "2.00"),
+    ]
+
+
+def test_a_page_shows_instruction_sets_side_by_side_and_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setitem(render.COMPARED, "speed", render.Compared(("what",), "speed"))
+    avx512 = report(rows=[["ours", 1.5], ["theirs", 1.0]])
+    page = render.page("speed", {"speed.avx512": avx512, "speed.amx": report(rows=[["ours", 9.5]])})
+    assert "## By instruction set\n\nspeed:\n\n" in page
+    assert "| ours   | 9.50 | 1.50   |\n| theirs | -    | 1.00   |" in page
+    assert page.index("## amx (P, 2 cores)") < page.index("## avx512 (P, 2 cores)")
+    assert "## By instruction set" not in render.page("speed", {"speed.amx": avx512})
+
+
+def test_the_summary_counts_the_targets_of_each_instruction_set():
+    missed, met = (Target.at_least("speed", value, 2.0) for value in (1.0, 3.0))
+    results = {
+        "speed-a.amx": report(targets=[met]),
+        "speed-a.avx2": report(targets=[missed]),
+        "speed-b.amx": report(targets=[missed]),
+    }
+    line = render.targets_met("speed", results)
+    assert line == "- [T](speed.md): 1 of 2 targets met on amx, 0 of 1 targets met on avx2"
+
+
+@pytest.mark.parametrize(
+    ("stem", "parts"),
+    [
+        ("training", ("training", "", "")),
+        ("training.amx", ("training", "", "amx")),
+        ("sampling-bfloat16.avx512_bf16", ("sampling", "bfloat16", "avx512_bf16")),
+        ("cookbook_recipes-0.6.1", ("cookbook_recipes", "0.6.1", "")),
+    ],
+)
+def test_the_name_of_a_result_has_benchmark_variant_and_instruction_set(
+    stem: str, parts: tuple[str, str, str]
+):
+    name = ResultName.of(stem)
+    assert (name.benchmark, name.variant, name.instruction_set) == parts
+    assert str(name) == stem
+
+
+def test_a_run_on_another_processor_leaves_the_result_of_the_first_alone(tmp_path: Path):
+    path = tmp_path / "speed-fast.json"
+    for name in ("avx512_bf16", "amx", "amx"):
+        report(machine=MACHINE | {"instruction_set": name}).publish(path, by_instruction_set=True)
+    written = sorted(each.name for each in tmp_path.iterdir())
+    assert written == ["speed-fast.amx.json", "speed-fast.avx512_bf16.json"]
+    assert path_for(tmp_path / written[0], "avx2").name == "speed-fast.avx2.json"
+
+
+def test_notes_of_another_commit_are_left_out():
+    of_abc = report(commit="abc")
+    assert render.notes_of(of_abc, "Slow.\n") == "Slow."
+    assert render.notes_of(of_abc, "<!-- commit abc -->\nSlow.\n") == "Slow."
+    assert render.notes_of(of_abc, "<!-- commit abcd -->\nSlow.\n") == ""
+
+
 # ---- a report
+
+MACHINE = {"processor": "P", "cores": 2, "memory_gib": 4, "system": "S"}
 
 
 def report(**fields) -> Report:
     shared = {"command": "measure", "columns": ["what", "speed"], "rows": [["ours", 1.5]]}
-    machine = {"processor": "P", "cores": 2, "memory_gib": 4, "system": "S"}
-    rest = {"versions": {}, "machine": machine, "title": "T", "about": "A."}
+    rest = {"versions": {}, "machine": MACHINE, "title": "T", "about": "A."}
     return Report(**{**shared, **rest, **fields})
 
 

@@ -1,6 +1,7 @@
 """The command line, run in this process where that is possible and as a process where it serves."""
 
 import json
+import os
 import re
 import signal
 import socket
@@ -47,6 +48,15 @@ def test_python_m_is_the_same_program():
         [sys.executable, "-m", "tinkercloud", "version"], capture_output=True, text=True, cwd=ROOT
     )
     assert done.stdout == f"tinkercloud {__version__}\n"
+
+
+def test_a_reader_that_has_enough_ends_a_command_without_a_word():
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as output:
+        command = [sys.executable, "-m", "tinkercloud", "version"]
+        done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_every_setting_has_its_help_with_its_default(run, capsys):

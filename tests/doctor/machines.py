@@ -56,6 +56,7 @@ def healthy_facts() -> dict[str, dict]:
             "kernels_error": "",
             "compiler": "/usr/bin/cc",
         },
+        "deviation": {"promised": False, "tokens": 240, "largest": 0.03},
         "models": {"Qwen/Qwen3-8B": {"architecture": "qwen3", "parameters": 8_190_735_360}},
         "ray": {"version": "2.60.0", "nodes": [node("10.0.0.1"), node("10.0.0.2")]},
         "sglang": {
@@ -87,6 +88,7 @@ def laptop_facts() -> dict[str, dict]:
         "instruction_set": "avx512",
         "row_invariant": {"float32": True},
     }
+    facts["deviation"] |= {"promised": True, "largest": 0.0}
     facts["host"] |= {"memory": {"total_bytes": 16 * GIB, "free_bytes": 8 * GIB}}
     facts["models"] = {
         "HuggingFaceTB/SmolLM2-135M-Instruct": {"architecture": "llama", "parameters": 134515008}
@@ -99,4 +101,5 @@ def without_torch(facts: dict[str, dict]) -> dict[str, dict]:
     versions = facts["versions"] | dict.fromkeys(("torch", "gguf", "safetensors"))
     missing = {"error": "ModuleNotFoundError: No module named 'torch'"}
     models = {name: {"architecture": "GGUF"} for name in facts["models"]}
-    return facts | {"versions": versions, "torch": missing, "engine": missing, "models": models}
+    without = dict.fromkeys(("torch", "engine", "deviation"), missing)
+    return facts | without | {"versions": versions, "models": models}

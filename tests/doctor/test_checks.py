@@ -161,6 +161,28 @@ class TestOfTheEmbeddedBackend:
         assert (slower.blocks, slower.finding.status) == (False, "warning")
         assert remedy in slower.finding.remedy
 
+    @pytest.mark.parametrize(
+        ("answer", "status", "words"),
+        [
+            (
+                {"promised": True, "largest": 0.0},
+                "ok",
+                "240 tokens of a tiny model are equal to the bit",
+            ),
+            ({"promised": True, "largest": 1e-6}, "warning", "but up to 1.0e-06 nats apart"),
+            ({"promised": False, "largest": 0.031}, "ok", "up to 3.1e-02 nats apart"),
+            ({"error": "ended with status -11"}, "warning", "ended with status -11"),
+        ],
+    )
+    def test_unequal_logprobs_are_a_warning_where_equality_is_promised(
+        self, target, answer, status, words
+    ):
+        facts = laptop_facts()
+        facts["deviation"] = answer if "error" in answer else facts["deviation"] | answer
+        finding = line(target, facts, "exactness").finding
+        assert (finding.status, bool(finding.remedy)) == (status, status == "warning")
+        assert words in finding.fact
+
     def test_products_that_are_not_row_invariant_are_named_and_in_order(self, target):
         facts = laptop_facts()
         facts["engine"] |= {"row_invariant": {"bfloat16": True, "float32": False}}

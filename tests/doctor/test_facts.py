@@ -58,6 +58,12 @@ class TestOnThisMachine:
         assert facts["engine"]["dtype"] == str(dtype).removeprefix("torch.")
         assert facts["engine"]["cores"] == usable_cores()
 
+    def test_trained_logprobs_are_the_sampled_ones_where_that_is_promised(self, facts):
+        answer = facts["deviation"]
+        assert answer["tokens"] > 100
+        if answer["promised"]:
+            assert answer["largest"] == 0.0
+
     def test_models_are_read_each_on_its_own(self, facts):
         assert facts["models"]["a/b"] == {"architecture": "llama", "parameters": 134515008}
         assert facts["models"]["c"]["error"].startswith("no model at ")
@@ -118,6 +124,15 @@ class TestInABrokenEnvironment:
         if answer["device"] == "cpu":
             assert answer["kernels"] == ""
             assert "/does/not/exist/cc" in answer["kernels_error"]
+
+    def test_without_a_c_compiler_the_deviation_is_measured_and_equality_is_not_promised(
+        self, monkeypatch, tmp_path
+    ):
+        monkeypatch.setenv("CC", "/does/not/exist/cc")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        answer = probes.run(sys.executable, ("deviation", "float32"), 60.0)
+        assert answer["promised"] is False
+        assert 0 <= answer["largest"] < 1e-3
 
     def test_the_engine_says_of_each_number_type_whether_products_are_row_invariant(self):
         answer = probes.run(sys.executable, ("engine", "bfloat16"), 60.0)

@@ -28,7 +28,8 @@ def test_a_healthy_laptop_is_nine_lines(report, tmp_path):
         "ok       software   Python 3.11.7, torch 2.13.0+cpu",
         "ok       device     CPU, 8 cores",
         "ok       numbers    float32 (--dtype auto), AVX2, AVX-512",
-        "ok       kernels    C kernels for the instruction set avx512",
+        "ok       kernels    C kernels for the instruction set avx512, "
+        "trained = sampled to the bit",
         "ok       memory     8.0 GiB of memory free; weights and caches take up to 5.5",
         "ok       models     HuggingFaceTB/SmolLM2-135M-Instruct (llama, 135M parameters)",
         f"ok       data       900 GiB free in {tmp_path}",

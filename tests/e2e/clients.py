@@ -72,3 +72,12 @@ class Client:
 def logprobs_of(output: Any, index: int = 0) -> np.ndarray:
     """The logprobs of one datum of a ForwardBackwardOutput."""
     return np.asarray(output.loss_fn_outputs[index]["logprobs"].to_numpy())
+
+
+def on_policy_gauges(server: Server) -> dict[str, float]:
+    """Of `/metrics`, by what comes after `tinkercloud_on_policy_`."""
+    with server.http() as http:
+        lines = http.get("/metrics").text.splitlines()
+    start = "tinkercloud_on_policy_"
+    pairs = (line.removeprefix(start).split(" ") for line in lines if line.startswith(start))
+    return {name: float(value) for name, value in pairs}

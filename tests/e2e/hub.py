@@ -20,6 +20,9 @@ RUBRICS = "rubrics.jsonl"
 
 Row = Mapping[str, Any]
 
+_DAY = "On day {} the ship was known to come {} noon, and {} of the crew slept {} the storm .\n"
+_WORDS = (("before", "most", "through"), ("after", "many", "during"), ("until", "several", "under"))
+
 _CAPITALS = {
     "France": "Paris",
     "Italy": "Rome",
@@ -109,11 +112,24 @@ def _deepmath(folder: Path) -> None:
     _write_rows(folder / "train.jsonl", rows)
 
 
+def wikitext_lines() -> list[str]:
+    """With the words that a recipe lets a policy count."""
+    return [_DAY.format(day, *_WORDS[day % 3]) for day in range(1, 400)]
+
+
+def _wikitext(folder: Path) -> None:
+    config = "wikitext-103-raw-v1"
+    rows = [{"text": line} for line in wikitext_lines()]
+    _write_rows(folder / config / "train.jsonl", rows)
+    _write_card(folder, config, {"train": f"{config}/train.jsonl"})
+
+
 _DATASETS = {
     "HuggingFaceH4/no_robots": _no_robots,
     "openai/gsm8k": _gsm8k,
     "Anthropic/hh-rlhf": _hh_rlhf,
     "zwhe99/DeepMath-103K": _deepmath,
+    "Salesforce/wikitext": _wikitext,
 }
 
 

@@ -35,7 +35,8 @@ _EXPECTED = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """module: below PACKAGE. newest_only: whether the older cookbook takes other arguments."""
+    """module: below PACKAGE. newest_only: whether the older cookbook takes other arguments, or has
+    a fault here."""
 
     title: str
     module: str
@@ -43,6 +44,9 @@ class Recipe:
     arguments: tuple[str, ...]
     asks_before_overwriting: bool = True
     newest_only: bool = False
+
+    def log_dir(self, hub: Path) -> Path:
+        return hub / "runs" / self.title.replace(" ", "-")
 
     def command(self, log_dir: Path, python: str = sys.executable) -> list[str]:
         named = [f"model_name={MODEL}", f"log_path={log_dir}", f"max_steps={self.num_steps}"]
@@ -120,6 +124,16 @@ RECIPES = {
         3,
         ("env=arithmetic", "group_size=4", "max_tokens=5", "max_steps_off_policy=2", *_GROUPS),
     ),
+    "rl_numerics_check": Recipe(
+        "RL numerics check",
+        "rl_numerics_check.train",
+        2,
+        (CHATML, "group_size=2", "groups_per_batch=1", "max_tokens=32", "lora_rank=8",
+         "task.num_pages_min=2", "task.num_pages_max=2", "task.page_chars=250",
+         "learning_rate=1e-4", "save_every=0", "behavior_if_log_dir_exists=resume"),
+        asks_before_overwriting=False,
+        newest_only=True,  # of 0.5.8 threads share a tokenizer that they change
+    ),
     "rubric": Recipe(
         "RL with a rubric",
         "rubric.train",
@@ -178,9 +192,9 @@ def run_recipe(
     environment: what a client of the server needs. python: the interpreter that has the cookbook.
     The recipe logs below `hub`, once.
     """
-    log_dir = hub / "runs" / recipe.title.replace(" ", "-")
+    log_dir = recipe.log_dir(hub)
     output = log_dir.with_suffix(".log")
-    output.parent.mkdir(exist_ok=True)
+    output.parent.mkdir(exist_ok=True, parents=True)
     began = time.perf_counter()
     with output.open("wb") as log:
         try:

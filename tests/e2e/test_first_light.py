@@ -17,7 +17,11 @@ import tinker_gmi
 from tests.api.provenance_data import single_turn
 from tests.e2e.clients import CHAT, MODEL, Client, logprobs_of
 from tests.serving import Server, backend_arguments, backend_under_test, start_server
+from tinkercloud.embedded.native.compiler import library
 
+# What may part sampler and trainer: PyTorch's rounding, and another engine's on the cluster.
+EXACT = backend_under_test() == "embedded" and library() is not None
+ROUNDING = 0.0 if EXACT else 1e-3
 TEXT = "The first light over the harbour was the colour of a copper coin left in the rain."
 
 
@@ -100,13 +104,15 @@ def test_a_reinforcement_step_prefers_what_was_rewarded(client: Client, tokenize
     # On-policy every ratio is 1, so the loss is minus the summed advantages.
     wanted = -sum(s * len(x.tokens) for s, x in zip((1, -1, 1, -1), samples, strict=True))
     assert before.metrics["loss:sum"] == pytest.approx(wanted, abs=2e-3)
-    assert before.metrics["ratio:mean"] == pytest.approx(1.0, abs=1e-3)
-    assert before.metrics["ppo_kl:mean"] == pytest.approx(0.0, abs=1e-3)
+    assert before.metrics["ratio:mean"] == pytest.approx(1.0, rel=0, abs=ROUNDING)
+    assert before.metrics["ppo_kl:mean"] == pytest.approx(0.0, abs=ROUNDING)
     assert before.metrics["trained_tokens:sum"] == sum(len(x.tokens) for x in samples)
     for i, sample in enumerate(samples):
         ours = logprobs_of(before, i)[-len(sample.tokens) :]
-        np.testing.assert_allclose(ours, sample.logprobs, atol=1e-3)
-    model.optim_step(client.adam(1e-4)).result()
+        np.testing.assert_allclose(ours, sample.logprobs, rtol=0, atol=ROUNDING)
+    stepped = model.optim_step(client.adam(1e-4)).result().metrics
+    assert stepped["on_policy_tokens:sum"] == before.metrics["trained_tokens:sum"]
+    assert 0 <= stepped["on_policy_ratio_deviation:max"] <= ROUNDING
     for loss, config in (
         ("ppo", {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
         ("cispo", None),
@@ -128,7 +134,7 @@ def test_stable_reinforce_trains_on_recorded_samples(official: Client, text: lis
     samples = official.sample(sampler, prompt, n=4, max_tokens=6, temperature=1.0, seed=2)
     data = [single_turn(prompt, s, sign) for s, sign in zip(samples, (1, -1, 1, -1), strict=True)]
     before = model.forward_backward(data, "stable_reinforce").result()
-    assert before.metrics["ratio:mean"] == pytest.approx(1.0, abs=1e-3)
+    assert before.metrics["ratio:mean"] == pytest.approx(1.0, rel=0, abs=ROUNDING)
     assert before.metrics["trained_tokens:sum"] == sum(len(s.tokens) for s in samples)
     model.optim_step(official.adam(1e-3)).result()
     after = model.forward_backward(data, "stable_reinforce", {"kl_coeff": 0.1}).result()
@@ -274,10 +280,10 @@ def test_a_custom_loss_has_the_gradient_that_autograd_gives_it(
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 
 
-def test_trainer_sampler_and_transformers_agree_on_a_fresh_adapter(
+def test_the_trainer_scores_as_the_sampler_and_near_transformers_in_float32(
     client: Client, text: list[int], reference
 ) -> None:
-    """8: mean |d| < 1e-4 in float32"""
+    """8, with a fresh adapter: a mean distance below 1e-4"""
     model = client.model(seed=9)
     trained = logprobs_of(model.forward([client.supervised(text)], "cross_entropy").result())
     sampler = model.save_weights_and_get_sampling_client().result()
@@ -286,7 +292,7 @@ def test_trainer_sampler_and_transformers_agree_on_a_fresh_adapter(
     with torch.no_grad():
         logits = reference(torch.tensor([text])).logits[0].double()
     theirs = torch.log_softmax(logits, -1)[:-1].gather(-1, torch.tensor(text[1:])[:, None])[:, 0]
-    assert np.abs(trained - np.array(sampled[1:])).mean() < 1e-4
+    np.testing.assert_allclose(trained, sampled[1:], rtol=0, atol=ROUNDING)
     assert np.abs(trained - theirs.numpy()).mean() < 1e-4
 
 
@@ -308,7 +314,7 @@ def test_the_same_seed_gives_the_same_tokens_alone_and_among_sixteen(
     assert [len(f.result().sequences) for f in others] == [1] * 16
     assert list(among.tokens) == list(alone.tokens)
     # SGLang's kernels on a CPU may add in another order for another batch.
-    allowed = 0.0 if backend_under_test() == "embedded" else 1e-5
+    allowed = 0.0 if EXACT else 1e-5
     np.testing.assert_allclose(among.logprobs, alone.logprobs, atol=allowed, rtol=0)
 
 

@@ -1,7 +1,7 @@
 """Sequences of random tokens in blocks, ready for their next one: what runners are compared on."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -16,7 +16,9 @@ from tinkercloud.embedded.forward.batch import Batch
 from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool, blocks_for
 from tinkercloud.embedded.forward.runners import Runner, TorchRunner
 from tinkercloud.embedded.model.base_model import BaseModel
+from tinkercloud.embedded.model.packed_tensors import PackedTensors
 from tinkercloud.embedded.model.version import Version
+from tinkercloud.embedded.native.train_bindings import has_compiled_pass
 from tinkercloud.weights.adapters import fresh_adapter
 
 FAMILIES = ("Llama", "Qwen2", "Qwen3")
@@ -39,7 +41,8 @@ def tiny_config(family: str, **changes: object) -> ArchitectureConfig:
 def random_base(
     config: ArchitectureConfig, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> BaseModel:
-    """Weights large enough that every part shows in the logits; the same on every device."""
+    """Weights large enough that every part shows in the logits; the same on every device. They are
+    tensors, as PyTorch reads them."""
     generator, place, weights = torch.Generator().manual_seed(5), torch.device(device), {}
     for name, shape in config.weight_shapes().items():
         noise = torch.randn(shape, generator=generator)
@@ -48,6 +51,13 @@ def random_base(
     weights.setdefault("lm_head", weights["model.embed_tokens"])
     network = load_architecture(config.name)(config, place)
     return BaseModel("tiny", config, network, weights, None, dtype, place)
+
+
+def with_weights(base: BaseModel, weights: Mapping[str, Tensor]) -> BaseModel:
+    """The same network with these, packed where the compiled pass reads them."""
+    if has_compiled_pass(base.device, base.dtype):
+        weights = PackedTensors.of(weights.items())
+    return replace(base, weights=weights)
 
 
 def version(base: BaseModel, rank: int | None, seed: int, unembed: bool = True) -> Version:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from tests.embedded.tiny import ask, random_prompt, same
 from tests.speculative.drafters.trial_drafters import trial_table
 from tinkercloud.core.types import SampleOutput, SampleRequest
+from tinkercloud.embedded.draft_training.files import frozen_rows
 from tinkercloud.embedded.forward.kv_blocks import BlockPool
 from tinkercloud.embedded.forward.runners import Runner
 from tinkercloud.embedded.model.base_model import BaseModel
@@ -13,7 +14,7 @@ from tinkercloud.speculative.draft_length.fixed_length import FixedLength
 from tinkercloud.speculative.draft_length.rounds import Reason, Round
 from tinkercloud.speculative.drafters.drafter import Draft, Drafter, Stream
 from tinkercloud.speculative.drafters.guarded_drafter import GuardedDrafter
-from tinkercloud.speculative.head.head import FrozenRows, Head, HeadConfig, Params, initial_params
+from tinkercloud.speculative.head.head import Head, HeadConfig, Params, initial_params
 from tinkercloud.speculative.head.vocabulary import DraftVocabulary
 
 
@@ -57,7 +58,7 @@ def untaught_head(base: BaseModel, says: Collection[int] | None = None) -> tuple
     size = base.config.vocab_size
     vocabulary = DraftVocabulary.of(range(size) if says is None else says, size)
     config = HeadConfig.of(base.config)
-    return Head(config, FrozenRows.of(base.weights, vocabulary)), initial_params(config, 0)
+    return Head(config, frozen_rows(base, vocabulary)), initial_params(config, 0)
 
 
 # ---- what is sampled, and who knows it

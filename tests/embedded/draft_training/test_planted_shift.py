@@ -180,7 +180,7 @@ def test_a_draft_model_falls_behind_a_new_style_and_catches_up_on_its_disagreeme
 ) -> None:
     """The model before training is the draft."""
     base = scene.base.base
-    draft = replace(base, name="draft", weights=dict(base.weights))
+    draft = replace(base, name="draft")
     version = Version("draft", draft, draft.weights, None, 1.0)
     pool = BlockPool(base.config, base.dtype, base.device, 400)
     drafter = ModelDrafter(version, NativeRunner(1), pool)

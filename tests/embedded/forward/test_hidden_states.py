@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.decoding.rows import row_params
-from tests.embedded.decode_scene import Traced, version
+from tests.embedded.decode_scene import Traced, version, with_weights
 from tests.embedded.fake_streams import FakeStreams
 from tests.embedded.forward.test_decode_graphs import Recorded
 from tests.gpu import head_bodies as bodies
@@ -44,7 +44,7 @@ OTHERS = [
 def test_states_of_prompts_samples_and_drafts_in_one_batch_are_the_compiled_passs(
     base: BaseModel, make: Callable[[], Runner]
 ):
-    theirs = bodies.of_mixed(base, NativeRunner(1))
+    theirs = bodies.of_mixed(with_weights(base, base.weights), NativeRunner(1))
     assert theirs.shape == (57, 2, base.config.hidden_size)
     bodies.compare([bodies.of_mixed(base, make())], [theirs], CLOSE)
 
@@ -55,7 +55,8 @@ def test_states_of_a_decode_step_are_the_compiled_passs_and_outlive_the_next(
     base: BaseModel, make: Callable[[], Runner]
 ):
     ours = bodies.of_decoding(bodies.scene(base), make())
-    theirs = bodies.of_decoding(bodies.scene(base), NativeRunner(1))
+    packed = with_weights(base, base.weights)
+    theirs = bodies.of_decoding(bodies.scene(packed), NativeRunner(1))
     bodies.compare(ours, theirs, CLOSE)
 
 

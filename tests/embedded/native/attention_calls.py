@@ -45,11 +45,12 @@ void attention(team_t *team, const int64_t *sizes, float cap, const int32_t *pos
   model_t model = {.heads = sizes[0], .kv_heads = sizes[1], .head_dim = sizes[2],
                    .is_narrow = sizes[3], .score_cap = cap};
   layer_t layer = {.keys = keys, .values = values, .window = sizes[6]};
+  int64_t width = sizes[0] * sizes[2];
   batch_t batch = {.rows = sizes[4], .positions = positions, .sequence = sequence,
                    .tables = tables, .table_stride = sizes[5], .cosine = cosine, .sine = sine};
   atomic_long next_task = 0;
   pass_t pass = {.model = &model, .batch = &batch, .q = q, .k = k, .v = v, .mixed = mixed,
-                 .mixed_narrow = mixed_narrow, .next_task = &next_task};
+                 .next_task = &next_task, .narrow_rows[MIXED] = {mixed_narrow, NULL, width, 0}};
   job_t job = {&pass, &layer, sizes[7] ? place_rows : attend};
   work(team, run, &job);
 }
@@ -64,11 +65,11 @@ def variants() -> dict[str, InstructionSet]:
 def compiled(folder: Path, chosen: InstructionSet) -> c.CDLL:
     command = c_compiler()
     assert command is not None
-    source = Path(build.__file__).parent
     (folder / "shim.c").write_text(SHIM)
-    files = (folder / "shim.c", source / "attention.c", source / "team.c")
+    files = (folder / "shim.c", build.KERNELS / "attention.c", build.KERNELS / "team.c")
     out = folder / "attention.so"
-    arguments = [*build.compiler_flags(chosen), *build.LINK_FLAGS, f"-I{source}", *map(str, files)]
+    flags = (*build.compiler_flags(chosen), *build.LINK_FLAGS, f"-I{build.KERNELS}")
+    arguments = [*flags, *map(str, files)]
     subprocess.run([command, *arguments, "-o", str(out), "-lm"], check=True, capture_output=True)
     library = c.CDLL(str(out))
     library.team_new.restype = c.c_void_p

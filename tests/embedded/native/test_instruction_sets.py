@@ -1,6 +1,7 @@
 """One instruction set for a process: the fastest that the processor has, or the one that is named;
 and the kernels are right for each."""
 
+import ctypes as c
 import logging
 import os
 import subprocess
@@ -15,6 +16,7 @@ from tests.serving import ROOT
 from tinkercloud.config import c_compiler, settings
 from tinkercloud.embedded.native import build, compiler
 from tinkercloud.embedded.native.instruction_sets import (
+    AMX_EMULATED,
     GENERIC,
     X86_64,
     architecture_sets,
@@ -24,8 +26,12 @@ from tinkercloud.embedded.native.instruction_sets import (
 from tinkercloud.errors import ConfigError
 
 VARIABLE = settings()["engine.instruction_set"].variable
-KERNEL_TESTS = ("test_packed.py", "test_train_bindings.py", "test_structures.py")
+KERNEL_TESTS = (
+    *("test_packed.py", "test_linear_gradient.py", "test_train_bindings.py"),
+    "test_structures.py",
+)
 NAMES = [chosen.name for chosen in processor_sets(processor_features())]
+ALL_NAMES = [*NAMES, AMX_EMULATED.name]
 
 
 @pytest.fixture
@@ -45,14 +51,14 @@ def in_process(name: str, *command: str) -> subprocess.CompletedProcess[str]:
 
 
 # Sets that the tests of this process use already are not tried again.
-@pytest.mark.parametrize("name", [n for n in NAMES if n != compiler.usable_sets()[0].name])
+@pytest.mark.parametrize("name", [n for n in ALL_NAMES if n != compiler.usable_sets()[0].name])
 def test_the_kernels_pass_their_tests_with_every_instruction_set_that_is_here(name: str) -> None:
     files = [str(Path(__file__).with_name(file)) for file in KERNEL_TESTS]
     done = in_process(name, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files)
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL_NAMES)
 def test_the_library_is_the_one_that_the_setting_names(name: str) -> None:
     code = "from tinkercloud.embedded.native import compiler; print(compiler.instruction_set())"
     assert in_process(name, "-c", code).stdout == f"{name}\n"
@@ -87,6 +93,43 @@ def test_where_the_compiler_knows_a_set_not_yet_the_next_one_is_used(
     fresh.setenv("XDG_CACHE_HOME", str(tmp_path))
     fresh.setattr(compiler, "compiled", compiled_quickly)
     assert compiler.instruction_set() == compiler.usable_sets()[1].name
+
+
+@pytest.mark.skipif(NAMES == ["generic"], reason="there is no other set here")
+def test_where_amx_computes_other_products_one_line_says_so_and_the_next_set_is_used(
+    fresh: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    first, second = compiler.usable_sets()[:2]
+    fresh.setenv("XDG_CACHE_HOME", str(tmp_path))
+    fresh.setattr(compiler, "compiled", compiled_quickly)
+    fresh.setattr(compiler, "AMX", first)
+    fresh.setattr(compiler, "_permit_tiles", lambda: True)
+    fresh.setattr(compiler, "tiles_are_right", lambda loaded: False)
+    with caplog.at_level(logging.WARNING):
+        assert compiler.instruction_set() == second.name
+    assert caplog.messages == [compiler.WRONG_TILES]
+
+
+def test_amx_is_used_where_it_only_rounds_in_another_order(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO):
+        answers = [compiler.tiles_are_right(Answering(answer)) for answer in range(3)]
+    assert answers == [False, True, True]
+    assert caplog.messages == ["AMX rounds its sums here in another order than amx_emulated"]
+
+
+class Answering(c.CDLL):
+    """A library for AMX whose check answers so."""
+
+    def __init__(self, answer: int) -> None:
+        super().__init__(None)
+        self.check_amx = lambda: answer
+
+
+def test_amx_in_plain_c_is_used_only_where_it_is_named() -> None:
+    assert AMX_EMULATED not in architecture_sets()
+    assert AMX_EMULATED not in compiler.usable_sets()
 
 
 def compiled_quickly(chosen: build.InstructionSet, command: str, folder: Path) -> Path:

@@ -8,6 +8,7 @@ import pytest
 
 from tinkercloud.config import c_compiler
 from tinkercloud.embedded.native import compiler
+from tinkercloud.embedded.native.build import KERNELS
 
 PROGRAM = r"""
 #include <stdio.h>
@@ -38,7 +39,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("there is no C compiler here")
     folder = tmp_path_factory.mktemp("stages")
     (folder / "stages.c").write_text(PROGRAM)
-    include = f"-I{Path(compiler.__file__).parent}"
+    include = f"-I{KERNELS}"
     subprocess.run(
         [
             command,

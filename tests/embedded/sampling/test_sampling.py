@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.embedded.decode_scene import with_weights
 from tests.embedded.exactness import assert_same_samples_in_company
 from tests.embedded.tiny import (
     EOS,
@@ -235,20 +236,14 @@ def test_a_stop_string_across_tokens_ends_the_sample(store: ModelStore, base: st
     assert sequence.stop_reason == "stop"
 
 
-def test_end_of_sequence_ends_a_sample_unless_stopping_is_off(
-    store: ModelStore, base: str, folder: Path
-) -> None:
-    model = store.base("tiny")
-    eager = model.weights["lm_head"]
-    saved = eager[EOS].clone()
-    try:
-        eager[EOS] = eager[greedy_tokens(store, base, 1)[0]] * 1.5
-        model._packed.clear()  # made of the weights as they were
-        fresh = Sampler(store).one(base, ask(PROMPT, max_tokens=6, temperature=0.0))
-        never = Sampler(store).one(base, ask(PROMPT, max_tokens=6, temperature=0.0, use_eos=False))
-    finally:
-        eager[EOS] = saved
-        model._packed.clear()
+def test_end_of_sequence_ends_a_sample_unless_stopping_is_off(store: ModelStore, base: str) -> None:
+    weights = dict(store.base("tiny").weights)
+    eager = weights["lm_head"] = weights["lm_head"].clone()
+    eager[EOS] = eager[greedy_tokens(store, base, 1)[0]] * 1.5
+    store._bases["tiny"] = with_weights(store.base("tiny"), weights)
+    base = store.publish(FromBase("tiny"))
+    fresh = Sampler(store).one(base, ask(PROMPT, max_tokens=6, temperature=0.0))
+    never = Sampler(store).one(base, ask(PROMPT, max_tokens=6, temperature=0.0, use_eos=False))
     assert (fresh.sequences[0].tokens.tolist(), fresh.sequences[0].stop_reason) == ([EOS], "stop")
     assert len(never.sequences[0].tokens) == 6
     assert never.sequences[0].stop_reason == "length"

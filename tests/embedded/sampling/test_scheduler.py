@@ -89,7 +89,7 @@ class Bench:
     ) -> Job:
         version = Version(f"v{base}", self.bases[base], {}, None, 1.0)
         request = ask(prompt, n=n, max_tokens=max_tokens, use_eos=False, **more)
-        scores = PromptScores(request, row_norms) if PromptScores.applies_to(request) else None
+        scores = PromptScores(request, row_norms) if request.scores_prompt else None
         reply = lambda outcome: self.outcomes.__setitem__(job, outcome)  # noqa: E731
         job = Job(version, request, reply, scores, StopRule(request.params, (), None))
         self.scheduler.add(job)

@@ -21,6 +21,7 @@ from tests.embedded.tiny import (
     train,
 )
 from tinkercloud.core.types import AdamParams, Datum, FromBase, FromCheckpoint, FromModel, LoraSpec
+from tinkercloud.embedded.native.compiler import library
 from tinkercloud.embedded.process.model_store import ModelStore
 from tinkercloud.embedded.training import head as train_head
 from tinkercloud.embedded.training.optimizer import AdamW
@@ -330,6 +331,20 @@ def test_the_seed_decides_the_adapter(store: ModelStore) -> None:
     a, b, c = (params(store, n)["lm_head.lora_A"] for n in "abc")
     assert torch.equal(a, b)
     assert not torch.equal(a, c)
+
+
+@pytest.mark.skipif(library() is None, reason="there is no C compiler")
+def test_published_full_weights_have_the_memory_that_passes_read_until_the_next_step(
+    store: ModelStore,
+) -> None:
+    warmed_up(store, "m", rank=0)
+    model = store.model("m")
+    first, second = (store.version(store.publish(FromModel("m"))) for _ in range(2))
+    assert first.weights is second.weights
+    assert first.weights is model.weights().values
+    train(store, "m", DATA[:1])
+    store.optim_step("m", STEP)
+    assert model.weights().values is not first.weights
 
 
 def test_a_published_version_does_not_move_with_training(store: ModelStore) -> None:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from scipy import stats
 
-from tests.embedded.decode_scene import random_base, tiny_config, version
+from tests.embedded.decode_scene import random_base, tiny_config, version, with_weights
 from tests.embedded.speculative_engine import Drafting, untaught_head
 from tests.embedded.tiny import ask
 from tinkercloud.core.types import SampleOutput
@@ -109,8 +109,7 @@ def rejected(p_values: Mapping[object, float]) -> list[object]:
 def target() -> BaseModel:
     """Two layers; the most likely token has about a half."""
     base = random_base(tiny_config("Llama", vocab_size=V, num_hidden_layers=2))
-    base.weights["lm_head"] = 2.0 * base.weights["lm_head"]
-    return base
+    return with_weights(base, {**base.weights, "lm_head": 2.0 * base.weights["lm_head"]})
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +141,7 @@ def neighbour(base: BaseModel) -> BaseModel:
         name: weight + 0.1 * weight.std() * torch.randn(weight.shape, generator=generator)
         for name, weight in base.weights.items()
     }
-    return replace(base, weights=moved)
+    return with_weights(base, moved)
 
 
 def model(base: BaseModel) -> ModelDrafter:
