@@ -105,7 +105,7 @@ serve: install ## the server on 127.0.0.1:8700
 	$(BIN)/tinkercloud serve
 
 bench: install $(SGLANG)/installed $(COOKBOOK)/installed ## all benchmarks, peers where they are installed, and docs/benchmarks/
-	for name in service_overhead cluster_overhead concurrency sharing training \
+	for name in deviation service_overhead cluster_overhead concurrency sharing training \
 			rl_step speculation streaming; do \
 		$(BIN)/python -m benchmarks.$$name --json benchmarks/results/$$name.json; done
 	$(BIN)/python -m benchmarks.stable_reinforce --json benchmarks/results/stable_reinforce.json \
