@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from tinkercloud.architectures import load_architecture
 from tinkercloud.architectures.config import ArchitectureConfig, from_hf
 from tinkercloud.core.types import AdamParams, Datum, LoraSpec, SamplingParams, TrainBatch
 from tinkercloud.decoding import device_scan
@@ -17,9 +16,7 @@ from tinkercloud.embedded.forward.decode_graphs import CudaCapture, DrawGraphs
 from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool, blocks_for
 from tinkercloud.embedded.forward.runners import GraphRunner, Runner
 from tinkercloud.embedded.model.base_model import BaseModel
-from tinkercloud.embedded.model.packed_tensors import PackedTensors
 from tinkercloud.embedded.model.version import Version
-from tinkercloud.embedded.native.train_bindings import has_compiled_pass
 from tinkercloud.embedded.training.micro_batches import Limits
 from tinkercloud.embedded.training.queue import train_alone
 from tinkercloud.embedded.training.trainable_model import TrainableModel
@@ -67,12 +64,7 @@ def random_base(
             weights[path] = torch.empty(shape, dtype=dtype, device=device).normal_(0, 0.02)
         else:
             weights[path] = torch.ones(shape, dtype=dtype, device=device)
-    network = load_architecture(config.name)(config, device)
-    if has_compiled_pass(device, dtype):
-        packed = PackedTensors.of(weights.items())
-        return BaseModel(name, config, network, packed, None, dtype, device)
-    weights.setdefault("lm_head", weights["model.embed_tokens"])
-    return BaseModel(name, config, network, weights, None, dtype, device)
+    return BaseModel.of(name, config, weights.items(), dtype, device)
 
 
 def version(base: BaseModel, *, adapter: bool) -> Version:

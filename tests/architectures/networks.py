@@ -13,8 +13,8 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 from torch import Tensor
 
+from tests.architectures.loaded_model import LoadedModel
 from tinkercloud.architectures import load_architecture
-from tinkercloud.weights.loader import LoadedModel
 
 SIZES = {
     "vocab_size": 96,

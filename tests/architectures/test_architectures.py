@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.architectures.loaded_model import load_model
 from tests.architectures.networks import (
     FAMILIES,
     our_logits,
@@ -18,7 +19,7 @@ from tinkercloud.architectures.layers import rms_norm, rotary_frequencies, rotat
 from tinkercloud.architectures.llama import Llama
 from tinkercloud.weights.gguf_file import GGUFFile
 from tinkercloud.weights.gguf_tokenizer import build_tokenizer
-from tinkercloud.weights.loader import load_model, read_config
+from tinkercloud.weights.loader import read_config
 
 TOLERANCE = 2e-5
 

@@ -16,9 +16,7 @@ from tinkercloud.embedded.forward.batch import Batch
 from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool, blocks_for
 from tinkercloud.embedded.forward.runners import Runner, TorchRunner
 from tinkercloud.embedded.model.base_model import BaseModel
-from tinkercloud.embedded.model.packed_tensors import PackedTensors
 from tinkercloud.embedded.model.version import Version
-from tinkercloud.embedded.native.train_bindings import has_compiled_pass
 from tinkercloud.weights.adapters import fresh_adapter
 
 FAMILIES = ("Llama", "Qwen2", "Qwen3")
@@ -54,10 +52,9 @@ def random_base(
 
 
 def with_weights(base: BaseModel, weights: Mapping[str, Tensor]) -> BaseModel:
-    """The same network with these, packed where the compiled pass reads them."""
-    if has_compiled_pass(base.device, base.dtype):
-        weights = PackedTensors.of(weights.items())
-    return replace(base, weights=weights)
+    """The same network with these, as a model that is served holds them."""
+    served = BaseModel.of(base.name, base.config, weights.items(), base.dtype, base.device)
+    return replace(served, decoder=base.decoder)
 
 
 def version(base: BaseModel, rank: int | None, seed: int, unembed: bool = True) -> Version:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
+from tests.architectures.loaded_model import load_model
 from tests.architectures.networks import (
     FAMILIES,
     our_logits,
@@ -20,7 +21,7 @@ from tests.architectures.networks import (
 from tinkercloud.architectures.layers import rotary_frequencies
 from tinkercloud.errors import ConfigError
 from tinkercloud.weights.gguf_file import GGUFFile
-from tinkercloud.weights.loader import load_model, read_config
+from tinkercloud.weights.loader import read_config
 
 KINDS = [Kind.F32, Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0]
 

@@ -5,6 +5,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.architectures.loaded_model import load_model
 from tests.architectures.networks import (
     FAMILIES,
     random_network,
@@ -15,7 +16,7 @@ from tests.architectures.networks import (
 )
 from tinkercloud.errors import ConfigError
 from tinkercloud.weights.huggingface import ensure_hf_folder
-from tinkercloud.weights.loader import load_model, read_config
+from tinkercloud.weights.loader import read_config
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -7,9 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.architectures.loaded_model import load_model
 from tests.architectures.networks import random_network
 from tinkercloud.errors import ConfigError
-from tinkercloud.weights.loader import load_model, read_config
+from tinkercloud.weights.loader import read_config
 
 
 @pytest.fixture

@@ -93,7 +93,7 @@ class ArchitectureConfig:
         return shapes
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor by its name in `LoadedModel.weights`; "lm_head" only where not tied."""
+        """Every tensor by its name; "lm_head" only where not tied."""
         shapes: dict[str, tuple[int, ...]] = {
             "model.embed_tokens": (self.vocab_size, self.hidden_size),
             "model.norm": (self.hidden_size,),

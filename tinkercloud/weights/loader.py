@@ -6,7 +6,7 @@ its bias "model.layers.0.self_attn.q_proj.bias", "model.embed_tokens", "model.no
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,6 @@ from tinkercloud.weights.gguf_loader import gguf_config, gguf_shapes, gguf_weigh
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _NAMED_AT_MOST = 8  # tensors listed in an error
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """weights["lm_head"] is the same tensor object as weights["model.embed_tokens"] when tied."""
-
-    config: ArchitectureConfig
-    weights: dict[str, Tensor]
 
 
 def read_config(path: Path) -> ArchitectureConfig:
@@ -60,15 +52,6 @@ def read_model(
     files = _tensor_files(path)
     _check_shapes(path, config, _safetensors_shapes(path, config, files))
     return config, _safetensors_weights(path, config, files, dtype)
-
-
-def load_model(path: Path, dtype: torch.dtype, device: torch.device | str) -> LoadedModel:
-    """Everything at once, as `read_model` reads it."""
-    config, tensors = read_model(path, dtype)
-    weights = {name: tensor.to(device) for name, tensor in tensors}
-    if config.tie_word_embeddings:
-        weights["lm_head"] = weights["model.embed_tokens"]
-    return LoadedModel(config, weights)
 
 
 def read_weight(path: Path, name: str) -> Tensor | None:

@@ -1,7 +1,7 @@
 """A base model in memory: configuration, frozen weights, tokenizer, device."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +14,10 @@ from tinkercloud.architectures.config import ArchitectureConfig
 from tinkercloud.architectures.llama import Llama
 from tinkercloud.architectures.qwen2 import Qwen2
 from tinkercloud.architectures.qwen3 import Qwen3
-from tinkercloud.embedded.model.packed_tensors import PackedTensors
+from tinkercloud.embedded.model.packed_tensors import EMBEDDING, UNEMBEDDING, PackedTensors
 from tinkercloud.embedded.model.salience import salient_inputs
 from tinkercloud.embedded.native.train_bindings import has_compiled_pass, training_team
-from tinkercloud.weights.loader import load_model, read_model
+from tinkercloud.weights.loader import read_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +38,32 @@ class BaseModel:
         cls, name: str, path: Path, tokenizer_path: Path | None, dtype: torch.dtype,
         device: torch.device,
     ) -> "BaseModel":  # fmt: skip
-        weights: Mapping[str, Tensor]
+        """Raises ConfigError."""
+        config, tensors = read_model(path, dtype)
+        loaded = cls.of(name, config, tensors, dtype, device)
+        if tokenizer_path is None:
+            return loaded
+        decoder = Tokenizer.from_file(str(tokenizer_path / "tokenizer.json"))
+        return replace(loaded, decoder=decoder)
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        config: ArchitectureConfig,
+        tensors: Iterable[tuple[str, Tensor]],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> "BaseModel":
+        """Without a tokenizer. tensors: by name, in `dtype`, asked for one by one; without an
+        "lm_head" among them the embedding is the unembedding too."""
+        architecture = load_architecture(config.name)(config, device)
         if has_compiled_pass(device, dtype):
-            config, tensors = read_model(path, dtype)
-            architecture = load_architecture(config.name)(config, device)
-            weights = _with_salient(PackedTensors.of(tensors), architecture)
-        else:
-            loaded = load_model(path, dtype, device)
-            config, weights = loaded.config, loaded.weights
-            architecture = load_architecture(config.name)(config, device)
-        decoder = None
-        if tokenizer_path is not None:
-            decoder = Tokenizer.from_file(str(tokenizer_path / "tokenizer.json"))
-        return cls(name, config, architecture, weights, decoder, dtype, device)
+            packed = _with_salient(PackedTensors.of(tensors), architecture)
+            return cls(name, config, architecture, packed, None, dtype, device)
+        weights = {path: tensor.to(device) for path, tensor in tensors}
+        weights.setdefault(UNEMBEDDING, weights[EMBEDDING])
+        return cls(name, config, architecture, weights, None, dtype, device)
 
     @property
     def is_llama_family(self) -> bool:

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tinkercloud.architectures import load_architecture
 from tinkercloud.architectures.config import from_hf
 from tinkercloud.core.types import (
     AdamParams,
@@ -28,9 +27,7 @@ from tinkercloud.core.types import (
     TrainBatch,
 )
 from tinkercloud.embedded.model.base_model import BaseModel
-from tinkercloud.embedded.model.packed_tensors import PackedTensors
 from tinkercloud.embedded.model.version import Version
-from tinkercloud.embedded.native.train_bindings import has_compiled_pass
 from tinkercloud.embedded.process.model_store import ModelStore
 from tinkercloud.embedded.process.version_cache import VersionCache
 from tinkercloud.embedded.sampling.engine import SamplingEngine
@@ -119,10 +116,7 @@ def tiny_base(dtype: torch.dtype, device: torch.device) -> BaseModel:
         if weight.dim() > 1:
             weight = torch.randn(shape, generator=random) * 2 / math.sqrt(shape[1])
         weights[name] = weight.to(device, dtype)
-    is_compiled = has_compiled_pass(device, dtype)
-    served = PackedTensors.of(weights.items()) if is_compiled else weights
-    network = load_architecture(config.name)(config, device)
-    return BaseModel("tiny", config, network, served, None, dtype, device)
+    return BaseModel.of("tiny", config, weights.items(), dtype, device)
 
 
 def _datum(tokens: Sequence[int]) -> Datum:
