@@ -45,7 +45,7 @@ def test_a_folder_without_a_budget_is_named(capsys):
     ("file", "folder"),
     [
         ("tests/test_suite.py", "."),
-        ("tests/api/test_sdk.py", "api"),
+        ("tests/api/test_bad_input.py", "api"),
         ("tests/embedded/sampling/engine/test_speculation.py", "embedded/sampling"),
         ("tests/cluster/test_pool.py", "cluster"),
     ],

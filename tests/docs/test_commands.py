@@ -61,7 +61,7 @@ COVERED = {
     "tinker checkpoint download ": Elsewhere(f"{CLI}::test_download", "it needs a checkpoint"),
     "tinker checkpoint push-hf ": Elsewhere(f"{CLI}::test_push_hf", "it needs a hub"),
     "curl -fsSL -H": Elsewhere(
-        "tests/api/test_downloads.py::test_an_archive_is_a_tar_behind_a_redirect",
+        "tests/api/checkpoints/test_downloads.py::test_an_archive_is_a_tar_behind_a_redirect",
         "it needs a checkpoint",
     ),
     "docker build -t tinkercloud .": Elsewhere(IMAGE, "it needs Docker and a network"),

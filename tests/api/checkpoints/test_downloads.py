@@ -13,8 +13,8 @@ import httpx
 import pyrage
 import pytest
 
+from tests.api.checkpoints.calls import publish, unpublish, url
 from tests.api.harness import Api, serving
-from tests.api.test_publications import publish, unpublish, url
 from tinkercloud.services.accounts import signed_links
 from tinkercloud.services.checkpoints.checkpoint_writer import FOLDER
 

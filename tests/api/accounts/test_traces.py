@@ -13,7 +13,7 @@ from tinker import types
 from tinker.cli.__main__ import main_cli as cli
 
 from tests.api.harness import Api, serving
-from tests.api.test_sdk import DATA, PROMPT, thread_server
+from tests.api.thread_server import DATA, PROMPT, thread_server
 from tinkercloud.backends.fake import FakeBackend
 from tinkercloud.config import Config
 

@@ -13,7 +13,7 @@ from tinker import types
 from tinker.cli.__main__ import main_cli as cli
 
 from tests.api.harness import Api, serving, wire_datum
-from tests.api.test_sdk import DATA, thread_server
+from tests.api.thread_server import DATA, thread_server
 from tests.storage.counting import commits_of
 from tinkercloud.storage.keys import KeyStore
 

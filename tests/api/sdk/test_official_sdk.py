@@ -1,45 +1,20 @@
 """The official SDK and its command line against a server process on the fake backend."""
 
-import asyncio
 import signal
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tinker
 import torch
-import uvicorn
 from click.testing import CliRunner
 from tinker import types
 from tinker.cli.__main__ import main_cli as cli
 
 from tests import serving
-from tinkercloud.app import create_app
-from tinkercloud.backends.base import Backend
-from tinkercloud.config import Config
-from tinkercloud.storage.keys import KeyStore
-
-MODEL = "fake/tiny"
-PROMPT = types.ModelInput.from_ints([1, 2, 3])
-GREEDY = types.SamplingParams(max_tokens=4, temperature=0.0, stop=[])
-ADAM = types.AdamParams(learning_rate=0.1)
-
-
-def datum(tokens: list[int], weights: list[float] | None = None) -> types.Datum:
-    return types.Datum(
-        model_input=types.ModelInput.from_ints(tokens[:-1]),
-        loss_fn_inputs={
-            "target_tokens": tokens[1:],
-            "weights": weights or [1.0] * (len(tokens) - 1),
-        },
-    )
-
-
-DATA = [datum([i, i + 1, i + 2, 5]) for i in range(1, 6)]
+from tests.api.thread_server import ADAM, DATA, GREEDY, MODEL, PROMPT, datum, thread_server
 
 
 @pytest.fixture
@@ -59,31 +34,6 @@ def train(client: tinker.TrainingClient, data: list[types.Datum] = DATA) -> floa
     step = client.optim_step(ADAM)
     assert step.result().metrics["unclipped_grad_l2:mean"] > 0
     return loss.result().metrics["loss:sum"]
-
-
-@contextmanager
-def thread_server(
-    data_dir: Path, backend: Backend | None = None, **client_config: object
-) -> Iterator[tuple[str, str]]:
-    """(base URL, key) of a server in this process, which may send flags to its clients."""
-    store = KeyStore(data_dir)
-    key = store.add("ann")
-    store.close()
-    config = Config(data_dir=data_dir, backend="fake")
-    app = create_app(config, backend, client_config=client_config)
-    options = uvicorn.Config(app, port=0, log_level="warning", lifespan="on", ws="none")
-    server = uvicorn.Server(options)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive()
-            time.sleep(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        yield f"http://127.0.0.1:{port}", key
-    finally:
-        server.should_exit = True
-        thread.join()
 
 
 def test_supervised_steps_lower_the_loss(service: tinker.ServiceClient) -> None:

@@ -10,7 +10,7 @@ import tinker
 from tinker import types
 
 from tests.api.harness import Api, serving
-from tests.api.test_sdk import PROMPT, thread_server
+from tests.api.thread_server import PROMPT, thread_server
 from tinkercloud.backends.fake import FakeBackend
 from tinkercloud.config import Config
 from tinkercloud.core.completion_log import CLIENT_BLOCK

@@ -11,7 +11,7 @@ from tinker import types
 from tinker.lib.experimental import ExperimentalWarning
 
 from tests.api.harness import Api, serving
-from tests.api.test_sdk import thread_server
+from tests.api.thread_server import thread_server
 
 
 async def session(api: Api, **fields: Any) -> str:

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from tinker.cli.__main__ import main_cli as cli
 
 from tests.api.harness import Api, serving
-from tests.api.test_sdk import PROMPT, thread_server
+from tests.api.thread_server import PROMPT, thread_server
 from tinkercloud.storage import keys as key_store
 from tinkercloud.storage.keys import KeyStore
 from tinkercloud.storage.tokens import LIFETIME_S, TokenSigner

@@ -14,7 +14,7 @@ import tinker
 from tinker import types
 from tinker.lib.experimental import ExperimentalWarning
 
-from tests.api.test_sdk import DATA, PROMPT, thread_server
+from tests.api.thread_server import DATA, PROMPT, thread_server
 from tinkercloud.storage.keys import KeyStore
 
 pytestmark = [

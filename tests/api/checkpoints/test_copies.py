@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
+from tests.api.checkpoints.calls import load, publish, saved, unpublish, url
 from tests.api.harness import Api
-from tests.api.test_checkpoints import load
-from tests.api.test_publications import publish, saved, unpublish, url
 from tinkercloud.services.checkpoints.checkpoint_writer import FOLDER
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.api.checkpoints.calls import load
 from tests.api.harness import Api, serving
 from tinkercloud.services.checkpoints.checkpoint_writer import FOLDER
 
@@ -16,17 +17,6 @@ async def save(api: Api, model_id: str, seq_id: int, name: str = "ck1", **fields
     return await api.result(
         await api.ok(kind, model_id=model_id, path=name, seq_id=seq_id, **fields)
     )
-
-
-async def load(api: Api, path: str, *, optimizer: bool = False) -> str:
-    """A model made from a checkpoint, in a session of its own."""
-    session_id = await api.session()
-    accepted = await api.ok(
-        "load_weights", session_id=session_id, model_seq_id=0, path=path, optimizer=optimizer
-    )
-    result = await api.result(accepted)
-    assert result == {"path": path, "model_id": f"{session_id}:train:0", "type": "load_weights"}
-    return result["model_id"]
 
 
 async def trained(api: Api) -> str:
