@@ -166,6 +166,23 @@ def test_few_tokens_are_left_to_score(team: bindings.Team) -> None:
     assert found.count.mean() < 20
 
 
+@pytest.mark.parametrize("cut", [NO_CUT, (700, 1.0)])
+@pytest.mark.parametrize("size", [1, 9, 1500, 49155])
+def test_candidates_come_with_the_random_numbers_that_numpy_makes(
+    team: bindings.Team, size: int, cut: tuple[int, float]
+) -> None:
+    logits = 0.1 * torch.randn(4, size, generator=torch.Generator().manual_seed(13))
+    rows = [row_params(1.0, cut, 2**64 - 7 * i, 2**63 + i, 2**40 + i) for i in range(1, 5)]
+    found = bindings.scan(team, logits, rows)
+    for i, row in enumerate(rows):
+        key = np.array([row.params.seed, row.sample_index], np.uint64)
+        counter = np.array([0, row.position, 0, 0], np.uint64)
+        raw = np.random.Philox(key=key, counter=counter).random_raw(size // 2 + 1)
+        words, ids = raw.view(np.uint32), found.ids[i, : found.count[i]]
+        assert len(ids) > 0
+        assert np.array_equal(found.words[i, : len(ids)], words[ids])
+
+
 def test_a_flat_distribution_with_too_many_candidates_is_drawn_the_plain_way(
     team: bindings.Team,
 ) -> None:

@@ -75,7 +75,7 @@ def scan(team: Team, logits: Tensor, rows: Sequence[RowParams]) -> Scanned:
     norm = np.empty(num, np.float64)
     ids, words = np.empty((num, CANDIDATES), np.int64), np.empty((num, CANDIDATES), np.uint32)
     out = (array.ctypes.data for array in (best, norm, count, ids, words))
-    request = Scan(_address(logits), num, size, CANDIDATES, draws, *out, 0)
+    request = Scan(_address(logits), num, size, CANDIDATES, draws, *out)
     if team.library.scan(team.handle, c.byref(request)):
         raise MemoryError(f"no memory for {num} rows of {size} logits")
     return Scanned(best, norm, count, ids, words)

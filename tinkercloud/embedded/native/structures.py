@@ -96,7 +96,6 @@ class Scan(c.Structure):
         *((name, c.c_int64) for name in ("rows", "size", "limit")),
         ("draws", c.POINTER(Draw)),
         *((name, c.c_void_p) for name in ("best", "norm", "count", "ids", "words")),
-        ("next", c.c_long),
     )
 
 

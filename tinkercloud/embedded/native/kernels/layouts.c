@@ -51,7 +51,7 @@ const layout_t layouts[] = {
     STRUCTURE(scan),
     FIELD(scan, logits), FIELD(scan, rows), FIELD(scan, size), FIELD(scan, limit),
     FIELD(scan, draws), FIELD(scan, best), FIELD(scan, norm), FIELD(scan, count), FIELD(scan, ids),
-    FIELD(scan, words), FIELD(scan, next),
+    FIELD(scan, words),
     STRUCTURE(attention_gradient),
     FIELD(attention_gradient, is_narrow), FIELD(attention_gradient, batch),
     FIELD(attention_gradient, length), FIELD(attention_gradient, heads),

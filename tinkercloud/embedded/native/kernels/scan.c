@@ -3,10 +3,11 @@
    result depends on their number. */
 
 #include <math.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "log_sum_exp.h"
+#include "packed.h"
+#include "philox.h"
 #include "scan.h"
 #include "team.h"
 #include "vectors.h"
@@ -19,36 +20,12 @@
 #define LUCKY_WORD 1440786u /* u below it: noise above LUCK */
 #define SLACK 1e-3          /* for the rounding of what is compared here */
 
-/* Philox4x64-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), as numpy has
-   it: constants and rounds are part of what a seed means. */
-static void philox(uint64_t counter[4], uint64_t key0, uint64_t key1, uint64_t out[4]) {
-  uint64_t a = counter[0], b = counter[1], c = counter[2], d = counter[3];
-  for (int i = 0; i < 10; i++) {
-    unsigned __int128 first = (unsigned __int128)a * 0xD2E7470EE14C6C93ull;
-    unsigned __int128 second = (unsigned __int128)c * 0xCA5A826395121157ull;
-    uint64_t next_a = (uint64_t)(second >> 64) ^ b ^ key0, next_c = (uint64_t)(first >> 64) ^ d ^ key1;
-    b = (uint64_t)second;
-    d = (uint64_t)first;
-    a = next_a;
-    c = next_c;
-    key0 += 0x9E3779B97F4A7C15ull;
-    key1 += 0xBB67AE8584CAA73Bull;
-  }
-  out[0] = a;
-  out[1] = b;
-  out[2] = c;
-  out[3] = d;
+static noise_key_t key_of(const draw_t *draw) {
+  return (noise_key_t){draw->seed, draw->sample, draw->position};
 }
 
 static double score_of(float weight, uint32_t word) {
   return weight - log(-log1p(-(word + 0.5) * 0x1p-32));
-}
-
-static void find_best(const float *logits, int64_t size, int64_t *best) {
-  float top = largest(logits, size);
-  int64_t i = 0;
-  for (; i < size - 1 && logits[i] != top; i++) continue;
-  *best = i;
 }
 
 /* Notes a token that may win; 0 when there are too many. */
@@ -136,21 +113,27 @@ static int64_t keep(const scan_t *s, int64_t row, const float *weights, item_t *
   return count;
 }
 
-static uint32_t word_of(const draw_t *draw, int64_t id) {
-  uint64_t counter[4] = {(uint64_t)id / 8 + 1, draw->position, 0, 0}, random[4];
-  philox(counter, draw->seed, draw->sample, random);
-  uint32_t words[8];
-  memcpy(words, random, sizeof words);
-  return words[id % 8];
+/* The random numbers of some items. */
+static void find_words(const noise_key_t *key, const item_t *items, int64_t count,
+                       uint32_t *words) {
+  for (int64_t first = 0; first < count; first += COUNTERS) {
+    int64_t some = MIN(COUNTERS, count - first);
+    uint64_t blocks[COUNTERS] = {};
+    uint32_t found[GROUP];
+    for (int64_t i = 0; i < some; i++) blocks[i] = (uint64_t)items[first + i].id / BLOCK_WORDS;
+    philox(blocks, key, found);
+    for (int64_t i = 0; i < some; i++) words[first + i] = found[word_at(i, items[first + i].id)];
+  }
 }
 
 static void scan_kept(scan_t *s, int64_t row, const float *weights, item_t *items,
                       uint32_t *words) {
   int64_t count = keep(s, row, weights, items);
   double mass = 0.0, least = -INFINITY;
+  noise_key_t key = key_of(&s->draws[row]);
+  find_words(&key, items, count, words);
   for (int64_t i = 0; i < count; i++) {
     mass += items[i].mass;
-    words[i] = word_of(&s->draws[row], items[i].id);
     least = MAX(least, score_of(items[i].weight, words[i]));
   }
   s->norm[row] = weights[s->best[row]] + log(mass);
@@ -159,87 +142,188 @@ static void scan_kept(scan_t *s, int64_t row, const float *weights, item_t *item
       if (!offer(s, row, items[i].id, words[i])) return;
 }
 
-/* ---- a row */
+/* ---- a row, by partitions that stay in the first-level cache */
 
-/* Whether one of the next LANES tokens is lucky or `close`; few are. 1 where they are not so many. */
-INLINE int any_may_win(const float *weights, const uint32_t *words, int64_t first, int64_t size,
-                       float close) {
-#if defined(__AVX512F__)
-  if (first + LANES > size) return 1;
-  __mmask16 lucky = _mm512_cmplt_epu32_mask(_mm512_loadu_si512(words + first),
-                                            _mm512_set1_epi32((int)LUCKY_WORD));
-  return (lucky | _mm512_cmp_ps_mask(_mm512_loadu_ps(weights + first), _mm512_set1_ps(close),
-                                     _CMP_GE_OQ)) != 0;
-#elif defined(__AVX2__)
-  if (first + LANES > size) return 1;
-  const __m256i turn = _mm256_set1_epi32((int)0x80000000);
-  __m256i word = _mm256_xor_si256(_mm256_loadu_si256((const void *)(words + first)), turn);
-  __m256i lucky = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)(LUCKY_WORD ^ 0x80000000)), word);
-  __m256 near = _mm256_cmp_ps(_mm256_loadu_ps(weights + first), _mm256_set1_ps(close), _CMP_GE_OQ);
-  return _mm256_movemask_ps(_mm256_or_ps(_mm256_castsi256_ps(lucky), near)) != 0;
-#else
-  (void)weights, (void)words, (void)first, (void)size, (void)close;
-  return 1;
-#endif
+/* What one thread needs for a row. */
+typedef struct {
+  float *weights;          /* [size] */
+  uint32_t *words;         /* [size, up to a GROUP]: by groups, in each as philox leaves them */
+  int32_t *lucky;          /* [most_lucky]: tokens */
+  int64_t num_lucky, most_lucky;
+  float *tops;             /* by partition: of the logits */
+  partition_t *partitions; /* of the weights */
+  item_t *items;           /* [size], for top-k and top-p */
+} room_t;
+
+static uint32_t word_of(const room_t *room, int64_t token) {
+  int64_t inside = token % GROUP;
+  return room->words[token - inside + word_at(inside / BLOCK_WORDS, token)];
 }
 
-static void scan_row(scan_t *s, int64_t row, float *weights, uint32_t *words, item_t *items) {
-  const float *logits = s->logits + row * s->size;
-  const draw_t *draw = &s->draws[row];
-  find_best(logits, s->size, &s->best[row]);
-  s->count[row] = 0;
-  float t = draw->temperature > 0.0f ? draw->temperature : 1.0f;
-  for (int64_t i = 0; i < s->size; i++) weights[i] = logits[i] / t;
-  if (draw->temperature > 0.0f && (draw->top_k > 0 || draw->top_p < 1.0)) {
-    scan_kept(s, row, weights, items, words);
-    return;
+static double score_in(const room_t *room, const float *weights, int64_t token) {
+  return score_of(weights[token], word_of(room, token));
+}
+
+/* The lowest id of the largest logit. */
+static int64_t best_of(const float *logits, int64_t size, const float *tops) {
+  int64_t count = partitions_of(size), at = 0;
+  float top = -INFINITY;
+  for (int64_t i = 0; i < count; i++) top = MAX(top, tops[i]);
+  while (at < count - 1 && tops[at] != top) at++;
+  int64_t i = at * PARTITION, last = MIN(i + PARTITION, size) - 1;
+  while (i < last && logits[i] != top) i++;
+  return i;
+}
+
+/* Notes those of a group that are lucky: few groups have one. */
+INLINE void note_lucky(room_t *room, int64_t first, int64_t size) {
+  const uint32_t *words = room->words + first;
+#if defined(__AVX512F__)
+  __mmask16 any = 0;
+  for (int i = 0; i < GROUP; i += 16)
+    any |= _mm512_cmplt_epu32_mask(_mm512_loadu_si512(words + i), _mm512_set1_epi32(LUCKY_WORD));
+  if (!any) return;
+#endif
+  (void)words;
+  for (int64_t i = first; i < MIN(first + GROUP, size); i++)
+    if (word_of(room, i) < LUCKY_WORD && room->num_lucky++ < room->most_lucky)
+      room->lucky[room->num_lucky - 1] = (int32_t)i;
+}
+
+static void find_noise(room_t *room, const noise_key_t *key, range_t tokens) {
+  for (int64_t first = tokens.first; first < tokens.end; first += GROUP) {
+    philox_group(first, key, room->words + first);
+    note_lucky(room, first, tokens.end);
   }
-  s->norm[row] = norm_of(weights, s->size, (partition_t *)items);
-  if (draw->temperature <= 0.0f) return;
-  uint64_t counter[4] = {0, draw->position, 0, 0};
-  for (int64_t i = 0; i < s->size; i += 8) {
-    uint64_t random[4];
-    counter[0]++; /* numpy's generator counts before it draws */
-    philox(counter, draw->seed, draw->sample, random);
-    memcpy(words + i, random, sizeof random);
-  }
-  double least = score_of(weights[s->best[row]], words[s->best[row]]);
-  for (int64_t first = 0; first < s->size; first += LANES) {
-    if (!any_may_win(weights, words, first, s->size, INFINITY)) continue;
-    for (int64_t i = first; i < MIN(first + LANES, s->size); i++)
-      if (words[i] < LUCKY_WORD) least = MAX(least, score_of(weights[i], words[i]));
-  }
+}
+
+INLINE int any_reaches(const float *weights, int64_t count, float limit) {
+  int any = 0;
+  for (int64_t i = 0; i < count; i++) any |= weights[i] >= limit;
+  return any;
+}
+
+/* Whether the score is `least` or more. Of a small u the noise is at most -log u, so that most tokens
+   need no logarithms of their own. */
+static int may_win(float weight, uint32_t word, double least) {
+  return (word + 0.5) * 0x1p-32 <= exp(weight - least) && score_of(weight, word) >= least;
+}
+
+/* Offers the tokens that may win: none of the others scores as much as the best of these. */
+static void offer_all(scan_t *s, int64_t row, const room_t *room, const float *weights) {
+  double least = score_in(room, weights, s->best[row]);
+  for (int64_t i = 0; i < room->num_lucky; i++)
+    least = MAX(least, score_in(room, weights, room->lucky[i]));
   least -= SLACK;
   float close = (float)(least - LUCK);
-  for (int64_t first = 0; first < s->size; first += LANES) {
-    if (!any_may_win(weights, words, first, s->size, close)) continue;
-    for (int64_t i = first; i < MIN(first + LANES, s->size); i++) {
-      if (!(words[i] < LUCKY_WORD) && !(weights[i] >= close)) continue;
-      if (score_of(weights[i], words[i]) < least) continue;
-      if (!offer(s, row, i, words[i])) return;
+  for (int64_t i = 0; i < room->num_lucky; i++) {
+    int64_t token = room->lucky[i];
+    if (weights[token] >= close || !may_win(weights[token], word_of(room, token), least)) continue;
+    if (!offer(s, row, token, word_of(room, token))) return;
+  }
+  for (int64_t part = 0; part < partitions_of(s->size); part++) {
+    if (!(room->partitions[part].top >= close)) continue;
+    range_t tokens = partition_at(s->size, part);
+    for (int64_t first = tokens.first; first < tokens.end; first += LINE) {
+      int64_t end = MIN(first + LINE, tokens.end);
+      if (!any_reaches(weights + first, end - first, close)) continue;
+      for (int64_t i = first; i < end; i++) {
+        if (!(weights[i] >= close) || !may_win(weights[i], word_of(room, i), least)) continue;
+        if (!offer(s, row, i, word_of(room, i))) return;
+      }
     }
   }
 }
 
-static void run_scan(team_t *team, int rank, void *argument) {
-  (void)team, (void)rank;
-  scan_t *s = argument;
-  int64_t padded = (s->size + 7) / 8 * 8;
-  size_t each = sizeof(item_t) + sizeof(float) + sizeof(uint32_t);
-  item_t *items = malloc((size_t)padded * each); /* what is not used is not touched */
-  if (items == NULL) return;
-  float *weights = (float *)(items + padded);
-  for (;;) {
-    int64_t row = atomic_fetch_add(&s->next, 1);
-    if (row >= s->rows) break;
-    scan_row(s, row, weights, (uint32_t *)(weights + padded), items);
+/* What is computed next, into the cache. */
+INLINE void fetch_ahead(const float *logits, range_t tokens) {
+  for (int64_t i = tokens.first; i < tokens.end; i += LINE) __builtin_prefetch(logits + i);
+}
+
+static void scan_row(scan_t *s, int64_t row, room_t *room) {
+  const float *logits = s->logits + row * s->size, *weights = logits;
+  const draw_t *draw = &s->draws[row];
+  int draws = draw->temperature > 0.0f;
+  int is_cut = draws && (draw->top_k > 0 || draw->top_p < 1.0);
+  int64_t count = partitions_of(s->size);
+  float t = draws ? draw->temperature : 1.0f;
+  noise_key_t key = key_of(draw);
+  if (t != 1.0f) weights = room->weights;
+  room->num_lucky = 0;
+  for (int64_t part = 0; part < count; part++) {
+    range_t tokens = partition_at(s->size, part);
+    int64_t num_tokens = tokens.end - tokens.first;
+    room->tops[part] = largest(logits + tokens.first, num_tokens);
+    fetch_ahead(logits, partition_at(s->size, part + 1));
+    if (t != 1.0f)
+      for (int64_t i = tokens.first; i < tokens.end; i++) room->weights[i] = logits[i] / t;
+    if (is_cut) continue;
+    room->partitions[part] = sum_partition(weights + tokens.first, num_tokens);
+    if (draws) find_noise(room, &key, tokens);
   }
-  free(items);
+  s->best[row] = best_of(logits, s->size, room->tops);
+  s->count[row] = 0;
+  if (is_cut) {
+    scan_kept(s, row, weights, room->items, room->words);
+    return;
+  }
+  s->norm[row] = combine_partitions(room->partitions, count);
+  if (!draws) return;
+  if (room->num_lucky > room->most_lucky)
+    s->count[row] = -1;
+  else
+    offer_all(s, row, room, weights);
+}
+
+/* ---- memory */
+
+static int64_t bytes_of(int64_t count, size_t size) {
+  return rounded_up(count * (int64_t)size, LINE_BYTES);
+}
+
+/* Lays out a thread's room in `memory`; returns how many bytes it takes. */
+static int64_t lay_out(room_t *room, char *memory, int64_t size) {
+  int64_t count = partitions_of(size), padded = rounded_up(size, GROUP);
+  room->most_lucky = size / 64 + LINE; /* of 2,981 one is */
+  int64_t bytes[] = {bytes_of(size, sizeof *room->items),
+                     bytes_of(size, sizeof *room->weights),
+                     bytes_of(padded, sizeof *room->words),
+                     bytes_of(room->most_lucky, sizeof *room->lucky),
+                     bytes_of(count, sizeof *room->tops),
+                     bytes_of(count, sizeof *room->partitions)};
+  int64_t ends[6], used = 0;
+  for (int i = 0; i < 6; i++) ends[i] = used += bytes[i];
+  room->items = (item_t *)memory; /* what is not used is not touched */
+  room->weights = (float *)(memory + ends[0]);
+  room->words = (uint32_t *)(memory + ends[1]);
+  room->lucky = (int32_t *)(memory + ends[2]);
+  room->tops = (float *)(memory + ends[3]);
+  room->partitions = (partition_t *)(memory + ends[4]);
+  return used;
+}
+
+typedef struct {
+  scan_t *scan;
+  char *memory; /* of each thread, `bytes` apart */
+  int64_t bytes;
+  atomic_long next;
+} job_t;
+
+static void run_scan(team_t *team, int rank, void *argument) {
+  (void)team;
+  job_t *job = argument;
+  room_t room;
+  lay_out(&room, job->memory + rank * job->bytes, job->scan->size);
+  for (int64_t row; (row = atomic_fetch_add(&job->next, 1)) < job->scan->rows;)
+    scan_row(job->scan, row, &room);
 }
 
 /* 0, or -1 when there is no memory. The structure's arrays are the caller's. */
 int scan(team_t *team, scan_t *s) {
-  atomic_store(&s->next, 0);
-  work(team, run_scan, s);
-  return atomic_load(&s->next) >= s->rows ? 0 : -1;
+  room_t room;
+  job_t job = {.scan = s, .bytes = lay_out(&room, NULL, s->size)};
+  job.memory = scratch(team, (size_t)(team->size * job.bytes));
+  if (job.memory == NULL) return -1;
+  work(team, run_scan, &job);
+  return 0;
 }

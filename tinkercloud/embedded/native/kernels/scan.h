@@ -3,7 +3,6 @@
 #ifndef TINKERCLOUD_SCAN_H
 #define TINKERCLOUD_SCAN_H
 
-#include <stdatomic.h>
 #include <stdint.h>
 
 typedef struct {
@@ -22,7 +21,6 @@ typedef struct {
   int64_t *count;  /* out: [rows], how many may win; -1: more than `limit` */
   int64_t *ids;    /* out: [rows][limit] */
   uint32_t *words; /* out: [rows][limit], the noise's random numbers */
-  atomic_long next;
 } scan_t;
 
 #endif
