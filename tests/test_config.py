@@ -225,7 +225,6 @@ def test_an_unknown_variable_is_warned_of(caplog):
         ("engine.max_batch", 0),
         ("engine.decode_depth", 0.9),
         ("engine.activation_bytes", 0),
-        ("engine.restart_limit", -1),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(name, value):

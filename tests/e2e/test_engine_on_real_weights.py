@@ -143,13 +143,20 @@ def test_when_the_engine_dies_nothing_hangs_and_sampling_goes_on(
     state = model.save_state("before").result().path
     named = model.save_weights_for_sampler("before").result().path
     sampler = client.service.create_sampling_client(model_path=named).result()
-    client.sample(sampler, text[:8], max_tokens=2)
+    undisturbed = client.sample(sampler, text[:8], n=4, max_tokens=100, seed=1, temperature=1.0)
+    underway = sampler.sample(
+        prompt=client.prompt(text[:8]),
+        num_samples=4,
+        sampling_params=client.params(max_tokens=100, seed=1, temperature=1.0),
+    )
     doomed = model.forward_backward([client.supervised(text * 4)] * 20, "cross_entropy")
     os.kill(_engine_pid(server), signal.SIGKILL)
     with pytest.raises(tinker.RequestFailedError, match="engine") as raised:
         doomed.result()
     assert str(getattr(raised.value.category, "value", raised.value.category)).lower() == "server"
-    assert len(client.sample(sampler, text[:8], max_tokens=2)[0].tokens) <= 2
+    again = underway.result().sequences
+    assert [s.tokens for s in again] == [s.tokens for s in undisturbed]
+    assert [s.logprobs for s in again] == [s.logprobs for s in undisturbed]
     with pytest.raises(tinker.RequestFailedError, match="create_training_client_from_state"):
         model.optim_step(client.adam()).result()
     resumed = client.service.create_training_client_from_state(state).result()

@@ -107,9 +107,6 @@ class EngineConfig:
         at_most=1,
     )
     draft_memory_bytes: int = _setting(256 * MIB, "memory for what drafts learn from", at_least=1)
-    restart_limit: int = _setting(
-        5, "engine restarts within ten minutes before giving up", at_least=0
-    )
 
     def __post_init__(self) -> None:
         _check_bounds(self, "engine.")

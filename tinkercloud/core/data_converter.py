@@ -218,7 +218,7 @@ class DataConverter:
             )
         self._check_topk("topk_prompt_logprobs", body.topk_prompt_logprobs, len(prompt))
         self._check_topk("prompt_alt_tokens_k", body.prompt_alt_tokens_k, len(prompt))
-        params = self._params(body.sampling_params)
+        params = self._params(seeded(body).sampling_params)
         num_sampled = body.num_samples * min(room, params.max_tokens or room)
         self._check_topk("topk_sample_logprobs", body.topk_sample_logprobs, num_sampled)
         return SampleRequest(
@@ -235,13 +235,13 @@ class DataConverter:
 
     def _params(self, params: JsonSamplingParams) -> SamplingParams:
         _check_params(params)
-        seed = secrets.randbits(64) if params.seed is None else params.seed % 2**64
+        assert params.seed is not None
         strings, ids = _stop(params.stop)
         self._check_ids("stop", np.array(ids, dtype=np.int64))
         top_k = -1 if params.top_k >= self._served.vocab_size else params.top_k
         return SamplingParams(
             params.max_tokens,
-            seed,
+            params.seed % 2**64,
             temperature=0.0 if params.temperature < GREEDY_BELOW else params.temperature,
             top_k=top_k,
             top_p=params.top_p,
@@ -335,6 +335,15 @@ def _floats(where: str, values: NDArray[Any], shape: tuple[int, ...]) -> NDArray
     if not np.isfinite(values).all():
         raise InvalidRequest(f"{where} has values that are not finite")
     return values.astype(np.float32)
+
+
+def seeded(body: JsonSampleRequest) -> JsonSampleRequest:
+    """The request with a seed, drawn where it has none."""
+    params = body.sampling_params
+    if params.seed is not None:
+        return body
+    params = params.model_copy(update={"seed": secrets.randbits(64)})
+    return body.model_copy(update={"sampling_params": params})
 
 
 def _check_num_samples(body: JsonSampleRequest) -> None:

@@ -15,11 +15,12 @@ from dataclasses import dataclass, field, replace
 
 from tinkercloud.core.lane import LaneOrder, Verdict
 from tinkercloud.errors import FutureUnknown, ServerFault, TinkercloudError, UserError
-from tinkercloud.storage.futures import RESTARTED, FuturesStorage, Outcome, Ticket, failed
+from tinkercloud.storage.futures import RESTARTED, FuturesStorage, Kept, Outcome, Ticket, failed
 
 logger = logging.getLogger(__name__)
 
 Work = Callable[[], Awaitable[Outcome]]
+Resume = Callable[[Ticket, bytes], Awaitable[Work]]
 OnFinish = Callable[[str, Ticket, Outcome], None]
 
 SAMPLING_KIND = "Sample"
@@ -52,6 +53,7 @@ class _Pending:
     outcome: Outcome | None = field(default=None, repr=False)
     subject: str | None = None  # a model or a version
     started_at: float | None = None
+    request: bytes | None = field(default=None, repr=False)
     task: asyncio.Task[None] | None = None  # of work in no lane: it can be cancelled alone
 
 
@@ -79,24 +81,36 @@ class TaskManager:
         self._lanes: dict[tuple[str, str], _Lane] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._on_finish: list[OnFinish] = []
+        self._resume: dict[str, Resume] = {}  # by kind
         self._closing = False
 
     def when_finished(self, listener: OnFinish) -> None:
         """The listener gets (request_id, ticket, outcome) once the outcome is on record."""
         self._on_finish.append(listener)
 
+    def resume(self, kind: str, work_of: Resume) -> None:
+        """work_of: makes the work of a request of this kind again, from its ticket and from what
+        was kept of it. Its work may run twice, and must give the same result then."""
+        self._resume[kind] = work_of
+
     async def start(self) -> None:
-        """Settle what the previous process left pending."""
+        """Settle what the previous process left pending: it begins again where its request was
+        kept, and fails where not."""
         await self._futures.fail_pending(RESTARTED)
+        for kept in await self._futures.pending():
+            self._begin_again(kept)
 
     async def close(self) -> None:
-        """Stop all work; what has not finished fails with category "server"."""
+        """Stop all work. What has not finished begins again at the next start where its request
+        was kept, and fails with category "server" where not."""
         self._closing = True
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        left = list(self._pending.values())
+        for pending in self._pending.values():
+            pending.finished.set()  # polls are answered: without an outcome, "try again"
+        left = [pending for pending in self._pending.values() if pending.request is None]
         await asyncio.gather(*(self._finish(pending, STOPPED) for pending in left))
 
     @property
@@ -105,11 +119,15 @@ class TaskManager:
 
     # accepting
 
-    async def submit(self, ticket: Ticket, work: Work) -> str:
-        """Acknowledge and run at once, in no lane. Returns the request id."""
-        pending, is_new = await self._accept(ticket)
+    async def submit(self, ticket: Ticket, work: Work, request: bytes | None = None) -> str:
+        """Acknowledge and run at once, in no lane. Returns the request id.
+
+        request: kept until the work has ended, for `resume`.
+        """
+        assert request is None or ticket.kind in self._resume
+        pending, is_new = await self._accept(ticket, request)
         if is_new:
-            pending.task = self._spawn(self._run(pending, work), f"run {pending.request_id}")
+            self._start(pending, work)
         return pending.request_id
 
     async def submit_in_lane(self, ticket: Ticket, work: Work) -> str:
@@ -145,8 +163,25 @@ class TaskManager:
         """Run something that nobody waits for; it ends with the manager."""
         self._spawn(work, name)
 
+    def _start(self, pending: _Pending, work: Work) -> None:
+        pending.task = self._spawn(self._run(pending, work), f"run {pending.request_id}")
+
+    def _begin_again(self, kept: Kept) -> None:
+        pending = _Pending(kept.request_id, kept.ticket, asyncio.get_running_loop().create_future())
+        pending.acknowledged.set_result(kept.request_id)
+        pending.subject, pending.request = kept.ticket.model_id, kept.request
+        self._pending[kept.request_id] = pending
+        if kept.ticket.dedup_key is not None:
+            self._by_key[kept.ticket.dedup_key] = pending
+
+        async def work() -> Outcome:
+            remade = await self._resume[kept.ticket.kind](kept.ticket, kept.request)
+            return await remade()
+
+        self._start(pending, work)
+
     async def _accept(
-        self, ticket: Ticket, *, check_database: bool = True
+        self, ticket: Ticket, request: bytes | None = None, *, check_database: bool = True
     ) -> tuple[_Pending, bool]:
         """The request's record, and whether it is new. On record when this returns.
 
@@ -163,7 +198,7 @@ class TaskManager:
         prefix = _SAMPLE_PREFIX if ticket.kind == SAMPLING_KIND else _TRAIN_PREFIX
         loop = asyncio.get_running_loop()
         pending = _Pending(prefix + uuid.uuid4().hex, ticket, loop.create_future())
-        pending.subject = ticket.model_id
+        pending.subject, pending.request = ticket.model_id, request
         if key is not None:
             self._by_key[key] = pending  # before the first await, so that a repeat finds it
         try:
@@ -190,7 +225,7 @@ class TaskManager:
         if earlier is not None:
             pending.request_id = earlier
             return False
-        await self._futures.add(pending.request_id, pending.ticket)
+        await self._futures.add(pending.request_id, pending.ticket, pending.request)
         self._pending[pending.request_id] = pending
         return True
 
@@ -257,8 +292,9 @@ class TaskManager:
         try:
             outcome = await work()
         except asyncio.CancelledError:
-            # recorded even now: a row left pending would have no outcome until the next start
-            await asyncio.shield(self._finish(pending, STOPPED))
+            if pending.request is None or not self._closing:
+                # recorded even now: a row left pending would have no outcome until the next start
+                await asyncio.shield(self._finish(pending, STOPPED))
             raise
         except TinkercloudError as error:
             logger.info("%s failed: %s", pending.request_id, error)

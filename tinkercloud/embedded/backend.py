@@ -92,6 +92,9 @@ class EmbeddedBackend(Backend):
         health = {"engine_alive": int(self._host.alive), "engine_restarts": self._host.num_restarts}
         return {**self._host.stats.values, **health}
 
+    def queue_state(self, subject: str) -> str | None:
+        return None if self._host.alive else "the engine process ended and is being started again"
+
     def speculation(self) -> dict[str, Any]:
         return self._host.stats.speculation
 

@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from tinkercloud.errors import Category
@@ -71,9 +71,18 @@ class Operation:
     finished_at: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """An acknowledged request that has no outcome yet, as it is on record."""
+
+    request_id: str
+    ticket: Ticket
+    request: bytes = field(repr=False)
+
+
 RESTARTED = failed(
-    "the server restarted before this operation finished and its effect is lost; send a sample "
-    "again, and go on with training from your last checkpoint",
+    "the server restarted before this operation finished and its effect is lost; go on with "
+    "training from your last checkpoint",
     "server",
 )
 
@@ -85,13 +94,14 @@ class FuturesStorage:
     def __init__(self, database: Database):
         self._database = database
 
-    async def add(self, request_id: str, ticket: Ticket) -> None:
-        """Acknowledge: the request outlives the process when this returns."""
+    async def add(self, request_id: str, ticket: Ticket, request: bytes | None = None) -> None:
+        """Acknowledge: the request outlives the process when this returns. request: kept until the
+        outcome is there."""
         await self._database.write(
             "INSERT INTO futures (request_id, user, kind, dedup_key, model_id, seq_id, sampler_id,"
-            " status, created_at) VALUES (?, ?, ?, ?, ?, ?, ?, 'pending', ?)",
+            " status, created_at, request) VALUES (?, ?, ?, ?, ?, ?, ?, 'pending', ?, ?)",
             *(request_id, ticket.user, ticket.kind, ticket.dedup_key),
-            *(ticket.model_id, ticket.seq_id, ticket.sampler_id, time.time()),
+            *(ticket.model_id, ticket.seq_id, ticket.sampler_id, time.time(), request),
         )
 
     async def finish(
@@ -100,7 +110,7 @@ class FuturesStorage:
         """started_at: when its work began; None: it never did."""
         await self._database.write(
             "UPDATE futures SET status = ?, content_type = ?, body = ?, started_at = ?,"
-            " finished_at = ? WHERE request_id = ?",
+            " finished_at = ?, request = NULL WHERE request_id = ?",
             *(outcome.status, outcome.content_type, outcome.body, started_at, time.time()),
             request_id,
         )
@@ -161,11 +171,19 @@ class FuturesStorage:
         )
         return None if row is None else row["top"]
 
+    async def pending(self) -> list[Kept]:
+        """What has no outcome and can begin again, oldest first."""
+        rows = await self._database.all(
+            "SELECT request_id, request, user, kind, dedup_key, model_id, seq_id, sampler_id"
+            " FROM futures WHERE status = 'pending' AND request IS NOT NULL ORDER BY created_at"
+        )
+        return [Kept(row["request_id"], Ticket(*row[2:]), row["request"]) for row in rows]
+
     async def fail_pending(self, outcome: Outcome) -> None:
-        """At start: whatever was pending was in the memory of a process that is gone."""
+        """At start, of what cannot begin again: it was in the memory of a process that is gone."""
         await self._database.write(
             "UPDATE futures SET status = ?, content_type = ?, body = ?, finished_at = ?"
-            " WHERE status = 'pending'",
+            " WHERE status = 'pending' AND request IS NULL",
             *(outcome.status, outcome.content_type, outcome.body, time.time()),
         )
 

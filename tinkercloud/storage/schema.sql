@@ -93,7 +93,8 @@ CREATE TABLE IF NOT EXISTS futures (
     created_at   REAL NOT NULL,
     finished_at  REAL,
     sampler_id   TEXT,                    -- of a sample
-    started_at   REAL                     -- when its work began
+    started_at   REAL,                    -- when its work began
+    request      BLOB                     -- what it asks for, until it ends: to begin again after a restart
 );
 CREATE INDEX IF NOT EXISTS futures_by_sampler ON futures (sampler_id, finished_at)
     WHERE sampler_id IS NOT NULL;

@@ -5,6 +5,7 @@ import sqlite3
 LATER_COLUMNS = (
     ("futures", "sampler_id", "TEXT"),
     ("futures", "started_at", "REAL"),
+    ("futures", "request", "BLOB"),
 )
 
 

@@ -1,6 +1,7 @@
 """Acknowledgement, waiting, results, and what survives."""
 
 import asyncio
+import json
 import time
 from pathlib import Path
 
@@ -10,6 +11,9 @@ from tests.api.harness import Api, serving
 from tests.storage.counting import commits_of, reads_of
 from tinkercloud.backends.fake import FakeBackend
 from tinkercloud.config import Config
+from tinkercloud.core.types import SampleOutput
+from tinkercloud.errors import EngineDied
+from tinkercloud.wire.codec import encode_sample_output
 
 
 def slow(tmp_path: Path, latency_s: float) -> FakeBackend:
@@ -132,6 +136,67 @@ async def test_what_a_killed_server_left_pending_is_failed_at_start(tmp_path: Pa
         await api.services.database.write("UPDATE futures SET status = 'pending', body = NULL")
     async with serving(tmp_path) as api:
         assert "server restarted before" in await api.failure(accepted, "server")
+
+
+def assert_same(left: SampleOutput, right: SampleOutput) -> None:
+    assert encode_sample_output(left) == encode_sample_output(right)
+
+
+async def test_samples_left_by_a_killed_server_are_drawn_with_their_seeds_at_the_next_start(
+    tmp_path: Path,
+) -> None:
+    async with serving(tmp_path) as api:
+        sampler = await api.sampler(await api.session())
+        seeded = {"sampling_params": {"max_tokens": 8, "seed": 3}}
+        expected = await api.result(await api.sample(sampler, **seeded))
+    async with serving(tmp_path, backend=slow(tmp_path, 1000.0)) as api:
+        left = [await api.sample(sampler, **seeded), await api.sample(sampler, seq_id=7)]
+    async with serving(tmp_path) as api:
+        assert_same(await api.result(left[0]), expected)
+        again = await api.sample(sampler, seq_id=7)
+        assert again["request_id"] == left[1]["request_id"]
+        await api.result(left[1])
+        rows = await api.services.database.all(
+            "SELECT COUNT(*) FROM futures WHERE request IS NOT NULL"
+        )
+        assert rows[0][0] == 0
+
+
+async def test_a_seed_drawn_before_a_restart_is_the_one_after_it(tmp_path: Path) -> None:
+    async with serving(tmp_path, backend=slow(tmp_path, 1000.0)) as api:
+        sampler = await api.sampler(await api.session())
+        left = await api.sample(sampler, sampling_params={"max_tokens": 8})
+        rows = await api.services.database.all(
+            "SELECT request FROM futures WHERE request IS NOT NULL"
+        )
+        seed = json.loads(rows[0][0])["sampling_params"]["seed"]
+    async with serving(tmp_path) as api:
+        drawn = await api.result(left)
+        seeded = {"sampling_params": {"max_tokens": 8, "seed": seed}}
+        assert_same(await api.result(await api.sample(sampler, **seeded)), drawn)
+
+
+async def test_a_sample_that_streams_nothing_is_tried_again_when_its_engine_ends(
+    tmp_path: Path,
+) -> None:
+    async with serving(tmp_path) as api:
+        sampler = await api.sampler(await api.session())
+        seeded = {"sampling_params": {"max_tokens": 8, "seed": 3}}
+        expected = await api.result(await api.sample(sampler, **seeded))
+        draw, ends = api.services.backend.sample, 0
+
+        async def dying(*args, **options):
+            nonlocal ends
+            ends += 1
+            if ends in (1, 2) or ends > 3:
+                raise EngineDied("the engine process ended")
+            return await draw(*args, **options)
+
+        api.services.backend.sample = dying  # type: ignore[method-assign]
+        assert_same(await api.result(await api.sample(sampler, **seeded)), expected)
+        error = await api.failure(await api.sample(sampler), "server")
+        assert "3 times" in error
+        assert ends == 6
 
 
 async def test_results_expire(tmp_path: Path) -> None:

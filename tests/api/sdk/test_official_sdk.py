@@ -299,8 +299,9 @@ def test_a_killed_server_restarts_and_reports_lost_requests(
         service.close("success").result()
 
 
-def test_samples_in_flight_when_the_server_is_killed_all_come_to_an_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_samples_in_flight_when_the_server_ends_are_drawn_after_its_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
 ) -> None:
     with serving.start_server("--backend", "fake", data_dir=tmp_path / "data") as server:
         for name, value in server.sdk_environment.items():
@@ -309,16 +310,17 @@ def test_samples_in_flight_when_the_server_is_killed_all_come_to_an_end(
         sampler = service.create_sampling_client(base_model=MODEL).result()
         sampler.sample(PROMPT, 1, GREEDY).result()
         slow = types.SamplingParams(max_tokens=1000, stop=[], seed=1)
+        undisturbed = sampler.sample(PROMPT, 1, slow).result().sequences[0]
+        unseeded = types.SamplingParams(max_tokens=1000, stop=[])
         futures = [sampler.sample(PROMPT, 1, slow) for _ in range(8)]
+        others = [sampler.sample(PROMPT, 1, unseeded) for _ in range(2)]
         time.sleep(0.3)
-        server.restart(how=signal.SIGKILL)
-        errors = []
+        server.restart(how=how)
         for future in futures:
-            try:
-                assert len(future.result(timeout=60).sequences[0].tokens) == 1000
-            except tinker.RequestFailedError as error:
-                errors.append(str(error))
-        assert errors
-        assert all("server restarted" in text for text in errors)
-        assert len(sampler.sample(PROMPT, 1, GREEDY).result().sequences) == 1
+            sequence = future.result(timeout=60).sequences[0]
+            assert sequence.tokens == undisturbed.tokens
+            assert sequence.logprobs == undisturbed.logprobs
+        first, second = (future.result(timeout=60).sequences[0].tokens for future in others)
+        assert len(first) == len(second) == 1000
+        assert first != second
         service.close("success").result()

@@ -14,6 +14,7 @@ from tests.embedded.tiny import ask, random_prompt, supervised
 from tinkercloud.config import Config, EngineConfig, ModelSource
 from tinkercloud.core.types import AdamParams, FromBase, FromModel, LoraSpec, TrainBatch
 from tinkercloud.embedded.backend import EmbeddedBackend
+from tinkercloud.embedded.process import host
 from tinkercloud.errors import ConfigError, EngineDied, ModelStateLost, UserError, VersionLost
 
 
@@ -112,23 +113,24 @@ async def test_when_the_engine_dies_its_calls_fail_and_a_new_one_serves(
     assert backend.stats()["engine_restarts"] == 1
 
 
-async def test_an_engine_that_keeps_dying_is_given_up(folder: Path, tmp_path: Path) -> None:
-    backend = EmbeddedBackend(config(folder, tmp_path, restart_limit=1))
-    await backend.start()
-    try:
+async def test_an_engine_that_keeps_dying_is_started_again_and_again(
+    backend: EmbeddedBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "restart_wait_s", lambda num_starts: 0.01 * num_starts)
+    for number in range(1, 8):
         await kill_engine(backend)
-        await asyncio.sleep(0.1)
+        while backend.stats()["engine_alive"]:  # noqa: ASYNC110 - another process ends
+            await asyncio.sleep(0.01)
+        assert "started again" in str(backend.queue_state("m"))
         await backend.publish(FromBase("tiny"))
-        await kill_engine(backend)
-        with pytest.raises(EngineDied):
-            while True:
-                await backend.publish(FromBase("tiny"))
-                await asyncio.sleep(0.01)
-        with pytest.raises(EngineDied, match="keeps ending"):
-            await asyncio.sleep(0.2)
-            await backend.publish(FromBase("tiny"))
-    finally:
-        await backend.stop()
+        assert backend.stats()["engine_restarts"] == number
+    assert backend.queue_state("m") is None
+
+
+def test_starts_are_further_and_further_apart() -> None:
+    waits = [host.restart_wait_s(num_starts) for num_starts in range(12)]
+    assert waits[:5] == [0, 0.5, 1, 2, 4]
+    assert waits[-1] == waits[-2] == host.LONGEST_WAIT_S
 
 
 async def test_a_model_that_cannot_be_served_fails_the_start(tmp_path: Path) -> None:

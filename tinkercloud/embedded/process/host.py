@@ -33,6 +33,7 @@ from tinkercloud.errors import ConfigError, EngineDied
 logger = logging.getLogger(__name__)
 
 RESTART_WINDOW_S = 600.0
+LONGEST_WAIT_S = 30.0
 
 R = TypeVar("R")
 
@@ -55,7 +56,6 @@ class EngineHost:
         self._supervisor: asyncio.Task[None] | None = None
         self._up = asyncio.Event()
         self._stopping = False
-        self._gave_up = ""
         self._starts: deque[float] = deque()
         self.num_restarts = 0
         self.stats = Stats()
@@ -83,8 +83,8 @@ class EngineHost:
         """
         if not self._up.is_set():
             await self._up.wait()
-        if self._gave_up or self._writer is None:
-            raise EngineDied(self._gave_up or "the engine is not running")
+        if self._writer is None:
+            raise EngineDied("the engine is not running")
         call_id = next(self._ids)
         future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         self._pending[call_id] = _PendingCall(future, on_tokens)
@@ -103,7 +103,8 @@ class EngineHost:
 
     @property
     def alive(self) -> bool:
-        return self._up.is_set() and not self._gave_up
+        """Whether it serves; if not, it is being started."""
+        return self._up.is_set()
 
     # ---- the process
 
@@ -153,32 +154,24 @@ class EngineHost:
                 f"the engine process ended (code {code}) while it held this request; it is being "
                 "restarted. Models must be resumed from their checkpoints"
             )
-            next_reader = await self._restart()
-            if next_reader is None:
-                return
-            reader = next_reader
+            reader = await self._restart()
 
-    async def _restart(self) -> asyncio.StreamReader | None:
-        """A new engine, or None after too many starts in a short time."""
+    async def _restart(self) -> asyncio.StreamReader:
+        """A new engine: the first at once, others after a wait that doubles with each, so that
+        one that cannot live does not take the machine."""
         while True:
             now = time.monotonic()
-            self._starts.append(now)
-            while self._starts[0] < now - RESTART_WINDOW_S:
+            while self._starts and self._starts[0] < now - RESTART_WINDOW_S:
                 self._starts.popleft()
-            if len(self._starts) > self._settings.engine.restart_limit:
-                return self._give_up("the engine process keeps ending; see the server's log")
+            await asyncio.sleep(restart_wait_s(len(self._starts)))
+            self._starts.append(time.monotonic())
             try:
                 reader, _ = await self._spawn()
             except ConfigError as error:
                 logger.error("the engine did not start again: %s", error)
-                await asyncio.sleep(min(2.0 ** len(self._starts), 30.0))
                 continue
             self.num_restarts += 1
             return reader
-
-    def _give_up(self, reason: str) -> None:
-        self._gave_up = reason
-        self._up.set()  # calls that wait for an engine go on, and fail
 
     async def _read_until_gone(self, reader: asyncio.StreamReader) -> None:
         while True:
@@ -215,6 +208,11 @@ class EngineHost:
         for call in pending.values():
             if not call.future.done():
                 call.future.set_exception(EngineDied(reason))
+
+
+def restart_wait_s(num_starts: int) -> float:
+    """Before another start, after so many of late."""
+    return 0.0 if num_starts == 0 else min(2.0 ** (num_starts - 2), LONGEST_WAIT_S)
 
 
 async def _read(reader: asyncio.StreamReader) -> object:

@@ -7,7 +7,7 @@ from tinker_gmi.custom_losses import CreateCustomLossRequest
 from tinker_gmi.types import UntypedAPIFuture
 from tinkercloud.core.custom_batch import custom_batch
 from tinkercloud.core.data_converter import DataConverter, RawBatch
-from tinkercloud.core.task_manager import TaskManager
+from tinkercloud.core.task_manager import TaskManager, Work
 from tinkercloud.core.types import TrainBatch
 from tinkercloud.errors import InvalidRequest
 from tinkercloud.losses.custom.graph import checked as checked_loss
@@ -17,6 +17,7 @@ from tinkercloud.storage.futures import Outcome, Ticket, completed_json
 from tinkercloud.storage.loss_storage import LossStorage
 from tinkercloud.storage.metadata import Model
 
+KIND = "CreateCustomLoss"
 MAX_BODY_CHARS = 2**20
 MAX_LOSSES = 256  # of one session
 
@@ -27,12 +28,22 @@ class LossService:
         self._sessions = sessions
         self._tasks = tasks
         sessions.when_finished(self._forget_session)
+        tasks.resume(KIND, self._resumed)
 
     async def create(self, user: str, body: CreateCustomLossRequest) -> UntypedAPIFuture:
         """The id of a loss whose graph was checked. What is wrong with it fails the future."""
         await self._sessions.require_open(user, body.session_id)
-        number = checked("custom_loss_seq_id", body.custom_loss_seq_id, lowest=0)
-        loss_id = f"{body.session_id}:loss:{number}"
+        checked("custom_loss_seq_id", body.custom_loss_seq_id, lowest=0)
+        ticket = Ticket(user, KIND, f"loss|{user}|{_loss_id(body)}")
+        kept = body.model_dump_json().encode()
+        request_id = await self._tasks.submit(ticket, self._work(user, body), kept)
+        return UntypedAPIFuture(request_id=request_id)
+
+    async def _resumed(self, ticket: Ticket, kept: bytes) -> Work:
+        return self._work(ticket.user, CreateCustomLossRequest.model_validate_json(kept))
+
+    def _work(self, user: str, body: CreateCustomLossRequest) -> Work:
+        loss_id = _loss_id(body)
 
         async def work() -> Outcome:
             text = json.dumps({"name": body.name, "inputs": body.inputs, "graph": body.graph})
@@ -46,8 +57,7 @@ class LossService:
             await self._losses.add(loss_id, user, body.session_id, text)
             return completed_json({"loss_id": loss_id, "type": "create_custom_loss"})
 
-        ticket = Ticket(user, "CreateCustomLoss", f"loss|{user}|{loss_id}")
-        return UntypedAPIFuture(request_id=await self._tasks.submit(ticket, work))
+        return work
 
     async def batch(self, model: Model, converter: DataConverter, raw: RawBatch) -> TrainBatch:
         """Raises InvalidRequest."""
@@ -66,3 +76,7 @@ class LossService:
 
     async def _forget_session(self, user: str, session_id: str) -> None:
         await self._losses.delete_session(session_id)
+
+
+def _loss_id(body: CreateCustomLossRequest) -> str:
+    return f"{body.session_id}:loss:{body.custom_loss_seq_id}"

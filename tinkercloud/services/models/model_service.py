@@ -30,6 +30,7 @@ from tinkercloud.services.models.dependencies import Dependencies
 from tinkercloud.storage.futures import Outcome, Ticket, completed_json
 from tinkercloud.storage.metadata import Checkpoint, LoraRecord, Model
 
+UNLOAD = "UnloadModel"
 MAX_RANK = 1024
 MAX_MODEL_SEQ_ID = 10**9
 TOUCH_EVERY_S = 10.0
@@ -47,6 +48,7 @@ class ModelService:
         self._live: dict[tuple[str, str], Model] = {}
         self._touched: dict[str, float] = {}
         self._sessions.when_finished(self._retire_session)
+        self._tasks.resume(UNLOAD, self._resumed_unloading)
 
     # creation
 
@@ -205,14 +207,20 @@ class ModelService:
             raise ModelNotFound(model_id)
         if model.state == "live":
             await self._close(model)
+        ticket = Ticket(user, UNLOAD, unload_key(user, model_id))
+        work, kept = self._unloading(user, model_id), model_id.encode()
+        request_id = await self._tasks.submit(ticket, work, kept)
+        return UntypedAPIFuture(request_id=request_id, model_id=model_id)
 
+    async def _resumed_unloading(self, ticket: Ticket, kept: bytes) -> Work:
+        return self._unloading(ticket.user, kept.decode())
+
+    def _unloading(self, user: str, model_id: str) -> Work:
         async def work() -> Outcome:
-            await self._free(model)
+            await self._free(user, model_id)
             return completed_json({"model_id": model_id, "type": "unload_model"})
 
-        ticket = Ticket(user, "UnloadModel", unload_key(user, model_id))
-        request_id = await self._tasks.submit(ticket, work)
-        return UntypedAPIFuture(request_id=request_id, model_id=model_id)
+        return work
 
     async def _retire_session(self, user: str, session_id: str) -> None:
         for model in await self._metadata.models_of_session(session_id, user):
@@ -221,7 +229,7 @@ class ModelService:
 
     async def _retire(self, model: Model) -> None:
         await self._close(model)
-        self._tasks.spawn(self._free(model), f"free {model.model_id}")
+        self._tasks.spawn(self._free(model.user, model.model_id), f"free {model.model_id}")
 
     async def _close(self, model: Model) -> None:
         """No request enters the lane from now on; what is queued there still runs."""
@@ -229,10 +237,10 @@ class ModelService:
         self._live.pop((model.user, model.model_id), None)
         self._touched.pop(model.model_id, None)
 
-    async def _free(self, model: Model) -> None:
-        await self._tasks.drain(model.user, model.model_id)
-        await self._backend.delete_model(model.model_id)
-        self._on_policy.changed(model.model_id)
+    async def _free(self, user: str, model_id: str) -> None:
+        await self._tasks.drain(user, model_id)
+        await self._backend.delete_model(model_id)
+        self._on_policy.changed(model_id)
 
 
 def _new_model(

@@ -9,6 +9,7 @@ import asyncio
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from itertools import count
 
 from tinker_gmi.types import (
     CreateSamplingClientRequest,
@@ -17,8 +18,8 @@ from tinker_gmi.types import (
     SampleRequest,
     UntypedAPIFuture,
 )
-from tinkercloud.core.data_converter import MAX_SAMPLES
-from tinkercloud.core.task_manager import SAMPLING_KIND
+from tinkercloud.core.data_converter import MAX_SAMPLES, seeded
+from tinkercloud.core.task_manager import SAMPLING_KIND, Work
 from tinkercloud.core.types import (
     FromBase,
     FromCheckpoint,
@@ -28,7 +29,7 @@ from tinkercloud.core.types import (
     TokenChunk,
 )
 from tinkercloud.core.types import SampleRequest as CoreSampleRequest
-from tinkercloud.errors import InvalidRequest, SamplerNotFound, VersionLost
+from tinkercloud.errors import EngineDied, InvalidRequest, SamplerNotFound, VersionLost
 from tinkercloud.services.common.numbers import checked, sample_key
 from tinkercloud.services.models.dependencies import Dependencies
 from tinkercloud.services.models.version_store import VersionStore
@@ -38,6 +39,7 @@ from tinkercloud.storage.sample_records import SampleOwner, sequence_id
 from tinkercloud.wire.codec import encode_sample_output
 
 INLINE_TOKENS = 4096  # longer prompts are checked off the event loop
+MAX_ATTEMPTS = 3  # at a sample, over ends of the engine: what ends it each time must not go on
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ class SamplingService:
         self._joining = asyncio.Lock()
         self._undrafted: set[str] = set()  # samplers; in memory only: drafts change speed alone
         self._sessions.when_finished(self._release_session)
+        self._tasks.resume(SAMPLING_KIND, self._resumed)
 
     async def close(self) -> None:
         await self._versions.close()
@@ -184,24 +187,33 @@ class SamplingService:
         if body.seq_id is not None:
             checked("seq_id", body.seq_id, lowest=0)
         sampler = await self._sampler_of(user, body)
+        body = seeded(body)  # before it is kept, so that after a restart it gives the same tokens
+        kept = body.model_dump_json(exclude_none=True).encode()
         key = sample_key(user, sampler.sampler_id, body.seq_id)
+        ticket = Ticket(user, SAMPLING_KIND, key, seq_id=body.seq_id, sampler_id=sampler.sampler_id)
+        request_id = await self._tasks.submit(ticket, self._work(sampler, body), kept)
+        # as many as samples, or the client asserts (wire specification, section 4.1)
+        ids = [sequence_id(request_id, index) for index in range(body.num_samples)]
+        return UntypedAPIFuture(request_id=request_id, sample_sequence_ids=ids)
 
+    def _work(self, sampler: Sampler, body: SampleRequest) -> Work:
         async def work() -> Outcome:
             # Here and not before the acknowledgement: a client retries a refused POST with 410
             # for ever (wire specification, section 5); a failed future ends the sample.
             request = await self.checked(sampler, body)
             drawn = await self.draw(sampler, request)
             if body.record_stability_info:  # before anybody can train on it
-                owner = SampleOwner(user, sampler.session_id, sampler.sampler_id)
+                owner = SampleOwner(sampler.user, sampler.session_id, sampler.sampler_id)
                 request_id = self._tasks.running_request_id()
                 await self._records.add(request_id, owner, request, drawn.output)
             return completed_protobuf(encode_sample_output(drawn.output))
 
-        ticket = Ticket(user, SAMPLING_KIND, key, seq_id=body.seq_id, sampler_id=sampler.sampler_id)
-        request_id = await self._tasks.submit(ticket, work)
-        # as many as samples, or the client asserts (wire specification, section 4.1)
-        ids = [sequence_id(request_id, index) for index in range(body.num_samples)]
-        return UntypedAPIFuture(request_id=request_id, sample_sequence_ids=ids)
+        return work
+
+    async def _resumed(self, ticket: Ticket, kept: bytes) -> Work:
+        assert ticket.sampler_id is not None
+        sampler = await self.require(ticket.user, ticket.sampler_id)
+        return self._work(sampler, SampleRequest.model_validate_json(kept))
 
     async def _sampler_of(self, user: str, body: SampleRequest) -> Sampler:
         """The named sampler; for a bare base_model or model_path one that is not recorded."""
@@ -272,16 +284,37 @@ class SamplingService:
     async def _drawn(
         self, sampler: Sampler, request: CoreSampleRequest, on_tokens: OnTokens | None
     ) -> DrawnSample:
-        key, publish = _version_key(sampler), self._publisher(sampler)
-        version = await self._versions.get(key, sampler.sampler_id, publish)
+        """Over again where the engine ended underway. Not a stream's: its reader has tokens."""
+        for attempt in count(1):
+            try:
+                return await self._attempt(sampler, request, on_tokens)
+            except (
+                VersionLost
+            ):  # of an engine that is gone; what can be published again was dropped
+                if attempt == MAX_ATTEMPTS:
+                    raise
+            except EngineDied as error:
+                if on_tokens is not None:
+                    raise
+                if attempt == MAX_ATTEMPTS:
+                    raise EngineDied(
+                        f"{error}. This sample was underway each of {MAX_ATTEMPTS} times that the "
+                        "engine process ended, and is not tried again: ask for fewer samples or a "
+                        "shorter prompt, and see the server's log for the reason"
+                    ) from None
+        raise AssertionError("unreachable")
+
+    async def _attempt(
+        self, sampler: Sampler, request: CoreSampleRequest, on_tokens: OnTokens | None
+    ) -> DrawnSample:
+        key = _version_key(sampler)
+        version = await self._versions.get(key, sampler.sampler_id, self._publisher(sampler))
         self._tasks.works_on(version)
         try:
             output = await self._backend.sample(version, request, on_tokens)
-        except VersionLost:  # the engine restarted; what can be published again is
+        except VersionLost:
             await self._versions.drop(key, version)
-            version = await self._versions.get(key, sampler.sampler_id, publish)
-            self._tasks.works_on(version)
-            output = await self._backend.sample(version, request, on_tokens)
+            raise
         self._on_policy.drawn(version, request, output)
         return DrawnSample(version, output)
 
