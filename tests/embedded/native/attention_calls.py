@@ -21,6 +21,7 @@ from tinkercloud.embedded.native.instruction_sets import (
 
 BLOCK = 16
 PAIRED_INPUTS = 32  # rows that products read in bfloat16 are padded to a multiple of them
+ATTEND, PLACE, BOTH = range(3)
 SHIM = r"""
 #include "pass.h"
 
@@ -30,6 +31,8 @@ typedef struct {
   void (*step)(walk_t *, const layer_t *);
 } job_t;
 
+enum { ATTEND, PLACE, BOTH };
+
 static void run(team_t *team, int rank, void *argument) {
   (void)rank;
   job_t *job = argument;
@@ -37,8 +40,9 @@ static void run(team_t *team, int rank, void *argument) {
   job->step(&walk, job->layer);
 }
 
-/* sizes: heads, kv_heads, head_dim, is_narrow, rows, blocks of a table, window, place or not. */
-void attention(team_t *team, const int64_t *sizes, float cap, const int32_t *positions,
+/* sizes: heads, kv_heads, head_dim, is_narrow, rows, blocks of a table, window, what to do.
+   Whether it is done: both only where tiles are alone. */
+int attention(team_t *team, const int64_t *sizes, float cap, const int32_t *positions,
                const int32_t *sequence, const int32_t *tables, const float *cosine,
                const float *sine, float *q, float *k, float *v, void *keys, void *values,
                float *mixed, narrow *mixed_narrow) {
@@ -51,8 +55,11 @@ void attention(team_t *team, const int64_t *sizes, float cap, const int32_t *pos
   atomic_long next_task = 0;
   pass_t pass = {.model = &model, .batch = &batch, .q = q, .k = k, .v = v, .mixed = mixed,
                  .next_task = &next_task, .narrow_rows[MIXED] = {mixed_narrow, NULL, width, 0}};
-  job_t job = {&pass, &layer, sizes[7] ? place_rows : attend};
+  pass.tiles_place = sizes[7] == BOTH;
+  if (pass.tiles_place && !tiles_are_alone(&pass)) return 0;
+  job_t job = {&pass, &layer, sizes[7] == PLACE ? place_rows : attend};
   work(team, run, &job);
+  return 1;
 }
 """
 
@@ -149,21 +156,24 @@ class Attention:
 
     def place(self, rows: Rows) -> None:
         """Into the blocks; q, k and v are afterwards what attention computes with."""
-        self._call(rows, place=True)
+        self._call(rows, PLACE)
 
     def attend(self, rows: Rows) -> NDArray[np.float32]:
         """(M, Hq, Dh) of rows whose keys and values have been placed."""
-        mixed, narrow = self._call(rows, place=False)
-        if self.shape.is_narrow:
-            assert np.array_equal(narrow.astype(np.uint32) << 16, mixed.view(np.uint32))
+        mixed = self._call(rows, ATTEND)
+        assert mixed is not None
         return mixed
 
-    def _call(self, rows: Rows, *, place: bool) -> tuple[NDArray[np.float32], NDArray[np.uint16]]:
+    def place_and_attend(self, rows: Rows) -> NDArray[np.float32] | None:
+        """By the tiles themselves; None: they read each other's rows."""
+        return self._call(rows, BOTH)
+
+    def _call(self, rows: Rows, step: int) -> NDArray[np.float32] | None:
         shape = self.shape
         sizes = np.array(
             [
                 *(shape.heads, shape.kv_heads, shape.head_dim, shape.is_narrow),
-                *(len(rows.positions), self.tables.shape[1], shape.window, place),
+                *(len(rows.positions), self.tables.shape[1], shape.window, step),
             ],
             np.int64,
         )
@@ -174,14 +184,17 @@ class Attention:
             *(rows.positions, rows.sequence, self.tables, *self.angles),
             *(rows.q, rows.k, rows.v, *self.words, mixed, narrow),
         )
-        self.library.attention(
+        is_done = self.library.attention(
             c.c_void_p(self.team),
             c.c_void_p(sizes.ctypes.data),
             c.c_float(shape.cap),
             *(c.c_void_p(array.ctypes.data) for array in arrays),
         )
         assert not narrow[:, width:].any()
-        return mixed, narrow[:, :width].reshape(mixed.shape)
+        if shape.is_narrow:
+            rounded = narrow[:, :width].reshape(mixed.shape)
+            assert np.array_equal(rounded.astype(np.uint32) << 16, mixed.view(np.uint32))
+        return mixed if is_done else None
 
 
 def exact(shape: Shape, rows: Rows) -> NDArray[np.float64]:

@@ -150,6 +150,39 @@ def test_a_prompt_in_pieces_has_the_bits_of_the_whole(make: Make, is_narrow: boo
                 assert np.array_equal(pieces.attend(piece), whole[chosen])
 
 
+def test_tiles_that_are_alone_place_their_own_rows(make: Make, is_narrow: bool) -> None:
+    """Up to eight rows of each sequence, as samples with drafts have them."""
+    shape = Shape(6, 2, 32, is_narrow)
+    rows = Rows.random(shape, LENGTHS)
+    apart, together = (make(shape, LENGTHS, num_threads=n) for n in (1, 3))
+    starts = np.cumsum([0, *LENGTHS]).tolist()
+    spans = [range(start, start + num) for start, num in zip(starts, LENGTHS, strict=False)]
+    for attention in (apart, together):
+        attention.place(rows[[row for span in spans for row in span[:-8]]])
+    last = [row for span in spans for row in span[-8:]]
+    placed = rows[last]
+    apart.place(placed)
+    found = together.place_and_attend(rows[last])
+    assert found is not None
+    assert np.array_equal(found, apart.attend(placed))
+    for one, other in zip(apart.words, together.words, strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_tiles_are_not_alone_where_one_reads_what_another_places(make: Make) -> None:
+    shape = Shape(4, 4, 16, False)
+    attention = make(shape, [40, 40])
+    rows = Rows.random(shape, [40, 40])
+    assert attention.place_and_attend(rows[:40]) is None, "a sequence of two tiles"
+    first, own, behind = range(BLOCK), [40], [40 + BLOCK]
+    attention.place(rows[40:80])
+    assert attention.place_and_attend(rows[[*first, *behind]]) is not None
+    attention.tables[1, 0] = attention.tables[0, 0]
+    assert attention.place_and_attend(rows[[*first, *behind]]) is None, "a shared block"
+    attention.tables[1, 0] = attention.tables[0, 1]
+    assert attention.place_and_attend(rows[[*first, *own]]) is not None
+
+
 def test_results_do_not_depend_on_the_number_of_threads(make: Make, is_narrow: bool) -> None:
     shape = Shape(6, 3, 32, is_narrow)
     results = []

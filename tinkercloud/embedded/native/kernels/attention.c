@@ -44,37 +44,41 @@ static void place_narrow(float *k, float *v, int64_t dh, int64_t slot, int ends,
     for (int64_t i = 0; i < dh; i++) pairs[2 * i + 1] = 0;
 }
 
-/* Norms, rotation, and the new keys and values into their blocks; q, k and v are then what attention
-   computes with, where keys are narrow q as pairs of numbers. No two rows write to one place: a
-   block with room left is one sequence's alone, and those that several share are full. */
-void place_rows(walk_t *w, const layer_t *layer) {
-  const pass_t *p = w->p;
+static int ends_sequence(const batch_t *batch, int64_t m) {
+  return m + 1 == batch->rows || batch->sequence[m + 1] != batch->sequence[m];
+}
+
+/* Norms, rotation, and the new key and value of a row into its block, of key/value head h and the
+   queries that read it; q, k and v are then what attention computes with, where keys are narrow q as
+   pairs of numbers. No two rows write to one place: a block with room left is one sequence's alone,
+   and those that several share are full. */
+static void place_head(const pass_t *p, const layer_t *layer, int64_t m, int64_t h) {
   const model_t *model = p->model;
   const batch_t *batch = p->batch;
-  int64_t dh = model->head_dim;
-  EACH_ROW(w, m, batch->rows) {
-    int64_t position = batch->positions[m], slot = position % KV_BLOCK;
-    int ends = m + 1 == batch->rows || batch->sequence[m + 1] != batch->sequence[m];
-    const float *cosine = batch->cosine + position * dh / 2;
-    const float *sine = batch->sine + position * dh / 2;
-    for (int64_t h = 0; h < model->heads; h++) {
-      float *q = p->q + (m * model->heads + h) * dh;
-      if (layer->q_norm) rms_norm(q, layer->q_norm, dh, model->eps, q);
-      rotate(q, cosine, sine, dh / 2);
-    }
-    int64_t block = batch->tables[batch->sequence[m] * batch->table_stride + position / KV_BLOCK];
-    for (int64_t h = 0; h < model->kv_heads; h++) {
-      float *k = p->k + (m * model->kv_heads + h) * dh, *v = p->v + (m * model->kv_heads + h) * dh;
-      if (layer->k_norm) rms_norm(k, layer->k_norm, dh, model->eps, k);
-      rotate(k, cosine, sine, dh / 2);
-      int64_t at = block_at(model, block, h);
-      char *keys = (char *)layer->keys + at, *values = (char *)layer->values + at;
-      if (model->is_narrow)
-        place_narrow(k, v, dh, slot, ends, (narrow *)keys, (narrow *)values);
-      else
-        place_wide(k, v, dh, slot, (float *)keys, (float *)values);
-    }
+  int64_t dh = model->head_dim, group = model->heads / model->kv_heads;
+  int64_t position = batch->positions[m], slot = position % KV_BLOCK;
+  const float *cosine = batch->cosine + position * dh / 2;
+  const float *sine = batch->sine + position * dh / 2;
+  for (int64_t i = h * group; i < (h + 1) * group; i++) {
+    float *q = p->q + (m * model->heads + i) * dh;
+    if (layer->q_norm) rms_norm(q, layer->q_norm, dh, model->eps, q);
+    rotate(q, cosine, sine, dh / 2);
   }
+  float *k = p->k + (m * model->kv_heads + h) * dh, *v = p->v + (m * model->kv_heads + h) * dh;
+  if (layer->k_norm) rms_norm(k, layer->k_norm, dh, model->eps, k);
+  rotate(k, cosine, sine, dh / 2);
+  int64_t block = batch->tables[batch->sequence[m] * batch->table_stride + position / KV_BLOCK];
+  int64_t at = block_at(model, block, h);
+  char *keys = (char *)layer->keys + at, *values = (char *)layer->values + at;
+  if (model->is_narrow)
+    place_narrow(k, v, dh, slot, ends_sequence(batch, m), (narrow *)keys, (narrow *)values);
+  else
+    place_wide(k, v, dh, slot, (float *)keys, (float *)values);
+}
+
+void place_rows(walk_t *w, const layer_t *layer) {
+  EACH_ROW(w, m, w->p->batch->rows)
+    for (int64_t h = 0; h < w->p->model->kv_heads; h++) place_head(w->p, layer, m, h);
   end_stage(w);
 }
 
@@ -379,6 +383,32 @@ static int64_t tile_rows(const pass_t *p, int64_t row) {
   return rows;
 }
 
+/* Whether a row of another sequence reads the block that row m is placed in: only full blocks are
+   shared. */
+static int is_read_by_others(const batch_t *batch, int64_t m) {
+  int64_t index = batch->positions[m] / KV_BLOCK, stride = batch->table_stride;
+  if (batch->positions[m] % KV_BLOCK != KV_BLOCK - 1) return 0;
+  int32_t block = batch->tables[batch->sequence[m] * stride + index];
+  for (int64_t i = 0; i < batch->rows; i++) {
+    if (batch->sequence[i] == batch->sequence[m] || !ends_sequence(batch, i)) continue;
+    if (batch->positions[i] / KV_BLOCK < index) continue;
+    if (batch->tables[batch->sequence[i] * stride + index] == block) return 1;
+  }
+  return 0;
+}
+
+/* Whether no row of the batch attends to one of another tile. */
+int tiles_are_alone(const pass_t *p) {
+  const batch_t *batch = p->batch;
+  for (int64_t row = 0, rows; row < batch->rows; row += rows) {
+    rows = tile_rows(p, row);
+    if (!ends_sequence(batch, row + rows - 1)) return 0;
+    for (int64_t m = row; m < row + rows; m++)
+      if (is_read_by_others(batch, m)) return 0;
+  }
+  return 1;
+}
+
 /* Tasks are the rows of a tile times heads, in this order, so that each thread finds its next rows
    behind those that it had. */
 void attend(walk_t *w, const layer_t *layer) {
@@ -392,6 +422,8 @@ void attend(walk_t *w, const layer_t *layer) {
       if (row < p->batch->rows) rows = tile_rows(p, row);
     }
     if (row >= p->batch->rows) break;
+    for (int64_t m = row; p->tiles_place && m < row + rows; m++)
+      place_head(p, layer, m, task % heads);
     for (int64_t first = 0; first < rows * group; first += MAX_QUERIES) {
       int64_t count = MIN(MAX_QUERIES, rows * group - first);
       attend_tile(&(tile_t){p, layer, task % heads, row, first, count});

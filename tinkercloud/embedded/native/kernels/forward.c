@@ -18,16 +18,30 @@
 
 #define COUNT(array) ((int)(sizeof(array) / sizeof *(array)))
 
-/* reader: of the layer's modules that read the norm, the first; NULL for the final norm. kept: or
-   NULL; gets the norm's inputs. */
-static void norm_rows(walk_t *w, const float *weight, const linear_t *reader, float *out,
-                      float *kept) {
+/* Floats of rows up to which each thread computes every norm for itself: that takes less time than
+   waiting for each other. */
+#define OWN_NORMS 8192
+
+/* reader: of the layer's modules that read the norm, the first. */
+static void norm_row(const walk_t *w, const float *weight, const linear_t *reader, int64_t m) {
   const pass_t *p = w->p;
-  int64_t d = p->model->hidden, rounds = reader && p->model->is_narrow;
+  int64_t d = p->model->hidden;
+  float *out = w->normed.wide + m * d;
+  rms_norm(p->x + m * d, weight, d, p->model->eps, out);
+  if (p->model->is_narrow) round_inputs(reader, &w->normed.narrow, m, 0, d, out);
+}
+
+/* kept: or NULL; gets the norm's inputs. */
+static void norm_rows(walk_t *w, const float *weight, const linear_t *reader, float *kept) {
+  const pass_t *p = w->p;
+  int64_t d = p->model->hidden;
+  if (p->num_normed > 1) {
+    for (int64_t m = 0; m < p->batch->rows; m++) norm_row(w, weight, reader, m);
+    return;
+  }
   EACH_ROW(w, m, p->batch->rows) {
     if (kept) memcpy(kept + m * d, p->x + m * d, (size_t)d * sizeof(float));
-    rms_norm(p->x + m * d, weight, d, p->model->eps, out + m * d);
-    if (rounds) round_inputs(reader, &p->narrow_rows[NORMED], m, 0, d, out + m * d);
+    norm_row(w, weight, reader, m);
   }
   end_stage(w);
 }
@@ -55,9 +69,12 @@ static void clear_rest(narrow *rows, int64_t m, int64_t size) {
 
 /* What products read beyond a row's end; nobody else writes there. */
 static void clear_rests(const pass_t *p, int64_t m) {
-  for (const narrow_rows_t *rows = p->narrow_rows; rows < p->narrow_rows + NARROW_ROWS; rows++) {
-    clear_rest(rows->inputs, m, rows->in);
-    clear_rest(rows->errors, m, rows->num_salient);
+  for (int i = 0; i < NARROW_ROWS; i++) {
+    const narrow_rows_t *rows = &p->narrow_rows[i];
+    for (int64_t copy = 0; copy < (i == NORMED ? p->num_normed : 1); copy++) {
+      clear_rest(rows->inputs, copy * p->batch->rows + m, rows->in);
+      clear_rest(rows->errors, copy * p->batch->rows + m, rows->num_salient);
+    }
   }
 }
 
@@ -76,14 +93,15 @@ static void begin(walk_t *w, int64_t index) {
 
 static void norm_input(walk_t *w, int64_t index) {
   const layer_t *layer = layer_of(w, index);
-  norm_rows(w, layer->input_norm, &layer->linear[Q], w->p->normed, NULL);
+  norm_rows(w, layer->input_norm, &layer->linear[Q], NULL);
 }
 
 static void read_queries_and_keys(walk_t *w, int64_t index) {
   const pass_t *p = w->p;
   output_t outputs[] = {output_of(w, index, Q, p->q, 0), output_of(w, index, K_, p->k, 0),
                         output_of(w, index, V_, p->v, 0)};
-  multiply_modules(w, &(read_t){p->normed, &p->narrow_rows[NORMED], p->batch->rows, outputs, 3, 0});
+  const normed_t *x = &w->normed;
+  multiply_modules(w, &(read_t){x->wide, &x->narrow, p->batch->rows, outputs, 3, 0});
 }
 
 static void keep_raw_heads(walk_t *w, int64_t index) {
@@ -100,8 +118,10 @@ static void keep_raw_heads(walk_t *w, int64_t index) {
 }
 
 /* Before any row attends: a row reads the keys of those before it in its sequence, which may be
-   another thread's. */
-static void place(walk_t *w, int64_t index) { place_rows(w, layer_of(w, index)); }
+   another thread's. Where tiles are alone, they do it. */
+static void place(walk_t *w, int64_t index) {
+  if (!w->p->tiles_place) place_rows(w, layer_of(w, index));
+}
 
 static void mix(walk_t *w, int64_t index) { attend(w, layer_of(w, index)); }
 
@@ -129,7 +149,7 @@ static void add_mixed(walk_t *w, int64_t index) {
 static void norm_mixed(walk_t *w, int64_t index) {
   const kept_t *kept = kept_of(w, index);
   const layer_t *layer = layer_of(w, index);
-  norm_rows(w, layer->post_norm, &layer->linear[GATE], w->p->normed, kept ? kept->middle : NULL);
+  norm_rows(w, layer->post_norm, &layer->linear[GATE], kept ? kept->middle : NULL);
 }
 
 static void gate(walk_t *w, int64_t index) {
@@ -137,7 +157,8 @@ static void gate(walk_t *w, int64_t index) {
   output_t outputs[] = {output_of(w, index, GATE, p->gate, 0),
                         output_of(w, index, UP, p->up, 0)};
   const kept_t *kept = kept_of(w, index);
-  multiply_gates(w, &(read_t){p->normed, &p->narrow_rows[NORMED], p->batch->rows, outputs, 2, 0},
+  const normed_t *x = &w->normed;
+  multiply_gates(w, &(read_t){x->wide, &x->narrow, p->batch->rows, outputs, 2, 0},
                  &layer_of(w, index)->linear[DOWN], kept ? kept->gates : NULL);
 }
 
@@ -149,7 +170,11 @@ static void add_gated(walk_t *w, int64_t index) {
 
 static void norm_final(walk_t *w, int64_t index) {
   (void)index;
-  norm_rows(w, w->p->model->final_norm, NULL, w->p->batch->hidden, NULL);
+  const pass_t *p = w->p;
+  int64_t d = p->model->hidden;
+  EACH_ROW(w, m, p->batch->rows)
+    rms_norm(p->x + m * d, p->model->final_norm, d, p->model->eps, p->batch->hidden + m * d);
+  end_stage(w);
 }
 
 /* The rows whose logits are wanted, side by side. */
@@ -250,11 +275,21 @@ static void capture(walk_t *w, int64_t number, const float *outputs) {
   }
 }
 
+static normed_t normed_of(const pass_t *p, int rank) {
+  int64_t first = p->num_normed > 1 ? rank * p->batch->rows : 0;
+  narrow_rows_t narrow = p->narrow_rows[NORMED];
+  if (p->model->is_narrow) {
+    narrow.inputs += first * row_size(1, narrow.in);
+    narrow.errors += first * row_size(1, narrow.num_salient);
+  }
+  return (normed_t){p->normed + first * p->model->hidden, narrow};
+}
+
 static void run(team_t *team, int rank, void *argument) {
   const pass_t *p = argument;
   const batch_t *batch = p->batch;
   int64_t num_layers = p->model->num_layers;
-  walk_t walk = {.p = p, .team = team}, *w = &walk;
+  walk_t walk = {.p = p, .team = team, .normed = normed_of(p, rank)}, *w = &walk;
   step_time_t *times = rank == 0 ? batch->times : NULL;
   take_steps(w, times, BEGIN, BEGIN, 0);
   for (int64_t i = batch->first_layer; i < batch->end_layer; i++) {
@@ -282,8 +317,9 @@ static int64_t lay_out(pass_t *p, float *memory) {
   const model_t *model = p->model;
   int64_t rows = p->batch->rows, floats = 0;
   int64_t q_size = model->heads * model->head_dim, kv_size = model->kv_heads * model->head_dim;
-  int64_t sizes[] = {model->hidden, model->hidden, q_size,        kv_size,      kv_size,
-                     q_size,        model->inner,  model->inner, p->low_stride, model->hidden};
+  int64_t normed = p->num_normed * model->hidden;
+  int64_t sizes[] = {model->hidden, normed,       q_size,       kv_size,       kv_size,
+                     q_size,        model->inner, model->inner, p->low_stride, model->hidden};
   float **places[] = {&p->x,     &p->normed, &p->q,  &p->k,   &p->v,
                       &p->mixed, &p->gate,   &p->up, &p->low, &p->chosen};
   static_assert(COUNT(sizes) == COUNT(places), "an array of a pass has no size");
@@ -295,10 +331,11 @@ static int64_t lay_out(pass_t *p, float *memory) {
   const linear_t *readers[NARROW_ROWS] = {&first[Q], &first[O], &first[DOWN], &model->head};
   for (int i = 0; i < NARROW_ROWS && model->is_narrow; i++) {
     int64_t in = readers[i]->in, num_salient = readers[i]->num_salient;
+    int64_t count = i == NORMED ? p->num_normed * rows : rows;
     narrow *inputs = (narrow *)(memory + floats);
-    narrow *errors = inputs + row_size(1, in) * rows;
+    narrow *errors = inputs + row_size(1, in) * count;
     p->narrow_rows[i] = (narrow_rows_t){inputs, errors, in, num_salient};
-    floats += (row_size(1, in) + row_size(1, num_salient)) / 2 * rows;
+    floats += (row_size(1, in) + row_size(1, num_salient)) / 2 * count;
   }
   return floats;
 }
@@ -308,6 +345,8 @@ int forward(team_t *team, const model_t *model, const batch_t *batch) {
   pass_t p = {.model = model, .batch = batch};
   p.max_rank = (largest_rank(&p) + LINE - 1) / LINE * LINE; /* whole cache lines for each thread */
   p.low_stride = 3 * p.max_rank;
+  p.num_normed = batch->rows * model->hidden <= OWN_NORMS && !batch->kept ? team->size : 1;
+  p.tiles_place = tiles_are_alone(&p) && !batch->kept;
   float *memory = scratch(team, (size_t)lay_out(&p, NULL) * sizeof(float));
   p.next_task = calloc((size_t)stages_of_pass(&p), sizeof(atomic_long));
   int failed = memory == NULL || p.next_task == NULL;

@@ -22,11 +22,19 @@ typedef struct {
 
 enum { NORMED, MIXED, GATED, CHOSEN, NARROW_ROWS };
 
+/* What a norm puts out, for products to read. */
+typedef struct {
+  float *wide; /* [rows][D] */
+  narrow_rows_t narrow;
+} normed_t;
+
 typedef struct {
   const model_t *model;
   const batch_t *batch;
   float *x, *normed, *q, *k, *v, *mixed, *gate, *up, *low, *chosen;
   narrow_rows_t narrow_rows[NARROW_ROWS];
+  int64_t num_normed;    /* copies of what a norm puts out: one, or one of each thread */
+  int tiles_place;       /* attention places the rows of each of its tiles before these attend */
   int64_t low_stride; /* of one row of the low-rank products, 3 modules side by side */
   int64_t max_rank;
   atomic_long *next_task; /* of each stage */
@@ -38,6 +46,7 @@ typedef struct {
 typedef struct {
   const pass_t *p;
   team_t *team;
+  normed_t normed;    /* this thread's own, where each has one */
   int64_t stage, end; /* end: of the stages that the step underway may have */
   step_time_t *time;  /* of that step, on the thread that takes times; else NULL */
 } walk_t;
@@ -114,6 +123,7 @@ INTERNAL void multiply_gates(walk_t *w, const read_t *read, const linear_t *down
 
 /* ---- attention.c, a stage each */
 
+INTERNAL int tiles_are_alone(const pass_t *p);
 INTERNAL void place_rows(walk_t *w, const layer_t *layer);
 INTERNAL void attend(walk_t *w, const layer_t *layer);
 
