@@ -24,7 +24,6 @@ from tinkercloud.embedded.native.team import Team
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler")
 
-DTYPES = (torch.float32, torch.bfloat16)
 PRECISION = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 SCALE = 0.7
 # Rows, inputs, outputs of each module, rank. One, odd ones, more outputs than are taken at once.
@@ -39,16 +38,6 @@ SHAPES = (
     (37, 40, (9001,), 8),
 )
 Shape = tuple[int, int, tuple[int, ...], int]
-
-
-@pytest.fixture(params=DTYPES, ids=("float32", "bfloat16"))
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def team() -> Team:
-    return Team(2)
 
 
 @dataclass

@@ -16,23 +16,12 @@ from tinkercloud.embedded.native.team import Team
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler")
 
-DTYPES = (torch.float32, torch.bfloat16)
 # Inputs: one, odd ones, whole blocks of 32 and not, cut in two and in three chunks. Outputs: few
 # rows take up to eight panels of 16 at once, and then what is left.
 SIZES = (
     *((1, 1), (3, 7), (16, 32), (30, 75), (67, 576), (48, 800), (129, 1999), (20, 2560)),
     *((190, 40), (215, 40), (240, 40), (400, 40)),
 )
-
-
-@pytest.fixture(params=DTYPES, ids=("float32", "bfloat16"))
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def team() -> Team:
-    return Team(2)
 
 
 def matrix(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:

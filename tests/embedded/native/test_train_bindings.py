@@ -13,14 +13,8 @@ from tinkercloud.embedded.training import rowwise
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler")
 
-DTYPES = (torch.float32, torch.bfloat16)
 PRECISION = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
 WIDTHS = (1, 24, 64, 513, 1536)
-
-
-@pytest.fixture(params=DTYPES, ids=("float32", "bfloat16"))
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    return request.param
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,5 @@
 """The gradient that calls accumulate is that of one call with all their datums."""
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.embedded.tiny import TinyStore, grads, open_store, supervised, train, write_tiny_model
+from tests.embedded.tiny import TinyStore, grads, open_store, supervised, train
 from tinkercloud.core.types import AdamParams, Datum, LoraSpec
 from tinkercloud.embedded.native.compiler import library
 
@@ -19,9 +18,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 LENGTHS = (70, 5, 33, 17, 128, 40)
 
 
-@pytest.fixture(scope="module", params=DTYPES, ids=("float32", "bfloat16"))
-def store(request: pytest.FixtureRequest) -> TinyStore:
-    folder = write_tiny_model(Path(tempfile.mkdtemp()))
+@pytest.fixture(scope="module", params=DTYPES, ids=str)
+def store(request: pytest.FixtureRequest, folder: Path) -> TinyStore:
     return open_store(folder, dtype=request.param)
 
 

@@ -1,6 +1,5 @@
 """The trainer's log-probabilities are those that were sampled, to the bit."""
 
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from tests.embedded.tiny import (
     random_prompt,
     train,
     tuned,
-    write_tiny_model,
 )
 from tinkercloud.core.types import Datum, FromBase, LoraSpec, SampledSequence
 from tinkercloud.embedded.native.compiler import library
@@ -26,9 +24,8 @@ pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compile
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-@pytest.fixture(scope="module", params=DTYPES, ids=("float32", "bfloat16"))
-def store(request: pytest.FixtureRequest) -> TinyStore:
-    folder = write_tiny_model(Path(tempfile.mkdtemp()))
+@pytest.fixture(scope="module", params=DTYPES, ids=str)
+def store(request: pytest.FixtureRequest, folder: Path) -> TinyStore:
     return open_store(folder, tokens=200, dtype=request.param)
 
 
