@@ -4,7 +4,6 @@ Weights go by Hugging Face names without the ".weight" suffix: "model.layers.0.s
 its bias "model.layers.0.self_attn.q_proj.bias", "model.embed_tokens", "model.norm", "lm_head".
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from tinkercloud.architectures.config import ArchitectureConfig, from_hf, token_
 from tinkercloud.errors import ConfigError
 from tinkercloud.weights.gguf_file import GGUFFile
 from tinkercloud.weights.gguf_loader import gguf_config, gguf_shapes, gguf_weights
+from tinkercloud.weights.json_file import read_json
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _NAMED_AT_MOST = 8  # tensors listed in an error
@@ -27,12 +27,12 @@ def read_config(path: Path) -> ArchitectureConfig:
     """The config alone, without reading weights. Raises ConfigError."""
     if is_gguf(path):
         return gguf_config(GGUFFile(path))
-    config = from_hf(_read_json(path / "config.json"))
+    config = from_hf(read_json(path / "config.json"))
     generation = path / "generation_config.json"
     if not generation.is_file():
         return config
     try:
-        more = token_ids(_read_json(generation).get("eos_token_id"))
+        more = token_ids(read_json(generation).get("eos_token_id"))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{generation} has a wrong eos_token_id: {error}") from error
     return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *more))))
@@ -73,23 +73,13 @@ def is_gguf(path: Path) -> bool:
     return path.is_file()
 
 
-def _read_json(path: Path) -> Mapping[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} does not hold a JSON object")
-    return content
-
-
 def _tensor_files(folder: Path) -> list[str]:
     """File names that hold the weights. Pickled weights are never opened."""
     if (folder / _SINGLE).is_file():
         return [_SINGLE]
     if not (folder / _INDEX).is_file():
         raise ConfigError(f"{folder} has neither {_SINGLE} nor {_INDEX}; other files are not read")
-    places = _read_json(folder / _INDEX).get("weight_map")
+    places = read_json(folder / _INDEX).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise ConfigError(f"{folder / _INDEX} has no weight_map of file names")
     files = sorted(set(places.values()))

@@ -1,11 +1,11 @@
 """Reading and converting weight files in worker processes of Ray: the API process has no torch."""
 
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tinkercloud.errors import ConfigError, TinkercloudError, UserError
+from tinkercloud.weights.json_file import read_json
 
 FULL_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -45,12 +45,10 @@ def full_model_folder(base: Path, checkpoint: Path, target: Path) -> None:
     Holds one file of the base in memory at a time. Raises UserError for a checkpoint of another
     base model.
     """
-    import json
-
     from safetensors import SafetensorError, safe_open
     from safetensors.torch import save_file
 
-    tied = json.loads((base / "config.json").read_text()).get("tie_word_embeddings", False)
+    tied = read_json(base / "config.json").get("tie_word_embeddings", False)
     try:
         with safe_open(checkpoint / FULL_FILE, "pt") as trained:
             names = frozenset(trained.keys())
@@ -85,16 +83,3 @@ def token_ids(raw: object) -> tuple[int, ...]:
     """The `eos_token_id` of Hugging Face files: null, one id or a list of ids."""
     ids = raw if isinstance(raw, list) else [raw]
     return tuple(id for id in ids if isinstance(id, int) and not isinstance(id, bool))
-
-
-def read_json(path: Path) -> Mapping[str, Any]:
-    """Raises ConfigError."""
-    import json
-
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} does not hold a JSON object")
-    return content
