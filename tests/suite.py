@@ -1,7 +1,7 @@
 """Runs the tests within their time budgets: `python -m tests.suite fast | cluster | slow | all`.
 
 fast: what is neither slow nor a cluster's; folders that `budget.toml` calls parallel run on two
-processes, then the others one after another, because they start servers or compute on all cores.
+processes, then the others one after another, because they measure time or compute on all cores.
 slow: a slice of the slow tests that fits into `--seconds`, another one for each commit, so that in
 a few runs all of them had their turn. Each mode prints the 20 slowest tests and what each folder
 took of its budget. Where CI is set, a folder beyond twice its budget fails the run: less
@@ -33,10 +33,10 @@ NO_TESTS = 5  # pytest's exit status where nothing was selected
 @dataclass(frozen=True, slots=True)
 class Budget:
     """folders, slow: seconds by folder and by file of slow tests, on a machine whose `probe_s` is
-    this one."""
+    this one. parallel: folders by how many threads of PyTorch each of two processes has."""
 
     probe_s: float
-    parallel: tuple[str, ...]
+    parallel: dict[int, tuple[str, ...]]
     folders: dict[str, float]
     cluster: dict[str, float]
     slow: dict[str, float]
@@ -46,7 +46,7 @@ class Budget:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
         return cls(
             table["machine"]["probe_s"],
-            tuple(table["parallel"]["folders"]),
+            {each["threads"]: tuple(each["folders"]) for each in table["parallel"]},
             table["folders"],
             table["cluster"],
             table["slow"],
@@ -90,13 +90,16 @@ def run_mode(mode: str, budget: Budget) -> tuple[int, list[Timed]]:
     """The exit status of the first failing run of pytest, and every test's time."""
     if mode == "cluster":
         return pytest("-m", "not slow", "tests/cluster")
-    parallel = [f"tests/{name}" for name in budget.parallel]
-    skipped = [f"--ignore={name}" for name in parallel]
     picked = ["-m", "not slow", "--ignore=tests/cluster"] if mode == "fast" else []
-    # One thread for each of the two processes; a file's tests stay together with their fixtures.
-    first, tests = pytest("-n", "2", "--dist", "loadfile", *picked, *parallel, OMP_NUM_THREADS="1")
-    second, more = pytest(*picked, *skipped, "tests")
-    return first or second, tests + more
+    in_twos = ["-n", "2", "--dist", "loadfile"]  # a file's tests stay together with their fixtures
+    alone, runs = ["tests"], []
+    for threads, names in budget.parallel.items():
+        folders = [f"tests/{name}" for name in names]
+        alone += [f"--ignore={folder}" for folder in folders]
+        runs.append(pytest(*in_twos, *picked, *folders, OMP_NUM_THREADS=str(threads)))
+    runs.append(pytest(*picked, *alone))
+    statuses, tests = zip(*runs, strict=True)
+    return next(filter(None, statuses), 0), [test for each in tests for test in each]
 
 
 def pytest(*arguments: str, **environment: str) -> tuple[int, list[Timed]]:
