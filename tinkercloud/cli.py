@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from tinkercloud import __version__
 from tinkercloud.commands import (
+    backup,
     bench_options,
     captures,
     doctor,
@@ -20,6 +21,7 @@ from tinkercloud.commands import (
     keys,
     models,
     plan,
+    restore,
     serve,
 )
 from tinkercloud.commands.options import Arguments, complain, missing_extra, say
@@ -35,6 +37,8 @@ COMMANDS = {
     "draft": ("drafts for speculative decoding: make, list, choose", draft_options),
     "import": ("make an adapter of PEFT a checkpoint of this server", import_options),
     "captures": ("what agents sampled: sessions, rewards, datums", captures),
+    "backup": ("copy the data folder, while a server runs or not", backup),
+    "restore": ("make a backup the data folder", restore),
     "keys": ("make, list and revoke API keys", keys),
 }
 

@@ -24,6 +24,7 @@ LIMIT_S = 100.0
 WHEEL = "tests/packaging/test_wheel.py"
 DEPLOY = "tests/docs/test_deploy_files.py"
 WEIGHTS = "tests/e2e/test_weights_out_and_in.py"
+BACKUP = "tests/commands/test_backup.py::test_a_backup_beside_a_running_server"
 CLI = "tests/e2e/test_tinker_cli.py"
 INSTALLED = f"{WHEEL}::test_the_engine_uses_the_kernels_of_the_wheel_or_compiles_its_sources"
 AGENTS = "tests/chat/test_captured_agents.py"
@@ -55,6 +56,8 @@ COVERED = {
         "tests/docs/test_commands.py::test_the_client_that_is_installed_is_the_one_of_the_tests",
         "it needs an index",
     ),
+    "tinkercloud backup ": Elsewhere(f"{BACKUP}_is_a_moment_of_it", "it needs a data folder"),
+    "tinkercloud restore ": Elsewhere(f"{BACKUP}_is_a_moment_of_it", "it needs a backup"),
     "tinkercloud import ": Elsewhere(
         f"{WEIGHTS}::test_an_adapter_of_peft_is_imported_and_sampled", "it needs an adapter"
     ),

@@ -3,7 +3,6 @@
 import asyncio
 import sqlite3
 from collections.abc import AsyncIterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 from tests.storage.counting import commits_of
 from tinkercloud.errors import ServerFault
 from tinkercloud.storage.database import Database
-from tinkercloud.storage.keys import prepare_database_file
 
 INSERT = "INSERT INTO keys VALUES (?, ?, ?, 1.0)"
 
@@ -88,25 +86,3 @@ async def test_a_write_whose_caller_left_is_made_all_the_same(database: Database
     task.cancel()
     await database.write(INSERT, "b", "ann", b"2")
     assert await names(database) == ["a", "b"]
-
-
-async def test_a_file_of_an_earlier_version_gets_the_later_columns(tmp_path: Path) -> None:
-    path = prepare_database_file(tmp_path)
-    with closing(sqlite3.connect(path)) as connection:  # the table as version 1.0 made it
-        connection.execute(
-            "CREATE TABLE futures (request_id TEXT PRIMARY KEY, user TEXT NOT NULL, kind TEXT NOT"
-            " NULL, dedup_key TEXT UNIQUE, model_id TEXT, seq_id INTEGER, status TEXT NOT NULL,"
-            " content_type TEXT, body BLOB, created_at REAL NOT NULL, finished_at REAL)"
-        )
-        connection.execute(
-            "INSERT INTO futures VALUES ('r', 'ann', 'Sample', NULL, NULL, NULL, 'completed',"
-            " 'application/json', x'7b7d', 1.0, 2.0)"
-        )
-        connection.commit()
-    for _ in range(2):  # again: without effect
-        database = await Database.open(tmp_path)
-        row = await database.one("SELECT * FROM futures")
-        assert row is not None
-        assert (row["request_id"], row["body"]) == ("r", b"{}")
-        assert {"sampler_id", "started_at"} <= set(row.keys())
-        await database.close()

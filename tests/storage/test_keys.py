@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud.storage.keys import DATABASE_NAME, KeyStore
+from tinkercloud.storage.database_file import DATABASE_NAME
+from tinkercloud.storage.keys import KeyStore
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from pathlib import Path
 import aiosqlite
 
 from tinkercloud.errors import ServerFault
-from tinkercloud.storage.keys import prepare_database_file, schema
+from tinkercloud.storage.database_file import prepare_database_file
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,6 @@ class Database:
         """The database of data_dir, made where missing."""
         path = prepare_database_file(data_dir)
         writer = await _connect(path)
-        await writer.executescript(schema())
         reader = await _connect(path)
         await reader.execute("PRAGMA query_only = ON")
         return cls(writer, reader)

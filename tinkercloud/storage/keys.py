@@ -7,41 +7,18 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from dataclasses import dataclass, field
-from importlib.resources import files
 from pathlib import Path
 
 from tinkercloud.storage.audit_log import INSERT_ENTRY
+from tinkercloud.storage.database_file import prepare_database_file
 from tinkercloud.storage.tokens import TOKEN_PREFIX, TokenSigner
-from tinkercloud.storage.upgrades import add_later_columns
 
-DATABASE_NAME = "tinkercloud.db"
 KEY_PREFIX = "tml-"  # the official client refuses other keys (wire specification, section 16)
 DEFAULT_USER = "default"
 CACHE_S = 1.0  # a revoked key, and its tokens, work at most this much longer in a running server
 OPERATOR = "operator"  # in the audit log: whoever has the machine's command line
 _ID_PREFIX = "key-"
-
-
-def schema() -> str:
-    """The statements that make every table that is not there yet."""
-    return files("tinkercloud.storage").joinpath("schema.sql").read_text(encoding="utf-8")
-
-
-def prepare_database_file(data_dir: Path) -> Path:
-    """Make data_dir (mode 0700) and a database file (0600) where missing; its path.
-
-    A file of an earlier version gets the columns that it lacks, before the schema names them.
-    """
-    data_dir.mkdir(parents=True, exist_ok=True)
-    data_dir.chmod(0o700)
-    path = data_dir / DATABASE_NAME
-    path.touch(mode=0o600, exist_ok=True)
-    path.chmod(0o600)
-    with closing(sqlite3.connect(path, timeout=30.0, isolation_level=None)) as connection:
-        add_later_columns(connection)
-    return path
 
 
 def _digest(key: str) -> bytes:
@@ -71,7 +48,6 @@ class KeyStore:
         path = prepare_database_file(data_dir)
         self._connection = sqlite3.connect(path, timeout=30.0, check_same_thread=False)
         self._connection.execute("PRAGMA journal_mode = WAL")
-        self._connection.executescript(schema())
         self._signer = TokenSigner(self.secret("tokens"))
         self._cached: list[KeyRecord] = []
         self._cached_at = float("-inf")

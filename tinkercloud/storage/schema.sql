@@ -1,5 +1,5 @@
 -- One file, `data_dir/tinkercloud.db`. Times are seconds since the epoch (REAL), JSON is TEXT.
--- Columns that a table got later are in upgrades.py too: it adds them to an existing file.
+-- What changes here needs a numbered change in database_file.py: it brings existing files there.
 -- Every row that belongs to somebody carries `user`; queries without it are maintenance only.
 
 CREATE TABLE IF NOT EXISTS keys (

@@ -35,14 +35,14 @@ def seal(directory: Path, about: dict[str, object]) -> int:
     manifest = directory / MANIFEST
     manifest.write_text(json.dumps({"format": 1, **about, "files": files}, indent=1))
     for path in (*directory.rglob("*"), directory):
-        _flush(path)
+        flush(path)
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
 def move_into_place(temporary: Path, target: Path) -> None:
     """Rename; afterwards the folder is at target even through a power cut."""
     temporary.rename(target)
-    _flush(target.parent)
+    flush(target.parent)
 
 
 def verify(directory: Path) -> None:
@@ -100,7 +100,8 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Onto the disk: the content of a file, the names in a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,0 +1,123 @@
+"""A data folder as another folder, and back.
+
+A backup holds the database as it was at one moment, the checkpoints that it names, and the drafts.
+It is made beside a running server: SQLite copies a moment without stopping writers, and the files
+of a checkpoint never change once it is on record. What can be made or fetched again is left out:
+caches, and base models.
+"""
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tinkercloud.errors import ServerFault, UserError
+from tinkercloud.services.checkpoints import checkpoint_files
+from tinkercloud.storage.database_copy import checked_copy, copy_database, forget_checkpoints
+from tinkercloud.storage.database_file import DATABASE_NAME, prepare_database_file
+
+ABOUT = "backup.json"
+DRAFTS = "drafts"
+FETCHED = "models"  # of a data folder; what a restored one may hold before
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """gone: checkpoints that were deleted before their files were copied."""
+
+    num_checkpoints: int
+    num_bytes: int
+    gone: int = 0
+
+    def __str__(self) -> str:
+        text = f"checkpoints: {self.num_checkpoints}; in all {self.num_bytes / 1e6:.1f} MB"
+        return text + (f"; deleted meanwhile: {self.gone}" if self.gone else "")
+
+
+def back_up(data_dir: Path, folder: Path, report: Report) -> Copied:
+    """Make `folder`, whole and on disk, or leave nothing of that name. Raises UserError."""
+    if not (data_dir / DATABASE_NAME).is_file():
+        raise UserError(f"{data_dir} holds no server's data; name its folder with --data-dir")
+    if folder.exists():
+        raise UserError(f"{folder} is there already; name a folder that is not")
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a backup that was interrupted
+    partial.mkdir(mode=0o700, parents=True)
+    directories = copy_database(data_dir, partial)
+    gone: list[str] = []
+    for directory in directories:
+        if _copy_checkpoint(data_dir, partial, directory):
+            report(f"copied {directory}")
+        else:
+            gone.append(directory)
+    forget_checkpoints(partial, gone)
+    if (data_dir / DRAFTS).is_dir():
+        shutil.copytree(data_dir / DRAFTS, partial / DRAFTS, symlinks=True)
+    about = {"format": 1, "made_at": time.time()}
+    (partial / ABOUT).write_text(json.dumps(about), encoding="utf-8")
+    num_bytes = _flush_all(partial)
+    partial.rename(folder)
+    checkpoint_files.flush(folder.parent)
+    return Copied(len(directories) - len(gone), num_bytes, len(gone))
+
+
+def restore(folder: Path, data_dir: Path, report: Report) -> Copied:
+    """Copy a backup into a folder without data, after every file of it was compared with its hash.
+    Raises UserError, and then data_dir is as it was."""
+    if not (folder / ABOUT).is_file():
+        raise UserError(f"{folder} is not a backup: it has no {ABOUT}")
+    held = [path.name for path in data_dir.iterdir()] if data_dir.is_dir() else []
+    left = sorted(name for name in held if name != FETCHED)
+    if left:
+        raise UserError(
+            f"{data_dir} is not empty: it has {', '.join(left[:3])}. Move it aside, or name "
+            "another folder with --data-dir"
+        )
+    directories = checked_copy(folder)
+    for directory in directories:
+        try:
+            checkpoint_files.verify(folder / directory)
+        except ServerFault as error:
+            raise UserError(f"{folder / directory}: {error}") from error
+        report(f"verified {directory}")
+    data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.copytree(path, data_dir / path.name, symlinks=True)
+    num_bytes = _flush_all(data_dir)
+    # The database last, whole: a server that starts on half of a restored folder must not find it.
+    aside = data_dir / f".{DATABASE_NAME}"
+    num_bytes += shutil.copyfile(folder / DATABASE_NAME, aside).stat().st_size
+    checkpoint_files.flush(aside)
+    aside.rename(data_dir / DATABASE_NAME)
+    checkpoint_files.flush(data_dir)
+    prepare_database_file(data_dir)
+    return Copied(len(directories), num_bytes)
+
+
+def _copy_checkpoint(data_dir: Path, target: Path, directory: str) -> bool:
+    """False where it was deleted meanwhile. Raises UserError for files that are not as they were
+    sealed: a backup of those would be found out when it is too late."""
+    try:
+        shutil.copytree(data_dir / directory, target / directory)
+        checkpoint_files.verify(target / directory)
+    except (OSError, ServerFault) as error:
+        if (data_dir / directory).exists():
+            raise UserError(
+                f"{data_dir / directory}: {error}. Delete this checkpoint, then back up"
+            ) from error
+        shutil.rmtree(target / directory, ignore_errors=True)
+        return False
+    return True
+
+
+def _flush_all(folder: Path) -> int:
+    """Everything below a folder, and itself, onto the disk; bytes of the files."""
+    paths = [path for path in (*folder.rglob("*"), folder) if not path.is_symlink()]
+    for path in paths:
+        checkpoint_files.flush(path)
+    return sum(path.stat().st_size for path in paths if path.is_file())

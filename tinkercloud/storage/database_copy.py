@@ -1,0 +1,47 @@
+"""The database as another file: made beside a running server, and checked before it is used."""
+
+import sqlite3
+from collections.abc import Iterable
+from contextlib import closing
+from pathlib import Path
+
+from tinkercloud.errors import UserError
+from tinkercloud.storage.database_file import DATABASE_NAME
+
+_DIRECTORIES = "SELECT directory FROM checkpoints ORDER BY directory"
+
+
+def copy_database(data_dir: Path, target: Path) -> list[str]:
+    """The database as it is now, into the folder `target`; writers go on meanwhile. The folders of
+    the checkpoints that it names, relative to data_dir."""
+    path = target / DATABASE_NAME
+    path.touch(mode=0o600)
+    with closing(_read_only(data_dir)) as reader, closing(sqlite3.connect(path)) as copy:
+        reader.backup(copy)
+        copy.execute("PRAGMA journal_mode = DELETE")  # one file, nothing beside it
+        return [directory for (directory,) in copy.execute(_DIRECTORIES)]
+
+
+def forget_checkpoints(folder: Path, directories: Iterable[str]) -> None:
+    """In a copy: of those that were deleted before their files were copied."""
+    with closing(sqlite3.connect(folder / DATABASE_NAME)) as copy, copy:
+        values = [(directory,) for directory in directories]
+        copy.executemany("DELETE FROM checkpoints WHERE directory = ?", values)
+
+
+def checked_copy(folder: Path) -> list[str]:
+    """The folders of the checkpoints that a copy names. Raises UserError for a damaged one."""
+    try:
+        with closing(_read_only(folder)) as reader:
+            faults = [fault for (fault,) in reader.execute("PRAGMA integrity_check")]
+            directories = [directory for (directory,) in reader.execute(_DIRECTORIES)]
+    except sqlite3.DatabaseError as error:
+        raise UserError(f"the database of {folder} is damaged: {error}") from error
+    if faults != ["ok"]:
+        raise UserError(f"the database of {folder} is damaged: {faults[0]}")
+    return directories
+
+
+def _read_only(folder: Path) -> sqlite3.Connection:
+    uri = f"{(folder / DATABASE_NAME).absolute().as_uri()}?mode=ro"
+    return sqlite3.connect(uri, uri=True, timeout=30.0)

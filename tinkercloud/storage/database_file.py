@@ -1,0 +1,112 @@
+"""The database's file: made where missing, and brought to the tables of this version.
+
+`schema.sql` is what a new file gets. A file of an earlier version goes through the numbered changes
+after its own number, which SQLite keeps in the file (`PRAGMA user_version`), in one transaction.
+"""
+
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from importlib.resources import files
+from pathlib import Path
+
+from tinkercloud.errors import ConfigError
+
+DATABASE_NAME = "tinkercloud.db"
+TIMEOUT_S = 30.0  # for another process that writes
+
+
+def prepare_database_file(data_dir: Path) -> Path:
+    """Make data_dir (mode 0700) and a database file (0600) where missing, with the tables of this
+    version; its path. Raises ConfigError for a file that cannot be used, with what to do."""
+    path = data_dir / DATABASE_NAME
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True)
+        data_dir.chmod(0o700)
+        path.touch(mode=0o600, exist_ok=True)
+        path.chmod(0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"the data folder {data_dir} cannot be written ({error.strerror}); name another one "
+            "with --data-dir, or give this user the right to write there"
+        ) from error
+    try:
+        with closing(sqlite3.connect(path, timeout=TIMEOUT_S, isolation_level=None)) as connection:
+            migrate(connection)
+    except sqlite3.DatabaseError as error:
+        raise ConfigError(_advice(path, error)) from error
+    return path
+
+
+def migrate(connection: sqlite3.Connection) -> None:
+    """Bring the file to the tables of this version; all of it or nothing. connection: in no
+    transaction, and beginning none by itself. Raises ConfigError for a file of a later version."""
+    if _number(connection) == len(MIGRATIONS):
+        return
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        number = _number(connection)  # another process may have done it meanwhile
+        if number > len(MIGRATIONS):
+            raise ConfigError(
+                f"the database has the tables of a later version of tinkercloud (number {number}, "
+                f"this one knows {len(MIGRATIONS)}); start that version, or restore a backup that "
+                "this one made"
+            )
+        if connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
+            for change in MIGRATIONS[number:]:
+                change(connection)
+        for statement in _statements(_schema()):
+            connection.execute(statement)
+        connection.execute(f"PRAGMA user_version = {len(MIGRATIONS)}")
+        connection.execute("COMMIT")
+    except BaseException:
+        connection.execute("ROLLBACK")
+        raise
+
+
+def _number(connection: sqlite3.Connection) -> int:
+    """Of the last change that the file went through; 0: of a file that is new, or from before
+    changes had numbers."""
+    return connection.execute("PRAGMA user_version").fetchone()[0]
+
+
+def _schema() -> str:
+    return files("tinkercloud.storage").joinpath("schema.sql").read_text(encoding="utf-8")
+
+
+def _statements(script: str) -> Iterator[str]:
+    """One by one: `executescript` would commit what was done before."""
+    statement = ""
+    for line in script.splitlines(keepends=True):
+        statement += line
+        if sqlite3.complete_statement(statement):
+            yield statement
+            statement = ""
+    assert not statement.strip(), f"no end: {statement}"
+
+
+def _advice(path: Path, error: sqlite3.DatabaseError) -> str:
+    if isinstance(error, sqlite3.OperationalError):  # locked, full, read-only
+        return (
+            f"the database {path} cannot be opened: {error}. See that the disk has room, that the "
+            "file can be written, and that no other program holds it"
+        )
+    return (
+        f"the database {path} is damaged ({error}). Move it aside and restore a backup "
+        "(tinkercloud restore); what checkpoints/ beside it holds is whole in itself"
+    )
+
+
+# ---- the changes, in order; what is on somebody's disk never changes
+
+
+def _add_columns_of_futures(connection: sqlite3.Connection) -> None:
+    """Whose sample it is, when its work began, and what it asks for. Files from before changes had
+    numbers have any of them."""
+    columns = {row[1] for row in connection.execute("PRAGMA table_info(futures)")}
+    for name, kind in (("sampler_id", "TEXT"), ("started_at", "REAL"), ("request", "BLOB")):
+        if columns and name not in columns:
+            connection.execute(f"ALTER TABLE futures ADD COLUMN {name} {kind}")
+
+
+MIGRATIONS: tuple[Callable[[sqlite3.Connection], None], ...] = (_add_columns_of_futures,)
