@@ -206,9 +206,9 @@ def test_files_that_are_checked_strictly_exist():
 def test_every_table_lists_exactly_the_files_of_its_folder():
     losses = {spec.target for spec in LOSSES.values()}
     assert modules(losses) == files("losses/*.py")
-    assert modules(ARCHITECTURES.values()) | named("architectures", "config", "layers") == files(
-        "architectures/*.py"
-    )
+    assert modules(ARCHITECTURES.values()) | named(
+        "architectures", "blocks", "config", "families", "layers"
+    ) == files("architectures/*.py")
     assert modules(BACKENDS.values()) | named(
         "backends", "base", "fake_model", "fake_sampling"
     ) == files("backends/*.py", "*/backend.py")

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from tests.architectures.loaded_model import LoadedModel
 from tinkercloud.architectures import load_architecture
+from tinkercloud.architectures.blocks import Scoring
+from tinkercloud.architectures.layers import attend
 
 SIZES = {
     "vocab_size": 96,
@@ -27,7 +29,36 @@ SIZES = {
     "eos_token_id": 2,
     "bos_token_id": 1,
 }
-FAMILIES = ("Llama", "Qwen2", "Qwen3")
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Olmo2", "Granite")
+GGUF_FAMILIES = ("Llama", "Qwen2", "Qwen3")
+
+
+SWITCHES: dict[str, dict[str, Any]] = {
+    "Mistral": {"sliding_window": 9},
+    "Gemma2": {
+        "head_dim": 16,
+        "sliding_window": 9,
+        "query_pre_attn_scalar": 24,
+        "attn_implementation": "eager",  # the other one leaves out the cap
+        "attn_logit_softcapping": 1.5,
+        "final_logit_softcapping": 2.0,
+    },
+    "Gemma3": {
+        "head_dim": 16,
+        "sliding_window": 9,
+        "query_pre_attn_scalar": 24,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    },
+    "Granite": {
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.4,
+        "attention_multiplier": 0.1,
+        "logits_scaling": 0.5,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+}
+"""So that each shows in networks this small."""
 
 
 class PackedContext:
@@ -45,27 +76,24 @@ class PackedContext:
     def norm_weight(self, name: str) -> Tensor:
         return self.weights[name]
 
-    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         parts = zip(*(x.split(self.lengths) for x in (q, k, v)), strict=True)
-        return torch.cat([self._one(*(x.transpose(0, 1)[None] for x in part)) for part in parts])
-
-    @staticmethod
-    def _one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return mixed[0].transpose(0, 1)
+        return torch.cat([attend(*part, scoring) for part in parts])
 
 
 def random_network(family: str, **overrides: Any) -> transformers.PreTrainedModel:
     """A Hugging Face model with weights large enough that every part shows in the logits."""
-    config = getattr(transformers, f"{family}Config")(**SIZES | overrides)
+    name = {"Gemma3": "Gemma3Text"}.get(family, family)
+    changes = SWITCHES.get(family, {}) | overrides
+    config = getattr(transformers, f"{name}Config")(**SIZES | changes)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            # One is the natural scale of a norm, 1 / sqrt(in) that of a matrix.
+            # One is the natural scale of a norm, which Gemma adds; 1 / sqrt(in) that of a matrix.
             scale = 1.3 * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.3
-            parameter.copy_(noise * scale + ("norm" in name))
+            parameter.copy_(noise * scale + ("norm" in name and not family.startswith("Gemma")))
     return model
 
 

@@ -117,7 +117,7 @@ def test_the_model_type_stands_in_for_missing_architectures():
         ({"head_dim": 7}, "head_dim is 7"),
         ({"num_hidden_layers": 10**9}, "num_layers is 1000000000"),
         ({"hidden_size": "large"}, "wrong kind"),
-        ({"vocab_size": None}, "wrong kind"),
+        ({"vocab_size": None}, "no 'vocab_size'"),
         ({"rope_theta": -1.0}, "rope_theta must be positive"),
     ],
     ids=str,

@@ -33,6 +33,16 @@ EOS = 256
 VOCAB = 260
 
 
+def write_tiny_family(folder: Path, family: str) -> Path:
+    """As `write_tiny_model`, of another family, with all its switches on."""
+    from tests.architectures.networks import random_network  # GGUF's package is not always there
+
+    sizes = {"hidden_size": 48, "num_attention_heads": 6, "max_position_embeddings": 1024}
+    tokens = {"vocab_size": VOCAB, "eos_token_id": EOS, "bos_token_id": 257}
+    random_network(family, **sizes, **tokens).save_pretrained(folder)
+    return _write_tokenizer(folder)
+
+
 def write_tiny_model(folder: Path, seed: int = 0) -> Path:
     """Two layers, grouped heads, a byte-level tokenizer: token i < 256 is one byte."""
     torch.manual_seed(seed)
@@ -46,6 +56,10 @@ def write_tiny_model(folder: Path, seed: int = 0) -> Path:
         # Flat random logits would hide faults: make the distributions peaked.
         model.lm_head.weight.mul_(20)
     model.save_pretrained(folder)
+    return _write_tokenizer(folder)
+
+
+def _write_tokenizer(folder: Path) -> Path:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {c: i for i, c in enumerate(alphabet)} | {"<eos>": 256, "<bos>": 257}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))

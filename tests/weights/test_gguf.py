@@ -10,7 +10,7 @@ from gguf import GGMLQuantizationType as Kind
 
 from tests.architectures.loaded_model import load_model
 from tests.architectures.networks import (
-    FAMILIES,
+    GGUF_FAMILIES,
     our_logits,
     random_network,
     random_sequences,
@@ -26,7 +26,7 @@ from tinkercloud.weights.loader import read_config
 KINDS = [Kind.F32, Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", GGUF_FAMILIES)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_a_gguf_file_equals_the_folder_of_its_dequantised_weights(family, kind, tmp_path):
     reference = random_network(family, head_dim=16)
@@ -39,7 +39,7 @@ def test_a_gguf_file_equals_the_folder_of_its_dequantised_weights(family, kind, 
         assert torch.equal(ours.weights[name], expected), name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", GGUF_FAMILIES)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_a_gguf_file_has_the_config_of_the_folder(family, tied, tmp_path):
     reference = random_network(family, head_dim=16, tie_word_embeddings=tied)

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.architectures.loaded_model import load_model
 from tests.architectures.networks import (
-    FAMILIES,
+    GGUF_FAMILIES,
     random_network,
     random_sequences,
     reference_logits,
@@ -19,7 +19,7 @@ from tinkercloud.weights.huggingface import ensure_hf_folder
 from tinkercloud.weights.loader import read_config
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", GGUF_FAMILIES)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_transformers_computes_the_same_from_an_unpacked_file(family, tied, tmp_path):
     reference = random_network(family, head_dim=16, tie_word_embeddings=tied)
@@ -33,7 +33,7 @@ def test_transformers_computes_the_same_from_an_unpacked_file(family, tied, tmp_
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", GGUF_FAMILIES)
 def test_the_unpacked_file_loads_here_as_the_file_does(family, tmp_path):
     reference = random_network(family, head_dim=16)
     file = write_gguf(reference, tmp_path / "model.gguf", Kind.Q4_0)

@@ -8,10 +8,17 @@ from tinkercloud.errors import ConfigError
 if TYPE_CHECKING:
     from tinkercloud.architectures.llama import Llama
 
+_DECODER = "tinkercloud.architectures.llama:Llama"
+
 ARCHITECTURES: dict[str, str] = {
-    "LlamaForCausalLM": "tinkercloud.architectures.llama:Llama",
-    "Qwen2ForCausalLM": "tinkercloud.architectures.qwen2:Qwen2",
-    "Qwen3ForCausalLM": "tinkercloud.architectures.qwen3:Qwen3",
+    "LlamaForCausalLM": _DECODER,
+    "MistralForCausalLM": _DECODER,
+    "Qwen2ForCausalLM": _DECODER,
+    "Qwen3ForCausalLM": _DECODER,
+    "Gemma2ForCausalLM": _DECODER,
+    "Gemma3ForCausalLM": _DECODER,
+    "Olmo2ForCausalLM": _DECODER,
+    "GraniteForCausalLM": _DECODER,
 }
 
 

@@ -5,11 +5,13 @@ key/value heads, Dh head size. A linear is (out, in), as Hugging Face stores it.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from math import prod
 from typing import Any
 
 from tinkercloud.architectures import ARCHITECTURES
+from tinkercloud.architectures.blocks import PRE_NORMS, LayerNorms, Scoring
+from tinkercloud.architectures.families import FAMILIES
 from tinkercloud.errors import ConfigError
 
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
@@ -20,11 +22,13 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
 }
 """The rotary scalings that are implemented, with the keys that each cannot do without."""
 
-_MODEL_TYPES = {
-    "LlamaForCausalLM": "llama",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
 }
+"""Hugging Face's names for those of the gate that are implemented."""
 
 _MOST_LAYERS = 4096  # a damaged file must not make us list billions of tensors
 
@@ -36,6 +40,15 @@ class ArchitectureConfig:
     rope_scaling: None for plain RoPE, else Hugging Face's keys with `rope_type` ("linear",
     "llama3", "yarn"); a GGUF file may also give "factors": one divisor per frequency.
     attention_bias: q, k and v; output_bias: o; mlp_bias: gate, up and down.
+
+    qk_norm: q and k have norms of each head, or with qk_norm_spans_heads of all heads together.
+    norm_offset: is added to the weights of norms, but not to a bias. activation: of the gate,
+    "silu" or "gelu_tanh". rotary_dim: how many dimensions of a head are rotated, None for all;
+    rotary_interleaved: neighbours are turned with each other, not halves. windows: of each layer, 0
+    for all positions; empty: no layer has one. window_rope_theta: the plain rotary base of layers
+    with a window, None for that of the others. score_scale: of attention, None for Dh ** -0.5.
+    Caps are those of cap * tanh(x / cap), 0 for none. residual_scale: of what attention and MLP
+    add.
     """
 
     name: str
@@ -58,6 +71,20 @@ class ArchitectureConfig:
     qk_norm: bool
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    norms: LayerNorms = PRE_NORMS
+    norm_offset: float = 0.0
+    qk_norm_spans_heads: bool = False
+    activation: str = "silu"
+    rotary_dim: int | None = None
+    rotary_interleaved: bool = False
+    windows: tuple[int, ...] = ()
+    window_rope_theta: float | None = None
+    score_scale: float | None = None
+    score_cap: float = 0.0
+    logit_cap: float = 0.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
 
     def __post_init__(self) -> None:
         for name in (
@@ -82,6 +109,40 @@ class ArchitectureConfig:
             raise ConfigError(f"head_dim is {self.head_dim}; rotary embeddings need an even one")
         if not self.rope_theta > 0 or not self.rms_norm_eps >= 0:
             raise ConfigError("rope_theta must be positive and rms_norm_eps not negative")
+        if self.num_rotated % 2 or not 0 < self.num_rotated <= self.head_dim:
+            raise ConfigError(
+                f"{self.num_rotated} of {self.head_dim} dimensions of a head cannot be rotated"
+            )
+
+    @property
+    def num_rotated(self) -> int:
+        """Dimensions of a head that are rotated."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+    @property
+    def num_rotary_tables(self) -> int:
+        """Two where layers with a window have a rotary base of their own: the second one's."""
+        return 1 if self.window_rope_theta is None else 2
+
+    def rotary_table(self, layer: int) -> int:
+        """Which of them the layer reads."""
+        return int(self.num_rotary_tables == 2 and self.scoring(layer).window > 0)
+
+    def scoring(self, layer: int) -> Scoring:
+        scale = self.head_dim**-0.5 if self.score_scale is None else self.score_scale
+        return Scoring(scale, self.score_cap, self.windows[layer] if self.windows else 0)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is computed by passes that know biases and norms of heads, but no other
+        switch."""
+        switches = (
+            "norms", "norm_offset", "qk_norm_spans_heads", "activation", "rotary_dim",
+            "rotary_interleaved", "windows", "window_rope_theta", "score_scale", "score_cap",
+            "logit_cap", "embedding_scale", "residual_scale", "logit_scale",
+        )  # fmt: skip
+        defaults = {field.name: field.default for field in fields(self)}
+        return all(getattr(self, name) == defaults[name] for name in switches)
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         """Every linear that an adapter can sit on, by Hugging Face module path, "lm_head" last."""
@@ -99,8 +160,7 @@ class ArchitectureConfig:
             "model.norm": (self.hidden_size,),
         }
         for layer in range(self.num_layers):
-            for name in self._layer_norms():
-                size = self.head_dim if "self_attn" in name else self.hidden_size
+            for name, size in self._layer_norms().items():
                 shapes[f"model.layers.{layer}.{name}"] = (size,)
         for name, shape in self.linear_shapes().items():
             shapes[name] = shape
@@ -128,9 +188,13 @@ class ArchitectureConfig:
             "mlp.down_proj": (hidden, inner),
         }
 
-    def _layer_norms(self) -> tuple[str, ...]:
-        norms = ("input_layernorm", "post_attention_layernorm")
-        return (*norms, "self_attn.q_norm", "self_attn.k_norm") if self.qk_norm else norms
+    def _layer_norms(self) -> dict[str, int]:
+        sizes = dict.fromkeys(self.norms.names, self.hidden_size)
+        if self.qk_norm:
+            q_heads, kv_heads = self.num_heads, self.num_kv_heads
+            for name, heads in (("self_attn.q_norm", q_heads), ("self_attn.k_norm", kv_heads)):
+                sizes[name] = self.head_dim * (heads if self.qk_norm_spans_heads else 1)
+        return sizes
 
     def _has_bias(self, name: str) -> bool:
         if name.endswith("o_proj"):
@@ -142,7 +206,7 @@ def from_hf(config_json: Mapping[str, Any]) -> ArchitectureConfig:
     """The config of a Hugging Face `config.json`, as transformers 4 or 5 writes it.
 
     Raises ConfigError with the reason for a missing or wrong value and for what is not computed
-    here: other architectures, experts, sliding windows in use, other rotary scalings.
+    here: other architectures, activations and rotary scalings, experts, kinds of attention.
     """
     try:
         return _from_hf(config_json)
@@ -154,32 +218,36 @@ def from_hf(config_json: Mapping[str, Any]) -> ArchitectureConfig:
 
 def _from_hf(raw: Mapping[str, Any]) -> ArchitectureConfig:
     name = _architecture_name(raw)
+    family = FAMILIES[name]
+    raw = family.filled(raw)
     _refuse_unsupported(raw)
-    theta, scaling = _rope(raw)
+    theta, scaling, part = _rope(raw)
+    if part != 1.0 and not family.rotates_part:
+        raise ConfigError(f"partial_rotary_factor = {part} is not read by {name}; only 1 is")
     hidden, heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
-    bias = bool(_get(raw, "attention_bias", False))
-    qwen2, qwen3 = name == "Qwen2ForCausalLM", name == "Qwen3ForCausalLM"
+    head_dim = int(raw.get("head_dim", hidden // max(heads, 1)))
+    biases = {"attention_bias": False, "output_bias": False, "mlp_bias": False}
+    fields = {**biases, "qk_norm": False, **family.read(raw)}
     return ArchitectureConfig(
         name=name,
-        model_type=_MODEL_TYPES[name],
+        model_type=family.model_type,
         vocab_size=int(raw["vocab_size"]),
         hidden_size=hidden,
         intermediate_size=int(raw["intermediate_size"]),
         num_layers=int(raw["num_hidden_layers"]),
         num_heads=heads,
-        num_kv_heads=int(_get(raw, "num_key_value_heads", heads)),
-        head_dim=int(_get(raw, "head_dim", 128 if qwen3 else hidden // max(heads, 1))),
-        rms_norm_eps=float(_get(raw, "rms_norm_eps", 1e-6)),
+        num_kv_heads=int(raw.get("num_key_value_heads", heads)),
+        head_dim=head_dim,
+        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         rope_theta=theta,
         rope_scaling=scaling,
-        max_position_embeddings=int(_get(raw, "max_position_embeddings", 2048)),
-        tie_word_embeddings=bool(_get(raw, "tie_word_embeddings", False)),
-        attention_bias=qwen2 or bias,
-        output_bias=bias and not qwen2,
-        mlp_bias=name == "LlamaForCausalLM" and bool(_get(raw, "mlp_bias", False)),
-        qk_norm=qwen3,
+        max_position_embeddings=int(raw.get("max_position_embeddings", 2048)),
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         eos_token_ids=token_ids(raw.get("eos_token_id")),
         bos_token_id=next(iter(token_ids(raw.get("bos_token_id"))), None),
+        activation=_activation(raw),
+        rotary_dim=None if part == 1.0 else int(head_dim * part),
+        **fields,
     )
 
 
@@ -190,16 +258,10 @@ def token_ids(value: Any) -> tuple[int, ...]:
     return tuple(int(item) for item in value) if isinstance(value, list | tuple) else (int(value),)
 
 
-def _get(raw: Mapping[str, Any], key: str, default: Any) -> Any:
-    """Hugging Face writes null for "the default"."""
-    value = raw.get(key)
-    return default if value is None else value
-
-
 def _architecture_name(raw: Mapping[str, Any]) -> str:
-    names = _get(raw, "architectures", [])
+    names = raw.get("architectures")
     if not names:
-        names = [name for name, kind in _MODEL_TYPES.items() if kind == raw.get("model_type")]
+        names = [name for name, f in FAMILIES.items() if f.model_type == raw.get("model_type")]
     name = str(names[0]) if names else f"of model_type {raw.get('model_type')!r}"
     if name not in ARCHITECTURES:
         raise ConfigError(
@@ -209,48 +271,46 @@ def _architecture_name(raw: Mapping[str, Any]) -> str:
 
 
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
-    if (activation := _get(raw, "hidden_act", "silu")) not in ("silu", "swish"):
-        raise ConfigError(f"activation {activation!r} is not supported; only silu is")
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if _get(raw, key, 0):
+        if raw.get(key):
             raise ConfigError(f"{key} = {raw[key]}: mixtures of experts are not supported")
     for key in ("vision_config", "quantization_config"):
         if raw.get(key):
             raise ConfigError(f"folders with a {key} are not supported")
-    if _uses_sliding_window(raw):
-        raise ConfigError("sliding-window attention is in use; only full attention is supported")
 
 
-def _uses_sliding_window(raw: Mapping[str, Any]) -> bool:
-    if layer_types := raw.get("layer_types"):
-        return any(kind != "full_attention" for kind in layer_types)
-    if not raw.get("use_sliding_window") or raw.get("sliding_window") is None:
-        return False
-    return int(_get(raw, "max_window_layers", 28)) < int(raw["num_hidden_layers"])
+def _activation(raw: Mapping[str, Any]) -> str:
+    name = raw.get("hidden_activation") or raw.get("hidden_act", "silu")
+    if name not in ACTIVATIONS:
+        raise ConfigError(
+            f"activation {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}"
+        )
+    return ACTIVATIONS[name]
 
 
-def _rope(raw: Mapping[str, Any]) -> tuple[float, Mapping[str, Any] | None]:
-    """(theta, scaling): transformers 4 keeps them apart, 5 together in `rope_parameters`."""
+def _rope(raw: Mapping[str, Any]) -> tuple[float, Mapping[str, Any] | None, float]:
+    """(theta, scaling, the part of a head that is rotated): transformers 4 keeps them apart, 5
+    together in `rope_parameters`; by kinds of layers where these differ."""
     rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    theta = float(rope.pop("rope_theta", None) or _get(raw, "rope_theta", 10000.0))
+    if "full_attention" in rope:
+        rope = dict(rope["full_attention"])
+    theta = float(rope.pop("rope_theta", None) or raw.get("rope_theta", 10000.0))
     kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
     rope.pop("type", None)
-    partial = _get(rope, "partial_rotary_factor", _get(raw, "partial_rotary_factor", 1.0))
-    if float(partial) != 1.0:
-        raise ConfigError(f"partial_rotary_factor = {partial} is not supported; only 1 is")
+    part = float(rope.pop("partial_rotary_factor", None) or raw.get("partial_rotary_factor", 1.0))
     if kind not in ROPE_TYPES:
         raise ConfigError(
             f"rotary scaling {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}"
         )
     if kind == "default":
-        return theta, None
+        return theta, None, part
     for key in ROPE_TYPES[kind]:
-        if not float(_get(rope, key, 0)) > 0:
+        if not float(rope.get(key) or 0) > 0:
             raise ConfigError(f"rotary scaling {kind!r} needs a positive {key!r}")
     original = raw.get("original_max_position_embeddings") or rope.get(
         "original_max_position_embeddings"
     )
     rope["original_max_position_embeddings"] = int(
-        original or _get(raw, "max_position_embeddings", 2048)
+        original or raw.get("max_position_embeddings", 2048)
     )
-    return theta, {"rope_type": kind, **rope}
+    return theta, {"rope_type": kind, **rope}, part

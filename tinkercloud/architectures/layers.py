@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tinkercloud.architectures.blocks import Scoring
 from tinkercloud.architectures.config import ArchitectureConfig
 from tinkercloud.errors import ConfigError
 
@@ -32,42 +33,109 @@ class Context(Protocol):
         ...
 
     def norm_weight(self, name: str) -> Tensor:
-        """The scale of "model.layers.3.input_layernorm": (D,), or (Dh,) for q_norm and k_norm."""
+        """The weight of "model.layers.3.input_layernorm" (D,), or of q_norm and k_norm."""
         ...
 
-    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal attention of each packed sequence, scaled by Dh ** -0.5.
+    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+        """Causal attention of each packed sequence.
 
         q (T, Hq, Dh), k and v (T, Hkv, Dh), rotated -> (T, Hq, Dh).
         """
         ...
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last axis, in float32, cast back before the scale."""
+def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last axis, in float32, cast back before the scale; after it
+    where the scale is of another type."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
+    if scale.dtype != x.dtype:
+        return (wide * scale).to(x.dtype)
+    return scale * wide.to(x.dtype)
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
+def norm_scale(config: ArchitectureConfig, name: str, weight: Tensor) -> Tensor:
+    """What a norm multiplies with: its weight, or float32 where the family changes it. The final
+    norm has the scale of the logits too."""
+    factor = norm_slope(config, name)
+    if config.norm_offset == 0.0 and factor == 1.0:
+        return weight
+    return (weight.float() + config.norm_offset) * factor
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x (T, H, Dh) by cos and sin (T, Dh / 2); halves as Hugging Face pairs them.
+def norm_slope(config: ArchitectureConfig, name: str) -> float:
+    """The derivative of a norm's scale by its weight."""
+    return config.logit_scale if name == "model.norm" else 1.0
+
+
+def gated(activation: str, gate: Tensor, up: Tensor) -> Tensor:
+    """The activation of gate, times up."""
+    if activation == "silu":
+        return F.silu(gate) * up
+    assert activation == "gelu_tanh"
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def capped(x: Tensor, cap: float) -> Tensor:
+    """cap * tanh(x / cap); cap 0: x."""
+    return torch.tanh(x / cap) * cap if cap else x
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, first: int = 0) -> Tensor:
+    """Causal attention of one sequence, written plainly: q (n, Hq, Dh) at positions from `first`
+    on, k and v (P, Hkv, Dh) from 0 on -> (n, Hq, Dh). Scores and probabilities are float32."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(groups, dim=1).transpose(0, 1) for x in (k, v))
+    scores = (q.transpose(0, 1) @ k.transpose(1, 2)).float() * scoring.scale
+    behind = torch.arange(first, first + len(q), device=q.device)[:, None]
+    behind = behind - torch.arange(k.shape[1], device=q.device)[None]
+    unseen = behind < 0
+    if scoring.window:
+        unseen |= behind >= scoring.window
+    shares = capped(scores, scoring.cap).masked_fill(unseen, -torch.inf).softmax(-1)
+    return (shares.to(v.dtype) @ v).transpose(0, 1)
+
+
+def attend_many(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+    """The same of B whole sequences, by PyTorch's own attention where scores have no cap:
+    q (B, Hq, L, Dh), k and v (B, Hkv, L, Dh) -> (B, Hq, L, Dh)."""
+    if scoring.cap:
+        rows = zip(*(x.transpose(1, 2) for x in (q, k, v)), strict=True)
+        alone = [attend(one_q, one_k, one_v, scoring) for one_q, one_k, one_v in rows]
+        return torch.stack(alone).transpose(1, 2)
+    seen = None
+    if scoring.window:
+        seen = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
+        seen = seen.triu(1 - scoring.window)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=seen, is_causal=seen is None, scale=scoring.scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )  # fmt: skip
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Rotate the first R dimensions of x (T, H, Dh) by cos and sin (T, R / 2): halves with each
+    other, as Hugging Face pairs them, or neighbours.
 
     In x's own number type, as Hugging Face does it: in bfloat16 the rounding of this product is
     part of what other implementations of the same weights compute.
     """
-    first, second = x.chunk(2, dim=-1)
+    size = 2 * cos.shape[-1]
+    turned, kept = x[..., :size], x[..., size:]
+    if interleaved:
+        first, second = turned[..., ::2], turned[..., 1::2]
+    else:
+        first, second = turned.chunk(2, dim=-1)
     cos, sin = cos.to(x.dtype).unsqueeze(1), sin.to(x.dtype).unsqueeze(1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    pair = (first * cos - second * sin, second * cos + first * sin)
+    done = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    return done if size == x.shape[-1] else torch.cat((done, kept), dim=-1)
 
 
 def rotary_frequencies(config: ArchitectureConfig) -> tuple[Tensor, float]:
-    """float32 (Dh / 2,) radians per position, and the factor on cos and sin (1 except for YaRN)."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    """float32 (R / 2,) radians per position, of the R dimensions of a head that are rotated, and
+    the factor on cos and sin (1 except for YaRN)."""
+    exponents = torch.arange(0, config.num_rotated, 2, dtype=torch.float32) / config.num_rotated
     powers = config.rope_theta**exponents
     scaling = config.rope_scaling
     if scaling is None:
@@ -97,7 +165,7 @@ def _yarn_frequencies(
     powers: Tensor, config: ArchitectureConfig, scaling: Mapping[str, Any]
 ) -> Tensor:
     """YaRN (arXiv 2309.00071): interpolate the dimensions that turn less than `beta_slow` times."""
-    original, size = scaling["original_max_position_embeddings"], config.head_dim
+    original, size = scaling["original_max_position_embeddings"], config.num_rotated
 
     def dimension(turns: float) -> float:
         return size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))

@@ -47,7 +47,8 @@ int attention(team_t *team, const int64_t *sizes, float cap, const int32_t *posi
                const float *sine, float *q, float *k, float *v, void *keys, void *values,
                float *mixed, narrow *mixed_narrow) {
   model_t model = {.heads = sizes[0], .kv_heads = sizes[1], .head_dim = sizes[2],
-                   .is_narrow = sizes[3], .score_cap = cap};
+                   .is_narrow = sizes[3], .num_rotated = sizes[2], .num_rotary = 1,
+                   .score_scale = 1.0f / sqrtf((float)sizes[2]), .score_cap = cap};
   layer_t layer = {.keys = keys, .values = values, .window = sizes[6]};
   int64_t width = sizes[0] * sizes[2];
   batch_t batch = {.rows = sizes[4], .positions = positions, .sequence = sequence,

@@ -226,24 +226,25 @@ def test_the_gradient_of_log_probabilities_is_that_of_autograd(
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("width", [3, 530, 5000])
 def test_gates_are_computed_again_where_they_are_read(
-    team: Team, width: int, dtype: torch.dtype
+    team: Team, width: int, activation: str, dtype: torch.dtype
 ) -> None:
-    """By `down`, which has read silu(gate) * up, and for the gradient of gate and up."""
+    """By `down`, which has read their product, and for the gradient of gate and up."""
     torch.manual_seed(width)
     rows, size, rank = 41, 24, 3
     gates, dproduct = torch.randn(rows, 2 * width).to(dtype), torch.randn(rows, width)
     dense_x, dense_dy = (
-        train_bindings.swiglu(gates),
-        train_bindings.swiglu_gradient(gates, dproduct),
+        train_bindings.gated(activation, gates),
+        train_bindings.gated_gradient(activation, gates, dproduct),
     )
     down = Case([torch.randn(size, width).to(dtype)], dense_x, torch.randn(rows, size), rank)
     both = Case([torch.randn(width, size).to(dtype) for _ in range(2)], torch.randn(rows, size),
                 dense_dy, rank)  # fmt: skip
     for given, x, dy, through in (
-        (down, Gates(gates), down.dy, None),
-        (both, both.x, dproduct, Gates(gates)),
+        (down, Gates(gates, activation), down.dy, None),
+        (both, both.x, dproduct, Gates(gates, activation)),
     ):
         dense, factors = given.factors(1), given.factors(1)
         expected = given.gradient(team, [(4, 30, dense)])

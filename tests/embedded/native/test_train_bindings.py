@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tinkercloud.architectures import layers
+from tinkercloud.architectures.blocks import Scoring
 from tinkercloud.embedded.native import train_bindings as compiled
 from tinkercloud.embedded.native.bindings import log_sum_exp
 from tinkercloud.embedded.native.compiler import library
@@ -15,6 +15,7 @@ pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compile
 
 PRECISION = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
 WIDTHS = (1, 24, 64, 513, 1536)
+SCORINGS = ((0.0, 0), (0.0, 7), (1.5, 0), (1.5, 40))  # caps and windows
 
 
 @pytest.fixture(autouse=True)
@@ -42,12 +43,17 @@ def sequences(shape: Shape, dtype: torch.dtype) -> tuple[Tensor, ...]:
     return q, k, v, torch.randn(batch, length, heads, size).transpose(1, 2)
 
 
-def attention_by_autograd(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
+def attention_by_autograd(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, scoring: Scoring
+) -> tuple[Tensor, ...]:
     given = [x.double().detach().requires_grad_() for x in (q, k, v)]
     own_k, own_v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in given[1:])
-    scores = given[0] @ own_k.transpose(2, 3) * q.shape[3] ** -0.5
-    later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
-    out = scores.masked_fill(later, -torch.inf).softmax(-1) @ own_v
+    scores = given[0] @ own_k.transpose(2, 3) * scoring.scale
+    if scoring.cap:
+        scores = scoring.cap * torch.tanh(scores / scoring.cap)
+    seen = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
+    seen = seen.triu(1 - (scoring.window or len(seen)))
+    out = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ own_v
     return torch.autograd.grad(out, given, dout.double())
 
 
@@ -65,8 +71,11 @@ def attention_by_autograd(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tupl
         (9, 49, 2, 2, 128),
     ],
 )
-def test_the_gradient_of_attention_is_that_of_autograd(shape: Shape, dtype: torch.dtype) -> None:
-    given = sequences(shape, dtype)
+@pytest.mark.parametrize(("cap", "window"), SCORINGS)
+def test_the_gradient_of_attention_is_that_of_autograd(
+    shape: Shape, cap: float, window: int, dtype: torch.dtype
+) -> None:
+    given = (*sequences(shape, dtype), Scoring(0.9 * shape[4] ** -0.5, cap, window))
     for found, expected in zip(
         compiled.attention_gradient(*given), attention_by_autograd(*given), strict=True
     ):
@@ -75,7 +84,7 @@ def test_the_gradient_of_attention_is_that_of_autograd(shape: Shape, dtype: torc
 
 def test_large_scores_leave_the_gradient_of_attention_finite(dtype: torch.dtype) -> None:
     q, k, v, dout = sequences((1, 50, 2, 1, 16), dtype)
-    given = ((q * 100).to(dtype), (k * 100).to(dtype), v, dout)
+    given = ((q * 100).to(dtype), (k * 100).to(dtype), v, dout, Scoring(16**-0.5))
     for found, expected in zip(
         compiled.attention_gradient(*given), attention_by_autograd(*given), strict=True
     ):
@@ -88,12 +97,13 @@ def test_a_sequences_gradient_does_not_depend_on_its_company_or_on_threads(
     """One sequence is shared among threads by heads, twelve by themselves."""
     threads = torch.get_num_threads()
     given = sequences((12, 70, 6, 2, 32), dtype)
+    scoring = Scoring(32**-0.5, 1.5, 40)
     found = []
     try:
         for num_threads in (1, 2, 3):
             torch.set_num_threads(num_threads)
-            found.append(compiled.attention_gradient(*given))
-            found.append(compiled.attention_gradient(*(x[4:5] for x in given)))
+            found.append(compiled.attention_gradient(*given, scoring))
+            found.append(compiled.attention_gradient(*(x[4:5] for x in given), scoring))
     finally:
         torch.set_num_threads(threads)
     for together, alone in zip(found[::2], found[1::2], strict=True):
@@ -125,26 +135,33 @@ def test_the_gradient_of_a_norm_is_that_of_autograd(width: int) -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_the_gate_and_its_gradient_are_those_of_autograd(width: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_the_gate_and_its_gradient_are_those_of_autograd(
+    width: int, activation: str, dtype: torch.dtype
+) -> None:
     gates = (torch.randn(19, 2 * width) * 4).to(dtype)
     gates[0] = 100.0
     gates[1] = -100.0
     dy = torch.randn(19, width)
     wide = gates.double().requires_grad_()
     gate, up = wide.chunk(2, dim=1)
-    product = F.silu(gate) * up
+    product = layers.gated(activation, gate, up)
     [expected] = torch.autograd.grad(product, wide, dy.double())
-    assert_near(compiled.swiglu(gates), product.detach())
-    assert_near(compiled.swiglu_gradient(gates, dy), expected)
+    assert_near(compiled.gated(activation, gates), product.detach())
+    assert_near(compiled.gated_gradient(activation, gates, dy), expected)
 
 
-@pytest.mark.parametrize("size", [2, 24, 64, 128])
-def test_rows_are_rotated_as_the_plain_pass_rotates_them(size: int) -> None:
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rotated", [1.0, 0.5])
+@pytest.mark.parametrize("size", [4, 24, 64, 128])
+def test_rows_are_rotated_as_the_plain_pass_rotates_them(
+    size: int, rotated: float, interleaved: bool
+) -> None:
     both = torch.randn(13, 5, size)
     x, beside = both[:, 1:4], both[:, 4:].clone()
-    angles = torch.rand(13, size // 2) * 6
-    expected = layers.rotate(x, angles.cos(), angles.sin())
-    compiled.rotate_(x, angles.cos(), angles.sin())
+    angles = torch.rand(13, int(size * rotated) // 2) * 6
+    expected = layers.rotate(x, angles.cos(), angles.sin(), interleaved=interleaved)
+    compiled.rotate_(x, angles.cos(), angles.sin(), interleaved=interleaved)
     assert_near(x, expected)
     assert torch.equal(both[:, 4:], beside)
 

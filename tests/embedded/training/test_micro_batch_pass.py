@@ -10,6 +10,7 @@ import torch
 
 from tests.architectures.networks import FAMILIES, SIZES, random_network
 from tests.embedded.exactness import assert_same_gradients_in_company
+from tinkercloud.architectures.blocks import Scoring
 from tinkercloud.core.types import Datum, LoraSpec, TrainBatch
 from tinkercloud.embedded.forward.row_invariance import is_row_invariant, pad_rows
 from tinkercloud.embedded.model.base_model import BaseModel
@@ -328,7 +329,7 @@ def assert_attention_equals(
     expected = torch.autograd.grad(right, (q, k, v), dout)
     attention = PackedAttention(sequences, num_rows, torch.device("cpu"))
     with torch.no_grad():
-        out, kept = attention.forward(q, k, v, keep=True)
+        out, kept = attention.forward(q, k, v, Scoring(16**-0.5), keep=True)
         gradients = [torch.full_like(x, torch.nan) for x in (q, k, v)]
         attention.backward(kept, dout, gradients)
     torch.testing.assert_close(out, right.detach())

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.architectures.networks import SWITCHES
 from tests.embedded.tiny import (
     Sampler,
     TinyStore,
@@ -15,6 +16,7 @@ from tests.embedded.tiny import (
     random_prompt,
     train,
     tuned,
+    write_tiny_family,
 )
 from tinkercloud.core.types import Datum, FromBase, LoraSpec, SampledSequence
 from tinkercloud.embedded.native.compiler import library
@@ -22,6 +24,11 @@ from tinkercloud.embedded.native.compiler import library
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler")
 
 DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.fixture(scope="module", params=["Llama", *SWITCHES, "Olmo2"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_family(tmp_path_factory.mktemp(request.param), request.param)
 
 
 @pytest.fixture(scope="module", params=DTYPES, ids=str)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tinkercloud.architectures.blocks import Scoring
 from tinkercloud.embedded.forward.row_invariance import Product, pad_rows
 from tinkercloud.embedded.model.uploads import uploaded
 from tinkercloud.weights.adapters import Adapter
@@ -87,5 +88,5 @@ class SampleContext:
     def norm_weight(self, name: str) -> Tensor:
         return self._base[name]
 
-    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         raise AssertionError("a SampleContext is used through its subclasses")

@@ -17,12 +17,13 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tinkercloud.architectures.blocks import Scoring
 from tinkercloud.architectures.layers import Show
 from tinkercloud.architectures.llama import Llama
 from tinkercloud.embedded.forward.adapter_bank import NO_ADAPTER, AdapterBank
 from tinkercloud.embedded.forward.hidden_states import LayerStates
 from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool
-from tinkercloud.embedded.forward.paged_attention import PagedAttention
+from tinkercloud.embedded.forward.paged_attention import PagedAttention, scored_by
 
 HEAD = 3  # columns before a row's table: token, position, slot of its adapter
 
@@ -133,11 +134,12 @@ class DecodeContext:
     def norm_weight(self, name: str) -> Tensor:
         return self._weights[name]
 
-    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         keys, values, at = self._pool.keys[layer], self._pool.values[layer], self._inputs
         keys[at.blocks, :, :, at.places] = k
         values[at.blocks, :, at.places] = v
-        return self._attend(q, keys, values, at.tables, at.lengths)
+        attend = scored_by(self._attend, scoring, q.shape[2])
+        return attend(q, keys, values, at.tables, at.lengths)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""The decode step of the Llama family, written out for our kernels: in fewer launches.
+"""The decode step of plain networks (`ArchitectureConfig.is_plain`), written out for our kernels:
+in fewer launches.
 
 A step of one row reads every weight once and does little else; launches of small kernels would take
 as long as the reading. It computes, and rounds, what `DecodeModel` does.
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from tinkercloud.architectures.layers import Show
 from tinkercloud.architectures.llama import Llama
-from tinkercloud.architectures.qwen3 import Qwen3
 from tinkercloud.embedded.forward import attention_kernel
 from tinkercloud.embedded.forward import decode_kernels as kernels
 from tinkercloud.embedded.forward.adapter_bank import AdapterBank
@@ -71,7 +71,7 @@ class _Run:
         keys, values = self.pool.keys[index], self.pool.values[index]
         q, k, v = (self._linear(f"{path}.{n}_proj", x) for n in "qkv")
         norms = None
-        if isinstance(self.architecture, Qwen3):
+        if self.architecture.config.qk_norm:
             q_norm, k_norm = (self.weights[f"{path}.{n}_norm"] for n in "qk")
             norms = (q_norm, k_norm, self.architecture.config.rms_norm_eps)
         kernels.rotate_and_cache((q, k, v), rotary, norms, (keys, values), self.at)

@@ -77,7 +77,7 @@ def attention_for(device: torch.device, dtype: torch.dtype) -> PagedAttention:
 def step_for(version: Version, pool: BlockPool) -> Step:
     """The fastest decode step of the version's weights."""
     base = version.base
-    if base.is_llama_family and has_kernels(base.device, base.dtype):
+    if base.is_llama_family and base.config.is_plain and has_kernels(base.device, base.dtype):
         from tinkercloud.embedded.forward.fused_decode import FusedModel
 
         return FusedModel(base.architecture, version.weights, ref(pool))

@@ -11,12 +11,14 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tinkercloud.architectures.blocks import Scoring
+from tinkercloud.architectures.layers import attend
 from tinkercloud.architectures.llama import Llama
 from tinkercloud.embedded.forward.batch import Batch
 from tinkercloud.embedded.forward.contexts import SampleContext, segments_of
 from tinkercloud.embedded.forward.kernel_choice import attention_for
 from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool, blocks_for
-from tinkercloud.embedded.forward.paged_attention import TILE
+from tinkercloud.embedded.forward.paged_attention import TILE, scored_by
 from tinkercloud.embedded.forward.row_invariance import Product, pad_rows
 from tinkercloud.embedded.model.uploads import uploaded
 
@@ -83,17 +85,18 @@ class PagedContext(SampleContext):
         (held,) = self._tensors(rows)
         return architecture.unembed(context, hidden[held])[:num_rows]
 
-    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         num_rows = self._num_rows
         self._pool.write(layer, self._blocks, self._slots, k[:num_rows], v[:num_rows])
         out = torch.zeros_like(q)
         if self._single is not None:
             rows, tables, lengths = self._single
             keys, values = self._pool.keys[layer], self._pool.values[layer]
-            out[rows] = self._attend(q[rows], keys, values, tables, lengths)
+            scored = scored_by(self._attend, scoring, q.shape[2])
+            out[rows] = scored(q[rows], keys, values, tables, lengths)
         for chunk in self._chunks:
             keys, values = (x[:, : chunk.total] for x in self._pool.read(layer, chunk.blocks))
-            out[chunk.rows] = _chunk_attention(q[chunk.rows], keys, values, chunk.seen)
+            out[chunk.rows] = _chunk_attention(q[chunk.rows], keys, values, chunk.seen, scoring)
         return out
 
     def _alone(
@@ -120,14 +123,20 @@ class PagedContext(SampleContext):
         return [uploaded(each.astype(np.int64), self._device) for each in arrays]
 
 
-def _chunk_attention(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None) -> Tensor:
+def _chunk_attention(
+    q: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, scoring: Scoring
+) -> Tensor:
     """q (n, Hq, Dh), the last n positions of keys (Hkv, P, Dh); seen: as in `_Chunk`
     -> (n, Hq, Dh)."""
+    if not scoring.is_scaled_only:
+        first = keys.shape[1] - len(q)
+        return attend(q, keys.transpose(0, 1), values.transpose(0, 1), scoring, first)
     groups = q.shape[1] // keys.shape[0]
     if groups > 1:
         keys = keys.repeat_interleave(groups, dim=0)
         values = values.repeat_interleave(groups, dim=0)
     out = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None], keys[None], values[None], attn_mask=seen, is_causal=seen is None
-    )
+        q.transpose(0, 1)[None], keys[None], values[None], attn_mask=seen, is_causal=seen is None,
+        scale=scoring.scale,
+    )  # fmt: skip
     return out[0].transpose(0, 1)

@@ -12,8 +12,6 @@ from torch import Tensor
 from tinkercloud.architectures import load_architecture
 from tinkercloud.architectures.config import ArchitectureConfig
 from tinkercloud.architectures.llama import Llama
-from tinkercloud.architectures.qwen2 import Qwen2
-from tinkercloud.architectures.qwen3 import Qwen3
 from tinkercloud.embedded.model.packed_tensors import EMBEDDING, UNEMBEDDING, PackedTensors
 from tinkercloud.embedded.model.salience import salient_inputs
 from tinkercloud.embedded.native.train_bindings import has_compiled_pass, training_team
@@ -67,9 +65,9 @@ class BaseModel:
 
     @property
     def is_llama_family(self) -> bool:
-        """Whether the passes that are written out compute this network: one block, with or without
-        biases and norms of heads."""
-        return type(self.architecture) in (Llama, Qwen2, Qwen3)
+        """Whether the passes that are written out compute this network: one decoder, whose switches
+        are in its config."""
+        return type(self.architecture) is Llama
 
     def tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)

@@ -11,6 +11,7 @@ pass over fixed tokens, and hold for every model that is trained from it.
 Axes: T tokens of the pass, K inputs of a module, C salient ones.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 
@@ -19,6 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tinkercloud.architectures.config import ArchitectureConfig
+from tinkercloud.architectures.layers import norm_scale
 from tinkercloud.architectures.llama import Llama
 from tinkercloud.embedded.native.bindings import NativeModel
 from tinkercloud.embedded.native.layered_pass import LayeredPass, Rows
@@ -53,8 +56,8 @@ def _inputs(
     team: Team, architecture: Llama, weights: PackedWeights
 ) -> Iterator[tuple[tuple[str, ...], Values]]:
     """The mean squares (K,) of what modules read, those together that read the same rows."""
-    config, vectors = architecture.config, weights.vectors
-    eps = config.rms_norm_eps
+    config = architecture.config
+    before_attention, before_mlp = config.norms.before_attention, config.norms.before_mlp
     layers = _layered_pass(team, architecture, weights)
     x, hidden = layers.embed(), torch.empty(NUM_TOKENS, config.hidden_size)
     for index in range(config.num_layers):
@@ -63,12 +66,12 @@ def _inputs(
         kept = layers.layer(index, x, keep=True, hidden=hidden if is_last else None)
         assert kept is not None
         names = tuple(f"{path}.self_attn.{leaf}_proj" for leaf in "qkv")
-        yield names, _mean_squares(_normed(before, vectors[f"{path}.input_layernorm"], eps))
+        yield names, _mean_squares(_normed(config, weights, path, before_attention, before))
         yield (f"{path}.self_attn.o_proj",), _mean_squares(_wide(kept.mixed))
         names = f"{path}.mlp.gate_proj", f"{path}.mlp.up_proj"
-        weight = vectors[f"{path}.post_attention_layernorm"]
-        yield names, _mean_squares(_normed(kept.middle, weight, eps))
-        yield (f"{path}.mlp.down_proj",), _mean_squares(_gated(kept.gates))
+        yield names, _mean_squares(_normed(config, weights, path, before_mlp, kept.middle))
+        product = _gated(config.activation, kept.gates)
+        yield (f"{path}.mlp.down_proj",), _mean_squares(product)
     yield ("lm_head",), _mean_squares(_wide(hidden))
 
 
@@ -101,15 +104,25 @@ def _mean_squares(values: Values) -> Values:
     return np.square(values).mean(axis=0)
 
 
-def _normed(x: Tensor, weight: Tensor, eps: float) -> Values:
+def _normed(
+    config: ArchitectureConfig, weights: PackedWeights, path: str, leaf: str | None, x: Tensor
+) -> Values:
+    """leaf None: there is no norm."""
     values = _wide(x)
+    if leaf is None:
+        return values
+    name = f"{path}.{leaf}"
+    scale = norm_scale(config, name, weights.vectors[name])
     mean_square = np.square(values).mean(axis=1, keepdims=True)
-    return values / np.sqrt(mean_square + eps) * _wide(weight)
+    return values / np.sqrt(mean_square + config.rms_norm_eps) * _wide(scale)
 
 
-def _gated(gates: Tensor) -> Values:
+def _gated(activation: str, gates: Tensor) -> Values:
     gate, up = np.split(_wide(gates), 2, axis=1)
-    return gate / (1 + np.exp(-gate)) * up
+    exponent = gate
+    if activation == "gelu_tanh":
+        exponent = math.sqrt(8 / math.pi) * (gate + 0.044715 * gate**3)
+    return gate / (1 + np.exp(-exponent)) * up
 
 
 def _column_squares(matrix: PackedMatrix) -> Values:

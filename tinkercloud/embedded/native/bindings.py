@@ -15,9 +15,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tinkercloud.architectures.config import ArchitectureConfig
+from tinkercloud.architectures.layers import norm_scale
 from tinkercloud.decoding.sampler import RowParams, Scanned
 from tinkercloud.embedded.native.packed import PackedMatrix, PackedWeights, pack
 from tinkercloud.embedded.native.structures import (
+    ACTIVATIONS,
     MODULES,
     Batch,
     Draw,
@@ -144,6 +146,7 @@ class NativeModel:
         self.dtype = dtype = weights.dtype
         matrices, vectors = weights.matrices, weights.vectors
         self._kept = (weights, list(keys), list(values))
+        self._scales: list[Tensor] = []  # of norms; C reads them
         self._layers = (Layer * config.num_layers)()
         names = iter(_module_names(config.num_layers))
 
@@ -157,15 +160,29 @@ class NativeModel:
             inputs = _address(salient.inputs, torch.int64)
             return Linear(*read, inputs, len(salient.inputs), salient.weights.address)
 
+        def norm(name: str) -> int | None:
+            weight = vectors.get(name)
+            if weight is None:
+                return None
+            self._scales.append(norm_scale(config, name, weight))
+            return _address(self._scales[-1])
+
+        def norm_at(path: str, leaf: str | None) -> int | None:
+            return None if leaf is None else norm(f"{path}.{leaf}")
+
         for i, layer in enumerate(self._layers):
-            path = f"model.layers.{i}"
-            layer.input_norm = _address(vectors[f"{path}.input_layernorm"])
-            layer.post_norm = _address(vectors[f"{path}.post_attention_layernorm"])
-            layer.q_norm = _address(vectors.get(f"{path}.self_attn.q_norm"))
-            layer.k_norm = _address(vectors.get(f"{path}.self_attn.k_norm"))
+            path, norms = f"model.layers.{i}", config.norms
+            layer.input_norm = norm_at(path, norms.before_attention)
+            layer.mixed_norm = norm_at(path, norms.after_attention)
+            layer.mlp_norm = norm_at(path, norms.before_mlp)
+            layer.fed_norm = norm_at(path, norms.after_mlp)
+            layer.q_norm = norm(f"{path}.self_attn.q_norm")
+            layer.k_norm = norm(f"{path}.self_attn.k_norm")
             for j in range(len(MODULES)):
                 layer.linear[j] = linear(next(names))
             layer.keys, layer.values = _address(keys[i], dtype), _address(values[i], dtype)
+            layer.window, layer.rotary = config.scoring(i).window, config.rotary_table(i)
+        scoring = config.scoring(0)
         self._model = Model(
             config.num_layers,
             config.hidden_size,
@@ -175,10 +192,19 @@ class NativeModel:
             self._layers[0].linear[MODULES.index("gate_proj")].out,
             config.vocab_size,
             dtype == torch.bfloat16,
+            config.qk_norm_spans_heads,
+            ACTIVATIONS.index(config.activation),
+            config.num_rotated,
+            config.rotary_interleaved,
+            config.num_rotary_tables,
             config.rms_norm_eps,
-            0.0,  # no cap of scores
+            scoring.scale,
+            scoring.cap,
+            config.embedding_scale,
+            config.residual_scale,
+            config.logit_cap,
             matrices["model.embed_tokens"].address,
-            _address(vectors["model.norm"]),
+            norm("model.norm"),
             linear("lm_head"),
             self._layers,
         )
@@ -195,7 +221,7 @@ class NativeModel:
         (M, L, D), 1 being the first and the last one's after the final norm; keys and values of all
         rows go to their blocks.
 
-        rotary: cosines and sines of all positions up to the last (P, Dh / 2). segments: (first
+        rotary: cosines and sines of all positions up to the last (P, K R / 2). segments: (first
         row, number of rows, scale, factors), disjoint.
         """
         hidden = torch.empty(len(rows.tokens), self.config.hidden_size)

@@ -36,11 +36,14 @@ class Rows:
 @dataclass(frozen=True, slots=True)
 class LayerActivations:
     """What one layer keeps, in the model's number type as products and attention have read it, but
-    for middle (T, D), which enters the second norm, and raw, q and k before the norms of heads
+    for middle (T, D), which lies between attention and MLP, for mixed_out and fed_out (T, D), which
+    enter the norms after these where there are such, and for raw, q and k before the norms of heads
     where there are such: these are float32. q (T, Hq, Dh), k and v (T, Hkv, Dh), rotated; mixed
     (T, Hq Dh); gates (T, 2 F), gate and up side by side."""
 
     middle: Tensor
+    mixed_out: Tensor | None
+    fed_out: Tensor | None
     raw: tuple[Tensor, Tensor] | None
     q: Tensor
     k: Tensor
@@ -54,9 +57,11 @@ class LayerActivations:
     ) -> "LayerActivations":
         q_shape = (num_rows, config.num_heads, config.head_dim)
         kv_shape = (num_rows, config.num_kv_heads, config.head_dim)
-        has_norms = config.qk_norm
+        has_norms, shape = config.qk_norm, (num_rows, config.hidden_size)
         return cls(
-            torch.empty(num_rows, config.hidden_size),
+            torch.empty(shape),
+            torch.empty(shape) if config.norms.after_attention else None,
+            torch.empty(shape) if config.norms.after_mlp else None,
             (torch.empty(q_shape), torch.empty(kv_shape)) if has_norms else None,
             torch.empty(q_shape, dtype=dtype),
             torch.empty(kv_shape, dtype=dtype),
@@ -67,8 +72,9 @@ class LayerActivations:
 
     def addresses(self) -> Kept:
         raw_q, raw_k = (x.data_ptr() for x in self.raw) if self.raw else (None, None)
+        outs = (None if x is None else x.data_ptr() for x in (self.mixed_out, self.fed_out))
         numbers = (self.q, self.k, self.v, self.mixed, self.gates)
-        return Kept(self.middle.data_ptr(), raw_q, raw_k, *(x.data_ptr() for x in numbers))
+        return Kept(self.middle.data_ptr(), *outs, raw_q, raw_k, *(x.data_ptr() for x in numbers))
 
 
 class LayeredPass:

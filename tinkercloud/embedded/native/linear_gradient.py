@@ -80,9 +80,10 @@ class TargetGradients:
 @dataclass(frozen=True, slots=True)
 class Gates:
     """numbers (T, 2 F): gate and up side by side, in the model's type, as `layered_pass` keeps
-    them."""
+    them. activation: of gate."""
 
     numbers: Tensor
+    activation: str
 
     @property
     def width(self) -> int:
@@ -98,8 +99,8 @@ class Outputs:
     """The gradient of what modules with these matrices have put out, or what it follows from.
 
     rows: float32 (T, N), a row's numbers side by side: the gradient itself; with `targets` the
-    logits of a single module; with `gates` (T, F) the gradient of silu(gate) * up, where the two
-    modules have put out gate and up. columns: the first column of each module.
+    logits of a single module; with `gates` (T, F) the gradient of their gated product, where the
+    two modules have put out gate and up. columns: the first column of each module.
     """
 
     matrices: Sequence[PackedMatrix]
@@ -118,7 +119,7 @@ def linear_gradient(
     wants_dx: bool = True,
 ) -> Tensor | None:
     """dx (T, K) float32, if it is wanted; adds to the adapters' gradients. x float32 (T, K): what
-    the modules have read; of gates silu(gate) * up. adapted: ascending, disjoint.
+    the modules have read; of gates their gated product. adapted: ascending, disjoint.
 
     Products read numbers of the matrices' type. A row of dx depends on that row alone, and the
     gradient of an adapter on the rows that have read it. Raises MemoryError.
@@ -141,8 +142,10 @@ def linear_gradient(
     starts = [*(of_rows.first for of_rows in adapted), num_rows]
     assert all(a <= b for a, b in zip([0, *ends], starts, strict=True)), "ascending and disjoint"
     softmax, kept = outputs.targets.request(num_rows) if outputs.targets else (None, [])
+    gates = x if isinstance(x, Gates) else outputs.gates
+    activation = 0 if gates is None else mirror.ACTIVATIONS.index(gates.activation)
     request = mirror.LinearGradient(
-        *(matrices[0].is_narrow, num_rows, size, len(modules)),
+        *(matrices[0].is_narrow, activation, num_rows, size, len(modules)),
         (mirror.ModuleGradient * len(modules))(*modules),
         None if isinstance(x, Gates) else _address(x),
         x.address if isinstance(x, Gates) else None,

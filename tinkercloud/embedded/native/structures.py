@@ -9,6 +9,10 @@ import ctypes as c
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
+ACTIVATIONS = ("silu", "gelu_tanh")
+"""Their numbers in C."""
+
+
 class Linear(c.Structure):
     _fields_ = (
         *((name, c.c_void_p) for name in ("weight", "bias")),
@@ -21,10 +25,11 @@ class Linear(c.Structure):
 
 class Layer(c.Structure):
     _fields_ = (
-        *((name, c.c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
+        *((name, c.c_void_p) for name in ("input_norm", "mixed_norm", "mlp_norm", "fed_norm")),
+        *((name, c.c_void_p) for name in ("q_norm", "k_norm")),
         ("linear", Linear * len(MODULES)),
         *((name, c.c_void_p) for name in ("keys", "values")),
-        ("window", c.c_int64),
+        *((name, c.c_int64) for name in ("window", "rotary")),
     )
 
 
@@ -34,9 +39,10 @@ class Model(c.Structure):
             (name, c.c_int64)
             for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim", "inner", "vocab")
         ),
-        ("is_narrow", c.c_int64),
-        ("eps", c.c_float),
-        ("score_cap", c.c_float),
+        *((name, c.c_int64) for name in ("is_narrow", "norm_spans_heads", "activation")),
+        *((name, c.c_int64) for name in ("num_rotated", "rotates_neighbours", "num_rotary")),
+        *((name, c.c_float) for name in ("eps", "score_scale", "score_cap")),
+        *((name, c.c_float) for name in ("embedding_scale", "residual_scale", "logit_cap")),
         ("embed", c.c_void_p),
         ("final_norm", c.c_void_p),
         ("head", Linear),
@@ -58,8 +64,9 @@ class Segment(c.Structure):
 
 
 class Kept(c.Structure):
-    _fields_ = tuple(
-        (name, c.c_void_p) for name in ("middle", "raw_q", "raw_k", "q", "k", "v", "mixed", "gates")
+    _fields_ = (
+        *((name, c.c_void_p) for name in ("middle", "mixed_out", "fed_out", "raw_q", "raw_k")),
+        *((name, c.c_void_p) for name in ("q", "k", "v", "mixed", "gates")),
     )
 
 
@@ -103,9 +110,9 @@ class AttentionGradient(c.Structure):
     _fields_ = (
         *(
             (name, c.c_int64)
-            for name in ("is_narrow", "batch", "length", "heads", "kv_heads", "head_dim")
+            for name in ("is_narrow", "batch", "length", "heads", "kv_heads", "head_dim", "window")
         ),
-        ("scale", c.c_float),
+        *((name, c.c_float) for name in ("scale", "cap")),
         *((name, c.c_void_p) for name in ("q", "k", "v", "dout")),
         *((name, c.c_int64) for name in ("q_row", "k_row", "v_row", "dout_row")),
         *((name, c.c_void_p) for name in ("dq", "dk", "dv")),
@@ -136,7 +143,7 @@ class SoftmaxGradient(c.Structure):
 
 class LinearGradient(c.Structure):
     _fields_ = (
-        *((name, c.c_int64) for name in ("is_narrow", "rows", "in", "num_modules")),
+        *((name, c.c_int64) for name in ("is_narrow", "activation", "rows", "in", "num_modules")),
         ("modules", c.POINTER(ModuleGradient)),
         *((name, c.c_void_p) for name in ("x", "x_gates", "dy")),
         ("dy_row", c.c_int64),

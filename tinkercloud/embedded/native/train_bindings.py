@@ -16,8 +16,9 @@ from threading import Lock
 import torch
 from torch import Tensor
 
+from tinkercloud.architectures.blocks import Scoring
 from tinkercloud.embedded.native.compiler import library
-from tinkercloud.embedded.native.structures import AttentionGradient
+from tinkercloud.embedded.native.structures import ACTIVATIONS, AttentionGradient
 from tinkercloud.embedded.native.team import Team
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -29,10 +30,10 @@ def has_compiled_pass(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def attention_gradient(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, scoring: Scoring
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv of `scaled_dot_product_attention(q, k, v, is_causal=True)`, whose gradient is
-    dout; gradients are float32. q and dout (B, Hq, L, Dh), k and v (B, Hkv, L, Dh): B sequences of
+    """dq, dk and dv of causal attention (`architectures.layers.attend`), whose gradient is dout;
+    gradients are float32. q and dout (B, Hq, L, Dh), k and v (B, Hkv, L, Dh): B sequences of
     L rows; in memory (B, L, H, Dh), with or without gaps between rows. Raises MemoryError."""
     batch, heads, length, size = q.shape
     kv_heads = k.shape[1]
@@ -40,7 +41,8 @@ def attention_gradient(
     assert dout.dtype == torch.float32
     gradients = [torch.empty(batch, length, h, size) for h in (heads, kv_heads, kv_heads)]
     request = AttentionGradient(
-        *(_is_narrow(q), batch, length, heads, kv_heads, size, size**-0.5),
+        *(_is_narrow(q), batch, length, heads, kv_heads, size),
+        *(scoring.window, scoring.scale, scoring.cap),
         *(x.data_ptr() for x in inputs),
         *(x.stride(1 if length > 1 else 0) for x in inputs),
         *(x.data_ptr() for x in gradients),
@@ -70,36 +72,37 @@ def norm_gradient(x: Tensor, inverse: Tensor, weight: Tensor, dy: Tensor, into: 
         )
 
 
-def swiglu(gates: Tensor) -> Tensor:
-    """silu(gate) * up (T, D) float32; gates (T, 2 D), gate and up side by side, in the model's
-    type."""
+def gated(activation: str, gates: Tensor) -> Tensor:
+    """The activation of gate, times up (T, D), float32; gates (T, 2 D), gate and up side by side,
+    in the model's type."""
     num_rows, width = gates.shape[0], gates.shape[1] // 2
     product = torch.empty(num_rows, width)
     with training_team() as team:
-        start = (team.handle, _is_narrow(gates), num_rows, width)
-        team.library.swiglu(*start, _at(gates, gates.dtype), _at(product))
+        start = (team.handle, _is_narrow(gates), ACTIVATIONS.index(activation), num_rows, width)
+        team.library.gated_product(*start, _at(gates, gates.dtype), _at(product))
     return product
 
 
-def swiglu_gradient(gates: Tensor, dproduct: Tensor) -> Tensor:
-    """The gradient of gates (T, 2 D) from that of silu(gate) * up (T, D), float32."""
+def gated_gradient(activation: str, gates: Tensor, dproduct: Tensor) -> Tensor:
+    """The gradient of gates (T, 2 D) from that of their gated product (T, D), float32."""
     dgates = torch.empty(gates.shape)
     with training_team() as team:
-        start = (team.handle, _is_narrow(gates), *_sizes(dproduct))
-        team.library.swiglu_gradient(*start, _at(gates, gates.dtype), _at(dproduct), _at(dgates))
+        start = (team.handle, _is_narrow(gates), ACTIVATIONS.index(activation))
+        arrays = (_at(gates, gates.dtype), _at(dproduct), _at(dgates))
+        team.library.gated_product_gradient(*start, *_sizes(dproduct), *arrays)
     return dgates
 
 
-def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+def rotate_(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> None:
     """`architectures.layers.rotate` in place: x (T, H, Dh) float32, with or without gaps between
-    rows; cos and sin (T, Dh / 2)."""
+    rows; cos and sin (T, R / 2)."""
     num_rows, heads, size = x.shape
     assert x.stride()[1:] == (size, 1)
     assert x.dtype == torch.float32
     with training_team() as team:
         team.library.rotate(
             *(team.handle, num_rows, heads, size, x.stride(0), x.data_ptr()),
-            *(_at(cos), _at(sin)),
+            *(_at(cos), _at(sin), 2 * cos.shape[1], interleaved),
         )
 
 
@@ -131,9 +134,9 @@ def _team_of(num_threads: int) -> Team:
     loaded.attention_gradient.argtypes = (pointer, pointer)
     loaded.norm.argtypes = (*start, pointer, pointer, c.c_float, pointer, pointer)
     loaded.norm_gradient.argtypes = (*start, *[pointer] * 5)
-    loaded.swiglu.argtypes = (*typed, pointer, pointer)
-    loaded.swiglu_gradient.argtypes = (*typed, *[pointer] * 3)
-    loaded.rotate.argtypes = (*typed, number, *[pointer] * 3)
+    loaded.gated_product.argtypes = (*typed, number, pointer, pointer)
+    loaded.gated_product_gradient.argtypes = (*typed, number, *[pointer] * 3)
+    loaded.rotate.argtypes = (*typed, number, *[pointer] * 3, number, number)
     loaded.probabilities.argtypes = (*start, pointer, pointer)
     return team
 

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tinkercloud.architectures.blocks import Scoring
+from tinkercloud.architectures.layers import attend_many
 from tinkercloud.embedded.native.train_bindings import attention_gradient
 from tinkercloud.embedded.training.layout import first_owners
 
@@ -40,15 +42,16 @@ class _Bucket:
 
 @dataclass(frozen=True, slots=True)
 class _BucketActivations:
-    """What the gradient of one bucket needs: q, k and v, and autograd's result, or None where the
-    compiled pass attended."""
+    """What the gradient of one bucket needs: q, k and v, how they were scored, and autograd's
+    result, or None where the compiled pass attended."""
 
     inputs: tuple[Tensor, Tensor, Tensor]
+    scoring: Scoring
     out: Tensor | None
 
     def gradient(self, dout: Tensor) -> tuple[Tensor, ...]:
         if self.out is None:
-            return attention_gradient(*self.inputs, dout)
+            return attention_gradient(*self.inputs, dout, self.scoring)
         return torch.autograd.grad(self.out, self.inputs, dout)
 
 
@@ -78,7 +81,7 @@ class PackedAttention:
         self._sums = places.sums(device)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, keep: bool
+        self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, *, keep: bool
     ) -> tuple[Tensor, AttentionActivations]:
         """q (T, Hq, Dh), k and v (T, Hkv, Dh) -> (T, Hq, Dh); the activations are empty
         unless `keep`."""
@@ -87,11 +90,9 @@ class PackedAttention:
         for at in self._buckets:
             bq, bk, bv = (_rows(x, at).detach().requires_grad_(keep) for x in (q, k, v))
             with torch.set_grad_enabled(keep):
-                out = F.scaled_dot_product_attention(
-                    bq, bk, bv, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
-                )
+                out = attend_many(bq, bk, bv, scoring)
             if keep:
-                kept.append(_BucketActivations((bq, bk, bv), out))
+                kept.append(_BucketActivations((bq, bk, bv), scoring, out))
             packed = _packed(out.detach())
             if len(self._buckets) == 1 and at.owned is None:
                 return packed, kept
@@ -100,10 +101,12 @@ class PackedAttention:
         assert whole is not None, "a pass has at least one sequence"
         return whole, kept
 
-    def activations(self, q: Tensor, k: Tensor, v: Tensor) -> AttentionActivations:
+    def activations(
+        self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring
+    ) -> AttentionActivations:
         """For `backward`, of rows that the compiled pass has attended with."""
         return [
-            _BucketActivations((_rows(q, at), _rows(k, at), _rows(v, at)), None)
+            _BucketActivations((_rows(q, at), _rows(k, at), _rows(v, at)), scoring, None)
             for at in self._buckets
         ]
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tinkercloud.architectures.layers import norm_scale, norm_slope
 from tinkercloud.architectures.llama import Llama
 from tinkercloud.embedded.training.attention import AttentionActivations, PackedAttention
 from tinkercloud.embedded.training.linear import Group, Linears, Segment
@@ -23,9 +24,10 @@ from tinkercloud.embedded.training.rowwise import RowWise
 
 @dataclass(slots=True)
 class BlockActivations:
-    """Kept for a block's backward pass: (T, ...) tensors. x and middle, which enter the norms, are
-    of the type that lies between blocks, and so are heads: q and k before their norms. The others
-    are of the model's type. attention: q, k and v, or what PyTorch's attention keeps."""
+    """Kept for a block's backward pass: (T, ...) tensors. x and middle, which attention and MLP
+    begin with, are of the type that lies between blocks, and so are heads, q and k before their
+    norms, and outs, what enters the norms after attention and MLP. The others are of the model's
+    type. attention: q, k and v, or what PyTorch's attention keeps."""
 
     x: Tensor
     heads: tuple[Tensor, Tensor] | None
@@ -33,6 +35,7 @@ class BlockActivations:
     mixed: Tensor
     middle: Tensor
     gates: Tensor
+    outs: tuple[Tensor | None, Tensor | None]
 
 
 class Blocks(ABC):
@@ -47,10 +50,12 @@ class Blocks(ABC):
         rotation: tuple[Tensor, Tensor],
         rowwise: RowWise,
     ):
-        """rotation: cos and sin (T, Dh / 2)."""
-        self._config = architecture.config
+        """rotation: cos and sin (T, K R / 2)."""
+        self._config = config = architecture.config
         self._linears, self._segments = linears, segments
-        self._cos, self._sin = rotation
+        halves = (angles.chunk(config.num_rotary_tables, dim=1) for angles in rotation)
+        tables = zip(*halves, strict=True)
+        self._tables = [(cos.contiguous(), sin.contiguous()) for cos, sin in tables]
         self._rowwise = rowwise
 
     @property
@@ -89,44 +94,60 @@ class Blocks(ABC):
         return self._attend_backward(index, saved, dmiddle, wants_dx=wants_dx)
 
     def _feed_forward_backward(self, index: int, saved: BlockActivations, dout: Tensor) -> Tensor:
-        path = f"model.layers.{index}"
-        name = f"{path}.post_attention_layernorm"
-        normed, inverse = self._norm(name, saved.middle)
-        dnormed = self._gates_backward(path, normed, saved.gates, dout)
-        self._norm_back(name, saved.middle, inverse, dnormed, into=dout)
+        path, norms = f"model.layers.{index}", self._config.norms
+        dfed = self._added_back(path, norms.after_mlp, saved.outs[1], dout)
+        normed, inverse = self._norm_at(path, norms.before_mlp, saved.middle)
+        dnormed = self._gates_backward(path, normed, saved.gates, dfed)
+        if inverse is None:
+            return dout.add_(dnormed)
+        self._norm_back(f"{path}.{norms.before_mlp}", saved.middle, inverse, dnormed, into=dout)
         return dout
 
     def _gates_backward(self, path: str, normed: Tensor, gates: Tensor, dout: Tensor) -> Tensor:
         """The gradient of normed (T, D) through gate, up and down."""
-        product = self._rowwise.swiglu(gates)
+        activation = self._config.activation
+        product = self._rowwise.gated(activation, gates)
         dproduct = self._back((f"{path}.mlp.down_proj",), product, dout)
         del product
-        dgates = self._rowwise.swiglu_gradient(gates, dproduct)
+        dgates = self._rowwise.gated_gradient(activation, gates, dproduct)
         return self._back(gate_names(path), normed, dgates)
 
     def _attend_backward(
         self, index: int, saved: BlockActivations, dmiddle: Tensor, *, wants_dx: bool
     ) -> Tensor | None:
-        path = f"model.layers.{index}"
+        path, norms = f"model.layers.{index}", self._config.norms
         mixed = saved.mixed.to(dmiddle.dtype)
-        dmixed = self._back((f"{path}.self_attn.o_proj",), mixed, dmiddle)
+        dout = self._added_back(path, norms.after_attention, saved.outs[0], dmiddle)
+        dmixed = self._back((f"{path}.self_attn.o_proj",), mixed, dout)
         dqkv = dmixed.new_empty(len(dmixed), self._sizes()[-1])
         dq, dk, dv = self._split_heads(dqkv)
         kept = saved.attention
-        activations = self.attention.activations(*kept) if isinstance(kept, tuple) else kept
+        scoring = self._config.scoring(index)
+        if isinstance(kept, tuple):
+            activations = self.attention.activations(*kept, scoring)
+        else:
+            activations = kept
         self.attention.backward(activations, dmixed.view_as(dq), (dq, dk, dv))
-        self._rowwise.rotate_(dq, self._cos, -self._sin)
-        self._rowwise.rotate_(dk, self._cos, -self._sin)
+        self._rotate(index, dq, dk, back=True)
         if saved.heads is not None:
             self._heads_back(path, saved.heads, dq, dk)
-        name = f"{path}.input_layernorm"
-        normed, inverse = self._norm(name, saved.x)
-        needed = wants_dx or self._linears.trains(name)
+        before = norms.before_attention
+        normed, inverse = self._norm_at(path, before, saved.x)
+        needed = wants_dx or (before is not None and self._linears.trains(f"{path}.{before}"))
         dnormed = self._group(qkv_names(path)).backward(normed, dqkv, wants_dx=needed)
         if dnormed is None:
             return None
-        self._norm_back(name, saved.x, inverse, dnormed, into=dmiddle)
+        if inverse is None:
+            return dmiddle.add_(dnormed)
+        self._norm_back(f"{path}.{before}", saved.x, inverse, dnormed, into=dmiddle)
         return dmiddle
+
+    def _rotate(self, index: int, q: Tensor, k: Tensor, *, back: bool = False) -> None:
+        """In place; back: by the same angles the other way."""
+        cos, sin = self._tables[self._config.rotary_table(index)]
+        for x in (q, k):
+            interleaved = self._config.rotary_interleaved
+            self._rowwise.rotate_(x, cos, -sin if back else sin, interleaved=interleaved)
 
     def _group(self, names: Sequence[str]) -> Group:
         return Group(self._linears, names, self._segments)
@@ -140,16 +161,38 @@ class Blocks(ABC):
 
     def _norm(self, name: str, x: Tensor) -> tuple[Tensor, Tensor]:
         """In x's type, and the inverse norms (..., 1), float32."""
-        weight = self._linears.weight(name).to(x.dtype)
-        return self._rowwise.norm(x, weight, self._config.rms_norm_eps)
+        return self._rowwise.norm(x, self._scale(name, x), self._config.rms_norm_eps)
+
+    def _norm_at(self, path: str, leaf: str | None, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """As `_norm`; leaf None: there is no norm, x itself."""
+        return (x, None) if leaf is None else self._norm(f"{path}.{leaf}", x)
+
+    def _scale(self, name: str, x: Tensor) -> Tensor:
+        """What the norm of x multiplies with."""
+        scale = norm_scale(self._config, name, self._linears.weight(name))
+        return scale.to(x.dtype) if x.dtype == torch.float32 else scale
 
     def _norm_back(
         self, name: str, x: Tensor, inverse: Tensor, dy: Tensor, *, into: Tensor
     ) -> None:
         """Adds dx to `into`."""
-        self._linears.add_norm_gradient(name, x, inverse, dy)
-        weight = self._linears.weight(name).to(x.dtype)
-        self._rowwise.norm_gradient(x, inverse, weight, dy, into)
+        slope = norm_slope(self._config, name)
+        self._linears.add_norm_gradient(name, x, inverse, dy, slope)
+        self._rowwise.norm_gradient(x, inverse, self._scale(name, x), dy, into)
+
+    def _added_back(
+        self, path: str, norm: str | None, out: Tensor | None, dadded: Tensor
+    ) -> Tensor:
+        """The gradient of what a module has put out, from that of what it added to the residual,
+        which is kept. out: what entered the norm after it."""
+        dout = dadded
+        if norm is not None:
+            assert out is not None, "kept where there is such a norm"
+            dout, name = torch.zeros_like(dadded), f"{path}.{norm}"
+            _, inverse = self._norm(name, out)
+            self._norm_back(name, out, inverse, dadded.clone(), into=dout)
+        scale = self._config.residual_scale
+        return dout if scale == 1.0 else dout * scale
 
     # ---- heads
 
@@ -171,11 +214,13 @@ class Blocks(ABC):
     def _heads_back(self, path: str, heads: tuple[Tensor, Tensor], dq: Tensor, dk: Tensor) -> None:
         """dq and dk become the gradients of what entered the norms."""
         for leaf, x, grad in zip(("q_norm", "k_norm"), heads, (dq, dk), strict=True):
-            dx = torch.zeros_like(grad, memory_format=torch.contiguous_format)
-            name = f"{path}.self_attn.{leaf}"
+            name, dy = f"{path}.self_attn.{leaf}", grad.contiguous()
+            if self._config.qk_norm_spans_heads:
+                x, dy = x.flatten(1), dy.flatten(1)
+            dx = torch.zeros_like(dy)
             _, inverse = self._norm(name, x)
-            self._norm_back(name, x, inverse, grad.contiguous(), into=dx)
-            grad.copy_(dx)
+            self._norm_back(name, x, inverse, dy, into=dx)
+            grad.copy_(dx.view_as(grad))
 
 
 def qkv_names(path: str) -> tuple[str, str, str]:

@@ -58,13 +58,14 @@ class CompiledBlocks(Blocks):
         if kept is None:
             return out, None
         attention = (kept.q, kept.k, kept.v)
-        saved = BlockActivations(x, kept.raw, attention, kept.mixed, kept.middle, kept.gates)
+        outs = (kept.mixed_out, kept.fed_out)
+        saved = BlockActivations(x, kept.raw, attention, kept.mixed, kept.middle, kept.gates, outs)
         return out, saved
 
     def _gates_backward(self, path: str, normed: Tensor, gates: Tensor, dout: Tensor) -> Tensor:
         if not self._linears.fuses:
             return super()._gates_backward(path, normed, gates, dout)
-        kept, down = Gates(gates), self._group((f"{path}.mlp.down_proj",))
+        kept, down = Gates(gates, self._config.activation), self._group((f"{path}.mlp.down_proj",))
         dproduct = down.backward_from(kept, Outputs(down.matrices(), dout, [0]))
         both = self._group(gate_names(path))
         outputs = Outputs(both.matrices(), dproduct, [0, 0], gates=kept)
@@ -104,6 +105,7 @@ class CompiledUnembedding:
 
     def __init__(self, base: BaseModel, blocks: CompiledBlocks, max_rows: int):
         self._layers = blocks.layers
+        self.cap = base.config.logit_cap
         self.wide = torch.empty(max_rows, base.config.vocab_size)
 
     def inputs(self, hidden: Tensor, rows: Tensor) -> Tensor:

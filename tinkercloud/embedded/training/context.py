@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tinkercloud.architectures.blocks import Scoring
+from tinkercloud.architectures.layers import attend_many
 from tinkercloud.weights.adapters import Adapter
 
 
@@ -17,22 +19,16 @@ def lora_delta(x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     return F.linear(F.linear(x.float(), a), b) * scale
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Causal attention inside each packed sequence. q (T, Hq, Dh), k and v (T, Hkv, Dh)."""
-    groups = q.shape[1] // k.shape[1]
-    if groups > 1:
-        k = k.repeat_interleave(groups, dim=1)
-        v = v.repeat_interleave(groups, dim=1)
-    outputs = []
-    for qs, ks, vs in zip(
-        q.split(list(lengths)), k.split(list(lengths)), v.split(list(lengths)), strict=True
-    ):
-        out = F.scaled_dot_product_attention(
-            qs.transpose(0, 1)[None], ks.transpose(0, 1)[None], vs.transpose(0, 1)[None],
-            is_causal=True,
-        )  # fmt: skip
-        outputs.append(out[0].transpose(0, 1))
-    return torch.cat(outputs)
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scoring: Scoring | None = None
+) -> Tensor:
+    """Causal attention inside each packed sequence. q (T, Hq, Dh), k and v (T, Hkv, Dh). scoring
+    None: scores have the scale Dh ** -0.5 alone."""
+    scoring = scoring or Scoring(q.shape[2] ** -0.5)
+    parts = zip(*(x.split(list(lengths)) for x in (q, k, v)), strict=True)
+    alone = ([x.transpose(0, 1)[None] for x in part] for part in parts)
+    outputs = [attend_many(one_q, one_k, one_v, scoring)[0] for one_q, one_k, one_v in alone]
+    return torch.cat([out.transpose(0, 1) for out in outputs])
 
 
 class TrainContext:
@@ -80,5 +76,5 @@ class TrainContext:
     def norm_weight(self, name: str) -> Tensor:
         return self._weight(name)
 
-    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return causal_attention(q, k, v, self._lengths)
+    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+        return causal_attention(q, k, v, self._lengths, scoring)

@@ -25,7 +25,10 @@ LOGIT_ROWS = 256
 
 
 class Unembedding(Protocol):
-    """From final hidden rows (T, D) to probabilities; rows (n,) are some of them, ascending."""
+    """From final hidden rows (T, D) to probabilities; rows (n,) are some of them, ascending. cap:
+    of logits, cap * tanh(x / cap) of what the product gave, or 0."""
+
+    cap: float
 
     @property
     def wide(self) -> Tensor:
@@ -90,7 +93,9 @@ class Head:
         order: Order,
     ):
         self._linears, self._models, self._unembedding = linears, models, unembedding
-        self._fuses = linears.fuses
+        # With a cap what the product gave has another gradient than the logits.
+        self._fuses = linears.fuses and not unembedding.cap
+        self._slopes: Tensor | None = None  # of the cap, for the chunk underway
         self._targets, self._order = targets, order
         device = unembedding.wide.device
         self._rows = torch.from_numpy(order.rows).to(device)
@@ -131,6 +136,7 @@ class Head:
         for chunk in self._chunks():
             if chunk.active:
                 inputs, logits = self._logits(chunk, hidden)
+                self._slopes = self._slopes_of(logits)
                 norms = self._unembedding.normalize(logits, probabilities=not self._fuses)
                 gradients = [self._targets[p.share].gradient[p.pairs] for p in chunk.pieces]
                 known = self._target_gradients(chunk, gradients, norms if self._fuses else None)
@@ -147,6 +153,7 @@ class Head:
             logits[self._in_chunk(chunk, p), self._targets[p.share].ids[p.pairs]]
             for p in chunk.pieces
         ]
+        self._slopes = self._slopes_of(logits) if with_gradient else None
         norms = self._unembedding.normalize(logits, probabilities=probabilities)
         gradients = []
         for piece, scores in zip(chunk.pieces, picked, strict=True):
@@ -177,9 +184,17 @@ class Head:
         group = Group(self._linears, ("lm_head",), self._segments(chunk))
         if self._fuses:
             return group.backward_from(inputs, Outputs(group.matrices(), rows, [0], targets))
-        dx = group.backward(inputs, targets.to_gradient_(rows).to(inputs.dtype))
+        dlogits = targets.to_gradient_(rows)
+        if self._slopes is not None:
+            dlogits *= self._slopes
+        dx = group.backward(inputs, dlogits.to(inputs.dtype))
         assert dx is not None
         return dx[: chunk.num_rows]
+
+    def _slopes_of(self, logits: Tensor) -> Tensor | None:
+        """Of capped logits (n, V)."""
+        cap = self._unembedding.cap
+        return 1 - (logits.float() / cap).square_() if cap else None
 
     def _in_chunk(self, chunk: _Chunk, piece: _Piece) -> Tensor:
         """The chunk's row of each of the piece's pairs."""

@@ -123,18 +123,21 @@ class Linears:
         """Whether this tensor itself is trained, rather than an adapter of it."""
         return name in self._full
 
-    def add_norm_gradient(self, name: str, x: Tensor, inverse: Tensor, dy: Tensor) -> None:
-        """Of the scale of a norm whose input was x, where it is trained; shapes: norm_backward."""
+    def add_norm_gradient(
+        self, name: str, x: Tensor, inverse: Tensor, dy: Tensor, slope: float
+    ) -> None:
+        """Of the weight of a norm whose input was x, where it is trained; slope: of its scale."""
         if name in self._full:
-            grad = dy.float() * x.float() * inverse
+            grad = dy.float() * x.float() * inverse * slope
             model = self._models[0]
             model.grad(name, self._full[name]).add_(grad.flatten(0, -2).sum(0))
 
-    def add_embedding_gradient(self, tokens: Tensor, dx: Tensor) -> None:
-        """dx (T, D) of the rows that were looked up, where the embedding is trained."""
+    def add_embedding_gradient(self, tokens: Tensor, dx: Tensor, scale: float) -> None:
+        """dx (T, D) of rows that were looked up, times scale, where the embedding is trained."""
         name = "model.embed_tokens"
         if name in self._full:
-            self._models[0].grad(name, self._full[name]).index_add_(0, tokens, dx.float())
+            grad = self._models[0].grad(name, self._full[name])
+            grad.index_add_(0, tokens, dx.float(), alpha=scale)
 
     def bias(self, name: str) -> Tensor | None:
         return self._weights.get(f"{name}.bias")

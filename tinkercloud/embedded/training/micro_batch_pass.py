@@ -138,7 +138,8 @@ class _Pass:
             if below is not None:
                 dx = below
             yield
-        self._linears.add_embedding_gradient(self._tokens, dx)
+        scale = self._base.config.embedding_scale
+        self._linears.add_embedding_gradient(self._tokens, dx, scale)
 
     def _finish(self) -> None:
         for share, targets in zip(self._shares, self._targets, strict=True):

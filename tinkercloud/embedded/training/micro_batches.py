@@ -44,13 +44,16 @@ class MicroBatch:
 
 
 def kept_bytes(config: ArchitectureConfig, element_bytes: int, *, is_compiled: bool) -> KeptBytes:
-    """A block keeps its input and what follows attention (D each); attention's result, gate and up
-    (I each); q, k and v, and q and k before the norms of heads where there are such. The compiled
-    pass keeps what lies between blocks and before norms in float32, everything by rows. PyTorch's
-    attention keeps its own q, k, v and result, and once more where it is padded."""
+    """A block keeps its input and what follows attention (D each), and what enters norms after
+    attention and MLP; attention's result, gate and up (I each); q, k and v, and q and k before the
+    norms of heads where there are such. The compiled pass keeps what lies between blocks and before
+    norms in float32, everything by rows. PyTorch's attention keeps its own q, k, v and result, and
+    once more where it is padded."""
     heads = config.num_heads * config.head_dim
     kv_heads = config.num_kv_heads * config.head_dim
-    residual, raw = 2 * config.hidden_size, (heads + kv_heads) * config.qk_norm
+    after = (config.norms.after_attention, config.norms.after_mlp)
+    residual = (2 + sum(name is not None for name in after)) * config.hidden_size
+    raw = (heads + kv_heads) * config.qk_norm
     numbers = heads + 2 * config.intermediate_size
     layers = config.num_layers
     if is_compiled:

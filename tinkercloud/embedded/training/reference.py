@@ -100,7 +100,7 @@ def _hidden(
     if not (torch.is_grad_enabled() and recompute):
         return arch.hidden(context, tokens, positions)
     cos, sin = arch.rotary(positions)
-    x = context.embed(tokens)
+    x = arch.embed(context, tokens)
     for index in range(base.config.num_layers):
         x = checkpoint(arch.layer, context, index, x, cos, sin, use_reentrant=False)
     return arch.final_norm(context, x)

@@ -22,20 +22,24 @@ class RowWise(Protocol):
     def norm_gradient(
         self, x: Tensor, inverse: Tensor, weight: Tensor, dy: Tensor, into: Tensor
     ) -> None: ...
-    def swiglu(self, gates: Tensor) -> Tensor: ...
-    def swiglu_gradient(self, gates: Tensor, dproduct: Tensor) -> Tensor: ...
-    def rotate_(self, x: Tensor, cos: Tensor, sin: Tensor) -> None: ...
+    def gated(self, activation: str, gates: Tensor) -> Tensor: ...
+    def gated_gradient(self, activation: str, gates: Tensor, dproduct: Tensor) -> Tensor: ...
+    def rotate_(
+        self, x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
+    ) -> None: ...
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The root-mean-square norm of x (..., D), in its type, and the inverse norms (..., 1) in
-    float32.
+    float32. weight (D,): of x's type or float32.
 
     In bfloat16 by the steps of `layers.rms_norm`: another order of the sum of squares changes its
     last bit, which rounds everything after it differently.
     """
     if x.dtype != torch.float32:
         inverse = x.float().pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
+        if weight.dtype != x.dtype:
+            return (x.float() * inverse).mul_(weight).to(x.dtype), inverse
         return (x.float() * inverse).to(x.dtype).mul_(weight), inverse
     mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     inverse = mean_square.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
@@ -55,23 +59,28 @@ def norm_gradient(x: Tensor, inverse: Tensor, weight: Tensor, dy: Tensor, into: 
         into.add_((grad * inverse).addcmul_(wide_x, along).to(into.dtype))
 
 
-def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """`layers.rotate` in place: x (T, H, Dh), its heads side by side; cos and sin (T, Dh / 2)."""
-    x.copy_(layers.rotate(x, cos, sin))
+def rotate_(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> None:
+    """`layers.rotate` in place: x (T, H, Dh), its heads side by side; cos and sin (T, R / 2)."""
+    x.copy_(layers.rotate(x, cos, sin, interleaved=interleaved))
 
 
-def swiglu(gates: Tensor) -> Tensor:
-    """silu(gate) * up (T, I) of gates (T, 2 I), gate and up side by side."""
-    return layers.swiglu(*gates.chunk(2, dim=1))
+def gated(activation: str, gates: Tensor) -> Tensor:
+    """The activation of gate, times up (T, I), of gates (T, 2 I), gate and up side by side."""
+    return layers.gated(activation, *gates.chunk(2, dim=1))
 
 
-def swiglu_gradient(gates: Tensor, dproduct: Tensor) -> Tensor:
-    """The gradient of gates (T, 2 I) from that of silu(gate) * up (T, I)."""
+def gated_gradient(activation: str, gates: Tensor, dproduct: Tensor) -> Tensor:
+    """The gradient of gates (T, 2 I) from that of their gated product (T, I)."""
     gate, up = gates.chunk(2, dim=1)
     dgates = torch.empty_like(gates)
     dgate, dup = dgates.chunk(2, dim=1)
-    torch.mul(dproduct, F.silu(gate), out=dup)
-    torch.ops.aten.silu_backward.grad_input(dproduct * up, gate, grad_input=dgate)
+    back = torch.ops.aten
+    if activation == "silu":
+        torch.mul(dproduct, F.silu(gate), out=dup)
+        back.silu_backward.grad_input(dproduct * up, gate, grad_input=dgate)
+    else:
+        torch.mul(dproduct, F.gelu(gate, approximate="tanh"), out=dup)
+        dgate.copy_(back.gelu_backward(dproduct * up, gate, approximate="tanh"))
     return dgates
 
 

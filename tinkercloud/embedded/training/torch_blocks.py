@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tinkercloud.architectures.qwen3 import Qwen3
+from tinkercloud.architectures.layers import capped
 from tinkercloud.embedded.forward.row_invariance import pad_rows
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.training import rowwise
@@ -32,7 +32,6 @@ class TorchBlocks(Blocks):
     ):
         rotation = base.architecture.rotary(base.tensor(layout.positions))
         super().__init__(base.architecture, linears, segments, rotation, rowwise)
-        self._norms_heads = isinstance(base.architecture, Qwen3)
         self._tokens = base.tensor(layout.tokens)
         exact = base.dtype != torch.float32
         num_rows = len(layout.tokens)
@@ -43,30 +42,44 @@ class TorchBlocks(Blocks):
         return self._attention
 
     def embed(self) -> Tensor:
-        return torch.nn.functional.embedding(
-            self._tokens, self._linears.weight("model.embed_tokens")
-        )
+        x = torch.nn.functional.embedding(self._tokens, self._linears.weight("model.embed_tokens"))
+        scale = self._config.embedding_scale
+        return x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype, device=x.device)
 
     def forward(
         self, index: int, x: Tensor, *, keep: bool
     ) -> tuple[Tensor, BlockActivations | None]:
-        path = f"model.layers.{index}"
-        normed, _ = self._norm(f"{path}.input_layernorm", x)
+        path, norms = f"model.layers.{index}", self._config.norms
+        normed, _ = self._norm_at(path, norms.before_attention, x)
         q, k, v = self._split_heads(self._group(qkv_names(path)).forward(normed))
         q, k, heads = self._norm_heads(path, q, k)
-        rowwise.rotate_(q, self._cos, self._sin)
-        rowwise.rotate_(k, self._cos, self._sin)
-        mixed, attention = self._attention.forward(q, k, v, keep=keep)
+        self._rotate(index, q, k)
+        scoring = self._config.scoring(index)
+        mixed, attention = self._attention.forward(q, k, v, scoring, keep=keep)
         mixed = mixed.flatten(1)
-        middle = self._group((f"{path}.self_attn.o_proj",)).forward(mixed)
+        mixed_out = self._group((f"{path}.self_attn.o_proj",)).forward(mixed)
+        middle = self._added(path, norms.after_attention, mixed_out)
         middle += x
-        normed, _ = self._norm(f"{path}.post_attention_layernorm", middle)
+        normed, _ = self._norm_at(path, norms.before_mlp, middle)
         gates = self._group(gate_names(path)).forward(normed)
-        out = self._group((f"{path}.mlp.down_proj",)).forward(rowwise.swiglu(gates))
+        product = rowwise.gated(self._config.activation, gates)
+        fed_out = self._group((f"{path}.mlp.down_proj",)).forward(product)
+        out = self._added(path, norms.after_mlp, fed_out)
         out += middle
         if not keep:
             return out, None
-        return out, BlockActivations(x, heads, attention, mixed, middle, gates)
+        outs = (
+            mixed_out if norms.after_attention else None,
+            fed_out if norms.after_mlp else None,
+        )
+        return out, BlockActivations(x, heads, attention, mixed, middle, gates, outs)
+
+    def _added(self, path: str, norm: str | None, out: Tensor) -> Tensor:
+        """What is added to the residual for what a module has put out; `out` itself where nothing
+        is done to it."""
+        if self._config.residual_scale != 1.0:
+            out *= self._config.residual_scale
+        return self._norm_at(path, norm, out)[0]
 
     def final_norm(self, x: Tensor) -> Tensor:
         return self._norm("model.norm", x)[0]
@@ -74,18 +87,20 @@ class TorchBlocks(Blocks):
     def _norm_heads(
         self, path: str, q: Tensor, k: Tensor
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-        if not self._norms_heads:
+        if not self._config.qk_norm:
             return q, k, None
-        new_q, _ = self._norm(f"{path}.self_attn.q_norm", q)
-        new_k, _ = self._norm(f"{path}.self_attn.k_norm", k)
-        return new_q, new_k, (q, k)
+        normed = []
+        for leaf, x in (("q_norm", q), ("k_norm", k)):
+            rows = x.flatten(1) if self._config.qk_norm_spans_heads else x
+            normed.append(self._norm(f"{path}.self_attn.{leaf}", rows)[0].view(x.shape))
+        return normed[0], normed[1], (q, k)
 
 
 class TorchUnembedding:
     """An `Unembedding`: logits in the weights' number type."""
 
     def __init__(self, base: BaseModel, linears: Linears, max_rows: int):
-        self._linears = linears
+        self._linears, self.cap = linears, base.config.logit_cap
         vocab = linears.weight("lm_head").shape[0]
         self.wide = torch.empty(pad_rows(max_rows), vocab, device=base.device)
         is_narrow = base.dtype != torch.float32
@@ -100,7 +115,8 @@ class TorchUnembedding:
         self, hidden: Tensor, rows: NDArray[np.int64], inputs: Tensor, segments: Sequence[Segment]
     ) -> Tensor:
         group = Group(self._linears, ("lm_head",), segments)
-        return group.forward(inputs, out=self._logits[: len(inputs)])
+        logits = group.forward(inputs, out=self._logits[: len(inputs)])
+        return logits.copy_(capped(logits, self.cap)) if self.cap else logits
 
     def normalize(self, logits: Tensor, *, probabilities: bool) -> Tensor:
         return rowwise.softmax(logits, self.wide[: len(logits)]).double()

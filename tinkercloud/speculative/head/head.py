@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinkercloud.architectures.config import ArchitectureConfig
-from tinkercloud.architectures.layers import rms_norm, rotary_frequencies, rotate, swiglu
+from tinkercloud.architectures.layers import gated, rms_norm, rotary_frequencies, rotate
 from tinkercloud.speculative.head.vocabulary import DraftVocabulary
 
 Params = Mapping[str, Tensor]
@@ -162,8 +162,8 @@ class Head:
         """feature (B, N, D), attention's result (B, Hq, N, Dh) -> the block's output (B, N, D)."""
         x = feature + F.linear(mixed.transpose(1, 2).flatten(-2), params["o_proj"])
         normed = self._norm(params, "mlp_norm", x)
-        gated = swiglu(F.linear(normed, params["gate_proj"]), F.linear(normed, params["up_proj"]))
-        return x + F.linear(gated, params["down_proj"])
+        gate, up = (F.linear(normed, params[f"{name}_proj"]) for name in ("gate", "up"))
+        return x + F.linear(gated("silu", gate, up), params["down_proj"])
 
     def logits(self, params: Params, output: Tensor) -> Tensor:
         """(..., D) -> (..., Vd), float32."""

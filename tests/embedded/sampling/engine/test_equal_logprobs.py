@@ -1,12 +1,13 @@
 """A token's log-probability is the same bits when it is sampled and when it is scored."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.embedded.speculative_engine import Drafting, Requests, named
-from tests.embedded.tiny import Sampler, ask, random_prompt, tuned
+from tests.embedded.tiny import Sampler, ask, random_prompt, tuned, write_tiny_family
 from tinkercloud.core.types import FromBase, SampleOutput, SampleRequest
 from tinkercloud.embedded.forward import runners
 from tinkercloud.embedded.process.model_store import ModelStore
@@ -15,6 +16,12 @@ from tinkercloud.embedded.sampling import scheduler
 pytestmark = pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
 K = 5
 PROMPT = random_prompt(70, 0)
+
+
+@pytest.fixture(scope="module", params=["Llama", "Gemma2", "Gemma3", "Olmo2", "Granite"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    return write_tiny_family(folder, request.param)
 
 
 @pytest.fixture

@@ -6,16 +6,10 @@
    and values were written in this pass or an earlier one. A position that it does not see has a
    probability of 0, which changes no sum; so units are cut where the last query of a tile ends. */
 
+#include "activations.h"
 #include "attention_tiles.h"
 #include "pass.h"
-
-static void rotate(float *head, const float *cosine, const float *sine, int64_t half) {
-  for (int64_t i = 0; i < half; i++) {
-    float first = head[i], second = head[half + i];
-    head[i] = first * cosine[i] - second * sine[i];
-    head[half + i] = second * cosine[i] + first * sine[i];
-  }
-}
+#include "rotary.h"
 
 static int64_t word_bytes(const model_t *model) { return model->is_narrow ? 2 : 4; }
 
@@ -48,6 +42,12 @@ static int ends_sequence(const batch_t *batch, int64_t m) {
   return m + 1 == batch->rows || batch->sequence[m + 1] != batch->sequence[m];
 }
 
+/* The norm of one head, where heads have norms of their own, and its rotation. */
+static void ready_head(const model_t *model, const float *norm, const rotary_t *rotary, float *x) {
+  if (norm && !model->norm_spans_heads) rms_norm(x, norm, model->head_dim, model->eps, x);
+  rotate_head(rotary, x);
+}
+
 /* Norms, rotation, and the new key and value of a row into its block, of key/value head h and the
    queries that read it; q, k and v are then what attention computes with, where keys are narrow q as
    pairs of numbers. No two rows write to one place: a block with room left is one sequence's alone,
@@ -57,16 +57,14 @@ static void place_head(const pass_t *p, const layer_t *layer, int64_t m, int64_t
   const batch_t *batch = p->batch;
   int64_t dh = model->head_dim, group = model->heads / model->kv_heads;
   int64_t position = batch->positions[m], slot = position % KV_BLOCK;
-  const float *cosine = batch->cosine + position * dh / 2;
-  const float *sine = batch->sine + position * dh / 2;
-  for (int64_t i = h * group; i < (h + 1) * group; i++) {
-    float *q = p->q + (m * model->heads + i) * dh;
-    if (layer->q_norm) rms_norm(q, layer->q_norm, dh, model->eps, q);
-    rotate(q, cosine, sine, dh / 2);
-  }
+  int64_t half = model->num_rotated / 2;
+  int64_t angles = (position * model->num_rotary + layer->rotary) * half;
+  const rotary_t rotary = {batch->cosine + angles, batch->sine + angles, half,
+                           model->rotates_neighbours};
+  for (int64_t i = h * group; i < (h + 1) * group; i++)
+    ready_head(model, layer->q_norm, &rotary, p->q + (m * model->heads + i) * dh);
   float *k = p->k + (m * model->kv_heads + h) * dh, *v = p->v + (m * model->kv_heads + h) * dh;
-  if (layer->k_norm) rms_norm(k, layer->k_norm, dh, model->eps, k);
-  rotate(k, cosine, sine, dh / 2);
+  ready_head(model, layer->k_norm, &rotary, k);
   int64_t block = batch->tables[batch->sequence[m] * batch->table_stride + position / KV_BLOCK];
   int64_t at = block_at(model, block, h);
   char *keys = (char *)layer->keys + at, *values = (char *)layer->values + at;
@@ -76,9 +74,20 @@ static void place_head(const pass_t *p, const layer_t *layer, int64_t m, int64_t
     place_wide(k, v, dh, slot, (float *)keys, (float *)values);
 }
 
+/* Norms of all heads together, of a row. */
+static void norm_all_heads(const pass_t *p, const layer_t *layer, int64_t m) {
+  const model_t *model = p->model;
+  int64_t q_size = model->heads * model->head_dim, kv_size = model->kv_heads * model->head_dim;
+  float *q = p->q + m * q_size, *k = p->k + m * kv_size;
+  rms_norm(q, layer->q_norm, q_size, model->eps, q);
+  rms_norm(k, layer->k_norm, kv_size, model->eps, k);
+}
+
 void place_rows(walk_t *w, const layer_t *layer) {
-  EACH_ROW(w, m, w->p->batch->rows)
+  EACH_ROW(w, m, w->p->batch->rows) {
+    if (w->p->model->norm_spans_heads) norm_all_heads(w->p, layer, m);
     for (int64_t h = 0; h < w->p->model->kv_heads; h++) place_head(w->p, layer, m, h);
+  }
   end_stage(w);
 }
 
@@ -96,23 +105,6 @@ typedef struct {
   float scale, cap;
   int is_narrow;
 } scoring_t;
-
-/* Within two units in the last place (Cephes' tanhf). */
-static vec tanh_vec(vec x) {
-  vec square = x * x, p = all(-5.70498872745e-3f);
-  p = p * square + all(2.06390887954e-2f);
-  p = p * square + all(-5.37397155531e-2f);
-  p = p * square + all(1.33314422036e-1f);
-  p = p * square + all(-3.33332819422e-1f);
-  vec small = p * square * x + x;
-  vec magnitude = (vec)((ivec)x & 0x7FFFFFFF);
-  ivec is_large = magnitude > all(40.0f);
-  vec bounded = (vec)(((ivec)magnitude & ~is_large) | ((ivec)all(40.0f) & is_large));
-  vec large = all(1.0f) - all(2.0f) / (exp_vec(bounded * all(2.0f)) + all(1.0f));
-  large = (vec)((ivec)large | ((ivec)x & INT32_MIN));
-  ivec is_small = magnitude < all(0.625f);
-  return (vec)(((ivec)small & is_small) | ((ivec)large & ~is_small));
-}
 
 INLINE vec vec_max(vec a, vec b) {
 #if defined(__AVX512F__)
@@ -152,10 +144,9 @@ INLINE vec to_words(vec first, vec second, float *words) {
 }
 
 static ALONE void cap_scores(float *scores, const scoring_t *scoring) {
-  vec cap = all(scoring->cap);
   for (int v = 0; v < UNIT_VECS; v++) {
     float *at = scores + v * LANES;
-    store(at, cap * tanh_vec(load(at) * all(scoring->scale) / cap));
+    store(at, capped(load(at) * all(scoring->scale), scoring->cap));
   }
 }
 
@@ -353,7 +344,7 @@ static void attend_tile(const tile_t *t) {
     span.end = MAX(span.end, queries.parts[i].span.end);
   }
   const int32_t *table = batch->tables + batch->sequence[t->row] * batch->table_stride;
-  const scoring_t scoring = {1.0f / sqrtf((float)dh), model->score_cap, (int)model->is_narrow};
+  const scoring_t scoring = {model->score_scale, model->score_cap, (int)model->is_narrow};
   values_t values = {.head_dim = dh, .width = width};
   for (int64_t start = span.begin / UNIT * UNIT; start < span.end; start += UNIT) {
     const word_t *keys[UNIT_BLOCKS];
@@ -397,9 +388,11 @@ static int is_read_by_others(const batch_t *batch, int64_t m) {
   return 0;
 }
 
-/* Whether no row of the batch attends to one of another tile. */
+/* Whether no row of the batch attends to one of another tile, and each tile's heads can be placed
+   without the others. */
 int tiles_are_alone(const pass_t *p) {
   const batch_t *batch = p->batch;
+  if (p->model->norm_spans_heads) return 0;
   for (int64_t row = 0, rows; row < batch->rows; row += rows) {
     rows = tile_rows(p, row);
     if (!ends_sequence(batch, row + rows - 1)) return 0;

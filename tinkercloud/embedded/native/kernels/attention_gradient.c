@@ -1,6 +1,7 @@
 /* The gradient of causal attention, for train_bindings.py, on the cores of one machine.
 
-   Of each query head, with S = scale Q K^T below the diagonal and P = softmax(S):
+   Of each query head, with S = scale Q K^T where a row sees a key and P = softmax(S); where scores
+   are capped, dS is further multiplied by the slope of the cap:
      dV = P^T dO    dP = dO V^T    dS = P (dP - sum(P dP))    dQ = scale dS K    dK = scale dS^T Q
    (Dao et al. 2022, appendix B.4; here with the whole of a few rows of S at once, so that neither
    the forward pass's result nor its sums are needed.) All sums are float32, those of each sequence
@@ -13,6 +14,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "activations.h"
 #include "gradients.h"
 #include "narrow.h"
 #include "team.h"
@@ -150,6 +152,7 @@ typedef struct {
   float *keys_t, *values_t;      /* panels of both, turned: words [panel][Dh][PANEL], of columns */
   float *q, *dout, *dq;          /* [BLOCK][width] */
   float *scores, *dscores;       /* [BLOCK][stride] */
+  float *slopes;                 /* [stride], of caps */
   /* Pairs of columns, rows half as wide; and of rows, half as many of these. */
   float *q_columns, *dout_columns, *dscores_columns;
   float *q_rows, *dout_rows, *scores_rows, *dscores_rows;
@@ -174,7 +177,8 @@ static size_t place(const attention_gradient_t *a, work_t *w, float *memory) {
       {&w->keys, w->rows},           {&w->dkv, 2 * w->rows},        {&w->dkv_sum, 2 * w->rows},
       {&w->keys_t, turned},          {&w->values_t, turned},        {&w->q, block},
       {&w->dout, block},             {&w->dq, block},               {&w->scores, wide},
-      {&w->dscores, wide},           {&w->q_columns, block_pairs},  {&w->dout_columns, block_pairs},
+      {&w->dscores, wide},           {&w->slopes, w->stride},
+               {&w->q_columns, block_pairs},  {&w->dout_columns, block_pairs},
       {&w->q_rows, block_pairs},     {&w->dout_rows, block_pairs},  {&w->scores_rows, wide_pairs},
       {&w->dscores_rows, wide_pairs}, {&w->dscores_columns, wide_pairs},
   };
@@ -206,10 +210,22 @@ static void turn(const attention_gradient_t *a, const void *from, int64_t row, i
   }
 }
 
-/* Row `r` of the block whose last key is `last`: scores become probabilities, what came from dO
+static void cap_scores(const attention_gradient_t *a, float *scores, float *slopes, int64_t count) {
+  for (int64_t j = 0; j < count; j += LANES) {
+    vec share = tanh_vec(load(scores + j) * all(a->scale) / all(a->cap));
+    store(scores + j, all(a->cap) * share);
+    store(slopes + j, all(1.0f) - share * share);
+  }
+}
+
+/* A row of the block whose last key is `last`: scores become probabilities, what came from dO
    becomes the gradient of the scores. seen: keys of the block, a multiple of LANES. */
-static void soften(float *scores, float *dscores, float scale, int64_t last, int64_t seen) {
+static void soften(const attention_gradient_t *a, float *scores, float *dscores, float *slopes,
+                   int64_t last, int64_t seen) {
+  float scale = a->cap == 0.0f ? a->scale : 1.0f;
+  if (a->cap != 0.0f) cap_scores(a, scores, slopes, seen);
   for (int64_t j = last + 1; j < seen; j++) scores[j] = -INFINITY;
+  for (int64_t j = 0; a->window && j <= last - a->window; j++) scores[j] = -INFINITY;
   float top = largest(scores, seen);
   vec sum = {}, dot = {};
   for (int64_t j = 0; j < seen; j += LANES) {
@@ -222,8 +238,10 @@ static void soften(float *scores, float *dscores, float scale, int64_t last, int
   for (int64_t j = 0; j < seen; j += LANES) {
     vec p = load(scores + j) * all(inverse);
     store(scores + j, p);
-    store(dscores + j, p * (load(dscores + j) - all(mean)) * all(scale));
+    store(dscores + j, p * (load(dscores + j) - all(mean)) * all(a->scale));
   }
+  for (int64_t j = 0; a->cap != 0.0f && j < seen; j += LANES)
+    store(dscores + j, load(dscores + j) * load(slopes + j));
 }
 
 /* rows: even. */
@@ -271,7 +289,7 @@ static void block(const attention_gradient_t *a, work_t *w, int64_t b, int64_t h
   int64_t reached = ROUND_UP(seen, TILE_ROWS);
   for (int64_t r = 0; r < rows; r++) {
     float *scores = w->scores + r * w->stride, *dscores = w->dscores + r * w->stride;
-    if (r < count) soften(scores, dscores, a->scale, from + r, keys);
+    if (r < count) soften(a, scores, dscores, w->slopes, from + r, keys);
     for (int64_t j = r < count ? keys : 0; j < reached; j++) scores[j] = dscores[j] = 0.0f;
   }
   if (pairs) {

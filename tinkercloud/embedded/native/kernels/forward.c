@@ -14,6 +14,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "activations.h"
 #include "pass.h"
 
 #define COUNT(array) ((int)(sizeof(array) / sizeof *(array)))
@@ -22,12 +23,15 @@
    waiting for each other. */
 #define OWN_NORMS 8192
 
-/* reader: of the layer's modules that read the norm, the first. */
+/* weight: NULL for no norm. reader: of the layer's modules that read the norm, the first. */
 static void norm_row(const walk_t *w, const float *weight, const linear_t *reader, int64_t m) {
   const pass_t *p = w->p;
   int64_t d = p->model->hidden;
   float *out = w->normed.wide + m * d;
-  rms_norm(p->x + m * d, weight, d, p->model->eps, out);
+  if (weight)
+    rms_norm(p->x + m * d, weight, d, p->model->eps, out);
+  else
+    memcpy(out, p->x + m * d, (size_t)d * sizeof *out);
   if (p->model->is_narrow) round_inputs(reader, &w->normed.narrow, m, 0, d, out);
 }
 
@@ -46,6 +50,20 @@ static void norm_rows(walk_t *w, const float *weight, const linear_t *reader, fl
   end_stage(w);
 }
 
+/* What a module has put out, in `normed`, to the residual, after its norm. kept: or NULL; gets the
+   norm's inputs. */
+static void add_normed(walk_t *w, const float *weight, float *kept) {
+  const pass_t *p = w->p;
+  int64_t d = p->model->hidden;
+  EACH_ROW(w, m, p->batch->rows) {
+    float *out = p->normed + m * d, *x = p->x + m * d;
+    if (kept) memcpy(kept + m * d, out, (size_t)d * sizeof(float));
+    rms_norm(out, weight, d, p->model->eps, out);
+    for (int64_t i = 0; i < d; i++) x[i] += out[i];
+  }
+  end_stage(w);
+}
+
 /* ---- the steps of a pass; `index` is the layer's, where a step is one of a layer's */
 
 static const layer_t *layer_of(const walk_t *w, int64_t index) {
@@ -58,9 +76,17 @@ static const kept_t *kept_of(const walk_t *w, int64_t index) {
 }
 
 /* Module `leaf` of a layer into y. */
-static output_t output_of(const walk_t *w, int64_t index, int leaf, float *y, int add) {
+static output_t output_of(const walk_t *w, int64_t index, int leaf, float *y) {
   const linear_t *linear = &layer_of(w, index)->linear[leaf];
-  return (output_t){linear, (int)index * NUM_LINEAR + leaf, y, linear->out, add};
+  return (output_t){linear, (int)index * NUM_LINEAR + leaf, y, linear->out, 0, 1.0f};
+}
+
+/* Module `leaf` of a layer to the residual; where a norm follows it, into `normed`. */
+static output_t added_output(const walk_t *w, int64_t index, int leaf, const float *norm) {
+  output_t output = output_of(w, index, leaf, norm ? w->p->normed : w->p->x);
+  output.add = !norm;
+  output.scale = w->p->model->residual_scale;
+  return output;
 }
 
 static void clear_rest(narrow *rows, int64_t m, int64_t size) {
@@ -78,6 +104,12 @@ static void clear_rests(const pass_t *p, int64_t m) {
   }
 }
 
+static void embed_row(const model_t *model, int64_t token, float *x) {
+  read_weights(model->embed, model->is_narrow, model->hidden, token, x);
+  if (model->embedding_scale == 1.0f) return;
+  for (int64_t i = 0; i < model->hidden; i++) x[i] *= model->embedding_scale;
+}
+
 static void begin(walk_t *w, int64_t index) {
   (void)index;
   const pass_t *p = w->p;
@@ -85,7 +117,7 @@ static void begin(walk_t *w, int64_t index) {
   int64_t d = model->hidden;
   EACH_ROW(w, m, p->batch->rows) {
     if (p->batch->embeds)
-      read_weights(model->embed, model->is_narrow, d, p->batch->tokens[m], p->x + m * d);
+      embed_row(model, p->batch->tokens[m], p->x + m * d);
     if (model->is_narrow) clear_rests(p, m);
   }
   end_stage(w);
@@ -98,8 +130,8 @@ static void norm_input(walk_t *w, int64_t index) {
 
 static void read_queries_and_keys(walk_t *w, int64_t index) {
   const pass_t *p = w->p;
-  output_t outputs[] = {output_of(w, index, Q, p->q, 0), output_of(w, index, K_, p->k, 0),
-                        output_of(w, index, V_, p->v, 0)};
+  output_t outputs[] = {output_of(w, index, Q, p->q), output_of(w, index, K_, p->k),
+                        output_of(w, index, V_, p->v)};
   const normed_t *x = &w->normed;
   multiply_modules(w, &(read_t){x->wide, &x->narrow, p->batch->rows, outputs, 3, 0});
 }
@@ -142,20 +174,25 @@ static void keep_attention(walk_t *w, int64_t index) {
 
 static void add_mixed(walk_t *w, int64_t index) {
   const pass_t *p = w->p;
-  output_t outputs[] = {output_of(w, index, O, p->x, 1)};
+  output_t outputs[] = {added_output(w, index, O, layer_of(w, index)->mixed_norm)};
   multiply_modules(w, &(read_t){p->mixed, &p->narrow_rows[MIXED], p->batch->rows, outputs, 1, 0});
 }
 
-static void norm_mixed(walk_t *w, int64_t index) {
+static void add_normed_mixed(walk_t *w, int64_t index) {
+  const kept_t *kept = kept_of(w, index);
+  const float *weight = layer_of(w, index)->mixed_norm;
+  if (weight) add_normed(w, weight, kept ? kept->mixed_out : NULL);
+}
+
+static void norm_middle(walk_t *w, int64_t index) {
   const kept_t *kept = kept_of(w, index);
   const layer_t *layer = layer_of(w, index);
-  norm_rows(w, layer->post_norm, &layer->linear[GATE], kept ? kept->middle : NULL);
+  norm_rows(w, layer->mlp_norm, &layer->linear[GATE], kept ? kept->middle : NULL);
 }
 
 static void gate(walk_t *w, int64_t index) {
   const pass_t *p = w->p;
-  output_t outputs[] = {output_of(w, index, GATE, p->gate, 0),
-                        output_of(w, index, UP, p->up, 0)};
+  output_t outputs[] = {output_of(w, index, GATE, p->gate), output_of(w, index, UP, p->up)};
   const kept_t *kept = kept_of(w, index);
   const normed_t *x = &w->normed;
   multiply_gates(w, &(read_t){x->wide, &x->narrow, p->batch->rows, outputs, 2, 0},
@@ -164,8 +201,14 @@ static void gate(walk_t *w, int64_t index) {
 
 static void add_gated(walk_t *w, int64_t index) {
   const pass_t *p = w->p;
-  output_t outputs[] = {output_of(w, index, DOWN, p->x, 1)};
+  output_t outputs[] = {added_output(w, index, DOWN, layer_of(w, index)->fed_norm)};
   multiply_modules(w, &(read_t){p->gate, &p->narrow_rows[GATED], p->batch->rows, outputs, 1, 0});
+}
+
+static void add_normed_fed(walk_t *w, int64_t index) {
+  const kept_t *kept = kept_of(w, index);
+  const float *weight = layer_of(w, index)->fed_norm;
+  if (weight) add_normed(w, weight, kept ? kept->fed_out : NULL);
 }
 
 static void norm_final(walk_t *w, int64_t index) {
@@ -195,9 +238,19 @@ static void unembed(walk_t *w, int64_t index) {
   (void)index;
   const pass_t *p = w->p;
   int module = (int)p->model->num_layers * NUM_LINEAR;
-  output_t outputs[] = {{&p->model->head, module, p->batch->logits, p->model->vocab, 0}};
+  output_t outputs[] = {{&p->model->head, module, p->batch->logits, p->model->vocab, 0, 1.0f}};
   int64_t rows = p->batch->num_logit_rows;
   multiply_modules(w, &(read_t){p->chosen, &p->narrow_rows[CHOSEN], rows, outputs, 1, 1});
+}
+
+static void cap_logits(walk_t *w, int64_t index) {
+  (void)index;
+  const pass_t *p = w->p;
+  int64_t vocab = p->model->vocab;
+  float cap = p->model->logit_cap;
+  if (cap == 0.0f) return;
+  EACH_ROW(w, i, p->batch->num_logit_rows) cap_numbers(p->batch->logits + i * vocab, vocab, cap);
+  end_stage(w);
 }
 
 /* ---- the pass */
@@ -213,9 +266,9 @@ typedef struct {
 enum {
   BEGIN,
   NORM_INPUT, READ_QUERIES_AND_KEYS, KEEP_RAW_HEADS, PLACE, MIX, KEEP_ATTENTION, ADD_MIXED,
-  NORM_MIXED, GATE_AND_UP, ADD_GATED,
+  ADD_NORMED_MIXED, NORM_MIDDLE, GATE_AND_UP, ADD_GATED, ADD_NORMED_FED,
   NORM_FINAL,
-  CHOOSE, UNEMBED,
+  CHOOSE, UNEMBED, CAP_LOGITS,
   NUM_STEPS
 };
 
@@ -228,12 +281,15 @@ static const step_t steps[NUM_STEPS] = {
     [MIX] = {"attention", mix, 1},
     [KEEP_ATTENTION] = {"keep attention", keep_attention, 1},
     [ADD_MIXED] = {"o", add_mixed, PRODUCT_STAGES},
-    [NORM_MIXED] = {"norm before MLP", norm_mixed, 1},
+    [ADD_NORMED_MIXED] = {"norm after attention", add_normed_mixed, 1},
+    [NORM_MIDDLE] = {"norm before MLP", norm_middle, 1},
     [GATE_AND_UP] = {"gate, up", gate, PRODUCT_STAGES},
     [ADD_GATED] = {"down", add_gated, PRODUCT_STAGES},
+    [ADD_NORMED_FED] = {"norm after MLP", add_normed_fed, 1},
     [NORM_FINAL] = {"final norm", norm_final, 1},
     [CHOOSE] = {"rows of logits", choose, 1},
     [UNEMBED] = {"unembed", unembed, PRODUCT_STAGES},
+    [CAP_LOGITS] = {"cap of logits", cap_logits, 1},
 };
 
 /* For whoever reads the times of a pass (network.h). */
@@ -247,8 +303,8 @@ static int64_t stages_of(int first, int last) {
 }
 
 static int64_t stages_of_pass(const pass_t *p) {
-  return stages_of(BEGIN, BEGIN) + p->model->num_layers * stages_of(NORM_INPUT, ADD_GATED) +
-         stages_of(NORM_FINAL, UNEMBED) + p->batch->num_captured;
+  return stages_of(BEGIN, BEGIN) + p->model->num_layers * stages_of(NORM_INPUT, ADD_NORMED_FED) +
+         stages_of(NORM_FINAL, CAP_LOGITS) + p->batch->num_captured;
 }
 
 static void take_steps(walk_t *w, step_time_t *times, int first, int last, int64_t index) {
@@ -293,14 +349,14 @@ static void run(team_t *team, int rank, void *argument) {
   step_time_t *times = rank == 0 ? batch->times : NULL;
   take_steps(w, times, BEGIN, BEGIN, 0);
   for (int64_t i = batch->first_layer; i < batch->end_layer; i++) {
-    take_steps(w, times, NORM_INPUT, ADD_GATED, i);
+    take_steps(w, times, NORM_INPUT, ADD_NORMED_FED, i);
     if (i + 1 < num_layers) capture(w, i + 1, p->x);
   }
   if (batch->first_layer < num_layers && batch->end_layer == num_layers && batch->hidden) {
     take_steps(w, times, NORM_FINAL, NORM_FINAL, 0);
     capture(w, num_layers, batch->hidden);
   }
-  if (batch->num_logit_rows) take_steps(w, times, CHOOSE, UNEMBED, 0);
+  if (batch->num_logit_rows) take_steps(w, times, CHOOSE, CAP_LOGITS, 0);
 }
 
 static int64_t largest_rank(const pass_t *p) {

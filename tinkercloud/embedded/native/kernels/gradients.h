@@ -13,7 +13,8 @@
    H Dh. */
 typedef struct {
   int64_t is_narrow, batch, length, heads, kv_heads, head_dim;
-  float scale;
+  int64_t window;   /* as in network.h, and cap */
+  float scale, cap;
   const void *q, *k, *v;
   const float *dout;
   int64_t q_row, k_row, v_row, dout_row;
@@ -50,14 +51,14 @@ typedef struct {
 } softmax_gradient_t;
 
 typedef struct {
-  int64_t is_narrow, rows, in, num_modules;
+  int64_t is_narrow, activation, rows, in, num_modules; /* activation: of gates (network.h) */
   const module_gradient_t *modules;
   const float *x;      /* [rows][in]; or NULL, and */
-  const void *x_gates; /* numbers [rows][gate and up: 2 in], whose silu(gate) up was read */
+  const void *x_gates; /* numbers [rows][gate and up: 2 in], whose gated product was read */
   const float *dy;     /* a row every dy_row numbers */
   int64_t dy_row;
   /* What makes dy something else, or NULL. softmax: logits of the one module. dy_gates: numbers
-     [rows][gate and up: 2 F]; dy [rows][F] is the gradient of silu(gate) up, gate and up being what
+     [rows][gate and up: 2 F]; dy [rows][F] is the gradient of their gated product, gate and up being what
      the two modules have put out. */
   const softmax_gradient_t *softmax;
   const void *dy_gates;
@@ -69,14 +70,15 @@ typedef struct {
 /* ---- train_rows.c: some columns of one row. numbers [rows][gate and up: 2 width]. */
 
 typedef struct {
-  int64_t is_narrow, width;
+  int64_t is_narrow, activation, width;
   const void *numbers;
 } gates_t;
 
-/* silu(gate) up. */
+/* The activation of gate, times up. */
 INTERNAL void gate_part(const gates_t *gates, int64_t row, range_t columns, float *out);
 
-/* The gradient of gate, or of up; dproduct [rows][width]: that of silu(gate) up. */
+/* The gradient of gate, or of up; dproduct [rows][width]: that of their
+   product. */
 INTERNAL void gate_gradient_part(const gates_t *gates, int64_t row, range_t columns,
                                  const float *dproduct, int of_up, float *out);
 

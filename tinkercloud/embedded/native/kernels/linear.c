@@ -3,6 +3,7 @@
    An adapter's B A x is added to what its module has put out, panel by panel, by the thread that
    has just computed these: so every number of y is written by one thread, in one order. */
 
+#include "activations.h"
 #include "pass.h"
 #include "product.h"
 
@@ -71,7 +72,7 @@ static void add_errors(const read_t *read, const output_t *o, range_t rows, rang
   product_t errors = {.x = read->narrow_rows->errors, .x_stride = row_size(1, linear->num_salient),
                       .is_narrow = 1, .w = linear->salient_weight, .k = linear->num_salient,
                       .out = linear->out, .y = o->y, .y_stride = o->y_stride, .add = 1,
-                      .scale = 1.0f};
+                      .scale = o->scale};
   multiply(&errors, rows, panels);
 }
 
@@ -84,7 +85,7 @@ static void module_part(const pass_t *p, const read_t *read, int i, range_t rows
                     .x_stride = row_size(is_narrow, o->linear->in), .is_narrow = is_narrow,
                     .w = o->linear->weight, .k = o->linear->in, .out = o->linear->out,
                     .bias = o->linear->bias, .y = o->y, .y_stride = o->y_stride, .add = o->add,
-                    .scale = 1.0f};
+                    .scale = o->scale};
   multiply(&main, rows, panels);
   if (o->linear->num_salient) add_errors(read, o, rows, panels);
   for (int64_t s = 0; adapted && s < p->batch->num_segments; s++) {
@@ -93,7 +94,7 @@ static void module_part(const pass_t *p, const read_t *read, int i, range_t rows
     segment_t segment = segment_of(p, read, s);
     product_t up = {.x = p->low + i * p->max_rank, .x_stride = p->low_stride, .w = lora->b,
                     .k = lora->rank, .out = o->linear->out, .y = o->y, .y_stride = o->y_stride,
-                    .add = 1, .scale = segment.scale};
+                    .add = 1, .scale = segment.scale * o->scale};
     multiply(&up, rows_of(&segment, rows), panels);
   }
 }
@@ -124,11 +125,9 @@ void multiply_modules(walk_t *w, const read_t *read) {
   end_stage(w);
 }
 
-/* silu(gate) * up into gate, on some columns. exp_vec ends at 88: a gate below -87 is divided by
-   what -87 would be, which no sum that it is part of can tell from zero. down: what reads it. kept:
-   see multiply_gates. */
-static void swiglu(const pass_t *p, const linear_t *down, range_t rows, range_t cols, void *kept) {
-  int64_t inner = p->model->inner;
+/* The gated product into gate, on some columns. down: what reads it. kept: see multiply_gates. */
+static void gate_rows(const pass_t *p, const linear_t *down, range_t rows, range_t cols, void *kept) {
+  int64_t inner = p->model->inner, activation = p->model->activation;
   for (int64_t m = rows.first; m < rows.end; m++) {
     float *gate = p->gate + m * inner, *up = p->up + m * inner;
     int64_t i = cols.first, is_narrow = p->model->is_narrow;
@@ -136,13 +135,9 @@ static void swiglu(const pass_t *p, const linear_t *down, range_t rows, range_t 
       write_numbers(is_narrow, kept, 2 * m * inner + i, gate + i, cols.end - i);
       write_numbers(is_narrow, kept, (2 * m + 1) * inner + i, up + i, cols.end - i);
     }
-    for (; i + LANES <= cols.end; i += LANES) {
-      vec g = load(gate + i), most = all(87.0f);
-      ivec above = -g > most;
-      vec e = exp_vec((vec)(((ivec)-g & ~above) | ((ivec)most & above)));
-      store(gate + i, g / (all(1.0f) + e) * load(up + i));
-    }
-    for (; i < cols.end; i++) gate[i] = gate[i] / (1.0f + expf(-gate[i])) * up[i];
+    for (; i + LANES <= cols.end; i += LANES)
+      store(gate + i, gated(activation, load(gate + i), load(up + i)));
+    for (; i < cols.end; i++) gate[i] = gated1(activation, gate[i], up[i]);
     if (is_narrow) {
       int64_t first = cols.first, count = cols.end - cols.first;
       round_inputs(down, &p->narrow_rows[GATED], m, first, count, gate + first);
@@ -163,7 +158,7 @@ void multiply_gates(walk_t *w, const read_t *read, const linear_t *down, void *k
     module_part(w->p, read, 0, rows, panels, adapted);
     module_part(w->p, read, 1, rows, panels, adapted);
     range_t cols = {panels.first * PANEL, MIN(panels.end * PANEL, inner)};
-    swiglu(w->p, down, rows, cols, kept);
+    gate_rows(w->p, down, rows, cols, kept);
   }
   end_stage(w);
 }

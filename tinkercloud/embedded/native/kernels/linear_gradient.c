@@ -100,7 +100,7 @@ static void round_dy(const call_t *c, const piece_t *piece, int64_t row, float *
   if (g->softmax)
     softmax_row(c, piece, row, own);
   else if (g->dy_gates)
-    gate_gradient_part(&(gates_t){g->is_narrow, g->modules[0].out, g->dy_gates}, row,
+    gate_gradient_part(&(gates_t){g->is_narrow, g->activation, g->modules[0].out, g->dy_gates}, row,
                        (range_t){piece->first, piece->first + piece->out}, g->dy,
                        piece->module == 1, own);
   else
@@ -112,7 +112,8 @@ static void round_x(const call_t *c, int64_t row, float *own) {
   const linear_gradient_t *g = c->g;
   const float *x = g->x_gates ? own : g->x + row * g->in;
   if (g->x_gates)
-    gate_part(&(gates_t){g->is_narrow, g->in, g->x_gates}, row, (range_t){0, g->in}, own);
+    gate_part(&(gates_t){g->is_narrow, g->activation, g->in, g->x_gates}, row,
+              (range_t){0, g->in}, own);
   round_row(g->is_narrow, x, g->in, row_of(c, c->x, row, g->in));
 }
 

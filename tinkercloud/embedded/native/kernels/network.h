@@ -22,20 +22,32 @@ typedef struct {
 
 enum { Q, K_, V_, O, GATE, UP, DOWN, NUM_LINEAR };
 
+/* What norms multiply with; NULL: there is none at that place. q_norm and k_norm: of one head, or of
+   all together (network's norm_spans_heads). */
 typedef struct {
-  const float *input_norm, *post_norm, *q_norm, *k_norm; /* the last two may be NULL */
+  const float *input_norm, *mixed_norm, *mlp_norm, *fed_norm; /* before and after attention, MLP */
+  const float *q_norm, *k_norm;
   linear_t linear[NUM_LINEAR];
   /* Blocks of KV_BLOCK tokens. float: [block][Hkv][Dh][token] and [block][Hkv][token][Dh]; narrow:
      by pairs, of dimensions [block][Hkv][Dh / 2][token][2] and of tokens
      [block][Hkv][token / 2][Dh][2]. */
   void *keys, *values;
   int64_t window; /* a row sees the last `window` positions, its own among them; 0: all */
+  int64_t rotary; /* which of the rotary tables it reads */
 } layer_t;
+
+/* Of the gate: gate * sigmoid(gate), or gate * sigmoid(2 u) with u = sqrt(2 / pi) (gate + 0.044715
+   gate^3), which is the tanh form of GELU. */
+enum { SILU, GELU_TANH };
 
 typedef struct {
   int64_t num_layers, hidden, heads, kv_heads, head_dim, inner, vocab, is_narrow;
+  int64_t norm_spans_heads, activation;
+  int64_t num_rotated, rotates_neighbours, num_rotary; /* of a head: dimensions; tables */
   float eps;
-  float score_cap; /* cap * tanh(score / cap) in place of each score of attention; 0: none */
+  float score_scale, score_cap; /* cap * tanh(score / cap) in place of each score; 0: none */
+  float embedding_scale, residual_scale; /* residual: of what attention and MLP add */
+  float logit_cap; /* as score_cap, of logits */
   const void *embed; /* packed [vocab, hidden] */
   const float *final_norm;
   linear_t head;
@@ -57,7 +69,8 @@ typedef struct {
 /* Where one layer's activations go that its gradient needs: numbers are those that products and
    attention have read, without the errors of queries and salient inputs. */
 typedef struct {
-  float *middle;        /* [rows][D], what enters the second norm */
+  float *middle;        /* [rows][D], what lies between attention and MLP */
+  float *mixed_out, *fed_out; /* [rows][D], what enters the norms after these; NULL without them */
   float *raw_q, *raw_k; /* [rows][heads][Dh], what enters the norms of heads; NULL without these */
   void *q, *k, *v;      /* numbers [rows][heads][Dh], rotated */
   void *mixed;          /* numbers [rows][Hq Dh] */
@@ -82,7 +95,7 @@ typedef struct {
   const int32_t *sequence;   /* of each row: its row in `tables` */
   const int32_t *tables;     /* block numbers of each sequence, in order */
   int64_t table_stride;
-  const float *cosine, *sine; /* [position][Dh / 2] */
+  const float *cosine, *sine; /* [position][table][num_rotated / 2] */
   int64_t num_segments;
   const segment_t *segments;
   int64_t num_logit_rows;

@@ -108,6 +108,7 @@ typedef struct {
   float *y;
   int64_t y_stride;
   int add; /* to what is there */
+  float scale; /* of all that the module puts out */
 } output_t;
 
 typedef struct {

@@ -18,7 +18,7 @@ typedef struct {
   const float *bias; /* of the outputs, or NULL */
   float *y;          /* [rows][y_stride] */
   int64_t y_stride;
-  int add;     /* y += scale * sum, instead of y = sum + bias */
+  int add;     /* y += scale * (sum + bias), instead of y = sum + bias */
   float scale;
 } product_t;
 
@@ -54,7 +54,9 @@ INLINE void put_sums(const product_t *p, int64_t row, int64_t col, int64_t count
                      const float *sums) {
   float *y = p->y + row * p->y_stride + col;
   const float *bias = p->bias ? p->bias + col : NULL;
-  if (p->add)
+  if (p->add && bias)
+    for (int64_t c = 0; c < count; c++) y[c] += p->scale * (sums[c] + bias[c]);
+  else if (p->add)
     for (int64_t c = 0; c < count; c++) y[c] += p->scale * sums[c];
   else if (bias)
     for (int64_t c = 0; c < count; c++) y[c] = sums[c] + bias[c];

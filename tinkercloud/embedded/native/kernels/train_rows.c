@@ -6,9 +6,11 @@
 #include <math.h>
 #include <string.h>
 
+#include "activations.h"
 #include "gradients.h"
 #include "narrow.h"
 #include "pass.h"
+#include "rotary.h"
 #include "team.h"
 #include "vectors.h"
 
@@ -22,7 +24,7 @@ typedef struct rows {
   const double *norms;
   float *inverse, *out;
   float eps;
-  int64_t stride, heads;
+  int64_t stride, heads, activation, num_rotated, of_neighbours;
   atomic_long next;
 } rows_t;
 
@@ -76,14 +78,9 @@ void norm_gradient(team_t *team, int64_t rows, int64_t width, const float *x, fl
                      .inverse = inverse, .weight = weight, .dy = dy, .out = into});
 }
 
-/* ---- the gate: silu(gate) * up */
+/* ---- the gate: gate * sigmoid(z) * up, with z of the gate (activations.h) */
 
-INLINE vec sigmoid(vec x) {
-  vec down = -x;
-  ivec large = down > all(87.0f);
-  vec e = exp_vec((vec)(((ivec)down & ~large) | ((ivec)all(87.0f) & large)));
-  return all(1.0f) / (all(1.0f) + e);
-}
+INLINE vec sigmoid(vec x) { return all(1.0f) / (all(1.0f) + exp_of_negative(x)); }
 
 /* Up to a vector of them, with zeros beyond. */
 INLINE vec some_numbers(int64_t is_narrow, const void *from, int64_t at, int64_t count) {
@@ -106,73 +103,72 @@ void gate_part(const gates_t *g, int64_t row, range_t columns, float *out) {
     int64_t count = columns.end - d, at = 2 * row * g->width + d;
     vec x = some_numbers(g->is_narrow, g->numbers, at, count);
     vec up = some_numbers(g->is_narrow, g->numbers, at + g->width, count);
-    store_some(out + d - columns.first, x * sigmoid(x) * up, count);
+    store_some(out + d - columns.first, x * sigmoid(gate_exponent(g->activation, x)) * up, count);
   }
 }
 
 static void gate_row(const rows_t *a, int64_t r) {
-  gates_t gates = {a->is_narrow, a->width, a->gates};
+  gates_t gates = {a->is_narrow, a->activation, a->width, a->gates};
   gate_part(&gates, r, (range_t){0, a->width}, a->out + r * a->width);
 }
 
 /* gates numbers [rows][gate and up: 2 width]; product [rows][width]. */
-void swiglu(team_t *team, int64_t is_narrow, int64_t rows, int64_t width, const void *gates,
-            float *product) {
-  run(team, (rows_t){.is_narrow = is_narrow, .rows = rows, .width = width, .row = gate_row,
-                     .gates = gates, .out = product});
+void gated_product(team_t *team, int64_t is_narrow, int64_t activation, int64_t rows, int64_t width,
+                   const void *gates, float *product) {
+  run(team, (rows_t){.is_narrow = is_narrow, .activation = activation, .rows = rows,
+                     .width = width, .row = gate_row, .gates = gates, .out = product});
 }
 
 void gate_gradient_part(const gates_t *g, int64_t row, range_t columns, const float *dproduct,
                         int of_up, float *out) {
   for (int64_t d = columns.first; d < columns.end; d += LANES) {
     int64_t count = columns.end - d, at = 2 * row * g->width + d;
-    vec x = some_numbers(g->is_narrow, g->numbers, at, count), s = sigmoid(x), gradient;
+    vec x = some_numbers(g->is_narrow, g->numbers, at, count), gradient;
+    vec s = sigmoid(gate_exponent(g->activation, x));
     vec slope = some_numbers(0, dproduct, row * g->width + d, count);
     if (of_up) {
       gradient = slope * (x * s);
     } else {
       vec up = some_numbers(g->is_narrow, g->numbers, at + g->width, count);
-      gradient = slope * up * (s * (all(1.0f) + x * (all(1.0f) - s)));
+      vec of_z = gate_exponent_slope(g->activation, x);
+      gradient = slope * up * (s * (all(1.0f) + x * of_z * (all(1.0f) - s)));
     }
     store_some(out + d - columns.first, gradient, count);
   }
 }
 
 static void gate_back_row(const rows_t *a, int64_t r) {
-  gates_t gates = {a->is_narrow, a->width, a->gates};
+  gates_t gates = {a->is_narrow, a->activation, a->width, a->gates};
   float *out = a->out + 2 * r * a->width;
   for (int of_up = 0; of_up < 2; of_up++)
     gate_gradient_part(&gates, r, (range_t){0, a->width}, a->dy, of_up, out + of_up * a->width);
 }
 
 /* gates numbers and dgates [rows][gate and up: 2 width]; dproduct [rows][width]. */
-void swiglu_gradient(team_t *team, int64_t is_narrow, int64_t rows, int64_t width,
-                     const void *gates, const float *dproduct, float *dgates) {
-  run(team, (rows_t){.is_narrow = is_narrow, .rows = rows, .width = width, .row = gate_back_row,
-                     .gates = gates, .dy = dproduct, .out = dgates});
+void gated_product_gradient(team_t *team, int64_t is_narrow, int64_t activation, int64_t rows,
+                            int64_t width, const void *gates, const float *dproduct,
+                            float *dgates) {
+  run(team, (rows_t){.is_narrow = is_narrow, .activation = activation, .rows = rows,
+                     .width = width, .row = gate_back_row, .gates = gates, .dy = dproduct,
+                     .out = dgates});
 }
 
 /* ---- rotary positions */
 
 static void rotate_row(const rows_t *a, int64_t r) {
-  int64_t half = a->width / 2;
-  const float *cosine = a->cosine + r * half, *sine = a->sine + r * half;
-  for (int64_t h = 0; h < a->heads; h++) {
-    float *first = a->out + r * a->stride + h * a->width, *second = first + half;
-    for (int64_t i = 0; i < half; i++) {
-      float x = first[i], y = second[i];
-      first[i] = x * cosine[i] - y * sine[i];
-      second[i] = y * cosine[i] + x * sine[i];
-    }
-  }
+  int64_t half = a->num_rotated / 2;
+  const rotary_t rotary = {a->cosine + r * half, a->sine + r * half, half, a->of_neighbours};
+  for (int64_t h = 0; h < a->heads; h++)
+    rotate_head(&rotary, a->out + r * a->stride + h * a->width);
 }
 
 /* In place: x [rows][heads][head_dim], a row every `stride` numbers; cosine and sine
-   [rows][head_dim / 2]. */
+   [rows][num_rotated / 2]. */
 void rotate(team_t *team, int64_t rows, int64_t heads, int64_t head_dim, int64_t stride, float *x,
-            const float *cosine, const float *sine) {
+            const float *cosine, const float *sine, int64_t num_rotated, int64_t of_neighbours) {
   run(team, (rows_t){.rows = rows, .width = head_dim, .row = rotate_row, .heads = heads,
-                     .stride = stride, .out = x, .cosine = cosine, .sine = sine});
+                     .stride = stride, .out = x, .cosine = cosine, .sine = sine,
+                     .num_rotated = num_rotated, .of_neighbours = of_neighbours});
 }
 
 /* ---- the softmax */
