@@ -211,7 +211,7 @@ async def survive(bench: Bench, fault: str, operation: str = "step") -> list[flo
     await bench.checkpoint()
     losses += [await step(group), await step(group)]
     bench.fault(fault)
-    with pytest.raises(EngineDied):
+    with pytest.raises(EngineDied, match=r"'m' goes back to .*weights/of-m \(step 2\)"):
         await step(group)
     assert not group.alive
     with pytest.raises(EngineDied):

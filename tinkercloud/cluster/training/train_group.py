@@ -5,16 +5,17 @@ all ranks are ended. The next `onload` starts new ones and restores every model 
 point: its last checkpoint with optimizer state (saved or loaded), or the new model.
 
 A model is never rewound silently. If it was trained since its restore point, acknowledged or not,
-its next operation fails once with TrainingRewound, which names the point; later ones continue from
-there. (Clients pipeline operations: an optim_step that was sent after a lost forward_backward must
-not be applied to a model without that gradient.)
+the error of the operation that failed names the point, and the next operation fails once with
+TrainingRewound, which names it again; later ones continue from there. (Clients pipeline operations:
+an optim_step that was sent after a lost forward_backward must not be applied to a model without
+that gradient.)
 """
 
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -127,7 +128,8 @@ class RayTrainGroup:
 
     async def save(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
         model = self._record(model_id)
-        await self._call(Save(model_id, folder, with_optimizer))
+        with _told(model_id, model):
+            await self._call(Save(model_id, folder, with_optimizer))
         if with_optimizer:
             old, model.unsaved = model.point, model.gradient
             model.point = await self._points.keep(model_id, folder, with_optimizer=True)
@@ -164,14 +166,16 @@ class RayTrainGroup:
     async def forward_backward_only(self, model_id: str, batch: TrainBatch) -> TrainOutput:
         """Adds the gradient to the model's accumulator, or changes nothing."""
         model = self._record(model_id)
-        async with _Training(model):
-            parts = await self._call(ForwardBackwardOnly(model_id, batch))
-            model.gradient = True
+        with _told(model_id, model):
+            async with _Training(model):
+                parts = await self._call(ForwardBackwardOnly(model_id, batch))
+                model.gradient = True
         return merge_outputs(parts)
 
     async def forward_only(self, model_id: str, batch: TrainBatch) -> TrainOutput:
-        self._record(model_id)
-        return merge_outputs(await self._call(ForwardOnly(model_id, batch)))
+        model = self._record(model_id)
+        with _told(model_id, model):
+            return merge_outputs(await self._call(ForwardOnly(model_id, batch)))
 
     async def apply_optimizer_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
         model = self._record(model_id)
@@ -179,7 +183,8 @@ class RayTrainGroup:
             # Before the call: should it be cancelled, the ranks take the step all the same.
             model.weights = object()
             try:
-                metrics = (await self._call(ApplyOptimizerStep(model_id, params)))[0]
+                with _told(model_id, model):
+                    metrics = (await self._call(ApplyOptimizerStep(model_id, params)))[0]
             finally:
                 model.gradient = False  # the ranks clear a refused gradient too
         return metrics
@@ -254,6 +259,20 @@ class RayTrainGroup:
             )
             logger.warning("model %s was rewound to %s", model_id, point.label)
         model.unsaved = model.gradient = False
+
+
+@contextmanager
+def _told(model_id: str, model: ModelRecord) -> Iterator[None]:
+    """The error of ranks that ended says what of the model is lost: some clients read no other."""
+    try:
+        yield
+    except EngineDied as error:
+        if not model.unsaved:
+            raise
+        raise EngineDied(
+            f"{error}; model {model_id!r} goes back to {model.point.label}, training since then is "
+            "lost, and its next operation is not executed either"
+        ) from error
 
 
 class _Training:
