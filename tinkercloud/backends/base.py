@@ -100,6 +100,11 @@ class Backend(ABC):
         words for its user; None: it does not. Cheap; asked when a poll ends without a result."""
         return None
 
+    def trouble(self) -> str | None:
+        """What keeps this backend from serving just now, in words for its operator; None: nothing.
+        Cheap."""
+        return None
+
     def speculation(self) -> dict[str, Any]:
         """What drafts do, by base model, for JSON; empty where the backend has none of its own."""
         return {}

@@ -93,6 +93,9 @@ class EmbeddedBackend(Backend):
         return {**self._host.stats.values, **health}
 
     def queue_state(self, subject: str) -> str | None:
+        return self.trouble()
+
+    def trouble(self) -> str | None:
         return None if self._host.alive else "the engine process ended and is being started again"
 
     def speculation(self) -> dict[str, Any]:

@@ -18,7 +18,9 @@ async def healthz() -> Response:
 @router.get("/health")
 async def health(services: ServicesDep) -> Response:
     stats = services.backend.stats()
-    health = {"status": "ok", "num_pending": services.tasks.num_pending, "backend": stats}
+    trouble = services.backend.trouble()
+    status = {"status": "ok"} if trouble is None else {"status": "degraded", "reason": trouble}
+    health = {**status, "num_pending": services.tasks.num_pending, "backend": stats}
     speculation = services.backend.speculation()
     return json_answer({**health, "speculation": speculation} if speculation else health)
 

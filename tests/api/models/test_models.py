@@ -208,6 +208,10 @@ async def test_the_start_up_calls_answer(api: Api) -> None:
     assert (await api.get("healthz")).json() == {"status": "ok"}
     health = (await api.http.get("/health")).json()
     assert (health["status"], health["num_pending"]) == ("ok", 0)
+    assert "reason" not in health
+    api.services.backend.trouble = lambda: "the engine is away"  # type: ignore[method-assign]
+    health = (await api.http.get("/health")).json()
+    assert (health["status"], health["reason"]) == ("degraded", "the engine is away")
 
 
 async def test_capabilities_list_what_is_served(api: Api) -> None:

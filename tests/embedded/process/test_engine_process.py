@@ -122,6 +122,7 @@ async def test_an_engine_that_keeps_dying_is_started_again_and_again(
         while backend.stats()["engine_alive"]:  # noqa: ASYNC110 - another process ends
             await asyncio.sleep(0.01)
         assert "started again" in str(backend.queue_state("m"))
+        assert backend.trouble() == backend.queue_state("m")
         await backend.publish(FromBase("tiny"))
         assert backend.stats()["engine_restarts"] == number
     assert backend.queue_state("m") is None
