@@ -16,7 +16,8 @@
     |   +-- InvalidRequest      status 422 at the door, category "user" inside a future
     |   |   +-- InvalidField, ContextLengthExceeded
     +-- ServerFault             status 503: ours; the request may be right
-    |   +-- ModelStateLost, VersionLost, EngineDied, CapacityTimeout, TrainingRewound
+    |   +-- ModelStateLost, VersionLost, EngineDied, CapacityTimeout, TrainingRewound,
+    |       StorageFailed
     +-- UnknownRequest          the engine process has no handler for a request: a defect
     +-- ConfigError             raised before the server listens; never reaches HTTP
 
@@ -183,6 +184,16 @@ class ServerFault(TinkercloudError):
 
 class EngineDied(ServerFault):
     """The compute process ended while it held this request."""
+
+
+class StorageFailed(ServerFault):
+    """The data folder takes no writes."""
+
+    def __init__(self, reason: str):
+        super().__init__(
+            f"the server's data folder cannot be written ({reason}): its operator must make room, "
+            "or give the right to write there. What was acknowledged is kept; send this again then"
+        )
 
 
 class CapacityTimeout(ServerFault):

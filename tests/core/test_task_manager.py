@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tinkercloud.core import task_manager
 from tinkercloud.core.task_manager import TaskManager
-from tinkercloud.errors import FutureUnknown, ServerFault, UserError
+from tinkercloud.errors import FutureUnknown, ServerFault, StorageFailed, UserError
 from tinkercloud.storage.database import Database
 from tinkercloud.storage.futures import FuturesStorage, Outcome, Ticket, completed_json
 
@@ -129,6 +130,60 @@ async def test_a_lane_goes_on_when_the_database_cannot_take_a_result(
     proceed.set()
     assert await asyncio.gather(*waiting) == [await done(), await done()]
     await database.write("ALTER TABLE gone RENAME TO futures")
+
+
+async def test_outcomes_of_a_full_disk_are_served_from_memory_and_recorded_when_there_is_room(
+    tasks: TaskManager, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task_manager, "RECORD_AGAIN_S", 0.05)
+    proceed = asyncio.Event()
+
+    async def work() -> Outcome:
+        await proceed.wait()
+        return completed_json({"x": "y" * 100_000})
+
+    request_id = await tasks.submit_in_lane(Ticket("ann", "OptimStep", "k", "m", 1), work)
+    await fill_disk(database)
+    proceed.set()
+    outcome = await work()
+    for _ in range(2):
+        assert await tasks.wait(request_id, "ann", 5) == outcome
+    with pytest.raises(StorageFailed, match=r"full.*make room"):
+        await tasks.submit(Ticket("ann", "Sample", "k" * 100_000), done)
+    assert tasks.num_pending == 1
+    await make_room(database)
+    async with asyncio.timeout(5):
+        while tasks.num_pending:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    assert await FuturesStorage(database).outcome(request_id, "ann") == outcome
+    assert await tasks.wait(request_id, "ann", 5) == outcome
+
+
+async def test_an_outcome_in_memory_is_recorded_by_a_stop(
+    tasks: TaskManager, database: Database
+) -> None:
+    big, proceed = completed_json({"x": "y" * 100_000}), asyncio.Event()
+
+    async def work() -> Outcome:
+        await proceed.wait()
+        return big
+
+    request_id = await tasks.submit(Ticket("ann", "OptimStep"), work)
+    await fill_disk(database)
+    proceed.set()
+    assert await tasks.wait(request_id, "ann", 5) == big
+    await make_room(database)
+    await tasks.close()
+    assert await FuturesStorage(database).outcome(request_id, "ann") == big
+
+
+async def fill_disk(database: Database) -> None:
+    """No page more than there is."""
+    await database._writer.execute("PRAGMA max_page_count = 1")
+
+
+async def make_room(database: Database) -> None:
+    await database._writer.execute("PRAGMA max_page_count = 1073741823")
 
 
 async def test_an_operation_runs_after_the_one_before_it_ended(tasks: TaskManager) -> None:

@@ -14,7 +14,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 
 from tinkercloud.core.lane import LaneOrder, Verdict
-from tinkercloud.errors import FutureUnknown, ServerFault, TinkercloudError, UserError
+from tinkercloud.errors import (
+    FutureUnknown,
+    ServerFault,
+    StorageFailed,
+    TinkercloudError,
+    UserError,
+)
 from tinkercloud.storage.futures import RESTARTED, FuturesStorage, Kept, Outcome, Ticket, failed
 
 logger = logging.getLogger(__name__)
@@ -26,6 +32,7 @@ OnFinish = Callable[[str, Ticket, Outcome], None]
 SAMPLING_KIND = "Sample"
 # One client call may be several of these, posted out of order (wire specification, section 10).
 CHUNK_KINDS = frozenset({"ForwardBackward", "Forward"})
+RECORD_AGAIN_S = 2.0
 _TRAIN_PREFIX, _SAMPLE_PREFIX = "train-", "sample-"
 
 TOO_LATE = failed(
@@ -110,8 +117,10 @@ class TaskManager:
         await asyncio.gather(*tasks, return_exceptions=True)
         for pending in self._pending.values():
             pending.finished.set()  # polls are answered: without an outcome, "try again"
-        left = [pending for pending in self._pending.values() if pending.request is None]
-        await asyncio.gather(*(self._finish(pending, STOPPED) for pending in left))
+        left = list(self._pending.values())
+        late = [self._put_on_record(p, p.outcome) for p in left if p.outcome is not None]
+        lost = [self._finish(p, STOPPED) for p in left if p.outcome is None and p.request is None]
+        await asyncio.gather(*late, *lost)
 
     @property
     def num_pending(self) -> int:
@@ -309,15 +318,29 @@ class TaskManager:
             return
         pending.outcome = outcome
         try:
-            # The row before `_forget`: from then on polls read the database.
-            await self._futures.finish(pending.request_id, outcome, pending.started_at)
-        except Exception:  # a full disk, say: the lane must go on
-            logger.exception("the outcome of %s was not recorded", pending.request_id)
+            await self._put_on_record(pending, outcome)
         finally:  # waiting polls are answered even where the disk is full
-            self._forget(pending)
             pending.finished.set()
             for listener in self._on_finish:
                 listener(pending.request_id, pending.ticket, outcome)
+
+    async def _put_on_record(self, pending: _Pending, outcome: Outcome) -> None:
+        """The row, then `_forget`: from then on polls read the database. Where the disk takes no
+        writes the lane goes on, polls are answered from memory, and the row comes later."""
+        try:
+            await self._futures.finish(pending.request_id, outcome, pending.started_at)
+        except StorageFailed as error:
+            logger.error("the outcome of %s is in memory: %s", pending.request_id, error)
+            if not self._closing:
+                self._spawn(self._put_on_record_later(pending, outcome), "late outcome")
+            return
+        except Exception:  # our defect; the lane must go on
+            logger.exception("the outcome of %s was not recorded", pending.request_id)
+        self._forget(pending)
+
+    async def _put_on_record_later(self, pending: _Pending, outcome: Outcome) -> None:
+        await asyncio.sleep(RECORD_AGAIN_S)
+        await self._put_on_record(pending, outcome)
 
     # cancelling
 

@@ -15,13 +15,17 @@ from pathlib import Path
 
 import aiosqlite
 
-from tinkercloud.errors import ServerFault
+from tinkercloud.errors import ServerFault, StorageFailed
 from tinkercloud.storage.database_file import prepare_database_file
 
 logger = logging.getLogger(__name__)
 
 Value = str | bytes | int | float | None
 Row = sqlite3.Row
+_NO_WRITES = {
+    *(sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY),
+    *(sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM),
+}
 MAX_GROUP = 1000  # statements per commit, so that one commit stays well below a second
 
 
@@ -61,7 +65,8 @@ class Database:
         await self._writer.close()
 
     async def write(self, sql: str, *values: Value) -> None:
-        """Execute one statement; return when it is committed. sqlite3.Error of its own only."""
+        """Execute one statement; return when it is committed. Raises StorageFailed, and
+        sqlite3.Error of its own only."""
         await self._enqueue(sql, values, through=False)
 
     async def write_through(self, sql: str, *values: Value) -> None:
@@ -105,7 +110,7 @@ class Database:
                     await self._commit([write])
                 return
             logger.exception("a database write failed")
-            _settle(group, error)
+            _settle(group, _named(error))
         else:
             _settle(group, None)
 
@@ -128,7 +133,11 @@ class Database:
             raise
 
 
-def _settle(group: Sequence[_Write], error: sqlite3.Error | None) -> None:
+def _named(error: sqlite3.Error) -> Exception:
+    return StorageFailed(str(error)) if error.sqlite_errorcode & 0xFF in _NO_WRITES else error
+
+
+def _settle(group: Sequence[_Write], error: Exception | None) -> None:
     for write in group:
         if write.done.done():  # its caller was cancelled; the row is written all the same
             continue
