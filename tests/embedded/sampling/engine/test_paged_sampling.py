@@ -194,7 +194,7 @@ def test_pre_empted_samples_have_the_same_tokens(
     if not compiled:
         monkeypatch.setattr(runners, "library", lambda: None)
     requests = {
-        str(i): (base, ask(random_prompt(40 + i, i), n=2, seed=i, max_tokens=600, use_eos=False))
+        str(i): (base, ask(random_prompt(40 + i, i), n=2, seed=i, max_tokens=400, use_eos=False))
         for i in range(2)
     }
     plenty = Sampler(store).run(requests)

@@ -110,7 +110,7 @@ def tight_requests(base: str) -> Requests:
         str(i): (
             base,
             ask(
-                random_prompt(40 + i, i), n=2, seed=i, max_tokens=600, use_eos=False,
+                random_prompt(40 + i, i), n=2, seed=i, max_tokens=400, use_eos=False,
                 topk_sample_logprobs=2,
             ),
         )
