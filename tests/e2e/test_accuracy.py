@@ -22,7 +22,6 @@ from benchmarks.lib.gradients import distances
 from benchmarks.lib.smollm2 import document_tokens, tokenizer_of
 from tests.e2e.clients import MODEL, Client
 from tests.serving import start_server
-from tinkercloud.weights.huggingface import ensure_hf_folder
 
 PROMPT, LENGTH, NUM_TEXTS = 16, 256, 4
 CHAPTERS = ("compound", "execmodel", "import", "specialnames")
@@ -33,30 +32,28 @@ Measure = Callable[[str], dict[str, Distance]]
 
 
 @pytest.fixture(scope="module")
-def hf_folder(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return ensure_hf_folder(smollm2_gguf, tmp_path_factory.mktemp("hf"))
-
-
-@pytest.fixture(scope="module")
 def measure(
-    smollm2_gguf: Path, hf_folder: Path, tmp_path_factory: pytest.TempPathFactory
+    smollm2_gguf: Path, smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Measure:
     """Of a number type: the distances of what a server of it samples, and of what it scores."""
-    yardstick = Yardstick(hf_folder)
+    yardstick = Yardstick(smollm2_folder)
 
     def measured(dtype: str) -> dict[str, Distance]:
         served = ("--model", f"{MODEL}={smollm2_gguf}", "--dtype", dtype)
         with start_server(*served, data_dir=tmp_path_factory.mktemp("data")) as server:
             client = Client.connect(tinker, server)
-            texts = {"sampled": sampled(client, hf_folder), "natural": scored(client, hf_folder)}
+            texts = {
+                "sampled": sampled(client, smollm2_folder),
+                "natural": scored(client, smollm2_folder),
+            }
             client.close()
         return {kind: yardstick.distance(of_kind) for kind, of_kind in texts.items()}
 
     return measured
 
 
-def sampled(client: Client, hf_folder: Path) -> list[Text]:
-    ids, sampler = document_tokens(hf_folder), client.base_sampler()
+def sampled(client: Client, smollm2_folder: Path) -> list[Text]:
+    ids, sampler = document_tokens(smollm2_folder), client.base_sampler()
     texts: list[Text] = []
     for i in range(NUM_TEXTS):
         prompt = ids[5000 * i : 5000 * i + PROMPT]
@@ -66,9 +63,9 @@ def sampled(client: Client, hf_folder: Path) -> list[Text]:
     return texts
 
 
-def scored(client: Client, hf_folder: Path) -> list[Text]:
+def scored(client: Client, smollm2_folder: Path) -> list[Text]:
     """By `compute_logprobs`."""
-    sampler, tokenizer = client.base_sampler(), tokenizer_of(hf_folder)
+    sampler, tokenizer = client.base_sampler(), tokenizer_of(smollm2_folder)
     texts: list[Text] = []
     for chapter in CHAPTERS:
         ids = tokenizer.encode(topics[chapter]).ids[:LENGTH]
@@ -103,7 +100,7 @@ def test_logprobs_in_float32_are_those_of_float32(measure: Measure) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
-def test_gradients_are_no_further_from_float32_than_those_of_autocast(hf_folder: Path) -> None:
+def test_gradients_are_no_further_from_float32_than_those_of_autocast(smollm2_folder: Path) -> None:
     with tempfile.TemporaryDirectory() as root:
-        for kind, apart in distances(Path(root), hf_folder).items():
+        for kind, apart in distances(Path(root), smollm2_folder).items():
             assert apart.ours <= apart.autocast, (kind, apart)

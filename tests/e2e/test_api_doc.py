@@ -6,12 +6,10 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests.e2e.clients import MODEL
-from tests.serving import ROOT, start_server
+from tests.serving import ROOT, Server
 
 PAGE = ROOT / "docs" / "api.md"
 MARK = "----- block {} -----"
@@ -22,22 +20,20 @@ def blocks() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def outputs(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[dict]]:
+def outputs(server: Server) -> list[list[dict]]:
     """What each block printed: a list of JSON values per block."""
     if shutil.which("curl") is None:
         pytest.fail("these tests run curl, which is not installed", pytrace=False)
     script = "set -euo pipefail\n" + "\n".join(
         f"echo; echo '{MARK.format(i)}'\n{block}" for i, block in enumerate(blocks())
     )
-    data_dir = tmp_path_factory.mktemp("doc") / "data"
-    with start_server("--model", f"{MODEL}={smollm2_gguf}", data_dir=data_dir) as server:
-        done = subprocess.run(
-            ["bash", "-c", script],
-            env={**os.environ, **server.sdk_environment},
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
+    done = subprocess.run(
+        ["bash", "-c", script],
+        env={**os.environ, **server.sdk_environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr
     parts = re.split(r"----- block \d+ -----\n", done.stdout)[1:]
     return [_json_values(part) for part in parts]
@@ -81,18 +77,17 @@ def test_the_checkpoint_is_listed(outputs: list[list[dict]]) -> None:
     assert [c["checkpoint_id"] for listing in listings for c in listing] == ["weights/first"] * 2
 
 
-def test_the_quickstart_teaches_the_secret_word(smollm2_gguf: Path, tmp_path: Path) -> None:
+def test_the_quickstart_teaches_the_secret_word(server: Server) -> None:
     """The script as it is printed, with the official client; its deprecations are errors."""
     page = (ROOT / "docs" / "quickstart.md").read_text()
     (script,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
-    with start_server("--model", f"{MODEL}={smollm2_gguf}", data_dir=tmp_path / "data") as server:
-        done = subprocess.run(
-            [sys.executable, "-W", "error::FutureWarning", "-c", script],
-            env={**os.environ, **server.sdk_environment},
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
+    done = subprocess.run(
+        [sys.executable, "-W", "error::FutureWarning", "-c", script],
+        env={**os.environ, **server.sdk_environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     *steps, answer = done.stdout.splitlines()
     losses = [float(line.split()[1]) for line in steps]

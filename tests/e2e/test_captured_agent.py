@@ -4,27 +4,23 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from openai import OpenAI
 
-from tests.serving import ROOT, Server, start_server
+from tests.e2e.clients import MODEL
+from tests.serving import ROOT, Server
 from tinker_gmi import ModelInput, ServiceClient
 from tinker_gmi.captures import Captures
 
-MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 LIMIT_S = 300.0
 
 
 @pytest.fixture(scope="module")
-def server(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    data_dir = tmp_path_factory.mktemp("server") / "data"
-    arguments = ("--model", f"{MODEL}={smollm2_gguf}", "--dtype", "float32")
-    with start_server(*arguments, data_dir=data_dir) as server:
-        yield server
+def server(float32_server: Server) -> Server:
+    return float32_server
 
 
 @pytest.fixture(scope="module")

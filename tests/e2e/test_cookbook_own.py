@@ -8,23 +8,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.serving import QUIET, ROOT, Server, start_server
+from tests.serving import QUIET, ROOT, Server
 
-MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 STATE = re.compile(r"^weights: (tinker://\S+)$", re.M)
 LIMIT_S = 300.0
-
-
-@pytest.fixture(scope="module")
-def server(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    data_dir = tmp_path_factory.mktemp("server") / "data"
-    with start_server("--model", f"{MODEL}={smollm2_gguf}", data_dir=data_dir) as server:
-        yield server
 
 
 def recipe(server: Server, name: str, *arguments: str, ok: bool = True) -> str:

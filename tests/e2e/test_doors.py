@@ -2,17 +2,15 @@
 
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import tinker
 from anthropic import Anthropic
 from openai import OpenAI
 from smolagents import LogLevel, OpenAIModel, Tool, ToolCallingAgent
 
 from tests.e2e.clients import MODEL, Client
-from tests.serving import Server, backend_arguments, start_server
+from tests.serving import Server
 
 MESSAGES: Any = [
     {"role": "system", "content": "You are a helpful assistant."},
@@ -22,18 +20,8 @@ SAMPLED: Any = {"max_tokens": 24, "seed": 11, "temperature": 0.8, "top_p": 0.9}
 
 
 @pytest.fixture(scope="module")
-def server(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    data_dir = tmp_path_factory.mktemp("server") / "data"
-    model = ("--model", f"{MODEL}={smollm2_gguf}", "--dtype", "float32")
-    with start_server(*model, *backend_arguments(), data_dir=data_dir) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def official(server: Server) -> Iterator[Client]:
-    client = Client.connect(tinker, server)
-    yield client
-    client.close()
+def server(float32_server: Server) -> Server:
+    return float32_server
 
 
 @pytest.fixture(scope="module")

@@ -8,19 +8,16 @@ log-probabilities of prompts.
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tinker
 from numpy.typing import NDArray
-from transformers import AutoTokenizer
 
 from tests.e2e.clients import MODEL, Client, logprobs_of
-from tests.serving import Server, start_server
+from tests.serving import Server
 from tinkercloud.embedded.native.compiler import library
-from tinkercloud.weights.tokenizer import ensure_tokenizer_folder
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler here")
 
@@ -147,24 +144,14 @@ def assert_same_samples(left: Sequence[Text], right: Sequence[Text]) -> None:
 
 
 @pytest.fixture(scope="module")
-def text(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Ids:
-    folder = ensure_tokenizer_folder(smollm2_gguf, tmp_path_factory.mktemp("tokenizer"))
+def text(tokenizer: Any) -> Ids:
     written = "".join(SENTENCES[i % 2].format(i) for i in range(60))
-    return AutoTokenizer.from_pretrained(folder).encode(written)
+    return tokenizer.encode(written)
 
 
 @pytest.fixture(scope="module")
-def server(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("server")
-    with start_server("--model", f"{MODEL}={smollm2_gguf}", data_dir=folder / "data") as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[Client]:
-    client = Client.connect(tinker, server)
-    yield client
-    client.close()
+def client(official: Client) -> Client:
+    return official
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 import tinker_gmi
 from tests.api.provenance_data import single_turn
 from tests.e2e.clients import CHAT, MODEL, Client, logprobs_of
-from tests.serving import Server, backend_arguments, backend_under_test, start_server
+from tests.serving import Server, backend_under_test
 from tinkercloud.embedded.native.compiler import library
 
 # What may part sampler and trainer: PyTorch's rounding, and another engine's on the cluster.
@@ -26,11 +26,8 @@ TEXT = "The first light over the harbour was the colour of a copper coin left in
 
 
 @pytest.fixture(scope="module")
-def server(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    data_dir = tmp_path_factory.mktemp("server") / "data"
-    model = ("--model", f"{MODEL}={smollm2_gguf}", "--dtype", "float32")
-    with start_server(*model, *backend_arguments(), data_dir=data_dir) as server:
-        yield server
+def server(float32_server: Server) -> Server:
+    return float32_server
 
 
 @pytest.fixture(scope="module", params=[tinker, tinker_gmi], ids=["official", "ours"])
@@ -41,22 +38,13 @@ def client(request: pytest.FixtureRequest, server: Server) -> Iterator[Client]:
 
 
 @pytest.fixture(scope="module")
-def official(server: Server) -> Iterator[Client]:
-    client = Client.connect(tinker, server)
-    yield client
-    client.close()
-
-
-@pytest.fixture(scope="module")
 def tokenizer(official: Client):
     return official.model().get_tokenizer()
 
 
 @pytest.fixture(scope="module")
-def reference(smollm2_gguf: Path):
-    return AutoModelForCausalLM.from_pretrained(
-        smollm2_gguf.parent, gguf_file=smollm2_gguf.name, dtype=torch.float32
-    ).eval()
+def reference(smollm2_folder: Path):
+    return AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")

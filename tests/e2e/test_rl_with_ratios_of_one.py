@@ -1,20 +1,16 @@
 """A hundred steps of RL on-policy: the official SDK, real weights, the server's own defaults, and
 every importance ratio exactly 1."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import tinker
-from transformers import AutoTokenizer
 
-from tests.e2e.clients import MODEL, Client, logprobs_of, on_policy_gauges
-from tests.serving import Server, start_server
+from tests.e2e.clients import Client, logprobs_of, on_policy_gauges
+from tests.serving import Server
 from tinkercloud.embedded.native.compiler import library
-from tinkercloud.weights.tokenizer import ensure_tokenizer_folder
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler here")
 
@@ -66,22 +62,15 @@ def assert_ratios_of_one(output: Any, episodes: Sequence[Episode]) -> None:
 
 
 @pytest.fixture(scope="module")
-def server(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("server")
-    with start_server("--model", f"{MODEL}={smollm2_gguf}", data_dir=folder / "data") as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def prompts(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Ids]:
-    folder = ensure_tokenizer_folder(smollm2_gguf, tmp_path_factory.mktemp("tokenizer"))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+def prompts(tokenizer: Any) -> list[Ids]:
     return [tokenizer.encode(prompt) for prompt in PROMPTS]
 
 
 @pytest.mark.slow
-def test_a_hundred_steps_of_rl_have_ratios_of_one(server: Server, prompts: list[Ids]) -> None:
-    client = Client.connect(tinker, server)
+def test_a_hundred_steps_of_rl_have_ratios_of_one(
+    official: Client, server: Server, prompts: list[Ids]
+) -> None:
+    client = official
     model, num_tokens = client.model(rank=16, seed=3), 0
     for step in range(NUM_STEPS):
         sampler = model.save_weights_and_get_sampling_client().result()
@@ -100,7 +89,6 @@ def test_a_hundred_steps_of_rl_have_ratios_of_one(server: Server, prompts: list[
         assert (metrics["unclipped_grad_l2:mean"] > 0) == (num_trained > 0)  # the weights move
         num_tokens += num_trained
     assert num_tokens > 5 * NUM_STEPS
-    client.close()
     since_start = on_policy_gauges(server)
     assert since_start["tokens"] == num_tokens
     assert since_start["ratio_deviation_max"] == since_start["logprob_deviation_mean"] == 0

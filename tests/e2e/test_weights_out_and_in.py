@@ -24,7 +24,6 @@ from transformers import AutoModelForCausalLM
 from tests.e2e.clients import MODEL, Client, logprobs_of
 from tests.embedded.tiny import write_tiny_model
 from tests.serving import QUIET, ROOT, Server, start_server
-from tinkercloud.weights.huggingface import ensure_hf_folder
 
 TINY = "tiny/llama"
 TOKENS = [72, 101, 108, 108, 111, 32, 116, 104, 101, 114, 101, 44, 32, 121, 111, 117]
@@ -61,11 +60,13 @@ class Stand:
 
 
 @pytest.fixture(scope="module")
-def stand(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
+def stand(
+    smollm2_gguf: Path, smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Stand]:
     root = tmp_path_factory.mktemp("weights")
     tiny = write_tiny_model(root / "tiny")
     sources = {MODEL: smollm2_gguf, TINY: tiny}
-    folders = {MODEL: ensure_hf_folder(smollm2_gguf, root / "cache"), TINY: tiny}
+    folders = {MODEL: smollm2_folder, TINY: tiny}
     served = [text for name, path in sources.items() for text in ("--model", f"{name}={path}")]
     with start_server(*served, "--dtype", "float32", data_dir=root / "data") as server:
         client = Client.connect(tinker, server)
