@@ -56,7 +56,7 @@ class EventStream(Response):
     async def _send_all(self, send: Send) -> None:
         has_started = False
         try:
-            async with aclosing(_with_heartbeats(self._events, self._heartbeat)) as pieces:
+            async with aclosing(_gathered(self._events, self._heartbeat)) as pieces:
                 async for piece in pieces:
                     if not has_started:
                         start = {"type": "http.response.start", "status": self.status_code}
@@ -81,28 +81,38 @@ async def _send_body(send: Send, body: bytes, *, more: bool) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
-async def _with_heartbeats(
+async def _gathered(
     events: AsyncGenerator[bytes, None], heartbeat: bytes
 ) -> AsyncGenerator[bytes, None]:
-    following: asyncio.Future[bytes] | None = None
+    """What came since the last piece, as one: a step of the engine brings events of many samples,
+    and to send them one by one takes longer than to make them."""
+    came: list[bytes] = []
+    news = asyncio.Event()
+
+    async def read() -> None:
+        async for event in events:
+            came.append(event)
+            news.set()
+
+    reader = asyncio.ensure_future(read())
+    reader.add_done_callback(lambda _: news.set())
     try:
-        while True:
-            if following is None:
-                following = asyncio.ensure_future(anext(events))
-            done, _ = await asyncio.wait([following], timeout=HEARTBEAT_S)
-            if not done:
+        while came or not reader.done():
+            try:
+                async with asyncio.timeout(HEARTBEAT_S):
+                    await news.wait()
+            except TimeoutError:
                 yield heartbeat
                 continue
-            try:
-                event = following.result()
-            except StopAsyncIteration:
-                return
-            following = None
-            yield event
+            news.clear()
+            if came:
+                piece = b"".join(came)
+                came.clear()
+                yield piece
+        await reader  # raises what ended it
     finally:
-        if following is not None:
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
         await events.aclose()
 
 

@@ -136,6 +136,11 @@ async def _merged(
     streams: Sequence[AsyncGenerator[TokenChunk, None]],
 ) -> AsyncGenerator[tuple[int, TokenChunk], None]:
     """The chunks of all streams as they come, each with its stream's place."""
+    if len(streams) == 1:  # by far the most: without a queue and a task for each
+        async with aclosing(streams[0]) as chunks:
+            async for chunk in chunks:
+                yield 0, chunk
+        return
     queue: asyncio.Queue[tuple[int, TokenChunk | None]] = asyncio.Queue()
 
     async def read(place: int, stream: AsyncGenerator[TokenChunk, None]) -> None:
