@@ -43,7 +43,6 @@ CONFIG = {
     "tie_word_embeddings": True,
 }
 SHAPES = from_hf(CONFIG).weight_shapes()
-WEIGHTS = sum(torch.Size(shape).numel() for shape in SHAPES.values() if len(shape) == 2)
 
 
 @dataclass(frozen=True)
@@ -64,6 +63,12 @@ def resident_bytes(field: str = "RssAnon") -> int:
         if line.startswith(f"{field}:"):
             return 1024 * int(line.split()[1])
     raise OSError(f"there is no {field}")
+
+
+def num_held(dtype: torch.dtype) -> int:
+    """Weights, and in bfloat16 those of 32 inputs of each matrix once more."""
+    again = 32 if dtype == torch.bfloat16 else 0
+    return sum(shape[0] * (shape[1] + again) for shape in SHAPES.values() if len(shape) == 2)
 
 
 def write_model(folder: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.embedded.model.one_copy import WEIGHTS, Memory, write_model
+from tests.embedded.model.one_copy import Memory, num_held, write_model
 from tinkercloud.embedded.model.packed_tensors import PackedTensors
 from tinkercloud.embedded.native.compiler import library
 
@@ -90,7 +90,7 @@ def test_one_copy_of_the_weights_is_in_memory_while_they_load_sample_and_train(
     command = [sys.executable, "-m", "tests.embedded.model.one_copy", str(tmp_path), name]
     child = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     memory = Memory(**json.loads(child.stdout.splitlines()[-1]))
-    assert memory.copy_bytes == WEIGHTS * dtype.itemsize
+    assert memory.copy_bytes == num_held(dtype) * dtype.itemsize
     # The largest matrix is a fifth; of what was freed the C library keeps up to 64 MB to use again.
     assert memory.loading_bytes < 1.4 * memory.copy_bytes, memory
     assert 0.95 * memory.copy_bytes < memory.loaded_bytes < 1.4 * memory.copy_bytes, memory

@@ -55,7 +55,8 @@ int attention(team_t *team, const int64_t *sizes, float cap, const int32_t *posi
                    .tables = tables, .table_stride = sizes[5], .cosine = cosine, .sine = sine};
   atomic_long next_task = 0;
   pass_t pass = {.model = &model, .batch = &batch, .q = q, .k = k, .v = v, .mixed = mixed,
-                 .next_task = &next_task, .narrow_rows[MIXED] = {mixed_narrow, NULL, width, 0}};
+                 .next_task = &next_task,
+                 .narrow_rows[MIXED] = {mixed_narrow, width, row_size(1, width)}};
   pass.tiles_place = sizes[7] == BOTH;
   if (pass.tiles_place && !tiles_are_alone(&pass)) return 0;
   job_t job = {&pass, &layer, sizes[7] == PLACE ? place_rows : attend};

@@ -57,7 +57,7 @@ class Products:
         panels, inputs = -(-out // 16), -(-k // TILE_INPUTS) * TILE_INPUTS
         narrow, packed = bits(weight), np.zeros((panels, inputs, 16), np.uint16)
         y = np.full((rows, out), np.nan, np.float32)
-        start = (self._team, c.c_int64(1), c.c_int64(out), c.c_int64(k))
+        start = (self._team, c.c_int64(1), c.c_int64(out), c.c_int64(k), c.c_int64(inputs))
         self._library.pack(*start, address(narrow), address(packed))
         wide = np.ascontiguousarray(x)
         arguments = (address(packed), c.c_int64(rows), address(wide), None, address(y))

@@ -40,10 +40,32 @@ def test_what_is_packed_is_unpacked_to_the_same_bits(team: Team, dtype: torch.dt
     assert torch.equal(packed.unpack(team, packed.pack(team, weight)), weight)
 
 
-def test_columns_are_read_out_of_packed_weights(team: Team, dtype: torch.dtype):
-    weight = matrix((67, 75), dtype)
+def with_room(team: Team, weight: Tensor, num_spare: int) -> packed.PackedMatrix:
+    """In memory that is not clear."""
+    shape = packed.packed_shape((weight.shape[0], weight.shape[1]), weight.dtype, num_spare)
+    return packed.pack(team, weight, torch.full(shape, torch.nan, dtype=weight.dtype))
+
+
+def test_weights_of_some_inputs_are_there_once_more(team: Team):
+    weight = matrix((67, 75), torch.bfloat16)
     inputs = torch.tensor([0, 1, 17, 40, 74])
-    assert torch.equal(packed.pack(team, weight).columns(inputs), weight[:, inputs])
+    weights = with_room(team, weight, 40)
+    assert weights.width == 96 + 64
+    weights.repeat(inputs)
+    assert torch.equal(packed.unpack(team, weights), weight)
+    read = packed.unpack(team, packed.PackedMatrix(weights.packed, (67, 160)))
+    assert torch.equal(read[:, 96:101], weight[:, inputs])
+    assert not read[:, 75:96].any()
+    assert not read[:, 101:].any()
+
+
+@pytest.mark.parametrize("rows", [1, 5, 200])
+def test_a_product_by_itself_reads_nothing_of_spare_inputs(team: Team, rows: int):
+    weight, x = matrix((67, 75), torch.bfloat16), matrix((rows, 75), torch.float32)
+    weights = with_room(team, weight, 32)
+    weights.repeat(torch.arange(32))
+    expected = packed.product(team, x, packed.pack(team, weight))
+    assert torch.equal(packed.product(team, x, weights), expected)
 
 
 def test_packed_weights_lie_by_panels_of_16_outputs(team: Team):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 
+import torch
 from torch import Tensor
 
 from tinkercloud.embedded.model.huge_pages import HugePages
@@ -14,6 +15,12 @@ from tinkercloud.embedded.native.packed import (
     unpack_rows,
 )
 from tinkercloud.embedded.native.train_bindings import training_team
+
+NUM_SALIENT = 32
+"""Of each module, or all inputs that it has: each matrix in bfloat16 has room for their weights
+once more, which is one block of inputs (packed.h). Mean distance of SmolLM2's log-probabilities on
+text from float32 arithmetic on the same rounded weights: 0.0112 without, 0.0084 with 16, 0.0081
+with 32, 0.0078 with 64, 0.0056 with all, which rounded keys make nearly all of."""
 
 EMBEDDING, UNEMBEDDING = "model.embed_tokens", "lm_head"
 
@@ -38,8 +45,9 @@ class PackedTensors(Mapping[str, Tensor]):
                 vectors[name] = tensor.detach().float().clone()  # a file's tensor keeps all of it
                 continue
             rows = tensor.detach()
+            num_spare = NUM_SALIENT if rows.dtype == torch.bfloat16 else 0
             into = memory.empty(
-                packed_shape((rows.shape[0], rows.shape[1]), rows.dtype), rows.dtype
+                packed_shape((rows.shape[0], rows.shape[1]), rows.dtype, num_spare), rows.dtype
             )
             # The team is free between two: `tensors` may have use for it.
             with training_team() as team:
@@ -48,15 +56,14 @@ class PackedTensors(Mapping[str, Tensor]):
         return cls(PackedWeights(matrices, vectors))
 
     @property
-    def salient_inputs(self) -> dict[str, Tensor]:
+    def salient_inputs(self) -> Mapping[str, Tensor]:
         """By module name; see `salience`."""
-        return {name: salient.inputs for name, salient in self.packed.salient.items()}
+        return self.packed.salient
 
     def with_salient(self, inputs: Mapping[str, Tensor]) -> "PackedTensors":
         """The same tensors in the same memory. Trained weights have the inputs of their base: what
         is restored from a checkpoint computes as it did before."""
-        with training_team() as team:
-            return PackedTensors(self.packed.with_salient(team, inputs))
+        return PackedTensors(self.packed.with_salient(inputs))
 
     @property
     def nbytes(self) -> int:

@@ -153,12 +153,11 @@ class NativeModel:
         def linear(name: str) -> Linear:
             weight = matrices[name]
             bias = vectors.get(f"{name}.bias")
-            read = (weight.address, _address(bias), *weight.shape)
+            read = (weight.address, _address(bias), *weight.shape, weight.width)
             salient = weights.salient.get(name)
             if salient is None:
                 return Linear(*read)
-            inputs = _address(salient.inputs, torch.int64)
-            return Linear(*read, inputs, len(salient.inputs), salient.weights.address)
+            return Linear(*read, _address(salient, torch.int64), len(salient))
 
         def norm(name: str) -> int | None:
             weight = vectors.get(name)
@@ -204,6 +203,7 @@ class NativeModel:
             config.residual_scale,
             config.logit_cap,
             matrices["model.embed_tokens"].address,
+            matrices["model.embed_tokens"].width,
             norm("model.norm"),
             linear("lm_head"),
             self._layers,

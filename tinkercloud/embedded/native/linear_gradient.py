@@ -134,7 +134,7 @@ def linear_gradient(
     assert (x.width if isinstance(x, Gates) else x.shape[1]) == size
     assert outputs.gates is None or outputs.gates.width == rows.shape[1] == rows.stride(0)
     modules = [
-        (matrix.address, matrix.shape[0], column)
+        (matrix.address, matrix.shape[0], matrix.width, column)
         for matrix, column in zip(matrices, outputs.columns, strict=True)
     ]
     segments = [_segment(of_rows) for of_rows in adapted]

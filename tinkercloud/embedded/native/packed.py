@@ -21,7 +21,8 @@ _INPUTS = {torch.float32: 1, torch.bfloat16: 32}  # what K is padded to
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
     """Weights [N, K]: float32 as (N / 16, K, 16), bfloat16 as (N / 16, K / 2, 16, 2) with K rounded
-    up to 32; N is rounded up to 16, and zeros fill what is beyond."""
+    up to 32; N is rounded up to 16, and zeros fill what is beyond. In bfloat16 there may be spare
+    inputs after these: those of `repeat`."""
 
     packed: Tensor
     shape: tuple[int, int]
@@ -38,21 +39,32 @@ class PackedMatrix:
     def address(self) -> int:
         return _address(self.packed, self.dtype)
 
-    def columns(self, inputs: Tensor) -> Tensor:
-        """A copy of the weights [N, C] of these inputs, int64 (C,)."""
-        if self.is_narrow:
-            panels = self.packed[:, inputs // 2, :, inputs % 2]  # (C, N / 16, 16)
-        else:
-            panels = self.packed[:, inputs].transpose(0, 1)
-        return panels.flatten(1)[:, : self.shape[0]].T
+    @property
+    def width(self) -> int:
+        """Inputs of a panel, in all."""
+        return self.packed.shape[1] * (2 if self.is_narrow else 1)
+
+    def repeat(self, inputs: Tensor) -> None:
+        """Writes the weights of these inputs, int64 (C,), to the spare inputs too."""
+        first = _padded(self.shape[1], self.dtype)
+        assert self.is_narrow
+        assert first + len(inputs) <= self.width
+        at = first + torch.arange(len(inputs))
+        weights = self.packed[:, inputs // 2, :, inputs % 2]  # (C, N / 16, 16)
+        self.packed[:, at // 2, :, at % 2] = weights
 
 
-def packed_shape(shape: tuple[int, int], dtype: torch.dtype) -> tuple[int, ...]:
-    """Of the tensor that holds weights [N, K] packed."""
-    panels, inputs = -(-shape[0] // PANEL), -(-shape[1] // _INPUTS[dtype]) * _INPUTS[dtype]
+def packed_shape(shape: tuple[int, int], dtype: torch.dtype, num_spare: int = 0) -> tuple[int, ...]:
+    """Of the tensor that holds weights [N, K] packed, with so many spare inputs at least."""
+    panels = -(-shape[0] // PANEL)
+    inputs = _padded(shape[1], dtype) + _padded(num_spare, dtype)
     if dtype == torch.bfloat16:
         return panels, inputs // 2, PANEL, 2
     return panels, inputs, PANEL
+
+
+def _padded(inputs: int, dtype: torch.dtype) -> int:
+    return -(-inputs // _INPUTS[dtype]) * _INPUTS[dtype]
 
 
 def pack(team: Team, weight: Tensor, into: Tensor | None = None) -> PackedMatrix:
@@ -82,35 +94,25 @@ def unpack_rows(team: Team, matrix: PackedMatrix, ids: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class SalientInputs:
-    """Inputs of a module that the pass reads as pairs of a rounded number and its rounding error
-    (network.h): int64 (C,), ascending, and their weights [N, C] once more."""
-
-    inputs: Tensor
-    weights: PackedMatrix
-
-
-@dataclass(frozen=True, slots=True)
 class PackedWeights:
     """A network's tensors as the compiled pass reads them, by Hugging Face module name; a tied
     unembedding is the embedding's matrix. vectors: norms and biases, float32. salient: of each
-    module of the pass, in bfloat16 alone."""
+    module of the pass, in bfloat16 alone, the inputs that it reads as pairs of a rounded number and
+    its rounding error (network.h): int64 (C,), ascending."""
 
     matrices: Mapping[str, PackedMatrix]
     vectors: Mapping[str, Tensor]
-    salient: Mapping[str, SalientInputs] = field(default_factory=dict[str, SalientInputs])
+    salient: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     @property
     def dtype(self) -> torch.dtype:
         return self.matrices["model.embed_tokens"].dtype
 
-    def with_salient(self, team: Team, inputs: Mapping[str, Tensor]) -> "PackedWeights":
-        """inputs: by module name, of `SalientInputs`."""
-        salient = {
-            name: SalientInputs(chosen, pack(team, self.matrices[name].columns(chosen)))
-            for name, chosen in inputs.items()
-        }
-        return replace(self, salient=salient)
+    def with_salient(self, inputs: Mapping[str, Tensor]) -> "PackedWeights":
+        """In the same memory, whose spare inputs are written: what had others is void."""
+        for name, chosen in inputs.items():
+            self.matrices[name].repeat(chosen)
+        return replace(self, salient=inputs)
 
 
 def product(team: Team, x: Tensor, matrix: PackedMatrix, bias: Tensor | None = None) -> Tensor:
@@ -130,18 +132,19 @@ def _library() -> c.CDLL:
     loaded = library()
     assert loaded is not None, "asked for only where there is a library"
     pointer, number = c.c_void_p, c.c_int64
-    start = (pointer, number, number, number)  # team, is_narrow, N, K
+    start = (pointer, *[number] * 4)  # team, is_narrow, N, K, inputs of a panel
     loaded.pack.argtypes = loaded.unpack.argtypes = (*start, pointer, pointer)
     loaded.product.argtypes = (*start, pointer, number, pointer, pointer, pointer)
     return loaded
 
 
-def _start(team: Team, matrix: PackedMatrix) -> tuple[int | None, bool, int, int]:
-    return team.handle, matrix.is_narrow, *matrix.shape
+def _start(team: Team, matrix: PackedMatrix) -> tuple[int | None, bool, int, int, int]:
+    return team.handle, matrix.is_narrow, *matrix.shape, matrix.width
 
 
 def _packed(matrix: PackedMatrix) -> tuple[int]:
-    assert tuple(matrix.packed.shape) == packed_shape(matrix.shape, matrix.dtype)
+    spare = matrix.width - _padded(matrix.shape[1], matrix.dtype)
+    assert tuple(matrix.packed.shape) == packed_shape(matrix.shape, matrix.dtype, spare)
     return (_address(matrix.packed, matrix.dtype),)
 
 

@@ -16,10 +16,9 @@ ACTIVATIONS = ("silu", "gelu_tanh")
 class Linear(c.Structure):
     _fields_ = (
         *((name, c.c_void_p) for name in ("weight", "bias")),
-        *((name, c.c_int64) for name in ("out", "in")),
+        *((name, c.c_int64) for name in ("out", "in", "width")),
         ("salient", c.c_void_p),
         ("num_salient", c.c_int64),
-        ("salient_weight", c.c_void_p),
     )
 
 
@@ -44,6 +43,7 @@ class Model(c.Structure):
         *((name, c.c_float) for name in ("eps", "score_scale", "score_cap")),
         *((name, c.c_float) for name in ("embedding_scale", "residual_scale", "logit_cap")),
         ("embed", c.c_void_p),
+        ("embed_width", c.c_int64),
         ("final_norm", c.c_void_p),
         ("head", Linear),
         ("layers", c.POINTER(Layer)),
@@ -120,7 +120,10 @@ class AttentionGradient(c.Structure):
 
 
 class ModuleGradient(c.Structure):
-    _fields_ = (("weight", c.c_void_p), ("out", c.c_int64), ("column", c.c_int64))
+    _fields_ = (
+        ("weight", c.c_void_p),
+        *((name, c.c_int64) for name in ("out", "width", "column")),
+    )
 
 
 class LoraGradient(c.Structure):

@@ -89,23 +89,19 @@ static output_t added_output(const walk_t *w, int64_t index, int leaf, const flo
   return output;
 }
 
-static void clear_rest(narrow *rows, int64_t m, int64_t size) {
-  memset(rows + m * row_size(1, size) + size, 0, (size_t)(row_size(1, size) - size) * sizeof *rows);
-}
-
-/* What products read beyond a row's end; nobody else writes there. */
+/* What products read beyond a row's inputs; but for errors nobody else writes there. */
 static void clear_rests(const pass_t *p, int64_t m) {
   for (int i = 0; i < NARROW_ROWS; i++) {
     const narrow_rows_t *rows = &p->narrow_rows[i];
-    for (int64_t copy = 0; copy < (i == NORMED ? p->num_normed : 1); copy++) {
-      clear_rest(rows->inputs, copy * p->batch->rows + m, rows->in);
-      clear_rest(rows->errors, copy * p->batch->rows + m, rows->num_salient);
-    }
+    size_t rest = (size_t)(rows->width - rows->in) * sizeof(narrow);
+    for (int64_t copy = 0; copy < (i == NORMED ? p->num_normed : 1); copy++)
+      memset(rows->inputs + (copy * p->batch->rows + m) * rows->width + rows->in, 0, rest);
   }
 }
 
 static void embed_row(const model_t *model, int64_t token, float *x) {
-  read_weights(model->embed, model->is_narrow, model->hidden, token, x);
+  const char *at = weight_at(model->embed, model->is_narrow, model->embed_width, token);
+  read_weights(at, model->is_narrow, model->hidden, x);
   if (model->embedding_scale == 1.0f) return;
   for (int64_t i = 0; i < model->hidden; i++) x[i] *= model->embedding_scale;
 }
@@ -334,10 +330,7 @@ static void capture(walk_t *w, int64_t number, const float *outputs) {
 static normed_t normed_of(const pass_t *p, int rank) {
   int64_t first = p->num_normed > 1 ? rank * p->batch->rows : 0;
   narrow_rows_t narrow = p->narrow_rows[NORMED];
-  if (p->model->is_narrow) {
-    narrow.inputs += first * row_size(1, narrow.in);
-    narrow.errors += first * row_size(1, narrow.num_salient);
-  }
+  if (p->model->is_narrow) narrow.inputs += first * narrow.width;
   return (normed_t){p->normed + first * p->model->hidden, narrow};
 }
 
@@ -386,12 +379,10 @@ static int64_t lay_out(pass_t *p, float *memory) {
   const linear_t *first = model->layers[0].linear; /* those of other layers are as wide */
   const linear_t *readers[NARROW_ROWS] = {&first[Q], &first[O], &first[DOWN], &model->head};
   for (int i = 0; i < NARROW_ROWS && model->is_narrow; i++) {
-    int64_t in = readers[i]->in, num_salient = readers[i]->num_salient;
+    int64_t in = readers[i]->in, width = readers[i]->width;
     int64_t count = i == NORMED ? p->num_normed * rows : rows;
-    narrow *inputs = (narrow *)(memory + floats);
-    narrow *errors = inputs + row_size(1, in) * count;
-    p->narrow_rows[i] = (narrow_rows_t){inputs, errors, in, num_salient};
-    floats += (row_size(1, in) + row_size(1, num_salient)) / 2 * count;
+    p->narrow_rows[i] = (narrow_rows_t){(narrow *)(memory + floats), in, width};
+    floats += width / 2 * count;
   }
   return floats;
 }

@@ -23,8 +23,8 @@ typedef struct {
 
 /* One of some modules that read the same rows. */
 typedef struct {
-  const void *weight; /* packed [out, in] */
-  int64_t out, column; /* column: of dy, the module's first */
+  const void *weight;         /* packed [out, in] */
+  int64_t out, width, column; /* width: as of linear_t; column: of dy, the module's first */
 } module_gradient_t;
 
 /* One module's adapter, row-major: a [rank][in], b [out][rank]; NULL: this module has none. Its

@@ -66,28 +66,17 @@ static int prepare(walk_t *w, const read_t *read) {
   return adapted;
 }
 
-/* The errors of salient inputs, as inputs of their own. */
-static void add_errors(const read_t *read, const output_t *o, range_t rows, range_t panels) {
-  const linear_t *linear = o->linear;
-  product_t errors = {.x = read->narrow_rows->errors, .x_stride = row_size(1, linear->num_salient),
-                      .is_narrow = 1, .w = linear->salient_weight, .k = linear->num_salient,
-                      .out = linear->out, .y = o->y, .y_stride = o->y_stride, .add = 1,
-                      .scale = o->scale};
-  multiply(&errors, rows, panels);
-}
-
 /* Some rows and some panels of one module. */
 static void module_part(const pass_t *p, const read_t *read, int i, range_t rows, range_t panels,
                         int adapted) {
   const output_t *o = &read->outputs[i];
   int is_narrow = (int)p->model->is_narrow;
   product_t main = {.x = is_narrow ? (const void *)read->narrow_rows->inputs : read->x,
-                    .x_stride = row_size(is_narrow, o->linear->in), .is_narrow = is_narrow,
-                    .w = o->linear->weight, .k = o->linear->in, .out = o->linear->out,
+                    .x_stride = o->linear->width, .is_narrow = is_narrow,
+                    .w = o->linear->weight, .k = o->linear->width, .out = o->linear->out,
                     .bias = o->linear->bias, .y = o->y, .y_stride = o->y_stride, .add = o->add,
                     .scale = o->scale};
   multiply(&main, rows, panels);
-  if (o->linear->num_salient) add_errors(read, o, rows, panels);
   for (int64_t s = 0; adapted && s < p->batch->num_segments; s++) {
     const lora_t *lora = &p->batch->segments[s].modules[o->module];
     if (!lora->a) continue;
@@ -101,7 +90,7 @@ static void module_part(const pass_t *p, const read_t *read, int i, range_t rows
 
 static cut_t cut_of(const pass_t *p, const read_t *read, int i) {
   const linear_t *linear = read->outputs[i].linear;
-  return cut_product(read->rows, p->model->is_narrow, linear->in, linear->out);
+  return cut_product(read->rows, p->model->is_narrow, linear->width, linear->out);
 }
 
 /* One or more modules that read the same rows, rows by rows and panels by panels. */

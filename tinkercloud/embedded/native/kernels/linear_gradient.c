@@ -28,7 +28,8 @@ static void pack_a(const call_t *c, const adapter_t *adapter) {
     else
       memset(row, 0, (size_t)row_bytes(c, g->in));
   }
-  matrix_t rows = {g->is_narrow, adapter->width, row_size(g->is_narrow, g->in)};
+  int64_t in = row_size(g->is_narrow, g->in);
+  matrix_t rows = {g->is_narrow, adapter->width, in, in};
   for (int64_t i = 0; i < panels_of(adapter->width); i++)
     pack_panel(&rows, i, adapter->a_rows, adapter->a);
   pack_inputs(g->is_narrow,
@@ -67,7 +68,7 @@ static void prepare(call_t *c) {
     }
     const piece_t *piece = &c->pieces[(task - adapted) / panels];
     int64_t panel = (task - adapted) % panels;
-    matrix_t weights = {g->is_narrow, piece->out, g->in};
+    matrix_t weights = {g->is_narrow, piece->out, g->in, g->modules[piece->module].width};
     turn_panel(&weights, panel, piece->weight,
                piece->turned + panel * panel_bytes(g->is_narrow, piece->out));
   }

@@ -77,7 +77,7 @@ void cut_pieces(call_t *c, int64_t *module, int64_t *first, memory_t *memory) {
     const module_gradient_t *m = &g->modules[*module];
     int64_t left = m->out - *first, out = MIN(left, PIECE);
     if (c->num_pieces && total + left > PIECE) break;
-    const char *weight = (const char *)m->weight + *first / PANEL * panel_bytes(g->is_narrow, g->in);
+    const char *weight = weight_at(m->weight, g->is_narrow, m->width, *first);
     c->pieces[c->num_pieces] =
         (piece_t){.module = *module, .first = *first, .out = out, .weight = weight};
     lay_out_piece(c, c->num_pieces, memory);

@@ -9,15 +9,16 @@
 #define KV_BLOCK 16 /* tokens of a block of keys and values */
 
 typedef struct {
-  const void *weight; /* packed (packed.h): float, or narrow where the model is */
+  /* Packed (packed.h): float, or narrow where the model is. A row of its inputs takes `width`
+     numbers, the same in modules with as many inputs. */
+  const void *weight;
   const float *bias;
-  int64_t out, in;
+  int64_t out, in, width;
   /* Where the model is narrow, inputs that are read as pairs, a rounded number and its rounded
-     error: their numbers, ascending, and their weights, packed [out, num_salient]. Modules that
-     read the same rows have the same ones, and modules with as many inputs as many. */
+     error: their numbers, ascending. Their weights are there once more, from input row_size(1, in)
+     on. Modules that read the same rows have the same ones. */
   const int64_t *salient;
   int64_t num_salient;
-  const void *salient_weight;
 } linear_t;
 
 enum { Q, K_, V_, O, GATE, UP, DOWN, NUM_LINEAR };
@@ -49,6 +50,7 @@ typedef struct {
   float embedding_scale, residual_scale; /* residual: of what attention and MLP add */
   float logit_cap; /* as score_cap, of logits */
   const void *embed; /* packed [vocab, hidden] */
+  int64_t embed_width;
   const float *final_norm;
   linear_t head;
   const layer_t *layers;

@@ -2,7 +2,10 @@
 
    float32: [N / 16][K][16 outputs]; bfloat16: [N / 16][K / 2][16 outputs][2 inputs], K rounded up to
    32. N is rounded up to 16; what is beyond N or K is zero. So one step of a product, an input or a
-   pair of them, reads 64 bytes of a panel, and 16 steps in bfloat16 are one tile of AMX. */
+   pair of them, reads 64 bytes of a panel, and 16 steps in bfloat16 are one tile of AMX.
+
+   In bfloat16 there may be more inputs after these, by blocks of 32: a product goes over all of a
+   panel. `width` is how many inputs it has then. */
 
 #ifndef TINKERCLOUD_PACKED_H
 #define TINKERCLOUD_PACKED_H
@@ -35,16 +38,13 @@ INLINE int64_t panel_bytes(int64_t is_narrow, int64_t k) {
   return steps_of(is_narrow, k) * STEP_BYTES;
 }
 
-/* Weight [n][i]; in bfloat16 of a pair of inputs, i being the even one. */
-INLINE const char *weight_at(const void *packed, int64_t is_narrow, int64_t k, int64_t n,
-                             int64_t i) {
-  return (const char *)packed + n / PANEL * panel_bytes(is_narrow, k) +
-         (is_narrow ? i / 2 : i) * STEP_BYTES + n % PANEL * 4;
+/* Weight [n][0]; in bfloat16 those of the first two inputs. */
+INLINE const char *weight_at(const void *packed, int64_t is_narrow, int64_t width, int64_t n) {
+  return (const char *)packed + n / PANEL * panel_bytes(is_narrow, width) + n % PANEL * 4;
 }
 
-/* Weights [n][0..k-1] as floats: an embedding's row. */
-INLINE void read_weights(const void *packed, int64_t is_narrow, int64_t k, int64_t n, float *out) {
-  const char *at = weight_at(packed, is_narrow, k, n, 0);
+/* An output's weights of k inputs as floats: an embedding's row. */
+INLINE void read_weights(const char *at, int64_t is_narrow, int64_t k, float *out) {
   if (!is_narrow) {
     for (int64_t i = 0; i < k; i++, at += STEP_BYTES) memcpy(out + i, at, sizeof *out);
     return;

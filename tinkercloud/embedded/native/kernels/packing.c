@@ -14,7 +14,7 @@ static void turn_words(const block_t in, block_t out) {
 
 void pack_panel(const matrix_t *m, int64_t panel, const void *rows, void *packed) {
   int64_t row_bytes = m->k * number_bytes(m->is_narrow), first = panel * PANEL;
-  int64_t count = MIN(PANEL, m->out - first), end = panel_bytes(m->is_narrow, m->k);
+  int64_t count = MIN(PANEL, m->out - first), end = panel_bytes(m->is_narrow, m->width);
   const char *from = (const char *)rows + first * row_bytes;
   char *to = (char *)packed + panel * end;
   for (int64_t at = 0; at * PANEL < end; at += STEP_BYTES) {
@@ -28,7 +28,7 @@ void pack_panel(const matrix_t *m, int64_t panel, const void *rows, void *packed
 
 void unpack_panel(const matrix_t *m, int64_t panel, const void *packed, void *rows) {
   int64_t row_bytes = m->k * number_bytes(m->is_narrow), first = panel * PANEL;
-  int64_t count = MIN(PANEL, m->out - first), end = panel_bytes(m->is_narrow, m->k);
+  int64_t count = MIN(PANEL, m->out - first), end = panel_bytes(m->is_narrow, m->width);
   const char *from = (const char *)packed + panel * end;
   char *to = (char *)rows + first * row_bytes;
   for (int64_t at = 0; at < row_bytes; at += STEP_BYTES) {
@@ -62,7 +62,7 @@ static void turn_wide(const char *from, int64_t count, char *to) {
 }
 
 void turn_panel(const matrix_t *m, int64_t panel, const void *packed, void *turned) {
-  int64_t bytes = panel_bytes(m->is_narrow, m->k), end = panel_bytes(m->is_narrow, m->out);
+  int64_t bytes = panel_bytes(m->is_narrow, m->width), end = panel_bytes(m->is_narrow, m->out);
   int64_t block = PANEL / (m->is_narrow ? 2 : 1) * STEP_BYTES; /* of 16 inputs */
   const char *from = (const char *)packed + panel * block;
   char *to = turned;

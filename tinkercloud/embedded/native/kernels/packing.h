@@ -5,9 +5,9 @@
 
 #include "packed.h"
 
-/* Of weights [out, k]. */
+/* Of weights [out, k], in panels of `width` inputs. */
 typedef struct {
-  int64_t is_narrow, out, k;
+  int64_t is_narrow, out, k, width;
 } matrix_t;
 
 INLINE int64_t number_bytes(int64_t is_narrow) {
@@ -16,7 +16,7 @@ INLINE int64_t number_bytes(int64_t is_narrow) {
 
 #define HIDDEN __attribute__((visibility("hidden")))
 
-/* rows: the matrix, row-major. */
+/* rows: the matrix, row-major. What a panel has beyond its k inputs becomes zero. */
 HIDDEN void pack_panel(const matrix_t *m, int64_t panel, const void *rows, void *packed);
 HIDDEN void unpack_panel(const matrix_t *m, int64_t panel, const void *packed, void *rows);
 

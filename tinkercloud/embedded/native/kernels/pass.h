@@ -13,11 +13,11 @@
 #include "team.h"
 #include "vectors.h"
 
-/* Inputs of products in bfloat16, rounded [rows][row_size(1, in)], and what rounding took off the
-   salient ones, rounded too [rows][row_size(1, num_salient)]; zeros beyond a row's end. */
+/* Inputs of products in bfloat16 [rows][width]: rounded, and from row_size(1, in) on what rounding
+   took off the salient ones, rounded too. Zeros between, and beyond. */
 typedef struct {
-  narrow *inputs, *errors;
-  int64_t in, num_salient;
+  narrow *inputs;
+  int64_t in, width;
 } narrow_rows_t;
 
 enum { NORMED, MIXED, GATED, CHOSEN, NARROW_ROWS };
@@ -88,12 +88,12 @@ static inline void rms_norm(const float *x, const float *weight, int64_t size, f
    gets what it is when rounded, which adapters read. */
 static inline void round_inputs(const linear_t *reader, const narrow_rows_t *to, int64_t m,
                                 int64_t first, int64_t count, float *x) {
-  narrow *errors = to->errors + m * row_size(1, to->num_salient);
-  for (int64_t i = 0; i < to->num_salient; i++) {
+  narrow *inputs = to->inputs + m * to->width, *errors = inputs + row_size(1, to->in);
+  for (int64_t i = 0; i < reader->num_salient; i++) {
     int64_t at = reader->salient[i] - first;
     if (at >= 0 && at < count) errors[i] = narrowed(x[at] - widen1(narrowed(x[at])));
   }
-  round_to_narrow(x, count, to->inputs + m * row_size(1, to->in) + first);
+  round_to_narrow(x, count, inputs + first);
 }
 
 /* ---- linear.c */

@@ -19,29 +19,30 @@ static void pack_panels(team_t *team, int rank, void *argument) {
     a->panel(&a->matrix, panel, a->from, a->to);
 }
 
-void pack(team_t *team, int64_t is_narrow, int64_t out, int64_t k, const void *rows, void *packed) {
+void pack(team_t *team, int64_t is_narrow, int64_t out, int64_t k, int64_t width, const void *rows,
+          void *packed) {
   work(team, pack_panels,
-       &(packing_t){{is_narrow, out, k}, rows, packed, pack_panel, 0});
+       &(packing_t){{is_narrow, out, k, width}, rows, packed, pack_panel, 0});
 }
 
-void unpack(team_t *team, int64_t is_narrow, int64_t out, int64_t k, const void *packed,
-            void *rows) {
+void unpack(team_t *team, int64_t is_narrow, int64_t out, int64_t k, int64_t width,
+            const void *packed, void *rows) {
   work(team, pack_panels,
-       &(packing_t){{is_narrow, out, k}, packed, rows, unpack_panel, 0});
+       &(packing_t){{is_narrow, out, k, width}, packed, rows, unpack_panel, 0});
 }
 
 /* Stages of one call: rows are rounded, then multiplied. */
 typedef struct {
   product_t product;
   cut_t cut;
-  const float *x; /* [rows][product.k], before they are rounded */
+  const float *x; /* [rows][k], before they are rounded */
   narrow *rounded;
-  int64_t rows;
+  int64_t rows, k;
   atomic_long next_row, next_task;
 } call_t;
 
 static void round_rows(call_t *a) {
-  int64_t k = a->product.k, size = row_size(1, k);
+  int64_t k = a->k, size = a->product.x_stride;
   for (int64_t r; (r = atomic_fetch_add(&a->next_row, 1)) < a->rows;) {
     for (int64_t i = 0; i < k; i++) a->rounded[r * size + i] = narrowed(a->x[r * k + i]);
     memset(a->rounded + r * size + k, 0, (size_t)(size - k) * sizeof(narrow));
@@ -67,20 +68,20 @@ static void run_product(team_t *team, int rank, void *argument) {
 
 static product_t product_of(const matrix_t *m, const float *x, const narrow *rounded) {
   return (product_t){.x = m->is_narrow ? (const void *)rounded : x,
-                     .x_stride = row_size(m->is_narrow, m->k), .is_narrow = m->is_narrow,
-                     .k = m->k, .out = m->out, .y_stride = m->out, .scale = 1.0f};
+                     .x_stride = m->width, .is_narrow = m->is_narrow, .k = m->width, .out = m->out,
+                     .y_stride = m->out, .scale = 1.0f};
 }
 
 /* y [rows, out] = x w^T + bias; x [rows, k], rounded where weights are narrow; bias may be NULL. */
-int product(team_t *team, int64_t is_narrow, int64_t out, int64_t k, const void *packed,
-            int64_t rows, const float *x, const float *bias, float *y) {
-  matrix_t matrix = {is_narrow, out, k};
-  int64_t bytes = is_narrow ? rows * row_size(1, k) * (int64_t)sizeof(narrow) : 1;
+int product(team_t *team, int64_t is_narrow, int64_t out, int64_t k, int64_t width,
+            const void *packed, int64_t rows, const float *x, const float *bias, float *y) {
+  matrix_t matrix = {is_narrow, out, k, width};
+  int64_t bytes = is_narrow ? rows * width * (int64_t)sizeof(narrow) : 1;
   narrow *rounded = scratch(team, (size_t)bytes);
   if (rounded == NULL) return -1;
   call_t call = {.product = product_of(&matrix, x, rounded), .x = x,
-                 .rounded = is_narrow ? rounded : NULL, .rows = rows,
-                 .cut = cut_product(rows, is_narrow, k, out)};
+                 .rounded = is_narrow ? rounded : NULL, .rows = rows, .k = k,
+                 .cut = cut_product(rows, is_narrow, width, out)};
   call.product.w = packed;
   call.product.bias = bias;
   call.product.y = y;

@@ -36,7 +36,7 @@ static void fill(check_t *c, int whole) {
   for (int64_t m = 0; m < ROWS; m++)
     for (int64_t i = 0; i < INPUTS; i++) c->x[m * PADDED + i] = next_number(&state, whole);
   for (int64_t i = 0; i < OUTPUTS * INPUTS; i++) rows[i] = next_number(&state, whole);
-  matrix_t matrix = {1, OUTPUTS, INPUTS};
+  matrix_t matrix = {1, OUTPUTS, INPUTS, PADDED};
   for (int64_t panel = 0; panel < panels_of(OUTPUTS); panel++)
     pack_panel(&matrix, panel, rows, c->w);
 }
