@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tinkercloud.architectures.config import ArchitectureConfig
 from tinkercloud.embedded.native.bindings import AdapterTable, NativeModel
+from tinkercloud.embedded.native.scores import Scores, Targets
 from tinkercloud.embedded.native.structures import Batch, Kept, Segment
 from tinkercloud.embedded.native.team import Team
 from tinkercloud.embedded.native.train_bindings import training_team
@@ -129,6 +130,15 @@ class LayeredPass:
             first_layer=last, end_layer=last, num_logit_rows=len(rows),
             logit_rows=chosen.ctypes.data, hidden=hidden.data_ptr(), logits=out.data_ptr(),
         )  # fmt: skip
+
+    def scores(self, hidden: Tensor, targets: Targets) -> Scores:
+        """Of some rows' targets; hidden (T, D)."""
+        last, scores = self._config.num_layers, Scores(targets)
+        self._run(
+            first_layer=last, end_layer=last, hidden=hidden.data_ptr(),
+            scores=c.pointer(scores.request),
+        )  # fmt: skip
+        return scores
 
     def _run(self, **part: object) -> None:
         tokens, positions, sequence, tables = self._arrays

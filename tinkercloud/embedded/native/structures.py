@@ -70,6 +70,13 @@ class Kept(c.Structure):
     )
 
 
+class Scores(c.Structure):
+    _fields_ = (
+        ("num_rows", c.c_int64),
+        *((name, c.c_void_p) for name in ("rows", "starts", "ids", "logits", "norms")),
+    )
+
+
 class Batch(c.Structure):
     _fields_ = (
         *((name, c.c_int64) for name in ("rows", "embeds", "first_layer", "end_layer")),
@@ -84,6 +91,7 @@ class Batch(c.Structure):
         ("logit_rows", c.c_void_p),
         ("num_captured", c.c_int64),
         *((name, c.c_void_p) for name in ("captured_layers", "captured", "hidden", "logits")),
+        ("scores", c.POINTER(Scores)),
         ("times", c.c_void_p),
     )
 
@@ -165,6 +173,7 @@ MIRRORS: dict[str, type[c.Structure]] = {
     "segment": Segment,
     "kept": Kept,
     "batch": Batch,
+    "scores": Scores,
     "draw": Draw,
     "scan": Scan,
     "attention_gradient": AttentionGradient,

@@ -20,8 +20,10 @@ from tinkercloud.embedded.native import train_bindings
 from tinkercloud.embedded.native.bindings import NativeModel, log_sum_exp
 from tinkercloud.embedded.native.layered_pass import LayeredPass, Rows
 from tinkercloud.embedded.native.linear_gradient import Gates, Outputs
+from tinkercloud.embedded.native.scores import Targets
 from tinkercloud.embedded.training.attention import PackedAttention
 from tinkercloud.embedded.training.block import BlockActivations, Blocks, gate_names
+from tinkercloud.embedded.training.head import Pairs
 from tinkercloud.embedded.training.layout import Layout
 from tinkercloud.embedded.training.linear import Linears, Segment
 
@@ -106,7 +108,12 @@ class CompiledUnembedding:
     def __init__(self, base: BaseModel, blocks: CompiledBlocks, max_rows: int):
         self._layers = blocks.layers
         self.cap = base.config.logit_cap
-        self.wide = torch.empty(max_rows, base.config.vocab_size)
+        self._shape = (max_rows, base.config.vocab_size)
+
+    @cached_property
+    def wide(self) -> Tensor:
+        """Made when it is needed first."""
+        return torch.empty(self._shape)
 
     def inputs(self, hidden: Tensor, rows: Tensor) -> Tensor:
         return hidden[rows]
@@ -117,6 +124,14 @@ class CompiledUnembedding:
         logits = self.wide[: len(rows)]
         self._layers.logits(hidden, rows, logits)
         return logits
+
+    def score(
+        self, hidden: Tensor, rows: NDArray[np.int64], pairs: Pairs, segments: Sequence[Segment]
+    ) -> tuple[Tensor, Tensor]:
+        starts = np.searchsorted(pairs.rows.numpy(), np.arange(len(rows) + 1))
+        targets = Targets(rows, starts, pairs.ids.numpy())
+        scores = self._layers.scores(hidden, targets)
+        return scores.logits, scores.norms
 
     def normalize(self, logits: Tensor, *, probabilities: bool) -> Tensor:
         with train_bindings.training_team() as team:

@@ -1,9 +1,9 @@
 """Unembedding and log-probabilities in chunks of rows, forward and backward.
 
-No more than LOGIT_ROWS rows of logits are in memory at a time: one buffer holds a chunk's logits,
-then, where these are wanted, its probabilities or the gradient of its logits. Where a loss is a sum
-over tokens, the gradient of a log-probability follows from that alone, and a chunk's logits are
-computed once.
+No more than LOGIT_ROWS rows of logits are in memory at a time, and with the compiled pass none but
+of rows that train: one buffer holds a chunk's logits, then, where these are wanted, its
+probabilities or the gradient of its logits. Where a loss is a sum over tokens, the gradient of a
+log-probability follows from that alone, and a chunk's logits are computed once.
 
 Axes: n rows of a chunk, D hidden, V vocabulary, P pairs (row, target).
 """
@@ -17,11 +17,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tinkercloud.decoding.sampler import logprobs_of
 from tinkercloud.embedded.native.linear_gradient import Outputs, TargetGradients
 from tinkercloud.embedded.training.linear import Group, Linears, ModelWeights, Segment
 from tinkercloud.embedded.training.targets import Order, Targets
 
 LOGIT_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """rows int64 (P,), ascending: of some rows, those that have the targets ids int64 (P,)."""
+
+    rows: Tensor
+    ids: Tensor
 
 
 class Unembedding(Protocol):
@@ -43,6 +52,12 @@ class Unembedding(Protocol):
         self, hidden: Tensor, rows: NDArray[np.int64], inputs: Tensor, segments: Sequence[Segment]
     ) -> Tensor:
         """(as many as inputs, V), good until the next call."""
+        ...
+
+    def score(
+        self, hidden: Tensor, rows: NDArray[np.int64], pairs: Pairs, segments: Sequence[Segment]
+    ) -> tuple[Tensor, Tensor]:
+        """The logits (P,) of targets of these rows, and the rows' normalizers, float64 (n,)."""
         ...
 
     def normalize(self, logits: Tensor, *, probabilities: bool) -> Tensor:
@@ -97,14 +112,14 @@ class Head:
         self._fuses = linears.fuses and not unembedding.cap
         self._slopes: Tensor | None = None  # of the cap, for the chunk underway
         self._targets, self._order = targets, order
-        device = unembedding.wide.device
+        device = targets[0].ids.device
         self._rows = torch.from_numpy(order.rows).to(device)
         self._pair_rows = [torch.from_numpy(rows).to(device) for rows in order.pair_rows]
 
     def forward(self, hidden: Tensor) -> Iterator[None]:
         """Scores all pairs, without any gradient; yields after each chunk."""
         for chunk in self._chunks():
-            self._logprobs(chunk, hidden, with_gradient=False, probabilities=False)
+            self._score(chunk, hidden)
             yield
         for targets in self._targets:
             if targets.per_sequence:
@@ -119,6 +134,10 @@ class Head:
         late = any(targets.per_sequence for targets in self._targets)
         for chunk in self._chunks():
             trains = chunk.active and not late
+            if not trains and show is None:
+                self._score(chunk, hidden)
+                yield
+                continue
             probabilities = show is not None or (trains and not self._fuses)
             inputs, norms, gradients = self._logprobs(
                 chunk, hidden, with_gradient=trains, probabilities=probabilities
@@ -143,6 +162,15 @@ class Head:
                 dhidden[self._rows[chunk.rows]] = self._backward(chunk, inputs, known)
                 yield
 
+    def _score(self, chunk: _Chunk, hidden: Tensor) -> None:
+        """Scores the pairs of rows whose logits nobody needs."""
+        pairs, rows = self._pairs(chunk), self._order.rows[chunk.rows]
+        logits, norms = self._unembedding.score(hidden, rows, pairs, self._segments(chunk))
+        logprobs = logprobs_of(logits, norms[pairs.rows])
+        counts = [piece.pairs.stop - piece.pairs.start for piece in chunk.pieces]
+        for piece, scores in zip(chunk.pieces, logprobs.split(counts), strict=True):
+            self._targets[piece.share].score(piece.pairs, scores, with_gradient=False)
+
     def _logprobs(
         self, chunk: _Chunk, hidden: Tensor, *, with_gradient: bool, probabilities: bool
     ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
@@ -157,7 +185,7 @@ class Head:
         norms = self._unembedding.normalize(logits, probabilities=probabilities)
         gradients = []
         for piece, scores in zip(chunk.pieces, picked, strict=True):
-            logprobs = (scores.double() - norms[self._in_chunk(chunk, piece)]).float()
+            logprobs = logprobs_of(scores, norms[self._in_chunk(chunk, piece)])
             targets = self._targets[piece.share]
             gradients.append(targets.score(piece.pairs, logprobs, with_gradient=with_gradient))
         return inputs, norms, gradients
@@ -172,11 +200,15 @@ class Head:
         self, chunk: _Chunk, gradients: Sequence[Tensor | None], norms: Tensor | None
     ) -> TargetGradients:
         """norms: None where the buffer holds probabilities."""
+        pairs = self._pairs(chunk)
+        known = [gradient for gradient in gradients if gradient is not None]
+        assert len(known) == len(chunk.pieces), "a chunk that trains has all gradients"
+        return TargetGradients(norms, pairs.rows, pairs.ids, torch.cat(known))
+
+    def _pairs(self, chunk: _Chunk) -> Pairs:
         rows = [self._in_chunk(chunk, piece) for piece in chunk.pieces]
         ids = [self._targets[piece.share].ids[piece.pairs] for piece in chunk.pieces]
-        known = [gradient for gradient in gradients if gradient is not None]
-        assert len(known) == len(rows), "a chunk that trains has all gradients"
-        return TargetGradients(norms, torch.cat(rows), torch.cat(ids), torch.cat(known))
+        return Pairs(torch.cat(rows), torch.cat(ids))
 
     def _backward(self, chunk: _Chunk, inputs: Tensor, targets: TargetGradients) -> Tensor:
         """The gradient of the chunk's rows. The buffer holds their logits or probabilities."""

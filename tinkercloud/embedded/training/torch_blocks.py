@@ -22,6 +22,7 @@ from tinkercloud.embedded.training.block import (
     gate_names,
     qkv_names,
 )
+from tinkercloud.embedded.training.head import Pairs
 from tinkercloud.embedded.training.layout import Layout
 from tinkercloud.embedded.training.linear import Group, Linears, Segment
 
@@ -117,6 +118,14 @@ class TorchUnembedding:
         group = Group(self._linears, ("lm_head",), segments)
         logits = group.forward(inputs, out=self._logits[: len(inputs)])
         return logits.copy_(capped(logits, self.cap)) if self.cap else logits
+
+    def score(
+        self, hidden: Tensor, rows: NDArray[np.int64], pairs: Pairs, segments: Sequence[Segment]
+    ) -> tuple[Tensor, Tensor]:
+        inputs = self.inputs(hidden, torch.from_numpy(rows).to(hidden.device))
+        logits = self.logits(hidden, rows, inputs, segments)
+        picked = logits[pairs.rows, pairs.ids]  # before `normalize` may write to their memory
+        return picked, self.normalize(logits, probabilities=False)
 
     def normalize(self, logits: Tensor, *, probabilities: bool) -> Tensor:
         return rowwise.softmax(logits, self.wide[: len(logits)]).double()

@@ -129,7 +129,7 @@ static void read_queries_and_keys(walk_t *w, int64_t index) {
   output_t outputs[] = {output_of(w, index, Q, p->q), output_of(w, index, K_, p->k),
                         output_of(w, index, V_, p->v)};
   const normed_t *x = &w->normed;
-  multiply_modules(w, &(read_t){x->wide, &x->narrow, p->batch->rows, outputs, 3, 0});
+  multiply_modules(w, &(read_t){x->wide, &x->narrow, p->batch->rows, outputs, 3, NULL});
 }
 
 static void keep_raw_heads(walk_t *w, int64_t index) {
@@ -171,7 +171,8 @@ static void keep_attention(walk_t *w, int64_t index) {
 static void add_mixed(walk_t *w, int64_t index) {
   const pass_t *p = w->p;
   output_t outputs[] = {added_output(w, index, O, layer_of(w, index)->mixed_norm)};
-  multiply_modules(w, &(read_t){p->mixed, &p->narrow_rows[MIXED], p->batch->rows, outputs, 1, 0});
+  multiply_modules(w,
+                   &(read_t){p->mixed, &p->narrow_rows[MIXED], p->batch->rows, outputs, 1, NULL});
 }
 
 static void add_normed_mixed(walk_t *w, int64_t index) {
@@ -191,14 +192,14 @@ static void gate(walk_t *w, int64_t index) {
   output_t outputs[] = {output_of(w, index, GATE, p->gate), output_of(w, index, UP, p->up)};
   const kept_t *kept = kept_of(w, index);
   const normed_t *x = &w->normed;
-  multiply_gates(w, &(read_t){x->wide, &x->narrow, p->batch->rows, outputs, 2, 0},
+  multiply_gates(w, &(read_t){x->wide, &x->narrow, p->batch->rows, outputs, 2, NULL},
                  &layer_of(w, index)->linear[DOWN], kept ? kept->gates : NULL);
 }
 
 static void add_gated(walk_t *w, int64_t index) {
   const pass_t *p = w->p;
   output_t outputs[] = {added_output(w, index, DOWN, layer_of(w, index)->fed_norm)};
-  multiply_modules(w, &(read_t){p->gate, &p->narrow_rows[GATED], p->batch->rows, outputs, 1, 0});
+  multiply_modules(w, &(read_t){p->gate, &p->narrow_rows[GATED], p->batch->rows, outputs, 1, NULL});
 }
 
 static void add_normed_fed(walk_t *w, int64_t index) {
@@ -213,39 +214,6 @@ static void norm_final(walk_t *w, int64_t index) {
   int64_t d = p->model->hidden;
   EACH_ROW(w, m, p->batch->rows)
     rms_norm(p->x + m * d, p->model->final_norm, d, p->model->eps, p->batch->hidden + m * d);
-  end_stage(w);
-}
-
-/* The rows whose logits are wanted, side by side. */
-static void choose(walk_t *w, int64_t index) {
-  (void)index;
-  const pass_t *p = w->p;
-  const batch_t *batch = p->batch;
-  int64_t d = p->model->hidden;
-  EACH_ROW(w, i, batch->num_logit_rows) {
-    memcpy(p->chosen + i * d, batch->hidden + batch->logit_rows[i] * d, (size_t)d * sizeof(float));
-    if (p->model->is_narrow)
-      round_inputs(&p->model->head, &p->narrow_rows[CHOSEN], i, 0, d, p->chosen + i * d);
-  }
-  end_stage(w);
-}
-
-static void unembed(walk_t *w, int64_t index) {
-  (void)index;
-  const pass_t *p = w->p;
-  int module = (int)p->model->num_layers * NUM_LINEAR;
-  output_t outputs[] = {{&p->model->head, module, p->batch->logits, p->model->vocab, 0, 1.0f}};
-  int64_t rows = p->batch->num_logit_rows;
-  multiply_modules(w, &(read_t){p->chosen, &p->narrow_rows[CHOSEN], rows, outputs, 1, 1});
-}
-
-static void cap_logits(walk_t *w, int64_t index) {
-  (void)index;
-  const pass_t *p = w->p;
-  int64_t vocab = p->model->vocab;
-  float cap = p->model->logit_cap;
-  if (cap == 0.0f) return;
-  EACH_ROW(w, i, p->batch->num_logit_rows) cap_numbers(p->batch->logits + i * vocab, vocab, cap);
   end_stage(w);
 }
 
@@ -265,6 +233,7 @@ enum {
   ADD_NORMED_MIXED, NORM_MIDDLE, GATE_AND_UP, ADD_GATED, ADD_NORMED_FED,
   NORM_FINAL,
   CHOOSE, UNEMBED, CAP_LOGITS,
+  CHOOSE_SCORED, SCORE,
   NUM_STEPS
 };
 
@@ -286,6 +255,8 @@ static const step_t steps[NUM_STEPS] = {
     [CHOOSE] = {"rows of logits", choose, 1},
     [UNEMBED] = {"unembed", unembed, PRODUCT_STAGES},
     [CAP_LOGITS] = {"cap of logits", cap_logits, 1},
+    [CHOOSE_SCORED] = {"rows of scores", choose_scored, 1},
+    [SCORE] = {"score", score_targets, SCORE_STAGES},
 };
 
 /* For whoever reads the times of a pass (network.h). */
@@ -300,7 +271,7 @@ static int64_t stages_of(int first, int last) {
 
 static int64_t stages_of_pass(const pass_t *p) {
   return stages_of(BEGIN, BEGIN) + p->model->num_layers * stages_of(NORM_INPUT, ADD_NORMED_FED) +
-         stages_of(NORM_FINAL, CAP_LOGITS) + p->batch->num_captured;
+         stages_of(NORM_FINAL, SCORE) + p->batch->num_captured;
 }
 
 static void take_steps(walk_t *w, step_time_t *times, int first, int last, int64_t index) {
@@ -338,7 +309,7 @@ static void run(team_t *team, int rank, void *argument) {
   const pass_t *p = argument;
   const batch_t *batch = p->batch;
   int64_t num_layers = p->model->num_layers;
-  walk_t walk = {.p = p, .team = team, .normed = normed_of(p, rank)}, *w = &walk;
+  walk_t walk = {.p = p, .team = team, .rank = rank, .normed = normed_of(p, rank)}, *w = &walk;
   step_time_t *times = rank == 0 ? batch->times : NULL;
   take_steps(w, times, BEGIN, BEGIN, 0);
   for (int64_t i = batch->first_layer; i < batch->end_layer; i++) {
@@ -350,6 +321,7 @@ static void run(team_t *team, int rank, void *argument) {
     capture(w, num_layers, batch->hidden);
   }
   if (batch->num_logit_rows) take_steps(w, times, CHOOSE, CAP_LOGITS, 0);
+  if (batch->scores) take_steps(w, times, CHOOSE_SCORED, SCORE, 0);
 }
 
 static int64_t largest_rank(const pass_t *p) {
@@ -362,7 +334,7 @@ static int64_t largest_rank(const pass_t *p) {
 
 /* Puts the arrays of a pass behind each other in `memory`, each from a cache line's start on; returns
    how many floats they take. */
-static int64_t lay_out(pass_t *p, float *memory) {
+static int64_t lay_out(pass_t *p, int threads, float *memory) {
   const model_t *model = p->model;
   int64_t rows = p->batch->rows, floats = 0;
   int64_t q_size = model->heads * model->head_dim, kv_size = model->kv_heads * model->head_dim;
@@ -384,6 +356,12 @@ static int64_t lay_out(pass_t *p, float *memory) {
     p->narrow_rows[i] = (narrow_rows_t){(narrow *)(memory + floats), in, width};
     floats += width / 2 * count;
   }
+  if (p->batch->scores) {
+    int64_t sums = p->batch->scores->num_rows * partitions_of(model->vocab);
+    p->tiles = memory + floats;
+    p->partitions = (partition_t *)(p->tiles + threads * SCORE_ROWS * PARTITION);
+    floats += threads * SCORE_ROWS * PARTITION + 2 * sums; /* of two floats */
+  }
   return floats;
 }
 
@@ -394,11 +372,11 @@ int forward(team_t *team, const model_t *model, const batch_t *batch) {
   p.low_stride = 3 * p.max_rank;
   p.num_normed = batch->rows * model->hidden <= OWN_NORMS && !batch->kept ? team->size : 1;
   p.tiles_place = tiles_are_alone(&p) && !batch->kept;
-  float *memory = scratch(team, (size_t)lay_out(&p, NULL) * sizeof(float));
+  float *memory = scratch(team, (size_t)lay_out(&p, team->size, NULL) * sizeof(float));
   p.next_task = calloc((size_t)stages_of_pass(&p), sizeof(atomic_long));
   int failed = memory == NULL || p.next_task == NULL;
   if (!failed) {
-    lay_out(&p, memory);
+    lay_out(&p, team->size, memory);
     if (batch->x) p.x = batch->x;
     work(team, run, &p);
   }

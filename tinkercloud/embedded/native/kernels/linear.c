@@ -10,12 +10,12 @@
 #define LOW_RANK_ROWS 32 /* that a task takes */
 #define MOST_OUTPUTS 3   /* modules that read the same rows */
 
-/* Segments over the `logit_rows` instead of the batch's. */
-static segment_t over_logit_rows(const pass_t *p, const segment_t *segment) {
+/* Segments over the chosen rows instead of the batch's. */
+static segment_t over_chosen(const read_t *read, const segment_t *segment) {
   int64_t first = 0, end = 0;
-  for (int64_t i = 0; i < p->batch->num_logit_rows; i++) {
-    first += p->batch->logit_rows[i] < segment->first;
-    end += p->batch->logit_rows[i] < segment->first + segment->count;
+  for (int64_t i = 0; i < read->rows; i++) {
+    first += read->chosen[i] < segment->first;
+    end += read->chosen[i] < segment->first + segment->count;
   }
   return (segment_t){first, end - first, segment->scale, segment->modules};
 }
@@ -29,7 +29,7 @@ static int has_adapter(const pass_t *p, const output_t *outputs, int count) {
 
 static segment_t segment_of(const pass_t *p, const read_t *read, int64_t s) {
   segment_t segment = p->batch->segments[s];
-  return read->over_logit_rows ? over_logit_rows(p, &segment) : segment;
+  return read->chosen ? over_chosen(read, &segment) : segment;
 }
 
 /* Rows of a segment that are among `rows`. */
@@ -59,16 +59,15 @@ static void low_rank(walk_t *w, const read_t *read) {
   end_stage(w);
 }
 
-/* Before the products. Returns whether there are adapters. */
-static int prepare(walk_t *w, const read_t *read) {
+int multiply_low_rank(walk_t *w, const read_t *read) {
   int adapted = has_adapter(w->p, read->outputs, read->count);
   if (adapted) low_rank(w, read);
   return adapted;
 }
 
 /* Some rows and some panels of one module. */
-static void module_part(const pass_t *p, const read_t *read, int i, range_t rows, range_t panels,
-                        int adapted) {
+void multiply_part(const pass_t *p, const read_t *read, int i, range_t rows, range_t panels,
+                   int adapted) {
   const output_t *o = &read->outputs[i];
   int is_narrow = (int)p->model->is_narrow;
   product_t main = {.x = is_narrow ? (const void *)read->narrow_rows->inputs : read->x,
@@ -95,7 +94,7 @@ static cut_t cut_of(const pass_t *p, const read_t *read, int i) {
 
 /* One or more modules that read the same rows, rows by rows and panels by panels. */
 void multiply_modules(walk_t *w, const read_t *read) {
-  int adapted = prepare(w, read);
+  int adapted = multiply_low_rank(w, read);
   cut_t cuts[MOST_OUTPUTS];
   int64_t per_rows = 0, row_tasks = 0;
   assert(read->count <= MOST_OUTPUTS);
@@ -108,7 +107,7 @@ void multiply_modules(walk_t *w, const read_t *read) {
     int64_t part = task % per_rows;
     int i = 0;
     while (part >= cuts[i].panel_tasks) part -= cuts[i++].panel_tasks;
-    module_part(w->p, read, i, part_of(read->rows, cuts[i].rows, task / per_rows),
+    multiply_part(w->p, read, i, part_of(read->rows, cuts[i].rows, task / per_rows),
                 part_of(panels_of(read->outputs[i].linear->out), cuts[i].panels, part), adapted);
   }
   end_stage(w);
@@ -138,14 +137,14 @@ static void gate_rows(const pass_t *p, const linear_t *down, range_t rows, range
    cache. `down` reads whole rows and so has to wait for the stage's end. kept: where both are kept
    side by side, numbers [rows][2 F], or NULL. */
 void multiply_gates(walk_t *w, const read_t *read, const linear_t *down, void *kept) {
-  int adapted = prepare(w, read);
+  int adapted = multiply_low_rank(w, read);
   int64_t inner = w->p->model->inner;
   cut_t cut = cut_of(w->p, read, 0);
   for (int64_t task; (task = take(w)) < cut.row_tasks * cut.panel_tasks;) {
     range_t rows = part_of(read->rows, cut.rows, task / cut.panel_tasks);
     range_t panels = part_of(panels_of(inner), cut.panels, task % cut.panel_tasks);
-    module_part(w->p, read, 0, rows, panels, adapted);
-    module_part(w->p, read, 1, rows, panels, adapted);
+    multiply_part(w->p, read, 0, rows, panels, adapted);
+    multiply_part(w->p, read, 1, rows, panels, adapted);
     range_t cols = {panels.first * PANEL, MIN(panels.end * PANEL, inner)};
     gate_rows(w->p, down, rows, cols, kept);
   }

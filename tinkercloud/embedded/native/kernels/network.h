@@ -85,9 +85,19 @@ typedef struct {
   int64_t ns, waiting_ns;
 } step_time_t;
 
+/* Rows whose targets' logits are wanted, and nothing else of their logits. */
+typedef struct {
+  int64_t num_rows;
+  const int64_t *rows;   /* of the batch, ascending */
+  const int64_t *starts; /* [num_rows + 1]: a row's targets in `ids` begin there */
+  const int64_t *ids;
+  float *logits; /* out: of each target */
+  double *norms; /* out: [num_rows], the log of the sum of exp of all logits of a row */
+} scores_t;
+
 /* A pass may be cut between layers, and before the logits: a part of it computes the embeddings
    where `embeds`, the layers first_layer..end_layer - 1, after the model's last layer the final
-   norm where `hidden` is given, and from that the logits of `logit_rows`. */
+   norm where `hidden` is given, and from that the logits of `logit_rows`, and `scores`. */
 typedef struct {
   int64_t rows, embeds, first_layer, end_layer;
   float *x;           /* in and out: [rows][D], between layers; NULL where nobody cuts */
@@ -107,6 +117,7 @@ typedef struct {
   float *captured;       /* out: [rows][num_captured][D], what these layers put out */
   float *hidden;         /* out: [rows][D], after the final norm */
   float *logits;         /* out: [num_logit_rows][V] */
+  const scores_t *scores; /* or NULL */
   step_time_t *times;    /* out: [num_steps], added to what is there; or NULL */
 } batch_t;
 

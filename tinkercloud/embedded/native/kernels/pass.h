@@ -7,6 +7,7 @@
 #include <assert.h>
 #include <math.h>
 
+#include "log_sum_exp.h"
 #include "narrow.h"
 #include "network.h"
 #include "packed.h"
@@ -37,6 +38,8 @@ typedef struct {
   int tiles_place;       /* attention places the rows of each of its tiles before these attend */
   int64_t low_stride; /* of one row of the low-rank products, 3 modules side by side */
   int64_t max_rank;
+  partition_t *partitions; /* [scored rows][partitions of the vocabulary] */
+  float *tiles;            /* [threads][SCORE_ROWS][PARTITION]: logits that are scored */
   atomic_long *next_task; /* of each stage */
 } pass_t;
 
@@ -46,6 +49,7 @@ typedef struct {
 typedef struct {
   const pass_t *p;
   team_t *team;
+  int rank;
   normed_t normed;    /* this thread's own, where each has one */
   int64_t stage, end; /* end: of the stages that the step underway may have */
   step_time_t *time;  /* of that step, on the thread that takes times; else NULL */
@@ -116,11 +120,29 @@ typedef struct {
   const narrow_rows_t *narrow_rows; /* the same, where the model is narrow */
   int64_t rows;
   const output_t *outputs; /* modules that read these rows */
-  int count, over_logit_rows;
+  int count;
+  const int64_t *chosen; /* which of the batch's rows these are, ascending; NULL: all */
 } read_t;
 
 INTERNAL void multiply_modules(walk_t *w, const read_t *read);
 INTERNAL void multiply_gates(walk_t *w, const read_t *read, const linear_t *down, void *kept);
+
+/* What `multiply_modules` is made of: a stage for the low-rank factors, where there are adapters,
+   which it returns; then some rows and some panels of module `i` at a time. */
+INTERNAL int multiply_low_rank(walk_t *w, const read_t *read);
+INTERNAL void multiply_part(const pass_t *p, const read_t *read, int i, range_t rows,
+                            range_t panels, int adapted);
+
+/* ---- unembed.c, steps of a pass */
+
+#define SCORE_ROWS 128 /* of a tile: its logits of a partition lie in the second-level cache */
+#define SCORE_STAGES (PRODUCT_STAGES + 1)
+
+INTERNAL void choose(walk_t *w, int64_t index);
+INTERNAL void unembed(walk_t *w, int64_t index);
+INTERNAL void cap_logits(walk_t *w, int64_t index);
+INTERNAL void choose_scored(walk_t *w, int64_t index);
+INTERNAL void score_targets(walk_t *w, int64_t index);
 
 /* ---- attention.c, a stage each */
 
