@@ -13,7 +13,7 @@ from tinkercloud.embedded.forward.kv_blocks import BlockPool, kv_layout_of
 from tinkercloud.embedded.native import compiler
 from tinkercloud.embedded.native.bindings import AdapterTable, NativeModel, log_sum_exp
 from tinkercloud.embedded.native.layered_pass import LayeredPass, Rows
-from tinkercloud.embedded.native.packed import PackedWeights, pack
+from tinkercloud.embedded.native.packed import PackedWeights, pack, packed_shape
 from tinkercloud.embedded.native.scores import Targets
 from tinkercloud.embedded.native.team import Team
 from tinkercloud.embedded.native.train_bindings import training_team
@@ -59,7 +59,7 @@ class Unembedding:
     def weights(self, team: Team, config: ArchitectureConfig, dtype: torch.dtype) -> PackedWeights:
         shapes = config.weight_shapes()
         matrices = {
-            name: pack(team, self.random(*shape).to(dtype))
+            name: pack(team, self.random(*shape).to(dtype), memory(shape, dtype))
             for name, shape in shapes.items()
             if len(shape) == 2
         }
@@ -67,8 +67,7 @@ class Unembedding:
         packed = PackedWeights(matrices, vectors)
         if dtype == torch.float32:
             return packed
-        salient = torch.arange(3, HIDDEN, 2)
-        return packed.with_salient(team, {"lm_head": salient})
+        return packed.with_salient({"lm_head": torch.arange(3, 67, 2)})
 
     def adapter(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         return {"lm_head": (self.random(5, HIDDEN), self.random(self.vocab_size, 5))}
@@ -93,6 +92,12 @@ class Unembedding:
         assert torch.equal(scores.norms, norms)
         assert torch.equal(scores.logits, picked)
         assert torch.equal(scores.logprobs(), (picked.double() - norms[owners]).float())
+
+
+def memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """For packed weights, and in bfloat16 those of salient inputs."""
+    spare = 0 if dtype == torch.float32 else 32
+    return torch.zeros(packed_shape((shape[0], shape[1]), dtype, spare), dtype=dtype)
 
 
 def tiny_config(vocab_size: int) -> ArchitectureConfig:

@@ -14,7 +14,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "activations.h"
 #include "pass.h"
 
 #define COUNT(array) ((int)(sizeof(array) / sizeof *(array)))
