@@ -35,6 +35,7 @@ from tinkercloud.speculative.verify import Verdict, match
 pytestmark = pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
 
 V, N, LONGEST = 100, 20_000, 8
+N_WRONG = 8_000  # enough to see the rules below that are wrong
 ENDED = V  # stands behind a sample's end
 STOPS = (3, 14, 15, 92, 65)
 PROMPT = (27, 18, 28)
@@ -118,10 +119,10 @@ def cut(target: BaseModel) -> Samples:
 
 
 def drawn(
-    base: BaseModel, distribution: str, seed: int, drafting: Drafting | None = None
+    base: BaseModel, distribution: str, seed: int, drafting: Drafting | None = None, num: int = N
 ) -> Samples:
     request = ask(
-        list(PROMPT), n=N, max_tokens=LONGEST, seed=seed, stop_token_ids=STOPS, use_eos=False,
+        list(PROMPT), n=num, max_tokens=LONGEST, seed=seed, stop_token_ids=STOPS, use_eos=False,
         **DISTRIBUTIONS[distribution],
     )  # fmt: skip
     outputs: list[SampleOutput | BaseException] = []
@@ -233,7 +234,7 @@ def test_a_wrong_rule_of_acceptance_is_detected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     wrong(monkeypatch)
-    samples = drawn(target, "cut", SEEDS["model"], drafting_by("model", target))
+    samples = drawn(target, "cut", SEEDS["model"], drafting_by("model", target), N_WRONG)
     p_values = compared(samples, cut)
     assert rejected(p_values), p_values
     assert min(p_values.values()) < 1e-6, p_values
