@@ -29,12 +29,15 @@ SIZES = {
     "eos_token_id": 2,
     "bos_token_id": 1,
 }
-FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Olmo2", "Granite")
+FAMILIES = (
+    *("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Olmo2", "Granite", "Ernie4_5"),
+)
 GGUF_FAMILIES = ("Llama", "Qwen2", "Qwen3")
 
 
 SWITCHES: dict[str, dict[str, Any]] = {
     "Mistral": {"sliding_window": 9},
+    "Ministral": {"sliding_window": 9, "head_dim": 16},
     "Gemma2": {
         "head_dim": 16,
         "sliding_window": 9,
@@ -49,6 +52,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 24,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
     },
+    "Ernie4_5": {"use_bias": True, "head_dim": 16},
     "Granite": {
         "embedding_multiplier": 3.0,
         "residual_multiplier": 0.4,

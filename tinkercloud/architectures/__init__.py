@@ -13,12 +13,15 @@ _DECODER = "tinkercloud.architectures.llama:Llama"
 ARCHITECTURES: dict[str, str] = {
     "LlamaForCausalLM": _DECODER,
     "MistralForCausalLM": _DECODER,
+    "MinistralForCausalLM": _DECODER,
     "Qwen2ForCausalLM": _DECODER,
     "Qwen3ForCausalLM": _DECODER,
     "Gemma2ForCausalLM": _DECODER,
     "Gemma3ForCausalLM": _DECODER,
     "Olmo2ForCausalLM": _DECODER,
     "GraniteForCausalLM": _DECODER,
+    "Ernie4_5ForCausalLM": _DECODER,
+    "HeliumForCausalLM": _DECODER,
 }
 
 

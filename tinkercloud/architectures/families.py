@@ -39,6 +39,10 @@ def _llama(raw: Raw) -> dict[str, Any]:
     return _biases(raw) | {"mlp_bias": bool(raw.get("mlp_bias"))}
 
 
+def _ministral(raw: Raw) -> dict[str, Any]:
+    return {"windows": _windows(raw, slides=lambda _: True)}
+
+
 def _mistral(raw: Raw) -> dict[str, Any]:
     if any(kind != _SLIDING for kind in raw.get("layer_types") or ()):
         raise ConfigError("layer_types are not read by this architecture: its layers are alike")
@@ -93,6 +97,16 @@ def _olmo2(raw: Raw) -> dict[str, Any]:
     }
 
 
+def _ernie4_5(raw: Raw) -> dict[str, Any]:
+    bias = bool(raw.get("use_bias"))
+    biases = {"attention_bias": bias, "output_bias": bias, "mlp_bias": bias}
+    return biases | {"rotary_interleaved": True}
+
+
+def _helium(raw: Raw) -> dict[str, Any]:
+    return _llama(raw) | {"output_bias": False, "rotary_interleaved": True}
+
+
 def _granite(raw: Raw) -> dict[str, Any]:
     return _llama(raw) | {
         "embedding_scale": float(raw["embedding_multiplier"]),
@@ -110,6 +124,7 @@ _GEMMA = {
     "sliding_window": 4096,
 }
 _GEMMA2 = {**_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+_ERNIE = {"head_dim": 128, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
 _GRANITE = {
     "embedding_multiplier": 1.0,
     "residual_multiplier": 1.0,
@@ -120,12 +135,15 @@ _GRANITE = {
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family("llama", _llama),
     "MistralForCausalLM": Family("mistral", _mistral, {"sliding_window": 4096}),
+    "MinistralForCausalLM": Family("ministral", _ministral, {"sliding_window": 4096}),
     "Qwen2ForCausalLM": Family("qwen2", _qwen2),
     "Qwen3ForCausalLM": Family("qwen3", _qwen3, {"head_dim": 128}),
     "Gemma2ForCausalLM": Family("gemma2", _gemma2, _GEMMA2),
     "Gemma3ForCausalLM": Family("gemma3_text", _gemma3, {**_GEMMA, "rope_theta": 1e6}),
     "Olmo2ForCausalLM": Family("olmo2", _olmo2, {"rms_norm_eps": 1e-5}),
     "GraniteForCausalLM": Family("granite", _granite, _GRANITE),
+    "Ernie4_5ForCausalLM": Family("ernie4_5", _ernie4_5, _ERNIE),
+    "HeliumForCausalLM": Family("helium", _helium, {"head_dim": 128, "rms_norm_eps": 1e-8}),
 }
 
 

@@ -11,6 +11,7 @@ import torch
 from tests.architectures.networks import FAMILIES, SIZES, random_network
 from tests.embedded.exactness import assert_same_gradients_in_company
 from tinkercloud.architectures.blocks import Scoring
+from tinkercloud.architectures.llama import Llama
 from tinkercloud.core.types import Datum, LoraSpec, TrainBatch
 from tinkercloud.embedded.forward.row_invariance import is_row_invariant, pad_rows
 from tinkercloud.embedded.model.base_model import BaseModel
@@ -34,6 +35,19 @@ LENGTHS = (7, 7, 1, 30, 65, 12)
 @pytest.fixture(scope="module", params=FAMILIES)
 def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> BaseModel:
     return open_base(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def test_gradients_equal_autograd_where_a_part_of_each_head_is_rotated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for family in ("Llama", "Ernie4_5"):
+        plain = open_base(family, tmp_path)
+        config = replace(plain.config, rotary_dim=6)
+        base = replace(plain, config=config, architecture=Llama(config, "cpu"))
+        assert_equal_to_reference(lora(base), batch())
+        with monkeypatch.context() as patched:
+            without_compiled_pass(patched)
+            assert_equal_to_reference(full(base), batch())
 
 
 @pytest.fixture(scope="module")

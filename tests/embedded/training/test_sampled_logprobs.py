@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.architectures.networks import SWITCHES
+from tests.architectures.networks import FAMILIES
 from tests.embedded.tiny import (
     Sampler,
     TinyStore,
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compile
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-@pytest.fixture(scope="module", params=["Llama", *SWITCHES, "Olmo2"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_family(tmp_path_factory.mktemp(request.param), request.param)
 

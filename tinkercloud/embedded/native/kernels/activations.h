@@ -36,6 +36,15 @@ static inline void cap_numbers(float *x, int64_t count, float cap) {
   memcpy(x + i, rest, (size_t)(count - i) * sizeof *x);
 }
 
+/* cap * tanh(scale * x / cap) in place, and its derivative by scale * x; count: whole vectors. */
+static inline void cap_scores(float *x, float *slopes, int64_t count, float scale, float cap) {
+  for (int64_t i = 0; i < count; i += LANES) {
+    vec share = tanh_vec(load(x + i) * all(scale) / all(cap));
+    store(x + i, all(cap) * share);
+    store(slopes + i, all(1.0f) - share * share);
+  }
+}
+
 /* exp(-x). exp_vec ends at 88: below -87 it is what it is there, which no sum that a number divided
    by it is part of can tell from infinity. */
 INLINE vec exp_of_negative(vec x) {

@@ -9,79 +9,7 @@
 #include "activations.h"
 #include "attention_tiles.h"
 #include "pass.h"
-#include "rotary.h"
-
-static int64_t word_bytes(const model_t *model) { return model->is_narrow ? 2 : 4; }
-
-/* A block of one head: keys and values alike. */
-static int64_t block_at(const model_t *model, int64_t block, int64_t h) {
-  return (block * model->kv_heads + h) * model->head_dim * KV_BLOCK * word_bytes(model);
-}
-
-static void place_wide(const float *k, const float *v, int64_t dh, int64_t slot, float *keys,
-                       float *values) {
-  for (int64_t i = 0; i < dh; i++) keys[i * KV_BLOCK + slot] = k[i];
-  memcpy(values + slot * dh, v, (size_t)dh * sizeof *v);
-}
-
-/* ends: this is the last token of its sequence. Then the value beside it is read, with probability
-   0, and may be left from a sequence whose numbers are none. */
-static void place_narrow(float *k, float *v, int64_t dh, int64_t slot, int ends, narrow *keys,
-                         narrow *values) {
-  narrow k_narrow[dh], v_narrow[dh];
-  round_to_narrow(k, dh, k_narrow);
-  round_to_narrow(v, dh, v_narrow);
-  for (int64_t i = 0; i < dh; i++) keys[(i / 2 * KV_BLOCK + slot) * 2 + i % 2] = k_narrow[i];
-  narrow *pairs = values + slot / 2 * dh * 2;
-  for (int64_t i = 0; i < dh; i++) pairs[2 * i + slot % 2] = v_narrow[i];
-  if (ends && slot % 2 == 0)
-    for (int64_t i = 0; i < dh; i++) pairs[2 * i + 1] = 0;
-}
-
-static int ends_sequence(const batch_t *batch, int64_t m) {
-  return m + 1 == batch->rows || batch->sequence[m + 1] != batch->sequence[m];
-}
-
-/* The norm of one head, where heads have norms of their own, and its rotation. */
-static void ready_head(const model_t *model, const float *norm, const rotary_t *rotary, float *x) {
-  if (norm && !model->norm_spans_heads) rms_norm(x, norm, model->head_dim, model->eps, x);
-  rotate_head(rotary, x);
-}
-
-/* Norms, rotation, and the new key and value of a row into its block, of key/value head h and the
-   queries that read it; q, k and v are then what attention computes with, where keys are narrow q as
-   pairs of numbers. No two rows write to one place: a block with room left is one sequence's alone,
-   and those that several share are full. */
-static void place_head(const pass_t *p, const layer_t *layer, int64_t m, int64_t h) {
-  const model_t *model = p->model;
-  const batch_t *batch = p->batch;
-  int64_t dh = model->head_dim, group = model->heads / model->kv_heads;
-  int64_t position = batch->positions[m], slot = position % KV_BLOCK;
-  int64_t half = model->num_rotated / 2;
-  int64_t angles = (position * model->num_rotary + layer->rotary) * half;
-  const rotary_t rotary = {batch->cosine + angles, batch->sine + angles, half,
-                           model->rotates_neighbours};
-  for (int64_t i = h * group; i < (h + 1) * group; i++)
-    ready_head(model, layer->q_norm, &rotary, p->q + (m * model->heads + i) * dh);
-  float *k = p->k + (m * model->kv_heads + h) * dh, *v = p->v + (m * model->kv_heads + h) * dh;
-  ready_head(model, layer->k_norm, &rotary, k);
-  int64_t block = batch->tables[batch->sequence[m] * batch->table_stride + position / KV_BLOCK];
-  int64_t at = block_at(model, block, h);
-  char *keys = (char *)layer->keys + at, *values = (char *)layer->values + at;
-  if (model->is_narrow)
-    place_narrow(k, v, dh, slot, ends_sequence(batch, m), (narrow *)keys, (narrow *)values);
-  else
-    place_wide(k, v, dh, slot, (float *)keys, (float *)values);
-}
-
-/* Norms of all heads together, of a row. */
-static void norm_all_heads(const pass_t *p, const layer_t *layer, int64_t m) {
-  const model_t *model = p->model;
-  int64_t q_size = model->heads * model->head_dim, kv_size = model->kv_heads * model->head_dim;
-  float *q = p->q + m * q_size, *k = p->k + m * kv_size;
-  rms_norm(q, layer->q_norm, q_size, model->eps, q);
-  rms_norm(k, layer->k_norm, kv_size, model->eps, k);
-}
+#include "placing.h"
 
 void place_rows(walk_t *w, const layer_t *layer) {
   EACH_ROW(w, m, w->p->batch->rows) {
@@ -143,7 +71,7 @@ INLINE vec to_words(vec first, vec second, float *words) {
 #endif
 }
 
-static ALONE void cap_scores(float *scores, const scoring_t *scoring) {
+static ALONE void cap_unit(float *scores, const scoring_t *scoring) {
   for (int v = 0; v < UNIT_VECS; v++) {
     float *at = scores + v * LANES;
     store(at, capped(load(at) * all(scoring->scale), scoring->cap));
@@ -300,7 +228,7 @@ static void mix_unit(const part_t *part, int64_t start, const word_t *const *key
   for (int64_t b = 0; b < blocks; b += TILE_BLOCKS)
     tile->score(part->queries, scoring->is_narrow ? dh / 2 : dh, keys + b, scores + b * KV_BLOCK);
   for (int64_t g = 0; g < part->count; g++) {
-    if (scoring->cap != 0.0f) cap_scores(scores + g * UNIT, scoring);
+    if (scoring->cap != 0.0f) cap_unit(scores + g * UNIT, scoring);
     int64_t first = part->spans[g].begin - start, end = part->spans[g].end - start;
     if (first > 0 || end < UNIT) mask_scores(scores + g * UNIT, MIN(first, UNIT), MAX(end, 0));
   }

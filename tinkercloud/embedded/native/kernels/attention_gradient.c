@@ -210,20 +210,12 @@ static void turn(const attention_gradient_t *a, const void *from, int64_t row, i
   }
 }
 
-static void cap_scores(const attention_gradient_t *a, float *scores, float *slopes, int64_t count) {
-  for (int64_t j = 0; j < count; j += LANES) {
-    vec share = tanh_vec(load(scores + j) * all(a->scale) / all(a->cap));
-    store(scores + j, all(a->cap) * share);
-    store(slopes + j, all(1.0f) - share * share);
-  }
-}
-
 /* A row of the block whose last key is `last`: scores become probabilities, what came from dO
    becomes the gradient of the scores. seen: keys of the block, a multiple of LANES. */
 static void soften(const attention_gradient_t *a, float *scores, float *dscores, float *slopes,
                    int64_t last, int64_t seen) {
   float scale = a->cap == 0.0f ? a->scale : 1.0f;
-  if (a->cap != 0.0f) cap_scores(a, scores, slopes, seen);
+  if (a->cap != 0.0f) cap_scores(scores, slopes, seen, a->scale, a->cap);
   for (int64_t j = last + 1; j < seen; j++) scores[j] = -INFINITY;
   for (int64_t j = 0; a->window && j <= last - a->window; j++) scores[j] = -INFINITY;
   float top = largest(scores, seen);

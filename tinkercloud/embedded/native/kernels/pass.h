@@ -144,6 +144,11 @@ INTERNAL void cap_logits(walk_t *w, int64_t index);
 INTERNAL void choose_scored(walk_t *w, int64_t index);
 INTERNAL void score_targets(walk_t *w, int64_t index);
 
+/* ---- norm_rows.c, a stage each, but for few rows norm_rows none: then each thread has all */
+
+INTERNAL void norm_rows(walk_t *w, const float *weight, const linear_t *reader, float *kept);
+INTERNAL void add_normed(walk_t *w, const float *weight, float *kept);
+
 /* ---- attention.c, a stage each */
 
 INTERNAL int tiles_are_alone(const pass_t *p);
