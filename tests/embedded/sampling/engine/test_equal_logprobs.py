@@ -18,7 +18,7 @@ K = 5
 PROMPT = random_prompt(70, 0)
 
 
-@pytest.fixture(scope="module", params=["Llama", "Gemma2", "Gemma3", "Olmo2", "Granite"])
+@pytest.fixture(scope="module", params=["Llama", "Gemma2", "Olmo2"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
     return write_tiny_family(folder, request.param)
