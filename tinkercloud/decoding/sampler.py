@@ -214,15 +214,16 @@ def sample(logits: Tensor, rows: Sequence[RowParams], scan: Scan | None = None) 
     if scan is None:
         return _sample(logits, rows)
     is_plain = np.array([row.is_plain for row in rows])
+    temperatures = np.array([row.params.temperature or 1.0 for row in rows], np.float32)
     scanned = scan(logits, rows)
-    tokens = torch.from_numpy(_winners(logits, rows, scanned))
+    tokens = torch.from_numpy(_winners(logits, temperatures, scanned))
     norms = torch.from_numpy(scanned.norm)
     unscanned: dict[int, Drawn] = {}
     for i in np.flatnonzero((scanned.count < 0) | ~is_plain).tolist():
         unscanned[i] = _sample(logits[i : i + 1], rows[i : i + 1])
         tokens[i] = unscanned[i].tokens[0]
-    weights = logits.gather(-1, tokens[:, None].to(logits.device))[:, 0].float().cpu()
-    logprobs = logprobs_of(weights / _temperatures(rows, weights.device), norms)
+    weights = _entries(logits, np.arange(len(rows)), tokens.numpy()) / temperatures
+    logprobs = logprobs_of(torch.from_numpy(weights), norms)
     for i, plain in unscanned.items():
         if not is_plain[i]:
             logprobs[i], norms[i] = plain.logprobs[0], plain.norms[0]
@@ -235,7 +236,18 @@ def _temperatures(rows: Sequence[RowParams], device: torch.device) -> Tensor:
     return torch.tensor(temperatures, dtype=torch.float32, device=device)
 
 
-def _winners(logits: Tensor, rows: Sequence[RowParams], scanned: Scanned) -> NDArray[np.int64]:
+def _entries(
+    logits: Tensor, rows: NDArray[np.int64], ids: NDArray[np.int64]
+) -> NDArray[np.float32]:
+    """Only these leave the device that the logits are on."""
+    if logits.device.type == "cpu" and logits.dtype == torch.float32:
+        return logits.numpy()[rows, ids]
+    return logits[torch.from_numpy(rows), torch.from_numpy(ids)].float().cpu().numpy()
+
+
+def _winners(
+    logits: Tensor, temperatures: NDArray[np.float32], scanned: Scanned
+) -> NDArray[np.int64]:
     """The candidate with the largest score of each row, the lowest id among equals."""
     tokens = np.where(scanned.count == 1, scanned.ids[:, 0], scanned.best)
     several = np.flatnonzero(scanned.count > 1)
@@ -244,10 +256,7 @@ def _winners(logits: Tensor, rows: Sequence[RowParams], scanned: Scanned) -> NDA
     there = np.arange(scanned.ids.shape[1]) < scanned.count[several, None]
     ids, words = scanned.ids[several][there], scanned.words[several][there]
     row_of = np.repeat(several, scanned.count[several])
-    temperatures = np.array([r.params.temperature or 1.0 for r in rows], np.float32)
-    # Only these leave the device that the logits are on.
-    weights = logits[torch.from_numpy(row_of), torch.from_numpy(ids)].float().cpu().numpy()
-    weights = weights / temperatures[row_of]
+    weights = _entries(logits, row_of, ids) / temperatures[row_of]
     scores = weights + noise_of(words).numpy()
     order = np.lexsort((ids, -scores, row_of))
     firsts = np.unique(row_of[order], return_index=True)[1]

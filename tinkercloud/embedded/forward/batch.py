@@ -57,23 +57,25 @@ def ragged(sequences: Sequence[SequenceRows]) -> Batch:
     num_blocks = max(len(sequence.blocks) for sequence in sequences)
     tables = np.zeros((len(sequences), num_blocks), np.int32)
     tokens: list[int] = []
+    positions: list[int] = []
+    sequence_of: list[int] = []
     logit_rows: list[int] = []
     versions: list[tuple[Version, int]] = []
     for i, sequence in enumerate(sequences):
         tables[i, : len(sequence.blocks)] = sequence.blocks
+        count, start = len(sequence.tokens), sequence.start
         tokens += sequence.tokens
+        positions += range(start, start + count)
+        sequence_of += [i] * count
         logit_rows += range(len(tokens) - sequence.num_logit_rows, len(tokens))
         if versions and versions[-1][0] is sequence.version:
-            versions[-1] = (sequence.version, versions[-1][1] + len(sequence.tokens))
+            versions[-1] = (sequence.version, versions[-1][1] + count)
         else:
-            versions.append((sequence.version, len(sequence.tokens)))
-    counts = np.array([len(sequence.tokens) for sequence in sequences])
-    starts = np.array([sequence.start for sequence in sequences])
-    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+            versions.append((sequence.version, count))
     return Batch(
         np.array(tokens, np.int64),
-        (np.repeat(starts, counts) + within).astype(np.int32),
-        np.repeat(np.arange(len(sequences)), counts).astype(np.int32),
+        np.array(positions, np.int32),
+        np.array(sequence_of, np.int32),
         tables,
         versions,
         np.array(logit_rows, np.int64),

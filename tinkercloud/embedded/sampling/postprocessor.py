@@ -48,7 +48,7 @@ class Postprocessor:
             if hidden is not None and item.ends and item.sequence.is_prompt:
                 first = num_rows - min(item.count, DRAFTER_ROWS)
                 item.sequence.job.hidden = hidden[first:num_rows].clone()
-            if self._advance(item, logits[start:end]):
+            if self._advance(item, logits, range(start, end)):
                 draw = DrawnRows(item.sequence, len(rows), item.drafted, seen)
                 draws.append(draw)
                 rows += range(end - len(draw.rows), end)
@@ -64,11 +64,12 @@ class Postprocessor:
                 draws = [DrawnRows(each, row) for row, each in enumerate(group)]
                 self._draw(draws, torch.stack(logits), state)
 
-    def _advance(self, item: BatchItem, logits: Tensor) -> bool:
-        """Record what was computed. Whether a token is to be drawn from the item's last row."""
+    def _advance(self, item: BatchItem, logits: Tensor, rows: range) -> bool:
+        """Record what was computed; rows: the item's, of the pass's logits. Whether a token is to
+        be drawn from the last of them."""
         job = item.sequence.job
         if item.all_rows and job.scores is not None:
-            job.scores.add(item.sequence.num_computed, logits)
+            job.scores.add(item.sequence.num_computed, logits[rows.start : rows.stop])
         ends = item.ends  # before the scheduler counts the item
         self._scheduler.computed(item)
         if not ends:
@@ -76,7 +77,7 @@ class Postprocessor:
         if not item.sequence.is_prompt:
             return True
         job.is_scoring = False
-        job.logits = logits[-1].clone()
+        job.logits = logits[rows.stop - 1].clone()
         self._scheduler.prompt_computed(job)
         return False
 
