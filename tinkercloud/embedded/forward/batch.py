@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
+from tinkercloud.embedded.native.scores import Targets
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +22,8 @@ class Batch:
     tokens, positions, sequence (M,): each row's id, its place in its sequence, and its sequence's
     row in tables (S, blocks); a sequence's rows are neighbours, in order. versions: with how many
     rows each. logit_rows (W,): the rows whose logits are computed, ascending: a prompt of a
-    thousand rows needs those of its last one.
+    thousand rows needs those of its last one. targets: of rows that are scored, by a runner that
+    does so without their logits.
     """
 
     tokens: NDArray[np.int64]
@@ -29,6 +32,7 @@ class Batch:
     tables: NDArray[np.int32]
     versions: Sequence[tuple[Version, int]]
     logit_rows: NDArray[np.int64]
+    targets: Targets | None = None
 
     @property
     def base(self) -> BaseModel:
@@ -41,15 +45,27 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
+class RowScores:
+    """Of a batch's targets: their logits, float32, and the log of the sum of exp of each scored
+    row's logits, float64."""
+
+    logits: Tensor
+    norms: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceRows:
     """Rows of one sequence: start: the place of the first in it; blocks: all of the sequence's;
-    num_logit_rows: of the last ones."""
+    num_logit_rows: of the last ones. targets (n, K): of the n rows from `first_scored` on, 0 being
+    the first."""
 
     version: Version
     tokens: Sequence[int]
     start: int
     blocks: Sequence[int]
     num_logit_rows: int
+    first_scored: int = 0
+    targets: NDArray[np.int64] | None = None
 
 
 def ragged(sequences: Sequence[SequenceRows]) -> Batch:
@@ -79,4 +95,23 @@ def ragged(sequences: Sequence[SequenceRows]) -> Batch:
         tables,
         versions,
         np.array(logit_rows, np.int64),
+        _targets(sequences),
     )
+
+
+def _targets(sequences: Sequence[SequenceRows]) -> Targets | None:
+    rows: list[NDArray[np.int64]] = []
+    counts: list[NDArray[np.int64]] = []
+    ids: list[NDArray[np.int64]] = []
+    first = 0
+    for sequence in sequences:
+        if sequence.targets is not None and len(sequence.targets):
+            num_rows, per_row = sequence.targets.shape
+            rows.append(first + sequence.first_scored + np.arange(num_rows))
+            counts.append(np.full(num_rows, per_row))
+            ids.append(sequence.targets.ravel())
+        first += len(sequence.tokens)
+    if not rows:
+        return None
+    starts = np.concatenate(([0], np.cumsum(np.concatenate(counts))))
+    return Targets(np.concatenate(rows), starts, np.concatenate(ids))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tinkercloud.decoding.sampler import Norms, Scan, row_norms
 from tinkercloud.embedded.forward.adapter_bank import AdapterBank
-from tinkercloud.embedded.forward.batch import Batch
+from tinkercloud.embedded.forward.batch import Batch, RowScores
 from tinkercloud.embedded.forward.decode_graphs import (
     MAX_ROWS,
     Capture,
@@ -45,9 +45,11 @@ _NO_STATES = torch.empty(0, 0, 0)
 class Runner(Protocol):
     """is_exact: a row's bits depend on its own sequence's tokens alone, not on how they are cut
     into batches; so keys and values may be used wherever the same tokens stand, and several rows
-    of a sample in one pass, as drafts need them, are each what one would be."""
+    of a sample in one pass, as drafts need them, are each what one would be. scores_targets: it
+    computes `scores` of a batch's targets, without logits; the bits are those of logits."""
 
     is_exact: bool
+    scores_targets: bool
     scan: Scan | None  # for `decoding.sampler.sample`
     norms: Norms  # for the scores of prompts; where `is_exact`, the bits of `scan`'s
 
@@ -71,6 +73,11 @@ class Runner(Protocol):
         caller's to keep. Empty where there are none."""
         ...
 
+    @property
+    def scores(self) -> RowScores | None:
+        """Of the last pass's targets."""
+        ...
+
     def forward(self, batch: Batch, pool: BlockPool) -> Tensor:
         """Logits (W, V); writes the rows' keys and values into their blocks. On a device with
         parallel streams the logits are the caller's to keep; else until the next call."""
@@ -84,9 +91,10 @@ class Runner(Protocol):
 class NativeRunner:
     """The compiled pass on a CPU, in float32 or bfloat16 (see forward.c for what is rounded)."""
 
-    is_exact = True
+    is_exact = scores_targets = True
 
     def __init__(self, num_threads: int):
+        self.scores: RowScores | None = None
         self._team = Team(num_threads)
         self.scan: Scan | None = partial(scan, self._team)
         self.norms: Norms = partial(log_sum_exp, self._team)
@@ -114,7 +122,8 @@ class NativeRunner:
         model = self._model(batch.versions[0][0], pool)
         rotary = self._rotary(batch.base, int(batch.positions.max()) + 1)
         layers = self._layers.get(batch.base.name, ())
-        logits, self.captured = model.forward(self._team, batch, rotary, segments, layers)
+        logits, scores, self.captured = model.forward(self._team, batch, rotary, segments, layers)
+        self.scores = None if scores is None else RowScores(scores.logits, scores.norms)
         return logits
 
     def rest(self) -> None:
@@ -155,6 +164,7 @@ class TorchRunner:
     """
 
     is_exact = False  # PyTorch's attention sums in another order where a sequence is cut elsewhere
+    scores_targets, scores = False, None
     scan: Scan | None = None
 
     def __init__(self, product: Product = F.linear):
@@ -195,7 +205,8 @@ class GraphRunner:
     from bucket to bucket.
     """
 
-    is_exact = False
+    is_exact = scores_targets = False
+    scores = None
 
     def __init__(self, capture: Capture | None, scan: Scan | None = None):
         self._plain = TorchRunner()

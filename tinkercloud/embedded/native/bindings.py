@@ -18,6 +18,7 @@ from tinkercloud.architectures.config import ArchitectureConfig
 from tinkercloud.architectures.layers import norm_scale
 from tinkercloud.decoding.sampler import RowParams, Scanned
 from tinkercloud.embedded.native.packed import PackedMatrix, PackedWeights, pack
+from tinkercloud.embedded.native.scores import Scores, Targets
 from tinkercloud.embedded.native.structures import (
     ACTIVATIONS,
     MODULES,
@@ -58,6 +59,8 @@ class Rows(Protocol):
     def tables(self) -> NDArray[np.int32]: ...
     @property
     def logit_rows(self) -> NDArray[np.int64]: ...
+    @property
+    def targets(self) -> Targets | None: ...
 
 
 CANDIDATES = 1024  # of one row; with more, the row is drawn the plain way
@@ -216,8 +219,9 @@ class NativeModel:
         rotary: tuple[Tensor, Tensor],
         segments: Sequence[tuple[int, int, float, AdapterTable]],
         layers: Sequence[int] = (),
-    ) -> tuple[Tensor, Tensor]:
-        """Logits (W, V) of the logit rows, good until the next call, and what `layers` put out
+    ) -> tuple[Tensor, Scores | None, Tensor]:
+        """Logits (W, V) of the logit rows, good until the next call, what is asked of targets, and
+        what `layers` put out
         (M, L, D), 1 being the first and the last one's after the final norm; keys and values of all
         rows go to their blocks.
 
@@ -241,8 +245,11 @@ class NativeModel:
             *(len(layers), numbers.ctypes.data, _address(captured)),
             *(_address(hidden), _address(logits)),
         )
+        scores = None if rows.targets is None else Scores(rows.targets)
+        if scores is not None:
+            batch.scores = c.pointer(scores.request)
         self.run(team, batch)
-        return logits, captured
+        return logits, scores, captured
 
     def run(self, team: Team, batch: Batch) -> None:
         """A pass, or a part of it. Raises MemoryError."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tinkercloud.decoding.sampler import Norms, Scan
+from tinkercloud.decoding.sampler import Scan
 from tinkercloud.embedded.forward.kv_blocks import BlockPool, KVLayout, blocks_for
 from tinkercloud.embedded.forward.runners import Runner, runner_for
 from tinkercloud.embedded.model.base_model import BaseModel
@@ -55,12 +55,6 @@ class BaseStates:
     @property
     def scan(self) -> Scan | None:
         return self._runner.scan if self._runner is not None else None
-
-    @property
-    def norms(self) -> Norms:
-        """Once a base was opened."""
-        assert self._runner is not None
-        return self._runner.norms
 
     @torch.inference_mode()
     def open(self, base: BaseModel) -> None:

@@ -4,13 +4,14 @@ drawn from.
 Axes: W rows with logits, V vocabulary, M rows, L layers that a drafter reads, D hidden size.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from tinkercloud.embedded.forward.batch import SequenceRows
+from tinkercloud.embedded.forward.batch import RowScores, SequenceRows
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
+from tinkercloud.embedded.sampling.prompt_logprobs import PromptScores, ScoredRows
 from tinkercloud.embedded.sampling.sequences import Sequence
 
 
@@ -34,7 +35,22 @@ class BatchItem:
     @property
     def all_rows(self) -> bool:
         """Whether the logits of every row are computed, not of the last ones only."""
-        return self.sequence.is_prompt and self.sequence.job.is_scoring
+        scores = self._scores
+        return scores is not None and scores.needs_logits
+
+    @property
+    def _scores(self) -> PromptScores | None:
+        """Where its rows are to be scored."""
+        job = self.sequence.job
+        return job.scores if self.sequence.is_prompt and job.is_scoring else None
+
+    @property
+    def targets(self) -> ScoredRows | None:
+        """What is scored without logits."""
+        scores = self._scores
+        if scores is None or scores.needs_logits:
+            return None
+        return scores.rows(self.sequence.num_computed, self.count)
 
     @property
     def ends(self) -> bool:
@@ -60,17 +76,22 @@ class BatchItem:
         sequence = self.sequence
         start = sequence.num_computed
         tokens = [*sequence.tokens[start : start + self.count], *self.drafted]
-        return SequenceRows(self.version, tokens, start, sequence.blocks, self.num_logit_rows)
+        rows = SequenceRows(self.version, tokens, start, sequence.blocks, self.num_logit_rows)
+        targets = self.targets
+        if targets is None:
+            return rows
+        return replace(rows, first_scored=targets.first - start, targets=targets.ids)
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchedPass:
     """A pass over items that share weights and a runner. It may still be running on the device.
-    logits (W, V); hidden (M, L, D), where a drafter reads them."""
+    logits (W, V); hidden (M, L, D), where a drafter reads them; scores of all items' targets."""
 
     items: list[BatchItem]
     logits: Tensor
     hidden: Tensor | None
+    scores: RowScores | None = None
 
 
 @dataclass(frozen=True, slots=True)

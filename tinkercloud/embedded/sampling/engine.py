@@ -102,7 +102,8 @@ class SamplingEngine:
         self.states.open(version.base)
         scores = None
         if request.scores_prompt:
-            scores = PromptScores(request, self.states.norms)
+            runner = self.states[version.base].runner
+            scores = PromptScores(request, runner.norms, fuses=runner.scores_targets)
         rule = StopRule(request.params, version.base.config.eos_token_ids, version.base.decoder)
         job = Job(version, request, reply, scores, rule, on_tokens)
         (self.scheduler if request.grammar is None else self._grammars).add(job)
@@ -190,7 +191,7 @@ class SamplingEngine:
     def _launch(self, batch: list[BatchItem]) -> LaunchedPass:
         state = self.states[batch[0].base]
         logits = state.runner.forward(ragged([item.rows for item in batch]), state.cache.pool)
-        return LaunchedPass(batch, logits, _hidden_states(state))
+        return LaunchedPass(batch, logits, _hidden_states(state), state.runner.scores)
 
     # ---- drafts
 

@@ -11,14 +11,35 @@ import torch
 from torch import Tensor
 
 from tinkercloud.decoding.sampler import Drawn, sample, topk_rows
+from tinkercloud.embedded.forward.batch import RowScores
 from tinkercloud.embedded.sampling.base_states import BaseState, BaseStates
 from tinkercloud.embedded.sampling.batch_plan import BatchItem, DrawnRows, LaunchedPass
+from tinkercloud.embedded.sampling.prompt_logprobs import ScoredRows
 from tinkercloud.embedded.sampling.scheduler import Scheduler
 from tinkercloud.embedded.sampling.sequences import Job, Sequence
 from tinkercloud.speculative.verify import match
 
 DRAFTER_ROWS = 64
 """Hidden states of a prompt's last tokens that a drafter gets to see."""
+
+
+class _ScoreReader:
+    """Hands the scores of a pass to the prompts whose rows they are of, item by item."""
+
+    def __init__(self, scores: RowScores | None):
+        self._scores = scores
+        self._num_rows = self._num_tokens = 0
+
+    def record(self, item: BatchItem, rows: ScoredRows) -> None:
+        if not len(rows.ids):
+            return
+        assert self._scores is not None
+        assert item.sequence.job.scores is not None
+        tokens = slice(self._num_tokens, self._num_tokens + rows.ids.size)
+        norms = slice(self._num_rows, self._num_rows + len(rows.ids))
+        self._num_tokens, self._num_rows = tokens.stop, norms.stop
+        logits = self._scores.logits[tokens].view(rows.ids.shape)
+        item.sequence.job.scores.record(rows, logits, self._scores.norms[norms])
 
 
 class Postprocessor:
@@ -41,6 +62,7 @@ class Postprocessor:
         draws: list[DrawnRows] = []
         rows: list[int] = []  # of the pass's logits, in the order of `draws`
         end = num_rows = 0
+        scores = _ScoreReader(launched.scores)
         for item in launched.items:
             start, end = end, end + item.num_logit_rows
             num_rows += item.num_rows
@@ -48,6 +70,9 @@ class Postprocessor:
             if hidden is not None and item.ends and item.sequence.is_prompt:
                 first = num_rows - min(item.count, DRAFTER_ROWS)
                 item.sequence.job.hidden = hidden[first:num_rows].clone()
+            targets = item.targets
+            if targets is not None:
+                scores.record(item, targets)
             if self._advance(item, logits, range(start, end)):
                 draw = DrawnRows(item.sequence, len(rows), item.drafted, seen)
                 draws.append(draw)

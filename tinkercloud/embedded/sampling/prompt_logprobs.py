@@ -3,8 +3,11 @@
 Axes: P prompt tokens, n rows of one prefill chunk, V vocabulary, K targets per position.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tinkercloud.core.types import PromptAltTokens, SampleRequest, Topk
@@ -14,13 +17,21 @@ from tinkercloud.decoding.sampler import Norms, logprobs_of, topk_rows
 UNSCORED_LOGPROB = -99999.0
 
 
+@dataclass(frozen=True, slots=True)
+class ScoredRows:
+    """Tokens int64 (n, K) that are scored in the n rows from position `first` on."""
+
+    first: int
+    ids: NDArray[np.int64]
+
+
 class PromptScores:
     """Collects the log-probabilities that a request selects, chunk by chunk of its prompt."""
 
-    def __init__(self, request: SampleRequest, norms: Norms):
+    def __init__(self, request: SampleRequest, norms: Norms, *, fuses: bool = False):
         """norms: the sampler's own, so that a token's score is the log-probability that it would be
-        sampled with."""
-        self._prompt, self._norms = request.prompt, norms
+        sampled with. fuses: passes score targets without logits where nothing else is wanted."""
+        self._prompt, self._norms, self._fuses = request.prompt, norms, fuses
         length = len(request.prompt)
         last_n = request.prompt_logprobs_last_n
         self._first = length  # scored position, but for targets
@@ -44,44 +55,62 @@ class PromptScores:
                 np.zeros(shape, np.int64), np.zeros(shape, np.float32)
             )
 
-    def add(self, start: int, logits: Tensor) -> None:
-        """logits (n, V) of positions start..start+n-1; row i predicts position i + 1.
+    @property
+    def needs_logits(self) -> bool:
+        """Else `rows` and `record` do."""
+        return not self._fuses or self.topk is not None or self.alt_tokens is not None
 
-        Softmax at temperature 1, whatever the sampling temperature.
-        """
-        stop = min(start + len(logits), len(self._prompt) - 1)
+    def rows(self, start: int, count: int) -> ScoredRows:
+        """What is scored of positions start..start+count-1; row i predicts position i + 1."""
+        stop = min(start + count, len(self._prompt) - 1)
+        first = start
         if self._targets is None and self.alt_tokens is None:
             first = max(start, self._first - 1)
-            start, logits = first, logits[first - start :]
-        if start < stop:
-            rows = logits[: stop - start].float()
-            self._record(start + 1, rows, self._norms(rows)[:, None].to(rows.device))
+        span = slice(first, max(first, stop))
+        columns: list[NDArray[np.int64]] = [np.zeros((span.stop - span.start, 0), np.int64)]
+        if self.logprobs is not None:
+            columns.append(self._prompt[span.start + 1 : span.stop + 1, None].astype(np.int64))
+        if self._targets is not None:
+            columns.append(self._targets[span].astype(np.int64).clip(min=0))
+        return ScoredRows(first, np.concatenate(columns, axis=1))
 
-    def _record(self, position: int, logits: Tensor, norms: Tensor) -> None:
+    def record(self, rows: ScoredRows, logits: Tensor, norms: Tensor) -> None:
+        """logits (n, K) of the tokens, norms float64 (n,): softmax at temperature 1, whatever the
+        sampling temperature."""
+        values = logprobs_of(logits, norms[:, None]).cpu().numpy()
+        end = rows.first + len(values)
+        if self.logprobs is not None:
+            scored = slice(min(max(rows.first + 1, self._first), end + 1), end + 1)
+            self.logprobs[scored] = values[scored.start - rows.first - 1 :, 0]
+            values = values[:, 1:]
+        if self.target_logprobs is not None and self._targets is not None:
+            unknown = self._targets[rows.first : end] < 0
+            self.target_logprobs[rows.first : end] = np.where(unknown, 0.0, values)
+
+    def add(self, start: int, logits: Tensor) -> None:
+        """logits (n, V) of positions start..start+n-1."""
+        rows = self.rows(start, len(logits))
+        num_rows, skipped = len(rows.ids), rows.first - start
+        if not num_rows:
+            return
+        wide = logits[skipped : skipped + num_rows].float()
+        norms = self._norms(wide).to(wide.device)
+        ids = torch.from_numpy(rows.ids).to(wide.device)
+        self.record(rows, wide.gather(-1, ids), norms)
+        self._record_distributions(rows.first + 1, wide, norms[:, None])
+
+    def _record_distributions(self, position: int, logits: Tensor, norms: Tensor) -> None:
         """logits (n, V), norms (n, 1) of positions position..position+n-1."""
         end = position + len(logits)
         scored = slice(max(position, self._first), end)
         first = scored.start - position
-        if self.logprobs is not None and first < len(logits):
-            tokens = torch.from_numpy(self._prompt[scored].astype(np.int64)).to(logits.device)
-            values = _at(tokens[:, None], logits[first:], norms[first:])
-            self.logprobs[scored] = values[:, 0].cpu().numpy()
         if self.topk is not None and first < len(logits):
             rows = logprobs_of(logits[first:], norms[first:])
             ids, values = topk_rows(rows, self.topk.token_ids.shape[1])
             self.topk.token_ids[scored], self.topk.logprobs[scored] = ids, values
-        if self.target_logprobs is not None and self._targets is not None:
-            targets = torch.from_numpy(self._targets[position - 1 : end - 1]).to(logits.device)
-            values = _at(targets.clamp(min=0), logits, norms).masked_fill(targets < 0, 0.0)
-            self.target_logprobs[position - 1 : end - 1] = values.cpu().numpy()
         if self.alt_tokens is not None:
             k = self.alt_tokens.tokens.shape[1]
             tokens = alt_tokens(logits, self._params, position, k).to(logits.device)
             self.alt_tokens.tokens[position - 1 : end - 1] = tokens.cpu().numpy()
-            values = _at(tokens, logits, norms)
+            values = logprobs_of(logits.gather(-1, tokens), norms)
             self.alt_tokens.logprobs[position - 1 : end - 1] = values.cpu().numpy()
-
-
-def _at(tokens: Tensor, logits: Tensor, norms: Tensor) -> Tensor:
-    """Log-probabilities float32 (n, K) of tokens (n, K)."""
-    return logprobs_of(logits.gather(-1, tokens), norms)

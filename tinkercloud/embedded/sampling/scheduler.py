@@ -199,7 +199,8 @@ class Scheduler:
             sequence = job.prompt
             if not sequence.blocks and not self._share_prefix(job, computing):
                 continue
-            count = _chunk(sequence, SCORED_CHUNK if job.is_scoring else CHUNK)
+            has_logits = job.scores is not None and job.scores.needs_logits
+            count = _chunk(sequence, SCORED_CHUNK if has_logits and job.is_scoring else CHUNK)
             alone = not (items or self._running or self._ready)
             if not self._reserve_prompt(sequence, sequence.num_computed + count, alone=alone):
                 break
