@@ -86,7 +86,6 @@ def test_logprobs_in_bfloat16_are_near_float32(bfloat16: dict[str, Distance], ki
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="1.4 to 1.6 of the floor: keys and most inputs are rounded")
 @pytest.mark.parametrize("kind", KINDS)
 def test_logprobs_in_bfloat16_stay_near_the_floor(bfloat16: dict[str, Distance], kind: str) -> None:
     assert bfloat16[kind].of_floor < MOST_OF_FLOOR, bfloat16

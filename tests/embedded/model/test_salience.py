@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.embedded.tiny import VOCAB, random_prompt, write_tiny_model
+from tinkercloud.embedded.forward.kv_blocks import BlockPool, kv_layout_of
 from tinkercloud.embedded.model import packed_tensors, salience
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.packed_tensors import NUM_SALIENT, PackedTensors
@@ -17,7 +18,7 @@ from tinkercloud.embedded.model.salience import salient_inputs
 from tinkercloud.embedded.native.bindings import NativeModel
 from tinkercloud.embedded.native.compiler import library
 from tinkercloud.embedded.native.layered_pass import LayeredPass, Rows
-from tinkercloud.embedded.native.packed import PackedMatrix, PackedWeights, unpack
+from tinkercloud.embedded.native.packed import KEYS, PackedMatrix, PackedWeights, unpack
 from tinkercloud.embedded.native.team import Team
 from tinkercloud.embedded.training.trainable_model import frozen
 
@@ -46,9 +47,8 @@ def pack_weights(weights: Mapping[str, Tensor]) -> PackedWeights:
 def layered_pass(team: Team, base: BaseModel, weights: PackedWeights) -> LayeredPass:
     """Over one sequence."""
     config = base.config
-    numbers = NUM_ROWS * config.num_kv_heads * config.head_dim
-    keys, values = torch.zeros(2, config.num_layers, numbers, dtype=weights.dtype)
-    model = NativeModel(config, weights, list(keys), list(values))
+    pool = BlockPool(config, weights.dtype, base.device, 2, kv_layout_of(weights.dtype))
+    model = NativeModel(config, weights, pool.keys, pool.values)
     tokens, positions = np.array(random_prompt(NUM_ROWS, 0)), np.arange(NUM_ROWS, dtype=np.int32)
     rows = Rows(tokens, positions, np.zeros_like(positions), np.arange(2, dtype=np.int32)[None])
     rotary = base.architecture.rotary(torch.arange(NUM_ROWS))
@@ -89,7 +89,8 @@ def test_the_inputs_whose_rounding_does_most_harm_are_chosen(
     weights[f"{path}.mlp.down_proj"][:, [5, 6, 7, 95]] *= 50
     weights["lm_head"][:, [1, 2, 30, 31]] *= 50
     chosen = salient_inputs(team, base.architecture, pack_weights(weights))
-    assert chosen.keys() == modules(base).keys()
+    keys = {f"model.layers.{layer}.{KEYS}" for layer in range(base.config.num_layers)}
+    assert chosen.keys() == modules(base).keys() | keys
     for leaf in "qkv":
         assert chosen[f"{path}.self_attn.{leaf}_proj"].tolist() == [0, 3, 17, 40]
     assert chosen[f"{path}.mlp.down_proj"].tolist() == [5, 6, 7, 95]
@@ -159,10 +160,32 @@ def test_trained_weights_keep_the_salient_inputs_of_their_base(team: Team, base:
     version = frozen(base, trained)
     assert isinstance(base.weights, PackedTensors)
     assert isinstance(version, PackedTensors)
-    assert version.salient_inputs.keys() == modules(base).keys()
+    assert version.salient_inputs.keys() == base.weights.salient_inputs.keys()
     for name, inputs in base.weights.salient_inputs.items():
         assert torch.equal(version.salient_inputs[name], inputs)
+        if name.endswith(KEYS):
+            continue
         matrix, (num_outputs, num_inputs) = version.packed.matrices[name], trained[name].shape
         whole = PackedMatrix(matrix.packed, (num_outputs, matrix.width))
         again = -(-num_inputs // 32) * 32 + torch.arange(len(inputs))
         assert torch.equal(unpack(team, whole)[:, again], trained[name][:, inputs])
+
+
+def test_errors_are_kept_of_the_dimensions_of_keys_that_do_most_harm(
+    team: Team, base: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each head its own. What a key's error does is in proportion to the query too."""
+    monkeypatch.setattr(salience, "num_key_errors", lambda head_dim, dtype: min(4, head_dim))
+    path, weights = "model.layers.1.self_attn", dict(base.weights)
+    config = base.config
+    size, group = config.head_dim, config.num_heads // config.num_kv_heads
+    for head in range(config.num_kv_heads):
+        for dim in (head, head + size // 2):  # which are rotated together
+            weights[f"{path}.k_proj"][head * size + dim] *= 30
+        dim = head + 2
+        for at in (dim, dim + size // 2):
+            weights[f"{path}.q_proj"][head * group * size + at] *= 1000
+    chosen = salient_inputs(team, base.architecture, pack_weights(weights))
+    for head, dims in enumerate(chosen[f"{path}.keys"].tolist()):
+        half = size // 2
+        assert dims == [head, head + 2, head + half, head + 2 + half]

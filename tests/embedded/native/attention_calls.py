@@ -40,16 +40,18 @@ static void run(team_t *team, int rank, void *argument) {
   job->step(&walk, job->layer);
 }
 
-/* sizes: heads, kv_heads, head_dim, is_narrow, rows, blocks of a table, window, what to do.
+/* sizes: heads, kv_heads, head_dim, is_narrow, rows, blocks of a table, window, what to do, errors
+   of a key.
    Whether it is done: both only where tiles are alone. */
 int attention(team_t *team, const int64_t *sizes, float cap, const int32_t *positions,
                const int32_t *sequence, const int32_t *tables, const float *cosine,
-               const float *sine, float *q, float *k, float *v, void *keys, void *values,
-               float *mixed, narrow *mixed_narrow) {
+               const float *sine, const int64_t *key_dims, float *q, float *k, float *v, void *keys,
+               void *values, float *mixed, narrow *mixed_narrow) {
   model_t model = {.heads = sizes[0], .kv_heads = sizes[1], .head_dim = sizes[2],
                    .is_narrow = sizes[3], .num_rotated = sizes[2], .num_rotary = 1,
-                   .score_scale = 1.0f / sqrtf((float)sizes[2]), .score_cap = cap};
-  layer_t layer = {.keys = keys, .values = values, .window = sizes[6]};
+                   .key_errors = sizes[8], .score_scale = 1.0f / sqrtf((float)sizes[2]),
+                   .score_cap = cap};
+  layer_t layer = {.keys = keys, .values = values, .key_dims = key_dims, .window = sizes[6]};
   int64_t width = sizes[0] * sizes[2];
   batch_t batch = {.rows = sizes[4], .positions = positions, .sequence = sequence,
                    .tables = tables, .table_stride = sizes[5], .cosine = cosine, .sine = sine};
@@ -93,6 +95,11 @@ class Shape:
     is_narrow: bool
     window: int = 0
     cap: float = 0.0
+    num_key_errors: int = 16  # at most
+
+    @property
+    def key_errors(self) -> int:
+        return min(self.num_key_errors, self.head_dim) if self.is_narrow else 0
 
 
 @dataclass
@@ -143,8 +150,11 @@ class Attention:
         num_blocks = self.num_sequences * width
         order = np.random.default_rng(7).permutation(num_blocks).astype(np.int32)
         self.tables = order.reshape(self.num_sequences, width)
-        blocks = (num_blocks, shape.kv_heads, shape.head_dim * BLOCK)
-        self.words = [np.full(blocks, self.poison, np.float32) for _ in "kv"]
+        heads = (num_blocks, shape.kv_heads)
+        sizes = (shape.head_dim + shape.key_errors, shape.head_dim)
+        self.words = [np.full((*heads, n * BLOCK), self.poison, np.float32) for n in sizes]
+        drawn = np.random.default_rng(5).random((shape.kv_heads, shape.head_dim))
+        self.key_dims = np.sort(np.argsort(drawn)[:, : shape.key_errors]).astype(np.int64)
         if shape.is_narrow:
             self.words = [(each.view(np.uint32) >> 16).astype(np.uint16) for each in self.words]
         frequency = 10000.0 ** (-np.arange(shape.head_dim // 2) / (shape.head_dim // 2))
@@ -176,6 +186,7 @@ class Attention:
             [
                 *(shape.heads, shape.kv_heads, shape.head_dim, shape.is_narrow),
                 *(len(rows.positions), self.tables.shape[1], shape.window, step),
+                shape.key_errors,
             ],
             np.int64,
         )
@@ -184,6 +195,7 @@ class Attention:
         narrow = np.zeros((len(rows.q), -(-width // PAIRED_INPUTS) * PAIRED_INPUTS), np.uint16)
         arrays = (
             *(rows.positions, rows.sequence, self.tables, *self.angles),
+            self.key_dims,
             *(rows.q, rows.k, rows.v, *self.words, mixed, narrow),
         )
         is_done = self.library.attention(

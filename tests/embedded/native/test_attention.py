@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from tests.embedded.native.attention_calls import (
@@ -206,15 +207,24 @@ def test_a_probability_of_one_is_one(make: Make, is_narrow: bool) -> None:
 def test_keys_and_values_lie_in_blocks_as_the_pool_says(make: Make, is_narrow: bool) -> None:
     shape, length = Shape(2, 2, 8, is_narrow), 40
     rows, attention = Rows.random(shape, [length]), make(shape, [length])
+    exact_rows = rows[:]
+    make(Shape(2, 2, 8, False), [length]).place(exact_rows)
     attention.place(rows)
     keys, values = attention.words
     if is_narrow:
-        keys = keys.reshape(-1, 2, 4, BLOCK, 2).swapaxes(3, 4)
+        keys = keys.reshape(-1, 2, 8, BLOCK, 2).swapaxes(3, 4).reshape(-1, 2, 16, BLOCK)
+        keys, errors = keys[:, :, :8], keys[:, :, 8:].transpose(0, 3, 1, 2)[attention.tables[0]]
+        assert_holds(errors, rounded((exact_rows.k - rows.k)[:, [[0], [1]], attention.key_dims]))
         values = values.reshape(-1, 2, BLOCK // 2, 8, 2).swapaxes(3, 4)
     by_token = keys.reshape(-1, 2, 8, BLOCK).transpose(0, 3, 1, 2)[attention.tables[0]]
     assert_holds(by_token, rows.k)
     by_token = values.reshape(-1, 2, BLOCK, 8).transpose(0, 2, 1, 3)[attention.tables[0]]
     assert_holds(by_token, rows.v)
+
+
+def rounded(x: NDArray[np.float32]) -> NDArray[np.float32]:
+    """To bfloat16."""
+    return torch.from_numpy(x).bfloat16().float().numpy()
 
 
 def assert_holds(by_token: NDArray, expected: NDArray[np.float32]) -> None:
@@ -237,3 +247,20 @@ def test_positions_turn_queries_and_keys(make: Make, is_narrow: bool) -> None:
         expected = np.concatenate(turned, axis=-1)
         limit = 2.0**-8 if is_narrow else 1e-6
         np.testing.assert_allclose(found, expected, rtol=0, atol=limit * np.abs(expected).max())
+
+
+def test_with_errors_of_its_keys_attention_is_nearer_to_keys_that_are_not_rounded(
+    make: Make,
+) -> None:
+    """Large ones, so that their rounding is most of what is wrong."""
+    drawn, distances = Rows.random(Shape(6, 2, 32, True), [100], size=4.0), []
+    rotated = drawn[:]
+    make(Shape(6, 2, 32, False), [100]).place(rotated)
+    right = exact(Shape(6, 2, 32, False), rotated)
+    for count in (0, 16, 32):
+        shape, rows = Shape(6, 2, 32, True, num_key_errors=count), drawn[:]
+        attention = make(shape, [100])
+        attention.place(rows)
+        distances.append(float(np.square(attention.attend(rows) - right).mean()))
+    assert distances[1] < 0.8 * distances[0], distances
+    assert distances[2] < 0.3 * distances[0], distances

@@ -35,7 +35,7 @@ def test_a_mirror_with_two_fields_exchanged_is_refused_by_their_name(
 def test_a_mirror_with_a_field_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     fields = [(n, c.c_double if n == "eps" else t) for n, t in structures.Model._fields_]
     reason = refused(monkeypatch, "model", fields)
-    assert reason == "structure model, field eps: 4 bytes at 104 in C, 8 bytes at 104 in Python"
+    assert reason == "structure model, field eps: 4 bytes at 112 in C, 8 bytes at 112 in Python"
 
 
 def test_a_mirror_that_lacks_the_last_field_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

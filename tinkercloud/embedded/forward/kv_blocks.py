@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tinkercloud.architectures.config import ArchitectureConfig
+from tinkercloud.embedded.native.packed import num_key_errors
 
 BLOCK_TOKENS = 16
 LINE_BYTES = 64  # of a processor's cache
@@ -45,8 +46,9 @@ class KVLayout(Enum):
     """How keys and values lie in a block; a runner says which it reads.
 
     PLAIN: keys (blocks, Hkv, Dh, BLOCK_TOKENS), values (blocks, Hkv, BLOCK_TOKENS, Dh). PAIRED, for
-    processors that add products of bfloat16 by pairs: keys (blocks, Hkv, Dh / 2, BLOCK_TOKENS, 2),
-    pairs of dimensions, and values (blocks, Hkv, BLOCK_TOKENS / 2, Dh, 2), pairs of tokens.
+    processors that add products of bfloat16 by pairs: keys (blocks, Hkv, (Dh + E) / 2,
+    BLOCK_TOKENS, 2), pairs of dimensions and behind these of the rounding errors of E of them
+    (`num_key_errors`), and values (blocks, Hkv, BLOCK_TOKENS / 2, Dh, 2), pairs of tokens.
     """
 
     PLAIN = "plain"
@@ -56,7 +58,8 @@ class KVLayout(Enum):
         """Of a block's keys and of its values."""
         if self is KVLayout.PLAIN:
             return (heads, size, BLOCK_TOKENS), (heads, BLOCK_TOKENS, size)
-        return (heads, size // 2, BLOCK_TOKENS, 2), (heads, BLOCK_TOKENS // 2, size, 2)
+        with_errors = size + num_key_errors(size, torch.bfloat16)
+        return (heads, with_errors // 2, BLOCK_TOKENS, 2), (heads, BLOCK_TOKENS // 2, size, 2)
 
 
 def kv_layout_of(dtype: torch.dtype) -> KVLayout:
@@ -92,9 +95,11 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()  # registered, without holders
 
     @staticmethod
-    def bytes_per_block(config: ArchitectureConfig, dtype: torch.dtype) -> int:
-        per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-        return per_token * BLOCK_TOKENS * dtype.itemsize
+    def bytes_per_block(
+        config: ArchitectureConfig, dtype: torch.dtype, layout: KVLayout = KVLayout.PLAIN
+    ) -> int:
+        numbers = sum(map(math.prod, layout.shapes(config.num_kv_heads, config.head_dim)))
+        return config.num_layers * numbers * dtype.itemsize
 
     @property
     def num_blocks(self) -> int:

@@ -26,7 +26,12 @@ from tinkercloud.architectures.llama import Llama
 from tinkercloud.embedded.model.packed_tensors import NUM_SALIENT
 from tinkercloud.embedded.native.bindings import NativeModel
 from tinkercloud.embedded.native.layered_pass import LayeredPass, Rows
-from tinkercloud.embedded.native.packed import PackedMatrix, PackedWeights
+from tinkercloud.embedded.native.packed import (
+    KEYS,
+    PackedMatrix,
+    PackedWeights,
+    num_key_errors,
+)
 from tinkercloud.embedded.native.team import Team
 
 NUM_TOKENS = 128
@@ -38,19 +43,27 @@ Values = NDArray[np.float64]
 
 
 def salient_inputs(team: Team, architecture: Llama, weights: PackedWeights) -> dict[str, Tensor]:
-    """int64 (C,), ascending, by the name of each module. weights: bfloat16."""
+    """As of `PackedWeights.salient`. weights: bfloat16."""
     chosen: dict[str, Tensor] = {}
     for names, squares in _inputs(team, architecture, weights):
+        if names[0].endswith(KEYS):
+            chosen[names[0]] = _worst(squares, num_key_errors(squares.shape[1], weights.dtype))
+            continue
         harm = squares * sum(_column_squares(weights.matrices[name]) for name in names)
-        worst = np.argsort(-harm, kind="stable")[:NUM_SALIENT]
-        chosen.update(dict.fromkeys(names, torch.from_numpy(np.sort(worst))))
+        chosen.update(dict.fromkeys(names, _worst(harm, NUM_SALIENT)))
     return chosen
+
+
+def _worst(harm: Values, num: int) -> Tensor:
+    """Of the last axis, ascending."""
+    return torch.from_numpy(np.sort(np.argsort(-harm, kind="stable")[..., :num]))
 
 
 def _inputs(
     team: Team, architecture: Llama, weights: PackedWeights
 ) -> Iterator[tuple[tuple[str, ...], Values]]:
-    """The mean squares (K,) of what modules read, those together that read the same rows."""
+    """The mean squares (K,) of what modules read, those together that read the same rows; of keys
+    times those of the queries that read them (Hkv, Dh)."""
     config = architecture.config
     before_attention, before_mlp = config.norms.before_attention, config.norms.before_mlp
     layers = _layered_pass(team, architecture, weights)
@@ -62,6 +75,7 @@ def _inputs(
         assert kept is not None
         names = tuple(f"{path}.self_attn.{leaf}_proj" for leaf in "qkv")
         yield names, _mean_squares(_normed(config, weights, path, before_attention, before))
+        yield (f"{path}.{KEYS}",), _products(kept.q, kept.k)
         yield (f"{path}.self_attn.o_proj",), _mean_squares(_wide(kept.mixed))
         names = f"{path}.mlp.gate_proj", f"{path}.mlp.up_proj"
         yield names, _mean_squares(_normed(config, weights, path, before_mlp, kept.middle))
@@ -73,7 +87,8 @@ def _inputs(
 def _layered_pass(team: Team, architecture: Llama, weights: PackedWeights) -> LayeredPass:
     config = architecture.config
     num_blocks = -(-NUM_TOKENS // _BLOCK_TOKENS)
-    numbers = num_blocks * _BLOCK_TOKENS * config.num_kv_heads * config.head_dim
+    per_token = config.head_dim + num_key_errors(config.head_dim, weights.dtype)
+    numbers = num_blocks * _BLOCK_TOKENS * config.num_kv_heads * per_token
     keys, values = torch.zeros(2, numbers, dtype=weights.dtype)
     layers = config.num_layers
     model = NativeModel(config, weights, [keys] * layers, [values] * layers)
@@ -93,6 +108,12 @@ def _layered_pass(team: Team, architecture: Llama, weights: PackedWeights) -> La
 
 def _wide(x: Tensor) -> Values:
     return x.double().numpy()
+
+
+def _products(q: Tensor, k: Tensor) -> Values:
+    """q (T, Hq, Dh), k (T, Hkv, Dh): (Hkv, Dh)."""
+    groups = _mean_squares(_wide(q)).reshape(k.shape[1], -1, k.shape[2]).sum(axis=1)
+    return groups * _mean_squares(_wide(k))
 
 
 def _mean_squares(values: Values) -> Values:

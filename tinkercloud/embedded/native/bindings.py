@@ -17,7 +17,13 @@ from torch import Tensor
 from tinkercloud.architectures.config import ArchitectureConfig
 from tinkercloud.architectures.layers import norm_scale
 from tinkercloud.decoding.sampler import RowParams, Scanned
-from tinkercloud.embedded.native.packed import PackedMatrix, PackedWeights, pack
+from tinkercloud.embedded.native.packed import (
+    KEYS,
+    PackedMatrix,
+    PackedWeights,
+    num_key_errors,
+    pack,
+)
 from tinkercloud.embedded.native.scores import Scores, Targets
 from tinkercloud.embedded.native.structures import (
     ACTIVATIONS,
@@ -147,6 +153,8 @@ class NativeModel:
             0, config.vocab_size
         )  # fresh memory would be cleared page by page
         self.dtype = dtype = weights.dtype
+        key_errors = num_key_errors(config.head_dim, dtype)
+        self._kept_dims: list[Tensor] = []
         matrices, vectors = weights.matrices, weights.vectors
         self._kept = (weights, list(keys), list(values))
         self._scales: list[Tensor] = []  # of norms; C reads them
@@ -183,6 +191,13 @@ class NativeModel:
             for j in range(len(MODULES)):
                 layer.linear[j] = linear(next(names))
             layer.keys, layer.values = _address(keys[i], dtype), _address(values[i], dtype)
+            if key_errors:
+                dims = weights.salient.get(f"{path}.{KEYS}")
+                if dims is None:  # none is known to do more harm than another
+                    dims = torch.arange(key_errors).repeat(config.num_kv_heads, 1)
+                assert dims.shape == (config.num_kv_heads, key_errors)
+                self._kept_dims.append(dims)
+                layer.key_dims = _address(dims, torch.int64)
             layer.window, layer.rotary = config.scoring(i).window, config.rotary_table(i)
         scoring = config.scoring(0)
         self._model = Model(
@@ -199,6 +214,7 @@ class NativeModel:
             config.num_rotated,
             config.rotary_interleaved,
             config.num_rotary_tables,
+            key_errors,
             config.rms_norm_eps,
             scoring.scale,
             scoring.cap,

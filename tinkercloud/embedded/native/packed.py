@@ -18,6 +18,16 @@ PANEL = 16  # outputs
 _INPUTS = {torch.float32: 1, torch.bfloat16: 32}  # what K is padded to
 
 
+KEYS = "self_attn.keys"
+
+
+def num_key_errors(head_dim: int, dtype: torch.dtype) -> int:
+    """Of how many dimensions of a key the rounding errors lie in the cache too. SmolLM2's mean
+    distance from float32, in multiples of what rounding the weights alone gives, on 9 texts and on
+    10 samples: 1.51 and 1.44 with none, 1.33 and 1.25 with 16, 1.30 and 1.27 with 24."""
+    return min(16, head_dim) if dtype == torch.bfloat16 else 0
+
+
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
     """Weights [N, K]: float32 as (N / 16, K, 16), bfloat16 as (N / 16, K / 2, 16, 2) with K rounded
@@ -98,7 +108,8 @@ class PackedWeights:
     """A network's tensors as the compiled pass reads them, by Hugging Face module name; a tied
     unembedding is the embedding's matrix. vectors: norms and biases, float32. salient: of each
     module of the pass, in bfloat16 alone, the inputs that it reads as pairs of a rounded number and
-    its rounding error (network.h): int64 (C,), ascending."""
+    its rounding error (network.h): int64 (C,), ascending; of the product of queries with keys,
+    whose name ends in KEYS, dimensions of keys (Hkv, `num_key_errors`)."""
 
     matrices: Mapping[str, PackedMatrix]
     vectors: Mapping[str, Tensor]
@@ -111,7 +122,8 @@ class PackedWeights:
     def with_salient(self, inputs: Mapping[str, Tensor]) -> "PackedWeights":
         """In the same memory, whose spare inputs are written: what had others is void."""
         for name, chosen in inputs.items():
-            self.matrices[name].repeat(chosen)
+            if not name.endswith(KEYS):
+                self.matrices[name].repeat(chosen)
         return replace(self, salient=inputs)
 
 

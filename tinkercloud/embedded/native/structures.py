@@ -27,7 +27,7 @@ class Layer(c.Structure):
         *((name, c.c_void_p) for name in ("input_norm", "mixed_norm", "mlp_norm", "fed_norm")),
         *((name, c.c_void_p) for name in ("q_norm", "k_norm")),
         ("linear", Linear * len(MODULES)),
-        *((name, c.c_void_p) for name in ("keys", "values")),
+        *((name, c.c_void_p) for name in ("keys", "values", "key_dims")),
         *((name, c.c_int64) for name in ("window", "rotary")),
     )
 
@@ -39,7 +39,8 @@ class Model(c.Structure):
             for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim", "inner", "vocab")
         ),
         *((name, c.c_int64) for name in ("is_narrow", "norm_spans_heads", "activation")),
-        *((name, c.c_int64) for name in ("num_rotated", "rotates_neighbours", "num_rotary")),
+        *((name, c.c_int64) for name in ("num_rotated", "rotates_neighbours")),
+        *((name, c.c_int64) for name in ("num_rotary", "key_errors")),
         *((name, c.c_float) for name in ("eps", "score_scale", "score_cap")),
         *((name, c.c_float) for name in ("embedding_scale", "residual_scale", "logit_cap")),
         ("embed", c.c_void_p),

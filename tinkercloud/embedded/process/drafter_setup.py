@@ -161,11 +161,11 @@ def _head_drafter(name: str, base: BaseModel, runner: Runner, drafts_dir: Path) 
 def _model_drafter(path: Path, base: BaseModel, runner: Runner, cache_dir: Path) -> Drafter:
     draft = open_draft(path, base, cache_dir)
     pair = tokenizer_pair(draft, base)
+    layout = runner.kv_layout(draft)
     num_blocks = max(
-        DRAFT_POOL_BYTES // BlockPool.bytes_per_block(draft.config, draft.dtype),
+        DRAFT_POOL_BYTES // BlockPool.bytes_per_block(draft.config, draft.dtype, layout),
         blocks_for(draft.config.max_position_embeddings),
     )
-    layout = runner.kv_layout(draft)
     pool = BlockPool(draft.config, draft.dtype, draft.device, num_blocks, layout)
     version = Version(f"draft {path}", draft, draft.weights, None, 1.0)
     if pair is None:

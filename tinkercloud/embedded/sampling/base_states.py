@@ -92,7 +92,8 @@ class BaseStates:
             self._runner.rest()
 
     def _pool(self, base: BaseModel, layout: KVLayout) -> BlockPool:
-        num_blocks = self._kv_cache_bytes // BlockPool.bytes_per_block(base.config, base.dtype)
+        per_block = BlockPool.bytes_per_block(base.config, base.dtype, layout)
+        num_blocks = self._kv_cache_bytes // per_block
         if base.device.type == "cpu":
             # Blocks take memory when they are first written: room for one context costs nothing.
             whole_context = blocks_for(base.config.max_position_embeddings) + 1

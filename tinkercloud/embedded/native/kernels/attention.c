@@ -32,6 +32,7 @@ typedef struct {
 typedef struct {
   float scale, cap;
   int is_narrow;
+  int64_t error_steps; /* of keys' rounding errors */
 } scoring_t;
 
 INLINE vec vec_max(vec a, vec b) {
@@ -158,6 +159,10 @@ typedef struct {
 
 typedef uint32_t bits_t __attribute__((may_alias)); /* of a word */
 
+static int64_t query_words(const model_t *model) {
+  return model->head_dim + model->key_errors / 2;
+}
+
 static int64_t query_at(const tile_t *t, int64_t i) {
   int64_t group = t->p->model->heads / t->p->model->kv_heads, at = t->first + i;
   return (t->row + at / group) * t->p->model->heads + t->h * group + at % group;
@@ -177,13 +182,23 @@ static void split_query(const float *q, int64_t dh, bits_t *words) {
   }
 }
 
+/* What errors of keys are multiplied with: pairs of the rounded query's numbers of these dims. */
+static void repeat_dims(const float *q, const int64_t *dims, int64_t count, bits_t *words) {
+  for (int64_t i = 0; i < count; i += 2)
+    words[i / 2 * TILE_QUERIES] =
+        narrowed(q[dims[i]]) | (bits_t)narrowed(q[dims[i + 1]]) << 16;
+}
+
 static span_t read_query(const tile_t *t, int64_t i, bits_t *words) {
   const pass_t *p = t->p;
   int64_t dh = p->model->head_dim, at = query_at(t, i), row = at / p->model->heads;
+  int64_t errors = p->model->key_errors;
   const bits_t *q = (const bits_t *)(p->q + at * dh);
-  if (p->model->is_narrow)
+  if (p->model->is_narrow) {
     split_query(p->q + at * dh, dh, words);
-  else
+    repeat_dims(p->q + at * dh, t->layer->key_dims + t->h * errors, errors,
+                words + dh * TILE_QUERIES);
+  } else
     for (int64_t d = 0; d < dh; d++) words[d * TILE_QUERIES] = q[d];
   int64_t end = p->batch->positions[row] + 1;
   return (span_t){t->layer->window ? MAX(0, end - t->layer->window) : 0, end};
@@ -205,7 +220,7 @@ static void read_queries(const tile_t *t, queries_t *queries, word_t *words, flo
   for (int64_t i = 0; i < parts; i++) {
     int64_t first = t->count * i / parts, end = t->count * (i + 1) / parts;
     part_t part = {end - first, {INT64_MAX, 0}, queries->spans + first, queries->mixes + first,
-                   words + i * TILE_QUERIES * dh, sums + first * width};
+                   words + i * TILE_QUERIES * query_words(t->p->model), sums + first * width};
     for (int64_t j = first; j < end; j++) {
       span_t span = read_query(t, j, (bits_t *)part.queries + j - first);
       part.span = (span_t){MIN(part.span.begin, span.begin), MAX(part.span.end, span.end)};
@@ -226,7 +241,8 @@ static void mix_unit(const part_t *part, int64_t start, const word_t *const *key
   ALIGNED float scores[TILE_QUERIES * UNIT];
   float keep[TILE_QUERIES];
   for (int64_t b = 0; b < blocks; b += TILE_BLOCKS)
-    tile->score(part->queries, scoring->is_narrow ? dh / 2 : dh, keys + b, scores + b * KV_BLOCK);
+    tile->score(part->queries, scoring->is_narrow ? dh / 2 : dh, scoring->error_steps, keys + b,
+                scores + b * KV_BLOCK);
   for (int64_t g = 0; g < part->count; g++) {
     if (scoring->cap != 0.0f) cap_unit(scores + g * UNIT, scoring);
     int64_t first = part->spans[g].begin - start, end = part->spans[g].end - start;
@@ -262,7 +278,7 @@ static void attend_tile(const tile_t *t) {
   const model_t *model = t->p->model;
   const batch_t *batch = t->p->batch;
   int64_t dh = model->head_dim, width = (dh + LANES - 1) / LANES * LANES;
-  ALIGNED word_t words[MAX_PARTS * TILE_QUERIES * dh];
+  ALIGNED word_t words[MAX_PARTS * TILE_QUERIES * query_words(model)];
   ALIGNED float sums[MAX_QUERIES * width];
   queries_t queries;
   read_queries(t, &queries, words, sums, width);
@@ -272,15 +288,15 @@ static void attend_tile(const tile_t *t) {
     span.end = MAX(span.end, queries.parts[i].span.end);
   }
   const int32_t *table = batch->tables + batch->sequence[t->row] * batch->table_stride;
-  const scoring_t scoring = {model->score_scale, model->score_cap, (int)model->is_narrow};
+  const scoring_t scoring = {model->score_scale, model->score_cap, (int)model->is_narrow,
+                             model->key_errors / 2};
   values_t values = {.head_dim = dh, .width = width};
   for (int64_t start = span.begin / UNIT * UNIT; start < span.end; start += UNIT) {
     const word_t *keys[UNIT_BLOCKS];
     for (int64_t b = 0; b < UNIT_BLOCKS; b++) {
       int64_t block = MIN(start / KV_BLOCK + b, (span.end - 1) / KV_BLOCK);
-      int64_t at = block_at(model, table[block], t->h);
-      keys[b] = (const word_t *)((const char *)t->layer->keys + at);
-      values.values[b] = (const word_t *)((const char *)t->layer->values + at);
+      keys[b] = keys_at(model, t->layer, table[block], t->h);
+      values.values[b] = values_at(model, t->layer, table[block], t->h);
     }
     for (int64_t i = 0; i < queries.num_parts; i++) {
       const part_t *part = &queries.parts[i];

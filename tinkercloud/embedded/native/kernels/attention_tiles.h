@@ -66,15 +66,19 @@ INLINE vec added(int is_narrow, vec sum, vec a, vec b) {
   return sum;
 }
 
+INLINE void load_keys(const word_t *const *keys, int64_t step, vec *key) {
+  EACH(v, TILE_BLOCKS * BLOCK_VECS)
+    key[v] = load(keys[v / BLOCK_VECS] + step * KV_BLOCK + v % BLOCK_VECS * LANES);
+}
+
 /* queries [step][TILE_QUERIES], where they are narrow with as many steps of their rounding errors
-   behind; keys: of TILE_BLOCKS blocks, scores [query][UNIT]. */
+   behind, and then what meets the keys' errors; keys: of TILE_BLOCKS blocks, scores [query][UNIT]. */
 INLINE void score(int is_narrow, int count, const word_t *queries, int64_t steps,
-                  const word_t *const *keys, float *scores) {
+                  int64_t error_steps, const word_t *const *keys, float *scores) {
   vec sum[TILE_QUERIES][TILE_BLOCKS * BLOCK_VECS] = {};
   for (int64_t i = 0; i < steps; i++) {
     vec key[TILE_BLOCKS * BLOCK_VECS];
-    EACH(v, TILE_BLOCKS * BLOCK_VECS)
-      key[v] = load(keys[v / BLOCK_VECS] + i * KV_BLOCK + v % BLOCK_VECS * LANES);
+    load_keys(keys, i, key);
     EACH(g, count) {
       vec query = all(queries[i * TILE_QUERIES + g]);
       EACH(v, TILE_BLOCKS * BLOCK_VECS) sum[g][v] = added(is_narrow, sum[g][v], query, key[v]);
@@ -83,6 +87,14 @@ INLINE void score(int is_narrow, int count, const word_t *queries, int64_t steps
     EACH(g, count) {
       vec error = all(queries[(steps + i) * TILE_QUERIES + g]);
       EACH(v, TILE_BLOCKS * BLOCK_VECS) sum[g][v] = added(1, sum[g][v], error, key[v]);
+    }
+  }
+  for (int64_t i = 0; is_narrow && i < error_steps; i++) {
+    vec error[TILE_BLOCKS * BLOCK_VECS];
+    load_keys(keys, steps + i, error);
+    EACH(g, count) {
+      vec query = all(queries[(2 * steps + i) * TILE_QUERIES + g]);
+      EACH(v, TILE_BLOCKS * BLOCK_VECS) sum[g][v] = added(1, sum[g][v], query, error[v]);
     }
   }
   EACH(g, count) EACH(v, TILE_BLOCKS * BLOCK_VECS) store(scores + g * UNIT + v * LANES, sum[g][v]);
@@ -124,7 +136,7 @@ INLINE void add_values(int is_narrow, int count, int vecs, int64_t last, const v
 
 /* Each by the number of queries, since all of a tile's sums stay in registers. */
 typedef struct {
-  void (*score)(const word_t *, int64_t, const word_t *const *, float *);
+  void (*score)(const word_t *, int64_t, int64_t, const word_t *const *, float *);
   void (*add_values)(const values_t *);
 } attention_tile_t;
 
@@ -132,8 +144,9 @@ typedef struct {
 
 #define DEFINE_ATTENTION_TILE(KIND, IS_NARROW, QUERIES)                                            \
   static ALONE void score_##KIND##_##QUERIES(const word_t *queries, int64_t steps,                 \
-                                             const word_t *const *keys, float *scores) {           \
-    score(IS_NARROW, QUERIES, queries, steps, keys, scores);                                       \
+                                             int64_t error_steps, const word_t *const *keys,       \
+                                             float *scores) {                                      \
+    score(IS_NARROW, QUERIES, queries, steps, error_steps, keys, scores);                          \
   }                                                                                                \
   static ALONE void add_values_##KIND##_##QUERIES(const values_t *a) {                             \
     int64_t i = 0, dh = a->head_dim;                                                               \

@@ -30,9 +30,10 @@ typedef struct {
   const float *q_norm, *k_norm;
   linear_t linear[NUM_LINEAR];
   /* Blocks of KV_BLOCK tokens. float: [block][Hkv][Dh][token] and [block][Hkv][token][Dh]; narrow:
-     by pairs, of dimensions [block][Hkv][Dh / 2][token][2] and of tokens
+     by pairs, of dimensions [block][Hkv][(Dh + key_errors) / 2][token][2] and of tokens
      [block][Hkv][token / 2][Dh][2]. */
   void *keys, *values;
+  const int64_t *key_dims; /* narrow: [Hkv][key_errors], whose rounding errors go with a key */
   int64_t window; /* a row sees the last `window` positions, its own among them; 0: all */
   int64_t rotary; /* which of the rotary tables it reads */
 } layer_t;
@@ -45,6 +46,7 @@ typedef struct {
   int64_t num_layers, hidden, heads, kv_heads, head_dim, inner, vocab, is_narrow;
   int64_t norm_spans_heads, activation;
   int64_t num_rotated, rotates_neighbours, num_rotary; /* of a head: dimensions; tables */
+  int64_t key_errors; /* an even number; 0 where the model is not narrow */
   float eps;
   float score_scale, score_cap; /* cap * tanh(score / cap) in place of each score; 0: none */
   float embedding_scale, residual_scale; /* residual: of what attention and MLP add */

@@ -9,9 +9,19 @@
 
 static inline int64_t word_bytes(const model_t *model) { return model->is_narrow ? 2 : 4; }
 
-/* A block of one head: keys and values alike. */
-static inline int64_t block_at(const model_t *model, int64_t block, int64_t h) {
-  return (block * model->kv_heads + h) * model->head_dim * KV_BLOCK * word_bytes(model);
+/* Keys, or values, of one head in a block; size: their numbers of a token. */
+static inline void *block_at(const model_t *model, void *blocks, int64_t size, int64_t block,
+                             int64_t h) {
+  return (char *)blocks + (block * model->kv_heads + h) * size * KV_BLOCK * word_bytes(model);
+}
+
+static inline void *keys_at(const model_t *model, const layer_t *layer, int64_t block, int64_t h) {
+  return block_at(model, layer->keys, model->head_dim + model->key_errors, block, h);
+}
+
+static inline void *values_at(const model_t *model, const layer_t *layer, int64_t block,
+                              int64_t h) {
+  return block_at(model, layer->values, model->head_dim, block, h);
 }
 
 static inline void place_wide(const float *k, const float *v, int64_t dh, int64_t slot, float *keys,
@@ -20,14 +30,24 @@ static inline void place_wide(const float *k, const float *v, int64_t dh, int64_
   memcpy(values + slot * dh, v, (size_t)dh * sizeof *v);
 }
 
+/* dims: whose rounding errors go behind. */
+static inline void place_key(const model_t *model, const int64_t *dims, float *k, int64_t slot,
+                             narrow *keys) {
+  int64_t dh = model->head_dim, size = dh + model->key_errors;
+  narrow numbers[size];
+  for (int64_t i = dh; i < size; i++) {
+    float exact = k[dims[i - dh]];
+    numbers[i] = narrowed(exact - widen1(narrowed(exact)));
+  }
+  round_to_narrow(k, dh, numbers);
+  for (int64_t i = 0; i < size; i++) keys[(i / 2 * KV_BLOCK + slot) * 2 + i % 2] = numbers[i];
+}
+
 /* ends: this is the last token of its sequence. Then the value beside it is read, with probability
    0, and may be left from a sequence whose numbers are none. */
-static inline void place_narrow(float *k, float *v, int64_t dh, int64_t slot, int ends, narrow *keys,
-                         narrow *values) {
-  narrow k_narrow[dh], v_narrow[dh];
-  round_to_narrow(k, dh, k_narrow);
+static inline void place_value(float *v, int64_t dh, int64_t slot, int ends, narrow *values) {
+  narrow v_narrow[dh];
   round_to_narrow(v, dh, v_narrow);
-  for (int64_t i = 0; i < dh; i++) keys[(i / 2 * KV_BLOCK + slot) * 2 + i % 2] = k_narrow[i];
   narrow *pairs = values + slot / 2 * dh * 2;
   for (int64_t i = 0; i < dh; i++) pairs[2 * i + slot % 2] = v_narrow[i];
   if (ends && slot % 2 == 0)
@@ -62,12 +82,13 @@ static inline void place_head(const pass_t *p, const layer_t *layer, int64_t m, 
   float *k = p->k + (m * model->kv_heads + h) * dh, *v = p->v + (m * model->kv_heads + h) * dh;
   ready_head(model, layer->k_norm, &rotary, k);
   int64_t block = batch->tables[batch->sequence[m] * batch->table_stride + position / KV_BLOCK];
-  int64_t at = block_at(model, block, h);
-  char *keys = (char *)layer->keys + at, *values = (char *)layer->values + at;
-  if (model->is_narrow)
-    place_narrow(k, v, dh, slot, ends_sequence(batch, m), (narrow *)keys, (narrow *)values);
-  else
-    place_wide(k, v, dh, slot, (float *)keys, (float *)values);
+  void *keys = keys_at(model, layer, block, h), *values = values_at(model, layer, block, h);
+  if (model->is_narrow) {
+    place_key(model, layer->key_dims + h * model->key_errors, k, slot, keys);
+    place_value(v, dh, slot, ends_sequence(batch, m), values);
+  } else {
+    place_wide(k, v, dh, slot, keys, values);
+  }
 }
 
 /* Norms of all heads together, of a row. */
