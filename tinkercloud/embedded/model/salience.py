@@ -5,6 +5,8 @@ the input's square times the squares of its weights. These differ by orders of m
 inputs, so a few of them, the salient ones (the term is that of AWQ, arXiv 2306.00978), make much of
 a layer's error, and their errors as further inputs of the product take that away at a small cost.
 
+So do a few dimensions of each head's keys, by their squares times those of the queries.
+
 They are chosen once for a base model, from its weights and from what enters the products in one
 pass over fixed tokens, and hold for every model that is trained from it.
 
