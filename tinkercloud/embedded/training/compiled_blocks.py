@@ -109,11 +109,14 @@ class CompiledUnembedding:
         self._layers = blocks.layers
         self.cap = base.config.logit_cap
         self._shape = (max_rows, base.config.vocab_size)
+        self._wide: Tensor | None = None
 
-    @cached_property
+    @property
     def wide(self) -> Tensor:
         """Made when it is needed first."""
-        return torch.empty(self._shape)
+        if self._wide is None:
+            self._wide = torch.empty(self._shape)
+        return self._wide
 
     def inputs(self, hidden: Tensor, rows: Tensor) -> Tensor:
         return hidden[rows]
