@@ -226,7 +226,8 @@ async def test_checkpoints_of_earlier_versions_are_counted_from_their_time_on(
 ) -> None:
     async with serving(tmp_path) as api:
         await save(api, await api.model(), 1, "a")
-        await api.services.database.write("DELETE FROM storage_periods")
+        await api.services.database.write("DROP TABLE storage_periods")
+        await api.services.database.write("PRAGMA user_version = 0")
     async with serving(tmp_path) as api:
         [item] = (await api.get("billing/usage/checkpoints/current")).json()["data"]
         assert item["size_bytes"] == await size_of(api)
