@@ -80,13 +80,13 @@ async def test_samples_are_answered_while_a_long_training_call_runs(
     try:
         await backend.create_model("m", "tiny", LoraSpec(rank=4, seed=0))
         version = await backend.publish(FromBase("tiny"))
-        long = TrainBatch(tuple(supervised(60, i) for i in range(200)), "cross_entropy")
+        long = TrainBatch(tuple(supervised(60, i) for i in range(2000)), "cross_entropy")
         training = asyncio.create_task(backend.forward_backward("m", long))
         await asyncio.sleep(0.1)
         for seed in range(3):
             await backend.sample(version, ask(random_prompt(5, 1), seed=seed))
         assert not training.done()
-        assert len((await training).outputs) == 200
+        assert len((await training).outputs) == 2000
     finally:
         await backend.stop()
 
@@ -96,7 +96,7 @@ async def test_when_the_engine_dies_its_calls_fail_and_a_new_one_serves(
 ) -> None:
     await backend.create_model("m", "tiny", LoraSpec(rank=4, seed=0))
     version = await backend.publish(FromBase("tiny"))
-    long = TrainBatch(tuple(supervised(60, i) for i in range(400)), "cross_entropy")
+    long = TrainBatch(tuple(supervised(60, i) for i in range(2000)), "cross_entropy")
     training = asyncio.create_task(backend.forward_backward("m", long))
     await asyncio.sleep(0.2)
     await kill_engine(backend)
