@@ -66,8 +66,8 @@ def resident_bytes(field: str = "RssAnon") -> int:
 
 
 def num_held(dtype: torch.dtype) -> int:
-    """Weights, and in bfloat16 those of 32 inputs of each matrix once more."""
-    again = 32 if dtype == torch.bfloat16 else 0
+    """Weights, and in bfloat16 those of some inputs of each matrix once more."""
+    again = packed_tensors.NUM_SALIENT if dtype == torch.bfloat16 else 0
     return sum(shape[0] * (shape[1] + again) for shape in SHAPES.values() if len(shape) == 2)
 
 

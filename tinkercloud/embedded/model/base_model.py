@@ -12,6 +12,7 @@ from torch import Tensor
 from tinkercloud.architectures import load_architecture
 from tinkercloud.architectures.config import ArchitectureConfig
 from tinkercloud.architectures.llama import Llama
+from tinkercloud.embedded.model import salience_file
 from tinkercloud.embedded.model.packed_tensors import EMBEDDING, UNEMBEDDING, PackedTensors
 from tinkercloud.embedded.model.salience import salient_inputs
 from tinkercloud.embedded.native.train_bindings import has_compiled_pass, training_team
@@ -76,6 +77,9 @@ class BaseModel:
 def _with_salient(weights: PackedTensors, architecture: Llama) -> PackedTensors:
     if weights.packed.dtype != torch.bfloat16:
         return weights
-    with training_team() as team:
-        inputs = salient_inputs(team, architecture, weights.packed)
-    return weights.with_salient(inputs)
+
+    def choose() -> dict[str, Tensor]:
+        with training_team() as team:
+            return salient_inputs(team, architecture, weights.packed)
+
+    return weights.with_salient(salience_file.kept(weights, architecture.config, choose))

@@ -41,6 +41,9 @@
 
 /* ---- products: c[i, n] += sum over k of a[i, k] b[k, n], or = where `fresh`
 
+   A sum begins at zero and is added to c when it is whole: dK and dV of a sequence, which grow block
+   by block, would lose more to rounding in one chain over all of its rows than PyTorch's do.
+
    a and b are words: floats, or pairs of narrow numbers, of k = 0 and 1, 2 and 3, ... */
 
 typedef struct {
@@ -63,8 +66,7 @@ INLINE void tile(out_t c, left_t a, right_t b, int64_t depth, int vecs, int fres
 #pragma GCC unroll 8
   for (int i = 0; i < TILE_ROWS; i++)
 #pragma GCC unroll 8
-    for (int j = 0; j < vecs; j++)
-      sum[i][j] = fresh ? (vec){} : load(c.at + i * c.row + j * LANES);
+    for (int j = 0; j < vecs; j++) sum[i][j] = (vec){};
   for (int64_t k = 0; k < depth; k++) {
     vec right[TILE_VECS];
 #pragma GCC unroll 8
@@ -83,7 +85,10 @@ INLINE void tile(out_t c, left_t a, right_t b, int64_t depth, int vecs, int fres
 #pragma GCC unroll 8
   for (int i = 0; i < TILE_ROWS; i++)
 #pragma GCC unroll 8
-    for (int j = 0; j < vecs; j++) store(c.at + i * c.row + j * LANES, sum[i][j]);
+    for (int j = 0; j < vecs; j++) {
+      float *to = c.at + i * c.row + j * LANES;
+      store(to, fresh ? sum[i][j] : load(to) + sum[i][j]);
+    }
 }
 
 INLINE void any_panel(out_t c, left_t a, right_t b, int64_t rows, int64_t depth, int64_t columns,
