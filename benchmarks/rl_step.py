@@ -142,7 +142,7 @@ def starters(
         SKYRL: lambda: skyrl(peers, work, options.max_batch, limit_s),
         TRL: lambda: trl(peers, work, limit_s),
     }
-    if not native_bfloat16():
+    if options.only is None and not native_bfloat16():
         del contenders[OURS_NARROW]
     return {name: start for name, start in contenders.items() if name in names}
 

@@ -215,11 +215,8 @@ def main() -> int:
     prepare_process()
     native = native_bfloat16()
     dtypes = dtypes_of(options, native)
-    if not dtypes:
-        print("bfloat16: this processor has no instructions for it; nothing is measured")
-        return 0
     bench, seen, scale = asyncio.run(measured(setting_of(options), dtypes))
-    if not native:
+    if "bfloat16" not in dtypes and not native:
         bench.notes.append("bfloat16: this processor has no instructions for it.")
     result = report(bench, seen, scale, parser.command(options))
     result.publish(options.json, by_instruction_set=True)
@@ -227,10 +224,11 @@ def main() -> int:
 
 
 def dtypes_of(options: argparse.Namespace, native: bool) -> list[str]:
-    """native: whether the processor multiplies bfloat16. The quick form has the default's alone."""
-    dtypes = ["float32", *(["bfloat16"] if native else [])]
+    """native: whether the processor multiplies bfloat16; where it does not, that is measured if it
+    is named. The quick form has the default's alone."""
     if options.dtype is not None:
-        return [dtype for dtype in dtypes if dtype == options.dtype]
+        return [options.dtype]
+    dtypes = ["float32", *(["bfloat16"] if native else [])]
     return dtypes[-1:] if options.quick else dtypes
 
 
