@@ -81,7 +81,7 @@ async def test_closing_commits_what_is_queued(tmp_path: Path) -> None:
 
 
 async def test_a_write_whose_caller_left_is_made_all_the_same(database: Database) -> None:
-    task = asyncio.create_task(database.write_through(INSERT, "a", "ann", b"1"))
+    task = asyncio.create_task(database.write(INSERT, "a", "ann", b"1"))
     await asyncio.sleep(0)
     task.cancel()
     await database.write(INSERT, "b", "ann", b"2")

@@ -42,6 +42,7 @@ def run(arguments: Arguments) -> int:
     logging.basicConfig(
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    logging.getLogger("aiosqlite").setLevel(logging.INFO)  # below, it tells values: prompts, data
     with closing(server.listen(config)) as listener, server.sole_owner(config.data_dir):
         url = server.base_url(listener)
         config = with_models(config)
@@ -55,7 +56,7 @@ def run(arguments: Arguments) -> int:
         app = create_app(config)
         hooks = server.Hooks(
             ready=lambda: _welcome(config, url, app.state.services.catalog),
-            stopping=lambda: app.state.services.tasks.close(),
+            stopping=lambda: app.state.services.stop_work(),
         )
         server.run(app, config, listener, hooks)
     return 0

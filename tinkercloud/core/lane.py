@@ -33,13 +33,14 @@ class _Waiting(Generic[Item]):
 
 
 class LaneOrder(Generic[Item]):
-    """chunk: a forward_backward or forward, several of which may make up one client call."""
+    """chunk: a forward_backward or forward, several of which may make up one client call.
+    last_ordered: the highest number of an executed operation that is no chunk; -1: none."""
 
-    def __init__(self, next_seq_id: int):
+    def __init__(self, next_seq_id: int, last_ordered: int = -1):
         self._next = next_seq_id  # every smaller number has run or was given up
         self._waiting: list[_Waiting[Item]] = []
         self._proof = -1  # highest number of an arrived operation that is no chunk
-        self._last_ordered = -1  # highest number of an executed operation that is no chunk
+        self._last_ordered = last_ordered
         self._highest = next_seq_id - 1
 
     def __len__(self) -> int:

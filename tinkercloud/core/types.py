@@ -46,6 +46,16 @@ class LoraSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class StateCost:
+    """Of a copy of a model's state: its size as files, how long the model's operations waited for
+    it, and how long it was written aside."""
+
+    num_bytes: int
+    copy_s: float
+    write_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Datum:
     """One training sequence.
 

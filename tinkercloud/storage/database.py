@@ -1,8 +1,8 @@
 """One SQLite file, one writer task. Writes queue up and are committed in groups.
 
 A group is whatever arrived while the previous commit ran, so that a hundred concurrent submissions
-cost a few commits instead of a hundred. What `write` has returned from survives the end of the
-process, however it ends; what `write_through` has returned from survives a power cut too.
+cost a few commits instead of a hundred. A commit is flushed to the disk: what `write` has returned
+from survives the end of the process, however it ends, and a power cut.
 """
 
 import asyncio
@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
-import aiosqlite
-
 from tinkercloud.errors import ServerFault, StorageFailed
+from tinkercloud.storage.connections import SQLITE, AsyncConnection, Connector
 from tinkercloud.storage.database_file import prepare_database_file
 
 logger = logging.getLogger(__name__)
@@ -26,21 +25,21 @@ _NO_WRITES = {
     *(sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY),
     *(sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM),
 }
-MAX_GROUP = 1000  # statements per commit, so that one commit stays well below a second
+MAX_GROUP = 1000  # writes per commit, so that one commit stays well below a second
+Statement = tuple[str, tuple[Value, ...]]
+"""SQL and the values of its parameters."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Write:
-    sql: str
-    values: tuple[Value, ...]
-    through: bool
+    statements: tuple[Statement, ...]
     done: asyncio.Future[None] = field(repr=False)
 
 
 class Database:
     """Reads see every write that has returned."""
 
-    def __init__(self, writer: aiosqlite.Connection, reader: aiosqlite.Connection):
+    def __init__(self, writer: AsyncConnection, reader: AsyncConnection):
         self._writer = writer
         self._reader = reader
         self._queue: asyncio.Queue[_Write | None] = asyncio.Queue()
@@ -48,11 +47,11 @@ class Database:
         self._task = asyncio.create_task(self._write_until_closed(), name="database writer")
 
     @classmethod
-    async def open(cls, data_dir: Path) -> "Database":
+    async def open(cls, data_dir: Path, connector: Connector = SQLITE) -> "Database":
         """The database of data_dir, made where missing."""
-        path = prepare_database_file(data_dir)
-        writer = await _connect(path)
-        reader = await _connect(path)
+        path = prepare_database_file(data_dir, connector)
+        writer = await _connect(path, connector)
+        reader = await _connect(path, connector)
         await reader.execute("PRAGMA query_only = ON")
         return cls(writer, reader)
 
@@ -67,17 +66,14 @@ class Database:
     async def write(self, sql: str, *values: Value) -> None:
         """Execute one statement; return when it is committed. Raises StorageFailed, and
         sqlite3.Error of its own only."""
-        await self._enqueue(sql, values, through=False)
+        await self.write_all((sql, values))
 
-    async def write_through(self, sql: str, *values: Value) -> None:
-        """The same, flushed to the disk: some milliseconds more."""
-        await self._enqueue(sql, values, through=True)
-
-    async def _enqueue(self, sql: str, values: tuple[Value, ...], *, through: bool) -> None:
+    async def write_all(self, *statements: Statement) -> None:
+        """The same of several, in their order: all of them take effect, or none."""
         if self._closed:
             raise ServerFault("the server is shutting down")
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.put_nowait(_Write(sql, values, through, done))
+        self._queue.put_nowait(_Write(statements, done))
         await done
 
     async def all(self, sql: str, *values: Value) -> list[Row]:
@@ -105,7 +101,7 @@ class Database:
         try:
             await self._execute(group)
         except sqlite3.Error as error:
-            if len(group) > 1:  # only the faulty statement may fail, not the others
+            if len(group) > 1:  # only the faulty write may fail, not the others
                 for write in group:
                     await self._commit([write])
                 return
@@ -115,19 +111,17 @@ class Database:
             _settle(group, None)
 
     async def _execute(self, group: Sequence[_Write]) -> None:
-        if not group:
+        statements = [statement for write in group for statement in write.statements]
+        if not statements:
             return
-        if len(group) == 1 and not group[0].through:
-            # It commits by itself: one call of the writer's thread instead of three.
-            await self._writer.execute(group[0].sql, group[0].values)
+        if len(statements) == 1:  # it commits by itself: one call of the writer's thread, not three
+            await self._writer.execute(*statements[0])
             return
         try:
             await self._writer.execute("BEGIN")
-            for sql, run in groupby(group, key=lambda write: write.sql):
-                await self._writer.executemany(sql, [write.values for write in run])
+            for sql, run in groupby(statements, key=lambda statement: statement[0]):
+                await self._writer.executemany(sql, [values for _, values in run])
             await self._writer.commit()
-            if any(write.through for write in group):  # this flushes the log, then the file
-                await self._writer.execute("PRAGMA wal_checkpoint(PASSIVE)")
         except sqlite3.Error:
             await self._writer.rollback()
             raise
@@ -147,10 +141,9 @@ def _settle(group: Sequence[_Write], error: Exception | None) -> None:
             write.done.set_exception(error)
 
 
-async def _connect(path: Path) -> aiosqlite.Connection:
-    connection = await aiosqlite.connect(path, timeout=30.0, isolation_level=None)
-    connection.row_factory = sqlite3.Row
+async def _connect(path: Path, connector: Connector) -> AsyncConnection:
+    connection = await connector.connect_async(path)
     await connection.execute("PRAGMA journal_mode = WAL")
-    # A flush per commit would cost milliseconds, and a power cut loses the model in memory anyway.
-    await connection.execute("PRAGMA synchronous = NORMAL")
+    # Some milliseconds a commit: what was acknowledged is there after a power cut.
+    await connection.execute("PRAGMA synchronous = FULL")
     return connection

@@ -11,12 +11,12 @@ from importlib.resources import files
 from pathlib import Path
 
 from tinkercloud.errors import ConfigError
+from tinkercloud.storage.connections import SQLITE, Connector
 
 DATABASE_NAME = "tinkercloud.db"
-TIMEOUT_S = 30.0  # for another process that writes
 
 
-def prepare_database_file(data_dir: Path) -> Path:
+def prepare_database_file(data_dir: Path, connector: Connector = SQLITE) -> Path:
     """Make data_dir (mode 0700) and a database file (0600) where missing, with the tables of this
     version; its path. Raises ConfigError for a file that cannot be used, with what to do."""
     path = data_dir / DATABASE_NAME
@@ -31,7 +31,7 @@ def prepare_database_file(data_dir: Path) -> Path:
             "with --data-dir, or give this user the right to write there"
         ) from error
     try:
-        with closing(sqlite3.connect(path, timeout=TIMEOUT_S, isolation_level=None)) as connection:
+        with closing(connector.connect(path)) as connection:
             migrate(connection)
     except sqlite3.DatabaseError as error:
         raise ConfigError(_advice(path, error)) from error
@@ -103,10 +103,24 @@ def _advice(path: Path, error: sqlite3.DatabaseError) -> str:
 def _add_columns_of_futures(connection: sqlite3.Connection) -> None:
     """Whose sample it is, when its work began, and what it asks for. Files from before changes had
     numbers have any of them."""
-    columns = {row[1] for row in connection.execute("PRAGMA table_info(futures)")}
-    for name, kind in (("sampler_id", "TEXT"), ("started_at", "REAL"), ("request", "BLOB")):
-        if columns and name not in columns:
-            connection.execute(f"ALTER TABLE futures ADD COLUMN {name} {kind}")
+    _add_columns(connection, "futures", sampler_id="TEXT", started_at="REAL", request="BLOB")
 
 
-MIGRATIONS: tuple[Callable[[sqlite3.Connection], None], ...] = (_add_columns_of_futures,)
+def _add_requests(connection: sqlite3.Connection) -> None:
+    """The operation that made a checkpoint or a sampler: it may begin again, and must find what it
+    has done."""
+    _add_columns(connection, "checkpoints", request_id="TEXT")
+    _add_columns(connection, "samplers", request_id="TEXT")
+
+
+def _add_columns(connection: sqlite3.Connection, table: str, **columns: str) -> None:
+    there = {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
+    for name, kind in columns.items():
+        if there and name not in there:
+            connection.execute(f"ALTER TABLE {table} ADD COLUMN {name} {kind}")
+
+
+MIGRATIONS: tuple[Callable[[sqlite3.Connection], None], ...] = (
+    _add_columns_of_futures,
+    _add_requests,
+)

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tinkercloud.errors import Category
+from tinkercloud.storage import journal
 from tinkercloud.storage.database import Database, Row
+from tinkercloud.storage.journal import LanePast, Ran
 
 JSON_TYPE = "application/json"
 PROTOBUF_TYPE = "application/x-protobuf"
@@ -33,11 +35,13 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A finished request: the bytes to answer with, as they are."""
+    """A finished request: the bytes to answer with, as they are. computed: what of them the same
+    operation on the same state gives again, where that is not all of the body."""
 
     status: Status
     content_type: str
     body: bytes
+    computed: bytes | None = field(default=None, repr=False, compare=False)
 
 
 def completed_json(value: dict[str, object]) -> Outcome:
@@ -73,11 +77,13 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """An acknowledged request that has no outcome yet, as it is on record."""
+    """An acknowledged request that has no outcome yet, as it is on record. in_lane: whether it is
+    an operation of a lane."""
 
     request_id: str
     ticket: Ticket
     request: bytes = field(repr=False)
+    in_lane: bool = False
 
 
 RESTARTED = failed(
@@ -94,26 +100,49 @@ class FuturesStorage:
     def __init__(self, database: Database):
         self._database = database
 
-    async def add(self, request_id: str, ticket: Ticket, request: bytes | None = None) -> None:
+    async def add(
+        self, request_id: str, ticket: Ticket, request: bytes | None = None, *, in_lane: bool
+    ) -> None:
         """Acknowledge: the request outlives the process when this returns. request: kept until the
-        outcome is there."""
-        await self._database.write(
+        outcome is there; of an operation of a lane, until a snapshot has its effect."""
+        kept = None if in_lane else request
+        future = (
             "INSERT INTO futures (request_id, user, kind, dedup_key, model_id, seq_id, sampler_id,"
             " status, created_at, request) VALUES (?, ?, ?, ?, ?, ?, ?, 'pending', ?, ?)",
-            *(request_id, ticket.user, ticket.kind, ticket.dedup_key),
-            *(ticket.model_id, ticket.seq_id, ticket.sampler_id, time.time(), request),
+            (
+                *(request_id, ticket.user, ticket.kind, ticket.dedup_key, ticket.model_id),
+                *(ticket.seq_id, ticket.sampler_id, time.time(), kept),
+            ),
         )
+        if request is None or not in_lane:
+            await self._database.write_all(future)
+            return
+        assert ticket.model_id is not None
+        assert ticket.seq_id is not None
+        place = (ticket.user, ticket.model_id, ticket.kind, ticket.seq_id)
+        await self._database.write_all(future, journal.begin(request_id, place, request))
 
     async def finish(
-        self, request_id: str, outcome: Outcome, started_at: float | None = None
+        self,
+        request_id: str,
+        outcome: Outcome,
+        started_at: float | None = None,
+        ran: Ran | None = None,
     ) -> None:
-        """started_at: when its work began; None: it never did."""
-        await self._database.write(
+        """started_at: when its work began; None: it never did. ran: of an operation in a
+        journal."""
+        future = (
             "UPDATE futures SET status = ?, content_type = ?, body = ?, started_at = ?,"
             " finished_at = ?, request = NULL WHERE request_id = ?",
-            *(outcome.status, outcome.content_type, outcome.body, started_at, time.time()),
-            request_id,
+            (
+                *(outcome.status, outcome.content_type, outcome.body),
+                *(started_at, time.time(), request_id),
+            ),
         )
+        if ran is None:
+            await self._database.write_all(future)
+        else:
+            await self._database.write_all(future, journal.end(request_id, ran))
 
     async def outcome(self, request_id: str, user: str) -> Outcome | None:
         """None: unknown, somebody else's, expired, or not finished."""
@@ -163,27 +192,46 @@ class FuturesStorage:
         )
         return None if row is None else row["request_id"]
 
-    async def highest_seq_id(self, user: str, model_id: str) -> int | None:
-        """Of everything acknowledged for a model."""
+    async def lane_past(self, user: str, model_id: str, chunks: frozenset[str]) -> LanePast:
+        """Where the lane of a model stands, by what is on record. chunks: those kinds."""
         row = await self._database.one(
-            "SELECT MAX(seq_id) AS top FROM futures WHERE model_id = ? AND user = ?",
+            "SELECT COALESCE(MAX(seq_id), -1) AS acknowledged,"
+            " COALESCE(MAX(seq_id) FILTER (WHERE status != 'pending'), -1) AS ended,"
+            " COALESCE(MAX(seq_id) FILTER (WHERE status != 'pending'"
+            " AND kind NOT IN (SELECT value FROM json_each(?))), -1) AS ordered"
+            " FROM futures WHERE model_id = ? AND user = ?",
+            *(json.dumps(sorted(chunks)), model_id, user),
+        )
+        position = await self._database.one(
+            "SELECT MAX(position) AS last FROM ("
+            " SELECT position FROM operations WHERE model_id = ?1 AND user = ?2 UNION ALL"
+            " SELECT position FROM snapshots WHERE model_id = ?1 AND user = ?2)",
             *(model_id, user),
         )
-        return None if row is None else row["top"]
+        assert row is not None
+        assert position is not None
+        return LanePast(
+            row["ended"] + 1, row["ordered"], row["acknowledged"] + 1, position["last"] or 0
+        )
 
     async def pending(self) -> list[Kept]:
-        """What has no outcome and can begin again, oldest first."""
+        """What has no outcome and can begin again, oldest first; of a lane, in its order."""
         rows = await self._database.all(
-            "SELECT request_id, request, user, kind, dedup_key, model_id, seq_id, sampler_id"
-            " FROM futures WHERE status = 'pending' AND request IS NOT NULL ORDER BY created_at"
+            "SELECT request_id, COALESCE(futures.request, operations.request),"
+            " operations.request_id IS NOT NULL, futures.user, futures.kind, dedup_key,"
+            " futures.model_id, futures.seq_id, sampler_id"
+            " FROM futures LEFT JOIN operations USING (request_id) WHERE status = 'pending'"
+            " AND COALESCE(futures.request, operations.request) IS NOT NULL"
+            " ORDER BY futures.created_at"
         )
-        return [Kept(row["request_id"], Ticket(*row[2:]), row["request"]) for row in rows]
+        return [Kept(row[0], Ticket(*row[3:]), row[1], bool(row[2])) for row in rows]
 
     async def fail_pending(self, outcome: Outcome) -> None:
         """At start, of what cannot begin again: it was in the memory of a process that is gone."""
         await self._database.write(
             "UPDATE futures SET status = ?, content_type = ?, body = ?, finished_at = ?"
-            " WHERE status = 'pending' AND request IS NULL",
+            " WHERE status = 'pending' AND request IS NULL AND NOT EXISTS"
+            " (SELECT 1 FROM operations WHERE operations.request_id = futures.request_id)",
             *(outcome.status, outcome.content_type, outcome.body, time.time()),
         )
 

@@ -4,13 +4,13 @@ import hashlib
 import hmac
 import json
 import secrets
-import sqlite3
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tinkercloud.storage.audit_log import INSERT_ENTRY
+from tinkercloud.storage.connections import SQLITE, Connector
 from tinkercloud.storage.database_file import prepare_database_file
 from tinkercloud.storage.tokens import TOKEN_PREFIX, TokenSigner
 
@@ -44,9 +44,9 @@ class KeyRecord:
 class KeyStore:
     """Synchronous, because the command line uses it too; a lookup is served from memory."""
 
-    def __init__(self, data_dir: Path):
-        path = prepare_database_file(data_dir)
-        self._connection = sqlite3.connect(path, timeout=30.0, check_same_thread=False)
+    def __init__(self, data_dir: Path, connector: Connector = SQLITE):
+        path = prepare_database_file(data_dir, connector)
+        self._connection = connector.connect(path, autocommit=False)
         self._connection.execute("PRAGMA journal_mode = WAL")
         self._signer = TokenSigner(self.secret("tokens"))
         self._cached: list[KeyRecord] = []

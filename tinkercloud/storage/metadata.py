@@ -42,7 +42,7 @@ class Model:
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """directory: relative to the data folder. expires_at None: kept until deleted. public: every
-    user may read it."""
+    user may read it. request_id: of the operation that saved it."""
 
     model_id: str
     segment: Segment
@@ -57,6 +57,7 @@ class Checkpoint:
     created_at: float
     expires_at: float | None = None
     public: bool = False
+    request_id: str | None = None
 
     @property
     def checkpoint_id(self) -> str:
@@ -69,7 +70,8 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """A sampling session. model_id: of a snapshot or inflight one. directory: of a checkpoint."""
+    """A sampling session. model_id: of a snapshot or inflight one, and request_id: of the operation
+    that made it. directory: of a checkpoint."""
 
     sampler_id: str
     user: str
@@ -79,6 +81,7 @@ class Sampler:
     model_id: str | None = None
     model_path: str | None = None
     directory: str | None = None
+    request_id: str | None = None
 
 
 def model_of(row: Row) -> Model:
@@ -204,13 +207,13 @@ class MetadataStorage:
     async def put_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Also replaces one of the same name: readers see the old row or the new one."""
         c = checkpoint
-        await self._database.write_through(
+        await self._database.write(
             "INSERT OR REPLACE INTO checkpoints (model_id, segment, name, user, directory,"
-            " base_model, lora, with_optimizer, size_bytes, user_metadata, created_at, expires_at)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            " base_model, lora, with_optimizer, size_bytes, user_metadata, created_at, expires_at,"
+            " request_id) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             *(c.model_id, c.segment, c.name, c.user, c.directory, c.base_model),
             *(json.dumps(asdict(c.lora)), int(c.with_optimizer), c.size_bytes),
-            *(json.dumps(dict(c.user_metadata)), c.created_at, c.expires_at),
+            *(json.dumps(dict(c.user_metadata)), c.created_at, c.expires_at, c.request_id),
         )
 
     async def checkpoint(
@@ -259,14 +262,14 @@ class MetadataStorage:
         return 0 if row is None else row["num"]
 
     async def set_expiry(self, checkpoint: Checkpoint, expires_at: float | None) -> Checkpoint:
-        await self._database.write_through(
+        await self._database.write(
             "UPDATE checkpoints SET expires_at = ? WHERE directory = ?",
             *(expires_at, checkpoint.directory),
         )
         return replace(checkpoint, expires_at=expires_at)
 
     async def delete_checkpoint(self, checkpoint: Checkpoint) -> None:
-        await self._database.write_through(
+        await self._database.write(
             "DELETE FROM checkpoints WHERE directory = ?", checkpoint.directory
         )
         await self._database.write(
@@ -284,14 +287,31 @@ class MetadataStorage:
         s = sampler
         await self._database.write(
             "INSERT OR IGNORE INTO samplers (sampler_id, user, session_id, kind, base_model,"
-            " model_id, model_path, directory, created_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            " model_id, model_path, directory, request_id, created_at)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             *(s.sampler_id, s.user, s.session_id, s.kind, s.base_model),
-            *(s.model_id, s.model_path, s.directory, time.time()),
+            *(s.model_id, s.model_path, s.directory, s.request_id, time.time()),
         )
 
     async def sampler(self, sampler_id: str, user: str) -> Sampler | None:
         row = await self._database.one(
             "SELECT * FROM samplers WHERE sampler_id = ? AND user = ?", sampler_id, user
+        )
+        return None if row is None else _sampler(row)
+
+    async def is_sampled(self, user: str, model_id: str) -> bool:
+        """Whether a sampler of an open session has weights that only the model's journal has."""
+        row = await self._database.one(
+            "SELECT 1 FROM samplers JOIN sessions USING (session_id) WHERE model_id = ?"
+            " AND samplers.user = ? AND finished_at IS NULL LIMIT 1",
+            *(model_id, user),
+        )
+        return row is not None
+
+    async def sampler_of_request(self, request_id: str, user: str) -> Sampler | None:
+        """The one that an operation made."""
+        row = await self._database.one(
+            "SELECT * FROM samplers WHERE request_id = ? AND user = ?", request_id, user
         )
         return None if row is None else _sampler(row)
 

@@ -26,13 +26,13 @@ class PublicationStorage:
 
     async def publish(self, checkpoint: Checkpoint) -> None:
         """Publishing twice changes nothing."""
-        await self._database.write_through(
+        await self._database.write(
             "INSERT OR IGNORE INTO published (directory, published_at) VALUES (?, ?)",
             *(checkpoint.directory, time.time()),
         )
 
     async def unpublish(self, checkpoint: Checkpoint) -> None:
-        await self._database.write_through(
+        await self._database.write(
             "DELETE FROM published WHERE directory = ?", checkpoint.directory
         )
 

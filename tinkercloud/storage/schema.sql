@@ -53,6 +53,7 @@ CREATE TABLE IF NOT EXISTS checkpoints (
     user_metadata  TEXT NOT NULL,
     created_at     REAL NOT NULL,
     expires_at     REAL,
+    request_id     TEXT,                  -- of the operation that saved it
     PRIMARY KEY (model_id, segment, name)
 );
 CREATE INDEX IF NOT EXISTS checkpoints_by_user ON checkpoints (user, created_at);
@@ -76,9 +77,12 @@ CREATE TABLE IF NOT EXISTS samplers (
     model_id    TEXT,                     -- snapshot, inflight: whose weights
     model_path  TEXT,                     -- checkpoint: as the client named it
     directory   TEXT,                     -- checkpoint: what that name meant at creation
-    created_at  REAL NOT NULL
+    created_at  REAL NOT NULL,
+    request_id  TEXT                      -- snapshot, inflight: of the operation that made it
 );
 CREATE INDEX IF NOT EXISTS samplers_by_session ON samplers (session_id);
+CREATE INDEX IF NOT EXISTS samplers_by_request ON samplers (request_id)
+    WHERE request_id IS NOT NULL;
 
 CREATE TABLE IF NOT EXISTS futures (
     request_id   TEXT PRIMARY KEY,
@@ -100,6 +104,46 @@ CREATE INDEX IF NOT EXISTS futures_by_sampler ON futures (sampler_id, finished_a
     WHERE sampler_id IS NOT NULL;
 CREATE INDEX IF NOT EXISTS futures_by_finish ON futures (finished_at);
 CREATE INDEX IF NOT EXISTS futures_by_model ON futures (model_id, seq_id);
+
+-- What has been asked of models in training, to be done again after a crash (storage/journal.py).
+CREATE TABLE IF NOT EXISTS operations (
+    request_id  TEXT PRIMARY KEY,
+    user        TEXT NOT NULL,
+    model_id    TEXT NOT NULL,
+    kind        TEXT NOT NULL,
+    seq_id      INTEGER NOT NULL,
+    request     BLOB NOT NULL,            -- with everything resolved (core/operation_codec.py)
+    position    INTEGER,                  -- the how-manieth of its model's; NULL: it has not run
+    applied     INTEGER NOT NULL DEFAULT 0,   -- whether the model is another by it
+    digest      BLOB,                     -- of what it computed
+    took_s      REAL NOT NULL DEFAULT 0
+);
+CREATE INDEX IF NOT EXISTS operations_by_model ON operations (model_id, position);
+
+CREATE TABLE IF NOT EXISTS snapshots (    -- the whole state of a model in training
+    directory   TEXT PRIMARY KEY,         -- relative to data_dir
+    user        TEXT NOT NULL,
+    model_id    TEXT NOT NULL,
+    position    INTEGER NOT NULL,         -- of the last operation in it
+    num_bytes   INTEGER NOT NULL,
+    created_at  REAL NOT NULL
+);
+CREATE INDEX IF NOT EXISTS snapshots_by_model ON snapshots (model_id, position);
+
+CREATE TABLE IF NOT EXISTS kept_versions (    -- published weights of models in training, as files
+    version_key TEXT PRIMARY KEY,         -- of VersionStore
+    user        TEXT NOT NULL,
+    model_id    TEXT NOT NULL,
+    directory   TEXT NOT NULL             -- relative to data_dir
+);
+CREATE INDEX IF NOT EXISTS kept_versions_by_model ON kept_versions (model_id);
+
+CREATE TABLE IF NOT EXISTS numerics (     -- what computed a model in training
+    model_id      TEXT PRIMARY KEY,
+    user          TEXT NOT NULL,
+    class         TEXT NOT NULL,          -- Backend.numerics() of the last operation
+    inexact_since INTEGER                 -- position after which another class went on
+);
 
 CREATE TABLE IF NOT EXISTS sampler_clients (
     sampler_id   TEXT PRIMARY KEY,

@@ -12,6 +12,7 @@ One format for every backend and every parallel layout: tensors go by Hugging Fa
 
 import dataclasses
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,13 +71,29 @@ def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     save_file(flat, path, metadata={"format": "pt"})
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Raises UserError for a file that is damaged or holds what is not finite."""
+def read_tensors(path: Path, *, finite: bool = True) -> dict[str, Tensor]:
+    """Raises UserError for a file that is damaged or, unless told otherwise, holds what is not
+    finite."""
     try:
         tensors = load_file(path)
     except (SafetensorError, OSError) as error:
         raise UserError(f"the checkpoint cannot be read: {error}") from None
     for name, tensor in tensors.items():
-        if not torch.isfinite(tensor).all():
+        if finite and not torch.isfinite(tensor).all():
             raise UserError(f"the checkpoint's tensor {name} is not finite")
     return tensors
+
+
+def flush_folder(directory: Path) -> None:
+    """Onto the disk: the content of its files, then their names."""
+    for path in (*directory.iterdir(), directory):
+        flush(path)
+
+
+def flush(path: Path) -> None:
+    """A file's content, or a folder's names."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

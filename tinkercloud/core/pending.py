@@ -1,0 +1,30 @@
+"""A request that was acknowledged and has no outcome on record yet."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from tinkercloud.storage.futures import Outcome, Ticket
+
+Work = Callable[[], Awaitable[Outcome]]
+Resume = Callable[[Ticket, bytes], Awaitable[Work]]
+"""Makes the work of a request again, from its ticket and from what was kept of it."""
+
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """subject: the model or version that it is for. request: as it is on record, empty for an
+    operation of a lane; None: nothing was kept. task: of work in no lane, which can be cancelled
+    alone."""
+
+    request_id: str
+    ticket: Ticket
+    acknowledged: asyncio.Future[str] = field(repr=False)
+    finished: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
+    outcome: Outcome | None = field(default=None, repr=False)
+    subject: str | None = None
+    started_at: float | None = None
+    request: bytes | None = field(default=None, repr=False)
+    task: asyncio.Task[None] | None = None
+    position: int | None = None
+    """Of an operation that its model's journal keeps, once it has ended: how many ran before."""

@@ -1,0 +1,196 @@
+"""What models in training are made of: snapshots of their state, and the operations after them.
+
+An operation's row is written with its acknowledgement. When it has run it gets its position, the
+how-manieth of its model's operations it was, in the same commit as its outcome; rows of operations
+that changed nothing are deleted then. A snapshot has the position of the last operation in it, and
+makes the rows up to there superfluous. Both kinds of rows end with their model.
+"""
+
+import time
+from dataclasses import dataclass, field
+
+from tinkercloud.storage.database import Database, Statement
+
+
+@dataclass(frozen=True, slots=True)
+class LanePast:
+    """What a model's lane goes on from. next_seq_id: after every number that has an outcome.
+    last_ordered: highest number with an outcome that is no chunk; -1: none. first_new_seq_id: after
+    every acknowledged number. position: of the last operation that ran; 0: none."""
+
+    next_seq_id: int
+    last_ordered: int
+    first_new_seq_id: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """How an operation ended. position None: it did not run. applied: whether its model is another
+    by it. digest: of what it computed."""
+
+    position: int | None
+    applied: bool = False
+    digest: bytes | None = None
+    took_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RanOperation:
+    """An operation that changed its model, to be done again."""
+
+    request_id: str
+    user: str
+    model_id: str
+    kind: str
+    seq_id: int
+    position: int
+    digest: bytes | None
+    took_s: float
+    request: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A model's whole state after its operation at `position`. directory: relative to the data
+    folder."""
+
+    model_id: str
+    user: str
+    position: int
+    directory: str
+    num_bytes: int
+
+
+_RAN = "SELECT request_id, user, model_id, kind, seq_id, position, digest, took_s, request"
+
+
+class JournalStorage:
+    """Rows of operations are begun and ended by `FuturesStorage`, with those of their futures."""
+
+    def __init__(self, database: Database):
+        self._database = database
+
+    async def next_after(self, user: str, model_id: str, position: int) -> RanOperation | None:
+        """The first operation after a position that changed the model."""
+        row = await self._database.one(
+            f"{_RAN} FROM operations WHERE model_id = ? AND user = ? AND position > ? AND applied"
+            " ORDER BY position LIMIT 1",
+            *(model_id, user, position),
+        )
+        return None if row is None else RanOperation(*row)
+
+    async def operations(self, user: str, model_id: str) -> list[str]:
+        """The request ids of those that no snapshot has."""
+        rows = await self._database.all(
+            "SELECT request_id FROM operations WHERE model_id = ? AND user = ?", model_id, user
+        )
+        return [row["request_id"] for row in rows]
+
+    async def newest_snapshot(self, user: str, model_id: str) -> Snapshot | None:
+        row = await self._database.one(
+            "SELECT model_id, user, position, directory, num_bytes FROM snapshots"
+            " WHERE model_id = ? AND user = ? ORDER BY position DESC LIMIT 1",
+            *(model_id, user),
+        )
+        return None if row is None else Snapshot(*row)
+
+    async def put_snapshot(self, snapshot: Snapshot) -> None:
+        """It takes the place of older ones, and of the operations in it."""
+        s = snapshot
+        of_model = (s.model_id, s.user, s.position)
+        await self._database.write_all(
+            (
+                "INSERT INTO snapshots (directory, model_id, user, position, num_bytes, created_at)"
+                " VALUES (?, ?, ?, ?, ?, ?)",
+                (s.directory, s.model_id, s.user, s.position, s.num_bytes, time.time()),
+            ),
+            ("DELETE FROM snapshots WHERE model_id = ? AND user = ? AND position < ?", of_model),
+            ("DELETE FROM operations WHERE model_id = ? AND user = ? AND position <= ?", of_model),
+        )
+
+    async def debts(self) -> dict[tuple[str, str], float]:
+        """Seconds that what ran since its last snapshot took, by (user, model)."""
+        rows = await self._database.all(
+            "SELECT user, model_id, SUM(took_s) FROM operations WHERE applied GROUP BY 1, 2"
+        )
+        return {(user, model_id): took_s for user, model_id, took_s in rows}
+
+    async def models(self) -> list[tuple[str, str]]:
+        """(model, user) of those that anything is kept of."""
+        rows = await self._database.all(
+            "SELECT model_id, user FROM operations UNION SELECT model_id, user FROM snapshots"
+            " UNION SELECT model_id, user FROM kept_versions"
+        )
+        return [(model_id, user) for model_id, user in rows]
+
+    async def forget(self, user: str, model_id: str) -> None:
+        """All that is kept of a model but what is pending."""
+        of_model = (model_id, user)
+        where = "WHERE model_id = ? AND user = ?"
+        await self._database.write_all(
+            (f"DELETE FROM operations {where} AND position IS NOT NULL", of_model),
+            (f"DELETE FROM snapshots {where}", of_model),
+            (f"DELETE FROM kept_versions {where}", of_model),
+            (f"DELETE FROM numerics {where}", of_model),
+        )
+
+    # published versions
+
+    async def keep_version(self, user: str, model_id: str, key: str, directory: str) -> str | None:
+        """The version of this key is in this folder from now on; the folder that was named before,
+        if another."""
+        old = await self.version_directory(user, key)
+        await self._database.write(
+            "INSERT OR REPLACE INTO kept_versions (version_key, user, model_id, directory)"
+            " VALUES (?, ?, ?, ?)",
+            *(key, user, model_id, directory),
+        )
+        return None if old == directory else old
+
+    async def version_directory(self, user: str, key: str) -> str | None:
+        row = await self._database.one(
+            "SELECT directory FROM kept_versions WHERE version_key = ? AND user = ?", key, user
+        )
+        return None if row is None else row["directory"]
+
+    # exactness
+
+    async def numerics(self, user: str, model_id: str) -> tuple[str, int | None] | None:
+        """(class that computed the model last, position since which its bits are not those of one
+        class throughout or None); None: nothing was computed."""
+        row = await self._database.one(
+            "SELECT class, inexact_since FROM numerics WHERE model_id = ? AND user = ?",
+            *(model_id, user),
+        )
+        return None if row is None else (row["class"], row["inexact_since"])
+
+    async def set_numerics(
+        self, user: str, model_id: str, numerics: str, inexact_since: int | None
+    ) -> None:
+        """The first position since which it is inexact counts."""
+        await self._database.write(
+            "INSERT INTO numerics (model_id, user, class, inexact_since) VALUES (?, ?, ?, ?)"
+            " ON CONFLICT (model_id) DO UPDATE SET class = excluded.class,"
+            " inexact_since = COALESCE(inexact_since, excluded.inexact_since)",
+            *(model_id, user, numerics, inexact_since),
+        )
+
+
+def begin(request_id: str, ticket: tuple[str, str, str, int], request: bytes) -> Statement:
+    """ticket: (user, model_id, kind, seq_id)."""
+    return (
+        "INSERT INTO operations (request_id, user, model_id, kind, seq_id, request)"
+        " VALUES (?, ?, ?, ?, ?, ?)",
+        (request_id, *ticket, request),
+    )
+
+
+def end(request_id: str, ran: Ran) -> Statement:
+    if not ran.applied:
+        return "DELETE FROM operations WHERE request_id = ?", (request_id,)
+    return (
+        "UPDATE operations SET position = ?, applied = 1, digest = ?, took_s = ?"
+        " WHERE request_id = ?",
+        (ran.position, ran.digest, ran.took_s, request_id),
+    )
