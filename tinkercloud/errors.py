@@ -17,7 +17,7 @@
     |   |   +-- InvalidField, ContextLengthExceeded
     +-- ServerFault             status 503: ours; the request may be right
     |   +-- ModelStateLost, VersionLost, EngineDied, CapacityTimeout, TrainingRewound,
-    |       StorageFailed
+    |       StorageFailed, StateCopyLost, StateDamaged
     +-- UnknownRequest          the engine process has no handler for a request: a defect
     +-- ConfigError             raised before the server listens; never reaches HTTP
 
@@ -222,6 +222,20 @@ class VersionLost(ServerFault):
             f"weights version {version!r} was in memory when the engine or the server restarted; "
             "publish it again with save_weights_for_sampler"
         )
+
+
+class StateCopyLost(ServerFault):
+    """A copy of a model's state that was written, replaced, or in the memory of another engine."""
+
+    def __init__(self, copy: int):
+        super().__init__(f"there is no copy {copy} of a model's state: it was written or replaced")
+
+
+class StateDamaged(ServerFault):
+    """A folder from which a model was to be restored is not as it was written."""
+
+    def __init__(self, reason: str):
+        super().__init__(f"the written state of this model cannot be used: {reason}")
 
 
 class UnknownRequest(TinkercloudError):

@@ -21,6 +21,7 @@ from tinkercloud.core.types import (
     SampleOutput,
     SampleRequest,
     ServedModel,
+    StateCost,
     TrainBatch,
     TrainOutput,
     WeightsSource,
@@ -28,7 +29,7 @@ from tinkercloud.core.types import (
 
 
 class Backend(ABC):
-    """About ten methods; every one may take seconds and none may block the event loop."""
+    """A few methods; every one may take seconds and none may block the event loop."""
 
     @abstractmethod
     async def start(self) -> tuple[ServedModel, ...]:
@@ -94,6 +95,38 @@ class Backend(ABC):
         on_tokens gets the same tokens as they are drawn, all of them before this returns.
         Cancelling the call ends its samples.
         """
+
+    def incarnation(self) -> int | None:
+        """Which beginning of its memory this is: models and versions of an earlier one are gone.
+        None: nothing of this backend comes back (`copy_state` is not offered). Cheap."""
+        return None
+
+    def numerics(self) -> str:
+        """The class of machines and builds that compute the same bits as this one: instruction set,
+        number type, kernels, libraries. "": not known."""
+        return ""
+
+    async def copy_state(self, model_id: str) -> int:
+        """Copy all that training has made of a model (weights, moments, number of steps,
+        accumulated gradient), as it is after the operations so far. The number is for
+        `write_state`, once; a newer copy of the model replaces one that is not written."""
+        raise NotImplementedError
+
+    async def write_state(self, copy: int, directory: Path) -> StateCost:
+        """Write a copy into an existing, empty folder, flushed to the disk (files and folder);
+        operations go on meanwhile. The copy is gone then, also where this fails. Raises
+        StateCopyLost."""
+        raise NotImplementedError
+
+    async def write_version(self, version: str, directory: Path) -> None:
+        """Write a published version into an existing, empty folder, flushed to the disk, as a
+        checkpoint from which `publish` makes the same version, bit for bit."""
+        raise NotImplementedError
+
+    async def restore_state(self, model_id: str, base_model: str, directory: Path) -> None:
+        """A model from a folder of `write_state`, replacing a model of that id: every later
+        operation gives the same bits as if nothing had happened. Raises StateDamaged."""
+        raise NotImplementedError
 
     def queue_state(self, subject: str) -> str | None:
         """Why an operation of this model, or a sample from this version, waits for capacity, in

@@ -7,6 +7,7 @@ state, publishes immutable versions and samples by position-keyed noise, all exa
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
@@ -27,6 +28,7 @@ from tinkercloud.backends.fake_model import (
     train,
     write_state,
 )
+from tinkercloud.backends.fake_recovery import flush, read_model, write_model
 from tinkercloud.backends.fake_sampling import draw_samples
 from tinkercloud.config import Config
 from tinkercloud.core.types import (
@@ -39,6 +41,7 @@ from tinkercloud.core.types import (
     SampleOutput,
     SampleRequest,
     ServedModel,
+    StateCost,
     TokenChunk,
     TrainBatch,
     TrainOutput,
@@ -48,6 +51,7 @@ from tinkercloud.errors import (
     BaseModelNotServed,
     EngineDied,
     ModelStateLost,
+    StateCopyLost,
     UserError,
     VersionLost,
 )
@@ -77,6 +81,7 @@ class FakeBackend(Backend):
         self._latency_s = latency_s
         self._models: dict[str, ModelState] = {}
         self._versions: dict[str, Published] = {}
+        self._copies: dict[int, tuple[str, ModelState]] = {}
         self._numbers = count()
         self._stopped = False
 
@@ -106,6 +111,7 @@ class FakeBackend(Backend):
 
     async def delete_model(self, model_id: str) -> None:
         self._models.pop(model_id, None)
+        self._drop_copy(model_id)
 
     async def forward_backward(self, model_id: str, batch: TrainBatch) -> TrainOutput:
         await self._pause()
@@ -179,6 +185,46 @@ class FakeBackend(Backend):
         finally:
             cancelled.set()
 
+    def incarnation(self) -> int | None:
+        return 0
+
+    def numerics(self) -> str:
+        return f"numpy-{np.__version__}"
+
+    async def copy_state(self, model_id: str) -> int:
+        await self._pause()
+        model = self._model(model_id)
+        self._drop_copy(model_id)
+        number = next(self._numbers)
+        self._copies[number] = (model_id, model)
+        return number
+
+    async def write_state(self, copy: int, directory: Path) -> StateCost:
+        try:
+            _, model = self._copies.pop(copy)
+        except KeyError:
+            raise StateCopyLost(copy) from None
+        await self._pause()
+        began = time.monotonic()
+        num_bytes = await asyncio.to_thread(write_model, model, directory)
+        return StateCost(num_bytes, 0.0, time.monotonic() - began)
+
+    async def restore_state(self, model_id: str, base_model: str, directory: Path) -> None:
+        await self._pause()
+        base = self._base(base_model)
+        self._models[model_id] = await asyncio.to_thread(read_model, base, directory)
+
+    async def write_version(self, version: str, directory: Path) -> None:
+        published = self._versions.get(version)
+        if published is None:
+            raise VersionLost(version)
+        await self._pause()
+        table = published.table
+        lora = LoraSpec(rank=1, seed=0)  # sampling does not ask for it
+        model = ModelState(published.base.served.name, lora, table, table, table)
+        write_state(model, directory, with_optimizer=False)
+        await asyncio.to_thread(flush, directory)
+
     def stats(self) -> dict[str, float | int | str]:
         return {
             "backend": "fake",
@@ -190,6 +236,9 @@ class FakeBackend(Backend):
         await asyncio.sleep(self._latency_s)
         if self._stopped:
             raise EngineDied("the fake backend was stopped")
+
+    def _drop_copy(self, model_id: str) -> None:
+        self._copies = {n: each for n, each in self._copies.items() if each[0] != model_id}
 
     def _base(self, name: str) -> BaseWeights:
         if name not in self._bases:

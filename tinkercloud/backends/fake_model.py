@@ -179,7 +179,8 @@ def write_state(model: ModelState, directory: Path, *, with_optimizer: bool) -> 
 
 
 def read_state(directory: Path) -> ModelState:
-    with np.load(directory / STATE_FILE, allow_pickle=False) as file:
+    # numpy leaves a damaged file open
+    with (directory / STATE_FILE).open("rb") as raw, np.load(raw, allow_pickle=False) as file:
         about = json.loads(file["about"].tobytes())
         table = file["table"]
         first = file["first"] if "first" in file else np.zeros_like(table)

@@ -12,12 +12,14 @@ from tinkercloud.core.types import (
     SampleOutput,
     SampleRequest,
     ServedModel,
+    StateCost,
     TrainBatch,
     TrainOutput,
     WeightsSource,
 )
 from tinkercloud.embedded.process.host import EngineHost
 from tinkercloud.embedded.process.protocol import (
+    CopyState,
     CreateModel,
     DeleteModel,
     EngineSettings,
@@ -26,8 +28,11 @@ from tinkercloud.embedded.process.protocol import (
     OptimStep,
     Publish,
     Release,
+    RestoreState,
     Sample,
     SaveModel,
+    WriteState,
+    WriteVersion,
 )
 from tinkercloud.errors import ConfigError
 
@@ -89,8 +94,26 @@ class EmbeddedBackend(Backend):
         return await self._host.call(Sample(version, request, streams), on_tokens)
 
     def stats(self) -> dict[str, float | int | str]:
-        health = {"engine_alive": int(self._host.alive), "engine_restarts": self._host.num_restarts}
+        health = {"engine_alive": int(self._host.alive), "engine_restarts": self._host.incarnation}
         return {**self._host.stats.values, **health}
+
+    def incarnation(self) -> int | None:
+        return self._host.incarnation
+
+    def numerics(self) -> str:
+        return self._host.numerics
+
+    async def copy_state(self, model_id: str) -> int:
+        return await self._host.call(CopyState(model_id))
+
+    async def write_state(self, copy: int, directory: Path) -> StateCost:
+        return await self._host.call(WriteState(copy, directory))
+
+    async def write_version(self, version: str, directory: Path) -> None:
+        await self._host.call(WriteVersion(version, directory))
+
+    async def restore_state(self, model_id: str, base_model: str, directory: Path) -> None:
+        await self._host.call(RestoreState(model_id, base_model, directory))
 
     def queue_state(self, subject: str) -> str | None:
         return self.trouble()

@@ -100,7 +100,7 @@ async def test_when_the_engine_dies_its_calls_fail_and_a_new_one_serves(
     training = asyncio.create_task(backend.forward_backward("m", long))
     await asyncio.sleep(0.2)
     await kill_engine(backend)
-    with pytest.raises(EngineDied, match="resumed from their checkpoints"):
+    with pytest.raises(EngineDied, match="the models are restored"):
         await training
     # These wait for the new engine, which knows neither the model nor the version.
     with pytest.raises(ModelStateLost):

@@ -42,8 +42,8 @@ def block_until_idle(pid: int) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         before_s = cpu_s(pid)
-        time.sleep(0.5)
-        if cpu_s(pid) - before_s < 0.02:
+        time.sleep(1.0)
+        if cpu_s(pid) - before_s < 0.04:
             return
     raise AssertionError("the process computes for ever")
 
@@ -59,6 +59,7 @@ async def test_tokens_come_while_the_engine_draws_and_are_those_of_the_result(
 ) -> None:
     version = await backend.publish(FromBase("tiny"))
     request = ask(random_prompt(20, 1), n=4, max_tokens=800, use_eos=False)
+    whole = await backend.sample(version, request)
     chunks: list[tuple[float, TokenChunk]] = []
     began = time.monotonic()
     output = await backend.sample(
@@ -71,7 +72,7 @@ async def test_tokens_come_while_the_engine_draws_and_are_those_of_the_result(
         assert np.array_equal(np.concatenate([c.tokens for c in own]), sequence.tokens)
         assert np.array_equal(np.concatenate([c.logprobs for c in own]), sequence.logprobs)
         assert [c.stop_reason for c in own] == [None] * (len(own) - 1) + ["length"]
-    same(await backend.sample(version, request), output)
+    same(output, whole)
 
 
 async def test_a_cancelled_call_ends_its_samples_and_no_others(backend: EmbeddedBackend) -> None:
@@ -114,12 +115,14 @@ async def test_a_reader_that_stops_reading_does_not_stop_the_engine(
     version = await backend.publish(FromBase("tiny"))
     request = ask(random_prompt(20, 1), n=8, max_tokens=900, use_eos=False)
     chunks: list[TokenChunk] = []
+    pid = backend._host._process.pid
+    began_s = cpu_s(pid)
     call = asyncio.create_task(backend.sample(version, request, chunks.append))
     await until(lambda: bool(chunks))
     assert len(chunks) < 200, "it has most of its work before it"
-    block_until_idle(backend._host._process.pid)
-    before_s = cpu_s(backend._host._process.pid)
+    block_until_idle(pid)
+    blocked_s = cpu_s(pid) - began_s
     output = await call
-    # Nothing was left to compute: the engine's idle rounds alone.
-    assert cpu_s(backend._host._process.pid) - before_s < 0.1
+    # Its idle rounds alone, or on a busy machine what a pause looked like the end of.
+    assert cpu_s(pid) - began_s - blocked_s < 0.5 * blocked_s
     assert sum(len(c.tokens) for c in chunks) == sum(len(s.tokens) for s in output.sequences)

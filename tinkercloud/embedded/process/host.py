@@ -57,7 +57,9 @@ class EngineHost:
         self._up = asyncio.Event()
         self._stopping = False
         self._starts: deque[float] = deque()
-        self.num_restarts = 0
+        self.incarnation = -1
+        """Of engines that have become ready, the first being 0."""
+        self.numerics = ""
         self.stats = Stats()
 
     async def start(self) -> tuple[ServedModel, ...]:
@@ -127,6 +129,9 @@ class EngineHost:
             await self._end_process()
             raise ConfigError(first.reason)
         assert isinstance(first, Ready)
+        # Before a call is served by this engine: its caller may have models of an earlier one.
+        self.incarnation += 1
+        self.numerics = first.numerics
         self._up.set()
         return reader, first.served
 
@@ -152,7 +157,7 @@ class EngineHost:
             logger.error("the engine process ended with code %s", code)
             self._fail_pending(
                 f"the engine process ended (code {code}) while it held this request; it is being "
-                "restarted. Models must be resumed from their checkpoints"
+                "started again and the models are restored"
             )
             reader = await self._restart()
 
@@ -170,7 +175,6 @@ class EngineHost:
             except ConfigError as error:
                 logger.error("the engine did not start again: %s", error)
                 continue
-            self.num_restarts += 1
             return reader
 
     async def _read_until_gone(self, reader: asyncio.StreamReader) -> None:

@@ -10,14 +10,17 @@ from tinkercloud.core.types import (
     FromCheckpoint,
     FromModel,
     LoraSpec,
+    StateCost,
     WeightsSource,
 )
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.huge_pages import in_huge_pages
 from tinkercloud.embedded.model.version import Version
+from tinkercloud.embedded.process.state_copies import StateCopies
 from tinkercloud.embedded.process.version_cache import VersionCache
-from tinkercloud.embedded.training import checkpoints
+from tinkercloud.embedded.training import checkpoints, state_files
 from tinkercloud.embedded.training.block import neighbours
+from tinkercloud.embedded.training.checkpoints import Contents
 from tinkercloud.embedded.training.linear import join_weights
 from tinkercloud.embedded.training.trainable_model import (
     TrainableModel,
@@ -26,6 +29,9 @@ from tinkercloud.embedded.training.trainable_model import (
 )
 from tinkercloud.errors import ModelStateLost
 from tinkercloud.weights.adapters import Adapter, fresh_adapter
+from tinkercloud.weights.checkpoints import flush_folder
+
+FULL = LoraSpec(rank=0, seed=0)
 
 
 class ModelStore:
@@ -36,6 +42,8 @@ class ModelStore:
         self._bases: dict[str, BaseModel] = {}
         self._models: dict[str, TrainableModel] = {}
         self._versions = versions
+        self._specs: dict[str, LoraSpec] = {}  # of versions
+        self._copies = StateCopies()
 
     def base(self, name: str) -> BaseModel:
         if name not in self._bases:
@@ -77,6 +85,7 @@ class ModelStore:
 
     def delete_model(self, model_id: str) -> None:
         self._models.pop(model_id, None)
+        self._copies.drop(model_id)
 
     def save_model(self, model_id: str, directory: Path, with_optimizer: bool) -> None:
         checkpoints.save(self.model(model_id), directory, with_optimizer=with_optimizer)
@@ -90,26 +99,57 @@ class ModelStore:
         except KeyError:
             raise ModelStateLost(model_id) from None
 
+    # ---- states
+
+    def copy_state(self, model_id: str) -> int:
+        return self._copies.copy(self.model(model_id))
+
+    def state_writing(self, copy: int, directory: Path) -> Callable[[], StateCost]:
+        """What writes the copy, for another thread to call."""
+        return self._copies.writing(copy, directory)
+
+    def restore_state(self, model_id: str, base_model: str, directory: Path) -> None:
+        model = state_files.restore(model_id, self.base(base_model), directory)
+        self._models[model_id] = model
+
     # ---- versions
 
     def publish(self, source: WeightsSource) -> str:
         """Ids are never used twice, not even by another engine process."""
         version_id = f"v-{uuid.uuid4().hex[:16]}"
-        self._versions.put(self._version_of(version_id, source))
+        version, spec = self._version_of(version_id, source)
+        self._versions.put(version)
+        self._specs[version_id] = spec
         return version_id
 
     def release(self, version_id: str) -> None:
         self._versions.drop(version_id)
+        self._specs.pop(version_id, None)
 
     def version(self, version_id: str) -> Version:
         return self._versions.get(version_id)
 
-    def _version_of(self, version_id: str, source: WeightsSource) -> Version:
+    def version_writing(self, version_id: str, directory: Path) -> Callable[[], None]:
+        """What writes the version as a checkpoint, for another thread to call. Full weights are in
+        the base's number type: nothing else was published."""
+        version = self.version(version_id)
+        names = version.base.config.weight_shapes()
+        full = None if version.adapter is not None else {n: version.weights[n] for n in names}
+        spec = self._specs[version_id]
+        contents = Contents(version.base.name, spec, version.adapter, full)
+
+        def write() -> None:
+            checkpoints.write(contents, directory)
+            flush_folder(directory)
+
+        return write
+
+    def _version_of(self, version_id: str, source: WeightsSource) -> tuple[Version, LoraSpec]:
         origin = ""
         match source:
             case FromBase(base_model):
                 base = self.base(base_model)
-                return Version(version_id, base, base.weights, None, 1.0)
+                return Version(version_id, base, base.weights, None, 1.0), FULL
             case FromModel(model_id):
                 model, origin = self.model(model_id), model_id
                 adapter, spec, base = model.adapter, model.spec, model.base
@@ -119,9 +159,9 @@ class ModelStore:
                 spec, adapter, full, _ = checkpoints.load_weights(base, directory)
                 weights = base.weights if full is None else frozen(base, full)
         if adapter is None:
-            return Version(version_id, base, weights, None, 1.0, origin)
+            return Version(version_id, base, weights, None, 1.0, origin), spec
         scale = spec.alpha / spec.rank
-        return Version(version_id, base, weights, _copied(adapter), scale, origin)
+        return Version(version_id, base, weights, _copied(adapter), scale, origin), spec
 
 
 def _copied(adapter: Adapter) -> Adapter:

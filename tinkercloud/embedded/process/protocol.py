@@ -20,6 +20,7 @@ from tinkercloud.core.types import (
     SampleOutput,
     SampleRequest,
     ServedModel,
+    StateCost,
     TokenChunk,
     TrainBatch,
     TrainOutput,
@@ -50,9 +51,11 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The engine's first message: what it serves."""
+    """The engine's first message: what it serves, and which bits it computes
+    (`backends.base.Backend.numerics`)."""
 
     served: tuple[ServedModel, ...]
+    numerics: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +123,24 @@ class SaveModel(Request[None]):
 
 
 @dataclass(frozen=True, slots=True)
+class CopyState(Request[int]):
+    model_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class WriteState(Request[StateCost]):
+    copy: int
+    directory: Path
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreState(Request[None]):
+    model_id: str
+    base_model: str
+    directory: Path
+
+
+@dataclass(frozen=True, slots=True)
 class Publish(Request[str]):
     source: WeightsSource
 
@@ -127,6 +148,12 @@ class Publish(Request[str]):
 @dataclass(frozen=True, slots=True)
 class Release(Request[None]):
     version_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class WriteVersion(Request[None]):
+    version_id: str
+    directory: Path
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,15 @@
 """The engine process's handler of each request type of `protocol`. Runs in the worker thread."""
 
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
-from tinkercloud.core.types import LoraSpec, SampleOutput, TrainOutput
+from tinkercloud.core.types import LoraSpec, SampleOutput, StateCost, TrainOutput
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.process.model_store import ModelStore
 from tinkercloud.embedded.process.protocol import (
     Call,
     Cancel,
+    CopyState,
     CreateModel,
     DeleteModel,
     ForwardBackward,
@@ -18,19 +20,26 @@ from tinkercloud.embedded.process.protocol import (
     Release,
     Reply,
     Request,
+    RestoreState,
     Sample,
     SaveModel,
     TableRow,
+    WriteState,
+    WriteVersion,
 )
+from tinkercloud.embedded.process.state_copies import FileWriter
 from tinkercloud.embedded.process.token_outbox import TokenOutbox
 from tinkercloud.embedded.sampling.engine import SamplingEngine
 from tinkercloud.embedded.sampling.sequences import Job
 from tinkercloud.embedded.training.queue import TrainingQueue
 from tinkercloud.errors import UnknownRequest
 
+R = TypeVar("R")
+
 
 class RequestHandlers:
-    """`sample` and `forward_backward` queue their work; the others are done when they return."""
+    """`sample` and `forward_backward` queue their work, `write_state` and `write_version` leave it
+    to a thread; the others are done when they return."""
 
     def __init__(
         self,
@@ -46,6 +55,7 @@ class RequestHandlers:
         self._after_optim_step = after_optim_step
         self._tokens = tokens
         self._samples: dict[int, Job] = {}  # by call
+        self._writer = FileWriter()
         self._table = _table(
             CreateModel.answered_by(self.create_model),
             LoadModel.answered_by(self.load_model),
@@ -53,8 +63,12 @@ class RequestHandlers:
             ForwardBackward.queued_by(self.forward_backward),
             OptimStep.answered_by(self.optim_step),
             SaveModel.answered_by(self.save_model),
+            CopyState.answered_by(self.copy_state),
+            WriteState.queued_by(self.write_state),
+            RestoreState.answered_by(self.restore_state),
             Publish.answered_by(self.publish),
             Release.answered_by(self.release),
+            WriteVersion.queued_by(self.write_version),
             Sample.queued_by(self.sample),
             Cancel.answered_by(self.cancel),
         )
@@ -99,6 +113,18 @@ class RequestHandlers:
     def save_model(self, request: SaveModel) -> None:
         self._models.save_model(request.model_id, request.directory, request.with_optimizer)
 
+    # ---- states
+
+    def copy_state(self, request: CopyState) -> int:
+        return self._models.copy_state(request.model_id)
+
+    def write_state(self, request: WriteState, reply: Reply[StateCost]) -> None:
+        writing = self._models.state_writing(request.copy, request.directory)
+        self._writer.add(_answered(writing, reply))
+
+    def restore_state(self, request: RestoreState) -> None:
+        self._models.restore_state(request.model_id, request.base_model, request.directory)
+
     # ---- versions
 
     def publish(self, request: Publish) -> str:
@@ -107,6 +133,10 @@ class RequestHandlers:
     def release(self, request: Release) -> None:
         self._engine.forget(request.version_id)
         self._models.release(request.version_id)
+
+    def write_version(self, request: WriteVersion, reply: Reply[None]) -> None:
+        writing = self._models.version_writing(request.version_id, request.directory)
+        self._writer.add(_answered(writing, reply))
 
     def sample(self, request: Sample, reply: Reply[SampleOutput]) -> None:
         def end(outcome: SampleOutput | BaseException) -> None:
@@ -123,6 +153,20 @@ class RequestHandlers:
         job = self._samples.get(request.call_id)
         if job is not None:
             self._engine.cancel(job)
+
+
+def _answered(work: Callable[[], R], reply: Reply[R]) -> Callable[[], None]:
+    """The work and then its reply, for another thread to call."""
+
+    def run() -> None:
+        try:
+            outcome = work()
+        except Exception as error:  # noqa: BLE001 - the caller gets it
+            reply(error)
+        else:
+            reply(outcome)
+
+    return run
 
 
 def _table(*rows: TableRow) -> Mapping[type[Request[object]], Handler]:

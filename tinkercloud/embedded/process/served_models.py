@@ -9,6 +9,7 @@ from tinkercloud.embedded.model.device import (
     set_up_torch,
     usable_cores,
 )
+from tinkercloud.embedded.native.train_bindings import has_compiled_pass
 from tinkercloud.embedded.process.model_store import ModelStore
 from tinkercloud.embedded.process.protocol import EngineSettings
 from tinkercloud.embedded.process.version_cache import VersionCache
@@ -45,6 +46,6 @@ def open_models(settings: EngineSettings) -> tuple[tuple[ServedModel, ...], Mode
     versions = VersionCache(settings.cache_dir / "versions", memory_bytes)
     models = ModelStore(load, versions)
     models.base(served[0].name)
-    if device.type == "cpu":
+    if device.type == "cpu" and not has_compiled_pass(device, dtype):
         log_row_invariance(dtype)
     return tuple(served), models

@@ -28,6 +28,7 @@ from tinkercloud.embedded.model.device import (
 from tinkercloud.embedded.process.drafter_setup import DrafterSettings, speculate
 from tinkercloud.embedded.process.fair_share import FairShareScheduler
 from tinkercloud.embedded.process.model_store import ModelStore
+from tinkercloud.embedded.process.numerics import numerics
 from tinkercloud.embedded.process.protocol import (
     Call,
     EngineSettings,
@@ -225,7 +226,7 @@ def main(fd: int) -> None:
         return
     freeze_garbage_collector()
     threading.Thread(target=_writer, args=(sock, outbox), name="writer", daemon=True).start()
-    outbox.put(Ready(served))
+    outbox.put(Ready(served, numerics(served[0].dtype)))
     threading.Thread(target=_reader, args=(sock, worker), name="reader", daemon=True).start()
     worker.run()
 
