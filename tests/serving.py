@@ -106,6 +106,15 @@ class Server:
             self.stop(how)
         self.start()
 
+    def engine_pid(self) -> int:
+        """The process id of its engine, a child of it; needs Linux's /proc."""
+        assert self.process is not None
+        tasks = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        for child in tasks.read_text().split():
+            if b"process.worker" in Path(f"/proc/{child}/cmdline").read_bytes():
+                return int(child)
+        raise AssertionError("the server has no engine among its children")
+
     def output(self) -> str:
         return self.log.read_text(errors="replace")
 

@@ -21,6 +21,7 @@ from tinkercloud.routers.middleware import Authenticator, AuthMiddleware, BodyMi
 from tinkercloud.services.common.bodies import fault_text
 from tinkercloud.services.common.catalog import Catalog
 from tinkercloud.services.container import Stores, build_services
+from tinkercloud.storage.connections import SQLITE, Connector
 from tinkercloud.storage.database import Database
 from tinkercloud.storage.keys import DEFAULT_USER, KeyStore
 
@@ -32,8 +33,9 @@ def create_app(
     backend: Backend | None = None,
     *,
     client_config: Mapping[str, object] | None = None,
+    connector: Connector = SQLITE,
 ) -> FastAPI:
-    """The ASGI application. backend None: the one that config names.
+    """The ASGI application. backend None: the one that config names. connector: opens the database.
 
     client_config: flags for official clients (wire specification, sections 2.1 and 2.2); where it
     names none, they keep their own defaults (but see services/common/client_flags.py).
@@ -43,8 +45,8 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        database = await Database.open(config.data_dir)
-        keys = authenticator.keys = KeyStore(config.data_dir)
+        database = await Database.open(config.data_dir, connector)
+        keys = authenticator.keys = KeyStore(config.data_dir, connector)
         try:
             served = await chosen.start()
             try:

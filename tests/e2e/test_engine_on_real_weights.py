@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 import signal
 import time
 from collections.abc import Iterator
@@ -132,55 +131,24 @@ def test_samples_are_served_while_a_model_trains(
     assert answered >= 3
 
 
-def test_when_the_engine_dies_nothing_hangs_and_sampling_goes_on(
+def test_what_is_underway_when_the_engine_dies_goes_on_when_it_is_back(
     client: Client, server: Server, text: list[int]
 ) -> None:
-    model = client.model()
-    state = model.save_state("before").result().path
-    named = model.save_weights_for_sampler("before").result().path
-    sampler = client.service.create_sampling_client(model_path=named).result()
+    model, other = client.model(), client.model()
+    sampler = client.base_sampler()
+    batch = [client.supervised(text * 4)] * 20
     undisturbed = client.sample(sampler, text[:8], n=4, max_tokens=100, seed=1, temperature=1.0)
-    underway = sampler.sample(
+    trained = logprobs_of(other.forward_backward(batch, "cross_entropy").result())
+    sampling = sampler.sample(
         prompt=client.prompt(text[:8]),
         num_samples=4,
         sampling_params=client.params(max_tokens=100, seed=1, temperature=1.0),
     )
-    doomed = model.forward_backward([client.supervised(text * 4)] * 20, "cross_entropy")
-    os.kill(_engine_pid(server), signal.SIGKILL)
-    with pytest.raises(tinker.RequestFailedError, match="engine") as raised:
-        doomed.result()
-    assert str(getattr(raised.value.category, "value", raised.value.category)).lower() == "server"
-    again = underway.result().sequences
+    training = model.forward_backward(batch, "cross_entropy")
+    os.kill(server.engine_pid(), signal.SIGKILL)
+    again = sampling.result().sequences
     assert [s.tokens for s in again] == [s.tokens for s in undisturbed]
     assert [s.logprobs for s in again] == [s.logprobs for s in undisturbed]
-    with pytest.raises(tinker.RequestFailedError, match="create_training_client_from_state"):
-        model.optim_step(client.adam()).result()
-    resumed = client.service.create_training_client_from_state(state).result()
-    output = client.train(resumed, [client.supervised(text)])
-    assert math.isfinite(output.metrics["loss:sum"])
-
-
-def _engine_pid(server: Server) -> int:
-    """The server's child that runs the engine."""
-    assert server.process is not None
-    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text()
-    for pid in children.split():
-        if re.search(r"embedded[./]process[./]worker", Path(f"/proc/{pid}/cmdline").read_text()):
-            return int(pid)
-    raise AssertionError("the server has no engine process")
-
-
-def test_training_underway_when_the_server_is_killed_fails_after_its_restart(
-    client: Client, server: Server, text: list[int]
-) -> None:
-    model = client.model()
-    done = model.forward_backward([client.supervised(text)], "cross_entropy")
-    done.result()
-    doomed = model.forward_backward([client.supervised(text * 4)] * 20, "cross_entropy")
-    time.sleep(0.5)  # acknowledged, not finished
-    server.restart(how=signal.SIGKILL)
-    with pytest.raises(
-        tinker.RequestFailedError, match="restarted before this operation"
-    ) as raised:
-        doomed.result()
-    assert str(getattr(raised.value.category, "value", raised.value.category)).lower() == "server"
+    assert np.array_equal(logprobs_of(training.result()), trained)
+    norm = model.optim_step(client.adam()).result().metrics["unclipped_grad_l2:mean"]
+    assert norm == other.optim_step(client.adam()).result().metrics["unclipped_grad_l2:mean"]

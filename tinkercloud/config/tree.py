@@ -203,6 +203,11 @@ class Config:
     gap_grace_s: float = _setting(
         10.0, "seconds that an early forward_backward waits for its predecessors", at_least=0
     )
+    drain_s: float = _setting(
+        20.0,
+        "seconds that operations and snapshots may take when the server stops",
+        at_least=0,
+    )
     max_body_bytes: int = _setting(GIB, "largest request body", above=0)
     server_losses: bool = _setting(
         False, "whether losses of create_custom_loss run here; else each runs in its client"

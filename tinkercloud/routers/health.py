@@ -31,6 +31,7 @@ async def metrics(services: ServicesDep) -> Response:
     gauges = {
         "requests_pending": services.tasks.num_pending,
         **services.on_policy.stats(),
+        **services.snapshots.stats(),
         **services.backend.stats(),
     }
     lines = [

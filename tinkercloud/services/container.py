@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from tinkercloud.backends.base import Backend
 from tinkercloud.config import Config
 from tinkercloud.core.on_policy import OnPolicyTracker
 from tinkercloud.core.task_manager import TaskManager
+from tinkercloud.errors import StorageFailed
 from tinkercloud.services.accounts.account_service import AccountService
 from tinkercloud.services.accounts.billing_service import BillingService
 from tinkercloud.services.accounts.session_search import SessionSearch
@@ -34,15 +36,19 @@ from tinkercloud.services.models.dependencies import Dependencies
 from tinkercloud.services.models.future_service import FutureService
 from tinkercloud.services.models.loss_service import LossService
 from tinkercloud.services.models.model_service import ModelService
+from tinkercloud.services.models.recovery import Recovery
 from tinkercloud.services.models.rest_service import RestService
 from tinkercloud.services.models.sample_record_service import SampleRecordService
 from tinkercloud.services.models.sampling_service import SamplingService
+from tinkercloud.services.models.snapshots import Snapshots
 from tinkercloud.services.models.training_service import TrainingService
+from tinkercloud.services.models.version_store import VersionStore
 from tinkercloud.storage.audit_log import AuditLog
 from tinkercloud.storage.capture_rewards import CaptureRewardStorage
 from tinkercloud.storage.captures import CaptureStorage
 from tinkercloud.storage.database import Database
 from tinkercloud.storage.futures import FuturesStorage
+from tinkercloud.storage.journal import JournalStorage
 from tinkercloud.storage.keys import KeyStore
 from tinkercloud.storage.loss_storage import LossStorage
 from tinkercloud.storage.metadata import MetadataStorage
@@ -85,6 +91,8 @@ class Services:
     billing: BillingService
     audit: AuditLog
     traces: TraceService
+    recovery: Recovery
+    snapshots: Snapshots
     accounts: AccountService
     names: ModelNames
     chat: ChatService
@@ -94,25 +102,42 @@ class Services:
     text_completions: TextCompletionService
 
     async def start(self) -> None:
-        await self.tasks.start()
         await self.checkpoints.start()
+        await self.snapshots.start()
+        await self.models.start()
+        await self.tasks.start()
         self.tasks.spawn(self._sweep_forever(), "expiry")
         self.tasks.spawn(self.reward_webhooks.run_forever(), "webhooks")
         self.tasks.spawn(self.usage.flush_forever(), "usage")
 
     async def close(self) -> None:
         """Work first, so that nothing reaches for what is closed after it."""
-        await self.tasks.close()
+        await self.stop_work()
         await self.usage.flush()
         await self.sampling.close()
+
+    async def _sweep(self) -> None:
+        await self.futures.expire(self.config.result_ttl_s)
+        await self.checkpoints.remove_expired()
+        await self.sample_records.expire()
+        await self.captures.expire()
+
+    async def stop_work(self) -> None:
+        """Let operations of models that run end, and keep what they made, within the time that is
+        configured; what has not begun begins after the next start."""
+        deadline = time.monotonic() + self.config.drain_s
+        running = await self.tasks.lanes.stop(self.config.drain_s)
+        await self.tasks.close()
+        settled = {key: p for key, p in self.recovery.positions.items() if key not in running}
+        await self.snapshots.close(settled, max(deadline - time.monotonic(), 0.0))
 
     async def _sweep_forever(self) -> None:
         ttl_s = min(self.config.result_ttl_s, self.config.record_ttl_s, self.config.capture_ttl_s)
         while True:
-            await self.futures.expire(self.config.result_ttl_s)
-            await self.checkpoints.remove_expired()
-            await self.sample_records.expire()
-            await self.captures.expire()
+            try:
+                await self._sweep()
+            except StorageFailed as error:  # the disk is full: later there may be room
+                logger.error("nothing was expired: %s", error)
             await asyncio.sleep(min(max(ttl_s / 4, SHORTEST_SWEEP_S), LONGEST_SWEEP_S))
 
 
@@ -148,10 +173,18 @@ def build_services(
     )
     losses = LossService(LossStorage(database), sessions, tasks)
     on_policy = OnPolicyTracker()
+    journal = JournalStorage(database)
+    versions = VersionStore(backend)
+    snapshots = Snapshots(backend, journal, versions, config.data_dir)
+    recovery = Recovery(backend, catalog, metadata, journal, snapshots)
+    tasks.lanes.keeper, recovery.recorded = recovery, tasks.recorded
     dependencies = Dependencies(
         *(backend, catalog, metadata, tasks, sessions, checkpoints, sample_records, usage),
         losses=losses,
         on_policy=on_policy,
+        versions=versions,
+        snapshots=snapshots,
+        recovery=recovery,
     )
     sampling = SamplingService(dependencies)
     models = ModelService(dependencies)
@@ -187,6 +220,8 @@ def build_services(
         billing=BillingService(usage_storage, usage, SessionStorage(database)),
         audit=audit,
         traces=TraceService(sessions, futures, stores.keys.secret("signed links")),
+        recovery=recovery,
+        snapshots=snapshots,
         accounts=AccountService(stores.keys),
         names=names,
         captures=captures,

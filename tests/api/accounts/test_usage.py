@@ -114,7 +114,7 @@ async def test_counting_costs_a_request_no_write(api: Api) -> None:
     await api.services.usage.flush()
     commits = commits_of(api.services.database)
     await api.result(await api.sample(sampler))
-    statements = [write.sql for (group,) in commits for write in group]
+    statements = [sql for (group,) in commits for write in group for sql, _ in write.statements]
     assert len(statements) == 2, "the row, and its result"
     await api.services.usage.flush()
     await api.services.usage.flush()  # nothing is left to write

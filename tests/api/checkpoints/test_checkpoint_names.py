@@ -101,5 +101,5 @@ async def test_an_expired_one_is_gone(api: Api) -> None:
     url = f"/api/v1/training_runs/{model}/checkpoints/weights/brief/ttl"
     assert (await api.http.put(url, json=expiry)).status_code == 204
     assert (await api.ok("weights_info", tinker_path="brief"))["is_lora"]
-    await api.services.database.write_through("UPDATE checkpoints SET expires_at = 1")
+    await api.services.database.write("UPDATE checkpoints SET expires_at = 1")
     assert (await api.post("weights_info", tinker_path="brief")).status_code == 404

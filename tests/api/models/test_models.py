@@ -181,7 +181,7 @@ async def test_a_finished_session_frees_its_models_and_versions(api: Api) -> Non
     last = await api.optim_step(model_id, 2)
     await api.ok(f"sessions/{session_id}/finish", reason={"type": "success"}, detail=None)
     assert "metrics" in await api.result(last)
-    await api.services.tasks.drain("ann", model_id)
+    await api.services.models.freed()
     stats = api.services.backend.stats()
     assert (stats["num_models"], stats["num_versions"]) == (0, 0)
     assert "finished" in await api.failure(await api.sample(saved["sampling_session_id"]))

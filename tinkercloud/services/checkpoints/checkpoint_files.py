@@ -18,8 +18,17 @@ def new_temporary(parent: Path) -> Path:
     """A fresh folder in `parent`, where the checkpoint will be: on one file system, so that the
     rename is atomic."""
     directory = parent / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
-    directory.mkdir(parents=True)
+    make_folder(parent)
+    directory.mkdir()
     return directory
+
+
+def make_folder(folder: Path) -> None:
+    """With its parents; afterwards all of them are there even through a power cut."""
+    if not folder.exists():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        flush(folder.parent)
 
 
 def seal(directory: Path, about: dict[str, object]) -> int:
@@ -84,6 +93,15 @@ def remove(directory: Path) -> None:
             parent.rmdir()
         except OSError:
             return
+
+
+def remove_others(directory: Path) -> None:
+    """All that lies beside it."""
+    others = [path for path in directory.parent.iterdir() if path != directory]
+    for path in others:
+        shutil.rmtree(path, ignore_errors=True)
+    if others:
+        flush(directory.parent)
 
 
 def remove_temporaries(root: Path) -> None:

@@ -89,7 +89,8 @@ class CheckpointService:
     async def save(
         self, model: Model, options: SaveOptions, convert: Convert | None = None
     ) -> Checkpoint:
-        """Write the model as it is now; InvalidRequest where the name is taken.
+        """Write the model as it is now; InvalidRequest where the name is taken. What the same
+        operation saved before, when it was not seen to its end, is left as it is.
 
         convert(source, target): makes the files of the checkpoint of those that the backend wrote,
         and uses these up.
@@ -99,6 +100,9 @@ class CheckpointService:
         old = await self._metadata.checkpoint_even_expired(
             model.model_id, options.segment, options.name, model.user
         )
+        if old is not None and options.request_id and old.request_id == options.request_id:
+            await self._remove_others(old)
+            return old
         expired = old is not None and old.expires_at is not None and old.expires_at <= time.time()
         if old is not None and not expired and not options.overwrite:
             raise InvalidRequest(
@@ -109,8 +113,14 @@ class CheckpointService:
         await self.audit(checkpoint, "checkpoint_saved", size_bytes=size, replaced=old is not None)
         if old is not None:  # last: until the row names the new folder, readers open the old one
             await self._publications.unpublish(old)
-            await asyncio.to_thread(checkpoint_files.remove, self._data_dir / old.directory)
+        await self._remove_others(checkpoint)
         return checkpoint
+
+    async def _remove_others(self, checkpoint: Checkpoint) -> None:
+        """Of its name: what it replaced, and what a process left that ended before the row was
+        written or the old folder removed."""
+        directory = self._data_dir / checkpoint.directory
+        await asyncio.to_thread(checkpoint_files.remove_others, directory)
 
     def _fill(self, model: Model, options: SaveOptions, convert: Convert | None) -> Fill:
         async def fill(directory: Path) -> None:
@@ -153,19 +163,22 @@ class CheckpointService:
             raise CheckpointNotFound(path)
         return checkpoint
 
-    async def readable(
-        self, user: str, path: str, weights_access_token: str | None = None
-    ) -> Checkpoint:
-        """One that the user may read: an own one, a published one, or one of the account whose key
-        the token is. Raises InvalidRequest, CheckpointNotFound, and UserError for a token that is
-        nobody's key."""
+    def owner_of(self, weights_access_token: str | None) -> str | None:
+        """The account whose key the token is: None without a token, "" for nobody's key."""
+        if not weights_access_token:
+            return None
+        return self._keys.user_of(weights_access_token) or ""
+
+    async def readable(self, user: str, path: str, owner: str | None = None) -> Checkpoint:
+        """One that the user may read: an own one, a published one, or one of `owner_of` a token.
+        Raises InvalidRequest, CheckpointNotFound, and UserError for a token that is nobody's
+        key."""
         model_id, segment, name = parse_path(path)
         checkpoint = await self._metadata.checkpoint(model_id, segment, name, user)
         if checkpoint is None:
             checkpoint = await self._publications.checkpoint(model_id, segment, name)
-        if checkpoint is None and weights_access_token:
-            owner = self._keys.user_of(weights_access_token)
-            if owner is None:
+        if checkpoint is None and owner is not None:
+            if not owner:
                 raise UserError(
                     "weights_access_token is no key of this server; it is a key of the account "
                     "that owns the weights"
@@ -175,11 +188,9 @@ class CheckpointService:
             raise CheckpointNotFound(path)
         return checkpoint
 
-    async def loadable(
-        self, user: str, path: str, weights_access_token: str | None = None
-    ) -> Checkpoint:
+    async def loadable(self, user: str, path: str, owner: str | None = None) -> Checkpoint:
         """The same, of those that this server can train or sample. Raises InvalidRequest too."""
-        checkpoint = await self.readable(user, path, weights_access_token)
+        checkpoint = await self.readable(user, path, owner)
         if checkpoint.segment == "external_weights":
             raise InvalidRequest(
                 f"{path} is an export for other programs; download it, or name the weights/ or "

@@ -17,7 +17,8 @@ Fill = Callable[[Path], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class SaveOptions:
-    """name: of the checkpoint, not yet checked. ttl_s None: kept until deleted."""
+    """name: of the checkpoint, not yet checked. ttl_s None: kept until deleted. request_id: of the
+    operation that saves it."""
 
     segment: Segment
     name: str
@@ -25,6 +26,7 @@ class SaveOptions:
     ttl_s: int | None = None
     overwrite: bool = False
     user_metadata: Mapping[str, str] = field(default_factory=dict[str, str])
+    request_id: str | None = None
 
 
 class CheckpointWriter:
@@ -52,6 +54,7 @@ class CheckpointWriter:
             user_metadata=options.user_metadata,
             created_at=now,
             expires_at=None if options.ttl_s is None else now + options.ttl_s,
+            request_id=options.request_id,
         )
         return await self._write(checkpoint, fill)
 
@@ -65,6 +68,7 @@ class CheckpointWriter:
             created_at=now,
             expires_at=None if ttl_s is None else now + ttl_s,
             public=False,
+            request_id=None,
         )
         origin = self._data_dir / source.directory
 

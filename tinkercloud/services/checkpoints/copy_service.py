@@ -48,7 +48,8 @@ class CopyService:
         """Raises UserError for what cannot be read, or for a place that is taken."""
         check_ttl(body.ttl_seconds)
         token = headers.weights_access_token or body.weights_access_token
-        source = await self._checkpoints.readable(user, body.source_path, token)
+        owner = self._checkpoints.owner_of(token)
+        source = await self._checkpoints.readable(user, body.source_path, owner)
         async with self._locks[user]:
             model_id = await self._place(user, body, headers)
             copied = await self._copy_once(user, body, source, model_id)

@@ -10,7 +10,10 @@ from tinkercloud.services.accounts.usage_recorder import UsageRecorder
 from tinkercloud.services.checkpoints.checkpoint_service import CheckpointService
 from tinkercloud.services.common.catalog import Catalog
 from tinkercloud.services.models.loss_service import LossService
+from tinkercloud.services.models.recovery import Recovery
 from tinkercloud.services.models.sample_record_service import SampleRecordService
+from tinkercloud.services.models.snapshots import Snapshots
+from tinkercloud.services.models.version_store import VersionStore
 from tinkercloud.storage.metadata import MetadataStorage
 
 
@@ -26,3 +29,6 @@ class Dependencies:
     usage: UsageRecorder
     losses: LossService
     on_policy: OnPolicyTracker
+    versions: VersionStore
+    snapshots: Snapshots
+    recovery: Recovery

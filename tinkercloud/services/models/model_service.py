@@ -1,10 +1,14 @@
 """Models: a tenant's fine-tunes, from creation to deletion."""
 
-import secrets
+import asyncio
+import json
+import logging
 import time
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import TypeVar
+
+from pydantic import BaseModel
 
 from tinker_gmi.types import (
     CreateModelRequest,
@@ -14,26 +18,58 @@ from tinker_gmi.types import (
     ModelData,
     UntypedAPIFuture,
 )
-from tinkercloud.core.task_manager import Work
-from tinkercloud.core.types import LoraSpec
-from tinkercloud.errors import InvalidRequest, ModelNotFound
+from tinkercloud.core.pending import Resume, Work
+from tinkercloud.errors import (
+    EngineDied,
+    InvalidRequest,
+    ModelNotFound,
+    ModelStateLost,
+    TinkercloudError,
+)
 from tinkercloud.services.checkpoints.checkpoint_names import Nearby
 from tinkercloud.services.common.numbers import (
-    checked,
     create_key,
     train_key,
     train_seq_id,
     unload_key,
 )
-from tinkercloud.services.common.user_metadata import stringified
 from tinkercloud.services.models.dependencies import Dependencies
+from tinkercloud.services.models.lane_operations import as_json, changes_if_completed
+from tinkercloud.services.models.model_records import (
+    check_optimizer,
+    lora_record,
+    lora_spec,
+    new_model,
+    with_metadata,
+)
 from tinkercloud.storage.futures import Outcome, Ticket, completed_json
+from tinkercloud.storage.journal import RanOperation
 from tinkercloud.storage.metadata import Checkpoint, LoraRecord, Model
 
-UNLOAD = "UnloadModel"
-MAX_RANK = 1024
-MAX_MODEL_SEQ_ID = 10**9
+CREATE, LOAD, UNLOAD = "CreateModel", "LoadWeights", "UnloadModel"
 TOUCH_EVERY_S = 10.0
+RECENT_S = 3600.0
+"""Models that were used so long before a start are brought back before they are asked for."""
+logger = logging.getLogger(__name__)
+Body = TypeVar("Body", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """A checkpoint to put into a model. owner: the other account whose checkpoints may be read; ""
+    for a token that is nobody's key. creates: the model begins with it."""
+
+    body: LoadWeightsRequest
+    owner: str | None
+    creates: bool = False
+
+    def encoded(self) -> bytes:
+        return json.dumps([as_json(self.body).decode(), self.owner, self.creates]).encode()
+
+    @classmethod
+    def decoded(cls, request: bytes) -> "Loading":
+        body, owner, creates = json.loads(request)
+        return cls(LoadWeightsRequest.model_validate_json(body), owner, creates)
 
 
 class ModelService:
@@ -45,27 +81,79 @@ class ModelService:
         self._sessions = dependencies.sessions
         self._checkpoints = dependencies.checkpoints
         self._on_policy = dependencies.on_policy
+        self._snapshots = dependencies.snapshots
+        self._recovery = dependencies.recovery
         self._live: dict[tuple[str, str], Model] = {}
         self._touched: dict[str, float] = {}
+        self._freeing: set[asyncio.Task[None]] = set()
         self._sessions.when_finished(self._retire_session)
         self._tasks.resume(UNLOAD, self._resumed_unloading)
+        self._tasks.journal(CREATE, self._resumed_creation, changes_if_completed)
+        self._recovery.replays(CREATE, self._create_again)
+        self._tasks.journal(LOAD, self._resumed_loading, changes_if_completed)
+        self._recovery.replays(LOAD, self._load_again)
+
+    async def start(self) -> None:
+        """Bring back, one after the other, what was trained until the last process ended: an
+        operation that comes earlier does so itself."""
+        if not self._recovery.is_offered:
+            return
+        kept = [
+            m for name in await self._recovery.models() if (m := await self._metadata.model(*name))
+        ]
+        gone = [m for m in kept if await self._is_gone(m)]
+        for model in gone:
+            self._spawn_free(model)
+        recent = time.time() - RECENT_S
+        back = [m for m in kept if m not in gone and m.last_request_at > recent]
+        self._tasks.spawn(self._bring_back(back), "bring back")
+
+    async def _is_gone(self, model: Model) -> bool:
+        """Deleted, and nothing has weights that only its journal has."""
+        if model.state == "live":
+            return False
+        return not await self._metadata.is_sampled(model.user, model.model_id)
+
+    async def _bring_back(self, models: list[Model]) -> None:
+        for model in sorted(models, key=lambda model: -model.last_request_at):
+            try:
+                await self._recovery.ensure(self._tasks.lanes, model.user, model.model_id)
+            except TinkercloudError as error:
+                logger.error("%s", error)
 
     # creation
 
     async def create(self, user: str, body: CreateModelRequest) -> UntypedAPIFuture:
         await self._sessions.require_open(user, body.session_id)
         base_model = self._catalog.get(body.base_model).name
-        _check_optimizer(body.optimizer_config)
-        lora = _lora_record(body.lora_config or LoraConfig())
-        model = _new_model(user, body.session_id, body.model_seq_id, base_model, lora)
-        model = _with_metadata(model, body.user_metadata)
+        check_optimizer(body.optimizer_config)
+        lora = lora_record(body.lora_config or LoraConfig())
+        model = new_model(user, body.session_id, body.model_seq_id, base_model, lora)
+        model = with_metadata(model, body.user_metadata)
 
+        request = json.dumps(asdict(lora)).encode()
+        return await self._submit_creation(CREATE, model, self._creating(model), request)
+
+    def _creating(self, model: Model) -> Work:
         async def work() -> Outcome:
-            name = self._catalog.backend_name(base_model)
-            await self._backend.create_model(model.model_id, name, lora_spec(lora))
-            return completed_json({"model_id": model.model_id, "type": "create_model"})
+            return await self._create(model)
 
-        return await self._submit_creation("CreateModel", model, work)
+        return self._guarded(model, work)
+
+    async def _create(self, model: Model) -> Outcome:
+        name = self._catalog.backend_name(model.base_model)
+        await self._backend.create_model(model.model_id, name, lora_spec(model.lora))
+        return completed_json({"model_id": model.model_id, "type": "create_model"})
+
+    async def _resumed_creation(self, ticket: Ticket, request: bytes) -> Work:
+        return self._creating(await self.of(ticket))
+
+    async def _create_again(self, operation: RanOperation) -> bytes:
+        model = await self._model(operation.user, operation.model_id)
+        # On record and not as the model has it now: a checkpoint may have been loaded since.
+        lora = LoraRecord(**json.loads(operation.request))
+        # Not guarded: where it cannot be done just now, the model is no failed one.
+        return (await self._create(replace(model, lora=lora))).body
 
     async def load(self, user: str, body: LoadWeightsRequest) -> UntypedAPIFuture:
         """Create a model from a checkpoint, or (legacy) put a checkpoint into a model."""
@@ -76,46 +164,75 @@ class ModelService:
         if body.model_id is None:
             raise InvalidRequest("load_weights needs session_id and model_seq_id, or model_id")
         model = await self.require(user, body.model_id)
+        owner = self._checkpoints.owner_of(body.weights_access_token)
+        # The token is a key: whose it is goes on record in its place.
+        loading = Loading(body.model_copy(update={"weights_access_token": None}), owner)
+        work = self._loading(model, loading)
+        return await self.submit(model, LOAD, body.seq_id, work, loading.encoded())
+
+    def _loading(self, model: Model, loading: Loading) -> Work:
+        body = loading.body
 
         async def work() -> Outcome:
             # In the lane: a save of this name may have been posted just before.
-            checkpoint = await self._loadable(user, body, Nearby(model.model_id, model.session_id))
-            await self._load_into(model, checkpoint, body)
-            return _loaded(checkpoint.tinker_path, model.model_id)
+            nearby = Nearby(model.model_id, model.session_id)
+            checkpoint = await self._loadable(model.user, body.path, nearby, loading.owner)
+            await self._load_into(model, checkpoint, with_optimizer=body.optimizer)
+            return replace(_loaded(checkpoint.tinker_path, model.model_id), computed=b"")
 
-        return await self.submit(model, "LoadWeights", body.seq_id, work)
+        return work
 
-    async def _loadable(self, user: str, body: LoadWeightsRequest, nearby: Nearby) -> Checkpoint:
-        path = await self._checkpoints.full_path(user, body.path, nearby)
-        return await self._checkpoints.loadable(user, path, body.weights_access_token)
+    async def _resumed_loading(self, ticket: Ticket, request: bytes) -> Work:
+        loading, model = Loading.decoded(request), await self.of(ticket)
+        work = self._loading(model, loading)
+        return self._guarded(model, work) if loading.creates else work
+
+    async def _load_again(self, operation: RanOperation) -> bytes:
+        model = await self._model(operation.user, operation.model_id)
+        name = self._catalog.backend_name(model.base_model)
+        await self._backend.load_model(
+            *(model.model_id, name, self._snapshots.loaded(model.model_id, operation.request_id)),
+            with_optimizer=Loading.decoded(operation.request).body.optimizer,
+        )
+        return b""
+
+    async def _loadable(
+        self, user: str, path: str, nearby: Nearby, owner: str | None
+    ) -> Checkpoint:
+        path = await self._checkpoints.full_path(user, path, nearby)
+        return await self._checkpoints.loadable(user, path, owner)
 
     async def _create_from_checkpoint(
         self, user: str, body: LoadWeightsRequest, session_id: str, model_seq_id: int
     ) -> UntypedAPIFuture:
         await self._sessions.require_open(user, session_id)
-        _check_optimizer(body.optimizer_config)
-        checkpoint = await self._loadable(user, body, Nearby(session_id=session_id))
+        check_optimizer(body.optimizer_config)
+        owner = self._checkpoints.owner_of(body.weights_access_token)
+        nearby = Nearby(session_id=session_id)
+        checkpoint = await self._loadable(user, body.path, nearby, owner)
         base_model = self._catalog.get(body.base_model or checkpoint.base_model).name
-        model = _new_model(user, session_id, model_seq_id, base_model, checkpoint.lora)
-        model = _with_metadata(model, body.user_metadata)
+        model = new_model(user, session_id, model_seq_id, base_model, checkpoint.lora)
+        model = with_metadata(model, body.user_metadata)
 
-        async def work() -> Outcome:
-            await self._load_into(model, checkpoint, body)
-            return _loaded(checkpoint.tinker_path, model.model_id)
-
-        return await self._submit_creation("LoadWeights", model, work)
+        resolved = {"path": checkpoint.tinker_path, "weights_access_token": None}
+        loading = Loading(body.model_copy(update=resolved), owner, creates=True)
+        work = self._guarded(model, self._loading(model, loading))
+        return await self._submit_creation(LOAD, model, work, loading.encoded())
 
     async def _load_into(
-        self, model: Model, checkpoint: Checkpoint, body: LoadWeightsRequest
+        self, model: Model, checkpoint: Checkpoint, *, with_optimizer: bool
     ) -> None:
-        if body.optimizer and not checkpoint.with_optimizer:
+        if with_optimizer and not checkpoint.with_optimizer:
             raise InvalidRequest(
                 f"{checkpoint.tinker_path} has no optimizer state; load it without the optimizer"
             )
         directory = await self._checkpoints.verified(checkpoint)
+        if self._recovery.is_offered:  # before the model is made of it: the checkpoint may go
+            request_id = self._tasks.running_request_id()
+            directory = await self._snapshots.keep_loaded(model.model_id, request_id, directory)
         name = self._catalog.backend_name(model.base_model)
         lora = await self._backend.load_model(
-            model.model_id, name, directory, with_optimizer=body.optimizer
+            model.model_id, name, directory, with_optimizer=with_optimizer
         )
         self._on_policy.changed(model.model_id)
         record = LoraRecord(
@@ -124,22 +241,36 @@ class ModelService:
         await self._metadata.set_model_lora(model.model_id, record)
         self._live.pop((model.user, model.model_id), None)  # read again, with this record
 
-    async def _submit_creation(self, kind: str, model: Model, work: Work) -> UntypedAPIFuture:
-        """Number 0 of the model's lane; when it fails there is no such model."""
+    async def _submit_creation(
+        self, kind: str, model: Model, work: Work, request: bytes
+    ) -> UntypedAPIFuture:
+        """Number 0 of the model's lane."""
         # Before the acknowledgement: the client may post operation 1 as soon as it has that.
         await self._metadata.put_model(model)
+        ticket = Ticket(model.user, kind, create_key(model.user, model.model_id), model.model_id, 0)
+        kept = request if self._recovery.is_offered else None
+        request_id = await self._tasks.submit_in_lane(ticket, work, kept)
+        return UntypedAPIFuture(request_id=request_id, model_id=model.model_id)
+
+    def _guarded(self, model: Model, work: Work) -> Work:
+        """When its creation fails there is no such model."""
 
         async def guarded() -> Outcome:
             try:
                 return await work()
-            except Exception:
+            except Exception as error:
+                if self._recovery.is_offered and isinstance(error, EngineDied | ModelStateLost):
+                    raise  # it is tried again
                 self._live.pop((model.user, model.model_id), None)
                 await self._metadata.set_model_state(model.model_id, "failed")
                 raise
 
-        ticket = Ticket(model.user, kind, create_key(model.user, model.model_id), model.model_id, 0)
-        request_id = await self._tasks.submit_in_lane(ticket, guarded)
-        return UntypedAPIFuture(request_id=request_id, model_id=model.model_id)
+        return guarded
+
+    async def freed(self) -> None:
+        """Until what models leave that were deleted so far is gone."""
+        while self._freeing:
+            await asyncio.wait(self._freeing)
 
     # use
 
@@ -160,14 +291,34 @@ class ModelService:
             raise ModelNotFound(model_id)
         return model
 
+    async def of(self, ticket: Ticket) -> Model:
+        """The model of an operation that was acknowledged, whatever has become of it."""
+        assert ticket.model_id is not None
+        return await self._model(ticket.user, ticket.model_id)
+
+    async def _model(self, user: str, model_id: str) -> Model:
+        model = await self._metadata.model(model_id, user)
+        if model is None:
+            raise ModelNotFound(model_id)
+        return model
+
+    def resumed(self, body_type: type[Body], work_of: Callable[[Model, Body], Work]) -> Resume:
+        """How an operation whose request is a body as JSON begins again."""
+
+        async def resume(ticket: Ticket, request: bytes) -> Work:
+            return work_of(await self.of(ticket), body_type.model_validate_json(request))
+
+        return resume
+
     async def submit(
-        self, model: Model, kind: str, seq_id: int | None, work: Work
+        self, model: Model, kind: str, seq_id: int | None, work: Work, request: bytes
     ) -> UntypedAPIFuture:
-        """Put an operation in the model's lane."""
+        """Put an operation in the model's lane. request: what makes its work again."""
         seq_id = train_seq_id(seq_id)
         key = train_key(model.user, model.model_id, seq_id)
         ticket = Ticket(model.user, kind, key, model.model_id, seq_id)
-        request_id = await self._tasks.submit_in_lane(ticket, work)
+        kept = request if self._recovery.is_offered else None
+        request_id = await self._tasks.submit_in_lane(ticket, work, kept)
         self._touch(model.model_id)
         return UntypedAPIFuture(request_id=request_id, model_id=model.model_id)
 
@@ -226,10 +377,17 @@ class ModelService:
         for model in await self._metadata.models_of_session(session_id, user):
             if model.state == "live":
                 await self._retire(model)
+            else:
+                await self._recovery.forget(user, model.model_id)
 
     async def _retire(self, model: Model) -> None:
         await self._close(model)
-        self._tasks.spawn(self._free(model.user, model.model_id), f"free {model.model_id}")
+        self._spawn_free(model)
+
+    def _spawn_free(self, model: Model) -> None:
+        task = self._tasks.spawn(self._free(model.user, model.model_id), f"free {model.model_id}")
+        self._freeing.add(task)
+        task.add_done_callback(self._freeing.discard)
 
     async def _close(self, model: Model) -> None:
         """No request enters the lane from now on; what is queued there still runs."""
@@ -238,55 +396,11 @@ class ModelService:
         self._touched.pop(model.model_id, None)
 
     async def _free(self, user: str, model_id: str) -> None:
-        await self._tasks.drain(user, model_id)
+        await self._tasks.lanes.drain(user, model_id)
         await self._backend.delete_model(model_id)
         self._on_policy.changed(model_id)
-
-
-def _new_model(
-    user: str, session_id: str, model_seq_id: int, base_model: str, lora: LoraRecord
-) -> Model:
-    checked("model_seq_id", model_seq_id, lowest=0, highest=MAX_MODEL_SEQ_ID)
-    now = time.time()
-    # A client that creates a model from a checkpoint computes this id itself (wire specification,
-    # section 3.1).
-    model_id = f"{session_id}:train:{model_seq_id}"
-    return Model(model_id, user, session_id, base_model, lora, {}, now, now)
-
-
-def _with_metadata(model: Model, user_metadata: Mapping[str, Any] | None) -> Model:
-    return replace(model, user_metadata=stringified(user_metadata))
-
-
-def _lora_record(config: LoraConfig) -> LoraRecord:
-    checked("lora_config.rank", config.rank, lowest=0, highest=MAX_RANK)
-    if not (config.train_attn or config.train_mlp or config.train_unembed):
-        raise InvalidRequest("lora_config trains nothing; set at least one train_* to true")
-    seed = secrets.randbits(63) if config.seed is None else config.seed % 2**63
-    return LoraRecord(config.rank, seed, config.train_attn, config.train_mlp, config.train_unembed)
-
-
-def lora_spec(lora: LoraRecord) -> LoraSpec:
-    return LoraSpec(
-        lora.rank,
-        lora.seed,
-        train_attn=lora.train_attn,
-        train_mlp=lora.train_mlp,
-        train_unembed=lora.train_unembed,
-    )
-
-
-def _check_optimizer(config: Mapping[str, Any] | None) -> None:
-    family = "adamw" if config is None else config.get("type", "adamw")
-    if family == "dimuon":
-        raise InvalidRequest(
-            "optimizer 'dimuon' is not offered: its definition is not published; create the model "
-            "with AdamOptimizerConfig(), the default, and step with AdamParams"
-        )
-    if family != "adamw":
-        raise InvalidRequest(
-            f"optimizer {str(family)[:100]!r} is not offered; this server trains with adamw"
-        )
+        if not await self._metadata.is_sampled(user, model_id):
+            await self._recovery.forget(user, model_id)
 
 
 def _loaded(path: str, model_id: str) -> Outcome:

@@ -32,8 +32,8 @@ from tinkercloud.core.types import SampleRequest as CoreSampleRequest
 from tinkercloud.errors import EngineDied, InvalidRequest, SamplerNotFound, VersionLost
 from tinkercloud.services.common.numbers import checked, sample_key
 from tinkercloud.services.models.dependencies import Dependencies
-from tinkercloud.services.models.version_store import VersionStore
 from tinkercloud.storage.futures import Outcome, Ticket, completed_protobuf
+from tinkercloud.storage.journal import RanOperation
 from tinkercloud.storage.metadata import Model, Sampler, SamplerKind
 from tinkercloud.storage.sample_records import SampleOwner, sequence_id
 from tinkercloud.wire.codec import encode_sample_output
@@ -61,7 +61,8 @@ class SamplingService:
         self._records = dependencies.sample_records
         self._usage = dependencies.usage
         self._on_policy = dependencies.on_policy
-        self._versions = VersionStore(self._backend)
+        self._versions = dependencies.versions
+        self._recovery = dependencies.recovery
         self._samplers: dict[tuple[str, str], Sampler] = {}
         self._foreign: set[str] = set()  # samplers of other users' checkpoints
         self._joining = asyncio.Lock()
@@ -140,13 +141,15 @@ class SamplingService:
         sampler = Sampler(
             *(sampler_id, model.user, model.session_id, kind, model.base_model),
             model_id=model.model_id,
+            request_id=self._tasks.running_request_id(),
         )
-        if await self._metadata.sampler(sampler_id, model.user) is not None:
+        there = await self._metadata.sampler(sampler_id, model.user)
+        if there is not None and there != sampler:  # the same: this operation, tried before
             raise InvalidRequest(f"sampling session {sampler_id!r} exists already; count on")
         version = await self._backend.publish(FromModel(model.model_id))
         self._on_policy.published(model.model_id, version)
         await self._record(sampler)
-        await self._versions.put(_version_key(sampler), version)
+        await self._versions.put(_version_key(sampler), version, model.model_id)
         return sampler_id
 
     async def info(self, user: str, sampler_id: str, *, local: bool) -> GetSamplerResponse:
@@ -288,9 +291,7 @@ class SamplingService:
         for attempt in count(1):
             try:
                 return await self._attempt(sampler, request, on_tokens)
-            except (
-                VersionLost
-            ):  # of an engine that is gone; what can be published again was dropped
+            except VersionLost:  # of an engine that is gone; it was dropped
                 if attempt == MAX_ATTEMPTS:
                     raise
             except EngineDied as error:
@@ -324,13 +325,36 @@ class SamplingService:
             if sampler.kind == "base":
                 return await self._backend.publish(FromBase(name))
             if sampler.directory is None:
-                raise VersionLost(sampler.sampler_id)
+                return await self._published_again(sampler, name)
             directory = await self._checkpoints.verified_directory(sampler.directory)
             version = await self._backend.publish(FromCheckpoint(name, directory))
             self._on_policy.loaded(sampler.directory, version)
             return version
 
         return publish
+
+    async def publish_again(self, operation: RanOperation) -> None:
+        """What `publish_model` did, by a model that was brought back to the same point."""
+        sampler = await self._metadata.sampler_of_request(operation.request_id, operation.user)
+        if sampler is not None:  # else its session was finished
+            version = await self._backend.publish(FromModel(operation.model_id))
+            await self._versions.put(_version_key(sampler), version, operation.model_id)
+
+    async def _published_again(self, sampler: Sampler, base_model: str) -> str:
+        """A model's weights as they were when the sampler was made, from the files of a snapshot or
+        by doing the model's operations again. Raises VersionLost."""
+        assert sampler.model_id is not None
+        key = _version_key(sampler)
+        if sampler.kind == "inflight":  # the files may be of an earlier save than the last one
+            await self._recovery.ensure(self._tasks.lanes, sampler.user, sampler.model_id)
+        directory = await self._recovery.kept_version(sampler.user, key)
+        if directory is None or self._versions.current(key) is not None:
+            await self._recovery.ensure(self._tasks.lanes, sampler.user, sampler.model_id)
+            version = self._versions.current(key)
+            if version is None:
+                raise VersionLost(sampler.sampler_id)
+            return version
+        return await self._backend.publish(FromCheckpoint(base_model, directory))
 
     async def _release_session(self, user: str, session_id: str) -> None:
         for sampler in await self._metadata.samplers_of_session(session_id, user):

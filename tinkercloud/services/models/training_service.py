@@ -1,9 +1,10 @@
 """Training: everything that runs in a model's lane after its creation."""
 
 import asyncio
+import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -17,10 +18,12 @@ from tinker_gmi.types import (
     UntypedAPIFuture,
 )
 from tinkercloud.core.custom_batch import with_custom_metrics
+from tinkercloud.core.operation_codec import decode_batch, encode_batch, encode_fault
+from tinkercloud.core.pending import Work
 from tinkercloud.core.policy_metrics import policy_metrics
 from tinkercloud.core.provenance import sequence_ids
 from tinkercloud.core.types import AdamParams, RecordedSequence, TrainBatch, TrainOutput
-from tinkercloud.errors import InvalidRequest, ModelNotFound, UserError
+from tinkercloud.errors import InvalidRequest, ModelNotFound, TinkercloudError, UserError
 from tinkercloud.losses import LOSSES
 from tinkercloud.losses.custom.graph import CUSTOM
 from tinkercloud.services.checkpoints import age_encryption
@@ -30,12 +33,28 @@ from tinkercloud.services.common.bodies import TrainingCall
 from tinkercloud.services.common.numbers import train_key, train_seq_id
 from tinkercloud.services.common.user_metadata import stringified
 from tinkercloud.services.models.dependencies import Dependencies
+from tinkercloud.services.models.lane_operations import (
+    as_json,
+    changes_if_completed,
+    is_users_fault,
+    never,
+)
 from tinkercloud.services.models.model_service import ModelService
+from tinkercloud.services.models.recovery import Recovery
 from tinkercloud.services.models.sampling_service import SamplingService
-from tinkercloud.storage.futures import Outcome, Ticket, completed_json, completed_protobuf
+from tinkercloud.storage.futures import (
+    Outcome,
+    Ticket,
+    completed_json,
+    completed_protobuf,
+    failed,
+)
+from tinkercloud.storage.journal import RanOperation
 from tinkercloud.storage.metadata import Model
 from tinkercloud.wire.codec import encode_train_output
 
+FORWARD_BACKWARD, FORWARD, OPTIM_STEP = "ForwardBackward", "Forward", "OptimStep"
+SAVE, EXPORT, PUBLISH = "SaveWeights", "SaveWeightsExternal", "SaveWeightsForSampler"
 INLINE_BYTES = 64 * 1024  # larger batches are checked off the event loop
 INLINE_DATUMS = 64  # results of more are encoded off the event loop
 
@@ -52,6 +71,23 @@ class TrainingService:
         self._on_policy = dependencies.on_policy
         self._models = models
         self._sampling = sampling
+        self._put_in_journal(dependencies.recovery)
+
+    def _put_in_journal(self, recovery: Recovery) -> None:
+        """How each kind of operation begins again, and how its effect on the model is repeated."""
+        tasks, models = self._tasks, self._models
+        tasks.journal(FORWARD, self._resumed_pass, never)
+        tasks.journal(FORWARD_BACKWARD, self._resumed_pass, changes_if_completed)
+        recovery.replays(FORWARD_BACKWARD, self._train_again)
+        tasks.journal(OPTIM_STEP, models.resumed(OptimStepRequest, self._stepping), _steps)
+        recovery.replays(OPTIM_STEP, self._step_again)
+        tasks.journal(SAVE, models.resumed(SaveWeightsRequest, self._saving), never)
+        tasks.journal(EXPORT, models.resumed(SaveWeightsExternalRequest, self._exporting), never)
+        publishing = models.resumed(SaveWeightsForSamplerRequest, self._publishing)
+        tasks.journal(PUBLISH, publishing, _publishes)
+        recovery.replays(PUBLISH, self._publish_again)
+
+    # passes
 
     async def forward_backward(self, user: str, call: TrainingCall) -> UntypedAPIFuture:
         """Acknowledged even when it must fail: a refused chunk would hang its client for ever (wire
@@ -59,35 +95,29 @@ class TrainingService:
 
         Raises UserError for faulty data of an unknown model: then nobody can be waiting.
         """
-        kind = "Forward" if call.raw.forward_only else "ForwardBackward"
+        kind = FORWARD if call.raw.forward_only else FORWARD_BACKWARD
         model = await self._models.find(user, call.model_id)
         if model is None:
             return await self._refuse(user, kind, call)
-
-        # Checked while the row is written. The task holds the batch from then on, not the raw form.
-        batch_task = asyncio.ensure_future(self._checked(model, call))
-        # retrieves the error: of a repeated request nobody awaits the batch
-        batch_task.add_done_callback(lambda done: done.cancelled() or done.exception())
-
-        async def work() -> Outcome:
-            batch = await batch_task
-            output = await self._backend.forward_backward(model.model_id, batch)
-            self._usage.trained(model, batch)
-            self._on_policy.trained(model.model_id, batch, output)
-            if len(batch.data) <= INLINE_DATUMS:
-                return completed_protobuf(_encoded(batch, output))
-            return completed_protobuf(await asyncio.to_thread(_encoded, batch, output))
-
-        return await self._models.submit(model, kind, call.seq_id, work)
+        try:
+            batch = await self._checked(model, call)
+        except TinkercloudError as error:
+            return await self._models.submit(
+                model, kind, call.seq_id, _refusal(error), encode_fault(error)
+            )
+        # On record is what was checked, not the raw form: that names what may be gone later.
+        if call.raw.num_bytes <= INLINE_BYTES:
+            request = encode_batch(batch)
+        else:
+            request = await asyncio.to_thread(encode_batch, batch)
+        work = self._passing(model, batch)
+        return await self._models.submit(model, kind, call.seq_id, work, request)
 
     async def _refuse(self, user: str, kind: str, call: TrainingCall) -> UntypedAPIFuture:
         if call.fault is not None or not call.model_id:
             raise UserError(call.fault or "the request names no model_id")
-
-        async def work() -> Outcome:
-            raise ModelNotFound(call.model_id)
-
         key = train_key(user, call.model_id, train_seq_id(call.seq_id))
+        work = _refusal(ModelNotFound(call.model_id))
         request_id = await self._tasks.submit(Ticket(user, kind, key), work)
         return UntypedAPIFuture(request_id=request_id, model_id=call.model_id)
 
@@ -105,21 +135,61 @@ class TrainingService:
             return converter.train_batch(raw, records)
         return await asyncio.to_thread(converter.train_batch, raw, records)
 
+    def _passing(self, model: Model, batch: TrainBatch) -> Work:
+        async def work() -> Outcome:
+            output = await self._backend.forward_backward(model.model_id, batch)
+            self._usage.trained(model, batch)
+            self._on_policy.trained(model.model_id, batch, output)
+            return completed_protobuf(await _result(batch, output))
+
+        return work
+
+    async def _resumed_pass(self, ticket: Ticket, request: bytes) -> Work:
+        try:
+            batch = decode_batch(request)
+        except TinkercloudError as error:
+            return _refusal(error)
+        return self._passing(await self._models.of(ticket), batch)
+
+    async def _train_again(self, operation: RanOperation) -> bytes:
+        batch = decode_batch(operation.request)
+        output = await self._backend.forward_backward(operation.model_id, batch)
+        return await _result(batch, output)
+
+    # steps
+
     async def optim_step(self, user: str, body: OptimStepRequest) -> UntypedAPIFuture:
         model = await self._models.require(user, body.model_id)
+        work = self._stepping(model, body)
+        return await self._models.submit(model, OPTIM_STEP, body.seq_id, work, as_json(body))
 
+    def _stepping(self, model: Model, body: OptimStepRequest) -> Work:
         async def work() -> Outcome:
             metrics = await self._backend.optim_step(model.model_id, adam_params(body))
-            metrics = {**metrics, **self._on_policy.stepped(model.model_id)}
+            known = self._on_policy.stepped(model.model_id)
             # NaN in a JSON result is a decode error in the client (wire specification, section 0)
-            finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-            return completed_json({"metrics": finite, "type": "optim_step"})
+            finite = {n: v for n, v in {**metrics, **known}.items() if math.isfinite(v)}
+            outcome = completed_json({"metrics": finite, "type": "optim_step"})
+            return replace(outcome, computed=_computed(metrics))
 
-        return await self._models.submit(model, "OptimStep", body.seq_id, work)
+        return work
+
+    async def _step_again(self, operation: RanOperation) -> bytes:
+        body = OptimStepRequest.model_validate_json(operation.request)
+        try:
+            metrics = await self._backend.optim_step(operation.model_id, adam_params(body))
+        except UserError as error:  # a gradient that is not finite was dropped, and is again
+            return failed(str(error), error.category).body
+        return _computed(metrics)
+
+    # weights out
 
     async def save_weights(self, user: str, body: SaveWeightsRequest) -> UntypedAPIFuture:
         model = await self._models.require(user, body.model_id)
+        work = self._saving(model, body)
+        return await self._models.submit(model, SAVE, body.seq_id, work, as_json(body))
 
+    def _saving(self, model: Model, body: SaveWeightsRequest) -> Work:
         async def work() -> Outcome:
             if body.path is None:
                 raise InvalidRequest("save_weights needs a name in `path`")
@@ -130,11 +200,12 @@ class TrainingService:
                 ttl_s=body.ttl_seconds,
                 overwrite=body.overwrite,
                 user_metadata=stringified(body.user_metadata),
+                request_id=self._tasks.running_request_id(),
             )
             checkpoint = await self._checkpoints.save(model, options)
             return completed_json({"path": checkpoint.tinker_path, "type": "save_weights"})
 
-        return await self._models.submit(model, "SaveWeights", body.seq_id, work)
+        return work
 
     async def save_weights_external(
         self, user: str, body: SaveWeightsExternalRequest
@@ -142,7 +213,15 @@ class TrainingService:
         """Files for other programs, as `external_files` has them; encrypted where recipients are
         named."""
         model = await self._models.require(user, body.model_id)
+        work = self._exporting(model, body)
+        kept = as_json(body)
+        try:
+            age_encryption.recipients_of(body.age_encryption_recipients or ())
+        except InvalidRequest:  # what is no recipient may be a secret: it is not kept
+            kept = as_json(body.model_copy(update={"age_encryption_recipients": ["(refused)"]}))
+        return await self._models.submit(model, EXPORT, body.seq_id, work, kept)
 
+    def _exporting(self, model: Model, body: SaveWeightsExternalRequest) -> Work:
         async def work() -> Outcome:
             recipients = age_encryption.recipients_of(body.age_encryption_recipients or ())
             served = self._catalog.get(model.base_model)
@@ -151,7 +230,11 @@ class TrainingService:
                 write_export(source, target, served)
                 age_encryption.encrypt_files(target, recipients)
 
-            options = SaveOptions("external_weights", body.path, ttl_s=body.ttl_seconds)
+            options = SaveOptions(
+                *("external_weights", body.path),
+                ttl_s=body.ttl_seconds,
+                request_id=self._tasks.running_request_id(),
+            )
             checkpoint = await self._checkpoints.save(model, options, convert)
             return completed_json(
                 {
@@ -161,20 +244,25 @@ class TrainingService:
                 }
             )
 
-        return await self._models.submit(model, "SaveWeightsExternal", body.seq_id, work)
+        return work
 
     async def save_weights_for_sampler(
         self, user: str, body: SaveWeightsForSamplerRequest
     ) -> UntypedAPIFuture:
         """Named: a checkpoint. Ephemeral: a sampling session in one step."""
         model = await self._models.require(user, body.model_id)
+        work = self._publishing(model, body)
+        return await self._models.submit(model, PUBLISH, body.seq_id, work, as_json(body))
 
+    def _publishing(self, model: Model, body: SaveWeightsForSamplerRequest) -> Work:
         async def work() -> Outcome:
             result: dict[str, object] = {"type": "save_weights_for_sampler"}
             if body.path is not None:
-                metadata = stringified(body.user_metadata)
                 options = SaveOptions(
-                    "sampler_weights", body.path, ttl_s=body.ttl_seconds, user_metadata=metadata
+                    *("sampler_weights", body.path),
+                    ttl_s=body.ttl_seconds,
+                    user_metadata=stringified(body.user_metadata),
+                    request_id=self._tasks.running_request_id(),
                 )
                 checkpoint = await self._checkpoints.save(model, options)
                 self._on_policy.published(model.model_id, checkpoint.directory)
@@ -187,9 +275,39 @@ class TrainingService:
                 raise InvalidRequest(
                     "save_weights_for_sampler needs `path` or `sampling_session_seq_id`"
                 )
-            return completed_json(result)
+            return replace(completed_json(result), computed=b"")
 
-        return await self._models.submit(model, "SaveWeightsForSampler", body.seq_id, work)
+        return work
+
+    async def _publish_again(self, operation: RanOperation) -> bytes:
+        await self._sampling.publish_again(operation)
+        return b""
+
+
+def _refusal(error: TinkercloudError) -> Work:
+    async def work() -> Outcome:
+        raise error
+
+    return work
+
+
+def _steps(ticket: Ticket, outcome: Outcome) -> bool:
+    """Also where the gradient was not finite: it is dropped."""
+    return outcome.status == "completed" or is_users_fault(outcome)
+
+
+def _publishes(ticket: Ticket, outcome: Outcome) -> bool:
+    return outcome.status == "completed" and "sampling_session_id" in json.loads(outcome.body)
+
+
+def _computed(metrics: Mapping[str, float]) -> bytes:
+    return json.dumps(dict(metrics), sort_keys=True).encode()
+
+
+async def _result(batch: TrainBatch, output: TrainOutput) -> bytes:
+    if len(batch.data) <= INLINE_DATUMS:
+        return _encoded(batch, output)
+    return await asyncio.to_thread(_encoded, batch, output)
 
 
 def _encoded(batch: TrainBatch, output: TrainOutput) -> bytes:

@@ -9,7 +9,10 @@ from tinkercloud.backends.base import Backend
 
 @dataclass(slots=True, eq=False)
 class _Entry:
+    """model_id: of published weights that are nowhere else than in the backend's memory."""
+
     version: asyncio.Future[str]
+    model_id: str | None = None
     users: set[str] = field(default_factory=set)
 
 
@@ -28,13 +31,13 @@ class VersionStore:
             future.cancel()
         await asyncio.gather(*futures, return_exceptions=True)
 
-    async def put(self, key: str, version: str) -> None:
-        """Set a key's version; the one that it replaces is released."""
+    async def put(self, key: str, version: str, model_id: str) -> None:
+        """Set a key's version, published from a model; the one that it replaces is released."""
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         ready.set_result(version)
         old = self._entries.get(key)
         # Replaced before it is released: no new sample may get a released version.
-        self._entries[key] = _Entry(ready, set() if old is None else old.users)
+        self._entries[key] = _Entry(ready, model_id, set() if old is None else old.users)
         if old is not None:
             await self._release(old)
 
@@ -52,6 +55,16 @@ class VersionStore:
         except Exception:
             self._forget(key, entry)
             raise
+
+    def current(self, key: str) -> str | None:
+        """A version that was `put`."""
+        entry = self._entries.get(key)
+        return None if entry is None or entry.model_id is None else entry.version.result()
+
+    def of_model(self, model_id: str) -> dict[str, str]:
+        """Versions that were published from a model, by key."""
+        entries = self._entries.items()
+        return {key: e.version.result() for key, e in entries if e.model_id == model_id}
 
     async def drop(self, key: str, version: str) -> None:
         """Forget a version that the backend has lost, unless it was replaced meanwhile."""

@@ -1,0 +1,267 @@
+"""A server that ended without a word: what its clients had been told holds on the next one.
+
+The end of a process is a copy of its data folder while nothing is being written; the next server
+starts on that copy, with a backend that remembers nothing. The first one goes on, and says what
+would have come without the end.
+"""
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.api.harness import Api, serving, wire_datum
+from tinkercloud.backends.fake import FakeBackend
+from tinkercloud.config import Config
+from tinkercloud.core.types import AdamParams, TrainBatch, TrainOutput
+from tinkercloud.errors import EngineDied, UserError
+from tinkercloud.services.models import snapshots
+
+ADAM = {"learning_rate": 0.05}
+
+
+@asynccontextmanager
+async def after_its_end(api: Api, folder: Path, target: Path, **options: Any) -> AsyncIterator[Api]:
+    """The next server on what the folder has now, for the same user."""
+    shutil.copytree(folder, target)
+    async with serving(target, **options) as other:
+        yield Api(other.app, api.keys, api.key)
+
+
+async def train(api: Api, model_id: str, first: int, steps: int = 2) -> int:
+    """Steps of two passes each; the next number."""
+    for step in range(steps):
+        for part in range(2):
+            datum = wire_datum((1 + step, 2, 3 + part, 4))
+            await api.result(await api.forward_backward(model_id, first, [datum]))
+            first += 1
+        await api.result(await api.optim_step(model_id, first, **ADAM))
+        first += 1
+    return first
+
+
+async def goes_on(api: Api, model_id: str, number: int) -> list[Any]:
+    """Results of what a client asks next: of a step on the gradient that is there, too."""
+    step = await api.result(await api.optim_step(model_id, number, **ADAM))
+    passed = await api.result(await api.forward_backward(model_id, number + 1, forward_only=True))
+    logprobs = passed.outputs[0]["logprobs"]
+    return [step["metrics"]["unclipped_grad_l2:mean"], passed.metrics, logprobs.tolist()]
+
+
+@pytest.fixture(params=["operations alone", "snapshots"])
+def often(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether there are snapshots: after every operation, or never."""
+    is_often = request.param == "snapshots"
+    monkeypatch.setattr(snapshots, "SHARE", 1e9 if is_often else 0.0)
+    return is_often
+
+
+async def save(api: Api, model_id: str, number: int) -> dict[str, Any]:
+    return await api.ok("save_weights", model_id=model_id, seq_id=number, path="one")
+
+
+async def test_a_model_goes_on_as_if_nothing_had_happened(tmp_path: Path, often: bool) -> None:
+    async with serving(tmp_path / "a") as api:
+        model_id = await api.model()
+        number = await train(api, model_id, 1)
+        await api.result(await api.forward_backward(model_id, number, [wire_datum((7, 8, 9))]))
+        await api.services.snapshots.settled()
+        async with after_its_end(api, tmp_path / "a", tmp_path / "b") as next_api:
+            again = await goes_on(next_api, model_id, number + 1)
+        assert again == await goes_on(api, model_id, number + 1)
+        assert (api.services.snapshots.stats()["snapshots"] > 0) is often
+        assert bool(list((tmp_path / "a/recovery").glob("*/snapshot-*"))) is often
+        debt = next(
+            line
+            for line in (await api.http.get("/metrics")).text.splitlines()
+            if line.startswith("tinkercloud_replay_debt_seconds")
+        )
+        assert often or float(debt.split()[1]) > 0
+
+
+async def test_published_weights_and_their_samplers_survive(tmp_path: Path, often: bool) -> None:
+    async with serving(tmp_path / "a") as api:
+        model_id = await api.model()
+        number = await train(api, model_id, 1, steps=1)
+        accepted = await api.ok(
+            "save_weights_for_sampler",
+            model_id=model_id,
+            seq_id=number,
+            sampling_session_seq_id=5,
+        )
+        sampler = (await api.result(accepted))["sampling_session_id"]
+        await train(api, model_id, number + 1)  # the model goes on, the sampler does not
+        await api.services.snapshots.settled()
+        async with after_its_end(api, tmp_path / "a", tmp_path / "b") as next_api:
+            again = await next_api.result(await next_api.sample(sampler, seed=3))
+        expected = await api.result(await api.sample(sampler, seed=3))
+        assert np.array_equal(again.sequences[0].tokens, expected.sequences[0].tokens)
+        assert np.array_equal(again.sequences[0].logprobs, expected.sequences[0].logprobs)
+
+
+async def test_acknowledged_operations_run_after_the_end(tmp_path: Path) -> None:
+    """They are on record and have not begun: the backend is slow."""
+    async with serving(tmp_path / "a") as api:
+        model_id = await api.model()
+        number = await train(api, model_id, 1)
+        gate = asyncio.Event()
+        hold_passes(api, gate)
+        waiting = [
+            await api.forward_backward(model_id, number, [wire_datum((4, 5, 6))]),
+            await api.forward_backward(model_id, number + 1, loss_fn="no such loss"),
+            await api.optim_step(model_id, number + 2, **ADAM),
+        ]
+        async with after_its_end(api, tmp_path / "a", tmp_path / "b") as next_api:
+            again = [await next_api.result(accepted) for accepted in waiting]
+            assert again[1]["category"] == "user"
+            last = await goes_on(next_api, model_id, number + 3)
+        gate.set()
+        results = [await api.result(accepted) for accepted in waiting]
+        assert again[0].metrics == results[0].metrics
+        assert again[1:] == results[1:]
+        assert last == await goes_on(api, model_id, number + 3)
+
+
+def hold_passes(api: Api, gate: asyncio.Event) -> None:
+    backend = api.services.backend
+    forward_backward = backend.forward_backward
+
+    async def held(*args: Any) -> Any:
+        await gate.wait()
+        return await forward_backward(*args)
+
+    backend.forward_backward = held  # type: ignore[method-assign]
+
+
+class Picky(FakeBackend):
+    """Refuses steps of a learning rate as if their gradient were not finite: it is dropped."""
+
+    def __init__(self) -> None:
+        super().__init__(Config(backend="fake"))
+
+    async def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
+        metrics = await super().optim_step(
+            model_id, replace(params, learning_rate=params.learning_rate % 1)
+        )
+        if params.learning_rate >= 1:
+            raise UserError("the gradient is not finite")
+        return metrics
+
+
+async def test_a_gradient_that_was_not_finite_is_dropped_again(tmp_path: Path) -> None:
+    async with serving(tmp_path / "a", backend=Picky()) as api:
+        model_id = await api.model()
+        await api.result(await api.forward_backward(model_id, 1))
+        await api.failure(await api.optim_step(model_id, 2, learning_rate=1.0))
+        await api.result(await api.forward_backward(model_id, 3, [wire_datum((7, 8))]))
+        end = after_its_end(api, tmp_path / "a", tmp_path / "b", backend=Picky())
+        async with end as next_api:
+            again = await goes_on(next_api, model_id, 4)
+        assert again == await goes_on(api, model_id, 4)
+
+
+async def test_a_loaded_checkpoint_may_be_deleted(tmp_path: Path, often: bool) -> None:
+    async with serving(tmp_path / "a") as api:
+        session = await api.session()
+        model_id = await api.model(session)
+        number = await train(api, model_id, 1)
+        path = (await api.result(await save(api, model_id, number)))["path"]
+        accepted = await api.ok(
+            "load_weights", session_id=session, model_seq_id=1, path=path, optimizer=True
+        )
+        loaded = (await api.result(accepted))["model_id"]
+        await train(api, loaded, 1, steps=1)
+        await api.http.delete(f"/api/v1/checkpoints/{path}")
+        await api.services.snapshots.settled()
+        async with after_its_end(api, tmp_path / "a", tmp_path / "b") as next_api:
+            again = await goes_on(next_api, loaded, 4)
+        assert again == await goes_on(api, loaded, 4)
+
+
+async def test_a_save_that_was_made_but_not_answered_is_found_again(tmp_path: Path) -> None:
+    async with serving(tmp_path / "a") as api:
+        model_id = await api.model()
+        accepted = await save(api, model_id, 1)
+        path = (await api.result(accepted))["path"]
+        request_id = accepted["request_id"]
+        await api.services.database.write(
+            "UPDATE futures SET status = 'pending', body = NULL WHERE request_id = ?", request_id
+        )
+        await api.services.database.write(
+            "INSERT INTO operations (request_id, user, model_id, kind, seq_id, request)"
+            " SELECT request_id, user, model_id, kind, seq_id, ? FROM futures WHERE request_id = ?",
+            *(f'{{"model_id": "{model_id}", "path": "one"}}'.encode(), request_id),
+        )
+        async with after_its_end(api, tmp_path / "a", tmp_path / "b") as next_api:
+            assert (await next_api.result(accepted))["path"] == path
+            assert "exists" in await next_api.failure(await save(next_api, model_id, 2))
+
+
+async def test_a_session_that_ends_leaves_nothing(tmp_path: Path, often: bool) -> None:
+    async with serving(tmp_path / "a") as api:
+        session = await api.session()
+        model_id = await api.model(session)
+        await train(api, model_id, 1)
+        await api.ok(f"sessions/{session}/finish", reason={"type": "success"}, detail=None)
+        await api.services.models.freed()
+        assert not await api.services.database.all("SELECT * FROM operations")
+        assert not await api.services.database.all("SELECT * FROM snapshots")
+        assert not list((tmp_path / "a/recovery").glob("*"))
+
+
+class Mortal(FakeBackend):
+    """Ends at passes of models that `ends` has a number for, so many times, and begins anew without
+    its models."""
+
+    def __init__(self) -> None:
+        super().__init__(Config(backend="fake"))
+        self.num_ends = 0
+        self.ends: dict[str, int] = {}
+
+    def incarnation(self) -> int | None:
+        return self.num_ends
+
+    async def forward_backward(self, model_id: str, batch: TrainBatch) -> TrainOutput:
+        if self.ends.get(model_id, 0) > 0:
+            self.ends[model_id] -= 1
+            self.num_ends += 1
+            self._models.clear()
+            self._versions.clear()
+            raise EngineDied("the engine process ended (code -9)")
+        return await super().forward_backward(model_id, batch)
+
+
+async def test_an_engine_that_ends_is_a_delay(tmp_path: Path, often: bool) -> None:
+    results: list[list[Any]] = []
+    for num_ends in (0, 2):
+        backend = Mortal()
+        async with serving(tmp_path / str(num_ends), backend=backend) as api:
+            model_id = await api.model(lora_config={"rank": 8, "seed": 1})
+            number = await train(api, model_id, 1)
+            backend.ends[model_id] = num_ends
+            results.append(await goes_on(api, model_id, await train(api, model_id, number)))
+        assert backend.num_ends == num_ends
+    assert results[0] == results[1]
+
+
+async def test_what_ends_the_engine_each_time_fails_by_name_and_the_rest_goes_on(
+    tmp_path: Path,
+) -> None:
+    backend = Mortal()
+    async with serving(tmp_path, backend=backend) as api:
+        session = await api.session()
+        killer, other = await api.model(session), await api.model(session, 1)
+        backend.ends[killer] = 3
+        refused = await api.forward_backward(killer, 1)
+        await train(api, other, 1)
+        text = await api.failure(refused, "server")
+        assert "3 times" in text
+        assert "ForwardBackward" in text
+        await train(api, killer, 2)
+    assert backend.num_ends == 3
