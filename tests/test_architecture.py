@@ -53,8 +53,8 @@ RULES = {
     "services.chats": "chat core.types errors services.checkpoints services.common "
     "services.models storage tinker_gmi",
     "services.captures": "captures chat config errors services.chats storage tinker_gmi",
-    "services": "backends.base config core services.accounts services.captures services.chats "
-    "services.checkpoints services.common services.models storage",
+    "services": "backends.base config core errors services.accounts services.captures "
+    "services.chats services.checkpoints services.common services.models storage",
     "routers": "anthropic_api captures chat errors openai_api services services.accounts "
     "services.captures services.chats services.checkpoints services.common services.models "
     "storage tinker_gmi",
@@ -210,7 +210,7 @@ def test_every_table_lists_exactly_the_files_of_its_folder():
         "architectures", "blocks", "config", "families", "layers"
     ) == files("architectures/*.py")
     assert modules(BACKENDS.values()) | named(
-        "backends", "base", "fake_model", "fake_sampling"
+        "backends", "base", "fake_model", "fake_recovery", "fake_sampling"
     ) == files("backends/*.py", "*/backend.py")
 
 

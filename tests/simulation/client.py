@@ -1,0 +1,320 @@
+"""A client of the service: runs its program, as a script on the SDK would, and notes what it sees.
+
+Operations of one model are posted one after another; results are awaited beside. What a client
+gives up leaves a gap in the model's numbers.
+"""
+
+import asyncio
+import json
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tests.simulation.history import History, Request
+from tests.simulation.schedule import BASES, VOCAB_SIZE, Step
+from tests.simulation.wires import PROTOBUF, Refused, Wire
+from tinkercloud.wire.codec import (
+    ForwardBackwardRequest,
+    WireDatum,
+    encode_forward_backward_request,
+)
+
+
+@dataclass(eq=False)
+class _Model:
+    model_id: str
+    next_seq_id: int = 1
+    saved: list[tuple[str, "asyncio.Task[None]", Request]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Sampler:
+    """ready: set once the server has said that it is there."""
+
+    sampler_id: str
+    ready: "asyncio.Task[bool]"
+    next_seq_id: int = 0
+
+
+class Client:
+    def __init__(self, user: str, wire: Wire, program: tuple[Step, ...], history: History):
+        self._user = user
+        self._wire = wire
+        self._program = program
+        self._history = history
+        self._session = ""
+        self._models: list[_Model] = []
+        self._num_models = 0
+        self._num_samplers = 0
+        self._names = 0
+        self._samplers: list[_Sampler] = []
+        self._polls: list[asyncio.Task[None]] = []
+        self._last_sample: Request | None = None
+
+    async def run(self) -> None:
+        """Ends when the program has, and every result is there."""
+        try:
+            await self._wire.post("client/config", b'{"sdk_version":"0.38.0"}')
+            session = await self._wire.post("create_session", b'{"tags":[]}')
+            self._session = session["session_id"]
+            for step in self._program:
+                await self._do(step)
+        except Refused:  # without a session a script ends
+            pass
+        for poll in self._polls:
+            await poll
+
+    async def _do(self, step: Step) -> None:
+        actions: dict[str, Callable[[Step], Awaitable[None]]] = {
+            "forward_backward": self._forward_backward,
+            "forward": self._forward_backward,
+            "sample": self._sample,
+            "cancel": self._cancel,
+            "create_model": self._create_model,
+            "create_from_state": self._create_from_state,
+            "sampler_of_path": self._sampler_of_path,
+            "sampler_of_base": self._sampler_of_base,
+            "list": self._list,
+            "intrude": self._intrude,
+            "wait": self._wait,
+            "pause": self._pause,
+        }
+        await actions.get(step.kind, self._operate)(step)
+
+    # ---- numbered requests
+
+    async def _submit(
+        self, request: Request, path: str, content: bytes, kind: str = "application/json"
+    ) -> "asyncio.Task[None] | None":
+        """Post it; the task that waits for its result, None where it was given up."""
+        request.post = (path, content, kind)
+        self._history.requests.append(request)
+        try:
+            acknowledgement = await self._wire.post(path, content, kind)
+        except Refused as refusal:
+            request.refusal = str(refusal)
+            return None
+        request.request_ids.append(acknowledgement["request_id"])
+        poll = asyncio.ensure_future(self._poll(request))
+        self._polls.append(poll)
+        return poll
+
+    async def _poll(self, request: Request) -> None:
+        try:
+            request.results.append(await self._wire.result(request.request_ids[0]))
+        except Refused as refusal:
+            if refusal.status:
+                request.lost = str(refusal)
+
+    def _model(self, step: Step) -> _Model | None:
+        return self._models[step.target % len(self._models)] if self._models else None
+
+    def _request(self, step: Step, model: _Model) -> Request:
+        number = model.next_seq_id
+        model.next_seq_id += 1
+        return Request(self._user, step.kind, model.model_id, number, {})
+
+    async def _forward_backward(self, step: Step) -> None:
+        """Chunks 2 to n at once, chunk 1 when these are acknowledged."""
+        model = self._model(step)
+        if model is None:
+            return
+        numbers = random.Random(step.seed)
+        requests = [self._request(step, model) for _ in range(step.size)]
+        posts = []
+        for request in requests:
+            content = _batch(request, numbers, forward_only=step.kind == "forward")
+            posts.append((request, "forward_backward", content, PROTOBUF))
+        await asyncio.gather(*(self._submit(*post) for post in posts[1:]))
+        await self._submit(*posts[0])
+
+    async def _operate(self, step: Step) -> None:
+        model = self._model(step)
+        if model is None:
+            return
+        if step.kind == "load_into" and not model.saved:
+            return
+        request = self._request(step, model)
+        path, body = self._operation(step, model)
+        body |= {"model_id": model.model_id, "seq_id": request.seq_id}
+        request.body |= body
+        poll = await self._submit(request, path, json.dumps(body).encode())
+        if poll is None:
+            return
+        if step.kind == "save_state" and not step.overwrite:
+            model.saved.append((f"tinker://{model.model_id}/weights/{body['path']}", poll, request))
+        if step.kind in ("snapshot", "inflight"):
+            self._add_sampler(body["sampling_session_seq_id"], self._succeeds(poll, request))
+
+    def _operation(self, step: Step, model: _Model) -> tuple[str, dict[str, Any]]:
+        self._names += 1
+        match step.kind:
+            case "optim_step":
+                rate = (step.seed % 100 + 1) / 100
+                return "optim_step", {"adam_params": {"learning_rate": rate}}
+            case "save_state":
+                name = "again" if step.overwrite else f"s{self._names}"
+                return "save_weights", {"path": name, "overwrite": step.overwrite}
+            case "save_sampler":
+                return "save_weights_for_sampler", {"path": f"w{self._names}"}
+            case "load_into":
+                path, _, _ = model.saved[step.seed % len(model.saved)]
+                return "load_weights", {"path": path, "optimizer": step.overwrite}
+            case _:
+                self._num_samplers += 1
+                body = {"sampling_session_seq_id": self._num_samplers - 1, "kind": step.kind}
+                return "save_weights_for_sampler", body
+
+    async def _succeeds(self, poll: "asyncio.Task[None]", request: Request) -> bool:
+        await asyncio.wait([poll])
+        return bool(request.results) and request.results[0][0] == "completed"
+
+    # ---- models and samplers
+
+    async def _create_model(self, step: Step) -> None:
+        body = {"base_model": BASES[step.seed % len(BASES)], "lora_config": {"rank": 4, "seed": 1}}
+        await self._new_model(step, "create_model", body)
+
+    async def _create_from_state(self, step: Step) -> None:
+        saved = [each for model in self._models for each in model.saved]
+        if not saved:
+            return
+        path, poll, request = saved[step.seed % len(saved)]
+        if await self._succeeds(poll, request):
+            body = {"path": path, "optimizer": step.overwrite}
+            await self._new_model(step, "load_weights", body)
+
+    async def _new_model(self, step: Step, path: str, body: dict[str, Any]) -> None:
+        number, self._num_models = self._num_models, self._num_models + 1
+        body |= {"session_id": self._session, "model_seq_id": number}
+        model_id = f"{self._session}:train:{number}"
+        self._history.models[model_id] = self._user
+        request = Request(self._user, step.kind, model_id, 0, dict(body))
+        poll = await self._submit(request, path, json.dumps(body).encode())
+        if poll is None:
+            return
+        if step.seed % 3 and not await self._succeeds(poll, request):
+            return  # a script that waits, and is told that there is no such model
+        self._models.append(_Model(model_id))
+
+    def _add_sampler(self, number: int, ready: Any) -> None:
+        task = asyncio.ensure_future(ready)
+        self._polls.append(task)
+        self._samplers.append(_Sampler(f"{self._session}:sample:{number}", task))
+
+    async def _sampler_of_path(self, step: Step) -> None:
+        """Of sampler weights that were saved, or of a training state."""
+        paths = [
+            json.loads(request.results[0][2])["path"]
+            for request in self._history.requests
+            if request.user == self._user
+            and request.kind in ("save_sampler", "save_state")
+            and not request.body.get("overwrite")
+            and _is_done(request)
+        ]
+        if paths:
+            await self._new_sampler({"model_path": paths[step.seed % len(paths)]})
+
+    async def _sampler_of_base(self, step: Step) -> None:
+        await self._new_sampler({"base_model": BASES[step.seed % len(BASES)]})
+
+    async def _new_sampler(self, weights: dict[str, Any]) -> None:
+        number, self._num_samplers = self._num_samplers, self._num_samplers + 1
+        body = {"session_id": self._session, "sampling_session_seq_id": number, **weights}
+        try:
+            await self._wire.post("create_sampling_session", json.dumps(body).encode())
+        except Refused:
+            return
+        self._history.samplers[f"{self._session}:sample:{number}"] = weights
+        self._add_sampler(number, _at_once())
+
+    async def _sample(self, step: Step) -> None:
+        if not self._samplers:
+            return
+        sampler = self._samplers[step.target % len(self._samplers)]
+        if not await sampler.ready:
+            return
+        number, sampler.next_seq_id = sampler.next_seq_id, sampler.next_seq_id + 1
+        tokens = [1 + step.seed % 20, 3, 5]
+        params: dict[str, Any] = {"max_tokens": 3, "temperature": 1.0, "stop": []}
+        if step.seed % 5:
+            params["seed"] = step.seed
+        body = {
+            "sampling_session_id": sampler.sampler_id,
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": tokens}]},
+            "sampling_params": params,
+            "num_samples": step.size,
+            "seq_id": number,
+        }
+        request = Request(self._user, "sample", sampler.sampler_id, number, dict(body))
+        await self._submit(request, "asample", json.dumps(body).encode())
+        self._last_sample = request
+
+    async def _cancel(self, step: Step) -> None:
+        sample = self._last_sample
+        if sample is not None and sample.is_acknowledged:
+            body = json.dumps({"request_id": sample.request_ids[0]}).encode()
+            await self._leniently(self._wire.post("cancel_future", body))
+
+    # ---- the rest
+
+    async def _list(self, step: Step) -> None:
+        runs = await self._leniently(self._wire.get("training_runs?limit=100&offset=0"))
+        if runs is not None:
+            seen = {run["training_run_id"] for run in runs["training_runs"]}
+            self._history.listed.append((self._user, seen))
+
+    async def _intrude(self, step: Step) -> None:
+        """Ask for another user's result, and train another's model."""
+        others = [each for each in self._history.requests if each.user != self._user]
+        known = [each for each in others if each.is_acknowledged]
+        if not known:
+            return
+        request = known[step.seed % len(known)]
+        body = json.dumps({"request_id": request.request_ids[0]}).encode()
+        answer = await self._leniently(self._wire.post("retrieve_future", body))
+        if answer is not None:
+            self._history.intrusions.append(f"{self._user} reads {request.kind} of {request.user}")
+
+    async def _leniently(self, call: Awaitable[dict[str, Any]]) -> dict[str, Any] | None:
+        try:
+            return await call
+        except Refused:
+            return None
+
+    async def _wait(self, step: Step) -> None:
+        for poll in list(self._polls):
+            await poll
+
+    async def _pause(self, step: Step) -> None:
+        await asyncio.sleep(step.size * 2.0)
+
+
+async def _at_once() -> bool:
+    return True
+
+
+def _is_done(request: Request) -> bool:
+    return bool(request.results) and request.results[0][0] == "completed"
+
+
+def _batch(request: Request, numbers: random.Random, *, forward_only: bool) -> bytes:
+    data = tuple(_datum(numbers) for _ in range(numbers.choice((1, 2))))
+    wire = ForwardBackwardRequest(
+        request.owner, request.seq_id, data, "cross_entropy", forward_only=forward_only
+    )
+    return encode_forward_backward_request(wire)
+
+
+def _datum(numbers: random.Random) -> WireDatum:
+    length = numbers.randint(2, 5)
+    highest = VOCAB_SIZE - 1 if numbers.random() < 0.97 else 10 * VOCAB_SIZE  # beyond: refused
+    tokens = [numbers.randint(0, highest) for _ in range(length)]
+    arrays = {
+        "target_tokens": np.array([numbers.randrange(VOCAB_SIZE) for _ in tokens], np.int64),
+        "weights": np.array([numbers.random() for _ in tokens], np.float32),
+    }
+    return WireDatum((np.array(tokens, np.int32),), arrays)

@@ -1,0 +1,101 @@
+"""Where crashes met the service: every await that was suspended, every flush and write of the disk,
+every message of the engine, with how often."""
+
+import ast
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+from tests.simulation.loop import Process
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOMS = ("services", "core", "storage")
+_PREFIXES = tuple(f"{ROOT}/tinkercloud/{room}/" for room in ROOMS)
+
+
+class Coverage:
+    """crashed: "tinkercloud/core/lane.py:12" or "fsync of tinkercloud.db-wal in ..." -> times."""
+
+    def __init__(self) -> None:
+        self.crashed: Counter[str] = Counter()
+
+    def crashed_at_awaits(self, process: Process) -> None:
+        places = {place for task in process.unfinished() for place in _suspended_at(task)}
+        self.crashed.update(places)
+
+    def crashed_at(self, label: str) -> None:
+        """A change of the disk, or a message to the engine."""
+        self.crashed[label] += 1
+
+    def add(self, other: "Coverage") -> None:
+        self.crashed += other.crashed
+
+
+def _suspended_at(task: Any) -> Iterable[str]:
+    awaited = task.get_coro()
+    while awaited is not None:
+        frame = getattr(awaited, "cr_frame", None)
+        if frame is not None and frame.f_code.co_filename.startswith(_PREFIXES):
+            place = await_of(frame.f_code, frame.f_lineno)
+            if place is not None:
+                yield place
+        awaited = getattr(awaited, "cr_await", None)
+
+
+def caller_in_product(frame: FrameType | None = None) -> str:
+    """The nearest function of tinkercloud/ on the stack, for a change of the disk."""
+    frame = sys._getframe(1) if frame is None else frame
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if "/tinkercloud/" in name and "/tests/" not in name:
+            return f"{name.rpartition('/tinkercloud/')[2]}:{frame.f_code.co_name}"
+        frame = frame.f_back
+    return "sqlite3"
+
+
+@cache
+def awaits_of(filename: str) -> tuple[tuple[int, int], ...]:
+    """(first, last) line of each await of a file, the shortest first."""
+    tree = ast.parse(Path(filename).read_text(encoding="utf-8"))
+    kinds = (ast.Await, ast.AsyncWith, ast.AsyncFor)
+    spans: set[tuple[int, int]] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, kinds):
+            inner = node.value if isinstance(node, ast.Await) else None
+            last = node.end_lineno if inner is not None else node.body[0].lineno - 1
+            spans.add((node.lineno, max(last or node.lineno, node.lineno)))
+    return tuple(sorted(spans, key=lambda span: (span[1] - span[0], span)))
+
+
+@cache
+def await_of(code: CodeType, line: int) -> str | None:
+    for first, last in awaits_of(code.co_filename):
+        if first <= line <= last:
+            return f"{Path(code.co_filename).relative_to(ROOT)}:{first}"
+    return None
+
+
+def all_awaits() -> list[str]:
+    """Of services, core and storage."""
+    return [
+        f"{path.relative_to(ROOT)}:{first}"
+        for room in ROOMS
+        for path in sorted((ROOT / "tinkercloud" / room).rglob("*.py"))
+        for first, _ in sorted(awaits_of(str(path)))
+    ]
+
+
+def report(coverage: Coverage) -> str:
+    """Awaits that were crashed at with their counts, and those that never were."""
+    every = all_awaits()
+    lines = [f"{coverage.crashed[place]:7d}  {place}" for place in every]
+    hit = sum(coverage.crashed[place] > 0 for place in every)
+    rest = sorted(set(coverage.crashed) - set(every))
+    lines += [f"{coverage.crashed[label]:7d}  {label}" for label in rest]
+    lines.append(f"crashed at {hit} of {len(every)} awaits, and at {len(rest)} changes of the disk "
+                 "and messages of the engine")  # fmt: skip
+    return "\n".join(lines)

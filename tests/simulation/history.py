@@ -1,0 +1,43 @@
+"""What clients did and saw, for the invariants: the truth that no server can change."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+Result = tuple[str, str, bytes]
+"""(status, content type, body); a failure is ("failed", category, text)."""
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One numbered request. body: what it asks for, as the oracle reads it. request_ids: as the
+    server acknowledged it, in every answer. results: every one that was read."""
+
+    user: str
+    kind: str
+    owner: str  # a model or a sampler
+    seq_id: int
+    body: dict[str, Any] = field(repr=False)
+    post: tuple[str, bytes, str] = ("", b"", "")  # path, content, its type
+    request_ids: list[str] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list, repr=False)
+    refusal: str | None = None  # why it was given up at its POST
+    lost: str | None = None  # an answer to a poll that none may be
+
+    @property
+    def is_acknowledged(self) -> bool:
+        return bool(self.request_ids)
+
+
+@dataclass(eq=False, slots=True)
+class History:
+    requests: list[Request] = field(default_factory=list)
+    listed: list[tuple[str, set[str]]] = field(default_factory=list)  # (user, models seen)
+    intrusions: list[str] = field(default_factory=list)  # that were answered
+    models: dict[str, str] = field(default_factory=dict)  # model_id -> user
+    samplers: dict[str, dict[str, Any]] = field(default_factory=dict)  # those of a path or a base
+
+    def find(self, owner: str, seq_id: int) -> Request | None:
+        for request in self.requests:
+            if request.owner == owner and request.seq_id == seq_id:
+                return request
+        return None

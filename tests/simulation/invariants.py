@@ -1,0 +1,269 @@
+"""What must hold at rest, whatever happened. Each function finds what is wrong, in words."""
+
+import json
+import random
+import re
+from collections.abc import AsyncIterator, Iterator
+from typing import TYPE_CHECKING
+
+import apsw
+
+from tests.simulation import sqlite
+from tests.simulation.engine import OUT_OF_MEMORY
+from tests.simulation.history import Request
+from tests.simulation.oracle import Oracle, Row, difference, state_difference
+from tests.simulation.wires import Refused, SdkWire
+from tinkercloud.backends.fake_model import read_state
+from tinkercloud.core.lanes import TOO_LATE
+from tinkercloud.errors import ServerFault, TinkercloudError
+from tinkercloud.services.checkpoints import checkpoint_files
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+CHUNKS = ("ForwardBackward", "Forward")
+NUM_ASKED_AGAIN = 6
+TOO_LATE_TEXT = json.loads(TOO_LATE.body)["error"]
+NAMED_FAILURES = (
+    re.escape(OUT_OF_MEMORY),
+    r"the server's data folder cannot be written",
+    r"this sample was cancelled by its client",
+    r"was underway each of 3 times",
+    r"weights version 'fake-version",  # the engine ended at each of the attempts at a sample
+    r"the engine process ended each of the 3 times",
+    r"^model .* does not exist",
+)
+_NAMED = re.compile("|".join(NAMED_FAILURES))
+
+
+async def check(world: "World") -> None:
+    """Adds to the world's failures."""
+    await world.bring_back()
+    rows = recorded(world)
+    checks = (
+        *acknowledged_is_kept(world, rows),
+        *results_never_change(world, rows),
+        *one_row_for_each_number(rows),
+        *order_is_kept(rows),
+        *nothing_of_another_user(world),
+        *files_are_whole(world),
+    )
+    for text in checks:
+        world.fail(text)
+    async for text in asking_again_gives_the_same(world, rows):
+        world.fail(text)
+    async for text in equals_the_undisturbed_run(world, rows):
+        world.fail(text)
+
+
+def recorded(world: "World") -> list[Row]:
+    """All numbered requests of the database, in the order in which they ran."""
+    with_path = apsw.Connection(str(world.disk.folder / "tinkercloud.db"), vfs=sqlite.VFS_NAME)
+    rows = with_path.execute(
+        "SELECT request_id, user, kind, COALESCE(model_id, sampler_id), seq_id, status, body,"
+        " started_at FROM futures ORDER BY started_at"
+    ).fetchall()
+    with_path.close()
+    return [Row(*row) for row in rows]
+
+
+def acknowledged_is_kept(world: "World", rows: list[Row]) -> Iterator[str]:
+    by_id = {row.request_id: row for row in rows}
+    for request in world.history.requests:
+        for request_id in request.request_ids:
+            row = by_id.get(request_id)
+            if row is None:
+                yield f"{_named(request)} was acknowledged and is not on record"
+            elif row.status == "pending":
+                yield f"{_named(request)} is pending for ever"
+            elif (row.user, row.owner, row.seq_id) != (
+                *(request.user, request.owner),
+                request.seq_id,
+            ):
+                yield f"{_named(request)} was acknowledged as another request"
+        if request.lost is not None:
+            yield f"{_named(request)} was acknowledged, and its poll answered {request.lost}"
+    for row in rows:
+        if row.status == "pending":
+            yield f"a request of {row.owner} {row.seq_id} is pending for ever"
+        elif world.history.find(row.owner, row.seq_id) is None:
+            yield f"{row.kind} of {row.owner} {row.seq_id} was never sent"
+
+
+def results_never_change(world: "World", rows: list[Row]) -> Iterator[str]:
+    by_id = {row.request_id: row for row in rows}
+    for request in world.history.requests:
+        if not request.results or request.request_ids[0] not in by_id:
+            continue
+        row = by_id[request.request_ids[0]]
+        for status, detail, body in request.results:
+            kept = row.body if row.failure is None else row.failure[1].encode()
+            # Open: on a full disk a failure is answered from memory, before it is on record.
+            if status == "failed" and world.schedule.disk:
+                continue
+            if (status, body) != (row.status, kept):
+                yield f"{_named(request)}: {status} {detail} was given, {row.status} is on record"
+
+
+def one_row_for_each_number(rows: list[Row]) -> Iterator[str]:
+    seen: dict[tuple[str, int], str] = {}
+    for row in rows:
+        if row.seq_id is not None and (row.owner, row.seq_id) in seen:
+            yield f"{row.owner} {row.seq_id} is on record twice"
+        seen[row.owner, row.seq_id] = row.request_id
+
+
+def order_is_kept(rows: list[Row]) -> Iterator[str]:
+    """Numbers rise, but chunks may pass chunks. What was refused as too late did not run."""
+    ran: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.request_id.startswith("sample-") or row.place is None:
+            continue
+        earlier = ran.setdefault(row.owner, [])
+        for before in earlier:
+            chunks = row.kind in CHUNKS and before.kind in CHUNKS
+            if before.seq_id > row.seq_id and not chunks:
+                yield f"{row.owner}: {row.seq_id} ({row.kind}) ran after {before.seq_id}"
+        earlier.append(row)
+
+
+def nothing_of_another_user(world: "World") -> Iterator[str]:
+    yield from world.history.intrusions
+    for user, seen in world.history.listed:
+        for model_id in seen:
+            if world.history.models.get(model_id, user) != user:
+                yield f"{user} was shown {model_id} of another user"
+
+
+def files_are_whole(world: "World") -> Iterator[str]:
+    """Every checkpoint on record verifies, and no others lie there."""
+    database = apsw.Connection(str(world.disk.folder / "tinkercloud.db"), vfs=sqlite.VFS_NAME)
+    directories = {row[0] for row in database.execute("SELECT directory FROM checkpoints")}
+    database.close()
+    for directory in sorted(directories):
+        try:
+            checkpoint_files.verify(world.disk.folder / directory)
+        except ServerFault as error:
+            yield f"checkpoint {directory}: {error}"
+    for path in world.disk.folder.glob("checkpoints/*/*/*/*"):
+        if str(path.relative_to(world.disk.folder)) not in directories:
+            yield f"{path.relative_to(world.disk.folder)} belongs to nothing"
+
+
+async def asking_again_gives_the_same(world: "World", rows: list[Row]) -> AsyncIterator[str]:
+    """A client that polls and posts again gets the same id and the same result."""
+    choices = random.Random(f"{world.schedule.seed} asking")
+    by_id = {row.request_id: row for row in rows}
+    asked = [each for each in world.history.requests if each.is_acknowledged]
+    asked = [each for each in asked if each.request_ids[0] in by_id]
+    for request in choices.sample(asked, min(len(asked), NUM_ASKED_AGAIN)):
+        wire = SdkWire(world.network, world.keys[request.user], 60.0)
+        row = by_id[request.request_ids[0]]
+        try:
+            status, _, body = await wire.result(row.request_id)
+            kept = row.body if row.failure is None else row.failure[1].encode()
+            if (status, body) != (row.status, kept):
+                yield f"{_named(request)}: another result when asked again"
+            again = await wire.post(*request.post)
+        except Refused as refusal:
+            if row.failure is None:  # its model may have been made by what failed
+                yield f"{_named(request)}: asked again, it is refused: {refusal}"
+        else:
+            if again["request_id"] != row.request_id:
+                yield f"{_named(request)}: another request when posted again"
+
+
+async def equals_the_undisturbed_run(world: "World", rows: list[Row]) -> AsyncIterator[str]:
+    oracle = Oracle()
+    lanes: dict[str, list[Row]] = {}
+    for row in rows:
+        if not row.request_id.startswith("sample-"):
+            lanes.setdefault(row.owner, []).append(row)
+    async for text in _lanes_differ(world, oracle, lanes):
+        yield text
+    for text in _samples_differ(world, oracle, rows):
+        yield text
+    for text in _states_differ(world, oracle):
+        yield text
+
+
+async def _lanes_differ(
+    world: "World", oracle: Oracle, lanes: dict[str, list[Row]]
+) -> AsyncIterator[str]:
+    moved = True
+    while moved:
+        moved = False
+        for lane in lanes.values():
+            while lane:
+                request = world.history.find(lane[0].owner, lane[0].seq_id)
+                if request is None or (oracle.is_blocked(request) and lane[0].failure is None):
+                    break
+                moved = True
+                text = await _differs(oracle, request, lane.pop(0))
+                if text is not None:
+                    yield f"{_named(request)}: {text}"
+    for owner, lane in lanes.items():
+        if lane:
+            yield f"{owner}: {lane[0].kind} {lane[0].seq_id} loads what was never saved"
+
+
+async def _differs(oracle: Oracle, request: Request, row: Row) -> str | None:
+    if row.failure is not None and row.failure[1] == TOO_LATE_TEXT:
+        return None
+    if row.failure is not None and _NAMED.search(row.failure[1]):
+        return None
+    try:
+        expected = await oracle.apply(request)
+    except TinkercloudError as error:
+        if row.failure is None:
+            return f"it completed, and must fail: {error}"
+        return None if row.failure[1] == str(error) else f"failed as {row.failure}, not as {error}"
+    except KeyError as error:
+        return f"it completed without {error}"
+    if row.failure is not None:
+        return f"it failed: {row.failure}"
+    return difference(request, row, expected)
+
+
+def _samples_differ(world: "World", oracle: Oracle, rows: list[Row]) -> Iterator[str]:
+    for sampler_id, weights in world.history.samplers.items():
+        oracle.pin(sampler_id, weights)
+    for row in rows:
+        request = world.history.find(row.owner, row.seq_id)
+        if request is None or request.kind != "sample":
+            continue
+        if row.failure is not None:
+            if not _NAMED.search(row.failure[1]):
+                yield f"{_named(request)}: it failed: {row.failure}"
+        elif "seed" in request.body["sampling_params"] and request.owner in oracle.versions:
+            texts = [difference(request, row, each) for each in oracle.samples(request)]
+            if all(texts):
+                yield f"{_named(request)}: {texts[0]}"
+
+
+def _states_differ(world: "World", oracle: Oracle) -> Iterator[str]:
+    """Of models, and of checkpoints as files."""
+    for model_id, state in world.engine.inner._models.items():
+        if model_id in oracle.models:
+            text = state_difference(state, oracle.models[model_id])
+            if text is not None:
+                yield f"{model_id} has {text} at the end"
+    database = apsw.Connection(str(world.disk.folder / "tinkercloud.db"), vfs=sqlite.VFS_NAME)
+    rows = database.execute("SELECT model_id, segment, name, directory FROM checkpoints").fetchall()
+    database.close()
+    for model_id, segment, name, directory in rows:
+        path = f"tinker://{model_id}/{segment}/{name}"
+        expected = oracle.states.get(path)
+        if expected is None:
+            if world.schedule.disk:  # a save that failed when its row was there
+                continue
+            yield f"{path} is there, and was never saved"
+            continue
+        state = read_state(world.disk.folder / directory)
+        text = state_difference(state, expected) if segment == "weights" else None
+        if text is not None:
+            yield f"{path} has {text}"
+
+
+def _named(request: Request) -> str:
+    return f"{request.kind} of {request.user}, {request.owner[-8:]} {request.seq_id}"

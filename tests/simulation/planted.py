@@ -1,0 +1,163 @@
+"""Twelve bugs of the kind that a simulation must find, each planted by replacing a function of the
+service for the length of a run."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+from tests.simulation import sqlite
+from tinkercloud.core.lane import LaneOrder
+from tinkercloud.core.task_manager import TaskManager
+from tinkercloud.services.checkpoints import checkpoint_files
+from tinkercloud.services.models.recovery import Recovery
+from tinkercloud.services.models.sampling_service import SamplingService
+from tinkercloud.storage.futures import FuturesStorage
+from tinkercloud.storage.journal import JournalStorage
+
+Replacement = tuple[object, str, Any]
+
+
+def _acknowledged_before_commit() -> Replacement:
+    plain = FuturesStorage.add
+
+    async def add(self: Any, *args: Any, **options: Any) -> None:
+        task = asyncio.ensure_future(plain(self, *args, **options))
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        await asyncio.sleep(0)
+
+    return FuturesStorage, "add", add
+
+
+def _commit_without_flush() -> Replacement:
+    plain = sqlite.Connection.execute
+
+    def execute(self: Any, sql: str, values: Any = ()) -> Any:
+        return plain(self, sql.replace("synchronous = FULL", "synchronous = NORMAL"), values)
+
+    return sqlite.Connection, "execute", execute
+
+
+def _checkpoint_without_flush() -> Replacement:
+    return checkpoint_files, "flush", lambda path: None
+
+
+def _number_runs_twice() -> Replacement:
+    async def find(self: Any, dedup_key: str) -> None:
+        return None
+
+    return FuturesStorage, "find", find
+
+
+def _order_of_arrival() -> Replacement:
+    plain = LaneOrder.pop
+
+    def pop(self: Any, *, give_up: bool = False) -> Any:
+        return plain(self, give_up=True)
+
+    return LaneOrder, "pop", pop
+
+
+def _result_given_before_record() -> Replacement:
+    plain = TaskManager._put_on_record
+
+    async def put_on_record(self: Any, pending: Any) -> bool:
+        pending.finished.set()
+        await asyncio.sleep(0.05)
+        return await plain(self, pending)
+
+    return TaskManager, "_put_on_record", put_on_record
+
+
+def _journal_cut_too_far() -> Replacement:
+    plain = JournalStorage.put_snapshot
+
+    async def put_snapshot(self: Any, snapshot: Any) -> None:
+        await plain(self, snapshot)
+        await self._database.write(
+            "DELETE FROM operations WHERE model_id = ? AND position <= ?",
+            *(snapshot.model_id, snapshot.position + 1),
+        )
+
+    return JournalStorage, "put_snapshot", put_snapshot
+
+
+def _snapshot_is_one_behind() -> Replacement:
+    plain = JournalStorage.put_snapshot
+
+    async def put_snapshot(self: Any, snapshot: Any) -> None:
+        await plain(self, replace(snapshot, position=snapshot.position - 1))
+
+    return JournalStorage, "put_snapshot", put_snapshot
+
+
+def _gradient_left_out() -> Replacement:
+    from tests.simulation.engine import SmallFakeBackend
+
+    plain = SmallFakeBackend.restore_state
+
+    async def restore_state(self: Any, model_id: str, *args: Any) -> None:
+        await plain(self, model_id, *args)
+        self._models[model_id] = replace(self._models[model_id], gradient=None)
+
+    return SmallFakeBackend, "restore_state", restore_state
+
+
+def _replay_leaves_one_out() -> Replacement:
+    plain = Recovery._do_again
+
+    async def do_again(self: Any, operation: Any) -> None:
+        if operation.kind != "OptimStep" or operation.position % 2:
+            await plain(self, operation)
+
+    return Recovery, "_do_again", do_again
+
+
+def _sampler_follows_its_model() -> Replacement:
+    plain = SamplingService.publish_model
+
+    async def publish_model(self: Any, model: Any, number: int, kind: Any) -> str:
+        sampler_id = await plain(self, model, number, kind)
+        for key in [each for each in self._versions._entries if each.startswith("snapshot|")]:
+            newest = (
+                self._versions._entries[f"snapshot|{sampler_id}"] if kind == "snapshot" else None
+            )
+            if newest is not None and key.startswith(f"snapshot|{model.session_id}"):
+                self._versions._entries[key] = newest
+        return sampler_id
+
+    return SamplingService, "publish_model", publish_model
+
+
+def _results_of_others() -> Replacement:
+    plain = TaskManager.wait
+
+    async def wait(self: Any, request_id: str, user: str, hold_s: float) -> Any:
+        pending = self._pending.get(request_id)
+        return await plain(self, request_id, pending.ticket.user if pending else user, hold_s)
+
+    return TaskManager, "wait", wait
+
+
+PLANTED: dict[str, Callable[[], Replacement]] = {
+    "acknowledged before commit": _acknowledged_before_commit,
+    "commit without flush": _commit_without_flush,
+    "checkpoint without flush": _checkpoint_without_flush,
+    "number runs twice": _number_runs_twice,
+    "order of arrival": _order_of_arrival,
+    "result given before record": _result_given_before_record,
+    "journal cut too far": _journal_cut_too_far,
+    "snapshot is one behind": _snapshot_is_one_behind,
+    "gradient left out": _gradient_left_out,
+    "replay leaves one out": _replay_leaves_one_out,
+    "sampler follows its model": _sampler_follows_its_model,
+    "results of others": _results_of_others,
+}
+
+
+@contextmanager
+def planted(name: str) -> Iterator[None]:
+    with patch.object(*PLANTED[name]()):
+        yield

@@ -1,0 +1,200 @@
+"""What happens in a run: the programs of two users, and the faults. All of it follows from a seed.
+
+Faults of single messages are drawn by the number of the message, so that leaving one out (when a
+failure is shrunk) changes no other.
+"""
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+Kind = Literal[
+    "forward_backward",
+    "forward",
+    "optim_step",
+    "save_state",
+    "save_sampler",
+    "snapshot",
+    "inflight",
+    "sampler_of_path",
+    "sampler_of_base",
+    "sample",
+    "cancel",
+    "load_into",
+    "create_model",
+    "create_from_state",
+    "list",
+    "intrude",
+    "wait",
+    "pause",
+]
+WEIGHTS: Mapping[Kind, float] = {
+    "forward_backward": 30,
+    "forward": 3,
+    "optim_step": 18,
+    "save_state": 6,
+    "save_sampler": 4,
+    "snapshot": 6,
+    "inflight": 3,
+    "sampler_of_path": 3,
+    "sampler_of_base": 1,
+    "sample": 14,
+    "cancel": 1.5,
+    "load_into": 2,
+    "create_from_state": 2,
+    "list": 2,
+    "intrude": 1,
+    "wait": 5,
+    "pause": 3,
+}
+USERS = ("ann", "bob")
+BASES = ("sim/small", "sim/large")
+VOCAB_SIZE = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One call of a client. target: which of its models, or samplers, counted around. size: chunks,
+    samples, or seconds. seed: of its numbers. overwrite: a name that is saved more than once."""
+
+    kind: Kind
+    target: int = 0
+    size: int = 1
+    seed: int = 0
+    overwrite: bool = False
+
+
+CrashKind = Literal["kill", "power", "stop", "engine", "client"]
+Trigger = Literal["step", "disk", "fsync", "message", "answer", "engine"]
+
+
+@dataclass(frozen=True, slots=True)
+class Crash:
+    """kind: what ends. At the `count`-th event of that sort, from the previous crash on."""
+
+    kind: CrashKind
+    trigger: Trigger
+    count: int
+    down_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class DiskTrouble:
+    """From the `count`-th change of the disk on, for so long: every write fails, for want of room
+    (ENOSPC) or otherwise (EIO)."""
+
+    count: int
+    for_s: float
+    error: Literal["ENOSPC", "EIO"]
+
+
+NetworkFate = Literal["fine", "lose request", "lose answer", "duplicate", "slow", "cut"]
+EngineFate = Literal["fine", "die before", "die after", "slow", "out of memory"]
+_NETWORK = (("lose request", 4), ("lose answer", 4), ("duplicate", 3), ("slow", 4), ("cut", 1))
+_ENGINE = (("die before", 2), ("die after", 2), ("slow", 4), ("out of memory", 2))
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """network_rate, engine_rate: shares of messages with a fault, up to the `last_fault`-th one.
+    without: faults that are left out, as "network 17"."""
+
+    seed: int
+    programs: tuple[tuple[Step, ...], ...]
+    crashes: tuple[Crash, ...]
+    disk: tuple[DiskTrouble, ...]
+    network_rate: float
+    engine_rate: float
+    give_up_s: tuple[float, ...]
+    in_order: bool
+    gap_grace_s: float
+    operation_s: float
+    last_fault: int = 500
+    without: frozenset[str] = field(default_factory=frozenset)
+
+    @property
+    def num_operations(self) -> int:
+        return sum(step.kind not in ("wait", "pause") for p in self.programs for step in p)
+
+    def network_fate(self, number: int) -> NetworkFate:
+        return self._fate("network", number, self.network_rate, _NETWORK)
+
+    def engine_fate(self, number: int) -> EngineFate:
+        return self._fate("engine", number, self.engine_rate, _ENGINE)
+
+    def _fate(
+        self, stream: str, number: int, rate: float, fates: tuple[tuple[str, int], ...]
+    ) -> "NetworkFate | EngineFate":
+        if number > self.last_fault or f"{stream} {number}" in self.without:
+            return "fine"
+        choices = random.Random(f"{self.seed} {stream} {number}")
+        if choices.random() >= rate:
+            return "fine"
+        names, weights = zip(*fates, strict=True)
+        return choices.choices(names, weights)[0]
+
+    def calm(self) -> "Schedule":
+        """The same without any fault."""
+        return replace(self, crashes=(), disk=(), network_rate=0.0, engine_rate=0.0)
+
+
+def generate(seed: int) -> Schedule:
+    choices = random.Random(f"{seed} schedule")
+    crashes = tuple(_crash(choices) for _ in range(choices.choice((1, 1, 2, 2, 3, 4))))
+    return Schedule(
+        seed=seed,
+        programs=tuple(_program(choices) for _ in USERS),
+        crashes=crashes,
+        disk=(_trouble(choices),) if choices.random() < 0.2 else (),
+        network_rate=choices.choice((0.0, 0.01, 0.05, 0.15)),
+        engine_rate=choices.choice((0.0, 0.0, 0.02, 0.06)),
+        give_up_s=tuple(choices.choice((300.0, 300.0, 4.0)) for _ in USERS),
+        in_order=choices.random() < 0.3,
+        gap_grace_s=choices.choice((0.5, 5.0)),
+        operation_s=choices.choice((0.002, 0.3, 1.5)),
+    )
+
+
+def _program(choices: random.Random) -> tuple[Step, ...]:
+    kinds = list(WEIGHTS)
+    # Swarm testing: each program lacks some kinds, so that others meet more often.
+    weights = [WEIGHTS[kind] if choices.random() < 0.85 else 0.0 for kind in kinds]
+    weights[kinds.index("forward_backward")] = 30
+    steps = [_step(choices, "create_model")]
+    steps += [
+        _step(choices, choices.choices(kinds, weights)[0]) for _ in range(choices.randint(18, 26))
+    ]
+    if choices.random() < 0.3:
+        steps.insert(choices.randint(1, len(steps)), _step(choices, "create_model"))
+    while sum(step.kind not in ("wait", "pause") for step in steps) < 15:
+        steps.append(_step(choices, "forward_backward"))
+    return tuple(steps)
+
+
+def _step(choices: random.Random, kind: Kind) -> Step:
+    return Step(
+        kind,
+        target=choices.randrange(4),
+        size=choices.choice((1, 1, 2, 3)),
+        seed=choices.getrandbits(32),
+        overwrite=choices.random() < 0.3,
+    )
+
+
+def _crash(choices: random.Random) -> Crash:
+    kinds: tuple[CrashKind, ...] = ("kill", "power", "stop", "engine", "client")
+    kind = choices.choices(kinds, (30, 35, 8, 22, 5))[0]
+    trigger: Trigger
+    trigger, most = choices.choice(
+        (("step", 2000), ("disk", 1200), ("fsync", 300), ("message", 120), ("answer", 120),
+         ("engine", 200))
+    )  # fmt: skip
+    # Early ones as often as late ones: the moments after a start are many to meet.
+    count = int(most ** choices.random()) if choices.random() < 0.4 else choices.randint(1, most)
+    return Crash(kind, trigger, count, choices.choice((0.0, 0.2, 2.0, 20.0)))
+
+
+def _trouble(choices: random.Random) -> DiskTrouble:
+    error: Literal["ENOSPC", "EIO"] = "ENOSPC" if choices.random() < 0.75 else "EIO"
+    return DiskTrouble(choices.randint(1, 400), choices.choice((0.0, 0.5, 5.0, 30.0)), error)

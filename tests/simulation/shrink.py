@@ -1,0 +1,39 @@
+"""A failing schedule, made smaller: crashes, faults and steps are left out while it still fails."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from tests.simulation.run import run_schedule
+from tests.simulation.schedule import Schedule
+
+
+def shrunk(schedule: Schedule) -> Schedule:
+    """None of what is left can be left out alone, or all that it has."""
+    smaller: Schedule | None = schedule
+    while smaller is not None:
+        schedule = smaller
+        smaller = next((each for each in _smaller(schedule) if run_schedule(each).failures), None)
+    return schedule
+
+
+def _smaller(schedule: Schedule) -> Iterator[Schedule]:
+    """Large pieces first."""
+    if schedule.network_rate:
+        yield replace(schedule, network_rate=0.0)
+    if schedule.engine_rate:
+        yield replace(schedule, engine_rate=0.0)
+    for field in ("disk", "crashes"):
+        faults = getattr(schedule, field)
+        for index in range(len(faults)):
+            yield replace(schedule, **{field: faults[:index] + faults[index + 1 :]})
+    for number, program in enumerate(schedule.programs):
+        for length in (len(program) // 2, len(program) // 4, 1):
+            for start in range(0, len(program), max(length, 1)):
+                shorter = program[:start] + program[start + max(length, 1) :]
+                if len(shorter) < len(program):
+                    programs = (
+                        *schedule.programs[:number],
+                        shorter,
+                        *schedule.programs[number + 1 :],
+                    )
+                    yield replace(schedule, programs=programs)

@@ -1,0 +1,36 @@
+"""A simulation that cannot fail proves nothing: each planted bug is found."""
+
+import pytest
+
+from tests.simulation.planted import PLANTED, planted
+from tests.simulation.run import run_schedule
+from tests.simulation.schedule import generate
+
+MAX_SCHEDULES = 2000
+FOUND_EARLY = (
+    "acknowledged before commit",
+    "commit without flush",
+    "gradient left out",
+    "journal cut too far",
+    "results of others",
+)
+
+
+def first_found(bug: str) -> int | None:
+    """The first seed that finds it."""
+    with planted(bug):
+        for seed in range(MAX_SCHEDULES):
+            if run_schedule(generate(seed)).failures:
+                return seed
+    return None
+
+
+@pytest.mark.parametrize("bug", FOUND_EARLY)
+def test_a_bug_is_found(bug: str) -> None:
+    assert first_found(bug) is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", sorted(set(PLANTED) - set(FOUND_EARLY)))
+def test_every_bug_is_found(bug: str) -> None:
+    assert first_found(bug) is not None

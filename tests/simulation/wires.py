@@ -1,0 +1,144 @@
+"""How two kinds of clients repeat what fails: the official SDK, as the wire specification has it
+(sections 4.4 and 5), and `tinker_gmi` by its own code."""
+
+import asyncio
+import json
+from typing import Any, Protocol
+
+import httpx
+
+from tests.simulation.history import Result
+from tests.simulation.network import Answer, HttpxTransport, Network, NetworkError, Sent
+from tinker_gmi.errors import APIConnectionError, APIError, APIStatusError, RequestFailedError
+from tinker_gmi.transport import JSON, PROTOBUF, Call, RetryPolicy, Transport
+
+POST_TIMEOUT_S = 60.0
+POLL_TIMEOUT_S = 45.0
+BUSY_POLL_S = 0.01  # the SDK has none, and turns in a loop where a server answers at once
+
+
+class Refused(Exception):
+    """status: of an answer that is not tried again; 0: no answer within the client's patience."""
+
+    def __init__(self, status: int, text: str):
+        super().__init__(f"{status}: {text}")
+        self.status = status
+
+
+class Wire(Protocol):
+    async def post(self, path: str, content: bytes, content_type: str = JSON) -> dict[str, Any]:
+        """Raises Refused."""
+        ...
+
+    async def get(self, path: str) -> dict[str, Any]: ...
+
+    async def result(self, request_id: str) -> Result:
+        """Raises Refused."""
+        ...
+
+
+def result_of(answer: Answer) -> Result:
+    if answer.content_type.startswith(JSON):
+        value = json.loads(answer.body)
+        if "error" in value:
+            return ("failed", value["category"], value["error"].encode())
+    return ("completed", answer.content_type, answer.body)
+
+
+class SdkWire:
+    """give_up_s: how long a POST is tried."""
+
+    def __init__(self, network: Network, key: str, give_up_s: float):
+        self._network = network
+        self._key = key
+        self._give_up_s = give_up_s
+
+    async def _send(self, sent: Sent, timeout_s: float) -> Answer:
+        return await self._network.request(sent, timeout_s)
+
+    def _sent(self, method: str, path: str, content: bytes = b"", kind: str = JSON) -> Sent:
+        headers = {"x-api-key": self._key, "content-type": kind, "accept": "*/*"}
+        return Sent(method, f"/api/v1/{path}", headers, content)
+
+    async def post(self, path: str, content: bytes, content_type: str = JSON) -> dict[str, Any]:
+        return await self._patient(self._sent("POST", path, content, content_type))
+
+    async def get(self, path: str) -> dict[str, Any]:
+        return await self._patient(self._sent("GET", path))
+
+    async def _patient(self, sent: Sent) -> dict[str, Any]:
+        loop = asyncio.get_running_loop()
+        deadline, delay_s = loop.time() + self._give_up_s, 0.5
+        while True:
+            try:
+                answer = await self._send(sent, POST_TIMEOUT_S)
+            except NetworkError as error:
+                status, text = 0, error.kind
+            else:
+                if answer.status == 200:
+                    return json.loads(answer.body)
+                status, text = answer.status, answer.body.decode()
+                if status < 500 and status not in (408, 409, 429):
+                    raise Refused(status, text)
+            if loop.time() >= deadline:
+                raise Refused(0, f"gave up after {status} {text}")
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, 10.0)
+
+    async def result(self, request_id: str) -> Result:
+        body = json.dumps({"request_id": request_id, "allow_metadata_only": True}).encode()
+        sent, delay_s = self._sent("POST", "retrieve_future", body), 1.0
+        while True:
+            try:
+                answer = await self._send(sent, POLL_TIMEOUT_S)
+            except NetworkError:
+                await asyncio.sleep(delay_s)
+                delay_s = min(2 * delay_s, 30.0)
+                continue
+            if answer.status == 200:
+                return result_of(answer)
+            if answer.status != 408 and answer.status < 500:
+                raise Refused(answer.status, answer.body.decode())
+            delay_s = 1.0
+            await asyncio.sleep(BUSY_POLL_S)
+
+
+class GmiWire:
+    """`tinker_gmi.transport.Transport` on the simulated network."""
+
+    def __init__(self, network: Network, key: str, give_up_s: float):
+        transport = HttpxTransport(network)
+        retry = RetryPolicy(give_up_s=give_up_s)
+        self._transport = Transport("http://server", key, "tinker_gmi", transport, retry)
+
+    async def post(self, path: str, content: bytes, content_type: str = JSON) -> dict[str, Any]:
+        return await self._sent(Call("POST", path, content, content_type=content_type))
+
+    async def get(self, path: str) -> dict[str, Any]:
+        return await self._sent(Call("GET", path))
+
+    async def _sent(self, call: Call) -> dict[str, Any]:
+        try:
+            return (await self._transport.send(call)).json()
+        except APIStatusError as error:
+            given_up = error.status_code >= 500 or error.status_code in (408, 429)
+            raise Refused(0 if given_up else error.status_code, str(error)) from None
+        except APIError as error:
+            raise Refused(0, str(error)) from None
+
+    async def result(self, request_id: str) -> Result:
+        def decode(response: httpx.Response) -> Result:
+            return ("completed", response.headers["content-type"], response.content)
+
+        try:
+            return await self._transport.retrieve(request_id, decode, protobuf=True)
+        except RequestFailedError as error:
+            return ("failed", error.category, str(error.message).encode())
+        except APIConnectionError as error:
+            raise Refused(0, str(error)) from None
+        except APIStatusError as error:
+            given_up = error.status_code >= 500 or error.status_code == 429
+            raise Refused(0 if given_up else error.status_code, str(error)) from None
+
+
+__all__ = ["PROTOBUF", "GmiWire", "Refused", "SdkWire", "Wire", "result_of"]

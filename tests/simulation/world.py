@@ -1,0 +1,307 @@
+"""One run: a server that crashes and starts again, its engine, its disk, and its clients.
+
+The world itself is a process that no fault touches. When the programs have ended, faults end too;
+the invariants are checked when everything is at rest, and once more after a last power cut.
+"""
+
+import asyncio
+import errno
+import random
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.simulation import image, sqlite
+from tests.simulation.client import Client
+from tests.simulation.coverage import Coverage, caller_in_product
+from tests.simulation.disk import Disk
+from tests.simulation.engine import SimulatedEngine
+from tests.simulation.history import History
+from tests.simulation.loop import PROCESS, Process, ProcessEnded, SimulatedLoop, in_process
+from tests.simulation.network import Network
+from tests.simulation.patches import simulated
+from tests.simulation.schedule import USERS, Crash, CrashKind, DiskTrouble, Schedule
+from tests.simulation.server import Server
+from tests.simulation.wires import GmiWire, SdkWire
+
+MAX_STEPS = 400_000
+REST_S = 900.0  # of virtual time, for everything to come to rest without faults
+RETRY_START_S = 3.0
+
+
+class World:
+    """trace: gets (virtual seconds, text) of what happens. failures: what was found wrong."""
+
+    def __init__(self, schedule: Schedule, place: Path, trace: Callable[[float, str], None]):
+        def stream(name: str) -> random.Random:
+            return random.Random(f"{schedule.seed} {name}")
+
+        self.schedule = schedule
+        self._trace = trace
+        self.loop = SimulatedLoop(stream("order"), in_order=schedule.in_order)
+        self.loop.before_step = self._before_step
+        self._entropy = stream("entropy")
+        self._choices = stream("world")
+        self.coverage = Coverage()
+        self.history = History()
+        self.failures: list[str] = []
+        self.disk = Disk(place, self._on_disk)
+        self.network = Network(self.loop, stream("network"), schedule.network_fate, self._on_event)
+        self.engine = SimulatedEngine(
+            *(self.loop, stream("engine"), schedule.engine_fate, self._on_event),
+            operation_s=schedule.operation_s,
+        )
+        self.connector = sqlite.Connector(self.loop, self._database_delay_s)
+        self._counts: Counter[str] = Counter()
+        self._total: Counter[str] = Counter()
+        self._crashes = list(schedule.crashes)
+        self.num_crashes: Counter[str] = Counter()
+        self._troubles = list(schedule.disk)
+        self._trouble: DiskTrouble | None = None
+        self._num_changes = 0
+        self.faults_on = True
+        self.server: Server | None = None
+        self._place = place
+        self._world = Process("world")
+        self._clients: list[Process] = []
+        self._restarting: asyncio.Task[None] | None = None
+
+    def run(self, check: Callable[["World"], Any]) -> None:
+        """check: called at rest; finds what is wrong and adds it to `failures`."""
+        image_folder, self.keys = image.prepared()
+        self.disk.begin_from(image_folder)
+        with simulated(self.loop, self._entropy, self.disk):
+            sqlite.VFS.disk, sqlite.VFS.loop = self.disk, self.loop
+            try:
+                main = in_process(self._world, lambda: self._main(check))
+                in_process(self._world, self.loop.run, main, MAX_STEPS)
+            except Exception as error:  # noqa: BLE001 - what a run raises, it fails with
+                self.fail(f"{type(error).__name__}: {error}")
+            finally:
+                self._tear_down()
+        self.failures += self.loop.problems
+
+    def _tear_down(self) -> None:
+        self.loop.close()
+        self.disk.close()
+        self.loop.unwind()
+        self.connector.close_all()
+        sqlite.VFS.disk = sqlite.VFS.loop = None
+        shutil.rmtree(self._place, ignore_errors=True)
+
+    def fail(self, text: str) -> None:
+        self.failures.append(text)
+        self.note(f"FAILED {text}")
+
+    def note(self, text: str) -> None:
+        self._trace(self.loop.now, text)
+
+    # ---- the run
+
+    async def _main(self, check: Callable[["World"], Any]) -> None:
+        await self._start_server()
+        for number, (user, program) in enumerate(zip(USERS, self.schedule.programs, strict=True)):
+            wire = (SdkWire, GmiWire)[number % 2](
+                self.network, self.keys[user], self.schedule.give_up_s[number]
+            )
+            client = Client(user, wire, program, self.history)
+            process = Process(f"client {user}")
+            self._clients.append(process)
+            in_process(process, self.loop.create_task, client.run())
+        await self._until(lambda: not any(self._unfinished_clients()), "the clients have ended")
+        await self._end_faults()
+        await check(self)
+        if not self.failures:
+            self._crash("power", "at rest")
+            await self._end_faults()
+            await check(self)
+        if not self.failures:
+            await self._stop_for_good()
+
+    def _unfinished_clients(self) -> list[bool]:
+        for process in self._clients:
+            for task in process.tasks:
+                if task.done() and not task.cancelled() and task.exception() is not None:
+                    raise AssertionError(f"{process.name}: {task.exception()!r}")
+        return [True for process in self._clients if process.alive and process.unfinished()]
+
+    async def _end_faults(self) -> None:
+        self.faults_on = False
+        self._trouble = None
+        self.network.calm()
+        self.engine.calm()
+        await self._until(self._at_rest, "everything is at rest")
+
+    def _at_rest(self) -> bool:
+        server = self.server
+        return server is not None and server.is_up and self.engine.is_up and server.is_idle
+
+    async def _until(self, condition: Callable[[], bool], text: str) -> None:
+        deadline = self.loop.now + (REST_S if not self.faults_on else 24 * 3600.0)
+        while not condition():
+            if self.loop.now > deadline:
+                raise AssertionError(f"it never came that {text}")
+            await asyncio.sleep(0.5)
+
+    async def bring_back(self) -> None:
+        """Every model that can be is in the engine's memory."""
+        assert self.server is not None
+        services = self.server.services
+        for model_id, user in self.history.models.items():
+            model = await services.models.find(user, model_id)
+            if model is not None:
+                await services.recovery.ensure(services.tasks.lanes, user, model_id)
+
+    # ---- the server
+
+    async def _start_server(self) -> None:
+        """Until one is up; tried again while the disk is in trouble."""
+        while True:
+            self.note("the server starts")
+            server = self.server = Server(self)
+            await server.started_or_ended()
+            if server.is_up:
+                self.note("the server is up")
+                return
+            if server.process.alive:
+                server.process.alive = False
+                self.engine.end()
+                self.disk.after_kill()
+                if self._trouble is None and not server.met_trouble:
+                    self.fail(f"the server does not start: {server.failure!r}")
+                self.note(f"it does not start: {server.failure!r}")
+                await asyncio.sleep(RETRY_START_S)
+            else:  # a crash while it started: whoever crashed it starts the next
+                return
+
+    def _crash(self, kind: CrashKind, label: str, down_s: float = 0.0) -> None:
+        """From within whatever runs; the running process, if it is that, must be unwound."""
+        server = self.server
+        assert server is not None
+        self.num_crashes[kind] += 1
+        self.note(f"CRASH {kind} at {label}")
+        self.coverage.crashed_at_awaits(server.process)
+        server.process.alive = False
+        self.engine.end()
+        self.network.hang_up()
+        self.server = None
+
+        async def again() -> None:
+            if kind == "power":
+                self.disk.after_power_cut(self._choices)
+            else:
+                self.disk.after_kill()
+            await asyncio.sleep(down_s)
+            await self._start_server()
+
+        in_process(self._world, self.loop.create_task, again())
+
+    async def _stop(self, down_s: float) -> None:
+        """As an operator does, by a signal."""
+        server = self.server
+        assert server is not None
+        await server.stop()
+        if self.server is not server:  # it crashed meanwhile
+            return
+        self.server = None
+        server.process.alive = False
+        self.engine.end()
+        self.disk.after_kill()
+        await asyncio.sleep(down_s)
+        await self._start_server()
+
+    async def _stop_for_good(self) -> None:
+        server = self.server
+        assert server is not None
+        await server.stop()
+        left = [task.get_name() for task in server.process.unfinished()]
+        if left:
+            self.fail(f"tasks are left after the stop: {sorted(left)}")
+
+    # ---- faults
+
+    def _before_step(self, process: Process) -> None:
+        server = self.server
+        if server is not None and process is server.process:
+            self._on_event("step", "between two callbacks")
+
+    def _on_event(self, trigger: str, label: str) -> None:
+        if not self.faults_on or not self._crashes or self.server is None:
+            return
+        crash = self._crashes[0]
+        self._total[trigger] += 1
+        self._counts[trigger] += 1
+        if crash.trigger != trigger or self._counts[trigger] < crash.count:
+            return
+        if not self.server.is_up and crash.kind == "stop":
+            return
+        self._crashes.pop(0)
+        self._counts.clear()
+        if trigger == "engine":
+            self.coverage.crashed_at(f"engine, {label}")
+        self._meet(crash, label)
+
+    def _meet(self, crash: Crash, label: str) -> None:
+        match crash.kind:
+            case "kill" | "power":
+                self._crash(crash.kind, label, crash.down_s)
+            case "stop":
+                self.num_crashes["stop"] += 1
+                self.note(f"STOP at {label}")
+                in_process(self._world, self.loop.create_task, self._stop(crash.down_s))
+            case "engine":
+                self.num_crashes["engine"] += 1
+                self.note(f"the engine dies at {label}")
+                self.engine.die(crash.down_s)
+            case "client":
+                self._end_client()
+
+    def _end_client(self) -> None:
+        process = self._choices.choice(self._clients) if self._clients else None
+        if process is not None and process.alive:
+            self.num_crashes["client"] += 1
+            self.note(f"{process.name} vanishes")
+            process.alive = False
+
+    def _on_disk(self, label: str, path: Path) -> None:
+        """Before and after each change of the disk."""
+        process = PROCESS.get()
+        if not process.alive:
+            raise ProcessEnded
+        if not self.faults_on or process is self._world:
+            return
+        self._num_changes += 1
+        for trigger in ("disk", *(("fsync",) if "fsync" in label else ())):
+            before = sum(self.num_crashes.values())
+            self._on_event(trigger, f"{label} of {path.name}")
+            if sum(self.num_crashes.values()) > before:
+                kind = path.name if path.name.startswith("tinkercloud.db") else "files"
+                self.coverage.crashed_at(f"{label} of {kind} in {caller_in_product()}")
+        if not process.alive:
+            raise ProcessEnded
+        self._maybe_trouble(label)
+
+    def _maybe_trouble(self, label: str) -> None:
+        if self._troubles and self._num_changes >= self._troubles[0].count:
+            self._trouble = self._troubles.pop(0)
+            self.note(f"the disk: {self._trouble.error} for {self._trouble.for_s} s")
+            end = self.loop.now + self._trouble.for_s
+            in_process(self._world, self.loop.call_at, end, self._end_trouble)
+        if self._trouble is None or label.startswith(("after", "unlink", "rmdir")):
+            return
+        if self.server is not None:
+            self.server.met_trouble = True
+        code = errno.ENOSPC if self._trouble.error == "ENOSPC" else errno.EIO
+        if code == errno.ENOSPC and label == "fsync":
+            return
+        raise OSError(code, self._trouble.error)
+
+    def _end_trouble(self) -> None:
+        self._trouble = None
+
+    def _database_delay_s(self) -> float:
+        """How late the thread of a connection does the next thing."""
+        chance = self._choices.random()
+        return 0.0 if chance < 0.7 else self._choices.expovariate(500.0)
