@@ -53,6 +53,8 @@ RULES = {
     "services.chats": "chat core.types errors services.checkpoints services.common "
     "services.models storage tinker_gmi",
     "services.captures": "captures chat config errors services.chats storage tinker_gmi",
+    "services.runs": "backends.base core core.types errors services.checkpoints services.common "
+    "services.models storage tinker_gmi wire",
     "services": "backends.base config core errors services.accounts services.captures "
     "services.chats services.checkpoints services.common services.models storage",
     "routers": "anthropic_api captures chat errors openai_api services services.accounts "

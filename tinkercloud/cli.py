@@ -13,7 +13,9 @@ from tinkercloud import __version__
 from tinkercloud.commands import (
     backup,
     bench_options,
+    branch,
     captures,
+    diff,
     doctor,
     draft_options,
     fetch,
@@ -21,8 +23,11 @@ from tinkercloud.commands import (
     keys,
     models,
     plan,
+    receipt,
+    replay,
     restore,
     serve,
+    verify,
 )
 from tinkercloud.commands.options import Arguments, complain, missing_extra, say
 from tinkercloud.errors import ConfigError, UserError
@@ -37,6 +42,11 @@ COMMANDS = {
     "draft": ("drafts for speculative decoding: make, list, choose", draft_options),
     "import": ("make an adapter of PEFT a checkpoint of this server", import_options),
     "captures": ("what agents sampled: sessions, rewards, datums", captures),
+    "replay": ("compute a training run again, and compare the bits", replay),
+    "branch": ("a new model from an earlier step of a run", branch),
+    "diff": ("the first operation in which two runs differ", diff),
+    "receipt": ("what a sample or a step was computed from, for others to check", receipt),
+    "verify": ("check a receipt: compute it again", verify),
     "backup": ("copy the data folder, while a server runs or not", backup),
     "restore": ("make a backup the data folder", restore),
     "keys": ("make, list and revoke API keys", keys),

@@ -219,6 +219,12 @@ class Config:
     record_bytes: int = _setting(
         GIB, "such samples of each user; those that were unused longest go first", above=0
     )
+    archive_days: float = _setting(
+        30.0, "days that a run's operations are kept for replays; 0: not", at_least=0
+    )
+    archive_bytes: int = _setting(
+        10 * GIB, "of runs kept for replays, the oldest go first; 0: none are kept", at_least=0
+    )
     capture_ttl_s: float = _setting(
         24 * 3600.0, "seconds that a capture session is kept after its last use", above=0
     )

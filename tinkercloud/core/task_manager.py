@@ -25,7 +25,15 @@ from tinkercloud.errors import (
     TinkercloudError,
     UserError,
 )
-from tinkercloud.storage.futures import RESTARTED, FuturesStorage, Kept, Outcome, Ticket, failed
+from tinkercloud.storage.futures import (
+    RESTARTED,
+    SAMPLING_KIND,
+    FuturesStorage,
+    Kept,
+    Outcome,
+    Ticket,
+    failed,
+)
 from tinkercloud.storage.journal import Ran
 
 logger = logging.getLogger(__name__)
@@ -34,7 +42,6 @@ OnFinish = Callable[[str, Ticket, Outcome], None]
 Changes = Callable[[Ticket, Outcome], bool]
 """Whether an operation of a lane that ended so has changed its model."""
 
-SAMPLING_KIND = "Sample"
 RECORD_AGAIN_S = 2.0
 _TRAIN_PREFIX, _SAMPLE_PREFIX = "train-", "sample-"
 

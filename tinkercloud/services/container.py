@@ -37,12 +37,15 @@ from tinkercloud.services.models.future_service import FutureService
 from tinkercloud.services.models.loss_service import LossService
 from tinkercloud.services.models.model_service import ModelService
 from tinkercloud.services.models.recovery import Recovery
+from tinkercloud.services.models.recovery_files import RecoveryFiles
 from tinkercloud.services.models.rest_service import RestService
+from tinkercloud.services.models.run_archive import RunArchive
 from tinkercloud.services.models.sample_record_service import SampleRecordService
 from tinkercloud.services.models.sampling_service import SamplingService
 from tinkercloud.services.models.snapshots import Snapshots
 from tinkercloud.services.models.training_service import TrainingService
 from tinkercloud.services.models.version_store import VersionStore
+from tinkercloud.storage.archive import ArchiveStorage
 from tinkercloud.storage.audit_log import AuditLog
 from tinkercloud.storage.capture_rewards import CaptureRewardStorage
 from tinkercloud.storage.captures import CaptureStorage
@@ -93,6 +96,7 @@ class Services:
     traces: TraceService
     recovery: Recovery
     snapshots: Snapshots
+    archive: RunArchive
     accounts: AccountService
     names: ModelNames
     chat: ChatService
@@ -121,6 +125,7 @@ class Services:
         await self.checkpoints.remove_expired()
         await self.sample_records.expire()
         await self.captures.expire()
+        await self.archive.expire()
 
     async def stop_work(self) -> None:
         """Let operations of models that run end, and keep what they made, within the time that is
@@ -175,7 +180,13 @@ def build_services(
     on_policy = OnPolicyTracker()
     journal = JournalStorage(database)
     versions = VersionStore(backend)
-    snapshots = Snapshots(backend, journal, versions, config.data_dir)
+    files = RecoveryFiles(config.data_dir)
+    archive = RunArchive(
+        *(ArchiveStorage(database), journal, files),
+        days=config.archive_days,
+        max_bytes=config.archive_bytes,
+    )
+    snapshots = Snapshots(backend, journal, versions, files, archive)
     recovery = Recovery(backend, catalog, metadata, journal, snapshots)
     tasks.lanes.keeper, recovery.recorded = recovery, tasks.recorded
     dependencies = Dependencies(
@@ -183,8 +194,8 @@ def build_services(
         losses=losses,
         on_policy=on_policy,
         versions=versions,
-        snapshots=snapshots,
         recovery=recovery,
+        recovery_files=files,
     )
     sampling = SamplingService(dependencies)
     models = ModelService(dependencies)
@@ -222,6 +233,7 @@ def build_services(
         traces=TraceService(sessions, futures, stores.keys.secret("signed links")),
         recovery=recovery,
         snapshots=snapshots,
+        archive=archive,
         accounts=AccountService(stores.keys),
         names=names,
         captures=captures,

@@ -14,6 +14,8 @@ from tinkercloud.storage.journal import LanePast, Ran
 JSON_TYPE = "application/json"
 PROTOBUF_TYPE = "application/x-protobuf"
 Status = Literal["completed", "failed"]
+SAMPLING_KIND = "Sample"
+"""Of requests that are kept as long as their results: receipts are made of both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,16 @@ class Operation:
 
 
 @dataclass(frozen=True, slots=True)
+class Sampled:
+    """A sample that succeeded: what was asked for (JSON), and the result as its client got it."""
+
+    user: str
+    sampler_id: str
+    request: bytes = field(repr=False)
+    body: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Kept:
     """An acknowledged request that has no outcome yet, as it is on record. in_lane: whether it is
     an operation of a lane."""
@@ -133,10 +145,11 @@ class FuturesStorage:
         journal."""
         future = (
             "UPDATE futures SET status = ?, content_type = ?, body = ?, started_at = ?,"
-            " finished_at = ?, request = NULL WHERE request_id = ?",
+            " finished_at = ?, request = CASE WHEN kind = ? AND ? = 'completed' THEN request END"
+            " WHERE request_id = ?",
             (
                 *(outcome.status, outcome.content_type, outcome.body),
-                *(started_at, time.time(), request_id),
+                *(started_at, time.time(), SAMPLING_KIND, outcome.status, request_id),
             ),
         )
         if ran is None:
@@ -152,6 +165,15 @@ class FuturesStorage:
             *(request_id, user),
         )
         return None if row is None else Outcome(row["status"], row["content_type"], row["body"])
+
+    async def sample(self, sampler_id: str, seq_id: int) -> Sampled | None:
+        """None: there was none, it failed, or is not kept any more."""
+        row = await self._database.one(
+            "SELECT user, sampler_id, request, body FROM futures WHERE sampler_id = ?"
+            " AND seq_id = ? AND kind = ? AND status = 'completed' AND request IS NOT NULL",
+            *(sampler_id, seq_id, SAMPLING_KIND),
+        )
+        return None if row is None else Sampled(*row)
 
     async def finished_samples(self, user: str, sampler_id: str, after: float) -> list[Row]:
         """(request_id, seq_id, status, num_bytes) of samples that finished later than `after`."""

@@ -2,14 +2,19 @@
 
 An operation's row is written with its acknowledgement. When it has run it gets its position, the
 how-manieth of its model's operations it was, in the same commit as its outcome; rows of operations
-that changed nothing are deleted then. A snapshot has the position of the last operation in it, and
-makes the rows up to there superfluous. Both kinds of rows end with their model.
+that changed nothing are deleted then. A snapshot has the position of the last operation in it: what
+ran up to there is not done again after a crash. Whether older rows are kept for replays is the
+archive's affair (`storage.archive`).
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tinkercloud.storage.database import Database, Statement
+
+STEP_KIND = "OptimStep"
+"""The kind of operations that are counted as steps of a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +56,7 @@ class RanOperation:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class Taken:
     """A model's whole state after its operation at `position`. directory: relative to the data
     folder."""
 
@@ -62,7 +67,27 @@ class Snapshot:
     num_bytes: int
 
 
-_RAN = "SELECT request_id, user, model_id, kind, seq_id, position, digest, took_s, request"
+@dataclass(frozen=True, slots=True)
+class Snapshot(Taken):
+    """The same on record. num_steps, computed_s: of the operations up to it, steps of the optimizer
+    and the seconds they took."""
+
+    num_steps: int
+    computed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """The class that computed a model's last operations, and the position after which its bits are
+    not those of one class throughout; None: they are."""
+
+    last: str
+    inexact_since: int | None
+
+
+RAN_COLUMNS = "request_id, user, model_id, kind, seq_id, position, digest, took_s, request"
+_SNAPSHOT = "model_id, user, position, directory, num_bytes, num_steps, computed_s"
+_NEWEST = "(SELECT MAX(s.position) FROM snapshots s WHERE s.model_id = operations.model_id)"
 
 
 class JournalStorage:
@@ -74,55 +99,96 @@ class JournalStorage:
     async def next_after(self, user: str, model_id: str, position: int) -> RanOperation | None:
         """The first operation after a position that changed the model."""
         row = await self._database.one(
-            f"{_RAN} FROM operations WHERE model_id = ? AND user = ? AND position > ? AND applied"
-            " ORDER BY position LIMIT 1",
+            f"SELECT {RAN_COLUMNS} FROM operations WHERE model_id = ? AND user = ? AND position > ?"
+            " AND applied ORDER BY position LIMIT 1",
             *(model_id, user, position),
         )
         return None if row is None else RanOperation(*row)
 
     async def operations(self, user: str, model_id: str) -> list[str]:
-        """The request ids of those that no snapshot has."""
+        """The request ids of all that are kept."""
         rows = await self._database.all(
             "SELECT request_id FROM operations WHERE model_id = ? AND user = ?", model_id, user
         )
         return [row["request_id"] for row in rows]
 
+    async def snapshots(self, user: str, model_id: str) -> list[Snapshot]:
+        """Oldest first."""
+        rows = await self._database.all(
+            f"SELECT {_SNAPSHOT} FROM snapshots WHERE model_id = ? AND user = ? ORDER BY position",
+            *(model_id, user),
+        )
+        return [Snapshot(*row) for row in rows]
+
     async def newest_snapshot(self, user: str, model_id: str) -> Snapshot | None:
         row = await self._database.one(
-            "SELECT model_id, user, position, directory, num_bytes FROM snapshots"
-            " WHERE model_id = ? AND user = ? ORDER BY position DESC LIMIT 1",
+            f"SELECT {_SNAPSHOT} FROM snapshots WHERE model_id = ? AND user = ?"
+            " ORDER BY position DESC LIMIT 1",
             *(model_id, user),
         )
         return None if row is None else Snapshot(*row)
 
-    async def put_snapshot(self, snapshot: Snapshot) -> None:
-        """It takes the place of older ones, and of the operations in it."""
-        s = snapshot
-        of_model = (s.model_id, s.user, s.position)
+    async def put_snapshot(self, taken: Taken) -> None:
+        """It is what the model comes back from, from now on."""
+        t = taken
+        before = await self.newest_snapshot(t.user, t.model_id)
+        position, num_steps, computed_s = (
+            (0, 0, 0.0)
+            if before is None
+            else (before.position, before.num_steps, before.computed_s)
+        )
+        since = await self._database.one(
+            "SELECT COALESCE(SUM(kind = ?), 0), COALESCE(SUM(took_s), 0) FROM operations"
+            " WHERE model_id = ? AND user = ? AND applied AND position > ? AND position <= ?",
+            *(STEP_KIND, t.model_id, t.user, position, t.position),
+        )
+        assert since is not None
+        await self._database.write(
+            "INSERT INTO snapshots (directory, model_id, user, position, num_bytes, created_at,"
+            " num_steps, computed_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            *(t.directory, t.model_id, t.user, t.position, t.num_bytes, time.time()),
+            *(num_steps + since[0], computed_s + since[1]),
+        )
+
+    async def drop_snapshots(self, user: str, model_id: str, positions: Sequence[int]) -> None:
         await self._database.write_all(
-            (
-                "INSERT INTO snapshots (directory, model_id, user, position, num_bytes, created_at)"
-                " VALUES (?, ?, ?, ?, ?, ?)",
-                (s.directory, s.model_id, s.user, s.position, s.num_bytes, time.time()),
-            ),
-            ("DELETE FROM snapshots WHERE model_id = ? AND user = ? AND position < ?", of_model),
-            ("DELETE FROM operations WHERE model_id = ? AND user = ? AND position <= ?", of_model),
+            *(
+                (
+                    "DELETE FROM snapshots WHERE model_id = ? AND user = ? AND position = ?",
+                    (model_id, user, position),
+                )
+                for position in positions
+            )
         )
 
     async def debts(self) -> dict[tuple[str, str], float]:
         """Seconds that what ran since its last snapshot took, by (user, model)."""
         rows = await self._database.all(
-            "SELECT user, model_id, SUM(took_s) FROM operations WHERE applied GROUP BY 1, 2"
+            "SELECT user, model_id, SUM(took_s) FROM operations WHERE applied AND position >"
+            f" COALESCE({_NEWEST}, 0) GROUP BY 1, 2"
         )
         return {(user, model_id): took_s for user, model_id, took_s in rows}
 
     async def models(self) -> list[tuple[str, str]]:
-        """(model, user) of those that anything is kept of."""
+        """(model, user) of those that anything is kept of for a crash."""
         rows = await self._database.all(
             "SELECT model_id, user FROM operations UNION SELECT model_id, user FROM snapshots"
             " UNION SELECT model_id, user FROM kept_versions"
+            " EXCEPT SELECT model_id, user FROM runs WHERE ended_at IS NOT NULL"
         )
         return [(model_id, user) for model_id, user in rows]
+
+    async def end_run(self, user: str, model_id: str) -> None:
+        """The model is no more: what is kept of it is for replays."""
+        of_model = (model_id, user)
+        await self._database.write_all(
+            (
+                "INSERT INTO runs (model_id, user, ended_at) VALUES (?, ?, ?)"
+                " ON CONFLICT (model_id) DO UPDATE SET ended_at = excluded.ended_at",
+                (*of_model, time.time()),
+            ),
+            ("DELETE FROM kept_versions WHERE model_id = ? AND user = ?", of_model),
+        )
 
     async def forget(self, user: str, model_id: str) -> None:
         """All that is kept of a model but what is pending."""
@@ -132,7 +198,8 @@ class JournalStorage:
             (f"DELETE FROM operations {where} AND position IS NOT NULL", of_model),
             (f"DELETE FROM snapshots {where}", of_model),
             (f"DELETE FROM kept_versions {where}", of_model),
-            (f"DELETE FROM numerics {where}", of_model),
+            ("DELETE FROM numerics WHERE model_id = ?", (model_id,)),
+            (f"DELETE FROM runs {where}", of_model),
         )
 
     # published versions
@@ -156,24 +223,31 @@ class JournalStorage:
 
     # exactness
 
-    async def numerics(self, user: str, model_id: str) -> tuple[str, int | None] | None:
-        """(class that computed the model last, position since which its bits are not those of one
-        class throughout or None); None: nothing was computed."""
+    async def numerics(self, user: str, model_id: str) -> Numerics | None:
+        """None: nothing was computed."""
         row = await self._database.one(
-            "SELECT class, inexact_since FROM numerics WHERE model_id = ? AND user = ?",
+            "SELECT class, inexact_since FROM runs JOIN numerics USING (model_id)"
+            " WHERE model_id = ? AND user = ? ORDER BY position DESC LIMIT 1",
             *(model_id, user),
         )
-        return None if row is None else (row["class"], row["inexact_since"])
+        return None if row is None else Numerics(*row)
 
-    async def set_numerics(
-        self, user: str, model_id: str, numerics: str, inexact_since: int | None
-    ) -> None:
-        """The first position since which it is inexact counts."""
+    async def set_numerics(self, user: str, model_id: str, numerics: str, position: int) -> None:
+        """The class of what runs after this position."""
+        await self._database.write_all(
+            ("INSERT OR IGNORE INTO runs (model_id, user) VALUES (?, ?)", (model_id, user)),
+            (
+                "INSERT OR REPLACE INTO numerics (model_id, position, class) VALUES (?, ?, ?)",
+                (model_id, position, numerics),
+            ),
+        )
+
+    async def set_inexact(self, user: str, model_id: str, position: int) -> None:
+        """The first position since which it is so counts."""
         await self._database.write(
-            "INSERT INTO numerics (model_id, user, class, inexact_since) VALUES (?, ?, ?, ?)"
-            " ON CONFLICT (model_id) DO UPDATE SET class = excluded.class,"
-            " inexact_since = COALESCE(inexact_since, excluded.inexact_since)",
-            *(model_id, user, numerics, inexact_since),
+            "UPDATE runs SET inexact_since = COALESCE(inexact_since, ?)"
+            " WHERE model_id = ? AND user = ?",
+            *(position, model_id, user),
         )
 
 
@@ -190,7 +264,7 @@ def end(request_id: str, ran: Ran) -> Statement:
     if not ran.applied:
         return "DELETE FROM operations WHERE request_id = ?", (request_id,)
     return (
-        "UPDATE operations SET position = ?, applied = 1, digest = ?, took_s = ?"
+        "UPDATE operations SET position = ?, applied = 1, digest = ?, took_s = ?, ran_at = ?"
         " WHERE request_id = ?",
-        (ran.position, ran.digest, ran.took_s, request_id),
+        (ran.position, ran.digest, ran.took_s, time.time(), request_id),
     )

@@ -98,14 +98,16 @@ CREATE TABLE IF NOT EXISTS futures (
     finished_at  REAL,
     sampler_id   TEXT,                    -- of a sample
     started_at   REAL,                    -- when its work began
-    request      BLOB                     -- what it asks for, until it ends: to begin again after a restart
+    request      BLOB                     -- what it asks for, until it ends: to begin again after a restart;
+                                          -- of a sample that succeeded as long as its result
 );
 CREATE INDEX IF NOT EXISTS futures_by_sampler ON futures (sampler_id, finished_at)
     WHERE sampler_id IS NOT NULL;
 CREATE INDEX IF NOT EXISTS futures_by_finish ON futures (finished_at);
 CREATE INDEX IF NOT EXISTS futures_by_model ON futures (model_id, seq_id);
 
--- What has been asked of models in training, to be done again after a crash (storage/journal.py).
+-- What has been asked of models in training, to be done again after a crash (storage/journal.py) and
+-- by whoever replays a run (storage/archive.py).
 CREATE TABLE IF NOT EXISTS operations (
     request_id  TEXT PRIMARY KEY,
     user        TEXT NOT NULL,
@@ -116,7 +118,8 @@ CREATE TABLE IF NOT EXISTS operations (
     position    INTEGER,                  -- the how-manieth of its model's; NULL: it has not run
     applied     INTEGER NOT NULL DEFAULT 0,   -- whether the model is another by it
     digest      BLOB,                     -- of what it computed
-    took_s      REAL NOT NULL DEFAULT 0
+    took_s      REAL NOT NULL DEFAULT 0,
+    ran_at      REAL
 );
 CREATE INDEX IF NOT EXISTS operations_by_model ON operations (model_id, position);
 
@@ -126,7 +129,9 @@ CREATE TABLE IF NOT EXISTS snapshots (    -- the whole state of a model in train
     model_id    TEXT NOT NULL,
     position    INTEGER NOT NULL,         -- of the last operation in it
     num_bytes   INTEGER NOT NULL,
-    created_at  REAL NOT NULL
+    created_at  REAL NOT NULL,
+    num_steps   INTEGER NOT NULL,         -- steps of the optimizer among the operations so far
+    computed_s  REAL NOT NULL             -- seconds that these operations took
 );
 CREATE INDEX IF NOT EXISTS snapshots_by_model ON snapshots (model_id, position);
 
@@ -138,12 +143,19 @@ CREATE TABLE IF NOT EXISTS kept_versions (    -- published weights of models in 
 );
 CREATE INDEX IF NOT EXISTS kept_versions_by_model ON kept_versions (model_id);
 
-CREATE TABLE IF NOT EXISTS numerics (     -- what computed a model in training
+CREATE TABLE IF NOT EXISTS runs (         -- models in training that anything above is kept of
     model_id      TEXT PRIMARY KEY,
     user          TEXT NOT NULL,
-    class         TEXT NOT NULL,          -- Backend.numerics() of the last operation
-    inexact_since INTEGER                 -- position after which another class went on
+    inexact_since INTEGER,                -- position after which its bits are of no single class
+    ended_at      REAL                    -- the model is no more: kept for its replay only
 );
+
+CREATE TABLE IF NOT EXISTS numerics (     -- what computed the operations of a run
+    model_id  TEXT NOT NULL,
+    position  INTEGER NOT NULL,           -- those after this one, up to the next row's
+    class     TEXT NOT NULL,              -- Backend.numerics()
+    PRIMARY KEY (model_id, position)
+) WITHOUT ROWID;
 
 CREATE TABLE IF NOT EXISTS sampler_clients (
     sampler_id   TEXT PRIMARY KEY,

@@ -165,9 +165,12 @@ async def test_samples_left_by_a_killed_server_are_drawn_with_their_seeds_at_the
         assert again["request_id"] == left[1]["request_id"]
         await api.result(left[1])
         rows = await api.services.database.all(
-            "SELECT COUNT(*) FROM futures WHERE request IS NOT NULL"
+            "SELECT COUNT(*) FROM futures WHERE request IS NOT NULL AND status = 'pending'"
         )
         assert rows[0][0] == 0
+        kept = await api.services.futures.sample(sampler, 7)  # for a receipt, as long as the result
+        assert kept is not None
+        assert json.loads(kept.request)["sampling_params"]["seed"] is not None
 
 
 async def test_a_seed_drawn_before_a_restart_is_the_one_after_it(tmp_path: Path) -> None:

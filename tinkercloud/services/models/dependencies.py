@@ -11,8 +11,8 @@ from tinkercloud.services.checkpoints.checkpoint_service import CheckpointServic
 from tinkercloud.services.common.catalog import Catalog
 from tinkercloud.services.models.loss_service import LossService
 from tinkercloud.services.models.recovery import Recovery
+from tinkercloud.services.models.recovery_files import RecoveryFiles
 from tinkercloud.services.models.sample_record_service import SampleRecordService
-from tinkercloud.services.models.snapshots import Snapshots
 from tinkercloud.services.models.version_store import VersionStore
 from tinkercloud.storage.metadata import MetadataStorage
 
@@ -30,5 +30,5 @@ class Dependencies:
     losses: LossService
     on_policy: OnPolicyTracker
     versions: VersionStore
-    snapshots: Snapshots
     recovery: Recovery
+    recovery_files: RecoveryFiles

@@ -5,7 +5,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import TypeVar
 
 from pydantic import BaseModel
@@ -34,7 +34,7 @@ from tinkercloud.services.common.numbers import (
     unload_key,
 )
 from tinkercloud.services.models.dependencies import Dependencies
-from tinkercloud.services.models.lane_operations import as_json, changes_if_completed
+from tinkercloud.services.models.lane_operations import CREATE, LOAD, Loading, changes_if_completed
 from tinkercloud.services.models.model_records import (
     check_optimizer,
     lora_record,
@@ -42,34 +42,16 @@ from tinkercloud.services.models.model_records import (
     new_model,
     with_metadata,
 )
+from tinkercloud.services.models.replayer import created
 from tinkercloud.storage.futures import Outcome, Ticket, completed_json
-from tinkercloud.storage.journal import RanOperation
 from tinkercloud.storage.metadata import Checkpoint, LoraRecord, Model
 
-CREATE, LOAD, UNLOAD = "CreateModel", "LoadWeights", "UnloadModel"
+UNLOAD = "UnloadModel"
 TOUCH_EVERY_S = 10.0
 RECENT_S = 3600.0
 """Models that were used so long before a start are brought back before they are asked for."""
 logger = logging.getLogger(__name__)
 Body = TypeVar("Body", bound=BaseModel)
-
-
-@dataclass(frozen=True, slots=True)
-class Loading:
-    """A checkpoint to put into a model. owner: the other account whose checkpoints may be read; ""
-    for a token that is nobody's key. creates: the model begins with it."""
-
-    body: LoadWeightsRequest
-    owner: str | None
-    creates: bool = False
-
-    def encoded(self) -> bytes:
-        return json.dumps([as_json(self.body).decode(), self.owner, self.creates]).encode()
-
-    @classmethod
-    def decoded(cls, request: bytes) -> "Loading":
-        body, owner, creates = json.loads(request)
-        return cls(LoadWeightsRequest.model_validate_json(body), owner, creates)
 
 
 class ModelService:
@@ -81,7 +63,7 @@ class ModelService:
         self._sessions = dependencies.sessions
         self._checkpoints = dependencies.checkpoints
         self._on_policy = dependencies.on_policy
-        self._snapshots = dependencies.snapshots
+        self._files = dependencies.recovery_files
         self._recovery = dependencies.recovery
         self._live: dict[tuple[str, str], Model] = {}
         self._touched: dict[str, float] = {}
@@ -89,9 +71,7 @@ class ModelService:
         self._sessions.when_finished(self._retire_session)
         self._tasks.resume(UNLOAD, self._resumed_unloading)
         self._tasks.journal(CREATE, self._resumed_creation, changes_if_completed)
-        self._recovery.replays(CREATE, self._create_again)
         self._tasks.journal(LOAD, self._resumed_loading, changes_if_completed)
-        self._recovery.replays(LOAD, self._load_again)
 
     async def start(self) -> None:
         """Bring back, one after the other, what was trained until the last process ended: an
@@ -143,17 +123,10 @@ class ModelService:
     async def _create(self, model: Model) -> Outcome:
         name = self._catalog.backend_name(model.base_model)
         await self._backend.create_model(model.model_id, name, lora_spec(model.lora))
-        return completed_json({"model_id": model.model_id, "type": "create_model"})
+        return completed_json(created(model.model_id))
 
     async def _resumed_creation(self, ticket: Ticket, request: bytes) -> Work:
         return self._creating(await self.of(ticket))
-
-    async def _create_again(self, operation: RanOperation) -> bytes:
-        model = await self._model(operation.user, operation.model_id)
-        # On record and not as the model has it now: a checkpoint may have been loaded since.
-        lora = LoraRecord(**json.loads(operation.request))
-        # Not guarded: where it cannot be done just now, the model is no failed one.
-        return (await self._create(replace(model, lora=lora))).body
 
     async def load(self, user: str, body: LoadWeightsRequest) -> UntypedAPIFuture:
         """Create a model from a checkpoint, or (legacy) put a checkpoint into a model."""
@@ -186,15 +159,6 @@ class ModelService:
         loading, model = Loading.decoded(request), await self.of(ticket)
         work = self._loading(model, loading)
         return self._guarded(model, work) if loading.creates else work
-
-    async def _load_again(self, operation: RanOperation) -> bytes:
-        model = await self._model(operation.user, operation.model_id)
-        name = self._catalog.backend_name(model.base_model)
-        await self._backend.load_model(
-            *(model.model_id, name, self._snapshots.loaded(model.model_id, operation.request_id)),
-            with_optimizer=Loading.decoded(operation.request).body.optimizer,
-        )
-        return b""
 
     async def _loadable(
         self, user: str, path: str, nearby: Nearby, owner: str | None
@@ -229,7 +193,7 @@ class ModelService:
         directory = await self._checkpoints.verified(checkpoint)
         if self._recovery.is_offered:  # before the model is made of it: the checkpoint may go
             request_id = self._tasks.running_request_id()
-            directory = await self._snapshots.keep_loaded(model.model_id, request_id, directory)
+            directory = await self._files.keep_loaded(model.model_id, request_id, directory)
         name = self._catalog.backend_name(model.base_model)
         lora = await self._backend.load_model(
             model.model_id, name, directory, with_optimizer=with_optimizer
@@ -378,7 +342,7 @@ class ModelService:
             if model.state == "live":
                 await self._retire(model)
             else:
-                await self._recovery.forget(user, model.model_id)
+                await self._recovery.end_run(user, model.model_id)
 
     async def _retire(self, model: Model) -> None:
         await self._close(model)
@@ -400,7 +364,7 @@ class ModelService:
         await self._backend.delete_model(model_id)
         self._on_policy.changed(model_id)
         if not await self._metadata.is_sampled(user, model_id):
-            await self._recovery.forget(user, model_id)
+            await self._recovery.end_run(user, model_id)
 
 
 def _loaded(path: str, model_id: str) -> Outcome:

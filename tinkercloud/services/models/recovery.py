@@ -18,6 +18,8 @@ from tinkercloud.core.lanes import Lanes
 from tinkercloud.core.pending import Work
 from tinkercloud.errors import EngineDied, ModelStateLost, ServerFault, TinkercloudError
 from tinkercloud.services.common.catalog import Catalog
+from tinkercloud.services.models.lane_operations import PUBLISH
+from tinkercloud.services.models.replayer import Replayer
 from tinkercloud.services.models.snapshots import Key, Snapshots
 from tinkercloud.storage.futures import Outcome, Ticket
 from tinkercloud.storage.journal import JournalStorage, RanOperation
@@ -25,8 +27,7 @@ from tinkercloud.storage.metadata import MetadataStorage
 
 logger = logging.getLogger(__name__)
 
-Replay = Callable[[RanOperation], Awaitable[bytes]]
-"""Do an operation again on its model, and nothing else; what it computed (`Outcome.computed`)."""
+Publish = Callable[[RanOperation], Awaitable[None]]
 MAX_ATTEMPTS = 3
 RETRY_S = 0.1
 
@@ -47,21 +48,20 @@ class Recovery:
         self._metadata = metadata
         self._journal = journal
         self._snapshots = snapshots
-        self._replays: dict[str, Replay] = {}  # by kind
+        self._files = snapshots.files
+        self._replayer = Replayer(backend)
         self._there: dict[Key, int] = {}  # the beginning of the backend's memory that has the model
         self._positions: dict[Key, int] = {}  # of what ran last, of models that are there
         self._suspects = asyncio.Lock()
         self.recorded: Callable[[], Awaitable[None]] = _nothing_is_late
         """Waits until every outcome is on record (`TaskManager.recorded`)."""
+        self.publish_again: Publish = _nothing_to_publish
+        """Publishes what an operation published, from its model as it was then."""
 
     @property
     def is_offered(self) -> bool:
         """Whether this backend's models come back."""
         return self._backend.incarnation() is not None
-
-    def replays(self, kind: str, replay: Replay) -> None:
-        """How operations of this kind, which change their model, are done again."""
-        self._replays[kind] = replay
 
     @property
     def positions(self) -> dict[Key, int]:
@@ -125,7 +125,7 @@ class Recovery:
     async def kept_version(self, user: str, version_key: str) -> Path | None:
         """The folder of a checkpoint with the weights of a published version."""
         directory = await self._journal.version_directory(user, version_key)
-        return None if directory is None else self._snapshots.data_dir / directory
+        return None if directory is None else self._files.data_dir / directory
 
     async def models(self) -> list[tuple[str, str]]:
         """(model, user) of those that can be brought back."""
@@ -155,10 +155,10 @@ class Recovery:
         began, position, num_done = time.monotonic(), 0, 0
         snapshot = await self._journal.newest_snapshot(user, model_id)
         if snapshot is not None:
-            await self._restore_snapshot(key, snapshot.directory)
+            await self._restore_snapshot(model_id, await self._base_model(key), snapshot.directory)
             position = snapshot.position
         while operation := await self._journal.next_after(user, model_id, position):
-            await self._do_again(operation)
+            await self._do_again(operation, await self._base_model(key))
             position, num_done = operation.position, num_done + 1
         await self._note_numerics(key, position)
         if snapshot is not None or num_done:
@@ -169,14 +169,18 @@ class Recovery:
             )
         return position
 
-    async def _restore_snapshot(self, key: Key, directory: str) -> None:
+    async def _base_model(self, key: Key) -> str:
+        """As the backend names it."""
         user, model_id = key
         model = await self._metadata.model(model_id, user)
         if model is None:
             raise ModelStateLost(model_id)
-        name = self._catalog.backend_name(model.base_model)
+        return self._catalog.backend_name(model.base_model)
+
+    async def _restore_snapshot(self, model_id: str, base_model: str, directory: str) -> None:
+        place = self._files.data_dir / directory
         try:
-            await self._backend.restore_state(model_id, name, self._snapshots.data_dir / directory)
+            await self._backend.restore_state(model_id, base_model, place)
         except EngineDied:
             raise
         except TinkercloudError as error:
@@ -185,9 +189,12 @@ class Recovery:
                 "checkpoint, and see that the disk is sound"
             ) from error
 
-    async def _do_again(self, operation: RanOperation) -> None:
+    async def _do_again(self, operation: RanOperation, base_model: str) -> None:
+        loaded = self._files.loaded(operation.model_id, operation.request_id)
         try:
-            computed = await self._replays[operation.kind](operation)
+            computed = await self._replayer.do(operation, base_model, loaded)
+            if operation.kind == PUBLISH:
+                await self.publish_again(operation)
         except EngineDied:
             raise
         except TinkercloudError as error:
@@ -204,38 +211,40 @@ class Recovery:
     async def _note_numerics(self, key: Key, position: int) -> None:
         numerics = self._backend.numerics()
         known = await self._journal.numerics(*key)
-        if known is not None and known[0] == numerics:
+        if known is not None and known.last == numerics:
             return
-        since = None if known is None else position
+        await self._journal.set_numerics(*key, numerics, position)
         if known is not None:
             logger.warning(
                 "%s was computed by %r and goes on by %r: not bit-exact since its operation %d",
-                *(key[1], known[0], numerics, position),
+                *(key[1], known.last, numerics, position),
             )
-        await self._journal.set_numerics(*key, numerics, since)
+            await self._journal.set_inexact(*key, position)
 
     async def _note_difference(self, operation: RanOperation) -> None:
-        numerics = self._backend.numerics()
-        known = await self._journal.numerics(operation.user, operation.model_id)
-        same = known is not None and known[0] == numerics
+        key = operation.user, operation.model_id
+        known = await self._journal.numerics(*key)
+        same = known is not None and known.last == self._backend.numerics()
         logger.log(
             logging.ERROR if same else logging.WARNING,
             "operation %d (%s) of %s gave other bits when it was done again",
             *(operation.seq_id, operation.kind, operation.model_id),
         )
         if same:
-            await self._journal.set_numerics(
-                operation.user, operation.model_id, numerics, operation.position
-            )
+            await self._journal.set_inexact(*key, operation.position)
 
-    async def forget(self, user: str, model_id: str) -> None:
+    async def end_run(self, user: str, model_id: str) -> None:
         """The model is no more, and nothing samples what it published."""
         key = user, model_id
         self._there.pop(key, None)
         self._positions.pop(key, None)
         if self.is_offered:
-            await self._snapshots.forget(key)
+            await self._snapshots.end_run(key)
 
 
 async def _nothing_is_late() -> None:
+    return
+
+
+async def _nothing_to_publish(operation: RanOperation) -> None:
     return

@@ -19,7 +19,7 @@ from tinker_gmi.types import (
     UntypedAPIFuture,
 )
 from tinkercloud.core.data_converter import MAX_SAMPLES, seeded
-from tinkercloud.core.task_manager import SAMPLING_KIND, Work
+from tinkercloud.core.task_manager import Work
 from tinkercloud.core.types import (
     FromBase,
     FromCheckpoint,
@@ -32,7 +32,7 @@ from tinkercloud.core.types import SampleRequest as CoreSampleRequest
 from tinkercloud.errors import EngineDied, InvalidRequest, SamplerNotFound, VersionLost
 from tinkercloud.services.common.numbers import checked, sample_key
 from tinkercloud.services.models.dependencies import Dependencies
-from tinkercloud.storage.futures import Outcome, Ticket, completed_protobuf
+from tinkercloud.storage.futures import SAMPLING_KIND, Outcome, Ticket, completed_protobuf
 from tinkercloud.storage.journal import RanOperation
 from tinkercloud.storage.metadata import Model, Sampler, SamplerKind
 from tinkercloud.storage.sample_records import SampleOwner, sequence_id
@@ -69,6 +69,7 @@ class SamplingService:
         self._undrafted: set[str] = set()  # samplers; in memory only: drafts change speed alone
         self._sessions.when_finished(self._release_session)
         self._tasks.resume(SAMPLING_KIND, self._resumed)
+        self._recovery.publish_again = self._publish_again
 
     async def close(self) -> None:
         await self._versions.close()
@@ -333,7 +334,7 @@ class SamplingService:
 
         return publish
 
-    async def publish_again(self, operation: RanOperation) -> None:
+    async def _publish_again(self, operation: RanOperation) -> None:
         """What `publish_model` did, by a model that was brought back to the same point."""
         sampler = await self._metadata.sampler_of_request(operation.request_id, operation.user)
         if sampler is not None:  # else its session was finished

@@ -7,22 +7,19 @@ meanwhile. How often: when as much has been computed since the last one as costs
 
 import asyncio
 import logging
-import shutil
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass
-from hashlib import sha256
-from pathlib import Path
 
 from tinkercloud.backends.base import Backend
 from tinkercloud.errors import EngineDied, StateCopyLost, StorageFailed, VersionLost
-from tinkercloud.services.checkpoints import checkpoint_files
+from tinkercloud.services.models.recovery_files import RecoveryFiles
+from tinkercloud.services.models.run_archive import RunArchive
 from tinkercloud.services.models.version_store import VersionStore
-from tinkercloud.storage.journal import JournalStorage, Snapshot
+from tinkercloud.storage.journal import JournalStorage, Taken
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "recovery"
 SHARE = 0.03
 FIRST_COST_S = 0.1
 """Of a model's first snapshot, before one was measured."""
@@ -44,22 +41,24 @@ class _State:
 
 
 class Snapshots:
-    """On disk: data_dir/recovery/MODEL/ with `snapshot-POSITION`, `version-NAME` for published
-    weights, and `loaded-REQUEST` for checkpoints that were loaded into the model."""
-
     def __init__(
-        self, backend: Backend, journal: JournalStorage, versions: VersionStore, data_dir: Path
+        self,
+        backend: Backend,
+        journal: JournalStorage,
+        versions: VersionStore,
+        files: RecoveryFiles,
+        archive: RunArchive,
     ):
         self._backend = backend
         self._journal = journal
         self._versions = versions
-        self.data_dir = data_dir
+        self.files = files
+        self._archive = archive
         self._states: dict[Key, _State] = {}
         self._num_taken, self._num_bytes, self._seconds = 0, 0, 0.0
 
     async def start(self) -> None:
-        """What a killed process left half written goes."""
-        await asyncio.to_thread(_remove_temporaries, self.data_dir / FOLDER)
+        await self.files.start()
         for key, debt_s in (await self._journal.debts()).items():
             self._state(key).debt_s = debt_s
 
@@ -136,23 +135,14 @@ class Snapshots:
     async def _write(self, key: Key, position: int, copy: int, versions: Mapping[str, str]) -> None:
         user, model_id = key
         began = time.monotonic()
-        place = self.folder(model_id)
-        temporary = await asyncio.to_thread(checkpoint_files.new_temporary, place)
-        try:
+        target = self.files.snapshot(model_id, position)
+        async with self.files.new(target) as temporary:
             cost = await self._backend.write_state(copy, temporary)
             for version_key, version in versions.items():
                 await self._keep_version(user, model_id, version_key, version)
-            target = place / f"snapshot-{position}"
-            await asyncio.to_thread(_replace, temporary, target)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        directory = str(target.relative_to(self.data_dir))
-        await self._journal.put_snapshot(
-            Snapshot(model_id, user, position, directory, cost.num_bytes)
-        )
-        needed = {f"loaded-{each}" for each in await self._journal.operations(user, model_id)}
-        await asyncio.to_thread(_remove_others, place, needed | {target.name})
+        directory = self.files.relative(target)
+        await self._journal.put_snapshot(Taken(model_id, user, position, directory, cost.num_bytes))
+        await self._archive.has_snapshot(user, model_id)
         took_s = cost.copy_s + time.monotonic() - began
         self._state(key).cost_s = took_s
         self._num_taken += 1
@@ -161,50 +151,24 @@ class Snapshots:
 
     async def _keep_version(self, user: str, model_id: str, key: str, version: str) -> None:
         """As files, once: a version never changes."""
-        # Named by both: the version of an inflight sampler's key changes.
-        name = sha256(f"{key} {version}".encode()).hexdigest()[:24]
-        target = self.folder(model_id) / f"version-{name}"
-        directory = str(target.relative_to(self.data_dir))
+        target = self.files.version(model_id, key, version)
+        directory = self.files.relative(target)
         if await self._journal.version_directory(user, key) == directory:
             return
-        temporary = await asyncio.to_thread(checkpoint_files.new_temporary, self.folder(model_id))
         try:
-            await self._backend.write_version(version, temporary)
-            await asyncio.to_thread(_replace, temporary, target)
+            async with self.files.new(target) as temporary:
+                await self._backend.write_version(version, temporary)
         except VersionLost:  # released meanwhile: nobody samples it
-            shutil.rmtree(temporary, ignore_errors=True)
             return
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
         old = await self._journal.keep_version(user, model_id, key, directory)
         if old is not None:
-            await asyncio.to_thread(shutil.rmtree, self.data_dir / old, ignore_errors=True)
+            await self.files.remove(self.files.data_dir / old)
 
-    # files
-
-    def folder(self, model_id: str) -> Path:
-        return self.data_dir / FOLDER / model_id
-
-    def loaded(self, model_id: str, request_id: str) -> Path:
-        """Where `keep_loaded` has put the files."""
-        return self.folder(model_id) / f"loaded-{request_id}"
-
-    async def keep_loaded(self, model_id: str, request_id: str, checkpoint: Path) -> Path:
-        """The files of a checkpoint that the model is made of from now on, whatever becomes of the
-        checkpoint."""
-        target = self.loaded(model_id, request_id)
-        temporary = await asyncio.to_thread(checkpoint_files.new_temporary, target.parent)
-        await asyncio.to_thread(_link_files, checkpoint, temporary)
-        await asyncio.to_thread(_replace, temporary, target)
-        return target
-
-    async def forget(self, key: Key) -> None:
+    async def end_run(self, key: Key) -> None:
         """The model is no more."""
         await self._settle(key)
         self._states.pop(key, None)
-        await self._journal.forget(*key)
-        await asyncio.to_thread(shutil.rmtree, self.folder(key[1]), ignore_errors=True)
+        await self._archive.end_run(*key)
 
     async def _settle(self, key: Key) -> None:
         writing = self._state(key).writing
@@ -213,30 +177,3 @@ class Snapshots:
 
     def _state(self, key: Key) -> _State:
         return self._states.setdefault(key, _State())
-
-
-def _link_files(source: Path, target: Path) -> None:
-    """Flushed to the disk."""
-    checkpoint_files.link_files(source, target)
-    for path in (*target.iterdir(), target):
-        checkpoint_files.flush(path)
-
-
-def _replace(temporary: Path, target: Path) -> None:
-    """A folder of that name was left by a process that ended before it was on record."""
-    shutil.rmtree(target, ignore_errors=True)
-    checkpoint_files.move_into_place(temporary, target)
-
-
-def _remove_others(place: Path, needed: Set[str]) -> None:
-    """What a snapshot makes superfluous. needed: names; checkpoints that were loaded after it, too,
-    perhaps while it was written."""
-    for pattern in ("snapshot-*", "loaded-*"):
-        for directory in place.glob(pattern):
-            if directory.name not in needed:
-                shutil.rmtree(directory, ignore_errors=True)
-
-
-def _remove_temporaries(root: Path) -> None:
-    for directory in root.glob(f"*/{checkpoint_files.TEMPORARY_PREFIX}*"):
-        shutil.rmtree(directory, ignore_errors=True)

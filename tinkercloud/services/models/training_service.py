@@ -4,12 +4,9 @@ import asyncio
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
-from pydantic import ValidationError
-
-from tinker_gmi.types import AdamParams as JsonAdamParams
 from tinker_gmi.types import (
     OptimStepRequest,
     SaveWeightsExternalRequest,
@@ -17,12 +14,10 @@ from tinker_gmi.types import (
     SaveWeightsRequest,
     UntypedAPIFuture,
 )
-from tinkercloud.core.custom_batch import with_custom_metrics
 from tinkercloud.core.operation_codec import decode_batch, encode_batch, encode_fault
 from tinkercloud.core.pending import Work
-from tinkercloud.core.policy_metrics import policy_metrics
 from tinkercloud.core.provenance import sequence_ids
-from tinkercloud.core.types import AdamParams, RecordedSequence, TrainBatch, TrainOutput
+from tinkercloud.core.types import RecordedSequence, TrainBatch
 from tinkercloud.errors import InvalidRequest, ModelNotFound, TinkercloudError, UserError
 from tinkercloud.losses import LOSSES
 from tinkercloud.losses.custom.graph import CUSTOM
@@ -34,29 +29,26 @@ from tinkercloud.services.common.numbers import train_key, train_seq_id
 from tinkercloud.services.common.user_metadata import stringified
 from tinkercloud.services.models.dependencies import Dependencies
 from tinkercloud.services.models.lane_operations import (
+    FORWARD_BACKWARD,
+    OPTIM_STEP,
+    PUBLISH,
     as_json,
     changes_if_completed,
     is_users_fault,
     never,
 )
 from tinkercloud.services.models.model_service import ModelService
-from tinkercloud.services.models.recovery import Recovery
 from tinkercloud.services.models.sampling_service import SamplingService
-from tinkercloud.storage.futures import (
-    Outcome,
-    Ticket,
-    completed_json,
-    completed_protobuf,
-    failed,
+from tinkercloud.services.models.training_outcomes import (
+    adam_params,
+    computed_by_pass,
+    computed_by_step,
 )
-from tinkercloud.storage.journal import RanOperation
+from tinkercloud.storage.futures import Outcome, Ticket, completed_json, completed_protobuf
 from tinkercloud.storage.metadata import Model
-from tinkercloud.wire.codec import encode_train_output
 
-FORWARD_BACKWARD, FORWARD, OPTIM_STEP = "ForwardBackward", "Forward", "OptimStep"
-SAVE, EXPORT, PUBLISH = "SaveWeights", "SaveWeightsExternal", "SaveWeightsForSampler"
+FORWARD, SAVE, EXPORT = "Forward", "SaveWeights", "SaveWeightsExternal"
 INLINE_BYTES = 64 * 1024  # larger batches are checked off the event loop
-INLINE_DATUMS = 64  # results of more are encoded off the event loop
 
 
 class TrainingService:
@@ -71,21 +63,18 @@ class TrainingService:
         self._on_policy = dependencies.on_policy
         self._models = models
         self._sampling = sampling
-        self._put_in_journal(dependencies.recovery)
+        self._put_in_journal()
 
-    def _put_in_journal(self, recovery: Recovery) -> None:
-        """How each kind of operation begins again, and how its effect on the model is repeated."""
+    def _put_in_journal(self) -> None:
+        """How each kind of operation begins again."""
         tasks, models = self._tasks, self._models
         tasks.journal(FORWARD, self._resumed_pass, never)
         tasks.journal(FORWARD_BACKWARD, self._resumed_pass, changes_if_completed)
-        recovery.replays(FORWARD_BACKWARD, self._train_again)
         tasks.journal(OPTIM_STEP, models.resumed(OptimStepRequest, self._stepping), _steps)
-        recovery.replays(OPTIM_STEP, self._step_again)
         tasks.journal(SAVE, models.resumed(SaveWeightsRequest, self._saving), never)
         tasks.journal(EXPORT, models.resumed(SaveWeightsExternalRequest, self._exporting), never)
         publishing = models.resumed(SaveWeightsForSamplerRequest, self._publishing)
         tasks.journal(PUBLISH, publishing, _publishes)
-        recovery.replays(PUBLISH, self._publish_again)
 
     # passes
 
@@ -140,7 +129,7 @@ class TrainingService:
             output = await self._backend.forward_backward(model.model_id, batch)
             self._usage.trained(model, batch)
             self._on_policy.trained(model.model_id, batch, output)
-            return completed_protobuf(await _result(batch, output))
+            return completed_protobuf(await computed_by_pass(batch, output))
 
         return work
 
@@ -150,11 +139,6 @@ class TrainingService:
         except TinkercloudError as error:
             return _refusal(error)
         return self._passing(await self._models.of(ticket), batch)
-
-    async def _train_again(self, operation: RanOperation) -> bytes:
-        batch = decode_batch(operation.request)
-        output = await self._backend.forward_backward(operation.model_id, batch)
-        return await _result(batch, output)
 
     # steps
 
@@ -170,17 +154,9 @@ class TrainingService:
             # NaN in a JSON result is a decode error in the client (wire specification, section 0)
             finite = {n: v for n, v in {**metrics, **known}.items() if math.isfinite(v)}
             outcome = completed_json({"metrics": finite, "type": "optim_step"})
-            return replace(outcome, computed=_computed(metrics))
+            return replace(outcome, computed=computed_by_step(metrics))
 
         return work
-
-    async def _step_again(self, operation: RanOperation) -> bytes:
-        body = OptimStepRequest.model_validate_json(operation.request)
-        try:
-            metrics = await self._backend.optim_step(operation.model_id, adam_params(body))
-        except UserError as error:  # a gradient that is not finite was dropped, and is again
-            return failed(str(error), error.category).body
-        return _computed(metrics)
 
     # weights out
 
@@ -279,10 +255,6 @@ class TrainingService:
 
         return work
 
-    async def _publish_again(self, operation: RanOperation) -> bytes:
-        await self._sampling.publish_again(operation)
-        return b""
-
 
 def _refusal(error: TinkercloudError) -> Work:
     async def work() -> Outcome:
@@ -298,48 +270,3 @@ def _steps(ticket: Ticket, outcome: Outcome) -> bool:
 
 def _publishes(ticket: Ticket, outcome: Outcome) -> bool:
     return outcome.status == "completed" and "sampling_session_id" in json.loads(outcome.body)
-
-
-def _computed(metrics: Mapping[str, float]) -> bytes:
-    return json.dumps(dict(metrics), sort_keys=True).encode()
-
-
-async def _result(batch: TrainBatch, output: TrainOutput) -> bytes:
-    if len(batch.data) <= INLINE_DATUMS:
-        return _encoded(batch, output)
-    return await asyncio.to_thread(_encoded, batch, output)
-
-
-def _encoded(batch: TrainBatch, output: TrainOutput) -> bytes:
-    """With the metrics of RL: here, from what every backend returns, they are the same on all."""
-    if batch.loss_fn == CUSTOM:
-        return encode_train_output(with_custom_metrics(output))
-    pairs = zip(output.outputs, batch.data, strict=True)
-    data = ((fields["logprobs"], datum.inputs) for fields, datum in pairs)
-    metrics = policy_metrics(batch.loss_fn, batch.loss_fn_config, data)
-    return encode_train_output(TrainOutput(output.outputs, {**output.metrics, **metrics}))
-
-
-def adam_params(body: OptimStepRequest) -> AdamParams:
-    """`optimizer_params` replaces `adam_params` (wire specification, section 8). Raises
-    InvalidRequest."""
-    wire_params = body.adam_params or JsonAdamParams()
-    if body.optimizer_params is not None:
-        family = body.optimizer_params.get("type", "adamw")
-        if family == "dimuon":
-            raise InvalidRequest(
-                "optimizer_params of 'dimuon': its definition is not published, and this model was "
-                "made with adamw; step with AdamParams"
-            )
-        if family not in ("adam", "adamw"):
-            raise InvalidRequest(f"optimizer {family!r} in optimizer_params: this model has adamw")
-        try:
-            wire_params = JsonAdamParams.model_validate(body.optimizer_params)
-        except ValidationError as error:
-            raise InvalidRequest(f"optimizer_params: {error.errors()[0]['msg']}") from None
-    params = AdamParams(**wire_params.model_dump())
-    for name, value in asdict(params).items():
-        highest = 1.0 if name in ("beta1", "beta2") else math.inf
-        if not 0 <= value < highest:
-            raise InvalidRequest(f"adam_params.{name} is {value}; it must lie in [0, {highest})")
-    return params

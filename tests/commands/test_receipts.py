@@ -1,0 +1,132 @@
+"""`tinkercloud receipt` and `verify`: a stranger computes again what a server gave."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.api.harness import Api, serving
+from tests.api.models.test_recovery import train
+from tinkercloud.backends.fake import FakeBackend
+from tinkercloud.cli import main
+
+Output = pytest.CaptureFixture[str]
+
+
+async def command(*arguments: object) -> int:
+    full = [*(str(each) for each in arguments), "--backend", "fake"]
+    return await asyncio.to_thread(main, full)
+
+
+async def sampler_of(api: Api, kind: str) -> str:
+    if kind == "base":
+        return await api.sampler(await api.session())
+    model_id = await api.model()
+    number = await train(api, model_id, 1)
+    save = {"model_id": model_id, "seq_id": number}
+    if kind == "checkpoint":
+        saved = await api.result(await api.ok("save_weights_for_sampler", **save, path="one"))
+        return await api.sampler(await api.session(), model_path=saved["path"], base_model=None)
+    save |= {"sampling_session_seq_id": 9}
+    if kind == "inflight":
+        save |= {"kind": "inflight"}
+    published = await api.result(await api.ok("save_weights_for_sampler", **save))
+    await train(api, model_id, number + 1)  # the model goes on
+    return published["sampling_session_id"]
+
+
+@pytest.mark.parametrize("kind", ["base", "checkpoint", "ephemeral"])
+async def test_a_sample_is_verified_elsewhere(tmp_path: Path, capsys: Output, kind: str) -> None:
+    data, weights, path = tmp_path / "data", tmp_path / "weights", tmp_path / "receipt.json"
+    async with serving(data) as api:
+        sampler = await sampler_of(api, kind)
+        await api.result(await api.sample(sampler, num_samples=2, seq_id=4))
+        asked = ["receipt", sampler, "--sample", 4, "--data-dir", data, "--weights", weights]
+        assert await command(*asked) == 0
+    path.write_text(capsys.readouterr().out)
+    elsewhere = ["verify", path, "--data-dir", tmp_path / "elsewhere"]
+    if kind != "base":
+        assert weights.is_dir()
+        assert await command(*elsewhere) == 1
+        assert "name its folder with --weights" in capsys.readouterr().err
+        elsewhere += ["--weights", weights]
+    assert await command(*elsewhere) == 0
+    assert capsys.readouterr().out.startswith("verified: ")
+
+
+async def test_what_is_not_kept_has_no_receipt(tmp_path: Path, capsys: Output) -> None:
+    async with serving(tmp_path) as api:
+        sampler = await sampler_of(api, "inflight")
+        await api.result(await api.sample(sampler, seq_id=0))
+        place = ["--data-dir", tmp_path]
+        assert await command("receipt", sampler, "--sample", 0, *place) == 1
+        assert "an inflight sampler's weights change" in capsys.readouterr().err
+        assert await command("receipt", sampler, "--sample", 1, *place) == 1
+        assert "no sample 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("step", [1, 2])
+async def test_a_step_is_verified_elsewhere(tmp_path: Path, capsys: Output, step: int) -> None:
+    data, weights, path = tmp_path / "data", tmp_path / "weights", tmp_path / "receipt.json"
+    async with serving(data) as api:
+        model_id = await api.model()
+        await train(api, model_id, 1, steps=3)
+        asked = ["receipt", model_id, "--step", step, "--data-dir", data, "--weights", weights]
+        assert await command(*asked) == 0
+    path.write_text(capsys.readouterr().out)
+    # a first step begins with the model's creation, which needs no weights
+    assert weights.exists() is (step > 1)
+    given = ["--weights", weights] if step > 1 else []
+    assert await command("verify", path, *given) == 0
+    number = 4 - (step > 1)
+    assert f"verified: {number} of {number} operations" in capsys.readouterr().out
+
+
+async def a_receipt(folder: Path, capsys: Output) -> dict[str, Any]:
+    async with serving(folder) as api:
+        sampler = await api.sampler(await api.session())
+        await api.result(await api.sample(sampler, seq_id=0))
+        await command("receipt", sampler, "--sample", 0, "--data-dir", folder)
+    return json.loads(capsys.readouterr().out)
+
+
+async def test_a_receipt_that_was_changed_is_refused(tmp_path: Path, capsys: Output) -> None:
+    receipt = await a_receipt(tmp_path, capsys)
+    path = tmp_path / "receipt.json"
+    receipt["result"][0]["tokens"][0] += 1
+    path.write_text(json.dumps(receipt))
+    assert await command("verify", path) == 1
+    assert "result has another hash" in capsys.readouterr().err
+    path.write_text("{}")
+    assert await command("verify", path) == 1
+    assert "no receipt" in capsys.readouterr().err
+    assert await command("verify", tmp_path / "none") == 1
+    assert "cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("numerics", "words"),
+    [(None, "NOT verified"), ("another machine", "cannot check bits: another class of numerics")],
+)
+async def test_other_bits_are_said_to_be_other(
+    tmp_path: Path,
+    capsys: Output,
+    monkeypatch: pytest.MonkeyPatch,
+    numerics: str | None,
+    words: str,
+) -> None:
+    from tinkercloud.services.runs.receipts import sealed
+
+    receipt = await a_receipt(tmp_path, capsys)
+    parts = {name: v for name, v in receipt.items() if name not in ("receipt", "hashes")}
+    parts["result"][0]["logprobs"][-1] += 0.25
+    path = tmp_path / "receipt.json"
+    path.write_text(json.dumps(sealed(parts)))
+    if numerics is not None:
+        monkeypatch.setattr(FakeBackend, "numerics", lambda self: numerics)
+    assert await command("verify", path) == 1
+    out = capsys.readouterr().out
+    assert words in out
+    assert "largest difference 0.25 nats" in out

@@ -1,0 +1,68 @@
+"""What training operations give their clients and take from them, the first time and when they are
+done again."""
+
+import asyncio
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+
+from pydantic import ValidationError
+
+from tinker_gmi.types import AdamParams as JsonAdamParams
+from tinker_gmi.types import OptimStepRequest
+from tinkercloud.core.custom_batch import with_custom_metrics
+from tinkercloud.core.policy_metrics import policy_metrics
+from tinkercloud.core.types import AdamParams, TrainBatch, TrainOutput
+from tinkercloud.errors import InvalidRequest
+from tinkercloud.losses.custom.graph import CUSTOM
+from tinkercloud.wire.codec import encode_train_output
+
+INLINE_DATUMS = 64  # results of more are encoded off the event loop
+
+
+def computed_by_step(metrics: Mapping[str, float]) -> bytes:
+    """JSON, with values that clients are not sent: those that are not finite."""
+    return json.dumps(dict(metrics), sort_keys=True).encode()
+
+
+async def computed_by_pass(batch: TrainBatch, output: TrainOutput) -> bytes:
+    """As on the wire: TrainOutput as protobuf."""
+    if len(batch.data) <= INLINE_DATUMS:
+        return _encoded(batch, output)
+    return await asyncio.to_thread(_encoded, batch, output)
+
+
+def _encoded(batch: TrainBatch, output: TrainOutput) -> bytes:
+    """With the metrics of RL: here, from what every backend returns, they are the same on all."""
+    if batch.loss_fn == CUSTOM:
+        return encode_train_output(with_custom_metrics(output))
+    pairs = zip(output.outputs, batch.data, strict=True)
+    data = ((fields["logprobs"], datum.inputs) for fields, datum in pairs)
+    metrics = policy_metrics(batch.loss_fn, batch.loss_fn_config, data)
+    return encode_train_output(TrainOutput(output.outputs, {**output.metrics, **metrics}))
+
+
+def adam_params(body: OptimStepRequest) -> AdamParams:
+    """`optimizer_params` replaces `adam_params` (wire specification, section 8). Raises
+    InvalidRequest."""
+    wire_params = body.adam_params or JsonAdamParams()
+    if body.optimizer_params is not None:
+        family = body.optimizer_params.get("type", "adamw")
+        if family == "dimuon":
+            raise InvalidRequest(
+                "optimizer_params of 'dimuon': its definition is not published, and this model was "
+                "made with adamw; step with AdamParams"
+            )
+        if family not in ("adam", "adamw"):
+            raise InvalidRequest(f"optimizer {family!r} in optimizer_params: this model has adamw")
+        try:
+            wire_params = JsonAdamParams.model_validate(body.optimizer_params)
+        except ValidationError as error:
+            raise InvalidRequest(f"optimizer_params: {error.errors()[0]['msg']}") from None
+    params = AdamParams(**wire_params.model_dump())
+    for name, value in asdict(params).items():
+        highest = 1.0 if name in ("beta1", "beta2") else math.inf
+        if not 0 <= value < highest:
+            raise InvalidRequest(f"adam_params.{name} is {value}; it must lie in [0, {highest})")
+    return params

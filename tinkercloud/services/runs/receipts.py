@@ -1,0 +1,241 @@
+"""Receipts: what a sample or a step was computed from and what it gave, for others to check.
+
+A receipt is JSON. It names the base model and the weights by their hashes, says all that was asked
+for, with seeds, and holds the result. It is made by computing the result again, here and now: what
+does not come out the same has no receipt.
+"""
+
+import base64
+import hashlib
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tinker_gmi.requests import SampleRequest
+from tinkercloud.backends.base import Backend
+from tinkercloud.core.types import FromBase, FromCheckpoint, FromModel, SampleOutput
+from tinkercloud.errors import UserError
+from tinkercloud.services.common.catalog import Catalog
+from tinkercloud.services.models.lane_operations import LOAD
+from tinkercloud.services.runs.fingerprints import tensors_sha256
+from tinkercloud.services.runs.kept_runs import KeptRun, KeptRuns
+from tinkercloud.services.runs.replay import Repeated, RunReplay
+from tinkercloud.storage.futures import Sampled
+from tinkercloud.storage.metadata import Sampler
+from tinkercloud.wire.codec import decode_sample_output
+
+FORMAT = 1
+SAMPLE, STEP = "sample", "step"
+# Of a request for samples: what its result depends on.
+ASKED = {
+    *("prompt", "num_samples", "sampling_params", "prompt_logprobs", "prompt_logprobs_last_n"),
+    *("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs"),
+    "prompt_alt_tokens_k",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The base model of a receipt. place: its files; None: it has none (the fake backend's)."""
+
+    name: str
+    place: Path | None
+
+    def described(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "sha256": None if self.place is None else tensors_sha256(self.place),
+        }
+
+
+def sealed(receipt: dict[str, Any]) -> dict[str, Any]:
+    """With the hashes of its parts."""
+    parts = {name: _hash_of(value) for name, value in receipt.items()}
+    return {"receipt": FORMAT, **receipt, "hashes": parts}
+
+
+def checked(text: str) -> dict[str, Any]:
+    """The parts of a receipt. Raises UserError for one that is not whole."""
+    try:
+        receipt = json.loads(text)
+        number, hashes = receipt.pop("receipt"), receipt.pop("hashes")
+        if number != FORMAT:
+            raise UserError(f"this is a receipt of format {number}, made by a later version")
+        wrong = [name for name in {*receipt, *hashes} if _hash_of(receipt[name]) != hashes[name]]
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise UserError(f"this is no receipt: {type(error).__name__}: {error}") from None
+    if wrong:
+        raise UserError(f"the receipt was changed: {', '.join(sorted(wrong))} has another hash")
+    return receipt
+
+
+def _hash_of(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def described(output: SampleOutput) -> list[dict[str, Any]]:
+    """The sequences of a sample. A float32 as JSON is its value as a float64, exactly."""
+    return [
+        {
+            "tokens": sequence.tokens.tolist(),
+            "logprobs": sequence.logprobs.tolist(),
+            "stop_reason": sequence.stop_reason,
+        }
+        for sequence in output.sequences
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Workshop:
+    """What receipts are made with. backend: of this process's own. scratch: an empty folder.
+    weights_out: a folder to make, which gets the weights that a stranger needs for the check."""
+
+    backend: Backend
+    catalog: Catalog
+    runs: KeptRuns
+    scratch: Path
+    weights_out: Path | None = None
+
+    def hand_out(self, place: Path) -> None:
+        if self.weights_out is not None:
+            shutil.copytree(place, self.weights_out)
+
+    async def reach(self, kept: KeptRun, position: int) -> None:
+        """The run's model as it was after its operation at a position. Raises UserError where it
+        cannot be brought there bit for bit."""
+        replay = RunReplay(self.backend, self.catalog, self.runs)
+        beginning = kept.nearest(position)
+        async for repeated in replay.repeat(kept, beginning, position):
+            require_agreement(repeated)
+
+    async def state(self, model_id: str, name: str) -> Path:
+        """A checkpoint of the model as it is now, with the optimizer's state."""
+        place = self.scratch / name
+        place.mkdir()
+        await self.backend.save_model(model_id, place, with_optimizer=True)
+        return place
+
+
+def require_agreement(repeated: Repeated) -> None:
+    if not repeated.agrees:
+        operation = repeated.operation
+        raise UserError(
+            f"operation {operation.position} ({operation.kind}) of {operation.model_id} has other "
+            "bits when it is done again here, so what follows from it gets no receipt: this "
+            "machine, or what is installed on it, computes other ones"
+        )
+
+
+# ---- samples
+
+
+async def receipt_of_sample(workshop: Workshop, base: Base, sampled: Sampled) -> dict[str, Any]:
+    """Raises UserError where the weights are not kept, or other tokens come."""
+    sampler = await workshop.runs.sampler(sampled)
+    name = workshop.catalog.backend_name(sampler.base_model)
+    body = SampleRequest.model_validate_json(sampled.request)
+    request = workshop.catalog.converter(sampler.base_model).sample_request(body)
+    place = await _weights(workshop, sampler)
+    source = FromBase(name) if place is None else FromCheckpoint(name, place)
+    again = await workshop.backend.sample(await workshop.backend.publish(source), request)
+    result = described(decode_sample_output(sampled.body))
+    if described(again) != result:
+        raise UserError(
+            "drawn again here the sample has other bits, so it gets no receipt: this machine, or "
+            f"what is installed on it, computes other ones ({workshop.backend.numerics()})"
+        )
+    weights = None
+    if place is not None:
+        sha256 = tensors_sha256(place, with_optimizer=False)
+        weights = {"sha256": sha256, "path": sampler.model_path}
+        workshop.hand_out(place)
+    return sealed(
+        {
+            "of": SAMPLE,
+            "base": base.described(),
+            "weights": weights,
+            "numerics": workshop.backend.numerics(),
+            "asked": body.model_dump(mode="json", exclude_none=True, include=ASKED),
+            "result": result,
+        }
+    )
+
+
+async def _weights(workshop: Workshop, sampler: Sampler) -> Path | None:
+    """The folder of a checkpoint with the weights of a sampler; None: the base model's."""
+    if sampler.kind == "base":
+        return None
+    if sampler.directory is not None:
+        place = workshop.runs.files.data_dir / sampler.directory
+        if not place.is_dir():
+            raise UserError(f"the checkpoint {sampler.model_path} was deleted")
+        return place
+    if sampler.kind == "inflight":
+        raise UserError(
+            "an inflight sampler's weights change while it samples, so its samples get no "
+            "receipts; sample from weights of their own: save_weights_and_get_sampling_client"
+        )
+    assert sampler.request_id is not None
+    operation = await workshop.runs.operation(sampler.request_id)
+    if operation is None:
+        raise UserError("the run that published these weights is not kept any more")
+    kept = await workshop.runs.find(operation.model_id)
+    await workshop.reach(kept, operation.position)
+    place = workshop.scratch / "weights"
+    place.mkdir()
+    version = await workshop.backend.publish(FromModel(operation.model_id))
+    await workshop.backend.write_version(version, place)
+    return place
+
+
+# ---- steps
+
+
+async def receipt_of_step(
+    workshop: Workshop, base: Base, kept: KeptRun, step: int
+) -> dict[str, Any]:
+    """Raises UserError where the step is not kept, or comes out otherwise."""
+    runs, model_id = workshop.runs, kept.run.model_id
+    until = await runs.position_of_step(kept, step)
+    first, _ = kept.steps
+    after = 0 if kept.beginning is None else kept.beginning.position
+    if step > first:
+        after = await runs.position_of_step(kept, step - 1)
+    async for operation in runs.operations(kept, after, until):
+        if operation.kind == LOAD:  # what was before it does not matter
+            after = operation.position
+    before = None
+    if after:
+        await workshop.reach(kept, after)
+        place = await workshop.state(model_id, "before")
+        before = {"sha256": tensors_sha256(place)}
+        workshop.hand_out(place)
+    operations: list[dict[str, Any]] = []
+    replay = RunReplay(workshop.backend, workshop.catalog, runs)
+    async for repeated in replay.go_on(kept, after, until, step - 1):
+        require_agreement(repeated)
+        operations.append(_operation(repeated))
+    return sealed(
+        {
+            "of": STEP,
+            "base": base.described(),
+            "run": model_id,
+            "step": step,
+            "before": before,
+            "numerics": workshop.backend.numerics(),
+            "operations": operations,
+            "after": {"sha256": tensors_sha256(await workshop.state(model_id, "after"))},
+        }
+    )
+
+
+def _operation(repeated: Repeated) -> dict[str, Any]:
+    return {
+        "kind": repeated.operation.kind,
+        "seq_id": repeated.operation.seq_id,
+        "request": base64.b64encode(repeated.operation.request).decode(),
+        "result": base64.b64encode(repeated.computed).decode(),
+    }
