@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tinkercloud.backends.fake import FakeBackend
 from tinkercloud.cli import main
 from tinkercloud.config import Config
 from tinkercloud.services.checkpoints import backups
+from tinkercloud.services.models import snapshots
 from tinkercloud.storage.database_file import DATABASE_NAME
 
 
@@ -57,6 +59,49 @@ async def test_a_backup_beside_a_running_server_is_a_moment_of_it(
         assert await loss_of(api, path) == expected
         assert "does not exist" in (await api.post("weights_info", tinker_path=later)).text
         assert await loss_of(api, (await saved(api, "goes-on"))[1]) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+async def test_models_in_training_come_back_from_a_backup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_replaced: bool
+) -> None:
+    """Also where a snapshot is replaced while it is copied: the moment is a later one then."""
+    monkeypatch.setattr(snapshots, "SHARE", 1e9)  # after each operation
+    data, folder = tmp_path / "data", tmp_path / "backup"
+    copied = shutil.copytree
+    async with serving(data) as api:
+        session = await api.session()
+        first = await api.model(session)
+        await api.train(first, 1)
+        saved_at = await api.ok("save_weights", model_id=first, path="one", seq_id=3)
+        path = (await api.result(saved_at))["path"]
+        load = {"session_id": session, "model_seq_id": 1, "path": path, "optimizer": True}
+        second = (await api.result(await api.ok("load_weights", **load)))["model_id"]
+        await api.train(second, 1)
+        await api.services.snapshots.settled()
+
+        def replaced(source: Path, target: Path, **options: bool) -> Path:
+            monkeypatch.setattr(shutil, "copytree", copied)
+            moved = source.with_name(f"{source.name}0")
+            source.rename(moved)
+            with sqlite3.connect(data / DATABASE_NAME) as connection:
+                connection.execute(
+                    "UPDATE snapshots SET directory = ? WHERE directory = ?",
+                    (str(moved.relative_to(data)), str(source.relative_to(data))),
+                )
+            raise FileNotFoundError(source)
+
+        if is_replaced:
+            monkeypatch.setattr(shutil, "copytree", replaced)
+        assert await asyncio.to_thread(backup, data, folder) == 0
+        expected = [await api.loss(model_id, n) for model_id, n in ((first, 4), (second, 3))]
+        keys = api.keys
+    assert restore(folder, tmp_path / "restored") == 0
+    async with serving(tmp_path / "restored") as server:
+        api = Api(server.app, keys, keys["ann"])
+        assert [
+            await api.loss(model_id, n) for model_id, n in ((first, 4), (second, 3))
+        ] == expected
 
 
 async def test_samples_that_were_underway_are_drawn_by_the_restored_server(tmp_path: Path) -> None:

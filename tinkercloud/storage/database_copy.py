@@ -9,6 +9,11 @@ from tinkercloud.errors import UserError
 from tinkercloud.storage.database_file import DATABASE_NAME
 
 _DIRECTORIES = "SELECT directory FROM checkpoints ORDER BY directory"
+_OF_RUNS = (
+    "SELECT directory FROM snapshots UNION SELECT directory FROM kept_versions"
+    " UNION SELECT ? || '/' || model_id || '/loaded-' || request_id FROM operations"
+    " WHERE kind = 'LoadWeights' AND applied"
+)
 
 
 def copy_database(data_dir: Path, target: Path) -> list[str]:
@@ -20,6 +25,13 @@ def copy_database(data_dir: Path, target: Path) -> list[str]:
         reader.backup(copy)
         copy.execute("PRAGMA journal_mode = DELETE")  # one file, nothing beside it
         return [directory for (directory,) in copy.execute(_DIRECTORIES)]
+
+
+def folders_of_runs(folder: Path, recovery: str) -> list[str]:
+    """Of a copy: what models in training come back from, and runs are replayed from, relative to
+    the data folder. recovery: the folder of all that."""
+    with closing(_read_only(folder)) as reader:
+        return [directory for (directory,) in reader.execute(_OF_RUNS, (recovery,))]
 
 
 def forget_checkpoints(folder: Path, directories: Iterable[str]) -> None:

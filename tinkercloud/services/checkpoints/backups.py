@@ -1,25 +1,32 @@
 """A data folder as another folder, and back.
 
-A backup holds the database as it was at one moment, the checkpoints that it names, and the drafts.
-It is made beside a running server: SQLite copies a moment without stopping writers, and the files
-of a checkpoint never change once it is on record. What can be made or fetched again is left out:
+A backup holds the database as it was at one moment, the checkpoints that it names, what its models
+in training come back from, and the drafts. It is made beside a running server: SQLite copies a
+moment without stopping writers, and the files of a checkpoint or of a snapshot never change once it
+is on record. What can be made or fetched again is left out:
 caches, and base models.
 """
 
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tinkercloud.errors import ServerFault, UserError
 from tinkercloud.services.checkpoints import checkpoint_files
-from tinkercloud.storage.database_copy import checked_copy, copy_database, forget_checkpoints
+from tinkercloud.storage.database_copy import (
+    checked_copy,
+    copy_database,
+    folders_of_runs,
+    forget_checkpoints,
+)
 from tinkercloud.storage.database_file import DATABASE_NAME, prepare_database_file
 
 ABOUT = "backup.json"
 DRAFTS = "drafts"
+MAX_MOMENTS = 20
 FETCHED = "models"  # of a data folder; what a restored one may hold before
 
 Report = Callable[[str], None]
@@ -47,7 +54,7 @@ def back_up(data_dir: Path, folder: Path, report: Report) -> Copied:
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a backup that was interrupted
     partial.mkdir(mode=0o700, parents=True)
-    directories = copy_database(data_dir, partial)
+    directories = _copy_with_runs(data_dir, partial)
     gone: list[str] = []
     for directory in directories:
         if _copy_checkpoint(data_dir, partial, directory):
@@ -113,6 +120,45 @@ def _copy_checkpoint(data_dir: Path, target: Path, directory: str) -> bool:
         shutil.rmtree(target / directory, ignore_errors=True)
         return False
     return True
+
+
+def _copy_with_runs(data_dir: Path, target: Path) -> list[str]:
+    """The database, and the folders that its models come back from; the folders of checkpoints that
+    it names. Snapshots are replaced meanwhile: then the moment is a later one. Raises UserError
+    where they are replaced faster than copied."""
+    for _ in range(MAX_MOMENTS):
+        (target / DATABASE_NAME).unlink(missing_ok=True)
+        directories = copy_database(data_dir, target)
+        needed = folders_of_runs(target, checkpoint_files.RECOVERY_FOLDER)
+        if all(_copy_folder(data_dir, target, directory) for directory in needed):
+            _remove_other_folders(target, needed)
+            return directories
+    raise UserError(
+        "snapshots of models in training were replaced faster than they could be copied; back up "
+        "onto a faster disk, or when less is trained"
+    )
+
+
+def _copy_folder(data_dir: Path, target: Path, directory: str) -> bool:
+    """False where it is gone."""
+    copy = target / directory
+    if copy.is_dir():  # of an earlier moment; its content never changes
+        return True
+    try:
+        shutil.copytree(data_dir / directory, copy)
+    except (OSError, shutil.Error):
+        if (data_dir / directory).exists():
+            raise
+        shutil.rmtree(copy, ignore_errors=True)
+        return False
+    return True
+
+
+def _remove_other_folders(target: Path, needed: Sequence[str]) -> None:
+    """Those of earlier moments."""
+    for path in target.glob(f"{checkpoint_files.RECOVERY_FOLDER}/*/*"):
+        if str(path.relative_to(target)) not in needed:
+            shutil.rmtree(path)
 
 
 def _flush_all(folder: Path) -> int:

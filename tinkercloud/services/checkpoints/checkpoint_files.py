@@ -11,6 +11,8 @@ from tinkercloud.errors import ServerFault
 
 MANIFEST = "manifest.json"
 TEMPORARY_PREFIX = ".tmp-"
+RECOVERY_FOLDER = "recovery"
+"""Of a data folder: what models in training come back from."""
 HASH_CHUNK_BYTES = 1024 * 1024
 
 

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from tinkercloud.services.checkpoints import checkpoint_files
 
-FOLDER = "recovery"
-
 
 class RecoveryFiles:
     def __init__(self, data_dir: Path):
@@ -22,10 +20,12 @@ class RecoveryFiles:
 
     async def start(self) -> None:
         """What a killed process left half written goes."""
-        await asyncio.to_thread(_remove_temporaries, self.data_dir / FOLDER)
+        await asyncio.to_thread(
+            _remove_temporaries, self.data_dir / checkpoint_files.RECOVERY_FOLDER
+        )
 
     def folder(self, model_id: str) -> Path:
-        return self.data_dir / FOLDER / model_id
+        return self.data_dir / checkpoint_files.RECOVERY_FOLDER / model_id
 
     def snapshot(self, model_id: str, position: int) -> Path:
         return self.folder(model_id) / f"snapshot-{position}"
