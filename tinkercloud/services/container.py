@@ -222,7 +222,7 @@ def build_services(
         sample_records=sample_records,
         sampling=sampling,
         training=TrainingService(dependencies, models, sampling),
-        rest=RestService(metadata, checkpoints, publications),
+        rest=RestService(metadata, checkpoints, publications, journal),
         results=FutureService(backend, tasks, futures, config.hold_s),
         completions=CompletionService(tasks, futures, config.hold_s),
         usage=usage,

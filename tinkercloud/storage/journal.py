@@ -78,8 +78,8 @@ class Snapshot(Taken):
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """The class that computed a model's last operations, and the position after which its bits are
-    not those of one class throughout; None: they are."""
+    """The class that computed a model's last operations, and the number of steps after which its
+    bits are not those of one class throughout; None: they are."""
 
     last: str
     inexact_since: int | None
@@ -137,18 +137,23 @@ class JournalStorage:
             if before is None
             else (before.position, before.num_steps, before.computed_s)
         )
-        since = await self._database.one(
-            "SELECT COALESCE(SUM(kind = ?), 0), COALESCE(SUM(took_s), 0) FROM operations"
-            " WHERE model_id = ? AND user = ? AND applied AND position > ? AND position <= ?",
-            *(STEP_KIND, t.model_id, t.user, position, t.position),
-        )
-        assert since is not None
+        num_since, seconds = await self._since(t.user, t.model_id, position, t.position)
         await self._database.write(
             "INSERT INTO snapshots (directory, model_id, user, position, num_bytes, created_at,"
             " num_steps, computed_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
             *(t.directory, t.model_id, t.user, t.position, t.num_bytes, time.time()),
-            *(num_steps + since[0], computed_s + since[1]),
+            *(num_steps + num_since, computed_s + seconds),
         )
+
+    async def _since(self, user: str, model_id: str, after: int, until: int) -> tuple[int, float]:
+        """The number of steps, and the seconds of all operations, between two positions."""
+        row = await self._database.one(
+            "SELECT COALESCE(SUM(kind = ?), 0), COALESCE(SUM(took_s), 0) FROM operations"
+            " WHERE model_id = ? AND user = ? AND applied AND position > ? AND position <= ?",
+            *(STEP_KIND, model_id, user, after, until),
+        )
+        assert row is not None
+        return row[0], row[1]
 
     async def drop_snapshots(self, user: str, model_id: str, positions: Sequence[int]) -> None:
         await self._database.write_all(
@@ -242,13 +247,23 @@ class JournalStorage:
             ),
         )
 
-    async def set_inexact(self, user: str, model_id: str, position: int) -> None:
-        """The first position since which it is so counts."""
+    async def set_inexact(self, user: str, model_id: str, position: int) -> int:
+        """Since after the operation at this position; of several calls the first counts. The number
+        of steps up to there."""
+        before = await self._database.one(
+            "SELECT position, num_steps FROM snapshots WHERE model_id = ? AND user = ?"
+            " AND position <= ? ORDER BY position DESC LIMIT 1",
+            *(model_id, user, position),
+        )
+        after, num_steps = (0, 0) if before is None else (before[0], before[1])
+        num_since, _ = await self._since(user, model_id, after, position)
+        step = num_steps + num_since
         await self._database.write(
             "UPDATE runs SET inexact_since = COALESCE(inexact_since, ?)"
             " WHERE model_id = ? AND user = ?",
-            *(position, model_id, user),
+            *(step, model_id, user),
         )
+        return step
 
 
 def begin(request_id: str, ticket: tuple[str, str, str, int], request: bytes) -> Statement:

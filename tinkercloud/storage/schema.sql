@@ -146,7 +146,7 @@ CREATE INDEX IF NOT EXISTS kept_versions_by_model ON kept_versions (model_id);
 CREATE TABLE IF NOT EXISTS runs (         -- models in training that anything above is kept of
     model_id      TEXT PRIMARY KEY,
     user          TEXT NOT NULL,
-    inexact_since INTEGER,                -- position after which its bits are of no single class
+    inexact_since INTEGER,                -- number of steps after which its bits are of no single class
     ended_at      REAL                    -- the model is no more: kept for its replay only
 );
 

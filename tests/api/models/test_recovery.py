@@ -203,6 +203,27 @@ async def test_a_save_that_was_made_but_not_answered_is_found_again(tmp_path: Pa
             assert "exists" in await next_api.failure(await save(next_api, model_id, 2))
 
 
+async def test_a_run_says_since_when_it_is_not_bit_exact(
+    tmp_path: Path, often: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another machine goes on with it, and then a third one: the first change counts."""
+
+    async def metadata(api: Api) -> dict[str, str]:
+        return (await api.get(f"training_runs/{model_id}")).json()["user_metadata"]
+
+    async with serving(tmp_path) as api:
+        model_id = await api.model(user_metadata={"mine": "1"})
+        number = await train(api, model_id, 1, steps=2)
+        assert await metadata(api) == {"mine": "1"}
+        keys = api.keys
+    for machine in ("another", "a third"):
+        monkeypatch.setattr(FakeBackend, "numerics", lambda self, name=machine: name)
+        async with serving(tmp_path) as server:
+            api = Api(server.app, keys, keys["ann"])
+            number = await train(api, model_id, number, steps=1)
+            assert await metadata(api) == {"mine": "1", "not_bit_exact_since": "step 2"}
+
+
 async def test_a_session_that_ends_leaves_nothing_without_an_archive(
     tmp_path: Path, often: bool
 ) -> None:

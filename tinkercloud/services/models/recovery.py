@@ -215,11 +215,11 @@ class Recovery:
             return
         await self._journal.set_numerics(*key, numerics, position)
         if known is not None:
+            step = await self._journal.set_inexact(*key, position)
             logger.warning(
-                "%s was computed by %r and goes on by %r: not bit-exact since its operation %d",
-                *(key[1], known.last, numerics, position),
+                "%s was computed by %r and goes on by %r: not bit-exact since step %d",
+                *(key[1], known.last, numerics, step),
             )
-            await self._journal.set_inexact(*key, position)
 
     async def _note_difference(self, operation: RanOperation) -> None:
         key = operation.user, operation.model_id

@@ -1,5 +1,6 @@
 """What listings show: models as training runs, checkpoints with their paths."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Literal
@@ -14,6 +15,7 @@ from tinker_gmi.types import (
 from tinker_gmi.types import Checkpoint as CheckpointView
 from tinkercloud.errors import ModelNotFound
 from tinkercloud.services.checkpoints.checkpoint_service import SCHEME, CheckpointService
+from tinkercloud.storage.journal import JournalStorage
 from tinkercloud.storage.metadata import Checkpoint, MetadataStorage, Model
 from tinkercloud.storage.publications import PublicationStorage
 
@@ -21,6 +23,8 @@ MAX_LIMIT = 1000
 ALL = -1  # SQLite's word for no limit
 AccessScope = Literal["owned", "accessible"]
 """accessible: the caller's own, and what others have published."""
+NOT_BIT_EXACT = "not_bit_exact_since"
+"""In the metadata of a run that went on with another class of numerics, after a restart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +43,12 @@ class RestService:
         metadata: MetadataStorage,
         checkpoints: CheckpointService,
         publications: PublicationStorage,
+        journal: JournalStorage,
     ):
         self._metadata = metadata
         self._checkpoints = checkpoints
         self._publications = publications
+        self._journal = journal
 
     async def training_runs(self, user: str, query: RunQuery) -> TrainingRunsResponse:
         limit, offset, project = query.limit, query.offset, query.project_id
@@ -72,6 +78,7 @@ class RestService:
         """Of another user's run only what its published checkpoints show."""
         if model.user == user:
             saved = await self._checkpoints.list(user, ALL, 0, model.model_id)
+            model = replace(model, user_metadata=await self._metadata_of(model))
         else:
             saved = await self._publications.of_model(model.model_id)
             newest = max((c.created_at for c in saved), default=model.created_at)
@@ -89,6 +96,13 @@ class RestService:
             last_sampler_checkpoint=None if sampler is None else checkpoint_view(sampler),
             user_metadata=dict(model.user_metadata),
         )
+
+    async def _metadata_of(self, model: Model) -> Mapping[str, str]:
+        """The user's own, and what every client can show in no other place."""
+        numerics = await self._journal.numerics(model.user, model.model_id)
+        if numerics is None or numerics.inexact_since is None:
+            return model.user_metadata
+        return {**model.user_metadata, NOT_BIT_EXACT: f"step {numerics.inexact_since}"}
 
     async def checkpoints_of_run(self, user: str, run_id: str) -> CheckpointsListResponse:
         """Of another user's run the published ones."""

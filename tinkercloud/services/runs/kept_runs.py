@@ -48,9 +48,11 @@ class KeptRun:
     def __str__(self) -> str:
         first, last = self.steps
         steps = f"steps {first} to {last}" if last >= first else "no step"
+        since = self.run.inexact_since
+        exact = "" if since is None else f"; not bit-exact since step {since}"
         return (
             f"operations {self.run.first} to {self.run.last} of the run {self.run.model_id} are "
-            f"kept, {steps}"
+            f"kept, {steps}{exact}"
         )
 
 
