@@ -25,6 +25,10 @@ WHEEL = "tests/packaging/test_wheel.py"
 DEPLOY = "tests/docs/test_deploy_files.py"
 WEIGHTS = "tests/e2e/test_weights_out_and_in.py"
 BACKUP = "tests/commands/test_backup.py::test_a_backup_beside_a_running_server"
+REPLAYS = "tests/e2e/test_replays.py"
+REPLAYED = "test_the_run_is_computed_again_with_the_same_bits"
+BRANCHED = "test_a_branch_goes_on_bit_for_bit_and_is_told_from_its_run_where_it_leaves_it"
+VERIFIED = "test_a_receipt_is_verified_by_a_stranger"
 CLI = "tests/e2e/test_tinker_cli.py"
 INSTALLED = f"{WHEEL}::test_the_engine_uses_the_kernels_of_the_wheel_or_compiles_its_sources"
 AGENTS = "tests/chat/test_captured_agents.py"
@@ -56,6 +60,11 @@ COVERED = {
         "tests/docs/test_commands.py::test_the_client_that_is_installed_is_the_one_of_the_tests",
         "it needs an index",
     ),
+    "tinkercloud replay RUN": Elsewhere(f"{REPLAYS}::{REPLAYED}", "it needs a run"),
+    "tinkercloud branch RUN": Elsewhere(f"{REPLAYS}::{BRANCHED}", "it needs a run"),
+    "tinkercloud diff RUN_A": Elsewhere(f"{REPLAYS}::{BRANCHED}", "it needs two runs"),
+    "tinkercloud receipt ": Elsewhere(f"{REPLAYS}::{VERIFIED}", "it needs a run"),
+    "tinkercloud verify ": Elsewhere(f"{REPLAYS}::{VERIFIED}", "it needs a receipt"),
     "tinkercloud backup ": Elsewhere(f"{BACKUP}_is_a_moment_of_it", "it needs a data folder"),
     "tinkercloud restore ": Elsewhere(f"{BACKUP}_is_a_moment_of_it", "it needs a backup"),
     "tinkercloud import ": Elsewhere(
