@@ -32,6 +32,7 @@ async def metrics(services: ServicesDep) -> Response:
         "requests_pending": services.tasks.num_pending,
         **services.on_policy.stats(),
         **services.snapshots.stats(),
+        **services.recovery.stats(),
         **services.backend.stats(),
     }
     lines = [

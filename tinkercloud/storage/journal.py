@@ -105,6 +105,14 @@ class JournalStorage:
         )
         return None if row is None else RanOperation(*row)
 
+    async def result(self, operation: RanOperation) -> bytes | None:
+        """What its client got, if it succeeded; None where that has expired."""
+        row = await self._database.one(
+            "SELECT body FROM futures WHERE request_id = ? AND status = 'completed'",
+            operation.request_id,
+        )
+        return None if row is None else row["body"]
+
     async def operations(self, user: str, model_id: str) -> list[str]:
         """The request ids of all that are kept."""
         rows = await self._database.all(

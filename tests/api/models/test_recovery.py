@@ -224,6 +224,35 @@ async def test_a_run_says_since_when_it_is_not_bit_exact(
             assert await metadata(api) == {"mine": "1", "not_bit_exact_since": "step 2"}
 
 
+async def test_what_comes_out_otherwise_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that computes other bits: served results stay, and /metrics says how far off."""
+
+    async def deviation(api: Api) -> float:
+        lines = (await api.http.get("/metrics")).text.splitlines()
+        (line,) = [each for each in lines if each.startswith("tinkercloud_replay_deviation_nats")]
+        return float(line.split()[1])
+
+    exact = FakeBackend.forward_backward
+
+    async def off(self: FakeBackend, model_id: str, batch: TrainBatch) -> TrainOutput:
+        output = await exact(self, model_id, batch)
+        moved = tuple({n: v + np.float32(0.125) for n, v in o.items()} for o in output.outputs)
+        return replace(output, outputs=moved)
+
+    monkeypatch.setattr(snapshots, "SHARE", 0.0)
+    async with serving(tmp_path / "a") as api:
+        model_id = await api.model()
+        await train(api, model_id, 1, steps=1)
+        assert await deviation(api) == 0
+        monkeypatch.setattr(FakeBackend, "forward_backward", off)
+        async with after_its_end(api, tmp_path / "a", tmp_path / "b") as next_api:
+            services = next_api.services
+            await services.recovery.ensure(services.tasks.lanes, "ann", model_id)
+            assert await deviation(next_api) == pytest.approx(0.125)
+
+
 async def test_a_session_that_ends_leaves_nothing_without_an_archive(
     tmp_path: Path, often: bool
 ) -> None:

@@ -18,9 +18,10 @@ from tinkercloud.core.lanes import Lanes
 from tinkercloud.core.pending import Work
 from tinkercloud.errors import EngineDied, ModelStateLost, ServerFault, TinkercloudError
 from tinkercloud.services.common.catalog import Catalog
-from tinkercloud.services.models.lane_operations import PUBLISH
+from tinkercloud.services.models.lane_operations import FORWARD_BACKWARD, PUBLISH
 from tinkercloud.services.models.replayer import Replayer
 from tinkercloud.services.models.snapshots import Key, Snapshots
+from tinkercloud.services.models.training_outcomes import deviation
 from tinkercloud.storage.futures import Outcome, Ticket
 from tinkercloud.storage.journal import JournalStorage, RanOperation
 from tinkercloud.storage.metadata import MetadataStorage
@@ -53,6 +54,7 @@ class Recovery:
         self._there: dict[Key, int] = {}  # the beginning of the backend's memory that has the model
         self._positions: dict[Key, int] = {}  # of what ran last, of models that are there
         self._suspects = asyncio.Lock()
+        self._deviation = 0.0
         self.recorded: Callable[[], Awaitable[None]] = _nothing_is_late
         """Waits until every outcome is on record (`TaskManager.recorded`)."""
         self.publish_again: Publish = _nothing_to_publish
@@ -204,7 +206,7 @@ class Recovery:
                 "checkpoint"
             ) from error
         if operation.digest not in (None, hashlib.sha256(computed).digest()):
-            await self._note_difference(operation)
+            await self._note_difference(operation, computed)
 
     # exactness
 
@@ -221,17 +223,29 @@ class Recovery:
                 *(key[1], known.last, numerics, step),
             )
 
-    async def _note_difference(self, operation: RanOperation) -> None:
+    async def _note_difference(self, operation: RanOperation, computed: bytes) -> None:
         key = operation.user, operation.model_id
         known = await self._journal.numerics(*key)
         same = known is not None and known.last == self._backend.numerics()
+        first = await self._journal.result(operation)
+        nats = None
+        if first is not None and operation.kind == FORWARD_BACKWARD:
+            nats = deviation(first, computed)
+            self._deviation = max(self._deviation, nats)
         logger.log(
             logging.ERROR if same else logging.WARNING,
-            "operation %d (%s) of %s gave other bits when it was done again",
+            "operation %d (%s) of %s gave other bits when it was done again; largest difference "
+            "of a log-probability: %s",
             *(operation.seq_id, operation.kind, operation.model_id),
+            "the first result is not kept" if nats is None else f"{nats:.3g} nats",
         )
         if same:
             await self._journal.set_inexact(*key, operation.position)
+
+    def stats(self) -> dict[str, float]:
+        """replay_deviation_nats: the largest difference between a log-probability that a client got
+        and the same one computed again after an end."""
+        return {"replay_deviation_nats": self._deviation}
 
     async def end_run(self, user: str, model_id: str) -> None:
         """The model is no more, and nothing samples what it published."""

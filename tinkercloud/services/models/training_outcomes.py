@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict
 
+import numpy as np
 from pydantic import ValidationError
 
 from tinker_gmi.types import AdamParams as JsonAdamParams
@@ -16,7 +17,7 @@ from tinkercloud.core.policy_metrics import policy_metrics
 from tinkercloud.core.types import AdamParams, TrainBatch, TrainOutput
 from tinkercloud.errors import InvalidRequest
 from tinkercloud.losses.custom.graph import CUSTOM
-from tinkercloud.wire.codec import encode_train_output
+from tinkercloud.wire.codec import decode_train_output, encode_train_output
 
 INLINE_DATUMS = 64  # results of more are encoded off the event loop
 
@@ -24,6 +25,14 @@ INLINE_DATUMS = 64  # results of more are encoded off the event loop
 def computed_by_step(metrics: Mapping[str, float]) -> bytes:
     """JSON, with values that clients are not sent: those that are not finite."""
     return json.dumps(dict(metrics), sort_keys=True).encode()
+
+
+def deviation(one: bytes, other: bytes) -> float:
+    """The largest difference of a log-probability between what two passes of the same data
+    computed, in nats."""
+    pairs = zip(decode_train_output(one).outputs, decode_train_output(other).outputs, strict=True)
+    differences = [np.abs(a["logprobs"] - b["logprobs"]).max(initial=0.0) for a, b in pairs]
+    return float(max(differences, default=0.0))
 
 
 async def computed_by_pass(batch: TrainBatch, output: TrainOutput) -> bytes:

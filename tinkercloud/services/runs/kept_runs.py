@@ -8,7 +8,7 @@ from tinkercloud.errors import UserError
 from tinkercloud.services.models.recovery_files import RecoveryFiles
 from tinkercloud.storage.archive import ArchiveStorage, Run
 from tinkercloud.storage.database import Database
-from tinkercloud.storage.futures import FuturesStorage, Outcome, Sampled
+from tinkercloud.storage.futures import FuturesStorage, Sampled
 from tinkercloud.storage.journal import JournalStorage, RanOperation, Snapshot
 from tinkercloud.storage.metadata import MetadataStorage, Model, Sampler
 
@@ -107,9 +107,9 @@ class KeptRuns:
     async def operation(self, request_id: str) -> RanOperation | None:
         return await self._archive.operation(request_id)
 
-    async def outcome(self, operation: RanOperation) -> Outcome | None:
-        """The result as its client got it; None where it has expired."""
-        return await self._futures.outcome(operation.request_id, operation.user)
+    async def result(self, operation: RanOperation) -> bytes | None:
+        """As its client got it; None where it has expired."""
+        return await self._journal.result(operation)
 
     async def sample(self, sampler_id: str, seq_id: int) -> Sampled | None:
         """A sample of a sampling session; None: it is not kept, or did not succeed."""

@@ -4,15 +4,13 @@ import hashlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-import numpy as np
-
 from tinkercloud.backends.base import Backend
 from tinkercloud.services.common.catalog import Catalog
 from tinkercloud.services.models.lane_operations import FORWARD_BACKWARD
 from tinkercloud.services.models.replayer import Replayer
+from tinkercloud.services.models.training_outcomes import deviation
 from tinkercloud.services.runs.kept_runs import KeptRun, KeptRuns
 from tinkercloud.storage.journal import STEP_KIND, RanOperation, Snapshot
-from tinkercloud.wire.codec import decode_train_output
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +77,10 @@ class RunReplay:
         )
 
     async def _deviation(self, operation: RanOperation, computed: bytes) -> float | None:
-        outcome = await self._runs.outcome(operation)
-        if outcome is None or outcome.status != "completed" or operation.kind != FORWARD_BACKWARD:
+        first = await self._runs.result(operation)
+        if first is None or operation.kind != FORWARD_BACKWARD:
             return None
-        pairs = zip(
-            decode_train_output(outcome.body).outputs,
-            decode_train_output(computed).outputs,
-            strict=True,
-        )
-        differences = [np.abs(a["logprobs"] - b["logprobs"]) for a, b in pairs]
-        return float(max((d.max(initial=0.0) for d in differences), default=0.0))
+        return deviation(first, computed)
 
     def _base_model(self, kept: KeptRun) -> str:
         return self._catalog.backend_name(kept.model.base_model)

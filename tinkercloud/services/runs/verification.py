@@ -14,10 +14,10 @@ from tinkercloud.errors import UserError
 from tinkercloud.services.common.catalog import Catalog
 from tinkercloud.services.models.lane_operations import FORWARD_BACKWARD
 from tinkercloud.services.models.replayer import Replayer
+from tinkercloud.services.models.training_outcomes import deviation
 from tinkercloud.services.runs.fingerprints import tensors_sha256
 from tinkercloud.services.runs.receipts import SAMPLE, Base, described
 from tinkercloud.storage.journal import RanOperation
-from tinkercloud.wire.codec import decode_train_output
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +77,14 @@ class Verifier:
         num_tokens = sum(len(sequence["tokens"]) for sequence in theirs)
         if mine == theirs:
             return Checked(True, same_class, f"{num_tokens} tokens and their log-probabilities")
-        num_equal, deviation = 0, 0.0
+        num_equal, largest = 0, 0.0
         for one, other in zip(mine, theirs, strict=False):
             common = _common(one["tokens"], other["tokens"])
             num_equal += common
             there = np.array(one["logprobs"][:common]) - np.array(other["logprobs"][:common])
-            deviation = max(deviation, float(np.abs(there).max(initial=0.0)))
+            largest = max(largest, float(np.abs(there).max(initial=0.0)))
         what = f"{num_equal} of {num_tokens} tokens are the same"
-        return Checked(False, same_class, what, deviation)
+        return Checked(False, same_class, what, largest)
 
     async def _check_step(
         self, receipt: dict[str, Any], weights: Path | None, same_class: bool
@@ -93,14 +93,14 @@ class Verifier:
         place = _checked_weights(receipt["before"], weights, with_optimizer=True)
         if place is not None:
             await self._backend.load_model(model_id, name, place, with_optimizer=True)
-        replayer, num_same, deviation = Replayer(self._backend), 0, 0.0
+        replayer, num_same, largest = Replayer(self._backend), 0, 0.0
         for described_operation in receipt["operations"]:
             operation = _operation(model_id, described_operation)
             computed = await replayer.do(operation, name, self._scratch)
             theirs = base64.b64decode(described_operation["result"])
             num_same += computed == theirs
             if computed != theirs and operation.kind == FORWARD_BACKWARD:
-                deviation = max(deviation, _deviation(computed, theirs))
+                largest = max(largest, deviation(computed, theirs))
         after = self._scratch / "after"
         after.mkdir()
         await self._backend.save_model(model_id, after, with_optimizer=True)
@@ -109,7 +109,7 @@ class Verifier:
         state = "the state after them" if same_state else "NOT the state after them"
         is_same = same_state and num_same == num
         what = f"{num_same} of {num} operations and {state}"
-        return Checked(is_same, same_class, what, None if is_same else deviation)
+        return Checked(is_same, same_class, what, None if is_same else largest)
 
 
 def _checked_weights(
@@ -150,9 +150,3 @@ def _operation(model_id: str, described_operation: dict[str, Any]) -> RanOperati
         took_s=0.0,
         request=base64.b64decode(described_operation["request"]),
     )
-
-
-def _deviation(one: bytes, other: bytes) -> float:
-    pairs = zip(decode_train_output(one).outputs, decode_train_output(other).outputs, strict=True)
-    differences = [np.abs(a["logprobs"] - b["logprobs"]).max(initial=0.0) for a, b in pairs]
-    return float(max(differences, default=0.0))
