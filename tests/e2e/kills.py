@@ -52,6 +52,9 @@ class Part:
     loop: LoopName
     kills: Sequence[Kill]
 
+    def __str__(self) -> str:
+        return f"{self.sdk}-{self.loop}-{len(self.kills)}-kills"
+
     @property
     def num_steps(self) -> int:
         return self.kills[-1].step + 1 + WAIT_STEPS
@@ -154,8 +157,12 @@ def run_all(seed: int, num_kills: int, weights: Path) -> Iterator[Result]:
                 with served(weights, Path(folder, "undisturbed")) as server:
                     expected[part.loop] = undisturbed(server, loop)
             with served(weights, Path(folder, "data")) as server:
-                sdk = {"tinker": tinker, "tinker_gmi": tinker_gmi}[part.sdk]
+                sdk = sdk_named(part.sdk)
                 yield disturbed(sdk, server, loop, part.kills, expected[part.loop])
+
+
+def sdk_named(name: str) -> ModuleType:
+    return {"tinker": tinker, "tinker_gmi": tinker_gmi}[name]
 
 
 def served(weights: Path, data_dir: Path) -> AbstractContextManager[Server]:
