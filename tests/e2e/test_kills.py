@@ -32,12 +32,12 @@ SFT = (
     Kill(2, "start", "server", delay_s=0.4),
 )
 RL = (
-    Kill(0, "pass", "engine", delay_s=0.05),
-    Kill(0, "start", "engine", delay_s=0.5),
-    Kill(1, "sampling", "server", signal.SIGTERM),
-    Kill(1, "start", "server", delay_s=1.2),
-    Kill(1, "replay", "server"),
-    Kill(1, "start", "server", delay_s=0.4),
+    Kill(1, "pass", "engine", delay_s=0.05),
+    Kill(1, "start", "engine", delay_s=0.5),
+    Kill(2, "sampling", "server", signal.SIGTERM),
+    Kill(2, "start", "server", delay_s=1.2),
+    Kill(2, "replay", "server"),
+    Kill(2, "start", "server", delay_s=0.4),
 )
 
 
