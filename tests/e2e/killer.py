@@ -40,6 +40,7 @@ LONGEST_DELAY_S: dict[Moment, float] = {
     "pass": 0.15,
     "sampling": 0.25,
     "snapshot": 0.05,
+    "checkpoint": 0.03,
     "start": 2.0,
     "replay": 0.4,
 }

@@ -131,17 +131,25 @@ def over_kills(sdk: ModuleType, server: Server, loop: TrainingLoop, killer: Kill
         raise failures[0]
     assert not thread.is_alive(), f"the run hangs; the server wrote:\n{server.output()}"
     for place, path in seen.saved.items():
-        seen.numbers[f"{place}, checkpoint"] = checkpoint_digests(server.data_dir, path)
+        folder = checkpoint_folder(server.data_dir, path)
+        seen.numbers[f"{place}, checkpoint"] = tensor_digests(folder)
+        # What a killed process left beside it would be a second one.
+        seen.numbers[f"{place}, folders"] = len(list(folder.parent.iterdir()))
     return seen
 
 
-def checkpoint_digests(data_dir: Path, path: str) -> dict[str, str]:
-    """sha256 of each file of tensors. path: tinker://MODEL/weights/NAME."""
+def checkpoint_folder(data_dir: Path, path: str) -> Path:
+    """path: tinker://MODEL/weights/NAME."""
     model_id, _, name = path.removeprefix("tinker://").split("/")
     query = "SELECT directory FROM checkpoints WHERE model_id = ? AND name = ?"
     with closing(sqlite3.connect(f"file:{data_dir / DATABASE_NAME}?mode=ro", uri=True)) as database:
         (directory,) = database.execute(query, (model_id, name)).fetchone()
-    files = sorted((data_dir / directory).glob("*.safetensors"))
+    return data_dir / directory
+
+
+def tensor_digests(folder: Path) -> dict[str, str]:
+    """sha256 of each file of tensors."""
+    files = sorted(folder.glob("*.safetensors"))
     assert files
     return {file.name: sha256(file.read_bytes()).hexdigest() for file in files}
 
