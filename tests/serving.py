@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -68,6 +68,11 @@ class Server:
 
     def start(self) -> None:
         """Start, and return when it serves; ServerDidNotStart with its output otherwise."""
+        self.launch()
+        self.await_ready()
+
+    def launch(self) -> None:
+        """Start, and return at once."""
         command = [self.python, "-m", "tinkercloud", "serve", "--port", str(self.port)]
         command += ["--data-dir", str(self.data_dir), *self.arguments]
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("TINKERCLOUD_")}
@@ -77,7 +82,6 @@ class Server:
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=self.folder
             )
-        self._await_ready()
 
     def stop(self, how: signal.Signals = signal.SIGTERM) -> int:
         """End it as an operator would; the exit status. Killed when it does not end in time."""
@@ -108,17 +112,25 @@ class Server:
 
     def engine_pid(self) -> int:
         """The process id of its engine, a child of it; needs Linux's /proc."""
+        pid = self.find_engine()
+        assert pid is not None, "the server has no engine among its children"
+        return pid
+
+    def find_engine(self) -> int | None:
+        """As `engine_pid`; None while there is none."""
         assert self.process is not None
         tasks = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        for child in tasks.read_text().split():
-            if b"process.worker" in Path(f"/proc/{child}/cmdline").read_bytes():
-                return int(child)
-        raise AssertionError("the server has no engine among its children")
+        with suppress(OSError):  # a process that has ended meanwhile
+            for child in tasks.read_text().split():
+                if b"process.worker" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    return int(child)
+        return None
 
     def output(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def _await_ready(self) -> None:
+    def await_ready(self) -> None:
+        """Of `launch`: ServerDidNotStart where it does not serve in time."""
         assert self.process is not None
         deadline = time.monotonic() + START_LIMIT_S
         while (ready := re.search(r"^ready: http://\S+:(\d+)", self.output(), re.M)) is None:

@@ -1,19 +1,19 @@
-"""A training run over kills: the server's or its engine's process ends by SIGKILL while the run is
+"""Training runs over a dozen kills: the server's or its engine's process ends while the run is
 underway, and what a client sees is, bit for bit, what it would have seen."""
 
-import os
 import signal
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import tinker
 
 import tinker_gmi
-from tests.e2e.clients import MODEL, Client, logprobs_of
-from tests.serving import start_server
+from tests.e2e.killer import Kill
+from tests.e2e.kills import disturbed, served, undisturbed
+from tests.e2e.training_loops import LoopName, TrainingLoop
+from tests.serving import Server
 from tinkercloud.embedded.native.compiler import library
 
 pytestmark = [
@@ -21,79 +21,41 @@ pytestmark = [
     pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="the engine is found in /proc"),
 ]
 
-NUM_STEPS = 6
-NUM_TOKENS = 48
-Disturb = Callable[[str], None]
-
-
-def tokens_of(number: int) -> list[int]:
-    return [(7 * i * i + 13 * number) % 40_000 for i in range(NUM_TOKENS)]
-
-
-def run(client: Client, disturb: Disturb) -> list[Any]:
-    """What the client sees of some steps of training and sampling. disturb is told where it is."""
-    model = client.model()
-    seen: list[Any] = []
-    for step in range(NUM_STEPS):
-        passes = [
-            model.forward_backward([client.supervised(tokens_of(number))], "cross_entropy")
-            for number in (step, step + 100)
-        ]
-        stepped = model.optim_step(client.adam())
-        disturb(f"acknowledged {step}")
-        seen += [logprobs_of(each.result()).tolist() for each in passes]
-        seen.append(stepped.result().metrics["unclipped_grad_l2:mean"])
-        sampler = model.save_weights_and_get_sampling_client()
-        sampler = sampler.result() if hasattr(sampler, "result") else sampler
-        params = client.params(max_tokens=24, temperature=1.0, seed=step, stop=[])
-        future = sampler.sample(client.prompt([1, 2, 3 + step]), 2, params)
-        disturb(f"sampling {step}")
-        for sequence in future.result().sequences:
-            seen.append((list(sequence.tokens), list(sequence.logprobs)))
-    return seen
-
-
-KILLS = {
-    "acknowledged 1": "server",
-    "sampling 1": "engine",
-    "acknowledged 2": "engine",
-    "sampling 3": "server",
-    "acknowledged 4": "server",
-    "acknowledged 5": "SIGTERM",
-}
+NUM_STEPS = 3
+# Every other one comes while what the one before has ended is still starting: that is cheap.
+SFT = (
+    Kill(0, "acknowledged", "server"),
+    Kill(0, "start", "server", delay_s=1.2),
+    Kill(1, "sampling", "engine"),
+    Kill(1, "start", "engine", delay_s=0.5),
+    Kill(2, "checkpoint", "server"),
+    Kill(2, "start", "server", delay_s=0.4),
+)
+RL = (
+    Kill(1, "pass", "engine", delay_s=0.05),
+    Kill(1, "start", "engine", delay_s=0.5),
+    Kill(2, "sampling", "server", signal.SIGTERM),
+    Kill(2, "start", "server", delay_s=1.2),
+    Kill(2, "replay", "server"),
+    Kill(2, "start", "server", delay_s=0.4),
+)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    data_dir = tmp_path_factory.mktemp("undisturbed") / "data"
-    with start_server("--model", f"{MODEL}={smollm2_gguf}", data_dir=data_dir) as server:
-        client = Client.connect(tinker, server)
-        seen = run(client, lambda _: None)
-        client.close()
-    return seen
+def server(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with served(smollm2_gguf, tmp_path_factory.mktemp("server") / "data") as server:
+        yield server
 
 
-@pytest.mark.parametrize("sdk", [tinker, tinker_gmi], ids=lambda sdk: sdk.__name__)
+@pytest.mark.parametrize(
+    ("sdk", "name", "kills"),
+    [(tinker, "rl", RL), (tinker_gmi, "sft", SFT)],
+    ids=["tinker", "tinker_gmi"],
+)
 def test_a_run_over_kills_is_the_run_without_them(
-    sdk: ModuleType, smollm2_gguf: Path, tmp_path: Path, undisturbed: list[Any]
+    sdk: ModuleType, name: LoopName, kills: Sequence[Kill], server: Server
 ) -> None:
-    done: list[str] = []
-    with start_server("--model", f"{MODEL}={smollm2_gguf}", data_dir=tmp_path / "data") as server:
-
-        def disturb(place: str) -> None:
-            match KILLS.get(place):
-                case "server":
-                    server.restart(how=signal.SIGKILL)
-                case "SIGTERM":
-                    server.restart()
-                case "engine":
-                    os.kill(server.engine_pid(), signal.SIGKILL)
-                case _:
-                    return
-            done.append(place)
-
-        client = Client.connect(sdk, server)
-        seen = run(client, disturb)
-        client.close()
-    assert done == list(KILLS)
-    assert seen == undisturbed
+    loop = TrainingLoop(name, NUM_STEPS)
+    result = disturbed(sdk, server, loop, kills, undisturbed(server, loop))
+    assert result.missing == 0
+    assert result.differences == []
