@@ -39,6 +39,7 @@ _NAMED = re.compile("|".join(NAMED_FAILURES))
 async def check(world: "World") -> None:
     """Adds to the world's failures."""
     await world.bring_back()
+    await world.clean_up()
     rows = recorded(world)
     checks = (
         *acknowledged_is_kept(world, rows),

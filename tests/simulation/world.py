@@ -154,6 +154,12 @@ class World:
             if model is not None:
                 await services.recovery.ensure(services.tasks.lanes, user, model_id)
 
+    async def clean_up(self) -> None:
+        """As the server does each minute."""
+        assert self.server is not None
+        await self.server.services.checkpoints.remove_expired()
+        await self.server.services.checkpoints.remove_unrecorded()
+
     # ---- the server
 
     async def _start_server(self) -> None:

@@ -42,8 +42,8 @@ STOPPED = failed("the server was stopped before this operation finished", "serve
 CANCELLED = failed("this sample was cancelled by its client; send it again to have it", "user")
 _NO_WRITES = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS}
 NO_ROOM = (
-    "the server's data folder cannot be written; this operation has ended, and its result comes when "
-    "the operator has made room"
+    "the server's data folder cannot be written; this operation has ended, and its result comes "
+    "when the operator has made room"
 )
 DEFECT = "the server failed on this operation in a way that it should not; see the server's log"
 

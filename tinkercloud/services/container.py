@@ -119,6 +119,7 @@ class Services:
     async def _sweep(self) -> None:
         await self.futures.expire(self.config.result_ttl_s)
         await self.checkpoints.remove_expired()
+        await self.checkpoints.remove_unrecorded()
         await self.sample_records.expire()
         await self.captures.expire()
 

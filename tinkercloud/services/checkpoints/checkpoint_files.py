@@ -110,6 +110,11 @@ def remove_temporaries(root: Path) -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
 
+def folders_of(root: Path, model_id: str) -> list[Path]:
+    """Of all checkpoints of a model."""
+    return list((root / model_id).glob("*/*/*"))
+
+
 def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
