@@ -72,23 +72,25 @@ def acknowledged_is_kept(world: "World", rows: list[Row]) -> Iterator[str]:
     by_id = {row.request_id: row for row in rows}
     for request in world.history.requests:
         for request_id in request.request_ids:
-            row = by_id.get(request_id)
-            if row is None:
-                yield f"{_named(request)} was acknowledged and is not on record"
-            elif row.status == "pending":
-                yield f"{_named(request)} is pending for ever"
-            elif (row.user, row.owner, row.seq_id) != (
-                *(request.user, request.owner),
-                request.seq_id,
-            ):
-                yield f"{_named(request)} was acknowledged as another request"
+            text = _kept_wrongly(request, by_id.get(request_id))
+            if text is not None:
+                yield f"{_named(request)} {text}"
         if request.lost is not None:
             yield f"{_named(request)} was acknowledged, and its poll answered {request.lost}"
     for row in rows:
         if row.status == "pending":
             yield f"a request of {row.owner} {row.seq_id} is pending for ever"
-        elif world.history.find(row.owner, row.seq_id) is None:
+        elif not row.is_refusal and world.history.find(row.owner, row.seq_id) is None:
             yield f"{row.kind} of {row.owner} {row.seq_id} was never sent"
+
+
+def _kept_wrongly(request: Request, row: Row | None) -> str | None:
+    if row is None:
+        return "was acknowledged and is not on record"
+    if row.status == "pending":
+        return "is pending for ever"
+    same = (row.user, row.owner, row.seq_id) == (request.user, request.owner, request.seq_id)
+    return None if same or row.is_refusal else "was acknowledged as another request"
 
 
 def results_never_change(world: "World", rows: list[Row]) -> Iterator[str]:
@@ -115,7 +117,7 @@ def order_is_kept(rows: list[Row]) -> Iterator[str]:
     """Numbers rise, but chunks may pass chunks. What was refused as too late did not run."""
     ran: dict[str, list[Row]] = {}
     for row in rows:
-        if row.request_id.startswith("sample-") or row.place is None:
+        if row.request_id.startswith("sample-") or row.place is None or row.is_refusal:
             continue
         earlier = ran.setdefault(row.owner, [])
         for before in earlier:
@@ -167,7 +169,7 @@ async def asking_again_gives_the_same(world: "World", rows: list[Row]) -> AsyncI
             if row.failure is None:  # its model may have been made by what failed
                 yield f"{_named(request)}: asked again, it is refused: {refusal}"
         else:
-            if again["request_id"] != row.request_id:
+            if again["request_id"] != row.request_id and not row.is_refusal:
                 yield f"{_named(request)}: another request when posted again"
 
 
@@ -175,7 +177,7 @@ async def equals_the_undisturbed_run(world: "World", rows: list[Row]) -> AsyncIt
     oracle = Oracle()
     lanes: dict[str, list[Row]] = {}
     for row in rows:
-        if not row.request_id.startswith("sample-"):
+        if not row.request_id.startswith("sample-") and not row.is_refusal:
             lanes.setdefault(row.owner, []).append(row)
     async for text in _lanes_differ(world, oracle, lanes):
         yield text
@@ -216,8 +218,8 @@ async def _differs(oracle: Oracle, request: Request, row: Row) -> str | None:
         if row.failure is None:
             return f"it completed, and must fail: {error}"
         return None if row.failure[1] == str(error) else f"failed as {row.failure}, not as {error}"
-    except KeyError as error:
-        return f"it completed without {error}"
+    except KeyError as error:  # its model was never made
+        return None if row.failure is not None else f"it completed without {error}"
     if row.failure is not None:
         return f"it failed: {row.failure}"
     return difference(request, row, expected)
@@ -253,8 +255,6 @@ def _states_differ(world: "World", oracle: Oracle) -> Iterator[str]:
         path = f"tinker://{model_id}/{segment}/{name}"
         expected = oracle.states.get(path)
         if expected is None:
-            if world.schedule.disk:  # a save that failed when its row was there
-                continue
             yield f"{path} is there, and was never saved"
             continue
         state = read_state(world.disk.folder / directory)

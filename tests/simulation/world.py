@@ -171,6 +171,8 @@ class World:
             if server.is_up:
                 self.note("the server is up")
                 return
+            if server.process.alive and server.is_stopped:
+                return  # whoever stopped it starts the next
             if server.process.alive:
                 server.process.alive = False
                 self.engine.end()

@@ -28,7 +28,23 @@ def make_folder(folder: Path) -> None:
     if not folder.exists():
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
-        flush(folder.parent)
+        try:
+            flush(folder.parent)
+        except OSError:  # or the next one would believe that it lasts
+            folder.rmdir()
+            raise
+
+
+def flush_folders(root: Path, num_levels: int) -> None:
+    """The names of folders below root, so many levels deep: a process that was killed may have made
+    them and not flushed, and `make_folder` takes what is there for flushed."""
+    if root.is_dir():
+        flush(root.parent)
+    folders = [root] if root.is_dir() else []
+    for _ in range(num_levels):
+        for folder in folders:
+            flush(folder)
+        folders = [each for folder in folders for each in folder.iterdir() if each.is_dir()]
 
 
 def seal(directory: Path, about: dict[str, object]) -> int:

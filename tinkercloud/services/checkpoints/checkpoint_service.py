@@ -11,7 +11,7 @@ from typing import Protocol, get_args
 
 from tinker_gmi.types import WeightsInfoResponse
 from tinkercloud.backends.base import Backend
-from tinkercloud.errors import CheckpointNotFound, InvalidRequest, UserError
+from tinkercloud.errors import CheckpointNotFound, InvalidRequest, StorageFailed, UserError
 from tinkercloud.services.checkpoints import checkpoint_files
 from tinkercloud.services.checkpoints.checkpoint_names import Nearby, full_path
 from tinkercloud.services.checkpoints.checkpoint_writer import (
@@ -86,6 +86,7 @@ class CheckpointService:
     async def start(self) -> None:
         root = self._data_dir / FOLDER
         await asyncio.to_thread(checkpoint_files.remove_temporaries, root)
+        await asyncio.to_thread(checkpoint_files.flush_folders, root, 3)
         await self._remove_unnamed(root)
 
     async def _remove_unnamed(self, root: Path) -> None:
@@ -123,12 +124,22 @@ class CheckpointService:
                 f"checkpoint {old.tinker_path} exists already; choose another name or set overwrite"
             )
         checkpoint = await self._writer.write(model, options, self._fill(model, options, convert))
-        size = checkpoint.size_bytes
-        await self.audit(checkpoint, "checkpoint_saved", size_bytes=size, replaced=old is not None)
-        if old is not None:  # last: until the row names the new folder, readers open the old one
-            await self._publications.unpublish(old)
-        await self._remove_others(checkpoint)
+        try:
+            await self._after_save(checkpoint, old)
+        except (StorageFailed, OSError):  # it is saved: to say that it is not would be wrong
+            logger.exception(
+                "%s is saved, and not all about it is on record", checkpoint.tinker_path
+            )
         return checkpoint
+
+    async def _after_save(self, checkpoint: Checkpoint, old: Checkpoint | None) -> None:
+        size, replaced = checkpoint.size_bytes, old is not None
+        try:
+            await self.audit(checkpoint, "checkpoint_saved", size_bytes=size, replaced=replaced)
+            if old is not None:
+                await self._publications.unpublish(old)
+        finally:  # not earlier: until the row names the new folder, readers open the old one
+            await self._remove_others(checkpoint)
 
     async def _remove_others(self, checkpoint: Checkpoint) -> None:
         """Of its name: what it replaced, and what a process left that ended before the row was

@@ -147,6 +147,12 @@ class Recovery:
                 logger.warning("%s is not back yet: %s", key[1], error)
                 await asyncio.sleep(RETRY_S)
                 continue
+            except TinkercloudError as error:
+                if self._backend.incarnation() == now:
+                    raise
+                # It ended between two operations: the next one found no model.
+                logger.warning("%s is not back yet: %s", key[1], error)
+                continue
             self._there[key] = now
 
     async def _restore(self, key: Key) -> int:

@@ -60,6 +60,7 @@ class Snapshots:
     async def start(self) -> None:
         """What a killed process left half written goes."""
         await asyncio.to_thread(_remove_temporaries, self.data_dir / FOLDER)
+        await asyncio.to_thread(checkpoint_files.flush_folders, self.data_dir / FOLDER, 1)
         for key, debt_s in (await self._journal.debts()).items():
             self._state(key).debt_s = debt_s
 
