@@ -48,6 +48,7 @@ async def check(world: "World") -> None:
         *order_is_kept(rows),
         *nothing_of_another_user(world),
         *files_are_whole(world),
+        *what_was_deleted_is_gone(world),
     )
     for text in checks:
         world.fail(text)
@@ -62,10 +63,11 @@ def recorded(world: "World") -> list[Row]:
     with_path = apsw.Connection(str(world.disk.folder / "tinkercloud.db"), vfs=sqlite.VFS_NAME)
     rows = with_path.execute(
         "SELECT request_id, user, kind, COALESCE(model_id, sampler_id), seq_id, status, body,"
-        " started_at FROM futures ORDER BY started_at"
+        " started_at FROM futures"
     ).fetchall()
     with_path.close()
-    return [Row(*row) for row in rows]
+    began = [Row(*row[:-1], world.moments.get(row[-1])) for row in rows]
+    return sorted(began, key=lambda row: -1.0 if row.place is None else row.place)
 
 
 def acknowledged_is_kept(world: "World", rows: list[Row]) -> Iterator[str]:
@@ -150,6 +152,27 @@ def files_are_whole(world: "World") -> Iterator[str]:
             yield f"{path.relative_to(world.disk.folder)} belongs to nothing"
 
 
+def what_was_deleted_is_gone(world: "World") -> Iterator[str]:
+    """Models that were deleted, or whose session has ended, and checkpoints."""
+    deleted = {model_id for model_id, is_told in world.history.deleted.items() if is_told}
+    for model_id in sorted(deleted & set(world.engine.inner._models)):
+        yield f"{model_id} was deleted, and is in the engine's memory"
+    database = apsw.Connection(str(world.disk.folder / "tinkercloud.db"), vfs=sqlite.VFS_NAME)
+    rows = database.execute(
+        "SELECT model_id, segment, name, expires_at FROM checkpoints"
+    ).fetchall()
+    live = {row[0] for row in database.execute("SELECT model_id FROM models WHERE state = 'live'")}
+    database.close()
+    for model_id in sorted(deleted & live):
+        yield f"{model_id} was deleted, and is live on record"
+    for model_id, segment, name, expires_at in rows:
+        path = f"tinker://{model_id}/{segment}/{name}"
+        if world.history.removed.get(path):
+            yield f"{path} was deleted, and is on record"
+        if expires_at is not None and expires_at <= world.wall():
+            yield f"{path} has expired, and is on record"
+
+
 async def asking_again_gives_the_same(world: "World", rows: list[Row]) -> AsyncIterator[str]:
     """A client that polls and posts again gets the same id and the same result."""
     choices = random.Random(f"{world.schedule.seed} asking")
@@ -166,11 +189,21 @@ async def asking_again_gives_the_same(world: "World", rows: list[Row]) -> AsyncI
                 yield f"{_named(request)}: another result when asked again"
             again = await wire.post(*request.post)
         except Refused as refusal:
-            if row.failure is None:  # its model may have been made by what failed
+            if row.failure is None and not _may_be_gone(world, request):
                 yield f"{_named(request)}: asked again, it is refused: {refusal}"
         else:
             if again["request_id"] != row.request_id and not row.is_refusal:
                 yield f"{_named(request)}: another request when posted again"
+
+
+def _may_be_gone(world: "World", request: Request) -> bool:
+    """What it is for, or what it loads."""
+    sessions = {model_id.partition(":")[0] for model_id in world.history.deleted}
+    return (
+        request.owner in world.history.deleted
+        or request.body.get("path") in world.history.removed
+        or (request.kind == "sample" and request.owner.partition(":")[0] in sessions)
+    )
 
 
 async def equals_the_undisturbed_run(world: "World", rows: list[Row]) -> AsyncIterator[str]:
@@ -199,7 +232,7 @@ async def _lanes_differ(
                 if request is None or (oracle.is_blocked(request) and lane[0].failure is None):
                     break
                 moved = True
-                text = await _differs(oracle, request, lane.pop(0))
+                text = await _differs(world, oracle, request, lane.pop(0))
                 if text is not None:
                     yield f"{_named(request)}: {text}"
     for owner, lane in lanes.items():
@@ -207,10 +240,10 @@ async def _lanes_differ(
             yield f"{owner}: {lane[0].kind} {lane[0].seq_id} loads what was never saved"
 
 
-async def _differs(oracle: Oracle, request: Request, row: Row) -> str | None:
+async def _differs(world: "World", oracle: Oracle, request: Request, row: Row) -> str | None:
     if row.failure is not None and row.failure[1] == TOO_LATE_TEXT:
         return None
-    if row.failure is not None and _NAMED.search(row.failure[1]):
+    if row.failure is not None and _is_named(world, row.failure[1]):
         return None
     try:
         expected = await oracle.apply(request)
@@ -225,6 +258,14 @@ async def _differs(oracle: Oracle, request: Request, row: Row) -> str | None:
     return difference(request, row, expected)
 
 
+def _is_named(world: "World", text: str) -> bool:
+    """A failure that may be; that a checkpoint is missing, only where it may have gone."""
+    if text.startswith("checkpoint ") and text.endswith("does not exist"):
+        paths = (path.removeprefix("tinker://") for path in world.history.removed)
+        return any(path in text for path in paths)
+    return _NAMED.search(text) is not None
+
+
 def _samples_differ(world: "World", oracle: Oracle, rows: list[Row]) -> Iterator[str]:
     for sampler_id, weights in world.history.samplers.items():
         oracle.pin(sampler_id, weights)
@@ -233,7 +274,7 @@ def _samples_differ(world: "World", oracle: Oracle, rows: list[Row]) -> Iterator
         if request is None or request.kind != "sample":
             continue
         if row.failure is not None:
-            if not _NAMED.search(row.failure[1]):
+            if not _is_named(world, row.failure[1]):
                 yield f"{_named(request)}: it failed: {row.failure}"
         elif "seed" in request.body["sampling_params"] and request.owner in oracle.versions:
             texts = [difference(request, row, each) for each in oracle.samples(request)]

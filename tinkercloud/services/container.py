@@ -104,8 +104,8 @@ class Services:
     async def start(self) -> None:
         await self.checkpoints.start()
         await self.snapshots.start()
-        await self.models.start()
         await self.tasks.start()
+        await self.models.start()  # after: what a deleted model has left to do still runs
         self.tasks.spawn(self._sweep_forever(), "expiry")
         self.tasks.spawn(self.reward_webhooks.run_forever(), "webhooks")
         self.tasks.spawn(self.usage.flush_forever(), "usage")

@@ -264,13 +264,16 @@ async def test_an_engine_that_ends_between_two_operations_of_a_replay_is_a_delay
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshots, "SHARE", 0.0)
-    backend = QuietlyMortal()
-    async with serving(tmp_path, backend=backend) as api:
-        model_id = await api.model()
-        number = await train(api, model_id, 1)
-        backend.ends[model_id] = 1
-        await train(api, model_id, number)
-    assert backend.num_ends == 2
+    results: list[list[Any]] = []
+    for num_ends in (0, 1):
+        backend = QuietlyMortal()
+        async with serving(tmp_path / str(num_ends), backend=backend) as api:
+            model_id = await api.model(lora_config={"rank": 8, "seed": 1})
+            number = await train(api, model_id, 1)
+            backend.ends[model_id] = num_ends
+            results.append(await goes_on(api, model_id, await train(api, model_id, number)))
+        assert backend.num_ends == 2 * num_ends
+    assert results[0] == results[1]
 
 
 async def test_what_ends_the_engine_each_time_fails_by_name_and_the_rest_goes_on(
