@@ -292,6 +292,7 @@ class Client:
                 self._history.removed[path] = True
 
     async def _finish_session(self, step: Step) -> None:
+        self._history.finished.add(self._session)
         own = [each for each, user in self._history.models.items() if user == self._user]
         for model_id in own:
             self._history.deleted.setdefault(model_id, False)

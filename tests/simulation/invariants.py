@@ -33,6 +33,9 @@ NAMED_FAILURES = (
     r"the engine process ended each of the 3 times",
     r"^model .* does not exist",
 )
+_SAMPLED = (
+    "SELECT model_id FROM samplers JOIN sessions USING (session_id) WHERE finished_at IS NULL"
+)
 _NAMED = re.compile("|".join(NAMED_FAILURES))
 
 
@@ -155,14 +158,15 @@ def files_are_whole(world: "World") -> Iterator[str]:
 def what_was_deleted_is_gone(world: "World") -> Iterator[str]:
     """Models that were deleted, or whose session has ended, and checkpoints."""
     deleted = {model_id for model_id, is_told in world.history.deleted.items() if is_told}
-    for model_id in sorted(deleted & set(world.engine.inner._models)):
-        yield f"{model_id} was deleted, and is in the engine's memory"
     database = apsw.Connection(str(world.disk.folder / "tinkercloud.db"), vfs=sqlite.VFS_NAME)
     rows = database.execute(
         "SELECT model_id, segment, name, expires_at FROM checkpoints"
     ).fetchall()
     live = {row[0] for row in database.execute("SELECT model_id FROM models WHERE state = 'live'")}
+    sampled = {row[0] for row in database.execute(_SAMPLED)}  # these are needed for their versions
     database.close()
+    for model_id in sorted(deleted & set(world.engine.inner._models) - sampled):
+        yield f"{model_id} was deleted, and is in the engine's memory"
     for model_id in sorted(deleted & live):
         yield f"{model_id} was deleted, and is live on record"
     for model_id, segment, name, expires_at in rows:
@@ -198,11 +202,11 @@ async def asking_again_gives_the_same(world: "World", rows: list[Row]) -> AsyncI
 
 def _may_be_gone(world: "World", request: Request) -> bool:
     """What it is for, or what it loads."""
-    sessions = {model_id.partition(":")[0] for model_id in world.history.deleted}
+    history = world.history
     return (
-        request.owner in world.history.deleted
-        or request.body.get("path") in world.history.removed
-        or (request.kind == "sample" and request.owner.partition(":")[0] in sessions)
+        request.owner in history.deleted
+        or request.body.get("path") in history.removed
+        or request.owner.partition(":")[0] in history.finished
     )
 
 
@@ -274,7 +278,8 @@ def _samples_differ(world: "World", oracle: Oracle, rows: list[Row]) -> Iterator
         if request is None or request.kind != "sample":
             continue
         if row.failure is not None:
-            if not _is_named(world, row.failure[1]):
+            is_finished = request.owner.partition(":")[0] in world.history.finished
+            if not is_finished and not _is_named(world, row.failure[1]):
                 yield f"{_named(request)}: it failed: {row.failure}"
         elif "seed" in request.body["sampling_params"] and request.owner in oracle.versions:
             texts = [difference(request, row, each) for each in oracle.samples(request)]
