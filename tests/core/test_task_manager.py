@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -175,6 +176,30 @@ async def test_an_outcome_that_waits_for_room_is_recorded_by_a_stop(
     await make_room(database)
     await tasks.close()
     assert await FuturesStorage(database).outcome(request_id, "ann") == big
+
+
+async def test_the_keeper_hears_that_an_operation_is_not_on_record(
+    tasks: TaskManager, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def resume(ticket: Ticket, request: bytes) -> Any:
+        raise AssertionError
+
+    heard: list[Ticket] = []
+    monkeypatch.setattr(tasks.lanes.keeper, "ended_unrecorded", heard.append)
+    tasks.journal("OptimStep", resume, lambda ticket, outcome: True)
+    proceed = asyncio.Event()
+
+    async def work() -> Outcome:
+        await proceed.wait()
+        return completed_json({"x": "y" * 100_000})
+
+    ticket = Ticket("ann", "OptimStep", "k", "m", 1)
+    request_id = await tasks.submit_in_lane(ticket, work, b"{}")
+    await fill_disk(database)
+    proceed.set()
+    assert await tasks.wait(request_id, "ann", 0.1) is None
+    assert heard == [ticket]
+    await make_room(database)
 
 
 async def fill_disk(database: Database) -> None:

@@ -113,6 +113,12 @@ class Recovery:
         self._positions[key] = position
         await self._snapshots.ended(key, position, took_s)
 
+    def ended_unrecorded(self, ticket: Ticket) -> None:
+        """The model has the operation and the journal has not: there is no position to take a
+        snapshot at, as the operation would be done again after it."""
+        assert ticket.model_id is not None
+        self._positions.pop((ticket.user, ticket.model_id), None)
+
     # bringing back
 
     async def ensure(self, lanes: Lanes, user: str, model_id: str) -> None:
