@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -132,7 +133,7 @@ async def test_a_lane_goes_on_when_the_database_cannot_take_a_result(
     await database.write("ALTER TABLE gone RENAME TO futures")
 
 
-async def test_outcomes_of_a_full_disk_are_served_from_memory_and_recorded_when_there_is_room(
+async def test_outcomes_of_a_full_disk_are_given_when_they_are_on_record(
     tasks: TaskManager, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(task_manager, "RECORD_AGAIN_S", 0.05)
@@ -146,20 +147,20 @@ async def test_outcomes_of_a_full_disk_are_served_from_memory_and_recorded_when_
     await fill_disk(database)
     proceed.set()
     outcome = await work()
-    for _ in range(2):
-        assert await tasks.wait(request_id, "ann", 5) == outcome
+    assert await tasks.wait(request_id, "ann", 0.1) is None
+    assert tasks.delay_of(request_id) == task_manager.NO_ROOM
     with pytest.raises(StorageFailed, match=r"full.*make room"):
         await tasks.submit(Ticket("ann", "Sample", "k" * 100_000), done)
     assert tasks.num_pending == 1
+    waiting = asyncio.create_task(tasks.wait(request_id, "ann", 5))
     await make_room(database)
-    async with asyncio.timeout(5):
-        while tasks.num_pending:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    assert await waiting == outcome
     assert await FuturesStorage(database).outcome(request_id, "ann") == outcome
     assert await tasks.wait(request_id, "ann", 5) == outcome
+    assert tasks.delay_of(request_id) is None
 
 
-async def test_an_outcome_in_memory_is_recorded_by_a_stop(
+async def test_an_outcome_that_waits_for_room_is_recorded_by_a_stop(
     tasks: TaskManager, database: Database
 ) -> None:
     big, proceed = completed_json({"x": "y" * 100_000}), asyncio.Event()
@@ -171,10 +172,34 @@ async def test_an_outcome_in_memory_is_recorded_by_a_stop(
     request_id = await tasks.submit(Ticket("ann", "OptimStep"), work)
     await fill_disk(database)
     proceed.set()
-    assert await tasks.wait(request_id, "ann", 5) == big
+    assert await tasks.wait(request_id, "ann", 0.1) is None
     await make_room(database)
     await tasks.close()
     assert await FuturesStorage(database).outcome(request_id, "ann") == big
+
+
+async def test_the_keeper_hears_that_an_operation_is_not_on_record(
+    tasks: TaskManager, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def resume(ticket: Ticket, request: bytes) -> Any:
+        raise AssertionError
+
+    heard: list[Ticket] = []
+    monkeypatch.setattr(tasks.lanes.keeper, "ended_unrecorded", heard.append)
+    tasks.journal("OptimStep", resume, lambda ticket, outcome: True)
+    proceed = asyncio.Event()
+
+    async def work() -> Outcome:
+        await proceed.wait()
+        return completed_json({"x": "y" * 100_000})
+
+    ticket = Ticket("ann", "OptimStep", "k", "m", 1)
+    request_id = await tasks.submit_in_lane(ticket, work, b"{}")
+    await fill_disk(database)
+    proceed.set()
+    assert await tasks.wait(request_id, "ann", 0.1) is None
+    assert heard == [ticket]
+    await make_room(database)
 
 
 async def fill_disk(database: Database) -> None:

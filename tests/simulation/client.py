@@ -77,6 +77,9 @@ class Client:
             "create_from_state": self._create_from_state,
             "sampler_of_path": self._sampler_of_path,
             "sampler_of_base": self._sampler_of_base,
+            "delete_model": self._delete_model,
+            "delete_checkpoint": self._delete_checkpoint,
+            "finish_session": self._finish_session,
             "list": self._list,
             "intrude": self._intrude,
             "wait": self._wait,
@@ -157,7 +160,11 @@ class Client:
                 return "optim_step", {"adam_params": {"learning_rate": rate}}
             case "save_state":
                 name = "again" if step.overwrite else f"s{self._names}"
-                return "save_weights", {"path": name, "overwrite": step.overwrite}
+                body = {"path": name, "overwrite": step.overwrite}
+                if step.ttl_s:
+                    body["ttl_seconds"] = step.ttl_s
+                    self._history.removed[f"tinker://{model.model_id}/weights/{name}"] = False
+                return "save_weights", body
             case "save_sampler":
                 return "save_weights_for_sampler", {"path": f"w{self._names}"}
             case "load_into":
@@ -260,6 +267,46 @@ class Client:
             await self._leniently(self._wire.post("cancel_future", body))
 
     # ---- the rest
+
+    async def _delete_model(self, step: Step) -> None:
+        model = self._model(step)
+        if model is None:
+            return
+        self._models.remove(model)
+        self._history.deleted[model.model_id] = False
+        body = json.dumps({"model_id": model.model_id}).encode()
+        if await self._told(self._wire.post("delete_model", body)):
+            self._history.deleted[model.model_id] = True
+
+    async def _delete_checkpoint(self, step: Step) -> None:
+        """Of one that was waited for; others may load it meanwhile."""
+        saved = [each for model in self._models for each in model.saved]
+        if not saved:
+            return
+        path, poll, request = saved[step.seed % len(saved)]
+        if await self._succeeds(poll, request):
+            self._history.removed.setdefault(path, False)
+            run, segment, name = path.removeprefix("tinker://").split("/")
+            call = self._wire.delete(f"training_runs/{run}/checkpoints/{segment}/{name}")
+            if await self._told(call):
+                self._history.removed[path] = True
+
+    async def _finish_session(self, step: Step) -> None:
+        self._history.finished.add(self._session)
+        own = [each for each, user in self._history.models.items() if user == self._user]
+        for model_id in own:
+            self._history.deleted.setdefault(model_id, False)
+        body = json.dumps({"reason": {"type": "completed"}}).encode()
+        if await self._told(self._wire.post(f"sessions/{self._session}/finish", body)):
+            self._history.deleted.update(dict.fromkeys(own, True))
+
+    async def _told(self, call: Awaitable[object]) -> bool:
+        """Whether the server said that it is done, or had done it when it was asked again."""
+        try:
+            await call
+        except Refused as refusal:
+            return refusal.status == 404
+        return True
 
     async def _list(self, step: Step) -> None:
         runs = await self._leniently(self._wire.get("training_runs?limit=100&offset=0"))

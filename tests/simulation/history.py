@@ -34,6 +34,11 @@ class History:
     listed: list[tuple[str, set[str]]] = field(default_factory=list)  # (user, models seen)
     intrusions: list[str] = field(default_factory=list)  # that were answered
     models: dict[str, str] = field(default_factory=dict)  # model_id -> user
+    finished: set[str] = field(default_factory=set)  # sessions that may have ended
+    deleted: dict[str, bool] = field(default_factory=dict)
+    """Models that may be gone, and whether their clients were told that they are."""
+    removed: dict[str, bool] = field(default_factory=dict)
+    """Paths of checkpoints that may go, and whether their clients were told that they did."""
     samplers: dict[str, dict[str, Any]] = field(default_factory=dict)  # those of a path or a base
 
     def find(self, owner: str, seq_id: int) -> Request | None:

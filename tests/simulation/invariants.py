@@ -33,12 +33,16 @@ NAMED_FAILURES = (
     r"the engine process ended each of the 3 times",
     r"^model .* does not exist",
 )
+_SAMPLED = (
+    "SELECT model_id FROM samplers JOIN sessions USING (session_id) WHERE finished_at IS NULL"
+)
 _NAMED = re.compile("|".join(NAMED_FAILURES))
 
 
 async def check(world: "World") -> None:
     """Adds to the world's failures."""
     await world.bring_back()
+    await world.clean_up()
     rows = recorded(world)
     checks = (
         *acknowledged_is_kept(world, rows),
@@ -47,6 +51,7 @@ async def check(world: "World") -> None:
         *order_is_kept(rows),
         *nothing_of_another_user(world),
         *files_are_whole(world),
+        *what_was_deleted_is_gone(world),
     )
     for text in checks:
         world.fail(text)
@@ -61,33 +66,36 @@ def recorded(world: "World") -> list[Row]:
     with_path = apsw.Connection(str(world.disk.folder / "tinkercloud.db"), vfs=sqlite.VFS_NAME)
     rows = with_path.execute(
         "SELECT request_id, user, kind, COALESCE(model_id, sampler_id), seq_id, status, body,"
-        " started_at FROM futures ORDER BY started_at"
+        " started_at FROM futures"
     ).fetchall()
     with_path.close()
-    return [Row(*row) for row in rows]
+    began = [Row(*row[:-1], world.moments.get(row[-1])) for row in rows]
+    return sorted(began, key=lambda row: -1.0 if row.place is None else row.place)
 
 
 def acknowledged_is_kept(world: "World", rows: list[Row]) -> Iterator[str]:
     by_id = {row.request_id: row for row in rows}
     for request in world.history.requests:
         for request_id in request.request_ids:
-            row = by_id.get(request_id)
-            if row is None:
-                yield f"{_named(request)} was acknowledged and is not on record"
-            elif row.status == "pending":
-                yield f"{_named(request)} is pending for ever"
-            elif (row.user, row.owner, row.seq_id) != (
-                *(request.user, request.owner),
-                request.seq_id,
-            ):
-                yield f"{_named(request)} was acknowledged as another request"
+            text = _kept_wrongly(request, by_id.get(request_id))
+            if text is not None:
+                yield f"{_named(request)} {text}"
         if request.lost is not None:
             yield f"{_named(request)} was acknowledged, and its poll answered {request.lost}"
     for row in rows:
         if row.status == "pending":
             yield f"a request of {row.owner} {row.seq_id} is pending for ever"
-        elif world.history.find(row.owner, row.seq_id) is None:
+        elif not row.is_refusal and world.history.find(row.owner, row.seq_id) is None:
             yield f"{row.kind} of {row.owner} {row.seq_id} was never sent"
+
+
+def _kept_wrongly(request: Request, row: Row | None) -> str | None:
+    if row is None:
+        return "was acknowledged and is not on record"
+    if row.status == "pending":
+        return "is pending for ever"
+    same = (row.user, row.owner, row.seq_id) == (request.user, request.owner, request.seq_id)
+    return None if same or row.is_refusal else "was acknowledged as another request"
 
 
 def results_never_change(world: "World", rows: list[Row]) -> Iterator[str]:
@@ -98,9 +106,6 @@ def results_never_change(world: "World", rows: list[Row]) -> Iterator[str]:
         row = by_id[request.request_ids[0]]
         for status, detail, body in request.results:
             kept = row.body if row.failure is None else row.failure[1].encode()
-            # Open: on a full disk a failure is answered from memory, before it is on record.
-            if status == "failed" and world.schedule.disk:
-                continue
             if (status, body) != (row.status, kept):
                 yield f"{_named(request)}: {status} {detail} was given, {row.status} is on record"
 
@@ -117,7 +122,7 @@ def order_is_kept(rows: list[Row]) -> Iterator[str]:
     """Numbers rise, but chunks may pass chunks. What was refused as too late did not run."""
     ran: dict[str, list[Row]] = {}
     for row in rows:
-        if row.request_id.startswith("sample-") or row.place is None:
+        if row.request_id.startswith("sample-") or row.place is None or row.is_refusal:
             continue
         earlier = ran.setdefault(row.owner, [])
         for before in earlier:
@@ -150,6 +155,28 @@ def files_are_whole(world: "World") -> Iterator[str]:
             yield f"{path.relative_to(world.disk.folder)} belongs to nothing"
 
 
+def what_was_deleted_is_gone(world: "World") -> Iterator[str]:
+    """Models that were deleted, or whose session has ended, and checkpoints."""
+    deleted = {model_id for model_id, is_told in world.history.deleted.items() if is_told}
+    database = apsw.Connection(str(world.disk.folder / "tinkercloud.db"), vfs=sqlite.VFS_NAME)
+    rows = database.execute(
+        "SELECT model_id, segment, name, expires_at FROM checkpoints"
+    ).fetchall()
+    live = {row[0] for row in database.execute("SELECT model_id FROM models WHERE state = 'live'")}
+    sampled = {row[0] for row in database.execute(_SAMPLED)}  # these are needed for their versions
+    database.close()
+    for model_id in sorted(deleted & set(world.engine.inner._models) - sampled):
+        yield f"{model_id} was deleted, and is in the engine's memory"
+    for model_id in sorted(deleted & live):
+        yield f"{model_id} was deleted, and is live on record"
+    for model_id, segment, name, expires_at in rows:
+        path = f"tinker://{model_id}/{segment}/{name}"
+        if world.history.removed.get(path):
+            yield f"{path} was deleted, and is on record"
+        if expires_at is not None and expires_at <= world.wall():
+            yield f"{path} has expired, and is on record"
+
+
 async def asking_again_gives_the_same(world: "World", rows: list[Row]) -> AsyncIterator[str]:
     """A client that polls and posts again gets the same id and the same result."""
     choices = random.Random(f"{world.schedule.seed} asking")
@@ -166,18 +193,28 @@ async def asking_again_gives_the_same(world: "World", rows: list[Row]) -> AsyncI
                 yield f"{_named(request)}: another result when asked again"
             again = await wire.post(*request.post)
         except Refused as refusal:
-            if row.failure is None:  # its model may have been made by what failed
+            if row.failure is None and not _may_be_gone(world, request):
                 yield f"{_named(request)}: asked again, it is refused: {refusal}"
         else:
-            if again["request_id"] != row.request_id:
+            if again["request_id"] != row.request_id and not row.is_refusal:
                 yield f"{_named(request)}: another request when posted again"
+
+
+def _may_be_gone(world: "World", request: Request) -> bool:
+    """What it is for, or what it loads."""
+    history = world.history
+    return (
+        request.owner in history.deleted
+        or request.body.get("path") in history.removed
+        or request.owner.partition(":")[0] in history.finished
+    )
 
 
 async def equals_the_undisturbed_run(world: "World", rows: list[Row]) -> AsyncIterator[str]:
     oracle = Oracle()
     lanes: dict[str, list[Row]] = {}
     for row in rows:
-        if not row.request_id.startswith("sample-"):
+        if not row.request_id.startswith("sample-") and not row.is_refusal:
             lanes.setdefault(row.owner, []).append(row)
     async for text in _lanes_differ(world, oracle, lanes):
         yield text
@@ -199,7 +236,7 @@ async def _lanes_differ(
                 if request is None or (oracle.is_blocked(request) and lane[0].failure is None):
                     break
                 moved = True
-                text = await _differs(oracle, request, lane.pop(0))
+                text = await _differs(world, oracle, request, lane.pop(0))
                 if text is not None:
                     yield f"{_named(request)}: {text}"
     for owner, lane in lanes.items():
@@ -207,10 +244,10 @@ async def _lanes_differ(
             yield f"{owner}: {lane[0].kind} {lane[0].seq_id} loads what was never saved"
 
 
-async def _differs(oracle: Oracle, request: Request, row: Row) -> str | None:
+async def _differs(world: "World", oracle: Oracle, request: Request, row: Row) -> str | None:
     if row.failure is not None and row.failure[1] == TOO_LATE_TEXT:
         return None
-    if row.failure is not None and _NAMED.search(row.failure[1]):
+    if row.failure is not None and _is_named(world, row.failure[1]):
         return None
     try:
         expected = await oracle.apply(request)
@@ -218,11 +255,19 @@ async def _differs(oracle: Oracle, request: Request, row: Row) -> str | None:
         if row.failure is None:
             return f"it completed, and must fail: {error}"
         return None if row.failure[1] == str(error) else f"failed as {row.failure}, not as {error}"
-    except KeyError as error:
-        return f"it completed without {error}"
+    except KeyError as error:  # its model was never made
+        return None if row.failure is not None else f"it completed without {error}"
     if row.failure is not None:
         return f"it failed: {row.failure}"
     return difference(request, row, expected)
+
+
+def _is_named(world: "World", text: str) -> bool:
+    """A failure that may be; that a checkpoint is missing, only where it may have gone."""
+    if text.startswith("checkpoint ") and text.endswith("does not exist"):
+        paths = (path.removeprefix("tinker://") for path in world.history.removed)
+        return any(path in text for path in paths)
+    return _NAMED.search(text) is not None
 
 
 def _samples_differ(world: "World", oracle: Oracle, rows: list[Row]) -> Iterator[str]:
@@ -233,7 +278,8 @@ def _samples_differ(world: "World", oracle: Oracle, rows: list[Row]) -> Iterator
         if request is None or request.kind != "sample":
             continue
         if row.failure is not None:
-            if not _NAMED.search(row.failure[1]):
+            is_finished = request.owner.partition(":")[0] in world.history.finished
+            if not is_finished and not _is_named(world, row.failure[1]):
                 yield f"{_named(request)}: it failed: {row.failure}"
         elif "seed" in request.body["sampling_params"] and request.owner in oracle.versions:
             texts = [difference(request, row, each) for each in oracle.samples(request)]
@@ -255,8 +301,6 @@ def _states_differ(world: "World", oracle: Oracle) -> Iterator[str]:
         path = f"tinker://{model_id}/{segment}/{name}"
         expected = oracle.states.get(path)
         if expected is None:
-            if world.schedule.disk:  # a save that failed when its row was there
-                continue
             yield f"{path} is there, and was never saved"
             continue
         state = read_state(world.disk.folder / directory)

@@ -26,11 +26,16 @@ class Row:
     request_id: str
     user: str
     kind: str
-    owner: str
-    seq_id: int
+    owner: str | None
+    seq_id: int | None
     status: str
     body: bytes
     place: float | None
+
+    @property
+    def is_refusal(self) -> bool:
+        """Of an operation on a model that does not exist: it belongs to nothing."""
+        return self.owner is None and self.status == "failed" and "does not exist" in str(self.body)
 
     @property
     def failure(self) -> tuple[str, str] | None:

@@ -17,7 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 from tests.simulation.disk import Disk
-from tests.simulation.loop import EPOCH_S, SimulatedLoop
+from tests.simulation.loop import SimulatedLoop
 
 WRITING = frozenset("wax+")
 
@@ -27,10 +27,12 @@ class Forbidden(AssertionError):
 
 
 @contextmanager
-def simulated(loop: SimulatedLoop, entropy: random.Random, disk: Disk) -> Iterator[None]:
-    """entropy: what the machine's random numbers are made of."""
+def simulated(
+    loop: SimulatedLoop, wall: Callable[[], float], entropy: random.Random, disk: Disk
+) -> Iterator[None]:
+    """wall: the clock that may be set. entropy: what the machine's random numbers are made of."""
     with ExitStack() as stack:
-        for target, name, value in (*_clocks(loop), *_randomness(entropy), *_refused()):
+        for target, name, value in (*_clocks(loop, wall), *_randomness(entropy), *_refused()):
             stack.enter_context(patch.object(target, name, value))
         for target, name, value in _files(disk):
             stack.enter_context(patch.object(target, name, value))
@@ -42,9 +44,9 @@ def simulated(loop: SimulatedLoop, entropy: random.Random, disk: Disk) -> Iterat
             random.setstate(state)
 
 
-def _clocks(loop: SimulatedLoop) -> list[tuple[Any, str, Any]]:
+def _clocks(loop: SimulatedLoop, wall: Callable[[], float]) -> list[tuple[Any, str, Any]]:
     return [
-        (time, "time", lambda: EPOCH_S + loop.now),
+        (time, "time", wall),
         (time, "monotonic", lambda: loop.now),
         (time, "perf_counter", lambda: loop.now),
     ]

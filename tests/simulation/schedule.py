@@ -24,6 +24,9 @@ Kind = Literal[
     "load_into",
     "create_model",
     "create_from_state",
+    "delete_model",
+    "delete_checkpoint",
+    "finish_session",
     "list",
     "intrude",
     "wait",
@@ -43,6 +46,8 @@ WEIGHTS: Mapping[Kind, float] = {
     "cancel": 1.5,
     "load_into": 2,
     "create_from_state": 2,
+    "delete_model": 0.3,
+    "delete_checkpoint": 1,
     "list": 2,
     "intrude": 1,
     "wait": 5,
@@ -56,13 +61,15 @@ VOCAB_SIZE = 24
 @dataclass(frozen=True, slots=True)
 class Step:
     """One call of a client. target: which of its models, or samplers, counted around. size: chunks,
-    samples, or seconds. seed: of its numbers. overwrite: a name that is saved more than once."""
+    samples, or seconds. seed: of its numbers. overwrite: a name that is saved more than once.
+    ttl_s: of what is saved; 0: no end."""
 
     kind: Kind
     target: int = 0
     size: int = 1
     seed: int = 0
     overwrite: bool = False
+    ttl_s: int = 0
 
 
 CrashKind = Literal["kill", "power", "stop", "engine", "client"]
@@ -89,6 +96,14 @@ class DiskTrouble:
     error: Literal["ENOSPC", "EIO"]
 
 
+@dataclass(frozen=True, slots=True)
+class ClockJump:
+    """The wall clock is set, by so many seconds; time itself goes on as it does."""
+
+    at_s: float
+    by_s: float
+
+
 NetworkFate = Literal["fine", "lose request", "lose answer", "duplicate", "slow", "cut"]
 EngineFate = Literal["fine", "die before", "die after", "slow", "out of memory"]
 _NETWORK = (("lose request", 4), ("lose answer", 4), ("duplicate", 3), ("slow", 4), ("cut", 1))
@@ -110,6 +125,7 @@ class Schedule:
     in_order: bool
     gap_grace_s: float
     operation_s: float
+    jumps: tuple[ClockJump, ...] = ()
     last_fault: int = 500
     without: frozenset[str] = field(default_factory=frozenset)
 
@@ -136,7 +152,7 @@ class Schedule:
 
     def calm(self) -> "Schedule":
         """The same without any fault."""
-        return replace(self, crashes=(), disk=(), network_rate=0.0, engine_rate=0.0)
+        return replace(self, crashes=(), disk=(), jumps=(), network_rate=0.0, engine_rate=0.0)
 
 
 def generate(seed: int) -> Schedule:
@@ -153,6 +169,7 @@ def generate(seed: int) -> Schedule:
         in_order=choices.random() < 0.3,
         gap_grace_s=choices.choice((0.5, 5.0)),
         operation_s=choices.choice((0.002, 0.3, 1.5)),
+        jumps=tuple(_jump(choices) for _ in range(choices.choice((0, 0, 1, 2)))),
     )
 
 
@@ -169,6 +186,8 @@ def _program(choices: random.Random) -> tuple[Step, ...]:
         steps.insert(choices.randint(1, len(steps)), _step(choices, "create_model"))
     while sum(step.kind not in ("wait", "pause") for step in steps) < 15:
         steps.append(_step(choices, "forward_backward"))
+    if choices.random() < 0.15:
+        steps.append(_step(choices, "finish_session"))
     return tuple(steps)
 
 
@@ -179,6 +198,7 @@ def _step(choices: random.Random, kind: Kind) -> Step:
         size=choices.choice((1, 1, 2, 3)),
         seed=choices.getrandbits(32),
         overwrite=choices.random() < 0.3,
+        ttl_s=choices.choice((0, 0, 0, 0, 5, 60)),
     )
 
 
@@ -193,6 +213,11 @@ def _crash(choices: random.Random) -> Crash:
     # Early ones as often as late ones: the moments after a start are many to meet.
     count = int(most ** choices.random()) if choices.random() < 0.4 else choices.randint(1, most)
     return Crash(kind, trigger, count, choices.choice((0.0, 0.2, 2.0, 20.0)))
+
+
+def _jump(choices: random.Random) -> ClockJump:
+    by_s = choices.choice((-86400.0, -3600.0, -5.0, 5.0, 3600.0, 86400.0))
+    return ClockJump(choices.uniform(0.0, 60.0), by_s)
 
 
 def _trouble(choices: random.Random) -> DiskTrouble:

@@ -68,6 +68,10 @@ class Server:
         while waits():  # noqa: ASYNC110 - a process may end without a word
             await asyncio.sleep(0.01)
 
+    @property
+    def is_stopped(self) -> bool:
+        return self._stopping.is_set()
+
     async def stop(self) -> None:
         """Raises AssertionError where it does not end in time."""
         self._stopping.set()

@@ -32,6 +32,10 @@ class Wire(Protocol):
 
     async def get(self, path: str) -> dict[str, Any]: ...
 
+    async def delete(self, path: str) -> None:
+        """Raises Refused."""
+        ...
+
     async def result(self, request_id: str) -> Result:
         """Raises Refused."""
         ...
@@ -66,6 +70,9 @@ class SdkWire:
     async def get(self, path: str) -> dict[str, Any]:
         return await self._patient(self._sent("GET", path))
 
+    async def delete(self, path: str) -> None:
+        await self._patient(self._sent("DELETE", path))
+
     async def _patient(self, sent: Sent) -> dict[str, Any]:
         loop = asyncio.get_running_loop()
         deadline, delay_s = loop.time() + self._give_up_s, 0.5
@@ -75,8 +82,8 @@ class SdkWire:
             except NetworkError as error:
                 status, text = 0, error.kind
             else:
-                if answer.status == 200:
-                    return json.loads(answer.body)
+                if answer.status in (200, 204):
+                    return json.loads(answer.body or b"{}")
                 status, text = answer.status, answer.body.decode()
                 if status < 500 and status not in (408, 409, 429):
                     raise Refused(status, text)
@@ -117,9 +124,13 @@ class GmiWire:
     async def get(self, path: str) -> dict[str, Any]:
         return await self._sent(Call("GET", path))
 
+    async def delete(self, path: str) -> None:
+        await self._sent(Call("DELETE", path))
+
     async def _sent(self, call: Call) -> dict[str, Any]:
         try:
-            return (await self._transport.send(call)).json()
+            answer = await self._transport.send(call)
+            return answer.json() if answer.content else {}
         except APIStatusError as error:
             given_up = error.status_code >= 500 or error.status_code in (408, 429)
             raise Refused(0 if given_up else error.status_code, str(error)) from None

@@ -19,7 +19,7 @@ from tests.simulation.coverage import Coverage, caller_in_product
 from tests.simulation.disk import Disk
 from tests.simulation.engine import SimulatedEngine
 from tests.simulation.history import History
-from tests.simulation.loop import PROCESS, Process, ProcessEnded, SimulatedLoop, in_process
+from tests.simulation.loop import EPOCH_S, PROCESS, Process, ProcessEnded, SimulatedLoop, in_process
 from tests.simulation.network import Network
 from tests.simulation.patches import simulated
 from tests.simulation.schedule import USERS, Crash, CrashKind, DiskTrouble, Schedule
@@ -47,6 +47,8 @@ class World:
         self.coverage = Coverage()
         self.history = History()
         self.failures: list[str] = []
+        self.moments: dict[float, float] = {}
+        """When it was what by the wall clock: no row can say, for that clock is set."""
         self.disk = Disk(place, self._on_disk)
         self.network = Network(self.loop, stream("network"), schedule.network_fate, self._on_event)
         self.engine = SimulatedEngine(
@@ -72,7 +74,7 @@ class World:
         """check: called at rest; finds what is wrong and adds it to `failures`."""
         image_folder, self.keys = image.prepared()
         self.disk.begin_from(image_folder)
-        with simulated(self.loop, self._entropy, self.disk):
+        with simulated(self.loop, self.wall, self._entropy, self.disk):
             sqlite.VFS.disk, sqlite.VFS.loop = self.disk, self.loop
             try:
                 main = in_process(self._world, lambda: self._main(check))
@@ -90,6 +92,13 @@ class World:
         self.connector.close_all()
         sqlite.VFS.disk = sqlite.VFS.loop = None
         shutil.rmtree(self._place, ignore_errors=True)
+
+    def wall(self) -> float:
+        """Seconds since the epoch, by a clock that is set now and then."""
+        jumps = (jump.by_s for jump in self.schedule.jumps if jump.at_s <= self.loop.now)
+        wall = EPOCH_S + self.loop.now + sum(jumps)
+        self.moments[wall] = self.loop.now
+        return wall
 
     def fail(self, text: str) -> None:
         self.failures.append(text)
@@ -136,7 +145,9 @@ class World:
 
     def _at_rest(self) -> bool:
         server = self.server
-        return server is not None and server.is_up and self.engine.is_up and server.is_idle
+        if server is None or not server.is_up or server.is_stopped:
+            return False
+        return self.engine.is_up and server.is_idle
 
     async def _until(self, condition: Callable[[], bool], text: str) -> None:
         deadline = self.loop.now + (REST_S if not self.faults_on else 24 * 3600.0)
@@ -154,6 +165,12 @@ class World:
             if model is not None:
                 await services.recovery.ensure(services.tasks.lanes, user, model_id)
 
+    async def clean_up(self) -> None:
+        """As the server does each minute."""
+        assert self.server is not None
+        await self.server.services.checkpoints.remove_expired()
+        await self.server.services.checkpoints.remove_unrecorded()
+
     # ---- the server
 
     async def _start_server(self) -> None:
@@ -165,6 +182,8 @@ class World:
             if server.is_up:
                 self.note("the server is up")
                 return
+            if server.process.alive and server.is_stopped:
+                return  # whoever stopped it starts the next
             if server.process.alive:
                 server.process.alive = False
                 self.engine.end()

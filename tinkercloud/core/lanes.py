@@ -37,6 +37,10 @@ class Keeper(Protocol):
         """An operation is on record at this position; no other one of its model runs now."""
         ...
 
+    def ended_unrecorded(self, ticket: Ticket) -> None:
+        """An operation has ended, and goes on record later."""
+        ...
+
 
 class NoKeeper:
     """Models end with the process that computes them."""
@@ -45,6 +49,9 @@ class NoKeeper:
         return await work()
 
     async def ended(self, ticket: Ticket, position: int, took_s: float) -> None:
+        return
+
+    def ended_unrecorded(self, ticket: Ticket) -> None:
         return
 
 
@@ -157,6 +164,8 @@ class Lanes:
         if kept and on_record:
             took_s = time.monotonic() - began
             await self.keeper.ended(pending.ticket, lane.position, took_s)
+        elif kept:
+            self.keeper.ended_unrecorded(pending.ticket)
 
 
 def _lane_after(past: LanePast) -> Lane:

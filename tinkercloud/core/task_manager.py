@@ -48,6 +48,10 @@ _TRAIN_PREFIX, _SAMPLE_PREFIX = "train-", "sample-"
 STOPPED = failed("the server was stopped before this operation finished", "server")
 CANCELLED = failed("this sample was cancelled by its client; send it again to have it", "user")
 _NO_WRITES = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS}
+NO_ROOM = (
+    "the server's data folder cannot be written; this operation has ended, and its result comes "
+    "when the operator has made room"
+)
 DEFECT = "the server failed on this operation in a way that it should not; see the server's log"
 
 
@@ -108,7 +112,7 @@ class TaskManager:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for pending in self._pending.values():
-            pending.finished.set()  # polls are answered: without an outcome, "try again"
+            pending.finished.set()  # polls are answered: "try again"
         await self._record_late()
         left = [p for p in self._pending.values() if p.outcome is None and p.request is None]
         await asyncio.gather(*(self._finish(pending, STOPPED) for pending in left))
@@ -252,6 +256,11 @@ class TaskManager:
         """Called by work: the request that it is for."""
         return _running.get().request_id
 
+    def delay_of(self, request_id: str) -> str | None:
+        """Why a request that has ended has no outcome yet."""
+        pending = self._pending.get(request_id)
+        return NO_ROOM if pending is not None and pending in self._late else None
+
     def subject_of(self, request_id: str) -> str | None:
         """The model or version that a pending request is for; None where it is not known."""
         pending = self._pending.get(request_id)
@@ -292,28 +301,23 @@ class TaskManager:
             return failed(DEFECT, "server")
 
     async def _finish(self, pending: Pending, outcome: Outcome) -> bool:
-        """Whether it is on record: if not, polls are answered from memory, and the row comes
-        later."""
+        """Whether it is on record. Polls are answered from then on, not before: after a crash an
+        operation without an outcome begins again, and may end otherwise."""
         if pending.outcome is not None:
             return False
         pending.outcome = outcome
-        try:
-            return await self._put_on_record(pending)
-        finally:  # waiting polls are answered even where the disk is full
-            pending.finished.set()
-            for listener in self._on_finish:
-                listener(pending.request_id, pending.ticket, outcome)
+        return await self._put_on_record(pending)
 
     async def _put_on_record(self, pending: Pending) -> bool:
-        """The row, then `_forget`: from then on polls read the database. Operations of one lane go
-        on record in their order, so after one that is late all are."""
+        """The row, then `_settle`. Operations of one lane go on record in their order, so after one
+        that is late all are."""
         if self._late:
             self._late.append(pending)
             return False
         try:
             await self._write(pending)
         except StorageFailed as error:
-            logger.error("the outcome of %s is in memory: %s", pending.request_id, error)
+            logger.error("the outcome of %s waits: %s", pending.request_id, error)
             self._late.append(pending)
             self._none_is_late.clear()
             if not self._closing:
@@ -321,8 +325,16 @@ class TaskManager:
             return False
         except Exception:  # our defect; the lane must go on
             logger.exception("the outcome of %s was not recorded", pending.request_id)
-        self._forget(pending)
+        self._settle(pending)
         return True
+
+    def _settle(self, pending: Pending) -> None:
+        """Answer waiting polls; later ones read the database."""
+        assert pending.outcome is not None
+        self._forget(pending)
+        pending.finished.set()
+        for listener in self._on_finish:
+            listener(pending.request_id, pending.ticket, pending.outcome)
 
     async def _write(self, pending: Pending) -> None:
         assert pending.outcome is not None
@@ -359,10 +371,10 @@ class TaskManager:
         try:
             while self._late:
                 await self._write(self._late[0])
-                self._forget(self._late.popleft())
+                self._settle(self._late.popleft())
             self._none_is_late.set()
         except StorageFailed as error:
-            logger.error("%d outcomes are in memory: %s", len(self._late), error)
+            logger.error("%d outcomes wait: %s", len(self._late), error)
 
     # cancelling
 
@@ -397,7 +409,7 @@ class TaskManager:
         pending = self._pending.get(request_id)
         if pending is not None and pending.ticket.user == user:
             await wait_for_event(pending.finished, hold_s)
-            return pending.outcome if pending.finished.is_set() else None
+            return None if request_id in self._pending else pending.outcome
         outcome = await self._futures.outcome(request_id, user)
         if outcome is None:
             status = await self._futures.on_record(request_id)

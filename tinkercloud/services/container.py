@@ -108,8 +108,8 @@ class Services:
     async def start(self) -> None:
         await self.checkpoints.start()
         await self.snapshots.start()
-        await self.models.start()
         await self.tasks.start()
+        await self.models.start()  # after: what a deleted model has left to do still runs
         self.tasks.spawn(self._sweep_forever(), "expiry")
         self.tasks.spawn(self.reward_webhooks.run_forever(), "webhooks")
         self.tasks.spawn(self.usage.flush_forever(), "usage")
@@ -123,6 +123,7 @@ class Services:
     async def _sweep(self) -> None:
         await self.futures.expire(self.config.result_ttl_s)
         await self.checkpoints.remove_expired()
+        await self.checkpoints.remove_unrecorded()
         await self.sample_records.expire()
         await self.captures.expire()
         await self.archive.expire()

@@ -276,6 +276,17 @@ class MetadataStorage:
             "DELETE FROM published WHERE directory = ?", checkpoint.directory
         )
 
+    async def directories(self) -> dict[str, set[str]]:
+        """Of the checkpoints of each model, expired ones too: for maintenance."""
+        rows = await self._database.all(
+            "SELECT models.model_id, directory FROM models LEFT JOIN checkpoints USING (model_id)"
+        )
+        directories: dict[str, set[str]] = {row["model_id"]: set() for row in rows}
+        for model_id, directory in rows:
+            if directory is not None:
+                directories[model_id].add(directory)
+        return directories
+
     async def expired_checkpoints(self) -> list[Checkpoint]:
         """Of all users: for maintenance."""
         rows = await self._database.all(f"{CHECKPOINTS} WHERE expires_at <= ?", time.time())

@@ -8,7 +8,10 @@ import pytest
 
 from tests.api.checkpoints.calls import load
 from tests.api.harness import Api, serving
+from tinkercloud.errors import StorageFailed
+from tinkercloud.services.checkpoints import checkpoint_files
 from tinkercloud.services.checkpoints.checkpoint_writer import FOLDER
+from tinkercloud.storage.metadata import Checkpoint
 
 
 async def save(api: Api, model_id: str, seq_id: int, name: str = "ck1", **fields: Any) -> Any:
@@ -173,6 +176,84 @@ async def test_a_failed_save_leaves_nothing(api: Api) -> None:
     assert list((api.services.config.data_dir / FOLDER).glob("**/*.npz")) == []
     assert list((api.services.config.data_dir / FOLDER).glob("**/half")) == []
     assert (await api.get("checkpoints")).json()["checkpoints"] == []
+
+
+async def test_a_checkpoint_that_is_not_on_record_leaves_nothing(api: Api) -> None:
+    model_id = await api.model()
+    put = api.services.checkpoints._metadata.put_checkpoint
+
+    async def refused(checkpoint: Checkpoint) -> None:
+        raise StorageFailed("database or disk is full")
+
+    api.services.checkpoints._metadata.put_checkpoint = refused  # type: ignore[method-assign]
+    assert (await save(api, model_id, 1))["category"] == "server"
+    api.services.checkpoints._metadata.put_checkpoint = put  # type: ignore[method-assign]
+    other = (await save(api, model_id, 2, name="other"))["path"]
+    await api.services.checkpoints.remove_unrecorded()
+    assert len(list((api.services.config.data_dir / FOLDER).glob("**/*.npz"))) == 1
+    assert (await api.post("weights_info", tinker_path=other)).status_code == 200
+
+
+async def test_a_save_succeeds_when_the_disk_is_full_after_its_row(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refused(*args: object, **details: object) -> None:
+        raise StorageFailed("database or disk is full")
+
+    monkeypatch.setattr(api.services.checkpoints._audit, "record", refused)
+    path = (await save(api, await api.model(), 1))["path"]
+    assert (await api.post("weights_info", tinker_path=path)).status_code == 200
+
+
+def test_a_folder_whose_name_is_not_flushed_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(path: Path) -> None:
+        raise OSError("input/output error")
+
+    folder = tmp_path / "m" / "weights"
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_files, "flush", broken)
+        with pytest.raises(OSError, match="input/output"):
+            checkpoint_files.make_folder(folder)
+    flushed: list[Path] = []
+    monkeypatch.setattr(checkpoint_files, "flush", flushed.append)
+    checkpoint_files.make_folder(folder)
+    assert flushed == [tmp_path, folder.parent]
+
+
+async def test_names_that_a_killed_process_did_not_flush_are_flushed_at_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segment = tmp_path / FOLDER / "m:train:0" / "weights"
+    model = tmp_path / "recovery" / "m:train:0"
+    for folder in (segment / "ck", model):
+        folder.mkdir(parents=True)
+    flushed: list[Path] = []
+    monkeypatch.setattr(checkpoint_files, "flush", flushed.append)
+    async with serving(tmp_path):
+        assert {tmp_path, tmp_path / FOLDER, segment.parent, segment} <= set(flushed)
+        assert model.parent in flushed
+
+
+async def test_a_folder_that_no_checkpoint_names_is_removed_at_start(tmp_path: Path) -> None:
+    async with serving(tmp_path) as api:
+        model_id = await api.model()
+        path = (await save(api, model_id, 1))["path"]
+    place = tmp_path / FOLDER / model_id / "weights"
+    left = place / "ck1" / "0123456789ab"
+    left.mkdir()
+    async with serving(tmp_path) as api:
+        assert not left.exists()
+        assert (await api.post("weights_info", tinker_path=path)).status_code == 200
+        assert len(list(place.glob("*/*"))) == 1
+
+
+async def test_folders_of_models_that_the_database_does_not_know_stay(tmp_path: Path) -> None:
+    folder = tmp_path / FOLDER / "m:train:0" / "weights" / "ck" / "0123456789ab"
+    folder.mkdir(parents=True)
+    async with serving(tmp_path):
+        assert folder.exists()
 
 
 async def test_half_written_folders_are_removed_at_start(tmp_path: Path) -> None:

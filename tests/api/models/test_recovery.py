@@ -19,7 +19,7 @@ import pytest
 from tests.api.harness import Api, serving, wire_datum
 from tinkercloud.backends.fake import FakeBackend
 from tinkercloud.config import Config
-from tinkercloud.core.types import AdamParams, TrainBatch, TrainOutput
+from tinkercloud.core.types import AdamParams, LoraSpec, TrainBatch, TrainOutput
 from tinkercloud.errors import EngineDied, UserError
 from tinkercloud.services.models import snapshots
 
@@ -299,6 +299,32 @@ async def test_an_engine_that_ends_is_a_delay(tmp_path: Path, often: bool) -> No
             backend.ends[model_id] = num_ends
             results.append(await goes_on(api, model_id, await train(api, model_id, number)))
         assert backend.num_ends == num_ends
+    assert results[0] == results[1]
+
+
+class QuietlyMortal(Mortal):
+    """Ends when it has made a model again, while it holds no request."""
+
+    async def create_model(self, model_id: str, base_model: str, lora: LoraSpec) -> None:
+        await super().create_model(model_id, base_model, lora)
+        if self.num_ends == 1:
+            self.num_ends += 1
+            self._models.clear()
+
+
+async def test_an_engine_that_ends_between_two_operations_of_a_replay_is_a_delay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots, "SHARE", 0.0)
+    results: list[list[Any]] = []
+    for num_ends in (0, 1):
+        backend = QuietlyMortal()
+        async with serving(tmp_path / str(num_ends), backend=backend) as api:
+            model_id = await api.model(lora_config={"rank": 8, "seed": 1})
+            number = await train(api, model_id, 1)
+            backend.ends[model_id] = num_ends
+            results.append(await goes_on(api, model_id, await train(api, model_id, number)))
+        assert backend.num_ends == 2 * num_ends
     assert results[0] == results[1]
 
 

@@ -57,9 +57,10 @@ class SessionService:
     ) -> None:
         """The first reason counts: finishing again changes nothing (wire specification, 2.5)."""
         session = await self.get(user, session_id)
-        if session.finished_at is not None:
-            return
-        await self._sessions.finish(session_id, reason, None if detail is None else detail[:1000])
+        if session.finished_at is None:
+            detail = None if detail is None else detail[:1000]
+            await self._sessions.finish(session_id, reason, detail)
+        # Also when it is asked again: the server may have ended before the listeners had heard.
         self._open.discard((user, session_id))
         for listener in self._on_finish:
             await listener(user, session_id)

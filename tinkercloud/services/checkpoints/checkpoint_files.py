@@ -30,7 +30,23 @@ def make_folder(folder: Path) -> None:
     if not folder.exists():
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
-        flush(folder.parent)
+        try:
+            flush(folder.parent)
+        except OSError:  # or the next one would believe that it lasts
+            folder.rmdir()
+            raise
+
+
+def flush_folders(root: Path, num_levels: int) -> None:
+    """The names of folders below root, so many levels deep: a process that was killed may have made
+    them and not flushed, and `make_folder` takes what is there for flushed."""
+    if root.is_dir():
+        flush(root.parent)
+    folders = [root] if root.is_dir() else []
+    for _ in range(num_levels):
+        for folder in folders:
+            flush(folder)
+        folders = [each for folder in folders for each in folder.iterdir() if each.is_dir()]
 
 
 def seal(directory: Path, about: dict[str, object]) -> int:
@@ -110,6 +126,11 @@ def remove_temporaries(root: Path) -> None:
     """What a killed process left half written."""
     for directory in root.glob(f"*/*/*/{TEMPORARY_PREFIX}*"):
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def folders_of(root: Path, model_id: str) -> list[Path]:
+    """Of all checkpoints of a model."""
+    return list((root / model_id).glob("*/*/*"))
 
 
 def _sha256(path: Path) -> str:

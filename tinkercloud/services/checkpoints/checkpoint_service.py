@@ -1,6 +1,7 @@
 """Checkpoints: saving, naming, finding, expiring."""
 
 import asyncio
+import logging
 import re
 import time
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Protocol, get_args
 
 from tinker_gmi.types import WeightsInfoResponse
 from tinkercloud.backends.base import Backend
-from tinkercloud.errors import CheckpointNotFound, InvalidRequest, UserError
+from tinkercloud.errors import CheckpointNotFound, InvalidRequest, StorageFailed, UserError
 from tinkercloud.services.checkpoints import checkpoint_files
 from tinkercloud.services.checkpoints.checkpoint_names import Nearby, full_path
 from tinkercloud.services.checkpoints.checkpoint_writer import (
@@ -23,6 +24,8 @@ from tinkercloud.services.common.numbers import checked
 from tinkercloud.storage.audit_log import AuditLog
 from tinkercloud.storage.metadata import Checkpoint, MetadataStorage, Model, Segment
 from tinkercloud.storage.publications import PublicationStorage
+
+logger = logging.getLogger(__name__)
 
 SCHEME = "tinker://"
 SEGMENTS: tuple[str, ...] = get_args(Segment)
@@ -83,6 +86,18 @@ class CheckpointService:
     async def start(self) -> None:
         root = self._data_dir / FOLDER
         await asyncio.to_thread(checkpoint_files.remove_temporaries, root)
+        await asyncio.to_thread(checkpoint_files.flush_folders, root, 3)
+        await self._remove_unnamed(root)
+
+    async def _remove_unnamed(self, root: Path) -> None:
+        """What a process left that ended between a change of files and that of rows. Only of models
+        that the database knows: with another database, or none, all files stay."""
+        named = await self._metadata.directories()
+        for model_id, directories in named.items():
+            for folder in await asyncio.to_thread(checkpoint_files.folders_of, root, model_id):
+                if str(folder.relative_to(self._data_dir)) not in directories:
+                    logger.warning("%s is of no checkpoint, and is removed", folder)
+                    await asyncio.to_thread(checkpoint_files.remove, folder)
 
     # saving: called in the model's lane, so never twice at once for one model
 
@@ -109,12 +124,22 @@ class CheckpointService:
                 f"checkpoint {old.tinker_path} exists already; choose another name or set overwrite"
             )
         checkpoint = await self._writer.write(model, options, self._fill(model, options, convert))
-        size = checkpoint.size_bytes
-        await self.audit(checkpoint, "checkpoint_saved", size_bytes=size, replaced=old is not None)
-        if old is not None:  # last: until the row names the new folder, readers open the old one
-            await self._publications.unpublish(old)
-        await self._remove_others(checkpoint)
+        try:
+            await self._after_save(checkpoint, old)
+        except (StorageFailed, OSError):  # it is saved: to say that it is not would be wrong
+            logger.exception(
+                "%s is saved, and not all about it is on record", checkpoint.tinker_path
+            )
         return checkpoint
+
+    async def _after_save(self, checkpoint: Checkpoint, old: Checkpoint | None) -> None:
+        size, replaced = checkpoint.size_bytes, old is not None
+        try:
+            await self.audit(checkpoint, "checkpoint_saved", size_bytes=size, replaced=replaced)
+            if old is not None:
+                await self._publications.unpublish(old)
+        finally:  # not earlier: until the row names the new folder, readers open the old one
+            await self._remove_others(checkpoint)
 
     async def _remove_others(self, checkpoint: Checkpoint) -> None:
         """Of its name: what it replaced, and what a process left that ended before the row was
@@ -273,6 +298,18 @@ class CheckpointService:
         for checkpoint in await self._metadata.expired_checkpoints():
             await self._remove(checkpoint)
             await self.audit(checkpoint, "checkpoint_deleted", actor="server", reason="expired")
+
+    async def remove_unrecorded(self) -> None:
+        """The files of saves that failed because the database took no row."""
+        unrecorded = self._writer.unrecorded
+        while unrecorded:
+            # First a row that the disk does take: until then a crash could still bring back the
+            # one that failed, as what SQLite wrote of it lies in the log until it is overwritten.
+            await self.audit(
+                unrecorded[0], "checkpoint_deleted", actor="server", reason="not recorded"
+            )
+            directory = self._data_dir / unrecorded.pop(0).directory
+            await asyncio.to_thread(checkpoint_files.remove, directory)
 
     async def _remove(self, checkpoint: Checkpoint) -> None:
         # the row first: a row without files would be a promise that cannot be kept

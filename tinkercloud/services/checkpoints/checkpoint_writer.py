@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from tinkercloud.errors import StorageFailed
 from tinkercloud.services.checkpoints import checkpoint_files
 from tinkercloud.storage.metadata import Checkpoint, MetadataStorage, Model, Segment
 
@@ -36,6 +37,8 @@ class CheckpointWriter:
     def __init__(self, metadata: MetadataStorage, data_dir: Path):
         self._metadata = metadata
         self._data_dir = data_dir
+        self.unrecorded: list[Checkpoint] = []
+        """Whose files are there, and whose row the database did not take."""
 
     async def write(self, model: Model, options: SaveOptions, fill: Fill) -> Checkpoint:
         """Make `fill` write a checkpoint of the model and put it on record, in place of one of
@@ -92,9 +95,14 @@ class CheckpointWriter:
             )
         except BaseException:  # also when cancelled: nothing half written stays
             checkpoint_files.remove(temporary)
+            checkpoint_files.remove(self._data_dir / target)  # renamed, and not flushed
             raise
         written = replace(checkpoint, directory=str(target), size_bytes=size_bytes)
-        await self._metadata.put_checkpoint(written)
+        try:
+            await self._metadata.put_checkpoint(written)
+        except StorageFailed:
+            self.unrecorded.append(written)
+            raise
         return written
 
 

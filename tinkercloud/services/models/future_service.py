@@ -54,9 +54,11 @@ class FutureService:
         return await asyncio.to_thread(_as_json, request_id, outcome)
 
     def try_again(self, request_id: str) -> TryAgainResponse:
-        """The answer to a poll of a pending request: whether it waits for capacity."""
-        subject = self._tasks.subject_of(request_id)
-        reason = None if subject is None else self._backend.queue_state(subject)
+        """The answer to a poll of a pending request: whether it waits for capacity, or its result
+        for room on the disk."""
+        reason, subject = self._tasks.delay_of(request_id), self._tasks.subject_of(request_id)
+        if reason is None and subject is not None:
+            reason = self._backend.queue_state(subject)
         if reason is None:
             return TryAgainResponse(request_id=request_id)
         return TryAgainResponse(

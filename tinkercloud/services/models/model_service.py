@@ -341,8 +341,8 @@ class ModelService:
         for model in await self._metadata.models_of_session(session_id, user):
             if model.state == "live":
                 await self._retire(model)
-            else:
-                await self._recovery.end_run(user, model.model_id)
+            else:  # nothing samples what it published now; operations may still be queued
+                self._spawn_free(model)
 
     async def _retire(self, model: Model) -> None:
         await self._close(model)

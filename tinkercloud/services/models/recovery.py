@@ -115,6 +115,12 @@ class Recovery:
         self._positions[key] = position
         await self._snapshots.ended(key, position, took_s)
 
+    def ended_unrecorded(self, ticket: Ticket) -> None:
+        """The model has the operation and the journal has not: there is no position to take a
+        snapshot at, as the operation would be done again after it."""
+        assert ticket.model_id is not None
+        self._positions.pop((ticket.user, ticket.model_id), None)
+
     # bringing back
 
     async def ensure(self, lanes: Lanes, user: str, model_id: str) -> None:
@@ -148,6 +154,12 @@ class Recovery:
             except EngineDied as error:
                 logger.warning("%s is not back yet: %s", key[1], error)
                 await asyncio.sleep(RETRY_S)
+                continue
+            except TinkercloudError as error:
+                if self._backend.incarnation() == now:
+                    raise
+                # It ended between two operations: the next one found no model.
+                logger.warning("%s is not back yet: %s", key[1], error)
                 continue
             self._there[key] = now
 

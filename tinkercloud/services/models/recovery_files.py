@@ -19,10 +19,10 @@ class RecoveryFiles:
         self.data_dir = data_dir
 
     async def start(self) -> None:
-        """What a killed process left half written goes."""
-        await asyncio.to_thread(
-            _remove_temporaries, self.data_dir / checkpoint_files.RECOVERY_FOLDER
-        )
+        """What a killed process left half written goes; what it left whole is flushed."""
+        root = self.data_dir / checkpoint_files.RECOVERY_FOLDER
+        await asyncio.to_thread(_remove_temporaries, root)
+        await asyncio.to_thread(checkpoint_files.flush_folders, root, 1)
 
     def folder(self, model_id: str) -> Path:
         return self.data_dir / checkpoint_files.RECOVERY_FOLDER / model_id
