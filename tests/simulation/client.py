@@ -288,7 +288,8 @@ class Client:
             self._history.removed.setdefault(path, False)
             run, segment, name = path.removeprefix("tinker://").split("/")
             call = self._wire.delete(f"training_runs/{run}/checkpoints/{segment}/{name}")
-            if await self._told(call):
+            # Not a 404: a checkpoint that had expired comes back where the clock is set back.
+            if await self._told(call, is_gone_enough=False):
                 self._history.removed[path] = True
 
     async def _finish_session(self, step: Step) -> None:
@@ -300,12 +301,12 @@ class Client:
         if await self._told(self._wire.post(f"sessions/{self._session}/finish", body)):
             self._history.deleted.update(dict.fromkeys(own, True))
 
-    async def _told(self, call: Awaitable[object]) -> bool:
+    async def _told(self, call: Awaitable[object], *, is_gone_enough: bool = True) -> bool:
         """Whether the server said that it is done, or had done it when it was asked again."""
         try:
             await call
         except Refused as refusal:
-            return refusal.status == 404
+            return is_gone_enough and refusal.status == 404
         return True
 
     async def _list(self, step: Step) -> None:

@@ -109,12 +109,16 @@ class Lanes:
         if not self._stopping and (lane.worker is None or lane.worker.done()):
             lane.worker = self._calls.spawn(self._serve(lane), f"lane {ticket.model_id}")
 
-    async def drain(self, user: str, model_id: str) -> None:
-        """Wait until the lane is empty, then forget it."""
+    async def drain(self, user: str, model_id: str) -> bool:
+        """Wait until the lane is empty, then forget it. False where it has operations left, which
+        `stop` keeps for the next start."""
         lane = self._lanes.get((user, model_id))
         if lane is not None and lane.worker is not None:
             await asyncio.wait([lane.worker])
+        if lane is not None and len(lane.order):
+            return False
         self._lanes.pop((user, model_id), None)
+        return True
 
     @asynccontextmanager
     async def between_operations(self, user: str, model_id: str) -> AsyncGenerator[None]:

@@ -191,6 +191,14 @@ class JournalStorage:
         )
         return [(model_id, user) for model_id, user in rows]
 
+    async def is_ended(self, user: str, model_id: str) -> bool:
+        """Whether what is kept of it is for replays only."""
+        row = await self._database.one(
+            "SELECT 1 FROM runs WHERE model_id = ? AND user = ? AND ended_at IS NOT NULL",
+            *(model_id, user),
+        )
+        return row is not None
+
     async def end_run(self, user: str, model_id: str) -> None:
         """The model is no more: what is kept of it is for replays."""
         of_model = (model_id, user)

@@ -360,7 +360,8 @@ class ModelService:
         self._touched.pop(model.model_id, None)
 
     async def _free(self, user: str, model_id: str) -> None:
-        await self._tasks.lanes.drain(user, model_id)
+        if not await self._tasks.lanes.drain(user, model_id):
+            return  # at the next start, after what is left
         await self._backend.delete_model(model_id)
         self._on_policy.changed(model_id)
         if not await self._metadata.is_sampled(user, model_id):

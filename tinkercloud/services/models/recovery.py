@@ -167,6 +167,8 @@ class Recovery:
         """The position of the last operation that the model has now."""
         user, model_id = key
         began, position, num_done = time.monotonic(), 0, 0
+        if await self._journal.is_ended(user, model_id):  # a sample asked for what it had published
+            return 0
         snapshot = await self._journal.newest_snapshot(user, model_id)
         if snapshot is not None:
             await self._restore_snapshot(model_id, await self._base_model(key), snapshot.directory)
