@@ -109,16 +109,19 @@ class Lanes:
         if not self._stopping and (lane.worker is None or lane.worker.done()):
             lane.worker = self._calls.spawn(self._serve(lane), f"lane {ticket.model_id}")
 
-    async def drain(self, user: str, model_id: str) -> bool:
-        """Wait until the lane is empty, then forget it. False where it has operations left, which
-        `stop` keeps for the next start."""
+    async def drained(self, user: str, model_id: str) -> bool:
+        """Wait until the lane is empty. False where it has operations left, which `stop` keeps for
+        the next start."""
         lane = self._lanes.get((user, model_id))
-        if lane is not None and lane.worker is not None:
+        if lane is None:
+            return True
+        if lane.worker is not None:
             await asyncio.wait([lane.worker])
-        if lane is not None and len(lane.order):
-            return False
+        return not len(lane.order)
+
+    def forget(self, user: str, model_id: str) -> None:
+        """Of a lane that is drained, and whose model is no more."""
         self._lanes.pop((user, model_id), None)
-        return True
 
     @asynccontextmanager
     async def between_operations(self, user: str, model_id: str) -> AsyncGenerator[None]:

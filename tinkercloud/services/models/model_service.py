@@ -24,6 +24,7 @@ from tinkercloud.errors import (
     InvalidRequest,
     ModelNotFound,
     ModelStateLost,
+    ServerFault,
     TinkercloudError,
 )
 from tinkercloud.services.checkpoints.checkpoint_names import Nearby
@@ -150,7 +151,12 @@ class ModelService:
             # In the lane: a save of this name may have been posted just before.
             nearby = Nearby(model.model_id, model.session_id)
             checkpoint = await self._loadable(model.user, body.path, nearby, loading.owner)
-            await self._load_into(model, checkpoint, with_optimizer=body.optimizer)
+            try:
+                await self._load_into(model, checkpoint, with_optimizer=body.optimizer)
+            except (OSError, ServerFault):
+                # Where it was deleted meanwhile, that is what is said.
+                await self._loadable(model.user, body.path, nearby, loading.owner)
+                raise
             return replace(_loaded(checkpoint.tinker_path, model.model_id), computed=b"")
 
         return work
@@ -360,12 +366,15 @@ class ModelService:
         self._touched.pop(model.model_id, None)
 
     async def _free(self, user: str, model_id: str) -> None:
-        if not await self._tasks.lanes.drain(user, model_id):
+        lanes = self._tasks.lanes
+        if not await lanes.drained(user, model_id):
             return  # at the next start, after what is left
-        await self._backend.delete_model(model_id)
-        self._on_policy.changed(model_id)
-        if not await self._metadata.is_sampled(user, model_id):
-            await self._recovery.end_run(user, model_id)
+        async with lanes.between_operations(user, model_id):  # nor is it just brought back
+            await self._backend.delete_model(model_id)
+            self._on_policy.changed(model_id)
+            if not await self._metadata.is_sampled(user, model_id):
+                await self._recovery.end_run(user, model_id)
+        lanes.forget(user, model_id)
 
 
 def _loaded(path: str, model_id: str) -> Outcome:

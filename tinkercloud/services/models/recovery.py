@@ -16,7 +16,14 @@ from pathlib import Path
 from tinkercloud.backends.base import Backend
 from tinkercloud.core.lanes import Lanes
 from tinkercloud.core.pending import Work
-from tinkercloud.errors import EngineDied, ModelStateLost, ServerFault, TinkercloudError
+from tinkercloud.errors import (
+    EngineDied,
+    ModelStateLost,
+    ServerFault,
+    StateDamaged,
+    TinkercloudError,
+    UserError,
+)
 from tinkercloud.services.common.catalog import Catalog
 from tinkercloud.services.models.lane_operations import FORWARD_BACKWARD, PUBLISH
 from tinkercloud.services.models.replayer import Replayer
@@ -30,7 +37,14 @@ logger = logging.getLogger(__name__)
 
 Publish = Callable[[RanOperation], Awaitable[None]]
 MAX_ATTEMPTS = 3
-RETRY_S = 0.1
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 30.0
+"""Between attempts to bring a model back; each wait is twice the one before."""
+MAX_FAILURES = 12
+"""Of bringing a model back, without an end of the engine: what is short of memory for minutes."""
+
+
+class CannotComeBack(ServerFault):
+    """Trying again would not help: what is kept of the model is not as it was written."""
 
 
 class Recovery:
@@ -146,20 +160,20 @@ class Recovery:
         """Called where no operation of the model runs."""
         if self.is_offered and not self._is_there(key):
             await self.recorded()
+        wait_s, num_failed = FIRST_WAIT_S, 0
         while self.is_offered and not self._is_there(key):
             now = self._backend.incarnation()
             assert now is not None
             try:
                 self._positions[key] = await self._restore(key)
-            except EngineDied as error:
-                logger.warning("%s is not back yet: %s", key[1], error)
-                await asyncio.sleep(RETRY_S)
-                continue
             except TinkercloudError as error:
-                if self._backend.incarnation() == now:
-                    raise
-                # It ended between two operations: the next one found no model.
+                if self._backend.incarnation() == now and not isinstance(error, EngineDied):
+                    num_failed += 1
+                    if _is_final(error) or num_failed == MAX_FAILURES:
+                        raise
                 logger.warning("%s is not back yet: %s", key[1], error)
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, LONGEST_WAIT_S)
                 continue
             self._there[key] = now
 
@@ -190,17 +204,15 @@ class Recovery:
         user, model_id = key
         model = await self._metadata.model(model_id, user)
         if model is None:
-            raise ModelStateLost(model_id)
+            raise CannotComeBack(f"the model {model_id} is not on record")
         return self._catalog.backend_name(model.base_model)
 
     async def _restore_snapshot(self, model_id: str, base_model: str, directory: str) -> None:
         place = self._files.data_dir / directory
         try:
             await self._backend.restore_state(model_id, base_model, place)
-        except EngineDied:
-            raise
-        except TinkercloudError as error:
-            raise ServerFault(
+        except (StateDamaged, UserError) as error:
+            raise CannotComeBack(
                 f"the snapshot of {model_id} cannot be read ({error}); go on from your last "
                 "checkpoint, and see that the disk is sound"
             ) from error
@@ -211,10 +223,8 @@ class Recovery:
             computed = await self._replayer.do(operation, base_model, loaded)
             if operation.kind == PUBLISH:
                 await self.publish_again(operation)
-        except EngineDied:
-            raise
-        except TinkercloudError as error:
-            raise ServerFault(
+        except UserError as error:
+            raise CannotComeBack(
                 f"{operation.model_id} cannot be brought back: its operation "
                 f"{operation.seq_id} ({operation.kind}) gives now: {error}; go on from your last "
                 "checkpoint"
@@ -268,6 +278,11 @@ class Recovery:
         self._positions.pop(key, None)
         if self.is_offered:
             await self._snapshots.end_run(key)
+
+
+def _is_final(error: TinkercloudError) -> bool:
+    """Not where memory is short just now: what once succeeded does again."""
+    return isinstance(error, CannotComeBack | UserError)
 
 
 async def _nothing_is_late() -> None:
