@@ -160,7 +160,7 @@ class _Server(uvicorn.Server):
     async def _ready(self) -> None:
         try:
             await self._hooks.ready()
-        except Exception as failure:
+        except Exception as failure:  # noqa: BLE001 - raised by `run`, once all is closed
             self.failure = failure
             self.should_exit = True
 

@@ -200,7 +200,9 @@ async def test_one_that_is_killed_at_each_first_load_is_given_up(
         await backend.stop()
 
 
-async def test_weights_that_cannot_be_loaded_are_named(folder: Path, tmp_path: Path) -> None:
+async def test_an_engine_that_fails_while_it_loads_is_not_started_again(
+    folder: Path, tmp_path: Path
+) -> None:
     copied = tmp_path / "model"
     shutil.copytree(folder, copied)
     (copied / "tokenizer.json").write_text("{}")
@@ -209,6 +211,7 @@ async def test_weights_that_cannot_be_loaded_are_named(folder: Path, tmp_path: P
     try:
         with pytest.raises(ConfigError, match="ended with code 1 while loading"):
             await asyncio.wait_for(backend.loaded(), 60)
+        assert backend.stats()["engine_restarts"] == 0
     finally:
         await backend.stop()
 
