@@ -48,7 +48,8 @@ def measured(options: Namespace) -> tuple[str, Table]:
             rows = asyncio.run(recovery_restart.measure(weights(), dtypes, lengths))
             return recovery_restart.ABOUT, (recovery_restart.COLUMNS, *rows)
         case "steps":
-            rows = asyncio.run(recovery_steps.measure(weights(), dtypes[0], seconds))
+            steps = list(recovery_steps.STEPS)[-1 if options.quick else 0 :]
+            rows = asyncio.run(recovery_steps.measure(weights(), dtypes[0], steps, seconds))
             return recovery_steps.ABOUT, (recovery_steps.COLUMNS, *rows)
         case "simulation":
             planted_s = 1.0 if options.quick else options.planted_seconds

@@ -24,12 +24,12 @@ RANK, BATCH, TOKENS = 32, 1, 64
 GOAL_S = 5.0
 BACK = re.compile(r"is back: .* and (\d+) operations, in ([\d.]+) s")
 ABOUT = """\
-A model (LoRA of rank 32, operations of one datum of 64 tokens) has as many operations in its journal
-as *journal* says, without a snapshot, when SIGKILL ends the server or its engine. From the kill, in
-seconds: until the server printed `ready` (it is started at once), until it accepted the next
-operation of the model, and until that had its result, which comes after all that is done again.
-*done again*, *replay s*: operations, and seconds, of the replay by the server's log. That a snapshot
-is taken more often than such journals are long is switched off here."""
+A model (LoRA of rank 32, operations of one datum of 64 tokens) has as many operations in its
+journal as *journal* says, without a snapshot, when SIGKILL ends the server or its engine. From the
+kill, in seconds: until the server printed `ready` (it is started at once), until it accepted the
+next operation of the model, and until that had its result, which comes after all that is done
+again. *done again*, *replay s*: operations, the model's creation among them, and seconds of the
+replay by the server's log. Snapshots, which keep journals short, are switched off here."""
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,13 @@ STEPS = {"8 x 256": (8, 256), "1 x 16": (1, 16)}
 TRAINED = {"LoRA 32": 32, "full": 0}
 ROUND = 5
 ABOUT = """\
-The same steps (a forward_backward of that many datums and tokens and an optim_step, both sent before
-either is waited for) on two servers, in turns of a few steps: one as it is, and one that keeps no
-journal, takes no snapshots and does not flush its commits (`benchmarks/lib/recovery_server.py`).
-*difference*: of the mean, which has the steps during which a snapshot is copied and written; the
-median has few of them. *journal*: bytes of the requests that it keeps. *snapshots*: those taken in
-the run, and what they wrote. *flush*: of a commit with such a request, what the flush to the disk
-takes, measured alone."""
+The same steps (a forward_backward of that many datums and tokens and an optim_step, both sent
+before either is waited for) on two servers, in turns of a few steps: one as it is, and one that
+keeps no journal, takes no snapshots and does not flush its commits
+(`benchmarks/lib/recovery_server.py`). *difference*: of the mean, which has the steps during which a
+snapshot is copied and written; the median has few of them. *journal*: bytes of the requests that it
+keeps. *snapshots*: those taken in the run, and what they wrote. *flush*: of a commit with such a
+request, what the flush to the disk takes, measured alone."""
 
 
 @dataclass
@@ -76,13 +76,13 @@ class Compared:
 
 
 async def measure(
-    weights: Path, dtype: str, seconds: float
+    weights: Path, dtype: str, steps: Sequence[str], seconds: float
 ) -> tuple[list[Sequence[Cell]], list[Target]]:
-    """seconds: of each row, at least; a snapshot of a full model comes only every few minutes."""
+    """steps: of STEPS. seconds: of each row, at least; a snapshot of a full model comes only every few minutes."""
     compared = [
         await compare(weights, dtype, trained, step, seconds)
         for trained in TRAINED
-        for step in STEPS
+        for step in steps
     ]
     return [each.cells() for each in compared], targets(compared)
 
@@ -107,11 +107,14 @@ async def compare(weights: Path, dtype: str, trained: str, step: str, seconds: f
                 loop.seconds.clear()
             before = await loops[1].model.metrics()
             began = time.monotonic()
+            num_bytes = 0.0
             while time.monotonic() - began < seconds:
                 for loop in loops:
                     await loop.run(batch, tokens, ROUND)
+                # The most, for a snapshot may just have ended the journal.
+                kept = await asyncio.to_thread(journal_bytes, data_dir)
+                num_bytes = max(num_bytes, kept)
             after = await loops[1].model.metrics()
-            num_bytes = await asyncio.to_thread(journal_bytes, data_dir)
             for loop in loops:
                 await loop.model.close()
         grown = {name: after[name] - before[name] for name in after if name in before}
