@@ -78,7 +78,8 @@ class Compared:
 async def measure(
     weights: Path, dtype: str, steps: Sequence[str], seconds: float
 ) -> tuple[list[Sequence[Cell]], list[Target]]:
-    """steps: of STEPS. seconds: of each row, at least; a snapshot of a full model comes only every few minutes."""
+    """steps: of STEPS. seconds: of each row, at least; a full model has a snapshot only every few
+    minutes."""
     compared = [
         await compare(weights, dtype, trained, step, seconds)
         for trained in TRAINED
