@@ -116,6 +116,9 @@ bench: install $(SGLANG)/installed $(COOKBOOK)/installed ## all benchmarks, peer
 	for dtype in float32 bfloat16; do \
 		$(BIN)/python -m benchmarks.sampling --dtype $$dtype \
 			--json benchmarks/results/sampling-$$dtype.json; done
+	for part in restart steps simulation; do \
+		$(BIN)/python -m benchmarks.recovery --part $$part \
+			--json benchmarks/results/recovery-$$part.json; done
 	$(BIN)/python -m benchmarks.render
 
 # protoc 25: its code carries no runtime version check, so it serves protobuf 5, 6 and 7.

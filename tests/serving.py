@@ -35,6 +35,7 @@ class Server:
     """`tinkercloud serve` with its own data directory; the port survives `restart`.
 
     python, folder: the interpreter, and where it runs and finds the code; by default this checkout.
+    module: the program, which takes the arguments of `tinkercloud`.
     """
 
     arguments: Sequence[str]
@@ -42,6 +43,7 @@ class Server:
     environment: Mapping[str, str] = field(default_factory=dict)
     python: str = sys.executable
     folder: Path = ROOT
+    module: str = "tinkercloud"
     port: int = 0
     api_key: str = ""
     process: "subprocess.Popen[bytes] | None" = None
@@ -73,7 +75,7 @@ class Server:
 
     def launch(self) -> None:
         """Start, and return at once."""
-        command = [self.python, "-m", "tinkercloud", "serve", "--port", str(self.port)]
+        command = [self.python, "-m", self.module, "serve", "--port", str(self.port)]
         command += ["--data-dir", str(self.data_dir), *self.arguments]
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("TINKERCLOUD_")}
         environment = {**inherited, **QUIET, "PYTHONPATH": str(self.folder), **self.environment}

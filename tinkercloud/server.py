@@ -84,15 +84,17 @@ def base_url(bound: socket.socket) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """ready: the application has started. stopping: the server stops; end what requests wait for,
-    so that held polls are answered and their connections close."""
+    """ready: the application serves; an error ends the server, with the error. stopping: the
+    server stops; end what requests wait for, so that held polls are answered and their connections
+    close; False: nothing that runs can end by itself."""
 
     ready: Callable[[], Awaitable[None]]
-    stopping: Callable[[], Awaitable[None]]
+    stopping: Callable[[bool], Awaitable[None]]
 
 
 def run(app: ASGIApp, config: Config, bound: socket.socket, hooks: Hooks) -> None:
-    """Serve until SIGINT or SIGTERM. ConfigError when the application refuses to start with one."""
+    """Serve until SIGINT or SIGTERM. ConfigError when the application refuses to start with one;
+    what the hook `ready` raises, after an orderly end."""
     raise_open_files_limit()
     watched = _StartupWatch(app)
     server = _Server(_uvicorn_config(watched, config), hooks)
@@ -102,6 +104,8 @@ def run(app: ASGIApp, config: Config, bound: socket.socket, hooks: Hooks) -> Non
         if watched.refusal is None:
             raise
         raise watched.refusal from None
+    if server.failure is not None:
+        raise server.failure
 
 
 def raise_open_files_limit() -> None:
@@ -138,18 +142,33 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, hooks: Hooks):
         super().__init__(config)
         self._hooks = hooks
+        self.failure: Exception | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         gc.collect()
         gc.freeze()  # modules and routes stay for ever; to traverse them takes tens of milliseconds
-        await self._hooks.ready()
+
+    async def main_loop(self) -> None:
+        ready = asyncio.create_task(self._ready(), name="ready")
+        try:
+            await super().main_loop()
+        finally:
+            ready.cancel()
+            await asyncio.gather(ready, return_exceptions=True)
+
+    async def _ready(self) -> None:
+        try:
+            await self._hooks.ready()
+        except Exception as failure:  # noqa: BLE001 - raised by `run`, once all is closed
+            self.failure = failure
+            self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for listener in self.servers:
             listener.close()
         try:
-            await self._hooks.stopping()
+            await self._hooks.stopping(self.failure is None)
         finally:
             await super().shutdown(sockets)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.embedded.tiny import write_tiny_model
 from tests.serving import ROOT, Server, ServerDidNotStart, start_server
 from tinkercloud import __version__, cli, config, fetch
 from tinkercloud.commands import options
@@ -242,6 +243,28 @@ class TestServe:
         assert str(refused.value).startswith("exit status 2")
         assert "Traceback" not in server.output()
         assert "broken.gguf" in server.output().splitlines()[-1]
+
+    def test_weights_that_cannot_be_loaded_end_it_before_a_first_key_is_shown(self, tmp_path):
+        server = Server(("--model", f"a/b={_unloadable(tmp_path)}"), tmp_path / "data")
+        with pytest.raises(ServerDidNotStart) as refused:
+            server.start()
+        assert str(refused.value).startswith("exit status 2")
+        assert "while loading its model" in server.output().splitlines()[-1]
+        assert "TINKER_API_KEY" not in server.output()
+
+    def test_weights_that_cannot_be_loaded_end_a_server_that_accepts_work(self, tmp_path):
+        arguments = ("--model", f"a/b={_unloadable(tmp_path)}", "--no-auth")
+        server = Server(arguments, tmp_path / "data")
+        server.start()
+        assert server.process.wait(60) == 2
+        assert "while loading its model" in server.output().splitlines()[-1]
+
+
+def _unloadable(folder: Path) -> Path:
+    """A model whose fault only shows when it is loaded."""
+    model = write_tiny_model(folder / "model")
+    (model / "tokenizer.json").write_text("{}")
+    return model
 
 
 def hold_a_poll(server: Server, started: threading.Event) -> None:

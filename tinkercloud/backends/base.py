@@ -33,10 +33,16 @@ class Backend(ABC):
 
     @abstractmethod
     async def start(self) -> tuple[ServedModel, ...]:
-        """Bring the backend up and return what it serves, the default model first.
+        """Begin to bring the backend up and return what it serves, the default model first. Calls
+        may come from then on; those that compute wait where weights are still being loaded.
 
         Raises ConfigError when a model cannot be served.
         """
+
+    async def loaded(self) -> None:
+        """Until the weights that `start` began to load are there. Raises ConfigError when they
+        cannot be: calls would wait for ever."""
+        return
 
     @abstractmethod
     async def stop(self) -> None:

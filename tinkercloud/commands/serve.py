@@ -23,6 +23,7 @@ from tinkercloud.errors import ConfigError
 
 if TYPE_CHECKING:
     from tinkercloud.core.types import ServedModel
+    from tinkercloud.services.container import Services
 
 ANY_KEY = "tml-local"  # the official client insists on a key even where the server does not
 
@@ -55,8 +56,8 @@ def run(arguments: Arguments) -> int:
 
         app = create_app(config)
         hooks = server.Hooks(
-            ready=lambda: _welcome(config, url, app.state.services.catalog),
-            stopping=lambda: app.state.services.stop_work(),
+            ready=lambda: _serve(config, url, app.state.services),
+            stopping=lambda drain: app.state.services.stop_work(drain=drain),
         )
         server.run(app, config, listener, hooks)
     return 0
@@ -75,8 +76,16 @@ def _check_extra(config: Config) -> None:
         )
 
 
+async def _serve(config: Config, url: str, services: "Services") -> None:
+    """Raises ConfigError where the weights cannot be loaded. Clients of an earlier server need not
+    wait for them; but a first key that is shown above an error would be lost."""
+    if config.auth and not await asyncio.to_thread(_keys_exist, config):
+        await services.backend.loaded()
+    await _welcome(config, url, services.catalog)
+    await services.backend.loaded()
+
+
 async def _welcome(config: Config, url: str, served: "Iterable[ServedModel]") -> None:
-    """Only once the server serves: a first key that is shown above an error would be lost."""
     from tinkercloud.services.chats import tokenizer_hub
 
     home = config.data_dir.absolute() / tokenizer_hub.FOLDER
@@ -94,6 +103,13 @@ async def _welcome(config: Config, url: str, served: "Iterable[ServedModel]") ->
             say("a first API key was made; it is shown this once and kept as a hash only:")
         say(f"export TINKER_BASE_URL={url}\nexport TINKER_API_KEY={key}")
     say(f"ready: {url}")
+
+
+def _keys_exist(config: Config) -> bool:
+    from tinkercloud.storage.keys import KeyStore
+
+    with closing(KeyStore(config.data_dir)) as keys:
+        return bool(keys.list())
 
 
 def _first_key(config: Config) -> str | None:

@@ -58,6 +58,9 @@ class EmbeddedBackend(Backend):
     async def start(self) -> tuple[ServedModel, ...]:
         return await self._host.start()
 
+    async def loaded(self) -> None:
+        await self._host.loaded()
+
     async def stop(self) -> None:
         await self._host.stop()
 
@@ -119,7 +122,7 @@ class EmbeddedBackend(Backend):
         return self.trouble()
 
     def trouble(self) -> str | None:
-        return None if self._host.alive else "the engine process ended and is being started again"
+        return self._host.trouble
 
     def speculation(self) -> dict[str, Any]:
         return self._host.stats.speculation

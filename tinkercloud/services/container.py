@@ -128,11 +128,12 @@ class Services:
         await self.captures.expire()
         await self.archive.expire()
 
-    async def stop_work(self) -> None:
+    async def stop_work(self, *, drain: bool = True) -> None:
         """Let operations of models that run end, and keep what they made, within the time that is
-        configured; what has not begun begins after the next start."""
-        deadline = time.monotonic() + self.config.drain_s
-        running = await self.tasks.lanes.stop(self.config.drain_s)
+        configured (drain False: none); what has not begun begins after the next start."""
+        within_s = self.config.drain_s if drain else 0.0
+        deadline = time.monotonic() + within_s
+        running = await self.tasks.lanes.stop(within_s)
         await self.tasks.close()
         settled = {key: p for key, p in self.recovery.positions.items() if key not in running}
         await self.snapshots.close(settled, max(deadline - time.monotonic(), 0.0))

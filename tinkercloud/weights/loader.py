@@ -38,6 +38,16 @@ def read_config(path: Path) -> ArchitectureConfig:
     return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *more))))
 
 
+def check_tensors(path: Path) -> None:
+    """Without reading weights. Raises ConfigError listing what is missing, unexpected or of the
+    wrong shape."""
+    config = read_config(path)
+    if is_gguf(path):
+        _check_shapes(path, config, gguf_shapes(GGUFFile(path)))
+    else:
+        _check_shapes(path, config, _safetensors_shapes(path, config, _tensor_files(path)))
+
+
 def read_model(
     path: Path, dtype: torch.dtype
 ) -> tuple[ArchitectureConfig, Iterator[tuple[str, Tensor]]]:

@@ -1,7 +1,9 @@
 """The engine as a process: calls, concurrency, errors, death and restart."""
 
 import asyncio
+import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -32,6 +34,7 @@ async def backend(folder: Path, tmp_path: Path) -> AsyncIterator[EmbeddedBackend
     backend = EmbeddedBackend(config(folder, tmp_path))
     (served,) = await backend.start()
     assert (served.name, served.architecture, served.vocab_size) == ("tiny", "llama", 260)
+    await backend.loaded()
     yield backend
     await backend.stop()
 
@@ -138,6 +141,90 @@ async def test_a_model_that_cannot_be_served_fails_the_start(tmp_path: Path) -> 
     (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
     backend = EmbeddedBackend(config(tmp_path, tmp_path))
     with pytest.raises(ConfigError, match="GPT2LMHeadModel"):
+        await backend.start()
+    await backend.stop()
+
+
+async def test_calls_wait_for_the_weights_and_are_told_so(folder: Path, tmp_path: Path) -> None:
+    backend = EmbeddedBackend(config(folder, tmp_path))
+    (served,) = await backend.start()
+    try:
+        assert served.name == "tiny"
+        os.kill(backend._host._process.pid, signal.SIGSTOP)
+        assert "loading" in str(backend.trouble())
+        assert backend.queue_state("m") == backend.trouble()
+        waiting = asyncio.create_task(backend.publish(FromBase("tiny")))
+        assert not (await asyncio.wait([waiting], timeout=0.2))[0]
+        os.kill(backend._host._process.pid, signal.SIGCONT)
+        await asyncio.wait_for(backend.loaded(), 60)
+        assert backend.trouble() is None
+        assert (await waiting).startswith("v-")
+    finally:
+        await backend.stop()
+
+
+async def test_an_engine_killed_while_it_loads_is_started_again(
+    folder: Path, tmp_path: Path
+) -> None:
+    backend = EmbeddedBackend(config(folder, tmp_path))
+    await backend.start()
+    try:
+        await kill_engine(backend)
+        await asyncio.wait_for(backend.loaded(), 60)
+        assert backend.stats()["engine_restarts"] == 1
+        await backend.publish(FromBase("tiny"))
+    finally:
+        await backend.stop()
+
+
+async def test_one_that_is_killed_at_each_first_load_is_given_up(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "restart_wait_s", lambda num_starts: 0.0)
+    backend = EmbeddedBackend(config(folder, tmp_path))
+    await backend.start()
+    try:
+        loaded = asyncio.create_task(backend.loaded())
+        killed = set()
+        while not loaded.done():
+            if (process := backend._host._process).pid not in killed and (
+                backend.stats()["engine_restarts"] == len(killed)
+            ):
+                killed.add(process.pid)
+                process.kill()
+            await asyncio.sleep(0)
+        with pytest.raises(ConfigError, match="SIGKILL 3 times while it loaded"):
+            await loaded
+        assert len(killed) == host.MAX_FIRST_STARTS
+    finally:
+        await backend.stop()
+
+
+async def test_an_engine_that_fails_while_it_loads_is_not_started_again(
+    folder: Path, tmp_path: Path
+) -> None:
+    copied = tmp_path / "model"
+    shutil.copytree(folder, copied)
+    (copied / "tokenizer.json").write_text("{}")
+    backend = EmbeddedBackend(config(copied, tmp_path / "data"))
+    await backend.start()
+    try:
+        with pytest.raises(ConfigError, match="ended with code 1 while loading"):
+            await asyncio.wait_for(backend.loaded(), 60)
+        assert backend.stats()["engine_restarts"] == 0
+    finally:
+        await backend.stop()
+
+
+async def test_tensors_that_do_not_fit_are_refused_before_the_weights_are_read(
+    folder: Path, tmp_path: Path
+) -> None:
+    copied = tmp_path / "model"
+    shutil.copytree(folder, copied)
+    settings = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps({**settings, "intermediate_size": 80}))
+    backend = EmbeddedBackend(config(copied, tmp_path / "data"))
+    with pytest.raises(ConfigError, match="of the wrong shape"):
         await backend.start()
     await backend.stop()
 

@@ -1,9 +1,13 @@
-"""The API process's side of the engine process: starts it, calls it, restarts it when it dies."""
+"""The API process's side of the engine process: starts it, calls it, restarts it when it dies.
+
+An engine says first what it serves, and then that it has loaded the weights. Calls wait until then.
+"""
 
 import asyncio
 import itertools
 import logging
 import pickle
+import signal
 import socket
 import sys
 import time
@@ -22,6 +26,7 @@ from tinkercloud.embedded.process.protocol import (
     Request,
     Result,
     Sample,
+    Serves,
     StartFailed,
     Stats,
     Tokens,
@@ -34,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 RESTART_WINDOW_S = 600.0
 LONGEST_WAIT_S = 30.0
+MAX_FIRST_STARTS = 3
+"""Of an engine that has never loaded its model: what killed it may have been an accident."""
 
 R = TypeVar("R")
 
@@ -55,18 +62,29 @@ class EngineHost:
         self._writer: asyncio.StreamWriter | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._up = asyncio.Event()
+        self._first_load_ended = asyncio.Event()
+        self._refusal: ConfigError | None = None
+        self._num_ended = 0
         self._stopping = False
         self._starts: deque[float] = deque()
         self.incarnation = -1
-        """Of engines that have become ready, the first being 0."""
+        """Of engines that have said what they serve, the first being 0."""
         self.numerics = ""
         self.stats = Stats()
 
     async def start(self) -> tuple[ServedModel, ...]:
-        """Start the engine and wait until it serves. Raises ConfigError when it cannot."""
+        """Start the engine and wait until it says what it serves. Raises ConfigError when it
+        cannot."""
         reader, served = await self._spawn()
         self._supervisor = asyncio.create_task(self._supervise(reader), name="engine-supervisor")
         return served
+
+    async def loaded(self) -> None:
+        """Until an engine has loaded its model. Raises ConfigError when none can; calls then wait
+        until `stop`."""
+        await self._first_load_ended.wait()
+        if self._refusal is not None:
+            raise self._refusal
 
     async def stop(self) -> None:
         """End the engine; calls underway fail with EngineDied."""
@@ -74,11 +92,13 @@ class EngineHost:
         if self._supervisor is not None:
             self._supervisor.cancel()
             await asyncio.gather(self._supervisor, return_exceptions=True)
+        if self._process is not None and self._process.returncode is None and not self.alive:
+            self._process.kill()  # it listens only once it has loaded
         await self._end_process()
         self._fail_pending("the server is shutting down")
 
     async def call(self, request: Request[R], on_tokens: OnTokens | None = None) -> R:
-        """Have the engine process serve the request. While the engine restarts, this waits.
+        """Have the engine process serve the request. While the engine starts, this waits.
 
         on_tokens: gets the tokens of a sample that streams. Cancelling the call ends a sample;
         other requests are served to their end, without a reader of their result.
@@ -108,6 +128,15 @@ class EngineHost:
         """Whether it serves; if not, it is being started."""
         return self._up.is_set()
 
+    @property
+    def trouble(self) -> str | None:
+        """Why it does not serve, in words; None: it does."""
+        if self.alive:
+            return None
+        if self._num_ended == 0:
+            return "the engine is loading its model"
+        return "the engine process ended and is being started again"
+
     # ---- the process
 
     async def _spawn(self) -> tuple[asyncio.StreamReader, tuple[ServedModel, ...]]:
@@ -128,11 +157,10 @@ class EngineHost:
         if isinstance(first, StartFailed):
             await self._end_process()
             raise ConfigError(first.reason)
-        assert isinstance(first, Ready)
+        assert isinstance(first, Serves)
         # Before a call is served by this engine: its caller may have models of an earlier one.
         self.incarnation += 1
         self.numerics = first.numerics
-        self._up.set()
         return reader, first.served
 
     async def _end_process(self) -> None:
@@ -148,22 +176,50 @@ class EngineHost:
             await self._process.wait()
 
     async def _supervise(self, reader: asyncio.StreamReader) -> None:
-        while True:
-            await self._read_until_gone(reader)
-            assert self._process is not None
-            self._up.clear()  # first: calls from now on wait for the next engine
-            await self._end_process()
-            code = self._process.returncode
+        try:
+            while True:
+                await self._serve(reader)
+                reader = await self._restart()
+        except ConfigError as refusal:
+            self._refusal = refusal
+            self._first_load_ended.set()
+
+    async def _serve(self, reader: asyncio.StreamReader) -> None:
+        """Until the process is gone. Raises ConfigError where there shall not be another."""
+        failure = await self._read_until_gone(reader)
+        assert self._process is not None
+        self._up.clear()  # first: calls from now on wait for the next engine
+        self._num_ended += 1
+        await self._end_process()
+        code = self._process.returncode
+        assert code is not None
+        if failure is None:
             logger.error("the engine process ended with code %s", code)
-            self._fail_pending(
-                f"the engine process ended (code {code}) while it held this request; it is being "
-                "started again and the models are restored"
+        else:
+            logger.error("the engine did not start again: %s", failure)
+        if not self._first_load_ended.is_set():
+            self._check_first_load(failure, code)
+        self._fail_pending(
+            f"the engine process ended (code {code}) while it held this request; it is being "
+            "started again and the models are restored"
+        )
+
+    def _check_first_load(self, failure: str | None, code: int) -> None:
+        """Raises ConfigError where another start would end as this one."""
+        if failure is not None:
+            raise ConfigError(failure)
+        if code >= 0:
+            raise ConfigError(f"the engine process ended with code {code} while loading its model")
+        if self._num_ended == MAX_FIRST_STARTS:
+            raise ConfigError(
+                f"the engine process was ended by {signal.Signals(-code).name} {MAX_FIRST_STARTS} "
+                "times while it loaded its model; where memory runs out the system does that"
             )
-            reader = await self._restart()
 
     async def _restart(self) -> asyncio.StreamReader:
         """A new engine: the first at once, others after a wait that doubles with each, so that
-        one that cannot live does not take the machine."""
+        one that cannot live does not take the machine. Raises ConfigError where none has ever
+        loaded its model."""
         while True:
             now = time.monotonic()
             while self._starts and self._starts[0] < now - RESTART_WINDOW_S:
@@ -173,17 +229,26 @@ class EngineHost:
             try:
                 reader, _ = await self._spawn()
             except ConfigError as error:
+                if not self._first_load_ended.is_set():
+                    raise
                 logger.error("the engine did not start again: %s", error)
                 continue
             return reader
 
-    async def _read_until_gone(self, reader: asyncio.StreamReader) -> None:
+    async def _read_until_gone(self, reader: asyncio.StreamReader) -> str | None:
+        """Why the engine ended, where it said so."""
+        failure = None
         while True:
             try:
                 message = await _read(reader)
             except (asyncio.IncompleteReadError, ConnectionError):
-                return
-            if isinstance(message, Stats):
+                return failure
+            if isinstance(message, Ready):
+                self._up.set()
+                self._first_load_ended.set()
+            elif isinstance(message, StartFailed):
+                failure = message.reason
+            elif isinstance(message, Stats):
                 self.stats = message
             elif isinstance(message, Tokens):
                 self._stream(message)

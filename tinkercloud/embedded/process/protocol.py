@@ -50,17 +50,22 @@ class EngineSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    """The engine's first message: what it serves, and which bits it computes
-    (`backends.base.Backend.numerics`)."""
+class Serves:
+    """The engine's first message, before it loads weights: what it serves, and which bits it
+    computes (`backends.base.Backend.numerics`)."""
 
     served: tuple[ServedModel, ...]
     numerics: str
 
 
 @dataclass(frozen=True, slots=True)
+class Ready:
+    """The default model is loaded: calls are served from now on."""
+
+
+@dataclass(frozen=True, slots=True)
 class StartFailed:
-    """Instead of Ready: a model cannot be served."""
+    """Instead of Serves, or of Ready: a model cannot be served."""
 
     reason: str
 

@@ -34,13 +34,14 @@ from tinkercloud.embedded.process.protocol import (
     EngineSettings,
     Ready,
     Reply,
+    Serves,
     StartFailed,
     Stats,
     pack,
     receive,
 )
 from tinkercloud.embedded.process.request_handlers import RequestHandlers
-from tinkercloud.embedded.process.served_models import open_models
+from tinkercloud.embedded.process.served_models import load_default, open_models
 from tinkercloud.embedded.process.token_outbox import TokenOutbox
 from tinkercloud.embedded.sampling.engine import SamplingEngine
 from tinkercloud.embedded.training.micro_batches import Limits
@@ -221,12 +222,14 @@ def main(fd: int) -> None:
     try:
         served, models = open_models(settings)
         worker = Worker(settings, models, outbox.put)
+        sock.sendall(pack(Serves(served, numerics(served[0].dtype))))
+        load_default(served[0].name, models)
     except (ConfigError, OSError) as error:
         sock.sendall(pack(StartFailed(str(error))))
         return
     freeze_garbage_collector()
     threading.Thread(target=_writer, args=(sock, outbox), name="writer", daemon=True).start()
-    outbox.put(Ready(served, numerics(served[0].dtype)))
+    outbox.put(Ready())
     threading.Thread(target=_reader, args=(sock, worker), name="reader", daemon=True).start()
     worker.run()
 
