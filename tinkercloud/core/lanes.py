@@ -59,7 +59,7 @@ class NoKeeper:
 class Lane:
     """first_seq_id: from this number on `seen` says whether a request is new, not the database.
     busy: held while an operation runs and until its outcome is on record. position: of the last
-    operation that ran. late: outcomes that the disk had no room for, oldest first."""
+    operation that ran."""
 
     order: LaneOrder[tuple[Pending, Work]]
     first_seq_id: int

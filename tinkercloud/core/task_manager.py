@@ -79,7 +79,7 @@ class TaskManager:
         self._resume: dict[str, Resume] = {}  # by kind
         self._changes: dict[str, Changes] = {}  # by kind
         self._closing = False
-        calls = LaneCalls(self._outcome_of, self._finish, self._spawn)
+        calls = LaneCalls(self._outcome_of, self._finish, self.spawn)
         self.lanes = Lanes(futures, calls, gap_grace_s=gap_grace_s)
 
     def when_finished(self, listener: OnFinish) -> None:
@@ -156,12 +156,8 @@ class TaskManager:
             await asyncio.sleep(0)  # the work begins before the answer is built and sent
         return pending.request_id
 
-    def spawn(self, work: Awaitable[None], name: str) -> asyncio.Task[None]:
-        """Run something beside requests; it ends with the manager."""
-        return self._spawn(work, name)
-
     def _start(self, pending: Pending, work: Work) -> None:
-        pending.task = self._spawn(self._run(pending, work), f"run {pending.request_id}")
+        pending.task = self.spawn(self._run(pending, work), f"run {pending.request_id}")
 
     async def _begin_again(self, kept: Kept) -> None:
         ticket = kept.ticket
@@ -268,7 +264,8 @@ class TaskManager:
 
     # running
 
-    def _spawn(self, work: Awaitable[None], name: str) -> asyncio.Task[None]:
+    def spawn(self, work: Awaitable[None], name: str) -> asyncio.Task[None]:
+        """Run something that ends with the manager."""
         task = asyncio.ensure_future(work)
         task.set_name(name)
         self._tasks.add(task)
@@ -321,7 +318,7 @@ class TaskManager:
             self._late.append(pending)
             self._none_is_late.clear()
             if not self._closing:
-                self._spawn(self._record_late_forever(), "late outcomes")
+                self.spawn(self._record_late_forever(), "late outcomes")
             return False
         except Exception:  # our defect; the lane must go on
             logger.exception("the outcome of %s was not recorded", pending.request_id)

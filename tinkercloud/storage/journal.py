@@ -113,10 +113,11 @@ class JournalStorage:
         )
         return None if row is None else row["body"]
 
-    async def operations(self, user: str, model_id: str) -> list[str]:
-        """The request ids of all that are kept."""
+    async def operations(self, user: str, model_id: str, kind: str) -> list[str]:
+        """The request ids of those of a kind that are kept, also if they have not run yet."""
         rows = await self._database.all(
-            "SELECT request_id FROM operations WHERE model_id = ? AND user = ?", model_id, user
+            "SELECT request_id FROM operations WHERE model_id = ? AND user = ? AND kind = ?",
+            *(model_id, user, kind),
         )
         return [row["request_id"] for row in rows]
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from itertools import pairwise
 
+from tinkercloud.services.models.lane_operations import LOAD
 from tinkercloud.services.models.recovery_files import RecoveryFiles
 from tinkercloud.storage.archive import ArchiveStorage, Run
 from tinkercloud.storage.journal import JournalStorage, Snapshot
@@ -67,8 +68,9 @@ class RunArchive:
         for run in runs:
             while run is not None and run.oldest_at < before:
                 run = await self._shortened(run, before)
-        num_bytes = sum(run.num_bytes for run in await self._storage.runs())
-        for run in await self._storage.runs():
+        runs = await self._storage.runs()
+        num_bytes = sum(run.num_bytes for run in runs)
+        for run in runs:
             shorter: Run | None = run
             while shorter is not None and num_bytes > self._max_bytes:
                 was, shorter = shorter.num_bytes, await self._shortened(shorter)
@@ -99,9 +101,10 @@ class RunArchive:
         logger.info("nothing is kept of the run %s any more", model_id)
 
     async def _remove_files(self, user: str, model_id: str, *, versions: bool = False) -> None:
-        """What no row names. Loaded checkpoints are there before their operation is on record, and
-        have its request's id."""
-        needed = {f"loaded-{each}" for each in await self._journal.operations(user, model_id)}
+        """What no row names. Loaded checkpoints are there before their operation has run, and have
+        its request's id."""
+        loads = await self._journal.operations(user, model_id, LOAD)
+        needed = {f"loaded-{each}" for each in loads}
         for snapshot in await self._journal.snapshots(user, model_id):
             needed.add((self._files.data_dir / snapshot.directory).name)
         await self._files.remove_others(model_id, needed, versions=versions)
