@@ -45,11 +45,11 @@ VOLUME /data
 # The API; Ray's head, its client and its dashboard.
 EXPOSE 8700 6379 10001 8265
 
-# 401 is an answer: the server lives, and asks for a key.
+# Ready: the engine answers, the volume takes writes.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=600s --retries=3 \
   CMD ["python", "-c", "import http.client as h, os, sys; \
 c = h.HTTPConnection('127.0.0.1', int(os.environ['TINKERCLOUD_PORT']), timeout=4); \
-c.request('GET', '/api/v1/healthz'); sys.exit(c.getresponse().status not in (200, 401))"]
+c.request('GET', '/readyz'); sys.exit(c.getresponse().status != 200)"]
 
 ENTRYPOINT ["tinkercloud"]
 CMD ["serve"]
@@ -84,11 +84,11 @@ USER tinkercloud
 VOLUME /data
 EXPOSE 8700
 
-# 401 is an answer: the server lives, and asks for a key.
+# Ready: the engine answers, the volume takes writes.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=120s --retries=3 \
   CMD ["python", "-c", "import http.client as h, os, sys; \
 c = h.HTTPConnection('127.0.0.1', int(os.environ['TINKERCLOUD_PORT']), timeout=4); \
-c.request('GET', '/api/v1/healthz'); sys.exit(c.getresponse().status not in (200, 401))"]
+c.request('GET', '/readyz'); sys.exit(c.getresponse().status != 200)"]
 
 ENTRYPOINT ["tinkercloud"]
 CMD ["serve"]

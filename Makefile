@@ -20,7 +20,7 @@ SUITE := $(BIN)/python -m tests.suite
 SLICE_S ?= 1200
 # SGLang has an environment of its own: its pins are not ours.
 SGLANG := .venv-sglang
-SGLANG_PINS := tests/cluster/requirements-sglang.txt
+SGLANG_PINS := docs/deploy/requirements-sglang-cpu.txt
 # The newest cookbook, over the packages of .venv: those pin an older one.
 COOKBOOK := .venv-cookbook
 COOKBOOK_PINS := tests/e2e/requirements-cookbook.txt
@@ -105,7 +105,7 @@ serve: install ## the server on 127.0.0.1:8700
 	$(BIN)/tinkercloud serve
 
 bench: install $(SGLANG)/installed $(COOKBOOK)/installed ## all benchmarks, peers where they are installed, and docs/benchmarks/
-	for name in deviation service_overhead cluster_overhead concurrency sharing training \
+	for name in deviation cluster_overhead concurrency sharing training \
 			rl_step speculation streaming; do \
 		$(BIN)/python -m benchmarks.$$name --json benchmarks/results/$$name.json; done
 	$(BIN)/python -m benchmarks.stable_reinforce --json benchmarks/results/stable_reinforce.json \
@@ -116,9 +116,15 @@ bench: install $(SGLANG)/installed $(COOKBOOK)/installed ## all benchmarks, peer
 	for dtype in float32 bfloat16; do \
 		$(BIN)/python -m benchmarks.sampling --dtype $$dtype \
 			--json benchmarks/results/sampling-$$dtype.json; done
-	for part in restart steps simulation; do \
+	for part in restart steps simulation kills runs; do \
 		$(BIN)/python -m benchmarks.recovery --part $$part \
 			--json benchmarks/results/recovery-$$part.json; done
+	for part in clients latency attacks day; do \
+		$(BIN)/python -m benchmarks.load --part $$part \
+			--json benchmarks/results/load-$$part.json; done
+	for part in clients attacks; do \
+		$(BIN)/python -m benchmarks.load --part $$part --backend real \
+			--json benchmarks/results/load-$${part}_real.json; done
 	$(BIN)/python -m benchmarks.render
 
 # protoc 25: its code carries no runtime version check, so it serves protobuf 5, 6 and 7.

@@ -200,6 +200,16 @@ def cluster_overhead(through: str, baseline: str) -> Claim:
     )
 
 
+def recovery_cost(trained: str, text: str) -> Claim:
+    return Claim(
+        "recovery-steps",
+        f"journal and snapshots, of a step of 16 tokens, {text}",
+        Best("both %", "%", {"trained": trained, "step": "1 x 16"}),
+        target=f"% of a step, {trained}, 1 x 16",
+        less=True,
+    )
+
+
 def off_policy(samples: str, other: str) -> Claim:
     cells: Row = {"samples": samples}
     return Claim(
@@ -235,6 +245,15 @@ CLAIMS = (
     speculation("RL, later epochs", 4, "RL, 4 at once, epochs 2 and later: times plain"),
     speculation("RL, later epochs", 8, "RL, 8 at once, epochs 2 and later: times plain"),
     Claim(
+        "recovery-restart",
+        "seconds from a kill of the server to accepted work, the longest",
+        Best("accepted s", "s", {"killed": "server"}),
+        target="seconds from a kill to accepted work",
+        less=True,
+    ),
+    recovery_cost("LoRA 32", "LoRA of rank 32"),
+    recovery_cost("full", "all parameters"),
+    Claim(
         "deviation",
         "trained less sampled log-probabilities, bfloat16, largest",
         Best("largest", "nats", {"computed by": "compiled kernels", "dtype": "bfloat16"}),
@@ -252,7 +271,7 @@ CLAIMS = (
     cluster_overhead("Ray", "Ray, two empty calls"),
     cluster_overhead("Ray and service", "HTTP, two health checks"),
     Claim(
-        "service_overhead",
+        "load-latency",
         "the service alone: optim_step by HTTP, p50",
         Best("p50 ms", "ms", {"client": "HTTP", "operation": "optim_step", "in flight": 1}),
         Best(
@@ -261,7 +280,24 @@ CLAIMS = (
             {"client": "HTTP", "operation": "health check (baseline)", "in flight": 1},
             "(health check)",
         ),
+        "optim_step by HTTP, submitted and retrieved: p50 in ms",
         less=True,
+    ),
+    Claim(
+        "load-latency",
+        "the service alone: samples by HTTP, 32 in flight",
+        Best(
+            "per second",
+            "a second",
+            {"client": "HTTP", "operation": "sample", "in flight": 32},
+        ),
+        Best(
+            "per second",
+            "a second",
+            {"client": "SDK", "operation": "sample", "in flight": 32},
+            "(one process of the SDK)",
+        ),
+        "samples a second by HTTP",
     ),
     Claim(
         "cookbook_recipes-0.5.8",

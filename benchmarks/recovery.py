@@ -1,7 +1,7 @@
 """Recovery: how soon a server serves again, what its journal and snapshots cost, what proves it.
 
-One part a run, each with a result of its own: `restart` and `steps` measure a real server with real
-weights; `simulation` runs schedules; `kills` and `runs` show what other programs measured (--from).
+One part a run, each with a result of its own: `restart`, `steps`, `kills` and `runs` measure real
+servers with real weights; `simulation` runs schedules.
 """
 
 import asyncio
@@ -9,9 +9,14 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
 
-from benchmarks import recovery_proofs, recovery_restart, recovery_steps
+from benchmarks import (
+    recovery_kills,
+    recovery_restart,
+    recovery_runs,
+    recovery_simulation,
+    recovery_steps,
+)
 from benchmarks.lib.arguments import BenchmarkParser
 from benchmarks.lib.machine import versions
 from benchmarks.lib.processes import prepare_process
@@ -34,7 +39,7 @@ def parser() -> BenchmarkParser:
     made.add_argument(
         *("--planted-seconds",), type=float, default=120.0, help="for a planted bug, at most"
     )
-    made.add_argument("--from", dest="source", type=Path, help="JSON: what kills or runs measured")
+    made.add_argument("--kills", type=int, default=100, help="how many")
     return made
 
 
@@ -53,19 +58,20 @@ def measured(options: Namespace) -> tuple[str, Table]:
             return recovery_steps.ABOUT, (recovery_steps.COLUMNS, *rows)
         case "simulation":
             planted_s = 1.0 if options.quick else options.planted_seconds
-            rows = recovery_proofs.simulate(seconds, planted_s)
-            return recovery_proofs.ABOUT_SIMULATION, (recovery_proofs.SIMULATION_COLUMNS, *rows)
+            rows = recovery_simulation.simulate(seconds, planted_s)
+            return recovery_simulation.ABOUT, (recovery_simulation.COLUMNS, *rows)
         case "kills":
-            return recovery_proofs.ABOUT_KILLS, recovery_proofs.from_file(options.source)
+            rows = recovery_kills.measure(weights(), 4 if options.quick else options.kills)
+            return recovery_kills.ABOUT, (recovery_kills.COLUMNS, *rows)
         case _:
-            return recovery_proofs.ABOUT_RUNS, recovery_proofs.from_file(options.source)
+            num_steps = 4 if options.quick else recovery_runs.NUM_STEPS
+            rows = recovery_runs.measure(weights(), num_steps)
+            return recovery_runs.ABOUT, (recovery_runs.COLUMNS, *rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     command = parser()
     options = command.parse_args(argv)
-    if options.part in ("kills", "runs") and options.source is None:
-        command.error(f"--part {options.part} needs --from FILE")
     prepare_process()
     load = os.getloadavg()[0]
     about, (columns, rows, targets) = measured(options)

@@ -108,7 +108,8 @@ def summary(names: Sequence[str], results: Mapping[str, Report]) -> str:
 
 
 def claim_rows(claim: Claim, results: Mapping[str, Report]) -> list[tuple[str, ...]]:
-    """One for each instruction set; none where the result or our figure in it is not there."""
+    """One for each instruction set; none where the result, our figure in it or that of a peer is
+    not there."""
     named = results_of(benchmark_of(claim.result), results)
     rows = [claim_row(claim, n, r) for n, r in named.items() if n.shared == claim.result]
     return [row for row in rows if row is not None]
@@ -120,6 +121,8 @@ def claim_row(claim: Claim, name: ResultName, report: Report) -> tuple[str, ...]
     if ours is None:
         return None
     peer = claim.peer(rows) if claim.peer is not None else None
+    if claim.peer is not None and peer is None:
+        return None
     ratio = f"{claim.ratio(rows, ours, peer):.2f}" if peer is not None else "-"
     target = next((each for each in report.targets if each.name == claim.target), None)
     instruction_set = name.instruction_set or report.instruction_set or "-"

@@ -33,6 +33,7 @@ from benchmarks.lib.smollm2 import weights
 from benchmarks.lib.timing import alternating
 from benchmarks.peers.training_common import Job
 from benchmarks.peers.training_start import Start, prepare
+from tinkercloud.config import engine_environment
 from tinkercloud.embedded.model.device import usable_cores
 from tinkercloud.embedded.native.compiler import instruction_set
 from tinkercloud.embedded.native.instruction_sets import AMX
@@ -197,7 +198,7 @@ class Bench:
         """What the contender's process replies. Raises Unavailable."""
         kind, replies = CONTENDERS[name], []
         python = python_of(self.peers, kind.environment) if kind.environment else sys.executable
-        ours = {"OMP_WAIT_POLICY": "PASSIVE"} if name in (OURS, OURS_NARROW) else {}
+        ours = engine_environment() if name in (OURS, OURS_NARROW) else {}
         script = Script(kind.module, Path(python), self.through, ours)
         script.run(asdict(job), self.limit_s, replies.append)
         return replies[-1]

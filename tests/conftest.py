@@ -11,6 +11,7 @@ import pytest
 from tests import serving
 from tinkercloud.config import default_data_dir
 from tinkercloud.fetch import locate, packaged
+from tinkercloud.storage.keys import DEFAULT_USER
 
 # Before any test module imports the SDK or transformers, which read these once.
 os.environ.update(serving.QUIET)
@@ -52,9 +53,11 @@ def dtype(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(scope="module")
 def fake_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[serving.Server]:
-    """One server on the fake backend for a module; a test that stops it starts its own instead."""
+    """One server on the fake backend for a module; a test that stops it starts its own instead.
+    Its first user keeps the numbers of the whole server in view when a test adds others."""
     data_dir = tmp_path_factory.mktemp("server") / "data"
-    with serving.start_server("--backend", "fake", data_dir=data_dir) as server:
+    flags = ("--backend", "fake", "--metrics-users", DEFAULT_USER)
+    with serving.start_server(*flags, data_dir=data_dir) as server:
         yield server
 
 

@@ -26,20 +26,22 @@ RULES = {
     "errors": "",
     "config": "errors",
     "fetch": "config errors",
+    "http_connections": "",
+    "logs": "",
     "core.types": "",
     "wire": "core.types errors",
     "tinker_gmi": "core.types wire",
     "losses": "errors",
     "architectures": "errors",
     "storage": "config core.types errors",
-    "core": "config core.types errors losses storage tinker_gmi wire",
+    "core": "config core.types errors logs losses storage tinker_gmi wire",
     "backends.base": "core.types errors",
     "backends": "backends.base config core.types errors grammar losses",
     "weights": "architectures core.types errors",
     "decoding": "core.types",
     "grammar": "core.types errors",
-    "doctor": "config embedded.forward embedded.model embedded.native embedded.process errors "
-    "fetch weights",
+    "doctor": "cluster.gpus config embedded.forward embedded.model embedded.native "
+    "embedded.process errors fetch weights",
     "chat": "core.types errors weights",
     "openai_api": "chat core.types errors",
     "anthropic_api": "chat core.types errors",
@@ -50,14 +52,16 @@ RULES = {
     "storage tinker_gmi",
     "services.models": "backends.base core core.types errors losses services.accounts "
     "services.checkpoints services.common storage tinker_gmi wire",
-    "services.chats": "chat core.types errors services.checkpoints services.common "
-    "services.models storage tinker_gmi",
+    "services.chats": "chat core.types errors services.accounts services.checkpoints "
+    "services.common services.models storage tinker_gmi",
     "services.captures": "captures chat config errors services.chats storage tinker_gmi",
     "services.runs": "backends.base core core.types errors services.checkpoints services.common "
     "services.models storage tinker_gmi wire",
+    "services.observability": "backends.base core core.types errors logs services.common storage",
     "services": "backends.base config core errors services.accounts services.captures "
-    "services.chats services.checkpoints services.common services.models storage",
-    "routers": "anthropic_api captures chat errors openai_api services services.accounts "
+    "services.chats services.checkpoints services.common services.models services.observability "
+    "storage",
+    "routers": "anthropic_api captures chat errors logs openai_api services services.accounts "
     "services.captures services.chats services.checkpoints services.common services.models "
     "storage tinker_gmi",
     # speculative decoding, without an engine
@@ -71,11 +75,12 @@ RULES = {
     "embedded.model": "architectures config decoding embedded.native errors weights",
     "embedded.native": "architectures config decoding errors weights",
     "embedded.forward": "architectures decoding embedded.model embedded.native errors weights",
-    "embedded.sampling": "core.types decoding embedded.forward embedded.model errors grammar "
-    "speculative speculative.draft_length speculative.drafters speculative.learning "
+    "embedded.fairness": "",
+    "embedded.sampling": "core.types decoding embedded.fairness embedded.forward embedded.model "
+    "errors grammar speculative speculative.draft_length speculative.drafters speculative.learning "
     "speculative.observability",
-    "embedded.training": "architectures core.types decoding embedded.forward embedded.model "
-    "embedded.native errors losses weights",
+    "embedded.training": "architectures core.types decoding embedded.fairness embedded.forward "
+    "embedded.model embedded.native errors losses weights",
     "embedded.drafting": "config core.types decoding embedded.forward embedded.model "
     "embedded.native errors speculative speculative.draft_length speculative.drafters "
     "speculative.head weights",
@@ -84,19 +89,20 @@ RULES = {
     "weights",
     "embedded.process": "architectures config core.types embedded.draft_training embedded.drafting "
     "embedded.forward embedded.model embedded.native embedded.sampling embedded.training errors "
-    "speculative.draft_length speculative.drafters speculative.learning weights",
+    "logs speculative.draft_length speculative.drafters speculative.learning weights",
     "embedded": "backends.base config core.types embedded.process errors",
     # the cluster backend
     "cluster.gpus": "config core core.types errors",
     "cluster.lora": "core core.types errors",
     "cluster.rollout": "cluster.gpus config core core.types decoding errors grammar",
     "cluster.weights": "cluster.gpus cluster.rollout core core.types errors weights",
-    "cluster.sglang": "cluster.rollout cluster.weights core.types decoding",
+    "cluster.cpu": "cluster.training config errors",
+    "cluster.sglang": "cluster.cpu cluster.rollout cluster.weights config core.types decoding",
     "cluster.training": "cluster.gpus cluster.lora cluster.rollout cluster.weights config core "
     "core.types decoding errors losses weights",
     "cluster.pool": "cluster.gpus cluster.rollout cluster.training core core.types errors",
-    "cluster": "backends.base cluster.gpus cluster.pool cluster.rollout cluster.training "
-    "cluster.weights config core core.types errors",
+    "cluster": "backends.base cluster.cpu cluster.gpus cluster.pool cluster.rollout "
+    "cluster.training cluster.weights config core core.types errors",
 }
 # Third-party package -> the rooms that may import it, with all that lie inside them (tinker_gmi
 # takes torch by name, at need).
@@ -108,10 +114,13 @@ THIRD_PARTY = {
         "chat cluster commands embedded weights",
     ),
     "jinja2": "chat",
+    "prometheus_client": "commands services",
     "llguidance": "grammar",
     **dict.fromkeys(("sqlite3", "aiosqlite"), "storage"),
     **dict.fromkeys(("fastapi", "starlette"), "app routers server"),
-    "uvicorn": "server",
+    "uvicorn": "http_connections server",
+    "opentelemetry": "services",
+    "rich": "commands",
     "matplotlib": "speculative.observability",
     "yaml": "config",
 }

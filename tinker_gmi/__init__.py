@@ -6,6 +6,7 @@ pydantic; torch and transformers are loaded only by calls that need them.
 """
 
 from tinker_gmi import types
+from tinker_gmi.admin_client import AdminClient
 from tinker_gmi.errors import (
     APIConnectionError,
     APIError,
@@ -25,6 +26,7 @@ from tinker_gmi.errors import (
     UnprocessableEntityError,
 )
 from tinker_gmi.futures import APIFuture, ClientFuture
+from tinker_gmi.rest_client import RestClient
 from tinker_gmi.sampling_client import SamplingClient
 from tinker_gmi.service_client import ServiceClient
 from tinker_gmi.training_client import TrainingClient
@@ -64,6 +66,7 @@ __all__ = [
     "APIStatusError",
     "APITimeoutError",
     "AdamParams",
+    "AdminClient",
     "AuthenticationError",
     "BadRequestError",
     "BillingError",
@@ -88,6 +91,7 @@ __all__ = [
     "PermissionDeniedError",
     "RateLimitError",
     "RequestFailedError",
+    "RestClient",
     "RetryPolicy",
     "SampleRequest",
     "SampleResponse",

@@ -39,9 +39,9 @@ class SearchOwner(WireModel):
 
 
 class SessionStatusQuery(WireModel):
-    """reasons: of client_finished; None: any."""
+    """expired is cancelled, in the word for it. reasons: of client_finished; None: any."""
 
-    type: Literal["active", "cancelled", "failed", "client_finished"]
+    type: Literal["active", "cancelled", "expired", "failed", "client_finished"]
     reasons: list[str] | None = None
 
 
@@ -64,8 +64,11 @@ class SessionSearchRequest(WireModel):
 
 
 SessionStatus = dict[str, Any]
-"""{"type": "active"}, {"type": "client_finished", "reason": {"type"}, "detail"}, or {"type":
-"failed", "category", "reason", "message"} (wire specification, section 12)."""
+"""{"type": "active"}, {"type": "client_finished", "reason": {"type"}, "detail"}, {"type": "failed",
+"category", "reason", "message"}, or {"type": "cancelled", "detail"}: it has expired (wire
+specification, section 12)."""
+SessionState = Literal["active", "silent", "expired", "failed", "finished"]
+"""silent: its client stopped without a word, and it has not expired yet."""
 
 
 class SessionSummary(WireModel):
@@ -74,6 +77,7 @@ class SessionSummary(WireModel):
     owner: str
     project_id: str
     status: SessionStatus | None = None
+    state: SessionState | None = None
     checkpoints_count: int
     display_name: str | None = None
     user_metadata: dict[str, str] | None = None
@@ -85,18 +89,31 @@ class SessionSearchResponse(WireModel):
     next_cursor: SessionSearchCursor | None = None
 
 
+class BillingEventInfo(WireModel):
+    """By its type: training, sampling_prefill (cached), sampling_sample: token_count; checkpoint:
+    count; storage: gigabyte_hours (wire specification, section 12)."""
+
+    type: str
+    token_count: int | None = None
+    cached: bool | None = None
+    count: int | None = None
+    gigabyte_hours: float | None = None
+
+
 class BillingUsageEvent(WireModel):
-    """event_info by its type: training, sampling_prefill (cached), sampling_sample: token_count;
-    checkpoint: count; storage: gigabyte_hours (wire specification, section 12)."""
+    """Costs come from the hosted service alone."""
 
     bucket_start: AwareDatetime
     bucket_end: AwareDatetime
-    event_info: dict[str, Any]
+    event_info: BillingEventInfo
     base_model: str | None = None
     user_id: str | None = None
     user_name: str | None = None
     session_id: str | None = None
     project_id: str | None = None
+    estimated_cost_usd: float | None = None
+    effective_rate_usd_per_million_tokens: float | None = None
+    effective_rate_usd_per_gigabyte_month: float | None = None
 
 
 class BillingUsageSession(WireModel):
@@ -106,6 +123,7 @@ class BillingUsageSession(WireModel):
 class BillingUsageResponse(WireModel):
     data: list[BillingUsageEvent]
     sessions: dict[str, BillingUsageSession] = Field(default_factory=dict)
+    cost_data_through: AwareDatetime | None = None
 
 
 class CheckpointStorageItem(WireModel):
@@ -118,8 +136,9 @@ class CheckpointStorageItem(WireModel):
     size_gigabytes: float
 
 
-class CheckpointStorageResponse(WireModel):
+class CurrentCheckpointStorageUsageResponse(WireModel):
     data: list[CheckpointStorageItem]
+    effective_rate_usd_per_gigabyte_month: float | None = None
 
 
 class AuditEntryView(WireModel):
@@ -132,3 +151,30 @@ class AuditEntryView(WireModel):
 
 class AuditLogResponse(WireModel):
     entries: list[AuditEntryView]
+
+
+class WhoamiResponse(WireModel):
+    user_urn: str
+    org_urn: str
+    email: str | None = None
+
+
+class ListSessionsResponse(WireModel):
+    sessions: list[str]
+
+
+class GetSessionResponse(WireModel):
+    training_run_ids: list[str]
+    sampler_ids: list[str]
+    user_metadata: dict[str, str] | None = None
+    display_name: str | None = None
+    project_id: str | None = None
+    status: SessionStatus | None = None
+
+
+class TraceExportResponse(WireModel):
+    """url: once it is ready; error: where it failed."""
+
+    status: Literal["pending", "ready", "failed"]
+    url: str | None = None
+    error: str | None = None

@@ -12,6 +12,7 @@ from tinker_gmi.types import (
     ForwardBackwardInput,
     ForwardBackwardOutput,
     ModelInputChunk,
+    PromptAltTokens,
     SampledSequence,
     SampleResponse,
     TensorData,
@@ -109,13 +110,18 @@ def sample_response(output: SampleOutput, sequence_ids: Sequence[str] = ()) -> S
         )
         for sequence, sequence_id in zip(output.sequences, ids, strict=True)
     ]
-    target = output.target_prompt_logprobs
+    target, alternatives = output.target_prompt_logprobs, output.prompt_alt_tokens
     return SampleResponse(
         sequences=sequences,
         prompt_logprobs=_none_for_nan(output.prompt_logprobs),
         topk_prompt_logprobs=_topk_rows(output.topk_prompt_logprobs),
         target_prompt_logprobs=None if target is None else TensorData.from_numpy(target),
         prompt_cache_hit_tokens=output.prompt_cache_hit_tokens,
+        prompt_alt_tokens=alternatives
+        and PromptAltTokens(
+            tokens=TensorData.from_numpy(alternatives.tokens),
+            logprobs=TensorData.from_numpy(alternatives.logprobs),
+        ),
     )
 
 

@@ -46,6 +46,14 @@ class SampledSequence(WireModel):
         return None if self.logprobs is None else np.asarray(self.logprobs, dtype=np.float32)
 
 
+class PromptAltTokens(WireModel):
+    """tokens and logprobs (P-1, k): row i has k draws, at the request's temperature, in place of
+    prompt token i + 1."""
+
+    tokens: TensorData
+    logprobs: TensorData
+
+
 class SampleResponse(WireModel):
     """prompt_logprobs (P,): None where not scored (always at 0). topk_prompt_logprobs: a row for
     each prompt token, None where not scored. target_prompt_logprobs: shaped like the request's."""
@@ -55,6 +63,7 @@ class SampleResponse(WireModel):
     topk_prompt_logprobs: list[TopkRow | None] | None = None
     target_prompt_logprobs: TensorData | None = None
     prompt_cache_hit_tokens: int = 0
+    prompt_alt_tokens: PromptAltTokens | None = None
     type: Literal["sample"] = "sample"
 
     @property

@@ -58,11 +58,12 @@ class SamplingClient:
         topk_prompt_logprobs: int = 0,
         topk_sample_logprobs: int = 0,
         target_prompt_logprobs: TensorData | None = None,
+        prompt_alt_tokens_k: int = 0,
         prompt_logprobs_last_n: int | None = None,
     ) -> APIFuture[SampleResponse]:
         """Draw `num_samples` continuations. target_prompt_logprobs: token ids to score, int64
-        (P-1, K), -1 to skip; row i scores position i + 1. prompt_logprobs_last_n: score only the
-        last n prompt tokens."""
+        (P-1, K), -1 to skip; row i scores position i + 1. prompt_alt_tokens_k: draws in place of
+        each prompt token. prompt_logprobs_last_n: score only the last n prompt tokens."""
         request = SampleRequest(
             prompt=prompt,
             num_samples=num_samples,
@@ -72,15 +73,19 @@ class SamplingClient:
             topk_prompt_logprobs=topk_prompt_logprobs,
             topk_sample_logprobs=topk_sample_logprobs,
             target_prompt_logprobs=target_prompt_logprobs,
+            prompt_alt_tokens_k=prompt_alt_tokens_k,
             prompt_logprobs_last_n=prompt_logprobs_last_n,
         )
         return self._session.submit(self._sample(request))
 
     sample_async = async_result(sample)
 
-    def compute_logprobs(self, prompt: ModelInput) -> APIFuture[list[float | None]]:
-        """log p(token | tokens before it) for each prompt token; None for the first."""
-        return self._session.submit(self._prompt_logprobs(prompt))
+    def compute_logprobs(
+        self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
+    ) -> APIFuture[list[float | None]]:
+        """log p(token | tokens before it) for each prompt token; None for the first, and where
+        prompt_logprobs_last_n leaves it out."""
+        return self._session.submit(self._prompt_logprobs(prompt, prompt_logprobs_last_n))
 
     compute_logprobs_async = async_result(compute_logprobs)
 
@@ -94,12 +99,13 @@ class SamplingClient:
         """The Hugging Face tokenizer of the base model. Needs transformers."""
         return load_tokenizer(self._tokenizer_id or self._base_model)
 
-    async def _prompt_logprobs(self, prompt: ModelInput) -> list[float | None]:
+    async def _prompt_logprobs(self, prompt: ModelInput, last_n: int | None) -> list[float | None]:
         request = SampleRequest(
             prompt=prompt,
             sampling_params=SamplingParams(max_tokens=1),
             sampling_session_id=self._sampling_session_id,
             prompt_logprobs=True,
+            prompt_logprobs_last_n=last_n,
         )
         logprobs = (await self._sample(request)).prompt_logprobs
         if logprobs is None:

@@ -9,11 +9,13 @@ import httpx
 from tinker_gmi import settings
 from tinker_gmi.async_methods import async_result
 from tinker_gmi.futures import APIFuture, ClientFuture
+from tinker_gmi.rest_client import RestClient, copy_weights
 from tinker_gmi.sampling_client import SamplingClient, open_sampling_client
 from tinker_gmi.session import Session
 from tinker_gmi.training_client import TrainingClient
 from tinker_gmi.transport import RetryPolicy, Transport
 from tinker_gmi.types import (
+    CopyWeightsRequest,
     CreateModelRequest,
     CreateModelResponse,
     CreateSessionRequest,
@@ -149,6 +151,22 @@ class ServiceClient:
 
     create_sampling_client_async = async_result(create_sampling_client)
 
+    def create_rest_client(self) -> RestClient:
+        """A client of what the server keeps; it ends with this one."""
+        return RestClient(self._session)
+
+    def copy_weights(
+        self,
+        path: str,
+        *,
+        ttl_seconds: int | None = None,
+        weights_access_token: str | None = None,
+    ) -> APIFuture[str]:
+        """Copy a checkpoint into the project of this session, as a training run of its own that
+        cannot be trained; the path of the copy."""
+        request = CopyWeightsRequest(source_path=path, ttl_seconds=ttl_seconds)
+        return self._session.submit(self._copy(request, weights_access_token))
+
     def close(self, status: str = "success", detail: str | None = None) -> None:
         """End the session; status: "success", "errored" or "interrupted". Pending calls are
         cancelled. Idempotent."""
@@ -188,6 +206,12 @@ class ServiceClient:
         )
         model = await self._session.post_and_wait("create_model", request, CreateModelResponse)
         return await self._training_client(model.model_id)
+
+    async def _copy(self, request: CopyWeightsRequest, token: str | None) -> str:
+        session_id = await self._session.session_id()
+        model_seq_id = self._session.next_model_seq_id()
+        request = request.replace(session_id=session_id, model_seq_id=model_seq_id)
+        return await copy_weights(self._session, request, token)
 
     async def _load(self, request: LoadWeightsRequest) -> TrainingClient:
         session_id = await self._session.session_id()

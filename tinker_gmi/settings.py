@@ -13,3 +13,8 @@ def base_url(argument: str | None) -> str:
 def api_key(argument: str | None) -> str | None:
     """The argument, else TINKER_API_KEY, else none. The server alone checks it."""
     return argument or os.environ.get("TINKER_API_KEY") or None
+
+
+def project_id(argument: str | None) -> str | None:
+    """The argument, else TINKER_PROJECT_ID, else none."""
+    return argument or os.environ.get("TINKER_PROJECT_ID") or None

@@ -33,6 +33,8 @@ from tinker_gmi.types import (
     Datum,
     ForwardBackwardOutput,
     GetInfoResponse,
+    LoadWeightsRequest,
+    LoadWeightsResponse,
     LossFnType,
     OptimStepRequest,
     OptimStepResponse,
@@ -197,6 +199,33 @@ class TrainingClient:
         return self._ordered_post("save_weights_external", body, SaveWeightsExternalResponse)
 
     save_weights_external_async = async_call(save_weights_external)
+
+    def load_state(
+        self, path: str, weights_access_token: str | None = None
+    ) -> APIFuture[LoadWeightsResponse]:
+        """Put saved weights into this model; its optimizer starts anew."""
+        return self._load_state(path, False, weights_access_token)
+
+    load_state_async = async_call(load_state)
+
+    def load_state_with_optimizer(
+        self, path: str, weights_access_token: str | None = None
+    ) -> APIFuture[LoadWeightsResponse]:
+        """Put saved weights and saved optimizer state into this model."""
+        return self._load_state(path, True, weights_access_token)
+
+    load_state_with_optimizer_async = async_call(load_state_with_optimizer)
+
+    def _load_state(
+        self, path: str, optimizer: bool, weights_access_token: str | None
+    ) -> APIFuture[LoadWeightsResponse]:
+        body = LoadWeightsRequest(
+            model_id=self.model_id,
+            path=path,
+            optimizer=optimizer,
+            weights_access_token=weights_access_token,
+        )
+        return self._ordered_post("load_weights", body, LoadWeightsResponse)
 
     # ---- samplers
 

@@ -4,8 +4,8 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import httpx
@@ -64,6 +64,7 @@ class Call:
     accept: str = JSON
     patient: bool = False
     timeout_s: float = 60.0
+    headers: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
 
 
 class Transport:
@@ -92,11 +93,18 @@ class Transport:
         await self._client.aclose()
 
     async def post(
-        self, path: str, body: WireModel, reply: type[ModelT], *, patient: bool = False
+        self,
+        path: str,
+        body: WireModel,
+        reply: type[ModelT],
+        *,
+        patient: bool = False,
+        headers: Mapping[str, str] | None = None,
     ) -> ModelT:
         """POST a JSON body. Raises the errors of `errors`."""
         content = json.dumps(body.to_json_dict()).encode()
-        return _parse(await self.send(Call("POST", path, content, patient=patient)), reply)
+        call = Call("POST", path, content, patient=patient, headers=headers or {})
+        return _parse(await self.send(call), reply)
 
     async def post_protobuf(self, path: str, body: bytes, reply: type[ModelT]) -> ModelT:
         return _parse(await self.send(Call("POST", path, body, content_type=PROTOBUF)), reply)
@@ -136,12 +144,14 @@ class Transport:
         if response.is_success:
             return response
         failure = status_error(response.status_code, body_of(response))
+        if response.headers.get("x-should-retry") == "false":
+            raise failure
         if response.status_code in (408, 429) or response.status_code >= 500:
             return failure
         raise failure
 
     async def _request(self, call: Call) -> httpx.Response:
-        headers = {"Content-Type": call.content_type, "Accept": call.accept}
+        headers = {"Content-Type": call.content_type, "Accept": call.accept, **call.headers}
         if call.patient:
             headers["X-Tinker-Sampling-Backpressure"] = "1"
         return await self._client.request(

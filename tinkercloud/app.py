@@ -13,11 +13,18 @@ from starlette.exceptions import HTTPException
 from tinkercloud.backends import BACKENDS
 from tinkercloud.backends.base import Backend
 from tinkercloud.config import Config
-from tinkercloud.errors import ConfigError, FutureUnknown, TinkercloudError
+from tinkercloud.errors import (
+    ConfigError,
+    FutureUnknown,
+    TinkercloudError,
+)
 from tinkercloud.routers import ROUTERS
+from tinkercloud.routers.body_budget import BodyBudget
 from tinkercloud.routers.deps import json_answer
-from tinkercloud.routers.error_forms import error_answer
-from tinkercloud.routers.middleware import Authenticator, AuthMiddleware, BodyMiddleware
+from tinkercloud.routers.error_forms import error_answer, retry_headers
+from tinkercloud.routers.json_route import InvalidBody
+from tinkercloud.routers.middleware import Authenticator, AuthMiddleware
+from tinkercloud.routers.request_body import BodyMiddleware
 from tinkercloud.services.common.bodies import fault_text
 from tinkercloud.services.common.catalog import Catalog
 from tinkercloud.services.container import Stores, build_services
@@ -50,7 +57,7 @@ def create_app(
         try:
             served = await chosen.start()
             try:
-                catalog = Catalog(served, config.aliases)
+                catalog = Catalog(served, config.aliases, config.max_topk_logprobs)
                 stores = Stores(database, keys)
                 flags = {**_flags(config), **(client_config or {})}
                 services = build_services(config, flags, chosen, catalog, stores)
@@ -66,9 +73,10 @@ def create_app(
             keys.close()
             await database.close()
 
-    # no documentation pages: the API is described in docs/, and pages would need their own key
+    # Not FastAPI's document and pages: ours is a route like others (routers/api_document.py).
     app = FastAPI(title="tinkercloud", openapi_url=None, lifespan=lifespan)
-    app.add_middleware(BodyMiddleware, max_body_bytes=config.max_body_bytes)
+    budget = BodyBudget(config.body_memory_bytes or 2 * config.max_body_bytes)
+    app.add_middleware(BodyMiddleware, max_body_bytes=config.max_body_bytes, budget=budget)
     app.add_middleware(AuthMiddleware, authenticator=authenticator)  # the one added last runs first
     for router in ROUTERS:
         # Not include_router: it would look for the router of a request, then for its route.
@@ -101,7 +109,9 @@ async def _named_error(request: Request, error: Exception) -> Response:
         status = 410 if error.sampling or _asks_for_sample(request) else 404
     if status >= 500:
         logger.error("%s %s: %s", request.method, request.url.path, error)
-    return _error(request, status, str(error), error)
+    response = _error(request, status, str(error), error)
+    response.headers.update(retry_headers(error))
+    return response
 
 
 def _asks_for_sample(request: Request) -> bool:
@@ -110,7 +120,8 @@ def _asks_for_sample(request: Request) -> bool:
 
 async def _invalid_request(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return _error(request, 422, fault_text(error.errors()), error)
+    num_errors = error.num_errors if isinstance(error, InvalidBody) else None
+    return _error(request, 422, fault_text(error.errors(), num_errors), error)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

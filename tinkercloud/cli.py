@@ -27,6 +27,7 @@ from tinkercloud.commands import (
     replay,
     restore,
     serve,
+    top,
     verify,
 )
 from tinkercloud.commands.options import Arguments, complain, missing_extra, say
@@ -34,6 +35,7 @@ from tinkercloud.errors import ConfigError, UserError
 
 COMMANDS = {
     "serve": ("serve; no option is needed", serve),
+    "top": ("what a running server does, at the terminal", top),
     "models": ("list what would be served", models),
     "plan": ("how a model would lie on a cluster, and why", plan),
     "doctor": ("check whether the backend can run here", doctor),

@@ -4,17 +4,18 @@
     +-- UserError               status 400, category "user": the request is at fault
     |   +-- NotFound            status 404
     |   |   +-- ModelNotFound, BaseModelNotServed, SessionNotFound, SamplerNotFound,
-    |   |       CheckpointNotFound, UnknownModelName, CaptureNotFound
+    |   |       CheckpointNotFound, UnknownModelName, CaptureNotFound, LinkRefused
     |   +-- Forbidden           status 403
     |   +-- PayloadTooLarge     status 413
-    |   +-- TooManyRequests     status 429
-    |   +-- LinkRefused         status 403
+    |   +-- TooManyRequests, QuotaExceeded  status 429
     |   +-- PlanRefused         status 400: a model cannot be trained on these GPUs
     |   +-- SessionFinished, CaptureClosed  status 410
     |   +-- CaptureFull         status 400: no room for another turn
     |   +-- FutureUnknown       status 404 (training) or 410 (sampling)
     |   +-- InvalidRequest      status 422 at the door, category "user" inside a future
     |   |   +-- InvalidField, ContextLengthExceeded
+    |   +-- NumberTaken         status 400
+    |   +-- GradientNotFinite, WeightsNotFinite  status 400: of an optim_step
     +-- ServerFault             status 503: ours; the request may be right
     |   +-- ModelStateLost, VersionLost, EngineDied, CapacityTimeout, TrainingRewound,
     |       StorageFailed, StateCopyLost, StateDamaged
@@ -51,6 +52,51 @@ class InvalidRequest(UserError):
     status = 422
 
 
+class NumberTaken(UserError):
+    """A request with the number of another one, and another body."""
+
+    def __init__(self, kind: str, owner: str, seq_id: int | None):
+        super().__init__(
+            f"seq_id {seq_id} of {owner} was taken by another request than this {kind}: a number "
+            "may be sent again with the same body alone. Nothing was done; count on from the "
+            "highest number that you sent"
+        )
+
+
+class GradientNotFinite(UserError):
+    def __init__(self) -> None:
+        super().__init__(
+            "the accumulated gradient is not finite; it was dropped and the weights are "
+            "unchanged. Check advantages, logprobs and the learning rate"
+        )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+class MemoryShort(UserError):
+    """needed, left: bytes."""
+
+    def __init__(self, what: str, needed: int, left: int):
+        super().__init__(
+            f"{what} needs {_size(needed)} of memory, and {_size(left)} are left here; ask for a "
+            "smaller rank or fewer tokens at once, or delete models and finish sessions that you "
+            "do not need"
+        )
+
+
+class WeightsNotFinite(UserError):
+    """fault: what would have no finite number. hyper: of the step."""
+
+    def __init__(self, fault: str, hyper: object):
+        super().__init__(
+            f"this step would not leave finite numbers ({fault}) with {hyper}; it was refused, and "
+            "the model is as before it, the accumulated gradient too. Step again with a lower "
+            "learning rate, or with grad_clip_norm"
+        )
+
+
 class InvalidField(InvalidRequest):
     """field: the one of the request's body that is at fault."""
 
@@ -64,6 +110,18 @@ class ContextLengthExceeded(InvalidRequest):
 
 
 class TooManyRequests(UserError):
+    """retry_after_s: when the client sends it again."""
+
+    status = 429
+
+    def __init__(self, text: str, *, retry_after_s: int = 1):
+        super().__init__(text)
+        self.retry_after_s = retry_after_s
+
+
+class QuotaExceeded(UserError):
+    """Of what stays until somebody removes it: sending it again at once is in vain."""
+
     status = 429
 
 
@@ -158,10 +216,8 @@ class PayloadTooLarge(UserError):
     status = 413
 
 
-class LinkRefused(UserError):
+class LinkRefused(NotFound):
     """A signed link that was changed, or has ended."""
-
-    status = 403
 
     def __init__(self) -> None:
         super().__init__("this link is not valid, or has ended; ask for a new one")
@@ -219,8 +275,10 @@ class VersionLost(ServerFault):
 
     def __init__(self, version: str):
         super().__init__(
-            f"weights version {version!r} was in memory when the engine or the server restarted; "
-            "publish it again with save_weights_for_sampler"
+            f"weights version {version!r} is gone: it was in memory when the engine or the server "
+            "restarted, or unnamed and unused for long where more was published than the server "
+            "keeps (published_bytes); publish it again with save_weights_for_sampler, under a name "
+            "to keep it"
         )
 
 

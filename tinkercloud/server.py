@@ -12,15 +12,17 @@ import sys
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinkercloud.config import Config
 from tinkercloud.errors import ConfigError
+from tinkercloud.http_connections import ConnectionLimits, Connections, LimitedProtocol
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +30,7 @@ BACKLOG = 2048  # a client opens hundreds of connections at once (wire specifica
 KEEP_ALIVE_S = 75
 GRACE_S = 3  # how long open requests may take to end after Ctrl-C
 MAX_HEAD_BYTES = 64 * 1024
+OTHER_FILES = 256  # descriptors that are no connections: the database, models, engines
 LOCK_FILE = "server.lock"
 
 
@@ -118,13 +121,25 @@ def raise_open_files_limit() -> None:
             logger.warning("at most %d connections: cannot raise the limit: %s", soft, error)
 
 
+def connection_limits(config: Config) -> ConnectionLimits:
+    """What the settings say, within the limit of open files: where that is reached nothing else
+    can be opened, checkpoints neither."""
+    open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    room = config.max_connections
+    if open_files != resource.RLIM_INFINITY:
+        room = max(1, min(room, open_files - min(OTHER_FILES, open_files // 2)))
+    return ConnectionLimits(room, config.head_timeout_s, config.body_timeout_s)
+
+
 def _uvicorn_config(app: ASGIApp, config: Config) -> uvicorn.Config:
+    connections = Connections(connection_limits(config))
     return uvicorn.Config(
         app,
         log_config=None,
         access_log=False,
         loop="asyncio",
-        http="h11",
+        # A class, to its type; uvicorn only calls it.
+        http=cast("type[asyncio.Protocol]", partial(LimitedProtocol, connections=connections)),
         ws="none",
         lifespan="on",
         backlog=BACKLOG,

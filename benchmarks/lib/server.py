@@ -2,8 +2,9 @@
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,16 @@ from tests.serving import Server, start_server
 MODEL = "smollm2"
 MAX_BATCH = 128
 KV_CACHE_BYTES = 4 * 1024**3
+
+
+@dataclass(frozen=True)
+class Served:
+    """A base model and the flags of a server that has it. context: the longest of its prompts."""
+
+    base_model: str
+    flags: Sequence[str]
+    context: int
+    vocabulary: int
 
 
 @contextmanager

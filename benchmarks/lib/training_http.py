@@ -85,6 +85,10 @@ class TrainedModel:
     async def wait(self, request_id: str) -> None:
         await self._api.retrieve(request_id, PROTO)
 
+    async def unload(self) -> None:
+        """Nothing is left of it."""
+        await self._api.result("unload_model", model_id=self._model_id)
+
     async def metrics(self) -> dict[str, float]:
         """Of the server."""
         answer = await self._api.http.get("/metrics")

@@ -20,6 +20,9 @@ mapfile -t NODES < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 HEAD=${NODES[0]}
 ADDRESS=$(srun --nodes=1 --ntasks=1 -w "$HEAD" hostname --ip-address | awk '{print $1}')
 
+# Whoever reaches Ray's ports and has no token is refused.
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$DATA/ray_token
+[[ -s $RAY_AUTH_TOKEN_PATH ]] || (umask 077; openssl rand -hex 32 > "$RAY_AUTH_TOKEN_PATH")
 export RAY_USAGE_STATS_ENABLED=0 CUDA_DEVICE_MAX_CONNECTIONS=1
 export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-^lo,docker0}
 

@@ -182,11 +182,13 @@ async def serving(
     client_config: Mapping[str, object] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Api]:
-    """A running server with the users "ann" and "bob"; the client is that of ann."""
+    """A running server with the users "ann" and "bob", the administrator "eve" and a read-only key
+    of ann ("reader"); the client is that of ann."""
     config = Config(data_dir=data_dir, backend="fake", **settings)
     app = create_app(config, backend, client_config=client_config)
     store = KeyStore(data_dir)
     keys = {user: store.add(user) for user in ("ann", "bob")}
+    keys |= {"eve": store.add("eve", role="admin"), "reader": store.add("ann", role="read-only")}
     store.close()
     async with app.router.lifespan_context(app):
         yield Api(app, keys, keys["ann"] if config.auth else "")

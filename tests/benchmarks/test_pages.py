@@ -48,6 +48,14 @@ def test_a_claim_that_was_not_measured_is_left_out_of_the_summary(results: dict[
     assert "sampling and training at once: training" in text
 
 
+def test_a_claim_whose_peer_was_not_measured_is_left_out_of_the_summary():
+    ours, theirs = (Best("speed", "/s", {"what": who}) for who in ("ours", "theirs"))
+    claim = Claim("speed-fast", "fast", ours, theirs)
+    alone, beside = report(rows=[["ours", 2.0]]), report(rows=[["ours", 2.0], ["theirs", 1.0]])
+    assert render.claim_rows(claim, {"speed-fast.avx2": alone}) == []
+    assert len(render.claim_rows(claim, {"speed-fast.avx2": beside})) == 1
+
+
 def test_results_of_one_benchmark_share_a_page_that_says_the_same_things_once():
     first = report(about="Of both.\n\nOf the first.", title="Speed")
     second = report(about="Of both.\n\nOf the second.", title="Speed")

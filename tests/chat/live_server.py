@@ -68,12 +68,16 @@ class ScriptedBackend(FakeBackend):
         tokens = np.array([*text, self._tokenizer.token_to_id(SPECIAL[2])], np.int32)
         logprobs = np.linspace(-1, 0, len(tokens), dtype=np.float32)
         for place in range(len(tokens)):
-            await asyncio.sleep(self.pause_s)
+            await self.pause(place)
             if on_tokens is not None:
                 one = slice(place, place + 1)
                 reason = "stop" if place == len(tokens) - 1 else None
                 on_tokens(TokenChunk(index, tokens[one], logprobs[one], reason))
         return SampledSequence(tokens, logprobs, "stop")
+
+    async def pause(self, place: int) -> None:
+        """Before the token of this place."""
+        await asyncio.sleep(self.pause_s)
 
     def prompts(self) -> list[str]:
         return [
@@ -107,12 +111,14 @@ class LiveServer:
 
 
 @contextmanager
-def live_server(folder: Path) -> Iterator[LiveServer]:
+def live_server(
+    folder: Path, backend_type: type[ScriptedBackend] = ScriptedBackend
+) -> Iterator[LiveServer]:
     """With the users "ann" and "bob"."""
     source = ModelSource(MODEL, write_model_folder(folder / MODEL))
     config = Config(data_dir=folder / "data", backend="fake", models=(source,))
     tokenizer = Tokenizer.from_file(str(source.path / "tokenizer.json"))
-    backend = ScriptedBackend(config, tokenizer)
+    backend = backend_type(config, tokenizer)
     config.data_dir.mkdir(parents=True)
     store = KeyStore(config.data_dir)
     keys = {user: store.add(user) for user in ("ann", "bob")}

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.embedded.tiny import TinyStore, train
+from tinkercloud.cluster.base_models import CPU_PREPARE
 from tinkercloud.cluster.training.rank_types import RankSettings, merge_outputs
 from tinkercloud.core.plan import Plan
 from tinkercloud.core.types import AdamParams, Datum, LoraSpec, TrainBatch, TrainOutput
@@ -96,7 +97,7 @@ def on_rank(
 ) -> list[Any]:
     """One job after the other in one process: starting it costs more than most scripts."""
     from tests.cluster.cpu import uneven
-    from tests.cluster.cpu.ranks import prepare
+    from tinkercloud.cluster.cpu.ranks import prepare
 
     prepare()
     uneven.install()
@@ -109,7 +110,7 @@ def _do(job: Job, rank: int, world: int, init_method: str) -> list[Any]:
     from tinkercloud.cluster.training.train_rank import MegatronRank
 
     settings = RankSettings(
-        rank, world, init_method, job.plan, "tiny", job.folder, "tests.cluster.cpu.ranks:prepare",
+        rank, world, init_method, job.plan, "tiny", job.folder, CPU_PREPARE,
         timeout_s=120.0, resident_adapters=job.resident,
     )  # fmt: skip
     own = MegatronRank(settings)

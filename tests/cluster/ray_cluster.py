@@ -15,6 +15,9 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 os.environ.setdefault("RAY_DEDUP_LOGS", "0")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# A Ray that finds no token would write one into the home folder.
+os.environ.setdefault("RAY_AUTH_MODE", "token")
+os.environ.setdefault("RAY_AUTH_TOKEN", "of the tests")
 # Lost nodes are noticed in a second rather than in half a minute.
 os.environ.setdefault("RAY_health_check_initial_delay_ms", "500")
 os.environ.setdefault("RAY_health_check_period_ms", "500")

@@ -16,9 +16,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from tests.cluster.cpu.engines import (
-    CPU_OPTIONS,
     sglang_command,
-    sglang_environment,
     write_served_model,
 )
 from tests.cluster.cpu.recorder import calls, recorded
@@ -100,8 +98,6 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
     (root / "model").mkdir()
     model = write_served_model(root / "model")
     record = root / "calls.jsonl"
-    environment = [f"{name}={value}" for name, value in sglang_environment().items()]
-    engine = ("env", *environment, *sglang_command())
     own = ClusterConfig(
         gpus=2,
         gpu_memory_bytes=16 * 1024**3,
@@ -110,9 +106,8 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
         lora_rank=16,
         max_seq_len=256,
         device="cpu",
-        prepare="tests.cluster.cpu.ranks:prepare",
-        sglang_command=shlex.join(recorded(record, engine)),
-        sglang_args=shlex.join((*CPU_OPTIONS, "--max-total-tokens", "2048")),
+        sglang_command=shlex.join(recorded(record, sglang_command())),
+        sglang_args=shlex.join(("--max-total-tokens", "2048")),
         placement_timeout_s=300.0,
         start_timeout_s=240.0,
         operation_timeout_s=120.0,

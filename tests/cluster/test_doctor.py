@@ -60,4 +60,4 @@ def test_an_address_where_no_ray_answers_blocks_and_says_what_to_try(target):
         line = ray_line(replace(target, ray_address=address, timeout_s=40.0), "Ray")
     assert line.blocks
     assert address in line.finding.fact
-    assert "ray status --address" in line.finding.remedy
+    assert "ray health-check --address" in line.finding.remedy

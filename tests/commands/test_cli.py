@@ -89,6 +89,15 @@ def test_an_unknown_backend_is_refused_with_the_known_ones(run):
     assert "embedded, fake" in err
 
 
+@pytest.mark.parametrize("drafter", ["suffix", "head:/drafts/one"])
+def test_a_drafter_that_the_cluster_has_not_is_refused_in_a_sentence(run, drafter):
+    model = ("--model", "m=/models/m")
+    status, _, err = run("serve", "--backend", "cluster", *model, "--speculate", drafter)
+    assert status == 2
+    assert f"--speculate {drafter} is for the embedded backend" in err
+    assert "--cluster-sglang-args" in err
+
+
 def test_a_port_in_use_is_refused_before_anything_is_made(run, tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -101,10 +110,16 @@ def test_a_port_in_use_is_refused_before_anything_is_made(run, tmp_path):
 
 
 def test_a_data_folder_of_another_server_is_refused(run, tmp_path):
-    with sole_owner(tmp_path / "data"):
+    """And all that is in it stays as it is: the first one's weights in the cache too."""
+    data, cached = tmp_path / "data", tmp_path / "data/cache/versions/1"
+    with sole_owner(data):
+        cached.mkdir(parents=True)
+        (cached / "adapter.safetensors").write_bytes(b"of the first")
+        before = {path: path.stat().st_mtime_ns for path in data.rglob("*")}
         status, out, err = run("serve", "--backend", "fake", "--port", "0")
+        assert {path: path.stat().st_mtime_ns for path in data.rglob("*")} == before
     assert (status, out) == (2, "")
-    assert f"another server has the data folder {tmp_path / 'data'}" in err
+    assert f"another server has the data folder {data}" in err
     with sole_owner(tmp_path / "data"):  # free again
         pass
 
@@ -120,7 +135,7 @@ class TestKeys:
         _, listed, _ = run("keys", "list")
         key = added.removeprefix("export TINKER_API_KEY=").strip()
         assert key.startswith("tml-")
-        assert re.fullmatch(r"key-\S+  \d{4}-\d\d-\d\d \d\d:\d\d UTC  ada\n", listed)
+        assert re.fullmatch(r"key-\S+  \d{4}-\d\d-\d\d \d\d:\d\d UTC  ada  user\n", listed)
         assert key not in listed
 
     def test_a_revoked_key_is_gone(self, run):
@@ -129,10 +144,30 @@ class TestKeys:
         assert run("keys", "revoke", listed.split()[0])[0] == 0
         assert run("keys", "list") == (0, "", "")
 
-    def test_revoking_what_is_not_there_fails(self, run):
-        status, _, err = run("keys", "revoke", "key-0")
+    @pytest.mark.parametrize("command", ["revoke", "set"])
+    def test_changing_what_is_not_there_fails(self, run, command):
+        status, _, err = run("keys", command, "key-0")
         assert status == 1
         assert "key-0" in err
+
+    def test_roles_and_quotas_are_set_shown_and_taken_away(self, run):
+        run("keys", "add", "ada", "--role", "read-only", "--quota", "models=2", "--name", "n")
+        _, listed, _ = run("keys", "list")
+        assert listed.split("UTC")[1] == "  ada  read-only  models=2  n\n"
+        _, changed, _ = run("keys", "set", listed.split()[0], "--quota", "memory_bytes=2GiB")
+        assert changed.split("UTC")[1] == "  ada  read-only  models=2  memory_bytes=2147483648  n\n"
+        run("keys", "set", listed.split()[0], "--role", "admin", "--quota", "models=none")
+        _, listed, _ = run("keys", "list")
+        assert listed.split("UTC")[1] == "  ada  admin  memory_bytes=2147483648  n\n"
+
+    @pytest.mark.parametrize(
+        "quota", ["models=-1", "models=1e5", "models=many", "models", "llamas=3"]
+    )
+    def test_a_quota_that_is_none_is_refused(self, run, quota):
+        status, _, err = run("keys", "add", "ada", "--quota", quota)
+        assert status == 2
+        assert quota.partition("=")[0] in err
+        assert run("keys", "list") == (0, "", "")
 
 
 class TestModels:
@@ -243,6 +278,17 @@ class TestServe:
         assert str(refused.value).startswith("exit status 2")
         assert "Traceback" not in server.output()
         assert "broken.gguf" in server.output().splitlines()[-1]
+
+    def test_a_draft_head_that_is_not_there_is_said_at_the_start_with_the_command_to_run(
+        self, tmp_path
+    ):
+        model = write_tiny_model(tmp_path)
+        server = Server(("--model", f"a/b={model}", "--speculate", "head"), tmp_path / "data")
+        with pytest.raises(ServerDidNotStart) as refused:
+            server.start()
+        assert str(refused.value).startswith("exit status 2")
+        command = f"tinkercloud draft train --model a/b={model} --data-dir {tmp_path / 'data'}"
+        assert f"`{command}`" in server.output().splitlines()[-1]
 
     def test_weights_that_cannot_be_loaded_end_it_before_a_first_key_is_shown(self, tmp_path):
         server = Server(("--model", f"a/b={_unloadable(tmp_path)}"), tmp_path / "data")

@@ -14,6 +14,9 @@ from tinkercloud.commands.options import EXTRAS
 # Where a distribution is imported by another name.
 IMPORTED_AS = {
     "megatron-core": "megatron",
+    "opentelemetry-exporter-otlp-proto-http": "opentelemetry",
+    "opentelemetry-sdk": "opentelemetry",
+    "prometheus-client": "prometheus_client",
     "pyyaml": "yaml",
     "torch-memory-saver": "torch_memory_saver",
     "transformer-engine": "transformer_engine",
@@ -47,6 +50,11 @@ def without(missing: set[str], folder: Path, *arguments: str) -> subprocess.Comp
         (("serve",), SERVER | EMBEDDED, "server"),
         (("serve",), EMBEDDED, "embedded"),
         (("serve", "--backend", "cluster"), {"ray", "megatron"}, "cluster"),
+        (
+            ("serve", "--backend", "fake", "--otlp-endpoint", "http://127.0.0.1:9"),
+            {"opentelemetry"},
+            "telemetry",
+        ),
         (("models",), SERVER | EMBEDDED, "embedded"),
         (("bench", "speculation"), SERVER | EMBEDDED, "embedded"),
         (("draft", "status"), SERVER | EMBEDDED, "embedded"),

@@ -11,8 +11,10 @@ from tests.api.harness import Api, serving
 from tests.api.models.test_recovery import train
 from tinkercloud.backends.fake import FakeBackend
 from tinkercloud.cli import main
+from tinkercloud.commands.receipt import NOT_NUMBERED
 
 Output = pytest.CaptureFixture[str]
+LONG = {"max_tokens": 12, "temperature": 1.0, "seed": 1}
 
 
 async def command(*arguments: object) -> int:
@@ -30,8 +32,6 @@ async def sampler_of(api: Api, kind: str) -> str:
         saved = await api.result(await api.ok("save_weights_for_sampler", **save, path="one"))
         return await api.sampler(await api.session(), model_path=saved["path"], base_model=None)
     save |= {"sampling_session_seq_id": 9}
-    if kind == "inflight":
-        save |= {"kind": "inflight"}
     published = await api.result(await api.ok("save_weights_for_sampler", **save))
     await train(api, model_id, number + 1)  # the model goes on
     return published["sampling_session_id"]
@@ -56,15 +56,61 @@ async def test_a_sample_is_verified_elsewhere(tmp_path: Path, capsys: Output, ki
     assert capsys.readouterr().out.startswith("verified: ")
 
 
+async def test_samples_of_an_inflight_sampler_have_the_weights_of_their_time(
+    tmp_path: Path, capsys: Output
+) -> None:
+    """One after each save, and one that may have been drawn from any of them."""
+    data = tmp_path / "data"
+    async with serving(data) as api:
+        model_id, number, sampler = await api.model(), 1, ""
+        for save in range(3):
+            number = await train(api, model_id, number)
+            published = await api.ok(
+                "save_weights_for_sampler",
+                model_id=model_id,
+                seq_id=number,
+                sampling_session_seq_id=save,
+                kind="inflight",
+            )
+            sampler = sampler or (await api.result(published))["sampling_session_id"]
+            await api.result(published)
+            await api.result(await api.sample(sampler, seq_id=save, sampling_params=LONG))
+            number += 1
+        database = api.services.database
+        await database.write("UPDATE futures SET started_at = 0 WHERE kind = 'Sample'")
+        ran = await database.all("SELECT ran_at FROM operations ORDER BY position")
+        assert len(ran) == 1 + 3 * 7
+        weights = []
+        for sample in range(3):
+            asked = ["receipt", sampler, "--sample", sample, "--data-dir", data]
+            place = tmp_path / f"weights-{sample}"
+            assert await command(*asked, "--weights", place) == 0
+            text = capsys.readouterr().out
+            weights.append(json.loads(text)["weights"]["sha256"])
+            path = tmp_path / "receipt.json"
+            path.write_text(text)
+            elsewhere = ["--weights", place, "--data-dir", tmp_path / "elsewhere"]
+            assert await command("verify", path, *elsewhere) == 0
+            assert capsys.readouterr().out.startswith("verified: ")
+    assert len(set(weights)) == 3
+
+
 async def test_what_is_not_kept_has_no_receipt(tmp_path: Path, capsys: Output) -> None:
     async with serving(tmp_path) as api:
-        sampler = await sampler_of(api, "inflight")
-        await api.result(await api.sample(sampler, seq_id=0))
-        place = ["--data-dir", tmp_path]
-        assert await command("receipt", sampler, "--sample", 0, *place) == 1
-        assert "an inflight sampler's weights change" in capsys.readouterr().err
-        assert await command("receipt", sampler, "--sample", 1, *place) == 1
-        assert "no sample 1" in capsys.readouterr().err
+        sampler = await sampler_of(api, "base")
+        chat = {"model": sampler, "prompt": [1, 2, 3], "max_tokens": 2}
+        headers = {"authorization": f"Bearer {api.key}"}
+        answer = await api.http.post("/oai/api/v1/completions", json=chat, headers=headers)
+        assert answer.status_code == 200, answer.text
+        assert await command("receipt", sampler, "--sample", 0, "--data-dir", tmp_path) == 1
+        error = capsys.readouterr().err
+        assert "no sample 0" in error
+        assert "have no number in a sampling session" in error
+
+
+def test_the_page_of_operations_says_which_samples_get_no_receipt() -> None:
+    page = (Path(__file__).parents[2] / "docs/operations.md").read_text(encoding="utf-8")
+    assert NOT_NUMBERED in " ".join(page.split())
 
 
 @pytest.mark.parametrize("step", [1, 2])

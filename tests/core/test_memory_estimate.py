@@ -9,6 +9,7 @@ from tinkercloud.core import memory_estimate as memory
 from tinkercloud.core.model_shape import ModelShape
 from tinkercloud.core.model_table import read_shape
 from tinkercloud.core.plan import GIB, ClusterShape, Layout
+from tinkercloud.core.types import LoraSpec, num_trained
 
 ONE = Layout(1, 1, 1, 1, 1, 1, False, "none", 4096)
 
@@ -67,6 +68,16 @@ def test_the_optimizer_is_shared_out_over_replicas_and_gradients_are_not():
     eight = memory.training(shape("Llama-3.1-8B"), replace(ONE, dp=8), None)
     assert eight.optimizer == alone.optimizer // 8
     assert eight.gradients == alone.gradients
+
+
+@pytest.mark.parametrize("name", ["Llama-3.1-8B", "Qwen3-30B-A3B"])
+def test_an_adapter_of_a_whole_network_is_that_of_its_one_rank(name: str):
+    network = shape(name)
+    on_rank = memory.stage_adapters(network, ONE, 32, memory.stages(network, 1)[0])
+    served = memory.adapter_sizes(network)
+    assert num_trained(LoraSpec(32, 0), network.parameters, served) == sum(on_rank)
+    no_mlp = LoraSpec(32, 0, train_mlp=False)
+    assert num_trained(no_mlp, network.parameters, served) == on_rank[0] - 32 * served.mlp
 
 
 def test_experts_are_shared_out_over_their_own_replicas():

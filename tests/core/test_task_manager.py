@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.storage.counting import commits_of
 from tinkercloud.core import task_manager
 from tinkercloud.core.task_manager import TaskManager
 from tinkercloud.errors import FutureUnknown, ServerFault, StorageFailed, UserError
@@ -131,6 +132,18 @@ async def test_a_lane_goes_on_when_the_database_cannot_take_a_result(
     proceed.set()
     assert await asyncio.gather(*waiting) == [await done(), await done()]
     await database.write("ALTER TABLE gone RENAME TO futures")
+
+
+async def test_a_refusal_is_acknowledged_with_its_failure(
+    tasks: TaskManager, database: Database
+) -> None:
+    """In one write: whatever ends the process, nobody reads that an effect was lost."""
+    commits = commits_of(database)
+    ids = await asyncio.gather(*(tasks.refuse(TICKET, UserError("no")) for _ in range(2)))
+    assert len(set(ids)) == 1
+    assert len(commits) == 1
+    assert error_of(await tasks.wait(ids[0], "ann", 0)) == {"error": "no", "category": "user"}
+    assert tasks.num_pending == 0
 
 
 async def test_outcomes_of_a_full_disk_are_given_when_they_are_on_record(

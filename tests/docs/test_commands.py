@@ -32,6 +32,10 @@ VERIFIED = "test_a_receipt_is_verified_by_a_stranger"
 CLI = "tests/e2e/test_tinker_cli.py"
 INSTALLED = f"{WHEEL}::test_the_engine_uses_the_kernels_of_the_wheel_or_compiles_its_sources"
 AGENTS = "tests/chat/test_captured_agents.py"
+WITHOUT_GPU = (
+    "tests/cluster/test_without_gpu.py::"
+    "test_it_trains_and_samples_and_goes_on_when_the_raylet_is_killed"
+)
 IMAGE = f"{DEPLOY}::test_the_images_instructions_are_dockers"
 
 
@@ -59,6 +63,10 @@ COVERED = {
     "pip install tinker==0.38.0": Elsewhere(
         "tests/docs/test_commands.py::test_the_client_that_is_installed_is_the_one_of_the_tests",
         "it needs an index",
+    ),
+    "tinkercloud top": Elsewhere(
+        "tests/commands/test_top.py::test_once_shows_what_ended_in_the_interval",
+        "it needs a server, and ends by Ctrl-C",
     ),
     "tinkercloud replay RUN": Elsewhere(f"{REPLAYS}::{REPLAYED}", "it needs a run"),
     "tinkercloud branch RUN": Elsewhere(f"{REPLAYS}::{BRANCHED}", "it needs a run"),
@@ -93,6 +101,14 @@ COVERED = {
         "it takes minutes on real weights",
     ),
     "docker logs CONTAINER": Elsewhere(IMAGE, "it needs the image"),
+    "python3 -m venv s": Elsewhere(WITHOUT_GPU, "it is for what needs an index"),
+    "server/bin/pip install": Elsewhere(INSTALLED, "it needs an index"),
+    "sglang/bin/pip install": Elsewhere(
+        WITHOUT_GPU, "it needs an index; the test's engines have these packages"
+    ),
+    "server/bin/tinkercloud serve --backend cluster --cluster-device cpu": Elsewhere(
+        WITHOUT_GPU, "it needs SGLang"
+    ),
     "tinkercloud serve --backend cluster": Elsewhere(
         f"{DEPLOY}::test_every_setting_that_is_named_exists", "it needs GPUs on two nodes"
     ),
@@ -103,6 +119,8 @@ AS_RUN = {
     "tinkercloud plan MODEL --gpus N": "tinkercloud plan tests/core/configs/Qwen3-0.6B.json "
     "--gpus 8",
     "tinkercloud keys add [USER]": "tinkercloud keys add ada",
+    "tinkercloud keys set KEY_ID": "tinkercloud keys set "
+    "$(tinkercloud keys list | head -1 | cut -d' ' -f1) --role read-only --quota models=2",
     "tinkercloud keys revoke KEY_ID": "tinkercloud keys revoke "
     "$(tinkercloud keys list | head -1 | cut -d' ' -f1)",
     "tinkercloud serve --model Qwen/Qwen3-0.6B=/path/to/Qwen3-0.6B": "tinkercloud serve "

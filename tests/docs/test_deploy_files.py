@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jsonschema
+import kubernetes_validate
 import pytest
 import yaml
 
@@ -18,6 +20,47 @@ DEPLOY = ROOT / "docs" / "deploy"
 DOCKERFILE = ROOT / "Dockerfile"
 VARIABLES = {setting.variable for setting in settings().values()} | {f"{ENV_PREFIX}CONFIG"}
 FILES = [DOCKERFILE, *sorted(DEPLOY.iterdir()), ROOT / "docs" / "backends.md"]
+
+
+KUBERNETES = "1.31"
+TEXT, COUNT = {"type": "string"}, {"type": "integer", "minimum": 0}
+
+
+def closed(required: str, **properties: Any) -> dict[str, Any]:
+    """An object with these properties and no others."""
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": required.split(),
+        "additionalProperties": False,
+    }
+
+
+START_PARAMS = {"type": "object", "additionalProperties": TEXT}
+RAY_CLUSTER = closed(
+    "apiVersion kind metadata spec",
+    apiVersion={"const": "ray.io/v1"},
+    kind={"const": "RayCluster"},
+    metadata=closed("name", name=TEXT),
+    spec=closed(
+        "headGroupSpec",
+        rayVersion=TEXT,
+        authOptions=closed("", mode={"enum": ["disabled", "token"]}),
+        headGroupSpec=closed("template", rayStartParams=START_PARAMS, template={"type": "object"}),
+        workerGroupSpecs={
+            "type": "array",
+            "items": closed(
+                "groupName template",
+                groupName=TEXT,
+                replicas=COUNT,
+                minReplicas=COUNT,
+                maxReplicas=COUNT,
+                rayStartParams=START_PARAMS,
+                template={"type": "object"},
+            ),
+        },
+    ),
+)
 
 
 def known_flags() -> set[str]:
@@ -71,13 +114,99 @@ def test_the_manifest_has_what_kubernetes_requires():
         assert {mount["name"] for mount in container["volumeMounts"]} <= {"data", "shm"}
 
 
+def pod_templates() -> list[dict[str, Any]]:
+    """Of the Ray cluster, whose kind Kubernetes itself does not know."""
+    cluster = documents()[1]["spec"]
+    return [
+        cluster["headGroupSpec"]["template"],
+        *(g["template"] for g in cluster["workerGroupSpecs"]),
+    ]
+
+
+def in_a_deployment(template: dict[str, Any]) -> dict[str, Any]:
+    labels = {"app": "any"}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": "any"},
+        "spec": {
+            "selector": {"matchLabels": labels},
+            "template": {"metadata": {"labels": labels}, **template},
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        *(d for d in documents() if d["kind"] != "RayCluster"),
+        *map(in_a_deployment, pod_templates()),
+    ],
+    ids=lambda document: f"{document['kind']} {document['metadata']['name']}",
+)
+def test_the_manifest_fits_the_schemas_of_kubernetes(document: dict[str, Any]):
+    kubernetes_validate.validate(document, KUBERNETES, strict=True)
+
+
+def test_the_schemas_are_really_looked_at():
+    document = in_a_deployment(pod_templates()[0])
+    document["spec"]["template"]["spec"]["containers"][0]["volumeMount"] = []
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(document, KUBERNETES, strict=True)
+
+
+def test_the_ray_cluster_has_fields_of_its_kind():
+    """Those of ray.io/v1 RayCluster that the manifest uses, by KubeRay 1.6's reference of fields;
+    pod templates have Kubernetes' own schema."""
+    jsonschema.validate(documents()[1], RAY_CLUSTER)
+
+
+def server_command() -> str:
+    (server,) = documents()[2]["spec"]["template"]["spec"]["containers"]
+    assert server["command"] == ["/bin/bash", "-lc", "--"]
+    (script,) = server["args"]
+    return script
+
+
+def test_the_servers_pod_joins_ray_without_resources_before_it_serves():
+    joined = server_command().replace("\\\n", " ")
+    address = re.search(r"--ray-address=(\S+)", joined)
+    (start,) = re.findall(r"ray start ([^\n]*)", joined)
+    assert address
+    assert {f"--address={address[1]}", "--block", "--num-cpus=0", "--num-gpus=0"} <= {
+        *start.split()
+    }
+    assert joined.index("ray start") < joined.index("exec tinkercloud serve")
+
+
+def test_the_servers_pod_has_the_token_of_the_ray_cluster():
+    cluster, deployment = documents()[1:3]
+    assert cluster["spec"]["authOptions"] == {"mode": "token"}
+    (server,) = deployment["spec"]["template"]["spec"]["containers"]
+    variables = {entry["name"]: entry for entry in server["env"]}
+    assert variables["RAY_AUTH_MODE"]["value"] == "token"
+    secret = variables["RAY_AUTH_TOKEN"]["valueFrom"]["secretKeyRef"]
+    assert secret == {"name": cluster["metadata"]["name"], "key": "auth_token"}
+
+
+def test_a_server_that_is_not_ready_gets_no_requests_and_one_that_hangs_is_ended():
+    (server,) = documents()[2]["spec"]["template"]["spec"]["containers"]
+    paths = {name: server[name]["httpGet"]["path"] for name in server if name.endswith("Probe")}
+    assert paths == {
+        "startupProbe": "/healthz",
+        "readinessProbe": "/readyz",
+        "livenessProbe": "/healthz",
+    }
+
+
 def test_the_manifests_server_is_told_of_the_manifests_cluster():
     cluster, deployment = documents()[1:3]
     (workers,) = cluster["spec"]["workerGroupSpecs"]
     (worker,) = workers["template"]["spec"]["containers"]
     per_node = int(worker["resources"]["limits"]["nvidia.com/gpu"])
-    (server,) = deployment["spec"]["template"]["spec"]["containers"]
-    flags = dict(flag.split("=", 1) for flag in server["args"] if flag.startswith("--"))
+    assert deployment["kind"] == "Deployment"
+    served = server_command().partition("tinkercloud serve")[2].replace("\\\n", " ")
+    flags = dict(flag.split("=", 1) for flag in served.split())
     assert set(flags) <= known_flags()
     assert int(flags["--cluster-gpus"]) == per_node * workers["replicas"]
     assert int(flags["--cluster-gpus-per-node"]) == per_node

@@ -18,6 +18,10 @@ def node(address: str, **changes) -> dict:
     return {"address": address, "cpus": 96, "gpus": 8, "object_store_bytes": GIB, **sees, **changes}
 
 
+def ray(*nodes: dict, version: str = "2.60.0") -> dict:
+    return {"version": version, "access": "with a token of its own", "nodes": list(nodes)}
+
+
 def healthy_facts() -> dict[str, dict]:
     """Of a good machine with eight GPUs."""
     return {
@@ -58,7 +62,7 @@ def healthy_facts() -> dict[str, dict]:
         },
         "deviation": {"promised": False, "tokens": 240, "largest": 0.03},
         "models": {"Qwen/Qwen3-8B": {"architecture": "qwen3", "parameters": 8_190_735_360}},
-        "ray": {"version": "2.60.0", "nodes": [node("10.0.0.1"), node("10.0.0.2")]},
+        "ray": ray(node("10.0.0.1"), node("10.0.0.2")),
         "sglang": {
             "version": "0.5.23",
             "python": "3.11.7",

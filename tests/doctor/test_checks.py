@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.doctor.machines import GPU, healthy_facts, laptop_facts, node, without_torch
+from tests.doctor.machines import GPU, healthy_facts, laptop_facts, node, ray, without_torch
 from tinkercloud.config import Config, ModelSource
 from tinkercloud.doctor.checks import CHECKS, ROWS
 from tinkercloud.doctor.diagnosis import Line, diagnose
@@ -50,17 +50,17 @@ class TestOfTheCluster:
             ("driver", {"error": "nvidia-smi ended with status 9"}, "NVIDIA driver"),
             ("torch", {"version": "2.13.0", "cuda": None, "gpus": []}, "GPUs"),
             ("ray", {"error": "ConnectionError: no"}, "Ray"),
-            ("ray", {"version": "2.9.0", "nodes": [node("10.0.0.1")]}, "Ray"),
-            ("ray", {"version": "2.60.0", "nodes": [node("a", gpus=0)]}, "Ray's nodes"),
-            ("ray", {"version": "2.60.0", "nodes": [node("a", error="x")]}, "Ray's nodes"),
+            ("ray", ray(node("10.0.0.1"), version="2.9.0"), "Ray"),
+            ("ray", ray(node("a", gpus=0)), "Ray's nodes"),
+            ("ray", ray(node("a", error="x")), "Ray's nodes"),
             (
                 "ray",
-                {"version": "2.60.0", "nodes": [node("a"), node("b", python="3.12.1")]},
+                ray(node("a"), node("b", python="3.12.1")),
                 "same versions",
             ),
             (
                 "ray",
-                {"version": "2.60.0", "nodes": [node("a", sees_data_dir=False)]},
+                ray(node("a", sees_data_dir=False)),
                 "shared data",
             ),
             ("megatron-core", {"error": "ModuleNotFoundError"}, "Megatron-core"),

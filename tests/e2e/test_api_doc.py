@@ -54,7 +54,7 @@ def completed(outputs: list[list[dict]]) -> list[dict]:
 def test_no_command_of_the_page_fails(outputs: list[list[dict]]) -> None:
     assert len(outputs) == len(blocks())
     statuses = [v["status"] for part in outputs for v in part if "status" in v]
-    assert set(statuses) == {"ok", "completed"}
+    assert set(statuses) == {"ok", "ready", "completed"}
 
 
 def test_the_training_step_gives_a_loss_and_a_gradient_norm(outputs: list[list[dict]]) -> None:

@@ -16,11 +16,14 @@ import numpy as np
 from tests.simulation.history import History, Request
 from tests.simulation.schedule import BASES, VOCAB_SIZE, Step
 from tests.simulation.wires import PROTOBUF, Refused, Wire
+from tinker_gmi.transport import JSON
 from tinkercloud.wire.codec import (
     ForwardBackwardRequest,
     WireDatum,
     encode_forward_backward_request,
 )
+
+LATE_SEED = 1_000_001
 
 
 @dataclass(eq=False)
@@ -245,19 +248,8 @@ class Client:
         if not await sampler.ready:
             return
         number, sampler.next_seq_id = sampler.next_seq_id, sampler.next_seq_id + 1
-        tokens = [1 + step.seed % 20, 3, 5]
-        params: dict[str, Any] = {"max_tokens": 3, "temperature": 1.0, "stop": []}
-        if step.seed % 5:
-            params["seed"] = step.seed
-        body = {
-            "sampling_session_id": sampler.sampler_id,
-            "prompt": {"chunks": [{"type": "encoded_text", "tokens": tokens}]},
-            "sampling_params": params,
-            "num_samples": step.size,
-            "seq_id": number,
-        }
-        request = Request(self._user, "sample", sampler.sampler_id, number, dict(body))
-        await self._submit(request, "asample", json.dumps(body).encode())
+        request = _sample_request(self._user, sampler.sampler_id, number, step)
+        await self._submit(request, *request.post)
         self._last_sample = request
 
     async def _cancel(self, step: Step) -> None:
@@ -339,6 +331,32 @@ class Client:
 
     async def _pause(self, step: Step) -> None:
         await asyncio.sleep(step.size * 2.0)
+
+
+async def draw_late(history: History, wire: Wire, user: str, sampler_id: str) -> None:
+    """A seeded sample by a client that comes to rest: with a number that no other one has."""
+    step = Step("sample", seed=LATE_SEED)
+    request = _sample_request(user, sampler_id, LATE_SEED, step)
+    history.requests.append(request)
+    acknowledgement = await wire.post(*request.post)
+    request.request_ids.append(acknowledgement["request_id"])
+    request.results.append(await wire.result(request.request_ids[0]))
+
+
+def _sample_request(user: str, sampler_id: str, number: int, step: Step) -> Request:
+    params: dict[str, Any] = {"max_tokens": 3, "temperature": 1.0, "stop": []}
+    if step.seed % 5:
+        params["seed"] = step.seed
+    body = {
+        "sampling_session_id": sampler_id,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1 + step.seed % 20, 3, 5]}]},
+        "sampling_params": params,
+        "num_samples": step.size,
+        "seq_id": number,
+    }
+    request = Request(user, "sample", sampler_id, number, body)
+    request.post = ("asample", json.dumps(body).encode(), JSON)
+    return request
 
 
 async def _at_once() -> bool:

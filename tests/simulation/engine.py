@@ -160,7 +160,7 @@ class SimulatedEngine(Backend):
         if fate == "die before":
             self.die(self._choices.choice((0.0, 0.5, 5.0)))
         elif fate == "out of memory" and name != "delete_model":
-            self._answer(future, None, TinkercloudError(OUT_OF_MEMORY))
+            self._answer(future, name, None, TinkercloudError(OUT_OF_MEMORY))
         else:
             self._loop.create_task(self._serve(future, fate, name, args, options))
 
@@ -178,16 +178,17 @@ class SimulatedEngine(Backend):
         if fate == "die after":
             self.die(self._choices.choice((0.0, 0.5, 5.0)))
             return
-        outcome = (future, result, failure)
+        outcome = (future, name, result, failure)
         self._loop.call_later(self._choices.expovariate(500.0), self._answer, *outcome)
 
-    def _answer(self, future: Any, result: Any, failure: Exception | None) -> None:
+    def _answer(self, future: Any, name: str, result: Any, failure: Exception | None) -> None:
         if future.done():
             return
         if failure is None:
             future.set_result(result)
         else:
             future.set_exception(failure)
+        self._on_message("answered", f"{name}: answered")
 
     # ---- the contract
 

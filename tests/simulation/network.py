@@ -11,7 +11,7 @@ import httpx
 from starlette.types import ASGIApp, Message
 
 from tests.simulation.loop import Process, SimulatedLoop, in_process
-from tests.simulation.schedule import NetworkFate
+from tests.simulation.schedule import NetworkFate, Outage
 
 
 class NetworkError(Exception):
@@ -27,6 +27,11 @@ class Answer:
     status: int
     content_type: str
     body: bytes
+
+    @property
+    def tells_failure(self) -> bool:
+        """Of a request that was acknowledged."""
+        return self.status == 200 and self.body.startswith(b'{"error"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +53,22 @@ class _Exchange:
 
 
 class Network:
-    """on_message: called with "message" as each request reaches the server, and with "answer" as
-    each answer leaves it."""
+    """on_message: called with "message" as each request reaches the server, with "answer" as each
+    answer leaves it, and with "failed" then where that tells the failure of an operation."""
 
     def __init__(
         self,
         loop: SimulatedLoop,
         choices: random.Random,
         fate: Callable[[int], NetworkFate],
+        outage: Outage | None,
         on_message: Callable[[str, str], None],
     ):
         self._loop = loop
         self._choices = choices
         self._fate = fate
+        self._outage = outage
+        self._outage_ends = float("-inf")
         self._on_message = on_message
         self._number = 0
         self._app: ASGIApp | None = None
@@ -74,6 +82,8 @@ class Network:
     def calm(self) -> None:
         """No faults from now on."""
         self._fate = lambda number: "fine"
+        self._outage = None
+        self._outage_ends = float("-inf")
 
     def refuse(self) -> None:
         """Nobody listens any more; what is open stays."""
@@ -92,7 +102,15 @@ class Network:
         fate = self._fate(self._number)
         exchange = _Exchange(sent, self._loop.create_future(), fate)
         slow_s = self._choices.expovariate(0.3) if fate == "slow" else 0.0
-        self._loop.call_later(self._latency_s() + slow_s, self._arrive, exchange)
+        if self._outage is not None and self._number == self._outage.count:
+            self._outage_ends = self._loop.now + self._outage.for_s
+        held_s = self._outage_ends - self._loop.now
+        if held_s > 0:
+            self._fail(exchange, "read")
+            late_s = held_s + self._choices.expovariate(0.3)
+            self._loop.call_later(late_s, self._arrive_again, exchange)
+        else:
+            self._loop.call_later(self._latency_s() + slow_s, self._arrive, exchange)
         if fate == "duplicate":
             self._loop.call_later(self._choices.expovariate(0.5), self._arrive_again, exchange)
         try:
@@ -134,12 +152,15 @@ class Network:
             self._fail(exchange, "read")
             return
         self._on_message("answer", exchange.sent.path)
+        if conversation.answer.tells_failure:
+            self._on_message("failed", exchange.sent.path)
         self._later(_deliver, exchange, conversation.answer)
 
     def _fail(self, exchange: _Exchange, kind: str) -> None:
         def fail() -> None:
             if not exchange.answer.done():
                 exchange.answer.set_exception(NetworkError(kind))
+                exchange.answer.exception()  # retrieved: its client may have vanished
             exchange.gone.set()
 
         self._later(fail)

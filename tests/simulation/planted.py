@@ -1,23 +1,28 @@
-"""Twelve bugs of the kind that a simulation must find, each planted by replacing a function of the
+"""Bugs of the kind that a simulation must find, each planted by replacing a function of the
 service for the length of a run."""
 
 import asyncio
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 from tests.simulation import sqlite
 from tinkercloud.core.lane import LaneOrder
+from tinkercloud.core.lanes import wait_for_event
 from tinkercloud.core.task_manager import TaskManager
+from tinkercloud.errors import VersionLost
 from tinkercloud.services.checkpoints import checkpoint_files
+from tinkercloud.services.models.model_service import ModelService
 from tinkercloud.services.models.recovery import Recovery
 from tinkercloud.services.models.sampling_service import SamplingService
+from tinkercloud.services.models.snapshots import Snapshots
 from tinkercloud.storage.futures import FuturesStorage
 from tinkercloud.storage.journal import JournalStorage
 
 Replacement = tuple[object, str, Any]
+Bug = Replacement | list[Replacement]
 
 
 def _acknowledged_before_commit() -> Replacement:
@@ -52,23 +57,31 @@ def _number_runs_twice() -> Replacement:
 
 
 def _order_of_arrival() -> Replacement:
-    plain = LaneOrder.pop
+    """Whatever their numbers are: each gets the next one."""
+    plain = LaneOrder.push
 
-    def pop(self: Any, *, give_up: bool = False) -> Any:
-        return plain(self, give_up=True)
+    def push(self: Any, seq_id: int, item: Any, *, is_chunk: bool) -> None:
+        plain(self, self._next + len(self), item, is_chunk=is_chunk)
 
-    return LaneOrder, "pop", pop
+    return LaneOrder, "push", push
 
 
-def _result_given_before_record() -> Replacement:
-    plain = TaskManager._put_on_record
+def _result_given_before_record() -> list[Replacement]:
+    plain_record, plain_wait = TaskManager._put_on_record, TaskManager.wait
 
     async def put_on_record(self: Any, pending: Any) -> bool:
         pending.finished.set()
         await asyncio.sleep(0.05)
-        return await plain(self, pending)
+        return await plain_record(self, pending)
 
-    return TaskManager, "_put_on_record", put_on_record
+    async def wait(self: Any, request_id: str, user: str, hold_s: float) -> Any:
+        pending = self._pending.get(request_id)
+        if pending is None or pending.ticket.user != user:
+            return await plain_wait(self, request_id, user, hold_s)
+        await wait_for_event(pending.finished, hold_s)
+        return pending.outcome
+
+    return [(TaskManager, "_put_on_record", put_on_record), (TaskManager, "wait", wait)]
 
 
 def _journal_cut_too_far() -> Replacement:
@@ -93,6 +106,17 @@ def _snapshot_is_one_behind() -> Replacement:
     return JournalStorage, "put_snapshot", put_snapshot
 
 
+def _snapshot_without_lost_versions() -> Replacement:
+    """Where the engine ends between a snapshot's state and the versions that belong to it."""
+    plain = Snapshots.keep_version
+
+    async def keep_version(self: Any, *args: Any) -> None:
+        with suppress(VersionLost):
+            await plain(self, *args)
+
+    return Snapshots, "keep_version", keep_version
+
+
 def _gradient_left_out() -> Replacement:
     from tests.simulation.engine import SmallFakeBackend
 
@@ -108,9 +132,9 @@ def _gradient_left_out() -> Replacement:
 def _replay_leaves_one_out() -> Replacement:
     plain = Recovery._do_again
 
-    async def do_again(self: Any, operation: Any) -> None:
+    async def do_again(self: Any, operation: Any, base_model: str) -> None:
         if operation.kind != "OptimStep" or operation.position % 2:
-            await plain(self, operation)
+            await plain(self, operation, base_model)
 
     return Recovery, "_do_again", do_again
 
@@ -141,7 +165,16 @@ def _results_of_others() -> Replacement:
     return TaskManager, "wait", wait
 
 
-PLANTED: dict[str, Callable[[], Replacement]] = {
+def _deleted_model_is_found() -> Replacement:
+    """Where it is looked up while it is deleted."""
+
+    def changed(self: Any, user: str, model_id: str) -> None:
+        self._live.pop((user, model_id), None)
+
+    return ModelService, "_changed", changed
+
+
+PLANTED: dict[str, Callable[[], Bug]] = {
     "acknowledged before commit": _acknowledged_before_commit,
     "commit without flush": _commit_without_flush,
     "checkpoint without flush": _checkpoint_without_flush,
@@ -150,14 +183,19 @@ PLANTED: dict[str, Callable[[], Replacement]] = {
     "result given before record": _result_given_before_record,
     "journal cut too far": _journal_cut_too_far,
     "snapshot is one behind": _snapshot_is_one_behind,
+    "snapshot without lost versions": _snapshot_without_lost_versions,
     "gradient left out": _gradient_left_out,
     "replay leaves one out": _replay_leaves_one_out,
     "sampler follows its model": _sampler_follows_its_model,
     "results of others": _results_of_others,
+    "deleted model is found": _deleted_model_is_found,
 }
 
 
 @contextmanager
 def planted(name: str) -> Iterator[None]:
-    with patch.object(*PLANTED[name]()):
+    bug = PLANTED[name]()
+    with ExitStack() as stack:
+        for replacement in bug if isinstance(bug, list) else [bug]:
+            stack.enter_context(patch.object(*replacement))
         yield

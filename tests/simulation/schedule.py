@@ -73,17 +73,19 @@ class Step:
 
 
 CrashKind = Literal["kill", "power", "stop", "engine", "client"]
-Trigger = Literal["step", "disk", "fsync", "message", "answer", "engine"]
+Trigger = Literal["step", "disk", "fsync", "message", "answer", "engine", "answered", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """kind: what ends. At the `count`-th event of that sort, from the previous crash on."""
+    """kind: what ends. At the `count`-th event of that sort, from the previous crash on; of those
+    whose label begins with `at`."""
 
     kind: CrashKind
     trigger: Trigger
     count: int
     down_s: float
+    at: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,15 @@ class ClockJump:
     by_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """Of the network, from the `count`-th message on: what clients send is held back and arrives
+    afterwards, in any order, while they are told at once that their connections broke."""
+
+    count: int
+    for_s: float
+
+
 NetworkFate = Literal["fine", "lose request", "lose answer", "duplicate", "slow", "cut"]
 EngineFate = Literal["fine", "die before", "die after", "slow", "out of memory"]
 _NETWORK = (("lose request", 4), ("lose answer", 4), ("duplicate", 3), ("slow", 4), ("cut", 1))
@@ -113,7 +124,8 @@ _ENGINE = (("die before", 2), ("die after", 2), ("slow", 4), ("out of memory", 2
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """network_rate, engine_rate: shares of messages with a fault, up to the `last_fault`-th one.
-    without: faults that are left out, as "network 17"."""
+    aimed: crashes beside the others, at moments that chance alone seldom meets. idle_model_s: the
+    setting. without: faults that are left out, as "network 17"."""
 
     seed: int
     programs: tuple[tuple[Step, ...], ...]
@@ -126,6 +138,9 @@ class Schedule:
     gap_grace_s: float
     operation_s: float
     jumps: tuple[ClockJump, ...] = ()
+    idle_model_s: float = 1e6
+    aimed: tuple[Crash, ...] = ()
+    outage: Outage | None = None
     last_fault: int = 500
     without: frozenset[str] = field(default_factory=frozenset)
 
@@ -152,13 +167,14 @@ class Schedule:
 
     def calm(self) -> "Schedule":
         """The same without any fault."""
-        return replace(self, crashes=(), disk=(), jumps=(), network_rate=0.0, engine_rate=0.0)
+        calm = replace(self, crashes=(), disk=(), jumps=(), aimed=(), outage=None)
+        return replace(calm, network_rate=0.0, engine_rate=0.0)
 
 
 def generate(seed: int) -> Schedule:
     choices = random.Random(f"{seed} schedule")
     crashes = tuple(_crash(choices) for _ in range(choices.choice((1, 1, 2, 2, 3, 4))))
-    return Schedule(
+    schedule = Schedule(
         seed=seed,
         programs=tuple(_program(choices) for _ in USERS),
         crashes=crashes,
@@ -170,7 +186,31 @@ def generate(seed: int) -> Schedule:
         gap_grace_s=choices.choice((0.5, 5.0)),
         operation_s=choices.choice((0.002, 0.3, 1.5)),
         jumps=tuple(_jump(choices) for _ in range(choices.choice((0, 0, 1, 2)))),
+        idle_model_s=choices.choice((1e6, 1e6, 2.0)),
     )
+    return _aimed(schedule, random.Random(f"{seed} aimed"))
+
+
+def _aimed(schedule: Schedule, choices: random.Random) -> Schedule:
+    """Of some, with crashes between two messages that belong together, or as a failure is told; or
+    with what clients have given up arriving later than what they sent after it."""
+    if choices.random() < 0.1:
+        outage = Outage(choices.randint(8, 60), choices.choice((5.0, 8.0)))
+        return replace(schedule, outage=outage, give_up_s=(4.0, 4.0))
+    match choices.choices(("none", "snapshot", "failure"), (10, 4, 2))[0]:
+        case "snapshot":
+            calls = ("write_state", "copy_state", "publish", "restore")
+            at = choices.choices(calls, (6, 1, 1, 1))[0]
+            kinds: tuple[CrashKind, ...] = ("engine", "kill", "power")
+            kind = choices.choices(kinds, (6, 1, 1))[0]
+            crash = Crash(kind, "answered", choices.randint(1, 4), choices.choice((0.0, 2.0)), at)
+            return replace(schedule, aimed=(crash,))
+        case "failure":
+            kind = choices.choice(("kill", "power"))
+            crash = Crash(kind, "failed", choices.randint(1, 3), choices.choice((0.0, 2.0)))
+            return replace(schedule, aimed=(crash,), engine_rate=0.06)
+        case _:
+            return schedule
 
 
 def _program(choices: random.Random) -> tuple[Step, ...]:

@@ -29,6 +29,7 @@ class Server:
             backend="fake",
             gap_grace_s=world.schedule.gap_grace_s,
             hold_s=10.0,
+            idle_model_s=world.schedule.idle_model_s,
             result_ttl_s=1e7,
         )
         self._app = create_app(config, world.engine, connector=world.connector)

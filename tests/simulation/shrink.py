@@ -20,9 +20,11 @@ def _smaller(schedule: Schedule) -> Iterator[Schedule]:
     """Large pieces first."""
     if schedule.network_rate:
         yield replace(schedule, network_rate=0.0)
+    if schedule.outage is not None:
+        yield replace(schedule, outage=None)
     if schedule.engine_rate:
         yield replace(schedule, engine_rate=0.0)
-    for field in ("disk", "crashes"):
+    for field in ("disk", "crashes", "aimed"):
         faults = getattr(schedule, field)
         for index in range(len(faults)):
             yield replace(schedule, **{field: faults[:index] + faults[index + 1 :]})

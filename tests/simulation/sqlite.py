@@ -17,6 +17,7 @@ import apsw
 
 from tests.simulation.disk import Disk, File
 from tests.simulation.loop import EPOCH_S, SimulatedLoop
+from tinkercloud.storage.connections import transact
 
 VFS_NAME = "simulated"
 JULIAN_DAY_OF_EPOCH = 2440587.5
@@ -208,7 +209,7 @@ def as_sqlite3(error: apsw.Error) -> sqlite3.Error:
 
 
 class AsyncConnection:
-    """As aiosqlite.Connection: what was asked for is done though its caller was cancelled."""
+    """As that of the product: what was asked for is done though its caller was cancelled."""
 
     def __init__(self, connection: Connection, loop: SimulatedLoop, delay_s: Callable[[], float]):
         self._connection = connection
@@ -219,17 +220,11 @@ class AsyncConnection:
     def execute(self, sql: str, values: Iterable[Any] = ()) -> Awaitable[object]:
         return self._call(self._connection.execute, sql, values)
 
-    def executemany(self, sql: str, values: Iterable[Iterable[Any]]) -> Awaitable[object]:
-        return self._call(self._connection.executemany, sql, values)
-
     def execute_fetchall(self, sql: str, values: Iterable[Any] = ()) -> Awaitable[Any]:
         return self._call(self._connection.execute, sql, values)
 
-    def commit(self) -> Awaitable[None]:
-        return self._call(self._connection.commit)
-
-    def rollback(self) -> Awaitable[None]:
-        return self._call(self._connection.rollback)
+    def transact(self, statements: Sequence[Any]) -> Awaitable[None]:
+        return self._call(transact, self._connection, statements)
 
     def close(self) -> Awaitable[None]:
         return self._call(self._connection.close)

@@ -12,6 +12,7 @@ FOUND_EARLY = (
     "commit without flush",
     "gradient left out",
     "journal cut too far",
+    "result given before record",
     "results of others",
 )
 

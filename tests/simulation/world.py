@@ -10,11 +10,12 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tests.simulation import image, sqlite
-from tests.simulation.client import Client
+from tests.simulation.client import Client, draw_late
 from tests.simulation.coverage import Coverage, caller_in_product
 from tests.simulation.disk import Disk
 from tests.simulation.engine import SimulatedEngine
@@ -29,6 +30,27 @@ from tests.simulation.wires import GmiWire, SdkWire
 MAX_STEPS = 400_000
 REST_S = 900.0  # of virtual time, for everything to come to rest without faults
 RETRY_START_S = 3.0
+
+
+@dataclass(eq=False)
+class _CrashPlan:
+    """Crashes, one after the other. counts: events since the last one."""
+
+    crashes: list[Crash]
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def next_at(self, trigger: str, label: str, *, is_up: bool) -> Crash | None:
+        """The crash that comes at this event."""
+        if not self.crashes:
+            return None
+        crash = self.crashes[0]
+        self.counts[trigger] += label.startswith(crash.at)
+        if crash.trigger != trigger or self.counts[trigger] < crash.count:
+            return None
+        if not is_up and crash.kind == "stop":
+            return None
+        self.counts.clear()
+        return self.crashes.pop(0)
 
 
 class World:
@@ -50,15 +72,16 @@ class World:
         self.moments: dict[float, float] = {}
         """When it was what by the wall clock: no row can say, for that clock is set."""
         self.disk = Disk(place, self._on_disk)
-        self.network = Network(self.loop, stream("network"), schedule.network_fate, self._on_event)
+        self.network = Network(
+            *(self.loop, stream("network"), schedule.network_fate, schedule.outage),
+            self._on_event,
+        )
         self.engine = SimulatedEngine(
             *(self.loop, stream("engine"), schedule.engine_fate, self._on_event),
             operation_s=schedule.operation_s,
         )
         self.connector = sqlite.Connector(self.loop, self._database_delay_s)
-        self._counts: Counter[str] = Counter()
-        self._total: Counter[str] = Counter()
-        self._crashes = list(schedule.crashes)
+        self._plans = [_CrashPlan(list(each)) for each in (schedule.crashes, schedule.aimed)]
         self.num_crashes: Counter[str] = Counter()
         self._troubles = list(schedule.disk)
         self._trouble: DiskTrouble | None = None
@@ -125,6 +148,7 @@ class World:
         if not self.failures:
             self._crash("power", "at rest")
             await self._end_faults()
+            await self._sample_what_was_published()
             await check(self)
         if not self.failures:
             await self._stop_for_good()
@@ -164,6 +188,22 @@ class World:
             model = await services.models.find(user, model_id)
             if model is not None:
                 await services.recovery.ensure(services.tasks.lanes, user, model_id)
+
+    async def _sample_what_was_published(self) -> None:
+        """Of two samplers of models' weights, wherever these are kept. Results are in the history,
+        for the invariants."""
+        saved = [
+            request
+            for request in self.history.requests
+            if request.kind in ("snapshot", "inflight")
+            and any(result[0] == "completed" for result in request.results)
+            and request.owner.partition(":")[0] not in self.history.finished
+        ]
+        for request in self._choices.sample(saved, min(len(saved), 2)):
+            session = request.owner.partition(":")[0]
+            sampler_id = f"{session}:sample:{request.body['sampling_session_seq_id']}"
+            wire = SdkWire(self.network, self.keys[request.user], 60.0)
+            await draw_late(self.history, wire, request.user, sampler_id)
 
     async def clean_up(self) -> None:
         """As the server does each minute."""
@@ -247,20 +287,16 @@ class World:
             self._on_event("step", "between two callbacks")
 
     def _on_event(self, trigger: str, label: str) -> None:
-        if not self.faults_on or not self._crashes or self.server is None:
-            return
-        crash = self._crashes[0]
-        self._total[trigger] += 1
-        self._counts[trigger] += 1
-        if crash.trigger != trigger or self._counts[trigger] < crash.count:
-            return
-        if not self.server.is_up and crash.kind == "stop":
-            return
-        self._crashes.pop(0)
-        self._counts.clear()
-        if trigger == "engine":
-            self.coverage.crashed_at(f"engine, {label}")
-        self._meet(crash, label)
+        for plan in self._plans:
+            server = self.server
+            if not self.faults_on or server is None:
+                return
+            crash = plan.next_at(trigger, label, is_up=server.is_up)
+            if crash is None:
+                continue
+            if trigger in ("engine", "answered"):
+                self.coverage.crashed_at(f"engine, {label}")
+            self._meet(crash, label)
 
     def _meet(self, crash: Crash, label: str) -> None:
         match crash.kind:

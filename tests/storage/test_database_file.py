@@ -19,7 +19,12 @@ from tinkercloud.storage.database_file import DATABASE_NAME, MIGRATIONS, prepare
 from tinkercloud.storage.keys import KeyStore
 
 DUMPS = sorted((Path(__file__).parent / "databases").glob("*.sql"))
-SCHEMAS = {1: "78f02203b8b90563", 2: "5545bbff36fa4a3a"}
+SCHEMAS = {
+    1: "78f02203b8b90563",
+    2: "5545bbff36fa4a3a",
+    3: "ebe9985184bb8243",
+    4: "ed1a4f9491780fad",
+}
 """Digests of the tables of each number."""
 TO_DO = "add a numbered change, a line to SCHEMAS, and a dump of the number before to databases/"
 

@@ -36,12 +36,13 @@ def test_keys_belong_to_their_users(store: KeyStore) -> None:
 def test_a_revoked_key_stops_working(store: KeyStore) -> None:
     key = store.add("ann")
     assert store.user_of(key) == "ann"
-    [(key_id, user, created_at)] = store.list()
-    assert user == "ann"
-    assert created_at > 0
-    assert store.revoke(key_id)
+    [listed] = store.list()
+    assert listed.user == "ann"
+    assert listed.role == "user"
+    assert listed.created_at > 0
+    assert store.revoke(listed.key_id)
     assert store.user_of(key) is None
-    assert not store.revoke(key_id)
+    assert not store.revoke(listed.key_id)
 
 
 def test_a_key_added_by_another_process_is_found_at_once(store: KeyStore, tmp_path: Path) -> None:

@@ -212,7 +212,7 @@ def from_hf(config_json: Mapping[str, Any]) -> ArchitectureConfig:
         return _from_hf(config_json)
     except KeyError as error:
         raise ConfigError(f"config.json has no {error.args[0]!r}") from error
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:  # the last for int(inf)
         raise ConfigError(f"config.json has a value of the wrong kind: {error}") from error
 
 

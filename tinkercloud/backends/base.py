@@ -11,6 +11,7 @@ backend can know. Anything else that escapes is a defect and fails the future as
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from tinkercloud.core.types import (
     TrainOutput,
     WeightsSource,
 )
+
+MakeRoom = Callable[[], Awaitable[bool]]
 
 
 class Backend(ABC):
@@ -77,7 +80,8 @@ class Backend(ABC):
         """One AdamW step on the accumulated gradient, then clear it.
 
         Returns metrics with `unclipped_grad_l2:mean`. A gradient that is not finite raises
-        UserError, clears the accumulator and leaves the weights unchanged.
+        GradientNotFinite, clears the accumulator and leaves the weights unchanged. Weights or
+        moments that would not be finite raise WeightsNotFinite, and the model is as before.
         """
 
     @abstractmethod
@@ -101,6 +105,11 @@ class Backend(ABC):
         on_tokens gets the same tokens as they are drawn, all of them before this returns.
         Cancelling the call ends its samples.
         """
+
+    def use_for_room(self, make_room: "MakeRoom") -> None:
+        """Where memory is short for a call, one that refuses it (MemoryShort) calls this before, as
+        long as it is True: something that nobody uses was put away."""
+        return
 
     def incarnation(self) -> int | None:
         """Which beginning of its memory this is: models and versions of an earlier one are gone.
@@ -143,6 +152,11 @@ class Backend(ABC):
         """What keeps this backend from serving just now, in words for its operator; None: nothing.
         Cheap."""
         return None
+
+    async def readiness(self) -> Mapping[str, str | None]:
+        """By part ("engine", "placement"): why it cannot serve just now; None: it can. May ask
+        other processes; whoever calls sets a deadline, and remembers the answer for a while."""
+        return {"engine": self.trouble()}
 
     def speculation(self) -> dict[str, Any]:
         """What drafts do, by base model, for JSON; empty where the backend has none of its own."""

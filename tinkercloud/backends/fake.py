@@ -33,6 +33,7 @@ from tinkercloud.backends.fake_sampling import draw_samples
 from tinkercloud.config import Config
 from tinkercloud.core.types import (
     AdamParams,
+    AdapterSizes,
     FromBase,
     FromCheckpoint,
     FromModel,
@@ -50,10 +51,12 @@ from tinkercloud.core.types import (
 from tinkercloud.errors import (
     BaseModelNotServed,
     EngineDied,
+    GradientNotFinite,
     ModelStateLost,
     StateCopyLost,
     UserError,
     VersionLost,
+    WeightsNotFinite,
 )
 from tinkercloud.losses.custom.graph import CUSTOM
 
@@ -66,7 +69,9 @@ TINY = ServedModel(
     tokenizer_path=None,
     eos_token_ids=(2,),
     dtype="float32",
+    adapter_sizes=AdapterSizes(unembed=2 * 1000),
 )
+FLOAT32_MAX = float(np.finfo(np.float32).max)  # what other backends hold
 INLINE_TOKENS = 256  # more than this many are computed off the event loop
 
 Result = TypeVar("Result")
@@ -134,14 +139,21 @@ class FakeBackend(Backend):
         await self._pause()
         model = self._model(model_id)
         gradient = np.zeros_like(model.table) if model.gradient is None else model.gradient
-        model = replace(model, gradient=None)
-        self._models[model_id] = model
         norm = float(np.sqrt(np.square(gradient).sum()))
         if not np.isfinite(norm):
-            raise UserError("the gradient is not finite; it was dropped, the weights are unchanged")
+            self._models[model_id] = replace(model, gradient=None)
+            raise GradientNotFinite
         if params.grad_clip_norm > 0:
             gradient = gradient * min(1.0, params.grad_clip_norm / (norm + 1e-6))
-        self._models[model_id] = adamw(model, gradient, params)
+        with np.errstate(all="ignore"):  # what overflows is found, and refused
+            stepped = adamw(model, gradient, params)
+        kinds = ("weight", stepped.table), ("first moment", stepped.first)
+        for kind, numbers in (*kinds, ("second moment", stepped.second)):
+            num_bad = int((~(np.abs(numbers) <= FLOAT32_MAX)).sum())
+            if num_bad:
+                fault = f"{num_bad} of {numbers.size} numbers of the {kind}"
+                raise WeightsNotFinite(fault, params)
+        self._models[model_id] = replace(stepped, gradient=None)
         return {"unclipped_grad_l2:mean": norm}
 
     async def save_model(self, model_id: str, directory: Path, *, with_optimizer: bool) -> None:
@@ -282,5 +294,6 @@ def _served(name: str, path: Path) -> ServedModel:
         name=name,
         vocab_size=vocab_size,
         num_parameters=NUM_BUCKETS * vocab_size,
+        adapter_sizes=AdapterSizes(unembed=2 * vocab_size),
         tokenizer_path=path if path.is_dir() else None,
     )

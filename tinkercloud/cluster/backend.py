@@ -10,14 +10,16 @@ This file runs in the API process: no torch; Ray is imported when the backend st
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from tinkercloud.backends.base import Backend
 from tinkercloud.cluster.base_models import MODELS_FOLDER, BaseModel, BaseModels
-from tinkercloud.cluster.gpus.placement import Placer
+from tinkercloud.cluster.cpu.presence import refuse_cuda
+from tinkercloud.cluster.gpus.placement import Placer, num_lost
+from tinkercloud.cluster.gpus.ray_link import RayLink
 from tinkercloud.cluster.gpus.ray_session import RaySession
 from tinkercloud.cluster.pool.model_pool import ModelPool
 from tinkercloud.cluster.pool.versions import Version, VersionFolders, new_id, remove
@@ -74,9 +76,16 @@ class ClusterBackend(Backend):
     def __init__(self, config: Config):
         if not config.models:
             raise ConfigError("no model to serve; pass --model NAME=PATH or `tinkercloud fetch`")
+        if config.speculate not in ("auto", "off"):
+            raise ConfigError(
+                f"--speculate {config.speculate} is for the embedded backend: SGLang samples for "
+                "the cluster; drop it, and name a drafter of SGLang's by "
+                '--cluster-sglang-args "--speculative-algorithm EAGLE ..."'
+            )
         self._config = config
-        self._ray = RaySession(config.cluster)
-        self._placer = Placer(self._close_idle_pool)
+        self._link = RayLink()
+        self._ray = RaySession(config.cluster, self._link, self._forget_ray)
+        self._placer = Placer(self._close_idle_pool, self._link)
         self._folders = VersionFolders(config.data_dir / "cluster" / "versions")
         self._planner: BaseModels | None = None
         self._bases: dict[str, BaseModel] = {}
@@ -91,9 +100,11 @@ class ClusterBackend(Backend):
     async def start(self) -> tuple[ServedModel, ...]:
         shape = await self._ray.start()
         try:
+            if self._config.cluster.device == "cpu":
+                await worker_jobs.run(self._link, refuse_cuda)
             await asyncio.to_thread(self._folders.clear)
             await asyncio.to_thread(remove, self._config.data_dir / MODELS_FOLDER)
-            self._planner = BaseModels(self._config, shape)
+            self._planner = BaseModels(self._config, shape, self._link)
             for source in self._config.models:
                 self._bases[source.name] = await self._planner.read(source)
         except BaseException:
@@ -106,10 +117,7 @@ class ClusterBackend(Backend):
         self._base_pools, self._full_pools = {}, {}
         self._models.clear()
         self._versions.clear()
-        results = await asyncio.gather(*(pool.close() for pool in pools), return_exceptions=True)
-        for error in results:
-            if isinstance(error, BaseException):
-                logger.error("a pool failed to close", exc_info=error)
+        await _each(pool.close() for pool in pools)
         await self._ray.stop()
 
     def stats(self) -> dict[str, float | int | str]:
@@ -122,6 +130,20 @@ class ClusterBackend(Backend):
         for name, pool in {**self._base_pools, **self._full_pools}.items():
             stats |= {f"{name}: {key}": value for key, value in pool.stats().items()}
         return stats
+
+    def trouble(self) -> str | None:
+        return self._ray.trouble
+
+    async def readiness(self) -> Mapping[str, str | None]:
+        if self.trouble() is not None:
+            return {"engine": self.trouble(), "placement": self.trouble()}
+        placements = [p for pool in self._pools() if (p := pool.placement) is not None]
+        count = await num_lost(placements)
+        lost = f"{count} of the placed GPUs are on nodes that Ray has lost" if count else None
+        return {"engine": None, "placement": lost}
+
+    async def _forget_ray(self) -> None:
+        await _each(pool.forget_ray() for pool in self._pools())
 
     def queue_state(self, subject: str) -> str | None:
         pool = self._creating.get(subject)
@@ -264,7 +286,9 @@ class ClusterBackend(Backend):
             return Version(version_id, base.name, place, is_adapter=True)
         await asyncio.to_thread(self._folders.make, version_id)
         if spec.rank == 0:
-            await worker_jobs.run(worker_jobs.full_model_folder, base.folder, directory, place)
+            await worker_jobs.run(
+                self._link, worker_jobs.full_model_folder, base.folder, directory, place
+            )
         else:
             _check_rank(spec, base)
             pool = self._base_pool(base)
@@ -329,6 +353,13 @@ class ClusterBackend(Backend):
         if model_id not in self._models:
             raise ModelStateLost(model_id)
         return self._models[model_id]
+
+
+async def _each(endings: Iterable[Awaitable[None]]) -> None:
+    """All of them, whatever some raise."""
+    for error in await asyncio.gather(*endings, return_exceptions=True):
+        if isinstance(error, BaseException):
+            logger.error("a pool failed to end what it had", exc_info=error)
 
 
 def _check_rank(spec: LoraSpec, base: BaseModel) -> None:

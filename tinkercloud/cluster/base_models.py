@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tinkercloud.cluster.gpus.placement import Request, num_bundles
+from tinkercloud.cluster.gpus.ray_link import RayLink
 from tinkercloud.cluster.pool.model_pool import PoolSettings
 from tinkercloud.cluster.rollout.manager import RolloutSettings
 from tinkercloud.cluster.training.miles_start import check_miles
 from tinkercloud.cluster.training.rank_actors import MEGATRON_RANK, MILES_RANK, GroupSettings
 from tinkercloud.cluster.weights import worker_jobs
-from tinkercloud.config import ClusterConfig, Config, ModelSource
+from tinkercloud.config import ClusterConfig, Config, ModelSource, stand_ins_variables
+from tinkercloud.core.memory_estimate import adapter_sizes
+from tinkercloud.core.model_table import read_shape
 from tinkercloud.core.plan import ClusterShape, Plan, PlanConstraints, SglangArguments
 from tinkercloud.core.slime_builder import SlimeArgumentBuilder
 from tinkercloud.core.types import ServedModel
@@ -23,6 +26,12 @@ from tinkercloud.errors import ConfigError, PlanRefused
 Dtype = Literal["bfloat16", "float32"]
 MODELS_FOLDER = Path("cluster", "models")  # restore points; a later server cannot use them
 ENGINE_ENTRY = "tinkercloud.cluster.sglang.entry"
+CPU_PREPARE = "tinkercloud.cluster.cpu.ranks:prepare"
+# SGLang's default kernels for attention and adapters need a GPU.
+CPU_OPTIONS = (
+    *("--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule"),
+    *("--lora-backend", "torch_native", "--sleep-on-idle"),
+)
 _SIZES = ("max_seq_len", "rollout_gpus", "tp", "pp", "cp", "ep", "dp", "rollout_tp")
 
 
@@ -46,17 +55,20 @@ class BaseModels:
     Raises ConfigError for a trainer that is not available.
     """
 
-    def __init__(self, config: Config, shape: ClusterShape):
+    def __init__(self, config: Config, shape: ClusterShape, link: RayLink | None = None):
         if config.cluster.trainer == "miles":
             check_miles(config.cluster)
         self._config = config
+        self._link = link or RayLink()
         self._builder = SlimeArgumentBuilder(shape)
         self._dtype: Dtype = weights_dtype(config)
 
     async def read(self, source: ModelSource) -> BaseModel:
         """Raises ConfigError for files that cannot be read, and for a model that has no plan."""
         cache_dir = self._config.data_dir / "cache"
-        folder = await worker_jobs.run(worker_jobs.hf_folder, source.path, cache_dir, self._dtype)
+        folder = await worker_jobs.run(
+            self._link, worker_jobs.hf_folder, source.path, cache_dir, self._dtype
+        )
         hf_config = await asyncio.to_thread(worker_jobs.read_json, folder / "config.json")
         try:
             plan = self.plan(hf_config, self._config.cluster.lora_rank)
@@ -72,6 +84,7 @@ class BaseModels:
             eos_token_ids=await asyncio.to_thread(_eos_token_ids, folder, hf_config),
             dtype=self._dtype,
             hf_config=hf_config,
+            adapter_sizes=adapter_sizes(read_shape(hf_config)),
         )
         return BaseModel(folder, hf_config, plan, served)
 
@@ -85,13 +98,14 @@ class BaseModels:
     def pool_settings(self, name: str, base: BaseModel, plan: Plan) -> PoolSettings:
         """name: of the pool, of its placement group, and of its folders of state and logs."""
         cluster, data_dir = self._config.cluster, self._config.data_dir
+        on_cpu = cluster.device == "cpu"
         group = GroupSettings(
             name=name,
             plan=plan,
             base_model=base.name,
             folder=base.folder,
             state_dir=data_dir / MODELS_FOLDER / _file_name(name),
-            prepare=cluster.prepare,
+            prepare=cluster.prepare or (CPU_PREPARE if on_cpu else None),
             rank_class=MILES_RANK if cluster.trainer == "miles" else MEGATRON_RANK,
             timeout_s=cluster.operation_timeout_s,
             start_timeout_s=cluster.start_timeout_s,
@@ -104,7 +118,10 @@ class BaseModels:
             log_dir=data_dir / "cluster" / "logs" / _file_name(name),
             command=engine_command(cluster),
             kv_tokens=plan.rollout.kv_tokens,
-            options=tuple(shlex.split(cluster.sglang_args or "")),
+            options=(*(CPU_OPTIONS if on_cpu else ()), *shlex.split(cluster.sglang_args or "")),
+            environment=stand_ins_variables() if on_cpu else {},
+            # A Ray of our own is this machine alone: nobody elsewhere needs to reach its engines.
+            host="127.0.0.1" if cluster.ray_address is None else None,
             start_timeout_s=cluster.start_timeout_s,
             request_timeout_s=cluster.sample_timeout_s,
         )

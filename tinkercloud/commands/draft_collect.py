@@ -19,10 +19,15 @@ from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.sampling.engine import Speculate
 from tinkercloud.embedded.sampling.speculation import Speculation
 from tinkercloud.speculative.draft_length.fixed_length import FixedLength
+from tinkercloud.speculative.drafters.drafter import Stream
 from tinkercloud.speculative.drafters.guarded_drafter import GuardedDrafter
 from tinkercloud.speculative.head.head import Head
 from tinkercloud.speculative.learning.cases import CaseStore
-from tinkercloud.speculative.learning.collecting import CaseCollector, CollectorSettings
+from tinkercloud.speculative.learning.collecting import (
+    CaseCollector,
+    CollectorSettings,
+    JudgedToken,
+)
 
 DRAFT_LENGTH = 4
 KV_CACHE_BYTES = 2**30
@@ -73,16 +78,26 @@ class Target:
         return run_timed(engines.make(drafts=speculate is not None), workload).outputs
 
 
-class CaseRecorder(CaseCollector):
+class CaseRecorder:
     """An observer of drafts that keeps every disagreement, and some agreed cases."""
 
     version_lag = 0
 
     def __init__(self, store: CaseStore):
-        super().__init__(store, CollectorSettings(per_second=1e9, burst=1e9, agreed_one_in=4))
+        rates = CollectorSettings(per_second=1e9, burst=1e9, agreed_one_in=4)
+        self._collector = CaseCollector(store, rates)
 
     def drafted(self, category: str, num_judged: int, num_accepted: int) -> None:
         """The engine's telemetry counts them too."""
+
+    def judged(self, stream: Stream, token: JudgedToken, category: str) -> None:
+        self._collector.judged(stream, token, category)
+
+    def ended(self, stream: Stream, version: Version) -> None:
+        self._collector.ended(stream)
+
+    def forget(self, version_id: str) -> None:
+        """Cases hold no weights."""
 
 
 def sample_texts(target: Target, config: CollectConfig) -> list[Text]:

@@ -51,7 +51,7 @@ def _source(config: Config, name: str) -> ModelSource:
 def _has_key(data_dir: Path, user: str) -> bool:
     keys = KeyStore(data_dir)
     try:
-        return user == DEFAULT_USER or any(owner == user for _, owner, _ in keys.list())
+        return user == DEFAULT_USER or any(key.user == user for key in keys.list())
     finally:
         keys.close()
 

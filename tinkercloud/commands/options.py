@@ -22,14 +22,15 @@ from tinkercloud.errors import ConfigError
 Arguments = Mapping[str, Any]
 EXTRAS = {
     "server": (
-        *("aiosqlite", "fastapi", "jinja2", "packaging", "starlette"),
-        *("tokenizers", "uvicorn", "yaml", "zstandard"),
+        *("aiosqlite", "fastapi", "jinja2", "packaging", "prometheus_client", "rich"),
+        *("starlette", "tokenizers", "uvicorn", "yaml", "zstandard"),
     ),
     "embedded": ("gguf", "safetensors", "tokenizers", "torch"),
     "cluster": ("megatron", "ray", "sglang_router"),
     "sglang": ("sglang",),
     "grammar": ("llguidance",),
     "plot": ("matplotlib",),
+    "telemetry": ("opentelemetry",),
     "age": ("pyrage",),
     "cuda": ("torch_memory_saver", "transformer_engine"),
 }

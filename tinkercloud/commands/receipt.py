@@ -23,6 +23,12 @@ if TYPE_CHECKING:
     from tinkercloud.storage.futures import Sampled
 
 
+NOT_NUMBERED = (
+    "Answers of OpenAI's and Anthropic's APIs have no number in a sampling session and are not "
+    "kept once they are sent, so they get no receipt"
+)
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "subject", metavar="SAMPLER|RUN", help="a sampling session, or a model in training"
@@ -82,6 +88,6 @@ async def _sampled(archive: Archive, sampler_id: str, number: int) -> "Sampled":
     if sampled is None:
         raise UserError(
             f"no sample {number} of the sampling session {sampler_id} is kept: it failed, or was "
-            "finished longer ago than result_ttl_s, or there was none"
+            f"finished longer ago than result_ttl_s, or there was none. {NOT_NUMBERED}"
         )
     return sampled

@@ -63,7 +63,7 @@ async def engine(config: Config) -> AsyncGenerator["tuple[Backend, Catalog]"]:
         backend = load_backend(replace(config, data_dir=Path(folder), speculate="off"))
         served = await backend.start()
         try:
-            yield backend, Catalog(served, config.aliases)
+            yield backend, Catalog(served, config.aliases, config.max_topk_logprobs)
         finally:
             await backend.stop()
 

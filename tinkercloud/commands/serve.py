@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import importlib
 import importlib.util
 import logging
 import shlex
@@ -9,6 +10,7 @@ from collections.abc import Iterable
 from contextlib import closing
 from typing import TYPE_CHECKING
 
+from tinkercloud import logs
 from tinkercloud.commands.options import (
     EXTRAS,
     Arguments,
@@ -40,9 +42,7 @@ def run(arguments: Arguments) -> int:
     config = config_of(arguments)
     check_backend(config)
     _check_extra(config)
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    logs.configure(config.log_level, config.log_format)
     logging.getLogger("aiosqlite").setLevel(logging.INFO)  # below, it tells values: prompts, data
     with closing(server.listen(config)) as listener, server.sole_owner(config.data_dir):
         url = server.base_url(listener)
@@ -65,9 +65,11 @@ def run(arguments: Arguments) -> int:
 
 def _check_extra(config: Config) -> None:
     """Before anything is bound or made: the engine is another process, and its log is no place to
-    look for a missing package. Raises ConfigError."""
+    look for a missing package. Raises ConfigError, ModuleNotFoundError."""
     needed = {"embedded": ("embedded",), "cluster": ("embedded", "cluster")}
     packages = [name for extra in needed.get(config.backend, ()) for name in EXTRAS[extra]]
+    if config.otlp_endpoint is not None:
+        importlib.import_module("tinkercloud.services.observability.span_export")
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(

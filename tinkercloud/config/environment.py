@@ -1,25 +1,23 @@
-"""What the environment decides beside the settings: folders, the compiler, Ray, threads."""
+"""What the environment decides beside the settings: folders, the compiler, threads."""
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 from tinkercloud.config.tree import ENV_PREFIX, Config
 
 _INSTRUCTION_SET = ENV_PREFIX + "ENGINE_INSTRUCTION_SET"
+_ENGINE_KEY = ENV_PREFIX + "SGLANG_KEY"
+_SHARED_MEMORY = ENV_PREFIX + "SHARED_MEMORY"
+_STAND_INS = ENV_PREFIX + "SGLANG_STAND_INS"
 
 
 def default_data_dir() -> Path:
     """Where data lives when only the environment has a say."""
     folder = os.environ.get(ENV_PREFIX + "DATA_DIR")
     return Path(folder).expanduser().absolute() if folder else Config().data_dir
-
-
-def quiet_ray() -> None:
-    """Before Ray is imported: it reports nothing to anyone, and leaves GPUs visible to whom it
-    gives none (as it will by itself one day, and warns of until then)."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 
 def nccl_variables() -> dict[str, str]:
@@ -57,3 +55,40 @@ def engine_environment() -> dict[str, str]:
     long.
     """
     return {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000", **os.environ}
+
+
+def with_engine_key(environment: Mapping[str, str], key: str) -> dict[str, str]:
+    """The environment of an SGLang process that answers only who has the key. Not an argument of
+    its command: every user of a machine can read those."""
+    return {**environment, _ENGINE_KEY: key}
+
+
+def engine_key() -> str | None:
+    """Of this process, where it has one; the processes that it starts are not given it."""
+    return os.environ.pop(_ENGINE_KEY, None)
+
+
+def with_shared_memory(folder: Path) -> dict[str, str]:
+    """The environment of a command whose files of shared memory are to lie in that folder."""
+    return {**os.environ, _SHARED_MEMORY: str(folder)}
+
+
+def shared_memory_folder() -> Path | None:
+    """Where this process is to make files of shared memory; None: wherever it likes."""
+    folder = os.environ.get(_SHARED_MEMORY)
+    return Path(folder) if folder else None
+
+
+def disable_torch_compiler() -> None:
+    """For this process, before torch's compiler is imported."""
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+
+
+def stand_ins_variables(start_method: Literal["fork", "spawn"] = "fork") -> dict[str, str]:
+    """For an SGLang engine that is to run without a GPU; start_method: of its processes."""
+    return {_STAND_INS: start_method, "SGLANG_USE_CPU_ENGINE": "1"}
+
+
+def stand_ins_start_method() -> str | None:
+    """Of this engine's processes; None: it needs no stand-ins."""
+    return os.environ.get(_STAND_INS)

@@ -154,7 +154,7 @@ def _choice(allowed: tuple[Any, ...], value: Any) -> Any:
 _SIZE = re.compile(r"(?i)\s*(\d+)\s*([kmgt]i?b?|b)?\s*")
 
 
-def _integer(value: Any) -> int:
+def parse_integer(value: Any) -> int:
     """A whole number; `2GiB` and `512M` count in powers of 1024."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
@@ -238,7 +238,7 @@ def _check_unique(names: list[str]) -> None:
 _CONVERTERS: dict[Any, Callable[[Any], Any]] = {
     bool: _truth,
     float: _number,
-    int: _integer,
+    int: parse_integer,
     str: _text,
     Path: _path,
     tuple[ModelSource, ...]: _models,

@@ -22,6 +22,8 @@ LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 ENV_PREFIX = "TINKERCLOUD_"
 DRAFTERS = ("auto", "off", "suffix", "head")
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
+MAX_TOPK_LOGPROBS = 4 * 2**20
+"""32 MiB on the wire."""
 T = TypeVar("T")
 
 
@@ -100,6 +102,11 @@ class EngineConfig:
     )
     microbatch_tokens: int = _setting(1024, "tokens per training micro-batch", at_least=1)
     activation_bytes: int = _setting(2 * GIB, "memory for what a backward pass needs", at_least=1)
+    memory_bytes: int | None = _setting(
+        None,
+        "memory that the engine may have in all; auto: what the machine, container or GPU has left",
+        at_least=1,
+    )
     draft_share: float = _setting(
         0.1,
         "of the time of training steps, for training of drafts; 0: none",
@@ -110,6 +117,37 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _check_bounds(self, "engine.")
+
+
+@dataclass(frozen=True, slots=True)
+class DraftConfig:
+    """How drafts are made, and how they are trained. `engine.draft_share` is the time for that."""
+
+    tokens: int = _setting(
+        8, "that a head or a draft model drafts at once, at most", at_least=1, at_most=64
+    )
+    in_quiet_time: bool = _setting(
+        True, "train drafts, and let heads read samples, while nobody asks for anything"
+    )
+    acceptance: float = _setting(
+        0.8,
+        "of drafted tokens, below which a draft learns from what was sampled without any training",
+        at_least=0,
+        at_most=1,
+    )
+    least_cases: int = _setting(
+        512,
+        "new ones before it does: sampled tokens for a head, disagreements for a draft model",
+        at_least=1,
+    )
+    replay_share: float = _setting(
+        0.2, "of a batch, from earlier versions or agreed cases", at_least=0, at_most=1
+    )
+    rank: int = _setting(8, "of the adapter that a draft model learns", at_least=1, at_most=1024)
+    rate: float = _setting(3e-4, "at which drafts learn, at its peak", above=0)
+
+    def __post_init__(self) -> None:
+        _check_bounds(self, "draft.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +182,9 @@ class ClusterConfig:
     trainer: Literal["megatron", "miles"] = _setting(
         "megatron", "megatron, or miles where that is installed"
     )
-    device: Literal["cuda", "cpu"] = _setting("cuda", "cuda or cpu")
+    device: Literal["cuda", "cpu"] = _setting(
+        "cuda", "cuda, or cpu: stand-ins for GPUs, where there are none"
+    )
     prepare: str | None = _setting(
         None, "module:function that training processes call first; auto: none"
     )
@@ -197,6 +237,17 @@ class Config:
     log_level: Literal["debug", "info", "warning", "error"] = _setting(
         "info", "debug, info, warning or error"
     )
+    log_format: Literal["text", "json"] = _setting(
+        "text", "text, or json: one object to a line, with the ids of what it is about"
+    )
+    otlp_endpoint: str | None = _setting(
+        None, "URL of a collector of OpenTelemetry traces, http://HOST:4318; auto: none are sent"
+    )
+    metrics_users: str = _setting(
+        "metrics",
+        "users who see the whole server's numbers in /metrics and /health as administrators do, "
+        "separated by commas; others see their own",
+    )
     hold_s: float = _setting(
         30.0, "seconds that a poll is held before it answers that nothing is there yet", above=0
     )
@@ -209,15 +260,55 @@ class Config:
         at_least=0,
     )
     max_body_bytes: int = _setting(GIB, "largest request body", above=0)
+    body_memory_bytes: int | None = _setting(
+        None,
+        "memory for bodies in flight, decompressed, and large answers; half of it for one user; "
+        "auto: twice max_body_bytes",
+        above=0,
+    )
+    max_topk_logprobs: int = _setting(
+        MAX_TOPK_LOGPROBS, "alternatives (positions times k) that a sample may ask for", at_least=1
+    )
+    head_timeout_s: float = _setting(
+        10.0, "seconds that the head of a request may take to come", above=0
+    )
+    body_timeout_s: float = _setting(
+        30.0, "seconds that a body may take, and one more for each 16 kB of it", above=0
+    )
+    max_connections: int = _setting(
+        8192, "open connections; half-open and idle ones are closed for new ones", at_least=1
+    )
     server_losses: bool = _setting(
         False, "whether losses of create_custom_loss run here; else each runs in its client"
     )
     result_ttl_s: float = _setting(24 * 3600.0, "seconds that a finished result is kept", above=0)
+    result_bytes: int = _setting(
+        4 * GIB, "of finished results; the oldest go first, after ten minutes", above=0
+    )
+    idle_model_s: float = _setting(
+        300.0, "seconds unused after which models and published weights go to the disk", above=0
+    )
+    published_bytes: int = _setting(
+        20 * GIB,
+        "of weights published without a name, on disk; those that were sampled longest ago go",
+        above=0,
+    )
+    session_ttl_s: float = _setting(
+        900.0,
+        "seconds without heartbeats after which a session is closed until the next one: its models "
+        "and weights go to the disk",
+        above=0,
+    )
     record_ttl_s: float = _setting(
         24 * 3600.0, "seconds that a sample with record_stability_info is kept unused", above=0
     )
     record_bytes: int = _setting(
         GIB, "such samples of each user; those that were unused longest go first", above=0
+    )
+    session_days: float = _setting(
+        30.0,
+        "days without heartbeats or requests after which a session is finished and its models go",
+        above=0,
     )
     archive_days: float = _setting(
         30.0, "days that a run's operations are kept for replays; 0: not", at_least=0
@@ -233,6 +324,11 @@ class Config:
     reward_hosts: str = _setting(
         "none", "HOST:PORT of webhooks that may be asked for rewards, separated by commas"
     )
+    share_prefix_cache: bool = _setting(
+        False,
+        "whether users reuse the computed beginnings of each other's prompts; they can then tell "
+        "what others asked",
+    )
     speculate: str = _setting(
         "auto", "what drafts: auto, off, suffix, head, model:PATH; it changes time only"
     )
@@ -240,6 +336,7 @@ class Config:
         None, "write each draft and its outcome to this file (JSON lines); auto: none"
     )
     engine: EngineConfig = field(default_factory=EngineConfig)
+    draft: DraftConfig = field(default_factory=DraftConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     def __post_init__(self) -> None:
@@ -285,12 +382,12 @@ class Setting:
             return DEFAULT_MODEL_NAME.rpartition("/")[2]
         if self.name == "aliases":
             return "none"
+        if self.default is None:
+            return "auto"
         if self.name.endswith("_bytes"):
             return _as_size(self.default)
         if isinstance(self.default, Path):
             return f"~/{self.default.relative_to(Path.home()).as_posix()}"
-        if self.default is None:
-            return "auto"
         if isinstance(self.default, bool):
             return str(self.default).lower()
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)

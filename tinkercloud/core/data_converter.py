@@ -3,6 +3,7 @@
 Axes: N tokens of a datum, K alternative targets, P prompt tokens, V vocabulary.
 """
 
+import hashlib
 import math
 import secrets
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from tinker_gmi.types import Datum as JsonDatum
 from tinker_gmi.types import EncodedTextChunk, ModelInput
 from tinker_gmi.types import SampleRequest as JsonSampleRequest
 from tinker_gmi.types import SamplingParams as JsonSamplingParams
+from tinkercloud.config import MAX_TOPK_LOGPROBS
 from tinkercloud.core.provenance import check_advantages, check_spans, sampled_rows
 from tinkercloud.core.types import (
     Datum,
@@ -30,7 +32,6 @@ from tinkercloud.errors import ContextLengthExceeded, InvalidRequest
 from tinkercloud.losses import LOSSES, LossSpec
 
 MAX_SAMPLES = 1024
-MAX_TOPK_CELLS = 2**24  # positions times k of one answer
 _PENALTY_KINDS, _PENALTIES = ("presence", "frequency"), (-2.0, 2.0)  # as OpenAI's API takes them
 GREEDY_BELOW = 1e-6  # a temperature under it would only overflow
 # Scripts leave `weights` in the data of losses with advantages, as a mask. Those losses are then
@@ -69,6 +70,22 @@ class RawBatch:
         arrays = [a for d in self.data for a in (*d.chunks, *d.inputs.values())]
         return sum(a.nbytes for a in arrays if isinstance(a, np.ndarray))
 
+    def digest(self) -> bytes:
+        """Of all that is asked for, however it was encoded and compressed."""
+        config = sorted((name, repr(value)) for name, value in self.loss_fn_config.items())
+        digest = hashlib.sha256(repr((self.loss_fn, config, self.forward_only)).encode())
+        for datum in self.data:
+            spans = [list(datum.model_input_spans), list(datum.loss_fn_input_spans)]
+            digest.update(repr((len(datum.chunks), sorted(datum.inputs), spans)).encode())
+            for value in (*datum.chunks, *(datum.inputs[name] for name in sorted(datum.inputs))):
+                if isinstance(value, np.ndarray):
+                    array = cast("NDArray[Any]", value)
+                    digest.update(repr((array.dtype.str, array.shape)).encode())
+                    digest.update(array.tobytes())
+                else:
+                    digest.update(repr(value).encode())
+        return digest.digest()
+
 
 @dataclass(frozen=True, slots=True)
 class _NotText:
@@ -106,8 +123,9 @@ def _token_ids(tokens: Sequence[int]) -> NDArray[np.int64]:
 class DataConverter:
     """Checks against one served model; every fault raises InvalidRequest with where and why."""
 
-    def __init__(self, served: ServedModel):
+    def __init__(self, served: ServedModel, max_topk_logprobs: int = MAX_TOPK_LOGPROBS):
         self._served = served
+        self._max_topk_logprobs = max_topk_logprobs
 
     def train_batch(
         self, raw: RawBatch, records: Mapping[str, RecordedSequence] | None = None
@@ -209,18 +227,17 @@ class DataConverter:
 
     def sample_request(self, body: JsonSampleRequest) -> SampleRequest:
         _check_num_samples(body)
-        prompt = self._tokens("the prompt", _chunks(body.prompt))
-        room = self._served.max_context_length - len(prompt)
-        if room < 1:
+        length = sum(len(c.tokens) for c in body.prompt.chunks if isinstance(c, EncodedTextChunk))
+        room = self._served.max_context_length - length
+        if room < 1:  # before an array is made of it
             raise ContextLengthExceeded(
-                f"the prompt has {len(prompt)} tokens; {self._served.name} holds "
+                f"the prompt has {length} tokens; {self._served.name} holds "
                 f"{self._served.max_context_length} with at least one to sample"
             )
-        self._check_topk("topk_prompt_logprobs", body.topk_prompt_logprobs, len(prompt))
-        self._check_topk("prompt_alt_tokens_k", body.prompt_alt_tokens_k, len(prompt))
+        prompt = self._tokens("the prompt", _chunks(body.prompt))
         params = self._params(seeded(body).sampling_params)
-        num_sampled = body.num_samples * min(room, params.max_tokens or room)
-        self._check_topk("topk_sample_logprobs", body.topk_sample_logprobs, num_sampled)
+        max_tokens = min(room, params.max_tokens or room)
+        self._check_topk(body, len(prompt), max_tokens)
         return SampleRequest(
             prompt,
             body.num_samples,
@@ -253,10 +270,30 @@ class DataConverter:
             use_eos=params.stop != [],
         )
 
-    def _check_topk(self, name: str, k: int, length: int) -> None:
-        highest = min(self._served.vocab_size, MAX_TOPK_CELLS // max(length, 1))
-        if not 0 <= k <= highest:
-            raise InvalidRequest(f"{name} is {k}; it must lie in 0..{highest} here")
+    def _check_topk(self, body: JsonSampleRequest, prompt_length: int, max_tokens: int) -> None:
+        """Before any is computed: engine and API process hold the whole answer."""
+        asked = {
+            "topk_prompt_logprobs": (body.topk_prompt_logprobs, f"{prompt_length} of the prompt"),
+            "prompt_alt_tokens_k": (body.prompt_alt_tokens_k, f"{prompt_length} of the prompt"),
+            "topk_sample_logprobs": (
+                body.topk_sample_logprobs,
+                f"{body.num_samples} x {max_tokens} of samples (num_samples x max_tokens)",
+            ),
+        }
+        for name, (k, _) in asked.items():
+            if not 0 <= k <= self._served.vocab_size:
+                raise InvalidRequest(
+                    f"{name} is {k}; it must lie in 0..{self._served.vocab_size}, the vocabulary"
+                )
+        prompt_k = body.topk_prompt_logprobs + body.prompt_alt_tokens_k
+        total = prompt_length * prompt_k + body.num_samples * max_tokens * body.topk_sample_logprobs
+        if total > self._max_topk_logprobs:
+            terms = " + ".join(f"{name} {k} x {at}" for name, (k, at) in asked.items() if k)
+            raise InvalidRequest(
+                f"this sample asks for {total} log-probabilities of alternatives ({terms} "
+                f"positions); this server gives at most {self._max_topk_logprobs} in one answer "
+                "(max_topk_logprobs): lower k, or send fewer samples or a part of the prompt"
+            )
 
     def _prompt_targets(
         self, body: JsonSampleRequest, prompt_length: int

@@ -119,6 +119,11 @@ class Lanes:
             await asyncio.wait([lane.worker])
         return not len(lane.order)
 
+    def is_idle(self, user: str, model_id: str) -> bool:
+        """Whether no operation of the model runs or waits."""
+        lane = self._lanes.get((user, model_id))
+        return lane is None or not (len(lane.order) or lane.busy.locked())
+
     def forget(self, user: str, model_id: str) -> None:
         """Of a lane that is drained, and whose model is no more."""
         self._lanes.pop((user, model_id), None)

@@ -6,11 +6,13 @@ Korthikanti et al. (arXiv:2205.05198, section 4); the optimizer's state follows 
 (Rajbhandari et al., arXiv:1910.02054, section 5).
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from tinkercloud.core.model_shape import Linear, ModelShape
 from tinkercloud.core.plan import GIB, ClusterShape, Layout, MemoryPhase
+from tinkercloud.core.types import DTYPE_BYTES, AdapterSizes
 
 MIB = 1024**2
 MARGIN = 0.06  # of a GPU: fragmentation, NCCL's buffers, what the driver keeps
@@ -21,7 +23,6 @@ EXPERT_IMBALANCE = 1.5  # tokens of the busiest rank over the mean
 RESIDENT_ADAPTERS = 4  # models whose adapters stay on the GPU; those of others wait on the host
 SYNC_BUCKET_BYTES = GIB  # whole tensors on their way to the engines
 GRAPH_BYTES = 512 * MIB
-DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +185,23 @@ def _layer_adapters(  # noqa: PLR0913 - the key of a cache
         elif linear.adapted:
             dense += linear.rank_adapter(lora_rank, tp, ep)
     return dense, experts
+
+
+def adapter_sizes(shape: ModelShape) -> AdapterSizes:
+    """Of the whole network, without the vocabulary's padding."""
+    attention = mlp = experts = 0
+    for has_experts in shape.expert_layers:
+        attention += _of_rank_1(shape.attention())
+        mlps = shape.mlp(has_experts)
+        mlp += _of_rank_1(linear for linear in mlps if not linear.expert)
+        experts += _of_rank_1(linear for linear in mlps if linear.expert)
+    head = _of_rank_1([shape.head(shape.vocab_size)])
+    top_k = shape.experts.top_k if shape.experts else 1
+    return AdapterSizes(attention, mlp, head, experts, top_k)
+
+
+def _of_rank_1(linears: Iterable[Linear]) -> int:
+    return sum(linear.rank_adapter(1, 1, 1) for linear in linears if linear.adapted)
 
 
 def _activations(shape: ModelShape, layout: Layout, size: int, stage: Stage) -> int:

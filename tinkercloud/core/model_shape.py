@@ -146,7 +146,10 @@ class ModelShape:
 
     def linears(self, experts: bool) -> tuple[Linear, ...]:
         """Those of one layer, with experts or dense."""
-        return (*self.attention(), *(self._moe() if experts else self._mlp()))
+        return (*self.attention(), *self.mlp(experts))
+
+    def mlp(self, experts: bool) -> tuple[Linear, ...]:
+        return tuple(self._moe() if experts else self._mlp())
 
     def attention(self) -> Iterator[Linear]:
         if self.latent:

@@ -12,19 +12,21 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from contextvars import ContextVar
 from dataclasses import replace
 
 from tinkercloud.core.lanes import LaneCalls, Lanes, wait_for_event
-from tinkercloud.core.pending import Pending, Resume, Work
+from tinkercloud.core.pending import Admission, EverybodyAdmitted, Pending, Resume, Work
 from tinkercloud.errors import (
     FutureUnknown,
+    NumberTaken,
     ServerFault,
     StorageFailed,
     TinkercloudError,
     UserError,
 )
+from tinkercloud.logs import about, session_of
 from tinkercloud.storage.futures import (
     RESTARTED,
     SAMPLING_KIND,
@@ -38,7 +40,7 @@ from tinkercloud.storage.journal import Ran
 
 logger = logging.getLogger(__name__)
 
-OnFinish = Callable[[str, Ticket, Outcome], None]
+OnFinish = Callable[[Pending], None]
 Changes = Callable[[Ticket, Outcome], bool]
 """Whether an operation of a lane that ended so has changed its model."""
 
@@ -47,6 +49,9 @@ _TRAIN_PREFIX, _SAMPLE_PREFIX = "train-", "sample-"
 
 STOPPED = failed("the server was stopped before this operation finished", "server")
 CANCELLED = failed("this sample was cancelled by its client; send it again to have it", "user")
+SESSION_ENDED = failed(
+    "this sample was cancelled because its session has ended; sample in a new session", "user"
+)
 _NO_WRITES = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS}
 NO_ROOM = (
     "the server's data folder cannot be written; this operation has ended, and its result comes "
@@ -59,6 +64,25 @@ def is_sampling(request_id: str) -> bool:
     """By the request id alone: a poll for a forgotten one is answered 410 for a sample, else 404
     (wire specification, section 4.4)."""
     return request_id.startswith(_SAMPLE_PREFIX)
+
+
+def _require_same(ticket: Ticket, digest: bytes | None) -> None:
+    """digest: of the first request with the ticket's key; None: from before digests were kept."""
+    if None not in (ticket.digest, digest) and ticket.digest != digest:
+        raise NumberTaken(ticket.kind, ticket.model_id or ticket.sampler_id or "", ticket.seq_id)
+
+
+def _log_about(pending: Pending) -> None:
+    ticket = pending.ticket
+    about(
+        request_id=pending.request_id,
+        kind=ticket.kind,
+        user=ticket.user,
+        session_id=session_of(ticket.model_id or ticket.sampler_id),
+        model_id=ticket.model_id,
+        sampler_id=ticket.sampler_id,
+        seq_id=ticket.seq_id,
+    )
 
 
 _running: ContextVar[Pending] = ContextVar("the request that this task works on")
@@ -79,11 +103,12 @@ class TaskManager:
         self._resume: dict[str, Resume] = {}  # by kind
         self._changes: dict[str, Changes] = {}  # by kind
         self._closing = False
+        self.admission: Admission = EverybodyAdmitted()
         calls = LaneCalls(self._outcome_of, self._finish, self.spawn)
         self.lanes = Lanes(futures, calls, gap_grace_s=gap_grace_s)
 
     def when_finished(self, listener: OnFinish) -> None:
-        """The listener gets (request_id, ticket, outcome) once the outcome is on record."""
+        """The listener gets each request once its outcome is on record."""
         self._on_finish.append(listener)
 
     def resume(self, kind: str, work_of: Resume) -> None:
@@ -121,6 +146,10 @@ class TaskManager:
     def num_pending(self) -> int:
         return len(self._pending)
 
+    def pending(self) -> list[Pending]:
+        """What was acknowledged and has no outcome on record."""
+        return list(self._pending.values())
+
     # accepting
 
     async def submit(self, ticket: Ticket, work: Work, request: bytes | None = None) -> str:
@@ -134,6 +163,15 @@ class TaskManager:
             self._start(pending, work)
         return pending.request_id
 
+    async def refuse(self, ticket: Ticket, error: TinkercloudError) -> str:
+        """Acknowledge a request that fails: in one write with its failure, so that no end of the
+        process can give it another. Returns the request id."""
+        outcome = failed(str(error), error.category)
+        pending, is_new = await self._accept(ticket, None, outcome=outcome)
+        if is_new:
+            self._settle(pending)
+        return pending.request_id
+
     async def submit_in_lane(self, ticket: Ticket, work: Work, request: bytes | None = None) -> str:
         """Acknowledge and run in the lane of ticket.model_id, at its seq_id.
 
@@ -143,6 +181,8 @@ class TaskManager:
         assert ticket.model_id is not None
         assert request is None or ticket.kind in self._changes
         lane = await self.lanes.lane(ticket.user, ticket.model_id)
+        if ticket.seq_id is None:  # refused later, its number would be missing
+            self.admission.require(ticket.user)
         ticket = replace(ticket, seq_id=lane.order.number(ticket.seq_id))
         assert ticket.seq_id is not None
         # No await between test and add: a repeated POST of this number would count as new too.
@@ -165,6 +205,7 @@ class TaskManager:
         pending.acknowledged.set_result(kept.request_id)
         pending.subject, pending.request = ticket.model_id, kept.request
         self._pending[kept.request_id] = pending
+        self.admission.enter(ticket)
         if ticket.dedup_key is not None:
             self._by_key[ticket.dedup_key] = pending
 
@@ -185,10 +226,11 @@ class TaskManager:
         *,
         in_lane: bool = False,
         check_database: bool = True,
+        outcome: Outcome | None = None,
     ) -> tuple[Pending, bool]:
         """The request's record, and whether it is new. On record when this returns.
 
-        check_database False: no earlier request can have the key.
+        check_database False: no earlier request can have the key. outcome: where it is known.
         """
         if self._closing:
             raise ServerFault("the server is shutting down")
@@ -197,11 +239,14 @@ class TaskManager:
         if original is not None:
             # shielded: a repeat whose client goes away must not cancel the original's future
             await asyncio.shield(original.acknowledged)
+            _require_same(ticket, original.ticket.digest)
             return original, False
         prefix = _SAMPLE_PREFIX if ticket.kind == SAMPLING_KIND else _TRAIN_PREFIX
         loop = asyncio.get_running_loop()
         pending = Pending(prefix + uuid.uuid4().hex, ticket, loop.create_future())
         pending.subject, pending.request = ticket.model_id, request
+        if outcome is not None:
+            pending.outcome, pending.ended_at = outcome, time.time()
         if key is not None:
             self._by_key[key] = pending  # before the first await, so that a repeat finds it
         try:
@@ -226,18 +271,33 @@ class TaskManager:
         if check_database and key is not None:
             earlier = await self._futures.find(key)
         if earlier is not None:
-            pending.request_id = earlier
+            pending.request_id, digest = earlier
+            _require_same(pending.ticket, digest)
             return False
-        await self._futures.add(
-            pending.request_id, pending.ticket, pending.request, in_lane=in_lane
-        )
+        if pending.outcome is not None:
+            await self._futures.add_ended(pending.request_id, pending.ticket, pending.outcome)
+            return True
+        await self._add(pending, in_lane=in_lane)
         if in_lane and pending.request is not None:
             pending.request = b""  # it is on record, and may be large
         self._pending[pending.request_id] = pending
         return True
 
+    async def _add(self, pending: Pending, *, in_lane: bool) -> None:
+        ticket = pending.ticket
+        if not ticket.creates_model:  # of these the number of models is limited
+            self.admission.require(ticket.user)
+        self.admission.enter(ticket)  # no await since: others are being admitted
+        try:
+            await self._futures.add(pending.request_id, ticket, pending.request, in_lane=in_lane)
+        except BaseException:
+            self.admission.leave(ticket)
+            raise
+
     def _forget(self, pending: Pending) -> None:
-        self._pending.pop(pending.request_id, None)
+        known = self._pending.pop(pending.request_id, None)
+        if known is not None:
+            self.admission.leave(known.ticket)
         key = pending.ticket.dedup_key
         if key is not None and self._by_key.get(key) is pending:
             del self._by_key[key]
@@ -277,6 +337,7 @@ class TaskManager:
 
     async def _outcome_of(self, pending: Pending, work: Work) -> Outcome:
         _running.set(pending)
+        _log_about(pending)
         pending.started_at = time.time()
         try:
             return await work()
@@ -302,7 +363,7 @@ class TaskManager:
         operation without an outcome begins again, and may end otherwise."""
         if pending.outcome is not None:
             return False
-        pending.outcome = outcome
+        pending.outcome, pending.ended_at = outcome, time.time()
         return await self._put_on_record(pending)
 
     async def _put_on_record(self, pending: Pending) -> bool:
@@ -331,7 +392,10 @@ class TaskManager:
         self._forget(pending)
         pending.finished.set()
         for listener in self._on_finish:
-            listener(pending.request_id, pending.ticket, pending.outcome)
+            listener(pending)
+        if logger.isEnabledFor(logging.DEBUG):
+            took_s = time.time() - pending.accepted_at
+            logger.debug("%s %s in %.3f s", pending.ticket.kind, pending.outcome.status, took_s)
 
     async def _write(self, pending: Pending) -> None:
         assert pending.outcome is not None
@@ -392,8 +456,21 @@ class TaskManager:
                 f"{pending.ticket.kind} cannot be cancelled, only samples can; wait for it, or "
                 "finish the session to drop its models"
             )
-        if pending.outcome is None:
-            await self._finish(pending, CANCELLED)  # first, so that it is not read as a stop
+        await self._end_sample(pending, CANCELLED)
+
+    async def cancel_session_samples(self, user: str, sampler_ids: Collection[str]) -> None:
+        """End all pending samples of these samplers: nobody reads them any more."""
+        pending = [
+            each
+            for each in self._pending.values()
+            if each.ticket.sampler_id in sampler_ids and each.ticket.user == user
+        ]
+        await asyncio.gather(*(self._end_sample(each, SESSION_ENDED) for each in pending))
+
+    async def _end_sample(self, pending: Pending, outcome: Outcome) -> None:
+        """Nothing where it has ended, or has not begun: its work sees to that."""
+        if pending.task is not None and pending.outcome is None:
+            await self._finish(pending, outcome)  # first, so that it is not read as a stop
             pending.task.cancel()
 
     # waiting

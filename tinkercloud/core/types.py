@@ -17,6 +17,24 @@ LORA_ALPHA = 32.0
 """Fixed, as in the hosted service's published recipe: W' = W + (alpha / rank) B A."""
 
 
+FLOAT32_BYTES = 4
+STATE_BYTES = 4 * FLOAT32_BYTES
+"""Of a number in training: itself, its gradient, and Adam's two moments."""
+DTYPE_BYTES = {"bfloat16": 2, "float32": FLOAT32_BYTES}
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSizes:
+    """How many numbers an adapter of rank 1 has: a matrix of (out, in) that it sits on gives out +
+    in. Experts share a rank among the top_k that a token meets."""
+
+    attention: int = 0
+    mlp: int = 0
+    unembed: int = 0
+    experts: int = 0
+    top_k: int = 1
+
+
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """A base model that the backend offers."""
@@ -31,6 +49,12 @@ class ServedModel:
     dtype: str  # "float32" | "bfloat16"
     # Its config.json, for exports of full weights; None where there is none (fake).
     hf_config: Mapping[str, Any] | None = field(default=None, hash=False)
+    adapter_sizes: AdapterSizes = AdapterSizes()
+
+    def training_bytes(self, spec: "LoraSpec") -> int:
+        """What a model in training takes beside its base model."""
+        num = num_trained(spec, self.num_parameters, self.adapter_sizes)
+        return training_bytes(spec, num, DTYPE_BYTES[self.dtype])
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +67,21 @@ class LoraSpec:
     train_mlp: bool = True
     train_unembed: bool = True
     alpha: float = LORA_ALPHA
+
+
+def num_trained(spec: LoraSpec, num_parameters: int, sizes: AdapterSizes) -> int:
+    """How many numbers training changes: all, or those of the adapter."""
+    if spec.rank == 0:
+        return num_parameters
+    num = spec.train_attn * sizes.attention + spec.train_unembed * sizes.unembed
+    num = spec.rank * (num + spec.train_mlp * sizes.mlp)
+    return num + spec.train_mlp * max(1, spec.rank // sizes.top_k) * sizes.experts
+
+
+def training_bytes(spec: LoraSpec, num_trained: int, weight_bytes: int) -> int:
+    """Of the state of a model, and of the copy of full weights that passes read. weight_bytes: of a
+    number of the base model."""
+    return num_trained * (STATE_BYTES + (0 if spec.rank else weight_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +132,18 @@ class RecordedSequence:
 class TrainBatch:
     """Checked input of forward_backward; loss_fn is a key of `LOSSES`, its config complete, or
     "custom": then custom_loss is the loss as JSON (`losses.custom.graph`), and the inputs are those
-    that it declares."""
+    that it declares. user: whose model trains; the engine shares its time between users."""
 
     data: tuple[Datum, ...]
     loss_fn: str
     loss_fn_config: Mapping[str, float] = field(default_factory=dict[str, float])
     forward_only: bool = False
     custom_loss: str = ""
+    user: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(datum.tokens) for datum in self.data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +216,9 @@ class SampleRequest:
     target_prompt_logprobs int64 (P-1, K), -1 = skip; row i scores position i+1. speculate: False
     for a sample without drafts. grammar: what the sample's text must be; end-of-sequence tokens
     come where it is complete, and a sample that ends by max_tokens may be a beginning.
-    prompt_alt_tokens: draws for each position of the prompt."""
+    prompt_alt_tokens: draws for each position of the prompt. cache_salt: only requests with the
+    same one share what is kept of prompts and samples (keys and values, text for drafts). user: who
+    asks; the engine shares its time between users."""
 
     prompt: NDArray[np.int32]
     num_samples: int
@@ -185,6 +231,8 @@ class SampleRequest:
     speculate: bool = True
     grammar: Grammar | None = None
     prompt_alt_tokens: int = 0
+    cache_salt: str = ""
+    user: str = ""
 
     @property
     def scores_prompt(self) -> bool:
@@ -237,6 +285,19 @@ class SampleOutput:
     target_prompt_logprobs: NDArray[np.float32] | None = None
     prompt_cache_hit_tokens: int = 0
     prompt_alt_tokens: PromptAltTokens | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its arrays."""
+        topks = [self.topk_prompt_logprobs, *(sequence.topk for sequence in self.sequences)]
+        alternatives = self.prompt_alt_tokens
+        arrays = [
+            *(array for s in self.sequences for array in (s.tokens, s.logprobs)),
+            *(array for t in topks if t is not None for array in (t.token_ids, t.logprobs)),
+            *(() if alternatives is None else (alternatives.tokens, alternatives.logprobs)),
+            *(a for a in (self.prompt_logprobs, self.target_prompt_logprobs) if a is not None),
+        ]
+        return sum(array.nbytes for array in arrays)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,14 @@ def ray(target: Target, facts: Facts) -> Finding:
     if "error" in answer:
         advice = remedy("cluster")
         if target.ray_address:
-            advice = f"`ray status --address {target.ray_address}` must answer from this machine"
+            advice = f"`ray health-check --address {target.ray_address}` must answer here"
         return Finding("missing", f"{where}: {answer['error']}", advice)
     text = misfit("ray", answer["version"], "cluster")
     if text:
         return Finding("missing", text, remedy("cluster"))
-    return Finding("ok", f"{answer['version']}, {where}", brief=f"Ray {answer['version']}, {where}")
+    fact = f"{answer['version']}, {where}"
+    guarded = f"{fact}, {answer['access']}"
+    return Finding("ok", guarded, brief=f"Ray {guarded if target.ray_address else fact}")
 
 
 def nodes(target: Target, facts: Facts) -> Finding:

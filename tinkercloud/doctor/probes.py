@@ -14,7 +14,6 @@ import importlib.util
 import json
 import logging
 import os
-import socket
 import sys
 import tempfile
 import uuid
@@ -221,13 +220,13 @@ def ray(address: str, data_dir: str, distributions: str) -> dict[str, Any]:
 
     distributions: names, separated by commas, whose versions every node reports.
     """
+    _find_our_package()
+    from tinkercloud.cluster.gpus.ray_access import prepare
+
+    access = prepare(address)  # before Ray is imported
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if port.isdigit():
-        # Ray itself retries for minutes before it says that nobody listens.
-        socket.create_connection((host, int(port)), timeout=10).close()
     where: dict[str, Any] = {"address": address or "local"}
     if not address:
         where |= {"num_cpus": 1, "include_dashboard": False}
@@ -271,7 +270,7 @@ def ray(address: str, data_dir: str, distributions: str) -> dict[str, Any]:
         with contextlib.suppress(OSError):
             token.unlink()
         ray.shutdown()
-    return {"version": ray.__version__, "nodes": list(map(_node, alive, answers))}
+    return {"version": ray.__version__, "access": access, "nodes": list(map(_node, alive, answers))}
 
 
 def _node(node: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """The embedded backend: each method sends one request to the engine process."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from tinkercloud.backends.base import Backend
+from tinkercloud.backends.base import Backend, MakeRoom
 from tinkercloud.config import Config
 from tinkercloud.core.types import (
     AdamParams,
@@ -18,6 +19,7 @@ from tinkercloud.core.types import (
     WeightsSource,
 )
 from tinkercloud.embedded.process.host import EngineHost
+from tinkercloud.embedded.process.probe import EngineProbe
 from tinkercloud.embedded.process.protocol import (
     CopyState,
     CreateModel,
@@ -28,13 +30,16 @@ from tinkercloud.embedded.process.protocol import (
     OptimStep,
     Publish,
     Release,
+    Request,
     RestoreState,
     Sample,
     SaveModel,
     WriteState,
     WriteVersion,
 )
-from tinkercloud.errors import ConfigError
+from tinkercloud.errors import ConfigError, MemoryShort
+
+R = TypeVar("R")
 
 
 class EmbeddedBackend(Backend):
@@ -52,8 +57,23 @@ class EmbeddedBackend(Backend):
                 speculate=config.speculate,
                 speculate_trace=config.speculate_trace,
                 engine=config.engine,
+                draft=config.draft,
+                log_format=config.log_format,
             )
         )
+        self._probe = EngineProbe(self._host)
+        self._make_room: MakeRoom = _nothing_to_free
+
+    def use_for_room(self, make_room: MakeRoom) -> None:
+        self._make_room = make_room
+
+    async def _call_with_room(self, request: Request[R]) -> R:
+        while True:
+            try:
+                return await self._host.call(request)
+            except MemoryShort:
+                if not await self._make_room():
+                    raise
 
     async def start(self) -> tuple[ServedModel, ...]:
         return await self._host.start()
@@ -65,18 +85,20 @@ class EmbeddedBackend(Backend):
         await self._host.stop()
 
     async def create_model(self, model_id: str, base_model: str, lora: LoraSpec) -> None:
-        await self._host.call(CreateModel(model_id, base_model, lora))
+        await self._call_with_room(CreateModel(model_id, base_model, lora))
 
     async def load_model(
         self, model_id: str, base_model: str, directory: Path, *, with_optimizer: bool
     ) -> LoraSpec:
-        return await self._host.call(LoadModel(model_id, base_model, directory, with_optimizer))
+        return await self._call_with_room(
+            LoadModel(model_id, base_model, directory, with_optimizer)
+        )
 
     async def delete_model(self, model_id: str) -> None:
         await self._host.call(DeleteModel(model_id))
 
     async def forward_backward(self, model_id: str, batch: TrainBatch) -> TrainOutput:
-        return await self._host.call(ForwardBackward(model_id, batch))
+        return await self._call_with_room(ForwardBackward(model_id, batch))
 
     async def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
         return await self._host.call(OptimStep(model_id, params))
@@ -85,7 +107,7 @@ class EmbeddedBackend(Backend):
         await self._host.call(SaveModel(model_id, directory, with_optimizer))
 
     async def publish(self, source: WeightsSource) -> str:
-        return await self._host.call(Publish(source))
+        return await self._call_with_room(Publish(source))
 
     async def release(self, version: str) -> None:
         await self._host.call(Release(version))
@@ -116,7 +138,7 @@ class EmbeddedBackend(Backend):
         await self._host.call(WriteVersion(version, directory))
 
     async def restore_state(self, model_id: str, base_model: str, directory: Path) -> None:
-        await self._host.call(RestoreState(model_id, base_model, directory))
+        await self._call_with_room(RestoreState(model_id, base_model, directory))
 
     def queue_state(self, subject: str) -> str | None:
         return self.trouble()
@@ -124,8 +146,15 @@ class EmbeddedBackend(Backend):
     def trouble(self) -> str | None:
         return self._host.trouble
 
+    async def readiness(self) -> Mapping[str, str | None]:
+        return {"engine": self.trouble() or await self._probe.silence()}
+
     def speculation(self) -> dict[str, Any]:
         return self._host.stats.speculation
 
     def metrics(self) -> list[str]:
         return self._host.stats.metrics
+
+
+async def _nothing_to_free() -> bool:
+    return False

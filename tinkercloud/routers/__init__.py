@@ -3,6 +3,7 @@
 from tinkercloud.routers import (
     accounts,
     anthropic,
+    api_document,
     billing,
     captured_chats,
     captures,
@@ -42,5 +43,7 @@ ROUTERS = (
     openai.router,
     openai_completions.router,
     health.router,
+    health.open_router,
     console.router,
+    api_document.router,
 )

@@ -5,7 +5,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Request, Response
 
 from tinker_gmi.types import AuthTokenRequest, AuthTokenResponse
-from tinkercloud.routers.deps import ServicesDep, UserDep, answer
+from tinkercloud.routers.deps import ReaderDep, ServicesDep, UserDep, answer
 from tinkercloud.routers.json_route import JsonRoute
 from tinkercloud.routers.middleware import credential_of
 
@@ -21,7 +21,7 @@ CredentialDep = Annotated[str, Depends(credential)]
 
 @router.post("/auth/token")
 async def auth_token(
-    body: AuthTokenRequest, credential: CredentialDep, user: UserDep, services: ServicesDep
+    body: AuthTokenRequest, credential: CredentialDep, user: ReaderDep, services: ServicesDep
 ) -> Response:
     return answer(AuthTokenResponse(jwt=services.accounts.token(user, credential)))
 

@@ -12,7 +12,7 @@ from tinkercloud.anthropic_api.requests import chat_request, count_request
 from tinkercloud.chat.turn import TurnHooks
 from tinkercloud.errors import NotFound, TinkercloudError
 from tinkercloud.routers.capture_hooks import HeaderHooksDep
-from tinkercloud.routers.deps import ServicesDep, UserDep, json_answer
+from tinkercloud.routers.deps import ReaderDep, ServicesDep, UserDep, json_answer
 from tinkercloud.routers.error_forms import ANTHROPIC_API, error_answer
 from tinkercloud.routers.event_stream import EventStream, server_sent, while_connected
 from tinkercloud.routers.json_route import JsonRoute
@@ -50,7 +50,7 @@ async def answer_message(
 
 
 @router.post("/messages/count_tokens")
-async def count_tokens(body: CountBody, user: UserDep, services: ServicesDep) -> Response:
+async def count_tokens(body: CountBody, user: ReaderDep, services: ServicesDep) -> Response:
     num_tokens = await services.chat.num_prompt_tokens(user, count_request(body))
     return json_answer({"input_tokens": num_tokens})
 
@@ -71,8 +71,8 @@ async def model(name: str, user: UserDep, services: ServicesDep) -> Response:
     return json_answer(_model(name, 0.0))
 
 
-@router.get("/{path:path}")
-@router.post("/{path:path}")
+@router.get("/{path:path}", include_in_schema=False)
+@router.post("/{path:path}", include_in_schema=False)
 async def unserved(path: str) -> Response:
     """After all routes of Anthropic's API that are served."""
     raise NotFound(

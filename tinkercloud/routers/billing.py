@@ -1,4 +1,4 @@
-"""Usage and the audit log, each of the caller."""
+"""Usage and the audit log, each of the caller; an administrator reads everybody's."""
 
 from datetime import UTC, date, datetime, time, timedelta
 from typing import Annotated, Literal
@@ -7,7 +7,7 @@ from fastapi import APIRouter, Query, Response
 from pydantic import AwareDatetime
 
 from tinker_gmi.accounts import AuditEntryView, AuditLogResponse
-from tinkercloud.routers.deps import ServicesDep, UserDep, answer
+from tinkercloud.routers.deps import AudienceDep, ServicesDep, answer
 from tinkercloud.storage.audit_log import AuditEntry
 
 router = APIRouter(prefix="/api/v1")
@@ -19,7 +19,7 @@ EventType = Literal["all", "checkpoints", "projects", "teams", "organizations"]
 async def usage_events(
     starting_on: Annotated[AwareDatetime, Query()],
     ending_before: Annotated[AwareDatetime, Query()],
-    user: UserDep,
+    user: AudienceDep,
     services: ServicesDep,
 ) -> Response:
     return answer(await services.billing.events(user, starting_on, ending_before))
@@ -27,14 +27,14 @@ async def usage_events(
 
 @router.get("/billing/usage/checkpoints/current")
 async def stored_checkpoints(
-    user: UserDep, services: ServicesDep, project_id: str | None = None
+    user: AudienceDep, services: ServicesDep, project_id: str | None = None
 ) -> Response:
     return answer(await services.billing.stored_now(user, project_id))
 
 
 @router.get("/audit")
 async def audit(
-    user: UserDep, services: ServicesDep, event_type: EventType = "all", day: date | None = None
+    user: AudienceDep, services: ServicesDep, event_type: EventType = "all", day: date | None = None
 ) -> Response:
     """day: in UTC; today, where none is named. There are no teams here, so none of their events."""
     if event_type == "teams":
@@ -44,15 +44,16 @@ async def audit(
     entries = await services.audit.entries(
         user, resource, begin.timestamp(), (begin + timedelta(days=1)).timestamp()
     )
-    return answer(AuditLogResponse(entries=[_view(entry) for entry in entries]))
+    views = [_view(entry, name_owner=user is None) for entry in entries]
+    return answer(AuditLogResponse(entries=views))
 
 
-def _view(entry: AuditEntry) -> AuditEntryView:
+def _view(entry: AuditEntry, *, name_owner: bool) -> AuditEntryView:
     path = entry.details.get("tinker_path")
     return AuditEntryView(
         timestamp=datetime.fromtimestamp(entry.at, UTC),
         event=entry.event,
-        event_details=dict(entry.details),
+        event_details={**entry.details, **({"user": entry.user} if name_owner else {})},
         model_id=None if path is None else path.split("/")[2],
         tinker_path=path,
     )

@@ -13,7 +13,14 @@ from tinker_gmi.capture_bodies import (
 )
 from tinkercloud.captures.rewards import Advantages
 from tinkercloud.captures.trajectories import Branches
-from tinkercloud.routers.deps import LimitDep, OffsetDep, ServicesDep, UserDep, json_answer
+from tinkercloud.routers.deps import (
+    LimitDep,
+    OffsetDep,
+    OwnerDep,
+    ServicesDep,
+    UserDep,
+    json_answer,
+)
 from tinkercloud.routers.json_route import JsonRoute
 from tinkercloud.services.captures.capture_recorder import TurnPlace
 from tinkercloud.services.captures.capture_results import DatumQuery, TrajectoryQuery
@@ -77,7 +84,7 @@ async def listing(
 
 
 @router.get("/{capture_id}")
-async def get(capture_id: str, user: UserDep, services: ServicesDep, url: UrlDep) -> Response:
+async def get(capture_id: str, user: OwnerDep, services: ServicesDep, url: UrlDep) -> Response:
     return _answer(await services.captures.require(user, capture_id), url)
 
 
@@ -93,7 +100,7 @@ async def change(
 
 
 @router.delete("/{capture_id}")
-async def delete(capture_id: str, user: UserDep, services: ServicesDep) -> Response:
+async def delete(capture_id: str, user: OwnerDep, services: ServicesDep) -> Response:
     await services.captures.delete(user, capture_id)
     return Response(status_code=204)
 

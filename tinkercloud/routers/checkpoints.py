@@ -3,7 +3,7 @@
 from fastapi import APIRouter, Response
 
 from tinker_gmi.types import SaveWeightsForSamplerRequest, SaveWeightsRequest, WeightsInfoRequest
-from tinkercloud.routers.deps import ServicesDep, UserDep, answer
+from tinkercloud.routers.deps import ReaderDep, ServicesDep, UserDep, answer
 from tinkercloud.routers.json_route import JsonRoute
 
 router = APIRouter(prefix="/api/v1", route_class=JsonRoute)
@@ -22,5 +22,7 @@ async def save_weights_for_sampler(
 
 
 @router.post("/weights_info")
-async def weights_info(body: WeightsInfoRequest, user: UserDep, services: ServicesDep) -> Response:
+async def weights_info(
+    body: WeightsInfoRequest, user: ReaderDep, services: ServicesDep
+) -> Response:
     return answer(await services.checkpoints.weights_info(user, body.tinker_path))

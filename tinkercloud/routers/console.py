@@ -67,17 +67,23 @@ def _links(heading: str, up: str, paths: list[str]) -> str:
 @router.get("/sessions")
 async def sessions(user: UserDep, services: ServicesDep) -> Response:
     listed = await services.sessions.list(user, NUM_LISTED, 0)
-    return _page("Sessions", _links("newest", "", [f"sessions/{s.session_id}" for s in listed]))
+    states = await services.session_search.states(listed)
+    return _page(
+        "Sessions",
+        _links("newest", "", [f"sessions/{session_id}" for session_id in states]),
+        _table({name: state for name, state in states.items() if state != "active"}),
+    )
 
 
 @router.get("/sessions/{session_id}")
 async def session(session_id: str, user: UserDep, services: ServicesDep) -> Response:
-    await services.sessions.get(user, session_id)  # refuses another user's
+    session = await services.sessions.get(user, session_id)  # refuses another user's
+    states = await services.session_search.states([session])
     runs, samplers = await services.rest.session_contents(user, session_id)
     return _page(
         f"Session {session_id}",
         _links("training runs", "../", [f"training_runs/{run}" for run in runs]),
-        _table({"samplers": ", ".join(samplers)}),
+        _table({"state": states[session_id], "samplers": ", ".join(samplers)}),
     )
 
 

@@ -7,7 +7,14 @@ from fastapi import APIRouter, Depends, Header, Request, Response
 from fastapi.responses import FileResponse, StreamingResponse
 
 from tinker_gmi.types import CopyWeightsRequest, SaveWeightsExternalRequest
-from tinkercloud.routers.deps import SIGNED_PREFIX, CheckpointPathDep, ServicesDep, UserDep, answer
+from tinkercloud.routers.deps import (
+    SIGNED_PREFIX,
+    CheckpointPathDep,
+    OwnerDep,
+    ServicesDep,
+    UserDep,
+    answer,
+)
 from tinkercloud.routers.json_route import JsonRoute
 from tinkercloud.services.accounts.signed_links import SignedLink
 from tinkercloud.services.checkpoints.copy_service import CopyHeaders
@@ -42,14 +49,14 @@ async def copy_weights(
 
 @router.get("/training_runs/{run_id}/checkpoints/{segment}/{name}/external_weights_urls")
 async def external_weights_urls(
-    path: CheckpointPathDep, user: UserDep, services: ServicesDep, request: Request
+    path: CheckpointPathDep, user: OwnerDep, services: ServicesDep, request: Request
 ) -> Response:
     return answer(await services.downloads.external_urls(user, path, base_url(services, request)))
 
 
 @router.get("/training_runs/{run_id}/checkpoints/{segment}/{name}/archive")
 async def archive(
-    path: CheckpointPathDep, user: UserDep, services: ServicesDep, request: Request
+    path: CheckpointPathDep, user: OwnerDep, services: ServicesDep, request: Request
 ) -> Response:
     """302, which all SDKs that ask (up to 0.25) take; the body says the same."""
     link = await services.downloads.archive_url(user, path, base_url(services, request))

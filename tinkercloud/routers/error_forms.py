@@ -3,7 +3,7 @@
 from fastapi.exceptions import RequestValidationError
 
 from tinkercloud.anthropic_api import errors as anthropic_errors
-from tinkercloud.errors import InvalidField
+from tinkercloud.errors import InvalidField, QuotaExceeded, TooManyRequests
 from tinkercloud.openai_api import errors as openai_errors
 
 OPENAI_API, ANTHROPIC_API = "/oai/api/", "/anthropic/"  # also within capture sessions
@@ -30,3 +30,10 @@ def _field(error: Exception | None) -> str | None:
         where = error.errors()[0]["loc"]
         return ".".join(str(part) for part in where[1:] if where[0] == "body") or None
     return None
+
+
+def retry_headers(error: Exception) -> dict[str, str]:
+    """What tells a client when to send a refused request again, or not to."""
+    if isinstance(error, TooManyRequests):
+        return {"retry-after": str(error.retry_after_s)}
+    return {"x-should-retry": "false"} if isinstance(error, QuotaExceeded) else {}

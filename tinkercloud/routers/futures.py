@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Query, Request, Response
 
 from tinker_gmi.types import (
     CancelFutureRequest,
@@ -11,8 +11,20 @@ from tinker_gmi.types import (
     FutureRetrieveRequest,
     FuturesRetrieveRequest,
 )
-from tinkercloud.routers.deps import ANYTHING, AcceptDep, ServicesDep, UserDep, answer, json_answer
+from tinkercloud.routers.deps import (
+    ANYTHING,
+    AcceptDep,
+    OwnerDep,
+    ReaderDep,
+    ServicesDep,
+    UserDep,
+    acting_owner,
+    answer,
+    json_answer,
+)
 from tinkercloud.routers.json_route import JsonRoute
+from tinkercloud.routers.result_response import result_response
+from tinkercloud.services.models.result_answer import ResultAnswer
 from tinkercloud.storage.futures import PROTOBUF_TYPE
 
 router = APIRouter(prefix="/api/v1", route_class=JsonRoute)
@@ -28,22 +40,23 @@ def _takes(accept: str, content_type: str) -> bool:
 @router.post("/retrieve_future")
 async def retrieve_future(
     body: FutureRetrieveRequest,
-    user: UserDep,
+    user: ReaderDep,
     services: ServicesDep,
     accept: AcceptDep,
+    request: Request,
 ) -> Response:
     """408 while pending: the client polls again at once. A 200 would log a warning at each poll
     (wire specification, section 4.2). SDKs up to 0.18.0 accept JSON alone."""
     protobuf = _takes(accept, PROTOBUF_TYPE)
-    outcome = await services.results.wait(user, body.request_id, protobuf=protobuf)
-    if outcome is None:
+    result = await services.results.wait(user, body.request_id, protobuf=protobuf)
+    if result is None:
         return answer(services.results.try_again(body.request_id), 408)
-    return Response(outcome.body, media_type=outcome.content_type)
+    return result_response(request, result)
 
 
 @router.post("/retrieve_futures")
 async def retrieve_futures(
-    body: FuturesRetrieveRequest, user: UserDep, services: ServicesDep
+    body: FuturesRetrieveRequest, user: ReaderDep, services: ServicesDep
 ) -> Response:
     """One poll for all samples of a sampling session; clients use it where client/config has
     `sample_use_retrieve_futures` (wire specification, section 4.5)."""
@@ -53,9 +66,10 @@ async def retrieve_futures(
 
 @router.post("/cancel_future")
 async def cancel_future(
-    body: CancelFutureRequest, user: UserDep, services: ServicesDep
+    body: CancelFutureRequest, request: Request, services: ServicesDep
 ) -> Response:
-    await services.completions.cancel(user, body.request_id)
+    owner = await acting_owner(request, "request", body.request_id)
+    await services.completions.cancel(owner, body.request_id)
     return json_answer({})
 
 
@@ -63,11 +77,14 @@ async def cancel_future(
 @router.post("/retrieve_future/{request_id}")
 async def future_status(
     request_id: str,
-    user: UserDep,
+    user: OwnerDep,
     services: ServicesDep,
+    request: Request,
     wait_s: Annotated[float, Query(ge=0)] = 0.0,
 ) -> Response:
     status = await services.results.status(user, request_id, wait_s)
+    if isinstance(status, ResultAnswer):
+        return result_response(request, status)
     return json_answer(status.model_dump(mode="json"))  # with nulls: each is part of it
 
 

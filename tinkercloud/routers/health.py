@@ -1,13 +1,19 @@
 """Liveness, health and metrics."""
 
-import re
-
 from fastapi import APIRouter, Response
 
 from tinker_gmi.types import HealthResponse
-from tinkercloud.routers.deps import ServicesDep, answer, json_answer
+from tinkercloud.routers.deps import (
+    HEALTHZ_PATH,
+    READYZ_PATH,
+    ObservedDep,
+    ServicesDep,
+    answer,
+    json_answer,
+)
 
 router = APIRouter()
+open_router = APIRouter()
 
 
 @router.get("/api/v1/healthz")
@@ -15,35 +21,35 @@ async def healthz() -> Response:
     return answer(HealthResponse())
 
 
+@open_router.get(HEALTHZ_PATH)
+async def alive() -> Response:
+    """For supervisors: this process answers."""
+    return json_answer({"status": "ok"})
+
+
+@open_router.get(READYZ_PATH)
+async def ready(services: ServicesDep) -> Response:
+    """For load balancers: whether this server can do its work just now; else 503 with reasons."""
+    readiness = await services.readiness.check()
+    checks = {name: reason or "ok" for name, reason in readiness.reasons.items()}
+    status = "ready" if readiness.is_ready else "not ready"
+    return json_answer({"status": status, "checks": checks}, 200 if readiness.is_ready else 503)
+
+
 @router.get("/health")
-async def health(services: ServicesDep) -> Response:
-    stats = services.backend.stats()
+async def health(user: ObservedDep, services: ServicesDep) -> Response:
     trouble = services.backend.trouble()
     status = {"status": "ok"} if trouble is None else {"status": "degraded", "reason": trouble}
-    health = {**status, "num_pending": services.tasks.num_pending, "backend": stats}
+    health: dict[str, object] = {**status, "num_pending": services.metrics.num_pending(user)}
+    if user is not None:
+        return json_answer(health)
+    health["backend"] = services.backend.stats()
     speculation = services.backend.speculation()
     return json_answer({**health, "speculation": speculation} if speculation else health)
 
 
 @router.get("/metrics")
-async def metrics(services: ServicesDep) -> Response:
+async def metrics(user: ObservedDep, services: ServicesDep) -> Response:
     """In Prometheus' text format."""
-    gauges = {
-        "requests_pending": services.tasks.num_pending,
-        **services.on_policy.stats(),
-        **services.snapshots.stats(),
-        **services.recovery.stats(),
-        **services.backend.stats(),
-    }
-    lines = [
-        line
-        for name, value in gauges.items()
-        if isinstance(value, int | float)
-        for line in (f"# TYPE {_metric(name)} gauge", f"{_metric(name)} {float(value)!r}")
-    ]
-    body = "\n".join([*lines, *services.backend.metrics(), ""])
-    return Response(body, media_type="text/plain; version=0.0.4")
-
-
-def _metric(name: str) -> str:
-    return "tinkercloud_" + re.sub(r"[^a-zA-Z0-9_]+", "_", name)
+    content = services.metrics.exposition(user)
+    return Response(content, media_type=services.metrics.content_type)

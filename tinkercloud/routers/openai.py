@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 
 from fastapi import APIRouter, Request, Response
 
@@ -12,7 +13,7 @@ from tinkercloud.openai_api.chat_answers import ChatAnswers
 from tinkercloud.openai_api.models import model_json, models_json
 from tinkercloud.openai_api.requests import AnswerForm, chat_form, chat_request
 from tinkercloud.routers.capture_hooks import HeaderHooksDep
-from tinkercloud.routers.deps import ServicesDep, UserDep, json_answer
+from tinkercloud.routers.deps import ServicesDep, UserDep, json_answer, large_json_answer
 from tinkercloud.routers.error_forms import OPENAI_API, error_answer
 from tinkercloud.routers.event_stream import EventStream, server_sent, while_connected
 from tinkercloud.routers.json_route import JsonRoute
@@ -67,7 +68,13 @@ async def _whole_chat(run: ChatRun, form: AnswerForm) -> Response:
     async with aclosing(run.events()) as events:
         async for _ in events:
             pass
-    return json_answer(_answers(run, form).whole(run.answers, run.usage))
+    if form.logprobs:  # a record for each token, and for each alternative
+        return await large_json_answer(partial(_chat_answer, run, form))
+    return json_answer(_chat_answer(run, form))
+
+
+def _chat_answer(run: ChatRun, form: AnswerForm) -> object:
+    return _answers(run, form).whole(run.answers, run.usage)
 
 
 async def _chat_events(run: ChatRun, form: AnswerForm) -> AsyncGenerator[bytes, None]:

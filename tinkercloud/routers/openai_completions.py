@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 
 from fastapi import APIRouter, Request, Response
 
@@ -10,7 +11,7 @@ from tinkercloud.errors import InvalidField, NotFound
 from tinkercloud.openai_api.bodies import CompletionBody
 from tinkercloud.openai_api.completion_answers import CompletionAnswers, completion_choices
 from tinkercloud.openai_api.requests import AnswerForm, completion_form, completion_request
-from tinkercloud.routers.deps import ServicesDep, UserDep, json_answer
+from tinkercloud.routers.deps import ServicesDep, UserDep, json_answer, large_json_answer
 from tinkercloud.routers.event_stream import EventStream, server_sent, while_connected
 from tinkercloud.routers.json_route import JsonRoute
 from tinkercloud.routers.openai import DONE, failed
@@ -40,8 +41,8 @@ async def completions(
     return await while_connected(request, _whole(run, form))
 
 
-@router.get("/{path:path}")
-@router.post("/{path:path}")
+@router.get("/{path:path}", include_in_schema=False)
+@router.post("/{path:path}", include_in_schema=False)
 async def unserved(path: str) -> Response:
     """After all routes of OpenAI's API that are served."""
     raise NotFound(
@@ -61,12 +62,18 @@ async def _whole(run: CompletionRun, form: AnswerForm) -> Response:
     async with aclosing(run.events()) as events:
         async for _ in events:
             pass
+    if form.logprobs:  # a record for each token, and for each alternative
+        return await large_json_answer(partial(_answer, run, form))
+    return json_answer(_answer(run, form))
+
+
+def _answer(run: CompletionRun, form: AnswerForm) -> object:
     prompts = [sample.prompt.tolist() for sample in run.prepared.samples]
     answers = _answers(run, form)
     choices = completion_choices(
         run.prepared.request, prompts, run.answers, run.outputs, answers.text_of
     )
-    return json_answer(answers.whole(choices, run.usage))
+    return answers.whole(choices, run.usage)
 
 
 async def _events(run: CompletionRun, form: AnswerForm) -> AsyncGenerator[bytes, None]:

@@ -6,16 +6,18 @@ from fastapi import APIRouter, Depends, Response
 
 from tinker_gmi.types import GetServerCapabilitiesResponse, SetTtlRequest, SupportedModel
 from tinkercloud.routers.deps import (
+    AudienceDep,
     CheckpointPathDep,
     LimitDep,
     OffsetDep,
+    OwnerDep,
     ServicesDep,
     UserDep,
     answer,
     json_answer,
 )
 from tinkercloud.routers.json_route import JsonRoute
-from tinkercloud.services.accounts.session_search import metadata_of
+from tinkercloud.services.accounts.session_search import metadata_of, state_of
 from tinkercloud.services.models.rest_service import AccessScope, RunQuery
 
 router = APIRouter(prefix="/api/v1", route_class=JsonRoute)
@@ -40,8 +42,10 @@ async def run_query(
     offset: OffsetDep = 0,
     access_scope: AccessScope = "owned",
     project_id: str | None = None,
+    *,
+    audience: AudienceDep,
 ) -> RunQuery:
-    return RunQuery(limit, offset, access_scope, project_id)
+    return RunQuery(limit, offset, access_scope, project_id, everybody=audience is None)
 
 
 RunQueryDep = Annotated[RunQuery, Depends(run_query)]
@@ -54,13 +58,13 @@ async def training_runs(query: RunQueryDep, user: UserDep, services: ServicesDep
 
 @router.get("/training_runs/{run_id}")
 async def training_run(
-    run_id: str, user: UserDep, services: ServicesDep, access_scope: AccessScope = "owned"
+    run_id: str, user: OwnerDep, services: ServicesDep, access_scope: AccessScope = "owned"
 ) -> Response:
     return answer(await services.rest.training_run(user, run_id, access_scope))
 
 
 @router.get("/training_runs/{run_id}/checkpoints")
-async def checkpoints_of_run(run_id: str, user: UserDep, services: ServicesDep) -> Response:
+async def checkpoints_of_run(run_id: str, user: OwnerDep, services: ServicesDep) -> Response:
     return answer(await services.rest.checkpoints_of_run(user, run_id))
 
 
@@ -75,7 +79,7 @@ async def checkpoints(
 # section 0).
 @router.delete("/training_runs/{run_id}/checkpoints/{segment}/{name}")
 async def delete_checkpoint(
-    path: CheckpointPathDep, user: UserDep, services: ServicesDep
+    path: CheckpointPathDep, user: OwnerDep, services: ServicesDep
 ) -> Response:
     await services.checkpoints.delete(user, path)
     return Response(status_code=204)
@@ -96,7 +100,7 @@ async def unpublish(path: CheckpointPathDep, user: UserDep, services: ServicesDe
 
 @router.put("/training_runs/{run_id}/checkpoints/{segment}/{name}/ttl")
 async def set_ttl(
-    path: CheckpointPathDep, body: SetTtlRequest, user: UserDep, services: ServicesDep
+    path: CheckpointPathDep, body: SetTtlRequest, user: OwnerDep, services: ServicesDep
 ) -> Response:
     await services.checkpoints.set_ttl(user, path, body.ttl_seconds)
     return Response(status_code=204)
@@ -107,11 +111,12 @@ async def sessions(
     user: UserDep, services: ServicesDep, limit: LimitDep = 20, offset: OffsetDep = 0
 ) -> Response:
     sessions = await services.sessions.list(user, limit, offset)
-    return json_answer({"sessions": [session.session_id for session in sessions]})
+    states = await services.session_search.states(sessions)
+    return json_answer({"sessions": list(states), "states": states})
 
 
 @router.get("/sessions/{session_id}")
-async def session(session_id: str, user: UserDep, services: ServicesDep) -> Response:
+async def session(session_id: str, user: OwnerDep, services: ServicesDep) -> Response:
     session = await services.sessions.get(user, session_id)
     runs, samplers = await services.rest.session_contents(user, session_id)
     view = {"training_run_ids": runs, "sampler_ids": samplers}
@@ -119,6 +124,7 @@ async def session(session_id: str, user: UserDep, services: ServicesDep) -> Resp
         "user_metadata": metadata_of(session) or None,
         "display_name": session.details.get("display_name"),
         "project_id": session.project_id,
-        "status": await services.session_search.status(session),
+        "status": (status := await services.session_search.status(session)),
+        "state": state_of(status),
     }
     return json_answer(view | {name: value for name, value in extras.items() if value is not None})

@@ -14,7 +14,7 @@ from tinker_gmi.types import (
     SampleRequest,
 )
 from tinkercloud.errors import InvalidRequest
-from tinkercloud.routers.deps import LocalDep, ServicesDep, UserDep, answer
+from tinkercloud.routers.deps import LocalDep, OwnerDep, ServicesDep, UserDep, answer
 from tinkercloud.routers.json_route import JsonRoute
 from tinkercloud.services.common.bodies import fault_text
 
@@ -56,7 +56,7 @@ async def join_sampling_session(
 
 @router.get("/samplers/{sampler_id}")
 async def get_sampler(
-    sampler_id: str, user: UserDep, services: ServicesDep, local: LocalDep
+    sampler_id: str, user: OwnerDep, services: ServicesDep, local: LocalDep
 ) -> Response:
     return answer(await services.sampling.info(user, sampler_id, local=local))
 

@@ -15,7 +15,15 @@ from tinker_gmi.types import (
     TelemetryResponse,
     TelemetrySendRequest,
 )
-from tinkercloud.routers.deps import ServicesDep, UserDep, answer, json_answer
+from tinkercloud.routers.deps import (
+    AudienceDep,
+    OwnerDep,
+    ReaderDep,
+    ServicesDep,
+    UserDep,
+    answer,
+    json_answer,
+)
 from tinkercloud.routers.downloads import base_url
 from tinkercloud.routers.json_route import JsonRoute
 from tinkercloud.services.common.client_flags import client_flags
@@ -56,15 +64,18 @@ async def heartbeat(
 
 @router.post("/sessions/{session_id}/finish")
 async def finish(
-    session_id: str, body: FinishSessionRequest, user: UserDep, services: ServicesDep
+    session_id: str, body: FinishSessionRequest, user: OwnerDep, services: ServicesDep
 ) -> Response:
     await services.sessions.finish(user, session_id, body.reason.type, body.detail)
     return answer(FinishSessionResponse())
 
 
 @router.post("/sessions/search")
-async def search(body: SessionSearchRequest, user: UserDep, services: ServicesDep) -> Response:
-    return answer(await services.session_search.search(user, body))
+async def search(
+    body: SessionSearchRequest, user: ReaderDep, audience: AudienceDep, services: ServicesDep
+) -> Response:
+    everybody = audience is None
+    return answer(await services.session_search.search(user, body, everybody=everybody))
 
 
 @router.put("/sessions/{session_id}/project")

@@ -2,7 +2,7 @@
 
 from fastapi import APIRouter, Request, Response
 
-from tinkercloud.routers.deps import SIGNED_PREFIX, ServicesDep, UserDep, json_answer
+from tinkercloud.routers.deps import SIGNED_PREFIX, OwnerDep, ServicesDep, json_answer
 from tinkercloud.routers.downloads import base_url
 
 router = APIRouter(prefix="/api/v1")
@@ -11,7 +11,7 @@ signed = APIRouter()
 
 @router.get("/sessions/{session_id}/trace_export")
 async def trace_export(
-    session_id: str, user: UserDep, services: ServicesDep, request: Request
+    session_id: str, user: OwnerDep, services: ServicesDep, request: Request
 ) -> Response:
     """Ready at once: the file is made when it is fetched."""
     path = await services.traces.url_path(user, session_id)

@@ -9,7 +9,7 @@ from tinker_gmi.custom_losses import CreateCustomLossRequest
 from tinker_gmi.types import OptimStepRequest
 from tinkercloud.errors import UserError
 from tinkercloud.routers.deps import ServicesDep, UserDep, answer
-from tinkercloud.routers.json_route import INLINE_BYTES, JsonRoute
+from tinkercloud.routers.json_route import INLINE_BYTES, MAX_TRAINING_JSON_BYTES, JsonRoute, parsed
 from tinkercloud.services.common.bodies import TrainingCall, json_call, protobuf_call
 
 router = APIRouter(prefix="/api/v1", route_class=JsonRoute)
@@ -17,16 +17,15 @@ router = APIRouter(prefix="/api/v1", route_class=JsonRoute)
 
 async def _call(request: Request, *, forward_only: bool) -> TrainingCall:
     content_type = request.headers.get("content-type", "")
+    body = await request.body()
     if content_type.startswith("application/json"):
         decode = partial(json_call, forward_only=forward_only)
-    elif content_type.startswith("application/x-protobuf") and not forward_only:
-        decode = protobuf_call
-    else:
+        return await parsed(request, decode, body, MAX_TRAINING_JSON_BYTES)
+    if not content_type.startswith("application/x-protobuf") or forward_only:
         raise UserError(f"content type {content_type!r} is not taken here; send application/json")
-    body = await request.body()
     if len(body) <= INLINE_BYTES:
-        return decode(body)
-    return await asyncio.to_thread(decode, body)
+        return protobuf_call(body)
+    return await asyncio.to_thread(protobuf_call, body)
 
 
 @router.post("/forward_backward")

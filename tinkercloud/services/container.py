@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tinkercloud.backends.base import Backend
 from tinkercloud.config import Config
@@ -13,9 +14,12 @@ from tinkercloud.core.task_manager import TaskManager
 from tinkercloud.errors import StorageFailed
 from tinkercloud.services.accounts.account_service import AccountService
 from tinkercloud.services.accounts.billing_service import BillingService
+from tinkercloud.services.accounts.observers import Observers
+from tinkercloud.services.accounts.quotas import Quotas
 from tinkercloud.services.accounts.session_search import SessionSearch
 from tinkercloud.services.accounts.session_service import SessionService
 from tinkercloud.services.accounts.trace_service import TraceService
+from tinkercloud.services.accounts.unused_sessions import UnusedSessions
 from tinkercloud.services.accounts.usage_recorder import UsageRecorder
 from tinkercloud.services.captures.capture_results import CaptureResults
 from tinkercloud.services.captures.capture_service import CaptureService, CaptureStores
@@ -30,12 +34,15 @@ from tinkercloud.services.chats.text_models import TextModels
 from tinkercloud.services.checkpoints.checkpoint_service import CheckpointService, CheckpointStores
 from tinkercloud.services.checkpoints.copy_service import CopyService
 from tinkercloud.services.checkpoints.download_service import DownloadService
+from tinkercloud.services.common.body_parser import BodyParser
 from tinkercloud.services.common.catalog import Catalog
 from tinkercloud.services.models.completion_service import CompletionService
 from tinkercloud.services.models.dependencies import Dependencies
 from tinkercloud.services.models.future_service import FutureService
+from tinkercloud.services.models.idle_models import IdleModels
 from tinkercloud.services.models.loss_service import LossService
 from tinkercloud.services.models.model_service import ModelService
+from tinkercloud.services.models.published_weights import PublishedWeights
 from tinkercloud.services.models.recovery import Recovery
 from tinkercloud.services.models.recovery_files import RecoveryFiles
 from tinkercloud.services.models.rest_service import RestService
@@ -45,6 +52,8 @@ from tinkercloud.services.models.sampling_service import SamplingService
 from tinkercloud.services.models.snapshots import Snapshots
 from tinkercloud.services.models.training_service import TrainingService
 from tinkercloud.services.models.version_store import VersionStore
+from tinkercloud.services.observability.metrics_service import MetricSources, MetricsService
+from tinkercloud.services.observability.readiness import ReadinessService
 from tinkercloud.storage.archive import ArchiveStorage
 from tinkercloud.storage.audit_log import AuditLog
 from tinkercloud.storage.capture_rewards import CaptureRewardStorage
@@ -55,14 +64,20 @@ from tinkercloud.storage.journal import JournalStorage
 from tinkercloud.storage.keys import KeyStore
 from tinkercloud.storage.loss_storage import LossStorage
 from tinkercloud.storage.metadata import MetadataStorage
+from tinkercloud.storage.owners import Owners
 from tinkercloud.storage.publications import PublicationStorage
 from tinkercloud.storage.sample_records import SampleRecordStorage
 from tinkercloud.storage.session_storage import SessionStorage
 from tinkercloud.storage.usage_storage import UsageStorage
 
+if TYPE_CHECKING:
+    from tinkercloud.services.observability.span_export import SpanExport
+
 logger = logging.getLogger(__name__)
 
 SHORTEST_SWEEP_S, LONGEST_SWEEP_S = 0.05, 60.0
+FETCHED_S = 600.0
+"""Within which clients have fetched their results, whatever happened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +108,14 @@ class Services:
     on_policy: OnPolicyTracker
     billing: BillingService
     audit: AuditLog
+    owners: Owners
     traces: TraceService
     recovery: Recovery
     snapshots: Snapshots
+    idle: IdleModels
+    published_weights: PublishedWeights
     archive: RunArchive
+    unused_sessions: UnusedSessions
     accounts: AccountService
     names: ModelNames
     chat: ChatService
@@ -104,6 +123,11 @@ class Services:
     capture_results: CaptureResults
     reward_webhooks: RewardWebhooks
     text_completions: TextCompletionService
+    readiness: ReadinessService
+    bodies: BodyParser
+    metrics: MetricsService
+    observers: Observers
+    spans: "SpanExport | None"
 
     async def start(self) -> None:
         await self.checkpoints.start()
@@ -113,20 +137,31 @@ class Services:
         self.tasks.spawn(self._sweep_forever(), "expiry")
         self.tasks.spawn(self.reward_webhooks.run_forever(), "webhooks")
         self.tasks.spawn(self.usage.flush_forever(), "usage")
+        self.tasks.spawn(self.idle.run_forever(), "idle")
 
     async def close(self) -> None:
         """Work first, so that nothing reaches for what is closed after it."""
         await self.stop_work()
         await self.usage.flush()
         await self.sampling.close()
+        self.bodies.close()
+        if self.spans is not None:
+            await self.spans.close()
 
     async def _sweep(self) -> None:
         await self.futures.expire(self.config.result_ttl_s)
+        num_gone = await self.futures.keep_within(self.config.result_bytes, FETCHED_S)
+        if num_gone:
+            logger.warning("%d results went before their time: result_bytes", num_gone)
         await self.checkpoints.remove_expired()
         await self.checkpoints.remove_unrecorded()
         await self.sample_records.expire()
         await self.captures.expire()
+        await self.sessions.expire()
+        await self.unused_sessions.finish()
         await self.archive.expire()
+        await self.published_weights.keep_within()
+        await self.database.shrink()
 
     async def stop_work(self, *, drain: bool = True) -> None:
         """Let operations of models that run end, and keep what they made, within the time that is
@@ -139,7 +174,9 @@ class Services:
         await self.snapshots.close(settled, max(deadline - time.monotonic(), 0.0))
 
     async def _sweep_forever(self) -> None:
-        ttl_s = min(self.config.result_ttl_s, self.config.record_ttl_s, self.config.capture_ttl_s)
+        config = self.config
+        results_s = min(config.result_ttl_s, config.record_ttl_s, config.capture_ttl_s)
+        ttl_s = min(results_s, config.session_ttl_s)
         while True:
             try:
                 await self._sweep()
@@ -156,6 +193,19 @@ class Stores:
     keys: KeyStore
 
 
+def _observers(config: Config, keys: KeyStore) -> Observers:
+    names = {name.strip() for name in config.metrics_users.split(",")}
+    return Observers(names, keys, auth=config.auth)
+
+
+def _span_export(config: Config, tasks: TaskManager) -> "SpanExport | None":
+    if config.otlp_endpoint is None:
+        return None
+    from tinkercloud.services.observability.span_export import SpanExport  # an extra's packages
+
+    return SpanExport(config.otlp_endpoint, tasks)
+
+
 def build_services(
     config: Config,
     client_config: Mapping[str, object],
@@ -168,9 +218,11 @@ def build_services(
     metadata = MetadataStorage(database)
     tasks = TaskManager(futures, gap_grace_s=config.gap_grace_s)
     audit = AuditLog(database)
-    sessions = SessionService(SessionStorage(database), audit)
+    stored_sessions = SessionStorage(database)
+    sessions = SessionService(stored_sessions, audit, config.session_ttl_s)
     usage_storage = UsageStorage(database)
     usage = UsageRecorder(usage_storage)
+    quotas = tasks.admission = Quotas(metadata, usage)
     publications = PublicationStorage(database)
     checkpoints = CheckpointService(
         backend, CheckpointStores(metadata, publications, stores.keys, audit), config.data_dir
@@ -191,6 +243,10 @@ def build_services(
     snapshots = Snapshots(backend, journal, versions, files, archive)
     recovery = Recovery(backend, catalog, metadata, journal, snapshots)
     tasks.lanes.keeper, recovery.recorded = recovery, tasks.recorded
+    idle = IdleModels(tasks.lanes, metadata, recovery, versions, config.idle_model_s)
+    sessions.when_expired(idle.put_session_away)
+    backend.use_for_room(idle.make_room)
+    published_weights = PublishedWeights(journal, versions, files, config.published_bytes)
     dependencies = Dependencies(
         *(backend, catalog, metadata, tasks, sessions, checkpoints, sample_records, usage),
         losses=losses,
@@ -198,12 +254,18 @@ def build_services(
         versions=versions,
         recovery=recovery,
         recovery_files=files,
+        published_weights=published_weights,
+        quotas=quotas,
+        shares_prefixes=config.share_prefix_cache,
+        idle_model_s=config.idle_model_s,
     )
     sampling = SamplingService(dependencies)
     models = ModelService(dependencies)
     names = ModelNames(catalog, checkpoints, sampling)
     stored = CaptureStores(CaptureStorage(database), CaptureRewardStorage(database), metadata)
-    texts, slots = TextModels(catalog), RequestSlots()
+    texts, slots = TextModels(catalog), RequestSlots(quotas)
+    stats = (on_policy.stats, snapshots.stats, recovery.stats, idle.stats, sessions.stats)
+    sources = MetricSources(backend, tasks, stats, usage.totals)
     captures = CaptureService(config, stored, names, texts)
     return Services(
         config=config,
@@ -217,7 +279,7 @@ def build_services(
         session_search=SessionSearch(SessionStorage(database)),
         models=models,
         checkpoints=checkpoints,
-        copies=CopyService(checkpoints, metadata, sessions),
+        copies=CopyService(checkpoints, metadata, sessions, quotas),
         downloads=DownloadService(
             checkpoints, catalog, stores.keys.secret("signed links"), config.data_dir
         ),
@@ -232,10 +294,14 @@ def build_services(
         on_policy=on_policy,
         billing=BillingService(usage_storage, usage, SessionStorage(database)),
         audit=audit,
+        owners=Owners(database),
         traces=TraceService(sessions, futures, stores.keys.secret("signed links")),
         recovery=recovery,
         snapshots=snapshots,
+        idle=idle,
+        published_weights=published_weights,
         archive=archive,
+        unused_sessions=UnusedSessions(stored_sessions, sessions, days=config.session_days),
         accounts=AccountService(stores.keys),
         names=names,
         captures=captures,
@@ -245,4 +311,9 @@ def build_services(
         ),
         chat=ChatService(names, texts, sampling, slots),
         text_completions=TextCompletionService(names, texts, sampling, slots),
+        bodies=BodyParser(),
+        readiness=ReadinessService(backend, database, config.data_dir),
+        spans=_span_export(config, tasks),
+        observers=_observers(config, stores.keys),
+        metrics=MetricsService(sources),
     )

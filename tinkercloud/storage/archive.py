@@ -72,6 +72,20 @@ class ArchiveStorage:
         )
         return [(row["position"], row["class"]) for row in rows]
 
+    async def inflight_publications(
+        self, model_id: str, began: float, ended: float
+    ) -> list[RanOperation]:
+        """Operations that published what inflight samplers of the model sampled at any time between
+        the two, newest first."""
+        rows = await self._database.all(
+            f"SELECT {RAN_COLUMNS}, ran_at FROM operations WHERE model_id = ?1 AND applied"
+            " AND ran_at <= ?2 AND request_id IN (SELECT request_id FROM samplers"
+            " WHERE model_id = ?1 AND kind = 'inflight') ORDER BY position DESC",
+            *(model_id, ended),
+        )
+        num_later = sum(row["ran_at"] > began for row in rows)
+        return [RanOperation(*row[:-1]) for row in rows[: num_later + 1]]
+
     async def next_cut(self, model_id: str) -> int | None:
         """The position of the oldest snapshot that has something kept before it; None: nothing can
         be cut."""

@@ -19,6 +19,13 @@ class AuditEntry:
     at: float
     event: str
     details: Mapping[str, Any]
+    user: str
+    """In whose log it is."""
+
+
+def whose(user: str | None, column: str = "user") -> str:
+    """A condition with one parameter, the user; None: no condition."""
+    return "? IS NULL" if user is None else f"{column} = ?"
 
 
 class AuditLog:
@@ -35,12 +42,16 @@ class AuditLog:
         await self._database.write(INSERT_ENTRY, time.time(), user, resource, event, text)
 
     async def entries(
-        self, user: str, resource: AuditResource | None, first: float, end: float
+        self, user: str | None, resource: AuditResource | None, first: float, end: float
     ) -> list[AuditEntry]:
-        """Of [first, end) in seconds since the epoch, in order; resource None: of all."""
+        """Of [first, end) in seconds since the epoch, in order. None: of all logs, of all
+        resources."""
         rows = await self._database.all(
-            "SELECT at, event, details FROM audit_log WHERE user = ? AND at >= ? AND at < ?"
-            " AND (? IS NULL OR resource = ?) ORDER BY at, entry_id",
+            f"SELECT at, event, details, user FROM audit_log WHERE {whose(user)}"
+            " AND at >= ? AND at < ? AND (? IS NULL OR resource = ?) ORDER BY at, entry_id",
             *(user, first, end, resource, resource),
         )
-        return [AuditEntry(row["at"], row["event"], json.loads(row["details"])) for row in rows]
+        return [
+            AuditEntry(row["at"], row["event"], json.loads(row["details"]), row["user"])
+            for row in rows
+        ]

@@ -4,26 +4,41 @@ Whoever replaces this (a simulated disk) gives connections that do the same.
 """
 
 import sqlite3
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
 TIMEOUT_S = 30.0  # for another process that writes
+Value = str | bytes | int | float | None
+Statement = tuple[str, tuple[Value, ...]]
+"""SQL and the values of its parameters."""
 
 
 class AsyncConnection(Protocol):
-    """What is used of `aiosqlite.Connection`. Outside of BEGIN each statement commits by itself."""
+    """What is used of `aiosqlite.Connection`, and `transact`. Each statement commits by itself."""
 
     def execute(self, sql: str, parameters: Iterable[Any] = ..., /) -> Awaitable[object]: ...
-    def executemany(
-        self, sql: str, parameters: Iterable[Iterable[Any]], /
-    ) -> Awaitable[object]: ...
     def execute_fetchall(
         self, sql: str, parameters: Iterable[Any] = ..., /
     ) -> Awaitable[Iterable[sqlite3.Row]]: ...
-    def commit(self) -> Awaitable[None]: ...
-    def rollback(self) -> Awaitable[None]: ...
+    def transact(self, statements: Sequence[Statement], /) -> Awaitable[None]:
+        """As the function `transact`."""
+        ...
+
     def close(self) -> Awaitable[None]: ...
+
+
+def transact(connection: sqlite3.Connection, statements: Sequence[Statement]) -> None:
+    """Execute and commit all of them, or none, with the error of the one that failed."""
+    try:
+        connection.execute("BEGIN")
+        for sql, run in groupby(statements, key=lambda statement: statement[0]):
+            connection.executemany(sql, [values for _, values in run])
+        connection.commit()
+    except Exception:  # a value that SQLite cannot bind is no sqlite3.Error
+        connection.rollback()
+        raise
 
 
 class Connector(Protocol):
@@ -47,11 +62,9 @@ class SqliteConnector:
 
     async def connect_async(self, path: Path) -> AsyncConnection:
         # Here: commands that read keys need no package of the server's.
-        import aiosqlite
+        from tinkercloud.storage.threaded_connection import connect
 
-        connection = await aiosqlite.connect(path, timeout=TIMEOUT_S, isolation_level=None)
-        connection.row_factory = sqlite3.Row
-        return connection
+        return await connect(path, TIMEOUT_S)
 
 
 SQLITE = SqliteConnector()

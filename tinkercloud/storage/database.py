@@ -10,30 +10,34 @@ import logging
 import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
 
 from tinkercloud.errors import ServerFault, StorageFailed
-from tinkercloud.storage.connections import SQLITE, AsyncConnection, Connector
+from tinkercloud.storage.connections import SQLITE, AsyncConnection, Connector, Statement, Value
 from tinkercloud.storage.database_file import prepare_database_file
 
 logger = logging.getLogger(__name__)
 
-Value = str | bytes | int | float | None
 Row = sqlite3.Row
 _NO_WRITES = {
     *(sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY),
     *(sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM),
 }
 MAX_GROUP = 1000  # writes per commit, so that one commit stays well below a second
-Statement = tuple[str, tuple[Value, ...]]
-"""SQL and the values of its parameters."""
+SHRINK_PAGES = 1000  # at once, so that other writes wait some milliseconds only
+MAX_FREE_PAGES = 1000
+"""That stay in the file for what is written next."""
+LOG_BYTES = 16 * 1024**2
+"""What stays of the write-ahead log after a large write."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Write:
+    """alone: in no transaction with others."""
+
     statements: tuple[Statement, ...]
     done: asyncio.Future[None] = field(repr=False)
+    alone: bool = False
 
 
 class Database:
@@ -64,17 +68,45 @@ class Database:
         await self._writer.close()
 
     async def write(self, sql: str, *values: Value) -> None:
-        """Execute one statement; return when it is committed. Raises StorageFailed, and
-        sqlite3.Error of its own only."""
+        """Execute one statement; return when it is committed. Raises StorageFailed, and errors of
+        its own only: sqlite3.Error, and OverflowError for a number that SQLite does not have."""
         await self.write_all((sql, values))
 
     async def write_all(self, *statements: Statement) -> None:
         """The same of several, in their order: all of them take effect, or none."""
+        await self._queued(statements)
+
+    async def _queued(self, statements: tuple[Statement, ...], *, alone: bool = False) -> None:
         if self._closed:
             raise ServerFault("the server is shutting down")
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.put_nowait(_Write(statements, done))
+        self._queue.put_nowait(_Write(statements, done, alone))
         await done
+
+    async def num_bytes(self) -> int:
+        """Of the file, without what deleted rows have left in it. Cheap."""
+        num_pages = await self._pragma("page_count") - await self._pragma("freelist_count")
+        return num_pages * await self._pragma("page_size")
+
+    async def shrink(self) -> None:
+        """Give the room of deleted rows back to the file system, piece by piece. Raises
+        StorageFailed."""
+        num_free = await self._pragma("freelist_count")
+        while num_free > MAX_FREE_PAGES:
+            statement = (f"PRAGMA incremental_vacuum({SHRINK_PAGES})", ())
+            await self._queued((statement,), alone=True)
+            before, num_free = num_free, await self._pragma("freelist_count")
+            if num_free >= before:
+                return
+
+    async def _pragma(self, name: str) -> int:
+        row = await self.one(f"PRAGMA {name}")
+        assert row is not None
+        return row[0]
+
+    async def probe(self) -> None:
+        """Write and commit a row that changes nothing. Raises StorageFailed."""
+        await self.write("UPDATE secrets SET value = value WHERE name = 'tokens'")
 
     async def all(self, sql: str, *values: Value) -> list[Row]:
         return list(await self._reader.execute_fetchall(sql, values))
@@ -95,12 +127,15 @@ class Database:
                     closing = True
                 else:
                     group.append(write)
-            await self._commit(group)
+            await self._commit([write for write in group if not write.alone])
+            for write in group:
+                if write.alone:
+                    await self._commit([write])
 
     async def _commit(self, group: Sequence[_Write]) -> None:
         try:
             await self._execute(group)
-        except sqlite3.Error as error:
+        except Exception as error:
             if len(group) > 1:  # only the faulty write may fail, not the others
                 for write in group:
                     await self._commit([write])
@@ -114,21 +149,19 @@ class Database:
         statements = [statement for write in group for statement in write.statements]
         if not statements:
             return
-        if len(statements) == 1:  # it commits by itself: one call of the writer's thread, not three
+        if group[0].alone:  # to its end: what SQLite does for it, it does row by row
+            await self._writer.execute_fetchall(*statements[0])
+            return
+        if len(statements) == 1:  # it commits by itself
             await self._writer.execute(*statements[0])
             return
-        try:
-            await self._writer.execute("BEGIN")
-            for sql, run in groupby(statements, key=lambda statement: statement[0]):
-                await self._writer.executemany(sql, [values for _, values in run])
-            await self._writer.commit()
-        except sqlite3.Error:
-            await self._writer.rollback()
-            raise
+        await self._writer.transact(statements)
 
 
-def _named(error: sqlite3.Error) -> Exception:
-    return StorageFailed(str(error)) if error.sqlite_errorcode & 0xFF in _NO_WRITES else error
+def _named(error: Exception) -> Exception:
+    """sqlite3 raises some errors of its own, which have no code of SQLite's."""
+    code = getattr(error, "sqlite_errorcode", 0)
+    return StorageFailed(str(error)) if code & 0xFF in _NO_WRITES else error
 
 
 def _settle(group: Sequence[_Write], error: Exception | None) -> None:
@@ -146,4 +179,5 @@ async def _connect(path: Path, connector: Connector) -> AsyncConnection:
     await connection.execute("PRAGMA journal_mode = WAL")
     # Some milliseconds a commit: what was acknowledged is there after a power cut.
     await connection.execute("PRAGMA synchronous = FULL")
+    await connection.execute(f"PRAGMA journal_size_limit = {LOG_BYTES}")
     return connection

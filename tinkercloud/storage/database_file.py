@@ -4,6 +4,7 @@
 after its own number, which SQLite keeps in the file (`PRAGMA user_version`), in one transaction.
 """
 
+import logging
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -14,6 +15,8 @@ from tinkercloud.errors import ConfigError
 from tinkercloud.storage.connections import SQLITE, Connector
 
 DATABASE_NAME = "tinkercloud.db"
+_INCREMENTAL = 2  # of PRAGMA auto_vacuum
+logger = logging.getLogger(__name__)
 
 
 def prepare_database_file(data_dir: Path, connector: Connector = SQLITE) -> Path:
@@ -32,10 +35,24 @@ def prepare_database_file(data_dir: Path, connector: Connector = SQLITE) -> Path
         ) from error
     try:
         with closing(connector.connect(path)) as connection:
+            _let_it_shrink(connection)
             migrate(connection)
     except sqlite3.DatabaseError as error:
         raise ConfigError(_advice(path, error)) from error
     return path
+
+
+def _let_it_shrink(connection: sqlite3.Connection) -> None:
+    """The file can give back the room of deleted rows. One of an earlier version is written anew
+    for that, once; where there is no room for it, or another process is in it, at a later start."""
+    if connection.execute("PRAGMA auto_vacuum").fetchone()[0] == _INCREMENTAL:
+        return
+    connection.execute(f"PRAGMA auto_vacuum = {_INCREMENTAL}")
+    if connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
+        try:
+            connection.execute("VACUUM")
+        except sqlite3.OperationalError as error:
+            logger.warning("the database stays as large as it was: %s", error)
 
 
 def migrate(connection: sqlite3.Connection) -> None:
@@ -113,6 +130,17 @@ def _add_requests(connection: sqlite3.Connection) -> None:
     _add_columns(connection, "samplers", request_id="TEXT")
 
 
+def _add_digests(connection: sqlite3.Connection) -> None:
+    """Of what a request asks for: another one with its number is refused."""
+    _add_columns(connection, "futures", digest="BLOB")
+
+
+def _add_roles(connection: sqlite3.Connection) -> None:
+    """Keys from before there were roles and quotas do what they did."""
+    role, quota = "TEXT NOT NULL DEFAULT 'user'", "TEXT NOT NULL DEFAULT '{}'"
+    _add_columns(connection, "keys", role=role, quota=quota)
+
+
 def _add_columns(connection: sqlite3.Connection, table: str, **columns: str) -> None:
     there = {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
     for name, kind in columns.items():
@@ -123,4 +151,6 @@ def _add_columns(connection: sqlite3.Connection, table: str, **columns: str) -> 
 MIGRATIONS: tuple[Callable[[sqlite3.Connection], None], ...] = (
     _add_columns_of_futures,
     _add_requests,
+    _add_digests,
+    _add_roles,
 )

@@ -85,6 +85,15 @@ class Numerics:
     inexact_since: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class KeptVersion:
+    """Published weights as files. directory: relative to the data folder."""
+
+    key: str
+    user: str
+    directory: str
+
+
 RAN_COLUMNS = "request_id, user, model_id, kind, seq_id, position, digest, took_s, request"
 _SNAPSHOT = "model_id, user, position, directory, num_bytes, num_steps, computed_s"
 _NEWEST = "(SELECT MAX(s.position) FROM snapshots s WHERE s.model_id = operations.model_id)"
@@ -236,6 +245,17 @@ class JournalStorage:
             *(key, user, model_id, directory),
         )
         return None if old == directory else old
+
+    async def kept_versions(self) -> list[KeptVersion]:
+        """Of all users: for maintenance."""
+        rows = await self._database.all("SELECT version_key, user, directory FROM kept_versions")
+        return [KeptVersion(*row) for row in rows]
+
+    async def drop_version(self, kept: KeptVersion) -> None:
+        await self._database.write(
+            "DELETE FROM kept_versions WHERE version_key = ? AND user = ? AND directory = ?",
+            *(kept.key, kept.user, kept.directory),
+        )
 
     async def version_directory(self, user: str, key: str) -> str | None:
         row = await self._database.one(

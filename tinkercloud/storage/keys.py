@@ -8,10 +8,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 from tinkercloud.storage.audit_log import INSERT_ENTRY
 from tinkercloud.storage.connections import SQLITE, Connector
 from tinkercloud.storage.database_file import prepare_database_file
+from tinkercloud.storage.quota import Quota
 from tinkercloud.storage.tokens import TOKEN_PREFIX, TokenSigner
 
 KEY_PREFIX = "tml-"  # the official client refuses other keys (wire specification, section 16)
@@ -19,6 +21,11 @@ DEFAULT_USER = "default"
 CACHE_S = 1.0  # a revoked key, and its tokens, work at most this much longer in a running server
 OPERATOR = "operator"  # in the audit log: whoever has the machine's command line
 _ID_PREFIX = "key-"
+UNLIMITED = Quota()
+
+Role = Literal["admin", "user", "read-only"]
+"""Of a key. user: all that is its user's. read-only: sees that, and neither trains, samples nor
+changes. admin: a user's, and sees, ends and deletes what is anybody's."""
 
 
 def _digest(key: str) -> bytes:
@@ -34,11 +41,22 @@ class KeyRecord:
     digest: bytes = field(repr=False)
     name: str = ""
     note: str = ""
+    role: Role = "user"
+    quota: Quota = UNLIMITED
 
     @property
     def number(self) -> int:
         """The id as clients want it, a number."""
         return int(self.key_id.removeprefix(_ID_PREFIX), 16)
+
+
+class ListedKey(NamedTuple):
+    key_id: str
+    user: str
+    created_at: float
+    role: Role
+    quota: Quota
+    name: str
 
 
 class KeyStore:
@@ -61,30 +79,53 @@ class KeyStore:
             return None
         return self.add(DEFAULT_USER)
 
-    def add(self, user: str, *, name: str = "", note: str = "") -> str:
+    def add(
+        self,
+        user: str,
+        *,
+        name: str = "",
+        note: str = "",
+        role: Role = "user",
+        quota: Quota = UNLIMITED,
+    ) -> str:
         """A new key of `user`; the plaintext is not kept."""
         key = KEY_PREFIX + secrets.token_urlsafe(32)
         key_id = _ID_PREFIX + secrets.token_hex(4)
-        row = (key_id, user, _digest(key), time.time())
+        row = (key_id, user, _digest(key), time.time(), role, quota.encoded())
         with self._connection:
-            self._connection.execute("INSERT INTO keys VALUES (?, ?, ?, ?)", row)
+            self._connection.execute(
+                "INSERT INTO keys (key_id, user, sha256, created_at, role, quota)"
+                " VALUES (?, ?, ?, ?, ?, ?)",
+                row,
+            )
             if name or note:
                 label = (key_id, name, note)
                 self._connection.execute("INSERT INTO key_labels VALUES (?, ?, ?)", label)
-            self._audit(user, "api_key_created", actor=OPERATOR, key_id=key_id)
+            about = {"key_id": key_id, "role": role, "quota": quota.limits()}
+            self._audit(user, "api_key_created", actor=OPERATOR, **about)
         self._cached_at = float("-inf")
         return key
 
-    def list(self) -> list[tuple[str, str, float]]:
-        """(id, user, created_at) of every key, oldest first."""
-        query = "SELECT key_id, user, created_at FROM keys ORDER BY created_at, key_id"
-        return self._connection.execute(query).fetchall()
+    def set(self, key_id: str, *, role: Role, quota: Quota) -> None:
+        """Of a key that there is; its tokens have them too."""
+        with self._connection:
+            query = "UPDATE keys SET role = ?, quota = ? WHERE key_id = ? RETURNING user"
+            rows = self._connection.execute(query, (role, quota.encoded(), key_id)).fetchall()
+            about = {"key_id": key_id, "role": role, "quota": quota.limits()}
+            for (user,) in rows:
+                self._audit(user, "api_key_changed", actor=OPERATOR, **about)
+        self._cached_at = float("-inf")
 
-    def names(self) -> dict[str, str]:
-        """The names of those keys that have one, by id."""
-        return dict(
-            self._connection.execute("SELECT key_id, name FROM key_labels WHERE name != ''")
+    def list(self) -> list[ListedKey]:
+        """Every key, oldest first."""
+        rows = self._connection.execute(
+            "SELECT key_id, user, created_at, role, quota, COALESCE(name, '')"
+            " FROM keys LEFT JOIN key_labels USING (key_id) ORDER BY created_at, key_id"
         )
+        return [
+            ListedKey(key_id, user, created_at, role, Quota.decoded(quota), name)
+            for key_id, user, created_at, role, quota, name in rows
+        ]
 
     def revoke(self, key_id: str, *, actor: str = OPERATOR) -> bool:
         """Whether there was such a key. Its tokens end with it."""
@@ -121,18 +162,30 @@ class KeyStore:
         """A token that stands for the key until it expires or the key is revoked."""
         return self._signer.sign({**claims, "key_id": key_id})
 
+    def users(self) -> frozenset[str]:
+        """Who has a key."""
+        if not self._is_fresh():
+            self._read()
+        return frozenset(record.user for record in self._cached)
+
     def _find(self, lookup: Callable[[], KeyRecord | None]) -> KeyRecord | None:
-        if time.monotonic() - self._cached_at < CACHE_S:
+        if self._is_fresh():
             record = lookup()
             if record is not None:
                 return record
-        rows = self._connection.execute(
-            "SELECT key_id, user, sha256, COALESCE(name, ''), COALESCE(note, '')"
-            " FROM keys LEFT JOIN key_labels USING (key_id)"
-        )
-        self._cached = [KeyRecord(*row) for row in rows]
-        self._cached_at = time.monotonic()
+        self._read()
         return lookup()
+
+    def _is_fresh(self) -> bool:
+        return time.monotonic() - self._cached_at < CACHE_S
+
+    def _read(self) -> None:
+        rows = self._connection.execute(
+            "SELECT key_id, user, sha256, COALESCE(name, ''), COALESCE(note, ''), role,"
+            " quota FROM keys LEFT JOIN key_labels USING (key_id)"
+        )
+        self._cached = [KeyRecord(*fields, quota=Quota.decoded(quota)) for *fields, quota in rows]
+        self._cached_at = time.monotonic()
 
     def _match(self, digest: bytes) -> KeyRecord | None:
         match = None

@@ -194,6 +194,12 @@ class MetadataStorage:
         )
         return 0 if row is None else row["num"]
 
+    async def live_models(self, user: str) -> list[Model]:
+        rows = await self._database.all(
+            "SELECT * FROM models WHERE user = ? AND state = 'live'", user
+        )
+        return [model_of(row) for row in rows]
+
     async def models_of_session(self, session_id: str, user: str) -> list[Model]:
         rows = await self._database.all(
             "SELECT * FROM models WHERE session_id = ? AND user = ? AND state != 'failed'"
@@ -258,6 +264,13 @@ class MetadataStorage:
         row = await self._database.one(
             f"SELECT COUNT(*) AS num FROM checkpoints WHERE user = ? AND {ALIVE}",
             *(user, time.time()),
+        )
+        return 0 if row is None else row["num"]
+
+    async def num_checkpoint_bytes(self, user: str) -> int:
+        """Of all that are there, expired ones too until their files are removed."""
+        row = await self._database.one(
+            "SELECT COALESCE(SUM(size_bytes), 0) AS num FROM checkpoints WHERE user = ?", user
         )
         return 0 if row is None else row["num"]
 

@@ -12,9 +12,11 @@ from tinkercloud.storage.metadata import (
     model_of,
 )
 
+_UNEXPIRED = ALIVE.replace("?", "?2")
 _ACCESSIBLE = (
-    "state != 'failed' AND (user = ? OR EXISTS (SELECT 1 FROM checkpoints JOIN published"
-    f" USING (directory) WHERE checkpoints.model_id = models.model_id AND {ALIVE}))"
+    "state != 'failed' AND (?1 IS NULL OR user = ?1"
+    " OR EXISTS (SELECT 1 FROM checkpoints JOIN published"
+    f" USING (directory) WHERE checkpoints.model_id = models.model_id AND {_UNEXPIRED}))"
 )
 
 
@@ -73,21 +75,21 @@ class PublicationStorage:
     async def accessible_model(self, model_id: str, user: str) -> Model | None:
         """The user's own model, or one with a published checkpoint."""
         row = await self._database.one(
-            f"SELECT * FROM models WHERE model_id = ? AND {_ACCESSIBLE}",
-            *(model_id, user, time.time()),
+            f"SELECT * FROM models WHERE {_ACCESSIBLE} AND model_id = ?3",
+            *(user, time.time(), model_id),
         )
         return None if row is None else model_of(row)
 
-    async def accessible_models(self, user: str, limit: int, offset: int) -> list[Model]:
-        """Newest first."""
+    async def accessible_models(self, user: str | None, limit: int, offset: int) -> list[Model]:
+        """Newest first. user None: everybody's."""
         rows = await self._database.all(
             f"SELECT * FROM models WHERE {_ACCESSIBLE}"
-            " ORDER BY created_at DESC, model_id LIMIT ? OFFSET ?",
+            " ORDER BY created_at DESC, model_id LIMIT ?3 OFFSET ?4",
             *(user, time.time(), limit, offset),
         )
         return [model_of(row) for row in rows]
 
-    async def num_accessible_models(self, user: str) -> int:
+    async def num_accessible_models(self, user: str | None) -> int:
         row = await self._database.one(
             f"SELECT COUNT(*) AS num FROM models WHERE {_ACCESSIBLE}", user, time.time()
         )

@@ -6,7 +6,9 @@ CREATE TABLE IF NOT EXISTS keys (
     key_id      TEXT PRIMARY KEY,
     user        TEXT NOT NULL,
     sha256      BLOB NOT NULL UNIQUE,
-    created_at  REAL NOT NULL
+    created_at  REAL NOT NULL,
+    role        TEXT NOT NULL DEFAULT 'user',  -- "admin" | "user" | "read-only"
+    quota       TEXT NOT NULL DEFAULT '{}'     -- the limits that there are: {"models", "queued", ...}
 );
 
 CREATE TABLE IF NOT EXISTS key_labels (
@@ -98,8 +100,9 @@ CREATE TABLE IF NOT EXISTS futures (
     finished_at  REAL,
     sampler_id   TEXT,                    -- of a sample
     started_at   REAL,                    -- when its work began
-    request      BLOB                     -- what it asks for, until it ends: to begin again after a restart;
+    request      BLOB,                    -- what it asks for, until it ends: to begin again after a restart;
                                           -- of a sample that succeeded as long as its result
+    digest       BLOB                     -- of what it asks for, with dedup_key: SHA-256
 );
 CREATE INDEX IF NOT EXISTS futures_by_sampler ON futures (sampler_id, finished_at)
     WHERE sampler_id IS NOT NULL;

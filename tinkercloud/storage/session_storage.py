@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,6 +20,12 @@ class Session:
     finished_at: float | None = None
     details: dict[str, object] = field(default_factory=dict)
     finish_reason: str | None = None
+
+    @property
+    def expired_at(self) -> float | None:
+        """When it was closed for want of heartbeats; None: it was not, or has been resumed."""
+        at = self.details.get("expired_at")
+        return at if isinstance(at, float) else None
 
     @property
     def project_id(self) -> str:
@@ -61,6 +67,17 @@ def _session(row: Row) -> Session:
     )
 
 
+# Without a heartbeat, a request or a result since ?1, and with no request pending. Ids of models
+# and samplers begin with their session's; ";" is the character after ":".
+_SILENT = (
+    "SELECT user, session_id FROM sessions s WHERE heartbeat_at < ?1"
+    " AND NOT EXISTS (SELECT 1 FROM models m WHERE m.session_id = s.session_id"
+    "  AND m.last_request_at >= ?1)"
+    " AND NOT EXISTS (SELECT 1 FROM futures f WHERE f.model_id >= s.session_id || ':'"
+    "  AND f.model_id < s.session_id || ';' AND (f.status = 'pending' OR f.finished_at >= ?1))"
+    " AND NOT EXISTS (SELECT 1 FROM futures f WHERE f.sampler_id >= s.session_id || ':'"
+    "  AND f.sampler_id < s.session_id || ';' AND (f.status = 'pending' OR f.finished_at >= ?1))"
+)
 _CREATED_US = "CAST(ROUND(created_at * 1e6) AS INTEGER)"
 
 
@@ -93,7 +110,37 @@ class SessionStorage:
 
     async def heartbeat(self, session_id: str) -> None:
         await self._database.write(
-            "UPDATE sessions SET heartbeat_at = ? WHERE session_id = ?", time.time(), session_id
+            "UPDATE sessions SET heartbeat_at = ?, details = CASE WHEN details LIKE '%expired_at%'"
+            " THEN json_remove(details, '$.expired_at') ELSE details END WHERE session_id = ?",
+            *(time.time(), session_id),
+        )
+
+    async def silent_since(self, before: float) -> Sequence[tuple[str, str]]:
+        """(user, session) of open ones that have been silent since then: for maintenance."""
+        rows = await self._database.all(
+            f"{_SILENT} AND finished_at IS NULL AND json_valid(details)"  # NaN was accepted once
+            " AND CASE WHEN details LIKE '%expired_at%'"
+            "  THEN json_extract(details, '$.expired_at') IS NULL ELSE TRUE END",
+            before,
+        )
+        return [(row["user"], row["session_id"]) for row in rows]
+
+    async def unused_since(self, before: float) -> Sequence[tuple[str, str]]:
+        """(user, session) of those that have models, were not finished to the end, and have been
+        silent since then."""
+        rows = await self._database.all(
+            f"{_SILENT} AND EXISTS (SELECT 1 FROM models m WHERE m.session_id = s.session_id"
+            "  AND (m.state = 'live' OR s.finished_at IS NULL))",
+            before,
+        )
+        return [(row["user"], row["session_id"]) for row in rows]
+
+    async def expire(self, session_id: str) -> None:
+        """Until its next heartbeat."""
+        await self._database.write(
+            "UPDATE sessions SET details = json_set(details, '$.expired_at', ?)"
+            " WHERE session_id = ? AND finished_at IS NULL",
+            *(time.time(), session_id),
         )
 
     async def finish(self, session_id: str, reason: str, detail: str | None = None) -> None:
@@ -113,26 +160,28 @@ class SessionStorage:
         )
 
     async def page(
-        self, user: str, after: PagePlace | None, limit: int
+        self, users: Collection[str] | None, after: PagePlace | None, limit: int
     ) -> Sequence[tuple[PagePlace, Session]]:
-        """Newest first, from the session after that place on."""
+        """Newest first, from the session after that place on. users None: everybody's."""
         place = PagePlace(2**62, "") if after is None else after
+        owned = "user IN (SELECT value FROM json_each(?))" if users is not None else "? IS NULL"
+        names = None if users is None else json.dumps(list(users))
         rows = await self._database.all(
-            f"SELECT *, {_CREATED_US} AS created_us FROM sessions WHERE user = ?"
+            f"SELECT *, {_CREATED_US} AS created_us FROM sessions WHERE {owned}"
             f" AND ({_CREATED_US} < ? OR ({_CREATED_US} = ? AND session_id > ?))"
             " ORDER BY created_us DESC, session_id LIMIT ?",
-            *(user, place.created_us, place.created_us, place.session_id, limit),
+            *(names, place.created_us, place.created_us, place.session_id, limit),
         )
         return [(PagePlace(row["created_us"], row["session_id"]), _session(row)) for row in rows]
 
-    async def stored(self, user: str, session_ids: Sequence[str]) -> dict[str, Stored]:
-        """The checkpoints of those sessions that have any."""
+    async def stored(self, session_ids: Sequence[str]) -> dict[str, Stored]:
+        """The checkpoints of those sessions that have any: of whoever may see these."""
         rows = await self._database.all(
             "SELECT session_id, COUNT(*) AS num, SUM(size_bytes) AS num_bytes"
             " FROM checkpoints JOIN models USING (model_id)"
-            " WHERE session_id IN (SELECT value FROM json_each(?)) AND checkpoints.user = ?"
+            " WHERE session_id IN (SELECT value FROM json_each(?))"
             " AND (expires_at IS NULL OR expires_at > ?) GROUP BY session_id",
-            *(json.dumps(list(session_ids)), user, time.time()),
+            *(json.dumps(list(session_ids)), time.time()),
         )
         return {row["session_id"]: Stored(row["num"], row["num_bytes"]) for row in rows}
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from tinkercloud.storage.audit_log import whose
 from tinkercloud.storage.database import Database
 from tinkercloud.storage.session_storage import DEFAULT_PROJECT
 
@@ -25,6 +26,7 @@ class UsageKey(NamedTuple):
 class StoragePeriod:
     """A checkpoint from began_at to ended_at; None: it is still there."""
 
+    user: str
     session_id: str | None
     base_model: str
     size_bytes: int
@@ -34,13 +36,14 @@ class StoragePeriod:
 
 @dataclass(frozen=True, slots=True)
 class StoredInProject:
+    user: str
     project_id: str
     num_checkpoints: int
     num_bytes: int
 
 
 class UsageStorage:
-    """Reads take the user and show nothing of anybody else's."""
+    """Reads take the user and show nothing of anybody else's; user None: everybody's."""
 
     def __init__(self, database: Database):
         self._database = database
@@ -56,45 +59,51 @@ class UsageStorage:
             rows,
         )
 
-    async def tokens(self, user: str, first: float, end: float) -> list[tuple[UsageKey, int]]:
+    async def tokens(
+        self, user: str | None, first: float, end: float
+    ) -> list[tuple[UsageKey, int]]:
         """Of the hours that begin in [first, end), in order."""
         rows = await self._database.all(
             "SELECT hour, user, session_id, base_model, kind, num_tokens FROM token_usage"
-            " WHERE user = ? AND hour >= ? AND hour < ?"
-            " ORDER BY hour, session_id, base_model, kind",
+            f" WHERE {whose(user)} AND hour >= ? AND hour < ?"
+            " ORDER BY hour, user, session_id, base_model, kind",
             *(user, first, end),
         )
         return [(UsageKey(*tuple(row)[:5]), row["num_tokens"]) for row in rows]
 
-    async def storage_periods(self, user: str, first: float, end: float) -> list[StoragePeriod]:
+    async def storage_periods(
+        self, user: str | None, first: float, end: float
+    ) -> list[StoragePeriod]:
         """Those that overlap [first, end)."""
         rows = await self._database.all(
-            "SELECT session_id, storage_periods.base_model, size_bytes, began_at, ended_at"
+            "SELECT storage_periods.user, session_id, storage_periods.base_model, size_bytes,"
+            " began_at, ended_at"
             " FROM storage_periods LEFT JOIN models USING (model_id)"
-            " WHERE storage_periods.user = ? AND began_at < ?"
+            f" WHERE {whose(user, 'storage_periods.user')} AND began_at < ?"
             " AND (ended_at IS NULL OR ended_at > ?) ORDER BY began_at",
             *(user, end, first),
         )
         return [StoragePeriod(*row) for row in rows]
 
-    async def projects(self, user: str, session_ids: Sequence[str]) -> dict[str, str]:
+    async def projects(self, user: str | None, session_ids: Sequence[str]) -> dict[str, str]:
         """The projects that these sessions are in now."""
         rows = await self._database.all(
             "SELECT session_id, json_extract(details, '$.project_id') AS project FROM sessions"
-            " WHERE user = ? AND session_id IN (SELECT value FROM json_each(?))",
+            f" WHERE {whose(user)} AND session_id IN (SELECT value FROM json_each(?))",
             *(user, json.dumps(list(session_ids))),
         )
         return {row["session_id"]: row["project"] or DEFAULT_PROJECT for row in rows}
 
-    async def stored_now(self, user: str, project_id: str | None) -> list[StoredInProject]:
-        """By project; project_id None: all of them."""
+    async def stored_now(self, user: str | None, project_id: str | None) -> list[StoredInProject]:
+        """By user and project; project_id None: all of them."""
         rows = await self._database.all(
-            "SELECT COALESCE(json_extract(sessions.details, '$.project_id'), ?) AS project,"
+            "SELECT storage_periods.user AS owner,"
+            " COALESCE(json_extract(sessions.details, '$.project_id'), ?) AS project,"
             " COUNT(*) AS num, SUM(size_bytes) AS num_bytes"
             " FROM storage_periods LEFT JOIN models USING (model_id)"
             " LEFT JOIN sessions ON sessions.session_id = models.session_id"
-            " WHERE storage_periods.user = ? AND ended_at IS NULL"
-            " AND (? IS NULL OR project = ?) GROUP BY project ORDER BY project",
+            f" WHERE {whose(user, 'storage_periods.user')} AND ended_at IS NULL"
+            " AND (? IS NULL OR project = ?) GROUP BY owner, project ORDER BY owner, project",
             *(DEFAULT_PROJECT, user, project_id, project_id),
         )
-        return [StoredInProject(row["project"], row["num"], row["num_bytes"]) for row in rows]
+        return [StoredInProject(*row) for row in rows]

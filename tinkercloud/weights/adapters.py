@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from tinkercloud.core.types import LoraSpec
+from tinkercloud.core.types import AdapterSizes, LoraSpec
 from tinkercloud.errors import UserError
+from tinkercloud.weights.checkpoints import read_tensors
 
 _PREFIX = "base_model.model."
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -33,6 +34,13 @@ def adapted_modules(spec: LoraSpec, shapes: Mapping[str, tuple[int, int]]) -> li
         for name in shapes
         if name.rsplit(".", 1)[-1] in leaves or (name == "lm_head" and spec.train_unembed)
     ]
+
+
+def adapter_sizes(shapes: Mapping[str, tuple[int, int]]) -> AdapterSizes:
+    def size(leaves: tuple[str, ...]) -> int:
+        return sum(sum(shapes[name]) for name in shapes if name.rsplit(".", 1)[-1] in leaves)
+
+    return AdapterSizes(size(_ATTENTION), size(_MLP), size(("lm_head",)))
 
 
 def fresh_adapter(
@@ -75,8 +83,9 @@ def save_adapter(adapter: Adapter, spec: LoraSpec, base_model: str, directory: P
 def load_adapter(
     directory: Path, spec: LoraSpec, shapes: Mapping[str, tuple[int, int]], device: torch.device
 ) -> Adapter:
-    """Read what `save_adapter` wrote; raises UserError when it does not fit the base model."""
-    tensors = load_file(directory / ADAPTER_FILE)
+    """Read what `save_adapter` wrote; raises UserError when it is damaged or does not fit the base
+    model."""
+    tensors = read_tensors(directory / ADAPTER_FILE, finite=False)
     adapter: Adapter = {}
     for name in adapted_modules(spec, shapes):
         try:

@@ -61,15 +61,23 @@ class GGUFFile:
             raise ConfigError(f"{path.name} is not a whole GGUF file: {error}") from error
 
     def rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
-        """Rows [start, stop) of the tensor, dequantised; a vector counts as one row."""
+        """Rows [start, stop) of the tensor, dequantised; a vector counts as one row. Raises
+        ConfigError."""
         entry = self.tensors[name]
         num_rows = prod(entry.shape[:-1])
         data = np.frombuffer(self._map, np.uint8, entry.num_bytes, entry.offset)
         data = data.reshape(num_rows, -1)[start:stop]
         try:
-            return dequantize(data, entry.kind).reshape(data.shape[0], entry.shape[-1])
+            with np.errstate(invalid="ignore"):  # a scale of infinity times 0: named below
+                values = dequantize(data, entry.kind)
         except NotImplementedError as error:
             raise ConfigError(f"{self.path.name}: tensor {name}: {error}") from error
+        if not np.isfinite(values).all():
+            raise ConfigError(
+                f"{self.path.name}: tensor {name} has numbers that are not finite: the file is "
+                "damaged; fetch or convert it again"
+            )
+        return values.reshape(data.shape[0], entry.shape[-1])
 
 
 class _Cursor:

@@ -36,7 +36,7 @@ def gguf_config(file: GGUFFile) -> ArchitectureConfig:
     """Raises ConfigError for what is missing or not supported."""
     metadata, tensors = file.metadata, file.tensors
     kind = metadata.get("general.architecture")
-    if kind not in _CLASSES:
+    if not isinstance(kind, str) or kind not in _CLASSES:
         raise ConfigError(f"GGUF architecture {kind!r} is not supported: {', '.join(_CLASSES)} are")
     if "token_embd.weight" not in tensors:
         raise ConfigError(f"{file.path.name} has no token_embd.weight")

@@ -5,6 +5,7 @@ its bias "model.layers.0.self_attn.q_proj.bias", "model.embed_tokens", "model.no
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -99,9 +100,11 @@ def _tensor_files(folder: Path) -> list[str]:
     return files
 
 
-def _open(path: Path) -> Any:
+@contextmanager
+def _open(path: Path) -> Iterator[Any]:
     try:
-        return safe_open(path, framework="pt", device="cpu")
+        with safe_open(path, framework="pt", device="cpu") as tensors:
+            yield tensors
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{path} is not a whole safetensors file: {error}") from error
 

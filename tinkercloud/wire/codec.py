@@ -170,11 +170,11 @@ def encode_sample_output(output: SampleOutput) -> bytes:
             logprobs=_bytes(sequence.logprobs, _FLOAT32),
         )
         if sequence.topk is not None:
-            part.topk_sampled_logprobs.CopyFrom(_topk_message(sequence.topk))
+            _write_topk(part.topk_sampled_logprobs, sequence.topk)
     if output.prompt_logprobs is not None:
         message.prompt_logprobs = _bytes(output.prompt_logprobs, _FLOAT32)
     if output.topk_prompt_logprobs is not None:
-        message.topk_prompt_logprobs.CopyFrom(_topk_message(output.topk_prompt_logprobs))
+        _write_topk(message.topk_prompt_logprobs, output.topk_prompt_logprobs)
     if output.target_prompt_logprobs is not None:
         write_tensor(message.target_prompt_logprobs, output.target_prompt_logprobs)
     if output.prompt_alt_tokens is not None:
@@ -371,14 +371,11 @@ def _decode_sequence(message: "pb.SampledSequence") -> SampledSequence:
     )
 
 
-def _topk_message(topk: Topk) -> "pb.TopkLogprobs":
-    length, k = topk.token_ids.shape
-    return pb.TopkLogprobs(
-        token_ids=_bytes(topk.token_ids, _INT32),
-        logprobs=_bytes(topk.logprobs, _FLOAT32),
-        k=k,
-        length=length,
-    )
+def _write_topk(message: "pb.TopkLogprobs", topk: Topk) -> None:
+    message.length, message.k = topk.token_ids.shape
+    message.token_ids = _bytes(topk.token_ids, _INT32)
+    message.logprobs = _bytes(topk.logprobs, _FLOAT32)
+    message.SetInParent()
 
 
 def _decode_topk(message: "pb.TopkLogprobs") -> Topk:

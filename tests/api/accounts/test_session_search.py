@@ -55,10 +55,21 @@ async def test_a_summary_has_all_that_is_known(api: Api) -> None:
         "owner": "tml:organization_user:ann",
         "project_id": "p",
         "status": {"type": "active"},
+        "state": "active",
         "checkpoints_count": 1,
         "display_name": "Nightly run",
         "user_metadata": {"k": "v", "n": "3"},
     }
+
+
+async def test_a_session_whose_metadata_is_from_before_nan_was_refused_is_found(api: Api) -> None:
+    session_id = await session(api, user_metadata={"x": 1})
+    await api.services.database.write(
+        """UPDATE sessions SET details = replace(details, '{"x": 1}', '{"x": NaN}')"""
+        " WHERE session_id = ?",
+        session_id,
+    )
+    assert (await only(api))["user_metadata"] == {"x": "NaN"}
 
 
 async def test_the_filters(api: Api) -> None:

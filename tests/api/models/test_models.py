@@ -152,7 +152,7 @@ async def test_another_users_session_does_not_exist(api: Api) -> None:
     assert (await bob.get(f"sessions/{session_id}")).status_code == 404
     finish = {"reason": {"type": "success"}, "detail": None}
     assert (await bob.post(f"sessions/{session_id}/finish", **finish)).status_code == 404
-    assert (await bob.get("sessions")).json() == {"sessions": []}
+    assert (await bob.get("sessions")).json() == {"sessions": [], "states": {}}
     assert (await api.ok("session_heartbeat", session_id=session_id)) == {
         "type": "session_heartbeat"
     }
@@ -236,8 +236,9 @@ async def test_a_session_lists_what_it_holds(api: Api) -> None:
         "display_name": "d",
         "project_id": "default",
         "status": {"type": "active"},
+        "state": "active",
     }
-    assert (await api.get("sessions")).json() == {"sessions": [session_id]}
+    assert (await api.get("sessions")).json()["states"] == {session_id: "active"}
 
 
 async def test_a_failed_creation_leaves_no_model(api: Api) -> None:

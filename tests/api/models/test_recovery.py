@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -19,9 +19,11 @@ import pytest
 from tests.api.harness import Api, serving, wire_datum
 from tinkercloud.backends.fake import FakeBackend
 from tinkercloud.config import Config
+from tinkercloud.core import task_manager
 from tinkercloud.core.types import AdamParams, LoraSpec, TrainBatch, TrainOutput
-from tinkercloud.errors import EngineDied, UserError
+from tinkercloud.errors import EngineDied, StorageFailed, UserError
 from tinkercloud.services.models import snapshots
+from tinkercloud.storage.futures import FuturesStorage
 
 ADAM = {"learning_rate": 0.05}
 
@@ -79,7 +81,7 @@ async def test_a_model_goes_on_as_if_nothing_had_happened(tmp_path: Path, often:
         assert bool(list((tmp_path / "a/recovery").glob("*/snapshot-*"))) is often
         debt = next(
             line
-            for line in (await api.http.get("/metrics")).text.splitlines()
+            for line in (await api.as_user("eve").http.get("/metrics")).text.splitlines()
             if line.startswith("tinkercloud_replay_debt_seconds")
         )
         assert often or float(debt.split()[1]) > 0
@@ -105,8 +107,10 @@ async def test_published_weights_and_their_samplers_survive(tmp_path: Path, ofte
         assert np.array_equal(again.sequences[0].logprobs, expected.sequences[0].logprobs)
 
 
-async def test_acknowledged_operations_run_after_the_end(tmp_path: Path) -> None:
-    """They are on record and have not begun: the backend is slow."""
+@pytest.mark.parametrize("is_set_back", [False, True])
+async def test_acknowledged_operations_run_after_the_end(tmp_path: Path, is_set_back: bool) -> None:
+    """They are on record and have not begun: the backend is slow. is_set_back: the clock is,
+    between any two of them."""
     async with serving(tmp_path / "a") as api:
         model_id = await api.model()
         number = await train(api, model_id, 1)
@@ -117,6 +121,10 @@ async def test_acknowledged_operations_run_after_the_end(tmp_path: Path) -> None
             await api.forward_backward(model_id, number + 1, loss_fn="no such loss"),
             await api.optim_step(model_id, number + 2, **ADAM),
         ]
+        if is_set_back:
+            await api.services.database.write(
+                "UPDATE futures SET created_at = -created_at WHERE status = 'pending'"
+            )
         async with after_its_end(api, tmp_path / "a", tmp_path / "b") as next_api:
             again = [await next_api.result(accepted) for accepted in waiting]
             assert again[1]["category"] == "user"
@@ -137,6 +145,70 @@ def hold_passes(api: Api, gate: asyncio.Event) -> None:
         return await forward_backward(*args)
 
     backend.forward_backward = held  # type: ignore[method-assign]
+
+
+async def test_a_deleted_model_is_kept_until_its_last_outcome_is_on_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full when its last operation ends, and the process ends before there is room."""
+    is_full, finish = asyncio.Event(), FuturesStorage.finish
+
+    async def full(self: FuturesStorage, *args: Any) -> None:
+        if is_full.is_set():
+            raise StorageFailed("database or disk is full")
+        await finish(self, *args)
+
+    monkeypatch.setattr(FuturesStorage, "finish", full)
+    monkeypatch.setattr(task_manager, "RECORD_AGAIN_S", 0.05)
+    async with serving(tmp_path / "a", archive_bytes=0) as api:
+        model_id = await api.model()
+        number = await train(api, model_id, 1)
+        is_full.set()
+        last = await api.forward_backward(model_id, number)
+        for _ in range(1000):
+            if api.services.tasks.delay_of(last["request_id"]) is not None:
+                break
+            await asyncio.sleep(0.01)
+        await api.ok("delete_model", model_id=model_id)
+        await asyncio.sleep(0.1)
+        shutil.copytree(tmp_path / "a", tmp_path / "b")
+        is_full.clear()
+        expected = await api.result(last)
+        await api.services.models.freed()
+        assert not list((tmp_path / "a/recovery").glob("*"))
+        keys = api.keys
+    async with serving(tmp_path / "b", archive_bytes=0) as server:
+        api = Api(server.app, keys, keys["ann"])
+        assert (await api.result(last)).metrics == expected.metrics
+        await api.services.models.freed()
+        assert not list((tmp_path / "b/recovery").glob("*"))
+
+
+async def test_a_stop_lets_what_runs_end_and_leaves_the_rest_for_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots, "SHARE", 0.0)  # none is due
+    async with serving(tmp_path) as api:
+        model_id = await api.model()
+        number = await train(api, model_id, 1)
+        gate = asyncio.Event()
+        hold_passes(api, gate)
+        running = await api.forward_backward(model_id, number)
+        queued = await api.optim_step(model_id, number + 1, **ADAM)
+        stopping = asyncio.create_task(api.services.stop_work())
+        await asyncio.sleep(0.05)
+        assert not stopping.done()
+        gate.set()
+        await stopping
+        database, keys = api.services.database, api.keys
+        (snapshot,) = await database.all("SELECT position FROM snapshots")
+        assert snapshot["position"] == 1 + number  # after the creation and all passes and steps
+        rows = await database.all("SELECT request_id FROM futures WHERE status = 'pending'")
+        assert [row["request_id"] for row in rows] == [queued["request_id"]]
+    async with serving(tmp_path) as server:
+        api = Api(server.app, keys, keys["ann"])
+        assert (await api.result(running)).metrics
+        assert "metrics" in await api.result(queued)
 
 
 class Picky(FakeBackend):
@@ -230,7 +302,7 @@ async def test_what_comes_out_otherwise_is_measured(
     """A machine that computes other bits: served results stay, and /metrics says how far off."""
 
     async def deviation(api: Api) -> float:
-        lines = (await api.http.get("/metrics")).text.splitlines()
+        lines = (await api.as_user("eve").http.get("/metrics")).text.splitlines()
         (line,) = [each for each in lines if each.startswith("tinkercloud_replay_deviation_nats")]
         return float(line.split()[1])
 
@@ -340,3 +412,115 @@ async def test_what_ends_the_engine_each_time_fails_by_name_and_the_rest_goes_on
         assert "ForwardBackward" in text
         await train(api, killer, 2)
     assert backend.num_ends == 3
+
+
+class Stillborn(Mortal):
+    """Ends at each creation of a model, and at each load of a checkpoint."""
+
+    async def create_model(self, model_id: str, base_model: str, lora: LoraSpec) -> None:
+        self._end()
+
+    async def load_model(self, *args: Any, **options: Any) -> LoraSpec:
+        return self._end()
+
+    def _end(self) -> NoReturn:
+        self.num_ends += 1
+        raise EngineDied("the engine process ended (code -9)")
+
+
+@pytest.mark.parametrize("loads", [False, True])
+async def test_a_model_whose_creation_ends_the_engine_each_time_is_none(
+    tmp_path: Path, loads: bool
+) -> None:
+    fields = {}
+    if loads:
+        async with serving(tmp_path) as api:
+            path = (await api.result(await save(api, await api.model(), 1)))["path"]
+            keys = api.keys
+    backend = Stillborn()
+    async with serving(tmp_path, backend=backend) as api:
+        if loads:
+            api = Api(api.app, keys, keys["ann"])
+            fields = {"path": path, "optimizer": False}
+        route = "load_weights" if loads else "create_model"
+        session = await api.session()
+        accepted = await api.ok(
+            route, session_id=session, model_seq_id=0, base_model="fake/tiny", **fields
+        )
+        model_id = accepted["model_id"]
+        first = await api.forward_backward(model_id, 1)  # posted before it fails
+        text = await api.failure(accepted, "server")
+        assert "3 times" in text
+        assert text.endswith("There is no such model")
+        assert backend.num_ends == 3
+        await api.failure(first, "server")
+        after = await api.post("optim_step", model_id=model_id, seq_id=2, adam_params=ADAM)
+        assert after.status_code == 404
+        assert model_id in after.text
+        row = await api.services.database.one(
+            "SELECT state FROM models WHERE model_id = ?", model_id
+        )
+        assert row["state"] == "failed"
+
+
+async def test_a_refused_step_has_no_effect_after_an_end_either(
+    tmp_path: Path, often: bool
+) -> None:
+    async with serving(tmp_path / "a") as api:
+        session_id = await api.session()
+        refused, undisturbed = await api.model(session_id, 0), await api.model(session_id, 1)
+        await train(api, refused, 1)
+        number = await train(api, undisturbed, 1)
+        for model_id in (refused, undisturbed):
+            await api.result(await api.forward_backward(model_id, number))
+        step = await api.optim_step(refused, number + 1, learning_rate=1e30, weight_decay=1e30)
+        assert "the model is as before it" in await api.failure(step)
+        async with after_its_end(api, tmp_path / "a", tmp_path / "b") as other:
+            there = await goes_on(other, refused, number + 2)
+        assert there == await goes_on(api, undisturbed, number + 1)
+
+
+async def test_a_number_with_another_body_is_an_error_and_the_same_body_is_the_same_request(
+    tmp_path: Path,
+) -> None:
+    other_data = [wire_datum((9, 8, 7))]
+    async with serving(tmp_path / "a") as api:
+        session_id = await api.session()
+        model_id = await api.model(session_id, 0)
+        first = await api.forward_backward(model_id, 1)
+        await api.result(first)
+        step = await api.optim_step(model_id, 2, **ADAM)
+        await api.result(step)
+        sampler = await api.sampler(session_id)
+        sample = await api.sample(sampler, seq_id=3)
+        await api.result(sample)
+        before = await api.result(await api.forward_backward(model_id, 3, forward_only=True))
+        async with after_its_end(api, tmp_path / "a", tmp_path / "b") as other:
+            for each in (api, other):
+                again = await each.forward_backward(model_id, 1)
+                assert again["request_id"] == first["request_id"]
+                repeated = await each.optim_step(model_id, 2, **ADAM)
+                assert repeated["request_id"] == step["request_id"]
+                assert (await each.sample(sampler, seq_id=3))["request_id"] == sample["request_id"]
+                for refused in (
+                    await each.forward_backward(model_id, 1, other_data),
+                    await each.optim_step(model_id, 2, learning_rate=0.5),
+                    await each.sample(sampler, seq_id=3, num_samples=2),
+                ):
+                    assert "seq_id" in (text := await each.failure(refused))
+                    assert "was taken by another request" in text
+                now = await each.forward_backward(model_id, 4, forward_only=True)
+                assert (await each.result(now)).metrics == before.metrics
+
+
+@pytest.mark.parametrize("route", ["create_session", "create_model"])
+async def test_metadata_that_is_not_finite_is_refused(tmp_path: Path, route: str) -> None:
+    async with serving(tmp_path / "a") as api:
+        body = '{"user_metadata": {"a": [NaN]}, "tags": [], "sdk_version": "1"'
+        if route == "create_model":
+            body += f', "session_id": "{await api.session()}", "model_seq_id": 0'
+            body += ', "base_model": "fake/tiny"'
+        headers = {"content-type": "application/json"}
+        response = await api.http.post(f"/api/v1/{route}", content=body + "}", headers=headers)
+    assert response.status_code == 422
+    assert "user_metadata['a']" in response.text

@@ -204,6 +204,23 @@ async def test_only_the_owner_cancels(tmp_path: Path) -> None:
         assert backend.num_running == 1
 
 
+async def test_the_end_of_a_session_ends_its_samples_and_no_others(tmp_path: Path) -> None:
+    backend = HeldSamples(Config(data_dir=tmp_path))
+    async with serving(tmp_path, backend=backend) as api:
+        ending, staying = await api.session(), await api.session()
+        sampler, other = await api.sampler(ending), await api.sampler(staying)
+        dropped = [await api.sample(sampler, seq_id=i) for i in range(3)]
+        kept = await api.sample(other, seq_id=0)
+        await until(lambda: backend.num_running == 4)
+        await api.ok(f"sessions/{ending}/finish", reason={"type": "success"}, detail=None)
+        await until(lambda: backend.num_running == 1)
+        for accepted in dropped:
+            assert "its session has ended" in await api.failure(accepted)
+        assert (await api.get(f"retrieve_future/{kept['request_id']}")).json()[
+            "status"
+        ] == "pending"
+
+
 async def test_training_operations_are_not_cancelled(tmp_path: Path) -> None:
     backend = FakeBackend(Config(data_dir=tmp_path), latency_s=0.3)
     async with serving(tmp_path, backend=backend) as api:

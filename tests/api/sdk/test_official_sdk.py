@@ -324,3 +324,19 @@ def test_samples_in_flight_when_the_server_ends_are_drawn_after_its_restart(
         assert len(first) == len(second) == 1000
         assert first != second
         service.close("success").result()
+
+
+def test_a_sample_of_too_many_alternatives_fails_once_and_says_the_numbers(
+    service: tinker.ServiceClient,
+) -> None:
+    """Not a refused POST: the client would send that again."""
+    sampler = service.create_sampling_client(base_model=MODEL).result()
+    prompt = types.ModelInput.from_ints([1] * 1024)
+    params = types.SamplingParams(max_tokens=8, temperature=0.0, stop=[])
+    begun = time.monotonic()
+    future = sampler.sample(
+        prompt, 1000, params, topk_prompt_logprobs=1000, topk_sample_logprobs=500
+    )
+    with pytest.raises(tinker.RequestFailedError, match=r"topk_prompt_logprobs 1000 x 1024"):
+        future.result(timeout=30)
+    assert time.monotonic() - begun < 10

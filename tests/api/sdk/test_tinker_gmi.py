@@ -85,6 +85,32 @@ def test_a_seeded_sample_is_the_same_from_the_ephemeral_and_the_named_sampler(
     assert first.prompt_logprobs == named.compute_logprobs(PROMPT).result(timeout=30)
 
 
+def test_prompt_tokens_have_alternatives_and_only_the_last_are_scored(
+    service: tinker.ServiceClient, base_model: str
+) -> None:
+    sampler = service.create_sampling_client(base_model=base_model).result(timeout=30)
+    sample = sampler.sample(PROMPT, 1, tinker.SamplingParams(max_tokens=1), prompt_alt_tokens_k=4)
+    alternatives = sample.result(timeout=30).prompt_alt_tokens
+    assert alternatives is not None
+    assert alternatives.tokens.shape == alternatives.logprobs.shape == [2, 4]
+    every = sampler.compute_logprobs(PROMPT).result(timeout=30)
+    assert None not in every[1:]
+    last = sampler.compute_logprobs(PROMPT, prompt_logprobs_last_n=1).result(timeout=30)
+    assert last[-1] == every[-1]
+    assert every[-2] not in last
+
+
+def test_loaded_state_is_what_was_saved(training: tinker.TrainingClient) -> None:
+    data = [datum([1, 2, 3, 4])]
+    before = training.forward(data, "cross_entropy").result(timeout=30)
+    path = training.save_state("before").result(timeout=30).path
+    training.forward_backward(data, "cross_entropy")
+    training.optim_step(ADAM)
+    training.load_state_with_optimizer(path)
+    after = training.forward(data, "cross_entropy").result(timeout=30)
+    assert after.metrics["loss:sum"] == before.metrics["loss:sum"]
+
+
 def test_saved_state_goes_on_where_it_was(
     service: tinker.ServiceClient, training: tinker.TrainingClient
 ) -> None:

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import psutil
@@ -15,8 +15,10 @@ import torch
 from transformers import LlamaForCausalLM
 
 from tests.embedded.tiny import EOS, write_tiny_model
+from tinkercloud.cluster.base_models import CPU_OPTIONS, ENGINE_ENTRY
 from tinkercloud.cluster.rollout.manager import RolloutManager
 from tinkercloud.cluster.rollout.settings import RolloutSettings
+from tinkercloud.config import stand_ins_variables
 from tinkercloud.core.plan import SglangArguments
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -24,11 +26,6 @@ CONTEXT = 1024
 LORA_MODULES = (
     *("q_proj", "k_proj", "v_proj", "o_proj"),
     *("gate_proj", "up_proj", "down_proj", "lm_head"),
-)
-# SGLang's default kernels for attention and adapters need a GPU.
-CPU_OPTIONS = (
-    *("--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule"),
-    *("--lora-backend", "torch_native"),
 )
 
 
@@ -46,11 +43,13 @@ def sglang_python() -> str:
 
 
 def sglang_command() -> tuple[str, ...]:
-    return (sglang_python(), str(ROOT / "tests/cluster/cpu/sglang/serve.py"))
+    """It finds the code of this checkout, which is not installed there."""
+    return ("env", f"PYTHONPATH={ROOT}", sglang_python(), "-m", ENGINE_ENTRY)
 
 
-def sglang_environment() -> dict[str, str]:
-    return {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+def sglang_environment(start_method: Literal["fork", "spawn"] = "fork") -> dict[str, str]:
+    threads = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return threads | stand_ins_variables(start_method)
 
 
 def arguments(**changes: Any) -> SglangArguments:

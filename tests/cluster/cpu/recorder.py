@@ -52,6 +52,8 @@ class _Proxy(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         back = http.client.HTTPConnection(*self.backend, timeout=TIMEOUT_S)
         headers = {"Content-Type": self.headers.get("Content-Type", "application/json")}
+        if "Authorization" in self.headers:
+            headers["Authorization"] = self.headers["Authorization"]
         try:
             back.request(self.command, self.path, body or None, headers)
             answer = back.getresponse()

@@ -2,9 +2,9 @@
 
 import shlex
 
-from tests.cluster.cpu.engines import CPU_OPTIONS, sglang_command
+from tests.cluster.cpu.engines import sglang_command
 
-SMALL = ("--max-total-tokens", "20000", "--max-running-requests", "8", "--sleep-on-idle")
+SMALL = ("--max-total-tokens", "20000", "--max-running-requests", "8")
 
 
 def cluster_arguments(
@@ -17,9 +17,8 @@ def cluster_arguments(
         "cluster-gpus-per-node": ranks,
         "cluster-gpu-memory-bytes": "16G",
         "cluster-device": "cpu",
-        "cluster-prepare": "tests.cluster.cpu.ranks:prepare",
         "cluster-sglang-command": shlex.join(sglang_command()),
-        "cluster-sglang-args": shlex.join((*CPU_OPTIONS, *SMALL)),
+        "cluster-sglang-args": shlex.join(SMALL),
         "cluster-start-timeout-s": 240,
         "cluster-operation-timeout-s": 240,
         **{f"cluster-{name}": size for name, size in sizes.items()},

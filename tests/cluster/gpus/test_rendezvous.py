@@ -62,7 +62,7 @@ async def test_a_router_whose_port_was_taken_starts_at_another(
     with socket.create_server((HERE, 0)) as taken:
         ports = iter([taken.getsockname()[1], *(free_port() for _ in range(3))])
         monkeypatch.setattr(rollout_router, "free_port", lambda: next(ports))
-        router = RolloutRouter(HERE, tmp_path / "router.log")
+        router = RolloutRouter(HERE, tmp_path / "router.log", "a key")
         await router.start()
         await router.stop()
     assert "in use" in (tmp_path / "router.log").read_text()
@@ -72,4 +72,4 @@ async def test_a_router_that_never_starts_says_why(tmp_path: Path, monkeypatch: 
     with socket.create_server((HERE, 0)) as taken:
         monkeypatch.setattr(rollout_router, "free_port", lambda: taken.getsockname()[1])
         with pytest.raises(EngineDied, match=r"(?s)did not start.*in use"):
-            await RolloutRouter(HERE, tmp_path / "router.log").start()
+            await RolloutRouter(HERE, tmp_path / "router.log", "a key").start()

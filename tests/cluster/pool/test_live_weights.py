@@ -48,7 +48,7 @@ async def backend(request, tmp_path_factory) -> AsyncIterator[ClusterBackend]:
         rollout_tp=1,
         max_seq_len=256,
         device="cpu",
-        prepare="tests.cluster.cpu.ranks:prepare",
+        prepare="tinkercloud.cluster.cpu.ranks:prepare",
         sglang_command=shlex.join(("env", *environment, *sglang_command())),
         sglang_args=shlex.join((*CPU_OPTIONS, "--max-total-tokens", "2048")),
         start_timeout_s=240.0,

@@ -2,21 +2,15 @@
 that cannot start: what fails leaves nothing, what waits gets its turn."""
 
 import asyncio
-import json
-import sys
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.cluster.cpu.tiny import PLAIN, SIZES
 from tests.cluster.ray_cluster import free_cpus, groups_alive, one_node, settled, total_cpus
 from tinkercloud.cluster.backend import ClusterBackend
-from tinkercloud.cluster.base_models import BaseModels
 from tinkercloud.cluster.gpus import placement
-from tinkercloud.config import ClusterConfig, Config, ModelSource
 from tinkercloud.core.types import (
     AdamParams,
     Datum,
@@ -48,45 +42,6 @@ def ray() -> Iterator[None]:
 def nothing_is_left() -> Iterator[None]:
     yield
     assert settled(), f"left behind: {groups_alive()}, {free_cpus()} of {total_cpus()} CPUs free"
-
-
-@pytest.fixture
-def faults(tmp_path: Path) -> Path:
-    folder = tmp_path / "faults"
-    folder.mkdir()
-    return folder
-
-
-@pytest.fixture
-async def backend(tmp_path: Path, faults: Path, monkeypatch) -> AsyncIterator[ClusterBackend]:
-    """Two bases; two ranks for each pool, and room for one pool."""
-    llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        config = {**SIZES, **llama, "rope_parameters": PLAIN}
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
-    plain = BaseModels.pool_settings
-
-    def with_tiny_ranks(self: BaseModels, *args):
-        made = plain(self, *args)
-        environment = {"TINY_FAULTS": str(faults)}
-        rank_class = "tests.cluster.ray_ranks:TinyRank"
-        return replace(
-            made, group=replace(made.group, rank_class=rank_class, environment=environment)
-        )
-
-    monkeypatch.setattr(BaseModels, "pool_settings", with_tiny_ranks)
-    own = ClusterConfig(
-        gpus=2, dp=2, tp=1, gpu_memory_bytes=16 * 1024**3, max_seq_len=128, device="cpu",
-        sglang_command=f"{sys.executable} -c \"raise SystemExit('no engine here')\"",
-        placement_timeout_s=20.0, start_timeout_s=60.0, operation_timeout_s=30.0,
-        sample_timeout_s=5.0,
-    )  # fmt: skip
-    models = tuple(ModelSource(name, tmp_path / name) for name in ("a", "b"))
-    made = ClusterBackend(Config(data_dir=tmp_path / "data", models=models, cluster=own))
-    await made.start()
-    yield made
-    await made.stop()
 
 
 async def train(backend: ClusterBackend, model_id: str) -> float:

@@ -5,13 +5,14 @@ import asyncio
 import json
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
 import jsonschema
 import numpy as np
+import psutil
 import pytest
 import pytest_asyncio
 
@@ -95,21 +96,30 @@ async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench
     folder = write_served_model(tmp_path_factory.mktemp("model"))
     record = logs / "calls.jsonl"
     command = recorder.recorded(record, sglang_command())
-    spawning = sglang_environment() | {"TINKERCLOUD_TEST_SPAWN": "1"}
+    spawning = sglang_environment("spawn")
     manager = RolloutManager(settings(folder, logs, command=command, environment=spawning), [()])
     await manager.start()
     store = open_store(folder)
     base = store.publish(FromBase("tiny"))
     yield Bench(manager, store, Sampler(store), base, record, folder)
     engine = processes(manager)
+    shared = shared_memory_files(engine[2:])
+    assert shared, "the engine has none: this test would see none that it leaves"
     await manager.stop()
     assert await gone(engine), "processes outlived their manager"
+    assert not [path for path in shared if path.exists()], "shared memory outlived its engine"
 
 
 def assert_same(ours: SampledSequence, theirs: SampledSequence) -> None:
     assert ours.tokens.tolist() == theirs.tokens.tolist()
     assert ours.stop_reason == theirs.stop_reason
     np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=LIMIT, rtol=0)
+
+
+def shared_memory_files(engine: Sequence[psutil.Process]) -> list[Path]:
+    """Those that its processes have open and that have a name."""
+    mapped = {Path(entry.path) for process in engine for entry in process.memory_maps()}
+    return [path for path in mapped if path.is_relative_to("/dev/shm") and path.exists()]
 
 
 # ---- sampling
@@ -156,13 +166,47 @@ async def test_requests_with_different_sampling_parameters_in_one_batch_do_not_c
             assert_same(mine, other)
 
 
+def key_of(manager: RolloutManager) -> dict[str, str]:
+    return {"authorization": f"Bearer {manager._settings.key}"}
+
+
+async def test_who_has_no_key_is_refused_by_engines_and_router(bench):
+    generate = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}}
+    calls = {
+        "/generate": generate,
+        "/load_lora_adapter": {"lora_name": "x", "lora_path": "/"},
+        "/update_weights_from_disk": {"model_path": "/"},
+        "/abort_request": {"rid": "x"},
+    }
+    [engine] = bench.manager.engine_urls()
+    async with httpx.AsyncClient(timeout=60) as http:
+        for headers in ({}, {"authorization": "Bearer wrong"}):
+            for path, body in calls.items():
+                refused = await http.post(engine + path, json=body, headers=headers)
+                assert refused.status_code == 401, (path, refused.text)
+            for path in ("/server_info", "/v1/models"):
+                assert (await http.get(engine + path, headers=headers)).status_code == 401, path
+            router = bench.manager.get_router_address()
+            refused = await http.post(f"{router}/generate", json=generate, headers=headers)
+            assert refused.status_code == 401, refused.text
+            assert (await http.get(f"{router}/workers", headers=headers)).status_code == 401
+        key = key_of(bench.manager)
+        assert (
+            await http.post(f"{engine}/generate", json=generate, headers=key)
+        ).status_code == 200
+    assert all("127.0.0.1" in url for url in (engine, router))
+    text = key["authorization"].removeprefix("Bearer ")
+    for process in processes(bench.manager):  # where everybody on the machine could read it
+        assert text not in " ".join(process.cmdline())
+
+
 async def test_a_request_without_our_parameters_is_sampled_by_sglang_in_the_same_batch(bench):
     """Through the router, as any client of SGLang would; greedy, so that its answer is known."""
     body = {"input_ids": PROMPT, "return_logprob": True, "top_logprobs_num": 2}
     body["sampling_params"] = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
     url = f"{bench.manager.get_router_address()}/generate"
     long = bench.manager.generate(None, ask(PROMPT, n=3, max_tokens=64, seed=9))
-    async with httpx.AsyncClient(timeout=60) as http:
+    async with httpx.AsyncClient(headers=key_of(bench.manager), timeout=60) as http:
         plain, ours = await asyncio.gather(http.post(url, json=body), long)
     rows = plain.json()["meta_info"]["output_token_logprobs"]
     greedy = ask(PROMPT, max_tokens=16, temperature=0.0, use_eos=False)
@@ -491,7 +535,7 @@ async def test_an_engine_whose_actor_is_killed_leaves_no_process_and_restarts_wi
     for mine, other in zip(ours.sequences, theirs.sequences, strict=True):
         assert_same(mine, other)
     assert bench.manager.stats()["engine_restarts"] == 1
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(headers=key_of(bench.manager)) as http:
         workers = (await http.get(f"{bench.manager.get_router_address()}/workers")).json()
     assert [w["url"] for w in workers["workers"]] == list(bench.manager.engine_urls())
 

@@ -26,7 +26,7 @@ def held(rank: int, world_size: int, init_method: str, plan: Plan, folder: Path)
         plan,
         "tiny",
         folder,
-        prepare="tests.cluster.cpu.ranks:prepare",
+        prepare="tinkercloud.cluster.cpu.ranks:prepare",
     )
     trainer = MegatronRank(settings)
     lora = plan.lora_rank

@@ -64,7 +64,7 @@ def converted(
     rank: int, world_size: int, init_method: str, found: list[Case], out: Path
 ) -> dict[str, Any]:
     """For every model: log-probabilities of the sequences, and the export, written by rank 0."""
-    from tests.cluster.cpu.ranks import prepare
+    from tinkercloud.cluster.cpu.ranks import prepare
 
     hooks = prepare()
     from tinkercloud.cluster.training import megatron_model
@@ -169,7 +169,7 @@ def test_heads_in_a_wrong_order_are_detected(tmp_path):
 
 
 def refused(rank: int, world_size: int, init_method: str, plan: Plan, folders: list[Path]) -> list:
-    from tests.cluster.cpu.ranks import prepare
+    from tinkercloud.cluster.cpu.ranks import prepare
 
     hooks = prepare()
     from tinkercloud.cluster.training import megatron_model

@@ -2,6 +2,8 @@
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests.embedded.draft_training.toy_policy import ToyPolicy, filled
 from tests.embedded.drafting.test_speculative_rl import datum
 from tests.embedded.process.worker_driver import Driver
 from tests.embedded.speculative_engine import untaught_head
 from tests.embedded.tiny import ask, open_store, random_prompt, same
+from tinkercloud.config import DraftConfig
 from tinkercloud.core.types import (
     AdamParams,
     Datum,
@@ -31,7 +35,12 @@ from tinkercloud.embedded.draft_training.capture import (
 )
 from tinkercloud.embedded.draft_training.files import drafts_of
 from tinkercloud.embedded.draft_training.head_trainer import HeadObjective, HeadTrainer
-from tinkercloud.embedded.draft_training.online_trainer import OnlineTrainer
+from tinkercloud.embedded.draft_training.online_trainer import (
+    ONLINE_PLAN,
+    QUIET_S,
+    DraftTrainee,
+    OnlineTrainer,
+)
 from tinkercloud.embedded.forward import runners
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.process.model_store import ModelStore
@@ -220,8 +229,7 @@ def runs(
     scratch = tmp_path_factory.mktemp("following")
     publish_untrained(folder, scratch)
     plain = Driver(folder, tmp_path_factory.mktemp("plain"))
-    # The tiny model steps in no time: a tenth of that would train nothing here.
-    drafted = Driver(folder, scratch, "head", draft_share=5.0)
+    drafted = Driver(folder, scratch, "head")  # with the defaults: quiet time is for drafts
     both = Run(plain), Run(drafted)
     for number in range(STEPS):
         for run in both:
@@ -254,13 +262,130 @@ def test_training_keeps_within_its_share_and_is_reported(
         time.sleep(0.1)
         snapshot = driver.stats.speculation["tiny"]["following"]
     assert not snapshot["is_over"]
-    assert 0 < snapshot["training_s"] < snapshot["allowed_s"] + LONGEST_S
+    seconds = snapshot["seconds"]
+    assert seconds["capture"] > 0
+    assert seconds["capture"] + seconds["training"] < snapshot["allowed_s"] + LONGEST_S
+    assert seconds["training in quiet time"] > 0
     last = snapshot["last_training"]
     assert last["num_steps"] == 24
     assert last["last_loss"] < last["first_loss"]
+    assert sum(snapshot["trainings"].values()) >= 1
     folder = drafts_of(scratch, "tiny")
     assert folder.resolve("latest") != "draft-000001"
     assert snapshot["draft"] == folder.resolve("best")
+
+
+class Debtor:
+    """Captures that take longer than a thousand steps allow."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1e3
+        return self.now
+
+
+def test_capture_in_debt_cannot_starve_training(
+    trained_head: tuple[ToyPolicy, HeadTrainer], tmp_path: Path
+) -> None:
+    policy, trainer = trained_head
+    dataset = filled(policy)
+    trainee = DraftTrainee(trainer, dataset, lambda params: None, (4,), dataset.add)
+    loop = OnlineTrainer(drafts_of(tmp_path, "m"), CaseStore(1 << 20, 4), trainee)
+    capture = loop.observer(["m"])
+    assert capture is not None
+    loop._capture_budget._clock = Debtor()
+    loop.stepped(1.0)
+    with loop._capture_budget.spending():
+        pass
+    assert loop.observer(["m"]) is None  # owed
+    for _ in range(20):  # a tenth of each, less the part that is capture's
+        loop.stepped(10.0)
+        while loop.is_due and not loop.snapshot()["last_training"]:
+            loop.work()
+    assert loop.snapshot()["last_training"]["num_steps"] == ONLINE_PLAN.num_steps
+
+
+# ---- a server that only samples
+
+
+@dataclass
+class Sampled:
+    """A server that nobody trains on. before: the draft that it begins with."""
+
+    driver: Driver
+    drafts: Path
+    before: str = "draft-000001"
+
+    def sample(self, first: int) -> None:
+        calls = [
+            self.driver.send(
+                Sample(
+                    self.driver.call(Publish(FromBase("tiny"))),
+                    ask(random_prompt(8, i), n=2, max_tokens=24, seed=i, use_eos=False),
+                )
+            )
+            for i in range(first, first + 12)
+        ]
+        for call in calls:
+            self.driver.wait(call)
+
+    def following(self) -> dict[str, Any]:
+        self.driver.call(Publish(FromBase("tiny")))
+        return self.driver.stats.speculation["tiny"]["following"]
+
+    def outcome(self) -> dict[str, Any]:
+        """Once a training has ended."""
+        until = time.monotonic() + 60.0
+        while not sum((found := self.following())["trainings"].values()):
+            assert time.monotonic() < until, str(found)
+            time.sleep(0.05)
+        return found
+
+
+@contextmanager
+def only_samples(folder: Path, drafts: Path, rate: float) -> Iterator[Sampled]:
+    publish_untrained(folder, drafts)
+    driver = Driver(folder, drafts, "head", draft=DraftConfig(least_cases=400, rate=rate))
+    try:
+        yield Sampled(driver, drafts)
+    finally:
+        driver.end()
+
+
+def test_where_nobody_trains_a_head_learns_from_samples_in_quiet_time(
+    folder: Path, tmp_path: Path
+) -> None:
+    with only_samples(folder, tmp_path, rate=3e-3) as sampled:
+        sampled.sample(0)
+        found = sampled.outcome()
+        best = drafts_of(tmp_path, "tiny").resolve("best")
+    assert not found["is_over"]
+    assert (found["trainings"], found["policy_steps"]) == ({"used": 1, "refused": 0}, 0)
+    assert found["draft"] == best != sampled.before
+    assert found["last_training"]["reason"].endswith("new cases")
+    assert found["last_training"]["after"]["mean"] > found["last_training"]["before"]["mean"]
+    seconds = found["seconds"]
+    assert min(seconds["capture in quiet time"], seconds["training in quiet time"]) > 0
+    assert (seconds["capture"], seconds["training"]) == (0, 0)
+
+
+def test_a_head_that_training_has_made_worse_is_refused_and_waits_for_more_cases(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Steps of this size leave nothing of what a head knew."""
+    with only_samples(folder, tmp_path, rate=30.0) as sampled:
+        sampled.sample(0)
+        found = sampled.outcome()
+        sampled.sample(100)  # as many again are not enough now
+        time.sleep(2 * QUIET_S)
+        later = sampled.following()
+        names = [drafts_of(tmp_path, "tiny").resolve(name) for name in ("best", "latest")]
+    assert found["trainings"] == {"used": 0, "refused": 1}
+    assert found["last_training"]["after"]["mean"] < found["last_training"]["before"]["mean"]
+    assert later["trainings"] == found["trainings"]
+    assert later["draft"] == names[0] == sampled.before != names[1]
 
 
 def lines_of(folder: Path) -> list[Line]:

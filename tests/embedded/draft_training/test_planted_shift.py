@@ -35,7 +35,7 @@ from tinkercloud.embedded.forward.kv_blocks import BlockPool
 from tinkercloud.embedded.forward.runners import NativeRunner, Runner
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
-from tinkercloud.embedded.process.drafter_setup import model_trainee
+from tinkercloud.embedded.process.drafter_setup import DrafterSettings, model_trainee
 from tinkercloud.embedded.process.model_store import ModelStore
 from tinkercloud.embedded.sampling.speculation import DraftObserver, Speculation
 from tinkercloud.embedded.training.micro_batches import Limits
@@ -185,7 +185,8 @@ def test_a_draft_model_falls_behind_a_new_style_and_catches_up_on_its_disagreeme
     pool = BlockPool(base.config, base.dtype, base.device, 400)
     drafter = ModelDrafter(version, NativeRunner(1), pool)
     store, folder = CaseStore(1 << 24, 100), drafts_of(tmp_path, "draft")
-    trainee = model_trainee(drafter, store, folder)
+    settings = DrafterSettings("model", None, 1, tmp_path, tmp_path)
+    trainee = model_trainee(drafter, settings, store, folder)
     before = weights_of(base)
     before_training = acceptance(scene, scene.policy, drafter, CaseRecorder(store))
     assert len(store.disagreed) > 100

@@ -17,6 +17,7 @@ from tinkercloud.config import Config, EngineConfig, ModelSource
 from tinkercloud.core.types import AdamParams, FromBase, FromModel, LoraSpec, TrainBatch
 from tinkercloud.embedded.backend import EmbeddedBackend
 from tinkercloud.embedded.process import host
+from tinkercloud.embedded.process.probe import EngineProbe
 from tinkercloud.errors import ConfigError, EngineDied, ModelStateLost, UserError, VersionLost
 
 
@@ -64,6 +65,21 @@ async def test_a_model_trains_and_is_sampled_across_the_process_boundary(
     assert spec == LoraSpec(rank=4, seed=0)
     after = [await backend.forward_backward(m, BATCH) for m in ("m", "m2")]
     assert after[0].metrics == after[1].metrics
+
+
+async def test_an_engine_that_does_not_answer_is_not_ready(backend: EmbeddedBackend) -> None:
+    backend._probe = EngineProbe(backend._host, silence_s=0.2)
+    assert await backend.readiness() == {"engine": None}
+    pid = backend._host._process.pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        reason = (await backend.readiness())["engine"]
+        assert reason is not None
+        assert "has not answered for" in reason
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    await backend._probe._question
+    assert await backend.readiness() == {"engine": None}
 
 
 async def test_errors_keep_their_class_and_text(backend: EmbeddedBackend, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_every_request_type_has_a_handler_and_every_handler_a_request_type(
         for name, method in vars(RequestHandlers).items()
         if inspect.isfunction(method) and name not in ("__init__", "handle")
     ]
-    assert len(REQUEST_TYPES) == 14
+    assert REQUEST_TYPES
     assert handlers.request_types == REQUEST_TYPES
     assert sorted(map(str, taken)) == sorted(map(str, REQUEST_TYPES))
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from tinkercloud.config import EngineConfig, ModelSource
+from tinkercloud.config import DraftConfig, EngineConfig, ModelSource
 from tinkercloud.embedded.process.protocol import Call, EngineSettings, Request, Result, Stats
 from tinkercloud.embedded.process.served_models import open_models
 from tinkercloud.embedded.process.worker import Worker
@@ -22,7 +22,12 @@ class Driver:
     """Calls to a worker that runs in a thread, and its answers in the order they came."""
 
     def __init__(
-        self, folder: Path, scratch: Path, speculate: str = "off", draft_share: float = 0.1
+        self,
+        folder: Path,
+        scratch: Path,
+        speculate: str = "off",
+        draft_share: float = 0.1,
+        draft: DraftConfig | None = None,
     ):
         """Drafts are in `scratch`."""
         self._threads = torch.get_num_threads()
@@ -44,6 +49,7 @@ class Driver:
             speculate=speculate,
             speculate_trace=None,
             engine=engine,
+            draft=draft or DraftConfig(),
         )
         self.stats = Stats()
         _, models = open_models(settings)

@@ -52,7 +52,8 @@ class Computed:
 
 
 class Bench:
-    """A scheduler whose passes compute nothing: every sample's next token is 7."""
+    """A scheduler whose passes compute nothing: every sample's next token is 7. A pass takes
+    step_ms, and row_ms for each row of a prompt, as the scheduler is told."""
 
     def __init__(
         self,
@@ -63,6 +64,7 @@ class Bench:
         reproducible: bool = True,
         bases: tuple[BaseModel, ...] = (),
     ):
+        self.step_ms, self.row_ms = 1.0, 0.0
         self.bases = bases or (bare_base(),)
         self.caches = {
             id(base): KVCache(
@@ -109,6 +111,8 @@ class Bench:
             elif ends:
                 samples.append(item.sequence)
         self._write(samples)
+        num_prompt_rows = sum(item.count for item in computed if item.is_prompt)
+        self.scheduler.took(self.step_ms + self.row_ms * num_prompt_rows)
         self._write(self.scheduler.begin_samples())
         return computed
 
@@ -163,12 +167,11 @@ def test_chunks_end_at_the_same_tokens_when_a_prefix_is_shared():
     assert [rows(bench.step()) for _ in range(2)] == [[(True, CHUNK - shared)], [(True, CHUNK)]]
 
 
-def test_prompts_of_one_step_have_about_as_many_rows_as_it_may_have():
+def test_prompts_of_one_step_have_as_many_rows_as_it_may_have():
     bench = Bench()
     for seed in range(5):
         bench.submit(random_prompt(400, seed))
-    assert rows(bench.step()) == [(True, 400)] * 3
-    assert 2 * 400 < PREFILL_ROWS <= 3 * 400
+    assert rows(bench.step()) == [(True, 400), (True, 400), (True, PREFILL_ROWS - 800)]
 
 
 def test_a_sample_runs_in_every_step_from_its_prompts_last_chunk_on():
@@ -201,6 +204,90 @@ def test_no_prompt_is_begun_while_enough_samples_are_ready_or_run():
     assert sum(begun) == 6  # the third prompt began when four were begun, which is not more
     bench.step()
     assert len(bench.scheduler.waiting) == 3
+
+
+# ---- between users
+
+
+def num_rows(items: list[Computed], user: str) -> int:
+    return sum(item.count for item in items if item.is_prompt and item.sequence.job.user == user)
+
+
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_a_long_prompt_takes_half_of_a_steps_time_beside_another_users_sample(reproducible: bool):
+    bench = Bench(reproducible=reproducible)
+    bench.step_ms, bench.row_ms = 10.0, 0.1
+    bench.submit(random_prompt(20, 0), max_tokens=1500, user="short")
+    for _ in range(3):
+        bench.step()
+    job = bench.submit(random_prompt(3000, 1), max_tokens=1, user="long")
+    steps = [bench.step() for _ in range(400)]
+    assert all(not item.is_prompt for item in steps[-1]), "the prompt has ended by then"
+    assert job in bench.outcomes
+    assert all(any(item.sequence.job.user == "short" for item in step) for step in steps)
+    busy = [num_rows(step, "long") for step in steps if num_rows(step, "long")]
+    assert max(busy) <= (100 if reproducible else CHUNK)
+    prompt_ms = sum(num_rows(step, "long") for step in steps[:50]) * 0.1
+    assert prompt_ms <= 0.6 * 50 * 10.0
+
+
+def test_a_short_prompt_is_computed_at_once_beside_anothers_queue_of_long_ones():
+    bench = Bench(num_blocks=4000)
+    bench.step_ms, bench.row_ms = 10.0, 1.0
+    for seed in range(20):
+        bench.submit(random_prompt(3000, seed), user="long")
+    for _ in range(3):
+        bench.step()
+    short = bench.submit(random_prompt(20, 100), max_tokens=10, user="short")
+    steps = 0
+    while short not in bench.outcomes:
+        bench.step()
+        steps += 1
+    assert steps <= 12
+
+
+def test_one_users_prompts_take_all_rows_of_a_step_that_are_to_be_had():
+    bench = Bench()
+    bench.submit(random_prompt(20, 0), max_tokens=100, user="only")
+    bench.step()
+    bench.submit(random_prompt(CHUNK, 1), user="only")
+    assert num_rows(bench.step(), "only") == CHUNK
+
+
+def test_who_queues_ten_thousand_samples_shares_the_batch_with_who_comes_later():
+    bench = Bench(max_batch=4, max_begun=4.0)
+    many = [bench.submit([seed % 250], max_tokens=50, user="many") for seed in range(10_000)]
+    for _ in range(5):
+        bench.step()
+    late = [bench.submit(random_prompt(20, seed), max_tokens=5, user="late") for seed in range(4)]
+    steps = 0
+    while not all(job in bench.outcomes for job in late):
+        assert sum(not item.is_prompt for item in bench.step()) <= 4
+        steps += 1
+    # Two at a time, five tokens each: nobody waits for the end of one of the many.
+    assert steps <= 16
+    for job in many[:9990]:
+        bench.scheduler.drop(job)
+    bench.run()
+    assert len(bench.outcomes) == 14
+    assert bench.num_held == 0
+
+
+def test_the_blocks_of_one_users_prompts_are_taken_for_anothers_short_sample():
+    bench = Bench(num_blocks=blocks_for(2000))
+    for seed in range(4):
+        bench.submit(random_prompt(1500, seed), user="long")
+    for _ in range(4):
+        bench.step()
+    assert bench.pool.num_available < 4
+    short = bench.submit(random_prompt(40, 9), max_tokens=20, user="short")
+    steps = 0
+    while short not in bench.outcomes:
+        bench.step()
+        steps += 1
+    assert steps <= 30
+    bench.run()
+    assert len(bench.outcomes) == 5
 
 
 # ---- shared blocks
@@ -462,6 +549,7 @@ def test_any_load_is_answered_and_no_block_is_written_by_two(seed: int, reproduc
                 bench.submit(
                     prompt, n=int(rng.integers(1, 4)), max_tokens=int(rng.integers(1, 150)),
                     prompt_logprobs=bool(rng.random() < 0.2),
+                    user=str(rng.integers(0, 3)),
                 )
             )  # fmt: skip
         written: list[int] = []

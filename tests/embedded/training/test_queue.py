@@ -150,6 +150,18 @@ def test_models_alternate_by_micro_batch(store: ModelStore) -> None:
     assert order == [1, 0]
 
 
+def test_a_user_with_many_models_gets_no_more_passes_than_one_with_a_single_model(
+    store: ModelStore, passes: list[list[int]]
+) -> None:
+    *many, single = create(store, *"abcdef")
+    queue = TrainingQueue(LIMITS)
+    for i, model in enumerate(many):
+        queue.add(i, model, batch(90, 90, 90, user="many"))
+    queue.add(9, single, batch(90, 90, 90, user="single"))
+    while 9 not in [result.call_id for result in queue.step()]:
+        assert len(passes) <= 6
+
+
 def test_a_stream_of_small_calls_does_not_starve_a_large_one(store: ModelStore) -> None:
     large, small = create(store, "large", "small")
     queue = TrainingQueue(LIMITS)

@@ -421,3 +421,47 @@ def test_released_versions_leave_no_file(folder: Path) -> None:
     for version in versions:
         store.release(version)
     assert list(spilled.iterdir()) == []
+
+
+def everything(store: ModelStore, model_id: str) -> dict[str, torch.Tensor]:
+    model = store.model(model_id)
+    kinds = ("params", model.params), ("moments", model.optimizer.state()), ("grads", model.grads)
+    return {f"{kind} {n}": t.detach().clone() for kind, ts in kinds for n, t in ts.items()}
+
+
+@pytest.mark.parametrize("rank", [4, 0])
+@pytest.mark.parametrize(
+    "step",
+    [
+        AdamParams(learning_rate=1e308),
+        AdamParams(learning_rate=3e38),
+        AdamParams(learning_rate=1e30, weight_decay=1e30),
+    ],
+)
+def test_a_step_whose_weights_would_not_be_finite_changes_nothing(
+    store: ModelStore, rank: int, step: AdamParams
+) -> None:
+    for model_id in ("refused", "undisturbed"):
+        store.create_model(model_id, "tiny", LoraSpec(rank=rank, seed=3))
+        train(store, model_id, DATA[:2])
+        store.optim_step(model_id, STEP)
+        train(store, model_id, DATA[2:])
+    before = everything(store, "refused")
+    with pytest.raises(UserError, match="the model is as before it"):
+        store.optim_step("refused", step)
+    after = everything(store, "refused")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    for model_id in ("refused", "undisturbed"):
+        store.optim_step(model_id, STEP)
+    one, other = everything(store, "refused"), everything(store, "undisturbed")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_step_that_is_large_and_finite_is_made() -> None:
+    """The bound that costs nothing says no; the weights themselves say yes."""
+    weight = torch.full((3,), 1e30)
+    optimizer = AdamW({"w": weight})
+    optimizer.step({"w": torch.ones(3)}, AdamParams(learning_rate=1e30, eps=1e-8))
+    assert torch.isfinite(weight).all()
+    assert float(weight[0]) == pytest.approx(0.0, abs=1e24)

@@ -51,6 +51,51 @@ def test_time_that_is_not_used_is_not_hoarded():
     assert budget.left_s == 5.0
 
 
+def test_enough_new_cases_are_a_reason_while_a_draft_has_room_for_more():
+    trigger = Trigger(TriggerSettings(every_steps=1, goal=0.8, least_cases=100))
+    trigger.collected(99)
+    assert trigger.due(0) is None
+    trigger.collected(1)
+    assert trigger.due(0) == "100 new cases"
+    trigger.judged(1000, 900)
+    assert trigger.due(0) is None  # it drafts well as it is
+    trigger.judged(1000, 500)
+    assert trigger.due(0) is not None
+
+
+def test_after_trainings_that_made_nothing_better_more_cases_are_waited_for():
+    trigger = Trigger(TriggerSettings(every_steps=0, least_cases=100))
+    for patience in (1, 2, 4):
+        trigger.collected(100 * patience - 1)
+        assert trigger.due(0) is None
+        trigger.collected(1)
+        assert trigger.due(0) is not None
+        trigger.updated(0, better=False)
+    trigger.updated(0, better=True)
+    trigger.collected(100)
+    assert trigger.due(0) is not None
+
+
+def test_quiet_time_is_counted_and_not_owed():
+    now = [0.0]
+    budget = TimeBudget(0.1, clock=lambda: now[0])
+    with budget.spending(quiet=True):
+        now[0] += 4.0
+    assert (budget.quiet_s, budget.spent_s, budget.left_s) == (4.0, 0.0, 0.0)
+
+
+def test_the_first_of_what_cannot_wait_may_begin_and_debts_make_the_next_wait():
+    now = [0.0]
+    budget = TimeBudget(0.1, clock=lambda: now[0])
+    assert budget.may_borrow
+    with budget.spending():
+        now[0] += 1.0
+    for _ in range(10):
+        assert not budget.may_borrow
+        budget.step_took(1.0)
+    assert budget.may_borrow
+
+
 def test_time_is_counted_when_the_work_fails():
     now = [0.0]
     budget = TimeBudget(1.0, clock=lambda: now[0])

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from tinkercloud.cluster.gpus.ray_link import RayLink
 from tinkercloud.core.plan import Plan
 from tinkercloud.errors import CapacityTimeout
 
@@ -134,9 +135,14 @@ class Placer:
     """Hands out GPUs, first come first served. free_idle: called every POLL_S while the first in
     the queue finds too few."""
 
-    def __init__(self, free_idle: Callable[[], Awaitable[None]] = _free_nothing) -> None:
+    def __init__(
+        self,
+        free_idle: Callable[[], Awaitable[None]] = _free_nothing,
+        link: RayLink | None = None,
+    ) -> None:
         self._queue = asyncio.Lock()  # asyncio's locks are fair: its waiters are the queue
         self._free_idle = free_idle
+        self.link = link or RayLink()
 
     async def take(
         self, request: Request, waiting: Callable[[str | None], None] = lambda reason: None
@@ -149,8 +155,10 @@ class Placer:
         try:
             async with asyncio.timeout_at(_loop_time(deadline)):
                 async with self._queue:
+                    waiting(self.link.lost)
+                    await self.link.connected()
                     waiting(f"waiting until {what} are free")
-                    return await _take(request, self._free_idle)
+                    return await self._take(request)
         except TimeoutError:
             raise CapacityTimeout(
                 f"{request.name} got no {what} within {request.timeout_s:g} s (the setting "
@@ -170,8 +178,9 @@ class Placer:
         try:
             async with asyncio.timeout(request.timeout_s):
                 waiting("waiting for nodes in place of lost ones")
-                await _until_created(placement.group, self._free_idle)
-                return Placement(placement.group, await _probe(placement.group, request), request)
+                await _until_created(placement.group, self._free_idle, self.link)
+                bundles = await _probe(placement.group, request, self.link)
+                return Placement(placement.group, bundles, request)
         except TimeoutError:
             raise CapacityTimeout(
                 f"no GPUs in place of the lost ones for {request.name} within "
@@ -180,27 +189,42 @@ class Placer:
         finally:
             waiting(None)
 
+    async def _take(self, request: Request) -> Placement:
+        begun = time.monotonic()
+        group = await _create(request)
+        try:
+            await _until_created(group, self._free_idle, self.link)
+            bundles = await _probe(group, request, self.link)
+        except BaseException:
+            if self.link.lost is None:
+                await asyncio.shield(_remove(group))
+            raise
+        logger.info(
+            "%s: %d bundles on %d nodes after %.1f s",
+            *(request.name, len(bundles), len({b.node_id for b in bundles})),
+            time.monotonic() - begun,
+        )
+        return Placement(group, bundles, request)
+
 
 async def release(placement: Placement) -> None:
     """Give the GPUs back; what still runs on them is killed by Ray."""
     await _remove(placement.group)
 
 
-async def _take(request: Request, free_idle: Callable[[], Awaitable[None]]) -> Placement:
-    begun = time.monotonic()
-    group = await _create(request)
-    try:
-        await _until_created(group, free_idle)
-        bundles = await _probe(group, request)
-    except BaseException:
-        await asyncio.shield(_remove(group))
-        raise
-    logger.info(
-        "%s: %d bundles on %d nodes after %.1f s",
-        *(request.name, len(bundles), len({b.node_id for b in bundles})),
-        time.monotonic() - begun,
-    )
-    return Placement(group, bundles, request)
+async def num_lost(placements: Sequence[Placement]) -> int:
+    """Bundles on nodes that Ray does not know as alive."""
+    if not placements:
+        return 0
+    alive = await asyncio.to_thread(_nodes_alive)
+    bundles = (bundle for placement in placements for bundle in placement.bundles)
+    return sum(bundle.node_id not in alive for bundle in bundles)
+
+
+def _nodes_alive() -> set[str]:
+    import ray
+
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
 async def _create(request: Request) -> "PlacementGroup":
@@ -224,9 +248,12 @@ async def _create(request: Request) -> "PlacementGroup":
         raise
 
 
-async def _until_created(group: "PlacementGroup", free_idle: Callable[[], Awaitable[None]]) -> None:
+async def _until_created(
+    group: "PlacementGroup", free_idle: Callable[[], Awaitable[None]], link: RayLink
+) -> None:
     """Polls, since Ray's `wait` blocks its thread: a cancelled caller would leave that behind."""
     while not await asyncio.to_thread(_is_created, group):
+        link.check()
         if not await asyncio.to_thread(group.wait, POLL_S):
             await free_idle()
 
@@ -241,7 +268,7 @@ def _table(group: "PlacementGroup") -> dict[str, Any]:
     return placement_group_table(group)
 
 
-async def _probe(group: "PlacementGroup", request: Request) -> tuple[Bundle, ...]:
+async def _probe(group: "PlacementGroup", request: Request, link: RayLink) -> tuple[Bundle, ...]:
     """Node and GPU of every bundle, by a task in each: Ray tells a GPU's number only to a task that
     runs on it (get_gpu_ids)."""
     import ray
@@ -252,7 +279,7 @@ async def _probe(group: "PlacementGroup", request: Request) -> tuple[Bundle, ...
         where.options(**Slot(group, bundle, request.device).options(PROBE_SHARE)).remote()
         for bundle in unplaced
     ]
-    places = await asyncio.gather(*references)
+    places = await asyncio.gather(*map(link.answer, references))
     return in_rank_order([Bundle(i, *place) for i, place in enumerate(places)])
 
 

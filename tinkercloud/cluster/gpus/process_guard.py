@@ -6,6 +6,9 @@ guard gets SIGTERM or SIGINT, the whole session is ended. The kernel's parent-de
 (prctl(2), PR_SET_PDEATHSIG) would not do for a Ray actor: it fires when the *thread* that forked
 ends, and an actor's threads come and go. The guard has one thread only, so that the signal does
 cover the guard's own death.
+
+The command gets a folder for files of shared memory, which is removed when it has ended: what is
+killed leaves its own files there for ever.
 """
 
 import ctypes
@@ -14,11 +17,16 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
+
+from tinkercloud.config import with_shared_memory
 
 GRACE_S = 2.0
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.2
+_SHARED_MEMORY = Path("/dev/shm")
 
 
 def main() -> int:
@@ -26,18 +34,21 @@ def main() -> int:
     signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _: signals.append(received))
-    child = subprocess.Popen(
-        sys.argv[1:],
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-        preexec_fn=_die_with_parent,
-    )
-    try:
-        while child.poll() is None and not signals and not _closed():
-            pass
-    finally:
-        status = child.poll()
-        _end(child)
+    root = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="tinkercloud-", dir=root) as folder:
+        child = subprocess.Popen(
+            sys.argv[1:],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+            env=with_shared_memory(Path(folder)),
+        )
+        try:
+            while child.poll() is None and not signals and not _closed():
+                pass
+        finally:
+            status = child.poll()
+            _end(child)
     return 143 if status is None else status & 0xFF
 
 

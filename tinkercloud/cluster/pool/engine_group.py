@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tinkercloud.cluster.gpus.memory import WEIGHTS
 from tinkercloud.cluster.gpus.placement import Slot
+from tinkercloud.cluster.gpus.ray_link import RayLink
 from tinkercloud.cluster.pool.live_weights import LiveWeights
 from tinkercloud.cluster.pool.versions import Version, remove
 from tinkercloud.cluster.rollout.manager import BASE, RolloutManager, RolloutSettings
@@ -36,12 +37,14 @@ class EngineGroup:
         settings: RolloutSettings,
         places: Callable[[], Awaitable[Places]],
         live: LiveWeights,
+        link: RayLink,
         *,
         slots: int,
     ):
         self._settings = settings
         self._places = places
         self._live = live
+        self._link = link
         self._num_updates = {"disk": 0, "tensor": 0, "broadcast": 0}
         self._manager: RolloutManager | None = None
         self._adapters = AdapterCache(slots)
@@ -67,7 +70,7 @@ class EngineGroup:
     async def onload(self, tags: Sequence[str]) -> int:
         if self._manager is not None:
             return await self._manager.onload(tags)
-        manager = RolloutManager(self._settings, await self._places(), self._folder_of)
+        manager = RolloutManager(self._settings, await self._places(), self._folder_of, self._link)
         self._num_starts += 1
         await manager.start()
         self._manager, self._weights_lost = manager, False

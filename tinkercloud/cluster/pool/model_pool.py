@@ -73,9 +73,11 @@ class ModelPool:
         self._opening = asyncio.Lock()
         self._closed = False
         slots = HOST_SLOTS_PER_SLOT * (plan.sglang.max_loras_per_batch or 1)
-        self.group = RayTrainGroup(settings.group, self._train_slots)
+        self.group = RayTrainGroup(settings.group, self._train_slots, placer.link)
         self.live = LiveWeights(self.group, plan, settings.request.device, self._training)
-        self.engines = EngineGroup(settings.rollout, self._rollout_places, self.live, slots=slots)
+        self.engines = EngineGroup(
+            settings.rollout, self._rollout_places, self.live, placer.link, slots=slots
+        )
         self.phases = Phases(self.group, self.engines, colocated=plan.rollout.colocated)
         self.waiting: str | None = None
         self.num_active = 0
@@ -87,6 +89,10 @@ class ModelPool:
     @property
     def is_open(self) -> bool:
         return self._placement is not None
+
+    @property
+    def placement(self) -> Placement | None:
+        return self._placement
 
     @property
     def is_idle(self) -> bool:
@@ -162,8 +168,13 @@ class ModelPool:
             await asyncio.gather(self.group.close(), self.engines.discard())
         finally:
             placement, self._placement = self._placement, None
-            if placement is not None:
+            if placement is not None and self._placer.link.lost is None:
                 await release(placement)
+
+    async def forget_ray(self) -> None:
+        """Ray is lost, and with it all that ran there: GPUs are taken anew at the next need."""
+        self._placement, self._is_probed = None, True
+        await asyncio.gather(self.group.discard(), self.engines.discard())
 
     # ---- GPUs
 
@@ -183,7 +194,8 @@ class ModelPool:
 
     async def _restored(self) -> Placement:
         """The placement, with bundles of lost nodes moved to others."""
-        assert self._placement is not None, "the pool has its GPUs before anything starts"
+        await self._open()  # Ray may have been lost since
+        assert self._placement is not None
         if not self._is_probed:
             self._placement = await self._placer.restore(self._placement, self._set_waiting)
             self._is_probed = True

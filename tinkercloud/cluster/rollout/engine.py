@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tinkercloud.config import engine_environment
+from tinkercloud.config import engine_environment, with_engine_key
 from tinkercloud.core.plan import SglangArguments
 from tinkercloud.errors import EngineDied
 
@@ -36,6 +36,7 @@ class Launch:
     gpus: tuple[int, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     start_timeout_s: float = 900.0
+    key: str = field(default="", repr=False)
     wait: bool = True  # False for the further nodes of an engine: they answer no requests
 
 
@@ -135,6 +136,8 @@ class RolloutEngine:
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
             **launch.environment,
         }
+        if launch.key:
+            environment = with_engine_key(environment, launch.key)
         if launch.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, launch.gpus))
         with launch.log_path.open("ab") as log:

@@ -28,12 +28,17 @@ class EngineRefused(ServerFault):
 class EngineClient:
     """Calls raise EngineDied when it cannot be reached, EngineRefused when it refuses them."""
 
-    def __init__(self, url: str, served: Served):
+    def __init__(self, url: str, served: Served, key: str):
         self.url = url
         self._served = served
         # No limit on connections: the engine queues requests and knows how many fit its batch.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
-        self._http = httpx.AsyncClient(base_url=url, limits=limits, timeout=CALL_TIMEOUT_S)
+        self._http = httpx.AsyncClient(
+            base_url=url,
+            headers={"authorization": f"Bearer {key}"},
+            limits=limits,
+            timeout=CALL_TIMEOUT_S,
+        )
 
     async def close(self) -> None:
         await self._http.aclose()

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tinkercloud.cluster.gpus.actor_deaths import cause_of_death, kill
 from tinkercloud.cluster.gpus.placement import ROLLOUT_SHARE, Slot
+from tinkercloud.cluster.gpus.ray_link import RayLink
 from tinkercloud.cluster.rollout.engine import Launch, RolloutEngine, server_options
 from tinkercloud.cluster.rollout.engine_client import EngineClient
 from tinkercloud.cluster.rollout.settings import RolloutSettings
@@ -89,22 +91,25 @@ class EngineHandle:
 class EngineStarter:
     """Starts and ends the actors of engines: one for each node that an engine spans."""
 
-    def __init__(self, settings: RolloutSettings):
+    def __init__(self, settings: RolloutSettings, link: RayLink):
         self._settings = settings
+        self._link = link
 
     async def start(self, engine: EngineHandle) -> None:
         """Raises EngineDied with the end of the server's log; its processes are ended then."""
         engine.starts += 1
+        self._link.check()
         try:
             launches = self._launches(engine)
             engine.actors = [
                 await asyncio.to_thread(_actor, launch, slot) for launch, slot in launches
             ]
-            urls = await asyncio.gather(*(_ask(actor.start.remote()) for actor in engine.actors))
+            starts = [actor.start.remote() for actor in engine.actors]
+            urls = await asyncio.gather(*map(self._ask, starts))
         except BaseException:
             await asyncio.shield(self.end(engine))
             raise
-        engine.client = EngineClient(urls[0], self._settings.served)
+        engine.client = EngineClient(urls[0], self._settings.served, self._settings.key)
         engine.failures = 0
         logger.info("%s: engine %d serves at %s", self._settings.name, engine.index, urls[0])
 
@@ -116,13 +121,16 @@ class EngineStarter:
         engine.adapters, engine.released, engine.weights = set(), set(), ""
         if client is not None:
             await client.close()
-        await asyncio.gather(*(_end(actor) for actor in actors))
+        await asyncio.gather(*(self._end(actor) for actor in actors))
 
     async def running(self, engine: EngineHandle) -> bool:
         """Whether all its processes run."""
         try:
             async with asyncio.timeout(_PROBE_TIMEOUT_S):
-                alive = await asyncio.gather(*(_ask(a.running.remote()) for a in engine.actors))
+                self._link.check()
+                alive = await asyncio.gather(
+                    *(self._ask(a.running.remote()) for a in engine.actors)
+                )
         except (EngineDied, TimeoutError):
             return False
         return bool(alive) and all(alive)
@@ -131,7 +139,33 @@ class EngineStarter:
         """Bytes in use on its GPUs."""
         if not any(slot.bundle.gpu >= 0 for slot in engine.slots):
             return 0
-        return sum(await asyncio.gather(*(_ask(a.memory_used.remote()) for a in engine.actors)))
+        self._link.check()
+        used = await asyncio.gather(*(self._ask(a.memory_used.remote()) for a in engine.actors))
+        return sum(used)
+
+    async def _end(self, actor: Any) -> None:
+        if self._link.lost is not None:
+            return  # then so is the actor
+        try:
+            async with asyncio.timeout(_STOP_TIMEOUT_S):
+                await self._ask(actor.stop.remote())
+        except (EngineDied, TimeoutError) as error:
+            logger.warning("an engine's actor did not stop by itself: %s", error)
+        # The actor's death closes the guard's pipe, and the guard ends the server.
+        await kill(actor)
+
+    async def _ask(self, reference: Any) -> Any:
+        """The answer of an actor. Raises EngineDied when the actor died."""
+        from ray.exceptions import RayError, RayTaskError
+
+        try:
+            return await self._link.answer(reference)
+        except RayTaskError as error:
+            if isinstance(error.cause, EngineDied):
+                raise EngineDied(str(error.cause)) from error
+            raise
+        except RayError as error:
+            raise EngineDied(f"the engine's actor died: {cause_of_death(error)}") from error
 
     def _launches(self, engine: EngineHandle) -> list[tuple[Launch, Slot | None]]:
         settings, nodes = self._settings, _by_node(engine.slots)
@@ -149,6 +183,7 @@ class EngineStarter:
                 host=settings.host,
                 gpus=tuple(slot.bundle.gpu for slot in slots if slot.bundle.gpu >= 0),
                 environment=settings.environment,
+                key=settings.key,
                 start_timeout_s=settings.start_timeout_s,
                 wait=rank == 0,
             )
@@ -174,32 +209,6 @@ def _actor(launch: Launch, slot: Slot | None) -> Any:
     options = slot.options(ROLLOUT_SHARE) if slot is not None else {"num_cpus": 0}
     actor_class = ray.remote(RolloutEngine).options(max_concurrency=_ACTOR_CONCURRENCY, **options)
     return actor_class.remote(launch)
-
-
-async def _ask(reference: Any) -> Any:
-    """The answer of an actor. Raises EngineDied when the actor died."""
-    from ray.exceptions import RayActorError, RayTaskError
-
-    try:
-        return await reference
-    except RayActorError as error:
-        raise EngineDied(f"the engine's actor died: {error}") from error
-    except RayTaskError as error:
-        if isinstance(error.cause, EngineDied):
-            raise EngineDied(str(error.cause)) from error
-        raise
-
-
-async def _end(actor: Any) -> None:
-    import ray
-
-    try:
-        async with asyncio.timeout(_STOP_TIMEOUT_S):
-            await _ask(actor.stop.remote())
-    except (EngineDied, TimeoutError) as error:
-        logger.warning("an engine's actor did not stop by itself: %s", error)
-    # The actor's death closes the guard's pipe, and the guard ends the server.
-    await asyncio.to_thread(ray.kill, actor, no_restart=True)
 
 
 async def settle(work: Any) -> None:

@@ -9,7 +9,8 @@ Axes: P prompt tokens, K targets per position, S sampled tokens.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import Any, cast
 
 import numpy as np
@@ -66,7 +67,7 @@ def sample_bodies(
         topk = request.topk_sample_logprobs
         if index == 0:
             topk = max(topk, request.topk_prompt_logprobs)
-        body = _body(request.prompt, request.params, index, adapter, served)
+        body = _body(request.prompt, request, index, adapter, served)
         body["sampling_params"] |= grammar
         if committed and committed[index]:
             commit(body["sampling_params"]["custom_params"], request.prompt, committed[index])
@@ -77,9 +78,10 @@ def sample_bodies(
 def target_bodies(request: SampleRequest, adapter: str | None, served: Served) -> list[Body]:
     """One per block of positions that has a target; see `_block_rows`."""
     params = SamplingParams(max_tokens=1, seed=0, temperature=0.0, use_eos=False)
+    scoring = replace(request, params=params)
     bodies: list[Body] = []
     for first, end, ids in _target_blocks(request.target_prompt_logprobs):
-        body = _body(request.prompt[: end + 1], params, 0, adapter, served)
+        body = _body(request.prompt[: end + 1], scoring, 0, adapter, served)
         bodies.append(body | {"logprob_start_len": first, "token_ids_logprob": ids})
     return bodies
 
@@ -112,11 +114,13 @@ def sample_output(
 
 def _body(
     prompt: NDArray[np.int32],
-    params: SamplingParams,
+    request: SampleRequest,
     index: int,
     adapter: str | None,
     served: Served,
 ) -> Body:
+    """prompt: the request's, or its beginning."""
+    params = request.params
     room = served.context_length - len(prompt)
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
     body: Body = {
@@ -129,6 +133,9 @@ def _body(
         },
         "return_logprob": True,
     }
+    if request.cache_salt:  # a namespace of SGLang's prefix cache
+        digest = blake2b(request.cache_salt.encode(), digest_size=16).hexdigest()
+        body["extra_key"] = digest
     return body | {"lora_path": adapter} if adapter is not None else body
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tinkercloud.cluster.gpus.placement import Slot
+from tinkercloud.cluster.gpus.ray_link import RayLink
 from tinkercloud.cluster.rollout.admission_gate import Gate
 from tinkercloud.cluster.rollout.engine_client import EngineClient, EngineRefused, everywhere
 from tinkercloud.cluster.rollout.engine_handle import EngineHandle, EngineStarter, settle
@@ -31,8 +32,7 @@ from tinkercloud.errors import EngineDied, VersionLost
 
 logger = logging.getLogger(__name__)
 
-BASE = "base"
-"""The name of the weights that engines start with."""
+BASE = "base"  # the name of the weights that engines start with
 
 TAGS = ("weights", "kv_cache", "cuda_graph")
 _RESTART_WINDOW_S = 600.0
@@ -51,13 +51,16 @@ class RolloutManager:
         settings: RolloutSettings,
         places: Sequence[Sequence[Slot]],
         restore: Callable[[str], Awaitable[Path]] | None = None,
+        link: RayLink | None = None,
     ):
         self._settings = settings
-        self._starter = EngineStarter(settings)
+        self._starter = EngineStarter(settings, link or RayLink())
         self._engines = [EngineHandle(index, tuple(place)) for index, place in enumerate(places)]
         self._restore = restore
         self._router = (
-            RolloutRouter(settings.host or "127.0.0.1", settings.log_dir / "router.log")
+            RolloutRouter(
+                settings.host or "127.0.0.1", settings.log_dir / "router.log", settings.key
+            )
             if settings.router
             else None
         )
@@ -89,9 +92,11 @@ class RolloutManager:
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await settle(self._starter.end(engine) for engine in self._engines)
-        if self._router is not None:
-            await self._router.stop()
+        try:
+            await settle(self._starter.end(engine) for engine in self._engines)
+        finally:
+            if self._router is not None:
+                await self._router.stop()
 
     def get_router_address(self) -> str:
         """Of SGLang's router in front of the engines; without a router, the first engine's."""
@@ -319,8 +324,7 @@ class RolloutManager:
             for name, folder in self._adapters.items():
                 await engine.load_adapter(name, folder)
             engine.weights = BASE
-            folder = await self._folder_of_weights()
-            if folder is not None:
+            if (folder := await self._folder_of_weights()) is not None:
                 await engine.up.call("/update_weights_from_disk", {"model_path": str(folder)})
                 await self._set_weights([engine], self._weights)
             if self._router is not None:

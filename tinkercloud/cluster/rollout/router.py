@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 
 from tinkercloud.cluster.rollout.engine import free_port, port_was_taken
+from tinkercloud.config import engine_environment, with_engine_key
 from tinkercloud.errors import EngineDied
 
 logger = logging.getLogger(__name__)
@@ -24,8 +25,10 @@ _HEALTH_INTERVAL_S = 30
 class RolloutRouter:
     """The router process of one model's engines; ends with this process."""
 
-    def __init__(self, host: str, log_path: Path):
+    def __init__(self, host: str, log_path: Path, key: str):
         self._host = host
+        self._key = key
+        self._headers = {"authorization": f"Bearer {key}"}
         self._log_path = log_path
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0
@@ -45,12 +48,14 @@ class RolloutRouter:
     async def _started(self, port: int, metrics: int) -> bool:
         self.url = f"http://{self._host}:{port}"
         options = [
-            *("--host", self._host, "--port", str(port), "--prometheus-port", str(metrics)),
+            *("--host", self._host, "--port", str(port)),
+            *("--prometheus-host", self._host, "--prometheus-port", str(metrics)),
             *("--policy", "cache_aware", "--log-level", "warn"),
             # The manager decides whether an engine serves, and calls `add` and `remove`.
             *("--health-check-interval-secs", str(_HEALTH_INTERVAL_S)),
         ]
-        await asyncio.to_thread(self._spawn, options)
+        # Not in a thread: one whose caller is cancelled would start a process that nobody ends.
+        self._spawn(options)
         deadline = asyncio.get_running_loop().time() + START_TIMEOUT_S
         while self._running() and asyncio.get_running_loop().time() < deadline:
             if await self._alive() and self._running():
@@ -62,7 +67,7 @@ class RolloutRouter:
     def _spawn(self, options: list[str]) -> None:
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         guard = [sys.executable, "-m", "tinkercloud.cluster.gpus.process_guard"]
-        router = [sys.executable, "-m", "sglang_router.launch_router"]
+        router = [sys.executable, "-m", "tinkercloud.cluster.rollout.router_process"]
         with self._log_path.open("ab") as log:
             self._log_start = log.tell()
             self._process = subprocess.Popen(
@@ -70,6 +75,7 @@ class RolloutRouter:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                env=with_engine_key(engine_environment(), self._key),
             )
 
     def _running(self) -> bool:
@@ -85,9 +91,10 @@ class RolloutRouter:
     async def add(self, url: str) -> None:
         """Returns once requests may be sent to it. Raises EngineDied."""
         deadline = asyncio.get_running_loop().time() + START_TIMEOUT_S
-        async with httpx.AsyncClient(timeout=_CALL_TIMEOUT_S) as http:
+        async with self._client() as http:
             try:
-                answer = await http.post(f"{self.url}/workers", json={"url": url})
+                worker = {"url": url, "api_key": self._key}
+                answer = await http.post(f"{self.url}/workers", json=worker)
                 while answer.status_code < 400 and not (await self._ids(http)).get(url):
                     if asyncio.get_running_loop().time() > deadline:
                         break
@@ -102,12 +109,15 @@ class RolloutRouter:
     async def remove(self, url: str) -> None:
         """Unknown workers are ignored, and so is a router that does not answer."""
         try:
-            async with httpx.AsyncClient(timeout=_CALL_TIMEOUT_S) as http:
+            async with self._client() as http:
                 worker = (await self._ids(http)).get(url)
                 if worker is not None:
                     await http.delete(f"{self.url}/workers/{worker}")
         except httpx.HTTPError as error:
             logger.warning("SGLang's router did not forget %s: %s", url, error)
+
+    def _client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(headers=self._headers, timeout=_CALL_TIMEOUT_S)
 
     async def _ids(self, http: httpx.AsyncClient) -> dict[str, str]:
         """URL -> the router's id of it, of the workers that it uses."""

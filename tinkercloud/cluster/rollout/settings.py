@@ -1,5 +1,6 @@
 """Settings of a model's engines."""
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,7 @@ from tinkercloud.core.plan import SglangArguments
 class RolloutSettings:
     """name: of the model, for logs and actors. command: starts SGLang's server, see
     `cluster.sglang.entry`. options: more of SGLang's, which come last and win. host None: each
-    node's address in the cluster."""
+    node's address in the cluster. key: without it the engines and their router answer nobody."""
 
     name: str
     model_path: Path
@@ -24,6 +25,7 @@ class RolloutSettings:
     options: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     host: str | None = None
+    key: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
     router: bool = True
     start_timeout_s: float = 900.0
     request_timeout_s: float = 3600.0

@@ -16,17 +16,19 @@ from sglang.srt.layers.sampler import register_sampler_backend
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from tinkercloud.cluster.sglang import sampler, weight_digests
+from tinkercloud.config import engine_key, shared_memory_folder, stand_ins_start_method
 from tinkercloud.decoding.math_kernels import resolve_math_kernels
 
 _BATCH = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _REQUEST = "sglang.srt.managers.schedule_batch.Req"
+_LOADS_FILE = "sglang.srt.managers.load_snapshot.shm_path_for"
 
 
 def register() -> None:
-    """The sampler, hooks that carry its parameters through SGLang's batches, and hooks that record
-    which weights arrive.
+    """The sampler, hooks that carry its parameters through SGLang's batches, hooks that record
+    which weights arrive, and one that says where a file of shared memory goes.
 
     The sampler replaces all of SGLang's under their own names: it passes a request without our
     parameters on to the one that the server was started with. SGLang applies the hooks when a
@@ -52,6 +54,18 @@ def register() -> None:
     }
     for target, hook in wrapped.items():
         HookRegistry.register(target, hook, HookType.AROUND)
+    if stand_ins_start_method() is not None:
+        from tinkercloud.cluster.cpu import unembedding
+
+        unembedding.register()
+    if shared_memory_folder() is not None:
+        HookRegistry.register(_LOADS_FILE, _loads_file, HookType.REPLACE)
+
+
+def _loads_file(instance: str) -> str:
+    """Of its loads, for its own processes. SGLang makes it in /dev/shm at each start and removes it
+    never."""
+    return f"{shared_memory_folder()}/loads-{instance}"
 
 
 def main() -> None:
@@ -62,8 +76,10 @@ def main() -> None:
     from sglang.srt.utils import kill_process_tree
 
     load_plugins()
+    key = engine_key()
+    with_key = [] if key is None else ["--api-key", key]
     try:
-        run_server(prepare_server_args(sys.argv[1:]))
+        run_server(prepare_server_args([*sys.argv[1:], *with_key]))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 
@@ -71,4 +87,8 @@ def main() -> None:
 register()
 
 if __name__ == "__main__":
+    if stand_ins_start_method() == "fork":
+        from tinkercloud.cluster.cpu import engines
+
+        engines.fork()
     main()

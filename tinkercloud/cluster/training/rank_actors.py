@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tinkercloud.cluster.gpus.actor_deaths import cause_of_death, kill
 from tinkercloud.cluster.gpus.placement import TRAIN_SHARE, Slot
+from tinkercloud.cluster.gpus.ray_link import RayLink
 from tinkercloud.cluster.training.rank_requests import BatchRequest, RankRequest
 from tinkercloud.cluster.training.rank_types import BatchColumns, RankSettings
 from tinkercloud.cluster.training.train_actor import (
@@ -76,9 +78,10 @@ class GroupSettings:
 class RankActors:
     """Created by `start`. Runs one operation at a time; others queue."""
 
-    def __init__(self, settings: GroupSettings, actors: Sequence[Any]):
+    def __init__(self, settings: GroupSettings, link: RayLink):
         self._settings = settings
-        self._actors = list(actors)
+        self._link = link
+        self._actors: list[Any] = []
         # Ranks must see operations in one order: calls of two would interleave differently on
         # different actors, and their collectives would pair up wrongly.
         self._operation = asyncio.Lock()
@@ -90,12 +93,14 @@ class RankActors:
         self.busy_ms = 0.0  # the slowest rank's own time, summed over the calls
 
     @classmethod
-    async def start(cls, settings: GroupSettings, slots: Sequence[Slot]) -> "RankActors":
+    async def start(
+        cls, settings: GroupSettings, slots: Sequence[Slot], link: RayLink
+    ) -> "RankActors":
         """All ranks, started and connected; none are left running when it fails.
 
         Raises EngineDied, or what a rank raised.
         """
-        ranks = cls(settings, [])
+        ranks = cls(settings, link)
         try:
             async with asyncio.timeout(settings.start_timeout_s):
                 await ranks._start(slots)
@@ -110,15 +115,17 @@ class RankActors:
 
     async def _start(self, slots: Sequence[Slot]) -> None:
         for slot in slots:
+            self._link.check()
             self._actors.append(await asyncio.to_thread(_actor, self._settings, slot))
         self._watch()
-        address = _future(self._actors[0].rendezvous.remote())
+        address = self._link.answer(self._actors[0].rendezvous.remote())
         init_method: str = await self._unless_dead(address)
         self.address = init_method.removeprefix("tcp://").rpartition(":")[0]
-        rank_class, settings = self._settings.rank_class, self._settings
+        rank_class = self._settings.rank_class
+        ranks = [self._settings.rank(i, len(slots), init_method) for i in range(len(slots))]
         starts = [
-            _future(actor.start.remote(rank_class, settings.rank(i, len(slots), init_method)))
-            for i, actor in enumerate(self._actors)
+            self._link.answer(actor.start.remote(rank_class, rank))
+            for actor, rank in zip(self._actors, ranks, strict=True)
         ]
         tasks = [asyncio.ensure_future(self._unless_dead(start)) for start in starts]
         try:
@@ -138,6 +145,8 @@ class RankActors:
 
         Raises what all ranks raised, and EngineDied when the group cannot be used any more.
         """
+        # ray.put would end this process where the raylet has ended.
+        self._link.check()
         message, stored = await _split(request)
         return await self._call(request.name, stored, *packed_request(message))
 
@@ -145,7 +154,8 @@ class RankActors:
         async with self._operation:
             if self.dead is not None:
                 raise EngineDied(self.dead)
-            calls = [_future(actor.call.remote(*arguments)) for actor in self._actors]
+            self._link.check()
+            calls = [self._link.answer(actor.call.remote(*arguments)) for actor in self._actors]
             answers = await self._collect(method, calls)
         failed = [answer.error for answer in answers if answer.error is not None]
         self.num_calls += 1
@@ -206,7 +216,7 @@ class RankActors:
     async def _progress(self) -> int | None:
         """Summed over the ranks; None when one does not answer."""
         counts = [
-            _future(actor.progress.options(concurrency_group=WATCH).remote())
+            self._link.answer(actor.progress.options(concurrency_group=WATCH).remote())
             for actor in self._actors
         ]
         done, pending = await asyncio.wait(counts, timeout=self._settings.timeout_s / 4)
@@ -221,7 +231,7 @@ class RankActors:
 
     def _watch(self) -> None:
         for rank, actor in enumerate(self._actors):
-            lifetime = _future(actor.lifetime.options(concurrency_group=WATCH).remote())
+            lifetime = self._link.answer(actor.lifetime.options(concurrency_group=WATCH).remote())
             self._lifetimes.append(lifetime)
 
             def ended(call: "asyncio.Future[Any]", rank: int = rank) -> None:
@@ -242,12 +252,11 @@ class RankActors:
 
     async def end(self) -> None:
         """Kill all ranks and wait until they have ended; never raises."""
-        import ray
-
         self._mark_dead(f"the ranks of {self._settings.name} were ended")
         actors, self._actors = self._actors, []
-        for actor in actors:
-            await asyncio.to_thread(ray.kill, actor, no_restart=True)
+        if self._link.lost is None:
+            for actor in actors:
+                await kill(actor)
         if self._lifetimes:
             _, alive = await asyncio.wait(self._lifetimes, timeout=END_S)
             for lifetime in alive:
@@ -287,17 +296,9 @@ def _size(batch: TrainBatch) -> int:
     )
 
 
-def _future(reference: Any) -> "asyncio.Future[Any]":
-    """An awaitable of an actor's answer. Its error is marked as retrieved: asyncio would log that
-    of an abandoned call."""
-    future = asyncio.wrap_future(reference.future())
-    future.add_done_callback(lambda call: call.cancelled() or call.exception())
-    return future
-
-
 def _cause(call: "asyncio.Future[Any]") -> str:
-    lines = str(call.exception()).strip().splitlines()
-    return lines[0] if lines else "its actor ended"
+    error = call.exception()
+    return "its actor ended" if error is None else cause_of_death(error)
 
 
 def _is_harmless(error: tuple[str, str, str]) -> bool:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tinkercloud.cluster.gpus.placement import Slot
+from tinkercloud.cluster.gpus.ray_link import RayLink
 from tinkercloud.cluster.rollout.weight_sync import Sent, Transfer
 from tinkercloud.cluster.training.rank_actors import GroupSettings, RankActors
 from tinkercloud.cluster.training.rank_requests import (
@@ -54,8 +55,14 @@ class RayTrainGroup:
     Every operation but `onload` needs ranks; without them it raises EngineDied.
     """
 
-    def __init__(self, settings: GroupSettings, slots: Callable[[], Awaitable[Sequence[Slot]]]):
+    def __init__(
+        self,
+        settings: GroupSettings,
+        slots: Callable[[], Awaitable[Sequence[Slot]]],
+        link: RayLink | None = None,
+    ):
         self._settings = settings
+        self._link = link or RayLink()
         self._slots = slots
         self._ranks: RankActors | None = None
         self._models: dict[str, ModelRecord] = {}
@@ -86,7 +93,7 @@ class RayTrainGroup:
         if self.alive:
             return sum(await self._call(Onload()))
         await self.discard()
-        self._ranks = await RankActors.start(self._settings, await self._slots())
+        self._ranks = await RankActors.start(self._settings, await self._slots(), self._link)
         self._num_starts += 1
         try:
             for model_id, model in self._models.items():

@@ -4,25 +4,31 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from tinkercloud.errors import ConfigError, TinkercloudError, UserError
+from tinkercloud.cluster.gpus.actor_deaths import cause_of_death
+from tinkercloud.cluster.gpus.ray_link import RayLink
+from tinkercloud.errors import ConfigError, EngineDied, TinkercloudError, UserError
 from tinkercloud.weights.json_file import read_json
 
 FULL_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 
 
-async def run(function: Any, *args: Any) -> Any:
-    """Call a function of this module in a worker. Raises what it raised, if it is one of our errors
-    (Ray wraps them)."""
+async def run(link: RayLink, function: Any, *args: Any) -> Any:
+    """Call a function in a worker. Raises what it raised, if it is one of our errors
+    (Ray wraps them), EngineDied where the worker ended."""
     import ray
-    from ray.exceptions import RayTaskError
+    from ray.exceptions import RayError, RayTaskError
 
     try:
-        return await ray.remote(function).options(num_cpus=0, max_retries=0).remote(*args)
+        link.check()
+        task = ray.remote(function).options(num_cpus=0, max_retries=0)
+        return await link.answer(task.remote(*args))
     except RayTaskError as error:
         if isinstance(error.cause, TinkercloudError):
             raise error.cause from None
         raise
+    except RayError as error:
+        raise EngineDied(f"a process that read weights died: {cause_of_death(error)}") from error
 
 
 def hf_folder(path: Path, cache_dir: Path, dtype: str) -> Path:

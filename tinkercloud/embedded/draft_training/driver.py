@@ -174,14 +174,18 @@ class TrainingDriver(Generic[Batch]):
         if acceptance is not None:
             self.trigger.observe(acceptance)
 
-    @property
-    def is_due(self) -> bool:
-        """Whether `work` would do something."""
-        if self.budget.left_s <= 0:
+    def is_due(self, *, quiet: bool = False) -> bool:
+        """Whether `work` would do something; in `quiet` time whatever it takes."""
+        if self.budget.left_s <= 0 and not quiet:
             return False
         if self._fit is not None:
             return True
         return self.trigger.due(self._step) is not None and bool(self._dataset.held_out())
+
+    @property
+    def reason(self) -> str | None:
+        """Why a training is due, if one is: not one that is underway."""
+        return None if self._fit is not None else self.trigger.due(self._step)
 
     @property
     def num_steps(self) -> int:
@@ -194,29 +198,31 @@ class TrainingDriver(Generic[Batch]):
         return self._fit.losses if self._fit is not None else ()
 
     def work(
-        self, reason: str | None = None, max_steps: int | None = None
+        self, reason: str | None = None, max_steps: int | None = None, *, quiet: bool = False
     ) -> TrainingResult | None:
         """Train within the budget, or for so many steps; the result once a training is done.
-        `reason`: train whether or not it is due. Raises UserError when a training breaks off."""
+        `reason`: train whether or not it is due. quiet: whatever the budget has left. Raises
+        UserError when a training breaks off."""
         if self._fit is None:
-            self._begin(reason or self.trigger.due(self._step))
+            self._begin(reason or self.trigger.due(self._step), quiet=quiet)
         if self._fit is None:
             return None
         try:
-            self._fit.advance(self.budget, max_steps)
+            self._fit.advance(self.budget, max_steps, quiet=quiet)
         except UserError:  # a gradient that is not finite: the served draft stays as it is
             self._fit = None
+            self.trigger.updated(self._step, better=False)
             raise
-        return self.finish() if self._fit.done else None
+        return self.finish(quiet=quiet) if self._fit.done else None
 
-    def finish(self) -> TrainingResult | None:
+    def finish(self, *, quiet: bool = False) -> TrainingResult | None:
         """Ends the training underway with the steps made so far; None where there is none."""
         if self._fit is None:
             return None
         fit, self._fit = self._fit, None
         trained = copied(self._trainer.params)
         # Both now, not `before` at the beginning: the policy may have moved in between.
-        with self.budget.spending():
+        with self.budget.spending(quiet=quiet):
             after, before = self._evaluated(trained), self._evaluated(self.served)
         gate = self._settings.gate
         promoted = gate is None or gate.opens(before, after)
@@ -225,7 +231,7 @@ class TrainingDriver(Generic[Batch]):
         if promoted:
             self.served = trained
             self._folder.use("best", version)
-        self.trigger.updated(self._step)
+        self.trigger.updated(self._step, better=promoted)
         return replace(result, version=version)
 
     def use(self, name: str) -> str:
@@ -242,8 +248,10 @@ class TrainingDriver(Generic[Batch]):
         self._folder.use("best", version)
         return version
 
-    def _begin(self, reason: str | None) -> None:
-        if reason is None or self.budget.left_s <= 0 or not self._dataset.held_out():
+    def _begin(self, reason: str | None, *, quiet: bool) -> None:
+        if reason is None or not (quiet or self.budget.left_s > 0):
+            return
+        if not self._dataset.held_out():
             return
         assign(self._trainer, self.served)
         self._fit = Fit(self._trainer, self._dataset.batch, self._settings.plan, reason)
@@ -274,11 +282,13 @@ class Fit(Generic[Batch]):
     def done(self) -> bool:
         return len(self.losses) >= self.plan.num_steps
 
-    def advance(self, budget: TimeBudget, max_steps: int | None = None) -> None:
+    def advance(
+        self, budget: TimeBudget, max_steps: int | None = None, *, quiet: bool = False
+    ) -> None:
         """Steps until the plan is done, the time is used up, or so many are made."""
         last = len(self.losses) + (max_steps or self.plan.num_steps)
-        while not self.done and budget.left_s > 0 and len(self.losses) < last:
-            with budget.spending():
+        while not self.done and (quiet or budget.left_s > 0) and len(self.losses) < last:
+            with budget.spending(quiet=quiet):
                 self.losses.append(self._step(len(self.losses)))
 
     def _step(self, number: int) -> float:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -81,7 +80,7 @@ class DraftModelTrainer:
         shapes = self._base.config.linear_shapes()
         try:
             return _flat(load_adapter(directory, self._spec, shapes, self._base.device))
-        except (SafetensorError, OSError) as error:
+        except UserError as error:
             raise UserError(f"the draft in {directory} cannot be read: {error}") from None
 
     def _logits(self, batch: Sequence[CaseExample]) -> Tensor:

@@ -2,8 +2,10 @@
 
 Heads learn from hidden states and distributions of the policy's own training passes (`capture`),
 draft models from disagreements in rollouts (`speculative.learning.collecting`). A draft is trained
-when the policy has made a step or acceptance has fallen, one step at a time, within a share of the
-time of the policy's own steps; the next round uses it if it passes the gate.
+when the policy has made a step, acceptance has fallen or enough was collected, one step at a time,
+within a share of the time of the policy's own steps; the next round uses it if it passes the gate.
+Capture has its own part of that share, so that none of the two can starve the other. Quiet time, in
+which nobody asks for anything, is free: there heads learn from samples too, by passes of their own.
 """
 
 import functools
@@ -28,7 +30,9 @@ from tinkercloud.embedded.draft_training.driver import (
     TrainingResult,
     TrainingSettings,
 )
+from tinkercloud.embedded.draft_training.sampled_texts import SampledTexts
 from tinkercloud.embedded.model.base_model import BaseModel
+from tinkercloud.embedded.model.version import Version
 from tinkercloud.errors import NotFound, UserError
 from tinkercloud.speculative.drafters.drafter import Stream
 from tinkercloud.speculative.learning.cases import CaseStore
@@ -36,30 +40,32 @@ from tinkercloud.speculative.learning.collecting import CaseCollector, JudgedTok
 from tinkercloud.speculative.learning.draft_folder import DraftFolder
 from tinkercloud.speculative.learning.schedule import TimeBudget
 from tinkercloud.speculative.observability.acceptance_log import AcceptanceLog
+from tinkercloud.speculative.observability.prometheus import following_lines
 
 logger = logging.getLogger(__name__)
 
 CASES = "cases.jsonl"
 LINE_S = 60.0  # between two lines of the acceptance log where the policy makes no step
 WRITE_S = 30.0  # between two writes of the cases while the engine is idle
+ONLINE_PLAN = Plan(num_steps=24, peak_rate=3e-4, warmup_steps=3)
+QUIET_S = 0.5  # without work, after which time counts as quiet
 
 
 @dataclass(frozen=True, slots=True)
 class OnlineSettings:
-    """share: of the time of the policy's steps, 0 for no training. memory_bytes: of sequences and
+    """share: of the time of the policy's steps, 0 for no training; capture_share: of that, for
+    copying out of training passes. in_quiet_time: train also then. memory_bytes: of sequences and
     cases; max_age: versions after which they are dropped. pass_rows: captured in one training
     pass."""
 
     share: float = 0.1
+    capture_share: float = 0.25
+    in_quiet_time: bool = True
     memory_bytes: int = 256 * 1024**2
     max_age: int = 16
     pass_rows: int = 512
     case_share: float = 1 / 16  # of the memory
-    training: TrainingSettings = field(
-        default_factory=lambda: TrainingSettings(
-            plan=Plan(num_steps=24, peak_rate=3e-4, warmup_steps=3)
-        )
-    )
+    training: TrainingSettings = field(default_factory=lambda: TrainingSettings(plan=ONLINE_PLAN))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +81,8 @@ class DraftTrainee:
 
 
 class Renewable(Protocol):
-    def renew(self) -> None:
-        """Another draft, or another policy."""
+    def renew(self, expected: Sequence[float] = ()) -> None:
+        """Another draft, or another policy. expected: acceptance by depth, where it is known."""
         ...
 
 
@@ -119,21 +125,25 @@ class OnlineTrainer:
         self._folder, self._trainee = folder, trainee
         self._collector = CaseCollector(store)
         self._acceptance = AcceptanceLog(folder.root)
+        self._capture_budget = TimeBudget(self._settings.share * self._settings.capture_share)
+        self._texts = SampledTexts()
         self._driver = self._driver_of(trainee)
         self._served = self._folder.find("best")
         self._temperature = 1.0
         self._step = self._num_passes = self._num_written = self._served_step = 0
         self._last_result: TrainingResult | None = None
+        self._num_promoted = self._num_refused = 0
         self._written_s = self._line_s = 0.0
         self.speculation: Renewable | None = None
         self.is_over = False
 
     def _driver_of(self, trainee: DraftTrainee | None) -> TrainingDriver[Any] | None:
-        share, training = self._settings.share, self._settings.training
-        if trainee is None or share <= 0:
+        settings = self._settings
+        if trainee is None or settings.share <= 0:
             return None
+        budget = TimeBudget(settings.share * (1 - settings.capture_share if trainee.layers else 1))
         driver = TrainingDriver(
-            trainee.trainer, trainee.dataset, self._folder, TimeBudget(share), training
+            trainee.trainer, trainee.dataset, self._folder, budget, settings.training
         )
         if self._folder.find("best") is None:  # a rollback needs a version to return to
             driver.publish({"reason": "as it was before any training"})
@@ -148,6 +158,8 @@ class OnlineTrainer:
     @isolates_errors
     def drafted(self, category: str, num_judged: int, num_accepted: int) -> None:
         self._acceptance.add(self._step, num_judged, num_accepted, category)
+        if self._driver is not None:
+            self._driver.trigger.judged(num_judged, num_accepted)
 
     @isolates_errors
     def judged(self, stream: Stream, token: JudgedToken, category: str) -> None:
@@ -155,15 +167,28 @@ class OnlineTrainer:
             self._collector.judged(stream, token, category)
 
     @isolates_errors
-    def ended(self, stream: Stream) -> None:
+    def ended(self, stream: Stream, version: Version) -> None:
         self._temperature = stream.params.temperature
+        num_before = self._collector.store.num_added
         self._collector.ended(stream)
+        if self._trainee is None or self._driver is None:
+            return
+        if not self._trainee.layers:
+            self._driver.trigger.collected(self._collector.store.num_added - num_before)
+        elif self._settings.in_quiet_time:
+            self._driver.trigger.collected(self._texts.add(stream, version))
+
+    @isolates_errors
+    def forget(self, version_id: str) -> None:
+        self._texts.forget(version_id)
 
     @isolates_errors
     def observer(self, model_ids: Sequence[str]) -> PassCapture | None:
         """Of a pass in which these models train."""
         trainee, driver = self._trainee, self._driver
-        if trainee is None or driver is None or not trainee.layers or not driver.budget.may_borrow:
+        if trainee is None or driver is None or not trainee.layers:
+            return None
+        if not self._capture_budget.may_borrow:
             return None
         self._num_passes += 1
         metadata = [
@@ -172,12 +197,14 @@ class OnlineTrainer:
         settings = CaptureSettings(
             trainee.layers, self._settings.pass_rows, self._num_passes, metadata
         )
-        return PassCapture(settings, trainee.add, driver.budget)
+        return PassCapture(settings, trainee.add, self._capture_budget)
 
     @isolates_errors
     def stepped(self, took_s: float) -> None:
         """A model of this base has made a step; took_s: of work since the last one."""
         self._step += 1
+        self._texts.clear()  # by an older policy
+        self._capture_budget.step_took(took_s)
         if self._driver is not None:
             self._driver.policy_stepped(self._step, took_s, self._acceptance.unwritten_rate)
         self._write_line()
@@ -187,34 +214,62 @@ class OnlineTrainer:
     @property
     @isolates_errors
     def is_due(self) -> bool:
-        return self._driver is not None and self._driver.is_due
+        """Within the budget."""
+        return self._driver is not None and self._driver.is_due()
 
     @property
     @isolates_errors
     def is_overdue(self) -> bool:
         """Due, and the device has not been idle for long."""
         driver = self._driver
-        return driver is not None and driver.budget.is_overdue and driver.is_due
+        return driver is not None and driver.budget.is_overdue and driver.is_due()
+
+    @property
+    @isolates_errors
+    def is_due_in_quiet(self) -> bool:
+        """Whatever is left of the budget."""
+        if self._driver is None or not self._settings.in_quiet_time:
+            return False
+        return self._waits_for_texts or self._driver.is_due(quiet=True)
+
+    @property
+    def _waits_for_texts(self) -> bool:
+        """A training is due for which there are samples that no pass has read."""
+        assert self._driver is not None
+        return bool(self._texts) and self._driver.reason is not None
 
     @isolates_errors
-    def work(self) -> None:
-        """A step of training, or its end."""
+    def work(self, *, quiet: bool = False) -> None:
+        """One piece of it: a sample that is read, a step of training, or its end."""
         assert self._driver is not None
+        if quiet and self._waits_for_texts:
+            self._read_text()
+            return
         try:
-            result = self._driver.work(max_steps=1)
+            result = self._driver.work(max_steps=1, quiet=quiet)
         except UserError as error:
             logger.warning("training of the draft was given up: %s", error)
             return
-        if result is None:
-            return
+        if result is not None:
+            self._ended(result)
+
+    def _read_text(self) -> None:
+        trainee = self._trainee
+        assert trainee is not None
+        with self._capture_budget.spending(quiet=True):
+            trainee.add(self._texts.capture_next(trainee.layers, self._step))
+
+    def _ended(self, result: TrainingResult) -> None:
         self._last_result = result
+        self._num_promoted += result.promoted
+        self._num_refused += not result.promoted
         logger.info(
             "a draft was trained (%s): expected accepted tokens of a draft %.3f, before %.3f; %s",
             *(result.reason, result.after.mean, result.before.mean),
             "used" if result.promoted else "not used",
         )
         if result.promoted:
-            self._use_served()
+            self._use_served(result.after.by_depth)
 
     @isolates_errors
     def poll(self, now_s: float, *, idle: bool) -> None:
@@ -234,13 +289,13 @@ class OnlineTrainer:
             self._written_s = now_s
             self._write_cases()
 
-    def _use_served(self) -> None:
+    def _use_served(self, expected: Sequence[float] = ()) -> None:
         assert self._trainee is not None
         assert self._driver is not None
         self._trainee.use(self._driver.served)
         self._served, self._served_step = self._folder.find("best"), self._step
         if self.speculation is not None:
-            self.speculation.renew()
+            self.speculation.renew(expected)
 
     def _write_line(self) -> None:
         try:
@@ -271,10 +326,21 @@ class OnlineTrainer:
         if driver is not None:
             last = self._last_result
             snapshot["draft"] = self._served
-            snapshot["training_s"] = driver.budget.spent_s
+            snapshot["seconds"] = self._seconds(driver)
             snapshot["allowed_s"] = driver.budget.earned_s
+            snapshot["trainings"] = {"used": self._num_promoted, "refused": self._num_refused}
             snapshot["last_training"] = last.as_json() if last is not None else None
         return snapshot
+
+    def _seconds(self, driver: TrainingDriver[Any]) -> dict[str, float]:
+        """What following the policy has taken, by what and when."""
+        capture, training = self._capture_budget, driver.budget
+        return {
+            "capture": capture.spent_s,
+            "training": training.spent_s,
+            "capture in quiet time": capture.quiet_s,
+            "training in quiet time": training.quiet_s,
+        }
 
 
 class OnlineTrainers:
@@ -300,15 +366,24 @@ class OnlineTrainers:
         trainers = self._trainers.values()
         return any(trainer.is_due if idle else trainer.is_overdue for trainer in trainers)
 
-    def work(self) -> None:
+    @property
+    def are_due_in_quiet(self) -> bool:
+        """Whether there is something to do in time that nobody else wants."""
+        return any(trainer.is_due_in_quiet for trainer in self._trainers.values())
+
+    def work(self, *, quiet: bool = False) -> None:
         for trainer in self._trainers.values():
-            if trainer.is_due:
-                trainer.work()
+            if trainer.is_due_in_quiet if quiet else trainer.is_due:
+                trainer.work(quiet=quiet)
                 return
 
     def poll(self, now_s: float, *, idle: bool) -> None:
         for trainer in self._trainers.values():
             trainer.poll(now_s, idle=idle)
+
+    def lines(self) -> list[str]:
+        """Of the first one, as with the counters of speculation, in Prometheus' text format."""
+        return next((following_lines(t.snapshot()) for t in self._trainers.values()), [])
 
     def snapshot(self) -> dict[str, dict[str, Any]]:
         return {self._names[key]: trainer.snapshot() for key, trainer in self._trainers.items()}

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from tinkercloud.decoding.device_copy import to_device
+from tinkercloud.embedded.drafting.compiled_head import CompiledHead, Product
 from tinkercloud.embedded.drafting.network_drafter import row_params
 from tinkercloud.speculative.drafters.draft_distribution import AUDIT_EVERY, AuditSchedule
 from tinkercloud.speculative.drafters.drafter import NO_DRAFT, Draft, Drafter, Stream
@@ -36,13 +37,22 @@ class _Reader:
 
 
 class HeadDrafter(Drafter):
-    """Parameters may be replaced between rounds (`use`). It computes on the target's device."""
+    """Parameters may be replaced between rounds (`use`). It computes on the target's device; where
+    there is a `product`, on the compiled pass's."""
 
     name = "head"
     is_coupled = True
 
-    def __init__(self, head: Head, params: Mapping[str, Tensor], audit_every: int = AUDIT_EVERY):
-        self.head, self._params = head, head.placed(params)
+    def __init__(
+        self,
+        head: Head,
+        params: Mapping[str, Tensor],
+        audit_every: int = AUDIT_EVERY,
+        product: Product | None = None,
+    ):
+        self.head = head
+        self._network = head if product is None else CompiledHead(head, product)
+        self._params = self._network.placed(params)
         self.layers = head.config.layers
         self._audits = AuditSchedule(audit_every)
         self._cache = HeadCache(head, 1)
@@ -54,7 +64,7 @@ class HeadDrafter(Drafter):
         return dict(self._params)
 
     def use(self, params: Mapping[str, Tensor]) -> None:
-        self._params = self.head.placed(params)
+        self._params = self._network.placed(params)
         for reader in self._readers.values():
             self._begin_anew(reader)
 
@@ -104,7 +114,7 @@ class HeadDrafter(Drafter):
                 self._cache.rewind(reader.slot, 0)
         counts = [r.num_unread for r in readers]
         unread = torch.cat([states for r in readers for states in r.unread])
-        features = self.head.fuse(self._params, unread).split(counts)
+        features = self._network.fuse(self._params, unread).split(counts)
         tokens = [
             torch.tensor(r.stream.tokens[r.first + 1 : r.first + 1 + r.num_unread]) for r in readers
         ]
@@ -115,7 +125,7 @@ class HeadDrafter(Drafter):
             to_device(pad_sequence(tokens, batch_first=True), self.head.device),
             counts,
         )
-        outputs = extend(self.head, self._params, self._cache, new)
+        outputs = extend(self._network, self._params, self._cache, new)
         for i, reader in enumerate(readers):
             reader.output = outputs[i, counts[i] - 1]
             reader.unread, reader.num_unread = [], 0
@@ -130,7 +140,7 @@ class HeadDrafter(Drafter):
         ]
         slots = [reader.slot for reader, _ in ready]
         start = ChainStart(slots, torch.stack(outputs), rows, audited)
-        chains = draft_chains(self.head, self._params, self._cache, start)
+        chains = draft_chains(self._network, self._params, self._cache, start)
         # One copy for both: each copy to the host waits for the device. float64 holds any token id.
         values = torch.stack((chains.tokens.double(), chains.chances.clamp(0, 1).double())).tolist()
         tokens, confidences = [[int(token) for token in row] for row in values[0]], values[1]

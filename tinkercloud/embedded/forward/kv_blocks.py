@@ -1,7 +1,8 @@
 """Keys and values in blocks of equal size, shared by sequences with the same prefix.
 
-A full block can be found by the digest of what it holds: its version's id and all tokens up to its
-end. Blocks without holders keep their content until they are needed, the least recently used first.
+A full block can be found by the digest of what it holds: its version's id, the salt of those who
+share it, and all tokens up to its end. Blocks without holders keep their content until they are
+needed, the least recently used first.
 
 Axes: Hkv key/value heads, Dh head size.
 """
@@ -29,12 +30,12 @@ def blocks_for(num_tokens: int) -> int:
 
 
 def block_digests(
-    version_id: str, tokens: Sequence[int], first: Sequence[Digest] = ()
+    version_id: str, salt: str, tokens: Sequence[int], first: Sequence[Digest] = ()
 ) -> list[Digest]:
-    """The digest of every full block of `tokens`; `first`: those of the first blocks, which are not
-    computed again."""
+    """The digest of every full block of `tokens`, different for each salt; `first`: those of the
+    first blocks, which are not computed again."""
     digests = list(first)
-    before = digests[-1] if digests else version_id.encode()
+    before = digests[-1] if digests else f"{version_id}\0{salt}".encode()
     for start in range(len(digests) * BLOCK_TOKENS, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
         block = np.asarray(tokens[start : start + BLOCK_TOKENS], np.int64).tobytes()
         before = blake2b(before + block, digest_size=16).digest()

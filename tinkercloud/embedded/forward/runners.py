@@ -36,6 +36,7 @@ from tinkercloud.embedded.model.packed_tensors import PackedTensors
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.native.bindings import AdapterTable, NativeModel, log_sum_exp, scan
 from tinkercloud.embedded.native.compiler import library
+from tinkercloud.embedded.native.packed import product
 from tinkercloud.embedded.native.team import Team
 
 _BASE = "base "
@@ -98,6 +99,7 @@ class NativeRunner:
         self._team = Team(num_threads)
         self.scan: Scan | None = partial(scan, self._team)
         self.norms: Norms = partial(log_sum_exp, self._team)
+        self.product = partial(product, self._team)
         self._models: dict[str, tuple[BlockPool, NativeModel]] = {}
         self._adapters: dict[str, AdapterTable] = {}
         self._angles: dict[str, tuple[Tensor, Tensor]] = {}  # by base; they grow as needed

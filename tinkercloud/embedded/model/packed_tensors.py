@@ -96,8 +96,7 @@ class PackedTensors(Mapping[str, Tensor]):
 
     def rows(self, name: str, ids: Tensor) -> Tensor:
         """Rows of a matrix (N, K): int64 ids (...) -> (..., K)."""
-        with training_team() as team:
-            rows = unpack_rows(team, self.packed.matrices[name], ids.flatten())
+        rows = unpack_rows(self.packed.matrices[name], ids.flatten())
         return rows.view(*ids.shape, rows.shape[1])
 
     def __getitem__(self, name: str) -> Tensor:

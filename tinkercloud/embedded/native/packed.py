@@ -96,11 +96,10 @@ def unpack(team: Team, matrix: PackedMatrix) -> Tensor:
     return rows
 
 
-def unpack_rows(team: Team, matrix: PackedMatrix, ids: Tensor) -> Tensor:
-    """A copy of some rows: int64 ids (n,) -> (n, K). Reads whole panels."""
-    panels = matrix.packed[ids // PANEL]
-    rows = unpack(team, PackedMatrix(panels, (PANEL * len(ids), matrix.shape[1])))
-    return rows[PANEL * torch.arange(len(ids)) + ids % PANEL]
+def unpack_rows(matrix: PackedMatrix, ids: Tensor) -> Tensor:
+    """A copy of some rows: int64 ids (n,) -> (n, K)."""
+    rows = matrix.packed[ids // PANEL, :, ids % PANEL]
+    return rows.reshape(len(ids), matrix.width)[:, : matrix.shape[1]].contiguous()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,13 @@
 """Which drafter the engine's samples get, as `--speculate` names it."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor
 
+from tinkercloud.config import ModelSource
 from tinkercloud.core.types import LoraSpec
 from tinkercloud.embedded.draft_training.dataset import CaseDataset, Mix, SequenceDataset
 from tinkercloud.embedded.draft_training.driver import assign, copied
@@ -29,13 +30,13 @@ from tinkercloud.embedded.drafting.model_drafter import ModelDrafter
 from tinkercloud.embedded.drafting.step_costs import round_costs
 from tinkercloud.embedded.drafting.text_model_drafter import TextModelDrafter
 from tinkercloud.embedded.forward.kv_blocks import BlockPool, blocks_for
-from tinkercloud.embedded.forward.runners import Runner
+from tinkercloud.embedded.forward.runners import NativeRunner, Runner
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.sampling.base_states import Speculate
 from tinkercloud.embedded.sampling.speculation import Speculation
 from tinkercloud.embedded.sampling.trace import Trace
-from tinkercloud.errors import NotFound
+from tinkercloud.errors import ConfigError, NotFound, UserError
 from tinkercloud.speculative.draft_length.acceptance import Acceptance
 from tinkercloud.speculative.draft_length.controller import (
     ControllerSettings,
@@ -52,10 +53,8 @@ from tinkercloud.speculative.learning.draft_folder import DraftFolder
 logger = logging.getLogger(__name__)
 
 AUTO = "suffix"
-MIX = Mix(batch_size=8, held_out_one_in=5, most_held_out=24, recent=4)
-DRAFT_LORA = LoraSpec(rank=8, seed=0)
 DRAFT_POOL_BYTES = 512 * 1024**2
-MAX_LOOKED_UP, MAX_COMPUTED = 16, 8  # tokens of a draft: each costs nothing, or a step of a network
+MAX_LOOKED_UP = 16  # tokens of a draft that cost nothing
 MAX_ROWS = 64
 """Of a pass, drafted ones included. Beyond, a CPU is bound by arithmetic: a drafted row costs as
 much as a sample's next token, and the noise of a measured table must not promise otherwise."""
@@ -64,7 +63,8 @@ much as a sample's next token, and the noise of a measured table must not promis
 @dataclass(frozen=True, slots=True)
 class DrafterSettings:
     """name: as `--speculate` has it. trace_file: for `Trace`, if any. cache_dir: for files derived
-    from a draft model's. drafts_dir: the folder of draft heads. online: how drafts are trained."""
+    from a draft model's. drafts_dir: the folder of draft heads. online: how drafts are trained;
+    max_computed, replay_share, rank: as `DraftConfig` has them."""
 
     name: str
     trace_file: Path | None
@@ -72,6 +72,37 @@ class DrafterSettings:
     cache_dir: Path
     drafts_dir: Path
     online: OnlineSettings = field(default_factory=OnlineSettings)
+    max_computed: int = 8
+    replay_share: float = 0.2
+    rank: int = 8
+
+    @property
+    def mix(self) -> Mix:
+        return Mix(8, 1 - self.replay_share, held_out_one_in=5, most_held_out=24, recent=4)
+
+    @property
+    def lora(self) -> LoraSpec:
+        """Of the adapter that a draft model learns."""
+        return LoraSpec(rank=self.rank, seed=0)
+
+
+def require_drafts(settings: DrafterSettings, models: Sequence[ModelSource]) -> None:
+    """Before anything is served: raises ConfigError where what is to draft is not there."""
+    kind, _, name = settings.name.partition(":")
+    if kind == "model" and not Path(name).exists():
+        raise ConfigError(f"--speculate {settings.name}: there is no such file or folder")
+    if kind != "head":
+        return
+    for model in models:
+        folder = drafts_of(settings.drafts_dir, model.name)
+        if folder.find(name or "best") is not None:
+            continue
+        missing = f"draft head {name}" if name else "draft head"
+        raise ConfigError(
+            f"--speculate {settings.name}: {model.name} has no {missing}; `tinkercloud draft train "
+            f"--model {model.name}={model.path} --data-dir {settings.drafts_dir.parent}` makes one "
+            "in minutes, and --speculate auto does without"
+        )
 
 
 def speculate(
@@ -95,7 +126,7 @@ def speculate(
         }
         drafter = DrafterTable(factories).make(name)
         costs = round_costs(base, runner, pool, settings.num_threads)
-        max_draft = MAX_LOOKED_UP if isinstance(drafter, SuffixDrafter) else MAX_COMPUTED
+        max_draft = MAX_LOOKED_UP if isinstance(drafter, SuffixDrafter) else settings.max_computed
         estimates = Estimates(costs, acceptance=Acceptance(max_draft))
         planner = PlannerSettings(max_draft, MAX_ROWS)
         controller = DraftLengthController(estimates, ControllerSettings(planner))
@@ -118,42 +149,48 @@ def _online_trainer(drafter: Drafter, base: BaseModel, settings: DrafterSettings
     folder = drafts_of(settings.drafts_dir, base.name)
     trainee = None
     if isinstance(drafter, HeadDrafter) and settings.name in ("head", "head:best"):
-        trainee = head_trainee(drafter, online)
+        trainee = head_trainee(drafter, settings)
     elif isinstance(drafter, ModelDrafter):
         folder = drafts_of(settings.drafts_dir, f"{base.name}--{drafter.version.base.name}")
-        trainee = model_trainee(drafter, store, folder)
+        trainee = model_trainee(drafter, settings, store, folder)
     return OnlineTrainer(folder, store, trainee, online)
 
 
-def head_trainee(drafter: HeadDrafter, online: OnlineSettings) -> DraftTrainee:
+def head_trainee(drafter: HeadDrafter, settings: DrafterSettings) -> DraftTrainee:
     """Learns from hidden states and distributions of the policy's own training passes."""
-    dataset = SequenceDataset(online.memory_bytes, online.max_age, MIX)
+    online = settings.online
+    dataset = SequenceDataset(online.memory_bytes, online.max_age, settings.mix)
     trainer = HeadTrainer(drafter.head, drafter.params, HeadObjective())
     return DraftTrainee(trainer, dataset, drafter.use, drafter.layers, dataset.add)
 
 
-def model_trainee(drafter: ModelDrafter, store: CaseStore, folder: DraftFolder) -> DraftTrainee:
+def model_trainee(
+    drafter: ModelDrafter, settings: DrafterSettings, store: CaseStore, folder: DraftFolder
+) -> DraftTrainee:
     """Learns an adapter from the cases in which draft and target disagreed; begins with the best
     one so far, if there is one."""
-    draft = drafter.version
-    trainer = DraftModelTrainer(draft.base, DRAFT_LORA, ModelObjective())
+    draft, spec = drafter.version, settings.lora
+    trainer = DraftModelTrainer(draft.base, spec, ModelObjective())
 
     def use(params: Mapping[str, Tensor]) -> None:
-        scale = DRAFT_LORA.alpha / DRAFT_LORA.rank
+        scale = spec.alpha / spec.rank
         drafter.use(Version(draft.id, draft.base, draft.weights, adapter_of(params), scale))
 
     try:
         assign(trainer, trainer.read(folder.path("best")))
     except NotFound:
         pass
+    except UserError as error:  # of another rank, for one: it learns from the beginning
+        logger.warning("%s; the draft model begins without what it had learned", error)
     else:
         use(copied(trainer.params))
-    return DraftTrainee(trainer, CaseDataset(store, MIX), use)
+    return DraftTrainee(trainer, CaseDataset(store, settings.mix), use)
 
 
 def _head_drafter(name: str, base: BaseModel, runner: Runner, drafts_dir: Path) -> HeadDrafter:
     head, params = open_head(drafts_of(drafts_dir, base.name), name, base)
-    drafter = HeadDrafter(head, params)
+    product = runner.product if isinstance(runner, NativeRunner) else None
+    drafter = HeadDrafter(head, params, product=product)
     runner.capture(base, drafter.layers)
     return drafter
 

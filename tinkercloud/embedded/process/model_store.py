@@ -1,7 +1,7 @@
 """The engine's models and published versions. Owned by the worker thread."""
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tinkercloud.core.types import (
@@ -16,12 +16,15 @@ from tinkercloud.core.types import (
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.huge_pages import in_huge_pages
 from tinkercloud.embedded.model.version import Version
+from tinkercloud.embedded.process import memory_budget
+from tinkercloud.embedded.process.memory_budget import MemoryBudget
 from tinkercloud.embedded.process.state_copies import StateCopies
 from tinkercloud.embedded.process.version_cache import VersionCache
 from tinkercloud.embedded.training import checkpoints, state_files
 from tinkercloud.embedded.training.block import neighbours
 from tinkercloud.embedded.training.checkpoints import Contents
 from tinkercloud.embedded.training.linear import join_weights
+from tinkercloud.embedded.training.micro_batches import MicroBatch
 from tinkercloud.embedded.training.trainable_model import (
     TrainableModel,
     frozen,
@@ -29,7 +32,7 @@ from tinkercloud.embedded.training.trainable_model import (
 )
 from tinkercloud.errors import ModelStateLost
 from tinkercloud.weights.adapters import Adapter, fresh_adapter
-from tinkercloud.weights.checkpoints import flush_folder
+from tinkercloud.weights.checkpoints import flush_folder, read_state
 
 FULL = LoraSpec(rank=0, seed=0)
 
@@ -37,8 +40,14 @@ FULL = LoraSpec(rank=0, seed=0)
 class ModelStore:
     """Base models are loaded at their first use and shared, frozen, by everything made of them."""
 
-    def __init__(self, load_base: Callable[[str], BaseModel], versions: VersionCache):
+    def __init__(
+        self,
+        load_base: Callable[[str], BaseModel],
+        versions: VersionCache,
+        budget: MemoryBudget | None = None,
+    ):
         self._load_base = load_base
+        self._budget = budget or MemoryBudget()
         self._bases: dict[str, BaseModel] = {}
         self._models: dict[str, TrainableModel] = {}
         self._versions = versions
@@ -67,6 +76,7 @@ class ModelStore:
 
     def create_model(self, model_id: str, base_model: str, spec: LoraSpec) -> None:
         base = self.base(base_model)
+        self._require_room(model_id, spec, base)
         adapter, full = None, None
         if spec.rank > 0:
             adapter = fresh_adapter(spec, base.config.linear_shapes(), base.device)
@@ -77,9 +87,9 @@ class ModelStore:
     def load_model(
         self, model_id: str, base_model: str, directory: Path, with_optimizer: bool
     ) -> LoraSpec:
-        model = checkpoints.load(
-            model_id, self.base(base_model), directory, with_optimizer=with_optimizer
-        )
+        base = self.base(base_model)
+        self._require_room(model_id, read_state(directory).lora, base)
+        model = checkpoints.load(model_id, base, directory, with_optimizer=with_optimizer)
         self._models[model_id] = model
         return model.spec
 
@@ -99,6 +109,23 @@ class ModelStore:
         except KeyError:
             raise ModelStateLost(model_id) from None
 
+    # ---- memory
+
+    def require_pass(self, model: TrainableModel, waiting: Sequence[MicroBatch]) -> None:
+        """Room for the largest of a call's micro-batches, one after the other, and for the
+        gradient. Raises MemoryShort."""
+        num_rows = max((each.num_rows for each in waiting), default=0)
+        needed = max((memory_budget.pass_bytes(model, each) for each in waiting), default=0)
+        what = f"a pass over {num_rows} tokens at once of a model on {model.base.name}"
+        self._budget.require(what, needed, memory_budget.promised_bytes(model))
+
+    def _require_room(self, model_id: str, spec: LoraSpec, base: BaseModel) -> None:
+        """For a model that replaces the one of this id. Raises MemoryShort."""
+        others = (model for each, model in self._models.items() if each != model_id)
+        promised = sum(memory_budget.promised_bytes(model) for model in others)
+        what = memory_budget.described(spec, base)
+        self._budget.require(what, memory_budget.model_bytes(spec, base), promised)
+
     # ---- states
 
     def copy_state(self, model_id: str) -> int:
@@ -109,13 +136,16 @@ class ModelStore:
         return self._copies.writing(copy, directory)
 
     def restore_state(self, model_id: str, base_model: str, directory: Path) -> None:
-        model = state_files.restore(model_id, self.base(base_model), directory)
+        base = self.base(base_model)
+        self._require_room(model_id, state_files.spec_of(directory), base)
+        model = state_files.restore(model_id, base, directory)
         self._models[model_id] = model
 
     # ---- versions
 
     def publish(self, source: WeightsSource) -> str:
         """Ids are never used twice, not even by another engine process."""
+        self._require_version(source)
         version_id = f"v-{uuid.uuid4().hex[:16]}"
         version, spec = self._version_of(version_id, source)
         self._versions.put(version)
@@ -143,6 +173,18 @@ class ModelStore:
             flush_folder(directory)
 
         return write
+
+    def _require_version(self, source: WeightsSource) -> None:
+        match source:
+            case FromBase():
+                return  # the base's own weights
+            case FromModel(model_id):
+                model = self.model(model_id)
+                spec, base = model.spec, model.base
+            case FromCheckpoint(base_model, directory):
+                spec, base = read_state(directory).lora, self.base(base_model)
+        what = f"publishing {memory_budget.described(spec, base)}"
+        self._budget.require(what, memory_budget.version_bytes(spec, base))
 
     def _version_of(self, version_id: str, source: WeightsSource) -> tuple[Version, LoraSpec]:
         origin = ""

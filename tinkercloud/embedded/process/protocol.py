@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
-from tinkercloud.config import EngineConfig, ModelSource
+from tinkercloud.config import DraftConfig, EngineConfig, ModelSource
 from tinkercloud.core.types import (
     AdamParams,
     LoraSpec,
@@ -27,6 +27,7 @@ from tinkercloud.core.types import (
     WeightsSource,
 )
 from tinkercloud.errors import TinkercloudError, error_of
+from tinkercloud.logs import LogFormat
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,8 @@ class EngineSettings:
     speculate: str
     speculate_trace: Path | None
     engine: EngineConfig
+    draft: DraftConfig
+    log_format: LogFormat = "text"
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +178,11 @@ class Cancel(Request[None]):
     """End an unfinished `Sample` call, whose result is then an error; others are ignored."""
 
     call_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ping(Request[None]):
+    """Answered between two steps, by the thread that computes."""
 
 
 @dataclass(frozen=True, slots=True)

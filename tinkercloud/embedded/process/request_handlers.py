@@ -16,6 +16,7 @@ from tinkercloud.embedded.process.protocol import (
     Handler,
     LoadModel,
     OptimStep,
+    Ping,
     Publish,
     Release,
     Reply,
@@ -71,6 +72,7 @@ class RequestHandlers:
             WriteVersion.queued_by(self.write_version),
             Sample.queued_by(self.sample),
             Cancel.answered_by(self.cancel),
+            Ping.answered_by(self.ping),
         )
 
     @property
@@ -153,6 +155,9 @@ class RequestHandlers:
         job = self._samples.get(request.call_id)
         if job is not None:
             self._engine.cancel(job)
+
+    def ping(self, request: Ping) -> None:
+        """Answered between two steps: the answer alone is what is asked for."""
 
 
 def _answered(work: Callable[[], R], reply: Reply[R]) -> Callable[[], None]:

@@ -11,11 +11,14 @@ from tinkercloud.embedded.model.device import (
     set_up_torch,
     usable_cores,
 )
+from tinkercloud.embedded.model.memory import free_bytes
 from tinkercloud.embedded.native.train_bindings import has_compiled_pass
+from tinkercloud.embedded.process.memory_budget import MemoryBudget
 from tinkercloud.embedded.process.model_store import ModelStore
 from tinkercloud.embedded.process.protocol import EngineSettings
 from tinkercloud.embedded.process.version_cache import VersionCache
 from tinkercloud.errors import ConfigError
+from tinkercloud.weights.adapters import adapter_sizes
 from tinkercloud.weights.huggingface import hf_config_of
 from tinkercloud.weights.loader import check_tensors, read_config
 from tinkercloud.weights.tokenizer import ensure_tokenizer_folder
@@ -41,6 +44,7 @@ def open_models(settings: EngineSettings) -> tuple[tuple[ServedModel, ...], Mode
                 model.name, config.model_type, config.max_position_embeddings, config.vocab_size,
                 config.num_parameters, tokenizer, config.eos_token_ids,
                 str(dtype).removeprefix("torch."), hf_config_of(model.path, config),
+                adapter_sizes(config.linear_shapes()),
             )
         )  # fmt: skip
         folders[model.name] = (model.path, tokenizer)
@@ -51,7 +55,8 @@ def open_models(settings: EngineSettings) -> tuple[tuple[ServedModel, ...], Mode
 
     memory_bytes = settings.engine.version_cache_bytes
     versions = VersionCache(settings.cache_dir / "versions", memory_bytes)
-    return tuple(served), ModelStore(load, versions)
+    budget = MemoryBudget(lambda: free_bytes(device, settings.engine.memory_bytes))
+    return tuple(served), ModelStore(load, versions, budget)
 
 
 def load_default(name: str, models: ModelStore) -> None:

@@ -8,16 +8,26 @@ worker.
 import logging
 import os
 import queue
+import resource
 import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from tinkercloud import logs
 from tinkercloud.config import force_instruction_set
-from tinkercloud.embedded.draft_training.online_trainer import OnlineSettings, OnlineTrainers
+from tinkercloud.embedded.draft_training.driver import TrainingSettings
+from tinkercloud.embedded.draft_training.online_trainer import (
+    ONLINE_PLAN,
+    QUIET_S,
+    OnlineSettings,
+    OnlineTrainers,
+)
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.device import (
     choose_device,
@@ -25,7 +35,7 @@ from tinkercloud.embedded.model.device import (
     instruction_set_in_use,
     usable_cores,
 )
-from tinkercloud.embedded.process.drafter_setup import DrafterSettings, speculate
+from tinkercloud.embedded.process.drafter_setup import DrafterSettings, require_drafts, speculate
 from tinkercloud.embedded.process.fair_share import FairShareScheduler
 from tinkercloud.embedded.process.model_store import ModelStore
 from tinkercloud.embedded.process.numerics import numerics
@@ -47,6 +57,7 @@ from tinkercloud.embedded.sampling.engine import SamplingEngine
 from tinkercloud.embedded.training.micro_batches import Limits
 from tinkercloud.embedded.training.queue import TrainingQueue
 from tinkercloud.errors import ConfigError
+from tinkercloud.speculative.learning.schedule import TriggerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +84,7 @@ class Worker:
             speculate=speculate(_drafter_settings(settings), self._drafts),
         )
         limits = Limits(config.microbatch_tokens, config.activation_bytes)
-        self._training = TrainingQueue(limits, self._drafts.observer)
+        self._training = TrainingQueue(limits, self._drafts.observer, models.require_pass)
         self._tokens = TokenOutbox(send)
         self._handlers = RequestHandlers(
             models, self._engine, self._training, self._after_optim_step, self._tokens
@@ -83,15 +94,18 @@ class Worker:
         self._instruction_set = instruction_set_in_use(choose_device())
         self._last_stats_s = 0.0
         self._worked_s = 0.0  # since a model's optimizer step
+        self._last_work_s = time.monotonic()  # for a client
 
     def run(self) -> None:
         """Serve until the API process is gone (None in the inbox)."""
         while True:
-            idle = not self._engine.busy and not self._training
+            idle = self._is_idle
             drafts = self._drafts.are_due(idle=idle)
             if idle and not drafts:
                 self._report(force=True)
-            if not self._take_messages(block=idle and not drafts):
+                if not self._rest():
+                    return
+            elif not self._take_messages():
                 return
             if drafts:
                 self._drafts.work()
@@ -104,16 +118,35 @@ class Worker:
 
     # ---- messages
 
-    def _take_messages(self, *, block: bool) -> bool:
+    def _take_messages(self, wait_s: float | None = 0.0) -> bool:
+        """Those that are there; before that, waits for one. False: there is nobody any more."""
         while True:
             try:
-                call = self._inbox.get(block=block)
+                call = self._inbox.get(block=wait_s != 0.0, timeout=wait_s or None)
             except queue.Empty:
                 return True
             if call is None:
                 return False
             self._handlers.handle(call, self._send)
-            block = False
+            wait_s = 0.0
+
+    @property
+    def _is_idle(self) -> bool:
+        return not self._engine.busy and not self._training
+
+    def _rest(self) -> bool:
+        """There is nothing to do: waits for messages, and in quiet time trains drafts meanwhile."""
+        if not self._drafts.are_due_in_quiet:
+            return self._take_messages(wait_s=None)
+        quiet_at_s = self._last_work_s + QUIET_S
+        if not self._take_messages(wait_s=max(quiet_at_s - time.monotonic(), 0.0)):
+            return False
+        if time.monotonic() < quiet_at_s:
+            return True
+        while self._inbox.empty() and self._is_idle and self._drafts.are_due_in_quiet:
+            self._drafts.work(quiet=True)
+            self._report()
+        return True
 
     # ---- work
 
@@ -134,7 +167,10 @@ class Worker:
         elif has_training:
             self._train_slice()
         both = has_samples and has_training and self._engine.busy and bool(self._training)
-        took_s = time.monotonic() - began
+        now = time.monotonic()
+        took_s = now - began
+        if has_samples or has_training:
+            self._last_work_s = now
         self._worked_s += took_s
         self._scheduler.took(took_s, samples=samples, both_wait=both)
 
@@ -161,7 +197,11 @@ class Worker:
                 {
                     "sampling_running": self._engine.num_running,
                     "sampling_waiting": self._engine.num_waiting,
+                    "sampling_preempted": self._engine.num_preempted,
                     "training_waiting": len(self._training),
+                    "kv_blocks": self._engine.num_kv_blocks,
+                    "kv_blocks_held": self._engine.num_kv_blocks_held,
+                    "engine_memory_bytes": _resident_bytes(),
                     "tokens_sampled": self._engine.num_tokens_sampled,
                     "instruction_set": self._instruction_set,
                     **self._models.counts(),
@@ -174,18 +214,33 @@ class Worker:
         snapshots, lines = self._engine.speculation()
         for name, snapshot in self._drafts.snapshot().items():
             snapshots[name]["following"] = snapshot
-        return snapshots, lines
+        return snapshots, lines + self._drafts.lines() if lines else lines
+
+
+def _resident_bytes() -> int:
+    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    return int(pages) * resource.getpagesize()
 
 
 def _drafter_settings(settings: EngineSettings) -> DrafterSettings:
-    config = settings.engine
+    config, draft = settings.engine, settings.draft
+    trigger = TriggerSettings(goal=draft.acceptance, least_cases=draft.least_cases)
+    plan = replace(ONLINE_PLAN, peak_rate=draft.rate)
     return DrafterSettings(
         name=settings.speculate,
         trace_file=settings.speculate_trace,
         num_threads=config.threads or usable_cores(),
         cache_dir=settings.cache_dir,
         drafts_dir=settings.drafts_dir,
-        online=OnlineSettings(config.draft_share, config.draft_memory_bytes),
+        online=OnlineSettings(
+            share=config.draft_share,
+            in_quiet_time=draft.in_quiet_time,
+            memory_bytes=config.draft_memory_bytes,
+            training=TrainingSettings(plan, trigger),
+        ),
+        max_computed=draft.tokens,
+        replay_share=draft.replay_share,
+        rank=draft.rank,
     )
 
 
@@ -210,16 +265,17 @@ def _reader(sock: socket.socket, worker: Worker) -> None:
 
 
 def main(fd: int) -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
     # Ctrl-C reaches the whole process group; the server decides when the engine ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sock = socket.socket(fileno=fd)
     settings = receive(sock)
     if not isinstance(settings, EngineSettings):
         return
+    logs.configure("info", settings.log_format, "engine")
     outbox: queue.SimpleQueue[object] = queue.SimpleQueue()
     force_instruction_set(settings.engine.instruction_set)
     try:
+        require_drafts(_drafter_settings(settings), settings.models)
         served, models = open_models(settings)
         worker = Worker(settings, models, outbox.put)
         sock.sendall(pack(Serves(served, numerics(served[0].dtype))))

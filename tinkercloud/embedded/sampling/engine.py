@@ -68,11 +68,22 @@ class SamplingEngine:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._grammars) + len(self.scheduler.waiting) + len(self.scheduler.ready)
+        return len(self._grammars) + self.scheduler.num_waiting
 
     @property
     def num_preempted(self) -> int:
         return self.scheduler.num_preempted
+
+    @property
+    def num_kv_blocks(self) -> int:
+        """Of all bases that were opened."""
+        return sum(state.cache.pool.num_blocks for state in self.states)
+
+    @property
+    def num_kv_blocks_held(self) -> int:
+        """By samples; the rest is unused, or keeps beginnings of prompts until it is needed."""
+        pools = [state.cache.pool for state in self.states]
+        return sum(pool.num_blocks - pool.num_available for pool in pools)
 
     @property
     def num_tokens_sampled(self) -> int:
@@ -140,7 +151,9 @@ class SamplingEngine:
         items = self.scheduler.schedule()
         with streams.fork_join():
             batches = self._run(items, streams)
-        self._end_round(1e3 * (time.perf_counter() - began), batches)
+        ms = 1e3 * (time.perf_counter() - began)
+        self.scheduler.took(ms)
+        self._end_round(ms, batches)
         self._postprocessor.begin(self.scheduler.begin_samples())
         for job in self._postprocessor.take_doomed():
             assert job.error is not None

@@ -6,17 +6,26 @@ of which some have their keys and values in blocks; a step brings it as many for
 allows. So a prompt, a sample that is decoded, and a sample that lost its blocks and computes them
 again are scheduled alike.
 
+Between users, the one who was given the fewest tokens is next: with a prompt, a place in the batch,
+and blocks. Prompts have a small budget beside other users' samples. Which bits a sample gets does
+not depend on any of that.
+
 Needs no model: what it knows of a base is its `KVCache`.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 
+from tinkercloud.embedded.fairness.virtual_counters import VirtualCounters
 from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool, Digest, blocks_for
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.sampling.batch_plan import BatchItem
+from tinkercloud.embedded.sampling.job_queues import JobQueues
+from tinkercloud.embedded.sampling.prefill_budget import PrefillBudget
 from tinkercloud.embedded.sampling.sequences import Job, Sequence
+from tinkercloud.embedded.sampling.victims import prompt_to_free, sample_to_preempt, without_paused
 from tinkercloud.errors import ServerFault
 
 CHUNK = 512
@@ -25,7 +34,9 @@ invariant, a cut that moved with the load would change the last bits of keys and
 SCORED_CHUNK = 128
 """The same where the logits of all rows are computed, which take (rows, V) memory."""
 PREFILL_ROWS = 1024
-"""Of all prompts in one step, about: samples that are decoded wait as long as these take."""
+"""Of all prompts in one step, at most: samples that are decoded wait as long as these take."""
+LOOKAHEAD = 128
+"""Jobs of one user that a step considers: each may wait for a prefix that another computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +67,27 @@ class Scheduler:
     ):
         self._max_batch, self._max_begun = max_batch, max_begun
         self._cache_of, self._on_discard = cache_of, on_discard
-        self._waiting: deque[Job] = deque()  # their prompts are not computed
-        self._ready: deque[Job] = deque()  # with samples to begin
+        self._jobs: dict[Job, None] = {}  # that are unfinished
+        self._waiting = JobQueues()  # their prompts are not computed
+        self._ready = JobQueues()  # with samples to begin
         self._running: list[Sequence] = []  # in the order of admission
+        self._counters = VirtualCounters()
+        self._budget = PrefillBudget(PREFILL_ROWS)
+        self._planned: set[Sequence] = set()  # in the next pass
+        self._num_prompt_rows = self._num_samples = 0  # of the next pass
+        self._least_rows = self._other_rows = 0  # for prompts of the user who is next, and others
+        self._saved_rows = 0  # that others did not use
         self.num_preempted = 0
         self.num_discarded = 0  # tokens of samples that started over
 
     @property
     def is_busy(self) -> bool:
-        return bool(self._waiting or self._ready or self._running)
+        return bool(self._jobs)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests whose samples have not all begun."""
+        return len(self._waiting) + len(self._ready)
 
     @property
     def waiting(self) -> tuple[Job, ...]:
@@ -79,23 +102,36 @@ class Scheduler:
         return tuple(self._running)
 
     def add(self, job: Job) -> None:
+        self._jobs[job] = None
+        self._counters.enter(job.user)
         self._waiting.append(job)
 
     def clear(self) -> list[Job]:
         """Forget all jobs, without freeing their blocks; returns them."""
-        jobs = {id(job): job for job in (*self._waiting, *self._ready)}
-        jobs |= {id(sequence.job): sequence.job for sequence in self._running}
-        self._waiting.clear()
-        self._ready.clear()
-        self._running.clear()
-        return list(jobs.values())
+        jobs = list(self._jobs)
+        for each in (self._jobs, self._waiting, self._ready, self._running, self._counters):
+            each.clear()
+        return jobs
 
     # ---- a step
 
     def schedule(self) -> list[BatchItem]:
         """What the next pass computes; blocks for it are reserved. Running samples come first,
         prompts get the blocks that these leave."""
-        return [*self._decode_items(), *self._prefill_items()]
+        self._planned.clear()
+        self._num_prompt_rows = 0
+        batch = without_paused(self._running, self._max_batch)
+        self._num_samples = sum(each.num_pending == 1 and bool(each.blocks) for each in batch)
+        self._least_rows = self._budget.beside(self._num_samples, is_least=True)
+        self._other_rows = self._budget.beside(self._num_samples, is_least=False)
+        if self._counters.num_users == 1:
+            self._least_rows = self._budget.alone()
+        self._saved_rows = min(self._saved_rows, CHUNK) + self._other_rows
+        return [*self._decode_items(batch), *self._prefill_items()]
+
+    def took(self, ms: float) -> None:
+        """The pass that was scheduled last is over."""
+        self._budget.took(ms, self._num_prompt_rows, self._num_samples)
 
     def reserve_draft(self, sequence: Sequence, num_drafted: int) -> bool:
         """Blocks for drafted tokens behind the sample's own. False: there are not enough, and no
@@ -122,32 +158,47 @@ class Scheduler:
     def begin_samples(self) -> list[Sequence]:
         """Samples of ready jobs, as far as the batch and the blocks allow. They run from now on;
         their first token is drawn from their job's logits."""
+        self._planned.clear()
         begun: list[Sequence] = []
-        while self._ready and len(self._running) < self._max_batch:
-            job = self._ready[0]
-            if not self._has_room(job, job.num_prompt):
+        while (user := self._next_to_begin()) is not None:
+            job = self._ready.first(user)
+            if not self._make_room(job, job.num_prompt):
                 break
             sample = self._next_sample(job)
             if sample is not None:
                 job.next_sample += 1
                 if not job.num_left:
-                    self._ready.popleft()
+                    self._ready.remove(job)
                 begun.append(sample)
                 self._running.append(sample)
+                self._counters.charge(user, 1)
             elif self._running:
                 break
             elif not self._take_blocks(job.version.base, job.prompt):
                 self._fail(job, len(job.prompt.blocks) + 1)
         return begun
 
+    def _next_to_begin(self) -> str | None:
+        """The user whose sample begins next: where the batch is full, one who has less than an
+        equal share of it, and others' youngest samples pause."""
+        if len(self._running) < self._max_batch:
+            return self._counters.next_of(self._ready.users)
+        share = self._max_batch // max(self._counters.num_users, 1)
+        running = Counter(sample.job.user for sample in self._running)
+        return self._counters.next_of(u for u in self._ready.users if running[u] < share)
+
     def finish(self, samples: Iterable[Sequence]) -> None:
         """They are complete: free their blocks."""
-        complete: set[int] = set()
-        for sample in samples:
-            complete.add(id(sample))
+        complete = set(samples)
+        if not complete:
+            return
+        for sample in complete:
             sample.free_blocks(self._cache_of(sample.job.version.base).pool)
-        if complete:
-            self._running = [each for each in self._running if id(each) not in complete]
+        self._running = [each for each in self._running if each not in complete]
+        running = {each.job for each in self._running}
+        for job in {sample.job for sample in complete} - running:
+            if not job.num_left:
+                self._forget(job)
 
     def drop(self, job: Job) -> None:
         """Forget it, and free the blocks of its sequences."""
@@ -155,33 +206,59 @@ class Scheduler:
         for queue in (self._waiting, self._ready):
             if job in queue:
                 queue.remove(job)
+        self._forget(job)
         for sequence in [s for s in (job.prompt, *self._running) if s.job is job]:
             sequence.free_blocks(pool)
             self._on_discard(sequence)
         self._running = [s for s in self._running if s.job is not job]
 
+    def _forget(self, job: Job) -> None:
+        if job in self._jobs:
+            del self._jobs[job]
+            self._counters.leave(job.user)
+
     # ---- what the next pass computes
 
-    def _decode_items(self) -> list[BatchItem]:
+    def _decode_items(self, batch: list[Sequence]) -> list[BatchItem]:
         items: list[BatchItem] = []
-        budget = PREFILL_ROWS  # of samples that compute their keys and values again
-        for sequence in list(self._running):
+        for sequence in batch:
             if sequence.job.has_failed:  # in this loop, for want of blocks for another sample
                 continue
             if not sequence.blocks and not self._readmit(sequence):
                 continue
-            count = _chunk(sequence, CHUNK) if sequence.num_pending > 1 else 1
-            if count > 1 and budget < count:
-                continue
-            if self._reserve(sequence, sequence.num_computed + count):
-                items.append(BatchItem(sequence, count))
-                budget -= count if count > 1 else 0
+            # More than one: a sample that computes its keys and values again.
+            count = self._num_rows(sequence, CHUNK) if sequence.num_pending > 1 else 1
+            if count and self._reserve(sequence, sequence.num_computed + count):
+                items.append(self._plan(sequence, count))
         return items
+
+    def _plan(self, sequence: Sequence, count: int) -> BatchItem:
+        """The item, on its user's account."""
+        user = sequence.job.user
+        if sequence.is_prompt or sequence.num_pending > 1:
+            self._num_prompt_rows += count
+            if not self._counters.is_least_served(user):
+                self._saved_rows -= count
+        self._counters.charge(user, count)
+        self._planned.add(sequence)
+        return BatchItem(sequence, count)
+
+    def _num_rows(self, sequence: Sequence, chunk: int) -> int:
+        """Rows of a prompt, or of a sample that computes its keys and values again, in this step:
+        up to the next multiple of `chunk`, within what is left for its user."""
+        wanted = min(sequence.num_pending, chunk - sequence.num_computed % chunk)
+        is_least = self._counters.is_least_served(sequence.job.user)
+        limit = self._least_rows if is_least else self._other_rows
+        if self._cache_of(sequence.job.version.base).is_reproducible:
+            return max(min(wanted, limit - self._num_prompt_rows), 0)
+        if is_least:
+            return wanted if self._num_prompt_rows < limit else 0
+        return wanted if self._other_rows and self._saved_rows >= wanted else 0
 
     def _readmit(self, sequence: Sequence) -> bool:
         """Whether a pre-empted sample computes its keys and values again; what others have cached
         of them is shared."""
-        if not self._has_room(sequence.job, len(sequence.tokens)):
+        if not self._make_room(sequence.job, len(sequence.tokens)):
             return False
         cache = self._cache_of(sequence.job.version.base)
         if cache.is_reproducible:
@@ -190,25 +267,35 @@ class Scheduler:
 
     def _prefill_items(self) -> list[BatchItem]:
         items: list[BatchItem] = []
-        num_rows = 0
-        num_begun = len(self._running) + sum(job.num_left for job in self._ready)
+        begun = Counter(sample.job.user for sample in self._running)
+        for job in self._ready:
+            begun[job.user] += job.num_left
         computing: set[Digest] = set()  # of blocks that this step computes
-        for job in list(self._waiting):
-            if num_rows >= PREFILL_ROWS or num_begun > self._max_begun:
-                break
+        waiting = {u: deque(islice(self._waiting.of(u), LOOKAHEAD)) for u in self._waiting.users}
+        while (user := self._counters.next_of(waiting)) is not None:
+            if not waiting[user] or not self._may_begin(user, begun):
+                del waiting[user]
+                continue
+            job = waiting[user].popleft()
             sequence = job.prompt
             if not sequence.blocks and not self._share_prefix(job, computing):
                 continue
             has_logits = job.scores is not None and job.scores.needs_logits
-            count = _chunk(sequence, SCORED_CHUNK if has_logits and job.is_scoring else CHUNK)
-            alone = not (items or self._running or self._ready)
-            if not self._reserve_prompt(sequence, sequence.num_computed + count, alone=alone):
-                break
+            count = self._num_rows(
+                sequence, SCORED_CHUNK if has_logits and job.is_scoring else CHUNK
+            )
+            if not count or not self._reserve_prompt(sequence, sequence.num_computed + count):
+                del waiting[user]
+                continue
             computing.update(sequence.digests[sequence.num_computed // BLOCK_TOKENS :])
-            items.append(BatchItem(sequence, count))
-            num_rows += count
-            num_begun += job.num_left
+            items.append(self._plan(sequence, count))
+            begun[user] += job.num_left
         return items
+
+    def _may_begin(self, user: str, begun: "Counter[str]") -> bool:
+        """begun: samples that run or are ready, by user."""
+        share = self._max_begun / self._counters.num_users
+        return begun.total() <= self._max_begun or begun[user] <= share
 
     def _share_prefix(self, job: Job, computing: set[Digest]) -> bool:
         """Share the cached blocks of a prompt. False: another prompt computes the next of its
@@ -226,12 +313,23 @@ class Scheduler:
 
     # ---- blocks
 
-    def _reserve_prompt(self, prompt: Sequence, num_tokens: int, *, alone: bool) -> bool:
+    def _reserve_prompt(self, prompt: Sequence, num_tokens: int) -> bool:
         """Blocks for that many tokens. Only where no sequence would go on without it a prompt
-        takes blocks from others: else these become free without that."""
-        if prompt.reserve(self._cache_of(prompt.job.version.base).pool, num_tokens):
-            return True
-        return alone and self._reserve(prompt, num_tokens)
+        takes blocks from samples: else these become free without that. The user who is next takes
+        them from others' prompts."""
+        base = prompt.job.version.base
+        while not prompt.reserve(self._cache_of(base).pool, num_tokens):
+            if not self._take_prompt_of_others(base, prompt.job.user):
+                alone = not (self._planned or self._running or self._ready)
+                return alone and self._reserve(prompt, num_tokens)
+        return True
+
+    def _make_room(self, job: Job, num_tokens: int) -> bool:
+        """`_has_room`, after others' prompts gave way."""
+        while not self._has_room(job, num_tokens):
+            if not self._take_prompt_of_others(job.version.base, job.user):
+                return False
+        return True
 
     def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
         """Blocks for that many tokens, taken from others if need be. False: not in this step; or
@@ -260,23 +358,44 @@ class Scheduler:
         return not num_others or pool.num_available >= num_others + blocks_for(num_held + num_new)
 
     def _take_blocks(self, base: BaseModel, needed_by: Sequence) -> bool:
-        """Free the blocks of one that has any: a prompt, the youngest first, since no answer waits
-        for it yet; else the youngest sample that is younger than `needed_by`."""
-        pool = self._cache_of(base).pool
-        for job in (*reversed(self._waiting), *reversed(self._ready)):
-            if job.version.base is base and job.prompt.blocks and job.prompt is not needed_by:
-                job.prompt.free_blocks(pool)
-                if job in self._ready:
-                    self._ready.remove(job)
-                    self._waiting.appendleft(job)
-                return True
-        for sequence in reversed(self._running):
-            if sequence is needed_by:
-                return False
-            if sequence.job.version.base is base and sequence.blocks:
-                self._preempt(sequence)
-                return True
+        """Free the blocks of one that has any: a prompt, of the users first who were given most;
+        else a sample."""
+        users = self._counters.most_first({*self._waiting.users, *self._ready.users})
+        if self._take_prompt(base, users, needed_by):
+            return True
+        sample = sample_to_preempt(self._running, needed_by, self._has_blocks(base))
+        if sample is not None:
+            self._preempt(sample)
+        return sample is not None
+
+    def _take_prompt_of_others(self, base: BaseModel, user: str) -> bool:
+        """Only for the user who is next."""
+        if not self._counters.is_least_served(user):
+            return False
+        users = self._counters.most_first({*self._waiting.users, *self._ready.users} - {user})
+        return self._take_prompt(base, users, None)
+
+    def _take_prompt(self, base: BaseModel, users: list[str], needed_by: Sequence | None) -> bool:
+        for queue in (self._waiting, self._ready):
+            youngest_first = (job for user in users for job in queue.youngest_first(user))
+            job = prompt_to_free(youngest_first, needed_by, self._has_blocks(base))
+            if job is None:
+                continue
+            job.prompt.free_blocks(self._cache_of(base).pool)
+            if queue is self._ready:
+                self._ready.remove(job)
+                self._waiting.append_first(job)
+            return True
         return False
+
+    def _has_blocks(self, base: BaseModel) -> Callable[[Sequence], bool]:
+        """Whether a sequence has blocks that can be taken: none of what the next pass computes."""
+
+        def has_blocks(sequence: Sequence) -> bool:
+            is_here = sequence.job.version.base is base and sequence not in self._planned
+            return is_here and bool(sequence.blocks)
+
+        return has_blocks
 
     def _sequences(self, base: BaseModel) -> list[Sequence]:
         prompts = [job.prompt for job in (*self._waiting, *self._ready)]
@@ -309,8 +428,3 @@ class Scheduler:
                 f"{pool.num_blocks}; raise engine.kv_cache_bytes"
             )
         )
-
-
-def _chunk(sequence: Sequence, limit: int) -> int:
-    """Tokens up to the next multiple of `limit`."""
-    return min(sequence.num_pending, limit - sequence.num_computed % limit)

@@ -78,11 +78,15 @@ class Sequence:
         """Share the blocks of its longest cached prefix; the number of tokens in them. The last
         token is always left to compute: its logits are needed."""
         assert not self.blocks
-        self.digests = block_digests(self.job.version.id, self.tokens, self.digests)
+        self.digests = self._digests(self.tokens)
         self.blocks = pool.find(self.digests[: (len(self.tokens) - 1) // BLOCK_TOKENS])
         self.num_registered = len(self.blocks)
         self.num_computed = len(self.blocks) * BLOCK_TOKENS
         return self.num_computed
+
+    def _digests(self, tokens: list[int]) -> list[Digest]:
+        salt = self.job.request.cache_salt
+        return block_digests(self.job.version.id, salt, tokens, self.digests)
 
     def advance(self, pool: BlockPool, count: int, *, register: bool) -> None:
         """`count` more tokens are computed. register: other sequences can find full blocks."""
@@ -91,8 +95,7 @@ class Sequence:
             return
         num_full = self.num_computed // BLOCK_TOKENS
         if num_full > len(self.digests):
-            tokens = self.tokens[: self.num_computed]
-            self.digests = block_digests(self.job.version.id, tokens, self.digests)
+            self.digests = self._digests(self.tokens[: self.num_computed])
         for i in range(self.num_registered, num_full):
             pool.register(self.blocks[i], self.job.version.id, self.digests[i])
         self.num_registered = max(self.num_registered, num_full)
@@ -205,6 +208,10 @@ class Job:
     def __post_init__(self) -> None:
         self.prompt = Sequence(self, -1, self.request.prompt.tolist())
         self.is_scoring = self.scores is not None
+
+    @property
+    def user(self) -> str:
+        return self.request.user
 
     @property
     def num_prompt(self) -> int:

@@ -52,7 +52,10 @@ class DraftObserver(Protocol):
 
     def judged(self, stream: Stream, token: JudgedToken, category: str) -> None: ...
 
-    def ended(self, stream: Stream) -> None: ...
+    def ended(self, stream: Stream, version: Version) -> None: ...
+
+    def forget(self, version_id: str) -> None:
+        """Nothing of this version is to be kept any more."""
 
 
 @dataclass(slots=True)
@@ -148,11 +151,12 @@ class Speculation:
             del self._num_unfinished[stream.group]
         self._drafter.end(stream)
         if self._observer is not None:
-            self._observer.ended(stream)
+            self._observer.ended(stream, sample.job.version)
 
-    def renew(self) -> None:
-        """The drafter has other weights: what was counted of it has less weight."""
-        self._controller.renew()
+    def renew(self, expected: Sequence[float] = ()) -> None:
+        """The drafter has other weights: what was counted of it has less weight. expected: what
+        takes its place, acceptance by depth."""
+        self._controller.renew(expected)
 
     def end_all(self) -> None:
         for sample in list(self._streams):
@@ -160,6 +164,8 @@ class Speculation:
 
     def forget(self, version_id: str) -> None:
         self._epochs.pop(version_id, None)
+        if self._observer is not None:
+            self._observer.forget(version_id)
 
     # ---- a round
 
@@ -366,6 +372,7 @@ def _coupled(drawn: Drawn, row: int, token: int, draft: DraftDistribution) -> fl
 
 
 def _group(sample: Sample) -> bytes:
-    job = sample.job
-    name = job.version.base.name.encode()
-    return blake2b(name + b"\0" + job.request.prompt.tobytes(), digest_size=16).digest()
+    # With the salt: a draft out of another's text would tell by its speed that this text was seen.
+    request = sample.job.request
+    place = f"{sample.job.version.base.name}\0{request.cache_salt}\0".encode()
+    return blake2b(place + request.prompt.tobytes(), digest_size=16).digest()

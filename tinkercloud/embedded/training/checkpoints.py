@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError
 from torch import Tensor
 
 from tinkercloud.core.types import LoraSpec
@@ -89,10 +88,7 @@ def load_weights(
     state = read_state(directory)
     spec = state.lora
     if spec.rank > 0:
-        try:
-            adapter = load_adapter(directory, spec, base.config.linear_shapes(), base.device)
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"the checkpoint cannot be read: {error}") from None
+        adapter = load_adapter(directory, spec, base.config.linear_shapes(), base.device)
         return spec, adapter, None, state
     full = read_tensors(directory / FULL_FILE, finite=finite)
     if {n: tuple(t.shape) for n, t in full.items()} != base.config.weight_shapes():

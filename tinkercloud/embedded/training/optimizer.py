@@ -5,12 +5,40 @@ correction. State and weights are float32.
 """
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tinkercloud.core.types import AdamParams
-from tinkercloud.errors import UserError
+from tinkercloud.errors import GradientNotFinite, UserError, WeightsNotFinite
+
+SURELY_FINITE = 1e37
+"""A tenth of float32's largest number: rounding cannot carry a bound below it beyond that one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Bounds:
+    """No number of the weights, or of either moment, is larger. inf or NaN: nothing is known."""
+
+    weight: float
+    first: float
+    second: float
+
+    def after(self, norm: float, num_steps: int, hyper: AdamParams) -> "_Bounds":
+        """Of a step with a gradient of this norm: no entry of it is larger."""
+        first = hyper.beta1 * self.first + (1 - hyper.beta1) * norm
+        second = hyper.beta2 * self.second + (1 - hyper.beta2) * norm * norm
+        mean = first / (1 - hyper.beta1**num_steps)
+        moved = hyper.learning_rate * mean / hyper.eps if hyper.eps > 0 else math.inf
+        decayed = 1 + hyper.learning_rate * hyper.weight_decay
+        return _Bounds(self.weight * decayed + moved, first, second)
+
+    @property
+    def are_finite(self) -> bool:
+        # NaN is below nothing.
+        return all(each < SURELY_FINITE for each in (self.weight, self.first, self.second))
 
 
 class AdamW:
@@ -19,6 +47,7 @@ class AdamW:
     def __init__(self, params: dict[str, Tensor]):
         self.params = params
         self.num_steps = 0
+        self._bounds: _Bounds | None = None
         self.exp_avg = {n: torch.zeros_like(p) for n, p in params.items()}
         self.exp_avg_sq = {n: torch.zeros_like(p) for n, p in params.items()}
 
@@ -26,19 +55,60 @@ class AdamW:
     def step(self, grads: dict[str, Tensor], hyper: AdamParams) -> dict[str, float]:
         """Update in place. Parameters without an entry in `grads` count as gradient 0.
 
-        Raises UserError, changing nothing, when the gradient is not finite.
+        Raises GradientNotFinite and WeightsNotFinite, changing nothing.
         """
         norm = _global_norm(grads)
         if not math.isfinite(norm):
-            raise UserError(
-                "the accumulated gradient is not finite; it was dropped and the weights are "
-                "unchanged. Check advantages, logprobs and the learning rate"
-            )
+            raise GradientNotFinite
         scale = min(1.0, hyper.grad_clip_norm / (norm + 1e-6)) if hyper.grad_clip_norm > 0 else 1.0
+        bounds = self._bounds_after(norm * scale, hyper)
+        if bounds.are_finite:
+            self._step(grads, scale, hyper)
+        else:
+            self._checked_step(grads, scale, hyper)
+        self._bounds = bounds
+        return {"unclipped_grad_l2:mean": norm, "clipped_grad_l2:mean": norm * scale}
+
+    def _bounds_after(self, norm: float, hyper: AdamParams) -> _Bounds:
+        """From the bounds before, which costs nothing; where these have become too wide, from the
+        tensors."""
+        if self._bounds is not None:
+            bounds = self._bounds.after(norm, self.num_steps + 1, hyper)
+            if bounds.are_finite:
+                return bounds
+        tensors = self.params, self.exp_avg, self.exp_avg_sq
+        return _Bounds(*map(_largest, tensors)).after(norm, self.num_steps + 1, hyper)
+
+    def _checked_step(self, grads: dict[str, Tensor], scale: float, hyper: AdamParams) -> None:
+        """A step that may leave the range of float32: undone, bit for bit, where it does."""
+        tensors = [*self.params.values(), *self.exp_avg.values(), *self.exp_avg_sq.values()]
+        before = [tensor.clone() for tensor in tensors]
+        fault: str | None
+        try:
+            self._step(grads, scale, hyper)
+            fault = self._fault()
+        except RuntimeError as error:  # PyTorch takes no factor that float32 does not have
+            fault = str(error)
+        if fault is None:
+            return
+        for tensor, old in zip(tensors, before, strict=True):
+            tensor.copy_(old)
+        self.num_steps -= 1
+        raise WeightsNotFinite(fault, hyper)
+
+    def _fault(self) -> str | None:
+        kinds = ("weight", self.params), ("first moment", self.exp_avg)
+        for kind, tensors in (*kinds, ("second moment", self.exp_avg_sq)):
+            for name, tensor in tensors.items():
+                num_bad = tensor.numel() - int(torch.isfinite(tensor).sum())
+                if num_bad:
+                    return f"{num_bad} of {tensor.numel()} numbers of the {kind} of {name}"
+        return None
+
+    def _step(self, grads: dict[str, Tensor], scale: float, hyper: AdamParams) -> None:
         self.num_steps += 1
         for name, param in self.params.items():
             self._update(name, param, grads.get(name), scale, hyper)
-        return {"unclipped_grad_l2:mean": norm, "clipped_grad_l2:mean": norm * scale}
 
     def _update(
         self, name: str, param: Tensor, grad: Tensor | None, scale: float, hyper: AdamParams
@@ -76,6 +146,15 @@ class AdamW:
                 raise UserError(f"the checkpoint's optimizer state {name} has a wrong shape")
             moment.copy_(tensors[name])
         self.num_steps = num_steps
+        self._bounds = None
+
+
+def _largest(tensors: Mapping[str, Tensor]) -> float:
+    """The largest absolute number; NaN where one is."""
+    if not tensors:
+        return 0.0
+    largest = [torch.linalg.vector_norm(tensor, math.inf) for tensor in tensors.values()]
+    return float(torch.stack(largest).max())
 
 
 def _global_norm(grads: dict[str, Tensor]) -> float:

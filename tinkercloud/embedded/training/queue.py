@@ -1,6 +1,7 @@
 """The queue of forward_backward calls of all models, run in short steps.
 
-Models alternate by micro-batch. Micro-batches of different LoRA models that wait at the same time
+Users alternate by what their micro-batches have of tokens, and each user's models by micro-batch.
+Micro-batches of different LoRA models that wait at the same time
 share one pass where they fit: many small ones cost little more than one. A call's gradient is added
 to its model when the whole call is done, and not at all when it fails.
 """
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tinkercloud.core.types import TrainBatch, TrainOutput
+from tinkercloud.embedded.fairness.virtual_counters import VirtualCounters
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.training.micro_batch_pass import Share, run_pass
 from tinkercloud.embedded.training.micro_batches import Limits, MicroBatch, micro_batches
@@ -24,6 +26,7 @@ from tinkercloud.embedded.training.targets import PER_SEQUENCE
 from tinkercloud.embedded.training.trainable_model import TrainableModel
 
 ObserverFactory = Callable[[BaseModel, Sequence[str]], PassObserver | None]
+Admission = Callable[[TrainableModel, Sequence[MicroBatch]], None]
 """Makes the observer of a pass in which these models train; None: there is none."""
 
 
@@ -79,14 +82,21 @@ class _Running:
 
 
 class TrainingQueue:
-    """Owned by one thread. A step never raises: every error is the answer to a call."""
+    """Owned by one thread. A step never raises: every error is the answer to a call. require: is
+    called with what the passes of a new call will be; it may raise."""
 
-    def __init__(self, limits: Limits, observer_for: ObserverFactory | None = None):
-        self._limits, self._observer_for = limits, observer_for
+    def __init__(
+        self,
+        limits: Limits,
+        observer_for: ObserverFactory | None = None,
+        require: Admission | None = None,
+    ):
+        self._limits, self._observer_for, self._require = limits, observer_for, require
         self._jobs: list[_Job] = []
         self._running: _Running | None = None
         self._last_pass: dict[str, int] = {}
         self._num_passes = 0
+        self._counters = VirtualCounters()
 
     def __len__(self) -> int:
         """Calls that are not finished."""
@@ -95,7 +105,10 @@ class TrainingQueue:
     def add(self, call_id: int, model: TrainableModel, batch: TrainBatch) -> None:
         shares = model.base.is_llama_family
         waiting = list(micro_batches(batch.data, self._limits, model.kept_bytes(), shares=shares))
+        if self._require is not None:
+            self._require(model, waiting)
         self._jobs.append(_Job(call_id, model, batch, waiting))
+        self._counters.enter(batch.user)
         # A model with a first call queues behind those that wait: else a stream of small calls of
         # new models would always go first.
         self._last_pass.setdefault(model.id, self._num_passes)
@@ -133,6 +146,7 @@ class TrainingQueue:
         self._num_passes += 1
         for job in jobs:
             self._last_pass[job.model.id] = self._num_passes
+            self._counters.charge(job.batch.user, job.waiting[0].num_rows)
         self._forget_idle_models()
         shares = [job.share() for job in jobs]
         base, recompute = jobs[0].model.base, jobs[0].waiting[0].recompute
@@ -148,11 +162,16 @@ class TrainingQueue:
         return self._observer_for(base, [job.model.id for job in jobs])
 
     def _longest_waiting(self) -> list[_Job]:
-        """Every model's oldest call, the model first whose last pass is longest ago."""
+        """Every model's oldest call: the users first who were given least, and of a user's models
+        the one whose last pass is longest ago."""
         oldest: dict[str, _Job] = {}
         for job in self._jobs:
             oldest.setdefault(job.model.id, job)
-        return sorted(oldest.values(), key=lambda job: self._last_pass[job.model.id])
+
+        def given(job: _Job) -> tuple[float, int]:
+            return self._counters.tokens_of(job.batch.user), self._last_pass[job.model.id]
+
+        return sorted(oldest.values(), key=given)
 
     def _together(self, candidates: Sequence[_Job]) -> list[_Job]:
         """The first candidate, and those that share its pass."""
@@ -192,6 +211,7 @@ class TrainingQueue:
 
     def _remove(self, job: _Job, result: Finished) -> Finished:
         self._jobs.remove(job)
+        self._counters.leave(job.batch.user)
         return result
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from tinkercloud.core.types import LoraSpec
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.training import checkpoints
 from tinkercloud.embedded.training.checkpoints import Contents
@@ -62,6 +63,14 @@ def write(copy: StateCopy, directory: Path) -> int:
     (directory / RECOVERY_FILE).write_text(json.dumps(about, indent=1))
     flush_folder(directory)
     return sum(path.stat().st_size for path in directory.iterdir())
+
+
+def spec_of(directory: Path) -> LoraSpec:
+    """Of the model that the folder is the state of. Raises StateDamaged."""
+    try:
+        return read_state(directory).lora
+    except UserError as error:
+        raise StateDamaged(str(error)) from None
 
 
 def restore(model_id: str, base: BaseModel, directory: Path) -> TrainableModel:

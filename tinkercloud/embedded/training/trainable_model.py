@@ -18,6 +18,7 @@ from tinkercloud.embedded.native.train_bindings import has_compiled_pass, traini
 from tinkercloud.embedded.training.linear import ModelWeights
 from tinkercloud.embedded.training.micro_batches import KeptBytes, kept_bytes
 from tinkercloud.embedded.training.optimizer import AdamW
+from tinkercloud.errors import GradientNotFinite
 from tinkercloud.weights.adapters import Adapter
 
 
@@ -96,10 +97,15 @@ class TrainableModel:
         return kept_bytes(base.config, base.dtype.itemsize, is_compiled=is_compiled)
 
     def optim_step(self, hyper: AdamParams) -> dict[str, float]:
-        """Apply and clear the accumulated gradient, which is cleared also when it is refused."""
-        grads, self.grads = self.grads, {}
-        self._weights = None
-        return self.optimizer.step(grads, hyper)
+        """Apply and clear the accumulated gradient. Raises GradientNotFinite, which clears it too,
+        and WeightsNotFinite, which leaves the model as it is."""
+        try:
+            metrics = self.optimizer.step(self.grads, hyper)
+        except GradientNotFinite:
+            self.grads = {}
+            raise
+        self.grads, self._weights = {}, None
+        return metrics
 
 
 def full_parameters(base: BaseModel) -> dict[str, Tensor]:

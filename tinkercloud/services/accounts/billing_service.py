@@ -9,11 +9,12 @@ from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from tinker_gmi.accounts import (
+    BillingEventInfo,
     BillingUsageEvent,
     BillingUsageResponse,
     BillingUsageSession,
     CheckpointStorageItem,
-    CheckpointStorageResponse,
+    CurrentCheckpointStorageUsageResponse,
 )
 from tinkercloud.errors import UserError
 from tinkercloud.services.accounts.account_service import user_urn
@@ -37,6 +38,7 @@ class _Place(NamedTuple):
     """What a row is about. hour: its first second since the epoch."""
 
     hour: int
+    user: str
     session_id: str | None
     base_model: str
 
@@ -53,54 +55,56 @@ class _Row:
 
 
 class BillingService:
-    """Everybody sees their own usage."""
+    """Users see their own usage, an administrator everybody's: user None."""
 
     def __init__(self, usage: UsageStorage, recorder: UsageRecorder, sessions: SessionStorage):
         self._usage = usage
         self._recorder = recorder
         self._sessions = sessions
 
-    async def events(self, user: str, first: datetime, end: datetime) -> BillingUsageResponse:
-        """One row for each hour, kind, base model and session. Raises UserError."""
+    async def events(
+        self, user: str | None, first: datetime, end: datetime
+    ) -> BillingUsageResponse:
+        """One row for each hour, user, kind, base model and session. Raises UserError."""
         first_s, end_s = _window(first, end)
         await self._recorder.flush()  # what was counted a moment ago too
         tokens = await self._usage.tokens(user, first_s, end_s)
         periods = await self._usage.storage_periods(user, first_s, end_s)
         rows = [_token_row(key, num_tokens) for key, num_tokens in tokens]
         rows += await asyncio.to_thread(_storage_rows, periods, (first_s, end_s))
-        sessions = sorted({row.place.session_id for row in rows if row.place.session_id})
-        projects = await self._usage.projects(user, sessions)
+        owners = {row.place.session_id: row.place.user for row in rows if row.place.session_id}
+        projects = await self._usage.projects(user, sorted(owners))
         events = [
-            _event(row, user, projects.get(row.place.session_id or ""))
+            _event(row, projects.get(row.place.session_id or ""))
             for row in sorted(rows, key=lambda row: row.order)
         ]
-        return BillingUsageResponse(data=events, sessions=await self._metadata(user, sessions))
+        return BillingUsageResponse(data=events, sessions=await self._metadata(owners))
 
-    async def _metadata(
-        self, user: str, session_ids: Sequence[str]
-    ) -> dict[str, BillingUsageSession]:
+    async def _metadata(self, owners: Mapping[str, str]) -> dict[str, BillingUsageSession]:
         views: dict[str, BillingUsageSession] = {}
-        for session_id in session_ids:
+        for session_id, user in sorted(owners.items()):
             session = await self._sessions.get(session_id, user)
             if session is not None:
                 views[session_id] = BillingUsageSession(user_metadata=metadata_of(session))
         return views
 
-    async def stored_now(self, user: str, project_id: str | None) -> CheckpointStorageResponse:
-        """By project."""
+    async def stored_now(
+        self, user: str | None, project_id: str | None
+    ) -> CurrentCheckpointStorageUsageResponse:
+        """By user and project."""
         items = [
             CheckpointStorageItem(
                 project_id=stored.project_id,
-                org_user_urn=user_urn(user),
-                user_email=user if "@" in user else None,
-                user_name=user,
+                org_user_urn=user_urn(stored.user),
+                user_email=stored.user if "@" in stored.user else None,
+                user_name=stored.user,
                 checkpoint_count=stored.num_checkpoints,
                 size_bytes=stored.num_bytes,
                 size_gigabytes=stored.num_bytes / GIGABYTE,
             )
             for stored in await self._usage.stored_now(user, project_id)
         ]
-        return CheckpointStorageResponse(data=items)
+        return CurrentCheckpointStorageUsageResponse(data=items)
 
 
 def _window(first: datetime, end: datetime) -> tuple[int, int]:
@@ -116,20 +120,20 @@ def _window(first: datetime, end: datetime) -> tuple[int, int]:
 
 
 def _token_row(key: UsageKey, num_tokens: int) -> _Row:
-    place = _Place(key.hour, key.session_id or None, key.base_model)
+    place = _Place(key.hour, key.user, key.session_id or None, key.base_model)
     return _Row(place, {**_INFO[key.kind], "token_count": num_tokens})
 
 
-def _event(row: _Row, user: str, project_id: str | None) -> BillingUsageEvent:
+def _event(row: _Row, project_id: str | None) -> BillingUsageEvent:
     return BillingUsageEvent(
         bucket_start=datetime.fromtimestamp(row.place.hour, UTC),
         bucket_end=datetime.fromtimestamp(row.place.hour + HOUR_S, UTC),
         base_model=row.place.base_model,
-        user_id=user_urn(user),
-        user_name=user,
+        user_id=user_urn(row.place.user),
+        user_name=row.place.user,
         session_id=row.place.session_id,
         project_id=project_id,
-        event_info=dict(row.info),
+        event_info=BillingEventInfo.model_validate(dict(row.info)),
     )
 
 
@@ -157,4 +161,4 @@ def _storage_rows(periods: Sequence[StoragePeriod], window: tuple[int, int]) -> 
 
 
 def _place(period: StoragePeriod, at: float) -> _Place:
-    return _Place(int(at) // HOUR_S * HOUR_S, period.session_id, period.base_model)
+    return _Place(int(at) // HOUR_S * HOUR_S, period.user, period.session_id, period.base_model)

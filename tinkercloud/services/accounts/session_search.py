@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any, cast
 
@@ -10,6 +10,7 @@ from tinker_gmi.accounts import (
     SessionSearchCursor,
     SessionSearchRequest,
     SessionSearchResponse,
+    SessionState,
     SessionStatus,
     SessionStatusQuery,
     SessionSummary,
@@ -21,25 +22,33 @@ from tinkercloud.storage.session_storage import PagePlace, Session, SessionStora
 ALIVE_S = 120.0  # clients send a heartbeat every ten seconds, and warn after this long without one
 BATCH = 200
 FINISH_REASONS = ("success", "errored", "interrupted")  # what clients report, and understand
+_STATES: dict[str, SessionState] = {
+    "active": "active",
+    "cancelled": "expired",
+    "client_finished": "finished",
+    "failed": "failed",
+}
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
 
 
 class SessionSearch:
-    """Everybody finds their own sessions only, whatever owner is asked for."""
+    """Users find their own sessions only, whatever owner is asked for; an administrator finds
+    those of the users that are named, or everybody's (`accessible`)."""
 
     def __init__(self, sessions: SessionStorage):
         self._sessions = sessions
 
-    async def search(self, user: str, body: SessionSearchRequest) -> SessionSearchResponse:
-        """One page, newest first."""
-        if not _covers(body, user):
-            return SessionSearchResponse(sessions=[])
+    async def search(
+        self, user: str, body: SessionSearchRequest, *, everybody: bool
+    ) -> SessionSearchResponse:
+        """One page, newest first. everybody: the caller may see all sessions."""
+        owners = _owners(body, user, everybody=everybody)
         place = None if body.cursor is None else _place(body.cursor)
         matches: list[tuple[PagePlace, Session, SessionStatus | None]] = []
         # One more than asked for: whether there is a next page.
         while len(matches) <= body.limit:
-            batch = await self._sessions.page(user, place, BATCH)
+            batch = await self._sessions.page(owners, place, BATCH)
             for place, session in batch:
                 if not _matches(session, body):
                     continue
@@ -49,20 +58,29 @@ class SessionSearch:
             if len(batch) < BATCH:
                 break
         page = matches[: body.limit]
-        stored = await self._sessions.stored(user, [session.session_id for _, session, _ in page])
+        stored = await self._sessions.stored([session.session_id for _, session, _ in page])
         return SessionSearchResponse(
             sessions=[_summary(s, status, stored.get(s.session_id)) for _, s, status in page],
             next_cursor=_cursor(page[-1][0]) if len(matches) > body.limit else None,
         )
 
+    async def states(self, sessions: Iterable[Session]) -> dict[str, SessionState]:
+        """By id."""
+        return {each.session_id: state_of(await self.status(each)) for each in sessions}
+
     async def status(self, session: Session) -> SessionStatus | None:
-        """active: its heartbeats come. client_finished: its client said so. failed: its client went
-        away without a word after a request of it had failed. None: it went away otherwise."""
+        """active: its heartbeats come. cancelled: it has expired, in words that clients know.
+        client_finished: its client said so. failed: its client went away without a word after a
+        request of it had failed. None: it went away otherwise."""
         if session.finished_at is not None:
             is_ours = session.finish_reason in FINISH_REASONS  # not that of a copy's own session
             reason = {"type": session.finish_reason if is_ours else "success"}
             detail = session.details.get("finish_detail")
             return {"type": "client_finished", "reason": reason, "detail": detail}
+        if session.expired_at is not None:
+            at = datetime.fromtimestamp(session.expired_at, UTC).isoformat(timespec="seconds")
+            detail = f"expired at {at} for want of heartbeats; the next one resumes it"
+            return {"type": "cancelled", "detail": detail}
         if session.heartbeat_at > time.time() - ALIVE_S:
             return {"type": "active"}
         last = await self._sessions.last_result(session.user, session.session_id)
@@ -81,11 +99,17 @@ class SessionSearch:
         }
 
 
-def _covers(body: SessionSearchRequest, user: str) -> bool:
-    """Whether the caller is among the owners that are asked for."""
-    if body.owner.type != "user":
-        return True
-    return user in [user_of_urn(urn) for urn in body.owner.owner_urns]
+def state_of(status: SessionStatus | None) -> SessionState:
+    """In one word. Clients of the protocol have none for an expired session but "cancelled"."""
+    return "silent" if status is None else _STATES[status["type"]]
+
+
+def _owners(body: SessionSearchRequest, user: str, *, everybody: bool) -> list[str] | None:
+    """Those that are asked for, as far as the caller may see them; None: all."""
+    if body.owner.type == "user":
+        names = {user_of_urn(urn) for urn in body.owner.owner_urns}
+        return sorted(names if everybody else names & {user})
+    return None if everybody and body.owner.type == "accessible" else [user]
 
 
 def _matches(session: Session, body: SessionSearchRequest) -> bool:
@@ -110,7 +134,7 @@ def metadata_of(session: Session) -> dict[str, str]:
 
 
 def _is(status: SessionStatus | None, query: SessionStatusQuery) -> bool:
-    if status is None or status["type"] != query.type:
+    if status is None or query.type not in (status["type"], state_of(status)):
         return False
     return query.reasons is None or status["reason"]["type"] in query.reasons
 
@@ -124,6 +148,7 @@ def _summary(
         owner=user_urn(session.user),
         project_id=session.project_id,
         status=status,
+        state=state_of(status),
         checkpoints_count=0 if stored is None else stored.num_checkpoints,
         display_name=None
         if session.details.get("display_name") is None

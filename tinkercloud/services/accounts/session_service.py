@@ -1,11 +1,17 @@
 """Sessions: each is one client, alive while its heartbeats come."""
 
+import logging
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, cast
 
 from tinkercloud.errors import InvalidRequest, SessionFinished, SessionNotFound, UserError
+from tinkercloud.services.common.user_metadata import check_metadata
 from tinkercloud.storage.audit_log import AuditLog
 from tinkercloud.storage.session_storage import Session, SessionStorage
+
+logger = logging.getLogger(__name__)
 
 MAX_PROJECT_CHARS = 128
 
@@ -20,22 +26,49 @@ def check_project(project_id: str) -> None:
 
 
 class SessionService:
-    """on_finish listeners get (user, session_id) once a session has ended."""
+    """on_finish listeners get (user, session_id) once a session has ended, on_expire listeners once
+    it is closed until its client is heard of again. ttl_s: without a heartbeat or a request."""
 
-    def __init__(self, sessions: SessionStorage, audit: AuditLog):
+    def __init__(self, sessions: SessionStorage, audit: AuditLog, ttl_s: float):
         self._sessions = sessions
         self._audit = audit
+        self._ttl_s = ttl_s
+        self._started_at = time.time()  # nobody could send a heartbeat before
+        self._num_expired = 0
+        self._on_expire: list[OnFinish] = []
         self._open: set[tuple[str, str]] = set()  # read from the database once, not at each request
+        self._seen_at: dict[tuple[str, str], float] = {}  # monotonic
         self._on_finish: list[OnFinish] = []
 
     def when_finished(self, listener: OnFinish) -> None:
         self._on_finish.append(listener)
+
+    def when_expired(self, listener: OnFinish) -> None:
+        """The listener frees what the session holds in memory; nothing of it may get lost."""
+        self._on_expire.append(listener)
+
+    async def expire(self) -> None:
+        """Close sessions whose clients have not been heard of for so long. Their owners go on with
+        them as if nothing had happened."""
+        before = time.time() - self._ttl_s
+        if self._started_at > before:
+            return
+        for user, session_id in await self._sessions.silent_since(before):
+            await self._sessions.expire(session_id)
+            self._num_expired += 1
+            logger.info("session %s has expired: no heartbeat for %g s", session_id, self._ttl_s)
+            for listener in self._on_expire:
+                await listener(user, session_id)
+
+    def stats(self) -> dict[str, float]:
+        return {"sessions_expired_total": self._num_expired}
 
     async def create(self, user: str, details: Mapping[str, object]) -> str:
         # No slash: it becomes part of checkpoint paths (wire specification, section 2.3).
         session_id = str(uuid.uuid4())
         if details.get("project_id") is not None:
             check_project(str(details["project_id"]))
+        check_metadata(cast("Mapping[str, Any] | None", details.get("user_metadata")))
         await self._sessions.add(session_id, user, dict(details))
         self._open.add((user, session_id))
         return session_id
@@ -52,6 +85,14 @@ class SessionService:
         await self.require_open(user, session_id)
         await self._sessions.heartbeat(session_id)
 
+    async def seen(self, user: str, session_id: str) -> None:
+        """Something of an open session was used, perhaps by a client that sends no heartbeats and
+        whose requests are not on record."""
+        now, key = time.monotonic(), (user, session_id)
+        if now - self._seen_at.get(key, float("-inf")) > self._ttl_s / 4:
+            self._seen_at[key] = now
+            await self._sessions.heartbeat(session_id)
+
     async def finish(
         self, user: str, session_id: str, reason: str, detail: str | None = None
     ) -> None:
@@ -62,6 +103,7 @@ class SessionService:
             await self._sessions.finish(session_id, reason, detail)
         # Also when it is asked again: the server may have ended before the listeners had heard.
         self._open.discard((user, session_id))
+        self._seen_at.pop((user, session_id), None)
         for listener in self._on_finish:
             await listener(user, session_id)
 

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from typing import NamedTuple
 
 from tinkercloud.core.types import SampleOutput, TrainBatch
 from tinkercloud.storage.metadata import Model, Sampler
@@ -19,15 +20,26 @@ HOUR_S = 3600
 FLUSH_S = 1.0
 
 
+class TokenSource(NamedTuple):
+    user: str
+    base_model: str
+    kind: TokenKind
+
+
 class UsageRecorder:
     def __init__(self, storage: UsageStorage):
         self._storage = storage
         self._counts: Counter[UsageKey] = Counter()
+        self._totals: Counter[TokenSource] = Counter()
+        self._of_users: Counter[str] = Counter()
+
+    def num_tokens(self, user: str) -> int:
+        """Of all kinds, since the start."""
+        return self._of_users[user]
 
     def trained(self, model: Model, batch: TrainBatch) -> None:
         """forward_backward or forward: every token of its sequences, once."""
-        num_tokens = sum(len(datum.tokens) for datum in batch.data)
-        self._add(model, "training", num_tokens)
+        self._add(model, "training", batch.num_tokens)
 
     def sampled(self, sampler: Sampler, num_prompt_tokens: int, output: SampleOutput) -> None:
         """The prompt once, however many samples share it, and every token that was drawn."""
@@ -47,6 +59,12 @@ class UsageRecorder:
             hour = int(time.time()) // HOUR_S * HOUR_S
             key = UsageKey(hour, owner.user, owner.session_id, owner.base_model, kind)
             self._counts[key] += num_tokens
+            self._totals[TokenSource(owner.user, owner.base_model, kind)] += num_tokens
+            self._of_users[owner.user] += num_tokens
+
+    def totals(self) -> list[tuple[TokenSource, int]]:
+        """Since the start."""
+        return list(self._totals.items())
 
     async def flush(self) -> None:
         """Write what was counted since the last time."""

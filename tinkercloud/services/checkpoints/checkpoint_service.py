@@ -5,7 +5,7 @@ import logging
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, get_args
 
@@ -162,9 +162,19 @@ class CheckpointService:
 
         return fill
 
-    async def copy(self, source: Checkpoint, model: Model, ttl_s: int | None) -> Checkpoint:
-        """The same checkpoint as one of `model`; storage is shared."""
-        copy = await self._writer.copy(source, model, check_ttl(ttl_s))
+    async def require_room(
+        self, source: Checkpoint, model: Model, max_user_bytes: int | None
+    ) -> None:
+        """For a copy. Raises QuotaExceeded."""
+        copy = replace(source, model_id=model.model_id, user=model.user)
+        await self._writer.require_room(copy, source.size_bytes, max_user_bytes)
+
+    async def copy(
+        self, source: Checkpoint, model: Model, ttl_s: int | None, max_user_bytes: int | None = None
+    ) -> Checkpoint:
+        """The same checkpoint as one of `model`; storage is shared. max_user_bytes: as of
+        `SaveOptions`."""
+        copy = await self._writer.copy(source, model, check_ttl(ttl_s), max_user_bytes)
         await self.audit(source, "checkpoint_read", actor=model.user, purpose="copy")
         await self.audit(copy, "checkpoint_copied", source=source.tinker_path)
         return copy

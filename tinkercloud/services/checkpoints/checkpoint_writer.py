@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from tinkercloud.errors import StorageFailed
+from tinkercloud.errors import QuotaExceeded, StorageFailed
 from tinkercloud.services.checkpoints import checkpoint_files
 from tinkercloud.storage.metadata import Checkpoint, MetadataStorage, Model, Segment
 
@@ -19,7 +19,8 @@ Fill = Callable[[Path], Awaitable[None]]
 @dataclass(frozen=True, slots=True)
 class SaveOptions:
     """name: of the checkpoint, not yet checked. ttl_s None: kept until deleted. request_id: of the
-    operation that saves it."""
+    operation that saves it. max_user_bytes: what all checkpoints of the user may take; None: no
+    limit."""
 
     segment: Segment
     name: str
@@ -28,6 +29,7 @@ class SaveOptions:
     overwrite: bool = False
     user_metadata: Mapping[str, str] = field(default_factory=dict[str, str])
     request_id: str | None = None
+    max_user_bytes: int | None = None
 
 
 class CheckpointWriter:
@@ -37,6 +39,7 @@ class CheckpointWriter:
     def __init__(self, metadata: MetadataStorage, data_dir: Path):
         self._metadata = metadata
         self._data_dir = data_dir
+        self._one_at_a_time = asyncio.Lock()  # rows: each counts those before it
         self.unrecorded: list[Checkpoint] = []
         """Whose files are there, and whose row the database did not take."""
 
@@ -59,9 +62,15 @@ class CheckpointWriter:
             expires_at=None if options.ttl_s is None else now + options.ttl_s,
             request_id=options.request_id,
         )
-        return await self._write(checkpoint, fill)
+        return await self._write(checkpoint, fill, options.max_user_bytes)
 
-    async def copy(self, source: Checkpoint, model: Model, ttl_s: int | None) -> Checkpoint:
+    async def copy(
+        self,
+        source: Checkpoint,
+        model: Model,
+        ttl_s: int | None,
+        max_user_bytes: int | None = None,
+    ) -> Checkpoint:
         """The same checkpoint as one of `model`, under its name; storage is shared."""
         now = time.time()
         checkpoint = replace(
@@ -79,10 +88,13 @@ class CheckpointWriter:
             await asyncio.to_thread(checkpoint_files.verify, origin)
             await asyncio.to_thread(checkpoint_files.link_files, origin, directory)
 
-        return await self._write(checkpoint, fill)
+        return await self._write(checkpoint, fill, max_user_bytes)
 
-    async def _write(self, checkpoint: Checkpoint, fill: Fill) -> Checkpoint:
+    async def _write(
+        self, checkpoint: Checkpoint, fill: Fill, max_user_bytes: int | None
+    ) -> Checkpoint:
         c = checkpoint
+        await self.require_room(c, 1, max_user_bytes)  # before anything is written
         parent = Path(FOLDER, c.model_id, c.segment, c.name)
         target = parent / uuid.uuid4().hex[:12]
         place = self._data_dir / parent
@@ -98,12 +110,35 @@ class CheckpointWriter:
             checkpoint_files.remove(self._data_dir / target)  # renamed, and not flushed
             raise
         written = replace(checkpoint, directory=str(target), size_bytes=size_bytes)
-        try:
-            await self._metadata.put_checkpoint(written)
-        except StorageFailed:
-            self.unrecorded.append(written)
-            raise
+        async with self._one_at_a_time:
+            try:
+                await self.require_room(written, size_bytes, max_user_bytes)
+                await self._metadata.put_checkpoint(written)
+            except QuotaExceeded:
+                await asyncio.to_thread(checkpoint_files.remove, self._data_dir / target)
+                raise
+            except StorageFailed:
+                self.unrecorded.append(written)
+                raise
         return written
+
+    async def require_room(
+        self, checkpoint: Checkpoint, num_bytes: int, max_user_bytes: int | None
+    ) -> None:
+        """What it replaces makes room. Raises QuotaExceeded."""
+        if max_user_bytes is None:
+            return
+        c = checkpoint
+        place = (c.model_id, c.segment, c.name, c.user)
+        old = await self._metadata.checkpoint_even_expired(*place)
+        others = await self._metadata.num_checkpoint_bytes(c.user)
+        others -= 0 if old is None else old.size_bytes
+        if others + num_bytes > max_user_bytes:
+            raise QuotaExceeded(
+                f"the checkpoint {c.name!r} does not fit: its user's others have {others:,} bytes "
+                f"and the quota of this key is {max_user_bytes:,}; delete some (`tinker checkpoint "
+                "delete`), or save with ttl_seconds"
+            )
 
 
 def _about(checkpoint: Checkpoint) -> dict[str, object]:

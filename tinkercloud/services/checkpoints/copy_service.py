@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from tinker_gmi.types import CopyWeightsRequest, CopyWeightsResponse
 from tinkercloud.errors import InvalidRequest
+from tinkercloud.services.accounts.quotas import Quotas
 from tinkercloud.services.accounts.session_service import SessionService
 from tinkercloud.services.checkpoints.checkpoint_service import CheckpointService, check_ttl
 from tinkercloud.services.common.numbers import checked
@@ -34,11 +35,16 @@ class CopyHeaders:
 
 class CopyService:
     def __init__(
-        self, checkpoints: CheckpointService, metadata: MetadataStorage, sessions: SessionService
+        self,
+        checkpoints: CheckpointService,
+        metadata: MetadataStorage,
+        sessions: SessionService,
+        quotas: Quotas,
     ):
         self._checkpoints = checkpoints
         self._metadata = metadata
         self._sessions = sessions
+        self._quotas = quotas
         # One copy of a user at a time: a repeated request waits for the first.
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
@@ -68,8 +74,10 @@ class CopyService:
             if copy is not None:
                 return copy
         model = _archive(user, model_id, source, body.source_path)
+        limit = self._quotas.checkpoint_bytes()
+        await self._checkpoints.require_room(source, model, limit)
         await self._metadata.put_model(model)
-        return await self._checkpoints.copy(source, model, body.ttl_seconds)
+        return await self._checkpoints.copy(source, model, body.ttl_seconds, limit)
 
     async def _place(self, user: str, body: CopyWeightsRequest, headers: CopyHeaders) -> str:
         """The id of the copy's run: in the session that is named, or in one of its own that belongs

@@ -3,10 +3,10 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from tinker_gmi.types import ForwardBackwardInput, ForwardBackwardRequest, ForwardRequest
 from tinkercloud.core.data_converter import RawBatch, raw_datum
@@ -15,6 +15,8 @@ from tinkercloud.wire import tinker_pb2
 from tinkercloud.wire.codec import WireError, decode_forward_backward_request
 
 MAX_FAULTS = 5
+
+M = TypeVar("M", bound=BaseModel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +29,20 @@ class TrainingCall:
     fault: str | None = None
 
 
-def fault_text(errors: Sequence[Mapping[str, Any]]) -> str:
-    """What is wrong and where, in one line; values are left out, they may be large or secret."""
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """What is wrong with a body: the first few errors as pydantic has them, and how many there
+    are."""
+
+    first: Sequence[Mapping[str, Any]]
+    num_errors: int
+
+
+def fault_text(errors: Sequence[Mapping[str, Any]], num_errors: int | None = None) -> str:
+    """What is wrong and where, in one line; values are left out, they may be large or secret.
+    num_errors: where not all are there."""
     faults = [_fault(error) for error in errors[:MAX_FAULTS]]
-    more = len(errors) - MAX_FAULTS
+    more = (len(errors) if num_errors is None else num_errors) - MAX_FAULTS
     return "; ".join(faults) + (f"; and {more} more" if more > 0 else "")
 
 
@@ -50,6 +62,16 @@ def parse_json(body: bytes) -> Any:
         reason = "nested too deep" if isinstance(error, RecursionError) else str(error)[:200]
         raise UserError(f"the body is not JSON: {reason}") from None
     return value
+
+
+def validated(model: type[M], body: bytes) -> M | Faults:
+    """UserError where it is no JSON."""
+    value = parse_json(body)
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        errors = error.errors(include_url=False, include_context=False, include_input=False)
+        return Faults([dict(one) for one in errors[:MAX_FAULTS]], len(errors))
 
 
 def protobuf_call(body: bytes) -> TrainingCall:

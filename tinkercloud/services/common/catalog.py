@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from tinkercloud.config import ModelAlias
+from tinkercloud.config import MAX_TOPK_LOGPROBS, ModelAlias
 from tinkercloud.core.data_converter import DataConverter
 from tinkercloud.core.types import ServedModel
 from tinkercloud.errors import BaseModelNotServed, ConfigError
@@ -16,12 +16,19 @@ class Catalog:
     Raises ConfigError for an alias of what is not served, or by the name of what is.
     """
 
-    def __init__(self, served: Sequence[ServedModel], aliases: Sequence[ModelAlias] = ()):
+    def __init__(
+        self,
+        served: Sequence[ServedModel],
+        aliases: Sequence[ModelAlias] = (),
+        max_topk_logprobs: int = MAX_TOPK_LOGPROBS,
+    ):
         self._served = {model.name: model for model in served}
         self._backend_names = {model.name: model.name for model in served}
         for alias in aliases:
             self._add(alias)
-        self._converters = {name: DataConverter(model) for name, model in self._served.items()}
+        self._converters = {
+            name: DataConverter(model, max_topk_logprobs) for name, model in self._served.items()
+        }
 
     def _add(self, alias: ModelAlias) -> None:
         if alias.name in self._backend_names:

@@ -2,9 +2,10 @@
 
 from tinker_gmi.types import FutureCompletion, FuturesRetrieveRequest, FuturesRetrieveResponse
 from tinkercloud.core.completion_log import CLIENT_BLOCK, Completion, CompletionLog, Target
+from tinkercloud.core.pending import Pending
 from tinkercloud.core.task_manager import TaskManager
 from tinkercloud.errors import InvalidRequest
-from tinkercloud.storage.futures import FuturesStorage, Outcome, Ticket
+from tinkercloud.storage.futures import FuturesStorage
 
 
 class CompletionService:
@@ -37,10 +38,14 @@ class CompletionService:
         """End a pending sample. Raises FutureUnknown, UserError."""
         await self._tasks.cancel(request_id, user)
 
-    def _record(self, request_id: str, ticket: Ticket, outcome: Outcome) -> None:
+    def _record(self, pending: Pending) -> None:
+        ticket, outcome = pending.ticket, pending.outcome
+        assert outcome is not None
         if ticket.sampler_id is not None and ticket.seq_id is not None:
             target = Target.of(ticket.user, ticket.sampler_id, ticket.seq_id)
-            self._log.record(target, Completion(request_id, outcome.status, len(outcome.body)))
+            self._log.record(
+                target, Completion(pending.request_id, outcome.status, len(outcome.body))
+            )
 
     async def _finished_samples(self, target: Target, after: float) -> list[Completion]:
         rows = await self._futures.finished_samples(target.user, target.sampler_id, after)

@@ -2,10 +2,13 @@
 
 import json
 from dataclasses import dataclass
+from hashlib import sha256
 
 from pydantic import BaseModel
 
 from tinker_gmi.types import LoadWeightsRequest
+from tinkercloud.core.pending import Work
+from tinkercloud.errors import TinkercloudError
 from tinkercloud.storage.futures import Outcome, Ticket
 from tinkercloud.storage.journal import STEP_KIND
 
@@ -18,19 +21,18 @@ PUBLISH = "SaveWeightsForSampler"
 @dataclass(frozen=True, slots=True)
 class Loading:
     """A checkpoint to put into a model. owner: the other account whose checkpoints may be read; ""
-    for a token that is nobody's key. creates: the model begins with it."""
+    for a token that is nobody's key."""
 
     body: LoadWeightsRequest
     owner: str | None
-    creates: bool = False
 
     def encoded(self) -> bytes:
-        return json.dumps([as_json(self.body).decode(), self.owner, self.creates]).encode()
+        return json.dumps([as_json(self.body).decode(), self.owner]).encode()
 
     @classmethod
     def decoded(cls, request: bytes) -> "Loading":
-        body, owner, creates = json.loads(request)
-        return cls(LoadWeightsRequest.model_validate_json(body), owner, creates)
+        body, owner = json.loads(request)[:2]  # older rows have a third
+        return cls(LoadWeightsRequest.model_validate_json(body), owner)
 
 
 def as_json(body: BaseModel) -> bytes:
@@ -40,6 +42,28 @@ def as_json(body: BaseModel) -> bytes:
 
 def changes_if_completed(ticket: Ticket, outcome: Outcome) -> bool:
     return outcome.status == "completed"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """An operation as it goes on record. request: what makes its work again. digest: of what its
+    client asks for. num_tokens: the most that it may use."""
+
+    request: bytes
+    digest: bytes
+    num_tokens: int = 0
+
+    @classmethod
+    def of(cls, request: bytes, asked: bytes | None = None) -> "Asked":
+        """asked: what the client sent, where the request has more than that."""
+        return cls(request, sha256(request if asked is None else asked).digest())
+
+
+def refusal(error: TinkercloudError) -> Work:
+    async def work() -> Outcome:
+        raise error
+
+    return work
 
 
 def never(ticket: Ticket, outcome: Outcome) -> bool:

@@ -10,7 +10,7 @@ from tinker_gmi.types import LoraConfig
 from tinkercloud.core.types import LoraSpec
 from tinkercloud.errors import InvalidRequest
 from tinkercloud.services.common.numbers import checked
-from tinkercloud.services.common.user_metadata import stringified
+from tinkercloud.services.common.user_metadata import accepted
 from tinkercloud.storage.metadata import LoraRecord, Model
 
 MAX_RANK = 1024
@@ -29,7 +29,7 @@ def new_model(
 
 
 def with_metadata(model: Model, user_metadata: Mapping[str, Any] | None) -> Model:
-    return replace(model, user_metadata=stringified(user_metadata))
+    return replace(model, user_metadata=accepted(user_metadata))
 
 
 def lora_record(config: LoraConfig) -> LoraRecord:

@@ -5,7 +5,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TypeVar
 
 from pydantic import BaseModel
@@ -18,13 +18,11 @@ from tinker_gmi.types import (
     ModelData,
     UntypedAPIFuture,
 )
-from tinkercloud.core.pending import Resume, Work
+from tinkercloud.core.pending import Pending, Resume, Work
 from tinkercloud.errors import (
-    EngineDied,
     InvalidRequest,
     ModelNotFound,
-    ModelStateLost,
-    ServerFault,
+    NumberTaken,
     TinkercloudError,
 )
 from tinkercloud.services.checkpoints.checkpoint_names import Nearby
@@ -34,8 +32,16 @@ from tinkercloud.services.common.numbers import (
     train_seq_id,
     unload_key,
 )
+from tinkercloud.services.models.checkpoint_loader import CheckpointLoader
 from tinkercloud.services.models.dependencies import Dependencies
-from tinkercloud.services.models.lane_operations import CREATE, LOAD, Loading, changes_if_completed
+from tinkercloud.services.models.lane_operations import (
+    CREATE,
+    LOAD,
+    Asked,
+    Loading,
+    as_json,
+    changes_if_completed,
+)
 from tinkercloud.services.models.model_records import (
     check_optimizer,
     lora_record,
@@ -45,12 +51,10 @@ from tinkercloud.services.models.model_records import (
 )
 from tinkercloud.services.models.replayer import created
 from tinkercloud.storage.futures import Outcome, Ticket, completed_json
-from tinkercloud.storage.metadata import Checkpoint, LoraRecord, Model
+from tinkercloud.storage.metadata import Model
 
 UNLOAD = "UnloadModel"
 TOUCH_EVERY_S = 10.0
-RECENT_S = 3600.0
-"""Models that were used so long before a start are brought back before they are asked for."""
 logger = logging.getLogger(__name__)
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -64,18 +68,23 @@ class ModelService:
         self._sessions = dependencies.sessions
         self._checkpoints = dependencies.checkpoints
         self._on_policy = dependencies.on_policy
-        self._files = dependencies.recovery_files
+        self._loader = CheckpointLoader(dependencies)
         self._recovery = dependencies.recovery
+        self._idle_s = dependencies.idle_model_s
+        self._quotas = dependencies.quotas
+        self._one_at_a_time = asyncio.Lock()  # creations: each counts those before it
         self._live: dict[tuple[str, str], Model] = {}
+        self._num_changes = 0  # of models' records
         self._touched: dict[str, float] = {}
         self._freeing: set[asyncio.Task[None]] = set()
         self._sessions.when_finished(self._retire_session)
+        self._tasks.when_finished(self._forget_failed)
         self._tasks.resume(UNLOAD, self._resumed_unloading)
         self._tasks.journal(CREATE, self._resumed_creation, changes_if_completed)
         self._tasks.journal(LOAD, self._resumed_loading, changes_if_completed)
 
     async def start(self) -> None:
-        """Bring back, one after the other, what was trained until the last process ended: an
+        """Bring back, one after the other, what was in use until the last process ended: an
         operation that comes earlier does so itself."""
         if not self._recovery.is_offered:
             return
@@ -85,7 +94,7 @@ class ModelService:
         gone = [m for m in kept if await self._is_gone(m)]
         for model in gone:
             self._spawn_free(model)
-        recent = time.time() - RECENT_S
+        recent = time.time() - self._idle_s
         back = [m for m in kept if m not in gone and m.last_request_at > recent]
         self._tasks.spawn(self._bring_back(back), "bring back")
 
@@ -113,13 +122,14 @@ class ModelService:
         model = with_metadata(model, body.user_metadata)
 
         request = json.dumps(asdict(lora)).encode()
-        return await self._submit_creation(CREATE, model, self._creating(model), request)
+        asked = Asked.of(request, as_json(body))  # a repeat draws another seed
+        return await self._submit_creation(CREATE, model, self._creating(model), asked)
 
     def _creating(self, model: Model) -> Work:
         async def work() -> Outcome:
             return await self._create(model)
 
-        return self._guarded(model, work)
+        return work
 
     async def _create(self, model: Model) -> Outcome:
         name = self._catalog.backend_name(model.base_model)
@@ -142,35 +152,18 @@ class ModelService:
         # The token is a key: whose it is goes on record in its place.
         loading = Loading(body.model_copy(update={"weights_access_token": None}), owner)
         work = self._loading(model, loading)
-        return await self.submit(model, LOAD, body.seq_id, work, loading.encoded())
+        return await self.submit(model, LOAD, body.seq_id, work, Asked.of(loading.encoded()))
 
     def _loading(self, model: Model, loading: Loading) -> Work:
-        body = loading.body
-
         async def work() -> Outcome:
-            # In the lane: a save of this name may have been posted just before.
-            nearby = Nearby(model.model_id, model.session_id)
-            checkpoint = await self._loadable(model.user, body.path, nearby, loading.owner)
-            try:
-                await self._load_into(model, checkpoint, with_optimizer=body.optimizer)
-            except (OSError, ServerFault):
-                # Where it was deleted meanwhile, that is what is said.
-                await self._loadable(model.user, body.path, nearby, loading.owner)
-                raise
-            return replace(_loaded(checkpoint.tinker_path, model.model_id), computed=b"")
+            outcome = await self._loader.load(model, loading)
+            self._changed(model.user, model.model_id)  # read again, with its new record
+            return outcome
 
         return work
 
     async def _resumed_loading(self, ticket: Ticket, request: bytes) -> Work:
-        loading, model = Loading.decoded(request), await self.of(ticket)
-        work = self._loading(model, loading)
-        return self._guarded(model, work) if loading.creates else work
-
-    async def _loadable(
-        self, user: str, path: str, nearby: Nearby, owner: str | None
-    ) -> Checkpoint:
-        path = await self._checkpoints.full_path(user, path, nearby)
-        return await self._checkpoints.loadable(user, path, owner)
+        return self._loading(await self.of(ticket), Loading.decoded(request))
 
     async def _create_from_checkpoint(
         self, user: str, body: LoadWeightsRequest, session_id: str, model_seq_id: int
@@ -179,63 +172,43 @@ class ModelService:
         check_optimizer(body.optimizer_config)
         owner = self._checkpoints.owner_of(body.weights_access_token)
         nearby = Nearby(session_id=session_id)
-        checkpoint = await self._loadable(user, body.path, nearby, owner)
+        checkpoint = await self._loader.find(user, body.path, nearby, owner)
         base_model = self._catalog.get(body.base_model or checkpoint.base_model).name
         model = new_model(user, session_id, model_seq_id, base_model, checkpoint.lora)
         model = with_metadata(model, body.user_metadata)
 
         resolved = {"path": checkpoint.tinker_path, "weights_access_token": None}
-        loading = Loading(body.model_copy(update=resolved), owner, creates=True)
-        work = self._guarded(model, self._loading(model, loading))
-        return await self._submit_creation(LOAD, model, work, loading.encoded())
-
-    async def _load_into(
-        self, model: Model, checkpoint: Checkpoint, *, with_optimizer: bool
-    ) -> None:
-        if with_optimizer and not checkpoint.with_optimizer:
-            raise InvalidRequest(
-                f"{checkpoint.tinker_path} has no optimizer state; load it without the optimizer"
-            )
-        directory = await self._checkpoints.verified(checkpoint)
-        if self._recovery.is_offered:  # before the model is made of it: the checkpoint may go
-            request_id = self._tasks.running_request_id()
-            directory = await self._files.keep_loaded(model.model_id, request_id, directory)
-        name = self._catalog.backend_name(model.base_model)
-        lora = await self._backend.load_model(
-            model.model_id, name, directory, with_optimizer=with_optimizer
-        )
-        self._on_policy.changed(model.model_id)
-        record = LoraRecord(
-            lora.rank, lora.seed, lora.train_attn, lora.train_mlp, lora.train_unembed
-        )
-        await self._metadata.set_model_lora(model.model_id, record)
-        self._live.pop((model.user, model.model_id), None)  # read again, with this record
+        loading = Loading(body.model_copy(update=resolved), owner)
+        asked = Asked.of(loading.encoded(), as_json(body))
+        return await self._submit_creation(LOAD, model, self._loading(model, loading), asked)
 
     async def _submit_creation(
-        self, kind: str, model: Model, work: Work, request: bytes
+        self, kind: str, model: Model, work: Work, asked: Asked
     ) -> UntypedAPIFuture:
         """Number 0 of the model's lane."""
-        # Before the acknowledgement: the client may post operation 1 as soon as it has that.
-        await self._metadata.put_model(model)
-        ticket = Ticket(model.user, kind, create_key(model.user, model.model_id), model.model_id, 0)
-        kept = request if self._recovery.is_offered else None
+        async with self._one_at_a_time:
+            await self._quotas.require_model(model, self._training_bytes)
+            # Before the acknowledgement: the client may post operation 1 as soon as it has that.
+            await self._metadata.put_model(model)
+        key = create_key(model.user, model.model_id)
+        ticket = Ticket(model.user, kind, key, model.model_id, 0, digest=asked.digest)
+        kept = asked.request if self._recovery.is_offered else None
         request_id = await self._tasks.submit_in_lane(ticket, work, kept)
         return UntypedAPIFuture(request_id=request_id, model_id=model.model_id)
 
-    def _guarded(self, model: Model, work: Work) -> Work:
-        """When its creation fails there is no such model."""
+    def _training_bytes(self, model: Model) -> int:
+        if model.base_model not in self._catalog.names:  # of an earlier run: it is in no memory
+            return 0
+        return self._catalog.get(model.base_model).training_bytes(lora_spec(model.lora))
 
-        async def guarded() -> Outcome:
-            try:
-                return await work()
-            except Exception as error:
-                if self._recovery.is_offered and isinstance(error, EngineDied | ModelStateLost):
-                    raise  # it is tried again
-                self._live.pop((model.user, model.model_id), None)
-                await self._metadata.set_model_state(model.model_id, "failed")
-                raise
-
-        return guarded
+    def _forget_failed(self, pending: Pending) -> None:
+        """When its creation fails there is no such model, by its record."""
+        ticket, outcome = pending.ticket, pending.outcome
+        assert outcome is not None
+        if ticket.creates_model and outcome.status == "failed":
+            assert ticket.model_id is not None
+            self._changed(ticket.user, ticket.model_id)
+            self._recovery.gone((ticket.user, ticket.model_id))
 
     async def freed(self) -> None:
         """Until what models leave that were deleted so far is gone."""
@@ -248,11 +221,18 @@ class ModelService:
         """A model that takes requests: not deleted, not failed, its session open."""
         model = self._live.get((user, model_id))
         if model is None:
+            num_changes = self._num_changes
             model = await self._metadata.model(model_id, user)
             if model is None or model.state != "live":
                 return None
-            self._live[user, model_id] = model
+            if num_changes == self._num_changes:  # else it may be deleted by now
+                self._live[user, model_id] = model
         return model
+
+    def _changed(self, user: str, model_id: str) -> None:
+        """Its record has changed: it is read again."""
+        self._num_changes += 1
+        self._live.pop((user, model_id), None)
 
     async def require(self, user: str, model_id: str) -> Model:
         """Raises ModelNotFound."""
@@ -281,14 +261,24 @@ class ModelService:
         return resume
 
     async def submit(
-        self, model: Model, kind: str, seq_id: int | None, work: Work, request: bytes
+        self, model: Model, kind: str, seq_id: int | None, work: Work, asked: Asked
     ) -> UntypedAPIFuture:
-        """Put an operation in the model's lane. request: what makes its work again."""
+        """Put an operation in the model's lane.
+
+        Another operation with this number is acknowledged and fails: clients hang when a chunk is
+        refused (wire specification, section 0)."""
         seq_id = train_seq_id(seq_id)
         key = train_key(model.user, model.model_id, seq_id)
-        ticket = Ticket(model.user, kind, key, model.model_id, seq_id)
-        kept = request if self._recovery.is_offered else None
-        request_id = await self._tasks.submit_in_lane(ticket, work, kept)
+        ticket = Ticket(
+            *(model.user, kind, key, model.model_id, seq_id),
+            digest=asked.digest,
+            num_tokens=asked.num_tokens,
+        )
+        kept = asked.request if self._recovery.is_offered else None
+        try:
+            request_id = await self._tasks.submit_in_lane(ticket, work, kept)
+        except NumberTaken as error:
+            request_id = await self._tasks.refuse(Ticket(model.user, kind), error)
         self._touch(model.model_id)
         return UntypedAPIFuture(request_id=request_id, model_id=model.model_id)
 
@@ -362,20 +352,19 @@ class ModelService:
     async def _close(self, model: Model) -> None:
         """No request enters the lane from now on; what is queued there still runs."""
         await self._metadata.set_model_state(model.model_id, "deleted")
-        self._live.pop((model.user, model.model_id), None)
+        self._changed(model.user, model.model_id)
         self._touched.pop(model.model_id, None)
 
     async def _free(self, user: str, model_id: str) -> None:
         lanes = self._tasks.lanes
         if not await lanes.drained(user, model_id):
             return  # at the next start, after what is left
+        # What has ended in memory only runs again after a crash: on what is kept of its model.
+        await self._tasks.recorded()
         async with lanes.between_operations(user, model_id):  # nor is it just brought back
             await self._backend.delete_model(model_id)
+            self._recovery.deleted((user, model_id))
             self._on_policy.changed(model_id)
             if not await self._metadata.is_sampled(user, model_id):
                 await self._recovery.end_run(user, model_id)
         lanes.forget(user, model_id)
-
-
-def _loaded(path: str, model_id: str) -> Outcome:
-    return completed_json({"path": path, "model_id": model_id, "type": "load_weights"})

@@ -11,13 +11,13 @@ import hashlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 from tinkercloud.backends.base import Backend
 from tinkercloud.core.lanes import Lanes
 from tinkercloud.core.pending import Work
 from tinkercloud.errors import (
     EngineDied,
+    MemoryShort,
     ModelStateLost,
     ServerFault,
     StateDamaged,
@@ -29,6 +29,7 @@ from tinkercloud.services.models.lane_operations import FORWARD_BACKWARD, PUBLIS
 from tinkercloud.services.models.replayer import Replayer
 from tinkercloud.services.models.snapshots import Key, Snapshots
 from tinkercloud.services.models.training_outcomes import deviation
+from tinkercloud.services.models.version_store import Published
 from tinkercloud.storage.futures import Outcome, Ticket
 from tinkercloud.storage.journal import JournalStorage, RanOperation
 from tinkercloud.storage.metadata import MetadataStorage
@@ -67,8 +68,10 @@ class Recovery:
         self._replayer = Replayer(backend)
         self._there: dict[Key, int] = {}  # the beginning of the backend's memory that has the model
         self._positions: dict[Key, int] = {}  # of what ran last, of models that are there
+        self._used_at: dict[Key, float] = {}  # monotonic, of the same
         self._suspects = asyncio.Lock()
         self._deviation = 0.0
+        self._num_recovered = 0
         self.recorded: Callable[[], Awaitable[None]] = _nothing_is_late
         """Waits until every outcome is on record (`TaskManager.recorded`)."""
         self.publish_again: Publish = _nothing_to_publish
@@ -100,10 +103,11 @@ class Recovery:
                 outcome = await self._attempt(key, work, attempt)
                 if outcome is not None:
                     return outcome
+        left = "There is no such model" if ticket.creates_model else "The model is as it was before"
         raise EngineDied(
             f"the engine process ended each of the {MAX_ATTEMPTS} times that this {ticket.kind} "
             "was tried, and it is not tried again: send less at once, and see the server's log for "
-            "the reason. The model is as it was before"
+            f"the reason. {left}"
         )
 
     async def _attempt(self, key: Key, work: Work, attempt: int) -> Outcome | None:
@@ -126,7 +130,7 @@ class Recovery:
         key = ticket.user, ticket.model_id
         if not self._is_there(key):
             return  # perhaps half of it: a snapshot now would be of no state that it ever had
-        self._positions[key] = position
+        self._positions[key], self._used_at[key] = position, time.monotonic()
         await self._snapshots.ended(key, position, took_s)
 
     def ended_unrecorded(self, ticket: Ticket) -> None:
@@ -134,6 +138,39 @@ class Recovery:
         snapshot at, as the operation would be done again after it."""
         assert ticket.model_id is not None
         self._positions.pop((ticket.user, ticket.model_id), None)
+
+    # putting away
+
+    def unused_for(self, seconds: float) -> list[Key]:
+        """Models in the backend's memory that nothing has used for so long; longest first."""
+        before = time.monotonic() - seconds
+        used_at = {key: self._used_at.get(key, 0.0) for key in self.positions}
+        return sorted((k for k, at in used_at.items() if at <= before), key=used_at.__getitem__)
+
+    async def put_away(self, lanes: Lanes, key: Key) -> bool:
+        """Free what a model has in memory once all of it is on disk: its next use brings it back,
+        the same to the bit. False: it is not there, or cannot be kept just now."""
+        async with lanes.between_operations(*key):
+            position = self.positions.get(key)
+            if position is None or not await self._snapshots.keep(key, position):
+                return False
+            self.gone(key)  # first, for the next call may be cut short
+            await self._backend.delete_model(key[1])
+        return True
+
+    def gone(self, key: Key) -> None:
+        """Its memory is freed, or will be before anything else."""
+        for by_key in (self._there, self._positions, self._used_at):
+            by_key.pop(key, None)
+
+    def deleted(self, key: Key) -> None:
+        """The backend has it no more, and nothing of it is to be kept but what it published."""
+        self._positions.pop(key, None)
+
+    async def keep_version(self, published: Published) -> None:
+        """On disk, so that it can be published again. Raises TinkercloudError, OSError."""
+        if published.model is not None:
+            await self._snapshots.keep_version(published.model, published.key, published.version)
 
     # bringing back
 
@@ -144,11 +181,6 @@ class Recovery:
         async with lanes.between_operations(user, model_id):
             await self._bring_back((user, model_id))
 
-    async def kept_version(self, user: str, version_key: str) -> Path | None:
-        """The folder of a checkpoint with the weights of a published version."""
-        directory = await self._journal.version_directory(user, version_key)
-        return None if directory is None else self._files.data_dir / directory
-
     async def models(self) -> list[tuple[str, str]]:
         """(model, user) of those that can be brought back."""
         return await self._journal.models()
@@ -158,6 +190,7 @@ class Recovery:
 
     async def _bring_back(self, key: Key) -> None:
         """Called where no operation of the model runs."""
+        self._used_at[key] = time.monotonic()
         if self.is_offered and not self._is_there(key):
             await self.recorded()
         wait_s, num_failed = FIRST_WAIT_S, 0
@@ -165,7 +198,7 @@ class Recovery:
             now = self._backend.incarnation()
             assert now is not None
             try:
-                self._positions[key] = await self._restore(key)
+                self._positions[key] = await self._restored(key)
             except TinkercloudError as error:
                 if self._backend.incarnation() == now and not isinstance(error, EngineDied):
                     num_failed += 1
@@ -176,6 +209,17 @@ class Recovery:
                 wait_s = min(2 * wait_s, LONGEST_WAIT_S)
                 continue
             self._there[key] = now
+
+    async def _restored(self, key: Key) -> int:
+        """Memory that is short is no fault of the operation that waits for its model: it would be
+        taken as one that ran."""
+        try:
+            return await self._restore(key)
+        except MemoryShort as error:
+            raise ServerFault(
+                f"{key[1]} is kept on the server's disk, and there is no memory to bring it back "
+                f"just now: {error}"
+            ) from error
 
     async def _restore(self, key: Key) -> int:
         """The position of the last operation that the model has now."""
@@ -192,6 +236,7 @@ class Recovery:
             position, num_done = operation.position, num_done + 1
         await self._note_numerics(key, position)
         if snapshot is not None or num_done:
+            self._num_recovered += 1
             took_s = time.monotonic() - began
             kept = "no snapshot" if snapshot is None else f"the snapshot of {snapshot.position}"
             logger.info(
@@ -211,6 +256,8 @@ class Recovery:
         place = self._files.data_dir / directory
         try:
             await self._backend.restore_state(model_id, base_model, place)
+        except MemoryShort:
+            raise
         except (StateDamaged, UserError) as error:
             raise CannotComeBack(
                 f"the snapshot of {model_id} cannot be read ({error}); go on from your last "
@@ -223,6 +270,8 @@ class Recovery:
             computed = await self._replayer.do(operation, base_model, loaded)
             if operation.kind == PUBLISH:
                 await self.publish_again(operation)
+        except MemoryShort:
+            raise
         except UserError as error:
             raise CannotComeBack(
                 f"{operation.model_id} cannot be brought back: its operation "
@@ -268,14 +317,16 @@ class Recovery:
 
     def stats(self) -> dict[str, float]:
         """replay_deviation_nats: the largest difference between a log-probability that a client got
-        and the same one computed again after an end."""
-        return {"replay_deviation_nats": self._deviation}
+        and the same one computed again after an end. recoveries_total: models brought back."""
+        return {
+            "replay_deviation_nats": self._deviation,
+            "recoveries_total": self._num_recovered,
+        }
 
     async def end_run(self, user: str, model_id: str) -> None:
         """The model is no more, and nothing samples what it published."""
         key = user, model_id
-        self._there.pop(key, None)
-        self._positions.pop(key, None)
+        self.gone(key)
         if self.is_offered:
             await self._snapshots.end_run(key)
 

@@ -1,6 +1,7 @@
 """Operations of models in training, done again from what is on record of them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from tinker_gmi.types import OptimStepRequest
@@ -31,6 +32,11 @@ def created(model_id: str) -> dict[str, object]:
     return {"model_id": model_id, "type": "create_model"}
 
 
+def loaded(path: str, model_id: str) -> dict[str, object]:
+    """What a client gets for a checkpoint that is in a model now."""
+    return {"path": path, "model_id": model_id, "type": "load_weights"}
+
+
 class Replayer:
     def __init__(self, backend: Backend):
         self._backend = backend
@@ -51,7 +57,7 @@ class Replayer:
             )
             return b""
         if operation.kind == FORWARD_BACKWARD:
-            batch = decode_batch(operation.request)
+            batch = replace(decode_batch(operation.request), user=operation.user)
             output = await self._backend.forward_backward(operation.model_id, batch)
             return await computed_by_pass(batch, output)
         if operation.kind == OPTIM_STEP:

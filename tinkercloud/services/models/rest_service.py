@@ -29,12 +29,13 @@ NOT_BIT_EXACT = "not_bit_exact_since"
 
 @dataclass(frozen=True, slots=True)
 class RunQuery:
-    """project_id None: of all projects."""
+    """project_id None: of all projects. everybody: what is accessible is every user's."""
 
     limit: int
     offset: int
     access_scope: AccessScope = "owned"
     project_id: str | None = None
+    everybody: bool = False
 
 
 class RestService:
@@ -56,10 +57,13 @@ class RestService:
             models = await self._metadata.models(user, limit, offset, project)
             total = await self._metadata.num_models(user, project)
         else:
-            models = await self._publications.accessible_models(user, limit, offset)
-            total = await self._publications.num_accessible_models(user)
+            reader = None if query.everybody else user
+            models = await self._publications.accessible_models(reader, limit, offset)
+            total = await self._publications.num_accessible_models(reader)
+        viewers = [model.user if query.everybody else user for model in models]
+        views = [await self._run(*pair) for pair in zip(viewers, models, strict=True)]
         return TrainingRunsResponse(
-            training_runs=[await self._run(user, model) for model in models],
+            training_runs=views,
             cursor=Cursor(offset=offset, limit=limit, total_count=total),
         )
 

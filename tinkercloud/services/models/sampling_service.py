@@ -29,15 +29,25 @@ from tinkercloud.core.types import (
     TokenChunk,
 )
 from tinkercloud.core.types import SampleRequest as CoreSampleRequest
-from tinkercloud.errors import EngineDied, InvalidRequest, SamplerNotFound, VersionLost
+from tinkercloud.errors import (
+    EngineDied,
+    InvalidRequest,
+    NumberTaken,
+    SamplerNotFound,
+    VersionLost,
+)
 from tinkercloud.services.common.numbers import checked, sample_key
 from tinkercloud.services.models.dependencies import Dependencies
+from tinkercloud.services.models.lane_operations import Asked, as_json
+from tinkercloud.services.models.sample_size import most_tokens, num_prompt_tokens
+from tinkercloud.services.models.version_store import version_key
 from tinkercloud.storage.futures import SAMPLING_KIND, Outcome, Ticket, completed_protobuf
 from tinkercloud.storage.journal import RanOperation
 from tinkercloud.storage.metadata import Model, Sampler, SamplerKind
 from tinkercloud.storage.sample_records import SampleOwner, sequence_id
 from tinkercloud.wire.codec import encode_sample_output
 
+INLINE_BYTES = 1024 * 1024  # larger outputs are encoded off the event loop
 INLINE_TOKENS = 4096  # longer prompts are checked off the event loop
 MAX_ATTEMPTS = 3  # at a sample, over ends of the engine: what ends it each time must not go on
 
@@ -63,6 +73,8 @@ class SamplingService:
         self._on_policy = dependencies.on_policy
         self._versions = dependencies.versions
         self._recovery = dependencies.recovery
+        self._published = dependencies.published_weights
+        self._shares_prefixes = dependencies.shares_prefixes
         self._samplers: dict[tuple[str, str], Sampler] = {}
         self._foreign: set[str] = set()  # samplers of other users' checkpoints
         self._joining = asyncio.Lock()
@@ -148,9 +160,11 @@ class SamplingService:
         if there is not None and there != sampler:  # the same: this operation, tried before
             raise InvalidRequest(f"sampling session {sampler_id!r} exists already; count on")
         version = await self._backend.publish(FromModel(model.model_id))
-        self._on_policy.published(model.model_id, version)
+        key = version_key(sampler)
+        for source in (version, key):  # by its key what is published again is known
+            self._on_policy.published(model.model_id, source)
         await self._record(sampler)
-        await self._versions.put(_version_key(sampler), version, model.model_id)
+        await self._versions.put(key, version, (model.user, model.model_id))
         return sampler_id
 
     async def info(self, user: str, sampler_id: str, *, local: bool) -> GetSamplerResponse:
@@ -191,14 +205,27 @@ class SamplingService:
         if body.seq_id is not None:
             checked("seq_id", body.seq_id, lowest=0)
         sampler = await self._sampler_of(user, body)
-        body = seeded(body)  # before it is kept, so that after a restart it gives the same tokens
-        kept = body.model_dump_json(exclude_none=True).encode()
+        sent = as_json(body)
+        with_seed = seeded(body)  # so that after a restart it gives the same tokens
+        kept = sent if with_seed is body else as_json(with_seed)
         key = sample_key(user, sampler.sampler_id, body.seq_id)
-        ticket = Ticket(user, SAMPLING_KIND, key, seq_id=body.seq_id, sampler_id=sampler.sampler_id)
-        request_id = await self._tasks.submit(ticket, self._work(sampler, body), kept)
+        place = (None, body.seq_id, sampler.sampler_id)
+        asked = Asked.of(kept, sent)
+        num_tokens = self._most_tokens(sampler, body)
+        ticket = Ticket(user, SAMPLING_KIND, key, *place, asked.digest, num_tokens)
+        try:
+            work = self._work(sampler, with_seed)
+            request_id = await self._tasks.submit(ticket, work, asked.request)
+        except NumberTaken as error:  # refused, its client would ask again
+            request_id = await self._tasks.refuse(Ticket(user, SAMPLING_KIND), error)
         # as many as samples, or the client asserts (wire specification, section 4.1)
         ids = [sequence_id(request_id, index) for index in range(body.num_samples)]
         return UntypedAPIFuture(request_id=request_id, sample_sequence_ids=ids)
+
+    def _most_tokens(self, sampler: Sampler, body: SampleRequest) -> int:
+        if sampler.base_model not in self._catalog.names:  # the sample will fail
+            return 0
+        return most_tokens(body, self._catalog.get(sampler.base_model).max_context_length)
 
     def _work(self, sampler: Sampler, body: SampleRequest) -> Work:
         async def work() -> Outcome:
@@ -210,7 +237,10 @@ class SamplingService:
                 owner = SampleOwner(sampler.user, sampler.session_id, sampler.sampler_id)
                 request_id = self._tasks.running_request_id()
                 await self._records.add(request_id, owner, request, drawn.output)
-            return completed_protobuf(encode_sample_output(drawn.output))
+            if drawn.output.num_bytes <= INLINE_BYTES:
+                return completed_protobuf(encode_sample_output(drawn.output))
+            encoded = await asyncio.to_thread(encode_sample_output, drawn.output)
+            return completed_protobuf(encoded)
 
         return work
 
@@ -242,8 +272,7 @@ class SamplingService:
 
     async def _checked(self, sampler: Sampler, body: SampleRequest) -> CoreSampleRequest:
         converter = self._catalog.converter(sampler.base_model)
-        num_tokens = sum(len(getattr(chunk, "tokens", ())) for chunk in body.prompt.chunks)
-        if num_tokens <= INLINE_TOKENS and body.target_prompt_logprobs is None:
+        if num_prompt_tokens(body) <= INLINE_TOKENS and body.target_prompt_logprobs is None:
             return converter.sample_request(body)
         return await asyncio.to_thread(converter.sample_request, body)
 
@@ -252,12 +281,18 @@ class SamplingService:
         SessionFinished, CheckpointNotFound."""
         if sampler.session_id:  # it is on record
             await self._sessions.require_open(sampler.user, sampler.session_id)
+            await self._sessions.seen(sampler.user, sampler.session_id)
         if sampler.sampler_id in self._foreign:  # until its owner unpublishes it
             assert sampler.directory is not None, "it samples a checkpoint"
             path = sampler.model_path or sampler.directory
             await self._checkpoints.require_readable(sampler.user, sampler.directory, path)
         request = await self._checked(sampler, body)
-        return replace(request, speculate=sampler.sampler_id not in self._undrafted)
+        return replace(
+            request,
+            speculate=sampler.sampler_id not in self._undrafted,
+            cache_salt="" if self._shares_prefixes else sampler.user,
+            user=sampler.user,
+        )
 
     async def draw(
         self, sampler: Sampler, request: CoreSampleRequest, on_tokens: OnTokens | None = None
@@ -265,7 +300,7 @@ class SamplingService:
         """Sample at once, without a request id or a row for the result: for answers that stream.
 
         Cancelling the call ends its samples."""
-        num_prompt_tokens, num_sampled = len(request.prompt), 0
+        num_prompt, num_sampled = len(request.prompt), 0
 
         def count(chunk: TokenChunk) -> None:
             nonlocal num_sampled
@@ -276,14 +311,14 @@ class SamplingService:
         try:
             drawn = await self._drawn(sampler, request, None if on_tokens is None else count)
         except asyncio.CancelledError:
-            self._usage.abandoned(sampler, num_prompt_tokens, num_sampled)
+            self._usage.abandoned(sampler, num_prompt, num_sampled)
             raise
-        self._usage.sampled(sampler, num_prompt_tokens, drawn.output)
+        self._usage.sampled(sampler, num_prompt, drawn.output)
         return drawn
 
     async def release(self, sampler: Sampler) -> None:
         """Its weights are not kept for it any more; a later sample publishes them again."""
-        await self._versions.leave(_version_key(sampler), sampler.sampler_id)
+        await self._versions.leave(version_key(sampler), sampler.sampler_id)
 
     async def _drawn(
         self, sampler: Sampler, request: CoreSampleRequest, on_tokens: OnTokens | None
@@ -309,7 +344,7 @@ class SamplingService:
     async def _attempt(
         self, sampler: Sampler, request: CoreSampleRequest, on_tokens: OnTokens | None
     ) -> DrawnSample:
-        key = _version_key(sampler)
+        key = version_key(sampler)
         version = await self._versions.get(key, sampler.sampler_id, self._publisher(sampler))
         self._tasks.works_on(version)
         try:
@@ -339,40 +374,32 @@ class SamplingService:
         sampler = await self._metadata.sampler_of_request(operation.request_id, operation.user)
         if sampler is not None:  # else its session was finished
             version = await self._backend.publish(FromModel(operation.model_id))
-            await self._versions.put(_version_key(sampler), version, operation.model_id)
+            model = (operation.user, operation.model_id)
+            await self._versions.put(version_key(sampler), version, model)
 
     async def _published_again(self, sampler: Sampler, base_model: str) -> str:
         """A model's weights as they were when the sampler was made, from the files of a snapshot or
         by doing the model's operations again. Raises VersionLost."""
         assert sampler.model_id is not None
-        key = _version_key(sampler)
+        key = version_key(sampler)
         if sampler.kind == "inflight":  # the files may be of an earlier save than the last one
             await self._recovery.ensure(self._tasks.lanes, sampler.user, sampler.model_id)
-        directory = await self._recovery.kept_version(sampler.user, key)
+        directory = await self._published.find(sampler.user, key)
         if directory is None or self._versions.current(key) is not None:
             await self._recovery.ensure(self._tasks.lanes, sampler.user, sampler.model_id)
             version = self._versions.current(key)
             if version is None:
                 raise VersionLost(sampler.sampler_id)
             return version
-        return await self._backend.publish(FromCheckpoint(base_model, directory))
+        version = await self._backend.publish(FromCheckpoint(base_model, directory))
+        self._on_policy.loaded(key, version)
+        return version
 
     async def _release_session(self, user: str, session_id: str) -> None:
-        for sampler in await self._metadata.samplers_of_session(session_id, user):
+        samplers = await self._metadata.samplers_of_session(session_id, user)
+        await self._tasks.cancel_session_samples(user, {each.sampler_id for each in samplers})
+        for sampler in samplers:
             self._samplers.pop((user, sampler.sampler_id), None)
             self._undrafted.discard(sampler.sampler_id)
             self._foreign.discard(sampler.sampler_id)
-            await self._versions.leave(_version_key(sampler), sampler.sampler_id)
-
-
-def _version_key(sampler: Sampler) -> str:
-    """Samplers with the same key sample the same version."""
-    match sampler.kind:
-        case "base":
-            return f"base|{sampler.base_model}"
-        case "checkpoint":
-            return f"checkpoint|{sampler.base_model}|{sampler.directory}"
-        case "snapshot":
-            return f"snapshot|{sampler.sampler_id}"
-        case "inflight":
-            return f"inflight|{sampler.model_id}"
+            await self._versions.leave(version_key(sampler), sampler.sampler_id)

@@ -40,6 +40,17 @@ class _State:
         return self.writing is None and self.debt_s * SHARE >= self.cost_s
 
 
+@dataclass(frozen=True, slots=True)
+class _Copied:
+    """A model as it was after its operation at `position`, in the memory of the backend that began
+    with `incarnation`. versions: that it has published, by key."""
+
+    incarnation: int | None
+    position: int
+    copy: int
+    versions: Mapping[str, str]
+
+
 class Snapshots:
     def __init__(
         self,
@@ -55,7 +66,9 @@ class Snapshots:
         self.files = files
         self._archive = archive
         self._states: dict[Key, _State] = {}
+        self._keeping = asyncio.Lock()  # of versions, each once
         self._num_taken, self._num_bytes, self._seconds = 0, 0, 0.0
+        self._num_underway = 0
 
     async def start(self) -> None:
         await self.files.start()
@@ -95,51 +108,74 @@ class Snapshots:
             await self.take(key, position)
 
     def stats(self) -> dict[str, float]:
-        """replay_debt: seconds of computing that a crash now would cost."""
+        """replay_debt: seconds of computing that a crash now would cost. underway: copied or
+        written just now."""
         return {
             "replay_debt_seconds": sum(state.debt_s for state in self._states.values()),
             "snapshots": self._num_taken,
+            "snapshots_underway": self._num_underway,
             "snapshot_bytes": self._num_bytes,
             "snapshot_seconds": self._seconds,
         }
 
     # taking one
 
+    async def keep(self, key: Key, position: int) -> bool:
+        """Whether a snapshot has the model as it is; taken now where none does. position: of its
+        last operation. Called between two operations of the model."""
+        await self._settle(key)
+        if not await self._is_kept(key):
+            await self.take(key, position)
+            await self._settle(key)
+        return await self._is_kept(key)
+
+    async def _is_kept(self, key: Key) -> bool:
+        newest = await self._journal.newest_snapshot(*key)
+        return newest is not None and not await self._journal.next_after(*key, newest.position)
+
     async def take(self, key: Key, position: int) -> None:
         """Copy the model as it is; the writing goes on when this returns. Called between two
         operations of the model."""
         state = self._state(key)
+        began = self._backend.incarnation()
+        self._num_underway += 1
         try:
             copy = await self._backend.copy_state(key[1])
         except Exception as error:  # noqa: BLE001 - a model goes on without; the next one may do
+            self._num_underway -= 1
             logger.warning("no snapshot of %s: %s", key[1], error)
             return
         debt_s, state.debt_s = state.debt_s, 0.0
-        versions = self._versions.of_model(key[1])
+        copied = _Copied(began, position, copy, self._versions.of_model(key))
         state.writing = asyncio.create_task(
-            self._write_or_give_up(key, position, copy, versions, debt_s), name=f"snapshot {key[1]}"
+            self._write_or_give_up(key, copied, debt_s), name=f"snapshot {key[1]}"
         )
 
-    async def _write_or_give_up(
-        self, key: Key, position: int, copy: int, versions: Mapping[str, str], debt_s: float
-    ) -> None:
+    async def _write_or_give_up(self, key: Key, copied: _Copied, debt_s: float) -> None:
         state = self._state(key)
         try:
-            await self._write(key, position, copy, versions)
-        except (EngineDied, StateCopyLost, StorageFailed, OSError) as error:
+            await self._write(key, copied)
+        except (EngineDied, StateCopyLost, StorageFailed, VersionLost, OSError) as error:
             logger.warning("the snapshot of %s was given up: %s", key[1], error)
             state.debt_s += debt_s
         finally:
             state.writing = None
+            self._num_underway -= 1
 
-    async def _write(self, key: Key, position: int, copy: int, versions: Mapping[str, str]) -> None:
+    async def _write(self, key: Key, copied: _Copied) -> None:
         user, model_id = key
-        began = time.monotonic()
+        began, position = time.monotonic(), copied.position
         target = self.files.snapshot(model_id, position)
         async with self.files.new(target) as temporary:
-            cost = await self._backend.write_state(copy, temporary)
-            for version_key, version in versions.items():
-                await self._keep_version(user, model_id, version_key, version)
+            cost = await self._backend.write_state(copied.copy, temporary)
+            for version_key, version in copied.versions.items():
+                try:
+                    await self.keep_version(key, version_key, version)
+                except VersionLost:
+                    # Released meanwhile, so nobody samples it. Not so where the engine ended after
+                    # the state was written: a replay from here would never publish it again.
+                    if self._backend.incarnation() != copied.incarnation:
+                        raise
         directory = self.files.relative(target)
         await self._journal.put_snapshot(Taken(model_id, user, position, directory, cost.num_bytes))
         await self._archive.has_snapshot(user, model_id)
@@ -149,18 +185,17 @@ class Snapshots:
         self._num_bytes += cost.num_bytes
         self._seconds += took_s
 
-    async def _keep_version(self, user: str, model_id: str, key: str, version: str) -> None:
-        """As files, once: a version never changes."""
-        target = self.files.version(model_id, key, version)
+    async def keep_version(self, key: Key, version_key: str, version: str) -> None:
+        """What a model published, as files, once: a version never changes. Raises VersionLost."""
+        user, model_id = key
+        target = self.files.version(model_id, version_key, version)
         directory = self.files.relative(target)
-        if await self._journal.version_directory(user, key) == directory:
-            return
-        try:
+        async with self._keeping:
+            if await self._journal.version_directory(user, version_key) == directory:
+                return
             async with self.files.new(target) as temporary:
                 await self._backend.write_version(version, temporary)
-        except VersionLost:  # released meanwhile: nobody samples it
-            return
-        old = await self._journal.keep_version(user, model_id, key, directory)
+            old = await self._journal.keep_version(user, model_id, version_key, directory)
         if old is not None:
             await self.files.remove(self.files.data_dir / old)
 

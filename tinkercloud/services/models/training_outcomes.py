@@ -3,7 +3,6 @@ done again."""
 
 import asyncio
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict
 
@@ -19,6 +18,7 @@ from tinkercloud.errors import InvalidRequest
 from tinkercloud.losses.custom.graph import CUSTOM
 from tinkercloud.wire.codec import decode_train_output, encode_train_output
 
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 INLINE_DATUMS = 64  # results of more are encoded off the event loop
 
 
@@ -71,7 +71,7 @@ def adam_params(body: OptimStepRequest) -> AdamParams:
             raise InvalidRequest(f"optimizer_params: {error.errors()[0]['msg']}") from None
     params = AdamParams(**wire_params.model_dump())
     for name, value in asdict(params).items():
-        highest = 1.0 if name in ("beta1", "beta2") else math.inf
+        highest = 1.0 if name in ("beta1", "beta2") else FLOAT32_MAX
         if not 0 <= value < highest:
             raise InvalidRequest(f"adam_params.{name} is {value}; it must lie in [0, {highest})")
     return params

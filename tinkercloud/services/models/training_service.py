@@ -26,16 +26,18 @@ from tinkercloud.services.checkpoints.checkpoint_writer import SaveOptions
 from tinkercloud.services.checkpoints.external_files import write_export
 from tinkercloud.services.common.bodies import TrainingCall
 from tinkercloud.services.common.numbers import train_key, train_seq_id
-from tinkercloud.services.common.user_metadata import stringified
+from tinkercloud.services.common.user_metadata import accepted
 from tinkercloud.services.models.dependencies import Dependencies
 from tinkercloud.services.models.lane_operations import (
     FORWARD_BACKWARD,
     OPTIM_STEP,
     PUBLISH,
+    Asked,
     as_json,
     changes_if_completed,
     is_users_fault,
     never,
+    refusal,
 )
 from tinkercloud.services.models.model_service import ModelService
 from tinkercloud.services.models.sampling_service import SamplingService
@@ -60,6 +62,7 @@ class TrainingService:
         self._records = dependencies.sample_records
         self._usage = dependencies.usage
         self._losses = dependencies.losses
+        self._quotas = dependencies.quotas
         self._on_policy = dependencies.on_policy
         self._models = models
         self._sampling = sampling
@@ -88,11 +91,15 @@ class TrainingService:
         model = await self._models.find(user, call.model_id)
         if model is None:
             return await self._refuse(user, kind, call)
+        if call.raw.num_bytes <= INLINE_BYTES:
+            digest = call.raw.digest()
+        else:
+            digest = await asyncio.to_thread(call.raw.digest)
         try:
             batch = await self._checked(model, call)
         except TinkercloudError as error:
             return await self._models.submit(
-                model, kind, call.seq_id, _refusal(error), encode_fault(error)
+                model, kind, call.seq_id, refusal(error), Asked(encode_fault(error), digest)
             )
         # On record is what was checked, not the raw form: that names what may be gone later.
         if call.raw.num_bytes <= INLINE_BYTES:
@@ -100,14 +107,15 @@ class TrainingService:
         else:
             request = await asyncio.to_thread(encode_batch, batch)
         work = self._passing(model, batch)
-        return await self._models.submit(model, kind, call.seq_id, work, request)
+        asked = Asked(request, digest, batch.num_tokens)
+        return await self._models.submit(model, kind, call.seq_id, work, asked)
 
     async def _refuse(self, user: str, kind: str, call: TrainingCall) -> UntypedAPIFuture:
         if call.fault is not None or not call.model_id:
             raise UserError(call.fault or "the request names no model_id")
         key = train_key(user, call.model_id, train_seq_id(call.seq_id))
-        work = _refusal(ModelNotFound(call.model_id))
-        request_id = await self._tasks.submit(Ticket(user, kind, key), work)
+        refused = ModelNotFound(call.model_id)
+        request_id = await self._tasks.refuse(Ticket(user, kind, key), refused)
         return UntypedAPIFuture(request_id=request_id, model_id=call.model_id)
 
     async def _checked(self, model: Model, call: TrainingCall) -> TrainBatch:
@@ -126,7 +134,8 @@ class TrainingService:
 
     def _passing(self, model: Model, batch: TrainBatch) -> Work:
         async def work() -> Outcome:
-            output = await self._backend.forward_backward(model.model_id, batch)
+            shared = replace(batch, user=model.user)
+            output = await self._backend.forward_backward(model.model_id, shared)
             self._usage.trained(model, batch)
             self._on_policy.trained(model.model_id, batch, output)
             return completed_protobuf(await computed_by_pass(batch, output))
@@ -137,7 +146,7 @@ class TrainingService:
         try:
             batch = decode_batch(request)
         except TinkercloudError as error:
-            return _refusal(error)
+            return refusal(error)
         return self._passing(await self._models.of(ticket), batch)
 
     # steps
@@ -145,7 +154,9 @@ class TrainingService:
     async def optim_step(self, user: str, body: OptimStepRequest) -> UntypedAPIFuture:
         model = await self._models.require(user, body.model_id)
         work = self._stepping(model, body)
-        return await self._models.submit(model, OPTIM_STEP, body.seq_id, work, as_json(body))
+        return await self._models.submit(
+            model, OPTIM_STEP, body.seq_id, work, Asked.of(as_json(body))
+        )
 
     def _stepping(self, model: Model, body: OptimStepRequest) -> Work:
         async def work() -> Outcome:
@@ -163,9 +174,11 @@ class TrainingService:
     async def save_weights(self, user: str, body: SaveWeightsRequest) -> UntypedAPIFuture:
         model = await self._models.require(user, body.model_id)
         work = self._saving(model, body)
-        return await self._models.submit(model, SAVE, body.seq_id, work, as_json(body))
+        return await self._models.submit(model, SAVE, body.seq_id, work, Asked.of(as_json(body)))
 
     def _saving(self, model: Model, body: SaveWeightsRequest) -> Work:
+        max_user_bytes = self._quotas.checkpoint_bytes()
+
         async def work() -> Outcome:
             if body.path is None:
                 raise InvalidRequest("save_weights needs a name in `path`")
@@ -175,8 +188,9 @@ class TrainingService:
                 with_optimizer=True,
                 ttl_s=body.ttl_seconds,
                 overwrite=body.overwrite,
-                user_metadata=stringified(body.user_metadata),
+                user_metadata=accepted(body.user_metadata),
                 request_id=self._tasks.running_request_id(),
+                max_user_bytes=max_user_bytes,
             )
             checkpoint = await self._checkpoints.save(model, options)
             return completed_json({"path": checkpoint.tinker_path, "type": "save_weights"})
@@ -195,9 +209,11 @@ class TrainingService:
             age_encryption.recipients_of(body.age_encryption_recipients or ())
         except InvalidRequest:  # what is no recipient may be a secret: it is not kept
             kept = as_json(body.model_copy(update={"age_encryption_recipients": ["(refused)"]}))
-        return await self._models.submit(model, EXPORT, body.seq_id, work, kept)
+        return await self._models.submit(model, EXPORT, body.seq_id, work, Asked.of(kept))
 
     def _exporting(self, model: Model, body: SaveWeightsExternalRequest) -> Work:
+        max_user_bytes = self._quotas.checkpoint_bytes()
+
         async def work() -> Outcome:
             recipients = age_encryption.recipients_of(body.age_encryption_recipients or ())
             served = self._catalog.get(model.base_model)
@@ -210,6 +226,7 @@ class TrainingService:
                 *("external_weights", body.path),
                 ttl_s=body.ttl_seconds,
                 request_id=self._tasks.running_request_id(),
+                max_user_bytes=max_user_bytes,
             )
             checkpoint = await self._checkpoints.save(model, options, convert)
             return completed_json(
@@ -228,17 +245,20 @@ class TrainingService:
         """Named: a checkpoint. Ephemeral: a sampling session in one step."""
         model = await self._models.require(user, body.model_id)
         work = self._publishing(model, body)
-        return await self._models.submit(model, PUBLISH, body.seq_id, work, as_json(body))
+        return await self._models.submit(model, PUBLISH, body.seq_id, work, Asked.of(as_json(body)))
 
     def _publishing(self, model: Model, body: SaveWeightsForSamplerRequest) -> Work:
+        max_user_bytes = self._quotas.checkpoint_bytes()
+
         async def work() -> Outcome:
             result: dict[str, object] = {"type": "save_weights_for_sampler"}
             if body.path is not None:
                 options = SaveOptions(
                     *("sampler_weights", body.path),
                     ttl_s=body.ttl_seconds,
-                    user_metadata=stringified(body.user_metadata),
+                    user_metadata=accepted(body.user_metadata),
                     request_id=self._tasks.running_request_id(),
+                    max_user_bytes=max_user_bytes,
                 )
                 checkpoint = await self._checkpoints.save(model, options)
                 self._on_policy.published(model.model_id, checkpoint.directory)
@@ -254,13 +274,6 @@ class TrainingService:
             return replace(completed_json(result), computed=b"")
 
         return work
-
-
-def _refusal(error: TinkercloudError) -> Work:
-    async def work() -> Outcome:
-        raise error
-
-    return work
 
 
 def _steps(ticket: Ticket, outcome: Outcome) -> bool:

@@ -12,6 +12,9 @@ from tinkercloud.storage.futures import FuturesStorage, Sampled
 from tinkercloud.storage.journal import JournalStorage, RanOperation, Snapshot
 from tinkercloud.storage.metadata import MetadataStorage, Model, Sampler
 
+RECORD_S = 1.0
+"""Published weights may be sampled so long before their operation is on record."""
+
 
 @dataclass(frozen=True, slots=True)
 class KeptRun:
@@ -106,6 +109,12 @@ class KeptRuns:
 
     async def operation(self, request_id: str) -> RanOperation | None:
         return await self._archive.operation(request_id)
+
+    async def inflight(self, sampled: Sampled, model_id: str) -> list[RanOperation]:
+        """What published the weights that a sample of an inflight sampler may have read, the newest
+        first."""
+        ended = sampled.finished_at + RECORD_S
+        return await self._archive.inflight_publications(model_id, sampled.started_at, ended)
 
     async def result(self, operation: RanOperation) -> bytes | None:
         """As its client got it; None where it has expired."""

@@ -9,6 +9,7 @@ import base64
 import hashlib
 import json
 import shutil
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tinkercloud.services.runs.fingerprints import tensors_sha256
 from tinkercloud.services.runs.kept_runs import KeptRun, KeptRuns
 from tinkercloud.services.runs.replay import Repeated, RunReplay
 from tinkercloud.storage.futures import Sampled
+from tinkercloud.storage.journal import RanOperation
 from tinkercloud.storage.metadata import Sampler
 from tinkercloud.wire.codec import decode_sample_output
 
@@ -138,11 +140,13 @@ async def receipt_of_sample(workshop: Workshop, base: Base, sampled: Sampled) ->
     name = workshop.catalog.backend_name(sampler.base_model)
     body = SampleRequest.model_validate_json(sampled.request)
     request = workshop.catalog.converter(sampler.base_model).sample_request(body)
-    place = await _weights(workshop, sampler)
-    source = FromBase(name) if place is None else FromCheckpoint(name, place)
-    again = await workshop.backend.sample(await workshop.backend.publish(source), request)
     result = described(decode_sample_output(sampled.body))
-    if described(again) != result:
+    async for place in _weights(workshop, sampler, sampled):
+        source = FromBase(name) if place is None else FromCheckpoint(name, place)
+        version = await workshop.backend.publish(source)
+        if described(await workshop.backend.sample(version, request)) == result:
+            break
+    else:
         raise UserError(
             "drawn again here the sample has other bits, so it gets no receipt: this machine, or "
             f"what is installed on it, computes other ones ({workshop.backend.numerics()})"
@@ -164,29 +168,47 @@ async def receipt_of_sample(workshop: Workshop, base: Base, sampled: Sampled) ->
     )
 
 
-async def _weights(workshop: Workshop, sampler: Sampler) -> Path | None:
-    """The folder of a checkpoint with the weights of a sampler; None: the base model's."""
+async def _weights(
+    workshop: Workshop, sampler: Sampler, sampled: Sampled
+) -> AsyncIterator[Path | None]:
+    """Folders of checkpoints with the weights of a sampler; None: the base model's. Several where
+    those of an inflight sampler changed while the sample was drawn."""
     if sampler.kind == "base":
-        return None
+        yield None
+        return
     if sampler.directory is not None:
         place = workshop.runs.files.data_dir / sampler.directory
         if not place.is_dir():
             raise UserError(f"the checkpoint {sampler.model_path} was deleted")
-        return place
-    if sampler.kind == "inflight":
-        raise UserError(
-            "an inflight sampler's weights change while it samples, so its samples get no "
-            "receipts; sample from weights of their own: save_weights_and_get_sampling_client"
-        )
-    assert sampler.request_id is not None
-    operation = await workshop.runs.operation(sampler.request_id)
-    if operation is None:
+        yield place
+        return
+    operations = await _publications(workshop.runs, sampler, sampled)
+    if not operations:
         raise UserError("the run that published these weights is not kept any more")
-    kept = await workshop.runs.find(operation.model_id)
-    await workshop.reach(kept, operation.position)
-    place = workshop.scratch / "weights"
+    kept = await workshop.runs.find(operations[0].model_id)
+    for operation in operations:
+        yield await _published(workshop, kept, operation.position)
+
+
+async def _publications(
+    runs: KeptRuns, sampler: Sampler, sampled: Sampled
+) -> Sequence[RanOperation]:
+    if sampler.kind == "inflight":
+        assert sampler.model_id is not None
+        return await runs.inflight(sampled, sampler.model_id)
+    assert sampler.request_id is not None
+    operation = await runs.operation(sampler.request_id)
+    return [] if operation is None else [operation]
+
+
+async def _published(workshop: Workshop, kept: KeptRun, position: int) -> Path:
+    """What the run published by its operation at a position, as a checkpoint."""
+    model_id = kept.run.model_id
+    await workshop.backend.delete_model(model_id)
+    await workshop.reach(kept, position)
+    place = workshop.scratch / f"weights-{position}"
     place.mkdir()
-    version = await workshop.backend.publish(FromModel(operation.model_id))
+    version = await workshop.backend.publish(FromModel(model_id))
     await workshop.backend.write_version(version, place)
     return place
 

@@ -27,13 +27,15 @@ BUCKETS = len(EDGES) + 1
 class Prior:
     """rate: of a new drafter; hopeful, else it is never tried. tokens: that this counts for.
     leaning: tokens that the wider rate counts for. memory: tokens after which a count weighs 1 / e.
-    num_groups: remembered at most."""
+    num_groups: remembered at most. expected: tokens that a rate counts for which is not counted
+    but expected of a new draft."""
 
     rate: float = 0.6
     tokens: float = 4.0
     leaning: float = 8.0
     memory: float = 2000.0
     num_groups: int = 4096
+    expected: float = 64.0
 
 
 class Acceptance:
@@ -105,6 +107,17 @@ class Acceptance:
         """What was counted so far weighs `factor` of what it did."""
         for counts in (self._judged, self._accepted, self._asked, self._verified):
             counts *= factor
+        self._rates = self._fitted()
+
+    def expect(self, rates: Sequence[float]) -> None:
+        """Of another draft, by depth, in place of what was counted of the one before; beyond the
+        last of them tokens are accepted as often as there."""
+        depths = np.minimum(np.arange(len(self._judged)), len(rates) - 1)
+        num = self._prior.expected / BUCKETS
+        self._judged[:] = num
+        self._accepted[:] = num * np.array(rates, np.float64)[depths, None]
+        self._asked[:] = self._verified[:] = self._prior.expected
+        self._groups.clear()
         self._rates = self._fitted()
 
     def _fitted(self) -> Array:

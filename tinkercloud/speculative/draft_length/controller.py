@@ -71,9 +71,13 @@ class DraftLengthController(DraftLength):
         self._stopped = reason
         self.is_on = False
 
-    def renew(self) -> None:
-        """What was counted is worth less, and drafting is tried again soon."""
-        self._estimates.acceptance.age(AGED)
+    def renew(self, expected: Sequence[float] = ()) -> None:
+        """What was counted is worth less, and drafting is tried again soon; at once where that is
+        expected to pay."""
+        if expected:
+            self._estimates.acceptance.expect(expected)
+        else:
+            self._estimates.acceptance.age(AGED)
         self._probing.hasten()
         self._profit.reset()
         self._planner.discard_plan()

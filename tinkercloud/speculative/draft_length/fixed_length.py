@@ -25,8 +25,9 @@ class DraftLength(Protocol):
     def observe(self, last_round: Round) -> None:
         """The round of the last `limits` is over."""
 
-    def renew(self) -> None:
-        """New weights, or a new draft: what was learned is worth less."""
+    def renew(self, expected: Sequence[float] = ()) -> None:
+        """New weights, or a new draft: what was learned is worth less. expected: acceptance by
+        depth of a new draft, as far as it is known."""
 
     def stop(self, reason: Reason) -> None:
         """No drafts from here on."""

@@ -144,7 +144,7 @@ class Head:
         scaled to length sqrt(D) before they are mixed."""
         ones = params["feature_norm"].new_ones(hidden.shape[-1])
         normed = rms_norm(hidden.detach().float(), ones, self.config.target.rms_norm_eps)
-        return F.linear(normed.flatten(-2), params["fuse"])
+        return self._linears(params, ("fuse",), normed.flatten(-2))[0]
 
     def project(
         self, params: Params, feature: Tensor, tokens: Tensor, positions: Tensor
@@ -155,23 +155,31 @@ class Head:
         x = torch.cat((normed, self._norm(params, "feature_norm", feature)), -1)
         angles = positions.float().unsqueeze(-1) * self._frequencies
         cos, sin = angles.cos() * self._magnitude, angles.sin() * self._magnitude
-        q, k, v = (self._heads(params[f"{name}_proj"], x) for name in "qkv")
+        q, k, v = map(self._heads, self._linears(params, ("q_proj", "k_proj", "v_proj"), x))
         return Projected(rotate(q, cos, sin), rotate(k, cos, sin), v)
 
     def finish(self, params: Params, feature: Tensor, mixed: Tensor) -> Tensor:
         """feature (B, N, D), attention's result (B, Hq, N, Dh) -> the block's output (B, N, D)."""
-        x = feature + F.linear(mixed.transpose(1, 2).flatten(-2), params["o_proj"])
+        (added,) = self._linears(params, ("o_proj",), mixed.transpose(1, 2).flatten(-2))
+        x = feature + added
         normed = self._norm(params, "mlp_norm", x)
-        gate, up = (F.linear(normed, params[f"{name}_proj"]) for name in ("gate", "up"))
-        return x + F.linear(gated("silu", gate, up), params["down_proj"])
+        gate, up = self._linears(params, ("gate_proj", "up_proj"), normed)
+        return x + self._linears(params, ("down_proj",), gated("silu", gate, up))[0]
 
     def logits(self, params: Params, output: Tensor) -> Tensor:
         """(..., D) -> (..., Vd), float32."""
-        return F.linear(self._norm(params, "norm", output), self.frozen.unembed)
+        return self._unembedded(self._norm(params, "norm", output))
 
-    def _heads(self, weight: Tensor, x: Tensor) -> Tensor:
+    def _unembedded(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.frozen.unembed)
+
+    def _linears(self, params: Params, names: tuple[str, ...], x: Tensor) -> list[Tensor]:
+        """Modules that read the same inputs."""
+        return [F.linear(x, params[name]) for name in names]
+
+    def _heads(self, projected: Tensor) -> Tensor:
         size = self.config.target.head_dim
-        return F.linear(x, weight).unflatten(-1, (-1, size)).transpose(1, 2)
+        return projected.unflatten(-1, (-1, size)).transpose(1, 2)
 
     def _norm(self, params: Params, name: str, x: Tensor) -> Tensor:
         return rms_norm(x, params[name], self.config.target.rms_norm_eps)

@@ -30,6 +30,19 @@ def exposed(snapshot: Mapping[str, Any]) -> list[str]:
     return [line for family in families if family.samples for line in family.lines()]
 
 
+def following_lines(snapshot: Mapping[str, Any]) -> list[str]:
+    """What it takes to keep a draft up with its policy, of an `OnlineTrainer.snapshot`; none where
+    no draft is trained."""
+    families = [
+        Family(name, "counter", help_text, tuple(({label: k}, v) for k, v in values.items()))
+        for name, label, help_text, values in (
+            ("following_seconds_total", "part", "Beside rounds.", snapshot.get("seconds", {})),
+            ("trainings_total", "outcome", "Of the draft.", snapshot.get("trainings", {})),
+        )
+    ]
+    return [line for family in families if family.samples for line in family.lines()]
+
+
 def _totals(snapshot: Mapping[str, Any]) -> Iterator[Family]:
     seconds = {part: ms / 1e3 for part, ms in snapshot["ms"].items()}
     for name, label, help_text, values in (

@@ -257,7 +257,7 @@ def pool(store: ModelStore) -> BlockPool:
 
 
 def test_the_least_recently_used_block_is_evicted_first(pool: BlockPool) -> None:
-    digests = block_digests("v", list(range(64)))
+    digests = block_digests("v", "", list(range(64)))
     blocks = pool.allocate(4)
     for block, digest in zip(blocks, digests, strict=True):
         pool.register(block, "v", digest)
@@ -277,12 +277,14 @@ def test_a_block_with_a_holder_is_never_evicted(pool: BlockPool) -> None:
     assert pool.num_available == 4
 
 
-def test_a_digest_covers_the_version_and_all_tokens_before() -> None:
+def test_a_digest_covers_the_version_the_salt_and_all_tokens_before() -> None:
     tokens = list(range(48))
-    assert block_digests("v", tokens)[:2] == block_digests("v", tokens[:40])
-    assert block_digests("v", tokens)[1] != block_digests("w", tokens)[1]
-    assert block_digests("v", [99, *tokens[1:]])[2] != block_digests("v", tokens)[2]
-    assert block_digests("v", tokens, block_digests("v", tokens[:16])) == block_digests("v", tokens)
+    whole = block_digests("v", "", tokens)
+    assert whole[:2] == block_digests("v", "", tokens[:40])
+    assert whole[1] != block_digests("w", "", tokens)[1]
+    assert set(whole).isdisjoint(block_digests("v", "ann", tokens))
+    assert block_digests("v", "", [99, *tokens[1:]])[2] != whole[2]
+    assert block_digests("v", "", tokens, block_digests("v", "", tokens[:16])) == whole
 
 
 # ---- without a compiler

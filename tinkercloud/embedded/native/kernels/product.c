@@ -28,6 +28,7 @@
 #define MOST_PANELS 8
 #define FEW_ROWS_PANELS 6 /* tiles of few rows hold so many, and wait for memory */
 
+#define FETCHES_AHEAD (LANES == 8) /* before a tile of one panel: the lines that its sums go to */
 #define CHUNK_BYTES 2048 /* of a row of inputs that go together at most */
 
 /* What a tile computes with. */
@@ -82,23 +83,33 @@ INLINE vec broadcast_odd(const char *x) { return broadcast(x + 4); }
 
 #define ALONE __attribute__((noinline)) /* the registers are all needed */
 
+/* A step of 16 registers is short: counting the steps would be a twentieth of it. */
+#if LANES == 8
+#define UNROLLED _Pragma("GCC unroll 4")
+#else
+#define UNROLLED
+#endif
+#define SUM_AT(r, c, v) (sums + (r * MOST_PANELS + c) * PANEL + v * LANES)
+
 #define DEFINE_TILE(KIND, ROWS, PANELS)                                                            \
   static ALONE void KIND##_##ROWS##_##PANELS(const tile_t *t) {                                    \
     const char *w = t->w, *x[(ROWS + 2) / 3]; /* three rows an address: few registers */           \
     int64_t xs = t->x_stride, ws = t->w_stride;                                                    \
     EACH(i, (ROWS + 2) / 3) x[i] = t->x + 3 * i * xs;                                              \
     float *sums = t->sums;                                                                         \
+    int begins = t->begins;                                                                        \
     for (int64_t s = 0, end; s < t->steps; s = end) {                                              \
       vec a[ROWS][PANELS][VECS] = {};                                                              \
-      for (end = MIN(s + BLOCK_STEPS, t->steps); s < end; s++) {                                   \
+      end = MIN(s + BLOCK_STEPS, t->steps);                                                        \
+      UNROLLED for (; s < end; s++) {                                                              \
         KIND##_STEP(ROWS, PANELS);                                                                 \
         w += STEP_BYTES;                                                                           \
         EACH(i, (ROWS + 2) / 3) x[i] += KIND##_STRIDE;                                             \
       }                                                                                            \
-      EACH(r, ROWS) EACH(c, PANELS) EACH(v, VECS) {                                                \
-        float *sum = sums + (r * MOST_PANELS + c) * PANEL + v * LANES;                             \
-        store(sum, t->begins && end <= BLOCK_STEPS ? a[r][c][v] : load(sum) + a[r][c][v]);         \
-      }                                                                                            \
+      if (!begins || end > BLOCK_STEPS)                                                            \
+        EACH(r, ROWS) EACH(c, PANELS) EACH(v, VECS)                                                \
+          a[r][c][v] = load(SUM_AT(r, c, v)) + a[r][c][v];                                         \
+      EACH(r, ROWS) EACH(c, PANELS) EACH(v, VECS) store(SUM_AT(r, c, v), a[r][c][v]);              \
     }                                                                                              \
   }
 /* USE(KIND, ROWS, 1) ... USE(KIND, ROWS, PANELS) */
@@ -182,6 +193,7 @@ static void run_chunk(const chunk_t *c, float *sums) {
   int64_t rows = c->rows.end - c->rows.first, count = parts(rows, TILE_ROWS);
   int64_t all_steps = steps_of(p->is_narrow, p->k), stride = all_steps * STEP_BYTES;
   int64_t col = c->panel * PANEL, width = MIN(c->panels * PANEL, p->out - col);
+  int ends = c->step + c->steps == all_steps;
   tile_t t = {.x_stride = c->inputs.stride, .w_stride = stride, .steps = c->steps,
               .w = (const char *)p->w + c->panel * stride + c->step * STEP_BYTES,
               .begins = c->step == 0};
@@ -190,8 +202,10 @@ static void run_chunk(const chunk_t *c, float *sums) {
     const tiles_t *tile = &tiles[end - first - 1];
     t.x = c->inputs.x + first * c->inputs.stride;
     t.sums = sums + first * MOST_PANELS * PANEL;
+    for (int64_t r = first; FETCHES_AHEAD && ends && r < end; r++)
+      __builtin_prefetch(p->y + (c->rows.first + r) * p->y_stride + col, 1);
     tile->of[c->panels - 1](&t);
-    if (c->step + c->steps == all_steps)
+    if (ends)
       for (int64_t r = first; r < end; r++)
         put_sums(p, c->rows.first + r, col, width, sums + r * MOST_PANELS * PANEL);
   }

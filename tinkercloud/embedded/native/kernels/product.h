@@ -49,19 +49,26 @@ INLINE range_t part_of(int64_t count, int64_t size, int64_t index) {
   return (range_t){index * size, MIN((index + 1) * size, count)};
 }
 
-/* A row's finished sums of some outputs into y. */
+/* A row's finished sums of some outputs into y: whole vectors, and what is left of them. */
 INLINE void put_sums(const product_t *p, int64_t row, int64_t col, int64_t count,
                      const float *sums) {
   float *y = p->y + row * p->y_stride + col;
   const float *bias = p->bias ? p->bias + col : NULL;
+  vec scale = all(p->scale);
+  int64_t c = 0;
   if (p->add && bias)
-    for (int64_t c = 0; c < count; c++) y[c] += p->scale * (sums[c] + bias[c]);
+    for (; c + LANES <= count; c += LANES)
+      store(y + c, load(y + c) + scale * (load(sums + c) + load(bias + c)));
   else if (p->add)
-    for (int64_t c = 0; c < count; c++) y[c] += p->scale * sums[c];
+    for (; c + LANES <= count; c += LANES) store(y + c, load(y + c) + scale * load(sums + c));
   else if (bias)
-    for (int64_t c = 0; c < count; c++) y[c] = sums[c] + bias[c];
+    for (; c + LANES <= count; c += LANES) store(y + c, load(sums + c) + load(bias + c));
   else
-    memcpy(y, sums, (size_t)count * sizeof(float));
+    for (; c + LANES <= count; c += LANES) store(y + c, load(sums + c));
+  for (; c < count; c++) {
+    float sum = bias ? sums[c] + bias[c] : sums[c];
+    y[c] = p->add ? y[c] + p->scale * sum : sum;
+  }
 }
 
 #endif

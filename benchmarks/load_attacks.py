@@ -1,0 +1,123 @@
+"""What a bystander sees while somebody else attacks the server."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass
+
+from benchmarks.lib.attacks import ATTACKS, Victim
+from benchmarks.lib.bystander import Bystander, Seen
+from benchmarks.lib.footprint import History, watched
+from benchmarks.lib.machine import ROOT
+from benchmarks.lib.report import Cell, Target
+from benchmarks.lib.server import Served
+from tests.serving import Server
+from tinkercloud.storage.keys import KeyStore
+
+CALM_S = 3.0  # between attacks
+END_S = 20.0  # that an attacker may take over its time, with its start
+STALL_MS = 1000.0
+COLUMNS = (
+    *("attack", "answers", "bystander failed", "p50 before ms", "p50 during", "p50 after"),
+    *("p99 before ms", "p99 during", "p99 after", "memory most MB"),
+)
+
+
+@dataclass(frozen=True)
+class Attacked:
+    name: str
+    answers: str
+    before: Seen
+    during: Seen
+    after: Seen
+    history: History
+
+    @property
+    def failed(self) -> int:
+        return sum(len(seen.failures) for seen in (self.before, self.during, self.after))
+
+    def cells(self) -> Sequence[Cell]:
+        seen = (self.before, self.during, self.after)
+        p50 = [round(each.whole_ms(0.5), 1) for each in seen]
+        p99 = [round(each.whole_ms(0.99), 1) for each in seen]
+        memory_mb = round(self.history.most.memory_mb)
+        return (self.name, self.answers, self.failed, *p50, *p99, memory_mb)
+
+
+async def measure(
+    server: Server, served: Served, names: Sequence[str], phase_s: float, scale: float = 1.0
+) -> list[Attacked]:
+    """phase_s: for each of before, during and after. scale: as of `Victim`."""
+    with closing(KeyStore(server.data_dir)) as keys:
+        attacker, key = keys.add("attacker"), keys.add("bystander")
+    victim = Victim(
+        *(server.base_url, attacker, served.base_model, served.context, served.vocabulary),
+        seconds=phase_s,
+        scale=scale,
+    )
+    bystander = await Bystander.connect(server.base_url, key, served.base_model)
+    for _ in range(20):
+        await bystander.sample()
+    results = []
+    for name in names:
+        results.append(await _attacked(server, bystander, name, victim))
+        # At once: the server may not live to the end of all.
+        print(*results[-1].cells(), sep=" | ", file=sys.stderr)
+        await asyncio.sleep(min(CALM_S, phase_s))
+    bystander.close()
+    return results
+
+
+async def _attacked(server: Server, bystander: Bystander, name: str, victim: Victim) -> Attacked:
+    assert server.process is not None
+    async with watched(server.process.pid) as points:
+        async with bystander.watching() as before:
+            await asyncio.sleep(victim.seconds)
+        async with bystander.watching() as during:
+            answers = await _attack(name, victim)
+        async with bystander.watching() as after:
+            await asyncio.sleep(victim.seconds)
+    return Attacked(name, answers, before, during, after, History(points))
+
+
+async def _attack(name: str, victim: Victim) -> str:
+    """In a process of its own; what it says of the answers."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "benchmarks.lib.attacks", name, json.dumps(asdict(victim))),
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+    )
+    try:
+        async with asyncio.timeout(victim.seconds + END_S):
+            out, _ = await process.communicate()
+    except TimeoutError:
+        with suppress(ProcessLookupError):
+            process.send_signal(signal.SIGKILL)
+        await process.wait()
+        return "it did not end"
+    return out.decode().strip() or f"it ended with {process.returncode}"
+
+
+def targets(results: Sequence[Attacked]) -> list[Target]:
+    failed = sum(each.failed for each in results)
+    goals = [Target.at_most("requests of the bystander that failed", failed, 0)]
+    for each in results:
+        p99_ms = each.during.whole_ms(0.99)
+        goals.append(Target.at_most(f"{each.name}: p99 during, ms", p99_ms, STALL_MS, 0))
+    return goals
+
+
+ALL = tuple(ATTACKS)
+ABOUT = """\
+*attacks*: one key holder, or nobody's key, against a server, from a process of its own on the same
+cores; meanwhile a bystander with another key asks for a sample of 4 tokens ten times a second, at
+fixed times, and the table has the time from then until the result is there: for {phase:g} s before
+the attack, while it goes on ({phase:g} s and until the attacker has its answers), and {phase:g} s
+after. The attacker's own work is on the same cores and slows the bystander too. *answers*: what the
+attacker got, by status; "failed": a result that says why it was refused; "cut off": some of its
+requests had no answer 5 s after its time was up."""

@@ -1,0 +1,1 @@
+"""What ranks and engines lack on a machine without a GPU (the setting `cluster.device` `cpu`)."""

@@ -1,0 +1,1 @@
+"""What users of one engine are given, compared between them."""

@@ -1,0 +1,1 @@
+"""What an operator sees of a running server: whether it is ready, and its metrics."""
