@@ -7,7 +7,7 @@ pydantic; torch and transformers are loaded only by calls that need them.
 
 from tinker_gmi import types
 from tinker_gmi.admin_client import AdminClient
-from tinker_gmi.errors import (
+from tinker_gmi.connection.errors import (
     APIConnectionError,
     APIError,
     APIResponseValidationError,
@@ -25,12 +25,12 @@ from tinker_gmi.errors import (
     TinkerError,
     UnprocessableEntityError,
 )
-from tinker_gmi.futures import APIFuture, ClientFuture
+from tinker_gmi.connection.futures import APIFuture, ClientFuture
+from tinker_gmi.connection.transport import RetryPolicy
 from tinker_gmi.rest_client import RestClient
 from tinker_gmi.sampling_client import SamplingClient
 from tinker_gmi.service_client import ServiceClient
 from tinker_gmi.training_client import TrainingClient
-from tinker_gmi.transport import RetryPolicy
 from tinker_gmi.types import (
     AdamParams,
     Checkpoint,

@@ -8,11 +8,11 @@ from urllib.parse import urlencode
 
 import httpx
 
-from tinker_gmi import settings
 from tinker_gmi.async_methods import async_result
-from tinker_gmi.futures import APIFuture
-from tinker_gmi.session import Session
-from tinker_gmi.transport import RetryPolicy, Transport
+from tinker_gmi.connection import settings
+from tinker_gmi.connection.futures import APIFuture
+from tinker_gmi.connection.session import Session
+from tinker_gmi.connection.transport import RetryPolicy, Transport
 from tinker_gmi.types import (
     AuditLogResponse,
     BillingUsageResponse,

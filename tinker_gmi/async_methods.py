@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Coroutine
 from typing import Any, Concatenate, ParamSpec, TypeVar, get_args
 
-from tinker_gmi.futures import APIFuture
+from tinker_gmi.connection.futures import APIFuture
 
 S = TypeVar("S")
 P = ParamSpec("P")

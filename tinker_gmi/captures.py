@@ -6,9 +6,9 @@ from typing import Any, Self
 
 import httpx
 
-from tinker_gmi import settings
-from tinker_gmi.errors import APIConnectionError, status_error
-from tinker_gmi.transport import body_of
+from tinker_gmi.connection import settings
+from tinker_gmi.connection.errors import APIConnectionError, status_error
+from tinker_gmi.connection.transport import body_of
 
 TIMEOUT_S = 120.0
 

@@ -6,7 +6,7 @@ to (SDK 0.38, its module of console URLs). The paths are the same here.
 
 from urllib.parse import quote, urlsplit
 
-from tinker_gmi import settings
+from tinker_gmi.connection import settings
 
 _SCHEME = "tinker://"
 

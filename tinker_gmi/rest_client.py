@@ -7,13 +7,13 @@ import json
 import uuid
 from typing import Any, Literal, cast
 
-from tinker_gmi import settings
 from tinker_gmi.admin_client import AdminClient
 from tinker_gmi.async_methods import async_result
-from tinker_gmi.errors import APIResponseValidationError, TinkerError
-from tinker_gmi.futures import APIFuture
-from tinker_gmi.session import Session
-from tinker_gmi.transport import Call
+from tinker_gmi.connection import settings
+from tinker_gmi.connection.errors import APIResponseValidationError, TinkerError
+from tinker_gmi.connection.futures import APIFuture
+from tinker_gmi.connection.session import Session
+from tinker_gmi.connection.transport import Call
 from tinker_gmi.types import (
     AuthTokenRequest,
     AuthTokenResponse,

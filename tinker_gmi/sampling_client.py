@@ -6,12 +6,12 @@ from typing import Any
 import httpx
 
 from tinker_gmi.async_methods import async_call, async_result
+from tinker_gmi.connection.errors import APIResponseValidationError, APIStatusError
+from tinker_gmi.connection.futures import APIFuture
+from tinker_gmi.connection.session import HTTP_GONE, Session
+from tinker_gmi.connection.transport import decoder, is_protobuf
 from tinker_gmi.conversions import sample_response
-from tinker_gmi.errors import APIResponseValidationError, APIStatusError
-from tinker_gmi.futures import APIFuture
-from tinker_gmi.session import HTTP_GONE, Session
 from tinker_gmi.tokenizer import load_tokenizer
-from tinker_gmi.transport import decoder, is_protobuf
 from tinker_gmi.types import (
     CreateSamplingSessionRequest,
     CreateSamplingSessionResponse,

@@ -6,14 +6,14 @@ from typing import Any, Self
 
 import httpx
 
-from tinker_gmi import settings
 from tinker_gmi.async_methods import async_result
-from tinker_gmi.futures import APIFuture, ClientFuture
+from tinker_gmi.connection import settings
+from tinker_gmi.connection.futures import APIFuture, ClientFuture
+from tinker_gmi.connection.session import Session
+from tinker_gmi.connection.transport import RetryPolicy, Transport
 from tinker_gmi.rest_client import RestClient, copy_weights
 from tinker_gmi.sampling_client import SamplingClient, open_sampling_client
-from tinker_gmi.session import Session
 from tinker_gmi.training_client import TrainingClient
-from tinker_gmi.transport import RetryPolicy, Transport
 from tinker_gmi.types import (
     CopyWeightsRequest,
     CreateModelRequest,

@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-from tinker_gmi.errors import TinkerError
+from tinker_gmi.connection.errors import TinkerError
 
 
 def load_tokenizer(tokenizer_id: str) -> Any:

@@ -8,6 +8,10 @@ from typing import Any, TypeVar
 import httpx
 
 from tinker_gmi.async_methods import async_call, async_result
+from tinker_gmi.connection.errors import TinkerError
+from tinker_gmi.connection.futures import APIFuture, ClientFuture
+from tinker_gmi.connection.session import Operation, Session
+from tinker_gmi.connection.transport import decoder, is_protobuf
 from tinker_gmi.conversions import (
     check_sparse_growth,
     forward_backward_output,
@@ -15,19 +19,15 @@ from tinker_gmi.conversions import (
     split_for_requests,
     wire_datum,
 )
-from tinker_gmi.custom_loss import (
+from tinker_gmi.losses.local_loss import (
     CustomLossFn,
     LocalLoss,
     differentiate,
     forward_data,
     with_local_metrics,
 )
-from tinker_gmi.errors import TinkerError
-from tinker_gmi.futures import APIFuture, ClientFuture
 from tinker_gmi.sampling_client import SamplingClient, open_sampling_client
-from tinker_gmi.session import Operation, Session
 from tinker_gmi.tokenizer import load_tokenizer
-from tinker_gmi.transport import decoder, is_protobuf
 from tinker_gmi.types import (
     AdamParams,
     Datum,

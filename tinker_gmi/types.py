@@ -1,6 +1,8 @@
 """The wire types of the API by their official names: one definition for client and server."""
 
-from tinker_gmi.accounts import (
+from tinker_gmi.bodies.accounts import (
+    ApiKeyDetails,
+    ApiKeyMeResponse,
     AuditEntryView,
     AuditLogResponse,
     BillingEventInfo,
@@ -11,17 +13,22 @@ from tinker_gmi.accounts import (
     CurrentCheckpointStorageUsageResponse,
     GetSessionResponse,
     ListSessionsResponse,
+    NamedDetails,
     SearchOwner,
     SessionSearchCursor,
     SessionSearchRequest,
     SessionSearchResponse,
+    SessionState,
+    SessionStatus,
     SessionStatusQuery,
     SessionSummary,
     SetProjectRequest,
     TraceExportResponse,
+    UserDetails,
     WhoamiResponse,
 )
-from tinker_gmi.requests import (
+from tinker_gmi.bodies.custom_losses import CreateCustomLossRequest
+from tinker_gmi.bodies.requests import (
     AdamParams,
     AuthTokenRequest,
     CancelFutureRequest,
@@ -59,7 +66,7 @@ from tinker_gmi.requests import (
     TelemetrySendRequest,
     WeightsInfoRequest,
 )
-from tinker_gmi.responses import (
+from tinker_gmi.bodies.responses import (
     CHECKPOINT_SEGMENTS,
     AuthTokenResponse,
     Checkpoint,
@@ -104,7 +111,7 @@ from tinker_gmi.responses import (
     UntypedAPIFuture,
     WeightsInfoResponse,
 )
-from tinker_gmi.results import (
+from tinker_gmi.bodies.results import (
     ForwardBackwardOutput,
     LossFnOutput,
     PromptAltTokens,
@@ -113,7 +120,7 @@ from tinker_gmi.results import (
     StopReason,
     TopkRow,
 )
-from tinker_gmi.tensors import (
+from tinker_gmi.bodies.tensors import (
     INPUT_DTYPES,
     Datum,
     DmelChunk,
@@ -127,12 +134,14 @@ from tinker_gmi.tensors import (
     TensorData,
     TensorDtype,
 )
-from tinker_gmi.wire_model import WireModel
+from tinker_gmi.bodies.wire_model import WireModel
 
 __all__ = [
     "CHECKPOINT_SEGMENTS",
     "INPUT_DTYPES",
     "AdamParams",
+    "ApiKeyDetails",
+    "ApiKeyMeResponse",
     "AuditEntryView",
     "AuditLogResponse",
     "AuthTokenRequest",
@@ -154,6 +163,7 @@ __all__ = [
     "ClientDynamicConfigResponse",
     "CopyWeightsRequest",
     "CopyWeightsResponse",
+    "CreateCustomLossRequest",
     "CreateModelRequest",
     "CreateModelResponse",
     "CreateSamplingClientRequest",
@@ -204,6 +214,7 @@ __all__ = [
     "ModelID",
     "ModelInput",
     "ModelInputChunk",
+    "NamedDetails",
     "OptimStepRequest",
     "OptimStepResponse",
     "ParsedCheckpointTinkerPath",
@@ -228,6 +239,8 @@ __all__ = [
     "SessionSearchCursor",
     "SessionSearchRequest",
     "SessionSearchResponse",
+    "SessionState",
+    "SessionStatus",
     "SessionStatusQuery",
     "SessionSummary",
     "SetProjectRequest",
@@ -244,6 +257,7 @@ __all__ = [
     "TrainingRunsResponse",
     "TryAgainResponse",
     "UntypedAPIFuture",
+    "UserDetails",
     "WeightsInfoRequest",
     "WeightsInfoResponse",
     "WhoamiResponse",

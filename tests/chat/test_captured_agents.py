@@ -12,7 +12,7 @@ from openai import OpenAI
 
 from tests.chat.live_server import MODEL, LiveServer, live_server
 from tinker_gmi.captures import Captures
-from tinker_gmi.errors import NotFoundError, UnprocessableEntityError
+from tinker_gmi.connection.errors import NotFoundError, UnprocessableEntityError
 from tinkercloud.cli import main
 
 QUESTION: Any = {"role": "user", "content": "What is 20 + 22?"}

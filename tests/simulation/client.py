@@ -16,7 +16,7 @@ import numpy as np
 from tests.simulation.history import History, Request
 from tests.simulation.schedule import BASES, VOCAB_SIZE, Step
 from tests.simulation.wires import PROTOBUF, Refused, Wire
-from tinker_gmi.transport import JSON
+from tinker_gmi.connection.transport import JSON
 from tinkercloud.wire.codec import (
     ForwardBackwardRequest,
     WireDatum,

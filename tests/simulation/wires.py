@@ -9,8 +9,13 @@ import httpx
 
 from tests.simulation.history import Result
 from tests.simulation.network import Answer, HttpxTransport, Network, NetworkError, Sent
-from tinker_gmi.errors import APIConnectionError, APIError, APIStatusError, RequestFailedError
-from tinker_gmi.transport import JSON, PROTOBUF, Call, RetryPolicy, Transport
+from tinker_gmi.connection.errors import (
+    APIConnectionError,
+    APIError,
+    APIStatusError,
+    RequestFailedError,
+)
+from tinker_gmi.connection.transport import JSON, PROTOBUF, Call, RetryPolicy, Transport
 
 POST_TIMEOUT_S = 60.0
 POLL_TIMEOUT_S = 45.0
@@ -111,7 +116,7 @@ class SdkWire:
 
 
 class GmiWire:
-    """`tinker_gmi.transport.Transport` on the simulated network."""
+    """`tinker_gmi.connection.transport.Transport` on the simulated network."""
 
     def __init__(self, network: Network, key: str, give_up_s: float):
         transport = HttpxTransport(network)

@@ -46,7 +46,7 @@ def _reporting(run: Any) -> Any:
 
     def reported(arguments: Arguments) -> int:
         from tinker_gmi.captures import Captures
-        from tinker_gmi.errors import TinkerError
+        from tinker_gmi.connection.errors import TinkerError
 
         try:
             with Captures(arguments["base_url"], arguments["api_key"]) as captures:

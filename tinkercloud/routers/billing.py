@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query, Response
 from pydantic import AwareDatetime
 
-from tinker_gmi.accounts import AuditEntryView, AuditLogResponse
+from tinker_gmi.types import AuditEntryView, AuditLogResponse
 from tinkercloud.routers.deps import AudienceDep, ServicesDep, answer
 from tinkercloud.storage.audit_log import AuditEntry
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from tinker_gmi.capture_bodies import LABEL
+from tinker_gmi.bodies.captures import LABEL
 from tinkercloud.chat.turn import TurnHooks
 from tinkercloud.errors import InvalidField
 from tinkercloud.routers.deps import ServicesDep, UserDep

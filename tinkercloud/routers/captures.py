@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 
-from tinker_gmi.capture_bodies import (
+from tinker_gmi.bodies.captures import (
     LABEL,
     CaptureRewardRequest,
     ChangeCaptureRequest,

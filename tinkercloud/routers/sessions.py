@@ -2,7 +2,6 @@
 
 from fastapi import APIRouter, Request, Response
 
-from tinker_gmi.accounts import SessionSearchRequest, SetProjectRequest
 from tinker_gmi.types import (
     ClientConfigRequest,
     ClientDynamicConfigResponse,
@@ -12,6 +11,8 @@ from tinker_gmi.types import (
     FinishSessionResponse,
     SessionHeartbeatRequest,
     SessionHeartbeatResponse,
+    SessionSearchRequest,
+    SetProjectRequest,
     TelemetryResponse,
     TelemetrySendRequest,
 )

@@ -5,8 +5,7 @@ from functools import partial
 
 from fastapi import APIRouter, Request, Response
 
-from tinker_gmi.custom_losses import CreateCustomLossRequest
-from tinker_gmi.types import OptimStepRequest
+from tinker_gmi.types import CreateCustomLossRequest, OptimStepRequest
 from tinkercloud.errors import UserError
 from tinkercloud.routers.deps import ServicesDep, UserDep, answer
 from tinkercloud.routers.json_route import INLINE_BYTES, MAX_TRAINING_JSON_BYTES, JsonRoute, parsed

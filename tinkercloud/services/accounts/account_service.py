@@ -1,6 +1,6 @@
 """Who a caller is: tokens, and what a key says of itself."""
 
-from tinker_gmi.accounts import ApiKeyDetails, ApiKeyMeResponse, NamedDetails, UserDetails
+from tinker_gmi.types import ApiKeyDetails, ApiKeyMeResponse, NamedDetails, UserDetails
 from tinkercloud.errors import Forbidden
 from tinkercloud.storage.keys import KeyRecord, KeyStore
 

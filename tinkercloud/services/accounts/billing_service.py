@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from tinker_gmi.accounts import (
+from tinker_gmi.types import (
     BillingEventInfo,
     BillingUsageEvent,
     BillingUsageResponse,

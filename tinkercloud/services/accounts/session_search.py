@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any, cast
 
-from tinker_gmi.accounts import (
+from tinker_gmi.types import (
     SessionSearchCursor,
     SessionSearchRequest,
     SessionSearchResponse,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tinker_gmi.capture_bodies import CaptureRewardRequest
+from tinker_gmi.bodies.captures import CaptureRewardRequest
 from tinkercloud.captures.datums import LOSSES, datum
 from tinkercloud.captures.rewards import Advantages, Scored, scored
 from tinkercloud.captures.trajectories import (

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tinker_gmi.capture_bodies import ChangeCaptureRequest, CreateCaptureRequest
+from tinker_gmi.bodies.captures import ChangeCaptureRequest, CreateCaptureRequest
 from tinkercloud.captures.trajectories import episode_key
 from tinkercloud.chat.turn import TurnHooks
 from tinkercloud.config import Config

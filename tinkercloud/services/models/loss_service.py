@@ -3,8 +3,7 @@
 import asyncio
 import json
 
-from tinker_gmi.custom_losses import CreateCustomLossRequest
-from tinker_gmi.types import UntypedAPIFuture
+from tinker_gmi.types import CreateCustomLossRequest, UntypedAPIFuture
 from tinkercloud.core.custom_batch import custom_batch
 from tinkercloud.core.data_converter import DataConverter, RawBatch
 from tinkercloud.core.task_manager import TaskManager, Work

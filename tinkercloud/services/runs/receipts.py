@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tinker_gmi.requests import SampleRequest
+from tinker_gmi.types import SampleRequest
 from tinkercloud.backends.base import Backend
 from tinkercloud.core.types import FromBase, FromCheckpoint, FromModel, SampleOutput
 from tinkercloud.errors import UserError

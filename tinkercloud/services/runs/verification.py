@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tinker_gmi.requests import SampleRequest
+from tinker_gmi.types import SampleRequest
 from tinkercloud.backends.base import Backend
 from tinkercloud.core.types import FromBase, FromCheckpoint
 from tinkercloud.errors import UserError

@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from tinker_gmi.wire_model import WireModel
+from tinker_gmi.bodies.wire_model import WireModel
 from tinkercloud.wire.codec import check_csr, densify_csr, reshaped
 
 if TYPE_CHECKING:

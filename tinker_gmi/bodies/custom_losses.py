@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from tinker_gmi.wire_model import WireModel
+from tinker_gmi.bodies.wire_model import WireModel
 
 
 class CreateCustomLossRequest(WireModel):

@@ -20,7 +20,7 @@ TinkerError
 
 from typing import Any, cast
 
-from tinker_gmi.types import RequestErrorCategory
+from tinker_gmi.bodies.responses import RequestErrorCategory
 
 
 class TinkerError(Exception):

@@ -11,7 +11,10 @@ from typing import Any, TypeVar, cast
 import httpx
 from pydantic import ValidationError
 
-from tinker_gmi.errors import (
+from tinker_gmi.bodies.requests import FutureRetrieveRequest
+from tinker_gmi.bodies.responses import RequestFailedResponse
+from tinker_gmi.bodies.wire_model import WireModel
+from tinker_gmi.connection.errors import (
     APIConnectionError,
     APIError,
     APIResponseValidationError,
@@ -20,7 +23,6 @@ from tinker_gmi.errors import (
     RequestFailedError,
     status_error,
 )
-from tinker_gmi.types import FutureRetrieveRequest, RequestFailedResponse, WireModel
 
 T = TypeVar("T")
 ModelT = TypeVar("ModelT", bound=WireModel)

@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic import Field
 
-from tinker_gmi.wire_model import WireModel
+from tinker_gmi.bodies.wire_model import WireModel
 
 LABEL = r"^[A-Za-z0-9._:-]{1,128}$"
 """Of groups and episodes: parts of an agent's base URL."""

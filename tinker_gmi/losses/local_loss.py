@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from tinker_gmi.types import Datum, ForwardBackwardOutput, TensorData
+from tinker_gmi.bodies.results import ForwardBackwardOutput
+from tinker_gmi.bodies.tensors import Datum, TensorData
 
 CustomLossFn = Callable[[list[Datum], list[Any]], tuple[Any, Mapping[str, float]]]
 """(data, one torch tensor of log-probabilities per datum) -> (loss, metrics)."""

@@ -10,22 +10,24 @@ from typing import Any, TypeVar
 
 import httpx
 
-from tinker_gmi.errors import APIError, APIStatusError, NotFoundError
-from tinker_gmi.event_loop import LoopThread, cancel_other_tasks
-from tinker_gmi.futures import APIFuture, ClientFuture
-from tinker_gmi.transport import Call, Transport, decoder
-from tinker_gmi.types import (
+from tinker_gmi.bodies.requests import (
     ClientConfigRequest,
-    ClientConfigResponse,
     CreateSessionRequest,
-    CreateSessionResponse,
     FinishReason,
     FinishSessionRequest,
     SessionHeartbeatRequest,
+)
+from tinker_gmi.bodies.responses import (
+    ClientConfigResponse,
+    CreateSessionResponse,
     SessionHeartbeatResponse,
     UntypedAPIFuture,
-    WireModel,
 )
+from tinker_gmi.bodies.wire_model import WireModel
+from tinker_gmi.connection.errors import APIError, APIStatusError, NotFoundError
+from tinker_gmi.connection.event_loop import LoopThread, cancel_other_tasks
+from tinker_gmi.connection.futures import APIFuture, ClientFuture
+from tinker_gmi.connection.transport import Call, Transport, decoder
 
 T = TypeVar("T")
 ModelT = TypeVar("ModelT", bound=WireModel)

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import AwareDatetime, Field
 
-from tinker_gmi.wire_model import WireModel
+from tinker_gmi.bodies.wire_model import WireModel
 
 
 class NamedDetails(WireModel):

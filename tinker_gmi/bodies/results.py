@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from tinker_gmi.tensors import TensorData
-from tinker_gmi.wire_model import WireModel
+from tinker_gmi.bodies.tensors import TensorData
+from tinker_gmi.bodies.wire_model import WireModel
 
 StopReason = Literal["length", "stop"]
 LossFnOutput = dict[str, TensorData]

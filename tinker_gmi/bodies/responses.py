@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field
 
-from tinker_gmi.wire_model import WireModel
+from tinker_gmi.bodies.wire_model import WireModel
 
 CheckpointType = Literal["training", "sampler", "external"]
 QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]

@@ -4,8 +4,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from tinker_gmi.tensors import Datum, ModelInput, TensorData
-from tinker_gmi.wire_model import WireModel
+from tinker_gmi.bodies.tensors import Datum, ModelInput, TensorData
+from tinker_gmi.bodies.wire_model import WireModel
 
 ModelID = str
 SamplingClientKind = Literal["snapshot", "inflight"]

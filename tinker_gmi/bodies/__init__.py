@@ -1,0 +1,1 @@
+"""The bodies of the API: requests, answers, tensors. `tinker_gmi.types` has them by name."""

@@ -1,0 +1,1 @@
+"""Losses that the user writes: differentiated here, or traced and run by the server."""
