@@ -18,12 +18,17 @@ TOKEN = "0123456789abcdef" * 4
 # In a process of its own: Ray keeps the mode and the token that it saw first.
 SESSION = """
 import asyncio, sys
+from tinkercloud.cluster.gpus.ray_link import RayLink
 from tinkercloud.cluster.gpus.ray_session import RaySession
 from tinkercloud.config import ClusterConfig
 from tinkercloud.errors import ConfigError
 
+async def forget():
+    pass
+
 async def main():
-    session = RaySession(ClusterConfig(ray_address=sys.argv[1] or None, device="cpu"))
+    config = ClusterConfig(ray_address=sys.argv[1] or None, device="cpu")
+    session = RaySession(config, RayLink(), forget)
     try:
         shape = await session.start()
     except ConfigError as error:
