@@ -43,7 +43,8 @@ _MAX_DEATHS_OF_A_REQUEST = 2
 class RolloutManager:
     """places: per engine the slots of its GPUs, in rank order; () outside a placement group.
 
-    restore: name of weights -> a Hugging Face folder that holds them.
+    restore: name of weights -> a Hugging Face folder that holds them. key: what engines and router
+    ask for.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class RolloutManager:
         restore: Callable[[str], Awaitable[Path]] | None = None,
         link: RayLink | None = None,
     ):
+        self.key = settings.key
         self._settings = settings
         self._starter = EngineStarter(settings, link or RayLink())
         self._engines = [EngineHandle(index, tuple(place)) for index, place in enumerate(places)]

@@ -36,11 +36,12 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """What the ranks need to know. address: of the node of training rank 0, for the rendezvous of
-    the group ("broadcast" only)."""
+    """What the ranks need to know. key: of the engines. address: of the node of training rank 0,
+    for the rendezvous of the group ("broadcast" only)."""
 
     how: How
     targets: tuple[Target, ...]
+    key: str = field(repr=False)
     timeout_s: float = 600.0
     group: str = ""
     address: str = ""
@@ -136,10 +137,11 @@ def _transfer(manager: RolloutManager, route: Route) -> Transfer:
             for index, url in engines.items()
             for first in (route.first_ranks[index],)
         )
-        return Transfer("tensor", targets, route.timeout_s)
+        return Transfer("tensor", targets, manager.key, route.timeout_s)
     return Transfer(
         "broadcast",
         tuple(Target(url, route.tp) for url in engines.values()),
+        manager.key,
         timeout_s=route.timeout_s,
         group=f"tinkercloud-{secrets.token_hex(4)}",
         address=route.address,

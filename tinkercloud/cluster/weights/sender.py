@@ -17,6 +17,7 @@ import urllib.request
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
@@ -27,7 +28,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from tinkercloud.cluster.gpus.rendezvous import Rendezvous
-from tinkercloud.cluster.rollout.weight_sync import Sent, Transfer
+from tinkercloud.cluster.rollout.weight_sync import Sent, Target, Transfer
 from tinkercloud.cluster.weights.tensor_digest import tensor_digest
 from tinkercloud.errors import EngineDied
 
@@ -36,6 +37,7 @@ Bucket = list[tuple[str, Tensor]]
 _DEVICE_ARGUMENT = 6  # position of the device in torch's rebuild_cuda_tensor
 _POLL_S = 0.001
 _JOIN_S = 120.0
+_LEAVE_S = 60.0
 
 
 class _BucketSender(Protocol):
@@ -125,7 +127,7 @@ class _Handles:
             if target.ranks[0] == _rank():
                 body = {"serialized_named_tensors": [handles[rank] for rank in target.ranks]}
                 body |= {"flush_cache": False}
-                _post(target.url, "/update_weights_from_tensor", body, self._transfer.timeout_s)
+                _post(self._transfer, target, "/update_weights_from_tensor", body)
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()  # frees what the engines have closed
 
@@ -183,15 +185,16 @@ def _broadcast_group(transfer: Transfer) -> Iterator[_BucketSender]:
             }
             first += target.tp
             path = "/init_weights_update_group"
-            joins.append(threads.submit(_post, target.url, path, body, transfer.timeout_s))
+            joins.append(threads.submit(_post, transfer, target, path, body))
         try:
             group = _join(transfer, rendezvous)
             _finish(joins)
             yield _Broadcast(transfer, group, threads)
         finally:
-            body = {"group_name": transfer.group}
+            path, body = "/destroy_weights_update_group", {"group_name": transfer.group}
+            short = replace(transfer, timeout_s=_LEAVE_S)
             for target in transfer.targets:
-                threads.submit(_post, target.url, "/destroy_weights_update_group", body, 60.0)
+                threads.submit(_post, short, target, path, body)
             if group is not None:
                 dist.destroy_process_group(group)
 
@@ -233,9 +236,9 @@ class _Broadcast:
             "load_format": "flattened_bucket",
             "flush_cache": False,
         }
-        path, timeout_s = "/update_weights_from_distributed", self._transfer.timeout_s
+        path = "/update_weights_from_distributed"
         calls = [
-            self._threads.submit(_post, target.url, path, body, timeout_s)
+            self._threads.submit(_post, self._transfer, target, path, body)
             for target in self._transfer.targets
         ]
         work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
@@ -252,17 +255,16 @@ def _finish(calls: list["Future[Any]"]) -> None:
         call.result()
 
 
-def _post(url: str, path: str, body: dict[str, Any], timeout_s: float) -> None:
+def _post(transfer: Transfer, target: Target, path: str, body: dict[str, Any]) -> None:
     """Raises EngineDied with the engine's error."""
-    data = json.dumps(body).encode()
-    request = urllib.request.Request(
-        url + path, data=data, headers={"Content-Type": "application/json"}
-    )
+    url, data = target.url + path, json.dumps(body).encode()
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {transfer.key}"}
+    request = urllib.request.Request(url, data=data, headers=headers)
     try:
-        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+        with urllib.request.urlopen(request, timeout=transfer.timeout_s) as answer:
             answer.read()
     except urllib.error.HTTPError as error:
         text = error.read().decode(errors="replace")[:1000]
-        raise EngineDied(f"{url}{path} answered {error.code}: {text}") from error
+        raise EngineDied(f"{url} answered {error.code}: {text}") from error
     except OSError as error:
-        raise EngineDied(f"{url}{path}: {error}") from error
+        raise EngineDied(f"{url}: {error}") from error
