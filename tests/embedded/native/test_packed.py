@@ -2,6 +2,7 @@
 
 import ctypes as c
 import subprocess
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -91,6 +92,29 @@ def test_a_row_has_the_same_bits_beside_any_number_of_others(team: Team, dtype, 
     for rows in (2, 3, 4, 5, 8, 9, 13, 47, 128, 129, 200, 203):
         together = packed.product(team, x[:rows].contiguous(), weights, bias)
         assert torch.equal(together, alone[:rows]), f"{rows} rows"
+
+
+@pytest.fixture
+def form_of_pairs() -> Iterator[Callable[[int], bool]]:
+    """Of sums of bfloat16 pairs (pairs.h): chooses it; whether there is a choice."""
+    loaded = library()
+    assert loaded is not None
+    yield lambda widens: bool(loaded.choose_form_of_pairs(widens))
+    loaded.choose_form_of_pairs(-1)
+
+
+@pytest.mark.parametrize("shape", SIZES)
+@pytest.mark.parametrize("scale", [1.0, 2.0**-64], ids=["usual", "some sums below 2^-126"])
+def test_both_forms_of_sums_of_pairs_have_the_same_bits(
+    team: Team, form_of_pairs: Callable[[int], bool], shape, scale: float
+):
+    weight, x = matrix(shape, torch.bfloat16) * scale, matrix((13, shape[1]), torch.float32) * scale
+    weights = packed.pack(team, weight)
+    if not form_of_pairs(0):
+        pytest.skip("the processor multiplies no pairs, or all of them as tiles")
+    by_pairs = packed.product(team, x, weights)
+    form_of_pairs(1)
+    assert torch.equal(packed.product(team, x, weights), by_pairs)
 
 
 def test_threads_change_no_bit(team: Team, dtype: torch.dtype):

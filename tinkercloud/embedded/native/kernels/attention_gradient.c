@@ -17,6 +17,7 @@
 #include "activations.h"
 #include "gradients.h"
 #include "narrow.h"
+#include "pairs.h"
 #include "team.h"
 #include "vectors.h"
 
@@ -30,10 +31,7 @@
 #define BLOCK (6 * TILE_ROWS) /* rows of S at once */
 #define TASKS_PER_THREAD 4
 
-#if defined(__AVX512BF16__)
-#define MULTIPLIES_PAIRS 1
-#else
-#define MULTIPLIES_PAIRS 0
+#if !HAS_PAIRS
 #define ADD_PAIRS(sum, a, b) ((void)0)
 #endif
 
@@ -172,7 +170,7 @@ static size_t place(const attention_gradient_t *a, work_t *w, float *memory) {
   w->width = ROUND_UP(a->head_dim, LANES);
   w->stride = padded + LANES; /* rows a power of two apart would share few lines of the cache */
   w->rows = ROUND_UP(a->length, TILE_ROWS) * w->width;
-  w->pairs = MULTIPLIES_PAIRS && a->is_narrow;
+  w->pairs = HAS_PAIRS && a->is_narrow;
   int64_t block = BLOCK * w->width, wide = BLOCK * w->stride;
   int64_t block_pairs = w->pairs ? block / 2 : 0, wide_pairs = w->pairs ? wide / 2 : 0;
   struct {

@@ -11,6 +11,7 @@
 
 #include "narrow.h"
 #include "network.h"
+#include "pairs.h"
 #include "vectors.h"
 
 #define UNIT 64 /* positions that are scored at once, from position 0 on */
@@ -45,9 +46,6 @@ INLINE vec load_first(const word_t *p, int64_t count) {
   return v;
 #endif
 }
-
-INLINE vec even_half(vec words) { return (vec)((ivec)words << 16); }
-INLINE vec odd_half(vec words) { return (vec)((ivec)words & (int32_t)0xFFFF0000); }
 
 /* sum += a b, of two narrow numbers the even one first where the processor does not add pairs. */
 INLINE vec added(int is_narrow, vec sum, vec a, vec b) {

@@ -67,10 +67,4 @@ INLINE void write_numbers(int64_t is_narrow, void *to, int64_t at, const float *
   }
 }
 
-/* sums += products of a pair of inputs in each lane, where the processor multiplies bfloat16. */
-#if defined(__AVX512BF16__)
-#define ADD_PAIRS(sum, a, b)                                                                       \
-  __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "vm"(b))
-#endif
-
 #endif

@@ -5,6 +5,7 @@
 #include "product.h"
 
 #include "amx/amx.h"
+#include "pairs.h"
 
 #define VECS (PANEL / LANES) /* vectors of a panel */
 
@@ -65,20 +66,22 @@ INLINE vec load_weights(const char *w) { return load((const float *)w); }
 #define wide_STRIDE 4 /* bytes of a step's inputs */
 #define wide_STEP(ROWS, PANELS) ADD_STEP(ROWS, PANELS, load_weights, broadcast, ADD_PRODUCT)
 
-#if defined(__AVX512BF16__) || HAS_AMX
-#define narrow_STRIDE 4
-#define narrow_STEP(ROWS, PANELS) ADD_STEP(ROWS, PANELS, load_weights, broadcast, ADD_PAIRS)
-#define WIDENS 0
-#else
-/* The inputs are widened before; the even input of a pair goes first. */
-INLINE vec even_weights(const char *w) { return (vec)((ivec)load_weights(w) << 16); }
-INLINE vec odd_weights(const char *w) { return (vec)((ivec)load_weights(w) & (int32_t)0xFFFF0000); }
+#if HAS_PAIRS
+#define paired_STRIDE 4
+#define paired_STEP(ROWS, PANELS) ADD_STEP(ROWS, PANELS, load_weights, broadcast, ADD_PAIRS)
+#endif
+
+/* Inputs are widened before, weights as they are read. */
+INLINE vec even_weights(const char *w) { return even_half(load_weights(w)); }
+INLINE vec odd_weights(const char *w) { return odd_half(load_weights(w)); }
 INLINE vec broadcast_odd(const char *x) { return broadcast(x + 4); }
-#define narrow_STRIDE 8
-#define narrow_STEP(ROWS, PANELS)                                                                  \
-  ADD_STEP(ROWS, PANELS, even_weights, broadcast, ADD_PRODUCT);                                    \
-  ADD_STEP(ROWS, PANELS, odd_weights, broadcast_odd, ADD_PRODUCT)
-#define WIDENS 1
+#define EVEN_STEP(ROWS, PANELS) ADD_STEP(ROWS, PANELS, even_weights, broadcast, ADD_PRODUCT)
+#define ODD_STEP(ROWS, PANELS) ADD_STEP(ROWS, PANELS, odd_weights, broadcast_odd, ADD_PRODUCT)
+#define widened_STRIDE 8
+#if HAS_PAIRS /* in the order of the instruction */
+#define widened_STEP(ROWS, PANELS) ODD_STEP(ROWS, PANELS); EVEN_STEP(ROWS, PANELS)
+#else
+#define widened_STEP(ROWS, PANELS) EVEN_STEP(ROWS, PANELS); ODD_STEP(ROWS, PANELS)
 #endif
 
 #define ALONE __attribute__((noinline)) /* the registers are all needed */
@@ -132,24 +135,37 @@ typedef struct {
 #define NAME_TILE(KIND, ROWS, PANELS) KIND##_##ROWS##_##PANELS,
 #define NAME_TILES(KIND, ROWS, PANELS) {{UP_TO_##PANELS(NAME_TILE, KIND, ROWS)}, PANELS},
 
+/* What weights and inputs are when they are multiplied: floats, pairs of narrow numbers, these
+   widened. */
+enum { WIDE, PAIRED, WIDENED, NUM_KINDS };
+
 TILES(DEFINE_TILES, wide)
-static const tiles_t wide_tiles[TILE_ROWS] = {TILES(NAME_TILES, wide)};
-
 #if !HAS_AMX
-TILES(DEFINE_TILES, narrow)
-static const tiles_t narrow_tiles[TILE_ROWS] = {TILES(NAME_TILES, narrow)};
+TILES(DEFINE_TILES, widened)
+#if HAS_PAIRS
+TILES(DEFINE_TILES, paired)
+#endif
 #endif
 
-static const tiles_t *tiles_for(int64_t is_narrow) {
+static const tiles_t tiles_of_kinds[NUM_KINDS][TILE_ROWS] = {
+    [WIDE] = {TILES(NAME_TILES, wide)},
 #if !HAS_AMX
-  if (is_narrow) return narrow_tiles;
+    [WIDENED] = {TILES(NAME_TILES, widened)},
+#if HAS_PAIRS
+    [PAIRED] = {TILES(NAME_TILES, paired)},
 #endif
-  (void)is_narrow;
-  return wide_tiles;
+#endif
+};
+
+static int kind_of(const product_t *p) {
+  if (!p->is_narrow) return WIDE;
+  return widens_pairs() ? WIDENED : PAIRED;
 }
 
-/* What the tiles of so many rows hold, of either type. */
-static const tiles_t *tiles_of(int64_t rows) { return &wide_tiles[MIN(rows, TILE_ROWS) - 1]; }
+/* What the tiles of so many rows hold, of any kind. */
+static const tiles_t *tiles_of(int64_t rows) {
+  return &tiles_of_kinds[WIDE][MIN(rows, TILE_ROWS) - 1];
+}
 
 /* ---- rows times panels */
 
@@ -159,37 +175,40 @@ typedef struct {
   int64_t stride; /* bytes */
 } inputs_t;
 
-static inputs_t inputs_of(const product_t *p, range_t rows, int64_t step, int64_t steps) {
-  int64_t bytes = p->is_narrow ? sizeof(narrow) : sizeof(float);
-  const char *x = (const char *)p->x + rows.first * p->x_stride * bytes + step * 4;
-#if WIDENS
+static inputs_t inputs_of(const product_t *p, int kind, range_t rows, int64_t step,
+                          int64_t steps) {
   static _Thread_local float wide[ROW_BLOCK * CHUNK_BYTES / 4] __attribute__((aligned(64)));
-  if (p->is_narrow) {
-    for (int64_t r = 0; r < rows.end - rows.first; r++)
-      read_numbers(1, x + r * p->x_stride * bytes, 0, wide + r * 2 * steps, 2 * steps);
-    return (inputs_t){(const char *)wide, 2 * steps * (int64_t)sizeof(float)};
-  }
-#endif
-  (void)steps;
-  return (inputs_t){x, p->x_stride * bytes};
-}
-
-static int64_t stride_of(const product_t *p) {
-  return p->is_narrow ? narrow_STRIDE : wide_STRIDE;
+  int64_t stride = p->x_stride * (p->is_narrow ? (int64_t)sizeof(narrow) : (int64_t)sizeof(float));
+  const char *x = (const char *)p->x + rows.first * stride + step * 4;
+  if (kind != WIDENED) return (inputs_t){x, stride};
+  for (int64_t r = 0; r < rows.end - rows.first; r++)
+    read_numbers(1, x + r * stride, 0, wide + r * 2 * steps, 2 * steps);
+  return (inputs_t){(const char *)wide, 2 * steps * (int64_t)sizeof(float)};
 }
 
 /* Some steps of some rows, up to ROW_BLOCK, and of the panels that a tile holds from `panel` on. */
 typedef struct {
   const product_t *p;
+  int kind;
   range_t rows;
   int64_t panel, panels; /* at most what tiles hold */
   int64_t step, steps;
   inputs_t inputs;
 } chunk_t;
 
+static void run_tile(run_tile_t *run, const tile_t *t, int64_t is_narrow) {
+  if (!is_narrow) {
+    run(t);
+    return;
+  }
+  unsigned control = begin_pairs();
+  run(t);
+  end_pairs(control);
+}
+
 static void run_chunk(const chunk_t *c, float *sums) {
   const product_t *p = c->p;
-  const tiles_t *tiles = tiles_for(p->is_narrow);
+  const tiles_t *tiles = tiles_of_kinds[c->kind];
   int64_t rows = c->rows.end - c->rows.first, count = parts(rows, TILE_ROWS);
   int64_t all_steps = steps_of(p->is_narrow, p->k), stride = all_steps * STEP_BYTES;
   int64_t col = c->panel * PANEL, width = MIN(c->panels * PANEL, p->out - col);
@@ -204,7 +223,7 @@ static void run_chunk(const chunk_t *c, float *sums) {
     t.sums = sums + first * MOST_PANELS * PANEL;
     for (int64_t r = first; FETCHES_AHEAD && ends && r < end; r++)
       __builtin_prefetch(p->y + (c->rows.first + r) * p->y_stride + col, 1);
-    tile->of[c->panels - 1](&t);
+    run_tile(tile->of[c->panels - 1], &t, p->is_narrow);
     if (ends)
       for (int64_t r = first; r < end; r++)
         put_sums(p, c->rows.first + r, col, width, sums + r * MOST_PANELS * PANEL);
@@ -214,12 +233,15 @@ static void run_chunk(const chunk_t *c, float *sums) {
 /* Up to MOST_PANELS panels, so that a chunk of inputs is made ready for several. */
 static void multiply_some(const product_t *p, range_t rows, range_t panels, int64_t together) {
   static _Thread_local float sums[ROW_BLOCK * MOST_PANELS * PANEL] __attribute__((aligned(64)));
-  int64_t steps = steps_of(p->is_narrow, p->k), most = CHUNK_BYTES / stride_of(p);
+  int kind = kind_of(p);
+  int64_t most = CHUNK_BYTES / (kind == WIDENED ? widened_STRIDE : wide_STRIDE);
+  int64_t steps = steps_of(p->is_narrow, p->k);
   int64_t chunks = MAX(parts(steps, most), 1);
   int64_t size = rounded_up(parts(steps, chunks), BLOCK_STEPS);
   for (int64_t step = 0; step < steps; step += size) {
-    chunk_t c = {.p = p, .rows = rows, .step = step, .steps = MIN(size, steps - step)};
-    c.inputs = inputs_of(p, rows, step, c.steps);
+    chunk_t c = {.p = p, .kind = kind, .rows = rows, .step = step,
+                 .steps = MIN(size, steps - step)};
+    c.inputs = inputs_of(p, kind, rows, step, c.steps);
     for (c.panel = panels.first; c.panel < panels.end; c.panel += c.panels) {
       c.panels = MIN(together, panels.end - c.panel);
       run_chunk(&c, sums + (c.panel - panels.first) * PANEL);
