@@ -55,23 +55,25 @@ def served(options: Namespace) -> Served:
 
 def measured(options: Namespace) -> Measured:
     offer = served(options)
+    if options.part == "latency":
+        return latency(offer, options)
     plan = day_of(options)
     more = plan.flags if options.part == "day" else []
     with our_server(*offer.flags, *more) as server:
         match options.part:
             case "clients":
                 return clients(server, offer, options)
-            case "latency":
-                size = load_latency.QUICK if options.quick else load_latency.FULL
-                rows = asyncio.run(load_latency.measure(server, size))
-                cells = [row.cells() for row in rows]
-                text, goals = load_latency.about(rows), load_latency.targets(rows)
-                return text, load_latency.COLUMNS, cells, goals
             case "attacks":
                 return attacks(server, offer, options)
             case _:
                 result = asyncio.run(load_day.measure(server, offer, plan))
                 return result.about(), load_day.COLUMNS, result.rows(), result.targets()
+
+
+def latency(offer: Served, options: Namespace) -> Measured:
+    rows = load_latency.run(offer, load_latency.QUICK if options.quick else load_latency.FULL)
+    cells = [row.cells() for row in rows]
+    return load_latency.about(rows), load_latency.COLUMNS, cells, load_latency.targets(rows)
 
 
 def clients(server: Server, offer: Served, options: Namespace) -> Measured:

@@ -235,12 +235,13 @@ def _deviations(losses: Sequence[Sequence[float]]) -> int:
 
 ABOUT = """\
 *clients*: {sampling} sampling and {training} training clients of the official SDK, each with a
-session of its own, in {processes} processes on the server's cores, for {seconds:.0f} s. Each works,
-and waits {pace_s:g} s on average before it works again. Every answer is checked: samples against
-those that the server gave of the same prompt and seed when it did nothing else, the losses of each
-step against those of the other models, which are trained alike; and the answers are counted against
-what the server has on record. A bystander asks for a sample ten times a second, at fixed times, and
-polls once more for its result. The server's resident memory was {before:.0f} MB before, {early:.0f}
-MB in the second quarter of the time, {late:.0f} MB in the last, {after:.0f} MB after the clients
-had gone; it had {open} descriptors open. It had the time of {server_cores:.2f} cores, the clients
+session of its own, in {processes} processes on the server's cores, for {seconds:.0f} s; at a lower
+priority, since they would be on other machines. Each works, and waits {pace_s:g} s on average
+before it works again. Every answer is checked: samples against those that the server gave of the
+same prompt and seed when it did nothing else, the losses of each step against those of the other
+models, which are trained alike; and the answers are counted against what the server has on record.
+A bystander asks for a sample ten times a second, at fixed times, and polls once more for its
+result. The server's resident memory was {before:.0f} MB before, {early:.0f} MB in the second
+quarter of the time, {late:.0f} MB in the last, {after:.0f} MB after the clients had gone; it had
+{open} descriptors open. It had the time of {server_cores:.2f} cores, the clients
 of the SDK that of {client_cores:.2f}; the bystander waits for what is left."""

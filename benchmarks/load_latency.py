@@ -2,17 +2,22 @@
 backend, which computes next to nothing."""
 
 import asyncio
+import os
 import sys
+import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.lib.constant_server import constant_server
 from benchmarks.lib.report import Cell, Target
-from benchmarks.lib.server import sdk_datum, sdk_for
+from benchmarks.lib.server import Served, our_server, sdk_datum, sdk_for
 from benchmarks.lib.timing import quantile
 from benchmarks.lib.tinker_http import PROTO, SDK_VERSION, text_prompt
 from benchmarks.lib.training_http import ADAM
@@ -32,12 +37,17 @@ from tinkercloud.core.types import (
 from tinkercloud.wire import codec
 
 MOST_MS, LEAST_SAMPLES_PER_S = 3.0, 500.0
-STEP_TARGET = "optim_step by HTTP, submitted and retrieved: p50 in ms"
-SAMPLES_TARGET = "samples a second by HTTP"
+STEP_TARGET = "optim_step by {}, submitted and retrieved: p50 in ms"
+SAMPLES_TARGET = "samples a second by {}"
 NUM_TOKENS = 16
 MAX_TOKENS = 4
 IN_FLIGHT = 32
 HTTP, SDK = "HTTP", "SDK"
+DISK, MEMORY, CONSTANT = "", ", data in memory", ", constant answers"
+"""After a client's name: what it talks to."""
+IN_MEMORY = Path("/dev/shm")
+FLUSH = "write and flush of 4 kB (baseline)"
+BASELINE = "{} (baseline)"
 COLUMNS = ("client", "operation", "in flight", "count", "failed", "p50 ms", "p99 ms", "per second")
 
 Operation = Callable[[], Awaitable[None]]
@@ -116,7 +126,7 @@ async def timed(client: str, name: str, operation: Operation, total: int, in_fli
     return Row(client, name, in_flight, latencies, len(failures), wall_s)
 
 
-async def through_http(server: Server, base_model: str, volume: Volume) -> list[Row]:
+async def through_http(name: str, server: Server, base_model: str, volume: Volume) -> list[Row]:
     client = await HttpClient.connect(server, base_model)
     operations = {
         "health check (baseline)": client.health,
@@ -125,8 +135,8 @@ async def through_http(server: Server, base_model: str, volume: Volume) -> list[
         "sample": client.sample,
     }
     rows = []
-    for name, operation in operations.items():
-        rows += await rows_of(HTTP, name, operation, volume)
+    for operation_name, operation in operations.items():
+        rows += await rows_of(name, operation_name, operation, volume)
     client.api.close()
     return rows
 
@@ -207,8 +217,10 @@ class HttpClient:
         assert len(codec.decode_sample_output(result.body).sequences) == 1
 
 
-async def through_sdk(tinker: Any, base_model: str, volume: Volume) -> list[Row]:
-    service = tinker.ServiceClient()
+async def through_sdk(name: str, service: Any, base_model: str, volume: Volume) -> list[Row]:
+    """service: the SDK's client of a server."""
+    import tinker
+
     training = await service.create_lora_training_client(base_model=base_model, rank=8)
     sampling = await service.create_sampling_client(base_model=base_model)
     adam = tinker.AdamParams(learning_rate=1e-4)
@@ -228,9 +240,27 @@ async def through_sdk(tinker: Any, base_model: str, volume: Volume) -> list[Row]
         result = await sampling.sample(prompt, num_samples=1, sampling_params=params)
         assert len(result.sequences) == 1
 
-    rows = await rows_of(SDK, "optim_step", optim_step, volume)
-    rows += await rows_of(SDK, "forward_backward", forward_backward, volume)
-    return rows + await rows_of(SDK, "sample", sample, volume)
+    operations = {"optim_step": optim_step, "forward_backward": forward_backward, "sample": sample}
+    label = BASELINE if name.endswith(CONSTANT) else "{}"
+    rows = []
+    for operation_name, operation in operations.items():
+        rows += await rows_of(name, label.format(operation_name), operation, volume)
+    await service.close("success")
+    return rows
+
+
+async def flushes(folder: Path, total: int) -> Row:
+    """What each commit waits for, and two are in each operation: its request and its outcome are
+    on the disk before the client hears of either."""
+    page = bytes(4096)
+    with tempfile.TemporaryFile(dir=folder) as file:
+
+        async def flush() -> None:
+            file.write(page)
+            file.flush()
+            os.fdatasync(file.fileno())
+
+        return await timed("disk", FLUSH, flush, total, 1)
 
 
 async def directly(volume: Volume) -> tuple[str, list[Row]]:
@@ -254,7 +284,7 @@ async def directly(volume: Volume) -> tuple[str, list[Row]]:
     rows: list[Row] = []
     operations = {"optim_step": optim_step, "forward_backward": forward_backward, "sample": sample}
     for name, operation in operations.items():
-        label = f"{name} (baseline)"
+        label = BASELINE.format(name)
         rows.append(await timed("backend alone", label, operation, volume.sequential, 1))
     await backend.stop()
     return base_model, rows
@@ -269,35 +299,64 @@ def inputs() -> dict[str, np.ndarray]:
     return {"target_tokens": tokens().astype(np.int64), "weights": weights}
 
 
-async def measure(server: Server, volume: Volume) -> list[Row]:
+def run(offer: Served, volume: Volume) -> list[Row]:
+    with ExitStack() as stack:
+        servers = {DISK: stack.enter_context(our_server(*offer.flags))}
+        if IN_MEMORY.is_dir():
+            servers[MEMORY] = stack.enter_context(our_server(*offer.flags, parent=IN_MEMORY))
+        return asyncio.run(measure(servers, volume))
+
+
+async def measure(servers: Mapping[str, Server], volume: Volume) -> list[Row]:
+    """servers: by what follows the client's name; they serve the fake backend."""
     base_model, rows = await directly(volume)
-    rows += await through_http(server, base_model, volume)
-    return rows + await through_sdk(sdk_for(server), base_model, volume)
+    rows.append(await flushes(servers[DISK].data_dir, volume.sequential))
+    for where, server in servers.items():
+        rows += await through_http(f"{HTTP}{where}", server, base_model, volume)
+    tinker = sdk_for(servers[DISK])
+    for where, server in servers.items():
+        service = tinker.ServiceClient(base_url=server.base_url, api_key=server.api_key)
+        rows += await through_sdk(f"{SDK}{where}", service, base_model, volume)
+    with constant_server(base_model, NUM_TOKENS, MAX_TOKENS) as url:
+        service = tinker.ServiceClient(base_url=url, api_key=servers[DISK].api_key)
+        return rows + await through_sdk(f"{SDK}{CONSTANT}", service, base_model, volume)
 
 
 def targets(rows: Sequence[Row]) -> list[Target]:
     by_case = {(row.client, row.operation, row.in_flight): row for row in rows}
-    alone = by_case[HTTP, "optim_step", 1]
-    together = by_case[HTTP, "sample", IN_FLIGHT]
-    return [
-        Target.at_most(STEP_TARGET, alone.p50_ms, MOST_MS),
-        Target.at_least(SAMPLES_TARGET, together.per_second, LEAST_SAMPLES_PER_S, digits=0),
-        Target.at_most("operations that failed", sum(row.failed for row in rows), 0),
-    ]
+    made = []
+    for client in (f"{kind}{where}" for kind in (HTTP, SDK) for where in (DISK, MEMORY)):
+        if (client, "sample", IN_FLIGHT) not in by_case:
+            continue
+        alone, many = by_case[client, "optim_step", 1], by_case[client, "sample", IN_FLIGHT]
+        made.append(Target.at_most(STEP_TARGET.format(client), alone.p50_ms, MOST_MS))
+        samples = SAMPLES_TARGET.format(client)
+        made.append(Target.at_least(samples, many.per_second, LEAST_SAMPLES_PER_S, digits=0))
+    failed = sum(row.failed for row in rows)
+    return [*made, Target.at_most("operations that failed", failed, 0)]
 
 
 def about(rows: Sequence[Row]) -> str:
-    p50_ms = {(row.client, row.operation): row.p50_ms for row in rows if row.in_flight == 1}
-    sdk_ms, http_ms = (p50_ms[client, "optim_step"] for client in (SDK, HTTP))
-    return ABOUT.format(sdk_ms=sdk_ms, own_ms=sdk_ms - http_ms, in_flight=IN_FLIGHT)
+    by_case = {(row.client, row.operation, row.in_flight): row for row in rows}
+    step, sample = (BASELINE.format(name) for name in ("optim_step", "sample"))
+    return ABOUT.format(
+        in_flight=IN_FLIGHT,
+        flush_ms=by_case["disk", FLUSH, 1].p50_ms,
+        step_ms=by_case[f"{SDK}{CONSTANT}", step, 1].p50_ms,
+        samples_per_s=by_case[f"{SDK}{CONSTANT}", sample, IN_FLIGHT].per_second,
+    )
 
 
 ABOUT = """\
 *latency*: each operation is submitted and its result retrieved, from a client process to a server
 process on the same machine, with the fake backend, which computes next to nothing; one at a time,
 and with {in_flight} in flight. *HTTP*: the SDK's requests over bare sockets, whose client costs
-little, so that the server is what is measured. *SDK*: the official SDK in the same process; of its
-p50 of {sdk_ms:.1f} ms for an optim_step, {own_ms:.1f} ms are its own. Training operations of one
-model run in order, so those in flight queue behind each other and their latency is mostly that
-queue; the rate is what counts there. Baselines of the same run: a health check over the same
-connections, and the fake backend called directly. Client and server share the cores."""
+little, so that the server is what is measured. *SDK*: the official SDK in one process. *Data in
+memory*: the server's data folder is on no disk, so that its commits wait for none; elsewhere each
+operation waits for two flushes, of {flush_ms:.2g} ms each here (*disk*). *Constant answers*: the
+SDK on a server without a service, which answers at once with bodies that are ready: what the SDK
+itself takes, {step_ms:.2g} ms for an optim_step and no more than {samples_per_s:.0f} samples a
+second; no server makes that less. Training operations of one model run in order, so those in flight
+queue behind each other and their latency is mostly that queue; the rate is what counts there. More
+baselines of the same run: a health check over the same connections, and the fake backend called
+directly. Client and server share the cores."""

@@ -7,6 +7,7 @@ trained alike have the same losses.
 
 import asyncio
 import json
+import os
 import random
 import sys
 import time
@@ -21,6 +22,9 @@ from benchmarks.lib.server import sdk_datum
 SAMPLING, TRAINING = "sampling", "training"
 LORA_SEED = 7
 AT_ONCE = 8  # clients that connect
+NICENESS = 10
+"""Of the clients: they would be on other machines, and what they compute must not keep the server
+from its cores."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,7 @@ class Clients:
 
 
 async def main() -> None:
+    os.nice(NICENESS)
     clients = Clients(Crowd(**json.loads(sys.argv[1])))
     connected = await clients.connect()
     _say("ready")

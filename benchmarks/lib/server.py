@@ -28,10 +28,10 @@ class Served:
 
 
 @contextmanager
-def our_server(*flags: str) -> Iterator[Server]:
-    """With a data directory of its own."""
+def our_server(*flags: str, parent: Path | None = None) -> Iterator[Server]:
+    """With a data directory of its own, in `parent` where that is given."""
     with (
-        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryDirectory(dir=parent) as folder,
         start_server(*flags, data_dir=Path(folder) / "data") as server,
     ):
         yield server

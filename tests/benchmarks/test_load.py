@@ -112,11 +112,14 @@ async def test_a_day_of_scripts_has_the_server_before_and_after(fake_server: Ser
 
 
 async def test_every_operation_has_a_latency_by_both_clients(sdk_server: Server):
-    rows = await load_latency.measure(sdk_server, load_latency.Volume(1, 3, 8))
-    assert {row.client for row in rows} == {"backend alone", load_latency.HTTP, load_latency.SDK}
+    servers = {load_latency.DISK: sdk_server}
+    rows = await load_latency.measure(servers, load_latency.Volume(1, 3, 8))
+    clients = {"backend alone", "disk", "HTTP", "SDK", "SDK, constant answers"}
+    assert {row.client for row in rows} == clients
     assert [row.failed for row in rows] == [0] * len(rows)
     assert met(load_latency.targets(rows))["operations that failed"]
-    assert "are its own" in load_latency.about(rows)
+    assert len(load_latency.targets(rows)) == 5
+    assert "*Constant answers*" in load_latency.about(rows)
 
 
 def test_the_footprint_of_a_server_grows_by_what_is_opened(fake_server: Server):
