@@ -13,12 +13,13 @@ from tinker_gmi.types import (
     ForwardBackwardOutput,
     ModelInputChunk,
     PromptAltTokens,
+    ProvenanceSpans,
     SampledSequence,
     SampleResponse,
     TensorData,
     TopkRow,
 )
-from tinkercloud.core.types import SampleOutput, Topk, TrainOutput
+from tinkercloud.core.types import ProvenanceSpan, SampleOutput, Topk, TrainOutput
 from tinkercloud.wire import codec
 
 UNSCORED_LOGPROB = -99999.0
@@ -52,6 +53,15 @@ def wire_datum(datum: Datum) -> codec.WireDatum:
     return codec.WireDatum(
         chunks=tuple(_wire_chunk(chunk) for chunk in datum.model_input.chunks),
         inputs={name: tensor.to_numpy() for name, tensor in datum.loss_fn_inputs.items()},
+        model_input_spans=_wire_spans(datum.model_input_spans),
+        loss_fn_input_spans=_wire_spans(datum.loss_fn_input_spans),
+    )
+
+
+def _wire_spans(spans: ProvenanceSpans | None) -> tuple[ProvenanceSpan, ...]:
+    return tuple(
+        ProvenanceSpan(span.type, span.sequence_id, span.offset, span.length)
+        for span in spans or ()
     )
 
 

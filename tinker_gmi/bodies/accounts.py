@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from pydantic import AwareDatetime, Field
 
+from tinker_gmi.bodies.session_statuses import SearchOwner, SessionStatus, SessionStatusQuery
 from tinker_gmi.bodies.wire_model import WireModel
 
 
@@ -31,20 +32,6 @@ class SetProjectRequest(WireModel):
     project_id: str | None = None
 
 
-class SearchOwner(WireModel):
-    """accessible: every owner's sessions that the caller may see; user: those of owner_urns."""
-
-    type: Literal["own", "accessible", "user"] = "own"
-    owner_urns: list[str] = Field(default_factory=list, max_length=10)
-
-
-class SessionStatusQuery(WireModel):
-    """expired is cancelled, in the word for it. reasons: of client_finished; None: any."""
-
-    type: Literal["active", "cancelled", "expired", "failed", "client_finished"]
-    reasons: list[str] | None = None
-
-
 class SessionSearchCursor(WireModel):
     last_created_at: AwareDatetime
     last_session_id: str
@@ -63,10 +50,6 @@ class SessionSearchRequest(WireModel):
     cursor: SessionSearchCursor | None = None
 
 
-SessionStatus = dict[str, Any]
-"""{"type": "active"}, {"type": "client_finished", "reason": {"type"}, "detail"}, {"type": "failed",
-"category", "reason", "message"}, or {"type": "cancelled", "detail"}: it has expired (wire
-specification, section 12)."""
 SessionState = Literal["active", "silent", "expired", "failed", "finished"]
 """silent: its client stopped without a word, and it has not expired yet."""
 
@@ -126,7 +109,7 @@ class BillingUsageResponse(WireModel):
     cost_data_through: AwareDatetime | None = None
 
 
-class CheckpointStorageItem(WireModel):
+class CurrentCheckpointStorageUsageItem(WireModel):
     project_id: str | None = None
     org_user_urn: str | None = None
     user_email: str | None = None
@@ -137,20 +120,21 @@ class CheckpointStorageItem(WireModel):
 
 
 class CurrentCheckpointStorageUsageResponse(WireModel):
-    data: list[CheckpointStorageItem]
+    data: list[CurrentCheckpointStorageUsageItem]
     effective_rate_usd_per_gigabyte_month: float | None = None
 
 
-class AuditEntryView(WireModel):
+class AuditLogEntry(WireModel):
     timestamp: AwareDatetime
     event: str
     event_details: dict[str, Any]
     model_id: str | None = None
     tinker_path: str | None = None
+    purpose: str | None = None
 
 
 class AuditLogResponse(WireModel):
-    entries: list[AuditEntryView]
+    entries: list[AuditLogEntry]
 
 
 class WhoamiResponse(WireModel):

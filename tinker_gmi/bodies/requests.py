@@ -4,10 +4,12 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from tinker_gmi.bodies.optimizers import AdamParams, adamw
 from tinker_gmi.bodies.tensors import Datum, ModelInput, TensorData
 from tinker_gmi.bodies.wire_model import WireModel
 
 ModelID = str
+RequestID = str
 SamplingClientKind = Literal["snapshot", "inflight"]
 LossFnType = str
 """A loss by its name: cross_entropy, importance_sampling, ppo, cispo, dro, gspo, ...
@@ -72,17 +74,13 @@ class LoraConfig(WireModel):
     train_attn: bool = True
 
 
-def _adamw() -> dict[str, Any]:
-    return {"type": "adamw"}
-
-
 class CreateModelRequest(WireModel):
     session_id: str
     model_seq_id: int
     base_model: str
     user_metadata: dict[str, Any] | None = None
     lora_config: LoraConfig | None = None
-    optimizer_config: dict[str, Any] = Field(default_factory=_adamw)
+    optimizer_config: dict[str, Any] = Field(default_factory=adamw)
     type: Literal["create_model"] = "create_model"
 
 
@@ -131,17 +129,6 @@ class ForwardRequest(WireModel):
     model_id: str
     forward_input: ForwardBackwardInput
     seq_id: int | None = None
-
-
-class AdamParams(WireModel):
-    """AdamW with decoupled weight decay; grad_clip_norm 0 does not clip."""
-
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
 
 
 class OptimStepRequest(WireModel):
@@ -257,7 +244,7 @@ class FutureRetrieveRequest(WireModel):
     allow_metadata_only: bool = False
 
 
-class FuturesTarget(WireModel):
+class SamplingSessionFuturesTarget(WireModel):
     """One client of a sampling session; cloned_sampler_id is its seq_ids // 1_000_000_000."""
 
     sampling_session_id: str
@@ -268,7 +255,7 @@ class FuturesTarget(WireModel):
 class FuturesRetrieveRequest(WireModel):
     """timeout None: the server's own; 0: answer at once."""
 
-    target: FuturesTarget
+    target: SamplingSessionFuturesTarget
     prev_cursor: int = Field(default=0, ge=0, le=2**62)
     timeout: float | None = None
     retrieved_request_ids: list[str] = Field(default_factory=list)

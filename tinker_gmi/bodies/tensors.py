@@ -21,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from tinker_gmi.bodies.provenance import ProvenanceSpans, check_tiling
 from tinker_gmi.bodies.wire_model import WireModel
 from tinkercloud.wire.codec import check_csr, densify_csr, reshaped
 
@@ -310,6 +311,25 @@ class Datum(WireModel):
 
     model_input: ModelInput
     loss_fn_inputs: LossFnInputs = Field(default_factory=dict)
+    model_input_spans: ProvenanceSpans | None = None
+    loss_fn_input_spans: ProvenanceSpans | None = None
+
+    @model_validator(mode="after")
+    def _both_or_neither(self) -> Self:
+        if (self.model_input_spans is None) != (self.loss_fn_input_spans is None):
+            raise ValueError("model_input_spans and loss_fn_input_spans come as a pair")
+        return self
+
+    def with_provenance(
+        self, model_input: ProvenanceSpans, loss_fn_inputs: ProvenanceSpans
+    ) -> Self:
+        """A copy that says which tokens were prompts and which were sampled; the second list is of
+        `target_tokens`. Raises ValueError where the spans do not tile their field."""
+        check_tiling("model_input", model_input, self.model_input.length)
+        targets = self.loss_fn_inputs.get("target_tokens")
+        if targets is not None and targets.shape is not None and len(targets.shape) == 1:
+            check_tiling("loss_fn_inputs", loss_fn_inputs, targets.shape[0])
+        return self.replace(model_input_spans=model_input, loss_fn_input_spans=loss_fn_inputs)
 
     @field_validator("loss_fn_inputs", mode="before")
     @classmethod

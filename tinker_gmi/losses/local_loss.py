@@ -39,7 +39,7 @@ def _with_weights(datum: Datum, weights: TensorData | None) -> Datum:
     if weights is None:
         weights = TensorData.from_numpy(np.zeros(targets.shape or [], np.float32))
     inputs = {"target_tokens": targets, "weights": weights}
-    return Datum(model_input=datum.model_input, loss_fn_inputs=inputs)
+    return datum.replace(loss_fn_inputs=inputs)
 
 
 def differentiate(

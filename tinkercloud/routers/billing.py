@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query, Response
 from pydantic import AwareDatetime
 
-from tinker_gmi.types import AuditEntryView, AuditLogResponse
+from tinker_gmi.types import AuditLogEntry, AuditLogResponse
 from tinkercloud.routers.deps import AudienceDep, ServicesDep, answer
 from tinkercloud.storage.audit_log import AuditEntry
 
@@ -48,9 +48,9 @@ async def audit(
     return answer(AuditLogResponse(entries=views))
 
 
-def _view(entry: AuditEntry, *, name_owner: bool) -> AuditEntryView:
+def _view(entry: AuditEntry, *, name_owner: bool) -> AuditLogEntry:
     path = entry.details.get("tinker_path")
-    return AuditEntryView(
+    return AuditLogEntry(
         timestamp=datetime.fromtimestamp(entry.at, UTC),
         event=entry.event,
         event_details={**entry.details, **({"user": entry.user} if name_owner else {})},

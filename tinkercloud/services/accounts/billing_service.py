@@ -13,7 +13,7 @@ from tinker_gmi.types import (
     BillingUsageEvent,
     BillingUsageResponse,
     BillingUsageSession,
-    CheckpointStorageItem,
+    CurrentCheckpointStorageUsageItem,
     CurrentCheckpointStorageUsageResponse,
 )
 from tinkercloud.errors import UserError
@@ -93,7 +93,7 @@ class BillingService:
     ) -> CurrentCheckpointStorageUsageResponse:
         """By user and project."""
         items = [
-            CheckpointStorageItem(
+            CurrentCheckpointStorageUsageItem(
                 project_id=stored.project_id,
                 org_user_urn=user_urn(stored.user),
                 user_email=stored.user if "@" in stored.user else None,

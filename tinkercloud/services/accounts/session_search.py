@@ -7,6 +7,11 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, cast
 
 from tinker_gmi.types import (
+    ClientSessionFinished,
+    SessionActive,
+    SessionCancelled,
+    SessionFailed,
+    SessionFailedRequestReason,
     SessionSearchCursor,
     SessionSearchRequest,
     SessionSearchResponse,
@@ -76,32 +81,27 @@ class SessionSearch:
             is_ours = session.finish_reason in FINISH_REASONS  # not that of a copy's own session
             reason = {"type": session.finish_reason if is_ours else "success"}
             detail = session.details.get("finish_detail")
-            return {"type": "client_finished", "reason": reason, "detail": detail}
+            return ClientSessionFinished.model_validate({"reason": reason, "detail": detail})
         if session.expired_at is not None:
             at = datetime.fromtimestamp(session.expired_at, UTC).isoformat(timespec="seconds")
             detail = f"expired at {at} for want of heartbeats; the next one resumes it"
-            return {"type": "cancelled", "detail": detail}
+            return SessionCancelled(detail=detail)
         if session.heartbeat_at > time.time() - ALIVE_S:
-            return {"type": "active"}
+            return SessionActive()
         last = await self._sessions.last_result(session.user, session.session_id)
         if last is None or last.body is None:
             return None
         failure = json.loads(last.body)
-        return {
-            "type": "failed",
-            "category": "user" if failure["category"] == "user" else "internal",
-            "reason": {
-                "type": "request",
-                "request_id": last.request_id,
-                "request_type": last.kind,
-            },
-            "message": failure["error"],
-        }
+        return SessionFailed(
+            category="user" if failure["category"] == "user" else "internal",
+            reason=SessionFailedRequestReason(request_id=last.request_id, request_type=last.kind),
+            message=failure["error"],
+        )
 
 
 def state_of(status: SessionStatus | None) -> SessionState:
     """In one word. Clients of the protocol have none for an expired session but "cancelled"."""
-    return "silent" if status is None else _STATES[status["type"]]
+    return "silent" if status is None else _STATES[status.type]
 
 
 def _owners(body: SessionSearchRequest, user: str, *, everybody: bool) -> list[str] | None:
@@ -134,9 +134,11 @@ def metadata_of(session: Session) -> dict[str, str]:
 
 
 def _is(status: SessionStatus | None, query: SessionStatusQuery) -> bool:
-    if status is None or query.type not in (status["type"], state_of(status)):
+    if status is None or query.type not in (status.type, state_of(status)):
         return False
-    return query.reasons is None or status["reason"]["type"] in query.reasons
+    if query.reasons is None:
+        return True
+    return isinstance(status, ClientSessionFinished) and status.reason.type in query.reasons
 
 
 def _summary(
