@@ -26,7 +26,8 @@ from tinker_gmi.connection.errors import (
     UnprocessableEntityError,
 )
 from tinker_gmi.connection.futures import APIFuture, ClientFuture
-from tinker_gmi.connection.transport import RetryPolicy
+from tinker_gmi.connection.progress import Progress
+from tinker_gmi.connection.retries import RetryConfig, RetryPolicy
 from tinker_gmi.rest_client import RestClient
 from tinker_gmi.sampling_client import SamplingClient
 from tinker_gmi.service_client import ServiceClient

@@ -11,8 +11,9 @@ import httpx
 from tinker_gmi.async_methods import async_result
 from tinker_gmi.connection import settings
 from tinker_gmi.connection.futures import APIFuture
+from tinker_gmi.connection.retries import RetryPolicy
 from tinker_gmi.connection.session import Session
-from tinker_gmi.connection.transport import RetryPolicy, Transport
+from tinker_gmi.connection.transport import Transport
 from tinker_gmi.types import (
     AuditLogResponse,
     BillingUsageResponse,
@@ -105,7 +106,7 @@ class AdminClient:
     ) -> APIFuture[ModelT]:
         given = {name: value for name, value in (query or {}).items() if value is not None}
         full_path = f"{path}?{urlencode(given)}" if given else path
-        return self._submit(self._session.transport.get(full_path, reply))
+        return self._submit(self._session.get(full_path, reply))
 
     def _submit(self, coroutine: Coroutine[Any, Any, ModelT]) -> APIFuture[ModelT]:
         return self._session.submit(coroutine)

@@ -1,19 +1,18 @@
 """RestClient: what the server keeps of sessions, training runs, samplers and checkpoints."""
 
 import asyncio
-import base64
-import binascii
 import json
 import uuid
-from typing import Any, Literal, cast
+from typing import Literal
 
 from tinker_gmi.admin_client import AdminClient
 from tinker_gmi.async_methods import async_result
 from tinker_gmi.connection import settings
+from tinker_gmi.connection.credentials import jwt_claims
 from tinker_gmi.connection.errors import APIResponseValidationError, TinkerError
 from tinker_gmi.connection.futures import APIFuture
 from tinker_gmi.connection.session import Session
-from tinker_gmi.connection.transport import Call
+from tinker_gmi.connection.transport import IDEMPOTENCY_KEY, Call
 from tinker_gmi.types import (
     AuthTokenRequest,
     AuthTokenResponse,
@@ -43,7 +42,6 @@ from tinker_gmi.types import (
 AccessScope = Literal["owned", "accessible"]
 
 TRACE_POLL_PERIOD_S = 5.0
-IDEMPOTENCY_KEY = "X-Idempotency-Key"
 WEIGHTS_ACCESS_TOKEN = "X-Tinker-Weights-Access-Token"
 
 
@@ -73,7 +71,7 @@ class RestClient(AdminClient):
 
     def search_sessions(self, request: SessionSearchRequest) -> APIFuture[SessionSearchResponse]:
         """Sessions that pass every filter of the request, the newest first."""
-        post = self._session.transport.post("sessions/search", request, SessionSearchResponse)
+        post = self._session.post("sessions/search", request, SessionSearchResponse)
         return self._submit(post)
 
     def get_session(
@@ -162,7 +160,7 @@ class RestClient(AdminClient):
     def get_weights_info_by_tinker_path(self, tinker_path: str) -> APIFuture[WeightsInfoResponse]:
         """The base model and adapter of a checkpoint."""
         body = WeightsInfoRequest(tinker_path=tinker_path)
-        return self._submit(self._session.transport.post("weights_info", body, WeightsInfoResponse))
+        return self._submit(self._session.post("weights_info", body, WeightsInfoResponse))
 
     def get_external_weights_urls(self, tinker_path: str) -> APIFuture[ExternalWeightsUrlsResponse]:
         """A link to each file of weights that `save_weights_external` saved."""
@@ -245,6 +243,7 @@ class RestClient(AdminClient):
         content = b"" if body is None else json.dumps(body.to_json_dict()).encode()
 
         async def send() -> None:
+            await self._session.configured()
             await self._session.transport.send(Call(method, path, content))
 
         return self._session.submit(send())
@@ -252,7 +251,7 @@ class RestClient(AdminClient):
     async def _trace_url(self, session_id: str) -> str:
         path = f"sessions/{session_id}/trace_export"
         while True:
-            export = await self._session.transport.get(path, TraceExportResponse)
+            export = await self._session.get(path, TraceExportResponse)
             if export.status == "ready" and export.url is not None:
                 return export.url
             if export.status != "pending":
@@ -260,10 +259,10 @@ class RestClient(AdminClient):
             await asyncio.sleep(TRACE_POLL_PERIOD_S)
 
     async def _whoami(self) -> WhoamiResponse:
-        token = await self._session.transport.post(
-            "auth/token", AuthTokenRequest(), AuthTokenResponse
-        )
+        token = await self._session.post("auth/token", AuthTokenRequest(), AuthTokenResponse)
         claims = jwt_claims(token.jwt)
+        if not {"sub", "org_id"} <= set(claims):
+            raise APIResponseValidationError("the server's token lacks the claims sub and org_id")
         return WhoamiResponse(
             user_urn=claims["sub"],
             org_urn=f"tml:organization:{claims['org_id']}",
@@ -280,18 +279,6 @@ async def copy_weights(session: Session, request: CopyWeightsRequest, token: str
         "copy_weights", request, CopyWeightsResponse, headers=headers
     )
     return reply.tinker_path
-
-
-def jwt_claims(jwt: str) -> dict[str, Any]:
-    """Claims that name the caller; the signature is the server's own business."""
-    try:
-        payload = jwt.split(".")[1]
-        claims = json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
-    except (IndexError, ValueError, binascii.Error) as error:
-        raise APIResponseValidationError("the server's token is no JWT") from error
-    if not isinstance(claims, dict) or not {"sub", "org_id"} <= set(cast("dict[str, Any]", claims)):
-        raise APIResponseValidationError("the server's token lacks the claims sub and org_id")
-    return cast("dict[str, Any]", claims)
 
 
 def _checkpoint_path(parsed: ParsedCheckpointTinkerPath) -> str:

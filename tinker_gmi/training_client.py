@@ -2,15 +2,19 @@
 
 import asyncio
 import dataclasses
+import functools
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import httpx
 
 from tinker_gmi.async_methods import async_call, async_result
 from tinker_gmi.connection.errors import TinkerError
 from tinker_gmi.connection.futures import APIFuture, ClientFuture
-from tinker_gmi.connection.session import Operation, Session
+from tinker_gmi.connection.lane import Operation
+from tinker_gmi.connection.progress import QueueLog, RequestType, Work
+from tinker_gmi.connection.retries import RetryConfig
+from tinker_gmi.connection.session import Session
 from tinker_gmi.connection.transport import decoder, is_protobuf
 from tinker_gmi.conversions import (
     check_sparse_growth,
@@ -26,7 +30,13 @@ from tinker_gmi.losses.local_loss import (
     forward_data,
     with_local_metrics,
 )
-from tinker_gmi.sampling_client import SamplingClient, open_sampling_client
+from tinker_gmi.losses.traced_loss import LossHandle, check_inputs, run_traced
+from tinker_gmi.sampling_client import (
+    Sampler,
+    SamplingClient,
+    SamplingOptions,
+    open_sampling_client,
+)
 from tinker_gmi.tokenizer import load_tokenizer
 from tinker_gmi.types import (
     AdamParams,
@@ -36,6 +46,7 @@ from tinker_gmi.types import (
     LoadWeightsRequest,
     LoadWeightsResponse,
     LossFnType,
+    OptimParams,
     OptimStepRequest,
     OptimStepResponse,
     SamplingClientKind,
@@ -71,6 +82,7 @@ class TrainingClient:
         self._session = session
         self._info = info
         self._lane = session.lane()
+        self._queue_log = QueueLog(f"training of {info.model_id}")
 
     @property
     def model_id(self) -> str:
@@ -107,14 +119,30 @@ class TrainingClient:
     forward_backward_async = async_call(forward_backward)
 
     def forward_backward_custom(
-        self, data: Sequence[Datum], loss_fn: CustomLossFn
+        self,
+        data: Sequence[Datum],
+        loss_fn: CustomLossFn | LossHandle,
+        *,
+        loss_type_input: Literal["logprobs"] | None = None,
     ) -> APIFuture[ForwardBackwardOutput]:
-        """forward_backward with a loss computed by the client: `loss_fn(data, logprobs)` returns a
-        torch scalar and metrics. Costs one more forward pass. Needs torch."""
+        """forward_backward with a loss of the user's own. A handle of `create_custom_loss` runs on
+        the server, where that takes it. A function runs here, as `loss_fn(data, logprobs)`, and
+        returns a torch scalar and metrics: it costs one more forward pass, and needs torch.
+        loss_type_input: logprobs is all that there is."""
+        if loss_type_input not in (None, "logprobs"):
+            raise ValueError(f"loss_type_input {loss_type_input!r} is not offered; only 'logprobs'")
         datums = list(data)
+        if isinstance(loss_fn, LossHandle):
+            if loss_fn.session_id != self._session.started_id:
+                raise ValueError(f"loss {loss_fn.name!r} is of another session")
+            check_inputs(loss_fn, datums)
+            if loss_fn.loss_id is not None:
+                return self.forward_backward(datums, "custom", {"loss_id": loss_fn.loss_id})
+            loss_fn = functools.partial(run_traced, loss_fn)
+        function = loss_fn
         forward = self._batch(forward_data(datums), "cross_entropy", None, forward_only=True)
         return self._ordered(
-            lambda: self._post_custom(datums, loss_fn, forward), self._collect_custom
+            lambda: self._post_custom(datums, function, forward), self._collect_custom
         )
 
     forward_backward_custom_async = async_call(forward_backward_custom)
@@ -123,23 +151,24 @@ class TrainingClient:
 
     def optim_step(
         self,
-        optim_params: AdamParams | Mapping[str, Any] | None = None,
+        optim_params: OptimParams | Mapping[str, Any] | None = None,
         *,
         adam_params: AdamParams | None = None,
     ) -> APIFuture[OptimStepResponse]:
-        """Take one optimizer step with the accumulated gradient and clear it. A mapping with a
-        `type` selects an optimizer other than AdamW."""
+        """Take one optimizer step with the accumulated gradient and clear it. Parameters
+        of another family, or a mapping with a `type`, are for a model of that optimizer."""
         if optim_params is not None and adam_params is not None:
             raise ValueError("give optim_params or adam_params, not both")
         params = adam_params if optim_params is None else optim_params
         if params is None:
             raise TypeError("optim_step needs AdamParams")
+        others = params.to_json_dict() if isinstance(params, WireModel) else dict(params)
         body = OptimStepRequest(
             model_id=self.model_id,
             adam_params=params if isinstance(params, AdamParams) else None,
-            optimizer_params=None if isinstance(params, AdamParams) else dict(params),
+            optimizer_params=None if isinstance(params, AdamParams) else others,
         )
-        return self._ordered_post("optim_step", body, OptimStepResponse)
+        return self._ordered_post("optim_step", body, OptimStepResponse, "OptimStep")
 
     optim_step_async = async_call(optim_step)
 
@@ -161,7 +190,7 @@ class TrainingClient:
             overwrite=overwrite,
             user_metadata=None if user_metadata is None else dict(user_metadata),
         )
-        return self._ordered_post("save_weights", body, SaveWeightsResponse)
+        return self._ordered_post("save_weights", body, SaveWeightsResponse, "SaveWeights")
 
     save_state_async = async_call(save_state)
 
@@ -178,7 +207,7 @@ class TrainingClient:
             ttl_seconds=ttl_seconds,
             user_metadata=None if user_metadata is None else dict(user_metadata),
         )
-        return self._ordered_post("save_weights_for_sampler", body, SaveWeightsForSamplerResponse)
+        return self._save_for_sampler(body)
 
     save_weights_for_sampler_async = async_call(save_weights_for_sampler)
 
@@ -196,7 +225,9 @@ class TrainingClient:
             ttl_seconds=ttl_seconds,
             age_encryption_recipients=age_encryption_recipients,
         )
-        return self._ordered_post("save_weights_external", body, SaveWeightsExternalResponse)
+        return self._ordered_post(
+            "save_weights_external", body, SaveWeightsExternalResponse, "SaveWeightsExternal"
+        )
 
     save_weights_external_async = async_call(save_weights_external)
 
@@ -225,42 +256,58 @@ class TrainingClient:
             optimizer=optimizer,
             weights_access_token=weights_access_token,
         )
-        return self._ordered_post("load_weights", body, LoadWeightsResponse)
+        return self._ordered_post("load_weights", body, LoadWeightsResponse, "LoadWeights")
 
     # ---- samplers
 
     def save_weights_and_get_sampling_client(
-        self, name: str | None = None, *, kind: SamplingClientKind = "snapshot"
+        self,
+        name: str | None = None,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+        kind: SamplingClientKind = "snapshot",
     ) -> ClientFuture[SamplingClient]:
         """A sampling client of the weights after the calls so far. Without a name they are not
-        kept beyond the session. kind "inflight": the client follows later inflight saves."""
+        kept beyond the session. kind "inflight": the client follows later inflight saves.
+        retry_config, record_stability_info: as of ServiceClient.create_sampling_client."""
         body = SaveWeightsForSamplerRequest(model_id=self.model_id, path=name, kind=kind)
         if name is None:
             body.sampling_session_seq_id = self._session.next_sampling_session_seq_id()
-        future = self._ordered_post("save_weights_for_sampler", body, SaveWeightsForSamplerResponse)
-        return self._session.submit_client(self._open_sampler(future))
+        options = SamplingOptions(retry_config, record_stability_info)
+        return self._session.submit_client(
+            self._open_sampler(self._save_for_sampler(body), options)
+        )
 
     save_weights_and_get_sampling_client_async = async_result(save_weights_and_get_sampling_client)
 
-    def create_sampling_client(self, model_path: str) -> ClientFuture[SamplingClient]:
-        """A sampling client of saved weights."""
-        sampler = open_sampling_client(self._session, model_path=model_path)
+    def create_sampling_client(
+        self,
+        model_path: str,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+    ) -> ClientFuture[SamplingClient]:
+        """A sampling client of saved weights; arguments as of ServiceClient's."""
+        options = SamplingOptions(retry_config, record_stability_info)
+        sampler = open_sampling_client(self._session, model_path=model_path, options=options)
         return self._session.submit_client(sampler)
 
     create_sampling_client_async = async_result(create_sampling_client)
 
     async def _open_sampler(
-        self, future: APIFuture[SaveWeightsForSamplerResponse]
+        self, future: APIFuture[SaveWeightsForSamplerResponse], options: SamplingOptions
     ) -> SamplingClient:
         reply = await future
         if reply.sampling_session_id is None:
-            return await open_sampling_client(self._session, model_path=reply.path)
-        return SamplingClient(
-            self._session,
-            reply.sampling_session_id,
-            self._info.model_data.model_name or "",
-            self._info.model_data.tokenizer_id,
-        )
+            return await open_sampling_client(self._session, model_path=reply.path, options=options)
+        model = self._info.model_data
+        sampler = Sampler(reply.sampling_session_id, model.model_name or "", model.tokenizer_id)
+        return SamplingClient(self._session, sampler, options)
+
+    def _save_for_sampler(
+        self, body: SaveWeightsForSamplerRequest
+    ) -> APIFuture[SaveWeightsForSamplerResponse]:
+        path, reply = "save_weights_for_sampler", SaveWeightsForSamplerResponse
+        return self._ordered_post(path, body, reply, "SaveWeightsForSampler")
 
     # ---- about the model
 
@@ -279,9 +326,12 @@ class TrainingClient:
 
     # ---- requests
 
-    def _ordered_post(self, path: str, body: Any, reply: type[ModelT]) -> APIFuture[ModelT]:
+    def _ordered_post(
+        self, path: str, body: Any, reply: type[ModelT], request_type: RequestType
+    ) -> APIFuture[ModelT]:
         async def collect(request_id: str) -> ModelT:
-            return await self._session.result(request_id, reply)
+            work = Work(request_id, request_type, self.model_id)
+            return await self._session.result(work, reply, self._queue_log)
 
         return self._ordered(lambda: self._post(path, body), collect)
 
@@ -334,22 +384,26 @@ class TrainingClient:
             for chunk in chunks
         ]
 
-    async def _post_batch(self, batch: list[codec.ForwardBackwardRequest]) -> list[str]:
-        """The request ids, in order."""
-        request_ids: list[str] = []
+    async def _post_batch(self, batch: list[codec.ForwardBackwardRequest]) -> list[Work]:
+        """What was acknowledged, in order."""
+        posted: list[Work] = []
         for unnumbered in batch:
             request = dataclasses.replace(unnumbered, seq_id=self._lane.next_seq_id())
             acknowledgement = await self._session.transport.post_protobuf(
                 "forward_backward",
                 codec.encode_forward_backward_request(request),
                 UntypedAPIFuture,
+                compress=bool(self._session.config.proto_compress_fwdbwd),
             )
-            request_ids.append(acknowledgement.request_id)
-        return request_ids
+            request_type = "Forward" if request.forward_only else "ForwardBackward"
+            posted.append(Work(acknowledgement.request_id, request_type, self.model_id))
+        return posted
 
-    async def _collect(self, request_ids: list[str]) -> ForwardBackwardOutput:
-        retrieve = self._session.transport.retrieve
-        polls = [retrieve(i, _decode_output, protobuf=True) for i in request_ids]
+    async def _collect(self, posted: list[Work]) -> ForwardBackwardOutput:
+        polls = [
+            self._session.retrieve(work, _decode_output, protobuf=True, on_queue=self._queue_log)
+            for work in posted
+        ]
         return merge_outputs(await asyncio.gather(*polls))
 
     async def _post_custom(
@@ -357,7 +411,7 @@ class TrainingClient:
         data: list[Datum],
         loss_fn: CustomLossFn,
         forward: list[codec.ForwardBackwardRequest],
-    ) -> tuple[list[str], LocalLoss]:
+    ) -> tuple[list[Work], LocalLoss]:
         """Holds the lane until the backward pass is acknowledged: operations that the caller
         submits meanwhile must run after it."""
         output = await self._collect(await self._post_batch(forward))
@@ -365,9 +419,11 @@ class TrainingClient:
         backward = self._batch(local.data, "cross_entropy", None)
         return await self._post_batch(backward), local
 
-    async def _collect_custom(self, backward: tuple[list[str], LocalLoss]) -> ForwardBackwardOutput:
-        request_ids, local = backward
-        return with_local_metrics(await self._collect(request_ids), local)
+    async def _collect_custom(
+        self, backward: tuple[list[Work], LocalLoss]
+    ) -> ForwardBackwardOutput:
+        posted, local = backward
+        return with_local_metrics(await self._collect(posted), local)
 
 
 def _decode_output(response: httpx.Response) -> ForwardBackwardOutput:

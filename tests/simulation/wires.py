@@ -15,7 +15,9 @@ from tinker_gmi.connection.errors import (
     APIStatusError,
     RequestFailedError,
 )
-from tinker_gmi.connection.transport import JSON, PROTOBUF, Call, RetryPolicy, Transport
+from tinker_gmi.connection.polling import Poll, retrieve
+from tinker_gmi.connection.retries import RetryPolicy
+from tinker_gmi.connection.transport import JSON, PROTOBUF, Call, Transport
 
 POST_TIMEOUT_S = 60.0
 POLL_TIMEOUT_S = 45.0
@@ -147,7 +149,7 @@ class GmiWire:
             return ("completed", response.headers["content-type"], response.content)
 
         try:
-            return await self._transport.retrieve(request_id, decode, protobuf=True)
+            return await retrieve(self._transport, Poll(request_id, protobuf=True), decode)
         except RequestFailedError as error:
             return ("failed", error.category, str(error.message).encode())
         except APIConnectionError as error:

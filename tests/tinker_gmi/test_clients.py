@@ -13,8 +13,8 @@ import torch
 
 import tinker_gmi as tinker
 from tests.mock_api import DROP, FAST, MockApi
+from tinker_gmi import RetryPolicy
 from tinker_gmi.connection import session as session_module
-from tinker_gmi.connection.transport import RetryPolicy
 
 ADAM = tinker.AdamParams(learning_rate=0.5)
 PROMPT = tinker.ModelInput.from_ints([1, 2, 3])

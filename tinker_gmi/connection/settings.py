@@ -18,3 +18,13 @@ def api_key(argument: str | None) -> str | None:
 def project_id(argument: str | None) -> str | None:
     """The argument, else TINKER_PROJECT_ID, else none."""
     return argument or os.environ.get("TINKER_PROJECT_ID") or None
+
+
+def credential_command() -> str | None:
+    """TINKER_CREDENTIAL_CMD: prints a credential, for organizations whose keys are short-lived."""
+    return os.environ.get("TINKER_CREDENTIAL_CMD") or None
+
+
+def tags() -> list[str]:
+    """TINKER_TAGS: labels of the sessions of this process, separated by commas."""
+    return [tag for part in os.environ.get("TINKER_TAGS", "").split(",") if (tag := part.strip())]

@@ -1,55 +1,41 @@
-"""HTTP with retries, and long polls for results."""
+"""HTTP with retries."""
 
 import asyncio
 import json
-import random
+import logging
 import time
+import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import httpx
 from pydantic import ValidationError
 
-from tinker_gmi.bodies.requests import FutureRetrieveRequest
-from tinker_gmi.bodies.responses import RequestFailedResponse
 from tinker_gmi.bodies.wire_model import WireModel
+from tinker_gmi.connection.credentials import Credentials
 from tinker_gmi.connection.errors import (
     APIConnectionError,
     APIError,
     APIResponseValidationError,
     APITimeoutError,
+    BillingError,
     RateLimitError,
-    RequestFailedError,
     status_error,
 )
+from tinker_gmi.connection.retries import RetryPolicy, retry_after_s
+from tinker_gmi.connection.zstd import zstd_frame
 
-T = TypeVar("T")
 ModelT = TypeVar("ModelT", bound=WireModel)
+
+logger = logging.getLogger("tinker_gmi")
 
 PROTOBUF = "application/x-protobuf"
 JSON = "application/json"
-POLL_TIMEOUT_S = 60.0  # servers hold a poll for about 30 s
-
-
-@dataclass(frozen=True, slots=True)
-class RetryPolicy:
-    """Delays double from `first_delay_s` to `max_delay_s`, less up to a quarter of jitter.
-
-    After `give_up_s` seconds without a useful answer the last error is raised.
-    quick_poll_s: the server did not hold a poll that it answered "pending" in less time; the next
-    poll is then delayed, so that the client never polls in a busy loop.
-    """
-
-    first_delay_s: float = 0.5
-    max_delay_s: float = 10.0
-    give_up_s: float = 300.0
-    quick_poll_s: float = 1.0
-
-    def delay_s(self, attempt: int) -> float:
-        """The delay before retry number `attempt`, counted from 0."""
-        delay = min(self.first_delay_s * 2.0 ** min(attempt, 32), self.max_delay_s)
-        return delay * random.uniform(0.75, 1.0)
+IDEMPOTENCY_KEY = "X-Idempotency-Key"
+MAX_BILLING_PAUSE_S = 3600.0
+# What these raise is told at once: there is no job yet that could be paused.
+UNPAUSED = ("auth/token", "create_session", "create_sampling_session", "create_model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +66,13 @@ class Transport:
         http_transport: httpx.AsyncBaseTransport | None = None,
         retry: RetryPolicy | None = None,
     ):
-        headers = {"User-Agent": user_agent} | ({"X-API-Key": api_key} if api_key else {})
         self.retry = retry or RetryPolicy()
+        self.credentials = Credentials(api_key)
+        self.max_billing_pause_s = MAX_BILLING_PAUSE_S
         self.base_url = base_url.rstrip("/")
         self._client = httpx.AsyncClient(
             base_url=f"{self.base_url}/api/v1/",
-            headers=headers,
+            headers={"User-Agent": user_agent},
             transport=http_transport,
             # A held poll occupies a connection; a limit here would starve submissions.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
@@ -108,24 +95,36 @@ class Transport:
         call = Call("POST", path, content, patient=patient, headers=headers or {})
         return _parse(await self.send(call), reply)
 
-    async def post_protobuf(self, path: str, body: bytes, reply: type[ModelT]) -> ModelT:
-        return _parse(await self.send(Call("POST", path, body, content_type=PROTOBUF)), reply)
+    async def post_protobuf(
+        self, path: str, body: bytes, reply: type[ModelT], *, compress: bool = False
+    ) -> ModelT:
+        headers = {"Content-Encoding": "zstd"} if compress else {}
+        content = await asyncio.to_thread(zstd_frame, body) if compress else body
+        call = Call("POST", path, content, content_type=PROTOBUF, headers=headers)
+        return _parse(await self.send(call), reply)
 
     async def get(self, path: str, reply: type[ModelT]) -> ModelT:
         return _parse(await self.send(Call("GET", path)), reply)
 
     async def send(self, call: Call) -> httpx.Response:
-        """Retry connection errors, 408, 429 and 5xx; raise any other error status."""
-        deadline = time.monotonic() + self.retry.give_up_s
+        """Retry connection errors, 408, 409, 429 and 5xx, and pause for 402; raise any other error
+        status. All tries carry one idempotency key."""
+        call = _with_key(call)
+        start = time.monotonic()
         attempt = 0
         while True:
             outcome = await self._try(call)
             if isinstance(outcome, httpx.Response):
                 return outcome
-            backpressure = call.patient and isinstance(outcome, RateLimitError)
-            if time.monotonic() >= deadline and not backpressure:
-                raise outcome
-            await asyncio.sleep(self.retry.delay_s(attempt))
+            error, asked_s = outcome
+            backpressure = call.patient and isinstance(error, RateLimitError)
+            limit_s, delay_s = self.retry.give_up_s, self.retry.delay_s(attempt)
+            if isinstance(error, BillingError):
+                limit_s, delay_s = self.max_billing_pause_s, self.retry.billing_pause_s
+                logger.warning("paused: %s", error)
+            if time.monotonic() - start >= limit_s and not backpressure:
+                raise error
+            await asyncio.sleep(max(delay_s, asked_s))
             attempt += 1
 
     async def send_once(self, call: Call) -> httpx.Response:
@@ -133,27 +132,40 @@ class Transport:
         outcome = await self._try(call)
         if isinstance(outcome, httpx.Response):
             return outcome
-        raise outcome
+        raise outcome[0]
 
-    async def _try(self, call: Call) -> httpx.Response | APIError:
-        """A success, or an error worth a retry; raises all other errors."""
+    async def _try(self, call: Call) -> httpx.Response | tuple[APIError, float]:
+        """A success, or an error worth a retry and how long the server asks to wait; raises all
+        other errors."""
         try:
-            response = await self._request(call)
+            response = await self.request(call)
         except httpx.TimeoutException as error:
-            return APITimeoutError(f"{call.path}: no answer in time ({error!r})")
+            return APITimeoutError(f"{call.path}: no answer in time ({error!r})"), 0.0
         except httpx.TransportError as error:
-            return APIConnectionError(f"{call.path}: {error!r}")
+            return APIConnectionError(f"{call.path}: {error!r}"), 0.0
         if response.is_success:
             return response
         failure = status_error(response.status_code, body_of(response))
         if response.headers.get("x-should-retry") == "false":
             raise failure
-        if response.status_code in (408, 429) or response.status_code >= 500:
-            return failure
+        paused = response.status_code == 402 and call.path not in UNPAUSED
+        if paused or is_transient(response):
+            return failure, retry_after_s(response)
         raise failure
 
-    async def _request(self, call: Call) -> httpx.Response:
-        headers = {"Content-Type": call.content_type, "Accept": call.accept, **call.headers}
+    async def request(self, call: Call) -> httpx.Response:
+        """One exchange, whatever its status; a token that the server rejects is replaced once."""
+        key = None if call.path == "auth/token" else await self.credentials.current()
+        response = await self._exchange(call, key)
+        if response.status_code != 401 or key is None or not _rejects_token(response):
+            return response
+        token = await self.credentials.replacing(key)
+        return response if token is None else await self._exchange(call, token)
+
+    async def _exchange(self, call: Call, key: str | None) -> httpx.Response:
+        headers = {"Content-Type": call.content_type, "Accept": call.accept}
+        headers |= {"X-API-Key": key} if key else {}
+        headers |= call.headers
         if call.patient:
             headers["X-Tinker-Sampling-Backpressure"] = "1"
         return await self._client.request(
@@ -164,44 +176,22 @@ class Transport:
             timeout=call.timeout_s,
         )
 
-    async def retrieve(
-        self, request_id: str, decode: Callable[[httpx.Response], T], *, protobuf: bool = False
-    ) -> T:
-        """Poll until the future is done. Raises RequestFailedError when it failed."""
-        body = json.dumps(FutureRetrieveRequest(request_id=request_id).to_json_dict()).encode()
-        accept = PROTOBUF if protobuf else JSON
-        call = Call("POST", "retrieve_future", body, accept=accept, timeout_s=POLL_TIMEOUT_S)
-        last_answer = time.monotonic()
-        attempt = 0
-        while True:
-            poll_start = time.monotonic()
-            response = await self._poll(call, last_answer)
-            if response is not None and not _is_pending(response):
-                return _final(response, request_id, decode)
-            now = time.monotonic()
-            last_answer = now if response is not None else last_answer
-            held = response is not None and now - poll_start >= self.retry.quick_poll_s
-            if held:
-                attempt = 0
-                continue
-            await asyncio.sleep(self.retry.delay_s(attempt) / (10 if response is not None else 1))
-            attempt += 1
 
-    async def _poll(self, call: Call, last_answer: float) -> httpx.Response | None:
-        """An answer (408 too), or None for a transient error."""
-        try:
-            response = await self._request(call)
-        except httpx.TransportError as error:
-            if time.monotonic() - last_answer > self.retry.give_up_s:
-                raise APIConnectionError(f"no answer from the server: {error!r}") from error
-            return None
-        if response.is_success or response.status_code == 408:
-            return response
-        failure = status_error(response.status_code, body_of(response))
-        transient = response.status_code == 429 or response.status_code >= 500
-        if not transient or time.monotonic() - last_answer > self.retry.give_up_s:
-            raise failure
-        return None
+def is_transient(response: httpx.Response) -> bool:
+    """A 400 without a body comes from a proxy on the way, not from the server."""
+    status = response.status_code
+    return status in (408, 409, 429) or status >= 500 or (status == 400 and not response.content)
+
+
+def _rejects_token(response: httpx.Response) -> bool:
+    return 'error="invalid_token"' in response.headers.get("www-authenticate", "")
+
+
+def _with_key(call: Call) -> Call:
+    if call.method == "GET" or IDEMPOTENCY_KEY in call.headers:
+        return call
+    headers = {**call.headers, IDEMPOTENCY_KEY: f"tinker-gmi-retry-{uuid.uuid4()}"}
+    return replace(call, headers=headers)
 
 
 def decoder(reply: type[ModelT]) -> Callable[[httpx.Response], ModelT]:
@@ -211,26 +201,6 @@ def decoder(reply: type[ModelT]) -> Callable[[httpx.Response], ModelT]:
 
 def is_protobuf(response: httpx.Response) -> bool:
     return PROTOBUF in response.headers.get("content-type", "")
-
-
-def _json_object(response: httpx.Response) -> dict[str, Any]:
-    """Empty for protobuf and for anything but an object."""
-    body = None if is_protobuf(response) else body_of(response)
-    return cast("dict[str, Any]", body) if isinstance(body, dict) else {}
-
-
-def _is_pending(response: httpx.Response) -> bool:
-    if response.status_code == 408:
-        return True
-    return _json_object(response).get("type") == "try_again"
-
-
-def _final(response: httpx.Response, request_id: str, decode: Callable[[httpx.Response], T]) -> T:
-    body = _json_object(response)
-    if "error" in body:
-        failure = RequestFailedResponse.model_validate({**body, "error": str(body["error"])})
-        raise RequestFailedError(failure.error, request_id, failure.category)
-    return decode(response)
 
 
 def _parse(response: httpx.Response, reply: type[ModelT]) -> ModelT:

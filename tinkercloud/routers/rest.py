@@ -120,11 +120,12 @@ async def session(session_id: str, user: OwnerDep, services: ServicesDep) -> Res
     session = await services.sessions.get(user, session_id)
     runs, samplers = await services.rest.session_contents(user, session_id)
     view = {"training_run_ids": runs, "sampler_ids": samplers}
+    status = await services.session_search.status(session)
     extras = {
         "user_metadata": metadata_of(session) or None,
         "display_name": session.details.get("display_name"),
         "project_id": session.project_id,
-        "status": (status := await services.session_search.status(session)),
+        "status": None if status is None else status.model_dump(mode="json"),
         "state": state_of(status),
     }
     return json_answer(view | {name: value for name, value in extras.items() if value is not None})
