@@ -5,7 +5,7 @@ The names, arguments and results are those of the official client, so that
 pydantic; torch and transformers are loaded only by calls that need them.
 """
 
-from tinker_gmi import types
+from tinker_gmi import auth, types
 from tinker_gmi.admin_client import AdminClient
 from tinker_gmi.connection.errors import (
     APIConnectionError,
@@ -26,17 +26,21 @@ from tinker_gmi.connection.errors import (
     UnprocessableEntityError,
 )
 from tinker_gmi.connection.futures import APIFuture, ClientFuture
-from tinker_gmi.connection.progress import Progress
+from tinker_gmi.connection.progress import Progress, Work
 from tinker_gmi.connection.retries import RetryConfig, RetryPolicy
+from tinker_gmi.losses.traced_loss import LossHandle, PerDatumLossFn
 from tinker_gmi.rest_client import RestClient
 from tinker_gmi.sampling_client import SamplingClient
 from tinker_gmi.service_client import ServiceClient
 from tinker_gmi.training_client import TrainingClient
 from tinker_gmi.types import (
+    AdamOptimizerConfig,
     AdamParams,
     Checkpoint,
     CheckpointType,
     Datum,
+    DimuonOptimizerConfig,
+    DimuonParams,
     DmelChunk,
     EncodedTextChunk,
     ForwardBackwardOutput,
@@ -45,9 +49,12 @@ from tinker_gmi.types import (
     ModelID,
     ModelInput,
     ModelInputChunk,
+    OptimParams,
     OptimStepRequest,
     OptimStepResponse,
     ParsedCheckpointTinkerPath,
+    PromptProvenanceSpan,
+    SampledProvenanceSpan,
     SampledSequence,
     SampleRequest,
     SampleResponse,
@@ -59,6 +66,14 @@ from tinker_gmi.types import (
 )
 from tinkercloud import __version__
 
+BackcompatTrainingClientFuture = ClientFuture[TrainingClient]
+BackcompatSamplingClientFuture = ClientFuture[SamplingClient]
+
+
+class ExperimentalWarning(FutureWarning):
+    """Never emitted here; scripts name it in their filters."""
+
+
 __all__ = [
     "APIConnectionError",
     "APIError",
@@ -66,9 +81,12 @@ __all__ = [
     "APIResponseValidationError",
     "APIStatusError",
     "APITimeoutError",
+    "AdamOptimizerConfig",
     "AdamParams",
     "AdminClient",
     "AuthenticationError",
+    "BackcompatSamplingClientFuture",
+    "BackcompatTrainingClientFuture",
     "BadRequestError",
     "BillingError",
     "Checkpoint",
@@ -76,26 +94,36 @@ __all__ = [
     "ClientFuture",
     "ConflictError",
     "Datum",
+    "DimuonOptimizerConfig",
+    "DimuonParams",
     "DmelChunk",
     "EncodedTextChunk",
+    "ExperimentalWarning",
     "ForwardBackwardOutput",
     "ImageChunk",
     "InternalServerError",
     "LoraConfig",
+    "LossHandle",
     "ModelID",
     "ModelInput",
     "ModelInputChunk",
     "NotFoundError",
+    "OptimParams",
     "OptimStepRequest",
     "OptimStepResponse",
     "ParsedCheckpointTinkerPath",
+    "PerDatumLossFn",
     "PermissionDeniedError",
+    "Progress",
+    "PromptProvenanceSpan",
     "RateLimitError",
     "RequestFailedError",
     "RestClient",
+    "RetryConfig",
     "RetryPolicy",
     "SampleRequest",
     "SampleResponse",
+    "SampledProvenanceSpan",
     "SampledSequence",
     "SamplingClient",
     "SamplingParams",
@@ -107,6 +135,8 @@ __all__ = [
     "TrainingClient",
     "TrainingRun",
     "UnprocessableEntityError",
+    "Work",
     "__version__",
+    "auth",
     "types",
 ]

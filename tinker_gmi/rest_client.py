@@ -14,8 +14,6 @@ from tinker_gmi.connection.futures import APIFuture
 from tinker_gmi.connection.session import Session
 from tinker_gmi.connection.transport import IDEMPOTENCY_KEY, Call
 from tinker_gmi.types import (
-    AuthTokenRequest,
-    AuthTokenResponse,
     CheckpointsListResponse,
     CopyWeightsRequest,
     CopyWeightsResponse,
@@ -259,8 +257,7 @@ class RestClient(AdminClient):
             await asyncio.sleep(TRACE_POLL_PERIOD_S)
 
     async def _whoami(self) -> WhoamiResponse:
-        token = await self._session.post("auth/token", AuthTokenRequest(), AuthTokenResponse)
-        claims = jwt_claims(token.jwt)
+        claims = jwt_claims(await self._session.token())
         if not {"sub", "org_id"} <= set(claims):
             raise APIResponseValidationError("the server's token lacks the claims sub and org_id")
         return WhoamiResponse(

@@ -166,11 +166,8 @@ class SamplingClient:
             fields = json.loads(base64.urlsafe_b64decode(handle))
             base_url, session_id = str(fields["base_url"]), str(fields["session_id"])
             options = SamplingOptions(record_stability_info=bool(fields["record_stability_info"]))
-            sampler = Sampler(
-                str(fields["sampling_session_id"]),
-                str(fields["base_model"]),
-                fields["tokenizer_id"],
-            )
+            names = ("sampling_session_id", "base_model", "tokenizer_id")
+            sampler = Sampler(*(fields[name] for name in names))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError("this is no handle of get_sampler_handle") from error
         transport = Transport(base_url, settings.api_key(api_key), f"tinker_gmi/{__version__}")

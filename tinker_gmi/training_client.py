@@ -6,23 +6,15 @@ import functools
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-import httpx
-
 from tinker_gmi.async_methods import async_call, async_result
+from tinker_gmi.batches import batch_requests, decode_output
 from tinker_gmi.connection.errors import TinkerError
 from tinker_gmi.connection.futures import APIFuture, ClientFuture
 from tinker_gmi.connection.lane import Operation
 from tinker_gmi.connection.progress import QueueLog, RequestType, Work
 from tinker_gmi.connection.retries import RetryConfig
 from tinker_gmi.connection.session import Session
-from tinker_gmi.connection.transport import decoder, is_protobuf
-from tinker_gmi.conversions import (
-    check_sparse_growth,
-    forward_backward_output,
-    merge_outputs,
-    split_for_requests,
-    wire_datum,
-)
+from tinker_gmi.conversions import merge_outputs
 from tinker_gmi.losses.local_loss import (
     CustomLossFn,
     LocalLoss,
@@ -65,9 +57,6 @@ T = TypeVar("T")
 AckT = TypeVar("AckT")
 ModelT = TypeVar("ModelT", bound=WireModel)
 LossFnConfig = Mapping[str, float | str]
-
-MAX_DATUMS_PER_REQUEST = 1024
-MAX_BYTES_PER_REQUEST = 5_000_000
 
 
 class TrainingClient:
@@ -364,25 +353,10 @@ class TrainingClient:
         forward_only: bool = False,
     ) -> list[codec.ForwardBackwardRequest]:
         """The requests of one call, before their sequence numbers are assigned."""
-        if not data:
-            raise ValueError("data is empty")
-        check_sparse_growth(data)
-        datums = [wire_datum(datum) for datum in data]
-        for index, datum in enumerate(datums):
-            if any(isinstance(chunk, codec.UnsupportedChunk) for chunk in datum.chunks):
-                raise ValueError(f"datum {index}: only text can be trained on")
-        limits = self._session.config
-        chunks = split_for_requests(
-            datums,
-            limits.fwdbwd_max_chunk_len or MAX_DATUMS_PER_REQUEST,
-            limits.fwdbwd_max_chunk_bytes_count or MAX_BYTES_PER_REQUEST,
+        whole = codec.ForwardBackwardRequest(
+            self.model_id, 0, (), loss_fn, dict(config or {}), forward_only
         )
-        return [
-            codec.ForwardBackwardRequest(
-                self.model_id, 0, tuple(chunk), loss_fn, dict(config or {}), forward_only
-            )
-            for chunk in chunks
-        ]
+        return batch_requests(whole, data, self._session.config)
 
     async def _post_batch(self, batch: list[codec.ForwardBackwardRequest]) -> list[Work]:
         """What was acknowledged, in order."""
@@ -401,7 +375,7 @@ class TrainingClient:
 
     async def _collect(self, posted: list[Work]) -> ForwardBackwardOutput:
         polls = [
-            self._session.retrieve(work, _decode_output, protobuf=True, on_queue=self._queue_log)
+            self._session.retrieve(work, decode_output, protobuf=True, on_queue=self._queue_log)
             for work in posted
         ]
         return merge_outputs(await asyncio.gather(*polls))
@@ -424,9 +398,3 @@ class TrainingClient:
     ) -> ForwardBackwardOutput:
         posted, local = backward
         return with_local_metrics(await self._collect(posted), local)
-
-
-def _decode_output(response: httpx.Response) -> ForwardBackwardOutput:
-    if is_protobuf(response):
-        return forward_backward_output(codec.decode_train_output(response.content))
-    return decoder(ForwardBackwardOutput)(response)

@@ -2,6 +2,7 @@
 their arguments are the same, but for what DIFFERENCES lists, and it lists nothing else."""
 
 import inspect
+from types import ModuleType
 
 import pytest
 import tinker as official
@@ -12,39 +13,54 @@ CLIENTS = ["ServiceClient", "TrainingClient", "SamplingClient", "RestClient", "A
 
 NO_TELEMETRY = "nothing about its user is sent"
 INTERNAL = "the official client's own inside, no document names it"
-MISSING = "not written yet"
 OURS = "an extension"
 CLOSED = "ends the connections of a client that was constructed directly"
+TYPED_ELSEWHERE = "one class with the fields of all kinds: "
+HTTP = "of the official client's own HTTP layer; RetryPolicy is ours"
 DIFFERENCES = {
     "AdminClient.close": CLOSED,
     "AdminClient.get_telemetry": NO_TELEMETRY,
     "RestClient.close": CLOSED,
     "RestClient.get_telemetry": NO_TELEMETRY,
+    "SamplingClient.close": "ends the connections of a client of from_sampler_handle",
     "SamplingClient.create": INTERNAL,
-    "SamplingClient.from_sampler_handle": MISSING,
-    "SamplingClient.get_sampler_handle": MISSING,
     "SamplingClient.get_telemetry": NO_TELEMETRY,
-    "SamplingClient.on_queue_state_change": MISSING,
     "SamplingClient.sampling_session_id": OURS,
     "ServiceClient.close": "a default, as most scripts end in success; and it has ended on return",
-    "ServiceClient.create_custom_loss": MISSING,
-    "ServiceClient.create_lora_training_client": MISSING,  # optimizer
-    "ServiceClient.create_lora_training_client_async": MISSING,
-    "ServiceClient.create_sampling_client": MISSING,  # retry_config, record_stability_info
-    "ServiceClient.create_sampling_client_async": MISSING,
-    "ServiceClient.create_training_client_from_state": MISSING,  # optimizer
-    "ServiceClient.create_training_client_from_state_async": MISSING,
     "ServiceClient.get_telemetry": NO_TELEMETRY,
     "ServiceClient.holder": INTERNAL,
-    "TrainingClient.create_sampling_client": MISSING,  # retry_config, record_stability_info
-    "TrainingClient.create_sampling_client_async": MISSING,
-    "TrainingClient.forward_backward_custom": MISSING,  # loss_type_input
-    "TrainingClient.forward_backward_custom_async": MISSING,
     "TrainingClient.get_telemetry": NO_TELEMETRY,
     "TrainingClient.model_id": OURS,
-    "TrainingClient.save_weights_and_get_sampling_client": MISSING,  # retry_config, ...
-    "TrainingClient.save_weights_and_get_sampling_client_async": MISSING,
 }
+
+LEFT_OUT = {
+    "tinker.APIResponse": HTTP,
+    "tinker.AsyncAPIResponse": HTTP,
+    "tinker.RequestOptions": HTTP,
+    "tinker.Timeout": HTTP,
+    "types.CheckpointBillingEvent": TYPED_ELSEWHERE + "BillingEventInfo",
+    "types.EventType": NO_TELEMETRY,
+    "types.FutureFailed": TYPED_ELSEWHERE + "FutureCompletion",
+    "types.FutureFinished": TYPED_ELSEWHERE + "FutureCompletion",
+    "types.FutureRetrieveResponse": INTERNAL,
+    "types.GetBillingUsageRequest": INTERNAL,
+    "types.GetCurrentCheckpointStorageUsageRequest": INTERNAL,
+    "types.SamplingPrefillBillingEvent": TYPED_ELSEWHERE + "BillingEventInfo",
+    "types.SamplingSampleBillingEvent": TYPED_ELSEWHERE + "BillingEventInfo",
+    "types.SaveWeightsExternalResponseInternal": INTERNAL,
+    "types.SaveWeightsForSamplerResponseInternal": INTERNAL,
+    "types.SessionEndEvent": NO_TELEMETRY,
+    "types.SessionStartEvent": NO_TELEMETRY,
+    "types.Severity": NO_TELEMETRY,
+    "types.StorageBillingEvent": TYPED_ELSEWHERE + "BillingEventInfo",
+    "types.TelemetryBatch": NO_TELEMETRY,
+    "types.TelemetryEvent": NO_TELEMETRY,
+    "types.TrainingBillingEvent": TYPED_ELSEWHERE + "BillingEventInfo",
+    "types.UnhandledExceptionEvent": NO_TELEMETRY,
+    "types.UnloadModelRequest": "no client sends it; DeleteModelRequest is what this server takes",
+    "types.UnloadModelResponse": "no client sends it; DeleteModelResponse is the answer here",
+}
+"""Public names of `tinker` and `tinker.types`, but for modules, that we have not."""
 
 
 def arguments(client: type, method: str) -> list[tuple[str, object, object]] | None:
@@ -78,3 +94,19 @@ def test_shared_arguments_keep_their_order_and_their_defaults(name: str) -> None
         names = [argument for argument, _, _ in official_ones]
         listed = [argument for argument, _, _ in mine]
         assert listed == [argument for argument in names if argument in listed], method
+
+
+def test_public_names_are_the_official_ones_but_for_those_left_out() -> None:
+    modules = {"tinker": (official, tinker_gmi), "types": (official.types, tinker_gmi.types)}
+    missing = {
+        f"{module}.{name}"
+        for module, (theirs, ours) in modules.items()
+        for name, value in list(vars(theirs).items())
+        if not name.startswith("_") and not hasattr(ours, name)
+        if not isinstance(value, ModuleType) and name != "annotations"
+    }
+    assert missing == set(LEFT_OUT)
+
+
+def test_the_helpers_of_auth_have_the_official_names() -> None:
+    assert [n for n in official.auth.__all__ if not hasattr(tinker_gmi.auth, n)] == []

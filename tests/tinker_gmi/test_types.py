@@ -261,4 +261,5 @@ def test_every_public_name_of_types_resolves() -> None:
         value = getattr(types, name)
         if isinstance(value, type) and issubclass(value, pydantic.BaseModel):
             typing.get_type_hints(value)
-            assert value.model_config["extra"] == "ignore", name
+            extra = "allow" if name == "OptimizerConfig" else "ignore"
+            assert value.model_config["extra"] == extra, name

@@ -117,6 +117,7 @@ class CurrentCheckpointStorageUsageItem(WireModel):
     checkpoint_count: int
     size_bytes: int
     size_gigabytes: float
+    estimated_monthly_cost_usd: float | None = None
 
 
 class CurrentCheckpointStorageUsageResponse(WireModel):
@@ -127,7 +128,7 @@ class CurrentCheckpointStorageUsageResponse(WireModel):
 class AuditLogEntry(WireModel):
     timestamp: AwareDatetime
     event: str
-    event_details: dict[str, Any]
+    event_details: dict[str, Any] = Field(default_factory=dict[str, Any])
     model_id: str | None = None
     tinker_path: str | None = None
     purpose: str | None = None

@@ -17,12 +17,14 @@ class OptimizerConfig(WireModel):
 class AdamOptimizerConfig(OptimizerConfig):
     """AdamW, the default."""
 
+    model_config = ConfigDict(extra="ignore")
     type: Literal["adamw"] = "adamw"  # type: ignore[assignment]
 
 
 class DimuonOptimizerConfig(OptimizerConfig):
     """Of the hosted service alone: its definition is not published, and our server refuses it."""
 
+    model_config = ConfigDict(extra="ignore")
     type: Literal["dimuon"] = "dimuon"  # type: ignore[assignment]
     version: Literal[1] = 1
 
@@ -48,6 +50,7 @@ class FamilyParams(WireModel):
 class DimuonParams(FamilyParams):
     """grad_clip_norm of 0 or less does not clip; beta1: decay of the momentum's average."""
 
+    model_config = ConfigDict(extra="ignore")
     type: Literal["dimuon"] = "dimuon"  # type: ignore[assignment]
     learning_rate: float = Field(ge=0, allow_inf_nan=False)
     grad_clip_norm: float = Field(default=0.0, allow_inf_nan=False)

@@ -1,4 +1,4 @@
-"""What a client says of itself: its API key, or a short-lived token that the server gives for it."""
+"""Who calls: the API key, or a short-lived token that the server gives for it."""
 
 import asyncio
 import base64
@@ -65,7 +65,7 @@ class Credentials:
 
     async def _renew(self, exchange: Exchange) -> None:
         try:
-            token = await exchange(await self._credential())
+            token = await exchange(await self.credential())
         except AuthenticationError:
             raise
         except TinkerError as error:
@@ -78,7 +78,8 @@ class Credentials:
         self._token = token
         self._renew_at = time.monotonic() + lifetime_s / 2
 
-    async def _credential(self) -> str | None:
+    async def credential(self) -> str | None:
+        """What is exchanged for tokens. Raises TinkerError where its command prints none."""
         if self._command is None:
             return self._api_key
         process = await asyncio.create_subprocess_shell(

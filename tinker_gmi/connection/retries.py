@@ -25,7 +25,7 @@ class RetryPolicy:
     After `give_up_s` seconds without a useful answer the last error is raised.
     quick_poll_s: the server did not hold a poll that it answered "pending" in less time; the next
     poll is then delayed, so that the client never polls in a busy loop. billing_pause_s: the wait
-    after a 402, which pauses a job and does not end it.
+    after a 402, which pauses a job and ends it only after max_billing_pause_s.
     """
 
     first_delay_s: float = 0.5
@@ -33,6 +33,7 @@ class RetryPolicy:
     give_up_s: float = 300.0
     quick_poll_s: float = 1.0
     billing_pause_s: float = 5.0
+    max_billing_pause_s: float = 3600.0
 
     def delay_s(self, attempt: int) -> float:
         """The delay before retry number `attempt`, counted from 0."""

@@ -208,11 +208,18 @@ class Session:
             return
         self.config = config
         if config.billing_exception_max_pause_duration_sec is not None:
-            self.transport.max_billing_pause_s = config.billing_exception_max_pause_duration_sec
+            self.transport.max_billing_pause_s = min(
+                self.transport.max_billing_pause_s, config.billing_exception_max_pause_duration_sec
+            )
         if config.pjwt_auth_enabled:
             by_command = config.credential_default_source == "credential_cmd"
             command = settings.credential_command() if by_command else None
             self.transport.credentials.use_tokens(self._token_for, command)
+
+    async def token(self) -> str:
+        """A token for the caller's key."""
+        await self.configured()
+        return await self._token_for(await self.transport.credentials.credential())
 
     async def _token_for(self, credential: str | None) -> str:
         headers = {} if credential is None else {"X-API-Key": credential}

@@ -33,7 +33,6 @@ logger = logging.getLogger("tinker_gmi")
 PROTOBUF = "application/x-protobuf"
 JSON = "application/json"
 IDEMPOTENCY_KEY = "X-Idempotency-Key"
-MAX_BILLING_PAUSE_S = 3600.0
 # What these raise is told at once: there is no job yet that could be paused.
 UNPAUSED = ("auth/token", "create_session", "create_sampling_session", "create_model")
 
@@ -68,7 +67,7 @@ class Transport:
     ):
         self.retry = retry or RetryPolicy()
         self.credentials = Credentials(api_key)
-        self.max_billing_pause_s = MAX_BILLING_PAUSE_S
+        self.max_billing_pause_s = self.retry.max_billing_pause_s
         self.base_url = base_url.rstrip("/")
         self._client = httpx.AsyncClient(
             base_url=f"{self.base_url}/api/v1/",

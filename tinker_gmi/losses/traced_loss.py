@@ -178,7 +178,8 @@ def _encoded(arg: Any) -> Any:
         case None | bool() | int() | float() | str():
             return arg
         case slice():
-            return {"slice": [_encoded(part) for part in (arg.start, arg.stop, arg.step)]}
+            bounds = cast("slice[Any, Any, Any]", arg)
+            return {"slice": [_encoded(part) for part in (bounds.start, bounds.stop, bounds.step)]}
         case dict():
             items = cast("dict[Any, Any]", arg).items()
             return {"dict": {str(key): _encoded(value) for key, value in items}}
