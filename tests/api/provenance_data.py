@@ -1,11 +1,13 @@
-"""Datums with provenance, built with the official SDK as the cookbook 0.6.1 builds them."""
+"""Datums with provenance, as the cookbook 0.6.1 builds them."""
+
+from typing import Any
 
 import numpy as np
-from tinker import types
+from tinker import types as official
 
 
-def single_turn(prompt: list[int], sequence: types.SampledSequence, reward: float) -> types.Datum:
-    """As recipes/rl_loop.py builds it: zeros as the targets of the prompt."""
+def single_turn(prompt: list[int], sequence: Any, reward: float, types: Any = official) -> Any:
+    """As recipes/rl_loop.py builds it: zeros as the targets of the prompt. types: of a client."""
     tokens, start = list(sequence.tokens), len(prompt) - 1
     assert sequence.logprobs is not None
     assert sequence.sequence_id is not None

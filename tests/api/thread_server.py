@@ -36,13 +36,17 @@ DATA = [datum([i, i + 1, i + 2, 5]) for i in range(1, 6)]
 
 @contextmanager
 def thread_server(
-    data_dir: Path, backend: Backend | None = None, **client_config: object
+    data_dir: Path,
+    backend: Backend | None = None,
+    *,
+    hold_s: float = 30.0,
+    **client_config: object,
 ) -> Iterator[tuple[str, str]]:
     """(base URL, key) of a server in this process, which may send flags to its clients."""
     store = KeyStore(data_dir)
     key = store.add("ann")
     store.close()
-    config = Config(data_dir=data_dir, backend="fake")
+    config = Config(data_dir=data_dir, backend="fake", hold_s=hold_s)
     app = create_app(config, backend, client_config=client_config)
     options = uvicorn.Config(app, port=0, log_level="warning", lifespan="on", ws="none")
     server = uvicorn.Server(options)

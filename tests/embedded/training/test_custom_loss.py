@@ -13,11 +13,13 @@ import torch
 import uvicorn
 from tinker import types
 
+import tinker_gmi
 from tinkercloud.app import create_app
 from tinkercloud.config import Config, ModelSource
 from tinkercloud.storage.keys import KeyStore
 
 MODEL = "tiny"
+RANKS = {"logprobs": 1, "advantages": 1}
 
 
 def datum(tokens: list[int], **inputs: list[float]) -> types.Datum:
@@ -86,8 +88,7 @@ def trained(client: tinker.TrainingClient) -> list[float]:
 
 
 def test_the_gradient_is_that_of_the_clients_own_path(service: tinker.ServiceClient) -> None:
-    ranks = {"logprobs": 1, "advantages": 1}
-    handle = service.create_custom_loss(quadratic, ranks).result()
+    handle = service.create_custom_loss(quadratic, RANKS).result()
     assert handle.loss_id is not None
     mine, theirs = [
         service.create_lora_training_client(MODEL, rank=4, seed=7).result() for _ in range(2)
@@ -115,6 +116,28 @@ def test_the_gradient_is_that_of_the_clients_own_path(service: tinker.ServiceCli
     after = trained(mine)
     assert after == pytest.approx(trained(theirs), abs=1e-4)
     assert -sum(after) != pytest.approx(before, abs=1e-3), "the step changed nothing"
+
+
+def test_our_client_uploads_the_same_loss(
+    server: dict[str, str], service: tinker.ServiceClient
+) -> None:
+    official = service.create_custom_loss(quadratic, RANKS).result()
+    client = service.create_lora_training_client(MODEL, rank=4, seed=7).result()
+    expected = client.forward_backward_custom(DATA, official).result().metrics
+    with tinker_gmi.ServiceClient(base_url=server["base_url"], api_key=server["ann"]) as ours:
+        handle = ours.create_custom_loss(quadratic, RANKS).result()
+        assert handle.loss_id is not None
+        model = ours.create_lora_training_client(MODEL, rank=4, seed=7).result()
+        data = [
+            tinker_gmi.Datum.model_validate(
+                {
+                    "model_input": tinker_gmi.ModelInput.from_ints(d.model_input.to_ints()),
+                    "loss_fn_inputs": {n: t.to_numpy() for n, t in d.loss_fn_inputs.items()},
+                }
+            )
+            for d in DATA
+        ]
+        assert model.forward_backward_custom(data, handle).result().metrics == expected
 
 
 def test_chunks_of_one_call_are_put_together(service: tinker.ServiceClient) -> None:
