@@ -11,7 +11,8 @@ from tinker_gmi.types import AdamParams as JsonAdamParams
 from tinker_gmi.types import SampleRequest
 from tinker_gmi.types import SamplingParams as JsonSamplingParams
 from tinkercloud.backends.fake import TINY
-from tinkercloud.core.data_converter import DataConverter, RawBatch
+from tinkercloud.core.data_converter import DataConverter
+from tinkercloud.core.raw_batch import RawBatch
 from tinkercloud.core.types import AdamParams, SamplingParams
 from tinkercloud.errors import InvalidRequest
 from tinkercloud.losses import LOSSES

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.core.test_data_converter import CONVERTER
 from tests.fuzzing import fuzzing
-from tinkercloud.core.data_converter import RawBatch
+from tinkercloud.core.raw_batch import RawBatch
 from tinkercloud.core.types import TrainBatch
 from tinkercloud.errors import UserError
 from tinkercloud.wire import codec

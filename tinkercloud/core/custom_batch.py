@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tinkercloud.core.data_converter import DataConverter, RawBatch, WireDatum
+from tinkercloud.core.data_converter import DataConverter
+from tinkercloud.core.raw_batch import RawBatch, WireDatum
 from tinkercloud.core.types import Datum, TrainBatch, TrainOutput
 from tinkercloud.errors import InvalidRequest
 from tinkercloud.losses.custom.graph import CustomLoss, parse

@@ -3,25 +3,22 @@
 Axes: N tokens of a datum, K alternative targets, P prompt tokens, V vocabulary.
 """
 
-import hashlib
 import math
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tinker_gmi.types import Datum as JsonDatum
-from tinker_gmi.types import EncodedTextChunk, ModelInput
+from tinker_gmi.types import EncodedTextChunk
 from tinker_gmi.types import SampleRequest as JsonSampleRequest
 from tinker_gmi.types import SamplingParams as JsonSamplingParams
 from tinkercloud.config import MAX_TOPK_LOGPROBS
 from tinkercloud.core.provenance import check_advantages, check_spans, sampled_rows
+from tinkercloud.core.raw_batch import RawBatch, WireDatum, chunks_of
 from tinkercloud.core.types import (
     Datum,
-    ProvenanceSpan,
     RecordedSequence,
     SampleRequest,
     SamplingParams,
@@ -37,87 +34,6 @@ GREEDY_BELOW = 1e-6  # a temperature under it would only overflow
 # Scripts leave `weights` in the data of losses with advantages, as a mask. Those losses are then
 # computed with advantages times weights, so that a token of weight 0 contributes nothing.
 SCALE = "weights"
-
-
-class WireDatum(Protocol):
-    """chunks: int32 arrays; anything else is a chunk that is not text, with its `kind`."""
-
-    @property
-    def chunks(self) -> Sequence[object]: ...
-
-    @property
-    def inputs(self) -> Mapping[str, NDArray[Any]]: ...
-
-    @property
-    def model_input_spans(self) -> Sequence[ProvenanceSpan]: ...
-
-    @property
-    def loss_fn_input_spans(self) -> Sequence[ProvenanceSpan]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class RawBatch:
-    """A forward_backward request as it came, by protobuf or JSON; nothing is checked yet."""
-
-    data: Sequence[WireDatum]
-    loss_fn: str
-    loss_fn_config: Mapping[str, float | str]
-    forward_only: bool = False
-
-    @property
-    def num_bytes(self) -> int:
-        """About how much there is to check."""
-        arrays = [a for d in self.data for a in (*d.chunks, *d.inputs.values())]
-        return sum(a.nbytes for a in arrays if isinstance(a, np.ndarray))
-
-    def digest(self) -> bytes:
-        """Of all that is asked for, however it was encoded and compressed."""
-        config = sorted((name, repr(value)) for name, value in self.loss_fn_config.items())
-        digest = hashlib.sha256(repr((self.loss_fn, config, self.forward_only)).encode())
-        for datum in self.data:
-            spans = [list(datum.model_input_spans), list(datum.loss_fn_input_spans)]
-            digest.update(repr((len(datum.chunks), sorted(datum.inputs), spans)).encode())
-            for value in (*datum.chunks, *(datum.inputs[name] for name in sorted(datum.inputs))):
-                if isinstance(value, np.ndarray):
-                    array = cast("NDArray[Any]", value)
-                    digest.update(repr((array.dtype.str, array.shape)).encode())
-                    digest.update(array.tobytes())
-                else:
-                    digest.update(repr(value).encode())
-        return digest.digest()
-
-
-@dataclass(frozen=True, slots=True)
-class _NotText:
-    kind: str
-
-
-@dataclass(frozen=True, slots=True)
-class _PlainDatum:
-    chunks: Sequence[object]
-    inputs: Mapping[str, NDArray[Any]]
-    model_input_spans: Sequence[ProvenanceSpan] = ()  # the JSON form has none
-    loss_fn_input_spans: Sequence[ProvenanceSpan] = ()
-
-
-def raw_datum(datum: JsonDatum) -> WireDatum:
-    """The JSON form, in the shape of the protobuf form."""
-    inputs = {name: tensor.to_numpy() for name, tensor in datum.loss_fn_inputs.items()}
-    return _PlainDatum(_chunks(datum.model_input), inputs)
-
-
-def _chunks(model_input: ModelInput) -> list[object]:
-    return [
-        _token_ids(chunk.tokens) if isinstance(chunk, EncodedTextChunk) else _NotText(chunk.type)
-        for chunk in model_input.chunks
-    ]
-
-
-def _token_ids(tokens: Sequence[int]) -> NDArray[np.int64]:
-    try:
-        return np.array(tokens, dtype=np.int64)
-    except OverflowError:
-        raise InvalidRequest("a token id does not fit in 64 bits") from None
 
 
 class DataConverter:
@@ -234,7 +150,7 @@ class DataConverter:
                 f"the prompt has {length} tokens; {self._served.name} holds "
                 f"{self._served.max_context_length} with at least one to sample"
             )
-        prompt = self._tokens("the prompt", _chunks(body.prompt))
+        prompt = self._tokens("the prompt", chunks_of(body.prompt))
         params = self._params(seeded(body).sampling_params)
         max_tokens = min(room, params.max_tokens or room)
         self._check_topk(body, len(prompt), max_tokens)

@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError
 from pydantic import BaseModel, ValidationError
 
 from tinker_gmi.types import ForwardBackwardInput, ForwardBackwardRequest, ForwardRequest
-from tinkercloud.core.data_converter import RawBatch, raw_datum
+from tinkercloud.core.raw_batch import RawBatch, raw_datum
 from tinkercloud.errors import InvalidRequest, UserError
 from tinkercloud.wire import tinker_pb2
 from tinkercloud.wire.codec import WireError, decode_forward_backward_request

@@ -5,7 +5,8 @@ import json
 
 from tinker_gmi.types import CreateCustomLossRequest, UntypedAPIFuture
 from tinkercloud.core.custom_batch import custom_batch
-from tinkercloud.core.data_converter import DataConverter, RawBatch
+from tinkercloud.core.data_converter import DataConverter
+from tinkercloud.core.raw_batch import RawBatch
 from tinkercloud.core.task_manager import TaskManager, Work
 from tinkercloud.core.types import TrainBatch
 from tinkercloud.errors import InvalidRequest
