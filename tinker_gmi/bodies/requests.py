@@ -176,26 +176,29 @@ class SaveWeightsExternalRequest(WireModel):
 
 
 class CreateSamplingSessionRequest(WireModel):
-    """speculate: false turns speculative decoding off for the session; only the time changes."""
+    """speculate: false turns speculative decoding off for the session; only the time changes.
+    detailed: the server writes down where drafts of its samples were wrong."""
 
     session_id: str
     sampling_session_seq_id: int
     base_model: str | None = None
     model_path: str | None = None
     speculate: bool = True
+    detailed: bool = False
     type: Literal["create_sampling_session"] = "create_sampling_session"
 
 
 class CreateSamplingClientRequest(WireModel):
     """Body of create_sampling_client, for curl; without session_id the server creates a session.
 
-    speculate: as in CreateSamplingSessionRequest.
+    speculate, detailed: as in CreateSamplingSessionRequest.
     """
 
     base_model: str | None = None
     model_path: str | None = None
     session_id: str | None = None
     speculate: bool = True
+    detailed: bool = False
 
 
 class JoinSamplingSessionRequest(WireModel):

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isnan, nan
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -56,10 +57,12 @@ class UnequalError(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """tokens: of each sample. at_once: samples, at most."""
+    """tokens: of each sample. at_once: samples, at most. details: a file for where drafts were
+    wrong, if any: a line of JSON for each sample, which costs time."""
 
     tokens: int
     at_once: int
+    details: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +170,11 @@ def rows(config: Config, options: BenchOptions, say: Callable[[str], None]) -> l
     set_up_torch(threads)
     cache_dir, drafts_dir = config.data_dir / "cache", config.data_dir / "drafts"
     drafting = speculate(
-        DrafterSettings(config.speculate, config.speculate_trace, threads, cache_dir, drafts_dir)
-    )
+        DrafterSettings(
+            config.speculate, config.speculate_trace, threads, cache_dir, drafts_dir,
+            details_file=options.details,
+        )
+    )  # fmt: skip
     if drafting is None:
         raise ConfigError("--speculate off has nothing to compare; name a drafter")
     version, tokenizer = open_target(config)
@@ -183,12 +189,17 @@ def rows(config: Config, options: BenchOptions, say: Callable[[str], None]) -> l
 
 
 def table(table_rows: Sequence[Row]) -> str:
-    lines = [list(COLUMNS), *([str(row[name]) for name in COLUMNS] for row in table_rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
-    return "\n".join(
+    lines = [COLUMNS, *([str(row[name]) for name in COLUMNS] for row in table_rows)]
+    return "\n".join(aligned(lines))
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Of a table, equally many cells each."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in lines
-    )
+    ]
 
 
 def open_target(config: Config) -> tuple[Version, Tokenizer]:
@@ -265,15 +276,17 @@ def workloads(version: Version, tokenizer: Tokenizer, options: BenchOptions) -> 
     """Structured texts one at a time, greedy; then prose and JSON at temperature 1, up to `at_once`
     at once."""
 
-    def request(text: str, seed: int, temperature: float) -> SampleRequest:
+    def request(name: str, text: str, seed: int, temperature: float) -> SampleRequest:
         params = SamplingParams(options.tokens, seed, temperature, use_eos=False)
-        return SampleRequest(np.array(tokenizer.encode(text).ids, np.int32), 1, params)
+        details_for = name if options.details is not None else ""
+        tokens = np.array(tokenizer.encode(text).ids, np.int32)
+        return SampleRequest(tokens, 1, params, details_for=details_for)
 
     for name, text in STRUCTURED.items():
-        yield Workload(name, version, (request(text, 0, 0.0),))
+        yield Workload(name, version, (request(name, text, 0, 0.0),))
     for at_once in (count for count in (1, 8, 32, 128) if count <= options.at_once):
         for name, text in (("JSON", STRUCTURED["JSON"]), ("prose", PROSE)):
-            together = tuple(request(text, seed, 1.0) for seed in range(at_once))
+            together = tuple(request(name, text, seed, 1.0) for seed in range(at_once))
             yield Workload(name, version, together)
 
 

@@ -2,24 +2,40 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
-from tinkercloud.commands.bench import open_target, percentages
-from tinkercloud.commands.draft_collect import CollectConfig, Target, collected, sample_texts
+from tinkercloud.commands.bench import aligned, open_target, percentages
+from tinkercloud.commands.draft_collect import (
+    CollectConfig,
+    Collected,
+    collected,
+    plain_tokens_per_s,
+    sample_texts,
+)
+from tinkercloud.commands.draft_kinds import (
+    DraftKind,
+    HeadKind,
+    ModelKind,
+    folder_of,
+    kind_of,
+)
+from tinkercloud.commands.draft_target import Target, TargetOptions, open_draft_target
 from tinkercloud.commands.draft_train import (
+    CASE_BYTES,
+    MAX_AGE,
     DistillConfig,
     FinetuneConfig,
     Say,
     distilled,
-    evaluated,
+    distilled_model,
     finetuned,
 )
 from tinkercloud.config import Config
-from tinkercloud.embedded.draft_training.files import drafts_of, open_head
+from tinkercloud.embedded.draft_training.driver import Evaluation, TrainingResult
 from tinkercloud.embedded.draft_training.online_trainer import CASES
-from tinkercloud.embedded.drafting.head_drafter import HeadDrafter
-from tinkercloud.embedded.model.device import set_up_torch, usable_cores
-from tinkercloud.errors import ConfigError
+from tinkercloud.errors import UserError
 from tinkercloud.speculative.learning.cases import CaseStore
 from tinkercloud.speculative.learning.draft_folder import ALIASES, DraftFolder
 from tinkercloud.speculative.observability.acceptance_log import (
@@ -28,59 +44,35 @@ from tinkercloud.speculative.observability.acceptance_log import (
     tracker_of,
 )
 from tinkercloud.speculative.observability.acceptance_plot import draw
+from tinkercloud.weights.adapters import save_adapter
+from tinkercloud.weights.mlx_adapters import write_mlx_adapter
 
-CASE_BYTES, MAX_AGE = 64 * 1024**2, 10**6
 NO_DRAFT = "no draft yet; `tinkercloud draft train` makes one"
 
-PROMPTS = (
-    "The old harbour was quiet that morning, and nobody expected",
-    "To make a simple soup for four people, first",
-    "Dear customer, thank you for your order. We",
-    "In mathematics, a prime number is",
-    "def fibonacci(n):\n",
-    "class Stack:\n    def __init__(self):\n",
-    "SELECT name, price FROM",
-    '{"users": [{"name": "',
-    "Question: What is the capital of Italy?\nAnswer:",
-    "Question: If a train travels 60 miles in 2 hours, how fast is it?\nAnswer: Let us",
-    "1 + 1 = 2\n2 + 2 = 4\n3 + 3 =",
-    "The history of the printing press begins",
-    "Water boils when",
-    "Here are five tips for learning a language:\n1.",
-    "Once upon a time, in a small village,",
-    "The main difference between cats and dogs is",
-    "Abstract: In this paper we",
-    "The weather forecast for tomorrow:",
-    "Step 1: Open the box. Step 2:",
-    "She looked at the letter again and",
-    "The function returns an error if",
-    "Photosynthesis is the process by which",
-    "# Installation\n\nTo install the package, run",
-    "A good teacher should",
-)
+UNTRAINED, COLUMNS = (
+    "untrained",
+    ("", "expected length", "expected by depth", "accepted by depth", "tokens a pass", "tokens/s",
+     "times"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class TrainOptions:
-    """prompts: a file with one on each line, or None for a few of every kind. anew: distil a head
-    although there is one, with cases to finetune it on."""
+    """anew: make a draft although there is one, with cases to finetune it on."""
 
-    prompts: Path | None
-    config: DistillConfig
+    target: TargetOptions
+    distill: DistillConfig
+    finetune: FinetuneConfig
     anew: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class CollectOptions:
-    """prompts: as in TrainOptions. export: a file for the cases, besides the drafts' folder."""
+    """export: a file for the cases, besides the drafts' folder."""
 
-    prompts: Path | None
+    target: TargetOptions
     config: CollectConfig
     export: Path | None = None
-
-
-def folder_of(config: Config) -> DraftFolder:
-    return drafts_of(config.data_dir / "drafts", config.models[0].name)
 
 
 def status(config: Config, plot: Path | None = None) -> list[str]:
@@ -144,30 +136,24 @@ def _line(folder: DraftFolder, version: str) -> str:
     return f"{version}  {aliases:12}  {expected}  {notes.get('reason', '')}".rstrip()
 
 
-def _target(config: Config, prompts: Path | None) -> Target:
-    """The model of the settings, ready to sample."""
-    threads = config.engine.threads or usable_cores()
-    set_up_torch(threads)
-    version, tokenizer = open_target(config)
-    tokens = [ids for text in _prompts(prompts) if (ids := tokenizer.encode(text).ids)]
-    return Target(version, tokens, threads)
-
-
-def train(config: Config, options: TrainOptions, say: Say) -> str:
-    """Finetunes the best head on collected cases, where there are both; else distils one. Returns
-    the version that was written."""
-    folder = folder_of(config)
-    store, target = store_of(folder), _target(config, options.prompts)
-    version = target.version
-    if options.anew or folder.find("best") is None or not len(store):
-        num_prompts = len(target.prompts)
-        say(f"{version.base.name}: {options.config.samples} samples of {num_prompts} prompts")
-        texts = sample_texts(target, options.config)
-        result = distilled(version, texts, options.config, folder, say)
+def train(config: Config, options: TrainOptions, say: Say) -> str | None:
+    """Finetunes the best draft on collected cases, where there are both; else distils a new one.
+    Returns the version that was written, None where the best one is good enough. Raises UserError
+    where fewer cases were collected than `draft.least_cases`."""
+    target = open_draft_target(config, options.target)
+    kind = kind_of(config, target.version.base)
+    store, least = store_of(kind.folder), config.draft.least_cases
+    if options.anew or kind.folder.find("best") is None or not len(store):
+        result = _distilled(kind, target, options.distill, say)
+    elif len(store) < least:
+        raise UserError(
+            f"{len(store)} cases were collected, fewer than draft.least_cases ({least}): collect "
+            "more, or make a new draft (--anew)"
+        )
     else:
-        head = open_head(folder, "best", version.base)
-        finetune = FinetuneConfig(folder, options.config.minutes)
-        result = finetuned(version, head, store, finetune, say)
+        result = finetuned(target.version, kind, store, options.finetune, say)
+    if result is None:
+        return None
     say(
         f"{result.version}: {_length(result.after.mean)}, before {result.before.mean:.2f}; "
         f"{'it is the best' if result.promoted else 'not used'}"
@@ -175,16 +161,30 @@ def train(config: Config, options: TrainOptions, say: Say) -> str:
     return result.version
 
 
+def _distilled(
+    kind: HeadKind | ModelKind, target: Target, config: DistillConfig, say: Say
+) -> TrainingResult:
+    version = target.version
+    say(f"{version.base.name}: {config.samples} samples of {len(target.prompts)} prompts")
+    texts = sample_texts(target, config)
+    if isinstance(kind, HeadKind):
+        return distilled(version, texts, config, kind.folder, say)
+    return distilled_model(version, texts, config, kind, say)
+
+
 def collect(config: Config, options: CollectOptions, say: Say) -> int:
-    """Samples with the best head as drafter; returns the number of cases in the folder and in
-    `options.export`. Raises ConfigError without a head."""
-    folder = folder_of(config)
-    target = _target(config, options.prompts)
-    drafter = HeadDrafter(*open_head(folder, "best", target.version.base))
-    store = store_of(folder)
+    """Samples with the best draft, or with a draft model as it is where it has learned nothing yet;
+    returns the number of cases in the folder and in `options.export`. Raises ConfigError without a
+    head."""
+    target = open_draft_target(config, options.target)
+    kind = kind_of(config, target.version.base)
+    store = store_of(kind.folder)
     before = len(store)
-    summary = collected(target, drafter, options.config, store)
-    for path in (folder.root / CASES, *([options.export] if options.export else [])):
+    is_new = isinstance(kind, ModelKind) and kind.folder.find("best") is None
+    weights = kind.untrained() if is_new else kind.named("best")
+    make = partial(kind.drafter, weights)
+    summary = collected(target, make, options.config, store).acceptance
+    for path in (kind.folder.root / CASES, *([options.export] if options.export else [])):
         store.write(path)
     say(
         f"{summary.num_tokens} tokens, accepted by depth {percentages(summary.by_depth)}; "
@@ -194,34 +194,72 @@ def collect(config: Config, options: CollectOptions, say: Say) -> int:
 
 
 def evaluate(config: Config, names: Sequence[str], options: CollectOptions, say: Say) -> None:
-    """Of each head, on the same samples: the expected acceptance, and that in the engine."""
-    folder = folder_of(config)
-    target = _target(config, options.prompts)
+    """The target alone, an untrained draft and those named ([]: the best, where there is one), on
+    the same samples: the expected acceptance, that in the engine, and tokens per second."""
+    target = open_draft_target(config, options.target)
+    kind = cast(DraftKind[Any], kind_of(config, target.version.base))
+    best = kind.folder.find("best")
+    versions = [kind.folder.resolve(name) for name in names or ([best] if best else [])]
     texts = sample_texts(target, options.config)
-    for name in names or ["best"]:
-        head = open_head(folder, name, target.version.base)
-        expected = evaluated(target.version, head, texts)
+    alone = plain_tokens_per_s(target, options.config)
+    lines: list[tuple[str, ...]] = [
+        COLUMNS,
+        ("target alone", "-", "-", "-", "1.00", f"{alone:.1f}", "1.00"),
+    ]
+    for name in (UNTRAINED, *versions):
+        weights = kind.untrained() if name == UNTRAINED else kind.named(name)
+        expected = kind.expected(target.version, weights, texts)
         store = CaseStore(CASE_BYTES, MAX_AGE)
-        summary = collected(target, HeadDrafter(*head), options.config, store)
-        say(
-            f"{folder.resolve(name)}: {_length(expected.mean)} ({percentages(expected.by_depth)}); "
-            f"accepted in the engine {percentages(summary.by_depth)}, "
-            f"{summary.per_pass:.2f} tokens a pass"
-        )
+        run = collected(target, partial(kind.drafter, weights), options.config, store)
+        lines.append(_compared(name, expected, run, alone))
+    for line in aligned(lines):
+        say(line)
+
+
+def _compared(name: str, expected: Evaluation, run: Collected, alone: float) -> tuple[str, ...]:
+    """In the order of COLUMNS."""
+    mean = f"{expected.mean:.2f}" if expected.by_depth else "-"
+    by_depth = percentages(expected.by_depth) if expected.by_depth else "-"
+    return (
+        name, mean, by_depth, percentages(run.acceptance.by_depth),
+        f"{run.acceptance.per_pass:.2f}", f"{run.tokens_per_s:.1f}",
+        f"{run.tokens_per_s / alone:.2f}",
+    )  # fmt: skip
+
+
+def export(config: Config, name: str, folder: Path, *, mlx: bool) -> str:
+    """A draft model's adapter as PEFT's two files, or MLX-LM's; the version. Raises UserError for a
+    head, which no other program loads."""
+    kind = _model_kind(config)
+    weights = kind.named(name)
+    folder.mkdir(parents=True, exist_ok=True)
+    if mlx:
+        num_layers = kind.draft.config.num_layers
+        write_mlx_adapter(weights.adapter, weights.spec, num_layers, folder)
+    else:
+        save_adapter(weights.adapter, weights.spec, kind.draft.name, folder)
+    return kind.folder.resolve(name)
+
+
+def import_draft(config: Config, folder: Path) -> str:
+    """PEFT's or MLX-LM's adapter of the draft model becomes its best draft; the version."""
+    kind = _model_kind(config)
+    weights = kind.read(folder)
+    trainer = kind.trainer(weights)
+    version = kind.folder.publish(
+        lambda path: trainer.write(trainer.params, path), {"reason": f"imported from {folder}"}
+    )
+    kind.folder.use("best", version)
+    return version
+
+
+def _model_kind(config: Config) -> ModelKind:
+    base, _ = open_target(config)
+    kind = kind_of(config, base.base)
+    if isinstance(kind, HeadKind):
+        raise UserError("heads stay here: name the draft model (--speculate model:PATH)")
+    return kind
 
 
 def _length(mean: float) -> str:
     return f"expected accepted length {mean:.2f}"
-
-
-def _prompts(path: Path | None) -> list[str]:
-    if path is None:
-        return list(PROMPTS)
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(f"cannot read the prompts: {error}") from error
-    prompts = [line for line in lines if line.strip()]
-    if not prompts:
-        raise ConfigError(f"{path} has no prompts")
-    return prompts

@@ -1,17 +1,22 @@
-"""Sampling with a model of the settings: texts that drafts learn from, and how a head does in the
+"""Sampling with a model of the settings: texts that drafts learn from, and how a draft does in the
 engine. Drafts change nothing of what is sampled."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
-from tinkercloud.commands.bench import AcceptanceSummary, EngineFactory, Workload, run_timed
-from tinkercloud.core.types import SampleOutput, SampleRequest, SamplingParams
-from tinkercloud.embedded.drafting.head_drafter import HeadDrafter
+from tinkercloud.commands.bench import (
+    AcceptanceSummary,
+    EngineFactory,
+    TimedRun,
+    Workload,
+    run_timed,
+)
+from tinkercloud.commands.draft_target import Target
+from tinkercloud.core.types import SampleRequest, SamplingParams
 from tinkercloud.embedded.forward.kv_blocks import BlockPool
 from tinkercloud.embedded.forward.runners import Runner
 from tinkercloud.embedded.model.base_model import BaseModel
@@ -19,9 +24,8 @@ from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.sampling.engine import Speculate
 from tinkercloud.embedded.sampling.speculation import Speculation
 from tinkercloud.speculative.draft_length.fixed_length import FixedLength
-from tinkercloud.speculative.drafters.drafter import Stream
+from tinkercloud.speculative.drafters.drafter import Drafter, Stream
 from tinkercloud.speculative.drafters.guarded_drafter import GuardedDrafter
-from tinkercloud.speculative.head.head import Head
 from tinkercloud.speculative.learning.cases import CaseStore
 from tinkercloud.speculative.learning.collecting import (
     CaseCollector,
@@ -29,11 +33,11 @@ from tinkercloud.speculative.learning.collecting import (
     JudgedToken,
 )
 
-DRAFT_LENGTH = 4
 KV_CACHE_BYTES = 2**30
+DRAFTED_AT_ONCE = 16  # samples
 
-HeadParams = tuple[Head, dict[str, Tensor]]
-"""A head and its parameters."""
+MakeDrafter = Callable[[Runner], Drafter]
+"""Of the engine's runner, which computes the target."""
 
 
 class Text(NamedTuple):
@@ -46,36 +50,22 @@ class Text(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CollectConfig:
-    """samples: of each prompt, `tokens` of each. Another seed draws other samples."""
+    """samples: of each prompt, `tokens` of each. Another seed draws other samples. draft_tokens:
+    drafted at once."""
 
     samples: int = 4
     tokens: int = 64
     temperature: float = 1.0
     seed: int = 1_000_000
+    draft_tokens: int = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """The model that is drafted for, with the prompts to sample from."""
+class Collected:
+    """How a draft did: tokens per second with it drafting for every sample."""
 
-    version: Version
-    prompts: Sequence[Sequence[int]]
-    num_threads: int
-
-    def sampled(
-        self, config: CollectConfig, max_batch: int, speculate: Speculate | None = None
-    ) -> list[SampleOutput]:
-        requests = [
-            SampleRequest(
-                np.array(prompt, np.int32),
-                config.samples,
-                SamplingParams(config.tokens, config.seed + i, config.temperature),
-            )
-            for i, prompt in enumerate(self.prompts)
-        ]
-        engines = EngineFactory(max_batch, KV_CACHE_BYTES, self.num_threads, speculate)
-        workload = Workload("prompts", self.version, tuple(requests))
-        return run_timed(engines.make(drafts=speculate is not None), workload).outputs
+    acceptance: AcceptanceSummary
+    tokens_per_s: float
 
 
 class CaseRecorder:
@@ -102,7 +92,7 @@ class CaseRecorder:
 
 def sample_texts(target: Target, config: CollectConfig) -> list[Text]:
     """Without drafts."""
-    outputs = target.sampled(config, max_batch=64)
+    outputs = _sampled(target, config, max_batch=64).outputs
     return [
         Text(
             len(prompt),
@@ -114,19 +104,42 @@ def sample_texts(target: Target, config: CollectConfig) -> list[Text]:
     ]
 
 
+def plain_tokens_per_s(target: Target, config: CollectConfig) -> float:
+    """Without drafts, as many samples at once as `collected` decodes."""
+    return _tokens_per_s(_sampled(target, config, DRAFTED_AT_ONCE))
+
+
 def collected(
-    target: Target, drafter: HeadDrafter, config: CollectConfig, store: CaseStore
-) -> AcceptanceSummary:
-    """Samples with the head drafting for every sample; its cases go to the store."""
+    target: Target, make_drafter: MakeDrafter, config: CollectConfig, store: CaseStore
+) -> Collected:
+    """Samples with the drafter drafting for every sample; its cases go to the store."""
     speculations: list[Speculation] = []
 
     def speculate(base: BaseModel, runner: Runner, pool: BlockPool) -> Speculation:
-        runner.capture(base, drafter.layers)
-        guard = GuardedDrafter(drafter, base.config.vocab_size)
-        speculations.append(
-            Speculation(guard, FixedLength(DRAFT_LENGTH), None, CaseRecorder(store))
-        )
+        guard = GuardedDrafter(make_drafter(runner), base.config.vocab_size)
+        length = FixedLength(config.draft_tokens)
+        speculations.append(Speculation(guard, length, None, CaseRecorder(store)))
         return speculations[-1]
 
-    target.sampled(config, max_batch=16, speculate=speculate)
-    return AcceptanceSummary.of(speculations[0].snapshot())
+    run = _sampled(target, config, DRAFTED_AT_ONCE, speculate)
+    return Collected(AcceptanceSummary.of(speculations[0].snapshot()), _tokens_per_s(run))
+
+
+def _tokens_per_s(run: TimedRun) -> float:
+    return sum(len(s.tokens) for output in run.outputs for s in output.sequences) / run.seconds
+
+
+def _sampled(
+    target: Target, config: CollectConfig, max_batch: int, speculate: Speculate | None = None
+) -> TimedRun:
+    requests = [
+        SampleRequest(
+            np.array(prompt, np.int32),
+            config.samples,
+            SamplingParams(config.tokens, config.seed + i, config.temperature),
+        )
+        for i, prompt in enumerate(target.prompts)
+    ]
+    engines = EngineFactory(max_batch, KV_CACHE_BYTES, target.num_threads, speculate)
+    workload = Workload("prompts", target.version, tuple(requests))
+    return run_timed(engines.make(drafts=speculate is not None), workload)

@@ -1,48 +1,72 @@
 """`tinkercloud draft`: its options; `draft` does the work, and needs torch."""
 
 import argparse
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tinkercloud.commands.options import Arguments, add_settings, config_of, say, with_models
 from tinkercloud.errors import ConfigError
 
-SETTINGS = ("data_dir", "models", "dtype", "engine.threads")
+if TYPE_CHECKING:
+    from tinkercloud.commands.draft_target import TargetOptions
+
+SETTINGS = ("data_dir", "models", "dtype", "speculate", "engine.threads")
+LEARNING = (
+    *("draft.tokens", "draft.acceptance", "draft.least_cases", "draft.replay_share"),
+    *("draft.rank", "draft.rate"),
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    status = commands.add_parser(
-        "status", help="the draft in use, and how many of its tokens are accepted"
-    )
+
+    def command(
+        name: str, run: Callable[[Arguments], int], text: str, settings: Sequence[str] = SETTINGS
+    ) -> argparse.ArgumentParser:
+        parser = commands.add_parser(name, help=text)
+        add_settings(parser, settings)
+        parser.set_defaults(run=run)
+        return parser
+
+    status = command("status", _status, "the draft in use, and how many of its tokens are accepted")
     status.add_argument("--plot", type=Path, help="draw acceptance over time to this PNG")
-    listing = commands.add_parser("list", help="the drafts of the model, and what they are worth")
-    collect = commands.add_parser("collect", help="sample, and keep where the best draft was wrong")
+    command("list", _list, "the drafts of the model, and what they are worth")
+    learning = (*SETTINGS, *LEARNING)
+    collect = command(
+        "collect", _collect, "sample, and keep where the best draft was wrong", learning
+    )
     collect.add_argument("--export", type=Path, help="write all cases here too (JSON lines)")
-    train = commands.add_parser(
-        "train", help="finetune the best head on collected cases; without, make one from samples"
+    train = command(
+        "train", _train, "finetune the best draft on collected cases; without, make one", learning
     )
     train.add_argument("--minutes", type=float, default=15.0, help="of training at most [15]")
     train.add_argument("--anew", action="store_true", help="make one though there is one")
-    evaluate = commands.add_parser("evaluate", help="acceptance of drafts on the same samples")
+    evaluate = command(
+        "evaluate", _evaluate, "the target alone, and drafts, on the same samples", learning
+    )
     evaluate.add_argument("name", nargs="*", help="drafts, as `draft list` shows them [best]")
-    for command, samples, tokens in ((collect, 4, 64), (train, 16, 96), (evaluate, 2, 64)):
-        command.add_argument("--prompts", type=Path, help="a file, one prompt on each line")
-        command.add_argument("--samples", type=int, default=samples, help=f"of each [{samples}]")
-        command.add_argument("--tokens", type=int, default=tokens, help=f"of a sample [{tokens}]")
-    use = commands.add_parser("use", help="draft with this one; a server that runs takes it up")
+    for each, samples, tokens in ((collect, 4, 64), (train, 16, 96), (evaluate, 2, 64)):
+        _add_samples(each, samples, tokens)
+    use = command("use", _use, "draft with this one; a server that runs takes it up")
     use.add_argument("name", help="as `draft list` shows it, or latest")
-    back = commands.add_parser("rollback", help="back to the draft before the best one")
-    for command, run in (
-        (status, _status),
-        (listing, _list),
-        (collect, _collect),
-        (train, _train),
-        (evaluate, _evaluate),
-        (use, _use),
-        (back, _rollback),
-    ):
-        add_settings(command, SETTINGS)
-        command.set_defaults(run=run)
+    command("rollback", _rollback, "back to the draft before the best one")
+    export = command("export", _export, "a draft model's adapter as PEFT's files, or MLX-LM's")
+    export.add_argument("folder", type=Path)
+    export.add_argument("--name", default="best", help="as `draft list` shows it [best]")
+    export.add_argument("--mlx", action="store_true", help="MLX-LM's files")
+    take = command("import", _import, "an adapter of the draft model becomes its best draft")
+    take.add_argument("folder", type=Path, help="of PEFT or MLX-LM")
+
+
+def _add_samples(parser: argparse.ArgumentParser, samples: int, tokens: int) -> None:
+    parser.add_argument("--prompts", type=Path, help="a file, one prompt on each line")
+    parser.add_argument("--raw", action="store_true", help="prompts without the chat template")
+    parser.add_argument(
+        "--weights", help="of the target: an adapter's or checkpoint's folder, or tinker://..."
+    )
+    parser.add_argument("--samples", type=int, default=samples, help=f"of each [{samples}]")
+    parser.add_argument("--tokens", type=int, default=tokens, help=f"of a sample [{tokens}]")
 
 
 def _status(arguments: Arguments) -> int:
@@ -64,18 +88,23 @@ def _list(arguments: Arguments) -> int:
 def _collect(arguments: Arguments) -> int:
     from tinkercloud.commands import draft, draft_collect
 
-    samples = draft_collect.CollectConfig(*_sizes(arguments))
-    options = draft.CollectOptions(arguments["prompts"], samples, arguments["export"])
-    draft.collect(with_models(config_of(arguments)), options, say)
+    config = with_models(config_of(arguments))
+    sizes = draft_collect.CollectConfig(*_sizes(arguments), draft_tokens=config.draft.tokens)
+    options = draft.CollectOptions(_target(arguments), sizes, arguments["export"])
+    draft.collect(config, options, say)
     return 0
 
 
 def _evaluate(arguments: Arguments) -> int:
     from tinkercloud.commands import draft, draft_collect
 
-    samples = draft_collect.CollectConfig(*_sizes(arguments), seed=2_000_000)
-    options = draft.CollectOptions(arguments["prompts"], samples)
-    draft.evaluate(with_models(config_of(arguments)), arguments["name"], options, say)
+    config = with_models(config_of(arguments))
+    samples, tokens = _sizes(arguments)
+    sizes = draft_collect.CollectConfig(
+        samples, tokens, seed=2_000_000, draft_tokens=config.draft.tokens
+    )
+    options = draft.CollectOptions(_target(arguments), sizes)
+    draft.evaluate(config, arguments["name"], options, say)
     return 0
 
 
@@ -84,9 +113,32 @@ def _train(arguments: Arguments) -> int:
 
     if not arguments["minutes"] > 0:
         raise ConfigError("--minutes must be above 0")
-    samples = draft_train.DistillConfig(*_sizes(arguments), minutes=arguments["minutes"])
-    options = draft.TrainOptions(arguments["prompts"], samples, arguments["anew"])
-    draft.train(with_models(config_of(arguments)), options, say)
+    config = with_models(config_of(arguments))
+    options = draft.TrainOptions(
+        _target(arguments),
+        draft_train.DistillConfig.of(config.draft, _sizes(arguments), arguments["minutes"]),
+        draft_train.FinetuneConfig.of(config.draft, arguments["minutes"]),
+        arguments["anew"],
+    )
+    draft.train(config, options, say)
+    return 0
+
+
+def _export(arguments: Arguments) -> int:
+    from tinkercloud.commands import draft
+
+    config = with_models(config_of(arguments))
+    folder = arguments["folder"]
+    version = draft.export(config, arguments["name"], folder, mlx=arguments["mlx"])
+    say(f"{version} is in {folder}")
+    return 0
+
+
+def _import(arguments: Arguments) -> int:
+    from tinkercloud.commands import draft
+
+    version = draft.import_draft(with_models(config_of(arguments)), arguments["folder"])
+    say(f"best is {version}")
     return 0
 
 
@@ -105,6 +157,12 @@ def _rollback(arguments: Arguments) -> int:
     folder = draft.folder_of(with_models(config_of(arguments)))
     say(f"best is {folder.rollback('best')}")
     return 0
+
+
+def _target(arguments: Arguments) -> "TargetOptions":
+    from tinkercloud.commands.draft_target import TargetOptions
+
+    return TargetOptions(arguments["prompts"], arguments["raw"], arguments["weights"])
 
 
 def _sizes(arguments: Arguments) -> tuple[int, int]:

@@ -1,28 +1,33 @@
-"""Training of draft heads while no server runs: distilled from the model's own samples, or
-finetuned on the texts in which the best head was wrong.
+"""Training of drafts while no server runs: of a new one on the model's own samples, or of the best
+one on the texts in which it was wrong.
 
-A part of the texts is held out, and a head is judged there, by how many of its tokens are expected
+A part of the texts is held out, and a draft is judged there, by how many of its tokens are expected
 to be accepted.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
-from tinkercloud.commands.draft_collect import CollectConfig, HeadParams, Text
-from tinkercloud.embedded.draft_training.capture import (
-    CapturedSequence,
-    SequenceMetadata,
-    capture_sequence,
+from tinkercloud.commands.draft_collect import CollectConfig, Text
+from tinkercloud.commands.draft_kinds import (
+    HeadKind,
+    HeadWeights,
+    ModelKind,
+    captured,
+    cases_of,
 )
-from tinkercloud.embedded.draft_training.dataset import Mix, SequenceDataset
+from tinkercloud.config import DraftConfig
+from tinkercloud.embedded.draft_training.dataset import CaseDataset, Mix, SequenceDataset
 from tinkercloud.embedded.draft_training.driver import (
-    Evaluation,
+    Dataset,
     Gate,
     Plan,
+    Trainer,
     TrainingDriver,
     TrainingResult,
     TrainingSettings,
@@ -40,31 +45,56 @@ from tinkercloud.speculative.learning.schedule import TimeBudget
 
 Say = Callable[[str], None]
 MAX_BYTES = 2 * 1024**3  # of captured sequences
+CASE_BYTES, MAX_AGE = 64 * 1024**2, 10**6
 MIN_TOKENS, MIN_FINETUNE_TOKENS = 3, 8  # of a text that is learned from
 SECTION_S = 20.0  # between two lines of progress
+NEW_RATE = 3.0  # times the rate of a draft that has learned already
 
 
 @dataclass(frozen=True, slots=True)
 class DistillConfig(CollectConfig):
-    """vocabulary: tokens that the head can draft. minutes: of training at most. The seed is that of
-    samples, batches and the first parameters."""
+    """vocabulary: tokens that a head can draft. minutes: of training at most. The seed is that of
+    samples, batches and the first parameters. replay_share: of a batch, from agreed cases."""
 
     samples: int = 16
     tokens: int = 96
     seed: int = 0
     vocabulary: int = 8192
     minutes: float = 15.0
+    replay_share: float = 0.2
     plan: Plan = field(default_factory=lambda: Plan(num_steps=600, warmup_steps=30))
+
+    @classmethod
+    def of(cls, settings: DraftConfig, sizes: tuple[int, int], minutes: float) -> "DistillConfig":
+        """sizes: samples of each prompt, tokens of each."""
+        plan = Plan(num_steps=600, warmup_steps=30, peak_rate=NEW_RATE * settings.rate)
+        share = settings.replay_share
+        return cls(*sizes, minutes=minutes, replay_share=share, plan=plan)
+
+    @property
+    def mix(self) -> Mix:
+        return Mix(batch_size=8, share=1 - self.replay_share, seed=self.seed)
 
 
 @dataclass(frozen=True, slots=True)
 class FinetuneConfig:
-    """folder: gets the draft. minutes: of training at most."""
+    """minutes: of training at most. goal: of the first drafted tokens accepted, from which on there
+    is nothing to learn. replay_share: as in DistillConfig."""
 
-    folder: DraftFolder
     minutes: float
+    goal: float = 1.0
+    replay_share: float = 0.2
     plan: Plan = field(default_factory=lambda: Plan(num_steps=200, peak_rate=5e-4, warmup_steps=10))
     gate: Gate = field(default_factory=lambda: Gate(least_rows=64))
+
+    @classmethod
+    def of(cls, settings: DraftConfig, minutes: float) -> "FinetuneConfig":
+        plan = Plan(num_steps=200, peak_rate=settings.rate, warmup_steps=10)
+        return cls(minutes, settings.acceptance, settings.replay_share, plan)
+
+    @property
+    def mix(self) -> Mix:
+        return Mix(batch_size=8, share=1 - self.replay_share)
 
 
 def distilled(
@@ -81,70 +111,104 @@ def distilled(
     head_config = HeadConfig.of(version.base.config)
     head = Head(head_config, frozen_rows(version.base, vocabulary))
     texts = [text for text in texts if len(text.tokens) >= MIN_TOKENS]
-    dataset = _dataset(version, head, texts, config.seed, say)
-    if not dataset.held_out():
-        raise UserError("too little text to hold a part of it out; ask for more samples")
+    dataset = _sequences(version, head, texts, config.mix, say)
     notes = {"num_tokens": int(counts.sum()), "coverage": vocabulary.coverage(counts)}
     trainer = HeadTrainer(head, initial_params(head_config, config.seed), HeadObjective())
     settings = TrainingSettings(config.plan, gate=None, notes=notes)
-    driver = TrainingDriver(trainer, dataset, folder, TimeBudget(share=1.0), settings)
-    reason = "distilled from the model's own samples"
-    return _trained(driver, reason, config.minutes, say)
+    driver = _driver(trainer, dataset, folder, settings)
+    return _trained(driver, "distilled from the model's own samples", config.minutes, say)
+
+
+def distilled_model(
+    version: Version, texts: Sequence[Text], config: DistillConfig, kind: ModelKind, say: Say
+) -> TrainingResult:
+    """A new adapter of the draft model becomes the best, whatever was there. Raises UserError where
+    there is too little text, or the draft has other tokens."""
+    trainer = kind.trainer(kind.untrained())
+    store = CaseStore(MAX_BYTES, MAX_AGE)
+    for text in _with_progress(texts, say):
+        for example in cases_of(version, text):
+            store.add(text.tokens, example.case)
+    settings = TrainingSettings(config.plan, gate=None, notes={"num_tokens": len(store)})
+    driver = _driver(trainer, CaseDataset(store, config.mix), kind.folder, settings)
+    if kind.folder.find("best") is None:  # a rollback needs a version to return to
+        driver.publish({"reason": "as it was before any training"})
+    return _trained(driver, "distilled from the model's own samples", config.minutes, say)
 
 
 def finetuned(
-    version: Version, head: HeadParams, store: CaseStore, config: FinetuneConfig, say: Say
-) -> TrainingResult:
-    """The head learns from the texts in which it was wrong, and is used where it is better on those
-    held out. Raises UserError where there is too little text."""
+    version: Version,
+    kind: HeadKind | ModelKind,
+    store: CaseStore,
+    config: FinetuneConfig,
+    say: Say,
+) -> TrainingResult | None:
+    """The best draft learns from where it was wrong, and is used where it is better on texts that
+    are held out; None where it is good enough. Raises UserError where there is too little text."""
+    trainer, dataset = _learner(version, kind, store, config, say)
+    settings = TrainingSettings(config.plan, gate=config.gate)
+    driver = _driver(trainer, dataset, kind.folder, settings)
+    first = joined([trainer.evaluate(batch) for batch in dataset.held_out()]).by_depth[0]
+    if first >= config.goal:
+        say(f"{first:.0%} of first drafted tokens are expected to be accepted: that is enough")
+        return None
+    say(f"{len(store)} cases; training for {config.minutes:g} minutes at most")
+    return _trained(driver, f"{len(store)} collected cases", config.minutes, say)
+
+
+def _learner(
+    version: Version,
+    kind: HeadKind | ModelKind,
+    store: CaseStore,
+    config: FinetuneConfig,
+    say: Say,
+) -> tuple[Trainer[Any], Dataset[Any]]:
+    if isinstance(kind, ModelKind):
+        return kind.trainer(kind.named("best")), CaseDataset(store, config.mix)
+    weights = kind.named("best")
+    return kind.trainer(weights), _case_texts(version, weights, store, config, say)
+
+
+def _case_texts(
+    version: Version, weights: HeadWeights, store: CaseStore, config: FinetuneConfig, say: Say
+) -> SequenceDataset:
+    """The texts that cases lie in, as the target reads them now."""
     cases: dict[str, Case] = {}  # of each text its first, where the model's own words had begun
     for case in (*store.disagreed, *store.agreed):
         if case.context not in cases or case.position < cases[case.context].position:
             cases[case.context] = case
     texts = [Text(c.position, store.whole(c), c.temperature) for c in cases.values()]
     texts = [text for text in texts if len(text.tokens) >= MIN_FINETUNE_TOKENS]
-    dataset = _dataset(version, head[0], texts, 0, say)
-    if not dataset.held_out():
-        raise UserError(f"{len(cases)} texts are too few to learn from; collect more")
-    say(f"{len(cases)} texts, {len(store)} cases; training for {config.minutes:g} minutes at most")
-    trainer = HeadTrainer(*head, HeadObjective())
-    settings = TrainingSettings(config.plan, gate=config.gate)
-    driver = TrainingDriver(trainer, dataset, config.folder, TimeBudget(share=1.0), settings)
-    return _trained(driver, f"{len(store)} collected cases", config.minutes, say)
+    return _sequences(version, weights[0], texts, config.mix, say)
 
 
-def evaluated(version: Version, head: HeadParams, texts: Sequence[Text]) -> Evaluation:
-    """What is expected of a head on these texts."""
-    trainer = HeadTrainer(*head, HeadObjective())
-    layers = head[0].config.layers
-    return joined(
-        [
-            trainer.evaluate([_captured(version, text, layers)])
-            for text in texts
-            if len(text.tokens) > text.num_prompt + 1
-        ]
-    )
-
-
-def _captured(version: Version, text: Text, layers: Sequence[int]) -> CapturedSequence:
-    meta = SequenceMetadata(text.temperature, 0)
-    return capture_sequence(version, text.tokens, layers, text.num_prompt, meta)
-
-
-def _dataset(
-    version: Version, head: Head, texts: Sequence[Text], seed: int, say: Say
+def _sequences(
+    version: Version, head: Head, texts: Sequence[Text], mix: Mix, say: Say
 ) -> SequenceDataset:
-    dataset = SequenceDataset(MAX_BYTES, 1, Mix(batch_size=8, seed=seed))
-    began = time.monotonic()
-    for i, text in enumerate(texts):
-        dataset.add(_captured(version, text, head.config.layers))
-        if time.monotonic() - began > SECTION_S:
-            began = time.monotonic()
-            say(f"read {i + 1} of {len(texts)} texts")
+    dataset = SequenceDataset(MAX_BYTES, 1, mix)
+    for text in _with_progress(texts, say):
+        dataset.add(captured(version, text, head.config.layers))
     return dataset
 
 
-def _trained(driver: TrainingDriver, reason: str, minutes: float, say: Say) -> TrainingResult:
+def _with_progress(texts: Sequence[Text], say: Say) -> Iterator[Text]:
+    began = time.monotonic()
+    for i, text in enumerate(texts):
+        yield text
+        if time.monotonic() - began > SECTION_S:
+            began = time.monotonic()
+            say(f"read {i + 1} of {len(texts)} texts")
+
+
+def _driver(
+    trainer: Trainer[Any], dataset: Dataset[Any], folder: DraftFolder, settings: TrainingSettings
+) -> TrainingDriver[Any]:
+    if not dataset.held_out():
+        raise UserError("too little text to hold a part of it out; sample or collect more")
+    return TrainingDriver(trainer, dataset, folder, TimeBudget(share=1.0), settings)
+
+
+def _trained(driver: TrainingDriver[Any], reason: str, minutes: float, say: Say) -> TrainingResult:
     """Until the plan is done; where the time is over sooner, with the steps made so far."""
     result, left_s = None, 60.0 * minutes
     while result is None and left_s > 0:

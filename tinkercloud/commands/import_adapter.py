@@ -15,7 +15,8 @@ from tinkercloud.storage.database import Database
 from tinkercloud.storage.keys import DEFAULT_USER, KeyStore
 from tinkercloud.storage.metadata import Checkpoint, LoraRecord, MetadataStorage, Model
 from tinkercloud.storage.session_storage import SessionStorage
-from tinkercloud.weights.peft_import import ImportedAdapter, import_adapter, write_imported
+from tinkercloud.weights.adapter_folders import open_adapter
+from tinkercloud.weights.peft_import import ImportedAdapter, write_imported
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ def run(arguments: Arguments) -> int:
     target = Target(
         _source(config, arguments["base_model"]), arguments["user"], check_name(arguments["name"])
     )
-    imported = import_adapter(arguments["adapter_dir"], target.base.path)
+    imported = open_adapter(arguments["adapter_dir"], target.base.path)
     checkpoint = asyncio.run(_record(config.data_dir, target, imported))
     say(checkpoint.tinker_path)
     if not _has_key(config.data_dir, target.user):
@@ -86,7 +87,7 @@ def _model(target: Target, imported: ImportedAdapter, session_id: str) -> Model:
         session_id,
         target.base.name,
         lora,
-        {"imported": "peft"},
+        {"imported": imported.format},
         created_at=now,
         last_request_at=now,
         state="archive",

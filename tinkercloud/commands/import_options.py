@@ -1,4 +1,4 @@
-"""`tinkercloud import`: make an adapter of PEFT a checkpoint of this server."""
+"""`tinkercloud import`: make an adapter of PEFT or MLX-LM a checkpoint of this server."""
 
 import argparse
 from pathlib import Path
@@ -8,7 +8,9 @@ from tinkercloud.commands.options import Arguments, add_settings
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "adapter_dir", type=Path, help="with adapter_config.json and adapter_model.safetensors"
+        "adapter_dir",
+        type=Path,
+        help="with adapter_config.json and adapter_model.safetensors or adapters.safetensors",
     )
     parser.add_argument(
         "--base-model", required=True, metavar="NAME", help="the served model that it adapts"

@@ -144,7 +144,7 @@ class DraftConfig:
         0.2, "of a batch, from earlier versions or agreed cases", at_least=0, at_most=1
     )
     rank: int = _setting(8, "of the adapter that a draft model learns", at_least=1, at_most=1024)
-    rate: float = _setting(3e-4, "at which drafts learn, at its peak", above=0)
+    rate: float = _setting(5e-4, "at which drafts learn, at its peak", above=0)
 
     def __post_init__(self) -> None:
         _check_bounds(self, "draft.")

@@ -218,7 +218,8 @@ class SampleRequest:
     come where it is complete, and a sample that ends by max_tokens may be a beginning.
     prompt_alt_tokens: draws for each position of the prompt. cache_salt: only requests with the
     same one share what is kept of prompts and samples (keys and values, text for drafts). user: who
-    asks; the engine shares its time between users."""
+    asks; the engine shares its time between users. details_for: the session whose samples tell
+    where their drafts were wrong; "" for none."""
 
     prompt: NDArray[np.int32]
     num_samples: int
@@ -229,6 +230,7 @@ class SampleRequest:
     topk_sample_logprobs: int = 0
     target_prompt_logprobs: NDArray[np.int64] | None = None
     speculate: bool = True
+    details_for: str = ""
     grammar: Grammar | None = None
     prompt_alt_tokens: int = 0
     cache_salt: str = ""

@@ -46,8 +46,11 @@ _PARTS = {
 
 @dataclass(frozen=True, slots=True)
 class ImportedAdapter:
+    """format: whose files it was read from."""
+
     spec: LoraSpec
     adapter: Adapter
+    format: str = "peft"
 
 
 def import_adapter(directory: Path, base: Path) -> ImportedAdapter:

@@ -357,14 +357,18 @@ async def test_a_deleted_checkpoint_is_sampled_while_its_version_lives(tmp_path:
         assert "does not exist" in await api.failure(await api.sample(sampler_id))
 
 
-async def test_a_session_may_do_without_drafts(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_session_may_do_without_drafts_or_ask_where_they_are_wrong(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
     speculates: list[bool] = []
+    details_for: list[str] = []
     plain = FakeBackend.sample
 
     async def sample(
         self: FakeBackend, version: str, request: SampleRequest, on_tokens: OnTokens | None = None
     ) -> SampleOutput:
         speculates.append(request.speculate)
+        details_for.append(request.details_for)
         return await plain(self, version, request, on_tokens)
 
     monkeypatch.setattr(FakeBackend, "sample", sample)
@@ -376,6 +380,9 @@ async def test_a_session_may_do_without_drafts(api: Api, monkeypatch: pytest.Mon
     session = await api.ok("create_sampling_client", base_model="fake/tiny", speculate=False)
     await tokens(api, session["sampling_session_id"])
     assert speculates == [True, False, True, False]
+    session = await api.ok("create_sampling_client", base_model="fake/tiny", detailed=True)
+    await tokens(api, session["sampling_session_id"])
+    assert details_for == ["", "", "", "", session["sampling_session_id"]]
 
 
 async def test_metrics_are_lines_that_prometheus_reads(api: Api) -> None:

@@ -267,7 +267,7 @@ def test_training_keeps_within_its_share_and_is_reported(
     assert seconds["capture"] + seconds["training"] < snapshot["allowed_s"] + LONGEST_S
     assert seconds["training in quiet time"] > 0
     last = snapshot["last_training"]
-    assert last["num_steps"] == 24
+    assert last["num_steps"] == ONLINE_PLAN.num_steps
     assert last["last_loss"] < last["first_loss"]
     assert sum(snapshot["trainings"].values()) >= 1
     folder = drafts_of(scratch, "tiny")

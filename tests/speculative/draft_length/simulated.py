@@ -36,7 +36,8 @@ MACHINES: dict[str, Callable[[int], float]] = {
 class Drafter:
     """Token d of a draft is accepted with rates[d] (the last for all deeper). A share `hard` of the
     drafts have rates[d] * dull instead, and confidences say which, on a wrong scale. empty: the
-    share of times that nothing is proposed."""
+    share of times that nothing is proposed. read_ms: for the tokens of each round that it was not
+    asked in, to be made up for when it next is."""
 
     rates: tuple[float, ...]
     hard: float = 0.0
@@ -45,6 +46,7 @@ class Drafter:
     round_ms: float = 0.0
     step_ms: float = 0.0
     token_ms: float = 0.001
+    read_ms: float = 0.0
 
     def rate(self, depth: int) -> float:
         return self.rates[min(depth, len(self.rates) - 1)]
@@ -107,6 +109,7 @@ class Run:
     drafter: Drafter
     controller: DraftLengthController
     outcome: Outcome = field(default_factory=Outcome)
+    num_unread: int = 0  # rounds
 
     def round(self, loads: list[Load]) -> list[int]:
         """How many drafted tokens of each were accepted."""
@@ -125,7 +128,9 @@ class Run:
         quiet = drafter.ms(limits), self.machine.ms(rows)
         noise = self.machine.noise()
         jitter = float(np.exp(self.machine.jitter * coins.standard_normal()))
-        times = Times(quiet[0] * noise * jitter, quiet[1] * noise)
+        catch_up_ms = drafter.read_ms * self.num_unread * noise if any(limits) else 0.0
+        self.num_unread = 0 if any(limits) else self.num_unread + 1
+        times = Times(quiet[0] * noise * jitter, quiet[1] * noise, catch_up_ms=catch_up_ms)
         groups = tuple(load.group for load in loads)
         last_round = Round(
             tuple(limits), confidences, tuple(verified), tuple(accepted), times, groups=groups

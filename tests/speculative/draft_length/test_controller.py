@@ -175,6 +175,18 @@ def test_after_new_weights_it_is_tried_again_soon():
     assert run.controller.is_on
 
 
+def test_a_better_draft_is_used_soon_though_its_drafter_has_much_to_read_first():
+    """What a head reads after a hundred rounds without drafts is not what its drafts cost."""
+    drafter = Drafter((0.05,), step_ms=1.0, read_ms=0.5)
+    run = ran(started(memory_bound, drafter, seed=3), 4, 600)
+    assert not run.controller.is_on
+    drafter.rates = (0.85,)
+    run.controller.renew([0.85])
+    ran(run, 4, 60)
+    assert run.controller.is_on
+    assert sum(run.outcome.drafted[-40:]) > 40 * 4
+
+
 def test_a_drafter_that_becomes_bad_is_switched_off_soon():
     drafter = Drafter((0.9,), step_ms=2.0)
     run = ran(started(memory_bound, drafter, seed=3), 8, 300)

@@ -9,7 +9,7 @@ V vocabulary, M most probable tokens.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -87,6 +87,18 @@ class CapturedSequence:
             meta.temperature,
             meta.epoch,
             meta.category,
+        )
+
+    def window(self, first: int, length: int) -> "CapturedSequence":
+        """So many of its tokens, from place `first` on; a copy, which holds nothing else."""
+        part = slice(first, first + length)
+        return replace(
+            self,
+            tokens=self.tokens[part].copy(),
+            hidden=self.hidden[part].copy(),
+            top_ids=self.top_ids[part].copy(),
+            top_probs=self.top_probs[part].copy(),
+            weights=self.weights[part].copy(),
         )
 
     @property

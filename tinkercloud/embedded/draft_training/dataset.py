@@ -20,7 +20,9 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Mix:
     """share: of new items in a batch; the others are replayed. One of `held_out_one_in` texts is
-    held out; evaluations use at most `most_held_out` of them, of the last `recent` versions."""
+    held out; evaluations use at most `most_held_out` of them, of the last `recent` versions.
+    window: tokens of a sequence that a batch or an evaluation has at most, so that a step's time
+    does not depend on how long samples are; None for all."""
 
     batch_size: int = 8
     share: float = 0.8
@@ -28,6 +30,7 @@ class Mix:
     most_held_out: int = 64
     recent: int = 1
     seed: int = 0
+    window: int | None = None
 
     def holds_out(self, text: str) -> bool:
         """text: a digest."""
@@ -62,14 +65,28 @@ class SequenceDataset:
     def batch(self, number: int) -> list[CapturedSequence]:
         new = [s for s in self._buffer if s.epoch == self._epoch]
         old = [s for s in self._buffer if s.epoch != self._epoch]
-        mix = self._mix
-        return sample_mix(new, old, mix.batch_size, mix.share, mix.generator(number))
+        mix, generator = self._mix, self._mix.generator(number)
+        chosen = sample_mix(new, old, mix.batch_size, mix.share, generator)
+        return [_cut_to(sequence, mix.window, float(generator.random())) for sequence in chosen]
 
     def held_out(self) -> list[list[CapturedSequence]]:
         if not len(self._buffer):
             return []
         current = [s for s in self._held_out if s.epoch > self._epoch - self._mix.recent]
-        return _cut(current[-self._mix.most_held_out :], self._mix.batch_size)
+        current = current[-self._mix.most_held_out :]
+        window = self._mix.window
+        return _cut([_cut_to(s, window, 0.5) for s in current], self._mix.batch_size)
+
+
+def _cut_to(sequence: CapturedSequence, window: int | None, place: float) -> CapturedSequence:
+    """place: 0 for the first tokens that are learned from, 1 for the last ones. A sequence's prompt
+    comes before them and teaches nothing."""
+    length = len(sequence.tokens)
+    if window is None or length <= window:
+        return sequence
+    begins = int(np.argmax(sequence.weights > 0))
+    first = min(begins, length - window)
+    return sequence.window(first + round(place * (length - window - first)), window)
 
 
 class CaseDataset:

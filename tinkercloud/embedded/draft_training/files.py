@@ -23,6 +23,11 @@ def drafts_of(drafts_dir: Path, model: str) -> DraftFolder:
     return DraftFolder(drafts_dir / re.sub(r"[^A-Za-z0-9._-]+", "--", model))
 
 
+def model_drafts_of(drafts_dir: Path, model: str, draft: Path) -> DraftFolder:
+    """The folder of what the draft model at that path has learned for one base model."""
+    return drafts_of(drafts_dir, f"{model}--draft {draft}")
+
+
 def open_head(folder: DraftFolder, name: str, base: BaseModel) -> tuple[Head, dict[str, Tensor]]:
     """A version, or the one that an alias names. Raises ConfigError where there is none, or where
     it is not a head of this model."""

@@ -53,7 +53,7 @@ class DraftModelTrainer:
     def __init__(self, base: BaseModel, spec: LoraSpec, objective: ModelObjective):
         self._base, self._spec, self._objective = base, spec, objective
         adapter = fresh_adapter(spec, base.config.linear_shapes(), base.device)
-        self._params = {n: t.requires_grad_() for n, t in _flat(adapter).items()}
+        self._params = {n: t.requires_grad_() for n, t in flat_params(adapter).items()}
 
     @property
     def params(self) -> dict[str, Tensor]:
@@ -79,7 +79,7 @@ class DraftModelTrainer:
     def read(self, directory: Path) -> dict[str, Tensor]:
         shapes = self._base.config.linear_shapes()
         try:
-            return _flat(load_adapter(directory, self._spec, shapes, self._base.device))
+            return flat_params(load_adapter(directory, self._spec, shapes, self._base.device))
         except UserError as error:
             raise UserError(f"the draft in {directory} cannot be read: {error}") from None
 
@@ -112,7 +112,8 @@ def adapter_of(params: Mapping[str, Tensor]) -> Adapter:
     return {n: (params[f"{n}.lora_A"], params[f"{n}.lora_B"]) for n in names}
 
 
-def _flat(adapter: Adapter) -> dict[str, Tensor]:
+def flat_params(adapter: Adapter) -> dict[str, Tensor]:
+    """What `adapter_of` reads."""
     params: dict[str, Tensor] = {}
     for name, (a, b) in adapter.items():
         params |= {f"{name}.lora_A": a, f"{name}.lora_B": b}

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 CASES = "cases.jsonl"
 LINE_S = 60.0  # between two lines of the acceptance log where the policy makes no step
 WRITE_S = 30.0  # between two writes of the cases while the engine is idle
-ONLINE_PLAN = Plan(num_steps=24, peak_rate=3e-4, warmup_steps=3)
+ONLINE_PLAN = Plan(num_steps=12, peak_rate=5e-4, warmup_steps=2)
 QUIET_S = 0.5  # without work, after which time counts as quiet
 
 

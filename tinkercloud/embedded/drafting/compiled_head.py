@@ -12,19 +12,10 @@ from torch import Tensor
 
 from tinkercloud.embedded.native.packed import PackedMatrix, pack
 from tinkercloud.embedded.native.train_bindings import training_team
-from tinkercloud.speculative.head.head import Head, Params
+from tinkercloud.speculative.head.head import MODULES, Head, Params
 
 Product = Callable[[Tensor, PackedMatrix], Tensor]
 """x (M, K) float32 times weights [N, K] transposed: (M, N) float32."""
-
-MODULES: tuple[tuple[str, ...], ...] = (
-    ("fuse",),
-    ("q_proj", "k_proj", "v_proj"),
-    ("o_proj",),
-    ("gate_proj", "up_proj"),
-    ("down_proj",),
-)
-"""Those that read the same inputs are one matrix."""
 
 
 @dataclass(frozen=True, slots=True)

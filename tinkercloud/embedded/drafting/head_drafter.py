@@ -4,7 +4,8 @@ Row i of a sample is the target's states after token i, with token i + 1. Reject
 rewind: chains leave the head's cache as it was.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +22,20 @@ from tinkercloud.speculative.head.draft import ChainStart, draft_chains
 from tinkercloud.speculative.head.head import Head
 
 MAX_UNREAD = 256  # rows of a sample that wait for `propose`; older ones are dropped
+MAX_STEADY = 16  # unread rows of a sample that is drafted for in every round, from above
 MAX_CONTEXT = 1024  # rows of a sample in the head's cache, which is then emptied
+
+
+@contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """What is small here ends sooner than two threads have met; where other work keeps the cores
+    busy, waiting for them takes milliseconds."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 @dataclass(slots=True, eq=False)
@@ -98,25 +112,37 @@ class HeadDrafter(Drafter):
         self._free.append(reader.slot)
 
     @torch.inference_mode()
+    def catch_up(self, streams: Sequence[Stream]) -> None:
+        readers = [self._readers[stream.id] for stream in streams]
+        with one_torch_thread():
+            self._read([r for r in readers if r.num_unread > MAX_STEADY], num_left=1)
+
+    @torch.inference_mode()
     def propose(self, requests: Sequence[tuple[Stream, int]]) -> list[Draft]:
+        with one_torch_thread():
+            return self._proposed(requests)
+
+    def _proposed(self, requests: Sequence[tuple[Stream, int]]) -> list[Draft]:
         readers = [(self._readers[stream.id], most) for stream, most in requests if most > 0]
         self._read([reader for reader, _ in readers if reader.num_unread])
         ready = [(reader, most) for reader, most in readers if reader.output is not None]
         drafts = self._drafts(ready) if ready else {}
         return [drafts.get(stream.id, NO_DRAFT) for stream, _ in requests]
 
-    def _read(self, readers: Sequence[_Reader]) -> None:
-        """Their unread states, each with the token after it."""
+    def _read(self, readers: Sequence[_Reader], num_left: int = 0) -> None:
+        """Their unread states, each with the token after it, but for so many of the last ones."""
         if not readers:
             return
         for reader in readers:
             if self._cache.lengths[reader.slot] + reader.num_unread > MAX_CONTEXT:
                 self._cache.rewind(reader.slot, 0)
-        counts = [r.num_unread for r in readers]
-        unread = torch.cat([states for r in readers for states in r.unread])
+        states = [torch.cat(reader.unread) for reader in readers]
+        counts = [reader.num_unread - num_left for reader in readers]
+        unread = torch.cat([each[:n] for each, n in zip(states, counts, strict=True)])
         features = self._network.fuse(self._params, unread).split(counts)
         tokens = [
-            torch.tensor(r.stream.tokens[r.first + 1 : r.first + 1 + r.num_unread]) for r in readers
+            torch.tensor(r.stream.tokens[r.first + 1 : r.first + 1 + count])
+            for r, count in zip(readers, counts, strict=True)
         ]
         assert [len(ids) for ids in tokens] == counts, "states of tokens that were not accepted"
         new = NewRows(
@@ -126,9 +152,10 @@ class HeadDrafter(Drafter):
             counts,
         )
         outputs = extend(self._network, self._params, self._cache, new)
-        for i, reader in enumerate(readers):
-            reader.output = outputs[i, counts[i] - 1]
-            reader.unread, reader.num_unread = [], 0
+        for i, (reader, count) in enumerate(zip(readers, counts, strict=True)):
+            reader.output = outputs[i, count - 1]
+            reader.unread = [states[i][count:]] if num_left else []
+            reader.num_unread, reader.first = num_left, reader.first + count
 
     def _drafts(self, ready: Sequence[tuple[_Reader, int]]) -> dict[int, Draft]:
         depth = max(most for _, most in ready)

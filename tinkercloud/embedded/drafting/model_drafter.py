@@ -40,6 +40,10 @@ class ModelDrafter(NetworkDrafter):
         self._audited: dict[int, list[DraftDistribution]] = {}
 
     @torch.inference_mode()
+    def catch_up(self, streams: Sequence[Stream]) -> None:
+        self._read_ahead([DraftRequest(stream.id, stream.tokens, 1) for stream in streams])
+
+    @torch.inference_mode()
     def propose(self, requests: Sequence[tuple[Stream, int]]) -> list[Draft]:
         starts = [DraftRequest(stream.id, stream.tokens, most) for stream, most in requests]
         takes = self._audits.takes

@@ -17,6 +17,7 @@ from tinkercloud.embedded.model.version import Version
 from tinkercloud.speculative.drafters.drafter import Drafter, Stream
 
 MAX_CATCH_UP = 512  # new tokens that one sample reads in a round; with more it drafts later
+MAX_STEADY = 16  # new tokens of a sample that is drafted for in every round, from above
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,17 @@ class NetworkDrafter(Drafter):
         """Its tokens from this place on may be others than those that were read."""
         cache = self._caches[sample]
         cache.num_agreed = min(cache.num_agreed, place)
+
+    def _read_ahead(self, requests: Sequence[DraftRequest]) -> None:
+        """What they have not read but for the last token, where that is more than one round adds.
+        Call it in inference mode."""
+        for request in requests:
+            drafting = self._begun(request)
+            while drafting is not None:
+                unread = drafting.tokens[len(drafting.cache.tokens) : -1]
+                if len(unread) < MAX_STEADY:
+                    break
+                self._forward([self._part(drafting.cache, unread[:MAX_CATCH_UP])])
 
     def _chains(
         self, requests: Sequence[DraftRequest], next_tokens: NextTokens

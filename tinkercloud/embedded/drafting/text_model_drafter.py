@@ -62,6 +62,10 @@ class TextModelDrafter(NetworkDrafter):
         del self._readers[stream.id]
 
     @torch.inference_mode()
+    def catch_up(self, streams: Sequence[Stream]) -> None:
+        self._read_ahead([self._start(self._readers[stream.id], 1) for stream in streams])
+
+    @torch.inference_mode()
     def propose(self, requests: Sequence[tuple[Stream, int]]) -> list[Draft]:
         starts = [self._start(self._readers[s.id], most) for s, most in requests if most > 0]
         chains = self._chains(starts, self._likeliest)

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from tinkercloud.config import ModelSource
 from tinkercloud.core.types import LoraSpec
 from tinkercloud.embedded.draft_training.dataset import CaseDataset, Mix, SequenceDataset
 from tinkercloud.embedded.draft_training.driver import assign, copied
-from tinkercloud.embedded.draft_training.files import drafts_of, open_head
+from tinkercloud.embedded.draft_training.files import drafts_of, model_drafts_of, open_head
 from tinkercloud.embedded.draft_training.head_trainer import HeadObjective, HeadTrainer
 from tinkercloud.embedded.draft_training.model_trainer import (
     DraftModelTrainer,
@@ -27,6 +27,7 @@ from tinkercloud.embedded.draft_training.online_trainer import (
 from tinkercloud.embedded.drafting.draft_model import open_draft, tokenizer_pair
 from tinkercloud.embedded.drafting.head_drafter import HeadDrafter
 from tinkercloud.embedded.drafting.model_drafter import ModelDrafter
+from tinkercloud.embedded.drafting.network_drafter import NetworkDrafter
 from tinkercloud.embedded.drafting.step_costs import round_costs
 from tinkercloud.embedded.drafting.text_model_drafter import TextModelDrafter
 from tinkercloud.embedded.forward.kv_blocks import BlockPool, blocks_for
@@ -34,6 +35,7 @@ from tinkercloud.embedded.forward.runners import NativeRunner, Runner
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.sampling.base_states import Speculate
+from tinkercloud.embedded.sampling.detailed_log import DetailedLog
 from tinkercloud.embedded.sampling.speculation import Speculation
 from tinkercloud.embedded.sampling.trace import Trace
 from tinkercloud.errors import ConfigError, NotFound, UserError
@@ -47,12 +49,16 @@ from tinkercloud.speculative.drafters.drafter import Drafter
 from tinkercloud.speculative.drafters.drafter_table import DrafterFactory, DrafterTable
 from tinkercloud.speculative.drafters.guarded_drafter import GuardedDrafter
 from tinkercloud.speculative.drafters.suffix_drafter import SuffixDrafter
+from tinkercloud.speculative.head.head import Head
 from tinkercloud.speculative.learning.cases import CaseStore
 from tinkercloud.speculative.learning.draft_folder import DraftFolder
 
 logger = logging.getLogger(__name__)
 
-AUTO = "suffix"
+AUTO, DETAILS = "suffix", "details.jsonl"
+HEAD_BATCH, HEAD_WINDOW = 4, 48
+"""Sequences of a step of training, and tokens of each: a step of half a second on two cores, so
+that a tenth of the time is enough for a training every few steps of a small policy."""
 DRAFT_POOL_BYTES = 512 * 1024**2
 MAX_LOOKED_UP = 16  # tokens of a draft that cost nothing
 MAX_ROWS = 64
@@ -62,7 +68,8 @@ much as a sample's next token, and the noise of a measured table must not promis
 
 @dataclass(frozen=True, slots=True)
 class DrafterSettings:
-    """name: as `--speculate` has it. trace_file: for `Trace`, if any. cache_dir: for files derived
+    """name: as `--speculate` has it. trace_file: for `Trace`, if any; details_file: for
+    `DetailedLog`, None for the one in the drafts' folder. cache_dir: for files derived
     from a draft model's. drafts_dir: the folder of draft heads. online: how drafts are trained;
     max_computed, replay_share, rank: as `DraftConfig` has them."""
 
@@ -75,6 +82,7 @@ class DrafterSettings:
     max_computed: int = 8
     replay_share: float = 0.2
     rank: int = 8
+    details_file: Path | None = None
 
     @property
     def mix(self) -> Mix:
@@ -82,8 +90,13 @@ class DrafterSettings:
 
     @property
     def lora(self) -> LoraSpec:
-        """Of the adapter that a draft model learns."""
-        return LoraSpec(rank=self.rank, seed=0)
+        return draft_lora(self.rank)
+
+
+def draft_lora(rank: int) -> LoraSpec:
+    """Of the adapter that a draft model learns. No unembedding: where the embeddings are tied to
+    it other programs have no such module."""
+    return LoraSpec(rank=rank, seed=0, train_unembed=False)
 
 
 def require_drafts(settings: DrafterSettings, models: Sequence[ModelSource]) -> None:
@@ -113,6 +126,7 @@ def speculate(
         return None
     name = AUTO if settings.name == "auto" else settings.name
     trace = Trace(settings.trace_file) if settings.trace_file is not None else None
+    details = DetailedLog(settings.details_file or settings.drafts_dir / DETAILS)
 
     def make(base: BaseModel, runner: Runner, pool: BlockPool) -> Speculation | None:
         if not runner.is_exact and settings.name == "auto":
@@ -121,8 +135,14 @@ def speculate(
             logger.warning("on this device drafts may change the last bits of log-probabilities")
         vocab_size = base.config.vocab_size
         factories: dict[str, DrafterFactory] = {
-            "model": lambda path: _model_drafter(Path(path), base, runner, settings.cache_dir),
-            "head": lambda head: _head_drafter(head or "best", base, runner, settings.drafts_dir),
+            "model": lambda path: model_drafter(
+                open_draft(Path(path), base, settings.cache_dir), base, runner
+            ),
+            "head": lambda name: head_drafter(
+                open_head(drafts_of(settings.drafts_dir, base.name), name or "best", base),
+                base,
+                runner,
+            ),
         }
         drafter = DrafterTable(factories).make(name)
         costs = round_costs(base, runner, pool, settings.num_threads)
@@ -134,7 +154,8 @@ def speculate(
         if trainers is not None:
             trainer = _online_trainer(drafter, base, settings)
             trainers.add(base, trainer)
-        speculation = Speculation(GuardedDrafter(drafter, vocab_size), controller, trace, trainer)
+        guard = GuardedDrafter(drafter, vocab_size)
+        speculation = Speculation(guard, controller, trace, trainer, details)
         if trainer is not None:
             trainer.speculation = speculation
         return speculation
@@ -151,7 +172,8 @@ def _online_trainer(drafter: Drafter, base: BaseModel, settings: DrafterSettings
     if isinstance(drafter, HeadDrafter) and settings.name in ("head", "head:best"):
         trainee = head_trainee(drafter, settings)
     elif isinstance(drafter, ModelDrafter):
-        folder = drafts_of(settings.drafts_dir, f"{base.name}--{drafter.version.base.name}")
+        path = Path(settings.name.partition(":")[2])
+        folder = model_drafts_of(settings.drafts_dir, base.name, path)
         trainee = model_trainee(drafter, settings, store, folder)
     return OnlineTrainer(folder, store, trainee, online)
 
@@ -159,7 +181,8 @@ def _online_trainer(drafter: Drafter, base: BaseModel, settings: DrafterSettings
 def head_trainee(drafter: HeadDrafter, settings: DrafterSettings) -> DraftTrainee:
     """Learns from hidden states and distributions of the policy's own training passes."""
     online = settings.online
-    dataset = SequenceDataset(online.memory_bytes, online.max_age, settings.mix)
+    mix = replace(settings.mix, batch_size=HEAD_BATCH, window=HEAD_WINDOW)
+    dataset = SequenceDataset(online.memory_bytes, online.max_age, mix)
     trainer = HeadTrainer(drafter.head, drafter.params, HeadObjective())
     return DraftTrainee(trainer, dataset, drafter.use, drafter.layers, dataset.add)
 
@@ -187,16 +210,17 @@ def model_trainee(
     return DraftTrainee(trainer, CaseDataset(store, settings.mix), use)
 
 
-def _head_drafter(name: str, base: BaseModel, runner: Runner, drafts_dir: Path) -> HeadDrafter:
-    head, params = open_head(drafts_of(drafts_dir, base.name), name, base)
+def head_drafter(
+    head: tuple[Head, Mapping[str, Tensor]], base: BaseModel, runner: Runner
+) -> HeadDrafter:
     product = runner.product if isinstance(runner, NativeRunner) else None
-    drafter = HeadDrafter(head, params, product=product)
+    drafter = HeadDrafter(*head, product=product)
     runner.capture(base, drafter.layers)
     return drafter
 
 
-def _model_drafter(path: Path, base: BaseModel, runner: Runner, cache_dir: Path) -> Drafter:
-    draft = open_draft(path, base, cache_dir)
+def model_drafter(draft: BaseModel, base: BaseModel, runner: Runner) -> NetworkDrafter:
+    """draft: as `open_draft` gives it, without an adapter."""
     pair = tokenizer_pair(draft, base)
     layout = runner.kv_layout(draft)
     num_blocks = max(
@@ -204,7 +228,7 @@ def _model_drafter(path: Path, base: BaseModel, runner: Runner, cache_dir: Path)
         blocks_for(draft.config.max_position_embeddings),
     )
     pool = BlockPool(draft.config, draft.dtype, draft.device, num_blocks, layout)
-    version = Version(f"draft {path}", draft, draft.weights, None, 1.0)
+    version = Version(draft.name, draft, draft.weights, None, 1.0)
     if pair is None:
         return ModelDrafter(version, runner, pool)
     logger.info("%s has other tokens than %s: it drafts through text", draft.name, base.name)

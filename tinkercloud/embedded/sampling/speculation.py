@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tinkercloud.decoding.sampler import Drawn
 from tinkercloud.embedded.model.version import Version
+from tinkercloud.embedded.sampling.detailed_log import DetailedLog, Verdict
 from tinkercloud.embedded.sampling.sequences import Sequence as Sample
 from tinkercloud.embedded.sampling.trace import Trace, TracedDraft
 from tinkercloud.speculative.draft_length.fixed_length import DraftLength
@@ -83,8 +84,10 @@ class Speculation:
         controller: DraftLength,
         trace: Trace | None = None,
         observer: DraftObserver | None = None,
+        details: DetailedLog | None = None,
     ):
-        self._drafter, self._controller, self._trace = drafter, controller, trace
+        self._drafter, self._controller = drafter, controller
+        self._trace, self._details = trace, details
         self._observer = observer
         self._telemetry = Telemetry()
         self._streams: dict[Sample, Stream] = {}
@@ -95,7 +98,7 @@ class Speculation:
         self._draws = _DrawHistory()
         self._repeated: set[Sample] = set()
         self._round: dict[Sample, _SampleRound] = {}
-        self._draft_ms = self._host_ms = 0.0
+        self._catch_up_ms = self._draft_ms = self._host_ms = 0.0
         self._num_to_skip = self._num_idle = 0  # rounds
         self._unread: Counter[Sample] = Counter()  # tokens that the drafter has not observed
 
@@ -150,6 +153,8 @@ class Speculation:
         if not self._num_unfinished[stream.group]:
             del self._num_unfinished[stream.group]
         self._drafter.end(stream)
+        if self._details is not None:
+            self._details.ended(sample)
         if self._observer is not None:
             self._observer.ended(stream, sample.job.version)
 
@@ -185,7 +190,7 @@ class Speculation:
             min(limit, sample.num_left - 1) if sample.job.takes_drafts else 0
             for sample, limit in zip(samples, limits, strict=True)
         ]
-        drafts, self._draft_ms = self._drafts(samples, limits)
+        drafts = self._drafts(samples, limits)
         nums_verified = self._controller.choose([draft.confidences for draft in drafts])
         self._num_idle = 0 if any(nums_verified) else self._num_idle + 1
         num_to_skip = min(self._num_idle // PATIENCE, MAX_SKIPPED)
@@ -198,19 +203,23 @@ class Speculation:
                 samples, limits, drafts, nums_verified, strict=True
             )
         }
-        self._host_ms = 1e3 * (time.perf_counter() - start) - self._draft_ms
+        drafting_ms = self._draft_ms + self._catch_up_ms
+        self._host_ms = 1e3 * (time.perf_counter() - start) - drafting_ms
         return [each.draft.tokens[: each.num_verified] for each in self._round.values()]
 
-    def _drafts(
-        self, samples: Sequence[Sample], limits: Sequence[int]
-    ) -> tuple[Sequence[Draft], float]:
-        """By the drafter, and its time in ms."""
+    def _drafts(self, samples: Sequence[Sample], limits: Sequence[int]) -> Sequence[Draft]:
+        """By the drafter; notes its times."""
+        self._catch_up_ms = self._draft_ms = 0.0
         if not any(limits):
-            return [NO_DRAFT] * len(samples), 0.0
+            return [NO_DRAFT] * len(samples)
         start = time.perf_counter()
         streams = [self._streams[sample] for sample in samples]
+        self._drafter.catch_up([s for s, limit in zip(streams, limits, strict=True) if limit])
+        caught_up = time.perf_counter()
         drafts = self._drafter.propose(list(zip(streams, limits, strict=True)))
-        return drafts, 1e3 * (time.perf_counter() - start)
+        self._catch_up_ms = 1e3 * (caught_up - start)
+        self._draft_ms = 1e3 * (time.perf_counter() - caught_up)
+        return drafts
 
     def drop_draft(self, sample: Sample) -> None:
         """There are no blocks for its draft, which is not verified."""
@@ -233,17 +242,21 @@ class Speculation:
             return
         if sample not in self._repeated:
             entry.chances = self._chances(entry.draft, drawn, rows[:num_judged])
+        at = num_judged - 1  # the rejected token, or the last accepted one
+        position = len(sample.tokens) - num_new + at
+        if self._details is not None and sample.job.request.details_for:
+            distribution = drawn.distribution(rows[at])[0].exp()
+            verdict = Verdict(entry.draft, num_judged, entry.num_accepted, position, distribution)
+            self._details.judged(sample, verdict)
         if self._observer is not None:
-            at = num_judged - 1  # the rejected token, or the last accepted one
-            position = len(sample.tokens) - num_new + at
-            verdict = JudgedToken(
+            token = JudgedToken(
                 position,
                 entry.draft.tokens[at],
                 sample.tokens[position],
                 lambda: drawn.distribution(rows[at]).exp(),
             )
             category = sample.job.version.origin
-            self._observer.judged(self._streams[sample], verdict, category)
+            self._observer.judged(self._streams[sample], token, category)
 
     def _chances(self, draft: Draft, drawn: Drawn, rows: Sequence[int]) -> tuple[float, ...]:
         """Of each judged token to be accepted; () where the draft is not audited."""
@@ -261,8 +274,9 @@ class Speculation:
         entries, self._round = list(self._round.values()), {}
         if not entries:
             return
-        verify_ms = max(0.0, all_ms - self._draft_ms - self._host_ms)
-        times = Times(self._draft_ms, verify_ms, self._host_ms, usable)
+        own_ms = self._catch_up_ms + self._draft_ms + self._host_ms
+        verify_ms = max(0.0, all_ms - own_ms)
+        times = Times(self._draft_ms, verify_ms, self._host_ms, usable, self._catch_up_ms)
         last_round = _round_of(entries, times)
         self._controller.observe(last_round)
         self._notify_observer(entries, last_round)

@@ -78,7 +78,9 @@ class SamplingService:
         self._samplers: dict[tuple[str, str], Sampler] = {}
         self._foreign: set[str] = set()  # samplers of other users' checkpoints
         self._joining = asyncio.Lock()
-        self._undrafted: set[str] = set()  # samplers; in memory only: drafts change speed alone
+        # Samplers; in memory only: drafts change speed alone.
+        self._undrafted: set[str] = set()
+        self._detailed: set[str] = set()
         self._sessions.when_finished(self._release_session)
         self._tasks.resume(SAMPLING_KIND, self._resumed)
         self._recovery.publish_again = self._publish_again
@@ -94,7 +96,7 @@ class SamplingService:
         number = checked("sampling_session_seq_id", body.sampling_session_seq_id, lowest=0)
         sampler_id = f"{body.session_id}:sample:{number}"
         await self._add(user, sampler_id, body.session_id, body.base_model, body.model_path)
-        return self._with_drafts(sampler_id, speculate=body.speculate)
+        return self._with_drafts(sampler_id, speculate=body.speculate, detailed=body.detailed)
 
     async def create_alone(self, user: str, body: CreateSamplingClientRequest) -> str:
         """The same without a number, in a new session where the body names none."""
@@ -104,11 +106,13 @@ class SamplingService:
         await self._sessions.require_open(user, session_id)
         sampler_id = f"{session_id}:sample:{uuid.uuid4().hex}"
         await self._add(user, sampler_id, session_id, body.base_model, body.model_path)
-        return self._with_drafts(sampler_id, speculate=body.speculate)
+        return self._with_drafts(sampler_id, speculate=body.speculate, detailed=body.detailed)
 
-    def _with_drafts(self, sampler_id: str, *, speculate: bool) -> str:
+    def _with_drafts(self, sampler_id: str, *, speculate: bool, detailed: bool) -> str:
         if not speculate:
             self._undrafted.add(sampler_id)
+        if detailed:
+            self._detailed.add(sampler_id)
         return sampler_id
 
     async def _add(
@@ -290,6 +294,7 @@ class SamplingService:
         return replace(
             request,
             speculate=sampler.sampler_id not in self._undrafted,
+            details_for=sampler.sampler_id if sampler.sampler_id in self._detailed else "",
             cache_salt="" if self._shares_prefixes else sampler.user,
             user=sampler.user,
         )
@@ -401,5 +406,6 @@ class SamplingService:
         for sampler in samplers:
             self._samplers.pop((user, sampler.sampler_id), None)
             self._undrafted.discard(sampler.sampler_id)
+            self._detailed.discard(sampler.sampler_id)
             self._foreign.discard(sampler.sampler_id)
             await self._versions.leave(version_key(sampler), sampler.sampler_id)

@@ -199,8 +199,8 @@ class DraftLengthController(DraftLength):
         if self.kind is not Kind.SPECULATIVE and self.kind is not Kind.PLAIN:
             self._planner.discard_plan()  # made to learn from
         if self.kind is Kind.PROBE:
-            # One that broke even was well.
-            well = last_round.num_verified > 0 and worth_ms >= times.all_ms
+            # One that broke even was well: once drafting is on, there is nothing to catch up with.
+            well = last_round.num_verified > 0 and worth_ms >= times.steady_ms
             self._probing.observe(well=well, loss_ms=times.all_ms - worth_ms)
             self._profit.observe_probe(well=well)
         elif self.kind is Kind.COMPARISON:

@@ -52,6 +52,7 @@ class Load:
 @dataclass(frozen=True, slots=True)
 class Times:
     """Milliseconds. verify: the target's forward and its draws; host: all else but drafting.
+    catch_up: what the drafter took to read tokens of rounds in which it was not asked.
 
     usable: False where other work, a prefill for example, shared the forward.
     """
@@ -60,14 +61,20 @@ class Times:
     verify_ms: float
     host_ms: float = 0.0
     usable: bool = True
+    catch_up_ms: float = 0.0
 
     @property
     def target_ms(self) -> float:
         return self.verify_ms + self.host_ms
 
     @property
-    def all_ms(self) -> float:
+    def steady_ms(self) -> float:
+        """As when every round drafts."""
         return self.draft_ms + self.verify_ms + self.host_ms
+
+    @property
+    def all_ms(self) -> float:
+        return self.steady_ms + self.catch_up_ms
 
 
 @dataclass(frozen=True, slots=True)

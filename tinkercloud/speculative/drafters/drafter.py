@@ -53,10 +53,10 @@ NO_DRAFT = Draft()
 class Drafter:
     """The contract, and a drafter that never drafts: others override what they need.
 
-    Calls come from one thread: for each stream `begin` once, then `observe`, `observe_hidden` and
-    `propose`, then `end` once. is_coupled: it draws with the target's own noise, so that its tokens
-    are accepted more often than their probability says; it is audited by the distributions that it
-    reports. layers: of the target, whose outputs it reads.
+    Calls come from one thread: for each stream `begin` once, then `observe`, `observe_hidden`,
+    `catch_up` and `propose`, then `end` once. is_coupled: it draws with the target's own noise, so
+    that its tokens are accepted more often than their probability says; it is audited by the
+    distributions that it reports. layers: of the target, whose outputs it reads.
     """
 
     name: str = "off"
@@ -75,6 +75,10 @@ class Drafter:
 
     def end(self, stream: Stream) -> None:
         """The sample is finished or dropped."""
+
+    def catch_up(self, streams: Sequence[Stream]) -> None:
+        """Before `propose` of these: reads, but for the last of them, the tokens of rounds that did
+        not ask for a draft. What this takes is not the time of a draft, and would look like it."""
 
     def propose(self, requests: Sequence[tuple[Stream, int]]) -> list[Draft]:
         """A draft for each stream, in order, of at most as many tokens as its pair says."""

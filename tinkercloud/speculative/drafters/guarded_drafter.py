@@ -53,6 +53,11 @@ class GuardedDrafter(Drafter):
             self._begun.remove(stream.id)
             self._succeeds(lambda: self._drafter.end(stream))
 
+    def catch_up(self, streams: Sequence[Stream]) -> None:
+        begun = [stream for stream in streams if stream.id in self._begun]
+        if begun:
+            self._succeeds(lambda: self._drafter.catch_up(begun))
+
     def propose(self, requests: Sequence[tuple[Stream, int]]) -> list[Draft]:
         drafts = [NO_DRAFT] * len(requests)
         places = [

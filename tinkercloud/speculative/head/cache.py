@@ -39,6 +39,14 @@ class HeadCache:
             raise ValueError(f"slot {slot} has {self.lengths[slot]} positions, not {length}")
         self.lengths[slot] = length
 
+    def read(self, slots: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values (B, Hkv, C, Dh) of the first `length` positions. Of slots that lie side
+        by side, as that of one sample does, there is no copy."""
+        rows: slice | list[int] = list(slots)
+        if list(slots) == list(range(slots[0], slots[0] + len(slots))):
+            rows = slice(slots[0], slots[0] + len(slots))
+        return self.keys[rows, :, :length], self.values[rows, :, :length]
+
     def reserve(self, num_slots: int, capacity: int) -> None:
         """Room for so many slots of so many positions."""
         slots, heads, positions, size = self.keys.shape
@@ -73,13 +81,12 @@ def extend(head: Head, params: Params, cache: HeadCache, new: NewRows) -> Tensor
     cache.keys[slots[:, None], :, positions] = projected.k.transpose(1, 2)
     cache.values[slots[:, None], :, positions] = projected.v.transpose(1, 2)
     later = torch.arange(most, device=head.device) > positions[:, :, None]
-    masked = scores(projected.q, cache.keys[slots, :, :most]).masked_fill(
-        later[:, None, None], float("-inf")
-    )
+    keys, values = cache.read(new.slots, most)
+    masked = scores(projected.q, keys).masked_fill(later[:, None, None], float("-inf"))
     shares = torch.softmax(masked, -1)
     for slot, length, count in zip(new.slots, lengths, new.counts, strict=True):
         cache.lengths[slot] = length + count
-    return head.finish(params, new.feature, mix(shares, cache.values[slots, :, :most]))
+    return head.finish(params, new.feature, mix(shares, values))
 
 
 def _grown(capacity: int, least: int) -> int:

@@ -21,6 +21,10 @@ from tinkercloud.architectures.config import ArchitectureConfig
 from tinkercloud.architectures.layers import gated, rms_norm, rotary_frequencies, rotate
 from tinkercloud.speculative.head.vocabulary import DraftVocabulary
 
+FUSE, QKV, OUT = ("fuse",), ("q_proj", "k_proj", "v_proj"), ("o_proj",)
+GATE_UP, DOWN = ("gate_proj", "up_proj"), ("down_proj",)
+MODULES: tuple[tuple[str, ...], ...] = (FUSE, QKV, OUT, GATE_UP, DOWN)
+"""The linear modules; those that read the same inputs together."""
 Params = Mapping[str, Tensor]
 Embed = Callable[[Tensor], Tensor]
 
@@ -144,7 +148,7 @@ class Head:
         scaled to length sqrt(D) before they are mixed."""
         ones = params["feature_norm"].new_ones(hidden.shape[-1])
         normed = rms_norm(hidden.detach().float(), ones, self.config.target.rms_norm_eps)
-        return self._linears(params, ("fuse",), normed.flatten(-2))[0]
+        return self._linears(params, FUSE, normed.flatten(-2))[0]
 
     def project(
         self, params: Params, feature: Tensor, tokens: Tensor, positions: Tensor
@@ -155,16 +159,16 @@ class Head:
         x = torch.cat((normed, self._norm(params, "feature_norm", feature)), -1)
         angles = positions.float().unsqueeze(-1) * self._frequencies
         cos, sin = angles.cos() * self._magnitude, angles.sin() * self._magnitude
-        q, k, v = map(self._heads, self._linears(params, ("q_proj", "k_proj", "v_proj"), x))
+        q, k, v = map(self._heads, self._linears(params, QKV, x))
         return Projected(rotate(q, cos, sin), rotate(k, cos, sin), v)
 
     def finish(self, params: Params, feature: Tensor, mixed: Tensor) -> Tensor:
         """feature (B, N, D), attention's result (B, Hq, N, Dh) -> the block's output (B, N, D)."""
-        (added,) = self._linears(params, ("o_proj",), mixed.transpose(1, 2).flatten(-2))
+        (added,) = self._linears(params, OUT, mixed.transpose(1, 2).flatten(-2))
         x = feature + added
         normed = self._norm(params, "mlp_norm", x)
-        gate, up = self._linears(params, ("gate_proj", "up_proj"), normed)
-        return x + self._linears(params, ("down_proj",), gated("silu", gate, up))[0]
+        gate, up = self._linears(params, GATE_UP, normed)
+        return x + self._linears(params, DOWN, gated("silu", gate, up))[0]
 
     def logits(self, params: Params, output: Tensor) -> Tensor:
         """(..., D) -> (..., Vd), float32."""

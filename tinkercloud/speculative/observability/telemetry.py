@@ -139,7 +139,7 @@ class Telemetry:
 
     def _time(self, kind: Kind, drafted: Round) -> None:
         times = drafted.times
-        self._ms["draft"] += times.draft_ms
+        self._ms["draft"] += times.draft_ms + times.catch_up_ms
         self._ms["verify"] += times.verify_ms
         self._ms["host"] += times.host_ms
         if times.usable and kind not in (Kind.PROBE, Kind.WARM_UP):
