@@ -84,6 +84,21 @@ def _result_given_before_record() -> list[Replacement]:
     return [(TaskManager, "_put_on_record", put_on_record), (TaskManager, "wait", wait)]
 
 
+def _refused_after_acknowledged() -> Replacement:
+    """In two writes, between which a process may end."""
+
+    async def refuse(self: Any, ticket: Any, error: Exception) -> str:
+        async def work() -> Any:
+            raise error
+
+        pending, is_new = await self._accept(ticket, None)
+        if is_new:
+            self._start(pending, work)
+        return pending.request_id
+
+    return TaskManager, "refuse", refuse
+
+
 def _journal_cut_too_far() -> Replacement:
     plain = JournalStorage.put_snapshot
 
@@ -115,6 +130,15 @@ def _snapshot_without_lost_versions() -> Replacement:
             await plain(self, *args)
 
     return Snapshots, "keep_version", keep_version
+
+
+def _snapshot_is_not_waited_for() -> Replacement:
+    """Where a model is brought back from the one that it replaces."""
+
+    async def settle(self: Any, key: Any) -> None:
+        return
+
+    return Snapshots, "settle", settle
 
 
 def _gradient_left_out() -> Replacement:
@@ -181,9 +205,11 @@ PLANTED: dict[str, Callable[[], Bug]] = {
     "number runs twice": _number_runs_twice,
     "order of arrival": _order_of_arrival,
     "result given before record": _result_given_before_record,
+    "refused after acknowledged": _refused_after_acknowledged,
     "journal cut too far": _journal_cut_too_far,
     "snapshot is one behind": _snapshot_is_one_behind,
     "snapshot without lost versions": _snapshot_without_lost_versions,
+    "snapshot is not waited for": _snapshot_is_not_waited_for,
     "gradient left out": _gradient_left_out,
     "replay leaves one out": _replay_leaves_one_out,
     "sampler follows its model": _sampler_follows_its_model,

@@ -8,10 +8,6 @@ from tests.simulation.run import run_schedule
 from tests.simulation.schedule import generate
 
 FAST_S, SLOW_S = 90.0, 1200.0
-# The engine ends between a snapshot's state and the versions that belong to it.
-LOST_VERSIONS = (286, 779, 936)
-# The process ends between an acknowledgement of what is refused and its failure.
-LOST_REFUSALS = (536,)
 NUM_FAST = 360
 FIRST_SLOW_SEED = 1_000_000
 
@@ -32,16 +28,6 @@ def test_schedules_end_as_if_nothing_had_happened() -> None:
 @pytest.mark.slow
 def test_many_schedules_end_as_if_nothing_had_happened() -> None:
     run_for(SLOW_S, FIRST_SLOW_SEED, 10**6)
-
-
-@pytest.mark.parametrize("seed", LOST_VERSIONS)
-def test_a_snapshot_has_all_that_was_published_or_is_given_up(seed: int) -> None:
-    assert not run_schedule(generate(seed)).failures
-
-
-@pytest.mark.parametrize("seed", LOST_REFUSALS)
-def test_what_was_refused_stays_refused(seed: int) -> None:
-    assert not run_schedule(generate(seed)).failures
 
 
 def test_a_seed_gives_the_same_run_again() -> None:

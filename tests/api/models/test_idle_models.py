@@ -110,15 +110,21 @@ async def test_what_is_unused_goes_by_itself_and_what_runs_stays(tmp_path: Path)
         assert await api.loss(model_id, number + 1) > 0
 
 
+class FullDisk(FakeBackend):
+    is_full = True
+
+    async def write_state(self, copy: int, directory: Path) -> Any:
+        if self.is_full:
+            raise OSError(28, "No space left on device")
+        return await super().write_state(copy, directory)
+
+    async def write_version(self, version: str, directory: Path) -> None:
+        if self.is_full:
+            raise OSError(28, "No space left on device")
+        await super().write_version(version, directory)
+
+
 async def test_a_model_stays_while_the_disk_has_no_room(tmp_path: Path) -> None:
-    class FullDisk(FakeBackend):
-        is_full = True
-
-        async def write_state(self, copy: int, directory: Path) -> Any:
-            if self.is_full:
-                raise OSError(28, "No space left on device")
-            return await super().write_state(copy, directory)
-
     backend = FullDisk(Config(backend="fake"))
     async with serving(tmp_path, backend=backend) as api:
         model_id = await api.model()
@@ -150,79 +156,6 @@ async def test_tokens_of_weights_that_were_put_away_are_known_as_on_policy(
         await api.forward_backward(model_id, 2, [datum], "importance_sampling")
         step = await api.result(await api.optim_step(model_id, 3, learning_rate=0.1))
         assert step["metrics"]["on_policy_tokens:sum"] == len(tokens)
-
-
-async def listed(api: Api, session: str) -> dict[str, Any]:
-    """A session's status, which the search has too."""
-    status = (await api.get(f"sessions/{session}")).json()["status"]
-    found = await api.ok("sessions/search", session_id=session)
-    assert found["sessions"][0]["status"] == status
-    return status
-
-
-async def test_a_session_without_heartbeats_expires_and_goes_on_by_the_next_one(
-    tmp_path: Path,
-) -> None:
-    """Nothing of it is deleted, and another one that samples the same base is not disturbed."""
-    async with serving(tmp_path, session_ttl_s=0.4) as api:
-        lively = await api.sampler(await api.session())
-        session = await api.session()
-        ids = [await api.model(session, number, lora_config={"seed": 1}) for number in range(2)]
-        for model_id in ids:
-            number = await train(api, model_id, 1)
-        sampler = await published(api, ids[0], number)
-        of_base = await api.sampler(session, 77)
-        before = [await drawn(api, each, 0) for each in (sampler, of_base, lively)]
-        assert memory(api) == (2, 2)
-        async with asyncio.timeout(5):
-            while (status := await listed(api, session))["type"] != "cancelled":
-                await asyncio.sleep(0.05)
-                await drawn(api, lively, 1)
-            while memory(api) != (0, 1):  # noqa: ASYNC110 - as above
-                await asyncio.sleep(0.02)
-        assert status["detail"].startswith("expired at ")
-        assert (await listed(api, lively.partition(":")[0]))["type"] == "active"
-        assert (await api.get("sessions")).json()["states"][session] == "expired"
-        assert (await api.get(f"sessions/{session}")).json()["state"] == "expired"
-        for query in ("expired", "cancelled"):
-            found = await api.ok("sessions/search", statuses=[{"type": query}])
-            assert (session, "expired") in [
-                (s["session_id"], s["state"]) for s in found["sessions"]
-            ]
-        page = await api.http.get("/sessions")
-        assert f"<th>{session}<td>expired" in page.text
-        assert (
-            "tinkercloud_sessions_expired_total 1.0"
-            in (await api.as_user("eve").http.get("/metrics")).text
-        )
-
-        await api.ok("session_heartbeat", session_id=session)
-        assert (await listed(api, session))["type"] == "active"
-        assert [await drawn(api, each, 9) for each in (sampler, of_base, lively)] == before
-        first = await goes_on(api, ids[0], number + 1)
-        assert first == await goes_on(api, ids[1], number)
-
-
-async def test_a_session_whose_operation_waits_does_not_expire(tmp_path: Path) -> None:
-    async with serving(tmp_path, session_ttl_s=0.2) as api:
-        session = await api.session()
-        model_id = await api.model(session)
-        gate = asyncio.Event()
-        hold_passes(api, gate)
-        waiting = await api.forward_backward(model_id, 1)
-        await asyncio.sleep(0.6)
-        assert (await listed(api, session))["type"] == "active"
-        gate.set()
-        await api.result(waiting)
-
-
-async def test_silence_while_no_server_ran_is_no_silence(tmp_path: Path) -> None:
-    async with serving(tmp_path) as api:
-        session = await api.session()
-    await asyncio.sleep(0.5)
-    async with serving(tmp_path, session_ttl_s=0.5) as api:
-        await api.services.sessions.expire()
-        assert (await listed(api, session))["type"] == "active"
 
 
 async def test_published_weights_have_a_bound_on_the_disk(

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,8 +20,8 @@ from tests.api.harness import Api, serving, wire_datum
 from tinkercloud.backends.fake import FakeBackend
 from tinkercloud.config import Config
 from tinkercloud.core import task_manager
-from tinkercloud.core.types import AdamParams, LoraSpec, TrainBatch, TrainOutput
-from tinkercloud.errors import EngineDied, StorageFailed, UserError
+from tinkercloud.core.types import AdamParams, TrainBatch, TrainOutput
+from tinkercloud.errors import StorageFailed, UserError
 from tinkercloud.services.models import snapshots
 from tinkercloud.storage.futures import FuturesStorage
 
@@ -147,6 +147,26 @@ def hold_passes(api: Api, gate: asyncio.Event) -> None:
     backend.forward_backward = held  # type: ignore[method-assign]
 
 
+async def test_what_is_refused_is_refused_with_its_acknowledgement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no end of the process between the two: nothing is recorded after the first."""
+
+    async def full(self: FuturesStorage, *args: Any) -> None:
+        raise StorageFailed("database or disk is full")
+
+    async with serving(tmp_path / "a") as api:
+        with monkeypatch.context() as patched:
+            patched.setattr(FuturesStorage, "finish", full)
+            accepted = await api.forward_backward("nobody:train:0", 1)
+            await asyncio.sleep(0.05)
+            shutil.copytree(tmp_path / "a", tmp_path / "b")
+        keys = api.keys
+    async with serving(tmp_path / "b") as server:
+        text = await Api(server.app, keys, keys["ann"]).failure(accepted)
+    assert "nobody:train:0" in text
+
+
 async def test_a_deleted_model_is_kept_until_its_last_outcome_is_on_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,7 +269,8 @@ async def test_a_loaded_checkpoint_may_be_deleted(tmp_path: Path, often: bool) -
         )
         loaded = (await api.result(accepted))["model_id"]
         await train(api, loaded, 1, steps=1)
-        await api.http.delete(f"/api/v1/checkpoints/{path}")
+        url = f"/api/v1/training_runs/{model_id}/checkpoints/weights/one"
+        assert (await api.http.delete(url)).status_code == 204
         await api.services.snapshots.settled()
         async with after_its_end(api, tmp_path / "a", tmp_path / "b") as next_api:
             again = await goes_on(next_api, loaded, 4)
@@ -337,130 +358,6 @@ async def test_a_session_that_ends_leaves_nothing_without_an_archive(
         for table in ("operations", "snapshots", "kept_versions", "runs", "numerics"):
             assert not await api.services.database.all(f"SELECT * FROM {table}"), table
         assert not list((tmp_path / "a/recovery").glob("*"))
-
-
-class Mortal(FakeBackend):
-    """Ends at passes of models that `ends` has a number for, so many times, and begins anew without
-    its models."""
-
-    def __init__(self) -> None:
-        super().__init__(Config(backend="fake"))
-        self.num_ends = 0
-        self.ends: dict[str, int] = {}
-
-    def incarnation(self) -> int | None:
-        return self.num_ends
-
-    async def forward_backward(self, model_id: str, batch: TrainBatch) -> TrainOutput:
-        if self.ends.get(model_id, 0) > 0:
-            self.ends[model_id] -= 1
-            self.num_ends += 1
-            self._models.clear()
-            self._versions.clear()
-            raise EngineDied("the engine process ended (code -9)")
-        return await super().forward_backward(model_id, batch)
-
-
-async def trained_on(folder: Path, backend: Mortal, num_ends: int) -> list[Any]:
-    """What a client sees last of a model whose engine ends so often in the second half."""
-    async with serving(folder, backend=backend) as api:
-        model_id = await api.model(lora_config={"rank": 8, "seed": 1})
-        number = await train(api, model_id, 1)
-        backend.ends[model_id] = num_ends
-        return await goes_on(api, model_id, await train(api, model_id, number))
-
-
-async def test_an_engine_that_ends_is_a_delay(tmp_path: Path, often: bool) -> None:
-    calm, backend = Mortal(), Mortal()
-    undisturbed = await trained_on(tmp_path / "0", calm, 0)
-    assert await trained_on(tmp_path / "2", backend, 2) == undisturbed
-    assert (calm.num_ends, backend.num_ends) == (0, 2)
-
-
-class QuietlyMortal(Mortal):
-    """Ends when it has made a model again, while it holds no request."""
-
-    async def create_model(self, model_id: str, base_model: str, lora: LoraSpec) -> None:
-        await super().create_model(model_id, base_model, lora)
-        if self.num_ends == 1:
-            self.num_ends += 1
-            self._models.clear()
-
-
-async def test_an_engine_that_ends_between_two_operations_of_a_replay_is_a_delay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(snapshots, "SHARE", 0.0)
-    calm, backend = QuietlyMortal(), QuietlyMortal()
-    undisturbed = await trained_on(tmp_path / "0", calm, 0)
-    assert await trained_on(tmp_path / "1", backend, 1) == undisturbed
-    assert (calm.num_ends, backend.num_ends) == (0, 2)
-
-
-async def test_what_ends_the_engine_each_time_fails_by_name_and_the_rest_goes_on(
-    tmp_path: Path,
-) -> None:
-    backend = Mortal()
-    async with serving(tmp_path, backend=backend) as api:
-        session = await api.session()
-        killer, other = await api.model(session), await api.model(session, 1)
-        backend.ends[killer] = 3
-        refused = await api.forward_backward(killer, 1)
-        await train(api, other, 1)
-        text = await api.failure(refused, "server")
-        assert "3 times" in text
-        assert "ForwardBackward" in text
-        await train(api, killer, 2)
-    assert backend.num_ends == 3
-
-
-class Stillborn(Mortal):
-    """Ends at each creation of a model, and at each load of a checkpoint."""
-
-    async def create_model(self, model_id: str, base_model: str, lora: LoraSpec) -> None:
-        self._end()
-
-    async def load_model(self, *args: Any, **options: Any) -> LoraSpec:
-        return self._end()
-
-    def _end(self) -> NoReturn:
-        self.num_ends += 1
-        raise EngineDied("the engine process ended (code -9)")
-
-
-@pytest.mark.parametrize("loads", [False, True])
-async def test_a_model_whose_creation_ends_the_engine_each_time_is_none(
-    tmp_path: Path, loads: bool
-) -> None:
-    fields = {}
-    if loads:
-        async with serving(tmp_path) as api:
-            path = (await api.result(await save(api, await api.model(), 1)))["path"]
-            keys = api.keys
-    backend = Stillborn()
-    async with serving(tmp_path, backend=backend) as api:
-        if loads:
-            api = Api(api.app, keys, keys["ann"])
-            fields = {"path": path, "optimizer": False}
-        route = "load_weights" if loads else "create_model"
-        session = await api.session()
-        accepted = await api.ok(
-            route, session_id=session, model_seq_id=0, base_model="fake/tiny", **fields
-        )
-        model_id = accepted["model_id"]
-        first = await api.forward_backward(model_id, 1)  # posted before it fails
-        text = await api.failure(accepted, "server")
-        assert "3 times" in text
-        assert text.endswith("There is no such model")
-        assert backend.num_ends == 3
-        await api.failure(first, "server")
-        after = await api.post("optim_step", model_id=model_id, seq_id=2, adam_params=ADAM)
-        assert after.status_code == 404
-        assert model_id in after.text
-        row = await api.services.database.one(
-            "SELECT state FROM models WHERE model_id = ?", model_id
-        )
-        assert row["state"] == "failed"
 
 
 async def test_a_refused_step_has_no_effect_after_an_end_either(

@@ -1,6 +1,7 @@
 """Sampling sessions, what they pin, and what a request may ask."""
 
 import math
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,14 @@ import pytest
 
 from tests.api.harness import Api, serving
 from tinkercloud.backends.fake import FakeBackend
-from tinkercloud.core.types import OnTokens, SampleOutput, SampleRequest
+from tinkercloud.config import Config
+from tinkercloud.core.types import (
+    FromCheckpoint,
+    OnTokens,
+    SampleOutput,
+    SampleRequest,
+    WeightsSource,
+)
 
 PROMPT = [1, 2, 3]
 
@@ -394,3 +402,29 @@ async def test_metrics_are_lines_that_prometheus_reads(api: Api) -> None:
         assert line.startswith(("# TYPE ", "# HELP ")) or math.isfinite(
             float(line.rsplit(" ", 1)[1])
         )
+
+
+class DeletesWhatItReads(FakeBackend):
+    """before_read: called as a checkpoint is about to be read."""
+
+    before_read: Callable[[], Awaitable[Any]]
+
+    async def publish(self, source: WeightsSource) -> str:
+        if isinstance(source, FromCheckpoint):
+            await self.before_read()
+        return await super().publish(source)
+
+
+async def test_a_checkpoint_that_is_deleted_while_a_sample_reads_it_is_said_to_be_gone(
+    tmp_path: Path,
+) -> None:
+    backend = DeletesWhatItReads(Config(backend="fake"))
+    async with serving(tmp_path, backend=backend) as api:
+        model_id = await api.model()
+        saved = await api.ok("save_weights", model_id=model_id, path="gone", seq_id=1)
+        path = (await api.result(saved))["path"]
+        url = f"/api/v1/training_runs/{model_id}/checkpoints/weights/gone"
+        backend.before_read = lambda: api.http.delete(url)
+        sampler = await api.sampler(await api.session(), model_path=path)
+        text = await api.failure(await api.sample(sampler))
+        assert text == f"checkpoint {path!r} does not exist"

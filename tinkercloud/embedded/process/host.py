@@ -140,19 +140,18 @@ class EngineHost:
     # ---- the process
 
     async def _spawn(self) -> tuple[asyncio.StreamReader, tuple[ServedModel, ...]]:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            fd = theirs.fileno()
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "tinkercloud.embedded.process.worker", str(fd),
-                pass_fds=(fd,), env=engine_environment(),
-            )  # fmt: skip
-        reader, self._writer = await asyncio.open_connection(sock=ours)
+        try:
+            reader = await self._connected_process()
+        except OSError as error:  # out of memory or of descriptors, mostly
+            raise ConfigError(f"no engine process can be started: {error}") from None
+        assert self._writer is not None
+        assert self._process is not None
         self._writer.write(pack(self._settings))
         try:
             first = await _read(reader)
         except (asyncio.IncompleteReadError, ConnectionError):
-            code = await self._process.wait()
+            await self._end_process()
+            code = self._process.returncode
             raise ConfigError(f"the engine process ended with code {code} while starting") from None
         if isinstance(first, StartFailed):
             await self._end_process()
@@ -162,6 +161,21 @@ class EngineHost:
         self.incarnation += 1
         self.numerics = first.numerics
         return reader, first.served
+
+    async def _connected_process(self) -> asyncio.StreamReader:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            fd = theirs.fileno()
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    sys.executable, "-m", "tinkercloud.embedded.process.worker", str(fd),
+                    pass_fds=(fd,), env=engine_environment(),
+                )  # fmt: skip
+            except OSError:
+                ours.close()
+                raise
+        reader, self._writer = await asyncio.open_connection(sock=ours)
+        return reader
 
     async def _end_process(self) -> None:
         if self._writer is not None:

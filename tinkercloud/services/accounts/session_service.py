@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 MAX_PROJECT_CHARS = 128
 
 OnFinish = Callable[[str, str], Awaitable[None]]
+OnExpire = Callable[[str, str], Awaitable[bool]]
+"""False: not all is free yet; it is called again."""
 
 
 def check_project(project_id: str) -> None:
@@ -35,7 +37,8 @@ class SessionService:
         self._ttl_s = ttl_s
         self._started_at = time.time()  # nobody could send a heartbeat before
         self._num_expired = 0
-        self._on_expire: list[OnFinish] = []
+        self._on_expire: list[OnExpire] = []
+        self._not_free: set[tuple[str, str]] = set()  # of those that have expired
         self._open: set[tuple[str, str]] = set()  # read from the database once, not at each request
         self._seen_at: dict[tuple[str, str], float] = {}  # monotonic
         self._on_finish: list[OnFinish] = []
@@ -43,7 +46,7 @@ class SessionService:
     def when_finished(self, listener: OnFinish) -> None:
         self._on_finish.append(listener)
 
-    def when_expired(self, listener: OnFinish) -> None:
+    def when_expired(self, listener: OnExpire) -> None:
         """The listener frees what the session holds in memory; nothing of it may get lost."""
         self._on_expire.append(listener)
 
@@ -55,10 +58,20 @@ class SessionService:
             return
         for user, session_id in await self._sessions.silent_since(before):
             await self._sessions.expire(session_id)
+            self._not_free.add((user, session_id))
             self._num_expired += 1
             logger.info("session %s has expired: no heartbeat for %g s", session_id, self._ttl_s)
-            for listener in self._on_expire:
-                await listener(user, session_id)
+        for user, session_id in sorted(self._not_free):
+            if await self._is_free(user, session_id):
+                self._not_free.discard((user, session_id))
+
+    async def _is_free(self, user: str, session_id: str) -> bool:
+        """Whether nothing of an expired session is left in memory; also where its client was heard
+        of meanwhile, for then it shall stay."""
+        session = await self._sessions.get(session_id, user)
+        if session is None or session.expired_at is None or session.finished_at is not None:
+            return True
+        return all([await listener(user, session_id) for listener in self._on_expire])
 
     def stats(self) -> dict[str, float]:
         return {"sessions_expired_total": self._num_expired}

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tinkercloud.errors import InvalidRequest, ServerFault
+from tinkercloud.errors import InvalidRequest, TinkercloudError
 from tinkercloud.services.checkpoints.checkpoint_names import Nearby
 from tinkercloud.services.models.dependencies import Dependencies
 from tinkercloud.services.models.lane_operations import Loading
@@ -34,7 +34,7 @@ class CheckpointLoader:
         checkpoint = await self.find(model.user, body.path, nearby, loading.owner)
         try:
             await self._load_into(model, checkpoint, with_optimizer=body.optimizer)
-        except (OSError, ServerFault):
+        except (OSError, TinkercloudError):
             # Where it was deleted meanwhile, that is what is said.
             await self.find(model.user, body.path, nearby, loading.owner)
             raise

@@ -61,17 +61,20 @@ class IdleModels:
                 return True
         return False
 
-    async def put_session_away(self, user: str, session_id: str) -> None:
-        """What a session has in memory; that it shares with others stays for them."""
+    async def put_session_away(self, user: str, session_id: str) -> bool:
+        """What a session has in memory; that it shares with others, and what this backend cannot
+        bring back, stays. False: so does what cannot be kept just now."""
+        stays = False
         for owner, model_id in list(self._recovery.positions):
             if owner == user and model_id.startswith(f"{session_id}:"):
-                await self.put_away((owner, model_id))
+                stays |= not await self.put_away((owner, model_id))
         for sampler in await self._metadata.samplers_of_session(session_id, user):
             published = self._versions.find(version_key(sampler))
             if published is not None and published.model is not None:
-                await self.let_go(published)
+                stays |= self._recovery.is_offered and not await self.let_go(published)
             elif published is not None:
                 await self._versions.leave(published.key, sampler.sampler_id)
+        return not stays
 
     async def put_away(self, key: Key) -> bool:
         """Whether its memory is free now; not where operations run or wait."""
@@ -87,13 +90,16 @@ class IdleModels:
             logger.info("%s went to the disk; its next use brings it back", key[1])
         return is_away
 
-    async def let_go(self, published: Published) -> None:
-        """Free what a sampler holds in memory; samples underway end as they would have."""
+    async def let_go(self, published: Published) -> bool:
+        """Free what a sampler holds in memory; samples underway end as they would have. False: it
+        cannot be kept just now."""
         try:
             await self._recovery.keep_version(published)
             await self._versions.let_go(published)
         except (TinkercloudError, OSError) as error:
             logger.warning("%s stays in memory: %s", published.key, error)
+            return False
+        return True
 
     def stats(self) -> dict[str, float]:
         return {"models_put_away_total": self._num_put_away}

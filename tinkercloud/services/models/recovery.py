@@ -128,7 +128,7 @@ class Recovery:
     async def ended(self, ticket: Ticket, position: int, took_s: float) -> None:
         assert ticket.model_id is not None
         key = ticket.user, ticket.model_id
-        if not self._is_there(key):
+        if not (self.is_offered and self._is_there(key)):
             return  # perhaps half of it: a snapshot now would be of no state that it ever had
         self._positions[key], self._used_at[key] = position, time.monotonic()
         await self._snapshots.ended(key, position, took_s)
@@ -227,6 +227,7 @@ class Recovery:
         began, position, num_done = time.monotonic(), 0, 0
         if await self._journal.is_ended(user, model_id):  # a sample asked for what it had published
             return 0
+        await self._snapshots.settle(key)  # once it is on record, the one before it is removed
         snapshot = await self._journal.newest_snapshot(user, model_id)
         if snapshot is not None:
             await self._restore_snapshot(model_id, await self._base_model(key), snapshot.directory)

@@ -34,6 +34,7 @@ from tinkercloud.errors import (
     InvalidRequest,
     NumberTaken,
     SamplerNotFound,
+    TinkercloudError,
     VersionLost,
 )
 from tinkercloud.services.common.numbers import checked, sample_key
@@ -367,8 +368,14 @@ class SamplingService:
                 return await self._backend.publish(FromBase(name))
             if sampler.directory is None:
                 return await self._published_again(sampler, name)
-            directory = await self._checkpoints.verified_directory(sampler.directory)
-            version = await self._backend.publish(FromCheckpoint(name, directory))
+            try:
+                directory = await self._checkpoints.verified_directory(sampler.directory)
+                version = await self._backend.publish(FromCheckpoint(name, directory))
+            except (OSError, TinkercloudError):
+                # Where it was deleted meanwhile, that is what is said.
+                path = sampler.model_path or sampler.directory
+                await self._checkpoints.require_readable(sampler.user, sampler.directory, path)
+                raise
             self._on_policy.loaded(sampler.directory, version)
             return version
 

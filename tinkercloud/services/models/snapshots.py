@@ -78,7 +78,13 @@ class Snapshots:
     async def settled(self) -> None:
         """Until none is being written."""
         for key in list(self._states):
-            await self._settle(key)
+            await self.settle(key)
+
+    async def settle(self, key: Key) -> None:
+        """Until none of the model is being written."""
+        writing = self._state(key).writing
+        if writing is not None:
+            await asyncio.wait([writing])
 
     async def close(self, keys: Mapping[Key, int], within_s: float) -> None:
         """A last snapshot of models that have computed since theirs, as far as the time allows.
@@ -87,10 +93,10 @@ class Snapshots:
         try:
             async with asyncio.timeout_at(asyncio.get_running_loop().time() + within_s):
                 for key, position in keys.items():
-                    await self._settle(key)
+                    await self.settle(key)
                     if self._state(key).debt_s > 0 and time.monotonic() < deadline:
                         await self.take(key, position)
-                        await self._settle(key)
+                        await self.settle(key)
         except TimeoutError:
             logger.warning("stopped before the last snapshots; more is computed again at the start")
         tasks = [s.writing for s in self._states.values() if s.writing is not None]
@@ -123,10 +129,10 @@ class Snapshots:
     async def keep(self, key: Key, position: int) -> bool:
         """Whether a snapshot has the model as it is; taken now where none does. position: of its
         last operation. Called between two operations of the model."""
-        await self._settle(key)
+        await self.settle(key)
         if not await self._is_kept(key):
             await self.take(key, position)
-            await self._settle(key)
+            await self.settle(key)
         return await self._is_kept(key)
 
     async def _is_kept(self, key: Key) -> bool:
@@ -201,14 +207,9 @@ class Snapshots:
 
     async def end_run(self, key: Key) -> None:
         """The model is no more."""
-        await self._settle(key)
+        await self.settle(key)
         self._states.pop(key, None)
         await self._archive.end_run(*key)
-
-    async def _settle(self, key: Key) -> None:
-        writing = self._state(key).writing
-        if writing is not None:
-            await asyncio.wait([writing])
 
     def _state(self, key: Key) -> _State:
         return self._states.setdefault(key, _State())
