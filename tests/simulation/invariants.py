@@ -1,5 +1,6 @@
 """What must hold at rest, whatever happened. Each function finds what is wrong, in words."""
 
+import asyncio
 import json
 import random
 import re
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 CHUNKS = ("ForwardBackward", "Forward")
 NUM_ASKED_AGAIN = 6
+PUT_AWAY_S = 30.0
+"""Of virtual time, for what is between the memory of a server and that of its engine."""
 TOO_LATE_TEXT = json.loads(TOO_LATE.body)["error"]
 NAMED_FAILURES = (
     re.escape(OUT_OF_MEMORY),
@@ -56,6 +59,8 @@ async def check(world: "World") -> None:
     for text in checks:
         world.fail(text)
     async for text in asking_again_gives_the_same(world, rows):
+        world.fail(text)
+    async for text in nothing_is_left_over(world):
         world.fail(text)
     async for text in equals_the_undisturbed_run(world, rows):
         world.fail(text)
@@ -175,6 +180,30 @@ def what_was_deleted_is_gone(world: "World") -> Iterator[str]:
             yield f"{path} was deleted, and is on record"
         if expires_at is not None and expires_at <= world.wall():
             yield f"{path} has expired, and is on record"
+
+
+async def nothing_is_left_over(world: "World") -> AsyncIterator[str]:
+    """Of what was half done; what is being put away just now is looked at once more."""
+    left = _left_over(world)
+    if left:
+        await asyncio.sleep(PUT_AWAY_S)
+    for text in sorted(left & _left_over(world)):
+        yield f"{text} is left, and nothing needs it"
+
+
+def _left_over(world: "World") -> set[str]:
+    """Half written folders, and in the engine's memory versions that nobody can sample and copies
+    of models."""
+    folder = world.disk.folder
+    temporaries = folder.glob(f"recovery/*/{checkpoint_files.TEMPORARY_PREFIX}*")
+    assert world.server is not None
+    versions = world.server.services.sampling._versions
+    sampled = {each.version for each in versions.unused_for(0.0)}
+    return {
+        *(str(path.relative_to(folder)) for path in temporaries),
+        *(world.engine.inner._versions.keys() - sampled),
+        *(f"copy {number}" for number in world.engine.inner._copies),
+    }
 
 
 async def asking_again_gives_the_same(world: "World", rows: list[Row]) -> AsyncIterator[str]:

@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 from tests.simulation import sqlite
+from tests.simulation.engine import SimulatedEngine, SmallFakeBackend
 from tinkercloud.core.lane import LaneOrder
 from tinkercloud.core.lanes import wait_for_event
 from tinkercloud.core.task_manager import TaskManager
@@ -142,8 +143,6 @@ def _snapshot_is_not_waited_for() -> Replacement:
 
 
 def _gradient_left_out() -> Replacement:
-    from tests.simulation.engine import SmallFakeBackend
-
     plain = SmallFakeBackend.restore_state
 
     async def restore_state(self: Any, model_id: str, *args: Any) -> None:
@@ -177,6 +176,13 @@ def _sampler_follows_its_model() -> Replacement:
         return sampler_id
 
     return SamplingService, "publish_model", publish_model
+
+
+def _version_is_not_released() -> Replacement:
+    async def release(self: Any, version: str) -> None:
+        return
+
+    return SimulatedEngine, "release", release
 
 
 def _results_of_others() -> Replacement:
@@ -213,6 +219,7 @@ PLANTED: dict[str, Callable[[], Bug]] = {
     "gradient left out": _gradient_left_out,
     "replay leaves one out": _replay_leaves_one_out,
     "sampler follows its model": _sampler_follows_its_model,
+    "version is not released": _version_is_not_released,
     "results of others": _results_of_others,
     "deleted model is found": _deleted_model_is_found,
 }

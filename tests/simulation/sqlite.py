@@ -141,6 +141,7 @@ class Connection:
 
     def __init__(self, path: Path, *, autocommit: bool, named: bool):
         self._plain = apsw.Connection(str(path), vfs=VFS_NAME)
+        self.is_open = True
         self._autocommit = autocommit
         self._named = named
 
@@ -191,6 +192,7 @@ class Connection:
 
     def close(self) -> None:
         self._plain.close()
+        self.is_open = False
 
 
 def as_sqlite3(error: apsw.Error) -> sqlite3.Error:
@@ -265,6 +267,16 @@ class Connector:
         self._loop = loop
         self._delay_s = delay_s
         self._opened: list[Connection] = []
+        self._num_of_the_dead = 0
+
+    def begin_process(self) -> None:
+        """Nobody closes what is open from before."""
+        self._num_of_the_dead = len(self._opened)
+
+    @property
+    def num_open(self) -> int:
+        """Of the process that runs."""
+        return sum(each.is_open for each in self._opened[self._num_of_the_dead :])
 
     def connect(self, path: Path, *, autocommit: bool = True) -> Any:
         return self._open(path, autocommit=autocommit, named=False)

@@ -217,6 +217,7 @@ class World:
         """Until one is up; tried again while the disk is in trouble."""
         while True:
             self.note("the server starts")
+            self.connector.begin_process()
             server = self.server = Server(self)
             await server.started_or_ended()
             if server.is_up:
@@ -278,6 +279,8 @@ class World:
         left = [task.get_name() for task in server.process.unfinished()]
         if left:
             self.fail(f"tasks are left after the stop: {sorted(left)}")
+        if self.connector.num_open:
+            self.fail(f"{self.connector.num_open} connections are open after the stop")
 
     # ---- faults
 

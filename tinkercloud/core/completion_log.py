@@ -42,7 +42,7 @@ Recover = Callable[[Target, float], Awaitable[Sequence[Completion]]]
 class _Log:
     entries: list[tuple[int, Completion]] = field(default_factory=list)  # (cursor, completion)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    polled_at: float = field(default_factory=time.monotonic)
+    polled_at: float = field(default_factory=lambda: time.monotonic())  # a simulation's clock, too
     num_polls: int = 0  # underway
 
 

@@ -51,7 +51,7 @@ class Pending:
     finished: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
     outcome: Outcome | None = field(default=None, repr=False)
     subject: str | None = None
-    accepted_at: float = field(default_factory=time.time)
+    accepted_at: float = field(default_factory=lambda: time.time())  # a simulation's clock, too
     started_at: float | None = None
     ended_at: float | None = None
     request: bytes | None = field(default=None, repr=False)

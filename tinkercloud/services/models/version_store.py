@@ -39,7 +39,7 @@ class _Entry:
     version: asyncio.Future[str]
     model: tuple[str, str] | None = None
     users: set[str] = field(default_factory=set)
-    used_at: float = field(default_factory=time.monotonic)
+    used_at: float = field(default_factory=lambda: time.monotonic())  # a simulation's clock, too
 
     @property
     def is_ready(self) -> bool:
