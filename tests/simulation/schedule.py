@@ -125,7 +125,8 @@ _ENGINE = (("die before", 2), ("die after", 2), ("slow", 4), ("out of memory", 2
 class Schedule:
     """network_rate, engine_rate: shares of messages with a fault, up to the `last_fault`-th one.
     aimed: crashes beside the others, at moments that chance alone seldom meets. idle_model_s: the
-    setting. without: faults that are left out, as "network 17"."""
+    setting. archives: whether operations from before a model's last snapshot are kept. without:
+    faults that are left out, as "network 17"."""
 
     seed: int
     programs: tuple[tuple[Step, ...], ...]
@@ -139,6 +140,7 @@ class Schedule:
     operation_s: float
     jumps: tuple[ClockJump, ...] = ()
     idle_model_s: float = 1e6
+    archives: bool = True
     aimed: tuple[Crash, ...] = ()
     outage: Outage | None = None
     last_fault: int = 500
@@ -187,6 +189,7 @@ def generate(seed: int) -> Schedule:
         operation_s=choices.choice((0.002, 0.3, 1.5)),
         jumps=tuple(_jump(choices) for _ in range(choices.choice((0, 0, 1, 2)))),
         idle_model_s=choices.choice((1e6, 1e6, 2.0)),
+        archives=random.Random(f"{seed} archive").random() < 0.5,
     )
     return _aimed(schedule, random.Random(f"{seed} aimed"))
 

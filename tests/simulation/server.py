@@ -30,6 +30,7 @@ class Server:
             gap_grace_s=world.schedule.gap_grace_s,
             hold_s=10.0,
             idle_model_s=world.schedule.idle_model_s,
+            archive_days=30.0 if world.schedule.archives else 0.0,
             result_ttl_s=1e7,
         )
         self._app = create_app(config, world.engine, connector=world.connector)

@@ -108,7 +108,7 @@ async def test_a_model_comes_back_while_its_next_snapshot_takes_the_place_of_the
 ) -> None:
     monkeypatch.setattr(snapshots, "SHARE", 1e9)
     backend = EndsWhileItWrites()
-    async with serving(tmp_path, backend=backend) as api:
+    async with serving(tmp_path, backend=backend, archive_days=0) as api:
         model_id = await api.model()
         number = await train(api, model_id, 1, steps=1)
         await api.services.snapshots.settled()

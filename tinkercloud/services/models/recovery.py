@@ -31,7 +31,7 @@ from tinkercloud.services.models.snapshots import Key, Snapshots
 from tinkercloud.services.models.training_outcomes import deviation
 from tinkercloud.services.models.version_store import Published
 from tinkercloud.storage.futures import Outcome, Ticket
-from tinkercloud.storage.journal import JournalStorage, RanOperation
+from tinkercloud.storage.journal import JournalStorage, RanOperation, Snapshot
 from tinkercloud.storage.metadata import MetadataStorage
 
 logger = logging.getLogger(__name__)
@@ -42,6 +42,10 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 30.0
 """Between attempts to bring a model back; each wait is twice the one before."""
 MAX_FAILURES = 12
 """Of bringing a model back, without an end of the engine: what is short of memory for minutes."""
+
+
+FIRST_POSITION = 1
+"""Of the operation that makes a model."""
 
 
 class CannotComeBack(ServerFault):
@@ -228,9 +232,8 @@ class Recovery:
         if await self._journal.is_ended(user, model_id):  # a sample asked for what it had published
             return 0
         await self._snapshots.settle(key)  # once it is on record, the one before it is removed
-        snapshot = await self._journal.newest_snapshot(user, model_id)
+        snapshot = await self._restore_newest(key)
         if snapshot is not None:
-            await self._restore_snapshot(model_id, await self._base_model(key), snapshot.directory)
             position = snapshot.position
         while operation := await self._journal.next_after(user, model_id, position):
             await self._do_again(operation, await self._base_model(key))
@@ -252,6 +255,27 @@ class Recovery:
         if model is None:
             raise CannotComeBack(f"the model {model_id} is not on record")
         return self._catalog.backend_name(model.base_model)
+
+    async def _restore_newest(self, key: Key) -> Snapshot | None:
+        """The newest snapshot that can be read, None where there is none: then all operations are
+        done again. Raises CannotComeBack where some of these are not kept."""
+        snapshots = await self._journal.snapshots(*key)
+        damage: CannotComeBack | None = None
+        for snapshot in reversed(snapshots):
+            try:
+                await self._restore_snapshot(
+                    key[1], await self._base_model(key), snapshot.directory
+                )
+            except CannotComeBack as error:
+                logger.error("%s; what the archive keeps from before it is tried", error)
+                damage = damage or error
+            else:
+                return snapshot
+        if damage is not None:
+            first = await self._journal.next_after(*key, 0)
+            if first is None or first.position > FIRST_POSITION:
+                raise damage
+        return None
 
     async def _restore_snapshot(self, model_id: str, base_model: str, directory: str) -> None:
         place = self._files.data_dir / directory
