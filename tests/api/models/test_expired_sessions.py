@@ -66,7 +66,7 @@ async def test_a_session_without_heartbeats_expires_and_goes_on_by_the_next_one(
 
 
 async def expired(api: Api, session: str) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while (await listed(api, session))["type"] != "cancelled":  # noqa: ASYNC110 - as below
             await asyncio.sleep(0.02)
 
@@ -92,7 +92,7 @@ async def test_what_could_not_be_put_away_goes_once_there_is_room(
             await api.services.sessions.expire()
             assert memory(api) == (1, 1)
         else:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 while memory(api) != (0, 0):  # noqa: ASYNC110 - as above
                     await asyncio.sleep(0.02)
 

@@ -1,5 +1,6 @@
 """Sampling sessions, what they pin, and what a request may ask."""
 
+import asyncio
 import math
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -428,3 +429,31 @@ async def test_a_checkpoint_that_is_deleted_while_a_sample_reads_it_is_said_to_b
         sampler = await api.sampler(await api.session(), model_path=path)
         text = await api.failure(await api.sample(sampler))
         assert text == f"checkpoint {path!r} does not exist"
+
+
+class SlowToPublish(FakeBackend):
+    def __init__(self) -> None:
+        super().__init__(Config(backend="fake"))
+        self.begun, self.gate, self.published = (asyncio.Event() for _ in range(3))
+
+    async def publish(self, source: WeightsSource) -> str:
+        self.begun.set()
+        await self.gate.wait()
+        version = await super().publish(source)
+        self.published.set()
+        return version
+
+
+async def test_weights_whose_session_ends_while_they_are_published_are_released(
+    tmp_path: Path,
+) -> None:
+    backend = SlowToPublish()
+    async with serving(tmp_path, backend=backend) as api, asyncio.timeout(10):
+        session = await api.session()
+        await api.sample(await api.sampler(session))
+        await backend.begun.wait()
+        await api.ok(f"sessions/{session}/finish", reason={"type": "success"})
+        backend.gate.set()
+        await backend.published.wait()
+        while backend.stats()["num_versions"]:  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.01)

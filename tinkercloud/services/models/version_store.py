@@ -77,7 +77,7 @@ class VersionStore:
         """The version of `key`, published now if there is none. user: counted until `leave`."""
         entry = self._entries.get(key)
         if entry is None:
-            task = asyncio.ensure_future(publish())
+            task = asyncio.ensure_future(self._published(key, publish))
             task.set_name(f"publish {key}")
             entry = self._entries[key] = _Entry(task)
         entry.users.add(user)
@@ -88,6 +88,17 @@ class VersionStore:
         except Exception:
             self._forget(key, entry)
             raise
+
+    async def _published(self, key: str, publish: Callable[[], Awaitable[str]]) -> str:
+        version = await publish()
+        entry = self._entries.get(key)
+        is_kept = entry is not None and (
+            entry.version is asyncio.current_task()
+            or (entry.is_ready and entry.version.result() == version)  # it was `put` meanwhile
+        )
+        if not is_kept:  # everybody has left
+            await self._backend.release(version)
+        return version
 
     def current(self, key: str) -> str | None:
         """A version that was `put`."""
