@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks.lib.peers import PEERS
 
-NOT_RECORDED = ("json", "peers")
+NOT_RECORDED = ("drafts", "json", "peers")
 """Options that do not change what is measured."""
 
 

@@ -32,10 +32,11 @@ from tinkercloud.embedded.draft_training.model_trainer import (
     flat_params,
 )
 from tinkercloud.embedded.drafting.draft_model import open_draft, tokenizer_pair
+from tinkercloud.embedded.drafting.head_drafter import head_drafter
 from tinkercloud.embedded.forward.runners import Runner
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
-from tinkercloud.embedded.process.drafter_setup import draft_lora, head_drafter, model_drafter
+from tinkercloud.embedded.process.drafter_setup import draft_lora, model_drafter
 from tinkercloud.errors import ConfigError, NotFound, UserError
 from tinkercloud.speculative.drafters.drafter import Drafter
 from tinkercloud.speculative.head.head import Head, initial_params

@@ -15,6 +15,8 @@ from torch.nn.utils.rnn import pad_sequence
 from tinkercloud.decoding.device_copy import to_device
 from tinkercloud.embedded.drafting.compiled_head import CompiledHead, Product
 from tinkercloud.embedded.drafting.network_drafter import row_params
+from tinkercloud.embedded.forward.runners import NativeRunner, Runner
+from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.speculative.drafters.draft_distribution import AUDIT_EVERY, AuditSchedule
 from tinkercloud.speculative.drafters.drafter import NO_DRAFT, Draft, Drafter, Stream
 from tinkercloud.speculative.head.cache import HeadCache, NewRows, extend
@@ -183,3 +185,13 @@ class HeadDrafter(Drafter):
     def _begin_anew(self, reader: _Reader) -> None:
         self._cache.rewind(reader.slot, 0)
         reader.unread, reader.num_unread, reader.output = [], 0, None
+
+
+def head_drafter(
+    head: tuple[Head, Mapping[str, Tensor]], base: BaseModel, runner: Runner
+) -> HeadDrafter:
+    """On what the engine computes with; the target's passes keep the states that it reads."""
+    product = runner.product if isinstance(runner, NativeRunner) else None
+    drafter = HeadDrafter(*head, product=product)
+    runner.capture(base, drafter.layers)
+    return drafter

@@ -25,13 +25,13 @@ from tinkercloud.embedded.draft_training.online_trainer import (
     OnlineTrainers,
 )
 from tinkercloud.embedded.drafting.draft_model import open_draft, tokenizer_pair
-from tinkercloud.embedded.drafting.head_drafter import HeadDrafter
+from tinkercloud.embedded.drafting.head_drafter import HeadDrafter, head_drafter
 from tinkercloud.embedded.drafting.model_drafter import ModelDrafter
 from tinkercloud.embedded.drafting.network_drafter import NetworkDrafter
 from tinkercloud.embedded.drafting.step_costs import round_costs
 from tinkercloud.embedded.drafting.text_model_drafter import TextModelDrafter
 from tinkercloud.embedded.forward.kv_blocks import BlockPool, blocks_for
-from tinkercloud.embedded.forward.runners import NativeRunner, Runner
+from tinkercloud.embedded.forward.runners import Runner
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.sampling.base_states import Speculate
@@ -49,7 +49,6 @@ from tinkercloud.speculative.drafters.drafter import Drafter
 from tinkercloud.speculative.drafters.drafter_table import DrafterFactory, DrafterTable
 from tinkercloud.speculative.drafters.guarded_drafter import GuardedDrafter
 from tinkercloud.speculative.drafters.suffix_drafter import SuffixDrafter
-from tinkercloud.speculative.head.head import Head
 from tinkercloud.speculative.learning.cases import CaseStore
 from tinkercloud.speculative.learning.draft_folder import DraftFolder
 
@@ -208,15 +207,6 @@ def model_trainee(
     else:
         use(copied(trainer.params))
     return DraftTrainee(trainer, CaseDataset(store, settings.mix), use)
-
-
-def head_drafter(
-    head: tuple[Head, Mapping[str, Tensor]], base: BaseModel, runner: Runner
-) -> HeadDrafter:
-    product = runner.product if isinstance(runner, NativeRunner) else None
-    drafter = HeadDrafter(*head, product=product)
-    runner.capture(base, drafter.layers)
-    return drafter
 
 
 def model_drafter(draft: BaseModel, base: BaseModel, runner: Runner) -> NetworkDrafter:

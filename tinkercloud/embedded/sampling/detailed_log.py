@@ -5,6 +5,7 @@ It is read off what rounds compute anyway, so that a sample's tokens are those o
 details; looking at a distribution costs time."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,14 @@ MAX_BYTES = 64 * 1024**2  # of the file; then it begins anew, and one before it 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """A sample's draft in one round. num_judged: its tokens with a verdict, one at least; position:
-    the last one's, in the sample's tokens. distribution: the target's probabilities there, (V,)."""
+    the last one's, in the sample's tokens. distribution: the target's probabilities there, (1, V).
+    """
 
     draft: Draft
     num_judged: int
     num_accepted: int
     position: int
-    distribution: Tensor
+    distribution: Callable[[], Tensor]
 
 
 @dataclass(slots=True)
@@ -53,14 +55,15 @@ class DetailedLog:
         drafted, target = verdict.draft.tokens[last], sample.tokens[verdict.position]
         if drafted == target:
             return
-        top = verdict.distribution.topk(min(TOP, len(verdict.distribution)))
+        distribution = verdict.distribution()[0]
+        top = distribution.topk(min(TOP, len(distribution)))
         record.disagreements.append(
             {
                 "position": verdict.position,
                 "drafted": drafted,
                 "target": target,
                 "draft_confidence": _rounded(verdict.draft.confidences[last]),
-                "target_confidence": _rounded(float(verdict.distribution[target])),
+                "target_confidence": _rounded(float(distribution[target])),
                 "top": [
                     [token, _rounded(prob)]
                     for token, prob in zip(top.indices.tolist(), top.values.tolist(), strict=True)

@@ -244,17 +244,16 @@ class Speculation:
             entry.chances = self._chances(entry.draft, drawn, rows[:num_judged])
         at = num_judged - 1  # the rejected token, or the last accepted one
         position = len(sample.tokens) - num_new + at
+
+        def distribution() -> Tensor:
+            return drawn.distribution(rows[at]).exp()
+
         if self._details is not None and sample.job.request.details_for:
-            distribution = drawn.distribution(rows[at])[0].exp()
             verdict = Verdict(entry.draft, num_judged, entry.num_accepted, position, distribution)
             self._details.judged(sample, verdict)
         if self._observer is not None:
-            token = JudgedToken(
-                position,
-                entry.draft.tokens[at],
-                sample.tokens[position],
-                lambda: drawn.distribution(rows[at]).exp(),
-            )
+            drafted, target = entry.draft.tokens[at], sample.tokens[position]
+            token = JudgedToken(position, drafted, target, distribution)
             category = sample.job.version.origin
             self._observer.judged(self._streams[sample], token, category)
 

@@ -1,0 +1,107 @@
+"""A planted shift through a server with default settings and the official client: the head falls
+behind the policy's new style, and follows by itself."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker
+
+from tests.embedded.draft_training.test_planted_shift import style
+from tests.embedded.tiny import open_store, random_prompt
+from tests.serving import Server, start_server
+from tinkercloud.commands.draft_collect import sample_texts
+from tinkercloud.commands.draft_target import Target
+from tinkercloud.commands.draft_train import DistillConfig, distilled
+from tinkercloud.embedded.draft_training.driver import Plan
+from tinkercloud.embedded.draft_training.files import drafts_of
+from tinkercloud.embedded.forward import runners
+from tinkercloud.embedded.model.version import Version
+
+pytestmark = pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
+STEPS, LONGEST_S = 14, 120.0
+PLAN = Plan(num_steps=40, warmup_steps=5, peak_rate=3e-3)
+
+
+@pytest.fixture(scope="module")
+def expected_before(folder: Path, data_dir: Path) -> float:
+    """Tokens of a draft that are expected to be accepted, of a head for the base model."""
+    base = open_store(folder).base("tiny")
+    version = Version("v", base, base.weights, None, 1.0)
+    target = Target(version, [random_prompt(6, i) for i in range(12)], 1)
+    config = DistillConfig(samples=6, tokens=40, vocabulary=260, plan=PLAN)
+    drafts = drafts_of(data_dir / "drafts", "tiny")
+    texts = sample_texts(target, config)
+    return distilled(version, texts, config, drafts, lambda line: None).after.mean
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("server") / "data"
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, data_dir: Path, expected_before: float) -> Iterator[Server]:
+    flags = ("--backend", "embedded", "--model", f"tiny={folder}", "--speculate", "head")
+    flags += ("--engine-threads", "1")  # tests share the cores
+    with start_server(*flags, data_dir=data_dir) as server:
+        yield server
+
+
+class Run:
+    """SFT to the style, with samples of every version."""
+
+    def __init__(self, server: Server):
+        self._server = server
+        service = tinker.ServiceClient(base_url=server.base_url, api_key=server.api_key)
+        self._model = service.create_lora_training_client("tiny", rank=16, seed=0).result()
+
+    def step(self, number: int) -> None:
+        data = [datum(16 * number + i) for i in range(16)]
+        training = self._model.forward_backward(data, "cross_entropy")
+        self._model.optim_step(tinker.AdamParams(learning_rate=0.02)).result()
+        training.result()
+        sampler = self._model.save_weights_and_get_sampling_client().result()
+        params = tinker.SamplingParams(max_tokens=32, temperature=1.0, seed=number)
+        prompt = tinker.ModelInput.from_ints(style(9000 + number, 3))
+        sampler.sample(prompt=prompt, num_samples=4, sampling_params=params).result()
+
+    def following(self) -> dict[str, Any]:
+        health = self._server.http().get("/health").json()
+        return health["speculation"]["tiny"]["following"]
+
+
+def datum(seed: int) -> tinker.Datum:
+    tokens = style(seed)
+    inputs = {
+        "target_tokens": tinker.TensorData.from_numpy(np.array(tokens[1:], np.int64)),
+        "weights": tinker.TensorData.from_numpy(np.full(len(tokens) - 1, 1 / 16, np.float32)),
+    }
+    return tinker.Datum(model_input=tinker.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
+
+
+def test_a_head_follows_a_new_style_with_default_settings(
+    server: Server, expected_before: float
+) -> None:
+    run = Run(server)
+    trainings: list[dict[str, Any]] = []
+    deadline, number = time.monotonic() + LONGEST_S, 0
+    while number < STEPS or len(trainings) < 4:
+        assert time.monotonic() < deadline, str(trainings)
+        run.step(number)
+        number += 1
+        following = run.following()
+        assert not following["is_over"]
+        last = following["last_training"]
+        if last is not None and last not in trainings:
+            trainings.append(last)
+    lowest = min(each["before"]["mean"] for each in trainings)
+    assert lowest < 0.8 * expected_before, "the style made the head worse"
+    assert trainings[-1]["after"]["mean"] > 1.3 * lowest, "and it has caught up"
+    following = run.following()
+    assert following["trainings"]["used"] >= 1
+    assert following["draft"] != "draft-000001"
+    assert following["seconds"]["training"] + following["seconds"]["training in quiet time"] > 0
