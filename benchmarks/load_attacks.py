@@ -118,6 +118,6 @@ ABOUT = """\
 cores; meanwhile a bystander with another key asks for a sample of 4 tokens ten times a second, at
 fixed times, and the table has the time from then until the result is there: for {phase:g} s before
 the attack, while it goes on ({phase:g} s and until the attacker has its answers), and {phase:g} s
-after. The attacker's own work is on the same cores and slows the bystander too. *answers*: what the
-attacker got, by status; "failed": a result that says why it was refused; "cut off": some of its
-requests had no answer 5 s after its time was up."""
+after. The attacker runs at a lower priority, since it would be on another machine; its work is on
+the same cores all the same. *answers*: what the attacker got, by status; "failed": a result that
+says why it was refused; "cut off": some of its requests had no answer 5 s after its time was up."""

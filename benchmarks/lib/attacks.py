@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from benchmarks.lib.processes import give_way
 from benchmarks.lib.tinker_http import SDK_VERSION, text_prompt
 from benchmarks.lib.training_http import ADAM
 
@@ -308,6 +309,7 @@ def _told(answers: Counter[str]) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
+    give_way()
     name, victim = arguments
     answers = asyncio.run(run(name, Victim(**json.loads(victim))))
     sys.stdout.write(f"{answers}\n")

@@ -29,6 +29,12 @@ def prepare_process() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+def give_way() -> None:
+    """Of a process that would be on another machine: what it computes must not keep the server from
+    its cores."""
+    os.nice(10)
+
+
 class HasPid(Protocol):
     @property
     def pid(self) -> int | None: ...

@@ -7,7 +7,6 @@ trained alike have the same losses.
 
 import asyncio
 import json
-import os
 import random
 import sys
 import time
@@ -17,14 +16,12 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.lib.processes import give_way
 from benchmarks.lib.server import sdk_datum
 
 SAMPLING, TRAINING = "sampling", "training"
 LORA_SEED = 7
 AT_ONCE = 8  # clients that connect
-NICENESS = 10
-"""Of the clients: they would be on other machines, and what they compute must not keep the server
-from its cores."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +154,7 @@ class Clients:
 
 
 async def main() -> None:
-    os.nice(NICENESS)
+    give_way()
     clients = Clients(Crowd(**json.loads(sys.argv[1])))
     connected = await clients.connect()
     _say("ready")
