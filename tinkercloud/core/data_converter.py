@@ -143,13 +143,7 @@ class DataConverter:
 
     def sample_request(self, body: JsonSampleRequest) -> SampleRequest:
         _check_num_samples(body)
-        length = sum(len(c.tokens) for c in body.prompt.chunks if isinstance(c, EncodedTextChunk))
-        room = self._served.max_context_length - length
-        if room < 1:  # before an array is made of it
-            raise ContextLengthExceeded(
-                f"the prompt has {length} tokens; {self._served.name} holds "
-                f"{self._served.max_context_length} with at least one to sample"
-            )
+        room = self.room_after(body)  # before an array is made of the prompt
         prompt = self._tokens("the prompt", chunks_of(body.prompt))
         params = self._params(seeded(body).sampling_params)
         max_tokens = min(room, params.max_tokens or room)
@@ -165,6 +159,18 @@ class DataConverter:
             target_prompt_logprobs=self._prompt_targets(body, len(prompt)),
             prompt_alt_tokens=body.prompt_alt_tokens_k,
         )
+
+    def room_after(self, body: JsonSampleRequest) -> int:
+        """How many tokens fit behind the prompt. Raises ContextLengthExceeded where there is not
+        one."""
+        length = sum(len(c.tokens) for c in body.prompt.chunks if isinstance(c, EncodedTextChunk))
+        room = self._served.max_context_length - length
+        if room < 1:
+            raise ContextLengthExceeded(
+                f"the prompt has {length} tokens; {self._served.name} holds "
+                f"{self._served.max_context_length} with at least one to sample"
+            )
+        return room
 
     def _params(self, params: JsonSamplingParams) -> SamplingParams:
         _check_params(params)

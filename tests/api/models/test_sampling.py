@@ -250,6 +250,23 @@ async def test_a_request_that_cannot_be_sampled_fails_as_the_users_fault(
     assert await tokens(api, sampler_id)
 
 
+async def test_a_prompt_that_is_too_long_fails_with_its_number_of_tokens_and_takes_the_number(
+    api: Api,
+) -> None:
+    sampler_id = await api.sampler(await api.session())
+    prompts = [
+        {"chunks": [{"type": "encoded_text", "tokens": [1] * length}]} for length in (5000, 6000)
+    ]
+    sent = await api.sample(sampler_id, seq_id=0, prompt=prompts[0], num_samples=2)
+    assert len(sent["sample_sequence_ids"]) == 2
+    assert "5000 tokens" in await api.failure(sent)
+    again = await api.sample(sampler_id, seq_id=0, prompt=prompts[0], num_samples=2)
+    assert again["request_id"] == sent["request_id"]
+    for other in ({"prompt": prompts[1]}, {}):
+        refused = await api.failure(await api.sample(sampler_id, seq_id=0, **other))
+        assert "was taken by another request" in refused
+
+
 async def test_min_p_and_penalties_shape_what_is_sampled(api: Api) -> None:
     """min_p 1 leaves the likeliest token; a penalty moves a greedy sample on from what it has."""
     sampler_id = await api.sampler(await api.session())

@@ -9,6 +9,7 @@ import asyncio
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from itertools import count
 
 from tinker_gmi.types import (
@@ -30,6 +31,7 @@ from tinkercloud.core.types import (
 )
 from tinkercloud.core.types import SampleRequest as CoreSampleRequest
 from tinkercloud.errors import (
+    ContextLengthExceeded,
     EngineDied,
     InvalidRequest,
     NumberTaken,
@@ -210,27 +212,33 @@ class SamplingService:
         if body.seq_id is not None:
             checked("seq_id", body.seq_id, lowest=0)
         sampler = await self._sampler_of(user, body)
-        sent = as_json(body)
-        with_seed = seeded(body)  # so that after a restart it gives the same tokens
-        kept = sent if with_seed is body else as_json(with_seed)
         key = sample_key(user, sampler.sampler_id, body.seq_id)
-        place = (None, body.seq_id, sampler.sampler_id)
-        asked = Asked.of(kept, sent)
-        num_tokens = self._most_tokens(sampler, body)
-        ticket = Ticket(user, SAMPLING_KIND, key, *place, asked.digest, num_tokens)
+        ticket = Ticket(user, SAMPLING_KIND, key, None, body.seq_id, sampler.sampler_id)
         try:
-            work = self._work(sampler, with_seed)
-            request_id = await self._tasks.submit(ticket, work, asked.request)
+            request_id = await self._submit(sampler, body, ticket)
         except NumberTaken as error:  # refused, its client would ask again
             request_id = await self._tasks.refuse(Ticket(user, SAMPLING_KIND), error)
         # as many as samples, or the client asserts (wire specification, section 4.1)
         ids = [sequence_id(request_id, index) for index in range(body.num_samples)]
         return UntypedAPIFuture(request_id=request_id, sample_sequence_ids=ids)
 
-    def _most_tokens(self, sampler: Sampler, body: SampleRequest) -> int:
-        if sampler.base_model not in self._catalog.names:  # the sample will fail
-            return 0
-        return most_tokens(body, self._catalog.get(sampler.base_model).max_context_length)
+    async def _submit(self, sampler: Sampler, body: SampleRequest, ticket: Ticket) -> str:
+        """The request id. Raises NumberTaken."""
+        num_tokens = 0
+        if sampler.base_model in self._catalog.names:  # else the sample will fail
+            try:
+                self._catalog.converter(sampler.base_model).room_after(body)
+            except ContextLengthExceeded as error:
+                # Of a million tokens, say: written as JSON they would hold up everybody.
+                digest = sha256(str(error).encode()).digest()
+                return await self._tasks.refuse(replace(ticket, digest=digest), error)
+            context = self._catalog.get(sampler.base_model).max_context_length
+            num_tokens = most_tokens(body, context)
+        sent = as_json(body)
+        with_seed = seeded(body)  # so that after a restart it gives the same tokens
+        asked = Asked.of(sent if with_seed is body else as_json(with_seed), sent)
+        ticket = replace(ticket, digest=asked.digest, num_tokens=num_tokens)
+        return await self._tasks.submit(ticket, self._work(sampler, with_seed), asked.request)
 
     def _work(self, sampler: Sampler, body: SampleRequest) -> Work:
         async def work() -> Outcome:
