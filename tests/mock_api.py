@@ -138,7 +138,7 @@ class MockApi:
     def on_asample(self, body: Any) -> httpx.Response:
         prompt = [token for chunk in body["prompt"]["chunks"] for token in chunk["tokens"]]
         logprobs = np.array([np.nan, *(-token / 10 for token in prompt[1:])], np.float32)
-        tokens = np.array([body["seq_id"], 2], np.int32)
+        tokens = np.array([body["seq_id"] % 1_000_000_000, 2], np.int32)
         sequence = SampledSequence(tokens, np.array([-0.5, -1], np.float32), "stop")
         output = SampleOutput(
             (sequence,) * body["num_samples"], logprobs if body.get("prompt_logprobs") else None

@@ -128,7 +128,7 @@ class Transport:
 
     async def send_once(self, call: Call) -> httpx.Response:
         """Without retries."""
-        outcome = await self._try(call)
+        outcome = await self._try(_with_key(call))
         if isinstance(outcome, httpx.Response):
             return outcome
         raise outcome[0]
