@@ -68,6 +68,14 @@ COVERED = {
         "tests/commands/test_top.py::test_once_shows_what_ended_in_the_interval",
         "it needs a server, and ends by Ctrl-C",
     ),
+    "tinkercloud generate ": Elsewhere(
+        "tests/commands/test_chat.py::test_a_text_is_continued_and_its_numbers_are_beside_it",
+        "it needs a server whose model has a tokenizer",
+    ),
+    "tinkercloud chat ": Elsewhere(
+        "tests/commands/test_chat.py::test_a_checkpoint_talks_beside_its_base",
+        "it needs a checkpoint",
+    ),
     "tinkercloud replay RUN": Elsewhere(f"{REPLAYS}::{REPLAYED}", "it needs a run"),
     "tinkercloud branch RUN": Elsewhere(f"{REPLAYS}::{BRANCHED}", "it needs a run"),
     "tinkercloud diff RUN_A": Elsewhere(f"{REPLAYS}::{BRANCHED}", "it needs two runs"),

@@ -1,5 +1,7 @@
 """OpenAI's and Anthropic's packages against a server on SmolLM2's real weights, beside Tinker's."""
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +12,7 @@ from openai import OpenAI
 from smolagents import LogLevel, OpenAIModel, Tool, ToolCallingAgent
 
 from tests.e2e.clients import MODEL, Client
-from tests.serving import Server
+from tests.serving import QUIET, ROOT, Server
 
 MESSAGES: Any = [
     {"role": "system", "content": "You are a helpful assistant."},
@@ -183,3 +185,25 @@ def test_a_tool_using_agent_runs_on_real_weights(server: Server) -> None:
     assert calls and all(call.name in ("weather", "final_answer") for call in calls)
     assert places and set(places) <= {"Bern", "Basel"}
     assert answer is not None
+
+
+def test_a_talk_at_the_terminal_is_the_chat_of_the_api(server: Server, openai: OpenAI) -> None:
+    """With drafts and without the text is the same."""
+    content = "Write one line about a café."
+    fields: Any = {"model": MODEL, "max_tokens": 16, "temperature": 0.0}
+    messages: Any = [{"role": "user", "content": content}]
+    expected = openai.chat.completions.create(messages=messages, **fields).choices[0].message
+    run = subprocess.run(
+        [sys.executable, "-m", "tinkercloud", "chat", "--max-tokens", "16", "--temperature", "0"],
+        cwd=ROOT,
+        env={**QUIET, "TINKER_BASE_URL": server.base_url, "TINKER_API_KEY": server.api_key},
+        input=f"{content}\n/stats\n/eval\n",
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert expected.content is not None
+    assert expected.content.strip() in run.stdout
+    assert "tokens/s" in run.stdout
+    assert "[the same text; " in run.stdout

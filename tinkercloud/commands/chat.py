@@ -1,0 +1,40 @@
+"""`tinkercloud chat`: talk with a base model or a checkpoint of a running server."""
+
+import argparse
+import sys
+
+from tinkercloud.commands.door_client import (
+    add_sampling_options,
+    chosen_model,
+    opened,
+    sampling_fields,
+)
+from tinkercloud.commands.options import Arguments, say
+from tinkercloud.commands.talk import Talk
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_sampling_options(parser)
+    parser.add_argument("--system", help="what the model is told before the conversation")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: Arguments) -> int:
+    with opened(arguments) as door:
+        model = chosen_model(door, arguments["model"])
+        talk = Talk(door, model, sampling_fields(arguments), arguments["system"])
+        say(f"[{model}; /help]")
+        while (line := _line()) and talk.heard(line):
+            pass
+    return 0
+
+
+def _line() -> str:
+    """Empty at the end of the input."""
+    if not sys.stdin.isatty():
+        return sys.stdin.readline()
+    try:
+        return input("> ") + "\n"
+    except EOFError:
+        say("")
+        return ""

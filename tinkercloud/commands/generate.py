@@ -1,0 +1,47 @@
+"""`tinkercloud generate`: a text continued by a running server, written as it comes."""
+
+import argparse
+import sys
+
+from tinkercloud.commands.door_client import (
+    Answer,
+    add_sampling_options,
+    chosen_model,
+    opened,
+    sampling_fields,
+    shown,
+)
+from tinkercloud.commands.draft_counts import read_counts
+from tinkercloud.commands.options import Arguments, say_progress
+from tinkercloud.commands.talk import stats_line
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", help="the text; -: from the standard input")
+    parser.add_argument("--chat", action="store_true", help="a message to answer, not to continue")
+    parser.add_argument("--stats", action="store_true", help="tokens, speed and drafts, at the end")
+    add_sampling_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: Arguments) -> int:
+    prompt = sys.stdin.read() if arguments["prompt"] == "-" else arguments["prompt"]
+    with opened(arguments) as door:
+        fields = sampling_fields(arguments)
+        fields["model"] = chosen_model(door, arguments["model"])
+        if arguments["chat"]:
+            path = "chat/completions"
+            fields["messages"] = [{"role": "user", "content": prompt}]
+        else:
+            path, fields["prompt"] = "completions", prompt
+        before = read_counts(door) if arguments["stats"] else None
+        answer = Answer()
+        raw = not sys.stdout.isatty()  # a file gets the text as it is
+        for piece in door.stream(path, fields, answer):
+            sys.stdout.write(piece if raw else shown(piece))
+            sys.stdout.flush()
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        if arguments["stats"]:
+            say_progress(stats_line(answer, before, read_counts(door)))
+    return 0
