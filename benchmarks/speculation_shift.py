@@ -24,7 +24,7 @@ from benchmarks.lib.machine import ROOT, versions
 from benchmarks.lib.report import Cell, Report, Target, about
 from benchmarks.lib.server import MODEL, embedded_flags, sdk_datum, sdk_for
 from benchmarks.lib.smollm2 import weights
-from tests.serving import Server, start_server
+from tests.serving import Server
 
 PICTURE = ROOT / "docs" / "speculation_shift.png"
 FOLLOWING, FIXED, PLAIN = "head that follows", "head that does not", "without drafts"
@@ -149,8 +149,12 @@ def serving(name: str, drafts: Path, scratch: Path) -> Iterator[Server]:
     folder = scratch / name.replace(" ", "-") / "data"
     shutil.copytree(drafts, folder / "drafts")
     flags = (*embedded_flags(weights(), "auto"), *FLAGS[name])
-    with start_server(*flags, data_dir=folder) as server:
+    server = Server(flags, folder)
+    server.start()
+    try:
         yield server
+    finally:
+        server.kill()  # what it would keep is in the way
 
 
 def distil(data_dir: Path) -> Path:

@@ -175,6 +175,24 @@ def test_after_new_weights_it_is_tried_again_soon():
     assert run.controller.is_on
 
 
+@pytest.mark.parametrize("many", (1, 4))
+def test_a_better_draft_is_used_soon_though_a_slow_minute_taught_wrong_times(many):
+    """While nothing was drafted no round could correct them."""
+    drafter = Drafter((0.05,), step_ms=1.5)
+    run = ran(started(few_cores, drafter, seed=2), many, 400)
+    costs = run.controller._estimates.costs
+    for _ in range(12):  # rounds that verify, twice as slow as measured, between plain ones
+        for rows, factor in ((many, 1.0), (3 * many, 2.0)):
+            costs.observe(rows, many, 0.0, factor * few_cores(rows))
+    drafter.rates = (0.65,)
+    run.controller.renew([0.65])
+    run.controller.renew()  # a new version of the policy
+    begin = len(run.outcome.drafted)
+    ran(run, many, 120)
+    assert sum(run.outcome.drafted[begin : begin + 20]) > 10 * many
+    assert run.controller.is_on
+
+
 def test_a_better_draft_is_used_soon_though_its_drafter_has_much_to_read_first():
     """What a head reads after a hundred rounds without drafts is not what its drafts cost."""
     drafter = Drafter((0.05,), step_ms=1.0, read_ms=0.5)

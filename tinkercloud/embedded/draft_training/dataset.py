@@ -20,7 +20,8 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Mix:
     """share: of new items in a batch; the others are replayed. One of `held_out_one_in` texts is
-    held out; evaluations use at most `most_held_out` of them, of the last `recent` versions.
+    held out; evaluations use at most `most_held_out` of them, of the last `recent` versions, or the
+    newest where there are none of these.
     window: tokens of a sequence that a batch or an evaluation has at most, so that a step's time
     does not depend on how long samples are; None for all."""
 
@@ -73,7 +74,8 @@ class SequenceDataset:
         if not len(self._buffer):
             return []
         current = [s for s in self._held_out if s.epoch > self._epoch - self._mix.recent]
-        current = current[-self._mix.most_held_out :]
+        # Few are captured where time is short, and none of the last versions may be among them.
+        current = (current or list(self._held_out))[-self._mix.most_held_out :]
         window = self._mix.window
         return _cut([_cut_to(s, window, 0.5) for s in current], self._mix.batch_size)
 

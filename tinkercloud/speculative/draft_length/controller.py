@@ -73,9 +73,12 @@ class DraftLengthController(DraftLength):
 
     def renew(self, expected: Sequence[float] = ()) -> None:
         """What was counted is worth less, and drafting is tried again soon; at once where that is
-        expected to pay."""
+        expected to pay, by the times that were measured: what a slow minute taught must not keep a
+        better draft from being tried."""
         if expected:
             self._estimates.acceptance.expect(expected)
+            self._estimates.costs.doubt()
+            self._estimates.drafting.doubt()
         else:
             self._estimates.acceptance.age(AGED)
         self._probing.hasten()

@@ -159,6 +159,14 @@ class CostTable:
         self._last = (kind, here, slower)
         return exp(slower)
 
+    def doubt(self) -> None:
+        """Back to what was measured, and ready to learn: a slow minute may have taught the wrong
+        shape, and where nothing is drafted no round corrects it."""
+        self._shape[:] = self._visits[:] = 0.0
+        self._num_crossed = 0
+        self._last = None
+        self._curves = self._fitted()
+
     def _compare(self, before: tuple[int, float, float], now: tuple[int, float, float]) -> None:
         """Both places move, each by its own step, until the ratio is the one that was seen."""
         error = _clipped(now[2] - before[2])
