@@ -10,6 +10,8 @@ from unittest.mock import patch
 
 from tests.simulation import sqlite
 from tests.simulation.engine import SimulatedEngine, SmallFakeBackend
+from tests.simulation.run import run_schedule
+from tests.simulation.schedule import generate
 from tinkercloud.core.lane import LaneOrder
 from tinkercloud.core.lanes import wait_for_event
 from tinkercloud.core.task_manager import TaskManager
@@ -232,3 +234,11 @@ def planted(name: str) -> Iterator[None]:
         for replacement in bug if isinstance(bug, list) else [bug]:
             stack.enter_context(patch.object(*replacement))
         yield
+
+
+def finds(name: str, seed: int) -> bool:
+    """Whether the schedule of that seed fails with the bug, and not without it."""
+    schedule = generate(seed)
+    with planted(name):
+        is_found = bool(run_schedule(schedule).failures)
+    return is_found and not run_schedule(schedule).failures

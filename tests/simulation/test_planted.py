@@ -2,9 +2,7 @@
 
 import pytest
 
-from tests.simulation.planted import PLANTED, planted
-from tests.simulation.run import run_schedule
-from tests.simulation.schedule import generate
+from tests.simulation.planted import PLANTED, finds
 
 MAX_SCHEDULES = 2000
 FOUND_EARLY = (
@@ -19,11 +17,7 @@ FOUND_EARLY = (
 
 def first_found(bug: str) -> int | None:
     """The first seed that finds it."""
-    with planted(bug):
-        for seed in range(MAX_SCHEDULES):
-            if run_schedule(generate(seed)).failures:
-                return seed
-    return None
+    return next((seed for seed in range(MAX_SCHEDULES) if finds(bug, seed)), None)
 
 
 @pytest.mark.parametrize("bug", FOUND_EARLY)
