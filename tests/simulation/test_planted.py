@@ -5,13 +5,12 @@ import pytest
 from tests.simulation.planted import PLANTED, finds
 
 MAX_SCHEDULES = 2000
-FOUND_EARLY = (
-    "acknowledged before commit",
-    "commit without flush",
-    "gradient left out",
-    "journal cut too far",
-    "result given before record",
-    "results of others",
+FOUND_LATE = (
+    "deleted model is found",
+    "order of arrival",
+    "refused after acknowledged",
+    "snapshot is not waited for",
+    "snapshot without lost versions",
 )
 
 
@@ -20,12 +19,12 @@ def first_found(bug: str) -> int | None:
     return next((seed for seed in range(MAX_SCHEDULES) if finds(bug, seed)), None)
 
 
-@pytest.mark.parametrize("bug", FOUND_EARLY)
+@pytest.mark.parametrize("bug", sorted(set(PLANTED) - set(FOUND_LATE)))
 def test_a_bug_is_found(bug: str) -> None:
     assert first_found(bug) is not None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bug", sorted(set(PLANTED) - set(FOUND_EARLY)))
-def test_every_bug_is_found(bug: str) -> None:
+@pytest.mark.parametrize("bug", FOUND_LATE)
+def test_a_rare_bug_is_found(bug: str) -> None:
     assert first_found(bug) is not None
