@@ -187,7 +187,7 @@ async def test_a_server_that_dies_restarts_with_the_weights_it_had(bench):
     weights = bench.manager.weight_version()
     engine = processes(bench.manager)
     before = await bench.scores(weights)
-    server = next(p for p in engine[2:] if "serve.py" in " ".join(p.cmdline()))
+    server = next(p for p in engine[2:] if "cluster.sglang.entry" in " ".join(p.cmdline()))
     restarts = bench.manager.stats()["engine_restarts"]
     server.send_signal(signal.SIGKILL)
     assert await gone(engine[3:])
