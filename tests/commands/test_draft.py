@@ -191,7 +191,7 @@ def test_a_draft_model_is_trained_on_samples_then_on_its_disagreements(
     lines = evaluated(draft_config, prompts, [str(first)])
     assert list(lines) == ["target alone", "untrained", first]
     assert lines[str(first)].expected > lines["untrained"].expected
-    assert folder.rollback("best") == first
+    assert folder.notes(str(second))["parent"] == first
 
 
 def test_a_draft_models_adapter_goes_to_mlx_lms_files_and_back(
