@@ -17,7 +17,7 @@ from tinkercloud.core.types import SampledSequence, SampleOutput, TrainOutput
 from tinkercloud.wire import codec
 
 PROTOBUF = {"content-type": "application/x-protobuf"}
-FAST = RetryPolicy(first_delay_s=0.01, max_delay_s=0.05, give_up_s=0.5)
+FAST = RetryPolicy(first_delay_s=0.01, max_delay_s=0.05, give_up_s=2.0)
 DROP = "drop the connection"
 
 

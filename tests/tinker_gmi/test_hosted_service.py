@@ -17,7 +17,7 @@ from tinker_gmi.connection.credentials import Credentials
 from tinker_gmi.connection.retries import RetryPolicy
 from tinker_gmi.connection.zstd import stored_frame
 
-QUICK = RetryPolicy(first_delay_s=0.01, max_delay_s=0.05, give_up_s=0.5, billing_pause_s=0.02)
+QUICK = RetryPolicy(first_delay_s=0.01, max_delay_s=0.05, give_up_s=2.0, billing_pause_s=0.02)
 
 
 @pytest.fixture
