@@ -85,20 +85,13 @@ def datum(seed: int) -> tinker.Datum:
 
 def test_a_head_follows_a_new_style_with_default_settings(server: Server) -> None:
     run = Run(server)
-    trainings: list[dict[str, Any]] = []
-    deadline, number = time.monotonic() + LONGEST_S, 0
-    while number < STEPS or len(trainings) < 4:
-        assert time.monotonic() < deadline, str(trainings)
+    deadline, number, used = time.monotonic() + LONGEST_S, 0, 0
+    while number < STEPS or not used:
+        assert time.monotonic() < deadline, str(run.following())
         run.step(number)
         number += 1
-        following = run.following()
-        assert not following["is_over"]
-        last = following["last_training"]
-        if last is not None and last not in trainings:
-            trainings.append(last)
-    behind = trainings[0]["before"]["mean"]
-    assert trainings[-1]["after"]["mean"] > 1.3 * behind, "it has caught up"
+        used = run.following()["trainings"]["used"]
     following = run.following()
-    assert following["trainings"]["used"] >= 1
-    assert following["draft"] != "draft-000001"
+    assert not following["is_over"]
+    assert following["draft"] != "draft-000001", "a better draft is drafted with"
     assert following["seconds"]["training"] + following["seconds"]["training in quiet time"] > 0
