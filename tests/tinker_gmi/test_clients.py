@@ -483,12 +483,12 @@ def test_compute_logprobs_is_one_token_with_prompt_logprobs(
 def test_backpressure_repeats_the_number_for_longer_than_a_failure_would(
     api: MockApi, sampler: tinker.SamplingClient
 ) -> None:
-    api.script["asample"] = [429] * 20
+    api.script["asample"] = [429] * 60
     started = time.monotonic()
     sampler.sample(PROMPT, 1, PARAMS).result(timeout=20)
     assert time.monotonic() - started > FAST.give_up_s
     assert {body["seq_id"] for body in api.bodies("asample")} == {0}
-    assert len(api.bodies("asample")) == 21
+    assert len(api.bodies("asample")) == 61
 
 
 def test_a_lost_sample_is_resubmitted_under_a_new_number(
