@@ -15,18 +15,23 @@ from tinkercloud.services.models import snapshots
 
 
 async def listed(api: Api, session: str) -> dict[str, Any]:
-    """A session's status, which the search has too."""
-    status = (await api.get(f"sessions/{session}")).json()["status"]
+    """A session's status, which the search has too; it may change between two requests."""
+
+    async def status() -> dict[str, Any]:
+        return (await api.get(f"sessions/{session}")).json()["status"]
+
+    before = await status()
     found = await api.ok("sessions/search", session_id=session)
-    assert found["sessions"][0]["status"] == status
-    return status
+    after = await status()
+    assert found["sessions"][0]["status"] in (before, after)
+    return after
 
 
 async def test_a_session_without_heartbeats_expires_and_goes_on_by_the_next_one(
     tmp_path: Path,
 ) -> None:
     """Nothing of it is deleted, and another one that samples the same base is not disturbed."""
-    async with serving(tmp_path, session_ttl_s=0.4) as api:
+    async with serving(tmp_path, session_ttl_s=1.5) as api:
         lively = await api.sampler(await api.session())
         session = await api.session()
         ids = [await api.model(session, number, lora_config={"seed": 1}) for number in range(2)]
@@ -36,7 +41,7 @@ async def test_a_session_without_heartbeats_expires_and_goes_on_by_the_next_one(
         of_base = await api.sampler(session, 77)
         before = [await drawn(api, each, 0) for each in (sampler, of_base, lively)]
         assert memory(api) == (2, 2)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while (status := await listed(api, session))["type"] != "cancelled":
                 await asyncio.sleep(0.05)
                 await drawn(api, lively, 1)
@@ -143,7 +148,7 @@ async def test_a_session_whose_operation_waits_does_not_expire(tmp_path: Path) -
 async def test_silence_while_no_server_ran_is_no_silence(tmp_path: Path) -> None:
     async with serving(tmp_path) as api:
         session = await api.session()
-    await asyncio.sleep(0.5)
-    async with serving(tmp_path, session_ttl_s=0.5) as api:
+    await asyncio.sleep(1.1)
+    async with serving(tmp_path, session_ttl_s=1.0) as api:
         await api.services.sessions.expire()
         assert (await listed(api, session))["type"] == "active"

@@ -27,7 +27,7 @@ from tinkercloud.embedded.forward.kv_blocks import BlockPool
 from tinkercloud.embedded.forward.runners import NativeRunner
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
-from tinkercloud.embedded.process.drafter_setup import _model_drafter
+from tinkercloud.embedded.process.drafter_setup import model_drafter
 from tinkercloud.embedded.process.model_store import ModelStore
 from tinkercloud.errors import ConfigError
 from tinkercloud.speculative.drafters.drafter import NO_DRAFT, Drafter, Stream
@@ -336,7 +336,7 @@ def test_an_empty_text_gets_no_drafts(base: BaseModel) -> None:
 
 
 def chosen(path: Path, target: BaseModel) -> Drafter:
-    return _model_drafter(path, target, NativeRunner(1), path)
+    return model_drafter(open_draft(path, target, path), target, NativeRunner(1))
 
 
 @needs_compiler

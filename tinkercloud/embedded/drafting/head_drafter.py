@@ -4,8 +4,7 @@ Row i of a sample is the target's states after token i, with token i + 1. Reject
 rewind: chains leave the head's cache as it was.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +16,7 @@ from tinkercloud.embedded.drafting.compiled_head import CompiledHead, Product
 from tinkercloud.embedded.drafting.network_drafter import row_params
 from tinkercloud.embedded.forward.runners import NativeRunner, Runner
 from tinkercloud.embedded.model.base_model import BaseModel
+from tinkercloud.embedded.model.device import one_torch_thread
 from tinkercloud.speculative.drafters.draft_distribution import AUDIT_EVERY, AuditSchedule
 from tinkercloud.speculative.drafters.drafter import NO_DRAFT, Draft, Drafter, Stream
 from tinkercloud.speculative.head.cache import HeadCache, NewRows, extend
@@ -26,18 +26,6 @@ from tinkercloud.speculative.head.head import Head
 MAX_UNREAD = 256  # rows of a sample that wait for `propose`; older ones are dropped
 MAX_STEADY = 16  # unread rows of a sample that is drafted for in every round, from above
 MAX_CONTEXT = 1024  # rows of a sample in the head's cache, which is then emptied
-
-
-@contextmanager
-def one_torch_thread() -> Iterator[None]:
-    """What is small here ends sooner than two threads have met; where other work keeps the cores
-    busy, waiting for them takes milliseconds."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)
 
 
 @dataclass(slots=True, eq=False)
