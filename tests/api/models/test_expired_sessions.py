@@ -45,8 +45,9 @@ async def test_a_session_without_heartbeats_expires_and_goes_on_by_the_next_one(
             while (status := await listed(api, session))["type"] != "cancelled":
                 await asyncio.sleep(0.05)
                 await drawn(api, lively, 1)
-            while memory(api) != (0, 1):  # noqa: ASYNC110 - nothing tells of it
+            while memory(api) != (0, 1):
                 await asyncio.sleep(0.02)
+                await drawn(api, lively, 1)
         assert status["detail"].startswith("expired at ")
         assert (await listed(api, lively.partition(":")[0]))["type"] == "active"
         assert (await api.get("sessions")).json()["states"][session] == "expired"
