@@ -77,7 +77,8 @@ def compiled(folder: Path, chosen: InstructionSet) -> c.CDLL:
     command = c_compiler()
     assert command is not None
     (folder / "shim.c").write_text(SHIM)
-    files = (folder / "shim.c", build.KERNELS / "attention.c", build.KERNELS / "team.c")
+    parts = (build.KERNELS / f"{name}.c" for name in ("attention", "pairs", "team"))
+    files = (folder / "shim.c", *parts)
     out = folder / "attention.so"
     flags = (*build.compiler_flags(chosen), *build.LINK_FLAGS, f"-I{build.KERNELS}")
     arguments = [*flags, *map(str, files)]

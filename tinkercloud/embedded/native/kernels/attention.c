@@ -8,6 +8,7 @@
 
 #include "activations.h"
 #include "attention_tiles.h"
+#include "pairs.h"
 #include "pass.h"
 #include "placing.h"
 
@@ -31,7 +32,7 @@ typedef struct {
 /* What is done to all scores. cap: 0 for none. */
 typedef struct {
   float scale, cap;
-  int is_narrow;
+  int kind;
   int64_t error_steps; /* of keys' rounding errors */
 } scoring_t;
 
@@ -54,22 +55,33 @@ INLINE float lane_max(vec v) {
 #endif
 }
 
-/* Rounds 2 LANES probabilities to narrow words, at `words`. */
-INLINE vec to_words(vec first, vec second, float *words) {
-#if defined(__AVX512BF16__)
-  vec pairs = (vec)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
-  store(words, pairs);
-  return pairs;
+/* 2 LANES probabilities, rounded, as narrow words. */
+INLINE vec to_words(vec first, vec second) {
+#if HAS_PAIRS
+  return (vec)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
 #else
+  vec words;
   vec halves[2] = {first, second};
   EACH(i, 2) {
     ivec bits = (ivec)halves[i]; /* not negative, and no infinity */
     bits = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
     half_vec rounded = __builtin_convertvector(bits, half_vec);
-    memcpy((char *)words + i * (int)sizeof rounded, &rounded, sizeof rounded);
+    memcpy((char *)&words + i * (int)sizeof rounded, &rounded, sizeof rounded);
   }
-  return load(words);
+  return words;
 #endif
+}
+
+/* At `at`, as values are multiplied with them. */
+INLINE void store_words(int kind, vec words, float *at) {
+  if (kind == PAIRED) {
+    store(at, words);
+    return;
+  }
+  narrow numbers[2 * LANES];
+  memcpy(numbers, &words, sizeof words);
+  store(at, widen(numbers));
+  store(at + LANES, widen(numbers + LANES));
 }
 
 static ALONE void cap_unit(float *scores, const scoring_t *scoring) {
@@ -115,9 +127,10 @@ static ALONE void soften(int64_t count, float *scores, const scoring_t *scoring,
       if (v % 2) continue;
       vec first = exp_vec(load(at + v * LANES) - all(best[g]));
       vec second = exp_vec(load(at + v * LANES + LANES) - all(best[g]));
-      if (scoring->is_narrow) {
-        vec words = to_words(first, second, at + v / 2 * LANES);
+      if (scoring->kind != WIDE) {
+        vec words = to_words(first, second);
         sum += even_half(words) + odd_half(words);
+        store_words(scoring->kind, words, at + (scoring->kind == PAIRED ? v / 2 : v) * LANES);
       } else {
         store(at + v * LANES, first);
         store(at + v * LANES + LANES, second);
@@ -140,6 +153,7 @@ typedef struct {
   const layer_t *layer;
   int64_t h, row, first; /* the first query: the `first`th of those of head h from `row` on */
   int64_t count;
+  int kind; /* of what is multiplied */
 } tile_t;
 
 /* Positions that a query sees. */
@@ -158,9 +172,11 @@ typedef struct {
 } part_t;
 
 typedef uint32_t bits_t __attribute__((may_alias)); /* of a word */
+typedef narrow half_t __attribute__((may_alias));
 
-static int64_t query_words(const model_t *model) {
-  return model->head_dim + model->key_errors / 2;
+static int64_t query_words(const model_t *model, int kind) {
+  int64_t numbers = model->is_narrow ? 2 * model->head_dim + model->key_errors : model->head_dim;
+  return kind == PAIRED ? numbers / 2 : numbers;
 }
 
 static int64_t query_at(const tile_t *t, int64_t i) {
@@ -168,37 +184,35 @@ static int64_t query_at(const tile_t *t, int64_t i) {
   return (t->row + at / group) * t->p->model->heads + t->h * group + at % group;
 }
 
-/* A query as pairs of dimensions, rounded, and after these the pairs of its rounding errors. */
-static void split_query(const float *q, int64_t dh, bits_t *words) {
-  for (int64_t d = 0; d < dh; d += 2) {
-    bits_t high = 0, low = 0;
-    for (int64_t i = 0; i < 2; i++) {
-      narrow rounded = narrowed(q[d + i]);
-      high |= (bits_t)rounded << 16 * i;
-      low |= (bits_t)narrowed(q[d + i] - widen1(rounded)) << 16 * i;
-    }
-    words[d / 2 * TILE_QUERIES] = high;
-    words[(dh / 2 + d / 2) * TILE_QUERIES] = low;
-  }
+/* Number d of a narrow query: half of a word, or widened a word of its own. */
+static void put_number(int kind, bits_t *words, int64_t d, narrow number) {
+  if (kind == PAIRED)
+    ((half_t *)(words + d / 2 * TILE_QUERIES))[d % 2] = number;
+  else
+    words[d * TILE_QUERIES] = (bits_t)number << 16;
 }
 
-/* What errors of keys are multiplied with: pairs of the rounded query's numbers of these dims. */
-static void repeat_dims(const float *q, const int64_t *dims, int64_t count, bits_t *words) {
-  for (int64_t i = 0; i < count; i += 2)
-    words[i / 2 * TILE_QUERIES] =
-        narrowed(q[dims[i]]) | (bits_t)narrowed(q[dims[i + 1]]) << 16;
+/* A query rounded, after that its rounding errors, and then what errors of keys are multiplied with:
+   the rounded query's numbers of these dimensions. */
+static void round_query(const tile_t *t, const float *q, bits_t *words) {
+  int64_t dh = t->p->model->head_dim, errors = t->p->model->key_errors;
+  const int64_t *dims = t->layer->key_dims + t->h * errors;
+  for (int64_t d = 0; d < dh; d++) {
+    narrow rounded = narrowed(q[d]);
+    put_number(t->kind, words, d, rounded);
+    put_number(t->kind, words, dh + d, narrowed(q[d] - widen1(rounded)));
+  }
+  for (int64_t i = 0; i < errors; i++)
+    put_number(t->kind, words, 2 * dh + i, narrowed(q[dims[i]]));
 }
 
 static span_t read_query(const tile_t *t, int64_t i, bits_t *words) {
   const pass_t *p = t->p;
   int64_t dh = p->model->head_dim, at = query_at(t, i), row = at / p->model->heads;
-  int64_t errors = p->model->key_errors;
   const bits_t *q = (const bits_t *)(p->q + at * dh);
-  if (p->model->is_narrow) {
-    split_query(p->q + at * dh, dh, words);
-    repeat_dims(p->q + at * dh, t->layer->key_dims + t->h * errors, errors,
-                words + dh * TILE_QUERIES);
-  } else
+  if (p->model->is_narrow)
+    round_query(t, p->q + at * dh, words);
+  else
     for (int64_t d = 0; d < dh; d++) words[d * TILE_QUERIES] = q[d];
   int64_t end = p->batch->positions[row] + 1;
   return (span_t){t->layer->window ? MAX(0, end - t->layer->window) : 0, end};
@@ -215,12 +229,12 @@ typedef struct {
 /* Parts as equal as can be, since one query alone waits for its own sums. */
 static void read_queries(const tile_t *t, queries_t *queries, word_t *words, float *sums,
                          int64_t width) {
-  int64_t parts = (t->count + TILE_QUERIES - 1) / TILE_QUERIES, dh = t->p->model->head_dim;
+  int64_t parts = (t->count + TILE_QUERIES - 1) / TILE_QUERIES;
   queries->num_parts = parts;
   for (int64_t i = 0; i < parts; i++) {
     int64_t first = t->count * i / parts, end = t->count * (i + 1) / parts;
     part_t part = {end - first, {INT64_MAX, 0}, queries->spans + first, queries->mixes + first,
-                   words + i * TILE_QUERIES * query_words(t->p->model), sums + first * width};
+                   words + i * TILE_QUERIES * query_words(t->p->model, t->kind), sums + first * width};
     for (int64_t j = first; j < end; j++) {
       span_t span = read_query(t, j, (bits_t *)part.queries + j - first);
       part.span = (span_t){MIN(part.span.begin, span.begin), MAX(part.span.end, span.end)};
@@ -235,13 +249,13 @@ static void read_queries(const tile_t *t, queries_t *queries, word_t *words, flo
 /* The unit that begins at `start`; blocks up to the last that a query sees. */
 static void mix_unit(const part_t *part, int64_t start, const word_t *const *keys, values_t *values,
                      const scoring_t *scoring) {
-  const attention_tile_t *tile = &attention_tiles[scoring->is_narrow][part->count - 1];
+  const attention_tile_t *tile = &attention_tiles[scoring->kind][part->count - 1];
   int64_t seen = MIN(UNIT, part->span.end - start), dh = values->head_dim;
   int64_t blocks = (seen + KV_BLOCK - 1) / KV_BLOCK;
   ALIGNED float scores[TILE_QUERIES * UNIT];
   float keep[TILE_QUERIES];
   for (int64_t b = 0; b < blocks; b += TILE_BLOCKS)
-    tile->score(part->queries, scoring->is_narrow ? dh / 2 : dh, scoring->error_steps, keys + b,
+    tile->score(part->queries, scoring->kind == WIDE ? dh : dh / 2, scoring->error_steps, keys + b,
                 scores + b * KV_BLOCK);
   for (int64_t g = 0; g < part->count; g++) {
     if (scoring->cap != 0.0f) cap_unit(scores + g * UNIT, scoring);
@@ -249,7 +263,7 @@ static void mix_unit(const part_t *part, int64_t start, const word_t *const *key
     if (first > 0 || end < UNIT) mask_scores(scores + g * UNIT, MIN(first, UNIT), MAX(end, 0));
   }
   soften(part->count, scores, scoring, part->mixes, keep);
-  values->steps = scoring->is_narrow ? (seen + 1) / 2 : seen;
+  values->steps = scoring->kind == WIDE ? seen : (seen + 1) / 2;
   values->shares = scores;
   values->keep = keep;
   values->sums = part->sums;
@@ -278,7 +292,7 @@ static void attend_tile(const tile_t *t) {
   const model_t *model = t->p->model;
   const batch_t *batch = t->p->batch;
   int64_t dh = model->head_dim, width = (dh + LANES - 1) / LANES * LANES;
-  ALIGNED word_t words[MAX_PARTS * TILE_QUERIES * query_words(model)];
+  ALIGNED word_t words[MAX_PARTS * TILE_QUERIES * query_words(model, t->kind)];
   ALIGNED float sums[MAX_QUERIES * width];
   queries_t queries;
   read_queries(t, &queries, words, sums, width);
@@ -288,8 +302,7 @@ static void attend_tile(const tile_t *t) {
     span.end = MAX(span.end, queries.parts[i].span.end);
   }
   const int32_t *table = batch->tables + batch->sequence[t->row] * batch->table_stride;
-  const scoring_t scoring = {model->score_scale, model->score_cap, (int)model->is_narrow,
-                             model->key_errors / 2};
+  const scoring_t scoring = {model->score_scale, model->score_cap, t->kind, model->key_errors / 2};
   values_t values = {.head_dim = dh, .width = width};
   for (int64_t start = span.begin / UNIT * UNIT; start < span.end; start += UNIT) {
     const word_t *keys[UNIT_BLOCKS];
@@ -352,6 +365,7 @@ void attend(walk_t *w, const layer_t *layer) {
   const pass_t *p = w->p;
   int64_t heads = p->model->kv_heads, group = p->model->heads / heads;
   int64_t row = 0, index = 0, rows = tile_rows(p, 0);
+  int kind = kind_of(p->model->is_narrow);
   for (;;) {
     int64_t task = take(w);
     for (; row < p->batch->rows && index < task / heads; index++) {
@@ -363,7 +377,10 @@ void attend(walk_t *w, const layer_t *layer) {
       place_head(p, layer, m, task % heads);
     for (int64_t first = 0; first < rows * group; first += MAX_QUERIES) {
       int64_t count = MIN(MAX_QUERIES, rows * group - first);
-      attend_tile(&(tile_t){p, layer, task % heads, row, first, count});
+      tile_t tile = {p, layer, task % heads, row, first, count, kind};
+      unsigned control = kind == WIDE ? 0 : begin_pairs();
+      attend_tile(&tile);
+      if (kind != WIDE) end_pairs(control);
     }
   }
   end_stage(w);

@@ -4,7 +4,10 @@
    Keys and values lie in words of 32 bits: a float32, or two narrow numbers of neighbouring
    dimensions (keys) or tokens (values). So both number types lie alike, a word being what one step
    of a sum takes: keys [dimension][token], values [token][dimension]. A query's sum is one chain of
-   steps, in the order of dimensions or tokens, whatever other queries its tile has. */
+   steps, in the order of dimensions or tokens, whatever other queries its tile has.
+
+   Where pairs are multiplied widened (pairs.h), queries and probabilities are floats, two for each
+   word; words of keys and values are widened as they are read. */
 
 #ifndef TINKERCLOUD_ATTENTION_TILES_H
 #define TINKERCLOUD_ATTENTION_TILES_H
@@ -47,86 +50,92 @@ INLINE vec load_first(const word_t *p, int64_t count) {
 #endif
 }
 
-/* sum += a b, of two narrow numbers the even one first where the processor does not add pairs. */
-INLINE vec added(int is_narrow, vec sum, vec a, vec b) {
-  if (!is_narrow) {
-    ADD_PRODUCT(sum, a, b);
-  } else {
-#if defined(__AVX512BF16__)
-    ADD_PAIRS(sum, a, b);
-#else
-    vec left = even_half(a), right = even_half(b);
-    ADD_PRODUCT(sum, left, right);
-    left = odd_half(a), right = odd_half(b);
-    ADD_PRODUCT(sum, left, right);
+/* What a tile multiplies: floats, pairs of narrow numbers, these widened. */
+enum { WIDE, PAIRED, WIDENED, NUM_KINDS };
+
+static inline int kind_of(int64_t is_narrow) {
+  if (!is_narrow) return WIDE;
+  return widens_pairs() ? WIDENED : PAIRED;
+}
+
+#if !HAS_PAIRS
+#define ADD_PAIRS(sum, a, b) (void)(a)
 #endif
+
+/* sum of each query += its number at `left`, `stride` from the next query's, times `right`. */
+#define ADD_EACH(ADD, LEFT, RIGHT)                                                                 \
+  EACH(g, count) {                                                                                 \
+    vec left_ = all((LEFT)[g * stride]);                                                           \
+    EACH(v, vecs) ADD(sum[g][v], left_, RIGHT(right[v]));                                          \
   }
-  return sum;
+
+/* One step of all sums. odd: how far behind the even number of a widened pair the odd one is. */
+INLINE void add_step(int kind, int count, int vecs, const word_t *left, int64_t stride, int64_t odd,
+                     const vec *right, vec (*sum)[TILE_VECS]) {
+  if (kind == WIDE) {
+    ADD_EACH(ADD_PRODUCT, left, )
+  } else if (kind == PAIRED) {
+    ADD_EACH(ADD_PAIRS, left, )
+  } else if (HAS_PAIRS) { /* in the order of the instruction */
+    ADD_EACH(ADD_PRODUCT, left + odd, odd_half)
+    ADD_EACH(ADD_PRODUCT, left, even_half)
+  } else {
+    ADD_EACH(ADD_PRODUCT, left, even_half)
+    ADD_EACH(ADD_PRODUCT, left + odd, odd_half)
+  }
 }
 
 INLINE void load_keys(const word_t *const *keys, int64_t step, vec *key) {
-  EACH(v, TILE_BLOCKS * BLOCK_VECS)
+  EACH(v, TILE_VECS)
     key[v] = load(keys[v / BLOCK_VECS] + step * KV_BLOCK + v % BLOCK_VECS * LANES);
 }
 
-/* queries [step][TILE_QUERIES], where they are narrow with as many steps of their rounding errors
-   behind, and then what meets the keys' errors; keys: of TILE_BLOCKS blocks, scores [query][UNIT]. */
-INLINE void score(int is_narrow, int count, const word_t *queries, int64_t steps,
-                  int64_t error_steps, const word_t *const *keys, float *scores) {
-  vec sum[TILE_QUERIES][TILE_BLOCKS * BLOCK_VECS] = {};
+/* queries [step][TILE_QUERIES], widened ones [step][2][TILE_QUERIES]; where they are narrow with as
+   many steps of their rounding errors behind, and then what meets the keys' errors; keys: of
+   TILE_BLOCKS blocks, scores [query][UNIT]. */
+INLINE void score(int kind, int count, const word_t *queries, int64_t steps, int64_t error_steps,
+                  const word_t *const *keys, float *scores) {
+  const int64_t words = kind == WIDENED ? 2 * TILE_QUERIES : TILE_QUERIES;
+  vec sum[TILE_QUERIES][TILE_VECS] = {}, key[TILE_VECS];
   for (int64_t i = 0; i < steps; i++) {
-    vec key[TILE_BLOCKS * BLOCK_VECS];
     load_keys(keys, i, key);
-    EACH(g, count) {
-      vec query = all(queries[i * TILE_QUERIES + g]);
-      EACH(v, TILE_BLOCKS * BLOCK_VECS) sum[g][v] = added(is_narrow, sum[g][v], query, key[v]);
-    }
-    if (!is_narrow) continue;
-    EACH(g, count) {
-      vec error = all(queries[(steps + i) * TILE_QUERIES + g]);
-      EACH(v, TILE_BLOCKS * BLOCK_VECS) sum[g][v] = added(1, sum[g][v], error, key[v]);
-    }
+    add_step(kind, count, TILE_VECS, queries + i * words, 1, TILE_QUERIES, key, sum);
+    if (kind == WIDE) continue;
+    add_step(kind, count, TILE_VECS, queries + (steps + i) * words, 1, TILE_QUERIES, key, sum);
   }
-  for (int64_t i = 0; is_narrow && i < error_steps; i++) {
-    vec error[TILE_BLOCKS * BLOCK_VECS];
-    load_keys(keys, steps + i, error);
-    EACH(g, count) {
-      vec query = all(queries[(2 * steps + i) * TILE_QUERIES + g]);
-      EACH(v, TILE_BLOCKS * BLOCK_VECS) sum[g][v] = added(1, sum[g][v], query, error[v]);
-    }
+  for (int64_t i = 0; kind != WIDE && i < error_steps; i++) {
+    load_keys(keys, steps + i, key);
+    add_step(kind, count, TILE_VECS, queries + (2 * steps + i) * words, 1, TILE_QUERIES, key, sum);
   }
-  EACH(g, count) EACH(v, TILE_BLOCKS * BLOCK_VECS) store(scores + g * UNIT + v * LANES, sum[g][v]);
+  EACH(g, count) EACH(v, TILE_VECS) store(scores + g * UNIT + v * LANES, sum[g][v]);
 }
 
 /* What a unit's values are added with. */
 typedef struct {
   const word_t *values[UNIT_BLOCKS]; /* of each block, [step][head size] */
   int64_t head_dim, steps;           /* steps: tokens of the unit, or pairs of them */
-  const word_t *shares;              /* [query][UNIT], one for each step */
+  const word_t *shares;              /* [query][UNIT], one for each step, or two widened ones */
   const float *keep;                 /* [query], the factor of what was gathered before */
   float *sums;                       /* [query][width] */
   int64_t width;
 } values_t;
 
 /* `vecs` vectors of dimensions from `first` on; the last of them has `last` that are there. */
-INLINE void add_values(int is_narrow, int count, int vecs, int64_t last, const values_t *a,
+INLINE void add_values(int kind, int count, int vecs, int64_t last, const values_t *a,
                        int64_t first) {
-  vec sum[TILE_QUERIES][TILE_VECS];
+  vec sum[TILE_QUERIES][TILE_VECS], value[TILE_VECS];
   EACH(g, count) EACH(v, vecs)
     sum[g][v] = load(a->sums + g * a->width + first + v * LANES) * all(a->keep[g]);
-  const int64_t block_steps = is_narrow ? KV_BLOCK / 2 : KV_BLOCK;
+  const int64_t block_steps = kind == WIDE ? KV_BLOCK : KV_BLOCK / 2;
   const word_t *shares = a->shares;
   for (int64_t left = a->steps, b = 0; left > 0; left -= block_steps, b++) {
     const word_t *values = a->values[b] + first;
-    for (int64_t i = MIN(left, block_steps); i; i--, values += a->head_dim, shares++) {
-      vec value[TILE_VECS];
+    for (int64_t i = MIN(left, block_steps); i; i--, values += a->head_dim) {
       EACH(v, vecs)
         value[v] = v < vecs - 1 || last == LANES ? load(values + v * LANES)
                                                  : load_first(values + v * LANES, last);
-      EACH(g, count) {
-        vec share = all(shares[g * UNIT]);
-        EACH(v, vecs) sum[g][v] = added(is_narrow, sum[g][v], share, value[v]);
-      }
+      add_step(kind, count, vecs, shares, UNIT, 1, value, sum);
+      shares += kind == WIDENED ? 2 : 1;
     }
   }
   EACH(g, count) EACH(v, vecs) store(a->sums + g * a->width + first + v * LANES, sum[g][v]);
@@ -140,24 +149,24 @@ typedef struct {
 
 #define ALONE __attribute__((noinline)) /* the registers are all needed */
 
-#define DEFINE_ATTENTION_TILE(KIND, IS_NARROW, QUERIES)                                            \
-  static ALONE void score_##KIND##_##QUERIES(const word_t *queries, int64_t steps,                 \
+#define DEFINE_ATTENTION_TILE(NAME, KIND, QUERIES)                                                 \
+  static ALONE void score_##NAME##_##QUERIES(const word_t *queries, int64_t steps,                 \
                                              int64_t error_steps, const word_t *const *keys,       \
                                              float *scores) {                                      \
-    score(IS_NARROW, QUERIES, queries, steps, error_steps, keys, scores);                          \
+    score(KIND, QUERIES, queries, steps, error_steps, keys, scores);                               \
   }                                                                                                \
-  static ALONE void add_values_##KIND##_##QUERIES(const values_t *a) {                             \
+  static ALONE void add_values_##NAME##_##QUERIES(const values_t *a) {                             \
     int64_t i = 0, dh = a->head_dim;                                                               \
     for (; i + TILE_VECS * LANES <= dh; i += TILE_VECS * LANES)                                    \
-      add_values(IS_NARROW, QUERIES, TILE_VECS, LANES, a, i);                                      \
+      add_values(KIND, QUERIES, TILE_VECS, LANES, a, i);                                      \
     if (i + TILE_VECS / 2 * LANES <= dh) {                                                         \
-      add_values(IS_NARROW, QUERIES, TILE_VECS / 2, LANES, a, i);                                  \
+      add_values(KIND, QUERIES, TILE_VECS / 2, LANES, a, i);                                  \
       i += TILE_VECS / 2 * LANES;                                                                  \
     }                                                                                              \
-    for (; i < dh; i += LANES) add_values(IS_NARROW, QUERIES, 1, MIN(LANES, dh - i), a, i);        \
+    for (; i < dh; i += LANES) add_values(KIND, QUERIES, 1, MIN(LANES, dh - i), a, i);        \
   }
 
-#define ATTENTION_TILE(KIND, QUERIES) {score_##KIND##_##QUERIES, add_values_##KIND##_##QUERIES}
+#define LISTED(NAME, QUERIES) {score_##NAME##_##QUERIES, add_values_##NAME##_##QUERIES},
 
 #if TILE_QUERIES >= 4
 #define FOUR_QUERIES(USE, ...) USE(__VA_ARGS__, 3) USE(__VA_ARGS__, 4)
@@ -173,12 +182,18 @@ typedef struct {
   USE(__VA_ARGS__, 1) USE(__VA_ARGS__, 2) FOUR_QUERIES(USE, __VA_ARGS__)                           \
   SIX_QUERIES(USE, __VA_ARGS__)
 
-EACH_QUERIES(DEFINE_ATTENTION_TILE, wide, 0)
-EACH_QUERIES(DEFINE_ATTENTION_TILE, narrow, 1)
+EACH_QUERIES(DEFINE_ATTENTION_TILE, wide, WIDE)
+EACH_QUERIES(DEFINE_ATTENTION_TILE, widened, WIDENED)
+#if HAS_PAIRS
+EACH_QUERIES(DEFINE_ATTENTION_TILE, paired, PAIRED)
+#endif
 
-#define LISTED(KIND, QUERIES) ATTENTION_TILE(KIND, QUERIES),
-
-static const attention_tile_t attention_tiles[2][TILE_QUERIES] = {{EACH_QUERIES(LISTED, wide)},
-                                                                  {EACH_QUERIES(LISTED, narrow)}};
+static const attention_tile_t attention_tiles[NUM_KINDS][TILE_QUERIES] = {
+    [WIDE] = {EACH_QUERIES(LISTED, wide)},
+    [WIDENED] = {EACH_QUERIES(LISTED, widened)},
+#if HAS_PAIRS
+    [PAIRED] = {EACH_QUERIES(LISTED, paired)},
+#endif
+};
 
 #endif
