@@ -170,7 +170,11 @@ class SamplingService:
         key = version_key(sampler)
         for source in (version, key):  # by its key what is published again is known
             self._on_policy.published(model.model_id, source)
-        await self._record(sampler)
+        try:
+            await self._record(sampler)
+        except Exception:  # the disk is full, say: nobody would release the version
+            await self._backend.release(version)
+            raise
         await self._versions.put(key, version, (model.user, model.model_id))
         return sampler_id
 
