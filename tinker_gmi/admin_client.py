@@ -2,14 +2,14 @@
 
 from collections.abc import Coroutine, Mapping
 from datetime import date, datetime
-from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlencode
 
 import httpx
 
 from tinker_gmi.async_methods import async_result
 from tinker_gmi.connection import settings
+from tinker_gmi.connection.closing import ClosesOnExit
 from tinker_gmi.connection.futures import APIFuture
 from tinker_gmi.connection.retries import RetryPolicy
 from tinker_gmi.connection.session import Session
@@ -27,7 +27,7 @@ ModelT = TypeVar("ModelT", bound=WireModel)
 AuditEventType = Literal["all", "checkpoints", "projects", "teams", "organizations"]
 
 
-class AdminClient:
+class AdminClient(ClosesOnExit):
     """Usage and the audit log. base_url, api_key, http_transport and retry: as of ServiceClient.
 
     Starts no session on the server. `close`, or use as a context manager, where it was constructed
@@ -60,17 +60,6 @@ class AdminClient:
         """Close the connections, if they are this client's own. Idempotent."""
         if self._owns_session:
             self._session.close("success", None)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def get_audit_log(
         self, event_type: AuditEventType = "all", day: date | None = None

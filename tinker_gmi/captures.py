@@ -1,19 +1,20 @@
 """Client of capture sessions. Nothing of it is asynchronous: it waits for each answer."""
 
 from collections.abc import Mapping
-from types import ModuleType, TracebackType
-from typing import Any, Self
+from types import ModuleType
+from typing import Any
 
 import httpx
 
 from tinker_gmi.connection import settings
+from tinker_gmi.connection.closing import ClosesOnExit
 from tinker_gmi.connection.errors import APIConnectionError, status_error
 from tinker_gmi.connection.transport import body_of
 
 TIMEOUT_S = 120.0
 
 
-class Captures:
+class Captures(ClosesOnExit):
     """base_url, api_key: by default TINKER_BASE_URL and TINKER_API_KEY. Bodies are those of the
     API (docs/api.md). Raises the errors of `errors`."""
 
@@ -68,17 +69,6 @@ class Captures:
 
     def close(self) -> None:
         self._client.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _request(
         self, method: str, path: str, body: Any = None, params: Mapping[str, Any] | None = None

@@ -6,13 +6,13 @@ import itertools
 import json
 import random
 from dataclasses import asdict, dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import httpx
 
 from tinker_gmi.async_methods import async_call, async_result
 from tinker_gmi.connection import settings
+from tinker_gmi.connection.closing import ClosesOnExit
 from tinker_gmi.connection.completions import Completions
 from tinker_gmi.connection.errors import APIResponseValidationError
 from tinker_gmi.connection.futures import APIFuture
@@ -63,7 +63,7 @@ class Sampler:
     tokenizer_id: str | None = None
 
 
-class SamplingClient:
+class SamplingClient(ClosesOnExit):
     """Samples from the weights as of the creation of this client. Calls run concurrently, in no
     order. Clients can be pickled: the other process makes its own client of the same sampler.
     """
@@ -183,17 +183,6 @@ class SamplingClient:
         ServiceClient. Idempotent."""
         if self._is_clone:
             self._session.close("success", None)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # ---- requests
 
