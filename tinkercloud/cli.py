@@ -13,26 +13,21 @@ from tinkercloud import __version__
 from tinkercloud.commands import (
     backup,
     bench_options,
-    branch,
     captures,
-    chat,
-    diff,
     doctor,
-    draft_options,
     fetch,
-    generate,
     import_options,
     keys,
     models,
     plan,
-    receipt,
-    replay,
     restore,
     serve,
     top,
-    verify,
 )
+from tinkercloud.commands.drafts import options as draft_options
 from tinkercloud.commands.options import Arguments, complain, missing_extra, say
+from tinkercloud.commands.runs import branch, diff, receipt, replay, verify
+from tinkercloud.commands.talks import chat, generate
 from tinkercloud.errors import ConfigError, UserError
 
 COMMANDS = {

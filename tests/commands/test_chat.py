@@ -10,8 +10,8 @@ import tinker
 from tests import serving
 from tests.chat.model_folder import write_model_folder
 from tinkercloud.cli import main
-from tinkercloud.commands.door_client import Answer, shown
-from tinkercloud.commands.draft_counts import DraftCounts
+from tinkercloud.commands.talks.door_client import Answer, shown
+from tinkercloud.commands.talks.draft_counts import DraftCounts
 
 MODEL = "chatty"
 

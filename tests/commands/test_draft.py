@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 
 from tests.embedded.tiny import open_store, supervised, train, write_tiny_model
 from tinkercloud.cli import main
-from tinkercloud.commands import draft as draft_command
-from tinkercloud.commands.draft_collect import CollectConfig
-from tinkercloud.commands.draft_kinds import folder_of
-from tinkercloud.commands.draft_target import TargetOptions
-from tinkercloud.commands.draft_train import DistillConfig, FinetuneConfig
+from tinkercloud.commands.drafts import draft as draft_command
+from tinkercloud.commands.drafts.collect import CollectConfig
+from tinkercloud.commands.drafts.kinds import folder_of
+from tinkercloud.commands.drafts.target import TargetOptions
+from tinkercloud.commands.drafts.train import DistillConfig, FinetuneConfig
 from tinkercloud.config import Config, load_config
 from tinkercloud.core.types import AdamParams, LoraSpec
 from tinkercloud.embedded.draft_training.driver import Plan

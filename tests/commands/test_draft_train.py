@@ -9,9 +9,9 @@ import torch
 
 from tests.embedded.speculative_engine import Drafting
 from tests.embedded.tiny import Sampler, ask, open_store, random_prompt
-from tinkercloud.commands.draft_collect import sample_texts
-from tinkercloud.commands.draft_target import Target
-from tinkercloud.commands.draft_train import DistillConfig, distilled
+from tinkercloud.commands.drafts.collect import sample_texts
+from tinkercloud.commands.drafts.target import Target
+from tinkercloud.commands.drafts.train import DistillConfig, distilled
 from tinkercloud.core.types import FromBase
 from tinkercloud.embedded.draft_training.driver import Plan, TrainingResult
 from tinkercloud.embedded.draft_training.files import drafts_of, open_head

@@ -11,7 +11,7 @@ from tests.api.harness import Api, serving
 from tests.api.models.test_recovery import train
 from tinkercloud.backends.fake import FakeBackend
 from tinkercloud.cli import main
-from tinkercloud.commands.receipt import NOT_NUMBERED
+from tinkercloud.commands.runs.receipt import NOT_NUMBERED
 
 Output = pytest.CaptureFixture[str]
 LONG = {"max_tokens": 12, "temperature": 1.0, "seed": 1}

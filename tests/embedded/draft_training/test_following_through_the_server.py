@@ -13,9 +13,9 @@ import tinker
 from tests.embedded.draft_training.test_planted_shift import style
 from tests.embedded.tiny import open_store, random_prompt
 from tests.serving import Server, start_server
-from tinkercloud.commands.draft_collect import sample_texts
-from tinkercloud.commands.draft_target import Target
-from tinkercloud.commands.draft_train import DistillConfig, distilled
+from tinkercloud.commands.drafts.collect import sample_texts
+from tinkercloud.commands.drafts.target import Target
+from tinkercloud.commands.drafts.train import DistillConfig, distilled
 from tinkercloud.embedded.draft_training.driver import Plan
 from tinkercloud.embedded.draft_training.files import drafts_of
 from tinkercloud.embedded.forward import runners

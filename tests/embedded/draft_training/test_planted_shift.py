@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.embedded.tiny import Sampler, ask, open_store, random_prompt, train
-from tinkercloud.commands.draft_collect import CaseRecorder, sample_texts
-from tinkercloud.commands.draft_target import Target
-from tinkercloud.commands.draft_train import DistillConfig, distilled
+from tinkercloud.commands.drafts.collect import CaseRecorder, sample_texts
+from tinkercloud.commands.drafts.target import Target
+from tinkercloud.commands.drafts.train import DistillConfig, distilled
 from tinkercloud.core.types import AdamParams, Datum, FromModel, LoraSpec, TrainBatch
 from tinkercloud.embedded.draft_training.capture import (
     CaptureSettings,

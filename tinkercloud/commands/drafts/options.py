@@ -9,7 +9,7 @@ from tinkercloud.commands.options import Arguments, add_settings, config_of, say
 from tinkercloud.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tinkercloud.commands.draft_target import TargetOptions
+    from tinkercloud.commands.drafts.target import TargetOptions
 
 SETTINGS = ("data_dir", "models", "dtype", "speculate", "engine.threads")
 LEARNING = (
@@ -70,7 +70,7 @@ def _add_samples(parser: argparse.ArgumentParser, samples: int, tokens: int) -> 
 
 
 def _status(arguments: Arguments) -> int:
-    from tinkercloud.commands import draft
+    from tinkercloud.commands.drafts import draft
 
     for line in draft.status(with_models(config_of(arguments)), arguments["plot"]):
         say(line)
@@ -78,7 +78,7 @@ def _status(arguments: Arguments) -> int:
 
 
 def _list(arguments: Arguments) -> int:
-    from tinkercloud.commands import draft
+    from tinkercloud.commands.drafts import draft
 
     for line in draft.listed(with_models(config_of(arguments))):
         say(line)
@@ -86,38 +86,36 @@ def _list(arguments: Arguments) -> int:
 
 
 def _collect(arguments: Arguments) -> int:
-    from tinkercloud.commands import draft, draft_collect
+    from tinkercloud.commands.drafts import collect, draft
 
     config = with_models(config_of(arguments))
-    sizes = draft_collect.CollectConfig(*_sizes(arguments), draft_tokens=config.draft.tokens)
+    sizes = collect.CollectConfig(*_sizes(arguments), draft_tokens=config.draft.tokens)
     options = draft.CollectOptions(_target(arguments), sizes, arguments["export"])
     draft.collect(config, options, say)
     return 0
 
 
 def _evaluate(arguments: Arguments) -> int:
-    from tinkercloud.commands import draft, draft_collect
+    from tinkercloud.commands.drafts import collect, draft
 
     config = with_models(config_of(arguments))
     samples, tokens = _sizes(arguments)
-    sizes = draft_collect.CollectConfig(
-        samples, tokens, seed=2_000_000, draft_tokens=config.draft.tokens
-    )
+    sizes = collect.CollectConfig(samples, tokens, seed=2_000_000, draft_tokens=config.draft.tokens)
     options = draft.CollectOptions(_target(arguments), sizes)
     draft.evaluate(config, arguments["name"], options, say)
     return 0
 
 
 def _train(arguments: Arguments) -> int:
-    from tinkercloud.commands import draft, draft_train
+    from tinkercloud.commands.drafts import draft, train
 
     if not arguments["minutes"] > 0:
         raise ConfigError("--minutes must be above 0")
     config = with_models(config_of(arguments))
     options = draft.TrainOptions(
         _target(arguments),
-        draft_train.DistillConfig.of(config.draft, _sizes(arguments), arguments["minutes"]),
-        draft_train.FinetuneConfig.of(config.draft, arguments["minutes"]),
+        train.DistillConfig.of(config.draft, _sizes(arguments), arguments["minutes"]),
+        train.FinetuneConfig.of(config.draft, arguments["minutes"]),
         arguments["anew"],
     )
     draft.train(config, options, say)
@@ -125,7 +123,7 @@ def _train(arguments: Arguments) -> int:
 
 
 def _export(arguments: Arguments) -> int:
-    from tinkercloud.commands import draft
+    from tinkercloud.commands.drafts import draft
 
     config = with_models(config_of(arguments))
     folder = arguments["folder"]
@@ -135,7 +133,7 @@ def _export(arguments: Arguments) -> int:
 
 
 def _import(arguments: Arguments) -> int:
-    from tinkercloud.commands import draft
+    from tinkercloud.commands.drafts import draft
 
     version = draft.import_draft(with_models(config_of(arguments)), arguments["folder"])
     say(f"best is {version}")
@@ -143,7 +141,7 @@ def _import(arguments: Arguments) -> int:
 
 
 def _use(arguments: Arguments) -> int:
-    from tinkercloud.commands import draft
+    from tinkercloud.commands.drafts import draft
 
     folder = draft.folder_of(with_models(config_of(arguments)))
     folder.use("best", arguments["name"])
@@ -152,7 +150,7 @@ def _use(arguments: Arguments) -> int:
 
 
 def _rollback(arguments: Arguments) -> int:
-    from tinkercloud.commands import draft
+    from tinkercloud.commands.drafts import draft
 
     folder = draft.folder_of(with_models(config_of(arguments)))
     say(f"best is {folder.rollback('best')}")
@@ -160,7 +158,7 @@ def _rollback(arguments: Arguments) -> int:
 
 
 def _target(arguments: Arguments) -> "TargetOptions":
-    from tinkercloud.commands.draft_target import TargetOptions
+    from tinkercloud.commands.drafts.target import TargetOptions
 
     return TargetOptions(arguments["prompts"], arguments["raw"], arguments["weights"])
 

@@ -3,7 +3,8 @@
 import argparse
 import sys
 
-from tinkercloud.commands.door_client import (
+from tinkercloud.commands.options import Arguments, say_progress
+from tinkercloud.commands.talks.door_client import (
     Answer,
     add_sampling_options,
     chosen_model,
@@ -11,9 +12,8 @@ from tinkercloud.commands.door_client import (
     sampling_fields,
     shown,
 )
-from tinkercloud.commands.draft_counts import read_counts
-from tinkercloud.commands.options import Arguments, say_progress
-from tinkercloud.commands.talk import stats_line
+from tinkercloud.commands.talks.draft_counts import read_counts
+from tinkercloud.commands.talks.talk import stats_line
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tinkercloud.commands.draft_collect import CollectConfig, Text
-from tinkercloud.commands.draft_kinds import (
+from tinkercloud.commands.drafts.collect import CollectConfig, Text
+from tinkercloud.commands.drafts.kinds import (
     HeadKind,
     HeadWeights,
     ModelKind,

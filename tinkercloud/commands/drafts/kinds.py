@@ -13,8 +13,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from tinkercloud.commands.draft_collect import Text
-from tinkercloud.commands.draft_target import placed
+from tinkercloud.commands.drafts.collect import Text
+from tinkercloud.commands.drafts.target import placed
 from tinkercloud.config import Config
 from tinkercloud.core.types import LoraSpec
 from tinkercloud.embedded.draft_training.capture import (

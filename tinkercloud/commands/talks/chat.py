@@ -3,14 +3,14 @@
 import argparse
 import sys
 
-from tinkercloud.commands.door_client import (
+from tinkercloud.commands.options import Arguments, say
+from tinkercloud.commands.talks.door_client import (
     add_sampling_options,
     chosen_model,
     opened,
     sampling_fields,
 )
-from tinkercloud.commands.options import Arguments, say
-from tinkercloud.commands.talk import Talk
+from tinkercloud.commands.talks.talk import Talk
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

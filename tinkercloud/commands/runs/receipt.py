@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinkercloud.commands.options import Arguments, say, say_progress
-from tinkercloud.commands.run_options import (
+from tinkercloud.commands.runs.options import (
     Archive,
     add_run_settings,
     engine,

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tinkercloud.commands.door_client import Door
+from tinkercloud.commands.talks.door_client import Door
 from tinkercloud.errors import UserError
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tinkercloud.commands.options import Arguments, say
-from tinkercloud.commands.run_options import (
+from tinkercloud.commands.runs.options import (
     add_run_settings,
     engine,
     engine_config,

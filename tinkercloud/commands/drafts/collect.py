@@ -15,7 +15,7 @@ from tinkercloud.commands.bench import (
     Workload,
     run_timed,
 )
-from tinkercloud.commands.draft_target import Target
+from tinkercloud.commands.drafts.target import Target
 from tinkercloud.core.types import SampleRequest, SamplingParams
 from tinkercloud.embedded.forward.kv_blocks import BlockPool
 from tinkercloud.embedded.forward.runners import Runner

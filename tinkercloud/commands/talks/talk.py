@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tinkercloud.commands.door_client import Answer, Door, shown
-from tinkercloud.commands.draft_counts import DraftCounts, read_counts
 from tinkercloud.commands.options import say
+from tinkercloud.commands.talks.door_client import Answer, Door, shown
+from tinkercloud.commands.talks.draft_counts import DraftCounts, read_counts
 from tinkercloud.errors import UserError
 
 HELP = """/stats          tokens, speed and drafts of the last answer, and of all

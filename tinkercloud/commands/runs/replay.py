@@ -4,7 +4,7 @@ import argparse
 import asyncio
 
 from tinkercloud.commands.options import Arguments, say
-from tinkercloud.commands.run_options import add_run_settings, engine, engine_config, opened
+from tinkercloud.commands.runs.options import add_run_settings, engine, engine_config, opened
 from tinkercloud.config import Config
 
 

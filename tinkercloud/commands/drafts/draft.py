@@ -7,22 +7,22 @@ from pathlib import Path
 from typing import Any, cast
 
 from tinkercloud.commands.bench import aligned, open_target, percentages
-from tinkercloud.commands.draft_collect import (
+from tinkercloud.commands.drafts.collect import (
     CollectConfig,
     Collected,
     collected,
     plain_tokens_per_s,
     sample_texts,
 )
-from tinkercloud.commands.draft_kinds import (
+from tinkercloud.commands.drafts.kinds import (
     DraftKind,
     HeadKind,
     ModelKind,
     folder_of,
     kind_of,
 )
-from tinkercloud.commands.draft_target import Target, TargetOptions, open_draft_target
-from tinkercloud.commands.draft_train import (
+from tinkercloud.commands.drafts.target import Target, TargetOptions, open_draft_target
+from tinkercloud.commands.drafts.train import (
     CASE_BYTES,
     MAX_AGE,
     DistillConfig,

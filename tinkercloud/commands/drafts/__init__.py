@@ -1,0 +1,1 @@
+"""Drafts for speculative decoding, from collecting to choosing."""

@@ -1,0 +1,1 @@
+"""Training runs that are kept: computed again, branched, compared, checked."""
