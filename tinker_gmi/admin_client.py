@@ -93,8 +93,8 @@ class AdminClient(ClosesOnExit):
     def _get(
         self, path: str, reply: type[ModelT], query: Mapping[str, Any] | None = None
     ) -> APIFuture[ModelT]:
-        given = {name: value for name, value in (query or {}).items() if value is not None}
-        full_path = f"{path}?{urlencode(given)}" if given else path
+        values = {name: value for name, value in (query or {}).items() if value is not None}
+        full_path = f"{path}?{urlencode(values)}" if values else path
         return self._submit(self._session.get(full_path, reply))
 
     def _submit(self, coroutine: Coroutine[Any, Any, ModelT]) -> APIFuture[ModelT]:

@@ -278,10 +278,10 @@ async def open_sampling_client(
     sampling_session = await session.transport.post(
         "create_sampling_session", request, CreateSamplingSessionResponse
     )
-    found = await session.transport.get(
+    answer = await session.transport.get(
         f"samplers/{sampling_session.sampling_session_id}", GetSamplerResponse
     )
-    sampler = Sampler(sampling_session.sampling_session_id, found.base_model, found.tokenizer_id)
+    sampler = Sampler(sampling_session.sampling_session_id, answer.base_model, answer.tokenizer_id)
     return SamplingClient(session, sampler, options)
 
 

@@ -105,14 +105,14 @@ def _trouble(node: Any) -> str | None:
     match node.op:
         case "call_function":
             module = str(getattr(node.target, "__module__", None) or "an unknown module")
-            known = module.partition(".")[0] in MODULES or node.target is builtins.getattr
-            return None if known else f"calls {node.target!r} of {module}; only torch and math"
+            sendable = module.partition(".")[0] in MODULES or node.target is builtins.getattr
+            return None if sendable else f"calls {node.target!r} of {module}; only torch and math"
         case "call_method":
             tensor = importlib.import_module("torch").Tensor
             if node.target in LEAVES_TORCH:
                 return f"calls {node.target}(); it must keep all values as tensors and return them"
-            known = hasattr(tensor, node.target)
-            return None if known else f"calls {node.target}(), which is no method of tensors"
+            is_method = hasattr(tensor, node.target)
+            return None if is_method else f"calls {node.target}(), which is no method of tensors"
         case "call_module":
             return f"uses the module {node.target!r}; only functions can be sent"
         case "get_attr":

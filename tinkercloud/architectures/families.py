@@ -163,8 +163,8 @@ def _windows(raw: Raw, slides: Callable[[int], bool]) -> tuple[int, ...]:
         if kind not in (_SLIDING, _FULL):
             raise ConfigError(f"attention of the kind {kind!r} is not supported")
     window = int(raw.get("sliding_window") or 0)
-    found = tuple(window if kind == _SLIDING else 0 for kind in types)
-    return found if any(found) else ()
+    windows = tuple(window if kind == _SLIDING else 0 for kind in types)
+    return windows if any(windows) else ()
 
 
 def _qwen_windows(raw: Raw) -> tuple[int, ...]:

@@ -194,7 +194,7 @@ class DataConverter:
 
     def _check_topk(self, body: JsonSampleRequest, prompt_length: int, max_tokens: int) -> None:
         """Before any is computed: engine and API process hold the whole answer."""
-        asked = {
+        counts = {
             "topk_prompt_logprobs": (body.topk_prompt_logprobs, f"{prompt_length} of the prompt"),
             "prompt_alt_tokens_k": (body.prompt_alt_tokens_k, f"{prompt_length} of the prompt"),
             "topk_sample_logprobs": (
@@ -202,7 +202,7 @@ class DataConverter:
                 f"{body.num_samples} x {max_tokens} of samples (num_samples x max_tokens)",
             ),
         }
-        for name, (k, _) in asked.items():
+        for name, (k, _) in counts.items():
             if not 0 <= k <= self._served.vocab_size:
                 raise InvalidRequest(
                     f"{name} is {k}; it must lie in 0..{self._served.vocab_size}, the vocabulary"
@@ -210,7 +210,7 @@ class DataConverter:
         prompt_k = body.topk_prompt_logprobs + body.prompt_alt_tokens_k
         total = prompt_length * prompt_k + body.num_samples * max_tokens * body.topk_sample_logprobs
         if total > self._max_topk_logprobs:
-            terms = " + ".join(f"{name} {k} x {at}" for name, (k, at) in asked.items() if k)
+            terms = " + ".join(f"{name} {k} x {at}" for name, (k, at) in counts.items() if k)
             raise InvalidRequest(
                 f"this sample asks for {total} log-probabilities of alternatives ({terms} "
                 f"positions); this server gives at most {self._max_topk_logprobs} in one answer "

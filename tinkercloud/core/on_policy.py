@@ -111,11 +111,11 @@ class OnPolicyTracker:
 
     def stats(self) -> dict[str, float]:
         """Since the server's start, of all models. The mean is in nats."""
-        known = self._since_start
+        totals = self._since_start
         return {
-            "on_policy_tokens": known.num_tokens,
-            "on_policy_ratio_deviation_max": known.largest,
-            "on_policy_logprob_deviation_mean": known.total / max(known.num_tokens, 1),
+            "on_policy_tokens": totals.num_tokens,
+            "on_policy_ratio_deviation_max": totals.largest,
+            "on_policy_logprob_deviation_mean": totals.total / max(totals.num_tokens, 1),
         }
 
 

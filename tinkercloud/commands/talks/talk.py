@@ -74,18 +74,18 @@ class Talk:
             say(f"[{name} is no command]\n{HELP}")
 
     def _answer(self, text: str) -> None:
-        asked = [*self.messages, {"role": "user", "content": text}]
+        messages = [*self.messages, {"role": "user", "content": text}]
         before = read_counts(self.door)
         answer = Answer()
         try:
-            for piece in self._pieces(self.model, asked, answer):
+            for piece in self._pieces(self.model, messages, answer):
                 sys.stdout.write(shown(piece))
                 sys.stdout.flush()
         except KeyboardInterrupt:  # ends this answer, not the talk
             answer.finish_reason = "interrupted"
         sys.stdout.write("\n" if answer.finish_reason == "stop" else f" [{answer.finish_reason}]\n")
         sys.stdout.flush()
-        self.messages = [*asked, {"role": "assistant", "content": answer.text}]
+        self.messages = [*messages, {"role": "assistant", "content": answer.text}]
         self.answers.append(answer)
         self.last_stats = stats_line(answer, before, read_counts(self.door))
 
@@ -105,14 +105,14 @@ class Talk:
         """One seed, twice: speculation changes the time, and not the tokens."""
         if len(self.messages) < 2:
             raise UserError("there is no answer yet to evaluate drafts by")
-        asked = self.messages[:-1]
+        messages = self.messages[:-1]
         self.fields.setdefault("seed", 0)
         before = read_counts(self.door)
         drafted, plain = Answer(), Answer()
-        for _ in self._pieces(self._sampler(speculate=True), asked, drafted):
+        for _ in self._pieces(self._sampler(speculate=True), messages, drafted):
             pass
         after = read_counts(self.door)
-        for _ in self._pieces(self._sampler(speculate=False), asked, plain):
+        for _ in self._pieces(self._sampler(speculate=False), messages, plain):
             pass
         say(f"[with drafts: {stats_line(drafted, before, after)}]")
         say(f"[without: {stats_line(plain, None, None)}]")
@@ -126,8 +126,8 @@ class Talk:
             kind = "model_path" if "tinker://" in self.model else "base_model"
             name = self.model.rpartition(";")[2]
             body = {kind: name, "speculate": speculate}
-            made = self.door.post("/api/v1/create_sampling_client", body)
-            return str(made["sampling_session_id"])
+            session = self.door.post("/api/v1/create_sampling_client", body)
+            return str(session["sampling_session_id"])
         raise UserError("a sampling session drafts or not, as it was made; name its weights")
 
     def _clear(self) -> None:

@@ -74,9 +74,11 @@ def usable_sets() -> list[InstructionSet]:
         return names
     chosen = [each for each in names if each.name == forced]
     if not chosen:
-        known = ", ".join(each.name for each in names)
+        present = ", ".join(each.name for each in names)
         kind = "lacks" if forced in {each.name for each in architecture_sets()} else "knows no"
-        raise ConfigError(f"engine.instruction_set: this processor {kind} {forced}; it has {known}")
+        raise ConfigError(
+            f"engine.instruction_set: this processor {kind} {forced}; it has {present}"
+        )
     return chosen
 
 

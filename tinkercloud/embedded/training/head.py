@@ -145,8 +145,10 @@ class Head:
             if show is not None:
                 show(self._rows[chunk.rows], self._unembedding.wide[: chunk.num_rows])
             if trains:
-                known = self._target_gradients(chunk, gradients, None if probabilities else norms)
-                dhidden[self._rows[chunk.rows]] = self._backward(chunk, inputs, known)
+                pair_gradients = self._target_gradients(
+                    chunk, gradients, None if probabilities else norms
+                )
+                dhidden[self._rows[chunk.rows]] = self._backward(chunk, inputs, pair_gradients)
             yield
         if not late:
             return
@@ -158,8 +160,10 @@ class Head:
                 self._slopes = self._slopes_of(logits)
                 norms = self._unembedding.normalize(logits, probabilities=not self._fuses)
                 gradients = [self._targets[p.share].gradient[p.pairs] for p in chunk.pieces]
-                known = self._target_gradients(chunk, gradients, norms if self._fuses else None)
-                dhidden[self._rows[chunk.rows]] = self._backward(chunk, inputs, known)
+                pair_gradients = self._target_gradients(
+                    chunk, gradients, norms if self._fuses else None
+                )
+                dhidden[self._rows[chunk.rows]] = self._backward(chunk, inputs, pair_gradients)
                 yield
 
     def _score(self, chunk: _Chunk, hidden: Tensor) -> None:
@@ -201,9 +205,9 @@ class Head:
     ) -> TargetGradients:
         """norms: None where the buffer holds probabilities."""
         pairs = self._pairs(chunk)
-        known = [gradient for gradient in gradients if gradient is not None]
-        assert len(known) == len(chunk.pieces), "a chunk that trains has all gradients"
-        return TargetGradients(norms, pairs.rows, pairs.ids, torch.cat(known))
+        present = [gradient for gradient in gradients if gradient is not None]
+        assert len(present) == len(chunk.pieces), "a chunk that trains has all gradients"
+        return TargetGradients(norms, pairs.rows, pairs.ids, torch.cat(present))
 
     def _pairs(self, chunk: _Chunk) -> Pairs:
         rows = [self._in_chunk(chunk, piece) for piece in chunk.pieces]

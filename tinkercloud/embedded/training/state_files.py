@@ -40,17 +40,17 @@ class StateCopy:
     @classmethod
     def of(cls, model: TrainableModel) -> "StateCopy":
         """In the host's memory."""
-        own = Contents.of(model, with_optimizer=True)
+        contents = Contents.of(model, with_optimizer=True)
         params = _copied(model.params)
         adapter = (
             None
-            if own.adapter is None
-            else {n: (params[f"{n}.lora_A"], params[f"{n}.lora_B"]) for n in own.adapter}
+            if contents.adapter is None
+            else {n: (params[f"{n}.lora_A"], params[f"{n}.lora_B"]) for n in contents.adapter}
         )
-        full = None if own.full is None else params
-        moments = _copied(own.moments or {})
-        contents = dataclasses.replace(own, adapter=adapter, full=full, moments=moments)
-        return cls(contents, _copied(model.grads))
+        full = None if contents.full is None else params
+        moments = _copied(contents.moments or {})
+        held = dataclasses.replace(contents, adapter=adapter, full=full, moments=moments)
+        return cls(held, _copied(model.grads))
 
 
 def write(copy: StateCopy, directory: Path) -> int:

@@ -45,7 +45,7 @@ def changes_if_completed(ticket: Ticket, outcome: Outcome) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Submitted:
     """An operation as it goes on record. request: what makes its work again. digest: of what its
     client asks for. num_tokens: the most that it may use."""
 
@@ -54,9 +54,9 @@ class Asked:
     num_tokens: int = 0
 
     @classmethod
-    def of(cls, request: bytes, asked: bytes | None = None) -> "Asked":
-        """asked: what the client sent, where the request has more than that."""
-        return cls(request, sha256(request if asked is None else asked).digest())
+    def of(cls, request: bytes, sent: bytes | None = None) -> "Submitted":
+        """sent: what the client sent, where the request has more than that."""
+        return cls(request, sha256(request if sent is None else sent).digest())
 
 
 def refusal(error: TinkercloudError) -> Work:

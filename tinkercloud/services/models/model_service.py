@@ -37,8 +37,8 @@ from tinkercloud.services.models.dependencies import Dependencies
 from tinkercloud.services.models.lane_operations import (
     CREATE,
     LOAD,
-    Asked,
     Loading,
+    Submitted,
     as_json,
     changes_if_completed,
 )
@@ -122,8 +122,8 @@ class ModelService:
         model = with_metadata(model, body.user_metadata)
 
         request = json.dumps(asdict(lora)).encode()
-        asked = Asked.of(request, as_json(body))  # a repeat draws another seed
-        return await self._submit_creation(CREATE, model, self._creating(model), asked)
+        submitted = Submitted.of(request, as_json(body))  # a repeat draws another seed
+        return await self._submit_creation(CREATE, model, self._creating(model), submitted)
 
     def _creating(self, model: Model) -> Work:
         async def work() -> Outcome:
@@ -152,7 +152,7 @@ class ModelService:
         # The token is a key: whose it is goes on record in its place.
         loading = Loading(body.model_copy(update={"weights_access_token": None}), owner)
         work = self._loading(model, loading)
-        return await self.submit(model, LOAD, body.seq_id, work, Asked.of(loading.encoded()))
+        return await self.submit(model, LOAD, body.seq_id, work, Submitted.of(loading.encoded()))
 
     def _loading(self, model: Model, loading: Loading) -> Work:
         async def work() -> Outcome:
@@ -179,11 +179,11 @@ class ModelService:
 
         resolved = {"path": checkpoint.tinker_path, "weights_access_token": None}
         loading = Loading(body.model_copy(update=resolved), owner)
-        asked = Asked.of(loading.encoded(), as_json(body))
-        return await self._submit_creation(LOAD, model, self._loading(model, loading), asked)
+        submitted = Submitted.of(loading.encoded(), as_json(body))
+        return await self._submit_creation(LOAD, model, self._loading(model, loading), submitted)
 
     async def _submit_creation(
-        self, kind: str, model: Model, work: Work, asked: Asked
+        self, kind: str, model: Model, work: Work, submitted: Submitted
     ) -> UntypedAPIFuture:
         """Number 0 of the model's lane."""
         async with self._one_at_a_time:
@@ -191,8 +191,8 @@ class ModelService:
             # Before the acknowledgement: the client may post operation 1 as soon as it has that.
             await self._metadata.put_model(model)
         key = create_key(model.user, model.model_id)
-        ticket = Ticket(model.user, kind, key, model.model_id, 0, digest=asked.digest)
-        kept = asked.request if self._recovery.is_offered else None
+        ticket = Ticket(model.user, kind, key, model.model_id, 0, digest=submitted.digest)
+        kept = submitted.request if self._recovery.is_offered else None
         request_id = await self._tasks.submit_in_lane(ticket, work, kept)
         return UntypedAPIFuture(request_id=request_id, model_id=model.model_id)
 
@@ -261,7 +261,7 @@ class ModelService:
         return resume
 
     async def submit(
-        self, model: Model, kind: str, seq_id: int | None, work: Work, asked: Asked
+        self, model: Model, kind: str, seq_id: int | None, work: Work, submitted: Submitted
     ) -> UntypedAPIFuture:
         """Put an operation in the model's lane.
 
@@ -271,10 +271,10 @@ class ModelService:
         key = train_key(model.user, model.model_id, seq_id)
         ticket = Ticket(
             *(model.user, kind, key, model.model_id, seq_id),
-            digest=asked.digest,
-            num_tokens=asked.num_tokens,
+            digest=submitted.digest,
+            num_tokens=submitted.num_tokens,
         )
-        kept = asked.request if self._recovery.is_offered else None
+        kept = submitted.request if self._recovery.is_offered else None
         try:
             request_id = await self._tasks.submit_in_lane(ticket, work, kept)
         except NumberTaken as error:

@@ -310,21 +310,21 @@ class Recovery:
 
     async def _note_numerics(self, key: Key, position: int) -> None:
         numerics = self._backend.numerics()
-        known = await self._journal.numerics(*key)
-        if known is not None and known.last == numerics:
+        recorded = await self._journal.numerics(*key)
+        if recorded is not None and recorded.last == numerics:
             return
         await self._journal.set_numerics(*key, numerics, position)
-        if known is not None:
+        if recorded is not None:
             step = await self._journal.set_inexact(*key, position)
             logger.warning(
                 "%s was computed by %r and goes on by %r: not bit-exact since step %d",
-                *(key[1], known.last, numerics, step),
+                *(key[1], recorded.last, numerics, step),
             )
 
     async def _note_difference(self, operation: RanOperation, computed: bytes) -> None:
         key = operation.user, operation.model_id
-        known = await self._journal.numerics(*key)
-        same = known is not None and known.last == self._backend.numerics()
+        recorded = await self._journal.numerics(*key)
+        same = recorded is not None and recorded.last == self._backend.numerics()
         first = await self._journal.result(operation)
         nats = None
         if first is not None and operation.kind == FORWARD_BACKWARD:

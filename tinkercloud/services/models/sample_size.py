@@ -11,6 +11,6 @@ def most_tokens(body: SampleRequest, max_context_length: int) -> int:
     """The prompt's, and as many as may be drawn."""
     num_prompt = num_prompt_tokens(body)
     longest = max(max_context_length - num_prompt, 0)
-    asked = body.sampling_params.max_tokens
-    each = longest if asked is None else min(max(asked, 0), longest)
+    limit = body.sampling_params.max_tokens
+    each = longest if limit is None else min(max(limit, 0), longest)
     return num_prompt + body.num_samples * each

@@ -41,7 +41,7 @@ from tinkercloud.errors import (
 )
 from tinkercloud.services.common.numbers import checked, sample_key
 from tinkercloud.services.models.dependencies import Dependencies
-from tinkercloud.services.models.lane_operations import Asked, as_json
+from tinkercloud.services.models.lane_operations import Submitted, as_json
 from tinkercloud.services.models.sample_size import most_tokens, num_prompt_tokens
 from tinkercloud.services.models.version_store import version_key
 from tinkercloud.storage.futures import SAMPLING_KIND, Outcome, Ticket, completed_protobuf
@@ -240,9 +240,9 @@ class SamplingService:
             num_tokens = most_tokens(body, context)
         sent = as_json(body)
         with_seed = seeded(body)  # so that after a restart it gives the same tokens
-        asked = Asked.of(sent if with_seed is body else as_json(with_seed), sent)
-        ticket = replace(ticket, digest=asked.digest, num_tokens=num_tokens)
-        return await self._tasks.submit(ticket, self._work(sampler, with_seed), asked.request)
+        submitted = Submitted.of(sent if with_seed is body else as_json(with_seed), sent)
+        ticket = replace(ticket, digest=submitted.digest, num_tokens=num_tokens)
+        return await self._tasks.submit(ticket, self._work(sampler, with_seed), submitted.request)
 
     def _work(self, sampler: Sampler, body: SampleRequest) -> Work:
         async def work() -> Outcome:

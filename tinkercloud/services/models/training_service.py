@@ -32,7 +32,7 @@ from tinkercloud.services.models.lane_operations import (
     FORWARD_BACKWARD,
     OPTIM_STEP,
     PUBLISH,
-    Asked,
+    Submitted,
     as_json,
     changes_if_completed,
     is_users_fault,
@@ -99,7 +99,7 @@ class TrainingService:
             batch = await self._checked(model, call)
         except TinkercloudError as error:
             return await self._models.submit(
-                model, kind, call.seq_id, refusal(error), Asked(encode_fault(error), digest)
+                model, kind, call.seq_id, refusal(error), Submitted(encode_fault(error), digest)
             )
         # On record is what was checked, not the raw form: that names what may be gone later.
         if call.raw.num_bytes <= INLINE_BYTES:
@@ -107,8 +107,8 @@ class TrainingService:
         else:
             request = await asyncio.to_thread(encode_batch, batch)
         work = self._passing(model, batch)
-        asked = Asked(request, digest, batch.num_tokens)
-        return await self._models.submit(model, kind, call.seq_id, work, asked)
+        submitted = Submitted(request, digest, batch.num_tokens)
+        return await self._models.submit(model, kind, call.seq_id, work, submitted)
 
     async def _refuse(self, user: str, kind: str, call: TrainingCall) -> UntypedAPIFuture:
         if call.fault is not None or not call.model_id:
@@ -155,7 +155,7 @@ class TrainingService:
         model = await self._models.require(user, body.model_id)
         work = self._stepping(model, body)
         return await self._models.submit(
-            model, OPTIM_STEP, body.seq_id, work, Asked.of(as_json(body))
+            model, OPTIM_STEP, body.seq_id, work, Submitted.of(as_json(body))
         )
 
     def _stepping(self, model: Model, body: OptimStepRequest) -> Work:
@@ -174,7 +174,9 @@ class TrainingService:
     async def save_weights(self, user: str, body: SaveWeightsRequest) -> UntypedAPIFuture:
         model = await self._models.require(user, body.model_id)
         work = self._saving(model, body)
-        return await self._models.submit(model, SAVE, body.seq_id, work, Asked.of(as_json(body)))
+        return await self._models.submit(
+            model, SAVE, body.seq_id, work, Submitted.of(as_json(body))
+        )
 
     def _saving(self, model: Model, body: SaveWeightsRequest) -> Work:
         max_user_bytes = self._quotas.checkpoint_bytes()
@@ -209,7 +211,7 @@ class TrainingService:
             age_encryption.recipients_of(body.age_encryption_recipients or ())
         except InvalidRequest:  # what is no recipient may be a secret: it is not kept
             kept = as_json(body.model_copy(update={"age_encryption_recipients": ["(refused)"]}))
-        return await self._models.submit(model, EXPORT, body.seq_id, work, Asked.of(kept))
+        return await self._models.submit(model, EXPORT, body.seq_id, work, Submitted.of(kept))
 
     def _exporting(self, model: Model, body: SaveWeightsExternalRequest) -> Work:
         max_user_bytes = self._quotas.checkpoint_bytes()
@@ -245,7 +247,9 @@ class TrainingService:
         """Named: a checkpoint. Ephemeral: a sampling session in one step."""
         model = await self._models.require(user, body.model_id)
         work = self._publishing(model, body)
-        return await self._models.submit(model, PUBLISH, body.seq_id, work, Asked.of(as_json(body)))
+        return await self._models.submit(
+            model, PUBLISH, body.seq_id, work, Submitted.of(as_json(body))
+        )
 
     def _publishing(self, model: Model, body: SaveWeightsForSamplerRequest) -> Work:
         max_user_bytes = self._quotas.checkpoint_bytes()

@@ -77,17 +77,17 @@ def _difference(
     if left.kind != right.kind:
         return f"{left.kind} and {right.kind}"
     if left.kind == FORWARD_BACKWARD:
-        asked = _of_batches(decode_batch(left.request), decode_batch(right.request))
+        difference = _of_batches(decode_batch(left.request), decode_batch(right.request))
     elif left.kind == LOAD:
         hashes = [
             tensors_sha256(runs.files.loaded(each.model_id, each.request_id))
             for each in (left, right)
         ]
-        asked = None if hashes[0] == hashes[1] else "other weights or moments were loaded"
+        difference = None if hashes[0] == hashes[1] else "other weights or moments were loaded"
     else:
-        asked = _of_values("", _fields(left), _fields(right))
-    if asked is not None:
-        return asked
+        difference = _of_values("", _fields(left), _fields(right))
+    if difference is not None:
+        return difference
     if left.kind in (FORWARD_BACKWARD, OPTIM_STEP) and left.digest != right.digest:
         return "the same was asked, and the result is another"
     return None
@@ -106,47 +106,47 @@ def _fields(operation: RanOperation) -> dict[str, Any]:
 
 def _of_batches(left: TrainBatch, right: TrainBatch) -> str | None:
     for name in ("loss_fn", "loss_fn_config", "custom_loss"):
-        found = _of_values(name, getattr(left, name), getattr(right, name))
-        if found is not None:
-            return found
+        difference = _of_values(name, getattr(left, name), getattr(right, name))
+        if difference is not None:
+            return difference
     if len(left.data) != len(right.data):
         return f"{len(left.data)} and {len(right.data)} datums"
-    for index, (one, other) in enumerate(zip(left.data, right.data, strict=True)):
-        found = _of_data(one, other)
-        if found is not None:
-            return f"datum {index}: {found}"
+    for index, (first, second) in enumerate(zip(left.data, right.data, strict=True)):
+        difference = _of_data(first, second)
+        if difference is not None:
+            return f"datum {index}: {difference}"
     return None
 
 
-def _of_data(one: Datum, other: Datum) -> str | None:
-    found = _of_arrays("tokens", one.tokens, other.tokens)
-    for name in sorted({*one.inputs, *other.inputs}):
-        if found is None:
-            found = _of_arrays(name, one.inputs.get(name), other.inputs.get(name))
-    return found
+def _of_data(left: Datum, right: Datum) -> str | None:
+    difference = _of_arrays("tokens", left.tokens, right.tokens)
+    for name in sorted({*left.inputs, *right.inputs}):
+        if difference is None:
+            difference = _of_arrays(name, left.inputs.get(name), right.inputs.get(name))
+    return difference
 
 
-def _of_arrays(name: str, one: Any, other: Any) -> str | None:
-    if one is None or other is None:
+def _of_arrays(name: str, left: Any, right: Any) -> str | None:
+    if left is None or right is None:
         return f"{name} in one of them only"
-    if one.shape != other.shape:
-        return f"{name} of shape {list(one.shape)} and {list(other.shape)}"
-    both_nan = np.isnan(one) & np.isnan(other)
-    places = np.flatnonzero(~((one == other) | both_nan))
+    if left.shape != right.shape:
+        return f"{name} of shape {list(left.shape)} and {list(right.shape)}"
+    both_nan = np.isnan(left) & np.isnan(right)
+    places = np.flatnonzero(~((left == right) | both_nan))
     if not len(places):
         return None
     first = int(places[0])
-    return f"{name}[{first}] is {one.ravel()[first]} and {other.ravel()[first]}"
+    return f"{name}[{first}] is {left.ravel()[first]} and {right.ravel()[first]}"
 
 
-def _of_values(name: str, one: Any, other: Any) -> str | None:
+def _of_values(name: str, left: Any, right: Any) -> str | None:
     """Of what JSON has in requests: values, and mappings of names to them."""
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        mine, theirs = cast("Mapping[str, Any]", one), cast("Mapping[str, Any]", other)
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        mine, theirs = cast("Mapping[str, Any]", left), cast("Mapping[str, Any]", right)
         for key in sorted({*mine, *theirs}):
             inner = f"{name}.{key}" if name else key
-            found = _of_values(inner, mine.get(key), theirs.get(key))
-            if found is not None:
-                return found
+            difference = _of_values(inner, mine.get(key), theirs.get(key))
+            if difference is not None:
+                return difference
         return None
-    return None if one == other else f"{name} is {one} and {other}"
+    return None if left == right else f"{name} is {left} and {right}"

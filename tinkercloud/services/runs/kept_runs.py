@@ -45,8 +45,8 @@ class KeptRun:
 
     def numerics(self, position: int) -> str:
         """The class that computed an operation; "": not on record."""
-        known = [name for after, name in self.classes if after < position]
-        return known[-1] if known else ""
+        earlier = [name for after, name in self.classes if after < position]
+        return earlier[-1] if earlier else ""
 
     def __str__(self) -> str:
         first, last = self.steps
