@@ -2,7 +2,7 @@
 
 import ctypes as c
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -92,15 +92,6 @@ def test_a_row_has_the_same_bits_beside_any_number_of_others(team: Team, dtype, 
     for rows in (2, 3, 4, 5, 8, 9, 13, 47, 128, 129, 200, 203):
         together = packed.product(team, x[:rows].contiguous(), weights, bias)
         assert torch.equal(together, alone[:rows]), f"{rows} rows"
-
-
-@pytest.fixture
-def form_of_pairs() -> Iterator[Callable[[int], bool]]:
-    """Of sums of bfloat16 pairs (pairs.h): chooses it; whether there is a choice."""
-    loaded = library()
-    assert loaded is not None
-    yield lambda widens: bool(loaded.choose_form_of_pairs(widens))
-    loaded.choose_form_of_pairs(-1)
 
 
 @pytest.mark.parametrize("shape", SIZES)

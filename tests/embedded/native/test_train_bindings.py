@@ -1,5 +1,7 @@
 """The compiled parts of a training pass against autograd in float64 and PyTorch's own steps."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -111,6 +113,21 @@ def test_a_sequences_gradient_does_not_depend_on_its_company_or_on_threads(
         for whole, one, first in zip(together, alone, found[0], strict=True):
             assert torch.equal(whole[4:5], one)
             assert torch.equal(whole, first)
+
+
+@pytest.mark.parametrize("shape", [(2, 37, 3, 1, 5), (3, 100, 9, 3, 64), (1, 300, 4, 4, 80)])
+@pytest.mark.parametrize("scale", [1.0, 2.0**-122], ids=["usual", "some sums below 2^-126"])
+def test_both_forms_of_sums_of_pairs_give_attention_the_same_gradient(
+    form_of_pairs: Callable[[int], bool], shape: Shape, scale: float
+) -> None:
+    *narrow, dout = sequences(shape, torch.bfloat16)
+    given = (*narrow, dout * scale, Scoring(shape[4] ** -0.5, 1.5, 40))
+    if not form_of_pairs(0):
+        pytest.skip("the processor multiplies no pairs, or all of them as tiles")
+    by_pairs = compiled.attention_gradient(*given)
+    form_of_pairs(1)
+    for widened, expected in zip(compiled.attention_gradient(*given), by_pairs, strict=True):
+        assert torch.equal(widened, expected)
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -6,7 +6,9 @@
    (Dao et al. 2022, appendix B.4; here with the whole of a few rows of S at once, so that neither
    the forward pass's result nor its sums are needed.) All sums are float32, those of each sequence
    in an order that depends on its length alone. Of a model in bfloat16 products read dO, P and dS
-   rounded, by pairs, where the processor multiplies such; else they are float.
+   rounded where the processor multiplies pairs of such numbers: by pairs, or, where that is slower
+   (pairs.h), as floats in the order of the pairs' instruction, with the same bits. Elsewhere dO, P and
+   dS are float.
 
    Names: L rows of a sequence, Hq / Hkv query and key/value heads, Dh head size. */
 
@@ -44,6 +46,9 @@
 
    a and b are words: floats, or pairs of narrow numbers, of k = 0 and 1, 2 and 3, ... */
 
+/* ROUNDED: floats that are narrow numbers, of each two the odd one first, as pairs are added. */
+enum { FLOATS, PAIRS, ROUNDED };
+
 typedef struct {
   float *at;
   int64_t row;
@@ -59,13 +64,15 @@ typedef struct {
   int64_t row;
 } right_t;
 
-INLINE void tile(out_t c, left_t a, right_t b, int64_t depth, int vecs, int fresh, int pairs) {
+INLINE void tile(out_t c, left_t a, right_t b, int64_t depth, int vecs, int fresh, int kind) {
   vec sum[TILE_ROWS][TILE_VECS];
 #pragma GCC unroll 8
   for (int i = 0; i < TILE_ROWS; i++)
 #pragma GCC unroll 8
     for (int j = 0; j < vecs; j++) sum[i][j] = (vec){};
-  for (int64_t k = 0; k < depth; k++) {
+  for (int64_t step = 0; step < (kind == ROUNDED ? ROUND_UP(depth, 2) : depth); step++) {
+    int64_t k = kind == ROUNDED ? step ^ 1 : step;
+    if (kind == ROUNDED && k == depth) continue;
     vec right[TILE_VECS];
 #pragma GCC unroll 8
     for (int j = 0; j < vecs; j++) right[j] = load(b.at + k * b.row + j * LANES);
@@ -74,7 +81,7 @@ INLINE void tile(out_t c, left_t a, right_t b, int64_t depth, int vecs, int fres
       vec left = all(a.at[i * a.row + k * a.column]);
 #pragma GCC unroll 8
       for (int j = 0; j < vecs; j++)
-        if (pairs)
+        if (kind == PAIRS)
           ADD_PAIRS(sum[i][j], left, right[j]);
         else
           sum[i][j] = fused(left, right[j], sum[i][j]);
@@ -90,42 +97,53 @@ INLINE void tile(out_t c, left_t a, right_t b, int64_t depth, int vecs, int fres
 }
 
 INLINE void any_panel(out_t c, left_t a, right_t b, int64_t rows, int64_t depth, int64_t columns,
-                      int fresh, int pairs) {
+                      int fresh, int kind) {
   for (int64_t i = 0; i < rows; i += TILE_ROWS) {
     out_t to = {c.at + i * c.row, c.row};
     left_t from = {a.at + i * a.row, a.row, a.column};
     switch (columns / LANES) {
-      case 1: tile(to, from, b, depth, 1, fresh, pairs); break;
-      case 2: tile(to, from, b, depth, 2, fresh, pairs); break;
+      case 1: tile(to, from, b, depth, 1, fresh, kind); break;
+      case 2: tile(to, from, b, depth, 2, fresh, kind); break;
 #if TILE_VECS == 4
-      case 3: tile(to, from, b, depth, 3, fresh, pairs); break;
-      case 4: tile(to, from, b, depth, 4, fresh, pairs); break;
+      case 3: tile(to, from, b, depth, 3, fresh, kind); break;
+      case 4: tile(to, from, b, depth, 4, fresh, kind); break;
 #endif
     }
   }
 }
 
-static void panel_of_floats(out_t c, left_t a, right_t b, int64_t rows, int64_t depth,
-                            int64_t columns, int fresh) {
-  any_panel(c, a, b, rows, depth, columns, fresh, 0);
-}
+#define DEFINE_PANEL(NAME, KIND)                                                                   \
+  static void NAME(out_t c, left_t a, right_t b, int64_t rows, int64_t depth, int64_t columns,     \
+                   int fresh) {                                                                    \
+    any_panel(c, a, b, rows, depth, columns, fresh, KIND);                                         \
+  }
 
-static void panel_of_pairs(out_t c, left_t a, right_t b, int64_t rows, int64_t depth,
-                           int64_t columns, int fresh) {
-  any_panel(c, a, b, rows, depth, columns, fresh, 1);
-}
+DEFINE_PANEL(panel_of_floats, FLOATS)
+#if HAS_PAIRS
+DEFINE_PANEL(panel_of_pairs, PAIRS)
+DEFINE_PANEL(panel_of_rounded, ROUNDED)
+#endif
 
 /* rows: a multiple of TILE_ROWS. columns: at most PANEL, a multiple of LANES. depth: in words. */
 static void panel(out_t c, left_t a, right_t b, int64_t rows, int64_t depth, int64_t columns,
-                  int fresh, int pairs) {
-  (pairs ? panel_of_pairs : panel_of_floats)(c, a, b, rows, depth, columns, fresh);
+                  int fresh, int kind) {
+#if HAS_PAIRS
+  if (kind != FLOATS) {
+    unsigned control = begin_pairs();
+    (kind == PAIRS ? panel_of_pairs : panel_of_rounded)(c, a, b, rows, depth, columns, fresh);
+    end_pairs(control);
+    return;
+  }
+#endif
+  (void)kind;
+  panel_of_floats(c, a, b, rows, depth, columns, fresh);
 }
 
 static void product(out_t c, left_t a, right_t b, int64_t rows, int64_t depth, int64_t columns,
-                    int fresh, int pairs) {
+                    int fresh, int kind) {
   for (int64_t n = 0; n < columns; n += PANEL)
     panel((out_t){c.at + n, c.row}, a, (right_t){b.at + n, b.row}, rows, depth,
-          MIN(PANEL, columns - n), fresh, pairs);
+          MIN(PANEL, columns - n), fresh, kind);
 }
 
 /* ---- pairs */
@@ -150,7 +168,7 @@ static void pair_columns(const float *row, int64_t count, float *words) {
 typedef struct {
   int64_t length, width, stride; /* width: Dh, stride: of rows of S, both with their padding */
   int64_t rows;                  /* numbers of [L and padding][width] */
-  int pairs;                     /* whether words are pairs */
+  int kind;                      /* of words */
   float *keys;                   /* words [L][width], by pairs of rows */
   float *keys_t, *values_t;      /* panels of both, turned: words [panel][Dh][PANEL], of columns */
   float *q, *dout, *dq;          /* [BLOCK][width] */
@@ -170,9 +188,9 @@ static size_t place(const attention_gradient_t *a, work_t *w, float *memory) {
   w->width = ROUND_UP(a->head_dim, LANES);
   w->stride = padded + LANES; /* rows a power of two apart would share few lines of the cache */
   w->rows = ROUND_UP(a->length, TILE_ROWS) * w->width;
-  w->pairs = HAS_PAIRS && a->is_narrow;
+  w->kind = !(HAS_PAIRS && a->is_narrow) ? FLOATS : widens_pairs() ? ROUNDED : PAIRS;
   int64_t block = BLOCK * w->width, wide = BLOCK * w->stride;
-  int64_t block_pairs = w->pairs ? block / 2 : 0, wide_pairs = w->pairs ? wide / 2 : 0;
+  int64_t block_pairs = w->kind == PAIRS ? block / 2 : 0, wide_pairs = w->kind == PAIRS ? wide / 2 : 0;
   struct {
     float **at;
     int64_t size;
@@ -195,7 +213,7 @@ static size_t place(const attention_gradient_t *a, work_t *w, float *memory) {
 
 /* How many words that are pairs of columns, or of rows, take. */
 INLINE int64_t words(const work_t *w, int64_t count) {
-  return w->pairs ? (count + 1) / 2 : count;
+  return w->kind == PAIRS ? (count + 1) / 2 : count;
 }
 
 static void turn(const attention_gradient_t *a, const void *from, int64_t row, int64_t first,
@@ -207,9 +225,9 @@ static void turn(const attention_gradient_t *a, const void *from, int64_t row, i
       read_numbers(a->is_narrow, from, first + l * row, one, size);
     else
       memset(one, 0, sizeof one);
-    if (w->pairs) pair_columns(one, w->width, pairs);
+    if (w->kind == PAIRS) pair_columns(one, w->width, pairs);
     float *into = to + l / PANEL * PANEL * depth + l % PANEL;
-    for (int64_t d = 0; d < depth; d++) into[d * PANEL] = (w->pairs ? pairs : one)[d];
+    for (int64_t d = 0; d < depth; d++) into[d * PANEL] = (w->kind == PAIRS ? pairs : one)[d];
   }
 }
 
@@ -239,6 +257,10 @@ static void soften(const attention_gradient_t *a, float *scores, float *dscores,
     store(dscores + j, load(dscores + j) * load(slopes + j));
 }
 
+static void round_row(float *row, int64_t count) {
+  for (int64_t i = 0; i < count; i++) row[i] = widen1(narrowed(row[i]));
+}
+
 /* rows: even. */
 static void pair_block(const float *floats, int64_t stride, int64_t rows, int64_t count,
                        float *of_rows, float *of_columns) {
@@ -257,12 +279,13 @@ static void read_block(const attention_gradient_t *a, work_t *w, int64_t b, int6
     if (r < count) {
       read_numbers(a->is_narrow, a->q, row * a->q_row + head * size, q, size);
       read_numbers(0, a->dout, row * a->dout_row + head * size, dout, size);
+      if (w->kind == ROUNDED) round_row(dout, size);
     } else {
       memset(q, 0, (size_t)w->width * sizeof *q);
       memset(dout, 0, (size_t)w->width * sizeof *dout);
     }
   }
-  if (!w->pairs) return;
+  if (w->kind != PAIRS) return;
   pair_block(w->q, w->width, rows, w->width, w->q_rows, w->q_columns);
   pair_block(w->dout, w->width, rows, w->width, w->dout_rows, w->dout_columns);
 }
@@ -270,22 +293,26 @@ static void read_block(const attention_gradient_t *a, work_t *w, int64_t b, int6
 static void block(const attention_gradient_t *a, work_t *w, int64_t b, int64_t head, int64_t from) {
   int64_t size = a->head_dim, count = MIN(BLOCK, w->length - from), seen = from + count;
   int64_t rows = ROUND_UP(count, TILE_ROWS), keys = ROUND_UP(seen, LANES), depth = words(w, size);
-  int pairs = w->pairs;
+  int kind = w->kind, pairs = kind == PAIRS;
   read_block(a, w, b, head, from, count, rows);
   left_t q = {pairs ? w->q_columns : w->q, words(w, w->width), 1};
   left_t dout = {pairs ? w->dout_columns : w->dout, words(w, w->width), 1};
   for (int64_t n = 0; n < keys; n += PANEL) {
     int64_t columns = MIN(PANEL, keys - n);
     panel((out_t){w->scores + n, w->stride}, q, (right_t){w->keys_t + n * depth, PANEL}, rows,
-          depth, columns, 1, pairs);
+          depth, columns, 1, kind);
     panel((out_t){w->dscores + n, w->stride}, dout, (right_t){w->values_t + n * depth, PANEL}, rows,
-          depth, columns, 1, pairs);
+          depth, columns, 1, kind);
   }
   int64_t reached = ROUND_UP(seen, TILE_ROWS);
   for (int64_t r = 0; r < rows; r++) {
     float *scores = w->scores + r * w->stride, *dscores = w->dscores + r * w->stride;
     if (r < count) soften(a, scores, dscores, w->slopes, from + r, keys);
     for (int64_t j = r < count ? keys : 0; j < reached; j++) scores[j] = dscores[j] = 0.0f;
+    if (kind == ROUNDED && r < count) {
+      round_row(scores, keys);
+      round_row(dscores, keys);
+    }
   }
   if (pairs) {
     pair_block(w->scores, w->stride, rows, reached, w->scores_rows, NULL);
@@ -293,15 +320,15 @@ static void block(const attention_gradient_t *a, work_t *w, int64_t b, int64_t h
   }
   product((out_t){w->dq, w->width},
           (left_t){pairs ? w->dscores_columns : w->dscores, words(w, w->stride), 1},
-          (right_t){w->keys, w->width}, rows, words(w, seen), w->width, 1, pairs);
+          (right_t){w->keys, w->width}, rows, words(w, seen), w->width, 1, kind);
   for (int64_t r = 0; r < count; r++)
     write_numbers(0, a->dq, ((b * w->length + from + r) * a->heads + head) * size,
                   w->dq + r * w->width, size);
   product((out_t){w->dk, w->width}, (left_t){pairs ? w->dscores_rows : w->dscores, 1, w->stride},
-          (right_t){pairs ? w->q_rows : w->q, w->width}, reached, words(w, rows), w->width, 0, pairs);
+          (right_t){pairs ? w->q_rows : w->q, w->width}, reached, words(w, rows), w->width, 0, kind);
   product((out_t){w->dv, w->width}, (left_t){pairs ? w->scores_rows : w->scores, 1, w->stride},
           (right_t){pairs ? w->dout_rows : w->dout, w->width}, reached, words(w, rows), w->width, 0,
-          pairs);
+          kind);
 }
 
 /* ---- tasks: the query heads that read one head's keys of one sequence; each of them by itself
@@ -312,9 +339,9 @@ static void read_keys(const attention_gradient_t *a, work_t *w, int64_t b, int64
   int64_t size = a->head_dim, first = b * w->length;
   float rows[2][w->width];
   for (int64_t l = 0; l < w->length; l++) {
-    float *row = w->pairs ? rows[l % 2] : w->keys + l * w->width;
+    float *row = w->kind == PAIRS ? rows[l % 2] : w->keys + l * w->width;
     read_numbers(a->is_narrow, a->k, (first + l) * a->k_row + kv_head * size, row, size);
-    if (!w->pairs || (l % 2 == 0 && l + 1 < w->length)) continue;
+    if (w->kind != PAIRS || (l % 2 == 0 && l + 1 < w->length)) continue;
     if (l % 2 == 0) memset(rows[1], 0, sizeof rows[1]);
     pair_rows(rows[0], rows[1], w->width, w->keys + l / 2 * w->width);
   }
