@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.storage.counting import commits_of
-from tinkercloud.core import task_manager
+from tinkercloud.core import outcome_recorder, task_manager
 from tinkercloud.core.task_manager import TaskManager
 from tinkercloud.errors import FutureUnknown, ServerFault, StorageFailed, UserError
 from tinkercloud.storage.database import Database
@@ -149,7 +149,7 @@ async def test_a_refusal_is_acknowledged_with_its_failure(
 async def test_outcomes_of_a_full_disk_are_given_when_they_are_on_record(
     tasks: TaskManager, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(task_manager, "RECORD_AGAIN_S", 0.05)
+    monkeypatch.setattr(outcome_recorder, "RECORD_AGAIN_S", 0.05)
     proceed = asyncio.Event()
 
     async def work() -> Outcome:

@@ -8,12 +8,13 @@ import asyncio
 import json
 import random
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from tests.simulation.history import History, Request
+from tests.simulation.looks import LOOKS, Named, filled
 from tests.simulation.schedule import BASES, VOCAB_SIZE, Step
 from tests.simulation.wires import PROTOBUF, Refused, Wire
 from tinker_gmi.connection.transport import JSON
@@ -24,6 +25,7 @@ from tinkercloud.wire.codec import (
 )
 
 LATE_SEED = 1_000_001
+_DELETIONS = ("delete_model", "unload_model")
 
 
 @dataclass(eq=False)
@@ -84,6 +86,7 @@ class Client:
             "delete_checkpoint": self._delete_checkpoint,
             "finish_session": self._finish_session,
             "list": self._list,
+            "look": self._look,
             "intrude": self._intrude,
             "wait": self._wait,
             "pause": self._pause,
@@ -126,8 +129,10 @@ class Client:
     async def _forward_backward(self, step: Step) -> None:
         """Chunks 2 to n at once, chunk 1 when these are acknowledged."""
         model = self._model(step)
-        if model is None:
-            return
+        if model is not None:
+            await self._pass(step, model)
+
+    async def _pass(self, step: Step, model: _Model) -> None:
         numbers = random.Random(step.seed)
         requests = [self._request(step, model) for _ in range(step.size)]
         posts = []
@@ -261,14 +266,22 @@ class Client:
     # ---- the rest
 
     async def _delete_model(self, step: Step) -> None:
+        """Another script looks at it meanwhile, and a third one goes on with it."""
         model = self._model(step)
         if model is None:
             return
         self._models.remove(model)
         self._history.deleted[model.model_id] = False
         body = json.dumps({"model_id": model.model_id}).encode()
-        if await self._told(self._wire.post("delete_model", body)):
+        looks = [self._leniently(self._wire.post("get_info", body)) for _ in range(step.size)]
+        is_told, *_ = await asyncio.gather(
+            self._told(self._wire.post(_DELETIONS[step.seed % 2], body)), *looks
+        )
+        if is_told:
             self._history.deleted[model.model_id] = True
+            if await self._leniently(self._wire.post("get_info", body)) is not None:
+                self._history.found_deleted.append(model.model_id)
+            await self._pass(replace(step, kind="forward_backward"), model)
 
     async def _delete_checkpoint(self, step: Step) -> None:
         """Of one that was waited for; others may load it meanwhile."""
@@ -306,6 +319,30 @@ class Client:
         if runs is not None:
             seen = {run["training_run_id"] for run in runs["training_runs"]}
             self._history.listed.append((self._user, seen))
+
+    async def _look(self, step: Step) -> None:
+        model, saved = self._model(step), [s for m in self._models for s in m.saved]
+        path = saved[step.seed % len(saved)][0] if saved else "tinker://"
+        run, _, name = path.removeprefix("tinker://").partition("/weights/")
+        samplers = [each.sampler_id for each in self._samplers]
+        asked = [id_ for each in self._history.requests for id_ in each.request_ids]
+        named = Named(
+            *(self._session, "" if model is None else model.model_id),
+            *(samplers[step.target % len(samplers)] if samplers else "", run, name),
+            asked[-1] if asked else "",
+        )
+        look = LOOKS[step.seed % len(LOOKS)]
+        request = filled(look, named)
+        if request is None:
+            return
+        path, body = request
+        match look.method:
+            case "get":
+                await self._leniently(self._wire.get(path))
+            case "delete":
+                await self._told(self._wire.delete(path))
+            case _:
+                await self._leniently(self._wire.post(path, body))
 
     async def _intrude(self, step: Step) -> None:
         """Ask for another user's result, and train another's model."""

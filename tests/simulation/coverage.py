@@ -24,7 +24,7 @@ class Coverage:
         self.crashed: Counter[str] = Counter()
 
     def crashed_at_awaits(self, process: Process) -> None:
-        places = {place for task in process.unfinished() for place in _suspended_at(task)}
+        places = {place for task in process.unfinished() for place in suspended_at(task)}
         self.crashed.update(places)
 
     def crashed_at(self, label: str) -> None:
@@ -35,7 +35,8 @@ class Coverage:
         self.crashed += other.crashed
 
 
-def _suspended_at(task: Any) -> Iterable[str]:
+def suspended_at(task: Any) -> Iterable[str]:
+    """The awaits of services, core and storage that it is in; the outermost first."""
     awaited = task.get_coro()
     while awaited is not None:
         frame = getattr(awaited, "cr_frame", None)
@@ -79,14 +80,15 @@ def await_of(code: CodeType, line: int) -> str | None:
     return None
 
 
-def all_awaits() -> list[str]:
+@cache
+def all_awaits() -> tuple[str, ...]:
     """Of services, core and storage."""
-    return [
+    return tuple(
         f"{path.relative_to(ROOT)}:{first}"
         for room in ROOMS
         for path in sorted((ROOT / "tinkercloud" / room).rglob("*.py"))
         for first, _ in sorted(awaits_of(str(path)))
-    ]
+    )
 
 
 def report(coverage: Coverage) -> str:

@@ -37,6 +37,7 @@ class History:
     finished: set[str] = field(default_factory=set)  # sessions that may have ended
     deleted: dict[str, bool] = field(default_factory=dict)
     """Models that may be gone, and whether their clients were told that they are."""
+    found_deleted: list[str] = field(default_factory=list)  # that still answered
     removed: dict[str, bool] = field(default_factory=dict)
     """Paths of checkpoints that may go, and whether their clients were told that they did."""
     samplers: dict[str, dict[str, Any]] = field(default_factory=dict)  # those of a path or a base

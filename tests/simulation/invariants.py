@@ -18,6 +18,7 @@ from tinkercloud.backends.fake_model import read_state
 from tinkercloud.core.lanes import TOO_LATE
 from tinkercloud.errors import ServerFault, TinkercloudError
 from tinkercloud.services.checkpoints import checkpoint_files
+from tinkercloud.services.models.model_service import UNLOAD
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -71,7 +72,8 @@ def recorded(world: "World") -> list[Row]:
     with_path = apsw.Connection(str(world.disk.folder / "tinkercloud.db"), vfs=sqlite.VFS_NAME)
     rows = with_path.execute(
         "SELECT request_id, user, kind, COALESCE(model_id, sampler_id), seq_id, status, body,"
-        " started_at FROM futures"
+        " started_at FROM futures WHERE kind != ?",
+        (UNLOAD,),
     ).fetchall()
     with_path.close()
     began = [Row(*row[:-1], world.moments.get(row[-1])) for row in rows]
@@ -172,6 +174,8 @@ def what_was_deleted_is_gone(world: "World") -> Iterator[str]:
     database.close()
     for model_id in sorted(deleted & set(world.engine.inner._models) - sampled):
         yield f"{model_id} was deleted, and is in the engine's memory"
+    for model_id in world.history.found_deleted:
+        yield f"{model_id} was deleted, and is found"
     for model_id in sorted(deleted & live):
         yield f"{model_id} was deleted, and is live on record"
     for model_id, segment, name, expires_at in rows:
@@ -284,8 +288,10 @@ async def _differs(world: "World", oracle: Oracle, request: Request, row: Row) -
         if row.failure is None:
             return f"it completed, and must fail: {error}"
         return None if row.failure[1] == str(error) else f"failed as {row.failure}, not as {error}"
-    except KeyError as error:  # its model was never made
-        return None if row.failure is not None else f"it completed without {error}"
+    except KeyError as error:  # its model, or the checkpoint that it loads, was never made
+        if row.failure is not None and "does not exist" in row.failure[1]:
+            return None
+        return f"it ended as {row.failure or 'completed'} without {error}"
     if row.failure is not None:
         return f"it failed: {row.failure}"
     return difference(request, row, expected)

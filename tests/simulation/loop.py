@@ -78,7 +78,8 @@ class Handle:
 class SimulatedLoop(asyncio.AbstractEventLoop):
     """choices: picks the next callback. in_order: the first one always, as a real loop does.
 
-    before_step: called before each callback of a process with its name.
+    before_step: called before each callback of a process. after_step: called after each step of a
+    task.
     """
 
     def __init__(self, choices: random.Random, *, in_order: bool = False):
@@ -91,6 +92,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         self.now = 0.0
         self.num_steps = 0
         self.before_step: Callable[[Process], None] = lambda process: None
+        self.after_step: Callable[[Process, asyncio.Task[Any]], None] | None = None
         self.problems: list[str] = []
         self._closed = False
         self._processes: dict[Process, None] = {}
@@ -129,6 +131,10 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
             pass
         except Exception as error:  # noqa: BLE001 - as a loop does; a run with problems fails
             self.problems.append(f"{type(error).__name__} in a callback: {error}")
+        if self.after_step is not None and process is not None:
+            owner = getattr(handle.callback, "__self__", None)
+            if isinstance(owner, asyncio.Task) and not owner.done():
+                self.after_step(process, owner)
 
     def _next(self) -> Handle:
         while self._timers and (not self._ready or self._timers[0][0] <= self.now):

@@ -14,6 +14,7 @@ from tests.simulation.run import run_schedule
 from tests.simulation.schedule import generate
 from tinkercloud.core.lane import LaneOrder
 from tinkercloud.core.lanes import wait_for_event
+from tinkercloud.core.outcome_recorder import OutcomeRecorder
 from tinkercloud.core.task_manager import TaskManager
 from tinkercloud.errors import VersionLost
 from tinkercloud.services.checkpoints import checkpoint_files
@@ -70,12 +71,12 @@ def _order_of_arrival() -> Replacement:
 
 
 def _result_given_before_record() -> list[Replacement]:
-    plain_record, plain_wait = TaskManager._put_on_record, TaskManager.wait
+    plain_put, plain_wait = OutcomeRecorder.put, TaskManager.wait
 
-    async def put_on_record(self: Any, pending: Any) -> bool:
+    async def put(self: Any, pending: Any) -> bool:
         pending.finished.set()
         await asyncio.sleep(0.05)
-        return await plain_record(self, pending)
+        return await plain_put(self, pending)
 
     async def wait(self: Any, request_id: str, user: str, hold_s: float) -> Any:
         pending = self._pending.get(request_id)
@@ -84,7 +85,7 @@ def _result_given_before_record() -> list[Replacement]:
         await wait_for_event(pending.finished, hold_s)
         return pending.outcome
 
-    return [(TaskManager, "_put_on_record", put_on_record), (TaskManager, "wait", wait)]
+    return [(OutcomeRecorder, "put", put), (TaskManager, "wait", wait)]
 
 
 def _refused_after_acknowledged() -> Replacement:

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from tests.simulation.coverage import all_awaits
+
 Kind = Literal[
     "forward_backward",
     "forward",
@@ -28,6 +30,7 @@ Kind = Literal[
     "delete_checkpoint",
     "finish_session",
     "list",
+    "look",
     "intrude",
     "wait",
     "pause",
@@ -49,6 +52,7 @@ WEIGHTS: Mapping[Kind, float] = {
     "delete_model": 0.3,
     "delete_checkpoint": 1,
     "list": 2,
+    "look": 4,
     "intrude": 1,
     "wait": 5,
     "pause": 3,
@@ -56,6 +60,7 @@ WEIGHTS: Mapping[Kind, float] = {
 USERS = ("ann", "bob")
 BASES = ("sim/small", "sim/large")
 VOCAB_SIZE = 24
+NUM_AT_AWAITS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,19 +78,22 @@ class Step:
 
 
 CrashKind = Literal["kill", "power", "stop", "engine", "client"]
-Trigger = Literal["step", "disk", "fsync", "message", "answer", "engine", "answered", "failed"]
+Trigger = Literal[
+    "step", "disk", "fsync", "message", "answer", "engine", "answered", "failed", "await"
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Crash:
     """kind: what ends. At the `count`-th event of that sort, from the previous crash on; of those
-    whose label begins with `at`."""
+    whose label begins with `at`, and after one whose label begins with `after`."""
 
     kind: CrashKind
     trigger: Trigger
     count: int
     down_s: float
     at: str = ""
+    after: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +132,8 @@ _ENGINE = (("die before", 2), ("die after", 2), ("slow", 4), ("out of memory", 2
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """network_rate, engine_rate: shares of messages with a fault, up to the `last_fault`-th one.
-    aimed: crashes beside the others, at moments that chance alone seldom meets. idle_model_s: the
+    aimed: crashes beside the others, at moments that chance alone seldom meets. at_awaits: the same
+    at awaits of the service, each by itself. idle_model_s: the
     setting. archives: whether operations from before a model's last snapshot are kept. without:
     faults that are left out, as "network 17"."""
 
@@ -142,6 +151,7 @@ class Schedule:
     idle_model_s: float = 1e6
     archives: bool = True
     aimed: tuple[Crash, ...] = ()
+    at_awaits: tuple[Crash, ...] = ()
     outage: Outage | None = None
     last_fault: int = 500
     without: frozenset[str] = field(default_factory=frozenset)
@@ -169,7 +179,7 @@ class Schedule:
 
     def calm(self) -> "Schedule":
         """The same without any fault."""
-        calm = replace(self, crashes=(), disk=(), jumps=(), aimed=(), outage=None)
+        calm = replace(self, crashes=(), disk=(), jumps=(), aimed=(), at_awaits=(), outage=None)
         return replace(calm, network_rate=0.0, engine_rate=0.0)
 
 
@@ -191,7 +201,9 @@ def generate(seed: int) -> Schedule:
         idle_model_s=choices.choice((1e6, 1e6, 2.0)),
         archives=random.Random(f"{seed} archive").random() < 0.5,
     )
-    return _aimed(schedule, random.Random(f"{seed} aimed"))
+    schedule = _aimed(schedule, random.Random(f"{seed} aimed"))
+    schedule = _with_deletion(schedule, random.Random(f"{seed} deletion"))
+    return replace(schedule, at_awaits=_at_awaits(random.Random(f"{seed} awaits")))
 
 
 def _aimed(schedule: Schedule, choices: random.Random) -> Schedule:
@@ -214,6 +226,41 @@ def _aimed(schedule: Schedule, choices: random.Random) -> Schedule:
             return replace(schedule, aimed=(crash,), engine_rate=0.06)
         case _:
             return schedule
+
+
+def _with_deletion(schedule: Schedule, choices: random.Random) -> Schedule:
+    """Of some, with a model that nothing has used yet and that is deleted, and perhaps a crash as
+    what comes for it then is acknowledged."""
+    if choices.random() > 0.2:
+        return schedule
+    number = choices.randrange(len(schedule.programs))
+    program = schedule.programs[number]
+    at = choices.randint(1, len(program) - 1)
+    steps = (
+        replace(_step(choices, "create_model"), seed=1),
+        replace(_step(choices, "delete_model"), target=-1, size=choices.choice((3, 8)), seed=1),
+    )
+    programs = list(schedule.programs)
+    programs[number] = (*program[:at], *steps, *program[at:])
+    schedule = replace(schedule, programs=tuple(programs))
+    if schedule.aimed or choices.random() < 0.5:
+        return schedule
+    kind: CrashKind = choices.choice(("kill", "power"))
+    posts, deletion = "/api/v1/forward_backward", "/api/v1/unload_model"
+    crash = Crash(kind, "answer", choices.randint(1, 3), 0.2, posts, deletion)
+    return replace(schedule, aimed=(crash,))
+
+
+def _at_awaits(choices: random.Random) -> tuple[Crash, ...]:
+    """Of half of them. Each await of the service is as likely as any other, however seldom it is
+    met and however short it is."""
+    if choices.random() < 0.5:
+        return ()
+    kinds: tuple[CrashKind, ...] = ("kill", "power")
+    return tuple(
+        Crash(choices.choice(kinds), "await", choices.choice((1, 1, 2, 4)), 0.2, f"{place}:")
+        for place in choices.sample(all_awaits(), NUM_AT_AWAITS)
+    )
 
 
 def _program(choices: random.Random) -> tuple[Step, ...]:

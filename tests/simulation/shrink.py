@@ -24,7 +24,7 @@ def _smaller(schedule: Schedule) -> Iterator[Schedule]:
         yield replace(schedule, outage=None)
     if schedule.engine_rate:
         yield replace(schedule, engine_rate=0.0)
-    for field in ("disk", "crashes", "aimed"):
+    for field in ("disk", "crashes", "aimed", "at_awaits"):
         faults = getattr(schedule, field)
         for index in range(len(faults)):
             yield replace(schedule, **{field: faults[:index] + faults[index + 1 :]})

@@ -217,6 +217,7 @@ class AsyncConnection:
         self._connection = connection
         self._loop = loop
         self._delay_s = delay_s
+        self._settles_at = 0.0
         self._queue: deque[tuple[Any, Callable[..., Any], tuple[Any, ...]]] = deque()
 
     def execute(self, sql: str, values: Iterable[Any] = ()) -> Awaitable[object]:
@@ -243,12 +244,21 @@ class AsyncConnection:
         try:
             result = function(*args)
         except Exception as error:  # noqa: BLE001 - for whoever waits
-            self._loop.call_soon(_settle, future, None, error)
+            self._settle_later(future, None, error)
         else:
-            self._loop.call_soon(_settle, future, result, None)
+            self._settle_later(future, result, None)
         self._queue.popleft()
         if self._queue:
             self._loop.call_later(self._delay_s(), self._do_first)
+
+    def _settle_later(self, *result: Any) -> None:
+        """In order, but the thread of another connection may be faster."""
+        delay_s = self._delay_s()
+        self._settles_at = max(self._settles_at, self._loop.now + delay_s)
+        if self._settles_at > self._loop.now:
+            self._loop.call_at(self._settles_at, _settle, *result)
+        else:
+            self._loop.call_soon(_settle, *result)
 
 
 def _settle(future: Any, result: Any, error: Exception | None) -> None:

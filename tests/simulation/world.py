@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.simulation import image, sqlite
 from tests.simulation.client import Client, draw_late
-from tests.simulation.coverage import Coverage, caller_in_product
+from tests.simulation.coverage import Coverage, caller_in_product, suspended_at
 from tests.simulation.disk import Disk
 from tests.simulation.engine import SimulatedEngine
 from tests.simulation.history import History
@@ -34,22 +34,28 @@ RETRY_START_S = 3.0
 
 @dataclass(eq=False)
 class _CrashPlan:
-    """Crashes, one after the other. counts: events since the last one."""
+    """Crashes, one after the other. counts: events since the last one. is_after: the next one's
+    `after` has come."""
 
     crashes: list[Crash]
     counts: Counter[str] = field(default_factory=Counter)
+    is_after: bool = False
 
     def next_at(self, trigger: str, label: str, *, is_up: bool) -> Crash | None:
         """The crash that comes at this event."""
         if not self.crashes:
             return None
         crash = self.crashes[0]
+        if crash.after and not self.is_after:
+            self.is_after = trigger == crash.trigger and label.startswith(crash.after)
+            return None
         self.counts[trigger] += label.startswith(crash.at)
         if crash.trigger != trigger or self.counts[trigger] < crash.count:
             return None
         if not is_up and crash.kind == "stop":
             return None
         self.counts.clear()
+        self.is_after = False
         return self.crashes.pop(0)
 
 
@@ -81,7 +87,11 @@ class World:
             operation_s=schedule.operation_s,
         )
         self.connector = sqlite.Connector(self.loop, self._database_delay_s)
-        self._plans = [_CrashPlan(list(each)) for each in (schedule.crashes, schedule.aimed)]
+        alone = ((crash,) for crash in schedule.at_awaits)
+        plans = (schedule.crashes, schedule.aimed, *alone)
+        self._plans = [_CrashPlan(list(each)) for each in plans]
+        if schedule.at_awaits:
+            self.loop.after_step = self._after_step
         self.num_crashes: Counter[str] = Counter()
         self._troubles = list(schedule.disk)
         self._trouble: DiskTrouble | None = None
@@ -288,6 +298,12 @@ class World:
         server = self.server
         if server is not None and process is server.process:
             self._on_event("step", "between two callbacks")
+
+    def _after_step(self, process: Process, task: "asyncio.Task[Any]") -> None:
+        server = self.server
+        if self.faults_on and server is not None and process is server.process:
+            for place in suspended_at(task):
+                self._on_event("await", f"{place}: awaited")
 
     def _on_event(self, trigger: str, label: str) -> None:
         for plan in self._plans:

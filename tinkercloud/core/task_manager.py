@@ -7,16 +7,15 @@ waiting polls are woken. Training requests of one model share a lane and run one
 
 import asyncio
 import errno
-import hashlib
 import logging
 import time
 import uuid
-from collections import deque
 from collections.abc import Awaitable, Callable, Collection
 from contextvars import ContextVar
 from dataclasses import replace
 
 from tinkercloud.core.lanes import LaneCalls, Lanes, wait_for_event
+from tinkercloud.core.outcome_recorder import Changes, OutcomeRecorder
 from tinkercloud.core.pending import Admission, EverybodyAdmitted, Pending, Resume, Work
 from tinkercloud.errors import (
     FutureUnknown,
@@ -36,15 +35,10 @@ from tinkercloud.storage.futures import (
     Ticket,
     failed,
 )
-from tinkercloud.storage.journal import Ran
 
 logger = logging.getLogger(__name__)
 
 OnFinish = Callable[[Pending], None]
-Changes = Callable[[Ticket, Outcome], bool]
-"""Whether an operation of a lane that ended so has changed its model."""
-
-RECORD_AGAIN_S = 2.0
 _TRAIN_PREFIX, _SAMPLE_PREFIX = "train-", "sample-"
 
 STOPPED = failed("the server was stopped before this operation finished", "server")
@@ -95,15 +89,12 @@ class TaskManager:
         self._futures = futures
         self._pending: dict[str, Pending] = {}
         self._by_key: dict[str, Pending] = {}
-        self._late: deque[Pending] = deque()  # whose outcome the disk had no room for
-        self._none_is_late = asyncio.Event()
-        self._none_is_late.set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._on_finish: list[OnFinish] = []
         self._resume: dict[str, Resume] = {}  # by kind
-        self._changes: dict[str, Changes] = {}  # by kind
         self._closing = False
         self.admission: Admission = EverybodyAdmitted()
+        self.outcomes = OutcomeRecorder(futures, self._settle, self.spawn)
         calls = LaneCalls(self._outcome_of, self._finish, self.spawn)
         self.lanes = Lanes(futures, calls, gap_grace_s=gap_grace_s)
 
@@ -119,7 +110,7 @@ class TaskManager:
     def journal(self, kind: str, work_of: Resume, changes: Changes) -> None:
         """The same of operations of lanes; the model's journal keeps those that change it."""
         self._resume[kind] = work_of
-        self._changes[kind] = changes
+        self.outcomes.journal(kind, changes)
 
     async def start(self) -> None:
         """Settle what the previous process left pending: it begins again where its request was
@@ -132,13 +123,14 @@ class TaskManager:
         """Stop all work. What has not finished begins again at the next start where its request
         was kept, and fails with category "server" where not."""
         self._closing = True
+        self.outcomes.stop()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for pending in self._pending.values():
             pending.finished.set()  # polls are answered: "try again"
-        await self._record_late()
+        await self.outcomes.record_late()
         left = [p for p in self._pending.values() if p.outcome is None and p.request is None]
         await asyncio.gather(*(self._finish(pending, STOPPED) for pending in left))
 
@@ -179,7 +171,7 @@ class TaskManager:
         request id.
         """
         assert ticket.model_id is not None
-        assert request is None or ticket.kind in self._changes
+        assert request is None or self.outcomes.is_journalled(ticket.kind)
         lane = await self.lanes.lane(ticket.user, ticket.model_id)
         if ticket.seq_id is None:  # refused later, its number would be missing
             self.admission.require(ticket.user)
@@ -315,7 +307,7 @@ class TaskManager:
     def delay_of(self, request_id: str) -> str | None:
         """Why a request that has ended has no outcome yet."""
         pending = self._pending.get(request_id)
-        return NO_ROOM if pending is not None and pending in self._late else None
+        return NO_ROOM if pending is not None and self.outcomes.is_late(pending) else None
 
     def subject_of(self, request_id: str) -> str | None:
         """The model or version that a pending request is for; None where it is not known."""
@@ -364,27 +356,7 @@ class TaskManager:
         if pending.outcome is not None:
             return False
         pending.outcome, pending.ended_at = outcome, time.time()
-        return await self._put_on_record(pending)
-
-    async def _put_on_record(self, pending: Pending) -> bool:
-        """The row, then `_settle`. Operations of one lane go on record in their order, so after one
-        that is late all are."""
-        if self._late:
-            self._late.append(pending)
-            return False
-        try:
-            await self._write(pending)
-        except StorageFailed as error:
-            logger.error("the outcome of %s waits: %s", pending.request_id, error)
-            self._late.append(pending)
-            self._none_is_late.clear()
-            if not self._closing:
-                self.spawn(self._record_late_forever(), "late outcomes")
-            return False
-        except Exception:  # our defect; the lane must go on
-            logger.exception("the outcome of %s was not recorded", pending.request_id)
-        self._settle(pending)
-        return True
+        return await self.outcomes.put(pending)
 
     def _settle(self, pending: Pending) -> None:
         """Answer waiting polls; later ones read the database."""
@@ -396,46 +368,6 @@ class TaskManager:
         if logger.isEnabledFor(logging.DEBUG):
             took_s = time.time() - pending.accepted_at
             logger.debug("%s %s in %.3f s", pending.ticket.kind, pending.outcome.status, took_s)
-
-    async def _write(self, pending: Pending) -> None:
-        assert pending.outcome is not None
-        await self._futures.finish(
-            pending.request_id, pending.outcome, pending.started_at, self._ran(pending)
-        )
-
-    def _ran(self, pending: Pending) -> Ran | None:
-        """None: no journal has it."""
-        changes = self._changes.get(pending.ticket.kind)
-        if changes is None or pending.request is None:
-            return None
-        outcome = pending.outcome
-        assert outcome is not None
-        if pending.position is None or not changes(pending.ticket, outcome):
-            return Ran(pending.position)
-        computed = outcome.body if outcome.computed is None else outcome.computed
-        digest = hashlib.sha256(computed).digest()
-        took_s = 0.0 if pending.started_at is None else time.time() - pending.started_at
-        return Ran(pending.position, applied=True, digest=digest, took_s=took_s)
-
-    async def recorded(self) -> None:
-        """Until no outcome is in memory only: a model that is brought back before would be without
-        the operations that have ended so."""
-        await self._none_is_late.wait()
-
-    async def _record_late_forever(self) -> None:
-        while self._late:
-            await asyncio.sleep(RECORD_AGAIN_S)
-            await self._record_late()
-
-    async def _record_late(self) -> None:
-        """What is late, oldest first, as far as the disk takes it."""
-        try:
-            while self._late:
-                await self._write(self._late[0])
-                self._settle(self._late.popleft())
-            self._none_is_late.set()
-        except StorageFailed as error:
-            logger.error("%d outcomes wait: %s", len(self._late), error)
 
     # cancelling
 

@@ -242,7 +242,7 @@ def build_services(
     )
     snapshots = Snapshots(backend, journal, versions, files, archive)
     recovery = Recovery(backend, catalog, metadata, journal, snapshots)
-    tasks.lanes.keeper, recovery.recorded = recovery, tasks.recorded
+    tasks.lanes.keeper, recovery.recorded = recovery, tasks.outcomes.recorded
     idle = IdleModels(tasks.lanes, metadata, recovery, versions, config.idle_model_s)
     sessions.when_expired(idle.put_session_away)
     backend.use_for_room(idle.make_room)

@@ -31,11 +31,14 @@ class Mortal(FakeBackend):
     async def forward_backward(self, model_id: str, batch: TrainBatch) -> TrainOutput:
         if self.ends.get(model_id, 0) > 0:
             self.ends[model_id] -= 1
-            self.num_ends += 1
-            self._models.clear()
-            self._versions.clear()
+            self.end()
             raise EngineDied("the engine process ended (code -9)")
         return await super().forward_backward(model_id, batch)
+
+    def end(self) -> None:
+        self.num_ends += 1
+        self._models.clear()
+        self._versions.clear()
 
 
 async def trained_on(folder: Path, backend: Mortal, num_ends: int) -> list[Any]:
@@ -56,6 +59,27 @@ async def test_an_engine_that_ends_is_a_delay(
     undisturbed = await trained_on(tmp_path / "0", calm, 0)
     assert await trained_on(tmp_path / "2", backend, 2) == undisturbed
     assert (calm.num_ends, backend.num_ends) == (0, 2)
+
+
+async def test_weights_that_go_to_the_disk_before_their_samples_find_them_are_sampled_from_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lane of their model is busy once they are published again, and nobody uses them."""
+    monkeypatch.setattr(snapshots, "SHARE", 0.0)
+    backend = Mortal()
+    async with serving(tmp_path, backend=backend) as api:
+        model_id = await api.model()
+        sampler = await published(api, model_id, await train(api, model_id, 1))
+        expected = await drawn(api, sampler, 0)
+        backend.end()
+        ensure = api.services.recovery.ensure
+
+        async def slowly(*args: Any) -> None:
+            await ensure(*args)
+            await api.services.idle.put_unused_away(0.0)
+
+        monkeypatch.setattr(api.services.recovery, "ensure", slowly)
+        assert await drawn(api, sampler, 1) == expected
 
 
 class QuietlyMortal(Mortal):
@@ -196,7 +220,7 @@ async def test_a_model_whose_creation_ends_the_engine_each_time_is_none(
         assert "3 times" in text
         assert text.endswith("There is no such model")
         assert backend.num_ends == 3
-        await api.failure(first, "server")
+        assert "does not exist" in await api.failure(first)
         after = await api.post("optim_step", model_id=model_id, seq_id=2, adam_params=ADAM)
         assert after.status_code == 404
         assert model_id in after.text

@@ -7,6 +7,7 @@ import pytest
 
 from tests.api.harness import Api, serving
 from tinkercloud.config import ModelSource
+from tinkercloud.storage.metadata import Model
 
 
 async def test_the_model_id_is_what_the_client_computes(api: Api) -> None:
@@ -116,6 +117,23 @@ async def test_a_deleted_model_takes_no_more_requests(api: Api) -> None:
     assert (await api.post("optim_step", model_id=model_id, seq_id=2)).status_code == 404
     assert "does not exist" in await api.failure(await api.forward_backward(model_id, 2))
     assert (await api.post("delete_model", model_id=model_id)).status_code == 404
+
+
+async def test_a_pass_that_comes_as_its_model_is_deleted_says_so(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was acknowledged once the lane had been found empty."""
+    model_id = await api.model()
+    models = api.services.models
+    found = await models.require("ann", model_id)
+    await api.ok("delete_model", model_id=model_id)
+    await models.freed()
+
+    async def find(user: str, model_id: str) -> Model:
+        return found
+
+    monkeypatch.setattr(models, "find", find)
+    assert "does not exist" in await api.failure(await api.forward_backward(model_id, 1))
 
 
 async def test_an_unloaded_model_is_gone_and_the_request_can_be_repeated(api: Api) -> None:

@@ -19,7 +19,7 @@ import pytest
 from tests.api.harness import Api, serving, wire_datum
 from tinkercloud.backends.fake import FakeBackend
 from tinkercloud.config import Config
-from tinkercloud.core import task_manager
+from tinkercloud.core import outcome_recorder
 from tinkercloud.core.types import AdamParams, TrainBatch, TrainOutput
 from tinkercloud.errors import StorageFailed, UserError
 from tinkercloud.services.models import snapshots
@@ -179,7 +179,7 @@ async def test_a_deleted_model_is_kept_until_its_last_outcome_is_on_record(
         await finish(self, *args)
 
     monkeypatch.setattr(FuturesStorage, "finish", full)
-    monkeypatch.setattr(task_manager, "RECORD_AGAIN_S", 0.05)
+    monkeypatch.setattr(outcome_recorder, "RECORD_AGAIN_S", 0.05)
     async with serving(tmp_path / "a", archive_bytes=0) as api:
         model_id = await api.model()
         number = await train(api, model_id, 1)

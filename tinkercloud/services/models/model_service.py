@@ -360,7 +360,7 @@ class ModelService:
         if not await lanes.drained(user, model_id):
             return  # at the next start, after what is left
         # What has ended in memory only runs again after a crash: on what is kept of its model.
-        await self._tasks.recorded()
+        await self._tasks.outcomes.recorded()
         async with lanes.between_operations(user, model_id):  # nor is it just brought back
             await self._backend.delete_model(model_id)
             self._recovery.deleted((user, model_id))

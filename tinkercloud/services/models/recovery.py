@@ -18,6 +18,7 @@ from tinkercloud.core.pending import Work
 from tinkercloud.errors import (
     EngineDied,
     MemoryShort,
+    ModelNotFound,
     ModelStateLost,
     ServerFault,
     StateDamaged,
@@ -77,7 +78,7 @@ class Recovery:
         self._deviation = 0.0
         self._num_recovered = 0
         self.recorded: Callable[[], Awaitable[None]] = _nothing_is_late
-        """Waits until every outcome is on record (`TaskManager.recorded`)."""
+        """Waits until every outcome is on record (`OutcomeRecorder.recorded`)."""
         self.publish_again: Publish = _nothing_to_publish
         """Publishes what an operation published, from its model as it was then."""
 
@@ -126,8 +127,15 @@ class Recovery:
             logger.warning("attempt %d of an operation of %s: %s", attempt, key[1], error)
         except ModelStateLost:
             if self._backend.incarnation() == began:
+                if await self._is_deleted(key):  # once this was acknowledged
+                    raise ModelNotFound(key[1]) from None
                 raise
         return None
+
+    async def _is_deleted(self, key: Key) -> bool:
+        user, model_id = key
+        model = await self._metadata.model(model_id, user)
+        return model is None or model.state != "live"
 
     async def ended(self, ticket: Ticket, position: int, took_s: float) -> None:
         assert ticket.model_id is not None

@@ -412,9 +412,12 @@ class SamplingService:
         if directory is None or self._versions.current(key) is not None:
             await self._recovery.ensure(self._tasks.lanes, sampler.user, sampler.model_id)
             version = self._versions.current(key)
-            if version is None:
+            if version is not None:
+                return version
+            # While the model's lane was waited for, it may have gone to the disk as unused.
+            directory = await self._published.find(sampler.user, key)
+            if directory is None:
                 raise VersionLost(sampler.sampler_id)
-            return version
         version = await self._backend.publish(FromCheckpoint(base_model, directory))
         self._on_policy.loaded(key, version)
         return version
