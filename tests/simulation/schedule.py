@@ -60,7 +60,7 @@ WEIGHTS: Mapping[Kind, float] = {
 USERS = ("ann", "bob")
 BASES = ("sim/small", "sim/large")
 VOCAB_SIZE = 24
-NUM_AT_AWAITS = 4
+NUM_AT_AWAITS = 6
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,27 +34,32 @@ RETRY_START_S = 3.0
 
 @dataclass(eq=False)
 class _CrashPlan:
-    """Crashes, one after the other. counts: events since the last one. is_after: the next one's
-    `after` has come."""
+    """Crashes, one after the other. count: events of the next one since the last one. is_after: the
+    next one's `after` has come."""
 
     crashes: list[Crash]
-    counts: Counter[str] = field(default_factory=Counter)
+    count: int = 0
     is_after: bool = False
+
+    @property
+    def trigger(self) -> str | None:
+        """What the next crash waits for."""
+        return self.crashes[0].trigger if self.crashes else None
 
     def next_at(self, trigger: str, label: str, *, is_up: bool) -> Crash | None:
         """The crash that comes at this event."""
-        if not self.crashes:
+        if self.trigger != trigger:
             return None
         crash = self.crashes[0]
         if crash.after and not self.is_after:
-            self.is_after = trigger == crash.trigger and label.startswith(crash.after)
+            self.is_after = label.startswith(crash.after)
             return None
-        self.counts[trigger] += label.startswith(crash.at)
-        if crash.trigger != trigger or self.counts[trigger] < crash.count:
+        self.count += label.startswith(crash.at)
+        if self.count < crash.count:
             return None
         if not is_up and crash.kind == "stop":
             return None
-        self.counts.clear()
+        self.count = 0
         self.is_after = False
         return self.crashes.pop(0)
 
@@ -90,8 +95,7 @@ class World:
         alone = ((crash,) for crash in schedule.at_awaits)
         plans = (schedule.crashes, schedule.aimed, *alone)
         self._plans = [_CrashPlan(list(each)) for each in plans]
-        if schedule.at_awaits:
-            self.loop.after_step = self._after_step
+        self._look_for_next()
         self.num_crashes: Counter[str] = Counter()
         self._troubles = list(schedule.disk)
         self._trouble: DiskTrouble | None = None
@@ -299,6 +303,10 @@ class World:
         if server is not None and process is server.process:
             self._on_event("step", "between two callbacks")
 
+    def _look_for_next(self) -> None:
+        self._triggers = {plan.trigger for plan in self._plans}
+        self.loop.after_step = self._after_step if "await" in self._triggers else None
+
     def _after_step(self, process: Process, task: "asyncio.Task[Any]") -> None:
         server = self.server
         if self.faults_on and server is not None and process is server.process:
@@ -306,6 +314,8 @@ class World:
                 self._on_event("await", f"{place}: awaited")
 
     def _on_event(self, trigger: str, label: str) -> None:
+        if trigger not in self._triggers:
+            return
         for plan in self._plans:
             server = self.server
             if not self.faults_on or server is None:
@@ -313,6 +323,7 @@ class World:
             crash = plan.next_at(trigger, label, is_up=server.is_up)
             if crash is None:
                 continue
+            self._look_for_next()
             if trigger in ("engine", "answered"):
                 self.coverage.crashed_at(f"engine, {label}")
             self._meet(crash, label)
