@@ -1,9 +1,7 @@
 """Requests beside those with numbers: what scripts, consoles and operators ask meanwhile. Their
 answers are not compared; a crash may come in each of them."""
 
-import json
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +54,9 @@ LOOKS = (
 def filled(look: Look, named: Named) -> tuple[str, bytes] | None:
     """(path, body); None where something that it names is not there."""
     path, body = look.path, look.body
-    values: dict[str, Any] = {name: getattr(named, name) for name in Named.__slots__}
-    for name, value in values.items():
+    for name in Named.__slots__:
+        value: str = getattr(named, name)
         if f"{{{name}}}" in path + body and not value:
             return None
         path, body = (text.replace(f"{{{name}}}", value) for text in (path, body))
-    json.loads(body)
     return path, body.encode()

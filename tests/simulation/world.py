@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.simulation import image, sqlite
-from tests.simulation.client import Client, draw_late
+from tests.simulation.bodies import draw_late
+from tests.simulation.client import Client
 from tests.simulation.coverage import Coverage, caller_in_product, suspended_at
 from tests.simulation.disk import Disk
 from tests.simulation.engine import SimulatedEngine
