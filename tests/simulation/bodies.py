@@ -1,0 +1,64 @@
+"""Bodies of the numbered requests of clients, all from the seed of a step."""
+
+import json
+import random
+from typing import Any
+
+import numpy as np
+
+from tests.simulation.history import History, Request
+from tests.simulation.schedule import VOCAB_SIZE, Step
+from tests.simulation.wires import Wire
+from tinker_gmi.connection.transport import JSON
+from tinkercloud.wire.codec import (
+    ForwardBackwardRequest,
+    WireDatum,
+    encode_forward_backward_request,
+)
+
+LATE_SEED = 1_000_001
+
+
+async def draw_late(history: History, wire: Wire, user: str, sampler_id: str) -> None:
+    """A seeded sample by a client that comes to rest: with a number that no other one has."""
+    step = Step("sample", seed=LATE_SEED)
+    request = sample_request(user, sampler_id, LATE_SEED, step)
+    history.requests.append(request)
+    acknowledgement = await wire.post(*request.post)
+    request.request_ids.append(acknowledgement["request_id"])
+    request.results.append(await wire.result(request.request_ids[0]))
+
+
+def sample_request(user: str, sampler_id: str, number: int, step: Step) -> Request:
+    params: dict[str, Any] = {"max_tokens": 3, "temperature": 1.0, "stop": []}
+    if step.seed % 5:
+        params["seed"] = step.seed
+    body = {
+        "sampling_session_id": sampler_id,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1 + step.seed % 20, 3, 5]}]},
+        "sampling_params": params,
+        "num_samples": step.size,
+        "seq_id": number,
+    }
+    request = Request(user, "sample", sampler_id, number, body)
+    request.post = ("asample", json.dumps(body).encode(), JSON)
+    return request
+
+
+def batch(request: Request, numbers: random.Random, *, forward_only: bool) -> bytes:
+    data = tuple(_datum(numbers) for _ in range(numbers.choice((1, 2))))
+    wire = ForwardBackwardRequest(
+        request.owner, request.seq_id, data, "cross_entropy", forward_only=forward_only
+    )
+    return encode_forward_backward_request(wire)
+
+
+def _datum(numbers: random.Random) -> WireDatum:
+    length = numbers.randint(2, 5)
+    highest = VOCAB_SIZE - 1 if numbers.random() < 0.97 else 10 * VOCAB_SIZE  # beyond: refused
+    tokens = [numbers.randint(0, highest) for _ in range(length)]
+    arrays = {
+        "target_tokens": np.array([numbers.randrange(VOCAB_SIZE) for _ in tokens], np.int64),
+        "weights": np.array([numbers.random() for _ in tokens], np.float32),
+    }
+    return WireDatum((np.array(tokens, np.int32),), arrays)
