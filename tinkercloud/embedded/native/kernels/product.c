@@ -27,10 +27,12 @@
 #define TILES(DEFINE, KIND) DEFINE(KIND, 1, 1) DEFINE(KIND, 2, 1)
 #endif
 #define MOST_PANELS 8
+#define SUM_PANELS 12 /* whose sums are kept while inputs go by, a multiple of what tiles hold */
 #define FEW_ROWS_PANELS 6 /* tiles of few rows hold so many, and wait for memory */
 
 #define FETCHES_AHEAD (LANES == 8) /* before a tile of one panel: the lines that its sums go to */
 #define CHUNK_BYTES 2048 /* of a row of inputs that go together at most */
+#define MANY_ROWS 32 /* widening these takes time, so that a task has all the panels that it can */
 
 /* What a tile computes with. */
 typedef struct {
@@ -39,7 +41,7 @@ typedef struct {
   const char *w;
   int64_t w_stride; /* bytes from panel to panel */
   int64_t steps;
-  float *sums; /* [row][MOST_PANELS * PANEL] */
+  float *sums; /* [row][SUM_PANELS * PANEL] */
   int begins;  /* from zero, not from `sums` */
 } tile_t;
 
@@ -92,7 +94,7 @@ INLINE vec broadcast_odd(const char *x) { return broadcast(x + 4); }
 #else
 #define UNROLLED
 #endif
-#define SUM_AT(r, c, v) (sums + (r * MOST_PANELS + c) * PANEL + v * LANES)
+#define SUM_AT(r, c, v) (sums + (r * SUM_PANELS + c) * PANEL + v * LANES)
 
 #define DEFINE_TILE(KIND, ROWS, PANELS)                                                            \
   static ALONE void KIND##_##ROWS##_##PANELS(const tile_t *t) {                                    \
@@ -157,9 +159,11 @@ static const tiles_t tiles_of_kinds[NUM_KINDS][TILE_ROWS] = {
 #endif
 };
 
+static int widens(int64_t is_narrow) { return !HAS_AMX && is_narrow && widens_pairs(); }
+
 static int kind_of(const product_t *p) {
   if (!p->is_narrow) return WIDE;
-  return widens_pairs() ? WIDENED : PAIRED;
+  return widens(1) ? WIDENED : PAIRED;
 }
 
 /* What the tiles of so many rows hold, of any kind. */
@@ -220,19 +224,19 @@ static void run_chunk(const chunk_t *c, float *sums) {
     int64_t first = rows * i / count, end = rows * (i + 1) / count;
     const tiles_t *tile = &tiles[end - first - 1];
     t.x = c->inputs.x + first * c->inputs.stride;
-    t.sums = sums + first * MOST_PANELS * PANEL;
+    t.sums = sums + first * SUM_PANELS * PANEL;
     for (int64_t r = first; FETCHES_AHEAD && ends && r < end; r++)
       __builtin_prefetch(p->y + (c->rows.first + r) * p->y_stride + col, 1);
     run_tile(tile->of[c->panels - 1], &t, p->is_narrow);
     if (ends)
       for (int64_t r = first; r < end; r++)
-        put_sums(p, c->rows.first + r, col, width, sums + r * MOST_PANELS * PANEL);
+        put_sums(p, c->rows.first + r, col, width, sums + r * SUM_PANELS * PANEL);
   }
 }
 
-/* Up to MOST_PANELS panels, so that a chunk of inputs is made ready for several. */
+/* Up to SUM_PANELS panels, so that a chunk of inputs is made ready for several. */
 static void multiply_some(const product_t *p, range_t rows, range_t panels, int64_t together) {
-  static _Thread_local float sums[ROW_BLOCK * MOST_PANELS * PANEL] __attribute__((aligned(64)));
+  static _Thread_local float sums[ROW_BLOCK * SUM_PANELS * PANEL] __attribute__((aligned(64)));
   int kind = kind_of(p);
   int64_t most = CHUNK_BYTES / (kind == WIDENED ? widened_STRIDE : wide_STRIDE);
   int64_t steps = steps_of(p->is_narrow, p->k);
@@ -251,7 +255,7 @@ static void multiply_some(const product_t *p, range_t rows, range_t panels, int6
 
 static void multiply_block(const product_t *p, range_t rows, range_t panels) {
   int64_t together = tiles_of(rows.end - rows.first)->panels;
-  int64_t most = MOST_PANELS / together * together;
+  int64_t most = (kind_of(p) == WIDENED ? SUM_PANELS : MOST_PANELS) / together * together;
   for (int64_t first = panels.first; first < panels.end; first += most)
     multiply_some(p, rows, (range_t){first, MIN(first + most, panels.end)}, together);
 }
@@ -283,6 +287,7 @@ cut_t cut_product(int64_t rows, int64_t is_narrow, int64_t k, int64_t out) {
       HAS_AMX && is_narrow ? panels_together(task_rows) : tiles_of(task_rows)->panels;
   int64_t panels = MIN(TASK_BYTES / (steps * STEP_BYTES), TASK_STEPS / (task_rows * steps));
   panels = MAX(panels / together, 1) * together;
+  if (widens(is_narrow) && task_rows >= MANY_ROWS) panels = MAX(panels, SUM_PANELS);
   int64_t panel_tasks = parts(panels_of(out), panels);
   if (together >= FEW_ROWS_PANELS && panel_tasks > 1) { /* an even number, for two threads */
     panels = parts(panels_of(out), rounded_up(panel_tasks, 2));
