@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.lib.arguments import BenchmarkParser
+from benchmarks.lib.candidates import times_chain
 from benchmarks.lib.machine import versions
 from benchmarks.lib.report import Cell, Report, Target, about
 from benchmarks.lib.smollm2 import weights
@@ -29,6 +30,7 @@ STRUCTURED_TIMES, LATER_TIMES, RUN_TIMES = 2.5, 1.5, 1.4
 EVEN = (0.95, 1.05)
 STREAM, STREAM_BATCH, STREAM_LEVEL = "as they come", 32, 8
 CONTEXT = 100.0  # tokens, of the table of round times
+SECOND = 0.3  # of tokens that a first candidate missed, those that a second one is taken to have
 COLUMNS = (
     *("load", "temperature", "at once", "plain tokens/s", "with drafts tokens/s", "times"),
     *("tokens a pass", "drafting ms a pass", "verifying ms a pass"),
@@ -93,6 +95,20 @@ class Loads:
             ratios = table.verify_ms(rows, at_once, CONTEXT) / plain
             cells = " | ".join(f"{ratio:.2f}" for ratio in ratios)
             lines.append(f"| {at_once} | {plain:.1f} | {cells} |")
+        return "\n".join(lines)
+
+    def candidates(self) -> str:
+        """What trees with two candidates for a position bring at most, as a multiple of chains."""
+        accepted = (0.3, 0.5, 0.7, 0.9)
+        lines = [
+            "| at once | " + " | ".join(f"{first:.0%} accepted" for first in accepted) + " |",
+            "|---:|" + "---:|" * len(accepted),
+        ]
+        for at_once in (1, 2, 4, 8, 16, 32):
+            rows = np.array([at_once * (1 + k) for k in range(9)], np.float64)
+            costs = self._table.verify_ms(rows, at_once, CONTEXT).tolist()
+            gains = [times_chain(first, SECOND, costs) for first in accepted]
+            lines.append(f"| {at_once} | " + " | ".join(f"{gain:.2f}" for gain in gains) + " |")
         return "\n".join(lines)
 
     def workloads(self) -> Iterator[Workload]:
@@ -197,7 +213,7 @@ def main() -> None:
         runs = PolicyLoop(model, scale.rl).run()
     report = Report(
         title="Speculation",
-        about=description(model, scale, loads.costs(), runs),
+        about=description(model, scale, loads, runs),
         command=parser.command(options),
         columns=COLUMNS,
         rows=[row for row, _ in pairs] + [row for epochs in runs for row in epoch_rows(epochs)],
@@ -208,12 +224,14 @@ def main() -> None:
     report.publish(options.json)
 
 
-def description(model: LocalModel, scale: Scale, costs: str, runs: Sequence[Epochs]) -> str:
+def description(model: LocalModel, scale: Scale, loads: Loads, runs: Sequence[Epochs]) -> str:
     return about(
         ABOUT.format(
             dtype=str(model.dtype).removeprefix("torch."),
             scale=scale,
-            costs=costs,
+            costs=loads.costs(),
+            candidates=loads.candidates(),
+            second=SECOND,
             rewards=", ".join(f"{reward:.2f}" for reward in runs[0].rewards),
             at_once=" and ".join(map(str, scale.rl.at_once)),
             level=STREAM_LEVEL,
@@ -239,7 +257,12 @@ sample, and of all epochs together.
 The time of a round, as a multiple of a plain one (100 tokens of context): the most that drafts can
 gain is their tokens a pass over this.
 
-{costs}"""
+{costs}
+
+Two candidates for a position would bring at most so many times the tokens/s of one by this table,
+if the second had {second:.0%} of the tokens that the first missed and drafting cost nothing:
+
+{candidates}"""
 
 if __name__ == "__main__":
     main()
