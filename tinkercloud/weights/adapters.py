@@ -5,7 +5,7 @@ dtype (Hu et al. 2021). A ~ U(-1/sqrt(in), 1/sqrt(in)), B = 0, so a fresh adapte
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -44,12 +44,17 @@ def adapter_sizes(shapes: Mapping[str, tuple[int, int]]) -> AdapterSizes:
 
 
 def fresh_adapter(
-    spec: LoraSpec, shapes: Mapping[str, tuple[int, int]], device: torch.device
+    spec: LoraSpec,
+    shapes: Mapping[str, tuple[int, int]],
+    device: torch.device,
+    before_each: Callable[[str], None] = lambda name: None,
 ) -> Adapter:
-    """A new adapter. `shapes`: module -> (out, in). Drawn on the CPU: a seed means one adapter."""
+    """A new adapter. `shapes`: module -> (out, in). Drawn on the CPU: a seed means one adapter.
+    before_each: is called with each module's name, since large ranks take seconds."""
     generator = torch.Generator().manual_seed(spec.seed % 2**63)
     adapter: Adapter = {}
     for name in adapted_modules(spec, shapes):
+        before_each(name)
         out_features, in_features = shapes[name]
         a = torch.empty(spec.rank, in_features).uniform_(-1, 1, generator=generator)
         a *= in_features**-0.5

@@ -1,15 +1,26 @@
 """Sampling for one model and training for another share the device: neither starves."""
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.embedded.process.worker_driver import Driver
+from tests.embedded.process.worker_driver import LIMIT_S, Driver
 from tests.embedded.tiny import ask, random_prompt, supervised
-from tinkercloud.core.types import FromBase, LoraSpec, TrainBatch
-from tinkercloud.embedded.process.protocol import CreateModel, ForwardBackward, Publish, Sample
+from tinkercloud.core.types import AdamParams, FromBase, FromModel, LoraSpec, TrainBatch
+from tinkercloud.embedded.process import worker
+from tinkercloud.embedded.process.protocol import (
+    CopyState,
+    CreateModel,
+    ForwardBackward,
+    OptimStep,
+    Ping,
+    Publish,
+    Request,
+    Sample,
+)
 
 
 @pytest.fixture
@@ -77,3 +88,42 @@ def test_company_changes_no_result(driver: Driver) -> None:
     np.testing.assert_array_equal(ours.logprobs, theirs.logprobs)
     for ours, theirs in zip(trained.outputs, trained_together.outputs, strict=True):
         np.testing.assert_array_equal(ours["logprobs"], theirs["logprobs"])
+
+
+LONG_WORK: dict[str, Request[object]] = {
+    "create": CreateModel("new", "tiny", LoraSpec(rank=4, seed=0)),
+    "optim_step": OptimStep("m", AdamParams(1e-3)),
+    "copy": CopyState("m"),
+    "publish": Publish(FromModel("m")),
+}
+
+
+@pytest.mark.parametrize("name", LONG_WORK)
+def test_samples_go_on_during_long_work_on_a_model_and_other_requests_keep_their_order(
+    name: str, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "TRAINING_SLICE_S", 0.0)  # each part of the work is long
+    version = driver.call(Publish(FromBase("tiny")))
+    driver.call(CreateModel("m", "tiny", LoraSpec(rank=4, seed=0)))
+    request = ask(random_prompt(20, 1), max_tokens=4, use_eos=False)
+    alone = driver.call(Sample(version, request)).sequences[0]
+    sent, are_sent = list[int](), threading.Event()
+
+    def all_at_once(number: int) -> None:
+        """In the worker's thread: it finds all of them."""
+        driver.whenever = lambda _: None
+        later = (Sample(version, request), ForwardBackward("m", batch(8)), Publish(FromModel("m")))
+        sent.extend(driver.send(each) for each in (LONG_WORK[name], *later))
+        are_sent.set()
+
+    driver.whenever = all_at_once
+    driver.call(Ping())
+    assert are_sent.wait(LIMIT_S)
+    for number in sent:
+        driver.wait(number)
+    work, sample, _, publish = sent
+    order = [number for number in driver.order if number in (work, sample, publish)]
+    assert order == [sample, work, publish]
+    sampled = driver.wait(sample).sequences[0]
+    np.testing.assert_array_equal(sampled.tokens, alone.tokens)
+    np.testing.assert_array_equal(sampled.logprobs, alone.logprobs)

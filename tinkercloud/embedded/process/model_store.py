@@ -25,6 +25,7 @@ from tinkercloud.embedded.training.block import neighbours
 from tinkercloud.embedded.training.checkpoints import Contents
 from tinkercloud.embedded.training.linear import join_weights
 from tinkercloud.embedded.training.micro_batches import MicroBatch
+from tinkercloud.embedded.training.parts import Between, in_parts, nothing
 from tinkercloud.embedded.training.trainable_model import (
     TrainableModel,
     frozen,
@@ -53,6 +54,12 @@ class ModelStore:
         self._versions = versions
         self._specs: dict[str, LoraSpec] = {}  # of versions
         self._copies = StateCopies()
+        self._between: Between = nothing
+
+    def yield_to(self, between: Between) -> None:
+        """between: is called between the parts of long work on a model, and makes, changes and
+        deletes none."""
+        self._between = between
 
     def base(self, name: str) -> BaseModel:
         if name not in self._bases:
@@ -79,10 +86,11 @@ class ModelStore:
         self._require_room(model_id, spec, base)
         adapter, full = None, None
         if spec.rank > 0:
-            adapter = fresh_adapter(spec, base.config.linear_shapes(), base.device)
+            shapes = base.config.linear_shapes()
+            adapter = fresh_adapter(spec, shapes, base.device, lambda name: self._between())
         else:
             full = full_parameters(base)
-        self._models[model_id] = TrainableModel(model_id, base, spec, adapter, full)
+        self._models[model_id] = TrainableModel(model_id, base, spec, adapter, full, self._between)
 
     def load_model(
         self, model_id: str, base_model: str, directory: Path, with_optimizer: bool
@@ -90,6 +98,7 @@ class ModelStore:
         base = self.base(base_model)
         self._require_room(model_id, read_state(directory).lora, base)
         model = checkpoints.load(model_id, base, directory, with_optimizer=with_optimizer)
+        model.yield_to(self._between)
         self._models[model_id] = model
         return model.spec
 
@@ -139,6 +148,7 @@ class ModelStore:
         base = self.base(base_model)
         self._require_room(model_id, state_files.spec_of(directory), base)
         model = state_files.restore(model_id, base, directory)
+        model.yield_to(self._between)
         self._models[model_id] = model
 
     # ---- versions
@@ -203,9 +213,12 @@ class ModelStore:
         if adapter is None:
             return Version(version_id, base, weights, None, 1.0, origin), spec
         scale = spec.alpha / spec.rank
-        return Version(version_id, base, weights, _copied(adapter), scale, origin), spec
+        return Version(
+            version_id, base, weights, _copied(adapter, self._between), scale, origin
+        ), spec
 
 
-def _copied(adapter: Adapter) -> Adapter:
+def _copied(adapter: Adapter, between: Between) -> Adapter:
     """The trainer updates its tensors in place; a version must not move with them."""
-    return {name: (a.detach().clone(), b.detach().clone()) for name, (a, b) in adapter.items()}
+    modules = in_parts(adapter.items(), between)
+    return {name: (a.detach().clone(), b.detach().clone()) for name, (a, b) in modules}

@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -41,9 +42,12 @@ from tinkercloud.embedded.process.model_store import ModelStore
 from tinkercloud.embedded.process.numerics import numerics
 from tinkercloud.embedded.process.protocol import (
     Call,
+    Cancel,
     EngineSettings,
+    Ping,
     Ready,
     Reply,
+    Sample,
     Serves,
     StartFailed,
     Stats,
@@ -90,6 +94,9 @@ class Worker:
             models, self._engine, self._training, self._after_optim_step, self._tokens
         )
         self._inbox: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._held: deque[Call | None] = deque()  # that came during long work on a model
+        self._part_began_s = time.monotonic()
+        models.yield_to(self._serve_samples)
         self._scheduler = FairShareScheduler()
         self._instruction_set = instruction_set_in_use(choose_device())
         self._last_stats_s = 0.0
@@ -122,13 +129,36 @@ class Worker:
         """Those that are there; before that, waits for one. False: there is nobody any more."""
         while True:
             try:
-                call = self._inbox.get(block=wait_s != 0.0, timeout=wait_s or None)
+                call = self._next_message(wait_s)
             except queue.Empty:
                 return True
             if call is None:
                 return False
+            self._part_began_s = time.monotonic()
             self._handlers.handle(call, self._send)
             wait_s = 0.0
+
+    def _next_message(self, wait_s: float | None) -> Call | None:
+        """Raises Empty."""
+        if self._held:
+            return self._held.popleft()
+        return self._inbox.get(block=wait_s != 0.0, timeout=wait_s or None)
+
+    def _serve_samples(self) -> None:
+        """Long work on a model calls this between its parts: samples go on meanwhile, a step of
+        them for each slice of that work. Other requests wait, since they may change models; none
+        of the samples can need one of these, because their weights were published before."""
+        if time.monotonic() - self._part_began_s < TRAINING_SLICE_S:
+            return
+        while not self._inbox.empty():
+            call = self._inbox.get()
+            if call is not None and isinstance(call.request, Sample | Cancel | Ping):
+                self._handlers.handle(call, self._send)
+            else:
+                self._held.append(call)
+        if self._engine.busy:
+            self._sample_once()
+        self._part_began_s = time.monotonic()
 
     @property
     def _is_idle(self) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tinkercloud.core.types import AdamParams
+from tinkercloud.embedded.training.parts import Between, in_parts, nothing
 from tinkercloud.errors import GradientNotFinite, UserError, WeightsNotFinite
 
 SURELY_FINITE = 1e37
@@ -44,12 +45,13 @@ class _Bounds:
 class AdamW:
     """Moments for a fixed list of named parameters. Owns no gradient."""
 
-    def __init__(self, params: dict[str, Tensor]):
+    def __init__(self, params: dict[str, Tensor], between: Between = nothing):
         self.params = params
+        self.between = between
         self.num_steps = 0
         self._bounds: _Bounds | None = None
-        self.exp_avg = {n: torch.zeros_like(p) for n, p in params.items()}
-        self.exp_avg_sq = {n: torch.zeros_like(p) for n, p in params.items()}
+        self.exp_avg = _zeros(params, between)
+        self.exp_avg_sq = _zeros(params, between)
 
     @torch.no_grad()
     def step(self, grads: dict[str, Tensor], hyper: AdamParams) -> dict[str, float]:
@@ -57,7 +59,7 @@ class AdamW:
 
         Raises GradientNotFinite and WeightsNotFinite, changing nothing.
         """
-        norm = _global_norm(grads)
+        norm = _global_norm(grads, self.between)
         if not math.isfinite(norm):
             raise GradientNotFinite
         scale = min(1.0, hyper.grad_clip_norm / (norm + 1e-6)) if hyper.grad_clip_norm > 0 else 1.0
@@ -77,12 +79,13 @@ class AdamW:
             if bounds.are_finite:
                 return bounds
         tensors = self.params, self.exp_avg, self.exp_avg_sq
-        return _Bounds(*map(_largest, tensors)).after(norm, self.num_steps + 1, hyper)
+        largest = (_largest(each, self.between) for each in tensors)
+        return _Bounds(*largest).after(norm, self.num_steps + 1, hyper)
 
     def _checked_step(self, grads: dict[str, Tensor], scale: float, hyper: AdamParams) -> None:
         """A step that may leave the range of float32: undone, bit for bit, where it does."""
         tensors = [*self.params.values(), *self.exp_avg.values(), *self.exp_avg_sq.values()]
-        before = [tensor.clone() for tensor in tensors]
+        before = [tensor.clone() for tensor in in_parts(tensors, self.between)]
         fault: str | None
         try:
             self._step(grads, scale, hyper)
@@ -99,7 +102,7 @@ class AdamW:
     def _fault(self) -> str | None:
         kinds = ("weight", self.params), ("first moment", self.exp_avg)
         for kind, tensors in (*kinds, ("second moment", self.exp_avg_sq)):
-            for name, tensor in tensors.items():
+            for name, tensor in in_parts(tensors.items(), self.between):
                 num_bad = tensor.numel() - int(torch.isfinite(tensor).sum())
                 if num_bad:
                     return f"{num_bad} of {tensor.numel()} numbers of the {kind} of {name}"
@@ -107,7 +110,7 @@ class AdamW:
 
     def _step(self, grads: dict[str, Tensor], scale: float, hyper: AdamParams) -> None:
         self.num_steps += 1
-        for name, param in self.params.items():
+        for name, param in in_parts(self.params.items(), self.between):
             self._update(name, param, grads.get(name), scale, hyper)
 
     def _update(
@@ -149,16 +152,21 @@ class AdamW:
         self._bounds = None
 
 
-def _largest(tensors: Mapping[str, Tensor]) -> float:
+def _zeros(params: Mapping[str, Tensor], between: Between) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(param) for name, param in in_parts(params.items(), between)}
+
+
+def _largest(tensors: Mapping[str, Tensor], between: Between) -> float:
     """The largest absolute number; NaN where one is."""
     if not tensors:
         return 0.0
-    largest = [torch.linalg.vector_norm(tensor, math.inf) for tensor in tensors.values()]
+    parts = in_parts(tensors.values(), between)
+    largest = [torch.linalg.vector_norm(tensor, math.inf) for tensor in parts]
     return float(torch.stack(largest).max())
 
 
-def _global_norm(grads: dict[str, Tensor]) -> float:
+def _global_norm(grads: dict[str, Tensor], between: Between) -> float:
     if not grads:
         return 0.0
-    norms = torch.stack([torch.linalg.vector_norm(g) for g in grads.values()])
+    norms = torch.stack([torch.linalg.vector_norm(g) for g in in_parts(grads.values(), between)])
     return float(torch.linalg.vector_norm(norms.double()))

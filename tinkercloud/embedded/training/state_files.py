@@ -21,6 +21,7 @@ from tinkercloud.core.types import LoraSpec
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.training import checkpoints
 from tinkercloud.embedded.training.checkpoints import Contents
+from tinkercloud.embedded.training.parts import Between, in_parts
 from tinkercloud.embedded.training.trainable_model import TrainableModel
 from tinkercloud.errors import StateDamaged, UserError
 from tinkercloud.weights.checkpoints import flush_folder, read_state, read_tensors, write_tensors
@@ -41,16 +42,16 @@ class StateCopy:
     def of(cls, model: TrainableModel) -> "StateCopy":
         """In the host's memory."""
         contents = Contents.of(model, with_optimizer=True)
-        params = _copied(model.params)
+        params = _copied(model.params, model.between)
         adapter = (
             None
             if contents.adapter is None
             else {n: (params[f"{n}.lora_A"], params[f"{n}.lora_B"]) for n in contents.adapter}
         )
         full = None if contents.full is None else params
-        moments = _copied(contents.moments or {})
+        moments = _copied(contents.moments or {}, model.between)
         held = dataclasses.replace(contents, adapter=adapter, full=full, moments=moments)
-        return cls(held, _copied(model.grads))
+        return cls(held, _copied(model.grads, model.between))
 
 
 def write(copy: StateCopy, directory: Path) -> int:
@@ -92,8 +93,9 @@ def restore(model_id: str, base: BaseModel, directory: Path) -> TrainableModel:
     return model
 
 
-def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+def _copied(tensors: Mapping[str, Tensor], between: Between) -> dict[str, Tensor]:
+    parts = in_parts(tensors.items(), between)
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in parts}
 
 
 def _verified(directory: Path) -> list[str]:

@@ -18,6 +18,7 @@ from tinkercloud.embedded.native.train_bindings import has_compiled_pass, traini
 from tinkercloud.embedded.training.linear import ModelWeights
 from tinkercloud.embedded.training.micro_batches import KeptBytes, kept_bytes
 from tinkercloud.embedded.training.optimizer import AdamW
+from tinkercloud.embedded.training.parts import Between, nothing
 from tinkercloud.errors import GradientNotFinite
 from tinkercloud.weights.adapters import Adapter
 
@@ -27,7 +28,8 @@ class TrainableModel:
     """A tenant's fine-tune. Exactly one of `adapter` (LoRA) and `full` (rank 0) is not None.
 
     params: every trainable tensor, float32 leaves, by a flat name. grads: the accumulated gradient
-    by the same names; a missing name means zero.
+    by the same names; a missing name means zero. between: is called between the parts of long work
+    on the tensors.
     """
 
     id: str
@@ -35,6 +37,7 @@ class TrainableModel:
     spec: LoraSpec
     adapter: Adapter | None
     full: dict[str, Tensor] | None
+    between: Between = nothing
     params: dict[str, Tensor] = field(init=False)
     optimizer: AdamW = field(init=False)
     grads: dict[str, Tensor] = field(default_factory=dict)
@@ -50,7 +53,11 @@ class TrainableModel:
                 self.params[f"{name}.lora_B"] = b
         for param in self.params.values():
             param.requires_grad_(True)
-        self.optimizer = AdamW({n: p.detach() for n, p in self.params.items()})
+        self.optimizer = AdamW({n: p.detach() for n, p in self.params.items()}, self.between)
+
+    def yield_to(self, between: Between) -> None:
+        """Of later work on the tensors."""
+        self.between = self.optimizer.between = between
 
     @property
     def scale(self) -> float:
