@@ -145,20 +145,29 @@ class Worker:
         return self._inbox.get(block=wait_s != 0.0, timeout=wait_s or None)
 
     def _serve_samples(self) -> None:
-        """Long work on a model calls this between its parts: samples go on meanwhile, a step of
-        them for each slice of that work. Other requests wait, since they may change models; none
-        of the samples can need one of these, because their weights were published before."""
-        if time.monotonic() - self._part_began_s < TRAINING_SLICE_S:
+        """Long work on a model calls this between its parts: samples go on meanwhile, after each
+        slice of that work for as long as it took. Other requests wait, since they may change
+        models; none of the samples can need one of these: their weights were published before."""
+        part_s = time.monotonic() - self._part_began_s
+        if part_s < TRAINING_SLICE_S:
             return
+        until = time.monotonic() + part_s
+        self._take_samples()
+        while self._engine.busy:
+            self._sample_once()
+            if time.monotonic() >= until:
+                break
+            self._take_samples()
+        self._part_began_s = time.monotonic()
+
+    def _take_samples(self) -> None:
+        """And what else changes no model."""
         while not self._inbox.empty():
             call = self._inbox.get()
             if call is not None and isinstance(call.request, Sample | Cancel | Ping):
                 self._handlers.handle(call, self._send)
             else:
                 self._held.append(call)
-        if self._engine.busy:
-            self._sample_once()
-        self._part_began_s = time.monotonic()
 
     @property
     def _is_idle(self) -> bool:

@@ -9,9 +9,11 @@ LEAST_SHARE, SHARE = 1.0, 0.5
 """Of a step's time without prompts: for the user who was given least, and for the others."""
 PLAIN_EVERY = 16
 """Steps of which one goes without prompts, where users share them."""
-STEP_MS = 200.0
-"""Of a step with prompts alone, about: who comes meanwhile waits for its end."""
-MIN_ROWS, MIN_ALONE_ROWS = 4, 64
+STEP_MS, SHORT_STEP_MS = 200.0, 40.0
+"""Of a step with prompts alone, about: who comes meanwhile waits for its end. The short one is for
+where somebody else was there a moment ago, and may come back."""
+MOMENT_MS = 2000.0
+MIN_ROWS, MIN_ALONE_ROWS, MIN_SHORT_ROWS = 4, 64, 16
 MEMORY = 0.8  # of an average, from one step to the next
 
 
@@ -23,9 +25,16 @@ class PrefillBudget:
         self._plain_ms: dict[int, float] = {}  # a step's without prompts, by its samples' magnitude
         self._prompt_ms = self._prompt_rows = 0.0  # what rows of prompts added, and how many
         self._since_plain = 0
+        self._alone_ms = MOMENT_MS  # of steps since users shared one
+
+    def shared(self) -> None:
+        """The next step is one of several users."""
+        self._alone_ms = 0.0
 
     def alone(self) -> int:
         """For a user whom nobody waits for."""
+        if self._alone_ms < MOMENT_MS:
+            return self._rows_within(SHORT_STEP_MS, MIN_SHORT_ROWS)
         return self._rows_within(STEP_MS, MIN_ALONE_ROWS)
 
     def beside(self, num_samples: int, *, is_least: bool) -> int:
@@ -42,6 +51,7 @@ class PrefillBudget:
 
     def took(self, ms: float, num_prompt_rows: int, num_samples: int) -> None:
         """A step is over."""
+        self._alone_ms += ms
         magnitude = num_samples.bit_length()
         if num_prompt_rows:
             self._since_plain += 1

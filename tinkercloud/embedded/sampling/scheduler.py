@@ -126,6 +126,8 @@ class Scheduler:
         self._other_rows = self._budget.beside(self._num_samples, is_least=False)
         if self._counters.num_users == 1:
             self._least_rows = self._budget.alone()
+        else:
+            self._budget.shared()
         self._saved_rows = min(self._saved_rows, CHUNK) + self._other_rows
         return [*self._decode_items(batch), *self._prefill_items()]
 
