@@ -231,6 +231,22 @@ def test_a_long_prompt_takes_half_of_a_steps_time_beside_another_users_sample(re
     assert prompt_ms <= 0.6 * 50 * 10.0
 
 
+def test_prompts_of_one_user_go_in_short_steps_while_another_was_there_a_moment_ago():
+    bench = Bench(num_blocks=4000)
+    bench.step_ms, bench.row_ms = 10.0, 1.0
+    for seed in range(4):
+        bench.submit(random_prompt(3500, seed), user="long")
+    for _ in range(3):
+        bench.step()
+    alone = num_rows(bench.step(), "long")
+    short = bench.submit(random_prompt(4, 9), max_tokens=1, user="short")
+    while short not in bench.outcomes:
+        bench.step()
+    after = [num_rows(bench.step(), "long") for _ in range(60)]
+    assert max(after[:30]) <= alone / 3, "who comes back waits for a short step"
+    assert after[-1] >= 0.9 * alone, "long steps again, which are faster"
+
+
 def test_a_short_prompt_is_computed_at_once_beside_anothers_queue_of_long_ones():
     bench = Bench(num_blocks=4000)
     bench.step_ms, bench.row_ms = 10.0, 1.0
