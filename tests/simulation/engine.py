@@ -119,9 +119,10 @@ class SimulatedEngine(Backend):
 
     def die(self, for_s: float) -> None:
         """Alone: its server sees that, and has a new one after that time."""
+        was_up = self.is_up
         self.end()
-        if self._server is None or not self._server.alive:
-            return
+        if not was_up or self._server is None or not self._server.alive:
+            return  # where it was down already, the next one is on its way
         pending, self._pending = self._pending, {}
         in_process(self._server, self._loop.call_later, 0.001, _fail, list(pending))
         if for_s != float("inf"):

@@ -289,7 +289,7 @@ async def _differs(world: "World", oracle: Oracle, request: Request, row: Row) -
             return f"it completed, and must fail: {error}"
         return None if row.failure[1] == str(error) else f"failed as {row.failure}, not as {error}"
     except KeyError as error:  # its model, or the checkpoint that it loads, was never made
-        if row.failure is not None and "does not exist" in row.failure[1]:
+        if row.failure is not None and row.failure[0] == "user":
             return None
         return f"it ended as {row.failure or 'completed'} without {error}"
     if row.failure is not None:

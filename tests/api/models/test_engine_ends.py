@@ -82,6 +82,20 @@ async def test_weights_that_go_to_the_disk_before_their_samples_find_them_are_sa
         assert await drawn(api, sampler, 1) == expected
 
 
+class MortalInDeletions(Mortal):
+    async def delete_model(self, model_id: str) -> None:
+        self.end()
+        raise EngineDied("the engine process ended (code -9)")
+
+
+async def test_a_model_is_gone_with_an_engine_that_ends_as_it_is_deleted(tmp_path: Path) -> None:
+    async with serving(tmp_path, backend=MortalInDeletions()) as api:
+        model_id = await api.model()
+        await train(api, model_id, 1)
+        assert await api.result(await api.ok("unload_model", model_id=model_id))
+        assert await api.services.recovery.models() == []
+
+
 class QuietlyMortal(Mortal):
     """Ends when it has made a model again, while it holds no request."""
 

@@ -69,7 +69,3 @@ def refusal(error: TinkercloudError) -> Work:
 def never(ticket: Ticket, outcome: Outcome) -> bool:
     """It reads the model only."""
     return False
-
-
-def is_users_fault(outcome: Outcome) -> bool:
-    return outcome.status == "failed" and json.loads(outcome.body)["category"] == "user"

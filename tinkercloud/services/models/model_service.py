@@ -5,6 +5,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from typing import TypeVar
 
@@ -20,6 +21,7 @@ from tinker_gmi.types import (
 )
 from tinkercloud.core.pending import Pending, Resume, Work
 from tinkercloud.errors import (
+    EngineDied,
     InvalidRequest,
     ModelNotFound,
     NumberTaken,
@@ -362,7 +364,8 @@ class ModelService:
         # What has ended in memory only runs again after a crash: on what is kept of its model.
         await self._tasks.outcomes.recorded()
         async with lanes.between_operations(user, model_id):  # nor is it just brought back
-            await self._backend.delete_model(model_id)
+            with suppress(EngineDied):  # with all that it had in memory
+                await self._backend.delete_model(model_id)
             self._recovery.deleted((user, model_id))
             self._on_policy.changed(model_id)
             if not await self._metadata.is_sampled(user, model_id):

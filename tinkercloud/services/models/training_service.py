@@ -35,7 +35,6 @@ from tinkercloud.services.models.lane_operations import (
     Submitted,
     as_json,
     changes_if_completed,
-    is_users_fault,
     never,
     refusal,
 )
@@ -46,7 +45,7 @@ from tinkercloud.services.models.training_outcomes import (
     computed_by_pass,
     computed_by_step,
 )
-from tinkercloud.storage.futures import Outcome, Ticket, completed_json, completed_protobuf
+from tinkercloud.storage.futures import Outcome, Ticket, completed_json, completed_protobuf, failed
 from tinkercloud.storage.metadata import Model
 
 FORWARD, SAVE, EXPORT = "Forward", "SaveWeights", "SaveWeightsExternal"
@@ -160,7 +159,11 @@ class TrainingService:
 
     def _stepping(self, model: Model, body: OptimStepRequest) -> Work:
         async def work() -> Outcome:
-            metrics = await self._backend.optim_step(model.model_id, adam_params(body))
+            try:
+                metrics = await self._backend.optim_step(model.model_id, adam_params(body))
+            except UserError as error:  # a gradient that is not finite: it is dropped
+                dropped = failed(str(error), error.category)
+                return replace(dropped, computed=dropped.body)
             known = self._on_policy.stepped(model.model_id)
             # NaN in a JSON result is a decode error in the client (wire specification, section 0)
             finite = {n: v for n, v in {**metrics, **known}.items() if math.isfinite(v)}
@@ -281,8 +284,8 @@ class TrainingService:
 
 
 def _steps(ticket: Ticket, outcome: Outcome) -> bool:
-    """Also where the gradient was not finite: it is dropped."""
-    return outcome.status == "completed" or is_users_fault(outcome)
+    """Also where the gradient was dropped; not where there was no model."""
+    return outcome.computed is not None
 
 
 def _publishes(ticket: Ticket, outcome: Outcome) -> bool:
