@@ -8,7 +8,6 @@ MAX_SCHEDULES = 2000
 FOUND_LATE = (
     "deleted model is found",
     "order of arrival",
-    "refused after acknowledged",
     "snapshot is not waited for",
     "snapshot without lost versions",
 )
