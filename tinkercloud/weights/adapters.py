@@ -47,14 +47,14 @@ def fresh_adapter(
     spec: LoraSpec,
     shapes: Mapping[str, tuple[int, int]],
     device: torch.device,
-    before_each: Callable[[str], None] = lambda name: None,
+    before_each: Callable[[], None] = lambda: None,
 ) -> Adapter:
     """A new adapter. `shapes`: module -> (out, in). Drawn on the CPU: a seed means one adapter.
-    before_each: is called with each module's name, since large ranks take seconds."""
+    before_each: is called before each module, since large ranks take seconds."""
     generator = torch.Generator().manual_seed(spec.seed % 2**63)
     adapter: Adapter = {}
     for name in adapted_modules(spec, shapes):
-        before_each(name)
+        before_each()
         out_features, in_features = shapes[name]
         a = torch.empty(spec.rank, in_features).uniform_(-1, 1, generator=generator)
         a *= in_features**-0.5

@@ -213,6 +213,17 @@ def num_rows(items: list[Computed], user: str) -> int:
     return sum(item.count for item in items if item.is_prompt and item.sequence.job.user == user)
 
 
+def busy_with_prompts(count: int, length: int) -> Bench:
+    """Of the user `long`, of whom the first steps are over."""
+    bench = Bench(num_blocks=4000)
+    bench.step_ms, bench.row_ms = 10.0, 1.0
+    for seed in range(count):
+        bench.submit(random_prompt(length, seed), user="long")
+    for _ in range(3):
+        bench.step()
+    return bench
+
+
 @pytest.mark.parametrize("reproducible", [True, False])
 def test_a_long_prompt_takes_half_of_a_steps_time_beside_another_users_sample(reproducible: bool):
     bench = Bench(reproducible=reproducible)
@@ -232,12 +243,7 @@ def test_a_long_prompt_takes_half_of_a_steps_time_beside_another_users_sample(re
 
 
 def test_prompts_of_one_user_go_in_short_steps_while_another_was_there_a_moment_ago():
-    bench = Bench(num_blocks=4000)
-    bench.step_ms, bench.row_ms = 10.0, 1.0
-    for seed in range(4):
-        bench.submit(random_prompt(3500, seed), user="long")
-    for _ in range(3):
-        bench.step()
+    bench = busy_with_prompts(4, 3500)
     alone = num_rows(bench.step(), "long")
     short = bench.submit(random_prompt(4, 9), max_tokens=1, user="short")
     while short not in bench.outcomes:
@@ -248,12 +254,7 @@ def test_prompts_of_one_user_go_in_short_steps_while_another_was_there_a_moment_
 
 
 def test_a_short_prompt_is_computed_at_once_beside_anothers_queue_of_long_ones():
-    bench = Bench(num_blocks=4000)
-    bench.step_ms, bench.row_ms = 10.0, 1.0
-    for seed in range(20):
-        bench.submit(random_prompt(3000, seed), user="long")
-    for _ in range(3):
-        bench.step()
+    bench = busy_with_prompts(20, 3000)
     short = bench.submit(random_prompt(20, 100), max_tokens=10, user="short")
     steps = 0
     while short not in bench.outcomes:

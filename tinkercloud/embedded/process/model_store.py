@@ -87,7 +87,7 @@ class ModelStore:
         adapter, full = None, None
         if spec.rank > 0:
             shapes = base.config.linear_shapes()
-            adapter = fresh_adapter(spec, shapes, base.device, lambda name: self._between())
+            adapter = fresh_adapter(spec, shapes, base.device, self._between)
         else:
             full = full_parameters(base)
         self._models[model_id] = TrainableModel(model_id, base, spec, adapter, full, self._between)
@@ -98,7 +98,7 @@ class ModelStore:
         base = self.base(base_model)
         self._require_room(model_id, read_state(directory).lora, base)
         model = checkpoints.load(model_id, base, directory, with_optimizer=with_optimizer)
-        model.yield_to(self._between)
+        model.between = self._between
         self._models[model_id] = model
         return model.spec
 
@@ -148,7 +148,7 @@ class ModelStore:
         base = self.base(base_model)
         self._require_room(model_id, state_files.spec_of(directory), base)
         model = state_files.restore(model_id, base, directory)
-        model.yield_to(self._between)
+        model.between = self._between
         self._models[model_id] = model
 
     # ---- versions

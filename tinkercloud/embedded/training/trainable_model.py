@@ -53,11 +53,9 @@ class TrainableModel:
                 self.params[f"{name}.lora_B"] = b
         for param in self.params.values():
             param.requires_grad_(True)
-        self.optimizer = AdamW({n: p.detach() for n, p in self.params.items()}, self.between)
-
-    def yield_to(self, between: Between) -> None:
-        """Of later work on the tensors."""
-        self.between = self.optimizer.between = between
+        self.optimizer = AdamW(
+            {n: p.detach() for n, p in self.params.items()}, lambda: self.between()
+        )
 
     @property
     def scale(self) -> float:

@@ -190,7 +190,8 @@ static size_t place(const attention_gradient_t *a, work_t *w, float *memory) {
   w->rows = ROUND_UP(a->length, TILE_ROWS) * w->width;
   w->kind = !(HAS_PAIRS && a->is_narrow) ? FLOATS : widens_pairs() ? ROUNDED : PAIRS;
   int64_t block = BLOCK * w->width, wide = BLOCK * w->stride;
-  int64_t block_pairs = w->kind == PAIRS ? block / 2 : 0, wide_pairs = w->kind == PAIRS ? wide / 2 : 0;
+  int64_t block_pairs = w->kind == PAIRS ? block / 2 : 0;
+  int64_t wide_pairs = w->kind == PAIRS ? wide / 2 : 0;
   struct {
     float **at;
     int64_t size;
@@ -199,7 +200,7 @@ static size_t place(const attention_gradient_t *a, work_t *w, float *memory) {
       {&w->keys_t, turned},          {&w->values_t, turned},        {&w->q, block},
       {&w->dout, block},             {&w->dq, block},               {&w->scores, wide},
       {&w->dscores, wide},           {&w->slopes, w->stride},
-               {&w->q_columns, block_pairs},  {&w->dout_columns, block_pairs},
+      {&w->q_columns, block_pairs},  {&w->dout_columns, block_pairs},
       {&w->q_rows, block_pairs},     {&w->dout_rows, block_pairs},  {&w->scores_rows, wide_pairs},
       {&w->dscores_rows, wide_pairs}, {&w->dscores_columns, wide_pairs},
   };
