@@ -1,5 +1,6 @@
 """Fixtures that every folder of tests may use."""
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,14 @@ def pytest_collection_finish() -> None:
         from tinkercloud.decoding.math_kernels import resolve_math_kernels
 
         resolve_math_kernels()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish() -> None:
+    """Clients of the SDK that are garbage by now end here. Plugins compile modules at the end of
+    a session, and CPython 3.11 fails ("AST constructor recursion depth mismatch") where a
+    collection amid that runs a finalizer that waits for another thread, as theirs do."""
+    gc.collect()
 
 
 @pytest.fixture(scope="session")
