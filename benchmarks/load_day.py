@@ -25,9 +25,9 @@ COLUMNS = ("what", "before", "after the first scripts", "most", "when all is ove
 
 @dataclass(frozen=True)
 class Day:
-    """kept_s: how long the server keeps results, checkpoints and sessions without heartbeats.
-    settle_s: how long it may take to come back, at most. first: scripts before those that count,
-    after which code and caches are in memory."""
+    """kept_s: how long the server keeps results, checkpoints and sessions without heartbeats; twice
+    as long what such sessions have on the disk. settle_s: how long it may take to come back, at
+    most. first: scripts before those that count, after which code and caches are in memory."""
 
     seconds: float
     at_once: int
@@ -37,12 +37,10 @@ class Day:
 
     @property
     def flags(self) -> list[str]:
-        """Of the settings that this server has."""
         names = ("result_ttl_s", "session_ttl_s", "idle_model_s")
+        values = dict.fromkeys(names, self.kept_s) | {"session_days": 2 * self.kept_s / 86400}
         known = settings()
-        return [
-            word for name in names if name in known for word in (known[name].flag, str(self.kept_s))
-        ]
+        return [word for name, value in values.items() for word in (known[name].flag, str(value))]
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,8 @@ class Lived:
         ends = ", ".join(f"{number} {end}" for end, number in self.ended.items())
         return ABOUT.format(
             number=sum(self.ended.values()), ends=ends, seconds=self.day.seconds,
-            at_once=self.day.at_once, kept=self.day.kept_s, first=self.day.first,
+            at_once=self.day.at_once, kept=self.day.kept_s,
+            days=2 * self.day.kept_s, first=self.day.first,
         )  # fmt: skip
 
 
@@ -175,5 +174,6 @@ ABOUT = """\
 *day*: {number} training scripts on the official SDK in {seconds:.0f} s, {at_once} at a time, each
 in a process of its own: a LoRA model, three steps, a saved state, a sampling client, four samples.
 How they ended: {ends}. The server keeps results, checkpoints and sessions without heartbeats for
-{kept:g} s here, in place of hours and days. Memory is compared with that after {first} scripts that
-came before: until then code and caches are loaded."""
+{kept:g} s here, in place of hours, and what those sessions have on the disk for {days:g} s, in
+place of `session_days`. Memory is compared with that after {first} scripts that came before: until
+then code and caches are loaded."""

@@ -15,8 +15,8 @@ logger = logging.getLogger(__name__)
 
 DAY_S = 86400.0
 CONFIRM_S = 3600.0
-"""How long this process must have seen a session unused: where the wall clock was set ahead,
-clients that are there are heard from meanwhile."""
+"""How long this process must have seen a session unused, or all its days where they are shorter:
+where the wall clock was set ahead, clients that are there are heard from meanwhile."""
 
 
 class UnusedSessions:
@@ -31,10 +31,11 @@ class UnusedSessions:
     async def finish(self) -> None:
         """End those that have been unused for so long, as if their clients had finished them."""
         now = time.monotonic()
+        confirm_s = min(CONFIRM_S, self._days * DAY_S)
         unused = await self._storage.unused_since(time.time() - self._days * DAY_S)
         self._unused_since = {key: self._unused_since.get(key, now) for key in unused}
         for (user, session_id), since in list(self._unused_since.items()):
-            if now - since >= CONFIRM_S:
+            if now - since >= confirm_s:
                 detail = f"the server had no request and no heartbeat for {self._days:g} days"
                 logger.info("session %s of %s ends: %s", session_id, user, detail)
                 await self._sessions.finish(user, session_id, "interrupted", detail)
