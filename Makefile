@@ -128,11 +128,13 @@ bench: install $(SGLANG)/installed $(COOKBOOK)/installed ## all benchmarks, peer
 	$(BIN)/python -m benchmarks.render
 
 # protoc 25: its code carries no runtime version check, so it serves protobuf 5, 6 and 7.
-proto: ## regenerate the protobuf module
+proto: ## regenerate the protobuf modules
 	$(PYTHON) -m venv .venv/protoc
 	.venv/protoc/bin/python -m pip install --quiet 'grpcio-tools==1.62.3' 'setuptools<81'
 	.venv/protoc/bin/python -W ignore -m grpc_tools.protoc -I tinkercloud/wire \
 		--python_out=tinkercloud/wire --pyi_out=tinkercloud/wire tinkercloud/wire/tinker.proto
+	.venv/protoc/bin/python -W ignore -m grpc_tools.protoc -I . --python_out=. --pyi_out=. \
+		tinkercloud/speculative/remote/draft.proto
 
 clean: ## remove the environment, caches and data of this checkout
 	rm -rf .venv $(SGLANG) $(COOKBOOK) .venv-sdk-* .tinkercloud .pytest_cache .ruff_cache build dist *.egg-info

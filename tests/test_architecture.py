@@ -75,6 +75,7 @@ RULES = {
     "speculative.draft_length": "errors speculative",
     "speculative.learning": "errors speculative.drafters speculative.head",
     "speculative.observability": "errors speculative.draft_length",
+    "speculative.remote": "core.types errors speculative.drafters",
     # the embedded backend
     "embedded.model": "architectures config decoding embedded.native errors weights",
     "embedded.native": "architectures config decoding errors weights",
@@ -87,13 +88,14 @@ RULES = {
     "embedded.model embedded.native errors losses weights",
     "embedded.drafting": "config core.types decoding embedded.forward embedded.model "
     "embedded.native errors speculative speculative.draft_length speculative.drafters "
-    "speculative.head weights",
+    "speculative.head speculative.remote weights",
     "embedded.draft_training": "core.types embedded.drafting embedded.model embedded.training "
     "errors speculative.drafters speculative.head speculative.learning speculative.observability "
     "weights",
     "embedded.process": "architectures config core.types embedded.draft_training embedded.drafting "
     "embedded.forward embedded.model embedded.native embedded.sampling embedded.training errors "
-    "logs speculative.draft_length speculative.drafters speculative.learning weights",
+    "logs speculative.draft_length speculative.drafters speculative.learning speculative.remote "
+    "weights",
     "embedded": "backends.base config core.types embedded.process errors",
     # the cluster backend
     "cluster.gpus": "config core core.types errors",
@@ -125,6 +127,7 @@ THIRD_PARTY = {
     "uvicorn": "http_connections server",
     "opentelemetry": "services",
     "rich": "commands",
+    "grpc": "speculative.remote",
     "matplotlib": "speculative.observability",
     "yaml": "config",
 }

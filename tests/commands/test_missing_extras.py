@@ -16,6 +16,7 @@ IMPORTED_AS = {
     "megatron-core": "megatron",
     "opentelemetry-exporter-otlp-proto-http": "opentelemetry",
     "opentelemetry-sdk": "opentelemetry",
+    "grpcio": "grpc",
     "prometheus-client": "prometheus_client",
     "pyyaml": "yaml",
     "torch-memory-saver": "torch_memory_saver",

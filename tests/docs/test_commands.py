@@ -47,6 +47,7 @@ class Elsewhere:
     reason: str
 
 
+DRAFT_WORKER = "tests/e2e/test_draft_worker.py"
 COVERED = {
     "pip install torch --index-url https://download.pytorch.org/whl/cpu": Elsewhere(
         INSTALLED, "it needs an index; the test's engine runs on such a build"
@@ -75,6 +76,22 @@ COVERED = {
     "tinkercloud chat ": Elsewhere(
         "tests/commands/test_chat.py::test_a_checkpoint_talks_beside_its_base",
         "it needs a checkpoint",
+    ),
+    "tinkercloud draft-worker ": Elsewhere(
+        f"{DRAFT_WORKER}::test_a_worker_drafts_and_its_death_changes_no_sample",
+        "it needs a model, and ends by Ctrl-C",
+    ),
+    'python3 -c "import secrets': Elsewhere(
+        f"{DRAFT_WORKER}::test_a_worker_drafts_and_its_death_changes_no_sample",
+        "the test writes a key of its own",
+    ),
+    "ssh -N -L ": Elsewhere(
+        f"{DRAFT_WORKER}::test_a_worker_drafts_and_its_death_changes_no_sample",
+        "it needs another machine; the test's worker is behind loopback too",
+    ),
+    "scp other-laptop:": Elsewhere(
+        f"{DRAFT_WORKER}::test_a_worker_drafts_and_its_death_changes_no_sample",
+        "it needs another machine",
     ),
     "tinkercloud replay RUN": Elsewhere(f"{REPLAYS}::{REPLAYED}", "it needs a run"),
     "tinkercloud branch RUN": Elsewhere(f"{REPLAYS}::{BRANCHED}", "it needs a run"),

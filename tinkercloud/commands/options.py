@@ -25,7 +25,7 @@ EXTRAS = {
         *("aiosqlite", "fastapi", "jinja2", "packaging", "prometheus_client", "rich"),
         *("starlette", "tokenizers", "uvicorn", "yaml", "zstandard"),
     ),
-    "embedded": ("gguf", "safetensors", "tokenizers", "torch"),
+    "embedded": ("gguf", "grpc", "safetensors", "tokenizers", "torch"),
     "cluster": ("megatron", "ray", "sglang_router"),
     "sglang": ("sglang",),
     "grammar": ("llguidance",),

@@ -21,6 +21,7 @@ DEFAULT_MODEL_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 ENV_PREFIX = "TINKERCLOUD_"
 DRAFTERS = ("auto", "off", "suffix", "head")
+WITH_ARGUMENT = ("head", "model", "remote")
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 MAX_TOPK_LOGPROBS = 4 * 2**20
 """32 MiB on the wire."""
@@ -145,6 +146,15 @@ class DraftConfig:
     )
     rank: int = _setting(8, "of the adapter that a draft model learns", at_least=1, at_most=1024)
     rate: float = _setting(5e-4, "at which drafts learn, at its peak", above=0)
+    remote_wait_ms: float = _setting(
+        50.0, "that a round waits for drafts of remote workers, at most", at_least=0
+    )
+    remote_key_file: Path | None = _setting(  # noqa: RUF009 - a field of its own each time
+        None, "file with the key of remote workers; auto: they ask for none"
+    )
+    remote_ca_file: Path | None = _setting(  # noqa: RUF009 - a field of its own each time
+        None, "certificates (PEM) that remote workers' are signed by; auto: no TLS"
+    )
 
     def __post_init__(self) -> None:
         _check_bounds(self, "draft.")
@@ -330,7 +340,8 @@ class Config:
         "what others asked",
     )
     speculate: str = _setting(
-        "auto", "what drafts: auto, off, suffix, head, model:PATH; it changes time only"
+        "auto",
+        "what drafts: auto, off, suffix, head, model:PATH, remote:HOST:PORT; it changes time only",
     )
     speculate_trace: Path | None = _setting(  # noqa: RUF009 - a field of its own each time
         None, "write each draft and its outcome to this file (JSON lines); auto: none"
@@ -342,9 +353,10 @@ class Config:
     def __post_init__(self) -> None:
         _check_bounds(self)
         kind, _, path = self.speculate.partition(":")
-        if self.speculate not in DRAFTERS and not (kind in ("head", "model") and path):
+        if self.speculate not in DRAFTERS and not (kind in WITH_ARGUMENT and path):
             raise ConfigError(
-                f"speculate is {self.speculate!r}, not one of {', '.join(DRAFTERS)}, model:PATH"
+                f"speculate is {self.speculate!r}, not one of {', '.join(DRAFTERS)}, model:PATH, "
+                "remote:HOST:PORT"
             )
         if not self.auth and self.host not in LOOPBACK_HOSTS:
             raise ConfigError(

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from tinkercloud.errors import ConfigError
 from tinkercloud.weights.gguf_file import GGUFFile
 from tinkercloud.weights.gguf_tokenizer import build_tokenizer, tokenizer_config
@@ -68,3 +70,9 @@ def _write_folder(path: Path, folder: Path) -> None:
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+
+
+def vocabulary_digest(tokenizer: Tokenizer) -> bytes:
+    """Of its tokens and their ids alone: what else two files say of the same tokens may differ."""
+    pairs = sorted((number, token) for token, number in tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(pairs).encode()).digest()

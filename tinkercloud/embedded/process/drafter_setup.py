@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
 
 from torch import Tensor
@@ -51,6 +52,11 @@ from tinkercloud.speculative.drafters.guarded_drafter import GuardedDrafter
 from tinkercloud.speculative.drafters.suffix_drafter import SuffixDrafter
 from tinkercloud.speculative.learning.cases import CaseStore
 from tinkercloud.speculative.learning.draft_folder import DraftFolder
+from tinkercloud.speculative.remote.connection import ClientSecurity, parse_addresses
+from tinkercloud.speculative.remote.link import GrpcLink
+from tinkercloud.speculative.remote.messages import Target
+from tinkercloud.speculative.remote.remote_drafter import RemoteDrafter
+from tinkercloud.weights.tokenizer import vocabulary_digest
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +76,7 @@ class DrafterSettings:
     """name: as `--speculate` has it. trace_file: for `Trace`, if any; details_file: for
     `DetailedLog`, None for the one in the drafts' folder. cache_dir: for files derived
     from a draft model's. drafts_dir: the folder of draft heads. online: how drafts are trained;
-    max_computed, replay_share, rank: as `DraftConfig` has them."""
+    max_computed, replay_share, rank, remote_wait_ms: as `DraftConfig` has them."""
 
     name: str
     trace_file: Path | None
@@ -82,6 +88,8 @@ class DrafterSettings:
     replay_share: float = 0.2
     rank: int = 8
     details_file: Path | None = None
+    remote_security: ClientSecurity = field(default_factory=ClientSecurity)
+    remote_wait_ms: float = 50.0
 
     @property
     def mix(self) -> Mix:
@@ -103,6 +111,9 @@ def require_drafts(settings: DrafterSettings, models: Sequence[ModelSource]) -> 
     kind, _, name = settings.name.partition(":")
     if kind == "model" and not Path(name).exists():
         raise ConfigError(f"--speculate {settings.name}: there is no such file or folder")
+    if kind == "remote":
+        parse_addresses(name)
+        settings.remote_security.check()
     if kind != "head":
         return
     for model in models:
@@ -142,6 +153,7 @@ def speculate(
                 base,
                 runner,
             ),
+            "remote": lambda addresses: remote_drafter(addresses, base, settings),
         }
         drafter = DrafterTable(factories).make(name)
         costs = round_costs(base, runner, pool, settings.num_threads)
@@ -160,6 +172,18 @@ def speculate(
         return speculation
 
     return make
+
+
+def remote_drafter(addresses: str, base: BaseModel, settings: DrafterSettings) -> RemoteDrafter:
+    """addresses: "HOST:PORT,HOST:PORT". Raises ConfigError."""
+    digest = sha256(f"{base.name} {base.config}".encode()).digest()
+    target = Target(base.name, digest, base.config.vocab_size)
+    if base.decoder is not None:
+        vocabulary = vocabulary_digest(base.decoder)
+        target = replace(target, vocabulary_digest=vocabulary, tokenizer=base.decoder.to_str())
+    security = settings.remote_security
+    links = [GrpcLink(each, security, target) for each in parse_addresses(addresses)]
+    return RemoteDrafter(links, settings.remote_wait_ms / 1e3)
 
 
 def _online_trainer(drafter: Drafter, base: BaseModel, settings: DrafterSettings) -> OnlineTrainer:

@@ -26,6 +26,7 @@ from tinkercloud.speculative.drafters.draft_distribution import DraftDistributio
 from tinkercloud.speculative.drafters.drafter import NO_DRAFT, Draft, Stream
 from tinkercloud.speculative.drafters.guarded_drafter import GuardedDrafter
 from tinkercloud.speculative.learning.collecting import JudgedToken
+from tinkercloud.speculative.observability.prometheus import remote_lines
 from tinkercloud.speculative.observability.telemetry import RoundReport, Telemetry
 from tinkercloud.speculative.verify import coupled_chance
 
@@ -320,11 +321,12 @@ class Speculation:
             "reason": str(self._controller.reason),
             "refused": refused,
             "drafter_off": self._drafter.off_reason,
+            "drafter": dict(self._drafter.snapshot()),
         }
 
     def lines(self) -> list[str]:
         """In Prometheus' text format."""
-        return self._telemetry.lines()
+        return self._telemetry.lines() + remote_lines(self._drafter.snapshot())
 
     # ----
 

@@ -4,8 +4,9 @@ The target draws the token of each position as it does without drafts, and a dra
 accepted if it is that token (`verify.match`). So a drafter changes speed only, never the output.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -39,12 +40,14 @@ class Draft:
 
     confidences: of each token, the drafter's own estimate in 0..1 that it is accepted if those
     before it are; not calibrated. distributions: what each token was drawn from, where a coupled
-    drafter reports it (`AuditSchedule`); () else.
+    drafter reports it (`AuditSchedule`); () else. seconds: in place of each token, what the drafter
+    takes for the likeliest where it is rejected; () where it does not say.
     """
 
     tokens: tuple[int, ...] = ()
     confidences: tuple[float, ...] = ()
     distributions: tuple[DraftDistribution, ...] = ()
+    seconds: tuple[int, ...] = ()
 
 
 NO_DRAFT = Draft()
@@ -83,3 +86,12 @@ class Drafter:
     def propose(self, requests: Sequence[tuple[Stream, int]]) -> list[Draft]:
         """A draft for each stream, in order, of at most as many tokens as its pair says."""
         return [NO_DRAFT] * len(requests)
+
+    def propose_after(self, requests: Sequence[tuple[Stream, Sequence[int], int]]) -> list[Draft]:
+        """As `propose`, were the tokens of each request the stream's next ones; for when there is
+        time before the target has drawn them."""
+        return [NO_DRAFT] * len(requests)
+
+    def snapshot(self) -> Mapping[str, Any]:
+        """Counters of its own, for those who operate it; empty where it has none."""
+        return {}

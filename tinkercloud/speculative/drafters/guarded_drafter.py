@@ -8,7 +8,8 @@ import math
 import operator
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -66,6 +67,9 @@ class GuardedDrafter(Drafter):
         if places:
             self._succeeds(lambda: self._fill(drafts, requests, places))
         return drafts
+
+    def snapshot(self) -> Mapping[str, Any]:
+        return self._drafter.snapshot()
 
     def _fill(
         self, drafts: list[Draft], requests: Sequence[tuple[Stream, int]], places: Sequence[int]

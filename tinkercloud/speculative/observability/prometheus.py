@@ -43,6 +43,20 @@ def following_lines(snapshot: Mapping[str, Any]) -> list[str]:
     return [line for family in families if family.samples for line in family.lines()]
 
 
+def remote_lines(snapshot: Mapping[str, Any]) -> list[str]:
+    """Of a `RemoteDrafter.snapshot`; none where there are no workers."""
+    workers = snapshot.get("workers", {})
+    families = [
+        Family("remote_total", "counter", "Of drafts by workers elsewhere, by what happened.",
+               tuple(({"event": name}, n) for name, n in snapshot.get("counts", {}).items())),
+        Family("remote_taken_total", "counter", "Drafts taken, by worker.",
+               tuple(({"worker": name}, w["taken"]) for name, w in workers.items())),
+        Family("remote_connected", "gauge", "1 where the worker is connected.",
+               tuple(({"worker": name}, w["connected"]) for name, w in workers.items())),
+    ]  # fmt: skip
+    return [line for family in families if family.samples for line in family.lines()]
+
+
 def _totals(snapshot: Mapping[str, Any]) -> Iterator[Family]:
     seconds = {part: ms / 1e3 for part, ms in snapshot["ms"].items()}
     for name, label, help_text, values in (

@@ -1,0 +1,137 @@
+"""`tinkercloud draft-worker`: drafts for engines on other machines."""
+
+import argparse
+import logging
+import signal
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tinkercloud import logs
+from tinkercloud.commands.options import Arguments, add_settings, config_of, say
+from tinkercloud.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tinkercloud.config import Config
+    from tinkercloud.embedded.drafting.worker_drafters import WorkerDrafters
+    from tinkercloud.speculative.drafters.drafter import Drafter
+    from tinkercloud.speculative.remote.messages import Target
+    from tinkercloud.speculative.remote.worker import DraftWorker
+
+logger = logging.getLogger(__name__)
+
+SETTINGS = ("data_dir", "dtype", "engine.threads", "log_level", "log_format")
+LISTEN = "127.0.0.1:8710"
+SUFFIX = "suffix"
+STATS_S = 60.0
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="PATH",
+        help="a Hugging Face folder or GGUF file with its tokenizer; suffix: no model, drafts out "
+        "of what samples were continued with before",
+    )
+    parser.add_argument("--listen", default=LISTEN, metavar="HOST:PORT", help=f"[{LISTEN}]")
+    parser.add_argument("--key-file", type=Path, help="holds the key that engines have to send")
+    parser.add_argument("--tls-certificate", type=Path, help="PEM; with --tls-key: TLS")
+    parser.add_argument("--tls-key", type=Path, help="the certificate's private key, PEM")
+    parser.add_argument(
+        "--samples", type=int, default=256, help="of all engines that are kept at a time [256]"
+    )
+    parser.add_argument(
+        "--idle-s", type=float, default=600.0, help="after which a sample is forgotten [600]"
+    )
+    parser.add_argument(
+        "--kv-cache-mb", type=int, default=512, help="for each vocabulary, in 2**20 bytes [512]"
+    )
+    parser.add_argument(
+        "--outcomes", type=int, default=3, help="prepared for, beside the likeliest [3]"
+    )
+    add_settings(parser, SETTINGS)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: Arguments) -> int:
+    from tinkercloud.speculative.remote.connection import (
+        ServerSecurity,
+        parse_address,
+        read_key,
+    )
+    from tinkercloud.speculative.remote.service import DraftServer
+
+    config = config_of(arguments)
+    logs.configure(config.log_level, config.log_format)
+    address = parse_address(arguments["listen"])
+    key_file: Path | None = arguments["key_file"]
+    security = ServerSecurity(
+        None if key_file is None else read_key(key_file),
+        arguments["tls_certificate"],
+        arguments["tls_key"],
+    )
+    security.check(address)
+    worker = _worker(config, arguments)
+    server = DraftServer.start(worker, address, security)
+    if not (address.is_loopback or security.is_encrypted):
+        logger.warning(
+            "texts and the key travel unencrypted: give --tls-certificate and --tls-key, or listen "
+            "on 127.0.0.1 behind a tunnel"
+        )
+    say(f"drafting with {arguments['model']}")
+    say(f"ready: {address.host}:{server.port} (serve --speculate remote:HOST:{server.port})")
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
+    before: dict[str, int] = {}
+    while not ended.wait(STATS_S):
+        if worker.stats() != before:
+            before = worker.stats()
+            logger.info("%s", ", ".join(f"{name} {n}" for name, n in before.items()))
+    server.stop()
+    return 0
+
+
+def _worker(config: "Config", arguments: Arguments) -> "DraftWorker":
+    """Raises ConfigError."""
+    from tinkercloud.speculative.drafters.suffix_drafter import SuffixDrafter
+    from tinkercloud.speculative.remote.worker import DraftWorker, WorkerLimits
+
+    limits = WorkerLimits(
+        arguments["samples"], arguments["idle_s"], num_branches=arguments["outcomes"]
+    )
+    if arguments["model"] != SUFFIX:
+        return DraftWorker(_model_drafters(config, arguments), limits)
+    drafters: dict[bytes, Drafter] = {}
+
+    def make(target: "Target") -> "Drafter":
+        return drafters.setdefault(target.vocabulary_digest, SuffixDrafter())
+
+    return DraftWorker(make, limits)
+
+
+def _model_drafters(config: "Config", arguments: Arguments) -> "WorkerDrafters":
+    """Raises ConfigError."""
+    from tinkercloud.embedded.drafting.worker_drafters import WorkerDrafters
+    from tinkercloud.embedded.forward.runners import runner_for
+    from tinkercloud.embedded.model.base_model import BaseModel
+    from tinkercloud.embedded.model.device import (
+        choose_device,
+        choose_dtype,
+        set_up_torch,
+        usable_cores,
+    )
+    from tinkercloud.weights.tokenizer import ensure_tokenizer_folder
+
+    path = Path(arguments["model"])
+    if not path.exists():
+        raise ConfigError(f"--model {path}: there is no such file or folder")
+    threads = config.engine.threads or usable_cores()
+    set_up_torch(threads)
+    device = choose_device()
+    tokenizer = ensure_tokenizer_folder(path, config.data_dir / "cache")
+    dtype = choose_dtype(config.dtype, device)
+    draft = BaseModel.load(f"draft {path.name}", path, tokenizer, dtype, device)
+    pool_bytes = arguments["kv_cache_mb"] * 1024**2
+    return WorkerDrafters(draft, runner_for(draft, threads), pool_bytes)

@@ -1,0 +1,1 @@
+"""Drafters in other processes or on other machines, over gRPC."""

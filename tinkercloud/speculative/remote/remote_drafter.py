@@ -1,0 +1,222 @@
+"""Drafts by workers elsewhere; the first one that fits is taken.
+
+What a worker sends is a guess about a sample from some place on. It is used when the sample's
+tokens have become what it assumed, whenever it came: so an answer that is late may still serve, and
+what a worker prepared for an outcome is there without asking. A worker that is dead, slow or wrong
+costs the engine at most the time that it waits for answers, and a few times only.
+"""
+
+import threading
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tinkercloud.speculative.drafters.drafter import NO_DRAFT, Draft, Drafter, Stream
+from tinkercloud.speculative.remote import draft_pb2 as pb
+from tinkercloud.speculative.remote.link import Link
+from tinkercloud.speculative.remote.messages import STEPS, begin
+
+MAX_BRANCHES, MAX_TOKENS = 16, 256
+"""That are kept of a sample, and of one of them."""
+MAX_LATE = 3  # answers in a row, after which a worker is not waited for until one is in time
+MAX_UNASKED = 64  # messages between two rounds, after which a worker is dropped
+
+
+@dataclass(frozen=True, slots=True)
+class _Branch:
+    worker: str
+    base: int
+    tokens: tuple[int, ...]
+    confidences: bytes
+
+
+@dataclass(eq=False, slots=True)
+class _Worker:
+    """known: of each sample, how many of its tokens were sent. sent_s: of the last rounds.
+    num_late: answers in a row; num_unasked: messages since the last question; num_taken: drafts."""
+
+    link: Link
+    is_open: bool = False
+    known: dict[int, int] = field(default_factory=dict)
+    ended: list[int] = field(default_factory=list)
+    round: int = 0
+    answered: int = 0
+    num_late: int = 0
+    num_unasked: int = 0
+    num_taken: int = 0
+    sent_s: OrderedDict[int, float] = field(default_factory=OrderedDict)
+
+    @property
+    def is_waited_for(self) -> bool:
+        return self.is_open and self.num_late < MAX_LATE and self.answered < self.round
+
+    def reset(self) -> None:
+        self.known.clear()
+        self.ended.clear()
+        self.sent_s.clear()
+        self.num_late = self.num_unasked = 0
+        self.answered = self.round
+
+
+class RemoteDrafter(Drafter):
+    """wait_s: for the answers of a round, at most. Audits need what a token was drawn from, which
+    does not travel: it counts as coupled, without distributions."""
+
+    name = "remote"
+    is_coupled = True
+
+    def __init__(self, links: Sequence[Link], wait_s: float):
+        self._wait_s = wait_s
+        self._workers = {link.name: _Worker(link) for link in links}
+        self._lock = threading.Condition()
+        self._branches: dict[int, deque[_Branch]] = {}
+        self.counts: Counter[str] = Counter()
+        for link in links:
+            link.start(self)
+
+    # ---- the contract of drafters, from the engine's thread
+
+    def begin(self, stream: Stream) -> None:
+        with self._lock:
+            self._branches[stream.id] = deque(maxlen=MAX_BRANCHES)
+
+    def end(self, stream: Stream) -> None:
+        with self._lock:
+            del self._branches[stream.id]
+            for worker in self._workers.values():
+                if worker.known.pop(stream.id, None) is not None:
+                    worker.ended.append(stream.id)
+
+    def propose(self, requests: Sequence[tuple[Stream, int]]) -> list[Draft]:
+        with self._lock:
+            self.counts["asked"] += len(requests)
+            drafts = {stream.id: self._found(stream, most) for stream, most in requests}
+            self.counts["prepared"] += sum(map(bool, (d.tokens for d in drafts.values())))
+            for worker in self._workers.values():
+                if worker.is_open:
+                    self._ask(worker, requests)
+            deadline_s = time.monotonic() + self._wait_s
+            while True:
+                for stream, most in requests:
+                    if not drafts[stream.id].tokens:
+                        drafts[stream.id] = self._found(stream, most)
+                left_s = deadline_s - time.monotonic()
+                if all(d.tokens for d in drafts.values()) or left_s <= 0:
+                    break
+                if not any(worker.is_waited_for for worker in self._workers.values()):
+                    break
+                self._lock.wait(left_s)
+            self._count_late(deadline_s)
+            return [drafts[stream.id] for stream, _ in requests]
+
+    # ---- of links, from their threads
+
+    def opened(self, link: Link) -> None:
+        with self._lock:
+            worker = self._workers[link.name]
+            worker.reset()
+            worker.is_open = True
+
+    def closed(self, link: Link) -> None:
+        with self._lock:
+            self.counts["connections_lost"] += 1
+            worker = self._workers[link.name]
+            worker.is_open = False
+            worker.reset()
+            self._lock.notify_all()
+
+    def received(self, link: Link, drafts: pb.Drafts) -> None:
+        with self._lock:
+            worker = self._workers[link.name]
+            worker.num_unasked += 1
+            if worker.num_unasked > MAX_UNASKED:
+                self.counts["dropped_workers"] += 1
+                link.drop("it sends more than it is asked for")
+                return
+            for number in drafts.forgotten:
+                worker.known.pop(number, None)
+            for message in drafts.branches:
+                self._keep(link.name, message)
+            if worker.answered < drafts.round <= worker.round:
+                worker.answered = drafts.round
+                sent_s = worker.sent_s.get(drafts.round, float("-inf"))
+                if time.monotonic() - sent_s <= self._wait_s:
+                    worker.num_late = 0
+            self._lock.notify_all()
+
+    def close(self) -> None:
+        for worker in self._workers.values():
+            worker.link.close()
+
+    def snapshot(self) -> dict[str, object]:
+        with self._lock:
+            return {
+                "counts": dict(self.counts),
+                "workers": {
+                    name: {
+                        "connected": w.is_open,
+                        "waited_for": w.num_late < MAX_LATE,
+                        "taken": w.num_taken,
+                    }
+                    for name, w in self._workers.items()
+                },
+            }
+
+    # ----
+
+    def _ask(self, worker: _Worker, requests: Sequence[tuple[Stream, int]]) -> None:
+        worker.round += 1
+        worker.num_unasked = 0
+        message = pb.Round(number=worker.round, ended=worker.ended)
+        worker.ended = []
+        for stream, most in requests:
+            length, known = len(stream.tokens), worker.known.get(stream.id)
+            if known is None:
+                message.begun.append(begin(stream, length))
+                known = length
+            message.deltas.append(
+                pb.Delta(id=stream.id, length=length, tokens=stream.tokens[known:], max_tokens=most)
+            )
+            worker.known[stream.id] = length
+        if message.begun:
+            worker.num_late = max(0, worker.num_late - 1)  # it has to read prompts first
+        worker.sent_s[worker.round] = time.monotonic()
+        if len(worker.sent_s) > MAX_UNASKED:
+            worker.sent_s.popitem(last=False)
+        self.counts["sent_bytes"] += message.ByteSize()
+        if not worker.link.send(message):
+            worker.is_open = False
+            worker.link.drop("it does not read what it is sent")
+
+    def _keep(self, worker: str, message: pb.Branch) -> None:
+        branches = self._branches.get(message.id)
+        if branches is None:
+            return
+        tokens, confidences = tuple(message.tokens), message.confidences
+        if not 0 < len(tokens) == len(confidences) <= MAX_TOKENS:
+            self.counts["invalid"] += 1
+            return
+        branches.append(_Branch(worker, message.base, tokens, confidences))
+
+    def _found(self, stream: Stream, most: int) -> Draft:
+        """The first that came and fits; those that do not fit any more are dropped."""
+        branches = self._branches[stream.id]
+        for each in list(branches):
+            new = tuple(stream.tokens[each.base :])
+            if len(stream.tokens) < each.base or each.tokens[: len(new)] != new:
+                branches.remove(each)
+            elif len(each.tokens) > len(new):
+                self._workers[each.worker].num_taken += 1
+                part = slice(len(new), len(new) + most)
+                confidences = tuple(value / STEPS for value in each.confidences[part])
+                return Draft(each.tokens[part], confidences)
+        return NO_DRAFT
+
+    def _count_late(self, deadline_s: float) -> None:
+        if time.monotonic() < deadline_s:
+            return
+        for worker in self._workers.values():
+            if worker.is_waited_for:
+                worker.num_late += 1
+                self.counts["late"] += 1

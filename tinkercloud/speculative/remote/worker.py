@@ -1,0 +1,388 @@
+"""A draft worker: samples of many engines, and drafts for them, without the transport.
+
+One thread computes (`run`). It merges the rounds that have come into one batch, answers them, and
+then, until others come, prepares answers to what the target may say: that it takes the whole draft,
+or that it takes the second likeliest token in some place. What is prepared is sent at once, so that
+the engine finds it without asking.
+"""
+
+import logging
+import threading
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from queue import Full, Queue
+
+from tinkercloud.errors import ConfigError
+from tinkercloud.speculative.drafters.drafter import Draft, Drafter, Stream
+from tinkercloud.speculative.remote import draft_pb2 as pb
+from tinkercloud.speculative.remote.messages import (
+    PROTOCOL,
+    BadMessage,
+    Target,
+    branch,
+    check_tokens,
+    stream_of,
+    tokenizer_of,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_WAITING = 64  # answers that an engine has not read; more are dropped: they would be late
+
+
+class NeedsTokenizer(Exception):
+    """The target's tokens are others than the draft's, and its tokenizer is not known yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLimits:
+    """num_samples: of all engines; beyond, those that were drafted for longest ago are forgotten,
+    and so are those that were not for idle_s. num_branches: outcomes that are prepared for, beside
+    that of a draft that is taken whole."""
+
+    num_samples: int = 256
+    idle_s: float = 600.0
+    num_tokens: int = 131_072
+    num_drafted: int = 64
+    num_branches: int = 3
+
+
+@dataclass(slots=True, eq=False)
+class _Sample:
+    connection: "Connection"
+    id: int  # at the engine
+    stream: Stream
+    used_s: float
+
+
+@dataclass(slots=True)
+class _Asked:
+    """drafted: what the answer was, None before."""
+
+    sample: _Sample
+    round: int
+    most: int
+    drafted: Draft | None = None
+
+
+@dataclass(eq=False)
+class Connection:
+    """An engine. outgoing: what it is to be sent, and None at the end."""
+
+    number: int
+    target: Target | None = None
+    drafter: Drafter | None = None
+    samples: dict[int, _Sample] = field(default_factory=dict)
+    outgoing: "Queue[pb.ToEngine | None]" = field(default_factory=lambda: Queue(MAX_WAITING))
+
+    def send(self, message: pb.ToEngine) -> bool:
+        try:
+            self.outgoing.put_nowait(message)
+        except Full:
+            return False
+        return True
+
+
+class DraftWorker:
+    """make: a drafter for a target, the same one for equal vocabularies; raises NeedsTokenizer, or
+    ConfigError where there can be none."""
+
+    def __init__(self, make: Callable[[Target], Drafter], limits: WorkerLimits | None = None):
+        self._make = make
+        self._limits = limits or WorkerLimits()
+        self._arrived = threading.Condition()
+        self._inbox: deque[tuple[Connection, pb.ToWorker | None]] = deque()
+        self._samples: OrderedDict[int, _Sample] = OrderedDict()  # the longest unused first
+        self._ahead: deque[Callable[[], None]] = deque()
+        self._num_connections = self._num_streams = 0
+        self._open: set[Connection] = set()
+        self._is_stopped = False
+        self.counts: Counter[str] = Counter()
+
+    # ---- called by the transport, from any thread
+
+    def open(self) -> Connection:
+        with self._arrived:
+            self._num_connections += 1
+            connection = Connection(self._num_connections)
+            if self._is_stopped:
+                connection.outgoing.put(None)
+            else:
+                self._open.add(connection)
+            return connection
+
+    def receive(self, connection: Connection, message: pb.ToWorker | None) -> None:
+        """None: the engine has gone."""
+        with self._arrived:
+            self._inbox.append((connection, message))
+            self._arrived.notify()
+
+    def stop(self) -> None:
+        with self._arrived:
+            self._is_stopped = True
+            self._arrived.notify()
+
+    def stats(self) -> dict[str, int]:
+        with self._arrived:
+            return {
+                "connections": len(self._open), "samples": len(self._samples), **self.counts
+            }  # fmt: skip
+
+    # ---- the computing thread
+
+    def run(self) -> None:
+        while not self._is_stopped:
+            try:
+                self.step(wait_s=min(1.0, self._limits.idle_s / 4))
+            except Exception:
+                logger.exception("drafting failed; all engines begin anew")
+                self._close_all()
+        self._close_all()
+
+    def _close_all(self) -> None:
+        for connection in list(self._open):
+            self._close(connection)
+
+    def step(self, wait_s: float = 0.0) -> bool:
+        """One batch of answers, or one batch of what may be asked next; whether there was any."""
+        messages = self._take(wait_s)
+        if messages:
+            self._ahead.clear()  # whatever it was for, newer questions are here
+            self._answer(messages)
+        elif self._ahead:
+            self._ahead.popleft()()
+        else:
+            self._forget_idle()
+            return False
+        return True
+
+    def _take(self, wait_s: float) -> list[tuple[Connection, pb.ToWorker | None]]:
+        with self._arrived:
+            if not self._inbox and not self._ahead and wait_s:
+                self._arrived.wait(wait_s)
+            messages = list(self._inbox)
+            self._inbox.clear()
+        return messages
+
+    def _answer(self, messages: Sequence[tuple[Connection, pb.ToWorker | None]]) -> None:
+        asked: dict[_Sample, _Asked] = {}  # the newest question of each
+        forgotten: dict[tuple[Connection, int], list[int]] = {}
+        for connection, message in messages:
+            if connection not in self._open:
+                continue
+            try:
+                if message is None:
+                    self._close(connection)
+                elif message.HasField("hello"):
+                    self._greet(connection, message.hello)
+                elif message.HasField("round"):
+                    key = (connection, message.round.number)
+                    forgotten[key] = self._read(connection, message.round, asked)
+                else:
+                    raise BadMessage("a message of no known kind")
+            except BadMessage as error:
+                self._refuse(connection, str(error))
+        asked = {s: a for s, a in asked.items() if s.stream.id in self._samples}
+        start = time.perf_counter()
+        self._draft(list(asked.values()))
+        draft_us = round(1e6 * (time.perf_counter() - start))
+        for (connection, number), gone in forgotten.items():
+            if connection not in self._open:
+                continue
+            branches = [
+                branch(each.sample.id, len(each.sample.stream.tokens), (), each.drafted)
+                for each in asked.values()
+                if each.sample.connection is connection and each.drafted and each.drafted.tokens
+            ]
+            drafts = pb.Drafts(round=number, branches=branches, forgotten=gone, draft_us=draft_us)
+            self._send(connection, drafts)
+        self._plan([each for each in asked.values() if each.drafted and each.drafted.tokens])
+
+    def _greet(self, connection: Connection, hello: pb.Hello) -> None:
+        """Raises BadMessage."""
+        if hello.protocol != PROTOCOL:
+            raise BadMessage(f"the engine speaks protocol {hello.protocol}, this worker {PROTOCOL}")
+        if not hello.vocab_size:
+            raise BadMessage("a target without a vocabulary")
+        target = Target(
+            hello.model, hello.model_digest, hello.vocab_size, hello.vocabulary_digest,
+            tokenizer_of(hello),
+        )  # fmt: skip
+        try:
+            connection.drafter = self._make(target)
+        except NeedsTokenizer:
+            if target.tokenizer is not None:
+                raise BadMessage("the target's tokenizer is not the one that it named") from None
+            connection.send(pb.ToEngine(welcome=pb.Welcome(needs_tokenizer=True)))
+            return
+        except ConfigError as error:
+            raise BadMessage(str(error)) from None
+        connection.target = target
+        connection.send(pb.ToEngine(welcome=pb.Welcome(drafter=connection.drafter.name)))
+        logger.info("engine %d: drafts for %s", connection.number, hello.model)
+
+    def _read(
+        self, connection: Connection, message: pb.Round, asked: dict[_Sample, _Asked]
+    ) -> list[int]:
+        """Adds to `asked`; returns the engine's ids of samples that are not here. Raises
+        BadMessage."""
+        if connection.drafter is None:
+            raise BadMessage("a round before the engine was welcome")
+        for number in message.ended:
+            if number in connection.samples:
+                self._end(connection.samples[number])
+        for begun in message.begun:
+            self._begin(connection, begun)
+        gone = []
+        for delta in message.deltas:
+            sample = connection.samples.get(delta.id)
+            if sample is None or len(sample.stream.tokens) + len(delta.tokens) != delta.length:
+                if sample is not None:
+                    self._end(sample)  # a round of it was lost
+                gone.append(delta.id)
+                continue
+            self._extend(sample, delta)
+            if delta.max_tokens:
+                most = min(delta.max_tokens, self._limits.num_drafted)
+                asked[sample] = _Asked(sample, message.number, most)
+        return gone
+
+    def _begin(self, connection: Connection, message: pb.Begin) -> None:
+        """Raises BadMessage."""
+        target, drafter = connection.target, connection.drafter
+        assert target is not None and drafter is not None
+        if message.id in connection.samples:
+            self._end(connection.samples[message.id])
+        if len(message.tokens) > self._limits.num_tokens:
+            raise BadMessage(f"{len(message.tokens)} tokens of {self._limits.num_tokens}")
+        stream = stream_of(message, self._num_streams, target.vocab_size)
+        self._num_streams += 1
+        sample = _Sample(connection, message.id, stream, time.monotonic())
+        connection.samples[message.id] = self._samples[stream.id] = sample
+        drafter.begin(stream)
+        while len(self._samples) > self._limits.num_samples:
+            self.counts["evicted"] += 1
+            self._end(next(iter(self._samples.values())))
+
+    def _extend(self, sample: _Sample, delta: pb.Delta) -> None:
+        """Raises BadMessage."""
+        target, drafter = sample.connection.target, sample.connection.drafter
+        assert target is not None and drafter is not None
+        check_tokens(delta.tokens, target.vocab_size)
+        sample.used_s = time.monotonic()
+        self._samples.move_to_end(sample.stream.id)
+        if delta.tokens:
+            sample.stream.tokens.extend(delta.tokens)
+            drafter.observe(sample.stream, len(delta.tokens))
+
+    def _draft(self, asked: Sequence[_Asked]) -> None:
+        """Of each drafter one batch."""
+        by_drafter: dict[Drafter, list[_Asked]] = {}
+        for each in asked:
+            drafter = each.sample.connection.drafter
+            assert drafter is not None
+            by_drafter.setdefault(drafter, []).append(each)
+        for drafter, questions in by_drafter.items():
+            drafter.catch_up([each.sample.stream for each in questions])
+            drafts = drafter.propose([(each.sample.stream, each.most) for each in questions])
+            for each, draft in zip(questions, drafts, strict=True):
+                each.drafted = draft
+                self.counts["drafts"] += 1
+                self.counts["tokens"] += len(draft.tokens)
+
+    # ---- what may be asked next
+
+    def _plan(self, answered: Sequence[_Asked]) -> None:
+        """The likeliest outcomes first, each for all samples in one batch."""
+        outcomes = [(each, _outcomes(each)) for each in answered]
+        for place in range(1 + self._limits.num_branches):
+            batch = [(each, found[place]) for each, found in outcomes if place < len(found)]
+            if batch:
+                self._ahead.append(lambda batch=batch: self._prepare(batch))
+
+    def _prepare(self, batch: Sequence[tuple[_Asked, tuple[int, ...]]]) -> None:
+        by_drafter: dict[Drafter, list[tuple[_Asked, tuple[int, ...]]]] = {}
+        for each, after in batch:
+            sample = each.sample
+            if sample.stream.id in self._samples and sample.connection.drafter is not None:
+                by_drafter.setdefault(sample.connection.drafter, []).append((each, after))
+        sent: dict[tuple[Connection, int], list[pb.Branch]] = {}
+        for drafter, items in by_drafter.items():
+            drafts = drafter.propose_after(
+                # One more: the first of it is what the target adds to a draft that it takes whole.
+                [(each.sample.stream, after, each.most + 1) for each, after in items]
+            )
+            for (each, after), draft in zip(items, drafts, strict=True):
+                if draft.tokens:
+                    sample = each.sample
+                    prepared = branch(sample.id, len(sample.stream.tokens), after, draft)
+                    sent.setdefault((sample.connection, each.round), []).append(prepared)
+        for (connection, number), branches in sent.items():
+            self.counts["prepared"] += len(branches)
+            self._send(connection, pb.Drafts(round=number, branches=branches))
+
+    # ---- ends
+
+    def _send(self, connection: Connection, drafts: pb.Drafts) -> None:
+        if not connection.send(pb.ToEngine(drafts=drafts)):
+            self.counts["dropped"] += 1
+
+    def _refuse(self, connection: Connection, reason: str) -> None:
+        logger.warning("engine %d is refused: %s", connection.number, reason)
+        connection.send(pb.ToEngine(refusal=pb.Refusal(reason=reason)))
+        self._close(connection)
+
+    def _close(self, connection: Connection) -> None:
+        for sample in list(connection.samples.values()):
+            self._end(sample)
+        with self._arrived:
+            self._open.discard(connection)
+        if not _put_end(connection.outgoing):
+            logger.debug("engine %d does not read", connection.number)
+
+    def _end(self, sample: _Sample) -> None:
+        del sample.connection.samples[sample.id]
+        del self._samples[sample.stream.id]
+        assert sample.connection.drafter is not None
+        sample.connection.drafter.end(sample.stream)
+
+    def _forget_idle(self) -> None:
+        before = time.monotonic() - self._limits.idle_s
+        for sample in list(self._samples.values()):
+            if sample.used_s > before:
+                return
+            self.counts["expired"] += 1
+            self._end(sample)
+
+
+def _outcomes(asked: _Asked) -> list[tuple[int, ...]]:
+    """Tokens that the target may add to the sample: the whole draft, then, likeliest first, the
+    draft up to a place where it takes the second likeliest token instead."""
+    draft = asked.drafted
+    assert draft is not None
+    found, reached = [], 1.0
+    for place, second in enumerate(draft.seconds):
+        confidence = draft.confidences[place]
+        found.append((reached * (1 - confidence), (*draft.tokens[:place], second)))
+        reached *= confidence
+    found.sort(key=lambda pair: -pair[0])
+    return [draft.tokens, *(tokens for _, tokens in found)]
+
+
+def _put_end(outgoing: "Queue[pb.ToEngine | None]") -> bool:
+    """Also where the queue is full: what is in it has no reader any more."""
+    while True:
+        try:
+            outgoing.put_nowait(None)
+            return True
+        except Full:
+            if outgoing.get_nowait() is None:
+                return False
+
+
+def drained(outgoing: "Queue[pb.ToEngine | None]") -> Iterator[pb.ToEngine]:
+    """What comes, until the end."""
+    while (message := outgoing.get()) is not None:
+        yield message
