@@ -12,15 +12,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from lib.options import MODEL, RecipeError
+
 START_LIMIT_S = 120.0
 STOP_LIMIT_S = 15.0
 INSIST_S = 2.0
+LOG = "server.log"  # in a server's folder
 TITLE = "SmolLM2-135M-Instruct on this machine, trained over the Tinker API"
 
 # Before the client is imported, which reads them then: nothing leaves this machine.
@@ -32,14 +33,53 @@ os.environ |= {
 }
 
 
-class DemoError(Exception):
-    """Its text is what the user reads."""
-
-
 @dataclass(frozen=True)
 class Server:
     base_url: str
     api_key: str
+
+
+@dataclass
+class Running:
+    """A server of this process, with data of its own in `scratch`; `with` ends it."""
+
+    scratch: Path
+    weights: Path
+    process: "subprocess.Popen[bytes]"
+    base_url: str = ""
+    api_key: str = ""
+
+    @classmethod
+    def start(cls, scratch: Path, weights: Path) -> "Running":
+        """Raises RecipeError."""
+        running = cls(scratch, weights, launch(scratch, weights))
+        try:
+            server = await_ready(running.process, scratch / LOG)
+        except BaseException as error:  # Ctrl-C too: nothing of it may be left behind
+            heard()
+            stop(running.process)
+            if isinstance(error, RecipeError):
+                lines = tail(scratch / LOG)
+                raise RecipeError(f"{error}\nThe server's last lines:\n{lines}") from error
+            raise
+        running.base_url, running.api_key = server.base_url, server.api_key
+        return running
+
+    def kill(self, how: signal.Signals) -> None:
+        self.process.send_signal(how)
+        self.process.wait()
+
+    def restart(self) -> None:
+        """On the same port and data."""
+        port = int(self.base_url.rpartition(":")[2])
+        self.process = launch(self.scratch, self.weights, port)
+
+    def __enter__(self) -> "Running":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        heard()
+        stop(self.process)
 
 
 def main() -> int:
@@ -49,13 +89,14 @@ def main() -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="tinkercloud-demo-") as scratch:
             weights = fetch_model()
-            with serve(Path(scratch), weights) as server:
+            with Running.start(Path(scratch), weights) as server:
+                print(f"serving at {server.base_url}", flush=True)
                 picture = teach(server, args)
     except KeyboardInterrupt:
         heard()
         print("\nstopped", file=sys.stderr)
         return 130
-    except DemoError as error:
+    except RecipeError as error:
         print(f"\ndemo: {error}", file=sys.stderr)
         return 1
     print(f"\ndone in {time.monotonic() - start_s:.0f} s; both curves: {picture}")
@@ -94,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def teach(server: Server, args: argparse.Namespace) -> Path:
+def teach(server: Running, args: argparse.Namespace) -> Path:
     """Both recipes by the official client, as their commands would run them; the picture's path."""
     import rl
     import sft
@@ -110,7 +151,10 @@ def teach(server: Server, args: argparse.Namespace) -> Path:
         options = [first.state_path, *common, "--steps", str(args.rl_steps)]
         second = rl.run(rl.parser().parse_args(options))
     except tinker.TinkerError as error:
-        raise DemoError(f"the server refused or was lost: {error}") from error
+        lines = tail(server.scratch / LOG)
+        raise RecipeError(
+            f"the server refused or was lost: {error}\nThe server's last lines:\n{lines}"
+        ) from error
     for run in (first, second):
         run.save(args.out)
     return plot.draw(args.out / "demo.png", [first, second], TITLE).absolute()
@@ -122,35 +166,21 @@ def fetch_model() -> Path:
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     match = re.search(r"^(.*) is here and whole$", done.stdout, re.M)
     if done.returncode != 0 or match is None:
-        raise DemoError(done.stdout.strip() or "the weights could not be fetched")
+        raise RecipeError(done.stdout.strip() or "the weights could not be fetched")
     return Path(match[1])
 
 
-@contextmanager
-def serve(scratch: Path, weights: Path) -> Iterator[Server]:
-    """A server for the length of the block, with data of its own in `scratch`."""
-    from lib.options import MODEL
-
-    command = [sys.executable, "-m", "tinkercloud", "serve", "--port", "0"]
+def launch(scratch: Path, weights: Path, port: int = 0) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", "tinkercloud", "serve", "--port", str(port)]
     command += ["--data-dir", str(scratch / "data"), "--model", f"{MODEL}={weights}"]
     # Settings of the user's own server must not reach this one.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TINKERCLOUD_")}
-    log = scratch / "server.log"
     print(f"starting a server for {MODEL} ...", flush=True)
-    with log.open("wb") as sink:
+    with (scratch / LOG).open("wb") as sink:
         # In a session of its own, so that Ctrl-C reaches only this process, which then ends it.
-        process = subprocess.Popen(
+        return subprocess.Popen(
             command, stdout=sink, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
-    try:
-        server = await_ready(process, log)
-        print(f"serving at {server.base_url}", flush=True)
-        yield server
-    except DemoError as error:
-        raise DemoError(f"{error}\nThe server's last lines:\n{tail(log)}") from error
-    finally:
-        heard()
-        stop(process)
 
 
 def await_ready(process: "subprocess.Popen[bytes]", log: Path) -> Server:
@@ -162,9 +192,9 @@ def await_ready(process: "subprocess.Popen[bytes]", log: Path) -> Server:
         if url and key:
             return Server(url[1], key[1])
         if process.poll() is not None:
-            raise DemoError(f"the server ended with status {process.returncode}")
+            raise RecipeError(f"the server ended with status {process.returncode}")
         if time.monotonic() > deadline_s:
-            raise DemoError(f"the server was not ready after {START_LIMIT_S:.0f} s")
+            raise RecipeError(f"the server was not ready after {START_LIMIT_S:.0f} s")
         time.sleep(0.1)
 
 

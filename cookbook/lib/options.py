@@ -7,8 +7,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+from lib.metrics import Metrics
 from lib.run import Run
+
+
+class RecipeError(Exception):
+    """Its text is what the user reads."""
+
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 BASE_URL = "http://127.0.0.1:8700"
@@ -44,18 +51,37 @@ def parser(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def main(recipe: Callable[[argparse.Namespace], Run], parser: argparse.ArgumentParser) -> None:
-    """Run a recipe as a command: figures and picture into --out, failures as one line."""
+def begin(service: Any, args: argparse.Namespace, metrics: Metrics) -> Any:
+    """A training client: a new adapter of --model, or with weights and moments of an earlier run's
+    last saved step."""
+    if metrics.state is None:
+        return service.create_lora_training_client(
+            args.model, rank=args.rank, seed=args.seed
+        ).result()
+    return service.create_training_client_from_state_with_optimizer(metrics.state).result()
+
+
+def sampling_client(service: Any, **of: str) -> Any:
+    """of: base_model or model_path. The official client makes one at once, ours in a future."""
+    made = service.create_sampling_client(**of)
+    return made.result() if hasattr(made, "result") else made
+
+
+def main(
+    recipe: Callable[[argparse.Namespace], Run | None], parser: argparse.ArgumentParser
+) -> None:
+    """Run a recipe as a command: figures and picture into --out, failures as one line. One that
+    returns no `Run` leaves its own."""
     args = parser.parse_args()
     if args.api_key is None:
         parser.error("give --api-key or set TINKER_API_KEY; `tinkercloud serve` prints both")
     try:
         run = recipe(args)
-    except (args.sdk.TinkerError, OSError) as error:
+    except (args.sdk.TinkerError, OSError, RecipeError) as error:
         sys.exit(f"{parser.prog}: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
-    if args.out is not None:
+    if run is not None and args.out is not None:
         # Here, so that a recipe without a picture needs no matplotlib.
         from lib import plot
 

@@ -11,11 +11,12 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from lib.run import Run
 
 INK, GREY = "#22272e", "#6b7280"
-COLOURS = {"sft": "#2563eb", "rl": "#059669", "agent": "#d97706"}
+COLOURS = {"sft": "#2563eb", "rl": "#059669", "agent": "#d97706", "dpo": "#7c3aed"}
 HEADINGS = {
     "sft": "SFT: one-digit sums, by examples",
     "rl": "RL: which number is larger, by reward",
     "agent": "An agent on the openai package, by reward",
+    "dpo": "DPO: JSON preferred to a sentence",
 }
 STYLE = {
     "font.size": 10.5,
@@ -93,3 +94,87 @@ def _add_rewards(axes: Any, run: Run, steps: np.ndarray, values: np.ndarray) -> 
 
 def _change(run: Run) -> str:
     return f"held-out answers right: {run.before.accuracy:.0%} → {run.after.accuracy:.0%}"
+
+
+def draw_sweep(path: Path, curves: dict[float, list[float]], ends: dict[float, float]) -> Path:
+    """The loss of every learning rate by step, and what each ends with, as a PNG."""
+    width, height = PANEL_INCHES
+    colours = mpl.colormaps["viridis"](np.linspace(0.0, 0.92, len(curves)))
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(2 * width, height), dpi=DPI, layout="constrained")
+        left, right = figure.subplots(1, 2)
+        for colour, (rate, losses) in zip(colours, curves.items(), strict=True):
+            left.plot(losses, color=colour, linewidth=1.8, label=f"{rate:g}")
+        left.set_title("Loss by learning rate", loc="left", fontsize=11.5)
+        left.set_xlabel("optimizer steps taken")
+        left.set_ylabel("loss per answer token (nats)")
+        left.xaxis.set_major_locator(MaxNLocator(integer=True))
+        left.legend(title="learning rate", frameon=False, fontsize=8, title_fontsize=9)
+        rates, values = list(ends), list(ends.values())
+        right.plot(rates, values, color=GREY, linewidth=1, zorder=1)
+        right.scatter(rates, values, color=colours, s=55, zorder=2)
+        best = int(np.argmin(values))
+        right.annotate(
+            f"{rates[best]:g}", (rates[best], values[best]), xytext=(0, 12),
+            textcoords="offset points", ha="center", fontweight="bold",
+        )  # fmt: skip
+        right.set_xscale("log")
+        # A rate that is too high leaves the picture, not the others' curves a line at its foot.
+        left.set_ylim(0, 1.3 * max(losses[0] for losses in curves.values()))
+        right.set_ylim(bottom=0)
+        right.set_title("Loss of the last steps", loc="left", fontsize=11.5)
+        right.set_xlabel("learning rate")
+        right.set_ylabel("mean loss (nats)")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+    return path
+
+
+def draw_bars(path: Path, table: dict[str, dict[str, float]]) -> Path:
+    """Held-out accuracy of each model, a group of bars for each task, as a PNG."""
+    width, height = PANEL_INCHES
+    groups = list(next(iter(table.values())))
+    colours = [GREY, *mpl.colormaps["viridis"](np.linspace(0.15, 0.8, len(table) - 1))]
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(1.4 * width, height), dpi=DPI, layout="constrained")
+        axes = figure.subplots()
+        size = 0.8 / len(table)
+        for i, (name, values) in enumerate(table.items()):
+            places = np.arange(len(groups)) + (i - (len(table) - 1) / 2) * size
+            bars = axes.bar(
+                places, list(values.values()), size * 0.92, color=colours[i], label=name
+            )
+            axes.bar_label(bars, fmt="{:.0%}", padding=2, fontsize=9)
+        axes.set_xticks(np.arange(len(groups)), groups)
+        axes.set_ylim(0, 1.08)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.grid(visible=False, axis="x")
+        axes.set_title("Held-out answers right", loc="left", fontsize=11.5)
+        axes.legend(frameon=False, fontsize=9)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+    return path
+
+
+def draw_kill(path: Path, plain: list[float], killed: list[float], kill_at: int) -> Path:
+    """Both runs over each other, with the place of the kill, as a PNG."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=PANEL_INCHES, dpi=DPI, layout="constrained")
+        axes = figure.subplots()
+        steps = np.arange(1, len(plain) + 1)
+        axes.plot(steps, plain, color=GREY, linewidth=5, alpha=0.45, label="without a kill")
+        axes.plot(steps, killed, color=COLOURS["sft"], linewidth=1.6, marker="o", markersize=4,
+                  label="with one")  # fmt: skip
+        axes.axvline(kill_at, color="#dc2626", linestyle="--", linewidth=1.2)
+        axes.annotate(
+            " SIGKILL", (kill_at, max(plain)), color="#dc2626", va="top", fontweight="bold"
+        )
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("step")
+        axes.set_ylabel("loss per answer token (nats)")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_title("The same run, killed once", loc="left", fontsize=11.5)
+        axes.legend(frameon=False)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+    return path

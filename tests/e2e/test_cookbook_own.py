@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.serving import QUIET, ROOT, Server
@@ -83,6 +84,72 @@ def test_both_clients_give_the_same_run_by_the_same_seed(outputs: dict[str, Path
 @pytest.mark.parametrize("name", ["sft", "rl"])
 def test_a_recipe_leaves_a_picture(outputs: dict[str, Path], name: str):
     assert is_picture(outputs["tinker"] / f"{name}.png")
+
+
+QUICK_DPO = ("--pairs", "3", "--held-out", "2", "--save-every", "1")
+
+
+@pytest.fixture(scope="module")
+def dpo(server: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Three steps in one go by our client, and by the official one in two goes."""
+    folders = {sdk: tmp_path_factory.mktemp(f"dpo-{sdk}") for sdk in SDKS}
+    for sdk, goes in zip(SDKS, (("3",), ("2", "3")), strict=True):
+        for steps in goes:
+            common = ("--sdk", sdk, "--out", str(folders[sdk]))
+            said = recipe(server, "dpo", "--steps", steps, *QUICK_DPO, *common)
+        assert ("going on behind step 2" in said) == (len(goes) == 2)
+    return folders
+
+
+def test_a_run_that_goes_on_is_the_run_that_was_never_stopped(dpo: dict[str, Path]):
+    ours, official = (figures(dpo[sdk], "dpo") for sdk in SDKS)
+    assert ours["values"] == official["values"]
+    assert ours["values"][0] == pytest.approx(np.log(2), abs=1e-6), "nothing is preferred yet"
+    assert ours["values"][-1] < 0.5
+    assert ours["after"] == official["after"]
+    lines = [json.loads(line) for line in (dpo["tinker"] / "dpo.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3]
+    assert is_picture(dpo["tinker"] / "dpo.png")
+
+
+def test_checkpoints_are_compared_with_their_base(
+    server: Server, dpo: dict[str, Path], tmp_path: Path
+):
+    path = figures(dpo["tinker"], "dpo")["state_path"]
+    said = recipe(server, "eval_checkpoint", path, "--held-out", "2", "--out", str(tmp_path))
+    table = figures(tmp_path, "eval_checkpoint")
+    assert list(table) == ["base", path]
+    assert all(0 <= share <= 1 for row in table.values() for share in row.values())
+    assert f"\n{path} " in said
+    assert is_picture(tmp_path / "eval_checkpoint.png")
+
+
+def test_learning_rates_are_trained_side_by_side(server: Server, tmp_path: Path):
+    rates = ("1e-5", "1e-3", "2e-2")
+    quick = ("--steps", "4", "--batch-size", "4", "--rates", *rates, "--out", str(tmp_path))
+    said = recipe(server, "sweep", *quick)
+    found = figures(tmp_path, "sweep")
+    assert found["best"] == 1e-3
+    assert "best: 0.001; 3 rates" in said
+    assert is_picture(tmp_path / "sweep.png")
+
+
+def test_a_kill_of_the_server_changes_no_bit_of_a_run(
+    demo_environment: dict[str, str], tmp_path: Path
+):
+    quick = ("--steps", "3", "--kill-at", "2", "--batch-size", "4", "--held-out", "2")
+    command = [sys.executable, str(ROOT / "cookbook" / "resume_after_kill.py"), *quick]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path / "out")], env=demo_environment, capture_output=True,
+        text=True, timeout=LIMIT_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "killed; starting it again" in done.stdout
+    assert "every loss and every answer is the same, to the last bit" in done.stdout
+    found = figures(tmp_path / "out", "resume_after_kill")
+    assert found["killed"] == found["plain"]
+    assert found["plain"][-1] < found["plain"][0]
+    assert is_picture(tmp_path / "out" / "resume_after_kill.png")
 
 
 @pytest.mark.parametrize("sdk", SDKS)

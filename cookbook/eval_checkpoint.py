@@ -1,0 +1,83 @@
+"""What training changed: held-out answers of the base model and of checkpoints, side by side.
+
+Every model answers the same held-out problems of both tasks, four times each at temperature 1, with
+the same seeds. Checkpoints are tinker:// paths as the other recipes print them.
+"""
+
+import argparse
+import json
+from typing import Any
+
+from lib import options, plot, tasks
+from lib.evaluation import evaluate
+from lib.progress import Progress
+
+TASKS = {"sums": tasks.sums, "comparisons": tasks.comparisons}
+BASE = "base"
+
+
+def parser() -> argparse.ArgumentParser:
+    arguments = options.parser("Compare checkpoints with their base model.")
+    arguments.add_argument(
+        "checkpoints", nargs="+", help="tinker:// paths, of weights or of a state"
+    )
+    arguments.add_argument(
+        "--model", default=options.MODEL, help="base model, as the server names it"
+    )
+    return arguments
+
+
+def run(args: argparse.Namespace) -> None:
+    tinker = args.sdk  # the same as `import tinker_gmi as tinker`, or `import tinker`
+    with tinker.ServiceClient(base_url=args.base_url, api_key=args.api_key) as service:
+        base = options.sampling_client(service, base_model=args.model)
+        tokenizer = base.get_tokenizer()
+        names = [BASE, *args.checkpoints]
+        progress = Progress("eval", len(names))
+        table: dict[str, dict[str, float]] = {}
+        for done, name in enumerate(names, 1):
+            sampler = base if name == BASE else sampler_of(service, name)
+            table[name] = {
+                task: evaluate(
+                    tinker, sampler, tokenizer, make().held_out[: args.held_out]
+                ).accuracy
+                for task, make in TASKS.items()
+            }
+            progress.step(done, **table[name])
+    print("\n".join(rows(table)), flush=True)
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "eval_checkpoint.json").write_text(json.dumps(table, indent=1))
+        bars = {short(name): values for name, values in table.items()}
+        picture = plot.draw_bars(args.out / "eval_checkpoint.png", bars)
+        print(f"picture: {picture}", flush=True)
+
+
+def sampler_of(service: Any, path: str) -> Any:
+    """Of weights that were saved to sample from, or of a state to train on."""
+    if "/sampler_weights/" in path:
+        return options.sampling_client(service, model_path=path)
+    training = service.create_training_client_from_state(path).result()
+    return training.save_weights_and_get_sampling_client().result()
+
+
+def short(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+def rows(table: dict[str, dict[str, float]]) -> list[str]:
+    width = max(map(len, table))
+    lines = [" ".join([" " * width, *(f"{task:>12}" for task in TASKS)])]
+    for name, values in table.items():
+        cells = (
+            f"{value:>12.0%}"
+            if name == BASE
+            else f"{value:>5.0%} ({value - table[BASE][task]:+.0%})".rjust(12)
+            for task, value in values.items()
+        )
+        lines.append(" ".join([name.ljust(width), *cells]))
+    return lines
+
+
+if __name__ == "__main__":
+    options.main(run, parser())

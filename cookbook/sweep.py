@@ -1,0 +1,82 @@
+"""Eight learning rates at once on one base model: eight adapters, trained side by side.
+
+Each step of all eight is sent before any is waited for, so that the server computes them in common
+batches: the base model's weights are read once for all of them. The picture has eight curves, and
+the loss that each rate ends with.
+"""
+
+# B sequences in a batch, R learning rates
+
+import argparse
+import json
+import time
+
+from lib import options, plot, tasks
+from lib.metrics import Metrics
+from lib.progress import Progress
+from sft import make_data, tokenize
+
+RATES = (1e-5, 3e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 1e-2)
+NUM_LAST = 3  # steps whose mean loss a rate is judged by
+
+
+def parser() -> argparse.ArgumentParser:
+    arguments = options.parser("Find a learning rate.")
+    arguments.add_argument(
+        "--model", default=options.MODEL, help="base model, as the server names it"
+    )
+    arguments.add_argument("--steps", type=int, default=10)
+    arguments.add_argument("--batch-size", type=int, default=8)
+    arguments.add_argument("--rank", type=int, default=8, help="of each LoRA adapter")
+    arguments.add_argument("--rates", type=float, nargs="+", default=RATES)
+    return arguments
+
+
+def run(args: argparse.Namespace) -> None:
+    tinker = args.sdk  # the same as `import tinker_gmi as tinker`, or `import tinker`
+    metrics = Metrics(args.out, "sweep")
+    with tinker.ServiceClient(base_url=args.base_url, api_key=args.api_key) as service:
+        creating_R = [
+            service.create_lora_training_client(args.model, rank=args.rank, seed=args.seed)
+            for _ in args.rates
+        ]
+        models_R = [creating.result() for creating in creating_R]
+        tokenizer = models_R[0].get_tokenizer()
+        progress = Progress("sweep", args.steps)
+        batches = tasks.batches(tasks.sums().train, args.batch_size, args.seed)
+        start_s = time.monotonic()
+        for step in range(args.steps):
+            data_B = make_data(tinker, [tokenize(tokenizer, problem) for problem in next(batches)])
+            sent_R = [
+                (
+                    model.forward_backward(data_B, "cross_entropy"),
+                    model.optim_step(tinker.AdamParams(learning_rate=rate)),
+                )
+                for model, rate in zip(models_R, args.rates, strict=True)
+            ]
+            losses_R = []
+            for backward, update in sent_R:
+                losses_R.append(backward.result().metrics["loss:sum"])
+                update.result()
+            metrics.add(step + 1, losses=losses_R)
+            progress.step(step + 1, best=min(losses_R), worst=max(losses_R))
+    seconds = time.monotonic() - start_s
+    report(args, metrics, seconds)
+
+
+def report(args: argparse.Namespace, metrics: Metrics, seconds: float) -> None:
+    curves = {
+        rate: [line["losses"][i] for line in metrics.lines] for i, rate in enumerate(args.rates)
+    }
+    ends = {rate: sum(losses[-NUM_LAST:]) / NUM_LAST for rate, losses in curves.items()}
+    for rate, end in ends.items():
+        print(f"learning rate {rate:g}: {end:.3f} nats in the last {NUM_LAST} steps", flush=True)
+    best = min(ends, key=lambda rate: ends[rate])
+    print(f"best: {best:g}; {len(curves)} rates in {seconds:.0f} s", flush=True)
+    if args.out is not None:
+        (args.out / "sweep.json").write_text(json.dumps({"ends": ends, "best": best}, indent=1))
+        print(f"picture: {plot.draw_sweep(args.out / 'sweep.png', curves, ends)}", flush=True)
+
+
+if __name__ == "__main__":
+    options.main(run, parser())
