@@ -11,12 +11,19 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from lib.run import Run
 
 INK, GREY = "#22272e", "#6b7280"
-COLOURS = {"sft": "#2563eb", "rl": "#059669", "agent": "#d97706", "dpo": "#7c3aed"}
+COLOURS = {
+    "sft": "#2563eb",
+    "rl": "#059669",
+    "agent": "#d97706",
+    "dpo": "#7c3aed",
+    "prompt_distillation": "#0891b2",
+}
 HEADINGS = {
     "sft": "SFT: one-digit sums, by examples",
     "rl": "RL: which number is larger, by reward",
     "agent": "An agent on the openai package, by reward",
     "dpo": "DPO: JSON preferred to a sentence",
+    "prompt_distillation": "A prompt with examples, learned",
 }
 STYLE = {
     "font.size": 10.5,

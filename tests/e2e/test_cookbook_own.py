@@ -124,6 +124,17 @@ def test_checkpoints_are_compared_with_their_base(
     assert is_picture(tmp_path / "eval_checkpoint.png")
 
 
+def test_a_prompt_with_examples_is_learned(server: Server, tmp_path: Path):
+    quick = ("--steps", "4", "--batch-size", "8", "--learning-rate", "1e-3", "--held-out", "2")
+    recipe(server, "prompt_distillation", *quick, "--out", str(tmp_path))
+    lines = (tmp_path / "prompt_distillation.jsonl").read_text().splitlines()
+    steps = [json.loads(line) for line in lines]
+    assert [step["step"] for step in steps] == [1, 2, 3, 4]
+    assert steps[-1]["loss"] < steps[0]["loss"] - 1
+    assert max(step["teacher"] for step in steps) > 0, "the prompt gives the right answers' form"
+    assert is_picture(tmp_path / "prompt_distillation.png")
+
+
 def test_learning_rates_are_trained_side_by_side(server: Server, tmp_path: Path):
     rates = ("1e-5", "1e-3", "2e-2")
     quick = ("--steps", "4", "--batch-size", "4", "--rates", *rates, "--out", str(tmp_path))

@@ -1,0 +1,130 @@
+"""What a long prompt makes a model do, learned, so that the prompt can go.
+
+The teacher is the model itself behind a prompt with examples; its answers to new questions are
+sampled, and the student, an adapter of the same model, learns to give them without the prompt. No
+answer is looked up: what the teacher gets wrong is learned too.
+"""
+
+# B sequences in a batch, T tokens of one sequence
+
+import argparse
+from typing import Any
+
+from lib import chat, options, tasks
+from lib.evaluation import MAX_TOKENS, Evaluation, evaluate
+from lib.metrics import Metrics
+from lib.progress import Progress, show
+from lib.run import Run
+from sft import make_data
+
+NUM_EXAMPLES = 12  # in the teacher's prompt
+
+
+def parser() -> argparse.ArgumentParser:
+    arguments = options.parser("Move what a prompt does into the weights.")
+    arguments.add_argument(
+        "--model", default=options.MODEL, help="base model, as the server names it"
+    )
+    arguments.add_argument("--steps", type=int, default=10)
+    arguments.add_argument("--batch-size", type=int, default=16)
+    arguments.add_argument("--learning-rate", type=float, default=5e-4)
+    arguments.add_argument("--rank", type=int, default=16, help="of the LoRA adapter")
+    arguments.add_argument("--save-every", type=int, default=5, help="steps, to go on from")
+    return arguments
+
+
+def run(args: argparse.Namespace) -> Run:
+    tinker = args.sdk  # the same as `import tinker_gmi as tinker`, or `import tinker`
+    metrics = Metrics(args.out, "prompt_distillation")
+    with tinker.ServiceClient(base_url=args.base_url, api_key=args.api_key) as service:
+        training = options.begin(service, args, metrics)
+        tokenizer = training.get_tokenizer()
+        base = options.sampling_client(service, base_model=args.model)
+        split = tasks.sums()
+        held_out = split.held_out[: args.held_out]
+        shown = conversation(split.train[:NUM_EXAMPLES])
+
+        show("the base model", before := evaluate(tinker, base, tokenizer, held_out))
+        taught = answers(tinker, base, tokenizer, shown, held_out)
+        show("with the prompt", graded(held_out, taught))
+
+        progress = Progress("distilling", args.steps)
+        batches = tasks.batches(split.train[NUM_EXAMPLES:], args.batch_size, args.seed)
+        for step in range(args.steps):
+            problems_B = next(batches)
+            if step < metrics.first_step:
+                continue
+            answers_B = answers(tinker, base, tokenizer, shown, problems_B)
+            examples_B_T = [
+                tokenize(tokenizer, problem, answer)
+                for problem, answer in zip(problems_B, answers_B, strict=True)
+            ]
+            backward = training.forward_backward(make_data(tinker, examples_B_T), "cross_entropy")
+            update = training.optim_step(tinker.AdamParams(learning_rate=args.learning_rate))
+            loss = backward.result().metrics["loss:sum"]
+            update.result()
+            metrics.add(step + 1, loss=loss, teacher=graded(problems_B, answers_B).accuracy)
+            progress.step(step + 1, loss=loss)
+            if (step + 1) % args.save_every == 0:
+                saved = training.save_state(f"distilled-{step + 1}").result()
+                metrics.saved(step + 1, saved.path)
+
+        saving = training.save_state("distilled")
+        student = training.save_weights_and_get_sampling_client().result()
+        after = evaluate(tinker, student, tokenizer, held_out)
+        show("without the prompt, afterwards", after)
+        path = saving.result().path
+        print(f"weights: {path}", flush=True)
+        losses = metrics.values("loss")
+        return Run(
+            "prompt_distillation", "loss per answer token (nats)", losses, None, before, after, path
+        )  # fmt: skip
+
+
+def conversation(examples: list[tasks.Problem]) -> list[dict[str, str]]:
+    """The prompt: questions with their answers, as earlier turns."""
+    messages = [{"role": "system", "content": ""}]
+    for example in examples:
+        messages.append({"role": "user", "content": example.question})
+        messages.append({"role": "assistant", "content": example.answer})
+    return messages
+
+
+def answers(
+    tinker: Any, sampler: Any, tokenizer: Any, shown: list[dict[str, str]],
+    problems: list[tasks.Problem],
+) -> list[str]:  # fmt: skip
+    """The likeliest of the model behind the prompt."""
+    futures = []
+    for problem in problems:
+        messages = [*shown, {"role": "user", "content": problem.question}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        prompt_T = tokenizer.encode(text, add_special_tokens=False)
+        futures.append(
+            sampler.sample(
+                prompt=tinker.ModelInput.from_ints(prompt_T),
+                num_samples=1,
+                sampling_params=tinker.SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0),
+            )
+        )
+    return [chat.answer_text(tokenizer, f.result().sequences[0].tokens) for f in futures]
+
+
+def graded(problems: list[tasks.Problem], given: list[str]) -> Evaluation:
+    grades = [tasks.grade(p, answer) for p, answer in zip(problems, given, strict=True)]
+    examples = [
+        (p.question, answer, bool(grade))
+        for p, answer, grade in zip(problems, given, grades, strict=True)
+    ]
+    return Evaluation(sum(grades) / len(grades), len(grades), examples)
+
+
+def tokenize(tokenizer: Any, problem: tasks.Problem, answer: str) -> tuple[list[int], list[float]]:
+    """(tokens_T, weights_T): weight 1 on what the teacher said, 0 on what it was asked."""
+    prompt = chat.prompt_tokens(tokenizer, problem.question)
+    said = chat.answer_tokens(tokenizer, answer)
+    return prompt + said, [0.0] * len(prompt) + [1.0] * len(said)
+
+
+if __name__ == "__main__":
+    options.main(run, parser())
