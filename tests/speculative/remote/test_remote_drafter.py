@@ -16,7 +16,7 @@ from tinkercloud.speculative.remote.remote_drafter import (
     RemoteDrafter,
 )
 
-WAIT_S = 0.03
+WAIT_S = 0.3  # longer than a busy machine keeps a thread waiting
 
 
 class SilentLink:
