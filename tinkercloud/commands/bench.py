@@ -204,13 +204,18 @@ def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
 
 def open_target(config: Config) -> tuple[Version, Tokenizer]:
     """The first model of the settings. Raises ConfigError where it has no tokenizer."""
-    source, device = config.models[0], choose_device()
-    folder = ensure_tokenizer_folder(source.path, config.data_dir / "cache")
-    dtype = choose_dtype(config.dtype, device)
-    base = BaseModel.load(source.name, source.path, folder, dtype, device)
+    source = config.models[0]
+    base = load_base(source.name, source.path, config)
     if base.decoder is None:
         raise ConfigError(f"{base.name} has no tokenizer, which samples of texts need")
     return Version("draft target", base, base.weights, None, 1.0), base.decoder
+
+
+def load_base(name: str, path: Path, config: Config) -> BaseModel:
+    """With its tokenizer, where it has one. Raises ConfigError."""
+    device = choose_device()
+    folder = ensure_tokenizer_folder(path, config.data_dir / "cache")
+    return BaseModel.load(name, path, folder, choose_dtype(config.dtype, device), device)
 
 
 def compare(workload: Workload, engines: EngineFactory, repeats: int) -> Comparison:

@@ -113,25 +113,16 @@ def _worker(config: "Config", arguments: Arguments) -> "DraftWorker":
 
 def _model_drafters(config: "Config", arguments: Arguments) -> "WorkerDrafters":
     """Raises ConfigError."""
+    from tinkercloud.commands.bench import load_base
     from tinkercloud.embedded.drafting.worker_drafters import WorkerDrafters
     from tinkercloud.embedded.forward.runners import runner_for
-    from tinkercloud.embedded.model.base_model import BaseModel
-    from tinkercloud.embedded.model.device import (
-        choose_device,
-        choose_dtype,
-        set_up_torch,
-        usable_cores,
-    )
-    from tinkercloud.weights.tokenizer import ensure_tokenizer_folder
+    from tinkercloud.embedded.model.device import set_up_torch, usable_cores
 
     path = Path(arguments["model"])
     if not path.exists():
         raise ConfigError(f"--model {path}: there is no such file or folder")
     threads = config.engine.threads or usable_cores()
     set_up_torch(threads)
-    device = choose_device()
-    tokenizer = ensure_tokenizer_folder(path, config.data_dir / "cache")
-    dtype = choose_dtype(config.dtype, device)
-    draft = BaseModel.load(f"draft {path.name}", path, tokenizer, dtype, device)
+    draft = load_base(f"draft {path.name}", path, config)
     pool_bytes = arguments["kv_cache_mb"] * 1024**2
     return WorkerDrafters(draft, runner_for(draft, threads), pool_bytes)

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from tinkercloud.embedded.forward.kv_blocks import BlockPool, blocks_for
+from tinkercloud.embedded.forward.runners import Runner
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.errors import ConfigError
 from tinkercloud.weights.token_bytes import TokenizerPair
@@ -39,3 +41,13 @@ def tokenizer_pair(draft: BaseModel, target: BaseModel) -> TokenizerPair | None:
             f"{draft.name} has other tokens than {target.name}, and drafts cannot go through text: "
             f"{error}; take a draft model of the same family"
         ) from None
+
+
+def draft_pool(draft: BaseModel, runner: Runner, num_bytes: int) -> BlockPool:
+    """Of that size, or of one sequence of the longest length where that takes more."""
+    layout = runner.kv_layout(draft)
+    num_blocks = max(
+        num_bytes // BlockPool.bytes_per_block(draft.config, draft.dtype, layout),
+        blocks_for(draft.config.max_position_embeddings),
+    )
+    return BlockPool(draft.config, draft.dtype, draft.device, num_blocks, layout)

@@ -51,21 +51,25 @@ class ModelDrafter(NetworkDrafter):
     def catch_up(self, streams: Sequence[Stream]) -> None:
         self._read_ahead([DraftRequest(stream.id, stream.tokens, 1) for stream in streams])
 
-    @torch.inference_mode()
     def propose(self, requests: Sequence[tuple[Stream, int]]) -> list[Draft]:
+        self._seconds = {stream.id: [] for stream, _ in requests} if self._with_seconds else {}
+        return self._proposed(requests)
+
+    @torch.inference_mode()
+    def _proposed(self, requests: Sequence[tuple[Stream, int]]) -> list[Draft]:
         starts = [DraftRequest(stream.id, stream.tokens, most) for stream, most in requests]
         takes = self._audits.takes
         self._streams = {stream.id: stream for stream, _ in requests}
-        self._seconds = {stream.id: [] for stream, _ in requests}
         self._audited = {
             s.id: [] for s, most in requests if most > 0 and takes(s.params.temperature)
         }
         chains = self._chains(starts, self._drawn)
         return [self._draft(chains.get(stream.id)) for stream, _ in requests]
 
-    @torch.inference_mode()
     def propose_after(self, requests: Sequence[tuple[Stream, Sequence[int], int]]) -> list[Draft]:
-        drafts = self.propose(
+        """Without `seconds`: nobody asks what comes after what is itself a guess."""
+        self._seconds = {}
+        drafts = self._proposed(
             [(replace(s, tokens=[*s.tokens, *after]), most) for s, after, most in requests]
         )
         for stream, _, _ in requests:
@@ -79,7 +83,7 @@ class ModelDrafter(NetworkDrafter):
         for i, chain in enumerate(chains):
             if chain.id in self._audited:
                 self._audited[chain.id].append(DraftDistribution.of(drawn.distribution(i)[0].exp()))
-        if self._with_seconds:
+        if self._seconds:
             others = logits.scatter(1, drawn.tokens[:, None].to(logits.device), NEVER)
             for chain, second in zip(chains, sample(others, rows).tokens.tolist(), strict=True):
                 self._seconds[chain.id].append(second)
@@ -89,5 +93,5 @@ class ModelDrafter(NetworkDrafter):
         if chain is None:
             return NO_DRAFT
         audited = self._audited.get(chain.id, ())
-        seconds = tuple(self._seconds[chain.id])
+        seconds = tuple(self._seconds.get(chain.id, ()))
         return Draft(tuple(chain.tokens), tuple(chain.probs), tuple(audited), seconds)

@@ -4,9 +4,10 @@ import logging
 
 from tokenizers import Tokenizer
 
+from tinkercloud.embedded.drafting.draft_model import draft_pool
 from tinkercloud.embedded.drafting.model_drafter import ModelDrafter
 from tinkercloud.embedded.drafting.text_model_drafter import TextModelDrafter
-from tinkercloud.embedded.forward.kv_blocks import BlockPool, blocks_for
+from tinkercloud.embedded.forward.kv_blocks import BlockPool
 from tinkercloud.embedded.forward.runners import Runner
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
@@ -62,12 +63,7 @@ class WorkerDrafters:
         return TextModelDrafter(version, self._runner, self._pool(), pair)
 
     def _pool(self) -> BlockPool:
-        draft, layout = self._draft, self._runner.kv_layout(self._draft)
-        num_blocks = max(
-            self._pool_bytes // BlockPool.bytes_per_block(draft.config, draft.dtype, layout),
-            blocks_for(draft.config.max_position_embeddings),
-        )
-        return BlockPool(draft.config, draft.dtype, draft.device, num_blocks, layout)
+        return draft_pool(self._draft, self._runner, self._pool_bytes)
 
 
 def _tokenizer(text: str, digest: bytes) -> Tokenizer:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -25,13 +26,13 @@ from tinkercloud.embedded.draft_training.online_trainer import (
     OnlineTrainer,
     OnlineTrainers,
 )
-from tinkercloud.embedded.drafting.draft_model import open_draft, tokenizer_pair
+from tinkercloud.embedded.drafting.draft_model import draft_pool, open_draft, tokenizer_pair
 from tinkercloud.embedded.drafting.head_drafter import HeadDrafter, head_drafter
 from tinkercloud.embedded.drafting.model_drafter import ModelDrafter
 from tinkercloud.embedded.drafting.network_drafter import NetworkDrafter
 from tinkercloud.embedded.drafting.step_costs import round_costs
 from tinkercloud.embedded.drafting.text_model_drafter import TextModelDrafter
-from tinkercloud.embedded.forward.kv_blocks import BlockPool, blocks_for
+from tinkercloud.embedded.forward.kv_blocks import BlockPool
 from tinkercloud.embedded.forward.runners import Runner
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
@@ -52,11 +53,10 @@ from tinkercloud.speculative.drafters.guarded_drafter import GuardedDrafter
 from tinkercloud.speculative.drafters.suffix_drafter import SuffixDrafter
 from tinkercloud.speculative.learning.cases import CaseStore
 from tinkercloud.speculative.learning.draft_folder import DraftFolder
-from tinkercloud.speculative.remote.connection import ClientSecurity, parse_addresses
-from tinkercloud.speculative.remote.link import GrpcLink
-from tinkercloud.speculative.remote.messages import Target
-from tinkercloud.speculative.remote.remote_drafter import RemoteDrafter
 from tinkercloud.weights.tokenizer import vocabulary_digest
+
+if TYPE_CHECKING:
+    from tinkercloud.speculative.remote.connection import ClientSecurity
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class DrafterSettings:
     """name: as `--speculate` has it. trace_file: for `Trace`, if any; details_file: for
     `DetailedLog`, None for the one in the drafts' folder. cache_dir: for files derived
     from a draft model's. drafts_dir: the folder of draft heads. online: how drafts are trained;
-    max_computed, replay_share, rank, remote_wait_ms: as `DraftConfig` has them."""
+    max_computed, replay_share, rank, remote_*: as `DraftConfig` has them."""
 
     name: str
     trace_file: Path | None
@@ -88,8 +88,9 @@ class DrafterSettings:
     replay_share: float = 0.2
     rank: int = 8
     details_file: Path | None = None
-    remote_security: ClientSecurity = field(default_factory=ClientSecurity)
     remote_wait_ms: float = 50.0
+    remote_key_file: Path | None = None
+    remote_ca_file: Path | None = None
 
     @property
     def mix(self) -> Mix:
@@ -112,8 +113,7 @@ def require_drafts(settings: DrafterSettings, models: Sequence[ModelSource]) -> 
     if kind == "model" and not Path(name).exists():
         raise ConfigError(f"--speculate {settings.name}: there is no such file or folder")
     if kind == "remote":
-        parse_addresses(name)
-        settings.remote_security.check()
+        _check_remote(name, settings)
     if kind != "head":
         return
     for model in models:
@@ -174,16 +174,36 @@ def speculate(
     return make
 
 
-def remote_drafter(addresses: str, base: BaseModel, settings: DrafterSettings) -> RemoteDrafter:
+def remote_drafter(addresses: str, base: BaseModel, settings: DrafterSettings) -> Drafter:
     """addresses: "HOST:PORT,HOST:PORT". Raises ConfigError."""
+    # Here: gRPC is loaded for those who use it, not at every start.
+    from tinkercloud.speculative.remote.connection import parse_addresses
+    from tinkercloud.speculative.remote.link import GrpcLink
+    from tinkercloud.speculative.remote.messages import Target
+    from tinkercloud.speculative.remote.remote_drafter import RemoteDrafter
+
     digest = sha256(f"{base.name} {base.config}".encode()).digest()
     target = Target(base.name, digest, base.config.vocab_size)
     if base.decoder is not None:
         vocabulary = vocabulary_digest(base.decoder)
         target = replace(target, vocabulary_digest=vocabulary, tokenizer=base.decoder.to_str())
-    security = settings.remote_security
+    security = _remote_security(settings)
     links = [GrpcLink(each, security, target) for each in parse_addresses(addresses)]
     return RemoteDrafter(links, settings.remote_wait_ms / 1e3)
+
+
+def _remote_security(settings: DrafterSettings) -> "ClientSecurity":
+    from tinkercloud.speculative.remote.connection import ClientSecurity
+
+    return ClientSecurity(settings.remote_key_file, settings.remote_ca_file)
+
+
+def _check_remote(addresses: str, settings: DrafterSettings) -> None:
+    """Raises ConfigError."""
+    from tinkercloud.speculative.remote.connection import parse_addresses
+
+    parse_addresses(addresses)
+    _remote_security(settings).check()
 
 
 def _online_trainer(drafter: Drafter, base: BaseModel, settings: DrafterSettings) -> OnlineTrainer:
@@ -236,12 +256,7 @@ def model_trainee(
 def model_drafter(draft: BaseModel, base: BaseModel, runner: Runner) -> NetworkDrafter:
     """draft: as `open_draft` gives it, without an adapter."""
     pair = tokenizer_pair(draft, base)
-    layout = runner.kv_layout(draft)
-    num_blocks = max(
-        DRAFT_POOL_BYTES // BlockPool.bytes_per_block(draft.config, draft.dtype, layout),
-        blocks_for(draft.config.max_position_embeddings),
-    )
-    pool = BlockPool(draft.config, draft.dtype, draft.device, num_blocks, layout)
+    pool = draft_pool(draft, runner, DRAFT_POOL_BYTES)
     version = Version(draft.name, draft, draft.weights, None, 1.0)
     if pair is None:
         return ModelDrafter(version, runner, pool)

@@ -62,7 +62,6 @@ from tinkercloud.embedded.training.micro_batches import Limits
 from tinkercloud.embedded.training.queue import TrainingQueue
 from tinkercloud.errors import ConfigError
 from tinkercloud.speculative.learning.schedule import TriggerSettings
-from tinkercloud.speculative.remote.connection import ClientSecurity
 
 logger = logging.getLogger(__name__)
 
@@ -281,8 +280,9 @@ def _drafter_settings(settings: EngineSettings) -> DrafterSettings:
         max_computed=draft.tokens,
         replay_share=draft.replay_share,
         rank=draft.rank,
-        remote_security=ClientSecurity(draft.remote_key_file, draft.remote_ca_file),
         remote_wait_ms=draft.remote_wait_ms,
+        remote_key_file=draft.remote_key_file,
+        remote_ca_file=draft.remote_ca_file,
     )
 
 

@@ -112,16 +112,14 @@ class Delta(_message.Message):
     def __init__(self, id: _Optional[int] = ..., length: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ...) -> None: ...
 
 class Drafts(_message.Message):
-    __slots__ = ("round", "branches", "forgotten", "draft_us")
+    __slots__ = ("round", "branches", "forgotten")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     BRANCHES_FIELD_NUMBER: _ClassVar[int]
     FORGOTTEN_FIELD_NUMBER: _ClassVar[int]
-    DRAFT_US_FIELD_NUMBER: _ClassVar[int]
     round: int
     branches: _containers.RepeatedCompositeFieldContainer[Branch]
     forgotten: _containers.RepeatedScalarFieldContainer[int]
-    draft_us: int
-    def __init__(self, round: _Optional[int] = ..., branches: _Optional[_Iterable[_Union[Branch, _Mapping]]] = ..., forgotten: _Optional[_Iterable[int]] = ..., draft_us: _Optional[int] = ...) -> None: ...
+    def __init__(self, round: _Optional[int] = ..., branches: _Optional[_Iterable[_Union[Branch, _Mapping]]] = ..., forgotten: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Branch(_message.Message):
     __slots__ = ("id", "base", "tokens", "confidences")

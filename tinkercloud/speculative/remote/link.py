@@ -2,7 +2,6 @@
 
 import logging
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 from queue import Full, Queue
 from typing import Protocol
@@ -101,7 +100,7 @@ class GrpcLink:
                 request_serializer=pb.ToWorker.SerializeToString,
                 response_deserializer=pb.ToEngine.FromString,
             )
-            call = self._call = method(_sent(outgoing), metadata=self._security.metadata())
+            call = self._call = method(iter(outgoing.get, None), metadata=self._security.metadata())
             try:
                 for message in call:
                     if message.HasField("drafts"):
@@ -133,11 +132,6 @@ class GrpcLink:
         if reason and reason != self._said and not self._ending.is_set():
             self._said = reason
             logger.warning("no drafts from %s: %s; it is tried again", self.name, reason)
-
-
-def _sent(outgoing: "Queue[pb.ToWorker | None]") -> Iterator[pb.ToWorker]:
-    while (message := outgoing.get()) is not None:
-        yield message
 
 
 def _reason(error: grpc.RpcError) -> str:

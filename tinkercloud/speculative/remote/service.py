@@ -10,7 +10,7 @@ import grpc
 from tinkercloud.speculative.remote import draft_pb2 as pb
 from tinkercloud.speculative.remote.connection import Address, ServerSecurity, grpc_server
 from tinkercloud.speculative.remote.messages import METHOD
-from tinkercloud.speculative.remote.worker import Connection, DraftWorker, drained
+from tinkercloud.speculative.remote.worker import Connection, DraftWorker
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class _Calls:
             target=self._read, args=(connection, messages), name="reader", daemon=True
         )
         reader.start()
-        yield from drained(connection.outgoing)
+        return iter(connection.outgoing.get, None)
 
     def _read(self, connection: Connection, messages: Iterator[pb.ToWorker]) -> None:
         try:

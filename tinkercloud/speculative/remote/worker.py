@@ -10,9 +10,10 @@ import logging
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from queue import Full, Queue
+from typing import TypeVar
 
 from tinkercloud.errors import ConfigError
 from tinkercloud.speculative.drafters.drafter import Draft, Drafter, Stream
@@ -29,6 +30,7 @@ from tinkercloud.speculative.remote.messages import (
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 MAX_WAITING = 64  # answers that an engine has not read; more are dropped: they would be late
 
 
@@ -185,9 +187,7 @@ class DraftWorker:
             except BadMessage as error:
                 self._refuse(connection, str(error))
         asked = {s: a for s, a in asked.items() if s.stream.id in self._samples}
-        start = time.perf_counter()
         self._draft(list(asked.values()))
-        draft_us = round(1e6 * (time.perf_counter() - start))
         for (connection, number), gone in forgotten.items():
             if connection not in self._open:
                 continue
@@ -196,8 +196,7 @@ class DraftWorker:
                 for each in asked.values()
                 if each.sample.connection is connection and each.drafted and each.drafted.tokens
             ]
-            drafts = pb.Drafts(round=number, branches=branches, forgotten=gone, draft_us=draft_us)
-            self._send(connection, drafts)
+            self._send(connection, pb.Drafts(round=number, branches=branches, forgotten=gone))
         self._plan([each for each in asked.values() if each.drafted and each.drafted.tokens])
 
     def _greet(self, connection: Connection, hello: pb.Hello) -> None:
@@ -279,12 +278,7 @@ class DraftWorker:
 
     def _draft(self, asked: Sequence[_Asked]) -> None:
         """Of each drafter one batch."""
-        by_drafter: dict[Drafter, list[_Asked]] = {}
-        for each in asked:
-            drafter = each.sample.connection.drafter
-            assert drafter is not None
-            by_drafter.setdefault(drafter, []).append(each)
-        for drafter, questions in by_drafter.items():
+        for drafter, questions in _by_drafter(asked, lambda each: each.sample):
             drafter.catch_up([each.sample.stream for each in questions])
             drafts = drafter.propose([(each.sample.stream, each.most) for each in questions])
             for each, draft in zip(questions, drafts, strict=True):
@@ -303,13 +297,9 @@ class DraftWorker:
                 self._ahead.append(lambda batch=batch: self._prepare(batch))
 
     def _prepare(self, batch: Sequence[tuple[_Asked, tuple[int, ...]]]) -> None:
-        by_drafter: dict[Drafter, list[tuple[_Asked, tuple[int, ...]]]] = {}
-        for each, after in batch:
-            sample = each.sample
-            if sample.stream.id in self._samples and sample.connection.drafter is not None:
-                by_drafter.setdefault(sample.connection.drafter, []).append((each, after))
+        live = [pair for pair in batch if pair[0].sample.stream.id in self._samples]
         sent: dict[tuple[Connection, int], list[pb.Branch]] = {}
-        for drafter, items in by_drafter.items():
+        for drafter, items in _by_drafter(live, lambda pair: pair[0].sample):
             drafts = drafter.propose_after(
                 # One more: the first of it is what the target adds to a draft that it takes whole.
                 [(each.sample.stream, after, each.most + 1) for each, after in items]
@@ -357,6 +347,17 @@ class DraftWorker:
             self._end(sample)
 
 
+def _by_drafter(
+    items: Sequence[T], sample_of: Callable[[T], _Sample]
+) -> Iterable[tuple[Drafter, list[T]]]:
+    batches: dict[Drafter, list[T]] = {}
+    for item in items:
+        drafter = sample_of(item).connection.drafter
+        assert drafter is not None
+        batches.setdefault(drafter, []).append(item)
+    return batches.items()
+
+
 def _outcomes(asked: _Asked) -> list[tuple[int, ...]]:
     """Tokens that the target may add to the sample: the whole draft, then, likeliest first, the
     draft up to a place where it takes the second likeliest token instead."""
@@ -380,9 +381,3 @@ def _put_end(outgoing: "Queue[pb.ToEngine | None]") -> bool:
         except Full:
             if outgoing.get_nowait() is None:
                 return False
-
-
-def drained(outgoing: "Queue[pb.ToEngine | None]") -> Iterator[pb.ToEngine]:
-    """What comes, until the end."""
-    while (message := outgoing.get()) is not None:
-        yield message

@@ -7,12 +7,14 @@ import pytest
 from tests.embedded.speculative_engine import Drafting, all_same, knowing, mixture
 from tests.embedded.tiny import VOCAB, Sampler
 from tests.speculative.remote.workers import TARGET, FaultyLink, LocalLink, worker_of
+from tinkercloud.embedded.drafting.worker_drafters import WorkerDrafters
 from tinkercloud.embedded.forward import runners
+from tinkercloud.embedded.forward.runners import NativeRunner
 from tinkercloud.embedded.process.model_store import ModelStore
 from tinkercloud.speculative.drafters.drafter import Drafter
 from tinkercloud.speculative.drafters.suffix_drafter import SuffixDrafter
 from tinkercloud.speculative.remote.remote_drafter import RemoteDrafter
-from tinkercloud.speculative.remote.worker import WorkerLimits
+from tinkercloud.speculative.remote.worker import DraftWorker, WorkerLimits
 
 pytestmark = pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
 
@@ -76,3 +78,24 @@ def test_a_worker_that_knows_the_sample_is_always_right(store: ModelStore, base:
     num_verified = sum(each.num_verified for each in drafting.policy.rounds)
     assert drafting.policy.num_accepted > 0.9 * num_verified > 0
     assert TARGET.vocab_size == VOCAB
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_worker_with_the_target_itself_is_right_and_prepared(
+    store: ModelStore, base: str, temperature: float
+) -> None:
+    """Its drafts have the target's noise; a draft that is taken whole was prepared for."""
+    requests = mixture(base, 3, temperature, use_eos=False)
+    plain = Sampler(store).run(requests)
+    remotes: list[RemoteDrafter] = []
+
+    def make(_: int) -> RemoteDrafter:
+        drafters = WorkerDrafters(store.base("tiny"), NativeRunner(1), pool_bytes=2**24)
+        remotes.append(RemoteDrafter([LocalLink(DraftWorker(drafters))], wait_s=10.0))
+        return remotes[-1]
+
+    drafting = Drafting(make, MOST)
+    all_same(Sampler(store, speculate=drafting).run(requests), plain)
+    num_verified = sum(each.num_verified for each in drafting.policy.rounds)
+    assert drafting.policy.num_accepted == num_verified > 0
+    assert remotes[0].counts["prepared"] > remotes[0].counts["asked"] / 2
