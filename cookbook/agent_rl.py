@@ -29,9 +29,7 @@ SEEN = 0.3  # of a reward: the tool was asked for the right item
 
 def parser() -> argparse.ArgumentParser:
     arguments = options.parser("Train a tool-using agent by a reward.")
-    arguments.add_argument(
-        "--model", default=options.MODEL, help="base model, as the server names it"
-    )
+    options.add_model(arguments)
     arguments.add_argument(
         "--warm-up", type=int, default=7, help="steps that show how a call looks"
     )

@@ -33,12 +33,6 @@ os.environ |= {
 }
 
 
-@dataclass(frozen=True)
-class Server:
-    base_url: str
-    api_key: str
-
-
 @dataclass
 class Running:
     """A server of this process, with data of its own in `scratch`; `with` ends it."""
@@ -54,7 +48,7 @@ class Running:
         """Raises RecipeError."""
         running = cls(scratch, weights, launch(scratch, weights))
         try:
-            server = await_ready(running.process, scratch / LOG)
+            running.base_url, running.api_key = await_ready(running.process, scratch / LOG)
         except BaseException as error:  # Ctrl-C too: nothing of it may be left behind
             heard()
             stop(running.process)
@@ -62,7 +56,6 @@ class Running:
                 lines = tail(scratch / LOG)
                 raise RecipeError(f"{error}\nThe server's last lines:\n{lines}") from error
             raise
-        running.base_url, running.api_key = server.base_url, server.api_key
         return running
 
     def kill(self, how: signal.Signals) -> None:
@@ -183,14 +176,15 @@ def launch(scratch: Path, weights: Path, port: int = 0) -> "subprocess.Popen[byt
         )
 
 
-def await_ready(process: "subprocess.Popen[bytes]", log: Path) -> Server:
+def await_ready(process: "subprocess.Popen[bytes]", log: Path) -> tuple[str, str]:
+    """Its URL and its first key."""
     deadline_s = time.monotonic() + START_LIMIT_S
     while True:
         written = log.read_text(errors="replace")
         url = re.search(r"^ready: (http://\S+)", written, re.M)
         key = re.search(r"^export TINKER_API_KEY=(\S+)", written, re.M)
         if url and key:
-            return Server(url[1], key[1])
+            return url[1], key[1]
         if process.poll() is not None:
             raise RecipeError(f"the server ended with status {process.returncode}")
         if time.monotonic() > deadline_s:

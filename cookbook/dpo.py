@@ -38,9 +38,7 @@ Pair = tuple[Answered, Answered]
 
 def parser() -> argparse.ArgumentParser:
     arguments = options.parser("Teach a model by preferences.")
-    arguments.add_argument(
-        "--model", default=options.MODEL, help="base model, as the server names it"
-    )
+    options.add_model(arguments)
     arguments.add_argument("--steps", type=int, default=12)
     arguments.add_argument("--pairs", type=int, default=8, help="per step")
     arguments.add_argument("--learning-rate", type=float, default=5e-4)
@@ -69,21 +67,18 @@ def run(args: argparse.Namespace) -> Run:
 
         progress = Progress("DPO", args.steps)
         batches = tasks.batches(split.train, args.pairs, args.seed)
-        for step in range(args.steps):
-            problems_P = next(batches)
-            if step < metrics.first_step:
-                continue
+        for step, problems_P in metrics.left(batches, args.steps):
             pairs_P = make_pairs(tinker, base, tokenizer, problems_P)
             loss_fn = preference_loss(pairs_P, args.beta, args.nll_weight)
             backward = training.forward_backward_custom(make_data(tinker, pairs_P), loss_fn)
             update = training.optim_step(tinker.AdamParams(learning_rate=args.learning_rate))
             found = backward.result().metrics
             update.result()
-            metrics.add(step + 1, loss=found["loss"], margin=found["margin"], nll=found["nll"])
-            progress.step(step + 1, loss=found["loss"], margin=found["margin"], nll=found["nll"])
-            if (step + 1) % args.save_every == 0:
-                saved = training.save_state(f"dpo-{step + 1}").result()
-                metrics.saved(step + 1, saved.path)
+            metrics.add(step, loss=found["loss"], margin=found["margin"], nll=found["nll"])
+            progress.step(step, loss=found["loss"], margin=found["margin"], nll=found["nll"])
+            if step % args.save_every == 0:
+                saved = training.save_state(f"dpo-{step}").result()
+                metrics.saved(step, saved.path)
 
         saving = training.save_state("dpo")
         preferred = share_preferred(tinker, training, held_out_pairs)

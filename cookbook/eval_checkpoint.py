@@ -5,12 +5,12 @@ the same seeds. Checkpoints are tinker:// paths as the other recipes print them.
 """
 
 import argparse
-import json
 from typing import Any
 
 from lib import options, plot, tasks
 from lib.evaluation import evaluate
 from lib.progress import Progress
+from lib.run import write_figures
 
 TASKS = {"sums": tasks.sums, "comparisons": tasks.comparisons}
 BASE = "base"
@@ -21,9 +21,7 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument(
         "checkpoints", nargs="+", help="tinker:// paths, of weights or of a state"
     )
-    arguments.add_argument(
-        "--model", default=options.MODEL, help="base model, as the server names it"
-    )
+    options.add_model(arguments)
     return arguments
 
 
@@ -46,8 +44,7 @@ def run(args: argparse.Namespace) -> None:
             progress.step(done, **table[name])
     print("\n".join(rows(table)), flush=True)
     if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "eval_checkpoint.json").write_text(json.dumps(table, indent=1))
+        write_figures(args.out, "eval_checkpoint", table)
         bars = {short(name): values for name, values in table.items()}
         picture = plot.draw_bars(args.out / "eval_checkpoint.png", bars)
         print(f"picture: {picture}", flush=True)

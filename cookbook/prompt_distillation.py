@@ -22,9 +22,7 @@ NUM_EXAMPLES = 12  # in the teacher's prompt
 
 def parser() -> argparse.ArgumentParser:
     arguments = options.parser("Move what a prompt does into the weights.")
-    arguments.add_argument(
-        "--model", default=options.MODEL, help="base model, as the server names it"
-    )
+    options.add_model(arguments)
     arguments.add_argument("--steps", type=int, default=10)
     arguments.add_argument("--batch-size", type=int, default=16)
     arguments.add_argument("--learning-rate", type=float, default=5e-4)
@@ -50,24 +48,21 @@ def run(args: argparse.Namespace) -> Run:
 
         progress = Progress("distilling", args.steps)
         batches = tasks.batches(split.train[NUM_EXAMPLES:], args.batch_size, args.seed)
-        for step in range(args.steps):
-            problems_B = next(batches)
-            if step < metrics.first_step:
-                continue
+        for step, problems_B in metrics.left(batches, args.steps):
             answers_B = answers(tinker, base, tokenizer, shown, problems_B)
             examples_B_T = [
-                tokenize(tokenizer, problem, answer)
+                chat.example(tokenizer, problem.question, answer)
                 for problem, answer in zip(problems_B, answers_B, strict=True)
             ]
             backward = training.forward_backward(make_data(tinker, examples_B_T), "cross_entropy")
             update = training.optim_step(tinker.AdamParams(learning_rate=args.learning_rate))
             loss = backward.result().metrics["loss:sum"]
             update.result()
-            metrics.add(step + 1, loss=loss, teacher=graded(problems_B, answers_B).accuracy)
-            progress.step(step + 1, loss=loss)
-            if (step + 1) % args.save_every == 0:
-                saved = training.save_state(f"distilled-{step + 1}").result()
-                metrics.saved(step + 1, saved.path)
+            metrics.add(step, loss=loss, teacher=graded(problems_B, answers_B).accuracy)
+            progress.step(step, loss=loss)
+            if step % args.save_every == 0:
+                saved = training.save_state(f"distilled-{step}").result()
+                metrics.saved(step, saved.path)
 
         saving = training.save_state("distilled")
         student = training.save_weights_and_get_sampling_client().result()
@@ -117,13 +112,6 @@ def graded(problems: list[tasks.Problem], given: list[str]) -> Evaluation:
         for p, answer, grade in zip(problems, given, grades, strict=True)
     ]
     return Evaluation(sum(grades) / len(grades), len(grades), examples)
-
-
-def tokenize(tokenizer: Any, problem: tasks.Problem, answer: str) -> tuple[list[int], list[float]]:
-    """(tokens_T, weights_T): weight 1 on what the teacher said, 0 on what it was asked."""
-    prompt = chat.prompt_tokens(tokenizer, problem.question)
-    said = chat.answer_tokens(tokenizer, answer)
-    return prompt + said, [0.0] * len(prompt) + [1.0] * len(said)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ the last bit.
 """
 
 import argparse
-import json
 import signal
 import tempfile
 import threading
@@ -20,6 +19,7 @@ from lib import options, plot, tasks
 from lib.evaluation import evaluate
 from lib.metrics import Metrics
 from lib.progress import Progress
+from lib.run import write_figures
 from sft import make_data, tokenize
 
 UNDERWAY_S = 1.0  # after which the server has the step, and computes it
@@ -53,9 +53,8 @@ def run(args: argparse.Namespace) -> None:
         flush=True,
     )
     if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
         found = {"plain": plain, "killed": killed, "is_same": is_same}
-        (args.out / "resume_after_kill.json").write_text(json.dumps(found, indent=1))
+        write_figures(args.out, "resume_after_kill", found)
         picture = args.out / "resume_after_kill.png"
         print(f"picture: {plot.draw_kill(picture, plain, killed, args.kill_at)}", flush=True)
     if not is_same:

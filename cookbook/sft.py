@@ -16,9 +16,7 @@ from lib.run import Run
 
 def parser() -> argparse.ArgumentParser:
     arguments = options.parser("Teach a model by examples.")
-    arguments.add_argument(
-        "--model", default=options.MODEL, help="base model, as the server names it"
-    )
+    options.add_model(arguments)
     arguments.add_argument("--steps", type=int, default=8)
     arguments.add_argument("--batch-size", type=int, default=16)
     arguments.add_argument("--learning-rate", type=float, default=5e-4)
@@ -63,10 +61,8 @@ def run(args: argparse.Namespace) -> Run:
 
 
 def tokenize(tokenizer: object, problem: tasks.Problem) -> tuple[list[int], list[float]]:
-    """(tokens_T, weights_T): weight 1 on what the assistant says, 0 on what it is asked."""
-    prompt = chat.prompt_tokens(tokenizer, problem.question)
-    answer = chat.answer_tokens(tokenizer, problem.answer)
-    return prompt + answer, [0.0] * len(prompt) + [1.0] * len(answer)
+    """(tokens_T, weights_T) of a question and its right answer."""
+    return chat.example(tokenizer, problem.question, problem.answer)
 
 
 def make_data(tinker: object, examples_B_T: list[tuple[list[int], list[float]]]) -> list[object]:

@@ -8,12 +8,12 @@ the loss that each rate ends with.
 # B sequences in a batch, R learning rates
 
 import argparse
-import json
 import time
 
 from lib import options, plot, tasks
 from lib.metrics import Metrics
 from lib.progress import Progress
+from lib.run import write_figures
 from sft import make_data, tokenize
 
 RATES = (1e-5, 3e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 1e-2)
@@ -22,9 +22,7 @@ NUM_LAST = 3  # steps whose mean loss a rate is judged by
 
 def parser() -> argparse.ArgumentParser:
     arguments = options.parser("Find a learning rate.")
-    arguments.add_argument(
-        "--model", default=options.MODEL, help="base model, as the server names it"
-    )
+    options.add_model(arguments)
     arguments.add_argument("--steps", type=int, default=10)
     arguments.add_argument("--batch-size", type=int, default=8)
     arguments.add_argument("--rank", type=int, default=8, help="of each LoRA adapter")
@@ -74,7 +72,7 @@ def report(args: argparse.Namespace, metrics: Metrics, seconds: float) -> None:
     best = min(ends, key=lambda rate: ends[rate])
     print(f"best: {best:g}; {len(curves)} rates in {seconds:.0f} s", flush=True)
     if args.out is not None:
-        (args.out / "sweep.json").write_text(json.dumps({"ends": ends, "best": best}, indent=1))
+        write_figures(args.out, "sweep", {"ends": ends, "best": best})
         print(f"picture: {plot.draw_sweep(args.out / 'sweep.png', curves, ends)}", flush=True)
 
 

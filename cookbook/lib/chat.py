@@ -19,5 +19,11 @@ def answer_tokens(tokenizer: Any, answer: str) -> list[int]:
     return [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
 
 
+def example(tokenizer: Any, question: str, answer: str) -> tuple[list[int], list[float]]:
+    """(tokens_T, weights_T): weight 1 on what the assistant says, 0 on what it is asked."""
+    prompt, said = prompt_tokens(tokenizer, question), answer_tokens(tokenizer, answer)
+    return prompt + said, [0.0] * len(prompt) + [1.0] * len(said)
+
+
 def answer_text(tokenizer: Any, tokens: list[int]) -> str:
     return tokenizer.decode(tokens, skip_special_tokens=True)

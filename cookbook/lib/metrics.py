@@ -1,8 +1,11 @@
 """The figures of a run, a line of JSON for each step, and the place to go on from."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class Metrics:
@@ -25,6 +28,14 @@ class Metrics:
             self.first_step, self.state = self.lines[-1]["step"], self.lines[-1]["state"]
             print(f"going on behind step {self.first_step} of {self._path}", flush=True)
         self._write("w", self.lines)
+
+    def left(self, batches: Iterator[T], num_steps: int) -> Iterator[tuple[int, T]]:
+        """(step, its batch), step from 1 on, of those that are not done; each step has the batch
+        that it has in a run that was never stopped."""
+        for step in range(1, num_steps + 1):
+            batch = next(batches)
+            if step > self.first_step:
+                yield step, batch
 
     def add(self, step: int, **figures: Any) -> None:
         """step: from 1 on."""

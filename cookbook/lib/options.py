@@ -51,6 +51,10 @@ def parser(description: str) -> argparse.ArgumentParser:
     return parser
 
 
+def add_model(arguments: argparse.ArgumentParser) -> None:
+    arguments.add_argument("--model", default=MODEL, help="base model, as the server names it")
+
+
 def begin(service: Any, args: argparse.Namespace, metrics: Metrics) -> Any:
     """A training client: a new adapter of --model, or with weights and moments of an earlier run's
     last saved step."""

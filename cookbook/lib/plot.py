@@ -1,5 +1,7 @@
 """Pictures of runs, without a display."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,19 +44,26 @@ PANEL_INCHES = (5.0, 4.0)
 DPI = 130
 
 
-def draw(path: Path, runs: list[Run], title: str | None = None) -> Path:
-    """A panel for each run, side by side, as a PNG."""
+@contextmanager
+def _figure(path: Path, num_panels: float = 1) -> Iterator[Figure]:
+    """To draw on, so many panels wide; a PNG once the block ends."""
     width, height = PANEL_INCHES
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(width * len(runs), height), dpi=DPI, layout="constrained")
+        figure = Figure(figsize=(width * num_panels, height), dpi=DPI, layout="constrained")
+        yield figure
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+
+
+def draw(path: Path, runs: list[Run], title: str | None = None) -> Path:
+    """A panel for each run, side by side, as a PNG."""
+    with _figure(path, len(runs)) as figure:
         figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1, wspace=0.06)
         if title is not None:
             figure.suptitle(title, fontsize=13, fontweight="bold")
         panels = np.atleast_1d(figure.subplots(1, len(runs)))
         for axes, run in zip(panels, runs, strict=True):
             _panel(axes, run)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
     return path
 
 
@@ -105,10 +114,8 @@ def _change(run: Run) -> str:
 
 def draw_sweep(path: Path, curves: dict[float, list[float]], ends: dict[float, float]) -> Path:
     """The loss of every learning rate by step, and what each ends with, as a PNG."""
-    width, height = PANEL_INCHES
     colours = mpl.colormaps["viridis"](np.linspace(0.0, 0.92, len(curves)))
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(2 * width, height), dpi=DPI, layout="constrained")
+    with _figure(path, 2) as figure:
         left, right = figure.subplots(1, 2)
         for colour, (rate, losses) in zip(colours, curves.items(), strict=True):
             left.plot(losses, color=colour, linewidth=1.8, label=f"{rate:g}")
@@ -132,18 +139,14 @@ def draw_sweep(path: Path, curves: dict[float, list[float]], ends: dict[float, f
         right.set_title("Loss of the last steps", loc="left", fontsize=11.5)
         right.set_xlabel("learning rate")
         right.set_ylabel("mean loss (nats)")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
     return path
 
 
 def draw_bars(path: Path, table: dict[str, dict[str, float]]) -> Path:
     """Held-out accuracy of each model, a group of bars for each task, as a PNG."""
-    width, height = PANEL_INCHES
     groups = list(next(iter(table.values())))
     colours = [GREY, *mpl.colormaps["viridis"](np.linspace(0.15, 0.8, len(table) - 1))]
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(1.4 * width, height), dpi=DPI, layout="constrained")
+    with _figure(path, 1.4) as figure:
         axes = figure.subplots()
         size = 0.8 / len(table)
         for i, (name, values) in enumerate(table.items()):
@@ -158,15 +161,12 @@ def draw_bars(path: Path, table: dict[str, dict[str, float]]) -> Path:
         axes.grid(visible=False, axis="x")
         axes.set_title("Held-out answers right", loc="left", fontsize=11.5)
         axes.legend(frameon=False, fontsize=9)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
     return path
 
 
 def draw_kill(path: Path, plain: list[float], killed: list[float], kill_at: int) -> Path:
     """Both runs over each other, with the place of the kill, as a PNG."""
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=PANEL_INCHES, dpi=DPI, layout="constrained")
+    with _figure(path) as figure:
         axes = figure.subplots()
         steps = np.arange(1, len(plain) + 1)
         axes.plot(steps, plain, color=GREY, linewidth=5, alpha=0.45, label="without a kill")
@@ -182,6 +182,4 @@ def draw_kill(path: Path, plain: list[float], killed: list[float], kill_at: int)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_title("The same run, killed once", loc="left", fontsize=11.5)
         axes.legend(frameon=False)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
     return path

@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from lib.evaluation import Evaluation
 
@@ -20,8 +21,12 @@ class Run:
     state_path: str  # tinker://..., loads with create_training_client_from_state
 
     def save(self, folder: Path) -> Path:
-        """NAME.json in the folder, which is made."""
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{self.name}.json"
-        path.write_text(json.dumps(asdict(self), indent=1, ensure_ascii=False), encoding="utf-8")
-        return path
+        return write_figures(folder, self.name, asdict(self))
+
+
+def write_figures(folder: Path, name: str, figures: Any) -> Path:
+    """NAME.json in the folder, which is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(figures, indent=1, ensure_ascii=False), encoding="utf-8")
+    return path
