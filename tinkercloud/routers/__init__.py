@@ -20,6 +20,7 @@ from tinkercloud.routers import (
     sessions,
     traces,
     training,
+    verify,
 )
 
 # Routes are tried in this order: those that are called most come first.
@@ -41,6 +42,7 @@ ROUTERS = (
     captured_chats.router,
     anthropic.router,
     openai.router,
+    verify.router,
     openai_completions.router,
     health.router,
     health.open_router,

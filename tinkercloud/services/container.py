@@ -31,6 +31,7 @@ from tinkercloud.services.chats.model_names import ModelNames
 from tinkercloud.services.chats.request_slots import RequestSlots
 from tinkercloud.services.chats.text_completion_service import TextCompletionService
 from tinkercloud.services.chats.text_models import TextModels
+from tinkercloud.services.chats.verify_service import VerifyService
 from tinkercloud.services.checkpoints.checkpoint_service import CheckpointService, CheckpointStores
 from tinkercloud.services.checkpoints.copy_service import CopyService
 from tinkercloud.services.checkpoints.download_service import DownloadService
@@ -123,6 +124,7 @@ class Services:
     capture_results: CaptureResults
     reward_webhooks: RewardWebhooks
     text_completions: TextCompletionService
+    verifications: VerifyService
     readiness: ReadinessService
     bodies: BodyParser
     metrics: MetricsService
@@ -311,6 +313,7 @@ def build_services(
         ),
         chat=ChatService(names, texts, sampling, slots),
         text_completions=TextCompletionService(names, texts, sampling, slots),
+        verifications=VerifyService(names, texts, sampling, slots),
         bodies=BodyParser(),
         readiness=ReadinessService(backend, database, config.data_dir),
         spans=_span_export(config, tasks),
