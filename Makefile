@@ -103,7 +103,7 @@ $(DOCS): pyproject.toml constraints.txt | $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@
 
-docs: $(DOCS) ## the documentation site, its links checked
+docs: $(DOCS) ## the documentation site, its links checked; the server shows it at /docs-site
 	$(BIN)/python docs/build_site.py
 
 demo: install ## SFT and RL on a real model, live, under ten minutes

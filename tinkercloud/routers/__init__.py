@@ -9,6 +9,7 @@ from tinkercloud.routers import (
     captures,
     checkpoints,
     console,
+    docs_site,
     downloads,
     futures,
     health,
@@ -47,5 +48,6 @@ ROUTERS = (
     health.router,
     health.open_router,
     console.router,
+    docs_site.router,
     api_document.router,
 )

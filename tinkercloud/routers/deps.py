@@ -20,6 +20,7 @@ USER_KEY, ROLE_KEY = "tinkercloud.user", "tinkercloud.role"
 ANYTHING = "*/*"
 SIGNED_PREFIX = PREFIX  # of the routes that ask for a signature in place of a key
 HEALTHZ_PATH, READYZ_PATH = "/healthz", "/readyz"
+DOCS_PATH = "/docs-site"
 OPEN_PATHS = frozenset({HEALTHZ_PATH, READYZ_PATH})  # of routes that anybody may call
 
 

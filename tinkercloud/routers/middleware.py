@@ -7,7 +7,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tinkercloud.logs import about
 from tinkercloud.routers.console import CHALLENGE, PATHS, basic_password
-from tinkercloud.routers.deps import OPEN_PATHS, ROLE_KEY, SIGNED_PREFIX, USER_KEY
+from tinkercloud.routers.deps import DOCS_PATH, OPEN_PATHS, ROLE_KEY, SIGNED_PREFIX, USER_KEY
 from tinkercloud.routers.refusal import refuse
 from tinkercloud.services.accounts.quotas import with_key
 from tinkercloud.storage.keys import KeyRecord
@@ -53,7 +53,8 @@ def _unknown_text(credential: str) -> str:
 
 class AuthMiddleware:
     """Answers 401 before a route is looked up or a byte of the body is read. Signed links pass:
-    their route checks them; so does what supervisors ask (`OPEN_PATHS`)."""
+    their route checks them; so do what supervisors ask (`OPEN_PATHS`) and the documentation, which
+    hold nothing of anybody."""
 
     def __init__(self, app: ASGIApp, authenticator: Authenticator):
         self._app = app
@@ -66,7 +67,10 @@ class AuthMiddleware:
         if scope["type"] != "http":
             raise AssertionError(f"no {scope['type']} here")
         path = scope["path"]
-        if scope["method"] == "GET" and (path.startswith(SIGNED_PREFIX) or path in OPEN_PATHS):
+        documents = f"{path}/".startswith(f"{DOCS_PATH}/")
+        if scope["method"] == "GET" and (
+            documents or path.startswith(SIGNED_PREFIX) or path in OPEN_PATHS
+        ):
             # No user, so that no other handler could answer: each of them asks for one.
             await self._app(scope, receive, send)
             return
