@@ -1,205 +1,139 @@
-"""Drafts from another machine, over networks of any round trip: when they pay, and what overlap adds.
+"""Drafts from another machine, by its distance: when they pay, and what overlap adds.
 
-The same sample without drafts, with drafts made in between on the same machine, and with drafts of a
-worker behind a delay, serially and overlapped. Every run's tokens and log-probabilities are compared
-before a speed is reported.
+What is measured is `tinkercloud bench pipeline`, on SmolLM2.
 """
 
-import json
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
-from tokenizers import Tokenizer
-
 from benchmarks.lib.arguments import BenchmarkParser
-from benchmarks.lib.machine import ROOT, versions
-from benchmarks.lib.pipeline_worker import OVERLAPPED, SERIAL, Job, WorkerProcess, worker_process
-from benchmarks.lib.report import Cell, Report, Target, about
-from benchmarks.lib.scripted_drafter import Script, ScriptedDrafter, Span
+from benchmarks.lib.machine import versions
+from benchmarks.lib.report import Report, Target, about
 from benchmarks.lib.smollm2 import weights
-from benchmarks.lib.timing import alternating
 from benchmarks.speculation_rl import LocalModel
-from tinkercloud.commands.bench import PROSE, EngineFactory, Workload, require_equal, run_timed
-from tinkercloud.core.types import FromBase, SampleOutput, SampleRequest, SamplingParams
-from tinkercloud.embedded.forward.kv_blocks import BlockPool
-from tinkercloud.embedded.forward.runners import Runner
-from tinkercloud.embedded.model.base_model import BaseModel
-from tinkercloud.embedded.model.device import freeze_garbage_collector
-from tinkercloud.embedded.model.version import Version
-from tinkercloud.embedded.sampling.speculation import Speculation
-from tinkercloud.speculative.draft_length.fixed_length import FixedLength
-from tinkercloud.speculative.drafters.drafter import Draft, Drafter, Stream
-from tinkercloud.speculative.drafters.guarded_drafter import GuardedDrafter
-from tinkercloud.speculative.remote.connection import Address, ClientSecurity
-from tinkercloud.speculative.remote.link import GrpcLink
-from tinkercloud.speculative.remote.messages import Target as DraftTarget
-from tinkercloud.speculative.remote.remote_drafter import RemoteDrafter
-
-PLAIN, LOCAL = "plain", "local"
-ACCEPTED, SECOND, COST, DRAFTED = 0.8, 0.5, 0.1, 4
-ROUND_TRIP, TIMES = 0.3, 1.2
-"""Passes of the target; overlapped drafts are to be so many times as fast as serial ones there."""
-WAIT_S, CONNECT_S, KV_CACHE_BYTES = 5.0, 30.0, 2**30
-PICTURE = ROOT / "docs" / "speculation_remote.png"
-COLOURS = {PLAIN: "#9aa3af", LOCAL: "#059669", SERIAL: "#d97706", OVERLAPPED: "#2563eb"}
-COLUMNS = (
-    *("round trip ms", "passes", "plain tokens/s", "local times", "serial times"),
-    *("overlapped times", "overlapped / serial", "prepared in time %", "bytes sent a round"),
+from tinkercloud.commands.pipeline.measure import (
+    ACCEPTED,
+    COLUMNS,
+    COST,
+    DRAFTED,
+    ROUND_TRIP,
+    SECOND,
+    PipelineBench,
+    Point,
+    Scale,
+    threads_beside_worker,
 )
+from tinkercloud.commands.pipeline.worker_process import OVERLAPPED, SERIAL
+from tinkercloud.core.types import FromBase
+from tinkercloud.embedded.model.device import freeze_garbage_collector, set_up_torch
 
-
-@dataclass(frozen=True)
-class Scale:
-    """One round trip, that of ROUND_TRIP passes, is added."""
-
-    tokens: int = 96
-    repeats: int = 5
-    round_trips_ms: tuple[float, ...] = (0, 2, 5, 10, 20, 50, 100, 200)
-
-
+TIMES = 1.2  # as fast as serial drafts, at a round trip of ROUND_TRIP passes
 QUICK = Scale(tokens=24, repeats=1, round_trips_ms=(0, 20))
+COLOURS = {"local": "#059669", SERIAL: "#d97706", OVERLAPPED: "#2563eb"}
 
 
-@dataclass
-class Kept:
-    """Of one contender at one round trip, the fastest run. prepared: the share of drafts that were
-    there when they were asked for; spans: what the engine's thread did."""
-
-    seconds: float = float("inf")
-    prepared: float = 0.0
-    bytes_a_round: float = 0.0
-    spans: list[Span] = field(default_factory=list)
-
-
-class TimedDrafter(Drafter):
-    """Another drafter; remembers how long the engine waited for drafts."""
-
-    def __init__(self, drafter: Drafter):
-        self.name, self.is_coupled, self._drafter = drafter.name, drafter.is_coupled, drafter
-        self.spans: list[Span] = []
-
-    def begin(self, stream: Stream) -> None:
-        self._drafter.begin(stream)
-
-    def observe(self, stream: Stream, num_new: int) -> None:
-        self._drafter.observe(stream, num_new)
-
-    def end(self, stream: Stream) -> None:
-        self._drafter.end(stream)
-
-    def propose(self, requests: Sequence[tuple[Stream, int]]) -> list[Draft]:
-        start_s = time.monotonic()
-        drafts = self._drafter.propose(requests)
-        self.spans.append(Span("wait for drafts", start_s, time.monotonic()))
-        return drafts
+def break_even_ms(points: Sequence[Point], name: str) -> float:
+    """The round trip from which these drafts cost more than they save, between two that were
+    measured; nan where that is none of them."""
+    ordered = sorted(points, key=lambda point: point.round_trip_ms)
+    for a, b in pairwise(ordered):
+        before, after = a.times(name), b.times(name)
+        if before >= 1 > after:
+            share = (before - 1) / (before - after)
+            return a.round_trip_ms + share * (b.round_trip_ms - a.round_trip_ms)
+    return float("nan")
 
 
-class Bench:
-    def __init__(self, model: LocalModel, scale: Scale):
-        self._model, self._scale = model, scale
-        self._version: Version = model.store.version(model.store.publish(FromBase("smollm2")))
-        self._workload = self._sample(scale.tokens)
-        self._expected: list[SampleOutput] = []
-        self._outputs_of_plain()
+def draw(points: Sequence[Point], path: Path) -> None:
+    import matplotlib
 
-    def _outputs_of_plain(self) -> None:
-        runs = [self._run(None)[0] for _ in range(1 + self._scale.repeats)]
-        self.pass_s = min(run.seconds for run in runs) / self._scale.tokens
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
 
-    def script(self) -> Script:
-        (request,), (output,) = self._workload.requests, self._expected
-        known = [*request.prompt.tolist(), *output.sequences[0].tokens.tolist()]
-        return Script([known], ACCEPTED, SECOND, COST * self.pass_s)
-
-    def measured(
-        self, round_trips_ms: Sequence[float], script: Script, worker: WorkerProcess
-    ) -> list[dict[str, Kept]]:
-        found = []
-        for place, ms in enumerate(round_trips_ms):
-            kept = {name: Kept() for name in COLOURS}
-            for _, name in alternating(list(COLOURS), self._scale.repeats):
-                port = worker.ports[name][place] if name in worker.ports else 0
-                self._keep(kept[name], self._drafter(name, script, port))
-            found.append(kept)
-            shown = ", ".join(f"{name} {each.seconds:.2f} s" for name, each in kept.items())
-            print(f"{ms:.1f} ms: {shown}", file=sys.stderr, flush=True)
-        return found
-
-    def _drafter(self, name: str, script: Script, port: int) -> Drafter | None:
-        if name == PLAIN:
-            return None
-        if name == LOCAL:
-            return ScriptedDrafter(script, prepares=False)
-        base = self._model.base
-        target = DraftTarget(base.name, b"", base.config.vocab_size)
-        link = GrpcLink(Address("127.0.0.1", port), ClientSecurity(), target)
-        drafter = RemoteDrafter([link], WAIT_S)
-        deadline = time.monotonic() + CONNECT_S
-        while not drafter.snapshot()["workers"][link.name]["connected"]:  # type: ignore[index]
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"no connection to {link.name}")
-            time.sleep(0.01)
-        return drafter
-
-    def _keep(self, kept: Kept, drafter: Drafter | None) -> None:
-        run, spans = self._run(drafter)
-        if run.seconds >= kept.seconds:
-            return
-        kept.seconds, kept.spans = run.seconds, spans
-        if isinstance(drafter, RemoteDrafter):
-            counts = drafter.counts
-            kept.prepared = counts["prepared"] / max(1, counts["asked"])
-            kept.bytes_a_round = counts["sent_bytes"] / max(1, counts["asked"])
-
-    def _run(self, drafter: Drafter | None) -> tuple["Timed", list[Span]]:
-        """Of an engine of its own, after a token that makes its pools. Raises UnequalError."""
-        timed = None if drafter is None else TimedDrafter(drafter)
-        factory = EngineFactory(1, KV_CACHE_BYTES, self._model.threads, _speculate(timed))
-        engine = factory.make(drafts=timed is not None)
-        run_timed(engine, self._sample(1))
-        start_s = time.monotonic()
-        run = run_timed(engine, self._workload)
-        end_s = time.monotonic()
-        if isinstance(drafter, RemoteDrafter):
-            drafter.close()
-        self._expected = self._expected or run.outputs
-        require_equal(self._workload.name, run.outputs, self._expected)
-        waits = [] if timed is None else [each for each in timed.spans if each.start_s >= start_s]
-        return Timed(run.seconds), _with_passes(waits, start_s, end_s)
-
-    def _sample(self, tokens: int) -> Workload:
-        params = SamplingParams(tokens, 0, 1.0, use_eos=False)
-        prompt = np.array(self._model.encode(PROSE), np.int32)
-        return Workload("prose", self._version, (SampleRequest(prompt, 1, params),))
+    figure, axes = pyplot.subplots(figsize=(7.5, 4.4), layout="constrained")
+    ordered = sorted(points, key=lambda point: point.round_trip_ms)
+    places = [point.round_trip_ms for point in ordered]
+    axes.axhline(1, color="#6b7280", linewidth=1)
+    axes.text(places[-1], 1.01, "plain", color="#6b7280", ha="right", va="bottom")
+    for name, colour in COLOURS.items():
+        values = [point.times(name) for point in ordered]
+        axes.plot(places, values, color=colour, marker="o", markersize=4, label=name)
+        meets = break_even_ms(points, name)
+        if meets == meets:
+            axes.annotate(
+                f"{meets:.0f} ms", (meets, 1), xytext=(4, 6), textcoords="offset points",
+                color=colour,
+            )  # fmt: skip
+    axes.set_xscale("symlog", linthresh=5)
+    axes.set_xticks(places[1:], [f"{place:.0f}" for place in places[1:]])
+    axes.minorticks_off()
+    axes.set(xlabel="round trip to the draft worker, ms", ylabel="times the speed without drafts")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    pyplot.close(figure)
 
 
-@dataclass(frozen=True, slots=True)
-class Timed:
-    seconds: float
+def main() -> None:
+    parser = BenchmarkParser("pipeline", __doc__, quick="short samples, two round trips")
+    parser.add_argument("--plot", type=Path, help="draw the break-even curve here")
+    options = parser.parse_args()
+    scale = QUICK if options.quick else Scale()
+    num_threads = threads_beside_worker()
+    set_up_torch(num_threads)
+    with tempfile.TemporaryDirectory() as scratch:
+        model = LocalModel(weights(), Path(scratch))
+        version = model.store.version(model.store.publish(FromBase("smollm2")))
+        freeze_garbage_collector()
+        bench = PipelineBench(version, model.encode, num_threads, scale)
+        points = bench.points(lambda line: print(line, file=sys.stderr, flush=True))
+    options.plot, plot = None, options.plot
+    gained = points[0].times(OVERLAPPED, SERIAL)
+    name = f"round trip of {ROUND_TRIP} passes: overlapped / serial"
+    report = Report(
+        title="Drafts from another machine",
+        about=about(
+            ABOUT.format(
+                dtype=str(model.dtype).removeprefix("torch."), scale=scale, accepted=ACCEPTED,
+                second=SECOND, cost=COST, drafted=DRAFTED, threads=num_threads,
+                pass_ms=1e3 * bench.pass_s, serial=_shown(break_even_ms(points, SERIAL)),
+                overlapped=_shown(break_even_ms(points, OVERLAPPED)),
+            )
+        ),
+        command=parser.command(options),
+        columns=COLUMNS,
+        rows=[point.cells() for point in points],
+        versions=versions("tinkercloud", "torch", "grpcio"),
+        targets=[Target.at_least(name, gained, TIMES)],
+    )  # fmt: skip
+    report.publish(options.json, by_instruction_set=True)
+    if plot is not None:
+        draw(points, plot)
 
 
-def _speculate(
-    drafter: Drafter | None,
-) -> Callable[[BaseModel, Runner, BlockPool], Speculation] | None:
-    if drafter is None:
-        return None
-
-    def make(base: BaseModel, _runner: Runner, _pool: BlockPool) -> Speculation:
-        guarded = GuardedDrafter(drafter, base.config.vocab_size)
-        return Speculation(guarded, FixedLength(DRAFTED))
-
-    return make
+def _shown(ms: float) -> str:
+    return f"at {ms:.0f} ms" if ms == ms else "at none of them"
 
 
-def _with_passes(waits: Sequence[Span], start_s: float, end_s: float) -> list[Span]:
-    """What lies between two waits is the target's pass."""
-    spans, at_s = [], start_s
-    for wait in waits:
-        spans += [Span("verify", at_s, wait.start_s), wait]
-        at_s = wait.end_s
-    return [*spans, Span("verify", at_s, end_s)]
+ABOUT = """\
+SmolLM2-135M-Instruct in {dtype} on {threads} core(s), one sample of {scale.tokens} tokens of prose
+at temperature 1; a pass takes {pass_ms:.1f} ms. Drafts have {drafted} tokens in every round,
+whether they pay or not. The drafter is scripted, since there is one machine: it sleeps {cost}
+passes for each token, as a model of a tenth of the target's size would compute, drafts the target's
+token in {accepted:.0%} of the places, and has it as its second choice in {second:.0%} of the
+others. Several drafts in one batch take as long as one. *local*: it sleeps between the target's
+passes. *serial*: it is behind gRPC in another process, through a relay that delays every byte by
+half of the round trip, and prepares nothing. *overlapped*: the same worker with what it prepares,
+eight outcomes a round. Relay and worker have the other core. Tokens and log-probabilities of every
+run are compared with those of the first before a speed is reported; contenders alternate, the
+fastest of {scale.repeats} runs each counts. *passes*: the round trip, in passes of the target with
+one token. *prepared in time*: of the drafts, those that were there when they were asked for.
+
+Drafts cost as much as they save: serial {serial}, overlapped {overlapped}."""
+
+if __name__ == "__main__":
+    main()

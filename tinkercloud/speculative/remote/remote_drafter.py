@@ -145,6 +145,12 @@ class RemoteDrafter(Drafter):
                     worker.num_late = 0
             self._lock.notify_all()
 
+    @property
+    def is_connected(self) -> bool:
+        """With all of its workers."""
+        with self._lock:
+            return all(worker.is_open for worker in self._workers.values())
+
     def close(self) -> None:
         for worker in self._workers.values():
             worker.link.close()

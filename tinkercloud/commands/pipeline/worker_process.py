@@ -1,7 +1,7 @@
-"""The worker's process of `benchmarks.pipeline`: two draft workers behind networks of any delay.
+"""What stands for the other machine: two draft workers behind networks of any delay.
 
-Reads a line of JSON (`Job`), writes one with the ports: of each kind of worker, by round trip. When
-its input ends it writes what the drafters computed.
+The process reads a line of JSON (`Job`) and writes one with the ports: of each kind of worker, by
+round trip. When its input ends it writes what the drafters computed.
 """
 
 import json
@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
-from benchmarks.lib.delay_relay import DelayRelay
-from benchmarks.lib.machine import ROOT
-from benchmarks.lib.scripted_drafter import Script, ScriptedDrafter, Span
+from tinkercloud.commands.pipeline.delay_relay import DelayRelay
+from tinkercloud.commands.pipeline.scripted_drafter import Script, ScriptedDrafter
+from tinkercloud.commands.pipeline.spans import Span
 from tinkercloud.speculative.remote.connection import Address, ServerSecurity
 from tinkercloud.speculative.remote.service import DraftServer
-from tinkercloud.speculative.remote.worker import DraftWorker
+from tinkercloud.speculative.remote.worker import DraftWorker, WorkerLimits
 
 SERIAL, OVERLAPPED = "serial", "overlapped"
 LOCALHOST = Address("127.0.0.1", 0)
@@ -39,33 +39,31 @@ class WorkerProcess:
 
 @contextmanager
 def worker_process(job: Job) -> Iterator[WorkerProcess]:
-    command = [sys.executable, "-m", "benchmarks.lib.pipeline_worker"]
+    command = [sys.executable, "-m", "tinkercloud.commands.pipeline.worker_process"]
     with subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdin is not None and process.stdout is not None
         print(json.dumps(asdict(job)), file=process.stdin, flush=True)
         worker = WorkerProcess(json.loads(process.stdout.readline()))
         yield worker
         process.stdin.close()
-        told = json.loads(process.stdout.readline())
-    worker.spans = {kind: [Span(*each) for each in spans] for kind, spans in told.items()}
+        said = json.loads(process.stdout.readline())
+    worker.spans = {kind: [Span(*each) for each in spans] for kind, spans in said.items()}
 
 
 def main() -> None:
-    told = json.loads(sys.stdin.readline())
-    script = Script(**told["script"])
-    drafters = {
-        kind: ScriptedDrafter(script, prepares=kind == OVERLAPPED) for kind in (SERIAL, OVERLAPPED)
-    }
+    job = json.loads(sys.stdin.readline())
+    script = Script(**job["script"])
+    drafters = {kind: ScriptedDrafter(script) for kind in (SERIAL, OVERLAPPED)}
     servers, ports = [], {}
     for kind, drafter in drafters.items():
-        worker = DraftWorker(lambda _, drafter=drafter: drafter)
+        limits = WorkerLimits() if kind == OVERLAPPED else WorkerLimits(num_outcomes=0)
+        worker = DraftWorker(lambda _, drafter=drafter: drafter, limits)
         servers.append(DraftServer.start(worker, LOCALHOST, ServerSecurity()))
-        ports[kind] = [
-            DelayRelay(servers[-1].port, ms / 2000).port for ms in told["round_trips_ms"]
-        ]
-    print(json.dumps(ports), flush=True)
+        ports[kind] = [DelayRelay(servers[-1].port, ms / 2000).port for ms in job["round_trips_ms"]]
+    sys.stdout.write(json.dumps(ports) + "\n")
+    sys.stdout.flush()
     sys.stdin.read()
     for server in servers:
         server.stop()
@@ -73,7 +71,7 @@ def main() -> None:
         kind: [(each.name, each.start_s, each.end_s) for each in drafter.spans]
         for kind, drafter in drafters.items()
     }
-    print(json.dumps(spans), flush=True)
+    sys.stdout.write(json.dumps(spans) + "\n")
 
 
 if __name__ == "__main__":
