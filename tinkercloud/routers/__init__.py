@@ -9,7 +9,8 @@ from tinkercloud.routers import (
     captures,
     checkpoints,
     console,
-    docs_site,
+    console_data,
+    console_page,
     downloads,
     futures,
     health,
@@ -21,7 +22,6 @@ from tinkercloud.routers import (
     sessions,
     traces,
     training,
-    verify,
 )
 
 # Routes are tried in this order: those that are called most come first.
@@ -43,11 +43,11 @@ ROUTERS = (
     captured_chats.router,
     anthropic.router,
     openai.router,
-    verify.router,
     openai_completions.router,
     health.router,
     health.open_router,
     console.router,
-    docs_site.router,
+    console_page.router,
+    console_data.router,
     api_document.router,
 )

@@ -73,8 +73,7 @@ class UsageRecorder:
             return
         try:
             await self._storage.add_tokens(counts)
-        except Exception:  # kept for the next time
-            # Not where the caller was cancelled: what is queued is written all the same.
+        except BaseException:  # kept for the next time
             self._counts += counts
             raise
 

@@ -1,1 +1,0 @@
-"""Drafts of another machine over networks of any delay: `tinkercloud bench pipeline`."""
