@@ -13,6 +13,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 INSTALLED := .venv/installed
+DOCS := .venv/installed-docs
 MODEL := .tinkercloud/models/SmolLM2-135M-Instruct.Q4_1.gguf
 PYTEST := $(BIN)/python -m pytest
 SUITE := $(BIN)/python -m tests.suite
@@ -34,7 +35,7 @@ export HF_HUB_OFFLINE := 1
 # Threads that wait sleep: tests run a server and a client on the same cores.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: help install lint format sdks test test-cluster test-all test-slice demo serve bench proto clean
+.PHONY: help install lint format sdks test test-cluster test-all test-slice docs demo serve bench proto clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -98,6 +99,13 @@ test-all: install lint $(SGLANG)/installed $(COOKBOOK)/installed $(SDKS) ## lint
 test-slice: install $(SGLANG)/installed $(COOKBOOK)/installed $(SDKS) ## as many slow tests as fit into SLICE_S seconds, other ones for each commit
 	$(SUITE) slow --seconds $(SLICE_S)
 
+$(DOCS): pyproject.toml constraints.txt | $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
+docs: $(DOCS) ## the documentation site, its links checked
+	$(BIN)/python docs/build_site.py
+
 demo: install ## SFT and RL on a real model, live, under ten minutes
 	$(BIN)/python cookbook/demo.py
 
@@ -137,5 +145,5 @@ proto: ## regenerate the protobuf modules
 		tinkercloud/speculative/remote/draft.proto
 
 clean: ## remove the environment, caches and data of this checkout
-	rm -rf .venv $(SGLANG) $(COOKBOOK) .venv-sdk-* .tinkercloud .pytest_cache .ruff_cache build dist *.egg-info
+	rm -rf .venv $(SGLANG) $(COOKBOOK) .venv-sdk-* tinkercloud/docs_site .tinkercloud .pytest_cache .ruff_cache build dist *.egg-info
 	find tinkercloud tinker_gmi tests cookbook benchmarks -name __pycache__ -prune -exec rm -rf {} +

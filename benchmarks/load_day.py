@@ -38,7 +38,8 @@ class Day:
     @property
     def flags(self) -> list[str]:
         names = ("result_ttl_s", "session_ttl_s", "idle_model_s")
-        values = dict.fromkeys(names, self.kept_s) | {"session_days": 2 * self.kept_s / 86400}
+        days = dict.fromkeys(("session_days", "archive_days"), 2 * self.kept_s / 86400)
+        values = dict.fromkeys(names, self.kept_s) | days
         known = settings()
         return [word for name, value in values.items() for word in (known[name].flag, str(value))]
 
@@ -174,6 +175,6 @@ ABOUT = """\
 *day*: {number} training scripts on the official SDK in {seconds:.0f} s, {at_once} at a time, each
 in a process of its own: a LoRA model, three steps, a saved state, a sampling client, four samples.
 How they ended: {ends}. The server keeps results, checkpoints and sessions without heartbeats for
-{kept:g} s here, in place of hours, and what those sessions have on the disk for {days:g} s, in
-place of `session_days`. Memory is compared with that after {first} scripts that came before: until
-then code and caches are loaded."""
+{kept:g} s here, in place of hours, and what those sessions have on the disk, and runs for replays,
+for {days:g} s, in place of `session_days` and `archive_days`. Memory is compared with that after
+{first} scripts that came before: until then code and caches are loaded."""

@@ -14,8 +14,11 @@ from typing import Any
 import numpy as np
 from lib import chat, options, tasks
 from lib.evaluation import MAX_TOKENS, evaluate
+from lib.metrics import Metrics
 from lib.progress import Progress, show
 from lib.run import Run
+
+MAX_STEPS = 2**20  # seeds of runs with other --seed begin there
 
 
 def parser() -> argparse.ArgumentParser:
@@ -27,44 +30,30 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument("--problems", type=int, default=12, help="per step")
     arguments.add_argument("--group-size", type=int, default=8, help="samples of each problem")
     arguments.add_argument("--learning-rate", type=float, default=3e-4)
+    arguments.add_argument("--save-every", type=int, default=5, help="steps, to go on from")
     return arguments
 
 
 def run(args: argparse.Namespace) -> Run:
     tinker = args.sdk  # the same as `import tinker_gmi as tinker`, or `import tinker`
+    metrics = Metrics(args.out, "rl")
     with tinker.ServiceClient(base_url=args.base_url, api_key=args.api_key) as service:
-        training = service.create_training_client_from_state(args.state).result()
+        training = options.begin(service, args, metrics)
         tokenizer = training.get_tokenizer()
         split = tasks.comparisons()
         held_out = split.held_out[: args.held_out]
 
         sampler = training.save_weights_and_get_sampling_client().result()
-        before = evaluate(tinker, sampler, tokenizer, held_out)
-        show("before RL", before)
+        if metrics.state is None:
+            metrics.begun(evaluate(tinker, sampler, tokenizer, held_out))
+        show("before RL", metrics.before)
 
-        means, errors = [], []
         progress = Progress("RL ", args.steps)
         batches = tasks.batches(split.train, args.problems, args.seed)
-        for step in range(args.steps):
-            problems_P = next(batches)
-            prompts_P_T = [chat.prompt_tokens(tokenizer, p.question) for p in problems_P]
-            futures_P = [
-                sampler.sample(
-                    prompt=tinker.ModelInput.from_ints(prompt_T),
-                    num_samples=args.group_size,
-                    sampling_params=tinker.SamplingParams(
-                        max_tokens=MAX_TOKENS, seed=seed_of(args, step, i)
-                    ),
-                )
-                for i, prompt_T in enumerate(prompts_P_T)
-            ]
+        for step, problems_P in metrics.left(batches, args.steps):
+            prompts_P_T, futures_P = ask(args, sampler, tokenizer, step, problems_P)
             samples_P_G = [future.result().sequences for future in futures_P]
-            rewards_P_G = np.array(
-                [
-                    [tasks.grade(problem, chat.answer_text(tokenizer, s.tokens)) for s in samples_G]
-                    for problem, samples_G in zip(problems_P, samples_P_G, strict=True)
-                ]
-            )
+            rewards_P_G = rewards(tokenizer, problems_P, samples_P_G)
             advantages_P_G = rewards_P_G - rewards_P_G.mean(axis=1, keepdims=True)
             data = make_data(tinker, prompts_P_T, samples_P_G, advantages_P_G)
             loss = 0.0
@@ -76,21 +65,50 @@ def run(args: argparse.Namespace) -> Run:
                 loss = backward.result().metrics["loss:sum"]
                 update.result()
                 sampler = publication.result()
-            means.append(float(rewards_P_G.mean()))
-            errors.append(float(rewards_P_G.mean(axis=1).std() / len(problems_P) ** 0.5))
-            progress.step(step + 1, reward=means[-1], loss=loss)
+            reward = float(rewards_P_G.mean())
+            error = float(rewards_P_G.mean(axis=1).std() / len(problems_P) ** 0.5)
+            metrics.add(step, reward=reward, error=error, loss=loss)
+            progress.step(step, reward=reward, loss=loss)
+            if step % args.save_every == 0:
+                metrics.saved(step, training.save_state(f"rl-{step}").result().path)
 
         saving = training.save_state("rl")
         after = evaluate(tinker, sampler, tokenizer, held_out)
         show("after RL", after)
         path = saving.result().path
         print(f"weights: {path}", flush=True)
-        return Run("rl", "mean reward", means, errors, before, after, path)
+        means, errors = metrics.values("reward"), metrics.values("error")
+        return Run("rl", "mean reward", means, errors, metrics.before, after, path)
 
 
-def seed_of(args: argparse.Namespace, step: int, index: int) -> int:
-    """A seed of its own for every problem of every step, so that a run can be repeated."""
-    return (args.seed * args.steps + step) * args.problems + index
+def ask(
+    args: argparse.Namespace, sampler: Any, tokenizer: Any, step: int, problems: list[tasks.Problem]
+) -> tuple[list[list[int]], list[Any]]:
+    """The problems' prompts, and a future of G samples of each. Every problem of every step has a
+    seed of its own, so that a run can be repeated."""
+    prompts_P_T = [chat.prompt_tokens(tokenizer, problem.question) for problem in problems]
+    first_seed = (args.seed * MAX_STEPS + step - 1) * args.problems
+    futures_P = [
+        sampler.sample(
+            prompt=args.sdk.ModelInput.from_ints(prompt_T),
+            num_samples=args.group_size,
+            sampling_params=args.sdk.SamplingParams(max_tokens=MAX_TOKENS, seed=first_seed + i),
+        )
+        for i, prompt_T in enumerate(prompts_P_T)
+    ]
+    return prompts_P_T, futures_P
+
+
+def rewards(
+    tokenizer: Any, problems_P: list[tasks.Problem], samples_P_G: list[list[Any]]
+) -> np.ndarray:
+    """rewards_P_G: 1 for the right JSON object, 0 for anything else."""
+    return np.array(
+        [
+            [tasks.grade(problem, chat.answer_text(tokenizer, s.tokens)) for s in samples_G]
+            for problem, samples_G in zip(problems_P, samples_P_G, strict=True)
+        ]
+    )
 
 
 def make_data(
@@ -104,7 +122,7 @@ def make_data(
     Samples without advantage add nothing to the gradient and are left out.
     """
     return [
-        make_datum(tinker, prompt_T, sample, advantage / advantages_P_G.size)
+        make_datum(tinker, prompt_T, sample, [advantage / advantages_P_G.size] * len(sample.tokens))
         for prompt_T, samples_G, advantages_G in zip(
             prompts_P_T, samples_P_G, advantages_P_G, strict=True
         )
@@ -113,8 +131,9 @@ def make_data(
     ]
 
 
-def make_datum(tinker: Any, prompt_T: list[int], sample: Any, advantage: float) -> Any:
-    """Position i predicts token i + 1: the prompt's positions but its last get advantage 0."""
+def make_datum(tinker: Any, prompt_T: list[int], sample: Any, advantages: list[float]) -> Any:
+    """advantages: of the sampled tokens. Position i predicts token i + 1: the prompt's positions
+    but its last get advantage 0."""
     tokens_T = prompt_T + list(sample.tokens)
     unscored = [0.0] * (len(prompt_T) - 1)
     return tinker.Datum(
@@ -122,7 +141,7 @@ def make_datum(tinker: Any, prompt_T: list[int], sample: Any, advantage: float) 
         loss_fn_inputs={
             "target_tokens": tokens_T[1:],
             "logprobs": unscored + list(sample.logprobs),
-            "advantages": unscored + [advantage] * len(sample.tokens),
+            "advantages": unscored + advantages,
         },
     )
 

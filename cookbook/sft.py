@@ -10,6 +10,7 @@ import argparse
 
 from lib import chat, options, tasks
 from lib.evaluation import evaluate
+from lib.metrics import Metrics
 from lib.progress import Progress, show
 from lib.run import Run
 
@@ -21,35 +22,37 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument("--batch-size", type=int, default=16)
     arguments.add_argument("--learning-rate", type=float, default=5e-4)
     arguments.add_argument("--rank", type=int, default=16, help="of the LoRA adapter")
+    arguments.add_argument("--save-every", type=int, default=4, help="steps, to go on from")
     return arguments
 
 
 def run(args: argparse.Namespace) -> Run:
     tinker = args.sdk  # the same as `import tinker_gmi as tinker`, or `import tinker`
+    metrics = Metrics(args.out, "sft")
     with tinker.ServiceClient(base_url=args.base_url, api_key=args.api_key) as service:
-        training = service.create_lora_training_client(
-            args.model, rank=args.rank, seed=args.seed
-        ).result()
+        training = options.begin(service, args, metrics)
         tokenizer = training.get_tokenizer()
+        base = options.sampling_client(service, base_model=args.model)
         split = tasks.sums()
         held_out = split.held_out[: args.held_out]
 
-        sampler = training.save_weights_and_get_sampling_client().result()
-        before = evaluate(tinker, sampler, tokenizer, held_out)
+        before = evaluate(tinker, base, tokenizer, held_out)
         show("before SFT", before)
 
-        losses = []
         progress = Progress("SFT", args.steps)
         batches = tasks.batches(split.train, args.batch_size, args.seed)
-        for step in range(args.steps):
-            examples_B_T = [tokenize(tokenizer, problem) for problem in next(batches)]
+        for step, problems_B in metrics.left(batches, args.steps):
+            examples_B_T = [tokenize(tokenizer, problem) for problem in problems_B]
             data_B = make_data(tinker, examples_B_T)
             # Both are sent before either is waited for: the server is never idle in between.
             backward = training.forward_backward(data_B, "cross_entropy")
             update = training.optim_step(tinker.AdamParams(learning_rate=args.learning_rate))
-            losses.append(backward.result().metrics["loss:sum"])
+            loss = backward.result().metrics["loss:sum"]
             update.result()
-            progress.step(step + 1, loss=losses[-1])
+            metrics.add(step, loss=loss)
+            progress.step(step, loss=loss)
+            if step % args.save_every == 0:
+                metrics.saved(step, training.save_state(f"sft-{step}").result().path)
 
         saving = training.save_state("sft")
         sampler = training.save_weights_and_get_sampling_client().result()
@@ -57,6 +60,7 @@ def run(args: argparse.Namespace) -> Run:
         show("after SFT", after)
         path = saving.result().path
         print(f"weights: {path}", flush=True)
+        losses = metrics.values("loss")
         return Run("sft", "loss per answer token (nats)", losses, None, before, after, path)
 
 

@@ -14,11 +14,12 @@ SEED = 2**32  # far from the seeds of training
 @dataclass(frozen=True)
 class Evaluation:
     """accuracy: the part of all samples at temperature 1 that is right. examples: (question,
-    answer, right) of the first sample of each problem."""
+    answer, right) of the first sample of each problem. counted: what the accuracy is of."""
 
     accuracy: float
     num_samples: int
     examples: list[tuple[str, str, bool]]
+    counted: str = "held-out answers right"
 
 
 def evaluate(

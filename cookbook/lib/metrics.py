@@ -2,8 +2,11 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
+
+from lib.evaluation import Evaluation
 
 T = TypeVar("T")
 
@@ -46,7 +49,16 @@ class Metrics:
         """All steps up to this one are in the saved weights at path."""
         self.add(step, state=path)
 
-    def values(self, name: str) -> list[float]:
+    def begun(self, before: Evaluation) -> None:
+        """What a run that goes on could not judge again."""
+        self.add(0, before=asdict(before))
+
+    @property
+    def before(self) -> Evaluation:
+        """What `begun` was given, by this run or by the one before it."""
+        return Evaluation(**self.values("before")[0])
+
+    def values(self, name: str) -> list[Any]:
         """Of all steps, those before a stop included."""
         return [line[name] for line in self.lines if name in line]
 

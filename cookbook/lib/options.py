@@ -56,8 +56,10 @@ def add_model(arguments: argparse.ArgumentParser) -> None:
 
 
 def begin(service: Any, args: argparse.Namespace, metrics: Metrics) -> Any:
-    """A training client: a new adapter of --model, or with weights and moments of an earlier run's
-    last saved step."""
+    """A training client: a new adapter of --model, or the weights of the recipe's `state`; where an
+    earlier run goes on, weights and moments of its last saved step."""
+    if metrics.state is None and "state" in args:
+        return service.create_training_client_from_state(args.state).result()
     if metrics.state is None:
         return service.create_lora_training_client(
             args.model, rank=args.rank, seed=args.seed

@@ -19,6 +19,7 @@ COLOURS = {
     "agent": "#d97706",
     "dpo": "#7c3aed",
     "prompt_distillation": "#0891b2",
+    "custom_loss": "#be185d",
 }
 HEADINGS = {
     "sft": "SFT: one-digit sums, by examples",
@@ -26,6 +27,7 @@ HEADINGS = {
     "agent": "An agent on the openai package, by reward",
     "dpo": "DPO: JSON preferred to a sentence",
     "prompt_distillation": "A prompt with examples, learned",
+    "custom_loss": "The right sum likely, the one beside it unlikely",
 }
 STYLE = {
     "font.size": 10.5,
@@ -101,7 +103,7 @@ def _add_rewards(axes: Any, run: Run, steps: np.ndarray, values: np.ndarray) -> 
     )  # fmt: skip
     axes.plot(
         [0, len(steps)], [run.before.accuracy, run.after.accuracy], linestyle="none", color=INK,
-        marker="D", markersize=7, clip_on=False, zorder=3, label="held-out, before and after",
+        marker="D", markersize=7, clip_on=False, zorder=3, label="judged before and after",
     )  # fmt: skip
     axes.set_ylim(0, 1.02)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
@@ -109,7 +111,7 @@ def _add_rewards(axes: Any, run: Run, steps: np.ndarray, values: np.ndarray) -> 
 
 
 def _change(run: Run) -> str:
-    return f"held-out answers right: {run.before.accuracy:.0%} → {run.after.accuracy:.0%}"
+    return f"{run.before.counted}: {run.before.accuracy:.0%} → {run.after.accuracy:.0%}"
 
 
 def draw_sweep(path: Path, curves: dict[float, list[float]], ends: dict[float, float]) -> Path:

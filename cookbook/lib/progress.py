@@ -50,7 +50,7 @@ class Progress:
 
 def show(when: str, evaluation: Evaluation) -> None:
     """The figure and the first few examples."""
-    right = f"{evaluation.accuracy:.0%} of {evaluation.num_samples} held-out answers right"
+    right = f"{evaluation.accuracy:.0%} of {evaluation.num_samples} {evaluation.counted}"
     print(f"{when}: {right}", flush=True)
     for question, answer, is_right in evaluation.examples[:SHOWN_EXAMPLES]:
         mark = "✓" if is_right else "✗"

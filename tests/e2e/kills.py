@@ -128,6 +128,8 @@ def over_kills(sdk: ModuleType, server: Server, loop: TrainingLoop, killer: Kill
     killer.run()
     thread.join(deadline - time.monotonic())
     if failures:
+        came = "\n".join(map(str, killer.killed))
+        failures[0].add_note(f"kills:\n{came}\nthe server wrote:\n{killer.log}{server.output()}")
         raise failures[0]
     assert not thread.is_alive(), f"the run hangs; the server wrote:\n{server.output()}"
     for place, path in seen.saved.items():

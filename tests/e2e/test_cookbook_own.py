@@ -34,12 +34,18 @@ def figures(folder: Path, name: str) -> dict[str, object]:
     return json.loads((folder / f"{name}.json").read_text())
 
 
+def steps_of(folder: Path, name: str) -> list[dict[str, float]]:
+    """The lines of a run's metrics, those of saved weights and of the beginning left out."""
+    lines = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+    return [line for line in lines if not {"state", "before"} & line.keys()]
+
+
 def is_picture(path: Path) -> bool:
     return path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5_000
 
 
-QUICK_SFT = ("--steps", "4", "--batch-size", "12", "--learning-rate", "1e-3", "--held-out", "2")
-QUICK_RL = ("--steps", "2", "--problems", "4", "--group-size", "6", "--held-out", "2")
+QUICK_SFT = ("--batch-size", "12", "--learning-rate", "1e-3", "--held-out", "2")
+QUICK_RL = ("--problems", "4", "--group-size", "6", "--held-out", "2", "--save-every", "1")
 
 
 SDKS = ["tinker_gmi", "tinker"]
@@ -47,12 +53,16 @@ SDKS = ["tinker_gmi", "tinker"]
 
 @pytest.fixture(scope="module")
 def outputs(server: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """By client: where sft.py and then rl.py, from its weights, left their results."""
+    """By client: where sft.py and then rl.py, from its weights, left their results; RL by the
+    official one in two goes."""
     folders = {sdk: tmp_path_factory.mktemp(sdk) for sdk in SDKS}
-    for sdk, folder in folders.items():
-        common = ("--sdk", sdk, "--out", str(folder))
-        said = recipe(server, "sft", *QUICK_SFT, *common)
-        recipe(server, "rl", STATE.search(said)[1], *QUICK_RL, *common)
+    for sdk, goes in zip(SDKS, (("2",), ("1", "2")), strict=True):
+        common = ("--sdk", sdk, "--out", str(folders[sdk]))
+        said = recipe(server, "sft", "--steps", "4", *QUICK_SFT, *common)
+        for steps in goes:
+            state = STATE.search(said)[1]
+            told = recipe(server, "rl", state, "--steps", steps, *QUICK_RL, *common)
+        assert ("going on behind step 1" in told) == (len(goes) == 2)
     return folders
 
 
@@ -81,6 +91,12 @@ def test_both_clients_give_the_same_run_by_the_same_seed(outputs: dict[str, Path
     assert ours == official
 
 
+def test_sft_goes_on_behind_its_last_saved_step(server: Server, outputs: dict[str, Path]):
+    said = recipe(server, "sft", "--steps", "5", *QUICK_SFT, "--out", str(outputs["tinker_gmi"]))
+    assert "going on behind step 4" in said
+    assert [step["step"] for step in steps_of(outputs["tinker_gmi"], "sft")] == [1, 2, 3, 4, 5]
+
+
 @pytest.mark.parametrize("name", ["sft", "rl"])
 def test_a_recipe_leaves_a_picture(outputs: dict[str, Path], name: str):
     assert is_picture(outputs["tinker"] / f"{name}.png")
@@ -107,8 +123,7 @@ def test_a_run_that_goes_on_is_the_run_that_was_never_stopped(dpo: dict[str, Pat
     assert ours["values"][0] == pytest.approx(np.log(2), abs=1e-6), "nothing is preferred yet"
     assert ours["values"][-1] < 0.5
     assert ours["after"] == official["after"]
-    lines = [json.loads(line) for line in (dpo["tinker"] / "dpo.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3]
+    assert [step["step"] for step in steps_of(dpo["tinker"], "dpo")] == [1, 2, 3]
     assert is_picture(dpo["tinker"] / "dpo.png")
 
 
@@ -127,12 +142,21 @@ def test_checkpoints_are_compared_with_their_base(
 def test_a_prompt_with_examples_is_learned(server: Server, tmp_path: Path):
     quick = ("--steps", "4", "--batch-size", "8", "--learning-rate", "1e-3", "--held-out", "2")
     recipe(server, "prompt_distillation", *quick, "--out", str(tmp_path))
-    lines = (tmp_path / "prompt_distillation.jsonl").read_text().splitlines()
-    steps = [json.loads(line) for line in lines]
+    steps = steps_of(tmp_path, "prompt_distillation")
     assert [step["step"] for step in steps] == [1, 2, 3, 4]
     assert steps[-1]["loss"] < steps[0]["loss"] - 1
     assert max(step["teacher"] for step in steps) > 0, "the prompt gives the right answers' form"
     assert is_picture(tmp_path / "prompt_distillation.png")
+
+
+def test_a_loss_of_one_s_own_makes_the_sum_beside_unlikely(server: Server, tmp_path: Path):
+    quick = ("--steps", "4", "--batch-size", "4", "--learning-rate", "1e-3", "--held-out", "2")
+    recipe(server, "custom_loss", "--sdk", "tinker", *quick, "--out", str(tmp_path))
+    steps = steps_of(tmp_path, "custom_loss")
+    assert [step["step"] for step in steps] == [1, 2, 3, 4]
+    assert all(step["loss"] == pytest.approx(step["right"] + step["beside"]) for step in steps)
+    assert steps[-1]["right"] < steps[0]["right"] - 1
+    assert is_picture(tmp_path / "custom_loss.png")
 
 
 def test_learning_rates_are_trained_side_by_side(server: Server, tmp_path: Path):

@@ -70,6 +70,29 @@ class Usage:
     cached_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class DraftedPrompt:
+    """drafted: tokens that may come after the prompt, which is a text or token ids."""
+
+    model: str
+    prompt: str | tuple[int, ...]
+    drafted: tuple[int, ...]
+    sampling: SamplingOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """tokens: the accepted ones, then the model's own after them, but where an accepted one stops.
+    logprobs: of tokens, under the distribution that each was drawn from. has_ended: with an
+    end-of-sequence token."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    num_accepted: int
+    has_ended: bool
+    usage: Usage
+
+
 def tool_names(tools: Sequence[Mapping[str, Any]]) -> str:
     """For a refusal; a client may send hundreds."""
     names = [tool["function"]["name"] for tool in tools[:MAX_NAMED_TOOLS]]

@@ -99,10 +99,11 @@ def _ratio(loss_fn: str, difference: _Floats, inputs: Arrays) -> _Floats:
 def _clipped(
     loss_fn: str, config: Mapping[str, float], ratio: _Floats, advantages: NDArray[Any]
 ) -> NDArray[np.bool_]:
-    """Where a bound changed the loss or its gradient."""
-    if loss_fn in ("importance_sampling", "dro"):
-        return np.zeros(ratio.shape, np.bool_)  # they have no bounds
-    if loss_fn == "stable_reinforce":
+    """Where a bound changed the loss or its gradient. config: complete, so it has the bounds that
+    the loss has."""
+    if "clip_high_threshold" not in config:
+        return np.zeros(ratio.shape, np.bool_)
+    if "clip_low_threshold" not in config:
         return ratio > config["clip_high_threshold"]
     bounded = np.clip(ratio, config["clip_low_threshold"], config["clip_high_threshold"])
     if loss_fn == "cispo":

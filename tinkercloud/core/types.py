@@ -219,7 +219,8 @@ class SampleRequest:
     prompt_alt_tokens: draws for each position of the prompt. cache_salt: only requests with the
     same one share what is kept of prompts and samples (keys and values, text for drafts). user: who
     asks; the engine shares its time between users. details_for: the session whose samples tell
-    where their drafts were wrong; "" for none."""
+    where their drafts were wrong; "" for none. drafted: how the caller expects the one sample to
+    go on; a backend may verify it in one pass, and end the sample with its first other token."""
 
     prompt: NDArray[np.int32]
     num_samples: int
@@ -235,6 +236,7 @@ class SampleRequest:
     prompt_alt_tokens: int = 0
     cache_salt: str = ""
     user: str = ""
+    drafted: tuple[int, ...] = ()
 
     @property
     def scores_prompt(self) -> bool:

@@ -16,6 +16,7 @@ MAX_TOOLS = 256
 MAX_CHOICES = 128
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 1024
 MAX_TOP_LOGPROBS = 20
+MAX_DRAFTED = 128
 
 # field: values that ask for nothing, and what to do instead
 REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
@@ -85,3 +86,16 @@ class CompletionBody(SampledBody):
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: bool | None = None
     best_of: int | None = None
+
+
+class VerifyBody(Body):
+    """OpenAI's API has no such request; fields that it shares with completions mean the same."""
+
+    model: str = Field(max_length=4096)
+    prompt: str | list[int]
+    drafted: list[int] = Field(max_length=MAX_DRAFTED)
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = None
+    min_p: float | None = Field(None, ge=0, le=1)
+    seed: int | None = None

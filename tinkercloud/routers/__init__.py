@@ -9,8 +9,6 @@ from tinkercloud.routers import (
     captures,
     checkpoints,
     console,
-    console_data,
-    console_page,
     downloads,
     futures,
     health,
@@ -22,6 +20,7 @@ from tinkercloud.routers import (
     sessions,
     traces,
     training,
+    verify,
 )
 
 # Routes are tried in this order: those that are called most come first.
@@ -43,11 +42,10 @@ ROUTERS = (
     captured_chats.router,
     anthropic.router,
     openai.router,
+    verify.router,
     openai_completions.router,
     health.router,
     health.open_router,
     console.router,
-    console_page.router,
-    console_data.router,
     api_document.router,
 )

@@ -1,6 +1,5 @@
 """Capture sessions and their turns: the exact tokens that agents sampled, for training on them."""
 
-import asyncio
 import json
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tinkercloud.storage.connections import Statement
 from tinkercloud.storage.database import Database, Row
 
 _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
@@ -159,36 +159,30 @@ class CaptureStorage:
     # turns
 
     async def add_turn(self, turn: CapturedTurn) -> None:
-        """All on record when this returns, or nothing of it to be seen: its own row comes last."""
-        await asyncio.gather(*(self._add_sample(turn, sample) for sample in turn.samples))
+        """All on record when this returns, with the session's counts, or nothing of it."""
         parent_turn, parent_index = None, None
         if turn.parent is not None:
             parent_turn, parent_index = turn.parent.turn_id, turn.parent.index
         # From the session's row: a session that was deleted meanwhile gets no turn.
-        await self._database.write(
+        insert = (
             "INSERT INTO capture_turns (turn_id, capture_id, user, parent_turn, parent_index,"
             " group_label, episode, digest, prompt, messages, details, num_bytes, created_at)"
             " SELECT ?, capture_id, user, ?, ?, ?, ?, ?, ?, ?, ?, ?, ? FROM captures"
             " WHERE capture_id = ? AND user = ?",
-            *(turn.turn_id, parent_turn, parent_index, turn.group, turn.episode, turn.digest),
-            *(turn.prompt.astype(_INT32).tobytes(), json.dumps(turn.messages)),
-            *(json.dumps(turn.details), turn.num_bytes, turn.created_at),
-            *(turn.capture_id, turn.user),
+            (
+                *(turn.turn_id, parent_turn, parent_index, turn.group, turn.episode, turn.digest),
+                *(turn.prompt.astype(_INT32).tobytes(), json.dumps(turn.messages)),
+                *(json.dumps(turn.details), turn.num_bytes, turn.created_at),
+                *(turn.capture_id, turn.user),
+            ),
         )
-        await self._database.write(
+        count = (
             "UPDATE captures SET num_turns = num_turns + 1, num_bytes = num_bytes + ?, used_at = ?"
             " WHERE capture_id = ? AND user = ?",
-            *(turn.num_bytes, time.time(), turn.capture_id, turn.user),
+            (turn.num_bytes, time.time(), turn.capture_id, turn.user),
         )
-
-    async def _add_sample(self, turn: CapturedTurn, sample: CapturedSample) -> None:
-        await self._database.write(
-            "INSERT INTO capture_samples SELECT ?, ?, capture_id, ?, ?, ?, ?, ? FROM captures"
-            " WHERE capture_id = ? AND user = ?",
-            *(turn.turn_id, sample.index, sample.digest, sample.tokens.astype(_INT32).tobytes()),
-            *(sample.logprobs.astype(_FLOAT32).tobytes(), sample.finish_reason),
-            *(json.dumps(sample.message), turn.capture_id, turn.user),
-        )
+        samples = (_insert_sample(turn, sample) for sample in turn.samples)
+        await self._database.write_all(*samples, insert, count)
 
     async def answered(
         self, capture: Capture, digests: Collection[str]
@@ -245,6 +239,18 @@ class CaptureStorage:
             if row["turn_id"] in samples:
                 samples[row["turn_id"]].append(_sample(row))
         return [_turn(row, samples[row["turn_id"]]) for row in rows]
+
+
+def _insert_sample(turn: CapturedTurn, sample: CapturedSample) -> Statement:
+    return (
+        "INSERT INTO capture_samples SELECT ?, ?, capture_id, ?, ?, ?, ?, ? FROM captures"
+        " WHERE capture_id = ? AND user = ?",
+        (
+            *(turn.turn_id, sample.index, sample.digest, sample.tokens.astype(_INT32).tobytes()),
+            *(sample.logprobs.astype(_FLOAT32).tobytes(), sample.finish_reason),
+            *(json.dumps(sample.message), turn.capture_id, turn.user),
+        ),
+    )
 
 
 def _capture(row: Row) -> Capture:

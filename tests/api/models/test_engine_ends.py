@@ -1,6 +1,7 @@
 """An engine that ends while a server goes on is a delay to its clients, and nothing else."""
 
 import asyncio
+import pickle
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -11,7 +12,15 @@ from tests.api.models.test_idle_models import drawn, published
 from tests.api.models.test_recovery import ADAM, goes_on, save, train
 from tinkercloud.backends.fake import FakeBackend
 from tinkercloud.config import Config
-from tinkercloud.core.types import LoraSpec, StateCost, TrainBatch, TrainOutput
+from tinkercloud.core.types import (
+    LoraSpec,
+    OnTokens,
+    SampleOutput,
+    SampleRequest,
+    StateCost,
+    TrainBatch,
+    TrainOutput,
+)
 from tinkercloud.errors import EngineDied
 from tinkercloud.services.models import snapshots
 
@@ -41,6 +50,51 @@ class Mortal(FakeBackend):
         self._versions.clear()
 
 
+class LateAfterAnEnd(Mortal):
+    """Ends at passes that it has not done before; its next engine is there once the next pass has
+    waited for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_down = False
+        self._done: set[bytes] = set()
+
+    async def forward_backward(self, model_id: str, batch: TrainBatch) -> TrainOutput:
+        self.num_ends += self._is_down
+        self._is_down = False
+        content = pickle.dumps(batch)
+        if model_id in self._models and content not in self._done and self.ends.get(model_id, 0):
+            self.ends[model_id] -= 1
+            self._models.clear()
+            self._is_down = True
+            raise EngineDied("the engine process ended (code -9)")
+        output = await FakeBackend.forward_backward(self, model_id, batch)
+        self._done.add(content)
+        return output
+
+
+class LateAfterASample(Mortal):
+    """Ends at so many samples; its next engine is there once the next sample has waited for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_left = 0
+        self._is_down = False
+
+    async def sample(
+        self, version: str, request: SampleRequest, on_tokens: OnTokens | None = None
+    ) -> SampleOutput:
+        self.num_ends += self._is_down
+        self._is_down = False
+        if version in self._versions and self.num_left:
+            self.num_left -= 1
+            self._models.clear()
+            self._versions.clear()
+            self._is_down = True
+            raise EngineDied("the engine process ended (code -9)")
+        return await super().sample(version, request, on_tokens)
+
+
 async def trained_on(folder: Path, backend: Mortal, num_ends: int) -> list[Any]:
     """What a client sees last of a model whose engine ends so often in the second half."""
     async with serving(folder, backend=backend) as api:
@@ -59,6 +113,24 @@ async def test_an_engine_that_ends_is_a_delay(
     undisturbed = await trained_on(tmp_path / "0", calm, 0)
     assert await trained_on(tmp_path / "2", backend, 2) == undisturbed
     assert (calm.num_ends, backend.num_ends) == (0, 2)
+
+
+async def test_waiting_for_the_next_engine_is_no_attempt(tmp_path: Path) -> None:
+    calm, backend = Mortal(), LateAfterAnEnd()
+    undisturbed = await trained_on(tmp_path / "0", calm, 0)
+    assert await trained_on(tmp_path / "2", backend, 2) == undisturbed
+    assert backend.num_ends == 2
+
+
+async def test_waiting_for_the_next_engine_is_no_attempt_at_a_sample(tmp_path: Path) -> None:
+    backend = LateAfterASample()
+    async with serving(tmp_path, backend=backend) as api:
+        model_id = await api.model()
+        sampler = await published(api, model_id, await train(api, model_id, 1))
+        expected = await drawn(api, sampler, 0)
+        backend.num_left = 2
+        assert await drawn(api, sampler, 1) == expected
+    assert backend.num_ends == 2
 
 
 async def test_weights_that_go_to_the_disk_before_their_samples_find_them_are_sampled_from_there(

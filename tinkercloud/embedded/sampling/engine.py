@@ -148,7 +148,7 @@ class SamplingEngine:
             self._grammars.poll(is_idle=not self.scheduler.is_busy)
         began = time.perf_counter()
         streams = self._streams or SingleStream()
-        items = self.scheduler.schedule()
+        items = [self._with_callers_draft(item) for item in self.scheduler.schedule()]
         with streams.fork_join():
             batches = self._run(items, streams)
         ms = 1e3 * (time.perf_counter() - began)
@@ -207,6 +207,14 @@ class SamplingEngine:
         return LaunchedPass(batch, logits, _hidden_states(state), state.runner.scores)
 
     # ---- drafts
+
+    def _with_callers_draft(self, item: BatchItem) -> BatchItem:
+        """The last pass over a prompt verifies what its caller drafted behind it. Where there are
+        no blocks for that, the sample is decoded as any other."""
+        drafted = item.sequence.job.drafted if item.sequence.is_prompt and item.ends else ()
+        if drafted and self.scheduler.reserve_draft(item.sequence, len(drafted)):
+            return replace(item, drafted=drafted)
+        return item
 
     def _with_drafts(self, items: list[BatchItem], streams: Streams) -> list[BatchItem]:
         """Samples that wait for one token may get drafted ones to verify in the same pass."""

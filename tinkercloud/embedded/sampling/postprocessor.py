@@ -68,8 +68,9 @@ class Postprocessor:
             num_rows += item.num_rows
             seen = None if hidden is None else hidden[num_rows - item.num_logit_rows : num_rows]
             if hidden is not None and item.ends and item.sequence.is_prompt:
-                first = num_rows - min(item.count, DRAFTER_ROWS)
-                item.sequence.job.hidden = hidden[first:num_rows].clone()
+                last = num_rows - len(item.drafted)
+                first = last - min(item.count, DRAFTER_ROWS)
+                item.sequence.job.hidden = hidden[first:last].clone()
             targets = item.targets
             if targets is not None:
                 scores.record(item, targets)
@@ -83,11 +84,18 @@ class Postprocessor:
     def begin(self, samples: list[Sequence]) -> None:
         """Draw the first tokens of new samples from their prompts' logits."""
         for state in self._states:
-            group = [s for s in samples if s.job.version.base is state.base]
-            logits = [s.job.logits for s in group if s.job.logits is not None]
-            if group:
-                draws = [DrawnRows(each, row) for row, each in enumerate(group)]
-                self._draw(draws, torch.stack(logits), state)
+            draws: list[DrawnRows] = []
+            rows: list[Tensor] = []
+            num_rows = 0
+            for each in samples:
+                logits = each.job.logits
+                if each.job.version.base is state.base and logits is not None:
+                    drafted = each.job.drafted if len(logits) > 1 else ()
+                    draws.append(DrawnRows(each, num_rows, drafted))
+                    rows.append(logits)
+                    num_rows += len(logits)
+            if draws:
+                self._draw(draws, torch.cat(rows), state)
 
     def _advance(self, item: BatchItem, logits: Tensor, rows: range) -> bool:
         """Record what was computed; rows: the item's, of the pass's logits. Whether a token is to
@@ -102,7 +110,7 @@ class Postprocessor:
         if not item.sequence.is_prompt:
             return True
         job.is_scoring = False
-        job.logits = logits[rows.stop - 1].clone()
+        job.logits = logits[rows.stop - 1 - len(item.drafted) : rows.stop].clone()
         self._scheduler.prompt_computed(job)
         return False
 
@@ -127,14 +135,14 @@ class Postprocessor:
                 stopped = _append(sequence, token, logprobs[row], partial(drawn.distribution, row))
                 if stopped or sequence.num_left <= 0:
                     break
+            has_ended = stopped or sequence.num_left <= 0 or sequence.leaves_draft
             num_new = len(sequence.logprobs) - num_before
             self.num_drawn += num_new
             if draw.drafted:
                 self._scheduler.accepted(sequence, num_new - 1)
             _report(draw, num_new, drawn, state)
-            ended = stopped or sequence.num_left <= 0
-            sequence.stream("stop" if stopped else "length" if ended else None)
-            if ended:
+            sequence.stream("stop" if stopped else "length" if has_ended else None)
+            if has_ended:
                 complete.append((sequence, stopped))
         self._finish(complete, state)
 

@@ -70,6 +70,14 @@ class Sequence:
         """Tokens that a sample may still get."""
         return self.job.max_tokens - len(self.logprobs)
 
+    @property
+    def leaves_draft(self) -> bool:
+        """Whether its last token is another one than its caller drafted, or comes after these."""
+        drafted, num_sampled = self.job.request.drafted, len(self.logprobs)
+        if not drafted or not num_sampled:
+            return False
+        return num_sampled > len(drafted) or self.tokens[-1] != drafted[num_sampled - 1]
+
     def reserve(self, pool: BlockPool, num_tokens: int) -> bool:
         """Blocks for that many tokens; False when there are not enough."""
         return pool.extend(self.blocks, num_tokens)
@@ -199,7 +207,7 @@ class Job:
     is_scoring: bool = field(init=False)  # all rows of the prompt are wanted, and not all computed
     has_failed: bool = False
     error: UserError | None = None  # that it is to fail with once the step is over
-    logits: Tensor | None = None  # (V,) after the whole prompt
+    logits: Tensor | None = None  # (1 + verified, V) after the whole prompt
     hidden: Tensor | None = None  # (n, L, D) of its last tokens, where a drafter reads them
     cache_hit_tokens: int = 0
     next_sample: int = 0
@@ -223,6 +231,14 @@ class Job:
         distribution of its own for each of its tokens."""
         request = self.request
         return request.speculate and request.grammar is None and not request.params.has_penalties
+
+    @property
+    def drafted(self) -> tuple[int, ...]:
+        """The caller's draft, where it can be verified in the prompt's last pass."""
+        request = self.request
+        is_one = request.num_samples == 1 and self.scores is None
+        can_verify = is_one and request.grammar is None and not request.params.has_penalties
+        return request.drafted[: self.max_tokens - 1] if can_verify else ()
 
     @property
     def num_left(self) -> int:

@@ -73,7 +73,8 @@ class UsageRecorder:
             return
         try:
             await self._storage.add_tokens(counts)
-        except BaseException:  # kept for the next time
+        except Exception:  # kept for the next time
+            # Not where the caller was cancelled: what is queued is written all the same.
             self._counts += counts
             raise
 

@@ -103,7 +103,7 @@ class TextCompletionService:
         self._slots.check(user)
         sampler = await self._names.resolve(user, request.model)
         text = await self._texts.get(sampler.base_model)
-        prompts = [await _tokens(text, prompt) for prompt in request.prompts]
+        prompts = [await prompt_tokens(text, prompt) for prompt in request.prompts]
         options = request.sampling
         if options.max_tokens == 0:
             options = replace(options, max_tokens=1)
@@ -124,7 +124,8 @@ class TextCompletionService:
         return CompletionRun(prepared, self._sampling, self._slots)
 
 
-async def _tokens(text: TextModel, prompt: str | tuple[int, ...]) -> list[int]:
+async def prompt_tokens(text: TextModel, prompt: str | tuple[int, ...]) -> list[int]:
+    """Raises InvalidField for an empty text, where the model has no token that begins texts."""
     if not isinstance(prompt, str):
         return list(prompt)
     if not prompt and not text.codec.encode("", bos=True):

@@ -117,20 +117,23 @@ class Recovery:
 
     async def _attempt(self, key: Key, work: Work, attempt: int) -> Outcome | None:
         """None: the engine ended underway."""
-        await self._bring_back(key)
-        began = self._backend.incarnation()
-        try:
-            return await work()
-        except EngineDied as error:
-            if not self.is_offered:
-                raise
-            logger.warning("attempt %d of an operation of %s: %s", attempt, key[1], error)
-        except ModelStateLost:
-            if self._backend.incarnation() == began:
-                if await self._is_deleted(key):  # once this was acknowledged
-                    raise ModelNotFound(key[1]) from None
-                raise
-        return None
+        while True:
+            await self._bring_back(key)
+            began = self._backend.incarnation()
+            try:
+                return await work()
+            except EngineDied as error:
+                if not self.is_offered:
+                    raise
+                logger.warning("attempt %d of an operation of %s: %s", attempt, key[1], error)
+                return None
+            except ModelStateLost:
+                # Of another engine than had the model: that one ended before the operation reached
+                # it, so this was no attempt.
+                if self._backend.incarnation() == began:
+                    if await self._is_deleted(key):  # once this was acknowledged
+                        raise ModelNotFound(key[1]) from None
+                    raise
 
     async def _is_deleted(self, key: Key) -> bool:
         user, model_id = key

@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from itertools import count
 
 from tinker_gmi.types import (
     CreateSamplingClientRequest,
@@ -342,22 +341,24 @@ class SamplingService:
         self, sampler: Sampler, request: CoreSampleRequest, on_tokens: OnTokens | None
     ) -> DrawnSample:
         """Over again where the engine ended underway. Not a stream's: its reader has tokens."""
-        for attempt in count(1):
+        num_ends = num_lost = 0
+        while True:
             try:
                 return await self._attempt(sampler, request, on_tokens)
             except VersionLost:  # of an engine that is gone; it was dropped
-                if attempt == MAX_ATTEMPTS:
+                num_lost += 1
+                if num_lost == MAX_ATTEMPTS:
                     raise
             except EngineDied as error:
                 if on_tokens is not None:
                     raise
-                if attempt == MAX_ATTEMPTS:
+                num_ends, num_lost = num_ends + 1, 0
+                if num_ends == MAX_ATTEMPTS:
                     raise EngineDied(
                         f"{error}. This sample was underway each of {MAX_ATTEMPTS} times that the "
                         "engine process ended, and is not tried again: ask for fewer samples or a "
                         "shorter prompt, and see the server's log for the reason"
                     ) from None
-        raise AssertionError("unreachable")
 
     async def _attempt(
         self, sampler: Sampler, request: CoreSampleRequest, on_tokens: OnTokens | None
