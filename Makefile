@@ -103,7 +103,7 @@ $(DOCS): pyproject.toml constraints.txt | $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@
 
-docs: $(DOCS) ## the documentation site, its links checked
+docs: $(DOCS) ## the documentation site, its links checked; the server shows it at /docs-site
 	$(BIN)/python docs/build_site.py
 
 demo: install ## SFT and RL on a real model, live, under ten minutes
@@ -118,6 +118,8 @@ bench: install $(SGLANG)/installed $(COOKBOOK)/installed ## all benchmarks, peer
 		$(BIN)/python -m benchmarks.$$name --json benchmarks/results/$$name.json; done
 	$(BIN)/python -m benchmarks.stable_reinforce --json benchmarks/results/stable_reinforce.json \
 		--plot docs/stable_reinforce.png
+	$(BIN)/python -m benchmarks.pipeline --json benchmarks/results/pipeline.json \
+		--plot docs/speculation_remote.png
 	for cookbook in 0.5.8 0.6.1; do \
 		$(BIN)/python -m benchmarks.cookbook_recipes --cookbook $$cookbook \
 			--json benchmarks/results/cookbook_recipes-$$cookbook.json; done

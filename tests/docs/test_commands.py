@@ -77,6 +77,11 @@ COVERED = {
         "tests/commands/test_chat.py::test_a_checkpoint_talks_beside_its_base",
         "it needs a checkpoint",
     ),
+    "tinkercloud bench pipeline ": Elsewhere(
+        "tests/commands/test_pipeline.py::"
+        "test_all_contenders_sample_the_same_and_a_trace_shows_both_sides",
+        "it needs a model; the test runs it on a tiny one",
+    ),
     "tinkercloud draft-worker ": Elsewhere(
         f"{DRAFT_WORKER}::test_a_worker_drafts_and_its_death_changes_no_sample",
         "it needs a model, and ends by Ctrl-C",

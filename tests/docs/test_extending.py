@@ -82,7 +82,8 @@ def run(copy: Path, *arguments: str) -> None:
 
 
 def test_the_examples_pass_their_own_tests_and_the_import_rule(copy: Path) -> None:
-    tests = [change.path for change in changes() if change.path.startswith("tests/")]
+    paths = dict.fromkeys(change.path for change in changes())
+    tests = [path for path in paths if path.startswith("tests/")]
     assert {Path(test).parts[1] for test in tests} == {"api", "architectures", "embedded", "losses"}
     run(copy, "pytest", "-q", "-p", "no:cacheprovider", "tests/test_architecture.py", *tests)
 

@@ -48,7 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--kv-cache-mb", type=int, default=512, help="for each vocabulary, in 2**20 bytes [512]"
     )
     parser.add_argument(
-        "--outcomes", type=int, default=3, help="prepared for, beside the likeliest [3]"
+        "--outcomes", type=int, default=8, help="of each round that are prepared for [8]"
     )
     add_settings(parser, SETTINGS)
     parser.set_defaults(run=run)
@@ -99,7 +99,7 @@ def _worker(config: "Config", arguments: Arguments) -> "DraftWorker":
     from tinkercloud.speculative.remote.worker import DraftWorker, WorkerLimits
 
     limits = WorkerLimits(
-        arguments["samples"], arguments["idle_s"], num_branches=arguments["outcomes"]
+        arguments["samples"], arguments["idle_s"], num_outcomes=arguments["outcomes"]
     )
     if arguments["model"] != SUFFIX:
         return DraftWorker(_model_drafters(config, arguments), limits)

@@ -135,6 +135,11 @@ class TaskManager:
         await asyncio.gather(*(self._finish(pending, STOPPED) for pending in left))
 
     @property
+    def is_closing(self) -> bool:
+        """What is spawned now would outlive the manager."""
+        return self._closing
+
+    @property
     def num_pending(self) -> int:
         return len(self._pending)
 

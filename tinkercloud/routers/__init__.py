@@ -9,6 +9,9 @@ from tinkercloud.routers import (
     captures,
     checkpoints,
     console,
+    console_data,
+    console_page,
+    docs_site,
     downloads,
     futures,
     health,
@@ -47,5 +50,8 @@ ROUTERS = (
     health.router,
     health.open_router,
     console.router,
+    console_page.router,
+    console_data.router,
+    docs_site.router,
     api_document.router,
 )

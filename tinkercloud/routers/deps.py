@@ -17,9 +17,12 @@ from tinkercloud.storage.owners import Kind
 
 # where authentication leaves them in the ASGI scope
 USER_KEY, ROLE_KEY = "tinkercloud.user", "tinkercloud.role"
+KEY_ID_KEY = "tinkercloud.key_id"
 ANYTHING = "*/*"
 SIGNED_PREFIX = PREFIX  # of the routes that ask for a signature in place of a key
 HEALTHZ_PATH, READYZ_PATH = "/healthz", "/readyz"
+DOCS_PATH = "/docs-site"
+CONSOLE_PATH, CONSOLE_PREFIX = "/console", "/console/static/"  # the page and its files
 OPEN_PATHS = frozenset({HEALTHZ_PATH, READYZ_PATH})  # of routes that anybody may call
 
 

@@ -7,15 +7,26 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tinkercloud.logs import about
 from tinkercloud.routers.console import CHALLENGE, PATHS, basic_password
-from tinkercloud.routers.deps import OPEN_PATHS, ROLE_KEY, SIGNED_PREFIX, USER_KEY
+from tinkercloud.routers.console_cookie import cookie_token
+from tinkercloud.routers.deps import (
+    CONSOLE_PATH,
+    CONSOLE_PREFIX,
+    DOCS_PATH,
+    KEY_ID_KEY,
+    OPEN_PATHS,
+    ROLE_KEY,
+    SIGNED_PREFIX,
+    USER_KEY,
+)
 from tinkercloud.routers.refusal import refuse
+from tinkercloud.services.accounts.account_service import CONSOLE_USE
 from tinkercloud.services.accounts.quotas import with_key
 from tinkercloud.storage.keys import KeyRecord
 from tinkercloud.storage.tokens import TOKEN_PREFIX
 
 
 class KeyLookup(Protocol):
-    def identify(self, credential: str) -> KeyRecord | None: ...
+    def identify(self, credential: str, use: str = "") -> KeyRecord | None: ...
 
 
 class Authenticator:
@@ -30,8 +41,8 @@ class Authenticator:
             return self._everybody
         return self.identify(credential_of(headers))
 
-    def identify(self, credential: str) -> KeyRecord | None:
-        return self.keys.identify(credential) if self.keys is not None and credential else None
+    def identify(self, credential: str, use: str = "") -> KeyRecord | None:
+        return self.keys.identify(credential, use) if self.keys is not None and credential else None
 
 
 def credential_of(headers: Headers) -> str:
@@ -41,6 +52,17 @@ def credential_of(headers: Headers) -> str:
         return key
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def _is_open(scope: Scope) -> bool:
+    """Whether anybody may call it: its route checks a signature, or tells nothing of users."""
+    path: str = scope["path"]
+    return scope["method"] == "GET" and (
+        path.startswith((SIGNED_PREFIX, CONSOLE_PREFIX))
+        or f"{path}/".startswith(f"{DOCS_PATH}/")
+        or path == CONSOLE_PATH
+        or path in OPEN_PATHS
+    )
 
 
 def _unknown_text(credential: str) -> str:
@@ -53,7 +75,8 @@ def _unknown_text(credential: str) -> str:
 
 class AuthMiddleware:
     """Answers 401 before a route is looked up or a byte of the body is read. Signed links pass:
-    their route checks them; so does what supervisors ask (`OPEN_PATHS`)."""
+    their route checks them; so do what supervisors ask (`OPEN_PATHS`), the documentation and the
+    files of the console, which hold nothing of anybody."""
 
     def __init__(self, app: ASGIApp, authenticator: Authenticator):
         self._app = app
@@ -65,13 +88,14 @@ class AuthMiddleware:
             return
         if scope["type"] != "http":
             raise AssertionError(f"no {scope['type']} here")
-        path = scope["path"]
-        if scope["method"] == "GET" and (path.startswith(SIGNED_PREFIX) or path in OPEN_PATHS):
+        if _is_open(scope):
             # No user, so that no other handler could answer: each of them asks for one.
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
         key = self._authenticator.key_of(headers)
+        if key is None and not credential_of(headers):
+            key = self._authenticator.identify(cookie_token(scope, headers), CONSOLE_USE)
         console = scope["method"] == "GET" and PATHS.fullmatch(scope["path"]) is not None
         if key is None and console:
             # For pages that change nothing only: browsers send it with links of other sites too.
@@ -85,7 +109,7 @@ class AuthMiddleware:
             challenge = CHALLENGE if console and not token else challenge
             await refuse(send, scope["path"], 401, text, challenge)
             return
-        scope[USER_KEY], scope[ROLE_KEY] = key.user, key.role
+        scope[USER_KEY], scope[ROLE_KEY], scope[KEY_ID_KEY] = key.user, key.role, key.key_id
         about(user=key.user, call=f"{scope['method']} {scope['path']}")
         with with_key(key):
             await self._app(scope, receive, send)

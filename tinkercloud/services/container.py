@@ -29,6 +29,7 @@ from tinkercloud.services.captures.webhook_sender import WebhookSender
 from tinkercloud.services.chats.chat_service import ChatService
 from tinkercloud.services.chats.model_names import ModelNames
 from tinkercloud.services.chats.request_slots import RequestSlots
+from tinkercloud.services.chats.sample_texts import SampleTexts
 from tinkercloud.services.chats.text_completion_service import TextCompletionService
 from tinkercloud.services.chats.text_models import TextModels
 from tinkercloud.services.chats.verify_service import VerifyService
@@ -39,6 +40,7 @@ from tinkercloud.services.common.body_parser import BodyParser
 from tinkercloud.services.common.catalog import Catalog
 from tinkercloud.services.models.completion_service import CompletionService
 from tinkercloud.services.models.dependencies import Dependencies
+from tinkercloud.services.models.finished_samples import FinishedSamples
 from tinkercloud.services.models.future_service import FutureService
 from tinkercloud.services.models.idle_models import IdleModels
 from tinkercloud.services.models.loss_service import LossService
@@ -48,11 +50,13 @@ from tinkercloud.services.models.recovery import Recovery
 from tinkercloud.services.models.recovery_files import RecoveryFiles
 from tinkercloud.services.models.rest_service import RestService
 from tinkercloud.services.models.run_archive import RunArchive
+from tinkercloud.services.models.run_curves import RunCurves
 from tinkercloud.services.models.sample_record_service import SampleRecordService
 from tinkercloud.services.models.sampling_service import SamplingService
 from tinkercloud.services.models.snapshots import Snapshots
 from tinkercloud.services.models.training_service import TrainingService
 from tinkercloud.services.models.version_store import VersionStore
+from tinkercloud.services.observability.live_view import LiveView
 from tinkercloud.services.observability.metrics_service import MetricSources, MetricsService
 from tinkercloud.services.observability.readiness import ReadinessService
 from tinkercloud.storage.archive import ArchiveStorage
@@ -60,6 +64,7 @@ from tinkercloud.storage.audit_log import AuditLog
 from tinkercloud.storage.capture_rewards import CaptureRewardStorage
 from tinkercloud.storage.captures import CaptureStorage
 from tinkercloud.storage.database import Database
+from tinkercloud.storage.finished_results import FinishedResults
 from tinkercloud.storage.futures import FuturesStorage
 from tinkercloud.storage.journal import JournalStorage
 from tinkercloud.storage.keys import KeyStore
@@ -128,6 +133,9 @@ class Services:
     readiness: ReadinessService
     bodies: BodyParser
     metrics: MetricsService
+    live: LiveView
+    curves: RunCurves
+    sample_texts: SampleTexts
     observers: Observers
     spans: "SpanExport | None"
 
@@ -269,6 +277,8 @@ def build_services(
     stats = (on_policy.stats, snapshots.stats, recovery.stats, idle.stats, sessions.stats)
     sources = MetricSources(backend, tasks, stats, usage.totals)
     captures = CaptureService(config, stored, names, texts)
+    metrics = MetricsService(sources)
+    results = FinishedResults(database)
     return Services(
         config=config,
         client_config=client_config,
@@ -318,5 +328,8 @@ def build_services(
         readiness=ReadinessService(backend, database, config.data_dir),
         spans=_span_export(config, tasks),
         observers=_observers(config, stores.keys),
-        metrics=MetricsService(sources),
+        metrics=metrics,
+        live=LiveView(metrics, tasks, backend),
+        curves=RunCurves(results),
+        sample_texts=SampleTexts(FinishedSamples(results, metadata), texts),
     )

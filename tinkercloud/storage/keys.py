@@ -147,11 +147,12 @@ class KeyStore:
         record = self.identify(key)
         return None if record is None else record.user
 
-    def identify(self, credential: str) -> KeyRecord | None:
-        """The key that was shown, itself or by a token. Keys of other processes count at once."""
+    def identify(self, credential: str, use: str = "") -> KeyRecord | None:
+        """The key that was shown, itself or by a token for this use. Keys of other processes count
+        at once."""
         if credential.startswith(TOKEN_PREFIX):
             claims = self._signer.claims(credential)
-            if claims is None:
+            if claims is None or claims.get("use", "") != use:
                 return None
             key_id = str(claims.get("key_id"))
             return self._find(lambda: next((r for r in self._cached if r.key_id == key_id), None))

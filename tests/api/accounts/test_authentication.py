@@ -15,8 +15,9 @@ SIGNED = [
     ("GET", "/api/v1/signed/traces/{session_id}"),
     ("GET", "/api/v1/signed/{run_id}/{segment}/{name}/{generation}/{file}"),
 ]
-OPEN = [("GET", "/healthz"), ("GET", "/readyz")]
 """The routes that ask for a signature in place of a key (test_downloads.py, test_traces.py)."""
+CONSOLE_FILES = ("GET", "/console/static/{path:path}")
+OPEN = [("GET", "/console"), ("GET", "/healthz"), ("GET", "/readyz")]
 UNKNOWN_PATHS = ["/", "/docs", "/redoc", "/api/v1/nothing", "/health/x"]
 
 
@@ -51,22 +52,21 @@ async def test_every_route_refuses_a_request_without_a_valid_key(
         if (method, path) in OPEN:
             assert response.status_code == 200, (method, path)
             continue
-        if (method, path) in SIGNED:
+        if (method, path) in (*SIGNED, CONSOLE_FILES):
             assert response.status_code == 404, (method, path)
             continue
         assert response.status_code == 401, (method, path)
         assert method == "HEAD" or "API key" in response.text, (method, path)
 
 
-async def test_only_signed_links_and_probes_pass_without_a_key(api: Api) -> None:
+async def test_only_signed_links_probes_and_the_consoles_files_pass_without_a_key(api: Api) -> None:
     stranger = httpx.AsyncClient(
         transport=httpx.ASGITransport(app=api.app), base_url="http://server"
     )
     pairs = [*routes(api), *(("GET", path) for path in UNKNOWN_PATHS)]
     answers = [(await stranger.request(*pair), pair) for pair in pairs]
-    assert (
-        sorted(pair for response, pair in answers if response.status_code != 401) == SIGNED + OPEN
-    )
+    passed = sorted(pair for response, pair in answers if response.status_code != 401)
+    assert passed == sorted([*SIGNED, *OPEN, CONSOLE_FILES])
 
 
 @pytest.mark.parametrize(

@@ -40,10 +40,6 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def is_connected(remote: RemoteDrafter) -> bool:
-    return all(each["connected"] for each in remote.snapshot()["workers"].values())
-
-
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_module, "FIRST_WAIT_S", 0.02)
@@ -87,7 +83,7 @@ Connect = Callable[..., RemoteDrafter]
 def test_drafts_come_over_grpc_and_outcomes_without_asking(start: Start, connect: Connect) -> None:
     worker = worker_of(Counting)
     remote = connect(start(worker).port)
-    until(lambda: is_connected(remote))
+    until(lambda: remote.is_connected)
     one = begun(remote, [1, 2])
     assert tokens_of(remote, one) == (3, 4, 5)
     until(lambda: len(remote._branches[one.id]) > 1)  # the answer, and what is prepared
@@ -102,17 +98,17 @@ def test_a_worker_that_is_started_later_or_again_is_found(start: Start, connect:
     first = start(worker_of(Counting))
     port = first.port
     remote = connect(port)
-    until(lambda: is_connected(remote))
+    until(lambda: remote.is_connected)
     one = begun(remote, [1, 2])
     assert tokens_of(remote, one) == (3, 4, 5)
     first.stop()
-    until(lambda: not is_connected(remote))
+    until(lambda: not remote.is_connected)
     one.tokens.extend([9])
     began = time.monotonic()
     assert tokens_of(remote, one) == ()
     assert time.monotonic() - began < LIMIT_S / 2, "one that is known to be away is not waited for"
     start(worker_of(Counting), Address("127.0.0.1", port))
-    until(lambda: is_connected(remote))
+    until(lambda: remote.is_connected)
     assert tokens_of(remote, one) == (10, 11, 12)
 
 
@@ -128,15 +124,15 @@ def test_a_key_is_asked_for_and_is_enough(
 ) -> None:
     port = start(worker_of(Counting), security=ServerSecurity(KEY)).port
     right = connect(port, security=ClientSecurity(key_file))
-    until(lambda: is_connected(right))
+    until(lambda: right.is_connected)
     without = connect(port)
     until(lambda: "wants its key" in caplog.text)
     wrong = key_file.with_name("wrong")
     wrong.write_text("another")
     other = connect(port, security=ClientSecurity(wrong))
     until(lambda: caplog.text.count("wants its key") >= 2)
-    assert not is_connected(without)
-    assert not is_connected(other)
+    assert not without.is_connected
+    assert not other.is_connected
     assert KEY not in caplog.text
 
 
@@ -158,18 +154,18 @@ def test_tls_with_a_certificate_that_is_trusted(
     pair, (stranger, _) = self_signed(tmp_path, "worker"), self_signed(tmp_path, "stranger")
     port = start(worker_of(Counting), security=ServerSecurity(KEY, *pair)).port
     remote = connect(port, security=ClientSecurity(key_file, pair[0]))
-    until(lambda: is_connected(remote))
+    until(lambda: remote.is_connected)
     assert tokens_of(remote, begun(remote, [1, 2])) == (3, 4, 5)
     other = connect(port, security=ClientSecurity(key_file, stranger))
     time.sleep(0.5)
-    assert not is_connected(other)
+    assert not other.is_connected
 
 
 def test_bytes_that_are_no_messages_end_that_call_alone(start: Start, connect: Connect) -> None:
     worker = worker_of(Counting)
     port = start(worker).port
     remote = connect(port)
-    until(lambda: is_connected(remote))
+    until(lambda: remote.is_connected)
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         call = channel.stream_stream(METHOD)(iter([b"\xff\xff\xff"]))
         with pytest.raises(grpc.RpcError):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -27,6 +27,8 @@ class Counting(Drafter):
     def __init__(self) -> None:
         self.live: set[int] = set()
         self.batches: list[int] = []
+        self.prepared: list[int] = []
+        self.meanwhile: Callable[[], None] = lambda: None
 
     def begin(self, stream: Stream) -> None:
         self.live.add(stream.id)
@@ -38,8 +40,12 @@ class Counting(Drafter):
         self.batches.append(len(requests))
         return [_next(stream.tokens[-1], most) for stream, most in requests]
 
-    def propose_after(self, requests: Sequence[tuple[Stream, Sequence[int], int]]) -> list[Draft]:
-        return [_next(after[-1], most) for _, after, most in requests]
+    def propose_after(
+        self, requests: Sequence[tuple[Stream, Sequence[int], int]], is_stale: Callable[[], bool]
+    ) -> list[Draft] | None:
+        self.prepared.append(len(requests))
+        self.meanwhile()
+        return None if is_stale() else [_next(after[-1], most) for _, after, most in requests]
 
 
 def _next(last: int, most: int) -> Draft:
@@ -108,15 +114,73 @@ def test_a_round_of_one_more_token_and_its_answer_have_some_bytes() -> None:
 
 
 def test_what_the_target_may_say_is_prepared_likeliest_first() -> None:
-    worker = worker_of(Counting, WorkerLimits(num_branches=2))
+    worker = worker_of(Counting, WorkerLimits(num_outcomes=3))
     engine = welcome(worker)
     tell(worker, engine, begun=[begin(7, [1, 2])], deltas=[delta(7, 2)])
     while worker.step():
         pass
     prepared = [list(b.tokens) for m in heard(engine) for b in m.drafts.branches]
     assert prepared[0] == [3, 4, 5, 6, 7, 8, 9], "the whole draft, and what comes after it"
-    # rejected: 0.9 * 0.8 * (1 - 0.7) in the third place, 0.9 * (1 - 0.8) in the second
-    assert prepared[1:] == [[3, 4, 99, 100, 101, 102, 103], [3, 99, 100, 101, 102, 103]]
+    # Rejected in the third place, where the confidence is lowest, and in the first.
+    assert prepared[1:] == [[3, 4, 99, 100, 101, 102], [99, 100, 101, 102]]
+
+
+def test_what_was_prepared_is_the_answer_and_what_comes_after_it_is_prepared() -> None:
+    drafter = Counting()
+    worker = worker_of(lambda: drafter)
+    engine = welcome(worker)
+    tell(worker, engine, begun=[begin(7, [1, 2])], deltas=[delta(7, 2)])
+    while worker.step():
+        pass
+    heard(engine)
+    for number, tokens in ((2, [3, 4, 5, 6]), (3, [7, 99])):
+        length = 2 + (4 if number == 2 else 6)
+        answer = tell(worker, engine, number=number, deltas=[delta(7, length, tokens)])
+        expected = list(range(tokens[-1] + 1, tokens[-1] + 4))
+        assert [list(b.tokens) for b in answer.branches] == [expected]
+        while worker.step():
+            pass
+        assert any(list(b.tokens)[:3] == expected for m in heard(engine) for b in m.drafts.branches)
+    assert drafter.batches == [1], "asked once"
+    assert worker.stats()["foreseen"] == 2
+
+
+def test_outcomes_of_outcomes_are_prepared_too() -> None:
+    worker = worker_of(Counting, WorkerLimits(num_outcomes=8))
+    engine = welcome(worker)
+    tell(worker, engine, begun=[begin(7, [1, 2])], deltas=[delta(7, 2)])
+    while worker.step():
+        pass
+    prepared = [list(b.tokens) for m in heard(engine) for b in m.drafts.branches]
+    assert len(prepared) == 8
+    assert [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13] in prepared, "taken whole, twice"
+    assert [3, 4, 5, 6, 7, 8, 99, 100, 101, 102] in prepared
+
+
+def test_a_round_ends_what_is_being_prepared_between_two_steps() -> None:
+    drafter = Counting()
+    worker = worker_of(lambda: drafter)
+    engine, other = welcome(worker), welcome(worker)
+    tell(worker, engine, begun=[begin(7, [1, 2])], deltas=[delta(7, 2)])
+    tell(worker, other, begun=[begin(7, [50])], deltas=[delta(7, 1)])
+
+    def another_round_comes() -> None:
+        drafter.meanwhile = lambda: None
+        message = pb.Round(number=2, deltas=[delta(7, 3, [9])])
+        worker.receive(engine, pb.ToWorker(round=message))
+
+    drafter.meanwhile = another_round_comes
+    worker.step()
+    assert not heard(engine)
+    worker.step()
+    (answer,) = heard(engine)
+    assert [list(b.tokens) for b in answer.drafts.branches] == [[10, 11, 12]]
+    while worker.step():
+        pass
+    assert {b.base for m in heard(engine) for b in m.drafts.branches} == {3}
+    prepared = [list(b.tokens)[:4] for m in heard(other) for b in m.drafts.branches]
+    assert [51, 52, 53, 54] in prepared, "the other engine's are prepared all the same"
+    assert worker.stats()["interrupted"] == 1
 
 
 def test_a_new_round_ends_what_was_being_prepared() -> None:
@@ -194,7 +258,7 @@ def test_an_engine_that_goes_or_ends_its_samples_leaves_nothing() -> None:
     say(worker, other, None)
     assert not drafter.live
     assert worker.stats() | {"drafts": 0, "tokens": 0} == {
-        "connections": 0, "samples": 0, "drafts": 0, "tokens": 0,
+        "connections": 0, "samples": 0, "drafts": 0, "tokens": 0, "foreseen": 0,
     }  # fmt: skip
 
 

@@ -4,7 +4,7 @@ It draws with the noise that the target will draw with (the coupling of Daliri e
 so that its tokens are accepted nearly as often as any rule could make them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -51,30 +51,65 @@ class ModelDrafter(NetworkDrafter):
     def catch_up(self, streams: Sequence[Stream]) -> None:
         self._read_ahead([DraftRequest(stream.id, stream.tokens, 1) for stream in streams])
 
-    def propose(self, requests: Sequence[tuple[Stream, int]]) -> list[Draft]:
-        self._seconds = {stream.id: [] for stream, _ in requests} if self._with_seconds else {}
-        return self._proposed(requests)
-
     @torch.inference_mode()
-    def _proposed(self, requests: Sequence[tuple[Stream, int]]) -> list[Draft]:
-        starts = [DraftRequest(stream.id, stream.tokens, most) for stream, most in requests]
+    def propose(self, requests: Sequence[tuple[Stream, int]]) -> list[Draft]:
         takes = self._audits.takes
-        self._streams = {stream.id: stream for stream, _ in requests}
         self._audited = {
             s.id: [] for s, most in requests if most > 0 and takes(s.params.temperature)
         }
-        chains = self._chains(starts, self._drawn)
+        chains = self._drafted(requests)
         return [self._draft(chains.get(stream.id)) for stream, _ in requests]
 
-    def propose_after(self, requests: Sequence[tuple[Stream, Sequence[int], int]]) -> list[Draft]:
-        """Without `seconds`: nobody asks what comes after what is itself a guess."""
-        self._seconds = {}
-        drafts = self._proposed(
-            [(replace(s, tokens=[*s.tokens, *after]), most) for s, after, most in requests]
-        )
-        for stream, _, _ in requests:
+    @torch.inference_mode()
+    def propose_after(
+        self, requests: Sequence[tuple[Stream, Sequence[int], int]], is_stale: Callable[[], bool]
+    ) -> list[Draft] | None:
+        self._audited = {}
+        sources = {stream.id: stream for stream, _, _ in requests}
+        was_ended = False
+
+        def is_ended() -> bool:
+            nonlocal was_ended
+            was_ended = is_stale()
+            return was_ended
+
+        branches = self._branches(requests)
+        chains = self._drafted(branches, is_ended)
+        for branch, most in branches:
+            if branch.id not in sources and most:
+                self._pool.free(self._caches.pop(branch.id).blocks)
+        for stream in sources.values():
             self._changed(stream.id, len(stream.tokens))
-        return drafts
+        if was_ended:
+            return None
+        return [self._draft(chains.get(branch.id)) for branch, _ in branches]
+
+    def _branches(
+        self, requests: Sequence[tuple[Stream, Sequence[int], int]]
+    ) -> list[tuple[Stream, int]]:
+        """As requests of streams of their own, with negative ids; but for the first of each stream
+        that agrees with all that was read of it, so that this stays for the time that it comes to
+        be. Where there is no room for one, of no tokens."""
+        branches: list[tuple[Stream, int]] = []
+        kept: set[int] = set()
+        for i, (stream, after, most) in enumerate(requests):
+            tokens, cache = [*stream.tokens, *after], self._caches[stream.id]
+            if stream.id not in kept and cache.common(tokens) == len(cache.tokens):
+                kept.add(stream.id)
+                branches.append((replace(stream, tokens=tokens), most))
+                continue
+            branch = replace(stream, id=-1 - i, tokens=tokens)
+            has_room = most > 0 and self._fork(stream.id, branch.id, tokens)
+            branches.append((branch, most if has_room else 0))
+        return branches
+
+    def _drafted(
+        self, requests: Sequence[tuple[Stream, int]], is_stale: Callable[[], bool] = lambda: False
+    ) -> dict[int, Chain]:
+        starts = [DraftRequest(s.id, s.tokens, most) for s, most in requests if most > 0]
+        self._streams = {stream.id: stream for stream, _ in requests}
+        self._seconds = {stream.id: [] for stream, _ in requests} if self._with_seconds else {}
+        return self._chains(starts, self._drawn, is_stale)
 
     def _drawn(self, chains: Sequence[Chain], logits: Tensor) -> tuple[list[int], list[float]]:
         """As the target would, were these its logits."""

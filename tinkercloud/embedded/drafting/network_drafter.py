@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tinkercloud.decoding.sampler import RowParams, Scan
 from tinkercloud.embedded.forward.batch import SequenceRows, ragged
-from tinkercloud.embedded.forward.kv_blocks import BlockPool
+from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool
 from tinkercloud.embedded.forward.runners import Runner
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.speculative.drafters.drafter import Drafter, Stream
@@ -51,12 +51,18 @@ class _Cache:
     blocks: list[int] = field(default_factory=list)
     num_agreed: int = 0
 
-    def rewind(self, tokens: Sequence[int]) -> None:
-        """To the longest common prefix; the last token stays to be read, for its logits."""
+    def common(self, tokens: Sequence[int]) -> int:
+        """Length of the longest common prefix, without the last of `tokens`, which is to be read
+        for its logits."""
         limit = min(len(self.tokens), len(tokens) - 1)
-        while self.num_agreed < limit and self.tokens[self.num_agreed] == tokens[self.num_agreed]:
-            self.num_agreed += 1
-        self.num_agreed = min(self.num_agreed, limit)
+        place = min(self.num_agreed, limit)
+        while place < limit and self.tokens[place] == tokens[place]:
+            place += 1
+        return place
+
+    def rewind(self, tokens: Sequence[int]) -> None:
+        """To the longest common prefix."""
+        self.num_agreed = self.common(tokens)
         del self.tokens[self.num_agreed :]
 
 
@@ -100,6 +106,22 @@ class NetworkDrafter(Drafter):
         cache = self._caches[sample]
         cache.num_agreed = min(cache.num_agreed, place)
 
+    def _fork(self, sample: int, other: int, tokens: Sequence[int]) -> bool:
+        """Makes `other` a sample with these tokens, and with the keys and values that `sample` has
+        of them; False where there is no room."""
+        source = self._caches[sample]
+        place = source.common(tokens)
+        num_whole, num_begun = divmod(place, BLOCK_TOKENS)
+        begun = self._pool.allocate(1) if num_begun else []
+        if begun is None:
+            return False
+        if begun:
+            self._pool.copy(source.blocks[num_whole], begun[0])
+        shared = source.blocks[:num_whole]
+        self._pool.acquire(shared)
+        self._caches[other] = _Cache(list(tokens[:place]), [*shared, *begun], place)
+        return True
+
     def _read_ahead(self, requests: Sequence[DraftRequest]) -> None:
         """What they have not read but for the last token, where that is more than one round adds.
         Call it in inference mode."""
@@ -112,13 +134,14 @@ class NetworkDrafter(Drafter):
                 self._forward([self._part(drafting.cache, unread[:MAX_CATCH_UP])])
 
     def _chains(
-        self, requests: Sequence[DraftRequest], next_tokens: NextTokens
-    ) -> dict[int, Chain]:
-        """By sample; none where there is no room, an empty one for a sample too far behind. Call it
-        in inference mode."""
+        self, requests: Sequence[DraftRequest], next_tokens: NextTokens,
+        is_stale: Callable[[], bool] = lambda: False,
+    ) -> dict[int, Chain]:  # fmt: skip
+        """By sample; none where there is no room, an empty one for a sample too far behind. They
+        end where is_stale, which is asked between two passes. Call it in inference mode."""
         draftings = [drafting for r in requests if (drafting := self._begun(r)) is not None]
         active = self._caught_up(draftings, next_tokens)
-        while active:
+        while active and not is_stale():
             parts = [self._part(each.cache, each.chain.tokens[-1:]) for each in active]
             active = self._extended(active, self._forward(parts), next_tokens)
         return {drafting.chain.id: drafting.chain for drafting in draftings}

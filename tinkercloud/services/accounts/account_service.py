@@ -5,6 +5,7 @@ from tinkercloud.errors import Forbidden
 from tinkercloud.storage.keys import KeyRecord, KeyStore
 
 ORGANIZATION = "tinkercloud"  # a self-hosted server is one organization
+CONSOLE_USE = "console"  # of tokens in cookies
 LOGIN_KEY_PREFIX = "tinker-cli-"  # how the command line names the key of a machine
 
 
@@ -28,6 +29,10 @@ class AccountService:
         email = user if "@" in user else ""  # clients show no address for an empty one
         claims = {"sub": user_urn(user), "org_id": ORGANIZATION, "email": email}
         return self._keys.token("" if key is None else key.key_id, claims)
+
+    def console_token(self, key_id: str) -> str:
+        """For a browser's cookie; the API does not take it as a key."""
+        return self._keys.token(key_id, {"use": CONSOLE_USE})
 
     def describe_key(self, user: str, credential: str) -> ApiKeyMeResponse:
         key = self._keys.identify(credential)

@@ -1,6 +1,7 @@
 """The metrics of one server, in a registry of its own, as Prometheus reads them."""
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Metric, ProcessCollector, generate_latest
@@ -53,6 +54,16 @@ class MetricsService:
         if user is None:
             return self._tasks.num_pending
         return sum(pending.ticket.user == user for pending in self._tasks.pending())
+
+    def readings(self, user: str | None) -> list[tuple[str, Mapping[str, str], float]]:
+        """(name, labels, value) of the series of this user; None: all. Without the buckets of
+        histograms, and what is no number."""
+        return [
+            (sample.name, sample.labels, sample.value)
+            for family in _Seen(self._registry, user).collect()
+            for sample in family.samples
+            if not sample.name.endswith("_bucket") and math.isfinite(sample.value)
+        ]
 
     def exposition(self, user: str | None) -> bytes:
         """In Prometheus' text format: the series of this user; None: all."""

@@ -4,7 +4,7 @@ The target draws the token of each position as it does without drafts, and a dra
 accepted if it is that token (`verify.match`). So a drafter changes speed only, never the output.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,9 +87,12 @@ class Drafter:
         """A draft for each stream, in order, of at most as many tokens as its pair says."""
         return [NO_DRAFT] * len(requests)
 
-    def propose_after(self, requests: Sequence[tuple[Stream, Sequence[int], int]]) -> list[Draft]:
+    def propose_after(
+        self, requests: Sequence[tuple[Stream, Sequence[int], int]], is_stale: Callable[[], bool]
+    ) -> list[Draft] | None:
         """As `propose`, were the tokens of each request the stream's next ones; for when there is
-        time before the target has drawn them."""
+        time before the target has drawn them. A stream may be in several requests. is_stale: is
+        asked between two steps, and where it is true the answer is None."""
         return [NO_DRAFT] * len(requests)
 
     def snapshot(self) -> Mapping[str, Any]:

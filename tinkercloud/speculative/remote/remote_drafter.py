@@ -145,6 +145,12 @@ class RemoteDrafter(Drafter):
                     worker.num_late = 0
             self._lock.notify_all()
 
+    @property
+    def is_connected(self) -> bool:
+        """With all of its workers."""
+        with self._lock:
+            return all(worker.is_open for worker in self._workers.values())
+
     def close(self) -> None:
         for worker in self._workers.values():
             worker.link.close()
@@ -200,18 +206,22 @@ class RemoteDrafter(Drafter):
         branches.append(_Branch(worker, message.base, tokens, confidences))
 
     def _found(self, stream: Stream, most: int) -> Draft:
-        """The first that came and fits; those that do not fit any more are dropped."""
-        branches = self._branches[stream.id]
+        """The longest that fits, of equally long ones the first that came; those that do not fit
+        any more are dropped."""
+        branches, best, best_part = self._branches[stream.id], None, slice(0, 0)
         for each in list(branches):
             new = tuple(stream.tokens[each.base :])
             if len(stream.tokens) < each.base or each.tokens[: len(new)] != new:
                 branches.remove(each)
-            elif len(each.tokens) > len(new):
-                self._workers[each.worker].num_taken += 1
-                part = slice(len(new), len(new) + most)
-                confidences = tuple(value / STEPS for value in each.confidences[part])
-                return Draft(each.tokens[part], confidences)
-        return NO_DRAFT
+                continue
+            part = slice(len(new), min(len(new) + most, len(each.tokens)))
+            if part.stop - part.start > best_part.stop - best_part.start:
+                best, best_part = each, part
+        if best is None:
+            return NO_DRAFT
+        self._workers[best.worker].num_taken += 1
+        confidences = tuple(value / STEPS for value in best.confidences[best_part])
+        return Draft(best.tokens[best_part], confidences)
 
     def _count_late(self, deadline_s: float) -> None:
         if time.monotonic() < deadline_s:

@@ -1,22 +1,22 @@
 """A draft worker: samples of many engines, and drafts for them, without the transport.
 
 One thread computes (`run`). It merges the rounds that have come into one batch, answers them, and
-then, until others come, prepares answers to what the target may say: that it takes the whole draft,
-or that it takes the second likeliest token in some place. What is prepared is sent at once, so that
-the engine finds it without asking.
+then, until others come, prepares answers to what the target may say (`outcomes`). What is prepared
+is sent at once, so that the engine finds it without asking. A round that comes ends such work
+between two steps of the drafter, and where it says what was prepared for, that is the answer.
 """
 
 import logging
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import Full, Queue
 from typing import TypeVar
 
 from tinkercloud.errors import ConfigError
-from tinkercloud.speculative.drafters.drafter import Draft, Drafter, Stream
+from tinkercloud.speculative.drafters.drafter import NO_DRAFT, Draft, Drafter, Stream
 from tinkercloud.speculative.remote import draft_pb2 as pb
 from tinkercloud.speculative.remote.messages import (
     PROTOCOL,
@@ -27,11 +27,13 @@ from tinkercloud.speculative.remote.messages import (
     stream_of,
     tokenizer_of,
 )
+from tinkercloud.speculative.remote.outcomes import Calibration, Outcome, Outlook
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 MAX_WAITING = 64  # answers that an engine has not read; more are dropped: they would be late
+AT_ONCE, MAX_ROWS = 4, 64  # outcomes of a sample, and of all, in one batch
 
 
 class NeedsTokenizer(Exception):
@@ -41,32 +43,26 @@ class NeedsTokenizer(Exception):
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
     """num_samples: of all engines; beyond, those that were drafted for longest ago are forgotten,
-    and so are those that were not for idle_s. num_branches: outcomes that are prepared for, beside
-    that of a draft that is taken whole."""
+    and so are those that were not for idle_s. num_outcomes: that are prepared for, of each sample
+    in each round."""
 
     num_samples: int = 256
     idle_s: float = 600.0
     num_tokens: int = 131_072
     num_drafted: int = 64
-    num_branches: int = 3
+    num_outcomes: int = 8
 
 
 @dataclass(slots=True, eq=False)
 class _Sample:
+    """id: at the engine. round: in which it was asked for last."""
+
     connection: "Connection"
-    id: int  # at the engine
+    id: int
     stream: Stream
     used_s: float
-
-
-@dataclass(slots=True)
-class _Asked:
-    """drafted: what the answer was, None before."""
-
-    sample: _Sample
-    round: int
-    most: int
-    drafted: Draft | None = None
+    round: int = 0
+    outlook: Outlook | None = None
 
 
 @dataclass(eq=False)
@@ -77,6 +73,7 @@ class Connection:
     target: Target | None = None
     drafter: Drafter | None = None
     samples: dict[int, _Sample] = field(default_factory=dict)
+    calibration: Calibration = field(default_factory=Calibration)
     outgoing: "Queue[pb.ToEngine | None]" = field(default_factory=lambda: Queue(MAX_WAITING))
 
     def send(self, message: pb.ToEngine) -> bool:
@@ -85,6 +82,16 @@ class Connection:
         except Full:
             return False
         return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Next:
+    """An outcome that is prepared for."""
+
+    sample: _Sample
+    outlook: Outlook
+    chance: float
+    outcome: Outcome
 
 
 class DraftWorker:
@@ -97,7 +104,7 @@ class DraftWorker:
         self._arrived = threading.Condition()
         self._inbox: deque[tuple[Connection, pb.ToWorker | None]] = deque()
         self._samples: OrderedDict[int, _Sample] = OrderedDict()  # the longest unused first
-        self._ahead: deque[Callable[[], None]] = deque()
+        self._ahead: dict[_Sample, Outlook] = {}  # those with outcomes to prepare for
         self._num_connections = self._num_streams = 0
         self._open: set[Connection] = set()
         self._is_stopped = False
@@ -151,10 +158,9 @@ class DraftWorker:
         """One batch of answers, or one batch of what may be asked next; whether there was any."""
         messages = self._take(wait_s)
         if messages:
-            self._ahead.clear()  # whatever it was for, newer questions are here
             self._answer(messages)
         elif self._ahead:
-            self._ahead.popleft()()
+            self._prepare()
         else:
             self._forget_idle()
             return False
@@ -169,7 +175,7 @@ class DraftWorker:
         return messages
 
     def _answer(self, messages: Sequence[tuple[Connection, pb.ToWorker | None]]) -> None:
-        asked: dict[_Sample, _Asked] = {}  # the newest question of each
+        asked: dict[_Sample, int] = {}  # tokens that the newest question of each is for
         forgotten: dict[tuple[Connection, int], list[int]] = {}
         for connection, message in messages:
             if connection not in self._open:
@@ -186,18 +192,17 @@ class DraftWorker:
                     raise BadMessage("a message of no known kind")
             except BadMessage as error:
                 self._refuse(connection, str(error))
-        asked = {s: a for s, a in asked.items() if s.stream.id in self._samples}
-        self._draft(list(asked.values()))
+        asked = {s: most for s, most in asked.items() if s.stream.id in self._samples}
+        drafts = self._draft(asked)
         for (connection, number), gone in forgotten.items():
             if connection not in self._open:
                 continue
             branches = [
-                branch(each.sample.id, len(each.sample.stream.tokens), (), each.drafted)
-                for each in asked.values()
-                if each.sample.connection is connection and each.drafted and each.drafted.tokens
+                branch(sample.id, len(sample.stream.tokens), (), draft)
+                for sample, draft in drafts.items()
+                if sample.connection is connection and draft.tokens
             ]
             self._send(connection, pb.Drafts(round=number, branches=branches, forgotten=gone))
-        self._plan([each for each in asked.values() if each.drafted and each.drafted.tokens])
 
     def _greet(self, connection: Connection, hello: pb.Hello) -> None:
         """Raises BadMessage."""
@@ -223,7 +228,7 @@ class DraftWorker:
         logger.info("engine %d: drafts for %s", connection.number, hello.model)
 
     def _read(
-        self, connection: Connection, message: pb.Round, asked: dict[_Sample, _Asked]
+        self, connection: Connection, message: pb.Round, asked: dict[_Sample, int]
     ) -> list[int]:
         """Adds to `asked`; returns the engine's ids of samples that are not here. Raises
         BadMessage."""
@@ -244,8 +249,8 @@ class DraftWorker:
                 continue
             self._extend(sample, delta)
             if delta.max_tokens:
-                most = min(delta.max_tokens, self._limits.num_drafted)
-                asked[sample] = _Asked(sample, message.number, most)
+                sample.round = message.number
+                asked[sample] = min(delta.max_tokens, self._limits.num_drafted)
         return gone
 
     def _begin(self, connection: Connection, message: pb.Begin) -> None:
@@ -276,39 +281,64 @@ class DraftWorker:
             sample.stream.tokens.extend(delta.tokens)
             drafter.observe(sample.stream, len(delta.tokens))
 
-    def _draft(self, asked: Sequence[_Asked]) -> None:
-        """Of each drafter one batch."""
-        for drafter, questions in _by_drafter(asked, lambda each: each.sample):
-            drafter.catch_up([each.sample.stream for each in questions])
-            drafts = drafter.propose([(each.sample.stream, each.most) for each in questions])
-            for each, draft in zip(questions, drafts, strict=True):
-                each.drafted = draft
-                self.counts["drafts"] += 1
-                self.counts["tokens"] += len(draft.tokens)
+    def _draft(self, asked: Mapping[_Sample, int]) -> dict[_Sample, Draft]:
+        """What was prepared, and of each drafter one batch for the others."""
+        drafts: dict[_Sample, Draft] = {}
+        for sample, most in asked.items():
+            outlook, tokens = sample.outlook, sample.stream.tokens
+            drafts[sample] = NO_DRAFT
+            if outlook is not None:
+                outlook.learn(tokens)
+                drafts[sample] = outlook.answer(tokens, most)
+        missing = [sample for sample, draft in drafts.items() if not draft.tokens]
+        self.counts["foreseen"] += len(drafts) - len(missing)
+        for drafter, samples in _by_drafter(missing, lambda sample: sample):
+            drafter.catch_up([sample.stream for sample in samples])
+            drawn = drafter.propose([(sample.stream, asked[sample]) for sample in samples])
+            drafts.update(zip(samples, drawn, strict=True))
+            self.counts["drafts"] += len(drawn)
+            self.counts["tokens"] += sum(len(draft.tokens) for draft in drawn)
+        for sample, draft in drafts.items():
+            self._ahead.pop(sample, None)
+            sample.outlook = None
+            if draft.tokens and self._limits.num_outcomes:
+                length, calibration = len(sample.stream.tokens), sample.connection.calibration
+                outlook = Outlook(length, asked[sample], draft, calibration)
+                sample.outlook = self._ahead[sample] = outlook
+        return drafts
 
     # ---- what may be asked next
 
-    def _plan(self, answered: Sequence[_Asked]) -> None:
-        """The likeliest outcomes first, each for all samples in one batch."""
-        outcomes = [(each, _outcomes(each)) for each in answered]
-        for place in range(1 + self._limits.num_branches):
-            batch = [(each, found[place]) for each, found in outcomes if place < len(found)]
-            if batch:
-                self._ahead.append(lambda batch=batch: self._prepare(batch))
-
-    def _prepare(self, batch: Sequence[tuple[_Asked, tuple[int, ...]]]) -> None:
-        live = [pair for pair in batch if pair[0].sample.stream.id in self._samples]
-        sent: dict[tuple[Connection, int], list[pb.Branch]] = {}
-        for drafter, items in _by_drafter(live, lambda pair: pair[0].sample):
+    def _prepare(self) -> None:
+        """The likeliest outcomes of all samples that have any left."""
+        share = max(1, min(AT_ONCE, MAX_ROWS // len(self._ahead)))
+        batch: list[_Next] = []
+        for sample, outlook in list(self._ahead.items()):
+            left = self._limits.num_outcomes + 1 - len(outlook.guesses)
+            found = outlook.likeliest(min(share, left))
+            if not found:
+                del self._ahead[sample]
+            batch += [_Next(sample, outlook, *each) for each in found]
+        for drafter, items in _by_drafter(batch, lambda each: each.sample):
             drafts = drafter.propose_after(
-                # One more: the first of it is what the target adds to a draft that it takes whole.
-                [(each.sample.stream, after, each.most + 1) for each, after in items]
+                [(e.sample.stream, e.outcome.after, e.outcome.num_tokens) for e in items],
+                lambda: bool(self._inbox),
             )
-            for (each, after), draft in zip(items, drafts, strict=True):
-                if draft.tokens:
-                    sample = each.sample
-                    prepared = branch(sample.id, len(sample.stream.tokens), after, draft)
-                    sent.setdefault((sample.connection, each.round), []).append(prepared)
+            if drafts is None:
+                self.counts["interrupted"] += 1
+                for each in items:
+                    each.outlook.put_back(each.chance, each.outcome)
+            else:
+                self._send_prepared(list(zip(items, drafts, strict=True)))
+
+    def _send_prepared(self, drafted: "Sequence[tuple[_Next, Draft]]") -> None:
+        sent: dict[tuple[Connection, int], list[pb.Branch]] = {}
+        for each, draft in drafted:
+            each.outlook.prepared(each.chance, each.outcome, draft)
+            if draft.tokens:
+                sample = each.sample
+                prepared = branch(sample.id, each.outlook.base, each.outcome.after, draft)
+                sent.setdefault((sample.connection, sample.round), []).append(prepared)
         for (connection, number), branches in sent.items():
             self.counts["prepared"] += len(branches)
             self._send(connection, pb.Drafts(round=number, branches=branches))
@@ -335,6 +365,7 @@ class DraftWorker:
     def _end(self, sample: _Sample) -> None:
         del sample.connection.samples[sample.id]
         del self._samples[sample.stream.id]
+        self._ahead.pop(sample, None)
         assert sample.connection.drafter is not None
         sample.connection.drafter.end(sample.stream)
 
@@ -356,20 +387,6 @@ def _by_drafter(
         assert drafter is not None
         batches.setdefault(drafter, []).append(item)
     return batches.items()
-
-
-def _outcomes(asked: _Asked) -> list[tuple[int, ...]]:
-    """Tokens that the target may add to the sample: the whole draft, then, likeliest first, the
-    draft up to a place where it takes the second likeliest token instead."""
-    draft = asked.drafted
-    assert draft is not None
-    found, reached = [], 1.0
-    for place, second in enumerate(draft.seconds):
-        confidence = draft.confidences[place]
-        found.append((reached * (1 - confidence), (*draft.tokens[:place], second)))
-        reached *= confidence
-    found.sort(key=lambda pair: -pair[0])
-    return [draft.tokens, *(tokens for _, tokens in found)]
 
 
 def _put_end(outgoing: "Queue[pb.ToEngine | None]") -> bool:

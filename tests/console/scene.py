@@ -1,0 +1,117 @@
+"""A server with something in every view: what the console's tests look at."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer
+
+import tinker_gmi as tinker
+from tests.chat.model_folder import write_model_folder
+from tests.serving import Server, start_server
+
+HOSTILE = "<img src=x onerror='document.title=1'><script>document.title=1</script>"
+"""A token of the model; it learns to say this."""
+MODEL = "chatty"
+NUM_BUCKETS = 16  # the fake backend's model learns what follows a token by its number modulo this
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    server: Server
+    sft: str
+    """A run with a checkpoint, whose samples are HOSTILE."""
+    rl: str
+    session: str
+    checkpoint: str
+
+    @property
+    def views(self) -> list[str]:
+        """The addresses of all."""
+        return ["runs", f"runs/{self.rl}", "sessions", f"sessions/{self.session}", "checkpoints"]
+
+
+@contextmanager
+def serving_scene(folder: Path) -> Iterator[Scene]:
+    model = write_model_folder(folder / "model")
+    hostile = _add_token(model / "tokenizer.json")
+    arguments = ("--backend", "fake", "--model", f"{MODEL}={model}")
+    with start_server(*arguments, data_dir=folder / "data") as server:
+        yield _play(server, hostile)
+
+
+def _add_token(path: Path) -> int:
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.add_tokens([AddedToken(HOSTILE, normalized=False)])
+    tokenizer.save(str(path))
+    number = tokenizer.token_to_id(HOSTILE)
+    assert number is not None
+    config = path.with_name("config.json")
+    config.write_text(config.read_text().replace(str(number), str(tokenizer.get_vocab_size())))
+    return number
+
+
+def _play(server: Server, hostile: int) -> Scene:
+    with tinker.ServiceClient(base_url=server.base_url, api_key=server.api_key) as service:
+        sft = service.create_lora_training_client(base_model=MODEL, rank=8).result()
+        rl = service.create_lora_training_client(base_model=MODEL, rank=4).result()
+        checkpoint = _teach(sft, hostile)
+        _reinforce(rl)
+        return Scene(server, sft.model_id, rl.model_id, sft.model_id.split(":")[0], checkpoint)
+
+
+def tensors(*, target_tokens: list[int], **floats: list[float]) -> dict[str, tinker.TensorData]:
+    """Inputs of a loss."""
+    return {
+        "target_tokens": tinker.TensorData.from_numpy(np.array(target_tokens, np.int64)),
+        **{
+            name: tinker.TensorData.from_numpy(np.array(values, np.float32))
+            for name, values in floats.items()
+        },
+    }
+
+
+def _teach(training: tinker.TrainingClient, hostile: int) -> str:
+    """The checkpoint's path."""
+    tokens = list(range(100, 100 + NUM_BUCKETS))
+    datum = tinker.Datum(
+        model_input=tinker.ModelInput.from_ints(tokens),
+        loss_fn_inputs=tensors(target_tokens=[hostile] * NUM_BUCKETS, weights=[1.0] * NUM_BUCKETS),
+    )
+    for _ in range(12):
+        training.forward_backward([datum], "cross_entropy").result()
+        training.optim_step(tinker.AdamParams(learning_rate=1.0)).result()
+    path = training.save_weights_for_sampler("taught").result().path
+    assert path is not None
+    training.save_state("state").result()
+    sampler = training.save_weights_and_get_sampling_client().result()
+    _sample(sampler, 1)
+    return path
+
+
+def _sample(sampler: tinker.SamplingClient, seed: int) -> list[tinker.SampledSequence]:
+    prompt = tinker.ModelInput.from_ints(list(range(60, 76)))
+    params = tinker.SamplingParams(max_tokens=12, temperature=1.0, seed=seed)
+    return sampler.sample(prompt, num_samples=2, sampling_params=params).result().sequences
+
+
+def _reinforce(training: tinker.TrainingClient) -> None:
+    for step in range(6):
+        sampler = training.save_weights_and_get_sampling_client().result()
+        sequences = _sample(sampler, step)
+        data = [_rl_datum(sequence) for sequence in sequences]
+        training.forward_backward(data, "ppo").result()
+        training.optim_step(tinker.AdamParams(learning_rate=0.05)).result()
+
+
+def _rl_datum(sequence: tinker.SampledSequence) -> tinker.Datum:
+    tokens, logprobs = list(sequence.tokens), list(sequence.logprobs or ())
+    advantages = np.where(np.array(tokens) % 2 == 0, 1.0, -1.0)
+    return tinker.Datum(
+        model_input=tinker.ModelInput.from_ints([75, *tokens[:-1]]),
+        loss_fn_inputs=tensors(
+            target_tokens=tokens, logprobs=logprobs, advantages=advantages.tolist()
+        ),
+    )

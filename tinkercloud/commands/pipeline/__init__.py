@@ -1,0 +1,1 @@
+"""Drafts of another machine over networks of any delay: `tinkercloud bench pipeline`."""

@@ -1,0 +1,78 @@
+"""What stands for the other machine: two draft workers behind networks of any delay.
+
+The process reads a line of JSON (`Job`) and writes one with the ports: of each kind of worker, by
+round trip. When its input ends it writes what the drafters computed.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+
+from tinkercloud.commands.pipeline.delay_relay import DelayRelay
+from tinkercloud.commands.pipeline.scripted_drafter import Script, ScriptedDrafter
+from tinkercloud.commands.pipeline.spans import Span
+from tinkercloud.speculative.remote.connection import Address, ServerSecurity
+from tinkercloud.speculative.remote.service import DraftServer
+from tinkercloud.speculative.remote.worker import DraftWorker, WorkerLimits
+
+SERIAL, OVERLAPPED = "serial", "overlapped"
+LOCALHOST = Address("127.0.0.1", 0)
+
+
+@dataclass(frozen=True)
+class Job:
+    script: Script
+    round_trips_ms: Sequence[float]
+
+
+@dataclass
+class WorkerProcess:
+    """ports: of each kind of worker, in the order of the round trips. spans: of each kind, when the
+    process has ended."""
+
+    ports: Mapping[str, Sequence[int]]
+    spans: dict[str, list[Span]] = field(default_factory=dict)
+
+
+@contextmanager
+def worker_process(job: Job) -> Iterator[WorkerProcess]:
+    command = [sys.executable, "-m", "tinkercloud.commands.pipeline.worker_process"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        print(json.dumps(asdict(job)), file=process.stdin, flush=True)
+        worker = WorkerProcess(json.loads(process.stdout.readline()))
+        yield worker
+        process.stdin.close()
+        said = json.loads(process.stdout.readline())
+    worker.spans = {kind: [Span(*each) for each in spans] for kind, spans in said.items()}
+
+
+def main() -> None:
+    job = json.loads(sys.stdin.readline())
+    script = Script(**job["script"])
+    drafters = {kind: ScriptedDrafter(script) for kind in (SERIAL, OVERLAPPED)}
+    servers, ports = [], {}
+    for kind, drafter in drafters.items():
+        limits = WorkerLimits() if kind == OVERLAPPED else WorkerLimits(num_outcomes=0)
+        worker = DraftWorker(lambda _, drafter=drafter: drafter, limits)
+        servers.append(DraftServer.start(worker, LOCALHOST, ServerSecurity()))
+        ports[kind] = [DelayRelay(servers[-1].port, ms / 2000).port for ms in job["round_trips_ms"]]
+    sys.stdout.write(json.dumps(ports) + "\n")
+    sys.stdout.flush()
+    sys.stdin.read()
+    for server in servers:
+        server.stop()
+    spans = {
+        kind: [(each.name, each.start_s, each.end_s) for each in drafter.spans]
+        for kind, drafter in drafters.items()
+    }
+    sys.stdout.write(json.dumps(spans) + "\n")
+
+
+if __name__ == "__main__":
+    main()
