@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from tests.speculative.remote.workers import TARGET, worker_of
+from tinkercloud.core.types import SamplingParams
 from tinkercloud.errors import ConfigError
 from tinkercloud.speculative.drafters.drafter import Draft, Drafter, Stream
 from tinkercloud.speculative.remote import draft_pb2 as pb
+from tinkercloud.speculative.remote import messages
 from tinkercloud.speculative.remote.messages import PROTOCOL, Target
 from tinkercloud.speculative.remote.worker import (
     Connection,
@@ -29,12 +31,16 @@ class Counting(Drafter):
         self.batches: list[int] = []
         self.prepared: list[int] = []
         self.meanwhile: Callable[[], None] = lambda: None
+        self.forgotten_s: list[float] = []
 
     def begin(self, stream: Stream) -> None:
         self.live.add(stream.id)
 
     def end(self, stream: Stream) -> None:
         self.live.remove(stream.id)
+
+    def forget_ended(self, before_s: float) -> None:
+        self.forgotten_s.append(before_s)
 
     def propose(self, requests: Sequence[tuple[Stream, int]]) -> list[Draft]:
         self.batches.append(len(requests))
@@ -209,6 +215,18 @@ def test_engines_that_ask_at_once_share_a_batch() -> None:
         assert [list(b.tokens) for b in answer.drafts.branches] == [[2, 3, 4], [6, 7, 8]]
 
 
+def test_a_salt_travels_as_what_tells_it_from_others() -> None:
+    salts = []
+    for salt in ("secret of a user", "another", ""):
+        params = SamplingParams(max_tokens=None, seed=0)
+        one = Stream(0, b"", "v", 0, [1, 2], 1, params, 0, salt)
+        message = messages.begin(one, 2)
+        assert b"secret" not in message.SerializeToString()
+        salts.append(messages.stream_of(message, 0, 260).salt)
+    assert len(set(salts)) == 3
+    assert salts[2] == ""
+
+
 def test_a_lost_round_is_noticed_and_the_sample_begins_again() -> None:
     worker = worker_of(Counting)
     engine = welcome(worker)
@@ -242,6 +260,7 @@ def test_idle_samples_are_forgotten() -> None:
         pass
     assert not drafter.live
     assert worker.stats()["expired"] == 1
+    assert drafter.forgotten_s, "and what is left of those that ended"
 
 
 def test_an_engine_that_goes_or_ends_its_samples_leaves_nothing() -> None:

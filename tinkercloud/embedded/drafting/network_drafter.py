@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tinkercloud.decoding.sampler import RowParams, Scan
 from tinkercloud.embedded.forward.batch import SequenceRows, ragged
-from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool
+from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool, block_digests
 from tinkercloud.embedded.forward.runners import Runner
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.speculative.drafters.drafter import Drafter, Stream
@@ -45,11 +45,14 @@ NextTokens = Callable[[Sequence[Chain], Tensor], tuple[list[int], list[float]]]
 @dataclass(slots=True, eq=False)
 class _Cache:
     """tokens: those whose keys and values are in the blocks, drafted ones too. num_agreed: how many
-    of them were once seen to be the sample's."""
+    of them were once seen to be the sample's. num_found: of the first blocks, those that may be
+    other samples' too, and are only read."""
 
     tokens: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     num_agreed: int = 0
+    num_found: int = 0
+    salt: str = ""
 
     def common(self, tokens: Sequence[int]) -> int:
         """Length of the longest common prefix, without the last of `tokens`, which is to be read
@@ -75,7 +78,9 @@ class _Drafting:
 
 
 class NetworkDrafter(Drafter):
-    """The version's weights may be replaced between rounds (`use`)."""
+    """The version's weights may be replaced between rounds (`use`). Keys and values stay after the
+    end of a sample as long as there is room, for those that begin with its tokens: the next turn
+    of a conversation reads only what is new."""
 
     name = "model"
 
@@ -91,15 +96,23 @@ class NetworkDrafter(Drafter):
 
     def use(self, version: Version) -> None:
         """Other weights of the same network: keys and values of the old ones are dropped."""
-        self.version = version
         for cache in self._caches.values():
-            cache.tokens, cache.num_agreed = [], 0
+            self._shorten(cache, 0)
+        self._pool.forget(self.version.id)
+        self.version = version
 
     def begin(self, stream: Stream) -> None:
-        self._caches[stream.id] = _Cache()
+        self._caches[stream.id] = _Cache(salt=stream.salt)
 
     def end(self, stream: Stream) -> None:
-        self._pool.free(self._caches.pop(stream.id).blocks)
+        cache = self._caches.pop(stream.id)
+        digests = block_digests(self.version.id, cache.salt, cache.tokens)
+        for block, digest in zip(cache.blocks, digests, strict=False):
+            self._pool.register(block, self.version.id, digest)
+        self._pool.free(cache.blocks)
+
+    def forget_ended(self, before_s: float) -> None:
+        self._pool.forget_unused(before_s)
 
     def _changed(self, sample: int, place: int) -> None:
         """Its tokens from this place on may be others than those that were read."""
@@ -151,12 +164,29 @@ class NetworkDrafter(Drafter):
         max_tokens = min(request.max_tokens, self._max_length - length)
         if max_tokens < 1 or not length:
             return None
-        cache.rewind(request.tokens)
+        self._rewind(cache, request.tokens)
         if max(request.tokens[len(cache.tokens) :]) >= self._vocab_size:
             return None  # a target may have more rows than its tokenizer has tokens
         if not self._pool.extend(cache.blocks, length + max_tokens):
             return None
         return _Drafting(cache, request.tokens, max_tokens, Chain(request.id))
+
+    def _rewind(self, cache: _Cache, tokens: Sequence[int]) -> None:
+        """To what it has of these tokens, or to what ended samples left of them."""
+        if not cache.blocks:
+            digests = block_digests(self.version.id, cache.salt, tokens[:-1])
+            cache.blocks = self._pool.find(digests)
+            cache.num_found = len(cache.blocks)
+            cache.tokens = list(tokens[: cache.num_found * BLOCK_TOKENS])
+        cache.rewind(tokens)
+        if len(cache.tokens) < cache.num_found * BLOCK_TOKENS:
+            self._shorten(cache, len(cache.tokens) // BLOCK_TOKENS)
+
+    def _shorten(self, cache: _Cache, num_blocks: int) -> None:
+        self._pool.free(cache.blocks[num_blocks:])
+        del cache.blocks[num_blocks:], cache.tokens[num_blocks * BLOCK_TOKENS :]
+        cache.num_found = min(cache.num_found, num_blocks)
+        cache.num_agreed = min(cache.num_agreed, len(cache.tokens))
 
     def _caught_up(self, draftings: list[_Drafting], next_tokens: NextTokens) -> list[_Drafting]:
         """All read their new tokens; those that have read the last one have their first draft."""

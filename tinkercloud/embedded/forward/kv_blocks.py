@@ -8,6 +8,7 @@ Axes: Hkv key/value heads, Dh head size.
 """
 
 import math
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from enum import Enum
@@ -93,7 +94,8 @@ class BlockPool:
         self._num_holders = [0] * num_blocks
         self._digests: dict[int, tuple[str, Digest]] = {}  # by block
         self._blocks: dict[Digest, int] = {}
-        self._cached: OrderedDict[int, None] = OrderedDict()  # registered, without holders
+        # Registered, without holders, and since when.
+        self._cached: OrderedDict[int, float] = OrderedDict()
 
     @staticmethod
     def bytes_per_block(
@@ -145,7 +147,7 @@ class BlockPool:
             assert self._num_holders[block] >= 0, "freed more often than acquired"
             if not self._num_holders[block]:
                 if block in self._digests:
-                    self._cached[block] = None
+                    self._cached[block] = time.monotonic()
                 else:
                     self._unused.append(block)
 
@@ -174,6 +176,12 @@ class BlockPool:
             if block in self._cached:
                 del self._cached[block]
                 self._unused.append(block)
+
+    def forget_unused(self, before_s: float) -> None:
+        """What has had no holder since before that time (`time.monotonic`) is not found any
+        more."""
+        while self._cached and next(iter(self._cached.values())) < before_s:
+            self._unused.append(self._evict())
 
     def copy(self, source: int, target: int) -> None:
         """The content of a block, all layers."""

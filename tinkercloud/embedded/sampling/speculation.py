@@ -110,7 +110,7 @@ class Speculation:
         job, group = sample.job, _group(sample)
         stream = Stream(
             self._num_streams, group, job.version.id, self._epoch(job.version), sample.tokens,
-            job.num_prompt, job.request.params, sample.index,
+            job.num_prompt, job.request.params, sample.index, job.request.cache_salt,
         )  # fmt: skip
         self._num_streams += 1
         self._streams[sample] = stream

@@ -21,7 +21,8 @@ class Stream:
     id: unique in the engine. group: equal for samples of the same prompt that may learn from one
     another, across epochs too. version: of the policy's weights; epoch: the versions published
     before it. tokens: the prompt and what was emitted so far; the engine appends, drafters only
-    read. params, sample_index: what the target draws with.
+    read. params, sample_index: what the target draws with. salt: of those samples that may share
+    what was computed for a beginning that they have in common.
     """
 
     id: int
@@ -32,6 +33,7 @@ class Stream:
     num_prompt: int
     params: SamplingParams
     sample_index: int
+    salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,10 @@ class Drafter:
         time before the target has drawn them. A stream may be in several requests. is_stale: is
         asked between two steps, and where it is true the answer is None."""
         return [NO_DRAFT] * len(requests)
+
+    def forget_ended(self, before_s: float) -> None:
+        """What is kept of samples for those that begin as they did is dropped where it was used
+        last before that time (`time.monotonic`)."""
 
     def snapshot(self) -> Mapping[str, Any]:
         """Counters of its own, for those who operate it; empty where it has none."""

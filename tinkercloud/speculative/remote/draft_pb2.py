@@ -14,33 +14,35 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*tinkercloud/speculative/remote/draft.proto\x12\x11tinkercloud.draft\"h\n\x08ToWorker\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.tinkercloud.draft.HelloH\x00\x12)\n\x05round\x18\x02 \x01(\x0b\x32\x18.tinkercloud.draft.RoundH\x00\x42\x06\n\x04kind\"\x9d\x01\n\x08ToEngine\x12-\n\x07welcome\x18\x01 \x01(\x0b\x32\x1a.tinkercloud.draft.WelcomeH\x00\x12-\n\x07refusal\x18\x02 \x01(\x0b\x32\x1a.tinkercloud.draft.RefusalH\x00\x12+\n\x06\x64rafts\x18\x03 \x01(\x0b\x32\x19.tinkercloud.draft.DraftsH\x00\x42\x06\n\x04kind\"\x80\x01\n\x05Hello\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\r\n\x05model\x18\x02 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x03 \x01(\x0c\x12\x19\n\x11vocabulary_digest\x18\x04 \x01(\x0c\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x11\n\ttokenizer\x18\x06 \x01(\x0c\"3\n\x07Welcome\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\x17\n\x0fneeds_tokenizer\x18\x02 \x01(\x08\"\x19\n\x07Refusal\x12\x0e\n\x06reason\x18\x01 \x01(\t\"y\n\x05Round\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\'\n\x05\x62\x65gun\x18\x02 \x03(\x0b\x32\x18.tinkercloud.draft.Begin\x12(\n\x06\x64\x65ltas\x18\x03 \x03(\x0b\x32\x18.tinkercloud.draft.Delta\x12\r\n\x05\x65nded\x18\x04 \x03(\x04\"\xa7\x01\n\x05\x42\x65gin\x12\n\n\x02id\x18\x01 \x01(\x04\x12\r\n\x05group\x18\x02 \x01(\x0c\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\r\x12\x0e\n\x06tokens\x18\x05 \x03(\r\x12\x12\n\nnum_prompt\x18\x06 \x01(\r\x12)\n\x06params\x18\x07 \x01(\x0b\x32\x19.tinkercloud.draft.Params\x12\x14\n\x0csample_index\x18\x08 \x01(\r\"X\n\x06Params\x12\x0c\n\x04seed\x18\x01 \x01(\x04\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\x11\x12\r\n\x05top_p\x18\x04 \x01(\x01\x12\r\n\x05min_p\x18\x05 \x01(\x01\"G\n\x05\x44\x65lta\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0e\n\x06length\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\"W\n\x06\x44rafts\x12\r\n\x05round\x18\x01 \x01(\x04\x12+\n\x08\x62ranches\x18\x02 \x03(\x0b\x32\x19.tinkercloud.draft.Branch\x12\x11\n\tforgotten\x18\x03 \x03(\x04\"G\n\x06\x42ranch\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0c\n\x04\x62\x61se\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x13\n\x0b\x63onfidences\x18\x04 \x01(\x0c\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*tinkercloud/speculative/remote/draft.proto\x12\x11tinkercloud.draft\"\x97\x01\n\x08ToWorker\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.tinkercloud.draft.HelloH\x00\x12)\n\x05round\x18\x02 \x01(\x0b\x32\x18.tinkercloud.draft.RoundH\x00\x12-\n\x07weights\x18\x03 \x01(\x0b\x32\x1a.tinkercloud.draft.WeightsH\x00\x42\x06\n\x04kind\"\x9d\x01\n\x08ToEngine\x12-\n\x07welcome\x18\x01 \x01(\x0b\x32\x1a.tinkercloud.draft.WelcomeH\x00\x12-\n\x07refusal\x18\x02 \x01(\x0b\x32\x1a.tinkercloud.draft.RefusalH\x00\x12+\n\x06\x64rafts\x18\x03 \x01(\x0b\x32\x19.tinkercloud.draft.DraftsH\x00\x42\x06\n\x04kind\"\x80\x01\n\x05Hello\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\r\n\x05model\x18\x02 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x03 \x01(\x0c\x12\x19\n\x11vocabulary_digest\x18\x04 \x01(\x0c\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x11\n\ttokenizer\x18\x06 \x01(\x0c\"3\n\x07Welcome\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\x17\n\x0fneeds_tokenizer\x18\x02 \x01(\x08\"\x19\n\x07Refusal\x12\x0e\n\x06reason\x18\x01 \x01(\t\"y\n\x05Round\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\'\n\x05\x62\x65gun\x18\x02 \x03(\x0b\x32\x18.tinkercloud.draft.Begin\x12(\n\x06\x64\x65ltas\x18\x03 \x03(\x0b\x32\x18.tinkercloud.draft.Delta\x12\r\n\x05\x65nded\x18\x04 \x03(\x04\"H\n\x07Weights\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\r\n\x05piece\x18\x02 \x01(\x0c\x12\x0f\n\x07is_last\x18\x03 \x01(\x08\x12\r\n\x05scale\x18\x04 \x01(\x02\"\xb5\x01\n\x05\x42\x65gin\x12\n\n\x02id\x18\x01 \x01(\x04\x12\r\n\x05group\x18\x02 \x01(\x0c\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\r\x12\x0e\n\x06tokens\x18\x05 \x03(\r\x12\x12\n\nnum_prompt\x18\x06 \x01(\r\x12)\n\x06params\x18\x07 \x01(\x0b\x32\x19.tinkercloud.draft.Params\x12\x14\n\x0csample_index\x18\x08 \x01(\r\x12\x0c\n\x04salt\x18\t \x01(\x0c\"X\n\x06Params\x12\x0c\n\x04seed\x18\x01 \x01(\x04\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\x11\x12\r\n\x05top_p\x18\x04 \x01(\x01\x12\r\n\x05min_p\x18\x05 \x01(\x01\"G\n\x05\x44\x65lta\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0e\n\x06length\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\"W\n\x06\x44rafts\x12\r\n\x05round\x18\x01 \x01(\x04\x12+\n\x08\x62ranches\x18\x02 \x03(\x0b\x32\x19.tinkercloud.draft.Branch\x12\x11\n\tforgotten\x18\x03 \x03(\x04\"G\n\x06\x42ranch\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0c\n\x04\x62\x61se\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x13\n\x0b\x63onfidences\x18\x04 \x01(\x0c\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tinkercloud.speculative.remote.draft_pb2', _globals)
 if _descriptor._USE_C_DESCRIPTORS == False:
   DESCRIPTOR._options = None
-  _globals['_TOWORKER']._serialized_start=65
-  _globals['_TOWORKER']._serialized_end=169
-  _globals['_TOENGINE']._serialized_start=172
-  _globals['_TOENGINE']._serialized_end=329
-  _globals['_HELLO']._serialized_start=332
-  _globals['_HELLO']._serialized_end=460
-  _globals['_WELCOME']._serialized_start=462
-  _globals['_WELCOME']._serialized_end=513
-  _globals['_REFUSAL']._serialized_start=515
-  _globals['_REFUSAL']._serialized_end=540
-  _globals['_ROUND']._serialized_start=542
-  _globals['_ROUND']._serialized_end=663
-  _globals['_BEGIN']._serialized_start=666
-  _globals['_BEGIN']._serialized_end=833
-  _globals['_PARAMS']._serialized_start=835
-  _globals['_PARAMS']._serialized_end=923
-  _globals['_DELTA']._serialized_start=925
-  _globals['_DELTA']._serialized_end=996
-  _globals['_DRAFTS']._serialized_start=998
-  _globals['_DRAFTS']._serialized_end=1085
-  _globals['_BRANCH']._serialized_start=1087
-  _globals['_BRANCH']._serialized_end=1158
+  _globals['_TOWORKER']._serialized_start=66
+  _globals['_TOWORKER']._serialized_end=217
+  _globals['_TOENGINE']._serialized_start=220
+  _globals['_TOENGINE']._serialized_end=377
+  _globals['_HELLO']._serialized_start=380
+  _globals['_HELLO']._serialized_end=508
+  _globals['_WELCOME']._serialized_start=510
+  _globals['_WELCOME']._serialized_end=561
+  _globals['_REFUSAL']._serialized_start=563
+  _globals['_REFUSAL']._serialized_end=588
+  _globals['_ROUND']._serialized_start=590
+  _globals['_ROUND']._serialized_end=711
+  _globals['_WEIGHTS']._serialized_start=713
+  _globals['_WEIGHTS']._serialized_end=785
+  _globals['_BEGIN']._serialized_start=788
+  _globals['_BEGIN']._serialized_end=969
+  _globals['_PARAMS']._serialized_start=971
+  _globals['_PARAMS']._serialized_end=1059
+  _globals['_DELTA']._serialized_start=1061
+  _globals['_DELTA']._serialized_end=1132
+  _globals['_DRAFTS']._serialized_start=1134
+  _globals['_DRAFTS']._serialized_end=1221
+  _globals['_BRANCH']._serialized_start=1223
+  _globals['_BRANCH']._serialized_end=1294
 # @@protoc_insertion_point(module_scope)

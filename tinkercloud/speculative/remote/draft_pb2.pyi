@@ -6,12 +6,14 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ToWorker(_message.Message):
-    __slots__ = ("hello", "round")
+    __slots__ = ("hello", "round", "weights")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     round: Round
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., round: _Optional[_Union[Round, _Mapping]] = ...) -> None: ...
+    weights: Weights
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., round: _Optional[_Union[Round, _Mapping]] = ..., weights: _Optional[_Union[Weights, _Mapping]] = ...) -> None: ...
 
 class ToEngine(_message.Message):
     __slots__ = ("welcome", "refusal", "drafts")
@@ -65,8 +67,20 @@ class Round(_message.Message):
     ended: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, number: _Optional[int] = ..., begun: _Optional[_Iterable[_Union[Begin, _Mapping]]] = ..., deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ..., ended: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class Weights(_message.Message):
+    __slots__ = ("digest", "piece", "is_last", "scale")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PIECE_FIELD_NUMBER: _ClassVar[int]
+    IS_LAST_FIELD_NUMBER: _ClassVar[int]
+    SCALE_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    piece: bytes
+    is_last: bool
+    scale: float
+    def __init__(self, digest: _Optional[bytes] = ..., piece: _Optional[bytes] = ..., is_last: bool = ..., scale: _Optional[float] = ...) -> None: ...
+
 class Begin(_message.Message):
-    __slots__ = ("id", "group", "version", "epoch", "tokens", "num_prompt", "params", "sample_index")
+    __slots__ = ("id", "group", "version", "epoch", "tokens", "num_prompt", "params", "sample_index", "salt")
     ID_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -75,6 +89,7 @@ class Begin(_message.Message):
     NUM_PROMPT_FIELD_NUMBER: _ClassVar[int]
     PARAMS_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
     id: int
     group: bytes
     version: str
@@ -83,7 +98,8 @@ class Begin(_message.Message):
     num_prompt: int
     params: Params
     sample_index: int
-    def __init__(self, id: _Optional[int] = ..., group: _Optional[bytes] = ..., version: _Optional[str] = ..., epoch: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., num_prompt: _Optional[int] = ..., params: _Optional[_Union[Params, _Mapping]] = ..., sample_index: _Optional[int] = ...) -> None: ...
+    salt: bytes
+    def __init__(self, id: _Optional[int] = ..., group: _Optional[bytes] = ..., version: _Optional[str] = ..., epoch: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., num_prompt: _Optional[int] = ..., params: _Optional[_Union[Params, _Mapping]] = ..., sample_index: _Optional[int] = ..., salt: _Optional[bytes] = ...) -> None: ...
 
 class Params(_message.Message):
     __slots__ = ("seed", "temperature", "top_k", "top_p", "min_p")

@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from tinkercloud.core.types import SamplingParams
 from tinkercloud.speculative.drafters.drafter import Draft, Stream
@@ -62,12 +63,17 @@ def begin(stream: Stream, num_tokens: int) -> pb.Begin:
     return pb.Begin(
         id=stream.id, group=repr(stream.group).encode(), version=stream.version,
         epoch=stream.epoch, tokens=stream.tokens[:num_tokens], num_prompt=stream.num_prompt,
-        sample_index=stream.sample_index,
+        sample_index=stream.sample_index, salt=_salt(stream.salt),
         params=pb.Params(
             seed=params.seed, temperature=params.temperature, top_k=params.top_k,
             top_p=params.top_p, min_p=params.min_p,
         ),
     )  # fmt: skip
+
+
+def _salt(salt: str) -> bytes:
+    """What tells salts apart without telling them."""
+    return blake2b(salt.encode(), digest_size=16).digest() if salt else b""
 
 
 def stream_of(message: pb.Begin, number: int, vocab_size: int) -> Stream:
@@ -84,7 +90,7 @@ def stream_of(message: pb.Begin, number: int, vocab_size: int) -> Stream:
     )  # fmt: skip
     return Stream(
         number, message.group, message.version, message.epoch, list(message.tokens),
-        message.num_prompt, drawn, message.sample_index,
+        message.num_prompt, drawn, message.sample_index, message.salt.hex(),
     )  # fmt: skip
 
 

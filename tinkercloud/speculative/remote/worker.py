@@ -107,6 +107,7 @@ class DraftWorker:
         self._ahead: dict[_Sample, Outlook] = {}  # those with outcomes to prepare for
         self._num_connections = self._num_streams = 0
         self._open: set[Connection] = set()
+        self._drafters: set[Drafter] = set()  # those of engines that have gone, too
         self._is_stopped = False
         self.counts: Counter[str] = Counter()
 
@@ -216,6 +217,7 @@ class DraftWorker:
         )  # fmt: skip
         try:
             connection.drafter = self._make(target)
+            self._drafters.add(connection.drafter)
         except NeedsTokenizer:
             if target.tokenizer is not None:
                 raise BadMessage("the target's tokenizer is not the one that it named") from None
@@ -371,6 +373,8 @@ class DraftWorker:
 
     def _forget_idle(self) -> None:
         before = time.monotonic() - self._limits.idle_s
+        for drafter in self._drafters:
+            drafter.forget_ended(before)
         for sample in list(self._samples.values()):
             if sample.used_s > before:
                 return
