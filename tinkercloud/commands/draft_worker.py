@@ -102,7 +102,8 @@ def _worker(config: "Config", arguments: Arguments) -> "DraftWorker":
         arguments["samples"], arguments["idle_s"], num_outcomes=arguments["outcomes"]
     )
     if arguments["model"] != SUFFIX:
-        return DraftWorker(_model_drafters(config, arguments), limits)
+        made = _model_drafters(config, arguments)
+        return DraftWorker(made, limits, made.learned)
     drafters: dict[bytes, Drafter] = {}
 
     def make(target: "Target") -> "Drafter":

@@ -155,6 +155,11 @@ class DraftConfig:
     remote_ca_file: Path | None = _setting(  # noqa: RUF009 - a field of its own each time
         None, "certificates (PEM) that remote workers' are signed by; auto: no TLS"
     )
+    remote_model: Path | None = _setting(  # noqa: RUF009 - a field of its own each time
+        None,
+        "draft model that remote workers have too: it learns here, and they get what it learned; "
+        "auto: they draft with what they have",
+    )
 
     def __post_init__(self) -> None:
         _check_bounds(self, "draft.")

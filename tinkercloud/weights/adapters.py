@@ -62,6 +62,21 @@ def fresh_adapter(
     return adapter
 
 
+def adapter_of(params: Mapping[str, Tensor]) -> Adapter:
+    """Of the parameters that `flat_params` has by name, the same tensors. Raises KeyError where one
+    of a pair is missing."""
+    names = [n.removesuffix(".lora_A") for n in params if n.endswith(".lora_A")]
+    return {n: (params[f"{n}.lora_A"], params[f"{n}.lora_B"]) for n in names}
+
+
+def flat_params(adapter: Adapter) -> dict[str, Tensor]:
+    """By the names MODULE.lora_A and MODULE.lora_B."""
+    params: dict[str, Tensor] = {}
+    for name, (a, b) in adapter.items():
+        params |= {f"{name}.lora_A": a, f"{name}.lora_B": b}
+    return params
+
+
 def save_adapter(adapter: Adapter, spec: LoraSpec, base_model: str, directory: Path) -> None:
     """Write PEFT's two files; PEFT loads them as they are."""
     tensors = {}

@@ -37,6 +37,9 @@ class SilentLink:
         self.sent.append(message)
         return self.reads
 
+    def push(self, message: pb.Weights) -> bool:
+        return self.reads
+
     def drop(self, reason: str) -> None:
         self.dropped.append(reason)
 

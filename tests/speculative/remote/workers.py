@@ -47,6 +47,14 @@ class LocalLink:
         self.pump()
         return True
 
+    def push(self, message: pb.Weights) -> bool:
+        if self._connection is None:
+            return False
+        self.worker.receive(self._connection, pb.ToWorker(weights=message))
+        self.worker.step()
+        self.deliver()
+        return True
+
     def drop(self, reason: str) -> None:
         self.dropped.append(reason)
 

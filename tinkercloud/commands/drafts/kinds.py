@@ -29,7 +29,6 @@ from tinkercloud.embedded.draft_training.model_trainer import (
     CaseExample,
     DraftModelTrainer,
     ModelObjective,
-    flat_params,
 )
 from tinkercloud.embedded.drafting.draft_model import open_draft, tokenizer_pair
 from tinkercloud.embedded.drafting.head_drafter import head_drafter
@@ -43,7 +42,7 @@ from tinkercloud.speculative.head.head import Head, initial_params
 from tinkercloud.speculative.learning.cases import Case, digest
 from tinkercloud.speculative.learning.draft_folder import DraftFolder
 from tinkercloud.weights.adapter_folders import open_adapter
-from tinkercloud.weights.adapters import fresh_adapter
+from tinkercloud.weights.adapters import flat_params, fresh_adapter
 from tinkercloud.weights.peft_import import ImportedAdapter
 
 HeadWeights = tuple[Head, dict[str, Tensor]]

@@ -27,7 +27,13 @@ from tinkercloud.speculative.head.losses import (
     weighted_mean,
 )
 from tinkercloud.speculative.learning.cases import Case, Tokens
-from tinkercloud.weights.adapters import Adapter, fresh_adapter, load_adapter, save_adapter
+from tinkercloud.weights.adapters import (
+    adapter_of,
+    flat_params,
+    fresh_adapter,
+    load_adapter,
+    save_adapter,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,20 +110,6 @@ class DraftModelTrainer:
     def _context(self, lengths: list[int]) -> TrainContext:
         adapter, scale = adapter_of(self._params), self._spec.alpha / self._spec.rank
         return frozen_context(self._base.weights, lengths, (adapter, scale))
-
-
-def adapter_of(params: Mapping[str, Tensor]) -> Adapter:
-    """A DraftModelTrainer's parameters as the engine's passes take them: the same tensors."""
-    names = [n.removesuffix(".lora_A") for n in params if n.endswith(".lora_A")]
-    return {n: (params[f"{n}.lora_A"], params[f"{n}.lora_B"]) for n in names}
-
-
-def flat_params(adapter: Adapter) -> dict[str, Tensor]:
-    """What `adapter_of` reads."""
-    params: dict[str, Tensor] = {}
-    for name, (a, b) in adapter.items():
-        params |= {f"{name}.lora_A": a, f"{name}.lora_B": b}
-    return params
 
 
 def _teacher(batch: Sequence[CaseExample], device: torch.device) -> tuple[Teacher, Tensor]:

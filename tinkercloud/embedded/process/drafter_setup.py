@@ -4,8 +4,9 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
@@ -15,11 +16,7 @@ from tinkercloud.embedded.draft_training.dataset import CaseDataset, Mix, Sequen
 from tinkercloud.embedded.draft_training.driver import assign, copied
 from tinkercloud.embedded.draft_training.files import drafts_of, model_drafts_of, open_head
 from tinkercloud.embedded.draft_training.head_trainer import HeadObjective, HeadTrainer
-from tinkercloud.embedded.draft_training.model_trainer import (
-    DraftModelTrainer,
-    ModelObjective,
-    adapter_of,
-)
+from tinkercloud.embedded.draft_training.model_trainer import DraftModelTrainer, ModelObjective
 from tinkercloud.embedded.draft_training.online_trainer import (
     DraftTrainee,
     OnlineSettings,
@@ -53,9 +50,11 @@ from tinkercloud.speculative.drafters.guarded_drafter import GuardedDrafter
 from tinkercloud.speculative.drafters.suffix_drafter import SuffixDrafter
 from tinkercloud.speculative.learning.cases import CaseStore
 from tinkercloud.speculative.learning.draft_folder import DraftFolder
+from tinkercloud.weights.adapters import adapter_of
 from tinkercloud.weights.tokenizer import vocabulary_digest
 
 if TYPE_CHECKING:
+    from tinkercloud.embedded.drafting.pushed_draft import PushedDraft
     from tinkercloud.speculative.remote.connection import ClientSecurity
 
 logger = logging.getLogger(__name__)
@@ -91,6 +90,7 @@ class DrafterSettings:
     remote_wait_ms: float = 50.0
     remote_key_file: Path | None = None
     remote_ca_file: Path | None = None
+    remote_model: Path | None = None
 
     @property
     def mix(self) -> Mix:
@@ -114,6 +114,8 @@ def require_drafts(settings: DrafterSettings, models: Sequence[ModelSource]) -> 
         raise ConfigError(f"--speculate {settings.name}: there is no such file or folder")
     if kind == "remote":
         _check_remote(name, settings)
+        if settings.remote_model is not None and not settings.remote_model.exists():
+            raise ConfigError(f"{settings.remote_model}: there is no such file or folder")
     if kind != "head":
         return
     for model in models:
@@ -218,6 +220,10 @@ def _online_trainer(drafter: Drafter, base: BaseModel, settings: DrafterSettings
         path = Path(settings.name.partition(":")[2])
         folder = model_drafts_of(settings.drafts_dir, base.name, path)
         trainee = model_trainee(drafter, settings, store, folder)
+    elif settings.remote_model is not None and drafter.name == "remote":
+        folder = model_drafts_of(settings.drafts_dir, base.name, settings.remote_model)
+        pushed = pushed_draft(drafter, settings.remote_model, base, settings.cache_dir)
+        trainee = model_trainee(pushed, settings, store, folder)
     return OnlineTrainer(folder, store, trainee, online)
 
 
@@ -230,17 +236,41 @@ def head_trainee(drafter: HeadDrafter, settings: DrafterSettings) -> DraftTraine
     return DraftTrainee(trainer, dataset, drafter.use, drafter.layers, dataset.add)
 
 
+class LearningDraft(Protocol):
+    """version: what it drafts with; `use` replaces it."""
+
+    version: Version
+
+    def use(self, version: Version) -> None: ...
+
+
+def pushed_draft(drafter: Drafter, path: Path, base: BaseModel, cache_dir: Path) -> "PushedDraft":
+    """The draft model of a remote drafter's workers. Raises ConfigError where it cannot learn."""
+    from tinkercloud.embedded.drafting.pushed_draft import PushedDraft
+    from tinkercloud.speculative.remote.remote_drafter import RemoteDrafter
+
+    assert isinstance(drafter, RemoteDrafter)
+    draft = open_draft(path, base, cache_dir)
+    if tokenizer_pair(draft, base) is not None:
+        raise ConfigError(
+            f"{draft.name} has other tokens than {base.name}, so that it cannot learn"
+        )
+    return PushedDraft(Version(draft.name, draft, draft.weights, None, 1.0), drafter)
+
+
 def model_trainee(
-    drafter: ModelDrafter, settings: DrafterSettings, store: CaseStore, folder: DraftFolder
+    drafter: LearningDraft, settings: DrafterSettings, store: CaseStore, folder: DraftFolder
 ) -> DraftTrainee:
     """Learns an adapter from the cases in which draft and target disagreed; begins with the best
     one so far, if there is one."""
     draft, spec = drafter.version, settings.lora
     trainer = DraftModelTrainer(draft.base, spec, ModelObjective())
+    numbers = count(1)
 
     def use(params: Mapping[str, Tensor]) -> None:
         scale = spec.alpha / spec.rank
-        drafter.use(Version(draft.id, draft.base, draft.weights, adapter_of(params), scale))
+        name = f"{draft.id} {next(numbers)}"  # runners keep what they made of a version by its id
+        drafter.use(Version(name, draft.base, draft.weights, adapter_of(params), scale))
 
     try:
         assign(trainer, trainer.read(folder.path("best")))

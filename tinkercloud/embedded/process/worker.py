@@ -283,6 +283,7 @@ def _drafter_settings(settings: EngineSettings) -> DrafterSettings:
         remote_wait_ms=draft.remote_wait_ms,
         remote_key_file=draft.remote_key_file,
         remote_ca_file=draft.remote_ca_file,
+        remote_model=draft.remote_model,
     )
 
 

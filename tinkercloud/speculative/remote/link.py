@@ -37,6 +37,10 @@ class Link(Protocol):
         """False where it cannot be sent; never waits."""
         ...
 
+    def push(self, message: pb.Weights) -> bool:
+        """As `send`."""
+        ...
+
     def drop(self, reason: str) -> None:
         """Ends this connection; another is tried later."""
         ...
@@ -62,8 +66,14 @@ class GrpcLink:
         ).start()
 
     def send(self, message: pb.Round) -> bool:
+        return self._put(pb.ToWorker(round=message))
+
+    def push(self, message: pb.Weights) -> bool:
+        return self._put(pb.ToWorker(weights=message))
+
+    def _put(self, message: pb.ToWorker) -> bool:
         try:
-            self._outgoing.put_nowait(pb.ToWorker(round=message))
+            self._outgoing.put_nowait(message)
         except Full:
             return False
         return True

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from tinkercloud.speculative.drafters.drafter import NO_DRAFT, Draft, Drafter, Stream
 from tinkercloud.speculative.remote import draft_pb2 as pb
+from tinkercloud.speculative.remote.learned_weights import LearnedWeights
 from tinkercloud.speculative.remote.link import Link
 from tinkercloud.speculative.remote.messages import STEPS, begin
 
@@ -34,7 +35,8 @@ class _Branch:
 @dataclass(eq=False, slots=True)
 class _Worker:
     """known: of each sample, how many of its tokens were sent. sent_s: of the last rounds.
-    num_late: answers in a row; num_unasked: messages since the last question; num_taken: drafts."""
+    num_late: answers in a row; num_unasked: messages since the last question; num_taken: drafts.
+    weights: digest of those that were sent."""
 
     link: Link
     is_open: bool = False
@@ -45,6 +47,7 @@ class _Worker:
     num_late: int = 0
     num_unasked: int = 0
     num_taken: int = 0
+    weights: str = ""
     sent_s: OrderedDict[int, float] = field(default_factory=OrderedDict)
 
     @property
@@ -55,6 +58,7 @@ class _Worker:
         self.known.clear()
         self.ended.clear()
         self.sent_s.clear()
+        self.weights = ""
         self.num_late = self.num_unasked = 0
         self.answered = self.round
 
@@ -71,6 +75,7 @@ class RemoteDrafter(Drafter):
         self._workers = {link.name: _Worker(link) for link in links}
         self._lock = threading.Condition()
         self._branches: dict[int, deque[_Branch]] = {}
+        self._weights: LearnedWeights | None = None
         self.counts: Counter[str] = Counter()
         for link in links:
             link.start(self)
@@ -110,6 +115,14 @@ class RemoteDrafter(Drafter):
             self._count_late(deadline_s)
             return [drafts[stream.id] for stream, _ in requests]
 
+    def push(self, weights: LearnedWeights) -> None:
+        """Workers draft with these from the next round on, and those that come later do."""
+        with self._lock:
+            self._weights = weights
+            for worker in self._workers.values():
+                if worker.is_open:
+                    self._push(worker, weights)
+
     # ---- of links, from their threads
 
     def opened(self, link: Link) -> None:
@@ -117,6 +130,8 @@ class RemoteDrafter(Drafter):
             worker = self._workers[link.name]
             worker.reset()
             worker.is_open = True
+            if self._weights is not None:
+                self._push(worker, self._weights)
 
     def closed(self, link: Link) -> None:
         with self._lock:
@@ -164,6 +179,7 @@ class RemoteDrafter(Drafter):
                         "connected": w.is_open,
                         "waited_for": w.num_late < MAX_LATE,
                         "taken": w.num_taken,
+                        "weights": w.weights,
                     }
                     for name, w in self._workers.items()
                 },
@@ -194,6 +210,14 @@ class RemoteDrafter(Drafter):
         if not worker.link.send(message):
             worker.is_open = False
             worker.link.drop("it does not read what it is sent")
+
+    def _push(self, worker: _Worker, weights: LearnedWeights) -> None:
+        if not all(worker.link.push(message) for message in weights.messages()):
+            worker.is_open = False
+            worker.link.drop("it does not read what it is sent")
+            return
+        worker.weights = weights.short_digest
+        self.counts["weights_sent"] += 1
 
     def _keep(self, worker: str, message: pb.Branch) -> None:
         branches = self._branches.get(message.id)

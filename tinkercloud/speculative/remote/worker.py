@@ -11,13 +11,14 @@ import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from queue import Full, Queue
+from dataclasses import dataclass
 from typing import TypeVar
 
 from tinkercloud.errors import ConfigError
-from tinkercloud.speculative.drafters.drafter import NO_DRAFT, Draft, Drafter, Stream
+from tinkercloud.speculative.drafters.drafter import NO_DRAFT, Draft, Drafter
 from tinkercloud.speculative.remote import draft_pb2 as pb
+from tinkercloud.speculative.remote.engines import Connection, Sample
+from tinkercloud.speculative.remote.learned_weights import LearnedWeights
 from tinkercloud.speculative.remote.messages import (
     PROTOCOL,
     BadMessage,
@@ -27,12 +28,11 @@ from tinkercloud.speculative.remote.messages import (
     stream_of,
     tokenizer_of,
 )
-from tinkercloud.speculative.remote.outcomes import Calibration, Outcome, Outlook
+from tinkercloud.speculative.remote.outcomes import Outcome, Outlook
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-MAX_WAITING = 64  # answers that an engine has not read; more are dropped: they would be late
 AT_ONCE, MAX_ROWS = 4, 64  # outcomes of a sample, and of all, in one batch
 
 
@@ -53,58 +53,39 @@ class WorkerLimits:
     num_outcomes: int = 8
 
 
-@dataclass(slots=True, eq=False)
-class _Sample:
-    """id: at the engine. round: in which it was asked for last."""
-
-    connection: "Connection"
-    id: int
-    stream: Stream
-    used_s: float
-    round: int = 0
-    outlook: Outlook | None = None
-
-
-@dataclass(eq=False)
-class Connection:
-    """An engine. outgoing: what it is to be sent, and None at the end."""
-
-    number: int
-    target: Target | None = None
-    drafter: Drafter | None = None
-    samples: dict[int, _Sample] = field(default_factory=dict)
-    calibration: Calibration = field(default_factory=Calibration)
-    outgoing: "Queue[pb.ToEngine | None]" = field(default_factory=lambda: Queue(MAX_WAITING))
-
-    def send(self, message: pb.ToEngine) -> bool:
-        try:
-            self.outgoing.put_nowait(message)
-        except Full:
-            return False
-        return True
-
-
 @dataclass(frozen=True, slots=True)
 class _Next:
     """An outcome that is prepared for."""
 
-    sample: _Sample
+    sample: Sample
     outlook: Outlook
     chance: float
     outcome: Outcome
+
+
+Learn = Callable[[Target, Drafter, LearnedWeights], Drafter]
+"""A drafter with these weights, for the engine that has this one; the same one where it is the
+engine's alone. Raises ConfigError where they are not of its model."""
+
+
+def _nothing_to_learn(_target: Target, drafter: Drafter, _weights: LearnedWeights) -> Drafter:
+    raise ConfigError(f"the drafter {drafter.name} has no weights")
 
 
 class DraftWorker:
     """make: a drafter for a target, the same one for equal vocabularies; raises NeedsTokenizer, or
     ConfigError where there can be none."""
 
-    def __init__(self, make: Callable[[Target], Drafter], limits: WorkerLimits | None = None):
-        self._make = make
+    def __init__(
+        self, make: Callable[[Target], Drafter], limits: WorkerLimits | None = None,
+        learn: Learn = _nothing_to_learn,
+    ):  # fmt: skip
+        self._make, self._learn = make, learn
         self._limits = limits or WorkerLimits()
         self._arrived = threading.Condition()
         self._inbox: deque[tuple[Connection, pb.ToWorker | None]] = deque()
-        self._samples: OrderedDict[int, _Sample] = OrderedDict()  # the longest unused first
-        self._ahead: dict[_Sample, Outlook] = {}  # those with outcomes to prepare for
+        self._samples: OrderedDict[int, Sample] = OrderedDict()  # the longest unused first
+        self._ahead: dict[Sample, Outlook] = {}  # those with outcomes to prepare for
         self._num_connections = self._num_streams = 0
         self._open: set[Connection] = set()
         self._drafters: set[Drafter] = set()  # those of engines that have gone, too
@@ -176,7 +157,7 @@ class DraftWorker:
         return messages
 
     def _answer(self, messages: Sequence[tuple[Connection, pb.ToWorker | None]]) -> None:
-        asked: dict[_Sample, int] = {}  # tokens that the newest question of each is for
+        asked: dict[Sample, int] = {}  # tokens that the newest question of each is for
         forgotten: dict[tuple[Connection, int], list[int]] = {}
         for connection, message in messages:
             if connection not in self._open:
@@ -189,6 +170,8 @@ class DraftWorker:
                 elif message.HasField("round"):
                     key = (connection, message.round.number)
                     forgotten[key] = self._read(connection, message.round, asked)
+                elif message.HasField("weights"):
+                    self._take_weights(connection, message.weights)
                 else:
                     raise BadMessage("a message of no known kind")
             except BadMessage as error:
@@ -229,8 +212,32 @@ class DraftWorker:
         connection.send(pb.ToEngine(welcome=pb.Welcome(drafter=connection.drafter.name)))
         logger.info("engine %d: drafts for %s", connection.number, hello.model)
 
+    def _take_weights(self, connection: Connection, message: pb.Weights) -> None:
+        """Drafts with them once all of them are here. Raises BadMessage."""
+        target, before = connection.target, connection.drafter
+        if target is None or before is None:
+            raise BadMessage("weights before the engine was welcome")
+        weights = connection.weights.add(message)
+        if weights is None:
+            return
+        try:
+            drafter = self._learn(target, before, weights)
+        except ConfigError as error:
+            logger.warning("engine %d: its weights are not used: %s", connection.number, error)
+            return
+        for sample in connection.samples.values():
+            self._ahead.pop(sample, None)
+            sample.outlook = None
+            if drafter is not before:
+                before.end(sample.stream)
+                drafter.begin(sample.stream)
+        connection.drafter, connection.has_learned = drafter, True
+        self._drafters.add(drafter)
+        self.counts["weights"] += 1
+        logger.info("engine %d: drafts with weights %s", connection.number, weights.short_digest)
+
     def _read(
-        self, connection: Connection, message: pb.Round, asked: dict[_Sample, int]
+        self, connection: Connection, message: pb.Round, asked: dict[Sample, int]
     ) -> list[int]:
         """Adds to `asked`; returns the engine's ids of samples that are not here. Raises
         BadMessage."""
@@ -265,14 +272,14 @@ class DraftWorker:
             raise BadMessage(f"{len(message.tokens)} tokens of {self._limits.num_tokens}")
         stream = stream_of(message, self._num_streams, target.vocab_size)
         self._num_streams += 1
-        sample = _Sample(connection, message.id, stream, time.monotonic())
+        sample = Sample(connection, message.id, stream, time.monotonic())
         connection.samples[message.id] = self._samples[stream.id] = sample
         drafter.begin(stream)
         while len(self._samples) > self._limits.num_samples:
             self.counts["evicted"] += 1
             self._end(next(iter(self._samples.values())))
 
-    def _extend(self, sample: _Sample, delta: pb.Delta) -> None:
+    def _extend(self, sample: Sample, delta: pb.Delta) -> None:
         """Raises BadMessage."""
         target, drafter = sample.connection.target, sample.connection.drafter
         assert target is not None and drafter is not None
@@ -283,9 +290,9 @@ class DraftWorker:
             sample.stream.tokens.extend(delta.tokens)
             drafter.observe(sample.stream, len(delta.tokens))
 
-    def _draft(self, asked: Mapping[_Sample, int]) -> dict[_Sample, Draft]:
+    def _draft(self, asked: Mapping[Sample, int]) -> dict[Sample, Draft]:
         """What was prepared, and of each drafter one batch for the others."""
-        drafts: dict[_Sample, Draft] = {}
+        drafts: dict[Sample, Draft] = {}
         for sample, most in asked.items():
             outlook, tokens = sample.outlook, sample.stream.tokens
             drafts[sample] = NO_DRAFT
@@ -361,10 +368,12 @@ class DraftWorker:
             self._end(sample)
         with self._arrived:
             self._open.discard(connection)
-        if not _put_end(connection.outgoing):
+        if connection.has_learned and connection.drafter is not None:
+            self._drafters.discard(connection.drafter)
+        if not connection.send_end():
             logger.debug("engine %d does not read", connection.number)
 
-    def _end(self, sample: _Sample) -> None:
+    def _end(self, sample: Sample) -> None:
         del sample.connection.samples[sample.id]
         del self._samples[sample.stream.id]
         self._ahead.pop(sample, None)
@@ -383,7 +392,7 @@ class DraftWorker:
 
 
 def _by_drafter(
-    items: Sequence[T], sample_of: Callable[[T], _Sample]
+    items: Sequence[T], sample_of: Callable[[T], Sample]
 ) -> Iterable[tuple[Drafter, list[T]]]:
     batches: dict[Drafter, list[T]] = {}
     for item in items:
@@ -391,14 +400,3 @@ def _by_drafter(
         assert drafter is not None
         batches.setdefault(drafter, []).append(item)
     return batches.items()
-
-
-def _put_end(outgoing: "Queue[pb.ToEngine | None]") -> bool:
-    """Also where the queue is full: what is in it has no reader any more."""
-    while True:
-        try:
-            outgoing.put_nowait(None)
-            return True
-        except Full:
-            if outgoing.get_nowait() is None:
-                return False
