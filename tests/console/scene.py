@@ -10,7 +10,8 @@ from tokenizers import AddedToken, Tokenizer
 
 import tinker_gmi as tinker
 from tests.chat.model_folder import write_model_folder
-from tests.serving import Server, start_server
+from tests.console.served import ENDLESS
+from tests.serving import Server, running
 
 HOSTILE = "<img src=x onerror='document.title=1'><script>document.title=1</script>"
 """A token of the model; it learns to say this."""
@@ -26,19 +27,24 @@ class Scene:
     rl: str
     session: str
     checkpoint: str
+    capture: str
 
     @property
     def views(self) -> list[str]:
         """The addresses of all."""
-        return ["runs", f"runs/{self.rl}", "sessions", f"sessions/{self.session}", "checkpoints"]
+        return [
+            *("runs", f"runs/{self.rl}", "sessions", f"sessions/{self.session}", "samples"),
+            *("checkpoints", f"chat?model={self.checkpoint}", "captures"),
+            *(f"captures/{self.capture}", "queue", "server", "speculation"),
+        ]
 
 
 @contextmanager
 def serving_scene(folder: Path) -> Iterator[Scene]:
     model = write_model_folder(folder / "model")
     hostile = _add_token(model / "tokenizer.json")
-    arguments = ("--backend", "fake", "--model", f"{MODEL}={model}")
-    with start_server(*arguments, data_dir=folder / "data") as server:
+    arguments = ("--backend", "fake", "--model", f"{MODEL}={model}", "--drain-s", "0")
+    with running(Server(arguments, folder / "data", module="tests.console.served")) as server:
         yield _play(server, hostile)
 
 
@@ -59,7 +65,10 @@ def _play(server: Server, hostile: int) -> Scene:
         rl = service.create_lora_training_client(base_model=MODEL, rank=4).result()
         checkpoint = _teach(sft, hostile)
         _reinforce(rl)
-        return Scene(server, sft.model_id, rl.model_id, sft.model_id.split(":")[0], checkpoint)
+        rl.optim_step(tinker.AdamParams(learning_rate=ENDLESS))
+        rl.optim_step(tinker.AdamParams(learning_rate=ENDLESS))
+        session = sft.model_id.split(":")[0]
+        return Scene(server, sft.model_id, rl.model_id, session, checkpoint, _capture(server))
 
 
 def tensors(*, target_tokens: list[int], **floats: list[float]) -> dict[str, tinker.TensorData]:
@@ -115,3 +124,19 @@ def _rl_datum(sequence: tinker.SampledSequence) -> tinker.Datum:
             target_tokens=tokens, logprobs=logprobs, advantages=advantages.tolist()
         ),
     )
+
+
+def _capture(server: Server) -> str:
+    """Three episodes of one turn, with rewards 0, 1 and 2."""
+    with server.http() as http:
+        made = http.post("/api/v1/captures", json={"model": MODEL}).raise_for_status().json()
+        capture = made["capture_id"]
+        for episode in range(3):
+            question = {"role": "user", "content": f"{episode} and two, and <b>three</b>?"}
+            body = {"model": "any", "messages": [question], "max_tokens": 8, "seed": episode}
+            labels = f"{capture}/groups/problem/episodes/{episode}"
+            url = f"/captures/{labels}/oai/api/v1/chat/completions"
+            http.post(url, json=body).raise_for_status()
+            reward = {"value": episode, "group": "problem", "episode": str(episode)}
+            http.post(f"/api/v1/captures/{capture}/rewards", json=reward).raise_for_status()
+    return capture

@@ -24,7 +24,8 @@ def main(folder: Path) -> None:
             for view in scene.views:
                 page = console.open(view)
                 console.settle()
-                name = view.replace("/", "-").replace(":", "-").split("?")[0]
+                kind, _, item = view.partition("?")[0].partition("/")
+                name = f"{kind}-one" if item else kind
                 page.screenshot(path=folder / f"{name}-{look}.png", full_page=True)
             console.context.close()
 

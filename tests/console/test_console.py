@@ -9,7 +9,7 @@ from playwright.sync_api import Browser, Page, expect
 
 import tinker_gmi as tinker
 from tests.console.browser import DESK, PHONE, Console, chromium, needs_chromium
-from tests.console.scene import Scene, serving_scene, tensors
+from tests.console.scene import HOSTILE, Scene, serving_scene, tensors
 
 pytestmark = needs_chromium
 
@@ -150,6 +150,125 @@ def test_curves_go_on_while_a_run_trains(console: Console, scene: Scene) -> None
         expect(page.get_by_role("heading", name="Step 1")).to_be_visible()
 
 
+def test_what_a_model_wrote_is_text(console: Console, scene: Scene) -> None:
+    page = console.open("samples")
+    sample = page.locator("article", has_text=scene.sft)
+    sample.wait_for()
+    assert sample.locator(".token", has_text=HOSTILE).count() >= 12
+    assert page.locator("article script, article img, article b").count() == 0
+    assert page.title() == "Samples - tinkercloud"  # HOSTILE would have changed it
+    console.open(f"captures/{scene.capture}")
+    page.get_by_text("Messages of trajectory 1").click()
+    assert page.get_by_text("<b>three</b>").first.is_visible()
+
+
+def test_no_script_is_run_that_is_no_file_of_the_console(console: Console) -> None:
+    page = console.open("runs")
+    page.evaluate(
+        "document.body.append(Object.assign(document.createElement('script'),"
+        " {textContent: 'window.ran = 1'}))"
+    )
+    page.evaluate("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=ran=1>')")
+    page.wait_for_timeout(200)
+    assert page.evaluate("window.ran") is None
+    assert all("Content Security Policy" in f or "404" in f for f in console.faults)
+    assert console.faults
+    console.faults.clear()
+
+
+def test_samples_have_the_log_probabilities_of_the_api(console: Console, scene: Scene) -> None:
+    page = console.open("samples")
+    page.locator("article").first.wait_for()
+    newest = api(scene, "/console/samples")["samples"][0]
+    tokens = page.locator("article").first.locator(".tokens").first.locator(".token")
+    sequence = newest["sequences"][0]
+    assert tokens.all_text_contents() == [text for text, _ in sequence["tokens"]]
+    mean = page.locator("article").first.locator("data").nth(1).get_attribute("value")
+    logprobs = [logprob for _, logprob in sequence["tokens"]]
+    assert float(mean or "") == pytest.approx(sum(logprobs) / len(logprobs))
+
+
+def test_the_queue_is_that_of_the_metrics(console: Console, scene: Scene) -> None:
+    page = console.open("queue")
+    page.get_by_role("region", name="Queue").wait_for()
+    ((user, owner, kind, waiting, running, oldest_s),) = cells(page, "Queue")
+    assert (user, owner, kind) == ("default", scene.rl, "OptimStep")
+    depth = 'tinkercloud_queue_operations{kind="OptimStep",phase="%s"} %s.0'
+    with scene.server.http() as http:
+        metrics = http.get("/metrics").text.splitlines()
+    assert depth % ("waiting", waiting) in metrics
+    assert depth % ("running", running) in metrics
+    assert float(oldest_s) > 0
+
+
+def test_the_servers_numbers_are_those_of_health(console: Console, scene: Scene) -> None:
+    page = console.open("server")
+    fact = page.locator("dl div", has_text="memory, engine").locator("data")
+    health = api(scene, "/health")["backend"]
+    assert fact.get_attribute("value") == str(health["engine_memory_bytes"])
+    page.get_by_role("img", name="Memory: API process").locator("canvas").wait_for()
+
+
+def test_speculation_is_that_of_health(console: Console, scene: Scene) -> None:
+    page = console.open("speculation")
+    state = api(scene, "/health")["speculation"]["chatty"]
+    page.get_by_role("region", name="Acceptance by depth of head").wait_for()
+    rows = cells(page, "Acceptance by depth of head")
+    depths = state["drafters"]["head"]["depths"]
+    assert [row[1:3] for row in rows] == [
+        [str(depth["verified"]), str(depth["accepted"])] for depth in depths
+    ]
+    (speedup,) = cells(page, "Speed-up on chatty")
+    assert float(speedup[3]) == pytest.approx(state["goodput"]["1-1"]["speedup"])
+    expect(page.get_by_text("2 steps behind the policy")).to_be_visible()
+
+
+def test_rewards_of_a_capture_are_shown(console: Console, scene: Scene) -> None:
+    page = console.open("captures")
+    page.get_by_role("link", name=scene.capture).click()
+    page.get_by_role("region", name="Trajectories").wait_for()
+    answer = api(scene, f"/api/v1/captures/{scene.capture}/trajectories")
+    rewards = [str(trajectory["reward"]) for trajectory in answer["trajectories"]]
+    assert [f"{float(row[5]):.1f}" for row in cells(page, "Trajectories")] == rewards
+
+
+def test_a_checkpoint_answers_beside_its_base(console: Console, scene: Scene) -> None:
+    page = console.open("checkpoints")
+    page.get_by_role("link", name=f"Chat with {scene.checkpoint}").click()
+    expect(page.get_by_label("Checkpoint").locator("select")).to_have_value(scene.checkpoint)
+    page.get_by_label("Tokens at most").fill("6")
+    page.get_by_label("Seed").fill("3")
+    page.get_by_label("Message").fill("one two")
+    page.keyboard.press("Control+Enter")
+    expect(page.get_by_role("button", name="Ask")).to_be_enabled()
+    answers = [
+        page.get_by_role("log", name=name).locator(".message.assistant .text").text_content()
+        for name in ("Checkpoint", "Base")
+    ]
+    question = {"messages": [{"role": "user", "content": "one two"}], "max_tokens": 6, "seed": 3}
+    with scene.server.http() as http:
+        for name, shown in zip((scene.checkpoint, "chatty"), answers, strict=True):
+            body = {"model": name, "temperature": 0.7, **question}
+            answer = http.post("/oai/api/v1/chat/completions", json=body).raise_for_status()
+            assert shown == answer.json()["choices"][0]["message"]["content"], name
+    assert HOSTILE in (answers[0] or "")
+    assert page.locator(".log script, .log img").count() == 0
+
+
+def test_a_failed_answer_is_shown_in_its_place(console: Console) -> None:
+    page = console.open("chat")
+    base = page.get_by_label("Base", exact=True).locator("select")
+    expect(base).to_have_value("chatty")
+    base.select_option("fake/tiny")
+    page.get_by_label("Tokens at most").fill("2")
+    page.get_by_label("Message").fill("one")
+    page.get_by_role("button", name="Ask").click()
+    failure = page.get_by_role("log", name="Base").locator(".failure")
+    expect(failure).to_contain_text("chat template")
+    expect(page.get_by_role("log", name="Checkpoint").locator(".failure")).to_have_count(0)
+    console.faults = [fault for fault in console.faults if "status of 4" not in fault]
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("viewport", [DESK, PHONE], ids=["desk", "phone"])
 def test_every_view_fits_its_window(
@@ -171,7 +290,7 @@ def test_the_keyboard_reaches_everything(console: Console) -> None:
     page.get_by_role("link", name="Sessions").wait_for()
     page.evaluate("document.body.tabIndex = -1; document.body.focus()")
     names: list[str] = []
-    for _ in range(8):
+    for _ in range(14):
         page.keyboard.press("Tab")
         names.append(page.evaluate("document.activeElement.textContent"))
     assert names[0] == "Skip to the content"

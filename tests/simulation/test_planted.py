@@ -10,7 +10,6 @@ FOUND_LATE = (
     "order of arrival",
     "snapshot is not waited for",
     "snapshot without lost versions",
-    "turn in pieces",
 )
 
 

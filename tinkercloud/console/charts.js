@@ -1,13 +1,13 @@
 // Line charts by uPlot, in the page's colours, as wide as their place.
 
 import uPlot from "./uplot/uPlot.esm.js";
-import { h, significant } from "./dom.js";
+import { bytes, h, significant } from "./dom.js";
 
 const HEIGHT = 180;
 const COLORS = ["--line-1", "--line-2", "--line-3", "--line-4", "--line-5"];
 const dark = matchMedia("(prefers-color-scheme: dark)");
 
-/** names: of the series. by: "step" or "time". `update` takes the x values and one array of y values
+/** names: of the series. by: what x counts, or "time". `update` takes the x values and one array of y values
  * for each series. */
 export class LineChart {
   constructor(title, names, { by = "step", format = significant, fromZero = false } = {}) {
@@ -41,7 +41,7 @@ export class LineChart {
       const name = this.names.length > 1 ? `${this.names[i]} ` : "";
       return name + (last === undefined ? "none" : this.format(last));
     });
-    const where = this.by === "step" ? ` at step ${xs.at(-1)}` : "";
+    const where = this.by === "time" ? "" : ` at ${this.by} ${xs.at(-1)}`;
     return values.join(", ") + where;
   }
 
@@ -62,22 +62,31 @@ export class LineChart {
       font: "12px system-ui, sans-serif",
     };
     const format = (_, value) => (value === null || value === undefined ? "–" : this.format(value));
-    const steps = { space: 50, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000] };
+    const isTime = this.by === "time";
+    const whole = { space: 50, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000] };
+    const clock = (moment) => new Date(1000 * moment).toLocaleTimeString("en-GB");
+    const times = { space: 90, values: (_, ticks) => ticks.map(clock) };
+    const powers = { incrs: Array.from({ length: 50 }, (_, i) => 2 ** i) };
     return {
       width,
       height: HEIGHT,
       legend: { live: true, isolate: false },
       cursor: { y: false },
       scales: {
-        x: { time: this.by === "time" },
+        x: { time: isTime },
         y: { range: (_, low, high) => this.range(low, high) },
       },
       axes: [
-        { ...axis, ...(this.by === "step" ? steps : {}), size: 32 },
-        { ...axis, size: 62, values: (_, ticks) => ticks.map((tick) => this.tick(tick)) },
+        { ...axis, ...(isTime ? times : whole), size: 32 },
+        {
+          ...axis,
+          ...(this.format === bytes ? powers : {}),
+          size: 66,
+          values: (_, ticks) => ticks.map(this.format),
+        },
       ],
       series: [
-        { label: this.by, value: this.by === "step" ? (_, x) => x ?? "–" : "{HH}:{mm}:{ss}" },
+        { label: this.by, value: (_, x) => (x === null ? "–" : isTime ? clock(x) : x) },
         ...this.names.map((name, i) => ({
           label: name,
           stroke: color(COLORS[i % COLORS.length]),
@@ -96,10 +105,6 @@ export class LineChart {
     if (this.fromZero || (low === 0 && high === 0)) return [0, high > 0 ? 1.1 * high : 1];
     const margin = low === high ? 0.5 * Math.abs(low) : 0.08 * (high - low);
     return [low - margin, high + margin];
-  }
-
-  tick(value) {
-    return this.format === significant ? String(Number(value.toPrecision(6))) : this.format(value);
   }
 
   drop() {

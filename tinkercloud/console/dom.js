@@ -35,7 +35,7 @@ export function significant(value) {
   if (value === 0) return "0";
   const size = Math.abs(value);
   if (size < 1e-3 || size >= 1e6) return value.toExponential(2);
-  return value.toPrecision(4);
+  return String(Number(value.toPrecision(4)));
 }
 
 export function percent(share) {

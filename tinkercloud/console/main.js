@@ -3,11 +3,17 @@
 import { get, request } from "./api.js";
 import { h, replace } from "./dom.js";
 import { Live } from "./live.js";
+import * as captures from "./views/captures.js";
+import * as chat from "./views/chat.js";
 import * as checkpoints from "./views/checkpoints.js";
+import * as queue from "./views/queue.js";
 import * as runs from "./views/runs.js";
+import * as samples from "./views/samples.js";
+import * as server from "./views/server.js";
 import * as sessions from "./views/sessions.js";
+import * as speculation from "./views/speculation.js";
 
-const VIEWS = { runs, sessions, checkpoints };
+const VIEWS = { runs, sessions, samples, checkpoints, chat, captures, queue, server, speculation };
 const content = document.getElementById("content");
 const trouble = document.getElementById("trouble");
 
@@ -37,7 +43,7 @@ function openView() {
     if (link.getAttribute("href") === `#${view.name}`) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
-  document.title = `${view.title} – tinkercloud`;
+  document.title = `${view.title} - tinkercloud`;
   const root = h("div", { class: `view ${view.name}` });
   replace(content, root);
   const context = { ...page, failed, item: rest.join("/"), query: new URLSearchParams(query) };
@@ -60,7 +66,7 @@ function askForKey() {
   close = () => {};
   page?.live.stop();
   page = null;
-  document.title = "Sign in – tinkercloud";
+  document.title = "Sign in - tinkercloud";
   replace(document.getElementById("views"));
   replace(document.getElementById("account"));
   // No name of a user and no autocomplete: password managers would offer to keep an API key.

@@ -17,6 +17,7 @@ from tinkercloud.routers.deps import (
     ServicesDep,
     json_answer,
 )
+from tinkercloud.routers.docs_site import has_pages
 from tinkercloud.routers.downloads import base_url
 
 # The page's own interface, which changes with it: no part of the API's document.
@@ -81,8 +82,9 @@ async def file(path: str) -> Response:
 
 @router.get(SESSION_PATH)
 async def whoami(user: ReaderDep, request: Request, services: ServicesDep) -> Response:
-    role = request.scope[ROLE_KEY]
-    return json_answer({"user": user, "role": role, "auth": services.config.auth})
+    """docs: whether `/docs-site` has pages."""
+    role, auth, docs = request.scope[ROLE_KEY], services.config.auth, has_pages()
+    return json_answer({"user": user, "role": role, "auth": auth, "docs": docs})
 
 
 @router.post(SESSION_PATH)

@@ -32,11 +32,15 @@ def _policy(path: str, modified_at: float) -> str:
     )
 
 
+def has_pages() -> bool:
+    return (SITE / "index.html").exists()
+
+
 class DocsSite(StaticFiles):
     """The files of `SITE`, which may not be there yet."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
-        if not (SITE / "index.html").exists():
+        if not has_pages():
             raise NotFound("the documentation is not built here; `make docs` in a checkout does")
         return await super().get_response(path, scope)
 

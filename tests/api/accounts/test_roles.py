@@ -27,6 +27,7 @@ async def test_a_read_only_key_changes_nothing_by_any_route(api: Api) -> None:
     reader = api.as_user("reader")
     open_routes = {f"/api/v1/{path}" for path in READS}
     open_routes |= {"/anthropic/api/v1/messages/count_tokens", "/api/v1/auth/apikey/me"}
+    open_routes.add("/console/session")
     for method, path in routes(api):
         if method in ("GET", "HEAD") or path in open_routes or path.endswith("{path:path}"):
             continue

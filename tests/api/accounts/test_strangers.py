@@ -164,6 +164,8 @@ NOT_FOUND: dict[tuple[str, str], list[tuple[str, Any]]] = {
     ("GET", "/sessions/{session_id}"): [("/sessions/{session}", None)],
     ("GET", "/training_runs/{run_id}"): [("/training_runs/{run}", None)],
     ("GET", "/checkpoints/{run_id}/{segment}/{name}"): [("/checkpoints/{run}/weights/ck1", None)],
+    ("GET", "/console/runs/{run_id}/events"): [("/console/runs/{run}/events", None)],
+    ("POST", "/console/chat"): [("/console/chat", CHAT)],
     ("GET", "/playground"): [("/playground?checkpoint={path}", None)],
 }
 GONE = 410
@@ -177,6 +179,7 @@ LISTS = {
     V + "/billing/usage/checkpoints/current": "data",
     V + "/billing/usage/events": "data",
     "/sessions": None,
+    "/console/samples": "samples",
     "/oai/api/v1/models": None,
     "/anthropic/api/v1/models": None,
 }
@@ -197,6 +200,12 @@ NAMES_NOTHING = {
     ("GET", "/openapi.json"),
     ("GET", "/readyz"),
     ("GET", "/metrics"),
+    ("GET", "/console"),
+    ("GET", "/console/events"),
+    ("GET", "/console/session"),
+    ("POST", "/console/session"),
+    ("DELETE", "/console/session"),
+    ("GET", "/console/static/{path:path}"),
     ("GET", "/keys"),
     ("GET", "/keys/{key_id}"),
     ("GET", "/oai/api/v1/{path:path}"),

@@ -32,5 +32,7 @@ function actions(checkpoint) {
   const run = path.slice("tinker://".length).split("/")[0];
   const archive = `api/v1/training_runs/${encodeURIComponent(run)}/checkpoints/${checkpoint.checkpoint_id}/archive`;
   return h("span", { class: "actions" },
+    checkpoint.checkpoint_type === "sampler"
+      ? h("a", { href: `#chat?model=${path}`, "aria-label": `Chat with ${path}` }, "Chat") : null,
     h("a", { href: url(archive), download: true, "aria-label": `Download ${path}` }, "Download"));
 }

@@ -1,1 +1,0 @@
-"""`tinkercloud pool`: spare machines that serve one model with llama.cpp."""

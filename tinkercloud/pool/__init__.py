@@ -1,1 +1,0 @@
-"""A model's layers on several machines, computed by llama.cpp over its RPC."""
