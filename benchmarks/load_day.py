@@ -20,6 +20,7 @@ from tinkercloud.config.tree import settings
 PERIOD_S = 1.0
 SCRIPT_LIMIT_S = 120.0
 MOST_MEMORY = 1.1
+MAX_REASON_CHARS = 300
 COLUMNS = ("what", "before", "after the first scripts", "most", "when all is over")
 
 
@@ -72,7 +73,7 @@ class Lived:
     most: State
     after: State
     ended: dict[str, int] = field(default_factory=dict)
-    failed: int = 0
+    failures: list[str] = field(default_factory=list)
 
     def rows(self) -> list[Sequence[Cell]]:
         states = (self.before, self.first, self.most, self.after)
@@ -85,7 +86,7 @@ class Lived:
         at_most = Target.at_most
         grown = self.after.memory_mb / self.first.memory_mb
         return [
-            at_most("scripts that failed", self.failed, 0),
+            at_most("scripts that failed", len(self.failures), 0),
             at_most("models in memory when all is over", self.after.models, self.before.models),
             at_most("published versions", self.after.versions, self.before.versions + 1),
             at_most("files", self.after.files, self.before.files),
@@ -99,13 +100,13 @@ class Lived:
             number=sum(self.ended.values()), ends=ends, seconds=self.day.seconds,
             at_once=self.day.at_once, kept=self.day.kept_s,
             days=2 * self.day.kept_s, first=self.day.first,
-        )  # fmt: skip
+        ) + "".join(f"\n\nA script failed: {reason}" for reason in self.failures)  # fmt: skip
 
 
 async def measure(server: Server, served: Served, day: Day) -> Lived:
     base_model = served.base_model
     before = _state(server)
-    failed = [await _script(server, base_model, day, ENDS[i % 3]) for i in range(day.first)]
+    outcomes = [await _script(server, base_model, day, ENDS[i % 3]) for i in range(day.first)]
     first = await _come_back(server, before, day)
     states = [first]
     ended = dict.fromkeys(ENDS, 0)
@@ -114,7 +115,7 @@ async def measure(server: Server, served: Served, day: Day) -> Lived:
     async def run_scripts() -> None:
         while time.monotonic() < deadline:
             end = ENDS[next(numbers) % len(ENDS)]
-            failed.append(await _script(server, base_model, day, end))
+            outcomes.append(await _script(server, base_model, day, end))
             ended[end] += 1
 
     async def look() -> None:
@@ -128,7 +129,8 @@ async def measure(server: Server, served: Served, day: Day) -> Lived:
     await asyncio.gather(looking, return_exceptions=True)
     after = await _come_back(server, before, day)
     most = State(**{name: max(asdict(s)[name] for s in states) for name in NAMES})
-    return Lived(day, before, first, most, after, ended, sum(failed))
+    failures = [reason for reason in outcomes if reason is not None]
+    return Lived(day, before, first, most, after, ended, failures)
 
 
 def _state(server: Server) -> State:
@@ -154,21 +156,25 @@ async def _come_back(server: Server, before: State, day: Day) -> State:
         await asyncio.sleep(PERIOD_S)
 
 
-async def _script(server: Server, base_model: str, day: Day, end: str) -> bool:
-    """Whether it failed."""
+async def _script(server: Server, base_model: str, day: Day, end: str) -> str | None:
+    """Why it failed; None: it did not."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "benchmarks.lib.script", base_model, str(day.kept_s), end),
         env={**os.environ, **server.sdk_environment, "PYTHONPATH": str(ROOT)},
         cwd=ROOT,
+        stderr=asyncio.subprocess.PIPE,
     )
     try:
         async with asyncio.timeout(SCRIPT_LIMIT_S):
-            status = await process.wait()
+            _, errors = await process.communicate()
     except TimeoutError:
         process.kill()
         await process.wait()
-        return True
-    return status != (-signal.SIGKILL if end == "is killed" else 0)
+        return f"one that {end} took longer than {SCRIPT_LIMIT_S:g} s"
+    if process.returncode == (-signal.SIGKILL if end == "is killed" else 0):
+        return None
+    last = errors.decode(errors="replace").strip().rpartition("\n")[2]
+    return f"one that {end} ended with status {process.returncode}: {last[:MAX_REASON_CHARS]}"
 
 
 ABOUT = """\

@@ -68,6 +68,7 @@ RULES = {
     "routers": "anthropic_api captures chat errors logs openai_api services services.accounts "
     "services.captures services.chats services.checkpoints services.common services.models "
     "storage tinker_gmi tinker_gmi.bodies",
+    "pool": "config errors weights",
     # speculative decoding, without an engine
     "speculative": "",
     "speculative.drafters": "core.types errors speculative",
@@ -129,7 +130,7 @@ THIRD_PARTY = {
     "rich": "commands",
     "grpc": "speculative.remote",
     "matplotlib": "speculative.observability",
-    "yaml": "config",
+    "yaml": "config pool",
 }
 
 

@@ -27,6 +27,7 @@ from tinkercloud.commands import (
 )
 from tinkercloud.commands.drafts import options as draft_options
 from tinkercloud.commands.options import Arguments, complain, missing_extra, say
+from tinkercloud.commands.pools import options as pool_options
 from tinkercloud.commands.runs import branch, diff, receipt, replay, verify
 from tinkercloud.commands.talks import chat, generate
 from tinkercloud.errors import ConfigError, UserError
@@ -43,6 +44,7 @@ COMMANDS = {
     "bench": ("measure on this machine", bench_options),
     "draft": ("drafts for speculative decoding: make, list, choose", draft_options),
     "draft-worker": ("drafts for engines on other machines", draft_worker),
+    "pool": ("spare machines that serve one model with llama.cpp", pool_options),
     "import": ("make an adapter of PEFT a checkpoint of this server", import_options),
     "captures": ("what agents sampled: sessions, rewards, datums", captures),
     "replay": ("compute a training run again, and compare the bits", replay),

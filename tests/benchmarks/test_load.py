@@ -104,11 +104,20 @@ async def test_an_attack_is_answered_and_its_bystander_is_too(fake_server: Serve
 async def test_a_day_of_scripts_has_the_server_before_and_after(fake_server: Server):
     day = load_day.Day(seconds=0.1, at_once=1, kept_s=5.0, settle_s=0.1, first=0)
     lived = await load_day.measure(fake_server, SERVED, day)
-    assert (lived.failed, lived.ended["closes"]) == (0, 1)
+    assert (lived.failures, lived.ended["closes"]) == ([], 1)
     assert [row[0] for row in lived.rows()] == list(load_day.NAMES.values())
     assert met(lived.targets())["scripts that failed"]
     grown = replace(lived, after=replace(lived.after, models=lived.before.models + 1))
     assert not met(grown.targets())["models in memory when all is over"]
+
+
+async def test_a_script_of_a_day_that_fails_says_why(fake_server: Server):
+    day = load_day.Day(seconds=0.1, at_once=1, kept_s=5.0, settle_s=0.1, first=0)
+    lived = await load_day.measure(fake_server, replace(SERVED, base_model="none"), day)
+    assert len(lived.failures) == 1
+    assert lived.failures[0].startswith("one that closes ended with status 1: ")
+    assert "A script failed: one that closes ended" in lived.about()
+    assert not met(lived.targets())["scripts that failed"]
 
 
 async def test_every_operation_has_a_latency_by_both_clients(sdk_server: Server):

@@ -48,6 +48,7 @@ class Elsewhere:
 
 
 DRAFT_WORKER = "tests/e2e/test_draft_worker.py"
+POOL = "tests/commands/test_pool.py"
 COVERED = {
     "pip install torch --index-url https://download.pytorch.org/whl/cpu": Elsewhere(
         INSTALLED, "it needs an index; the test's engine runs on such a build"
@@ -97,6 +98,15 @@ COVERED = {
     "scp other-laptop:": Elsewhere(
         f"{DRAFT_WORKER}::test_a_worker_drafts_and_its_death_changes_no_sample",
         "it needs another machine",
+    ),
+    "tinkercloud pool init ": Elsewhere(
+        f"{POOL}::test_init_writes_a_file_that_plan_reads", "it needs a model"
+    ),
+    "tinkercloud pool plan": Elsewhere(
+        f"{POOL}::test_init_writes_a_file_that_plan_reads", "it needs a model"
+    ),
+    "tinkercloud pool inspect ": Elsewhere(
+        f"{POOL}::test_inspect_shows_layers_and_tensors", "it needs a model"
     ),
     "tinkercloud replay RUN": Elsewhere(f"{REPLAYS}::{REPLAYED}", "it needs a run"),
     "tinkercloud branch RUN": Elsewhere(f"{REPLAYS}::{BRANCHED}", "it needs a run"),

@@ -17,7 +17,7 @@ SUFFIXES = "py|c|h|sql|proto|sh|toml|yaml|md|png|svg"
 # Below these a path may be named from; `embedded/backend.py` is short for the one in tinkercloud/.
 BASES = (ROOT, ROOT / "tinkercloud", ROOT / "docs")
 # Written where they are used, by a server, a test run or a user.
-WRITTEN_LATER = {"config.yaml", "demo.png", "demo-out/demo.png"}
+WRITTEN_LATER = {"config.yaml", "pool.yaml", "demo.png", "demo-out/demo.png"}
 PLACEHOLDER = re.compile(r"NAME|PEER")
 
 

@@ -33,13 +33,15 @@ def sample_request(user: str, sampler_id: str, number: int, step: Step) -> Reque
     params: dict[str, Any] = {"max_tokens": 3, "temperature": 1.0, "stop": []}
     if step.seed % 5:
         params["seed"] = step.seed
-    body = {
+    body: dict[str, Any] = {
         "sampling_session_id": sampler_id,
         "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1 + step.seed % 20, 3, 5]}]},
         "sampling_params": params,
         "num_samples": step.size,
         "seq_id": number,
     }
+    if step.seed % 7 == 0:
+        body["record_stability_info"] = True
     request = Request(user, "sample", sampler_id, number, body)
     request.post = ("asample", json.dumps(body).encode(), JSON)
     return request

@@ -11,10 +11,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tests.simulation.agents import Agent, Known
 from tests.simulation.bodies import batch, sample_request
 from tests.simulation.history import History, Request
 from tests.simulation.looks import LOOKS, Named, filled
-from tests.simulation.schedule import BASES, Step
+from tests.simulation.schedule import AGENT_WEIGHTS, BASES, Step
 from tests.simulation.wires import PROTOBUF, Refused, Wire
 
 _DELETIONS = ("delete_model", "unload_model")
@@ -37,9 +38,12 @@ class _Sampler:
 
 
 class Client:
-    def __init__(self, user: str, wire: Wire, program: tuple[Step, ...], history: History):
+    def __init__(
+        self, user: str, wire: Wire, agent: Agent, program: tuple[Step, ...], history: History
+    ):
         self._user = user
         self._wire = wire
+        self._agent = agent
         self._program = program
         self._history = history
         self._session = ""
@@ -80,6 +84,7 @@ class Client:
             "list": self._list,
             "look": self._look,
             "intrude": self._intrude,
+            **dict.fromkeys(AGENT_WEIGHTS, self._have_agent_do),
             "wait": self._wait,
             "pause": self._pause,
         }
@@ -333,6 +338,8 @@ class Client:
                 await self._leniently(self._wire.get(path))
             case "delete":
                 await self._told(self._wire.delete(path))
+            case "put":
+                await self._told(self._wire.put(path, body))
             case _:
                 await self._leniently(self._wire.post(path, body))
 
@@ -347,6 +354,15 @@ class Client:
         answer = await self._leniently(self._wire.post("retrieve_future", body))
         if answer is not None:
             self._history.intrusions.append(f"{self._user} reads {request.kind} of {request.user}")
+
+    async def _have_agent_do(self, step: Step) -> None:
+        """Beside what follows."""
+        ready = [each for each in self._samplers if each.ready.done() and each.ready.result()]
+        samplers = [each.sampler_id for each in ready]
+        paths = [path for model in self._models for path, _, _ in model.saved]
+        runs = [model.model_id for model in self._models]
+        known = Known([*BASES, *samplers, *paths], samplers, runs)
+        self._polls.append(asyncio.ensure_future(self._agent.do(step, known)))
 
     async def _leniently(self, call: Awaitable[dict[str, Any]]) -> dict[str, Any] | None:
         try:

@@ -2,12 +2,13 @@
 every message of the engine, with how often."""
 
 import ast
+import gc
 import sys
 from collections import Counter
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from types import CodeType, FrameType
+from types import AsyncGeneratorType, CodeType, FrameType
 from typing import Any
 
 from tests.simulation.loop import Process
@@ -39,12 +40,21 @@ def suspended_at(task: Any) -> Iterable[str]:
     """The awaits of services, core and storage that it is in; the outermost first."""
     awaited = task.get_coro()
     while awaited is not None:
-        frame = getattr(awaited, "cr_frame", None)
+        frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "ag_frame", None)
         if frame is not None and frame.f_code.co_filename.startswith(_PREFIXES):
             place = await_of(frame.f_code, frame.f_lineno)
             if place is not None:
                 yield place
-        awaited = getattr(awaited, "cr_await", None)
+        awaited = _awaited_by(awaited)
+
+
+def _awaited_by(outer: Any) -> Any:
+    """What a coroutine or a generator waits for."""
+    inner = getattr(outer, "cr_await", None) or getattr(outer, "ag_await", None)
+    if type(inner).__name__ not in ("async_generator_asend", "async_generator_athrow"):
+        return inner
+    generators = (each for each in gc.get_referents(inner) if isinstance(each, AsyncGeneratorType))
+    return next(generators, None)
 
 
 def caller_in_product(frame: FrameType | None = None) -> str:

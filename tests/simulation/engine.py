@@ -9,6 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from tests.simulation import tokenizer
 from tests.simulation.loop import Process, SimulatedLoop, in_process
 from tests.simulation.schedule import BASES, VOCAB_SIZE, EngineFate
 from tinkercloud.backends.base import Backend
@@ -23,6 +24,7 @@ from tinkercloud.core.types import (
     SampleRequest,
     ServedModel,
     StateCost,
+    TokenChunk,
     TrainBatch,
     TrainOutput,
     WeightsSource,
@@ -40,6 +42,7 @@ def served_models() -> tuple[ServedModel, ...]:
             name=name,
             vocab_size=VOCAB_SIZE + 8 * number,
             num_parameters=NUM_BUCKETS * (VOCAB_SIZE + 8 * number),
+            tokenizer_path=tokenizer.folder(),
         )
         for number, name in enumerate(BASES)
     )
@@ -172,6 +175,9 @@ class SimulatedEngine(Backend):
         self, future: Any, fate: EngineFate, name: str, args: Any, options: Any
     ) -> None:
         result, failure = None, None
+        on_tokens, chunks = options.pop("on_tokens", None), list[TokenChunk]()
+        if on_tokens is not None:
+            options["on_tokens"] = chunks.append
         try:
             result = await getattr(self.inner, name)(*args, **options)
         except Exception as error:  # noqa: BLE001 - whatever it is, it travels back
@@ -182,8 +188,17 @@ class SimulatedEngine(Backend):
         if fate == "die after":
             self.die(self._choices.choice((0.0, 0.5, 5.0)))
             return
+        delay_s = 0.0
+        for chunk in chunks:
+            delay_s += self._choices.expovariate(500.0)
+            self._loop.call_later(delay_s, self._stream, future, on_tokens, chunk)
         outcome = (future, name, result, failure)
-        self._loop.call_later(self._choices.expovariate(500.0), self._answer, *outcome)
+        delay_s += self._choices.expovariate(500.0)
+        self._loop.call_later(delay_s, self._answer, *outcome)
+
+    def _stream(self, future: Any, on_tokens: OnTokens, chunk: TokenChunk) -> None:
+        if not future.done():
+            on_tokens(chunk)
 
     def _answer(self, future: Any, name: str, result: Any, failure: Exception | None) -> None:
         if future.done():
@@ -227,8 +242,7 @@ class SimulatedEngine(Backend):
     async def sample(
         self, version: str, request: SampleRequest, on_tokens: OnTokens | None = None
     ) -> SampleOutput:
-        assert on_tokens is None, "no schedule streams"
-        return await self._call("sample", version, request)
+        return await self._call("sample", version, request, on_tokens=on_tokens)
 
     def incarnation(self) -> int | None:
         return self._incarnation

@@ -28,6 +28,30 @@ class Request:
         return bool(self.request_ids)
 
 
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A message of these letters to a sampler, with a seed, and the whole text that came back."""
+
+    user: str
+    sampler_id: str
+    letters: str
+    seed: int
+    text: str
+
+
+@dataclass(eq=False, slots=True)
+class Captured:
+    """A capture session. answers: (turn, text of its first sample) that an agent has. rewards: of
+    (target, key), acknowledged. may_be_gone: its deletion was asked for; is_gone: acknowledged."""
+
+    capture_id: str
+    user: str
+    answers: list[tuple[str, str]] = field(default_factory=list)
+    rewards: dict[tuple[str, str], float] = field(default_factory=dict)
+    may_be_gone: bool = False
+    is_gone: bool = False
+
+
 @dataclass(eq=False, slots=True)
 class History:
     requests: list[Request] = field(default_factory=list)
@@ -41,6 +65,8 @@ class History:
     removed: dict[str, bool] = field(default_factory=dict)
     """Paths of checkpoints that may go, and whether their clients were told that they did."""
     samplers: dict[str, dict[str, Any]] = field(default_factory=dict)  # those of a path or a base
+    chats: list[Chat] = field(default_factory=list)
+    captures: list[Captured] = field(default_factory=list)
 
     def find(self, owner: str, seq_id: int) -> Request | None:
         for request in self.requests:

@@ -10,6 +10,12 @@ from typing import TYPE_CHECKING
 import apsw
 
 from tests.simulation import sqlite
+from tests.simulation.archive_invariants import runs_give_the_same_again
+from tests.simulation.capture_invariants import (
+    captures_are_whole,
+    captures_can_be_read,
+    chats_differ,
+)
 from tests.simulation.engine import OUT_OF_MEMORY
 from tests.simulation.history import Request
 from tests.simulation.oracle import Oracle, Row, difference, state_difference
@@ -18,6 +24,8 @@ from tinkercloud.backends.fake_model import read_state
 from tinkercloud.core.lanes import TOO_LATE
 from tinkercloud.errors import ServerFault, TinkercloudError
 from tinkercloud.services.checkpoints import checkpoint_files
+from tinkercloud.services.checkpoints.copy_service import ORIGIN
+from tinkercloud.services.models.loss_service import KIND as LOSS
 from tinkercloud.services.models.model_service import UNLOAD
 
 if TYPE_CHECKING:
@@ -56,12 +64,16 @@ async def check(world: "World") -> None:
         *nothing_of_another_user(world),
         *files_are_whole(world),
         *what_was_deleted_is_gone(world),
+        *captures_are_whole(world),
     )
     for text in checks:
         world.fail(text)
+    await captures_can_be_read(world)
     async for text in asking_again_gives_the_same(world, rows):
         world.fail(text)
     async for text in nothing_is_left_over(world):
+        world.fail(text)
+    async for text in runs_give_the_same_again(world):
         world.fail(text)
     async for text in equals_the_undisturbed_run(world, rows):
         world.fail(text)
@@ -72,8 +84,8 @@ def recorded(world: "World") -> list[Row]:
     with_path = apsw.Connection(str(world.disk.folder / "tinkercloud.db"), vfs=sqlite.VFS_NAME)
     rows = with_path.execute(
         "SELECT request_id, user, kind, COALESCE(model_id, sampler_id), seq_id, status, body,"
-        " started_at FROM futures WHERE kind != ?",
-        (UNLOAD,),
+        " started_at FROM futures WHERE kind NOT IN (?, ?)",
+        (UNLOAD, LOSS),
     ).fetchall()
     with_path.close()
     began = [Row(*row[:-1], world.moments.get(row[-1])) for row in rows]
@@ -253,6 +265,8 @@ async def equals_the_undisturbed_run(world: "World", rows: list[Row]) -> AsyncIt
         yield text
     for text in _samples_differ(world, oracle, rows):
         yield text
+    for text in chats_differ(world, oracle):
+        yield text
     for text in _states_differ(world, oracle):
         yield text
 
@@ -331,10 +345,12 @@ def _states_differ(world: "World", oracle: Oracle) -> Iterator[str]:
                 yield f"{model_id} has {text} at the end"
     database = apsw.Connection(str(world.disk.folder / "tinkercloud.db"), vfs=sqlite.VFS_NAME)
     rows = database.execute("SELECT model_id, segment, name, directory FROM checkpoints").fetchall()
+    archives = "SELECT model_id, user_metadata FROM models WHERE state = 'archive'"
+    copies = {copy: json.loads(metadata)[ORIGIN] for copy, metadata in database.execute(archives)}
     database.close()
     for model_id, segment, name, directory in rows:
         path = f"tinker://{model_id}/{segment}/{name}"
-        expected = oracle.states.get(path)
+        expected = oracle.states.get(copies.get(model_id, path))
         if expected is None:
             yield f"{path} is there, and was never saved"
             continue

@@ -25,6 +25,20 @@ class Named:
     request: str
 
 
+LOSS = """{
+    "session_id": "{session}", "custom_loss_seq_id": 0, "name": "total",
+    "inputs": [{"name": "logprobs", "rank": 1}],
+    "graph": {"format": 1, "nodes": [
+        {"op": "placeholder", "name": "logprobs", "target": "logprobs"},
+        {"op": "call_method", "name": "total", "target": "sum", "args": [{"ref": "logprobs"}]},
+        {"op": "output", "name": "output", "target": "output",
+         "args": [{"tuple": [{"ref": "total"}, {"dict": {}}]}]}
+    ]}
+}"""
+FINISHED = '{"target": {"sampling_session_id": "{sampler}"}, "timeout": 1}'
+COPY = '{"source_path": "tinker://{run}/weights/{name}", "destination_project_id": "p"}'
+WINDOW = "starting_on=2023-11-14T00:00:00Z&ending_before=2023-11-20T00:00:00Z"
+"""Around the beginning of time."""
 LOOKS = (
     Look("get", "sessions?limit=20&offset=0"),
     Look("get", "sessions/{session}"),
@@ -34,20 +48,29 @@ LOOKS = (
     Look("get", "checkpoints?limit=20&offset=0"),
     Look("get", "samplers/{sampler}"),
     Look("get", "training_runs/{run}/checkpoints/weights/{name}/archive"),
-    Look("get", "billing/usage/events"),
+    Look("get", f"billing/usage/events?{WINDOW}"),
     Look("get", "billing/usage/checkpoints/current"),
     Look("get", "audit"),
     Look("get", "healthz"),
     Look("get", "captures"),
     Look("post", "session_heartbeat", '{"session_id": "{session}"}'),
-    Look("post", "sessions/search", '{"session_id": "{session}"}'),
     Look("post", "weights_info", '{"tinker_path": "tinker://{run}/weights/{name}"}'),
     Look("post", "get_info", '{"model_id": "{model}"}'),
     Look("post", "join_sampling_session", '{"sampling_session_id": "{sampler}"}'),
-    Look("post", "retrieve_futures", '{"request_ids": ["{request}"]}'),
     Look("post", "training_runs/{run}/checkpoints/weights/{name}/publish"),
     Look("delete", "training_runs/{run}/checkpoints/weights/{name}/publish"),
-    Look("post", "captures", '{"session_id": "{session}"}'),
+    Look("get", "training_runs?access_scope=accessible"),
+    Look("get", "training_runs/{model}?access_scope=accessible"),
+    Look("get", "training_runs/{run}/checkpoints/weights/{name}/external_weights_urls"),
+    Look("get", "auth/apikey/me"),
+    Look("get", "retrieve_future/{request}"),
+    Look("put", "training_runs/{run}/checkpoints/weights/{name}/ttl", '{"ttl_seconds": null}'),
+    Look("put", "sessions/{session}/project", '{"project_id": "p"}'),
+    Look("post", "create_sampling_client", '{"base_model": "sim/small"}'),
+    Look("post", "copy_weights", COPY),
+    Look("post", "sessions/search"),
+    Look("post", "create_custom_loss", LOSS),
+    Look("post", "retrieve_futures", FINISHED),
 )
 
 

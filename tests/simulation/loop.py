@@ -7,6 +7,7 @@ When nothing is ready, time jumps to the next timer. Every callback belongs to a
 import asyncio
 import heapq
 import random
+import warnings
 from asyncio import events
 from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar, copy_context
@@ -39,6 +40,12 @@ class Process:
         """End its tasks here and now, for the garbage collector must not: their last words come
         while nothing listens."""
         self.alive = False
+        # Of calls that a task had made and not begun to await.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            self._end_tasks()
+
+    def _end_tasks(self) -> None:
         for task in self.unfinished():
             coroutine: Any = task.get_coro()
             for _ in range(MAX_LAST_AWAITS):

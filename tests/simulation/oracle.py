@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from tests.simulation.agents import MAX_TOKENS
 from tests.simulation.engine import SmallFakeBackend
-from tests.simulation.history import Request
-from tinker_gmi.types import SampleRequest
+from tests.simulation.history import Chat, Request
+from tests.simulation.tokenizer import text_of, tokens_of
+from tinker_gmi.types import EncodedTextChunk, ModelInput, SampleRequest, SamplingParams
 from tinkercloud.backends.fake_model import ModelState, Published
 from tinkercloud.backends.fake_sampling import draw_samples
 from tinkercloud.core.types import AdamParams, LoraSpec, SampleOutput, TrainOutput
@@ -125,9 +127,21 @@ class Oracle:
         followed = next((each for each in self.inflight.values() if owner in each), (owner,))
         return [self._sample(request, self.versions[sampler_id]) for sampler_id in followed]
 
+    def texts(self, chat: Chat) -> list[str]:
+        """One for each version that the sampler may have had."""
+        owner = chat.sampler_id
+        followed = next((each for each in self.inflight.values() if owner in each), [owner])
+        chunk = EncodedTextChunk(tokens=tokens_of(chat.letters))
+        params = SamplingParams(max_tokens=MAX_TOKENS, seed=chat.seed)
+        body = SampleRequest(prompt=ModelInput(chunks=[chunk]), sampling_params=params)
+        drawn = [self._drawn(body, self.versions[sampler_id]) for sampler_id in followed]
+        return [text_of(output.sequences[0].tokens) for output in drawn]
+
     def _sample(self, request: Request, state: ModelState) -> SampleOutput:
-        converter = self.catalog.converter(state.base_model)
-        asked = converter.sample_request(SampleRequest.model_validate(request.body))
+        return self._drawn(SampleRequest.model_validate(request.body), state)
+
+    def _drawn(self, body: SampleRequest, state: ModelState) -> SampleOutput:
+        asked = self.catalog.converter(state.base_model).sample_request(body)
         return draw_samples(Published(self.backend._bases[state.base_model], state.table), asked)
 
 

@@ -1,6 +1,7 @@
 """What a run must not take from the machine: clocks, randomness, threads, sockets, and an
 unwatched disk. `simulated` replaces them, and puts them back."""
 
+import asyncio
 import builtins
 import io
 import os
@@ -18,6 +19,7 @@ from unittest.mock import patch
 
 from tests.simulation.disk import Disk
 from tests.simulation.loop import SimulatedLoop
+from tinkercloud.services.captures.webhook_sender import WebhookFailed, WebhookSender
 
 WRITING = frozenset("wax+")
 
@@ -32,7 +34,8 @@ def simulated(
 ) -> Iterator[None]:
     """wall: the clock that may be set. entropy: what the machine's random numbers are made of."""
     with ExitStack() as stack:
-        for target, name, value in (*_clocks(loop, wall), *_randomness(entropy), *_refused()):
+        values = (*_clocks(loop, wall), *_randomness(entropy), *_refused(), _rewards())
+        for target, name, value in values:
             stack.enter_context(patch.object(target, name, value))
         for target, name, value in _files(disk):
             stack.enter_context(patch.object(target, name, value))
@@ -73,6 +76,18 @@ def _refused() -> list[tuple[Any, str, Any]]:
         (threading.Thread, "start", refuse("a thread")),
         (socket, "socket", refuse("a socket")),
     ]
+
+
+def _rewards() -> tuple[Any, str, Any]:
+    """Of a webhook elsewhere, which is slow, and now and then out of order."""
+
+    async def post(self: WebhookSender, *question: object) -> bytes:
+        await asyncio.sleep(random.expovariate(1.0))
+        if random.random() < 0.2:
+            raise WebhookFailed("it is out of order")
+        return b'{"reward": 0.5}'
+
+    return WebhookSender, "_post", post
 
 
 def _files(disk: Disk) -> list[tuple[Any, str, Any]]:

@@ -17,11 +17,13 @@ from tinkercloud.core.lanes import wait_for_event
 from tinkercloud.core.outcome_recorder import OutcomeRecorder
 from tinkercloud.core.task_manager import TaskManager
 from tinkercloud.errors import VersionLost
+from tinkercloud.services.captures.capture_recorder import CaptureRecorder
 from tinkercloud.services.checkpoints import checkpoint_files
 from tinkercloud.services.models.model_service import ModelService
 from tinkercloud.services.models.recovery import Recovery
 from tinkercloud.services.models.sampling_service import SamplingService
 from tinkercloud.services.models.snapshots import Snapshots
+from tinkercloud.storage.captures import CaptureStorage
 from tinkercloud.storage.futures import FuturesStorage
 from tinkercloud.storage.journal import JournalStorage
 
@@ -207,6 +209,32 @@ def _deleted_model_is_found() -> Replacement:
     return ModelService, "_changed", changed
 
 
+def _turn_in_pieces() -> Replacement:
+    plain = CaptureStorage.add_turn
+
+    class Pieces:
+        def __init__(self, database: Any):
+            self._database = database
+
+        async def write_all(self, *statements: Any) -> None:
+            for sql, values in statements:
+                await self._database.write(sql, *values)
+
+    async def add_turn(self: Any, turn: Any) -> None:
+        pieces: Any = Pieces(self._database)
+        await plain(CaptureStorage(pieces), turn)
+
+    return CaptureStorage, "add_turn", add_turn
+
+
+def _turn_told_before_it_is_kept() -> Replacement:
+    async def finished(self: Any, turn: Any) -> None:
+        task = asyncio.ensure_future(self._captures.add_turn(self._turn(turn)))
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    return CaptureRecorder, "finished", finished
+
+
 PLANTED: dict[str, Callable[[], Bug]] = {
     "acknowledged before commit": _acknowledged_before_commit,
     "commit without flush": _commit_without_flush,
@@ -225,6 +253,8 @@ PLANTED: dict[str, Callable[[], Bug]] = {
     "version is not released": _version_is_not_released,
     "results of others": _results_of_others,
     "deleted model is found": _deleted_model_is_found,
+    "turn in pieces": _turn_in_pieces,
+    "turn told before it is kept": _turn_told_before_it_is_kept,
 }
 
 

@@ -32,6 +32,10 @@ Kind = Literal[
     "list",
     "look",
     "intrude",
+    "chat",
+    "capture",
+    "turn",
+    "captured",
     "wait",
     "pause",
 ]
@@ -57,6 +61,14 @@ WEIGHTS: Mapping[Kind, float] = {
     "wait": 5,
     "pause": 3,
 }
+AGENT_WEIGHTS: Mapping[Kind, float] = {"chat": 4, "turn": 4, "captured": 3, "capture": 1}
+AGENTS_AT = (
+    "tinkercloud/storage/captures.py",
+    "tinkercloud/services/captures/",
+    "tinkercloud/services/chats/",
+)
+LOOK_WEIGHT = 4
+"""Beside those of agents: there are many things to look at."""
 USERS = ("ann", "bob")
 BASES = ("sim/small", "sim/large")
 VOCAB_SIZE = 24
@@ -134,7 +146,7 @@ class Schedule:
     """network_rate, engine_rate: shares of messages with a fault, up to the `last_fault`-th one.
     aimed: crashes beside the others, at moments that chance alone seldom meets. at_awaits: the same
     at awaits of the service, each by itself. idle_model_s: the
-    setting. archives: whether operations from before a model's last snapshot are kept. without:
+    setting. archive_bytes, session_ttl_s: these too. without:
     faults that are left out, as "network 17"."""
 
     seed: int
@@ -149,7 +161,8 @@ class Schedule:
     operation_s: float
     jumps: tuple[ClockJump, ...] = ()
     idle_model_s: float = 1e6
-    archives: bool = True
+    archive_bytes: int = 10**9
+    session_ttl_s: float = 1e6
     aimed: tuple[Crash, ...] = ()
     at_awaits: tuple[Crash, ...] = ()
     outage: Outage | None = None
@@ -199,11 +212,14 @@ def generate(seed: int) -> Schedule:
         operation_s=choices.choice((0.002, 0.3, 1.5)),
         jumps=tuple(_jump(choices) for _ in range(choices.choice((0, 0, 1, 2)))),
         idle_model_s=choices.choice((1e6, 1e6, 2.0)),
-        archives=random.Random(f"{seed} archive").random() < 0.5,
+        archive_bytes=random.Random(f"{seed} archive").choice((0, 3000, 10**9)),
+        session_ttl_s=random.Random(f"{seed} session").choice((1e6, 1e6, 20.0)),
     )
     schedule = _aimed(schedule, random.Random(f"{seed} aimed"))
     schedule = _with_deletion(schedule, random.Random(f"{seed} deletion"))
-    return replace(schedule, at_awaits=_at_awaits(random.Random(f"{seed} awaits")))
+    schedule = _with_agents(schedule, random.Random(f"{seed} agents"))
+    at_awaits = _at_awaits(random.Random(f"{seed} awaits"))
+    return replace(schedule, at_awaits=(*schedule.at_awaits, *at_awaits))
 
 
 def _aimed(schedule: Schedule, choices: random.Random) -> Schedule:
@@ -249,6 +265,31 @@ def _with_deletion(schedule: Schedule, choices: random.Random) -> Schedule:
     posts, deletion = "/api/v1/forward_backward", "/api/v1/unload_model"
     crash = Crash(kind, "answer", choices.randint(1, 3), 0.2, posts, deletion)
     return replace(schedule, aimed=(crash,))
+
+
+def _with_agents(schedule: Schedule, choices: random.Random) -> Schedule:
+    """Of half of them, with chats and capture sessions beside the users' scripts, and perhaps a
+    crash within one of these, or as it is answered."""
+    if choices.random() < 0.5:
+        return schedule
+    programs = []
+    weights = {**AGENT_WEIGHTS, "look": LOOK_WEIGHT}
+    for program in schedule.programs:
+        steps = [*program[:1], _step(choices, "capture"), *program[1:]]
+        for _ in range(choices.randint(4, 12)):
+            kind = choices.choices(list(weights), list(weights.values()))[0]
+            steps.insert(choices.randint(2, len(steps)), _step(choices, kind))
+        programs.append(tuple(steps))
+    schedule = replace(schedule, programs=tuple(programs))
+    if choices.random() < 0.3:
+        return schedule
+    kind: CrashKind = choices.choice(("kill", "power"))
+    crash = Crash(
+        kind, "await", choices.randint(1, 12), 0.2, choices.choices(AGENTS_AT, (2, 1, 1))[0]
+    )
+    if choices.random() < 0.3:
+        crash = Crash(kind, "answer", choices.randint(1, 4), 0.2, "/captures/")
+    return replace(schedule, at_awaits=(crash,))
 
 
 def _at_awaits(choices: random.Random) -> tuple[Crash, ...]:

@@ -30,8 +30,11 @@ class Server:
             gap_grace_s=world.schedule.gap_grace_s,
             hold_s=10.0,
             idle_model_s=world.schedule.idle_model_s,
-            archive_days=30.0 if world.schedule.archives else 0.0,
+            archive_bytes=world.schedule.archive_bytes,
+            session_ttl_s=world.schedule.session_ttl_s,
             result_ttl_s=1e7,
+            capture_ttl_s=1e7,
+            reward_hosts="rewards.example:80",
         )
         self._app = create_app(config, world.engine, connector=world.connector)
         self._stopping = asyncio.Event()

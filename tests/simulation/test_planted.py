@@ -10,6 +10,7 @@ FOUND_LATE = (
     "order of arrival",
     "snapshot is not waited for",
     "snapshot without lost versions",
+    "turn in pieces",
 )
 
 

@@ -43,6 +43,10 @@ class Wire(Protocol):
         """Raises Refused."""
         ...
 
+    async def put(self, path: str, content: bytes) -> None:
+        """Raises Refused."""
+        ...
+
     async def result(self, request_id: str) -> Result:
         """Raises Refused."""
         ...
@@ -79,6 +83,9 @@ class SdkWire:
 
     async def delete(self, path: str) -> None:
         await self._patient(self._sent("DELETE", path))
+
+    async def put(self, path: str, content: bytes) -> None:
+        await self._patient(self._sent("PUT", path, content))
 
     async def _patient(self, sent: Sent) -> dict[str, Any]:
         loop = asyncio.get_running_loop()
@@ -133,6 +140,9 @@ class GmiWire:
 
     async def delete(self, path: str) -> None:
         await self._sent(Call("DELETE", path))
+
+    async def put(self, path: str, content: bytes) -> None:
+        await self._sent(Call("PUT", path, content))
 
     async def _sent(self, call: Call) -> dict[str, Any]:
         try:

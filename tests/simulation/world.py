@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.simulation import image, sqlite
+from tests.simulation.agents import Agent
 from tests.simulation.bodies import draw_late
 from tests.simulation.client import Client
 from tests.simulation.coverage import Coverage, caller_in_product, suspended_at
@@ -153,7 +154,8 @@ class World:
             wire = (SdkWire, GmiWire)[number % 2](
                 self.network, self.keys[user], self.schedule.give_up_s[number]
             )
-            client = Client(user, wire, program, self.history)
+            agent = Agent(user, self.network, self.keys[user], self.history)
+            client = Client(user, wire, agent, program, self.history)
             process = Process(f"client {user}")
             self._clients.append(process)
             in_process(process, self.loop.create_task, client.run())

@@ -1,0 +1,1 @@
+"""`tinkercloud pool`: spare machines that serve one model with llama.cpp."""
