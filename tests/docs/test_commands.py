@@ -49,6 +49,8 @@ class Elsewhere:
 
 DRAFT_WORKER = "tests/e2e/test_draft_worker.py"
 POOL = "tests/commands/test_pool.py"
+POOL_RUNS = "tests/pool/test_running.py::test_a_pool_starts_answers_swaps_and_stops"
+POOL_REAL = "tests/pool/test_llamacpp.py"
 COVERED = {
     "pip install torch --index-url https://download.pytorch.org/whl/cpu": Elsewhere(
         INSTALLED, "it needs an index; the test's engine runs on such a build"
@@ -104,6 +106,19 @@ COVERED = {
     ),
     "tinkercloud pool plan": Elsewhere(
         f"{POOL}::test_init_writes_a_file_that_plan_reads", "it needs a model"
+    ),
+    'CMAKE_ARGS="-DGGML_RPC=ON" pip install': Elsewhere(
+        f"{POOL_REAL}::test_layers_on_two_workers_give_the_text_of_one_machine",
+        "it needs an index and many minutes",
+    ),
+    "tinkercloud pool start": Elsewhere(POOL_RUNS, "it needs llama.cpp"),
+    "tinkercloud pool status": Elsewhere(POOL_RUNS, "it needs a pool that runs"),
+    "tinkercloud pool swap ": Elsewhere(POOL_RUNS, "it needs a pool that runs"),
+    "tinkercloud pool logs ": Elsewhere(POOL_RUNS, "it needs a pool that runs"),
+    "tinkercloud pool stop": Elsewhere(POOL_RUNS, "it needs a pool that runs"),
+    "tinkercloud pool worker ": Elsewhere(
+        "tests/pool/test_running.py::test_a_worker_by_hand_with_a_key_answers_only_to_it",
+        "it needs a GPU, and ends by Ctrl-C",
     ),
     "tinkercloud pool inspect ": Elsewhere(
         f"{POOL}::test_inspect_shows_layers_and_tensors", "it needs a model"

@@ -59,6 +59,14 @@ class LayerPlan:
         layers = f"layers {share.first}-{min(last, self.num_layers - 1)}"
         return layers + " and output" if last == self.num_layers else layers
 
+    def lines(self) -> list[str]:
+        """A line for each device."""
+        return [
+            f"{share.device.label:24} {self.layers_text(share):24} "
+            f"{size_text(share.num_bytes):>10} of {size_text(share.device.memory_bytes)}"
+            for share in self.shares
+        ]
+
 
 class PoolTooSmall(ConfigError):
     """missing_bytes: what would have to be added."""

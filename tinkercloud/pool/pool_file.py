@@ -66,7 +66,8 @@ class Worker(_Part):
     RPC server on one of the ports that follow.
 
     start "local": a process on the coordinator's machine; "ssh": `tinkercloud pool worker` is
-    started there through ssh, behind a tunnel; "by_hand": somebody has started it.
+    started there through ssh, behind a tunnel, by the program `command`; "by_hand": somebody has
+    started it.
     """
 
     name: Name
@@ -76,6 +77,7 @@ class Worker(_Part):
     gpus: tuple[Gpu, ...] = (Gpu(device="CPU"),)
     unencrypted_network: bool = False
     key_file: Path | None = None
+    command: str = Field(default="tinkercloud", pattern=r"^[^-]")
     rpc_server: str | None = Field(default=None, pattern=r"^[^-]")
     cache: bool = False
     threads: Annotated[int, Field(ge=1)] | None = None

