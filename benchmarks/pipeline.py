@@ -89,7 +89,7 @@ def main() -> None:
         model = LocalModel(weights(), Path(scratch))
         version = model.store.version(model.store.publish(FromBase("smollm2")))
         freeze_garbage_collector()
-        bench = PipelineBench(version, model.encode, num_threads, scale)
+        bench = PipelineBench(version, model.encode, num_threads, scale, Path(scratch))
         points = bench.points(lambda line: print(line, file=sys.stderr, flush=True))
     options.plot, plot = None, options.plot
     gained = points[0].times(OVERLAPPED, SERIAL)

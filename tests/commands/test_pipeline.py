@@ -10,6 +10,7 @@ import pytest
 
 from tests.embedded.tiny import open_store, write_tiny_model
 from tinkercloud import cli
+from tinkercloud.commands.pipeline import namespace
 from tinkercloud.commands.pipeline.delay_relay import DelayRelay
 from tinkercloud.commands.pipeline.measure import (
     COLUMNS,
@@ -90,7 +91,7 @@ def test_all_contenders_sample_the_same_and_a_trace_shows_both_sides(tmp_path: P
     version = Version("v", base, base.weights, None, 1.0)
     scale = Scale(tokens=24, repeats=1, round_trips_ms=(4,))
     lines: list[str] = []
-    bench = PipelineBench(version, lambda _: [1, 2, 3], 1, scale)
+    bench = PipelineBench(version, lambda _: [1, 2, 3], 1, scale, tmp_path)
     points = bench.points(lines.append)
     assert len(lines) == len(points) == 2
     for point in points:
@@ -107,6 +108,20 @@ def test_all_contenders_sample_the_same_and_a_trace_shows_both_sides(tmp_path: P
     assert {e["name"] for e in events if e["ph"] == "X"} >= {
         "verify", "wait for drafts", "draft", "prepare",
     }  # fmt: skip
+
+
+@pytest.mark.skipif(bool(namespace.missing()), reason=f"no namespaces: {namespace.missing()}")
+@pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
+def test_samples_are_the_same_over_a_lossy_link_to_a_network_namespace(tmp_path: Path) -> None:
+    base = open_store(write_tiny_model(tmp_path / "tiny")).base("tiny")
+    version = Version("v", base, base.weights, None, 1.0)
+    scale = Scale(tokens=16, repeats=1, round_trips_ms=(), loss=0.05)
+    bench = PipelineBench(version, lambda _: [1, 2, 3], 1, scale, tmp_path)
+    bench.pass_s = 0.01
+    (point,) = bench.points(lambda _: None)
+    rounds = [s for s in point.kept[SERIAL].lanes["target"] if s.name == "wait for drafts"]
+    round_trip_s = point.round_trip_ms / 1e3
+    assert rounds[0].end_s - rounds[0].start_s >= round_trip_s == pytest.approx(0.003)
 
 
 def test_what_cannot_be_measured_is_said(

@@ -37,6 +37,11 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
         "--round-trips-ms", type=_numbers, metavar="MS,MS", help="[0,2,5,10,20,50,100,200]"
     )
     parser.add_argument(
+        "--loss-percent", type=_share, metavar="PERCENT",
+        help="of packets, with the worker in a network namespace behind a link of each round trip "
+        "(Linux, root); else relays delay what TCP carries",
+    )  # fmt: skip
+    parser.add_argument(
         "--trace", type=Path, help="write here what both sides did when (chrome://tracing)"
     )
     parser.add_argument("--json", action="store_true", help="for programs")
@@ -60,11 +65,17 @@ def _speculation(arguments: Arguments) -> int:
     return 0
 
 
+def _share(text: str) -> float:
+    if not 0 <= float(text) < 100:
+        raise ValueError
+    return float(text) / 100
+
+
 def _pipeline(arguments: Arguments) -> int:
     from tinkercloud.commands.bench import aligned
     from tinkercloud.commands.pipeline import measure
 
-    scale = measure.Scale(arguments["tokens"], arguments["repeats"])
+    scale = measure.Scale(arguments["tokens"], arguments["repeats"], loss=arguments["loss_percent"])
     if arguments["round_trips_ms"] is not None:
         scale = replace(scale, round_trips_ms=arguments["round_trips_ms"])
     points = measure.measured(with_models(config_of(arguments)), scale, say_progress)

@@ -4,6 +4,8 @@ of a worker behind a delay, serially and overlapped.
 Every run's tokens and log-probabilities are compared before a speed is reported.
 """
 
+import secrets
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ from tinkercloud.commands.bench import (
     require_equal,
     run_timed,
 )
+from tinkercloud.commands.pipeline import namespace
 from tinkercloud.commands.pipeline.scripted_drafter import Script, ScriptedDrafter
 from tinkercloud.commands.pipeline.spans import Span, within, write_trace
 from tinkercloud.commands.pipeline.worker_process import (
@@ -63,11 +66,13 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Scale:
-    """One more round trip, that of ROUND_TRIP passes, is the first that is measured."""
+    """One more round trip, that of ROUND_TRIP passes, is the first that is measured. loss: as `Job`
+    has it."""
 
     tokens: int = 96
     repeats: int = 3
     round_trips_ms: tuple[float, ...] = (0, 2, 5, 10, 20, 50, 100, 200)
+    loss: float | None = None
 
 
 @dataclass
@@ -110,12 +115,17 @@ def measured(config: Config, scale: Scale, say: Callable[[str], None]) -> list[P
     """For the first model of the settings. say: gets a line for each point. Raises ConfigError."""
     if scale.tokens < 2 or scale.repeats < 1:
         raise ConfigError("--tokens must be at least 2 and --repeats at least 1")
+    if scale.loss is not None and (reason := namespace.missing()):
+        raise ConfigError(f"--loss-percent needs a network namespace: {reason}")
     num_threads = config.engine.threads or threads_beside_worker()
     set_up_torch(num_threads)
     version, tokenizer = open_target(config)
     freeze_garbage_collector()  # as the engine's process does
-    bench = PipelineBench(version, lambda text: tokenizer.encode(text).ids, num_threads, scale)
-    return bench.points(say)
+    with tempfile.TemporaryDirectory() as scratch:
+        bench = PipelineBench(
+            version, lambda text: tokenizer.encode(text).ids, num_threads, scale, Path(scratch)
+        )
+        return bench.points(say)
 
 
 def write_spans(point: Point, path: Path) -> None:
@@ -151,12 +161,15 @@ class TimedDrafter(Drafter):
 
 
 class PipelineBench:
-    """encode: the prompt's tokens."""
+    """encode: the prompt's tokens. scratch: a folder, for the key of the workers."""
 
     def __init__(
-        self, version: Version, encode: Callable[[str], list[int]], num_threads: int, scale: Scale
-    ):
+        self, version: Version, encode: Callable[[str], list[int]], num_threads: int, scale: Scale,
+        scratch: Path,
+    ):  # fmt: skip
         self._version, self._scale, self._num_threads = version, scale, num_threads
+        self._key_file = scratch / "worker.key"
+        self._key_file.write_text(secrets.token_urlsafe(32), encoding="ascii")
         self._prompt = encode(PROSE)
         self._workload = self._sample(scale.tokens)
         self._expected: list[SampleOutput] = []
@@ -168,10 +181,16 @@ class PipelineBench:
         round_trips_ms = (1e3 * ROUND_TRIP * self.pass_s, *self._scale.round_trips_ms)
         sample = self._expected[0].sequences[0].tokens.tolist()
         script = Script([*self._prompt, *sample], ACCEPTED, SECOND, COST * self.pass_s)
+        if self._scale.loss is None:
+            return self._points(Job(script, round_trips_ms, str(self._key_file)), say)
+        jobs = (Job(script, (ms,), str(self._key_file), self._scale.loss) for ms in round_trips_ms)
+        return [point for job in jobs for point in self._points(job, say)]
+
+    def _points(self, job: Job, say: Callable[[str], None]) -> list[Point]:
         points = []
-        with worker_process(Job(script, round_trips_ms)) as worker:
-            for place, ms in enumerate(round_trips_ms):
-                kept = self._kept(script, worker, place)
+        with worker_process(job) as worker:
+            for place, ms in enumerate(job.round_trips_ms):
+                kept = self._kept(job.script, worker, place)
                 points.append(Point(ms, self.pass_s, self._scale.tokens, kept))
                 times = ", ".join(f"{name} {points[-1].times(name):.2f}" for name in CONTENDERS[1:])
                 say(f"{ms:.1f} ms: times plain: {times}")
@@ -187,18 +206,18 @@ class PipelineBench:
         for _ in range(self._scale.repeats):  # alternating, so that a slow minute slows all
             for name in CONTENDERS:
                 port = worker.ports[name][place] if name in worker.ports else 0
-                run = self._run(self._drafter(name, script, port))
+                run = self._run(self._drafter(name, script, Address(worker.host, port)))
                 kept[name] = min(kept.get(name, run), run, key=lambda run: run.seconds)
         return kept
 
-    def _drafter(self, name: str, script: Script, port: int) -> Drafter | None:
+    def _drafter(self, name: str, script: Script, address: Address) -> Drafter | None:
         if name == PLAIN:
             return None
         if name == LOCAL:
             return ScriptedDrafter(script)
         base = self._version.base
         target = Target(base.name, b"", base.config.vocab_size)
-        link = GrpcLink(Address("127.0.0.1", port), ClientSecurity(), target)
+        link = GrpcLink(address, ClientSecurity(self._key_file), target)
         drafter = RemoteDrafter([link], WAIT_S)
         deadline = time.monotonic() + CONNECT_S
         while not drafter.is_connected:

@@ -10,22 +10,30 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
+from tinkercloud.commands.pipeline import namespace
 from tinkercloud.commands.pipeline.delay_relay import DelayRelay
 from tinkercloud.commands.pipeline.scripted_drafter import Script, ScriptedDrafter
 from tinkercloud.commands.pipeline.spans import Span
-from tinkercloud.speculative.remote.connection import Address, ServerSecurity
+from tinkercloud.errors import ConfigError
+from tinkercloud.speculative.remote.connection import Address, ServerSecurity, read_key
 from tinkercloud.speculative.remote.service import DraftServer
 from tinkercloud.speculative.remote.worker import DraftWorker, WorkerLimits
 
 SERIAL, OVERLAPPED = "serial", "overlapped"
-LOCALHOST = Address("127.0.0.1", 0)
 
 
 @dataclass(frozen=True)
 class Job:
+    """key_file: with the key that the workers ask for. loss: None where relays delay; else the
+    share of packets that are lost on the way to a network namespace and back, behind a link of the
+    one round trip."""
+
     script: Script
     round_trips_ms: Sequence[float]
+    key_file: str
+    loss: float | None = None
 
 
 @dataclass
@@ -33,6 +41,7 @@ class WorkerProcess:
     """ports: of each kind of worker, in the order of the round trips. spans: of each kind, when the
     process has ended."""
 
+    host: str
     ports: Mapping[str, Sequence[int]]
     spans: dict[str, list[Span]] = field(default_factory=dict)
 
@@ -45,7 +54,10 @@ def worker_process(job: Job) -> Iterator[WorkerProcess]:
     ) as process:
         assert process.stdin is not None and process.stdout is not None
         print(json.dumps(asdict(job)), file=process.stdin, flush=True)
-        worker = WorkerProcess(json.loads(process.stdout.readline()))
+        line = process.stdout.readline()
+        if not line:
+            raise ConfigError("the draft worker's process has ended, see above")
+        worker = WorkerProcess(**json.loads(line))
         yield worker
         process.stdin.close()
         said = json.loads(process.stdout.readline())
@@ -54,15 +66,22 @@ def worker_process(job: Job) -> Iterator[WorkerProcess]:
 
 def main() -> None:
     job = json.loads(sys.stdin.readline())
-    script = Script(**job["script"])
+    script, loss = Script(**job["script"]), job["loss"]
+    host, round_trips_ms = "127.0.0.1", job["round_trips_ms"]
+    if loss is not None:
+        (ms,) = round_trips_ms
+        host = namespace.enter(ms / 2000, loss)
+    security = ServerSecurity(read_key(Path(job["key_file"])))
     drafters = {kind: ScriptedDrafter(script) for kind in (SERIAL, OVERLAPPED)}
     servers, ports = [], {}
     for kind, drafter in drafters.items():
         limits = WorkerLimits() if kind == OVERLAPPED else WorkerLimits(num_outcomes=0)
         worker = DraftWorker(lambda _, drafter=drafter: drafter, limits)
-        servers.append(DraftServer.start(worker, LOCALHOST, ServerSecurity()))
-        ports[kind] = [DelayRelay(servers[-1].port, ms / 2000).port for ms in job["round_trips_ms"]]
-    sys.stdout.write(json.dumps(ports) + "\n")
+        servers.append(DraftServer.start(worker, Address(host, 0), security))
+        port = servers[-1].port
+        relayed = [] if loss is not None else round_trips_ms
+        ports[kind] = [DelayRelay(port, ms / 2000).port for ms in relayed] or [port]
+    sys.stdout.write(json.dumps({"host": host, "ports": ports}) + "\n")
     sys.stdout.flush()
     sys.stdin.read()
     for server in servers:
