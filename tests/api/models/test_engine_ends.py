@@ -13,6 +13,7 @@ from tests.api.models.test_recovery import ADAM, goes_on, save, train
 from tinkercloud.backends.fake import FakeBackend
 from tinkercloud.config import Config
 from tinkercloud.core.types import (
+    FromCheckpoint,
     LoraSpec,
     OnTokens,
     SampleOutput,
@@ -20,6 +21,7 @@ from tinkercloud.core.types import (
     StateCost,
     TrainBatch,
     TrainOutput,
+    WeightsSource,
 )
 from tinkercloud.errors import EngineDied
 from tinkercloud.services.models import snapshots
@@ -152,6 +154,38 @@ async def test_weights_that_go_to_the_disk_before_their_samples_find_them_are_sa
 
         monkeypatch.setattr(api.services.recovery, "ensure", slowly)
         assert await drawn(api, sampler, 1) == expected
+
+
+class WrittenAnewMeanwhile(Mortal):
+    """As it reads a version the first time, these files have just been written anew elsewhere, and
+    have gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.api: Api | None = None
+
+    async def publish(self, source: WeightsSource) -> str:
+        if isinstance(source, FromCheckpoint) and self.api is not None:
+            database, self.api = self.api.services.database, None
+            newer = source.directory.with_name("version-newer")
+            source.directory.rename(newer)
+            place = f"recovery/{newer.parent.name}/{newer.name}"
+            await database.write("UPDATE kept_versions SET directory = ?", place)
+        return await super().publish(source)
+
+
+async def test_weights_that_are_written_anew_while_they_are_read_are_sampled(
+    tmp_path: Path,
+) -> None:
+    backend = WrittenAnewMeanwhile()
+    async with serving(tmp_path, backend=backend) as api:
+        model_id = await api.model()
+        sampler = await published(api, model_id, await train(api, model_id, 1))
+        expected = await drawn(api, sampler, 0)
+        await api.services.idle.put_unused_away(0.0)
+        backend.api = api
+        assert await drawn(api, sampler, 1) == expected
+    assert backend.api is None
 
 
 class MortalInDeletions(Mortal):

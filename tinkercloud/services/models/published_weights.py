@@ -9,12 +9,16 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TypeVar
 
+from tinkercloud.errors import TinkercloudError
 from tinkercloud.services.models.recovery_files import RecoveryFiles
 from tinkercloud.services.models.version_store import VersionStore
 from tinkercloud.storage.journal import JournalStorage
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 SPARED_S = 600.0
@@ -37,11 +41,32 @@ class PublishedWeights:
     async def find(self, user: str, version_key: str) -> Path | None:
         """The folder of a checkpoint with the weights of a published version, to be used now."""
         directory = await self._journal.version_directory(user, version_key)
-        if directory is None:
-            return None
-        folder = self._files.data_dir / directory
-        await asyncio.to_thread(_touch, folder)
-        return folder
+        while directory is not None:
+            folder = self._files.data_dir / directory
+            try:
+                await asyncio.to_thread(_touch, folder)
+            except FileNotFoundError:
+                looked_at = directory
+                directory = await self._journal.version_directory(user, version_key)
+                if directory == looked_at:
+                    raise
+            else:
+                return folder
+        return None
+
+    async def read(
+        self, user: str, version_key: str, folder: Path, read: Callable[[Path], Awaitable[T]]
+    ) -> T:
+        """What `read` makes of the folder, as `find` gave it. Where the version has been written
+        anew since, the older files are gone, and the newer ones are read."""
+        while True:
+            try:
+                return await read(folder)
+            except (OSError, TinkercloudError):
+                newer = await self.find(user, version_key)
+                if newer is None or newer == folder:
+                    raise
+                folder = newer
 
     async def keep_within(self) -> None:
         """What is in the backend's memory stays: it was used a short while ago."""

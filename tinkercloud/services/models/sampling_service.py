@@ -419,7 +419,10 @@ class SamplingService:
             directory = await self._published.find(sampler.user, key)
             if directory is None:
                 raise VersionLost(sampler.sampler_id)
-        version = await self._backend.publish(FromCheckpoint(base_model, directory))
+        version = await self._published.read(
+            *(sampler.user, key, directory),
+            lambda place: self._backend.publish(FromCheckpoint(base_model, place)),
+        )
         self._on_policy.loaded(key, version)
         return version
 
