@@ -25,6 +25,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(docs_site, "SITE", folder)
     (mount,) = docs_site.router.routes
     monkeypatch.setattr(mount.app, "all_directories", [folder])  # type: ignore[attr-defined]
+    monkeypatch.setattr(mount.app, "config_checked", False)  # type: ignore[attr-defined]
     return folder
 
 
@@ -66,12 +67,17 @@ async def test_what_lies_beside_it_is_not_shown(api: Api, site: Path, path: str)
     assert "not of the site" not in answered.text
 
 
-async def test_where_it_is_not_built_the_answer_says_what_builds_it(api: Api, site: Path) -> None:
-    (site / "index.html").unlink()
+async def test_where_it_is_not_built_the_answer_says_what_builds_it(
+    api: Api, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(docs_site, "SITE", tmp_path / "nothing")
     async with browser(api) as client:
-        answered = await client.get("/docs-site/")
-    assert answered.status_code == 404
-    assert "make docs" in answered.json()["detail"]
+        for path in ("/docs-site/", "/docs-site/docs/quickstart.html"):
+            answered = await client.get(path)
+            assert answered.status_code == 404
+            assert "make docs" in answered.json()["detail"]
+        monkeypatch.setattr(docs_site, "SITE", site)
+        assert (await client.get("/docs-site/")).status_code == 200
 
 
 async def test_nothing_else_is_open_for_it(api: Api, site: Path) -> None:

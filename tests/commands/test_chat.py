@@ -54,6 +54,16 @@ def test_a_text_is_continued_and_its_numbers_are_beside_it(server: serving.Serve
     assert again.stderr == ""
 
 
+def test_who_gives_no_key_is_told_how(
+    server: serving.Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TINKER_API_KEY", raising=False)
+    for more in ((), ("--model", MODEL)):
+        assert main(["generate", "Hello", "--url", server.base_url, *more]) == 1
+        error = capsys.readouterr().err
+        assert error.strip().endswith("give an API key by TINKER_API_KEY or --key")
+
+
 def test_a_message_is_answered_where_a_text_would_be_continued(server: serving.Server) -> None:
     answered = tinkercloud(server, "generate", "Hello", "--chat", *SHORT)
     continued = tinkercloud(server, "generate", "Hello", *SHORT)

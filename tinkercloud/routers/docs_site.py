@@ -39,10 +39,10 @@ def has_pages() -> bool:
 class DocsSite(StaticFiles):
     """The files of `SITE`, which may not be there yet."""
 
-    async def get_response(self, path: str, scope: Scope) -> Response:
+    async def check_config(self) -> None:
+        """Before the first answer, until it has passed once. Raises NotFound."""
         if not has_pages():
-            raise NotFound("the documentation is not built here; `make docs` in a checkout does")
-        return await super().get_response(path, scope)
+            raise NotFound("the documentation is not built here: `make docs` builds it")
 
     def file_response(
         self,

@@ -71,7 +71,7 @@ class Door:
         # The environment's proxies are for elsewhere. Answers may take as long as they like.
         self.http = httpx.Client(
             base_url=self.url,
-            headers={"X-API-Key": self.key, "Authorization": f"Bearer {self.key}"},
+            headers=_credentials(self.key),
             trust_env=False,
             timeout=httpx.Timeout(30.0, read=None),
         )
@@ -100,8 +100,13 @@ class Door:
         except httpx.HTTPError as error:
             raise UserError(f"{self.url}: {error or type(error).__name__}") from error
         if response.is_error:
-            raise UserError(f"{self.url}: {_reason(response)}")
+            raise self._refusal(response)
         return response.json()
+
+    def _refusal(self, response: "httpx.Response") -> UserError:
+        missing = response.status_code == 401 and not self.key
+        reason = "give an API key by TINKER_API_KEY or --key" if missing else _reason(response)
+        return UserError(f"{self.url}: {reason}")
 
     def stream(self, path: str, body: Mapping[str, Any], answer: Answer) -> Iterator[str]:
         """The text in the pieces that come; `answer` is filled meanwhile."""
@@ -113,7 +118,7 @@ class Door:
             with self.http.stream("POST", f"/oai/api/v1/{path}", json=whole) as response:
                 if response.is_error:
                     response.read()
-                    raise UserError(f"{self.url}: {_reason(response)}")
+                    raise self._refusal(response)
                 for event in _events(response.iter_lines()):
                     piece = _piece(event, answer)
                     answer.all_s = time.monotonic() - start
@@ -143,6 +148,11 @@ def chosen_model(door: Door, named: str | None) -> str:
 def shown(text: str) -> str:
     """For a terminal: control characters but line ends and tabs are replaced."""
     return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def _credentials(key: str) -> dict[str, str]:
+    """Headers; none without a key, which a server may do without (`--no-auth`)."""
+    return {"X-API-Key": key, "Authorization": f"Bearer {key}"} if key else {}
 
 
 def _events(lines: Iterator[str]) -> Iterator[Mapping[str, Any]]:
