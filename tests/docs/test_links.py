@@ -1,10 +1,13 @@
-"""Links between the pages lead to files and headings that exist."""
+"""Links between the pages lead to files and headings that exist; the site's menu has every page."""
 
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
 
+from docs.build_site import CONFIG
 from tests.docs.pages import Page, pages
 from tests.serving import ROOT
 
@@ -39,6 +42,20 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
         linked = ((page.path.parent / target).resolve() for target in targets)
         ahead += [path for path in linked if path.suffix == ".md"]
     assert {page.path for page in PAGES} - reached == set()
+
+
+def in_the_menu(nodes: list[dict[str, object]]) -> Iterator[str]:
+    for node in nodes:
+        for value in node.values():
+            yield from in_the_menu(value) if isinstance(value, list) else [str(value)]
+
+
+def test_every_page_is_in_the_menu_of_the_site_once() -> None:
+    listed = list(in_the_menu(tomllib.loads(CONFIG.read_text(encoding="utf-8"))["project"]["nav"]))
+    names = {page.name for page in PAGES}
+    assert names - set(listed) == set(), "to be put into the menu of docs/zensical.toml"
+    assert set(listed) - names == set()
+    assert len(listed) == len(set(listed))
 
 
 @pytest.mark.parametrize(
