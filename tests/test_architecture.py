@@ -26,6 +26,7 @@ RULES = {
     "errors": "",
     "config": "errors",
     "fetch": "config errors",
+    "event_stream": "errors",
     "http_connections": "",
     "logs": "",
     "core.types": "",
@@ -65,10 +66,11 @@ RULES = {
     "services": "backends.base config core errors services.accounts services.captures "
     "services.chats services.checkpoints services.common services.models services.observability "
     "storage",
-    "routers": "anthropic_api captures chat errors logs openai_api services services.accounts "
-    "services.captures services.chats services.checkpoints services.common services.models "
-    "storage tinker_gmi tinker_gmi.bodies",
+    "routers": "anthropic_api captures chat errors event_stream logs openai_api services "
+    "services.accounts services.captures services.chats services.checkpoints services.common "
+    "services.models storage tinker_gmi tinker_gmi.bodies",
     "pool": "config errors weights",
+    "proxy": "chat core.types errors event_stream openai_api speculative.drafters",
     # speculative decoding, without an engine
     "speculative": "",
     "speculative.drafters": "core.types errors speculative",
@@ -121,10 +123,10 @@ THIRD_PARTY = {
         "chat cluster commands embedded weights",
     ),
     "jinja2": "chat",
-    "prometheus_client": "commands services",
+    "prometheus_client": "commands proxy services",
     "llguidance": "grammar",
     **dict.fromkeys(("sqlite3", "aiosqlite"), "storage"),
-    **dict.fromkeys(("fastapi", "starlette"), "app routers server"),
+    **dict.fromkeys(("fastapi", "starlette"), "app event_stream proxy routers server"),
     "uvicorn": "http_connections server",
     "opentelemetry": "services",
     "rich": "commands",

@@ -18,7 +18,8 @@
     |   +-- GradientNotFinite, WeightsNotFinite  status 400: of an optim_step
     +-- ServerFault             status 503: ours; the request may be right
     |   +-- ModelStateLost, VersionLost, EngineDied, CapacityTimeout, TrainingRewound,
-    |       StorageFailed, StateCopyLost, StateDamaged
+    |       StorageFailed, StateCopyLost, StateDamaged, UpstreamUnreachable
+    +-- UpstreamRefused, UpstreamAnswerInvalid  status 502: what an upstream of the proxy answers
     +-- UnknownRequest          the engine process has no handler for a request: a defect
     +-- ConfigError             raised before the server listens; never reaches HTTP
 
@@ -301,6 +302,28 @@ class UnknownRequest(TinkercloudError):
 
     def __init__(self, name: str):
         super().__init__(f"the engine process has no handler for requests of type {name}")
+
+
+class UpstreamUnreachable(ServerFault):
+    """An upstream of the proxy does not answer, or may not be asked."""
+
+
+class UpstreamRefused(TinkercloudError):
+    """An upstream of the proxy answered with an error. answer_status, answer: what it said."""
+
+    status = 502
+
+    def __init__(self, upstream: str, answer_status: int, answer: bytes):
+        text = answer[:500].decode(errors="replace")
+        super().__init__(f"{upstream} answered {answer_status}: {text}")
+        self.answer_status = answer_status
+        self.answer = answer
+
+
+class UpstreamAnswerInvalid(TinkercloudError):
+    """An upstream of the proxy answered in another form than its kind has, or of other tokens."""
+
+    status = 502
 
 
 class ConfigError(TinkercloudError):

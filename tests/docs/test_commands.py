@@ -89,6 +89,11 @@ COVERED = {
         f"{DRAFT_WORKER}::test_a_worker_drafts_and_its_death_changes_no_sample",
         "it needs a model, and ends by Ctrl-C",
     ),
+    "tinkercloud proxy ": Elsewhere(
+        "tests/e2e/test_proxy.py"
+        "::test_answers_are_the_target_s_with_drafts_of_servers_and_of_the_text",
+        "it needs servers, and ends by Ctrl-C",
+    ),
     'python3 -c "import secrets': Elsewhere(
         f"{DRAFT_WORKER}::test_a_worker_drafts_and_its_death_changes_no_sample",
         "the test writes a key of its own",

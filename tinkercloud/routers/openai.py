@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request, Response
 
 from tinkercloud.chat.turn import TurnHooks
 from tinkercloud.errors import TinkercloudError
+from tinkercloud.event_stream import EventStream, server_sent, while_connected
 from tinkercloud.openai_api.bodies import ChatBody
 from tinkercloud.openai_api.chat_answers import ChatAnswers
 from tinkercloud.openai_api.models import model_json, models_json
@@ -15,7 +16,6 @@ from tinkercloud.openai_api.requests import AnswerForm, chat_form, chat_request
 from tinkercloud.routers.capture_hooks import HeaderHooksDep
 from tinkercloud.routers.deps import ServicesDep, UserDep, json_answer, large_json_answer
 from tinkercloud.routers.error_forms import OPENAI_API, error_answer
-from tinkercloud.routers.event_stream import EventStream, server_sent, while_connected
 from tinkercloud.routers.json_route import JsonRoute
 from tinkercloud.services.chats.chat_service import ChatRun
 from tinkercloud.services.container import Services

@@ -8,11 +8,11 @@ from fastapi import APIRouter, Request, Response
 
 from tinkercloud.chat.sample_parser import TextDelta
 from tinkercloud.errors import InvalidField, NotFound
+from tinkercloud.event_stream import EventStream, server_sent, while_connected
 from tinkercloud.openai_api.bodies import CompletionBody
 from tinkercloud.openai_api.completion_answers import CompletionAnswers, completion_choices
 from tinkercloud.openai_api.requests import AnswerForm, completion_form, completion_request
 from tinkercloud.routers.deps import ServicesDep, UserDep, json_answer, large_json_answer
-from tinkercloud.routers.event_stream import EventStream, server_sent, while_connected
 from tinkercloud.routers.json_route import JsonRoute
 from tinkercloud.routers.openai import DONE, failed
 from tinkercloud.services.chats.text_completion_service import CompletionRun

@@ -8,8 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from tinkercloud.event_stream import until_gone
 from tinkercloud.routers.body_budget import lease_of
-from tinkercloud.routers.event_stream import until_gone
 from tinkercloud.services.models.result_answer import ResultAnswer
 
 WHOLE_BYTES = 256 * 1024  # larger ones are sent in pieces of this size

@@ -2,10 +2,10 @@
 
 from fastapi import APIRouter, Request, Response
 
+from tinkercloud.event_stream import while_connected
 from tinkercloud.openai_api.bodies import VerifyBody
 from tinkercloud.openai_api.verification import drafted_prompt, verification_json
 from tinkercloud.routers.deps import ServicesDep, UserDep, json_answer
-from tinkercloud.routers.event_stream import while_connected
 from tinkercloud.routers.json_route import JsonRoute
 
 router = APIRouter(prefix="/oai/api/v1", route_class=JsonRoute)

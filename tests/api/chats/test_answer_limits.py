@@ -13,7 +13,7 @@ from tinkercloud.backends.fake import FakeBackend
 from tinkercloud.config import Config, ModelSource
 from tinkercloud.core.types import OnTokens, SampleOutput, SampleRequest
 from tinkercloud.errors import EngineDied
-from tinkercloud.routers import event_stream
+from tinkercloud import event_stream
 from tinkercloud.services.chats import request_slots
 
 MESSAGES = [{"role": "user", "content": "Hello"}]

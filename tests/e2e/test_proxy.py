@@ -1,0 +1,117 @@
+"""`tinkercloud proxy` before a server with its defaults and real weights, by OpenAI's client."""
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests import serving
+from tests.e2e.clients import MODEL
+from tests.serving import Server
+
+LIMIT_S = 60.0
+KEY = "the-proxy-s-key"
+LIST = "Write the numbers from 1 to 20, one on each line."
+GREEDY = {"temperature": 0, "max_tokens": 48}
+DRAWN = {"temperature": 0.8, "top_p": 0.95, "seed": 7, "max_tokens": 32}
+
+
+@contextmanager
+def proxy(folder: Path, *arguments: str) -> Iterator[tuple[str, Path]]:
+    """Its base URL and its log."""
+    log = folder / "proxy.log"
+    command = [sys.executable, "-m", "tinkercloud", "proxy", "--listen", "127.0.0.1:0"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, *arguments], stdout=output, stderr=subprocess.STDOUT, cwd=serving.ROOT
+        )
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        while (ready := re.search(r"^ready: (\S+)", log.read_text(), re.M)) is None:
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
+        yield ready[1], log
+    finally:
+        process.terminate()
+        process.wait(LIMIT_S)
+
+
+def chat(client: openai.OpenAI, **fields: Any) -> tuple[str | None, Any]:
+    """Text and usage."""
+    messages: Any = [{"role": "user", "content": LIST}]
+    answer = client.chat.completions.create(model=MODEL, messages=messages, **fields)
+    usage = answer.usage
+    assert usage is not None
+    return answer.choices[0].message.content, (usage.prompt_tokens, usage.completion_tokens)
+
+
+def streamed(client: openai.OpenAI, **fields: Any) -> str:
+    messages: Any = [{"role": "user", "content": LIST}]
+    chunks = client.chat.completions.create(model=MODEL, messages=messages, stream=True, **fields)
+    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+
+
+def test_answers_are_the_target_s_with_drafts_of_servers_and_of_the_text(
+    server: Server, smollm2_folder: Path, tmp_path: Path
+) -> None:
+    """A drafter that is not there changes nothing."""
+    target = f"{server.base_url}/oai/api/v1"
+    (tmp_path / "server.key").write_text(server.api_key)
+    (tmp_path / "proxy.key").write_text(KEY)
+    keys = [f"--{name}-key-file={tmp_path}/server.key" for name in ("target", "draft")]
+    drafts = [f"--draft={one}" for one in (target, "suffix", "http://127.0.0.1:9/v1")]
+    tokenizer = f"--tokenizer={smollm2_folder}"
+    flags = [*keys, *drafts, tokenizer, f"--target={target}", "--allow-private"]
+    with proxy(tmp_path, *flags, f"--key-file={tmp_path}/proxy.key") as (url, log):
+        alone = openai.OpenAI(base_url=target, api_key=server.api_key)
+        through = openai.OpenAI(base_url=url, api_key=KEY)
+        for fields in (GREEDY, DRAWN, GREEDY | {"stop": "7"}):
+            text, usage = chat(alone, **fields)
+            assert chat(through, **fields) == (text, usage)
+            assert streamed(through, **fields) == text
+        continued = {"model": MODEL, "prompt": "1, 2, 3, 4, 5, 6,"}
+        completions = [
+            client.completions.create(**continued, **GREEDY).choices[0].text
+            for client in (alone, through)
+        ]
+        assert completions[0] == completions[1]
+        status = httpx.get(
+            url.replace("/v1", "/status"), headers={"authorization": f"Bearer {KEY}"}
+        ).json()
+        with pytest.raises(openai.AuthenticationError):
+            chat(openai.OpenAI(base_url=url, api_key="another"), **GREEDY)
+    assert status["requests"]["speculated"] == 7
+    assert status["speculation"]["verified_by"] == "tinkercloud"
+    assert status["speculation"]["accepted"] > status["speculation"]["rounds"] / 2
+    by_name = {one["name"]: one for one in status["drafters"]}
+    assert by_name[target]["taken"] > 0
+    assert not by_name["http://127.0.0.1:9/v1"]["up"]
+    assert f"drafts from {target}, by tokens" in log.read_text()
+    assert KEY not in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (("--target", "http://127.0.0.1:9/v1"), "private address"),
+        (("--target", "http://127.0.0.1:9/v1", "--allow-private"), "target cannot be used"),
+        (("--target", "nowhere"), "base URL"),
+        (("--target", "http://a/v1", "--listen", "0.0.0.0:0"), "without a key"),
+        (("--target", "http://a/v1", "--key-file", "absent"), "cannot read the key"),
+    ],
+)
+def test_what_cannot_work_is_said_in_a_sentence(arguments: Sequence[str], what: str) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "tinkercloud", "proxy", "--listen", "127.0.0.1:0", *arguments],
+        cwd=serving.ROOT, capture_output=True, text=True, timeout=LIMIT_S,
+    )  # fmt: skip
+    assert run.returncode == 2, run.stderr
+    assert what in run.stderr

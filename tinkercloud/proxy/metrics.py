@@ -1,0 +1,91 @@
+"""What an operator sees of a proxy: its metrics, and its status."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.registry import Collector
+
+from tinkercloud.proxy.service import ProxyService
+
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+_TOKENS = "tinkercloud_proxy_tokens"
+
+
+class _ProxyCollector(Collector):
+    def __init__(self, service: ProxyService):
+        self._service = service
+
+    def collect(self) -> Iterator[Metric]:
+        counts = self._service.counts
+        requests = CounterMetricFamily(
+            "tinkercloud_proxy_requests", "begun, by how they are answered", labels=["way"]
+        )
+        requests.add_metric(["speculated"], counts.speculated)
+        requests.add_metric(["passed_on"], counts.passed_on.total())
+        yield requests
+        running = "requests underway"
+        yield GaugeMetricFamily("tinkercloud_proxy_running", running, value=counts.running)
+        if self._service.speculation is None:
+            return
+        speculator = self._service.speculation.speculator
+        tokens = CounterMetricFamily(_TOKENS, "drafted and sampled, by kind", labels=["kind"])
+        for kind in ("drafted", "accepted", "verified", "plain"):
+            tokens.add_metric([kind], getattr(speculator.counts, kind))
+        yield tokens
+        rounds = "drafts that were verified"
+        yield CounterMetricFamily(
+            "tinkercloud_proxy_rounds", rounds, value=speculator.counts.rounds
+        )
+        drafts = CounterMetricFamily(
+            "tinkercloud_proxy_drafts", "of each drafter", labels=["drafter", "outcome"]
+        )
+        for entry in speculator.drafters.entries:
+            drafts.add_metric([entry.source.name, "taken"], entry.num_taken)
+            drafts.add_metric([entry.source.name, "failed"], entry.num_failed)
+        yield drafts
+
+
+def exposition(service: ProxyService) -> bytes:
+    """In Prometheus' text format."""
+    registry = CollectorRegistry()
+    registry.register(_ProxyCollector(service))
+    return generate_latest(registry)
+
+
+def status_json(service: ProxyService) -> dict[str, Any]:
+    counts = service.counts
+    status: dict[str, Any] = {
+        "target": {"url": service.upstream.name, "model": service.target.model},
+        "requests": {
+            "running": counts.running,
+            "speculated": counts.speculated,
+            "passed_on": dict(counts.passed_on),
+        },
+    }
+    if service.speculation is None:
+        return status | {"speculation": None, "passes_on": service.passes_on}
+    speculator = service.speculation.speculator
+    made = speculator.counts
+    return status | {
+        "speculation": {
+            "verified_by": speculator.target.kind.name,
+            "rounds": made.rounds,
+            "drafted": made.drafted,
+            "accepted": made.accepted,
+            "acceptance": made.accepted / made.drafted if made.drafted else None,
+            "tokens_a_round": made.verified / made.rounds if made.rounds else None,
+            "plain": made.plain,
+        },
+        "drafters": [
+            {
+                "name": entry.source.name,
+                "up": not entry.down_until,
+                "taken": entry.num_taken,
+                "failed": entry.num_failed,
+            }
+            for entry in speculator.drafters.entries
+        ],
+    }

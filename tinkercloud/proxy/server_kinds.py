@@ -1,0 +1,245 @@
+"""The kinds of servers that the proxy can ask by tokens: their requests, and what answers say.
+
+A drafter samples; a target samples and verifies. One request verifies a round: our own server has
+an endpoint for it, of vLLM and SGLang prompt and draft are sent as a prompt whose log-probabilities
+are asked for, and one token is sampled after it. vLLM and SGLang take defaults of sampling from the
+model's generation_config.json, so every one that matters is sent.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tinkercloud.chat.requests import SamplingOptions
+from tinkercloud.errors import UpstreamAnswerInvalid
+from tinkercloud.proxy.answers import (
+    Json,
+    json_list,
+    json_object,
+    likeliest,
+    log_probability,
+    only,
+    token_id,
+    token_ids,
+)
+from tinkercloud.proxy.verification import Round, Sampled, ScoredToken, Scores, Verified
+
+TOP = 2
+"""With one alone a tie for the likeliest token would not be seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleForm:
+    """path: below the upstream's OpenAI base URL, or, with a slash, below its root."""
+
+    path: str
+    request: Callable[[Round], dict[str, Any]]
+    read: Callable[[Round, Json], Sampled]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreForm:
+    path: str
+    request: Callable[[Round], dict[str, Any]]
+    read: Callable[[Round, Json], Scores]
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyForm:
+    path: str
+    request: Callable[[Round], dict[str, Any]]
+    read: Callable[[Round, Json], Verified]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerKind:
+    """verify: how a target is asked. is_seeded: its sample is a function of its seed and of
+    positions, so that rounds of one seed are one sample."""
+
+    name: str
+    sample: SampleForm
+    verify: ScoreForm | VerifyForm
+    is_seeded: bool = False
+
+
+# ---- vLLM
+
+
+def _vllm_sampling(sampling: SamplingOptions) -> dict[str, Any]:
+    return {
+        "temperature": sampling.temperature,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        **({} if sampling.seed is None else {"seed": sampling.seed}),
+    }
+
+
+def _vllm_sample(asked: Round) -> dict[str, Any]:
+    return {
+        "prompt": asked.tokens,
+        "max_tokens": asked.num_tokens,
+        "return_token_ids": True,
+        **_vllm_sampling(asked.sampling),
+        **_bias(asked),
+    }
+
+
+def _bias(asked: Round) -> dict[str, Any]:
+    """Of an excluded token: its probability times exp(-100), the least that both servers take."""
+    return {} if asked.excluded is None else {"logit_bias": {str(asked.excluded): -100}}
+
+
+def _vllm_score(asked: Round) -> dict[str, Any]:
+    return {**_vllm_sample(asked), "prompt_logprobs": TOP}
+
+
+def _choice(answer: Json) -> Json:
+    return json_object(only(json_list(answer, "choices"), "choices"), "a choice")
+
+
+def _chosen_tokens(asked: Round, answer: Json) -> Sampled:
+    choice = _choice(answer)
+    tokens = token_ids(choice, "token_ids", asked.num_tokens)
+    return Sampled(tokens, choice.get("finish_reason") == "stop")
+
+
+def _vllm_scores(asked: Round, answer: Json) -> Scores:
+    rows = json_list(_choice(answer), "prompt_logprobs")
+    if len(rows) != len(asked.tokens):
+        raise UpstreamAnswerInvalid(f"{len(rows)} prompt_logprobs for {len(asked.tokens)} tokens")
+    drafted_rows = rows[len(asked.prompt) :]
+    scored = [_vllm_row(token, row) for token, row in zip(asked.drafted, drafted_rows, strict=True)]
+    return Scores(tuple(scored), _chosen_tokens(asked, answer))
+
+
+def _vllm_row(drafted: int, row: object) -> ScoredToken:
+    logprobs: dict[int, float] = {}
+    for token, entry in json_object(row, "a place of prompt_logprobs").items():
+        value = entry.get("logprob") if isinstance(entry, Mapping) else None
+        text = str(token)[:20]
+        is_number = text.isascii() and text.isdecimal()
+        logprobs[token_id(int(text) if is_number else None)] = log_probability(value)
+    if drafted not in logprobs:
+        raise UpstreamAnswerInvalid(f"prompt_logprobs do not have token {drafted} at its place")
+    return ScoredToken(logprobs[drafted], likeliest(logprobs))
+
+
+# ---- SGLang: /generate, which takes and gives tokens
+
+
+def _sglang_sample(asked: Round) -> dict[str, Any]:
+    sampling = asked.sampling
+    return {
+        "input_ids": asked.tokens,
+        "sampling_params": {
+            "temperature": sampling.temperature,
+            "max_new_tokens": asked.num_tokens,
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            **({} if sampling.seed is None else {"sampling_seed": sampling.seed}),
+            **_bias(asked),
+        },
+    }
+
+
+def _sglang_score(asked: Round) -> dict[str, Any]:
+    return {
+        **_sglang_sample(asked),
+        "return_logprob": True,
+        # Places before it may come from its cache; the one before the draft predicts its first.
+        "logprob_start_len": len(asked.prompt) - 1,
+        "top_logprobs_num": TOP,
+    }
+
+
+def _sglang_tokens(asked: Round, answer: Json) -> Sampled:
+    reason = json_object(answer.get("meta_info"), "meta_info").get("finish_reason")
+    tokens = token_ids(answer, "output_ids", asked.num_tokens)
+    return Sampled(tokens, isinstance(reason, Mapping) and reason.get("type") == "stop")
+
+
+def _sglang_scores(asked: Round, answer: Json) -> Scores:
+    meta = json_object(answer.get("meta_info"), "meta_info")
+    num_drafted = len(asked.drafted)
+    own, top = json_list(meta, "input_token_logprobs"), json_list(meta, "input_top_logprobs")
+    if min(len(own), len(top)) < num_drafted:
+        raise UpstreamAnswerInvalid(
+            f"{min(len(own), len(top))} scored places for {num_drafted} tokens"
+        )
+    own, top = own[len(own) - num_drafted :], top[len(top) - num_drafted :]
+    scored = [_sglang_place(*place) for place in zip(asked.drafted, own, top, strict=True)]
+    return Scores(tuple(scored), _sglang_tokens(asked, answer))
+
+
+def _sglang_place(drafted: int, own: object, top: object) -> ScoredToken:
+    token, logprob = _sglang_pair(own)
+    if token != drafted:
+        raise UpstreamAnswerInvalid(f"token {token} is scored in place of {drafted}")
+    if not isinstance(top, list) or not top:
+        raise UpstreamAnswerInvalid("input_top_logprobs has a place without tokens")
+    return ScoredToken(logprob, likeliest(dict([(token, logprob), *map(_sglang_pair, top)])))
+
+
+def _sglang_pair(entry: object) -> tuple[int, float]:
+    if not isinstance(entry, list) or len(entry) < 2:
+        raise UpstreamAnswerInvalid("a scored place is not a log-probability and a token")
+    return token_id(entry[1]), log_probability(entry[0])
+
+
+# ---- our own server
+
+
+def _own_fields(asked: Round) -> dict[str, Any]:
+    sampling = asked.sampling
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        **({} if sampling.seed is None else {"seed": sampling.seed}),
+    }
+
+
+def _own_sample(asked: Round) -> dict[str, Any]:
+    fields = {"prompt": asked.tokens, "max_tokens": asked.num_tokens, "return_token_ids": True}
+    return _own_fields(asked) | fields
+
+
+def _own_verify(asked: Round) -> dict[str, Any]:
+    return _own_fields(asked) | {"prompt": [*asked.prompt], "drafted": [*asked.drafted]}
+
+
+def _own_verified(asked: Round, answer: Json) -> Verified:
+    tokens = token_ids(answer, "tokens", len(asked.drafted) + 1)
+    if tokens[:-1] != asked.drafted[: len(tokens) - 1]:
+        raise UpstreamAnswerInvalid("the verified tokens do not begin with drafted ones")
+    logprobs = tuple(map(log_probability, json_list(answer, "logprobs")))
+    if len(logprobs) != len(tokens):
+        raise UpstreamAnswerInvalid(f"{len(logprobs)} log-probabilities for {len(tokens)} tokens")
+    is_drafted = tokens == asked.drafted[: len(tokens)]
+    num_accepted = len(tokens) if is_drafted else len(tokens) - 1
+    return Verified(tokens, num_accepted, answer.get("finish_reason") == "stop")
+
+
+SERVER_KINDS: Mapping[str, ServerKind] = {
+    "tinkercloud": ServerKind(
+        "tinkercloud",
+        SampleForm("completions", _own_sample, _chosen_tokens),
+        VerifyForm("verify", _own_verify, _own_verified),
+        is_seeded=True,
+    ),
+    "vllm": ServerKind(
+        "vllm",
+        SampleForm("completions", _vllm_sample, _chosen_tokens),
+        ScoreForm("completions", _vllm_score, _vllm_scores),
+    ),
+    "sglang": ServerKind(
+        "sglang",
+        SampleForm("/generate", _sglang_sample, _sglang_tokens),
+        ScoreForm("/generate", _sglang_score, _sglang_scores),
+    ),
+}

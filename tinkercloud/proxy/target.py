@@ -1,0 +1,78 @@
+"""The target: the server whose samples the proxy's are."""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+from tinkercloud.chat.requests import SamplingOptions
+from tinkercloud.errors import UpstreamAnswerInvalid
+from tinkercloud.proxy.server_kinds import ServerKind, VerifyForm
+from tinkercloud.proxy.upstream import Upstream
+from tinkercloud.proxy.verification import (
+    Round,
+    Sampled,
+    Verified,
+    verify_by_chance,
+    verify_greedily,
+)
+
+MAX_REDRAWS = 1000
+MAX_SEED = 2**31
+
+
+class Target:
+    """is_text: of a token, whether it has text and cannot end a sample."""
+
+    def __init__(self, upstream: Upstream, kind: ServerKind, is_text: Callable[[int], bool]):
+        self.upstream = upstream
+        self.kind = kind
+        self.is_text = is_text
+
+    def takes(self, sampling: SamplingOptions) -> bool:
+        """Whether samples with these options can be verified. What other servers than ours report
+        are log-probabilities at temperature 1 and of the whole vocabulary."""
+        if self.kind.is_seeded or sampling.temperature == 0:
+            return True
+        whole = sampling.top_p == 1 and sampling.top_k <= 0 and sampling.min_p == 0
+        return whole and sampling.temperature == 1
+
+    async def sample(self, asked: Round, coins: random.Random) -> Sampled:
+        form = self.kind.sample
+        asked = replace(asked, sampling=self._seeded(asked.sampling, coins))
+        return form.read(asked, await self.upstream.post(form.path, form.request(asked)))
+
+    async def verify(self, asked: Round, coins: random.Random) -> Verified:
+        """The accepted tokens, and one of the target's own."""
+        verified = await self._verify(asked, coins)
+        if verified.has_ended or len(verified.tokens) > verified.num_accepted:
+            return verified
+        own = await self._own(asked, verified, coins)
+        return replace(verified, tokens=(*verified.tokens, *own.tokens), has_ended=own.has_ended)
+
+    async def _verify(self, asked: Round, coins: random.Random) -> Verified:
+        form, sampling = self.kind.verify, asked.sampling
+        if isinstance(form, VerifyForm):
+            return form.read(asked, await self.upstream.post(form.path, form.request(asked)))
+        asked = replace(asked, sampling=self._seeded(sampling, coins))
+        scores = form.read(asked, await self.upstream.post(form.path, form.request(asked)))
+        if sampling.temperature == 0:
+            return verify_greedily(asked.drafted, scores, self.is_text)
+        return verify_by_chance(asked.drafted, scores, coins)
+
+    async def _own(self, asked: Round, verified: Verified, coins: random.Random) -> Sampled:
+        prompt = (*asked.prompt, *verified.tokens)
+        asked = Round(prompt, (), asked.sampling, excluded=verified.rejected)
+        for _ in range(MAX_REDRAWS):
+            own = await self.sample(asked, coins)
+            if own.tokens[0] != verified.rejected:
+                return own
+        raise UpstreamAnswerInvalid(
+            f"{self.upstream.name} drew token {verified.rejected} {MAX_REDRAWS} times, which was "
+            "to be left out"
+        )
+
+    def _seeded(self, sampling: SamplingOptions, coins: random.Random) -> SamplingOptions:
+        """A seed of each request's own where noise does not depend on the place."""
+        if self.kind.is_seeded or sampling.seed is None or sampling.temperature == 0:
+            return sampling
+        return replace(sampling, seed=coins.randrange(MAX_SEED))
