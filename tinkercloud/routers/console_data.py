@@ -7,6 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request, Response
 
 from tinkercloud.errors import TinkercloudError
+from tinkercloud.event_stream import EventStream, server_sent
 from tinkercloud.openai_api.bodies import ChatBody
 from tinkercloud.routers.console_cookie import CHAT_PATH
 from tinkercloud.routers.console_page import renew_cookie
@@ -19,7 +20,6 @@ from tinkercloud.routers.deps import (
     UserDep,
     json_answer,
 )
-from tinkercloud.routers.event_stream import EventStream, server_sent
 from tinkercloud.routers.json_route import JsonRoute
 from tinkercloud.routers.openai import answer_chat
 from tinkercloud.services.container import Services

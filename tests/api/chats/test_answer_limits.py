@@ -9,11 +9,11 @@ import pytest
 
 from tests.api.harness import Api, serving
 from tests.chat.model_folder import write_model_folder
+from tinkercloud import event_stream
 from tinkercloud.backends.fake import FakeBackend
 from tinkercloud.config import Config, ModelSource
 from tinkercloud.core.types import OnTokens, SampleOutput, SampleRequest
 from tinkercloud.errors import EngineDied
-from tinkercloud import event_stream
 from tinkercloud.services.chats import request_slots
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
