@@ -1,6 +1,7 @@
 """`tinkercloud proxy`: OpenAI's API over drafters and a target that verifies their drafts."""
 
 import argparse
+import logging
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -70,6 +71,7 @@ def run(arguments: Arguments) -> int:
 
     config = config_of(arguments)
     logs.configure(config.log_level, config.log_format)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # else it logs every round
     address = parse_address(arguments["listen"])
     key_file: Path | None = arguments["key_file"]
     key = None if key_file is None else read_key(key_file)
