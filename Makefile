@@ -159,7 +159,7 @@ proto: ## regenerate the protobuf modules
 	.venv/protoc/bin/python -W ignore -m grpc_tools.protoc -I tinkercloud/wire \
 		--python_out=tinkercloud/wire --pyi_out=tinkercloud/wire tinkercloud/wire/tinker.proto
 	.venv/protoc/bin/python -W ignore -m grpc_tools.protoc -I . --python_out=. --pyi_out=. \
-		tinkercloud/speculative/remote/draft.proto
+		tinkercloud/speculative/remote/draft.proto tinkercloud/speculative/remote/target.proto
 
 clean: ## remove the environment, caches and data of this checkout
 	rm -rf .venv $(SGLANG) $(COOKBOOK) .venv-sdk-* tinkercloud/docs_site .tinkercloud .pytest_cache .ruff_cache build dist *.egg-info

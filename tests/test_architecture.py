@@ -79,6 +79,7 @@ RULES = {
     "speculative.learning": "errors speculative.drafters speculative.head",
     "speculative.observability": "errors speculative.draft_length",
     "speculative.remote": "core.types errors speculative.drafters",
+    "speculative.pipeline": "chat core.types errors speculative.drafters speculative.remote",
     # the embedded backend
     "embedded.model": "architectures config decoding embedded.native errors weights",
     "embedded.native": "architectures config decoding errors weights",

@@ -24,6 +24,7 @@ from tinkercloud.commands import (
     proxy,
     restore,
     serve,
+    target_worker,
     top,
 )
 from tinkercloud.commands.drafts import options as draft_options
@@ -45,6 +46,7 @@ COMMANDS = {
     "bench": ("measure on this machine", bench_options),
     "draft": ("drafts for speculative decoding: make, list, choose", draft_options),
     "draft-worker": ("drafts for engines on other machines", draft_worker),
+    "target-worker": ("a model that verifies drafts of other machines", target_worker),
     "pool": ("spare machines that serve one model with llama.cpp", pool_options),
     "proxy": ("OpenAI's API over drafters and a target that verifies", proxy),
     "import": ("make an adapter of PEFT a checkpoint of this server", import_options),

@@ -95,15 +95,19 @@ class TextModel:
 
     @classmethod
     def of(cls, served: ServedModel) -> "TextModel":
+        """As `of_folder`."""
+        return cls.of_folder(served.name, served.tokenizer_path)
+
+    @classmethod
+    def of_folder(cls, name: str, folder: Path | None) -> "TextModel":
         """Reads the folder: call it in a thread. Raises ConfigError for one that cannot be read."""
-        folder = served.tokenizer_path
         template = None if folder is None else ChatTemplate.of_folder(folder)
         source = "" if template is None else template.source
         # A template without tools gets them in Hermes' form (`tool_prompt`).
         shows_tools = template is not None and template.takes_tools
         tools = tool_format(source) if shows_tools else HERMES
         codec = _codec(folder, () if tools is None else tools.spoken)
-        return cls(served.name, codec, template, tools, reasoning_format(source))
+        return cls(name, codec, template, tools, reasoning_format(source))
 
     def rendered(self, conversation: Conversation) -> str:
         """The prompt's text. Raises InvalidRequest."""

@@ -1,13 +1,11 @@
 """`tinkercloud draft-worker`: drafts for engines on other machines."""
 
 import argparse
-import logging
-import signal
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tinkercloud import logs
+from tinkercloud.commands.listening import Listening, add_listening_options
 from tinkercloud.commands.options import Arguments, add_settings, config_of, say
 from tinkercloud.errors import ConfigError
 
@@ -18,12 +16,9 @@ if TYPE_CHECKING:
     from tinkercloud.speculative.remote.messages import Target
     from tinkercloud.speculative.remote.worker import DraftWorker
 
-logger = logging.getLogger(__name__)
-
 SETTINGS = ("data_dir", "dtype", "engine.threads", "log_level", "log_format")
 LISTEN = "127.0.0.1:8710"
 SUFFIX = "suffix"
-STATS_S = 60.0
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -34,10 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="a Hugging Face folder or GGUF file with its tokenizer; suffix: no model, drafts out "
         "of what samples were continued with before",
     )
-    parser.add_argument("--listen", default=LISTEN, metavar="HOST:PORT", help=f"[{LISTEN}]")
-    parser.add_argument("--key-file", type=Path, help="holds the key that engines have to send")
-    parser.add_argument("--tls-certificate", type=Path, help="PEM; with --tls-key: TLS")
-    parser.add_argument("--tls-key", type=Path, help="the certificate's private key, PEM")
+    add_listening_options(parser, LISTEN)
     parser.add_argument(
         "--samples", type=int, default=256, help="of all engines that are kept at a time [256]"
     )
@@ -55,41 +47,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: Arguments) -> int:
-    from tinkercloud.speculative.remote.connection import (
-        ServerSecurity,
-        parse_address,
-        read_key,
-    )
-    from tinkercloud.speculative.remote.service import DraftServer
+    from tinkercloud.speculative.remote.methods import DRAFT
 
     config = config_of(arguments)
     logs.configure(config.log_level, config.log_format)
-    address = parse_address(arguments["listen"])
-    key_file: Path | None = arguments["key_file"]
-    security = ServerSecurity(
-        None if key_file is None else read_key(key_file),
-        arguments["tls_certificate"],
-        arguments["tls_key"],
-    )
-    security.check(address)
+    listening = Listening.of(arguments)
     worker = _worker(config, arguments)
-    server = DraftServer.start(worker, address, security)
-    if not (address.is_loopback or security.is_encrypted):
-        logger.warning(
-            "texts and the key travel unencrypted: give --tls-certificate and --tls-key, or listen "
-            "on 127.0.0.1 behind a tunnel"
-        )
     say(f"drafting with {arguments['model']}")
-    say(f"ready: {address.host}:{server.port} (serve --speculate remote:HOST:{server.port})")
-    ended = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: ended.set())
-    before: dict[str, int] = {}
-    while not ended.wait(STATS_S):
-        if worker.stats() != before:
-            before = worker.stats()
-            logger.info("%s", ", ".join(f"{name} {n}" for name, n in before.items()))
-    server.stop()
+    listening.serve(worker, DRAFT, "serve --speculate remote:HOST:{port}")
     return 0
 
 

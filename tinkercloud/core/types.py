@@ -3,7 +3,7 @@
 Axes: N tokens of a datum, K alternative targets, P prompt tokens, S sampled tokens.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -276,6 +276,15 @@ class SampledSequence:
     logprobs: NDArray[np.float32]
     stop_reason: StopReason
     topk: Topk | None = None
+
+    def num_equal(self, drafted: Sequence[int]) -> int:
+        """How many of the drafted tokens it begins with."""
+        num = 0
+        for token, own in zip(drafted, self.tokens.tolist(), strict=False):
+            if token != own:
+                break
+            num += 1
+        return num
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,9 @@ from tinkercloud.speculative.remote.connection import (
     read_key,
 )
 from tinkercloud.speculative.remote.link import GrpcLink
-from tinkercloud.speculative.remote.messages import METHOD
+from tinkercloud.speculative.remote.methods import DRAFT
 from tinkercloud.speculative.remote.remote_drafter import RemoteDrafter
-from tinkercloud.speculative.remote.service import DraftServer
+from tinkercloud.speculative.remote.service import WorkerServer
 from tinkercloud.speculative.remote.worker import DraftWorker
 
 HERE = Address("127.0.0.1", 0)
@@ -46,13 +46,13 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., DraftServer]]:
-    servers: list[DraftServer] = []
+def start() -> Iterator[Callable[..., WorkerServer[DraftWorker]]]:
+    servers: list[WorkerServer[DraftWorker]] = []
 
     def start(
         worker: DraftWorker, address: Address = HERE, security: ServerSecurity | None = None
-    ) -> DraftServer:
-        server = DraftServer.start(worker, address, security or ServerSecurity())
+    ) -> WorkerServer[DraftWorker]:
+        server = WorkerServer.start(worker, DRAFT, address, security or ServerSecurity())
         servers.append(server)
         return server
 
@@ -76,7 +76,7 @@ def connect() -> Iterator[Callable[..., RemoteDrafter]]:
         remote.close()
 
 
-Start = Callable[..., DraftServer]
+Start = Callable[..., WorkerServer[DraftWorker]]
 Connect = Callable[..., RemoteDrafter]
 
 
@@ -167,7 +167,7 @@ def test_bytes_that_are_no_messages_end_that_call_alone(start: Start, connect: C
     remote = connect(port)
     until(lambda: remote.is_connected)
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-        call = channel.stream_stream(METHOD)(iter([b"\xff\xff\xff"]))
+        call = channel.stream_stream(DRAFT.path)(iter([b"\xff\xff\xff"]))
         with pytest.raises(grpc.RpcError):
             list(call)
     assert tokens_of(remote, begun(remote, [1, 2])) == (3, 4, 5)
@@ -175,7 +175,7 @@ def test_bytes_that_are_no_messages_end_that_call_alone(start: Start, connect: C
 
 def test_a_network_address_needs_a_key() -> None:
     with pytest.raises(ConfigError, match="without a key"):
-        DraftServer.start(worker_of(Counting), Address("0.0.0.0", 0), ServerSecurity())
+        WorkerServer.start(worker_of(Counting), DRAFT, Address("0.0.0.0", 0), ServerSecurity())
     with pytest.raises(ConfigError, match="go together"):
         ServerSecurity(KEY, Path("cert.pem")).check(HERE)
 
@@ -183,7 +183,7 @@ def test_a_network_address_needs_a_key() -> None:
 def test_a_port_that_is_taken_is_said(start: Start) -> None:
     port = start(worker_of(Counting)).port
     with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
-        DraftServer.start(worker_of(Counting), Address("127.0.0.1", port), ServerSecurity())
+        WorkerServer.start(worker_of(Counting), DRAFT, Address("127.0.0.1", port), ServerSecurity())
 
 
 @pytest.mark.parametrize("text", ["", "host", "host:", ":80", "host:x", "host:99999", "a:1,"])

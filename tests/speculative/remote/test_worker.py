@@ -14,8 +14,8 @@ from tinkercloud.speculative.remote import draft_pb2 as pb
 from tinkercloud.speculative.remote import messages
 from tinkercloud.speculative.remote.messages import PROTOCOL, Target
 from tinkercloud.speculative.remote.worker import (
-    Connection,
     DraftWorker,
+    EngineConnection,
     NeedsTokenizer,
     WorkerLimits,
 )
@@ -68,14 +68,16 @@ def delta(number: int, length: int, tokens: Sequence[int] = (), most: int = 3) -
     return pb.Delta(id=number, length=length, tokens=tokens, max_tokens=most)
 
 
-def say(worker: DraftWorker, connection: Connection, message: pb.ToWorker) -> list[pb.ToEngine]:
+def say(
+    worker: DraftWorker, connection: EngineConnection, message: pb.ToWorker
+) -> list[pb.ToEngine]:
     """The answers, without what is prepared afterwards."""
     worker.receive(connection, message)
     worker.step()
     return heard(connection)
 
 
-def heard(connection: Connection) -> list[pb.ToEngine]:
+def heard(connection: EngineConnection) -> list[pb.ToEngine]:
     messages = []
     while not connection.outgoing.empty():
         message = connection.outgoing.get()
@@ -85,13 +87,13 @@ def heard(connection: Connection) -> list[pb.ToEngine]:
 
 
 def tell(
-    worker: DraftWorker, connection: Connection, number: int = 1, **parts: object
+    worker: DraftWorker, connection: EngineConnection, number: int = 1, **parts: object
 ) -> pb.Drafts:
     (answer,) = say(worker, connection, pb.ToWorker(round=pb.Round(number=number, **parts)))
     return answer.drafts
 
 
-def welcome(worker: DraftWorker) -> Connection:
+def welcome(worker: DraftWorker) -> EngineConnection:
     connection = worker.open()
     (answer,) = say(worker, connection, TARGET.hello())
     assert answer.welcome.drafter == "counting"

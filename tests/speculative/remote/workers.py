@@ -8,7 +8,7 @@ from tinkercloud.speculative.drafters.drafter import Drafter
 from tinkercloud.speculative.remote import draft_pb2 as pb
 from tinkercloud.speculative.remote.link import LinkUser
 from tinkercloud.speculative.remote.messages import Target
-from tinkercloud.speculative.remote.worker import Connection, DraftWorker, WorkerLimits
+from tinkercloud.speculative.remote.worker import DraftWorker, EngineConnection, WorkerLimits
 
 TARGET = Target("tiny", b"", 260)
 
@@ -20,7 +20,7 @@ class LocalLink:
     def __init__(self, worker: DraftWorker, name: str = "local", target: Target = TARGET):
         self.name, self.worker, self._target = name, worker, target
         self._user: LinkUser | None = None
-        self._connection: Connection | None = None
+        self._connection: EngineConnection | None = None
         self.dropped: list[str] = []
 
     def start(self, user: LinkUser) -> None:

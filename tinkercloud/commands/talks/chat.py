@@ -10,16 +10,25 @@ from tinkercloud.commands.talks.door_client import (
     opened,
     sampling_fields,
 )
+from tinkercloud.commands.talks.pipeline_options import add_pipeline_options, orchestrator_of
 from tinkercloud.commands.talks.talk import Talk
+from tinkercloud.commands.talks.worker_talk import WorkerTalk
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_sampling_options(parser)
+    add_pipeline_options(parser)
     parser.add_argument("--system", help="what the model is told before the conversation")
     parser.set_defaults(run=run)
 
 
 def run(arguments: Arguments) -> int:
+    if arguments["target"] is not None:
+        with orchestrator_of(arguments) as pipeline, WorkerTalk.of(pipeline, arguments) as talk:
+            say(f"[{pipeline.model}; /help]")
+            while (line := _line()) and talk.heard(line):
+                pass
+        return 0
     with opened(arguments) as door:
         model = chosen_model(door, arguments["model"])
         talk = Talk(door, model, sampling_fields(arguments), arguments["system"])

@@ -13,6 +13,7 @@ from tinkercloud.commands.talks.door_client import (
     shown,
 )
 from tinkercloud.commands.talks.draft_counts import read_counts
+from tinkercloud.commands.talks.pipeline_options import add_pipeline_options, orchestrator_of
 from tinkercloud.commands.talks.talk import stats_line
 
 
@@ -21,11 +22,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chat", action="store_true", help="a message to answer, not to continue")
     parser.add_argument("--stats", action="store_true", help="tokens, speed and drafts, at the end")
     add_sampling_options(parser)
+    add_pipeline_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: Arguments) -> int:
     prompt = sys.stdin.read() if arguments["prompt"] == "-" else arguments["prompt"]
+    if arguments["target"] is not None:
+        _over_workers(arguments, prompt)
+        return 0
     with opened(arguments) as door:
         fields = sampling_fields(arguments)
         fields["model"] = chosen_model(door, arguments["model"])
@@ -36,12 +41,31 @@ def run(arguments: Arguments) -> int:
             path, fields["prompt"] = "completions", prompt
         before = read_counts(door) if arguments["stats"] else None
         answer = Answer()
-        raw = not sys.stdout.isatty()  # a file gets the text as it is
         for piece in door.stream(path, fields, answer):
-            sys.stdout.write(piece if raw else shown(piece))
-            sys.stdout.flush()
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+            _write(piece)
+        _write("\n")
         if arguments["stats"]:
             say_progress(stats_line(answer, before, read_counts(door)))
     return 0
+
+
+def _over_workers(arguments: Arguments, prompt: str) -> None:
+    with orchestrator_of(arguments) as pipeline:
+        try:
+            if arguments["chat"]:
+                with pipeline.chat_session() as session:
+                    session.generate(prompt, _write)
+            else:
+                pipeline.run_with_result_sync(prompt, _write)
+            _write("\n")
+            if arguments["stats"]:
+                say_progress(pipeline.results[-1].summary)
+        finally:
+            if arguments["telemetry"] is not None:
+                pipeline.export_telemetry(arguments["telemetry"])
+
+
+def _write(piece: str) -> None:
+    """A file gets the text as it is."""
+    sys.stdout.write(shown(piece) if sys.stdout.isatty() else piece)
+    sys.stdout.flush()

@@ -34,7 +34,7 @@ class VerifyService:
         with self._slots.held(user):
             drawn = await self._sampling.draw(sampler, asked)
         sequence = drawn.output.sequences[0]
-        num_accepted = _num_equal(request.drafted, sequence.tokens.tolist())
+        num_accepted = sequence.num_equal(request.drafted)
         # A backend may sample on where the draft was wrong.
         tokens = tuple(sequence.tokens[: num_accepted + 1].tolist())
         is_whole = len(tokens) == len(sequence.tokens)
@@ -46,10 +46,3 @@ class VerifyService:
             is_whole and sequence.stop_reason == "stop",
             usage,
         )
-
-
-def _num_equal(drafted: tuple[int, ...], tokens: list[int]) -> int:
-    num = 0
-    while num < min(len(drafted), len(tokens)) and drafted[num] == tokens[num]:
-        num += 1
-    return num

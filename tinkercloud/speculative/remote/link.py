@@ -10,7 +10,8 @@ import grpc
 
 from tinkercloud.speculative.remote import draft_pb2 as pb
 from tinkercloud.speculative.remote.connection import Address, ClientSecurity
-from tinkercloud.speculative.remote.messages import METHOD, Target
+from tinkercloud.speculative.remote.messages import Target
+from tinkercloud.speculative.remote.methods import DRAFT
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ class GrpcLink:
                 was_open = self._connect(user)
             except grpc.RpcError as error:
                 was_open = False
-                self._complain(_reason(error))
+                self._complain(reason_of(error))
             wait_s = FIRST_WAIT_S if was_open else min(2 * wait_s, LONGEST_WAIT_S)
             self._ending.wait(wait_s)
 
@@ -105,12 +106,8 @@ class GrpcLink:
         outgoing.put(self._target.hello())
         was_open = False
         with self._security.channel(self._address) as channel:
-            method = channel.stream_stream(
-                METHOD,
-                request_serializer=pb.ToWorker.SerializeToString,
-                response_deserializer=pb.ToEngine.FromString,
-            )
-            call = self._call = method(iter(outgoing.get, None), metadata=self._security.metadata())
+            metadata = self._security.metadata()
+            call = self._call = DRAFT.call(channel, iter(outgoing.get, None), metadata)
             try:
                 for message in call:
                     if message.HasField("drafts"):
@@ -127,7 +124,7 @@ class GrpcLink:
             except grpc.RpcError as error:
                 if not was_open:
                     raise
-                self._complain(_reason(error))
+                self._complain(reason_of(error))
             finally:
                 self._call = None
                 call.cancel()
@@ -144,7 +141,7 @@ class GrpcLink:
             logger.warning("no drafts from %s: %s; it is tried again", self.name, reason)
 
 
-def _reason(error: grpc.RpcError) -> str:
+def reason_of(error: grpc.RpcError) -> str:
     if isinstance(error, grpc.Call):
         return f"{error.code().name.lower()}: {error.details() or ''}".strip(": ")
     return str(error)

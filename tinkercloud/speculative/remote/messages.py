@@ -59,15 +59,11 @@ def tokenizer_of(hello: pb.Hello) -> str | None:
 
 
 def begin(stream: Stream, num_tokens: int) -> pb.Begin:
-    params = stream.params
     return pb.Begin(
         id=stream.id, group=repr(stream.group).encode(), version=stream.version,
         epoch=stream.epoch, tokens=stream.tokens[:num_tokens], num_prompt=stream.num_prompt,
         sample_index=stream.sample_index, salt=_salt(stream.salt),
-        params=pb.Params(
-            seed=params.seed, temperature=params.temperature, top_k=params.top_k,
-            top_p=params.top_p, min_p=params.min_p,
-        ),
+        params=wire_params(stream.params),
     )  # fmt: skip
 
 
@@ -78,19 +74,29 @@ def _salt(salt: str) -> bytes:
 
 def stream_of(message: pb.Begin, number: int, vocab_size: int) -> Stream:
     """number: the stream's id at the worker. Raises BadMessage."""
-    params = message.params
     if not 0 < message.num_prompt <= len(message.tokens):
         raise BadMessage(f"{message.num_prompt} of {len(message.tokens)} tokens are a prompt")
     check_tokens(message.tokens, vocab_size)
-    if not (params.temperature >= 0 and 0 < params.top_p <= 1 and 0 <= params.min_p <= 1):
-        raise BadMessage("sampling parameters are out of range")
-    drawn = SamplingParams(
-        max_tokens=None, seed=params.seed, temperature=params.temperature,
-        top_k=params.top_k if params.top_k > 0 else -1, top_p=params.top_p, min_p=params.min_p,
-    )  # fmt: skip
     return Stream(
         number, message.group, message.version, message.epoch, list(message.tokens),
-        message.num_prompt, drawn, message.sample_index, message.salt.hex(),
+        message.num_prompt, params_of(message.params), message.sample_index, message.salt.hex(),
+    )  # fmt: skip
+
+
+def wire_params(params: SamplingParams) -> pb.Params:
+    return pb.Params(
+        seed=params.seed, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p,
+        min_p=params.min_p,
+    )  # fmt: skip
+
+
+def params_of(params: pb.Params) -> SamplingParams:
+    """Raises BadMessage."""
+    if not (params.temperature >= 0 and 0 < params.top_p <= 1 and 0 <= params.min_p <= 1):
+        raise BadMessage("sampling parameters are out of range")
+    return SamplingParams(
+        max_tokens=None, seed=params.seed, temperature=params.temperature,
+        top_k=params.top_k if params.top_k > 0 else -1, top_p=params.top_p, min_p=params.min_p,
     )  # fmt: skip
 
 

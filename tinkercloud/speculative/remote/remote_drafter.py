@@ -123,6 +123,32 @@ class RemoteDrafter(Drafter):
                 if worker.is_open:
                     self._push(worker, weights)
 
+    # ---- for those who verify several drafts at once
+
+    def wait_connected(self, timeout_s: float) -> bool:
+        """Whether a worker is connected, at the latest after that time."""
+        with self._lock:
+            return self._lock.wait_for(
+                lambda: any(worker.is_open for worker in self._workers.values()), timeout_s
+            )
+
+    def found(self, stream: Stream, most: int, limit: int) -> list[tuple[int, ...]]:
+        """Up to `limit` drafts that are there and fit, of all workers, none the beginning of
+        another."""
+        with self._lock:
+            length = len(stream.tokens)
+            fitting = {
+                each.tokens[length - each.base :][:most]
+                for each in self._branches[stream.id]
+                if each.base <= length and each.tokens[: length - each.base]
+                == tuple(stream.tokens[each.base :])
+            }  # fmt: skip
+        chains: list[tuple[int, ...]] = []
+        for chain in sorted(fitting, key=len, reverse=True):
+            if chain and not any(kept[: len(chain)] == chain for kept in chains):
+                chains.append(chain)
+        return chains[:limit]
+
     # ---- of links, from their threads
 
     def opened(self, link: Link) -> None:
@@ -132,6 +158,7 @@ class RemoteDrafter(Drafter):
             worker.is_open = True
             if self._weights is not None:
                 self._push(worker, self._weights)
+            self._lock.notify_all()
 
     def closed(self, link: Link) -> None:
         with self._lock:

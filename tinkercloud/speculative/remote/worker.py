@@ -7,9 +7,8 @@ between two steps of the drafter, and where it says what was prepared for, that 
 """
 
 import logging
-import threading
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -17,7 +16,7 @@ from typing import TypeVar
 from tinkercloud.errors import ConfigError
 from tinkercloud.speculative.drafters.drafter import NO_DRAFT, Draft, Drafter
 from tinkercloud.speculative.remote import draft_pb2 as pb
-from tinkercloud.speculative.remote.engines import Connection, Sample
+from tinkercloud.speculative.remote.engines import EngineConnection, Sample
 from tinkercloud.speculative.remote.learned_weights import LearnedWeights
 from tinkercloud.speculative.remote.messages import (
     PROTOCOL,
@@ -29,6 +28,7 @@ from tinkercloud.speculative.remote.messages import (
     tokenizer_of,
 )
 from tinkercloud.speculative.remote.outcomes import Outcome, Outlook
+from tinkercloud.speculative.remote.stream_worker import StreamWorker
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def _nothing_to_learn(_target: Target, drafter: Drafter, _weights: LearnedWeight
     raise ConfigError(f"the drafter {drafter.name} has no weights")
 
 
-class DraftWorker:
+class DraftWorker(StreamWorker[EngineConnection]):
     """make: a drafter for a target, the same one for equal vocabularies; raises NeedsTokenizer, or
     ConfigError where there can be none."""
 
@@ -80,65 +80,21 @@ class DraftWorker:
         self, make: Callable[[Target], Drafter], limits: WorkerLimits | None = None,
         learn: Learn = _nothing_to_learn,
     ):  # fmt: skip
+        super().__init__(EngineConnection)
         self._make, self._learn = make, learn
         self._limits = limits or WorkerLimits()
-        self._arrived = threading.Condition()
-        self._inbox: deque[tuple[Connection, pb.ToWorker | None]] = deque()
         self._samples: OrderedDict[int, Sample] = OrderedDict()  # the longest unused first
         self._ahead: dict[Sample, Outlook] = {}  # those with outcomes to prepare for
-        self._num_connections = self._num_streams = 0
-        self._open: set[Connection] = set()
+        self._num_streams = 0
         self._drafters: set[Drafter] = set()  # those of engines that have gone, too
-        self._is_stopped = False
         self.counts: Counter[str] = Counter()
 
-    # ---- called by the transport, from any thread
-
-    def open(self) -> Connection:
-        with self._arrived:
-            self._num_connections += 1
-            connection = Connection(self._num_connections)
-            if self._is_stopped:
-                connection.outgoing.put(None)
-            else:
-                self._open.add(connection)
-            return connection
-
-    def receive(self, connection: Connection, message: pb.ToWorker | None) -> None:
-        """None: the engine has gone."""
-        with self._arrived:
-            self._inbox.append((connection, message))
-            self._arrived.notify()
-
-    def stop(self) -> None:
-        with self._arrived:
-            self._is_stopped = True
-            self._arrived.notify()
-
     def stats(self) -> dict[str, int]:
-        with self._arrived:
-            return {
-                "connections": len(self._open), "samples": len(self._samples), **self.counts
-            }  # fmt: skip
-
-    # ---- the computing thread
-
-    def run(self) -> None:
-        while not self._is_stopped:
-            try:
-                self.step(wait_s=min(1.0, self._limits.idle_s / 4))
-            except Exception:
-                logger.exception("drafting failed; all engines begin anew")
-                self._close_all()
-        self._close_all()
-
-    def _close_all(self) -> None:
-        for connection in list(self._open):
-            self._close(connection)
+        return {**super().stats(), "samples": len(self._samples), **self.counts}
 
     def step(self, wait_s: float = 0.0) -> bool:
         """One batch of answers, or one batch of what may be asked next; whether there was any."""
-        messages = self._take(wait_s)
+        messages = self._take(0.0 if self._ahead else wait_s)
         if messages:
             self._answer(messages)
         elif self._ahead:
@@ -148,23 +104,15 @@ class DraftWorker:
             return False
         return True
 
-    def _take(self, wait_s: float) -> list[tuple[Connection, pb.ToWorker | None]]:
-        with self._arrived:
-            if not self._inbox and not self._ahead and wait_s:
-                self._arrived.wait(wait_s)
-            messages = list(self._inbox)
-            self._inbox.clear()
-        return messages
-
-    def _answer(self, messages: Sequence[tuple[Connection, pb.ToWorker | None]]) -> None:
+    def _answer(self, messages: Sequence[tuple[EngineConnection, pb.ToWorker | None]]) -> None:
         asked: dict[Sample, int] = {}  # tokens that the newest question of each is for
-        forgotten: dict[tuple[Connection, int], list[int]] = {}
+        forgotten: dict[tuple[EngineConnection, int], list[int]] = {}
         for connection, message in messages:
             if connection not in self._open:
                 continue
             try:
                 if message is None:
-                    self._close(connection)
+                    self.close(connection)
                 elif message.HasField("hello"):
                     self._greet(connection, message.hello)
                 elif message.HasField("round"):
@@ -188,7 +136,7 @@ class DraftWorker:
             ]
             self._send(connection, pb.Drafts(round=number, branches=branches, forgotten=gone))
 
-    def _greet(self, connection: Connection, hello: pb.Hello) -> None:
+    def _greet(self, connection: EngineConnection, hello: pb.Hello) -> None:
         """Raises BadMessage."""
         if hello.protocol != PROTOCOL:
             raise BadMessage(f"the engine speaks protocol {hello.protocol}, this worker {PROTOCOL}")
@@ -212,7 +160,7 @@ class DraftWorker:
         connection.send(pb.ToEngine(welcome=pb.Welcome(drafter=connection.drafter.name)))
         logger.info("engine %d: drafts for %s", connection.number, hello.model)
 
-    def _take_weights(self, connection: Connection, message: pb.Weights) -> None:
+    def _take_weights(self, connection: EngineConnection, message: pb.Weights) -> None:
         """Drafts with them once all of them are here. Raises BadMessage."""
         target, before = connection.target, connection.drafter
         if target is None or before is None:
@@ -237,7 +185,7 @@ class DraftWorker:
         logger.info("engine %d: drafts with weights %s", connection.number, weights.short_digest)
 
     def _read(
-        self, connection: Connection, message: pb.Round, asked: dict[Sample, int]
+        self, connection: EngineConnection, message: pb.Round, asked: dict[Sample, int]
     ) -> list[int]:
         """Adds to `asked`; returns the engine's ids of samples that are not here. Raises
         BadMessage."""
@@ -262,7 +210,7 @@ class DraftWorker:
                 asked[sample] = min(delta.max_tokens, self._limits.num_drafted)
         return gone
 
-    def _begin(self, connection: Connection, message: pb.Begin) -> None:
+    def _begin(self, connection: EngineConnection, message: pb.Begin) -> None:
         """Raises BadMessage."""
         target, drafter = connection.target, connection.drafter
         assert target is not None and drafter is not None
@@ -341,7 +289,7 @@ class DraftWorker:
                 self._send_prepared(list(zip(items, drafts, strict=True)))
 
     def _send_prepared(self, drafted: "Sequence[tuple[_Next, Draft]]") -> None:
-        sent: dict[tuple[Connection, int], list[pb.Branch]] = {}
+        sent: dict[tuple[EngineConnection, int], list[pb.Branch]] = {}
         for each, draft in drafted:
             each.outlook.prepared(each.chance, each.outcome, draft)
             if draft.tokens:
@@ -354,24 +302,21 @@ class DraftWorker:
 
     # ---- ends
 
-    def _send(self, connection: Connection, drafts: pb.Drafts) -> None:
+    def _send(self, connection: EngineConnection, drafts: pb.Drafts) -> None:
         if not connection.send(pb.ToEngine(drafts=drafts)):
             self.counts["dropped"] += 1
 
-    def _refuse(self, connection: Connection, reason: str) -> None:
+    def _refuse(self, connection: EngineConnection, reason: str) -> None:
         logger.warning("engine %d is refused: %s", connection.number, reason)
         connection.send(pb.ToEngine(refusal=pb.Refusal(reason=reason)))
-        self._close(connection)
+        self.close(connection)
 
-    def _close(self, connection: Connection) -> None:
+    def close(self, connection: EngineConnection) -> None:
         for sample in list(connection.samples.values()):
             self._end(sample)
-        with self._arrived:
-            self._open.discard(connection)
         if connection.has_learned and connection.drafter is not None:
             self._drafters.discard(connection.drafter)
-        if not connection.send_end():
-            logger.debug("engine %d does not read", connection.number)
+        super().close(connection)
 
     def _end(self, sample: Sample) -> None:
         del sample.connection.samples[sample.id]
