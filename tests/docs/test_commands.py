@@ -51,6 +51,7 @@ DRAFT_WORKER = "tests/e2e/test_draft_worker.py"
 POOL = "tests/commands/test_pool.py"
 POOL_RUNS = "tests/pool/test_running.py::test_a_pool_starts_answers_swaps_and_stops"
 POOL_REAL = "tests/pool/test_llamacpp.py"
+PIPELINE = "tests/e2e/test_pipeline.py::test_three_processes_say_what_the_server_says"
 COVERED = {
     "pip install torch --index-url https://download.pytorch.org/whl/cpu": Elsewhere(
         INSTALLED, "it needs an index; the test's engine runs on such a build"
@@ -94,6 +95,9 @@ COVERED = {
         "::test_answers_are_the_target_s_with_drafts_of_servers_and_of_the_text",
         "it needs servers, and ends by Ctrl-C",
     ),
+    "tinkercloud target-worker ": Elsewhere(PIPELINE, "it needs a model, and ends by Ctrl-C"),
+    "tinkercloud generate --target ": Elsewhere(PIPELINE, "it needs workers"),
+    "tinkercloud chat --target ": Elsewhere(PIPELINE, "it needs workers"),
     'python3 -c "import secrets': Elsewhere(
         f"{DRAFT_WORKER}::test_a_worker_drafts_and_its_death_changes_no_sample",
         "the test writes a key of its own",

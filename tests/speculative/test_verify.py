@@ -87,14 +87,6 @@ def block(toy: Toy, last: int, coins: np.random.Generator) -> Sequence[int]:
     return verify.block(*toy.probs(last, drafted), drafted, coins.random(K + 1)).tokens
 
 
-def siblings(toy: Toy, last: int, coins: np.random.Generator) -> Sequence[int]:
-    """Two candidates for one position, then the next."""
-    q = toy.q[last]
-    first = verify.draw(q, coins.random())
-    second = verify.draw(verify.without(q, first), coins.random())
-    return [verify.siblings(toy.p[last], q, [first, second], coins.random(3))[1]]
-
-
 def point_mass_of_a_habit(toy: Toy, last: int, coins: np.random.Generator) -> Sequence[int]:
     drafted = [(last + 1) % V, (last + 2) % V, last]
     return verify.point_mass(toy.probs(last, drafted)[0], drafted, coins.random(K + 1)).tokens
@@ -124,31 +116,12 @@ def matched_with_the_same_noise(toy: Toy, last: int, coins: np.random.Generator)
     return verify.match(drafted, target).tokens
 
 
-def matched_tree(toy: Toy, last: int, coins: np.random.Generator) -> Sequence[int]:
-    """The draft's two best tokens, and two after each."""
-    tokens, parents = [], []
-    for token in np.argsort(-toy.q[last])[:2]:
-        tokens.append(int(token))
-        parents.append(-1)
-    for parent in (0, 1):
-        for token in np.argsort(-toy.q[tokens[parent]])[:2]:
-            tokens.append(int(token))
-            parents.append(parent)
-    noise = coins.gumbel(size=(3, V))
-    depth = [0, 1, 1, 2, 2, 2, 2]
-    before = [last, *tokens]
-    target = [gumbel(toy.p[c], noise[d]) for c, d in zip(before, depth, strict=True)]
-    return verify.match_tree(tokens, parents, target).tokens
-
-
 RIGHT = (
     chain,
     block,
-    siblings,
     point_mass_of_a_habit,
     point_mass_of_the_best,
     matched_with_the_same_noise,
-    matched_tree,
 )
 
 
@@ -186,22 +159,10 @@ def chosen_but_tested_as_drawn(toy: Toy, last: int, coins: np.random.Generator) 
     return verify.chain(*toy.probs(last, drafted), drafted, coins.random(K + 1)).tokens
 
 
-def siblings_each_by_itself(toy: Toy, last: int, coins: np.random.Generator) -> Sequence[int]:
-    """Every candidate against the whole target, the first that passes is accepted."""
-    p, q = toy.p[last], toy.q[last]
-    first = verify.draw(q, coins.random())
-    second = verify.draw(verify.without(q, first), coins.random())
-    for token in (first, second):
-        if coins.random() * q[token] < p[token]:
-            return [token]
-    return [verify.draw(verify.residual(p, q), coins.random())]
-
-
 WRONG = (
     replaced_from_the_target,
     asked_before_warping,
     chosen_but_tested_as_drawn,
-    siblings_each_by_itself,
 )
 
 
@@ -259,28 +220,12 @@ def test_matching_takes_the_targets_tokens_up_to_the_first_difference():
     assert verify.match([5], [4, 5]).tokens == (4,)
 
 
-def test_a_tree_is_walked_from_its_root_and_never_along_a_longer_path_beside_it():
-    #      .-- 3 (node 0) -- 4 (node 2) -- 4 (node 3)
-    #  root
-    #      `-- 5 (node 1) -- 4 (node 4)
-    tokens, parents = [3, 5, 4, 4, 4], [-1, -1, 0, 2, 1]
-    target = [5, 4, 1, 4, 4, 9]  # after the root, then after each node
-    assert verify.match_tree(tokens, parents, target) == verify.Path((1,), (5, 1))
-    target = [3, 4, 1, 4, 4, 9]
-    assert verify.match_tree(tokens, parents, target) == verify.Path((0, 2, 3), (3, 4, 4, 4))
-    target = [7, 4, 1, 4, 4, 9]
-    assert verify.match_tree(tokens, parents, target) == verify.Path((), (7,))
-
-
 @pytest.mark.parametrize(
     "call",
     [
         lambda: verify.match([1, 2], [1, 2]),
-        lambda: verify.match_tree([1], [-1], [1]),
-        lambda: verify.match_tree([1, 2], [1, -1], [1, 2, 3]),
         lambda: verify.chain(np.ones((2, 2)), np.ones((2, 2)), [0], [0.1, 0.2]),
         lambda: verify.point_mass(np.ones((1, 2)), [0], [0.1, 0.2]),
-        lambda: verify.siblings(np.ones(2), np.ones(2), [0], [0.1]),
     ],
 )
 def test_arguments_that_do_not_belong_together_are_refused(call):

@@ -3,14 +3,14 @@
 Two families of rules, both lossless. Matching: the target's token of every position is drawn first,
 with noise keyed by the position, as it is without a draft; a drafted token is accepted if it is
 that token. So the output depends on nothing of the draft, not even on which of its tokens were
-accepted. Rejection (`chain`, `block`, `siblings`, `point_mass`): the output has the target's
+accepted. Rejection (`chain`, `block`, `point_mass`): the output has the target's
 distribution, whatever the draft is, but another draft gives other tokens.
 
 Every distribution here is the one after temperature, top-k and top-p: testing one and drawing from
 another would be biased. The draft's may be warped differently, as long as its tokens were drawn
 from it.
 
-Axes: K drafted tokens, N nodes of a tree, M candidates for one position, V vocabulary.
+Axes: K drafted tokens, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -34,14 +34,6 @@ class Verdict:
         return len(self.tokens) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Path:
-    """nodes: the accepted ones of a tree, from the root on. tokens: theirs, and the target's."""
-
-    nodes: tuple[int, ...]
-    tokens: tuple[int, ...]
-
-
 # ---- matching
 
 
@@ -54,30 +46,6 @@ def match(drafted: Sequence[int], target: Sequence[int]) -> Verdict:
     while accepted < len(drafted) and drafted[accepted] == target[accepted]:
         accepted += 1
     return Verdict(tuple(target[: accepted + 1]))
-
-
-def match_tree(tokens: Sequence[int], parents: Sequence[int], target: Sequence[int]) -> Path:
-    """tokens, parents (N,): a parent comes before its children, -1 is what is committed.
-    target (N + 1,): the target's token after what is committed, then after each node.
-
-    Of siblings with the same token the first counts. The tree is walked from its root: testing all
-    nodes and taking the longest path would prefer the target's tokens that were drafted.
-    """
-    if len(target) != len(tokens) + 1 or len(parents) != len(tokens):
-        raise ValueError(f"{len(tokens)} nodes need as many parents, and one more of the target")
-    children: dict[tuple[int, int], int] = {}
-    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
-        if not -1 <= parent < node:
-            raise ValueError(f"node {node} comes before its parent {parent}")
-        children.setdefault((parent, token), node)
-    nodes: list[int] = []
-    emitted = [target[0]]
-    node = children.get((-1, target[0]))
-    while node is not None:
-        nodes.append(node)
-        emitted.append(target[node + 1])
-        node = children.get((node, target[node + 1]))
-    return Path(tuple(nodes), tuple(emitted))
 
 
 # ---- rejection
@@ -141,25 +109,6 @@ def block(
         return Verdict((*drafted, draw(p[-1], coins[-1])))
     last = residual(shares[accepted] * p[accepted], q[accepted])
     return Verdict((*drafted[:accepted], draw(last, coins[-1])))
-
-
-def siblings(
-    p: Distribution, q: Distribution, candidates: Sequence[int], coins: Sequence[float]
-) -> tuple[int | None, int]:
-    """Several candidates for one position, drawn from q one after the other without replacement
-    (Sequoia 2402.12374). Which of them is accepted, or None, and the token that is emitted.
-
-    p, q (V,), candidates (M,) in the order they were drawn, coins (M + 1,). The order may depend
-    neither on p nor on the coins.
-    """
-    if len(coins) != len(candidates) + 1:
-        raise ValueError(f"{len(candidates)} candidates need one more coin")
-    for i, token in enumerate(candidates):
-        if coins[i] * q[token] < p[token]:
-            return i, token
-        p = residual(p, q)
-        q = without(q, token)
-    return None, draw(p, coins[-1])
 
 
 def without(distribution: Distribution, token: int) -> Distribution:

@@ -18,7 +18,8 @@ from tinkercloud.commands.pipeline.scripted_drafter import Script, ScriptedDraft
 from tinkercloud.commands.pipeline.spans import Span
 from tinkercloud.errors import ConfigError
 from tinkercloud.speculative.remote.connection import Address, ServerSecurity, read_key
-from tinkercloud.speculative.remote.service import DraftServer
+from tinkercloud.speculative.remote.methods import DRAFT
+from tinkercloud.speculative.remote.service import WorkerServer
 from tinkercloud.speculative.remote.worker import DraftWorker, WorkerLimits
 
 SERIAL, OVERLAPPED = "serial", "overlapped"
@@ -77,7 +78,7 @@ def main() -> None:
     for kind, drafter in drafters.items():
         limits = WorkerLimits() if kind == OVERLAPPED else WorkerLimits(num_outcomes=0)
         worker = DraftWorker(lambda _, drafter=drafter: drafter, limits)
-        servers.append(DraftServer.start(worker, Address(host, 0), security))
+        servers.append(WorkerServer.start(worker, DRAFT, Address(host, 0), security))
         port = servers[-1].port
         relayed = [] if loss is not None else round_trips_ms
         ports[kind] = [DelayRelay(port, ms / 2000).port for ms in relayed] or [port]

@@ -6,12 +6,14 @@ accepted if it is that token (`verify.match`). So a drafter changes speed only, 
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from tinkercloud.core.types import SamplingParams
-from tinkercloud.speculative.drafters.draft_distribution import DraftDistribution
+
+if TYPE_CHECKING:  # whoever drafts elsewhere needs no torch here
+    from torch import Tensor
+
+    from tinkercloud.speculative.drafters.draft_distribution import DraftDistribution
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class Draft:
 
     tokens: tuple[int, ...] = ()
     confidences: tuple[float, ...] = ()
-    distributions: tuple[DraftDistribution, ...] = ()
+    distributions: "tuple[DraftDistribution, ...]" = ()
     seconds: tuple[int, ...] = ()
 
 
@@ -74,7 +76,7 @@ class Drafter:
     def observe(self, stream: Stream, num_new: int) -> None:
         """The last `num_new` of the stream's tokens are new."""
 
-    def observe_hidden(self, stream: Stream, first: int, hidden: Tensor) -> None:
+    def observe_hidden(self, stream: Stream, first: int, hidden: "Tensor") -> None:
         """hidden (n, L, D): what `layers` put out at the sample's tokens from place `first` on, all
         of them accepted; comes before `observe` of the tokens after them."""
 

@@ -35,12 +35,10 @@ class Writer:
         """Drafts of the next tokens; [] where there are none in time."""
         if self.drafter is None or self.stream is None or most < 1:
             return []
+        if branches > 1:
+            return self.drafter.branches(self.stream, most, branches)
         draft = self.drafter.propose([(self.stream, most)])[0]
-        if not draft.tokens:
-            return []
-        if branches == 1:
-            return [draft.tokens]
-        return self.drafter.found(self.stream, most, branches)
+        return [draft.tokens] if draft.tokens else []
 
     def verify(
         self, chains: list[tuple[int, ...]], max_tokens: int, stop: threading.Event

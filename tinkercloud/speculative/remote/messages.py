@@ -10,7 +10,6 @@ from tinkercloud.speculative.drafters.drafter import Draft, Stream
 from tinkercloud.speculative.remote import draft_pb2 as pb
 
 PROTOCOL = 1
-METHOD = "/tinkercloud.draft.DraftWorker/Draft"
 MAX_TOKENIZER_BYTES = 64 * 1024**2
 STEPS = 255  # of a confidence
 

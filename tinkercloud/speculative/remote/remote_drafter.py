@@ -98,10 +98,7 @@ class RemoteDrafter(Drafter):
             self.counts["asked"] += len(requests)
             drafts = {stream.id: self._found(stream, most) for stream, most in requests}
             self.counts["prepared"] += sum(map(bool, (d.tokens for d in drafts.values())))
-            for worker in self._workers.values():
-                if worker.is_open:
-                    self._ask(worker, requests)
-            deadline_s = time.monotonic() + self._wait_s
+            deadline_s = self._ask_all(requests)
             while True:
                 for stream, most in requests:
                     if not drafts[stream.id].tokens:
@@ -132,20 +129,23 @@ class RemoteDrafter(Drafter):
                 lambda: any(worker.is_open for worker in self._workers.values()), timeout_s
             )
 
-    def found(self, stream: Stream, most: int, limit: int) -> list[tuple[int, ...]]:
-        """Up to `limit` drafts that are there and fit, of all workers, none the beginning of
-        another."""
+    def branches(self, stream: Stream, most: int, limit: int) -> list[tuple[int, ...]]:
+        """As `propose`, of all workers that answer in time: up to `limit` drafts, none the
+        beginning of another."""
         with self._lock:
-            length = len(stream.tokens)
-            fitting = {
-                each.tokens[length - each.base :][:most]
-                for each in self._branches[stream.id]
-                if each.base <= length and each.tokens[: length - each.base]
-                == tuple(stream.tokens[each.base :])
-            }  # fmt: skip
+            self.counts["asked"] += 1
+            self.counts["prepared"] += bool(self._fitting(stream, most))
+            deadline_s = self._ask_all([(stream, most)])
+            while any(worker.is_waited_for for worker in self._workers.values()):
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    break
+                self._lock.wait(left_s)
+            self._count_late(deadline_s)
+            fitting = self._fitting(stream, most)
         chains: list[tuple[int, ...]] = []
         for chain in sorted(fitting, key=len, reverse=True):
-            if chain and not any(kept[: len(chain)] == chain for kept in chains):
+            if not any(kept[: len(chain)] == chain for kept in chains):
                 chains.append(chain)
         return chains[:limit]
 
@@ -214,6 +214,13 @@ class RemoteDrafter(Drafter):
 
     # ----
 
+    def _ask_all(self, requests: Sequence[tuple[Stream, int]]) -> float:
+        """Until when answers are waited for."""
+        for worker in self._workers.values():
+            if worker.is_open:
+                self._ask(worker, requests)
+        return time.monotonic() + self._wait_s
+
     def _ask(self, worker: _Worker, requests: Sequence[tuple[Stream, int]]) -> None:
         worker.round += 1
         worker.num_unasked = 0
@@ -273,6 +280,16 @@ class RemoteDrafter(Drafter):
         self._workers[best.worker].num_taken += 1
         confidences = tuple(value / STEPS for value in best.confidences[best_part])
         return Draft(best.tokens[best_part], confidences)
+
+    def _fitting(self, stream: Stream, most: int) -> list[tuple[int, ...]]:
+        """All that are there, the first that came first."""
+        length = len(stream.tokens)
+        found = []
+        for each in self._branches[stream.id]:
+            known, rest = each.tokens[: length - each.base], each.tokens[length - each.base :]
+            if each.base <= length and rest and known == tuple(stream.tokens[each.base :]):
+                found.append(rest[:most])
+        return found
 
     def _count_late(self, deadline_s: float) -> None:
         if time.monotonic() < deadline_s:
