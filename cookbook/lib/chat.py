@@ -25,5 +25,21 @@ def example(tokenizer: Any, question: str, answer: str) -> tuple[list[int], list
     return prompt + said, [0.0] * len(prompt) + [1.0] * len(said)
 
 
+def reply_tokens(tokenizer: Any, text: str) -> list[int]:
+    """What stands between an answer that ended its turn and the next one, where the user says
+    `text`. A conversation goes on in the tokens that were sampled, so none is tokenized twice."""
+    messages = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "!"},
+        {"role": "user", "content": text},
+    ]
+    rendered = [
+        tokenizer.apply_chat_template(messages[:n], tokenize=False, add_generation_prompt=n == 3)
+        for n in (2, 3)
+    ]
+    ended = rendered[0].rpartition(tokenizer.eos_token)[0] + tokenizer.eos_token
+    return tokenizer.encode(rendered[1].removeprefix(ended), add_special_tokens=False)
+
+
 def answer_text(tokenizer: Any, tokens: list[int]) -> str:
     return tokenizer.decode(tokens, skip_special_tokens=True)

@@ -20,6 +20,7 @@ COLOURS = {
     "dpo": "#7c3aed",
     "prompt_distillation": "#0891b2",
     "custom_loss": "#be185d",
+    "rl_multiturn": "#0f766e",
 }
 HEADINGS = {
     "sft": "SFT: one-digit sums, by examples",
@@ -27,6 +28,7 @@ HEADINGS = {
     "agent": "An agent on the openai package, by reward",
     "dpo": "DPO: JSON preferred to a sentence",
     "prompt_distillation": "A prompt with examples, learned",
+    "rl_multiturn": "Guess a number by hints, by reward",
     "custom_loss": "The right sum likely, the one beside it unlikely",
 }
 STYLE = {
@@ -184,4 +186,24 @@ def draw_kill(path: Path, plain: list[float], killed: list[float], kill_at: int)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_title("The same run, killed once", loc="left", fontsize=11.5)
         axes.legend(frameon=False)
+    return path
+
+
+def draw_drafts(path: Path, shares: list[float], losses: list[float]) -> Path:
+    """The share of drafted tokens that each step's weights accepted, and the loss beside it, as a
+    PNG."""
+    steps = np.arange(1, len(shares) + 1)
+    with _figure(path, 2) as figure:
+        left, right = figure.subplots(1, 2)
+        left.plot(steps, shares, color=COLOURS["rl"], linewidth=2, marker="o", markersize=4)
+        left.set_title("Drafted tokens accepted", loc="left", fontsize=11.5)
+        left.set_ylim(0, 1.02)
+        left.yaxis.set_major_formatter(PercentFormatter(1.0))
+        right.plot(steps, losses, color=COLOURS["sft"], linewidth=2, marker="o", markersize=4)
+        right.set_title("What the policy learns meanwhile", loc="left", fontsize=11.5)
+        right.set_ylabel("loss per answer token (nats)")
+        right.set_ylim(bottom=0)
+        for axes in (left, right):
+            axes.set_xlabel("optimizer steps taken")
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return path

@@ -159,6 +159,46 @@ def test_a_loss_of_one_s_own_makes_the_sum_beside_unlikely(server: Server, tmp_p
     assert is_picture(tmp_path / "custom_loss.png")
 
 
+def test_games_of_several_turns_are_learned_from_and_gone_on_with(server: Server, tmp_path: Path):
+    quick = ("--warm-up", "3", "--group-size", "4", "--held-out", "2", "--learning-rate", "1e-3")
+    folders = {goes: tmp_path / "-".join(goes) for goes in (("2",), ("1", "2"))}
+    for goes, folder in folders.items():
+        for steps in goes:
+            common = ("--save-every", "1", "--out", str(folder))
+            said = recipe(server, "rl_multiturn", "--steps", steps, *quick, *common)
+        assert ("going on behind step 1" in said) == (len(goes) == 2)
+    whole, resumed = (figures(folder, "rl_multiturn") for folder in folders.values())
+    assert whole.pop("state_path") != resumed.pop("state_path")
+    assert whole == resumed
+    assert any(0 < reward < 1 for reward in whole["values"]), "no group had anything to teach"
+    assert any(", " in answer for _, answer, _ in whole["before"]["examples"]), "no second guess"
+    assert is_picture(folders["1", "2"] / "rl_multiturn.png")
+
+
+def test_an_exported_adapter_answers_as_the_door_does(
+    server: Server, outputs: dict[str, Path], smollm2_folder: Path, tmp_path: Path
+):
+    state = figures(outputs["tinker"], "sft")["state_path"]
+    quick = ("--weights", str(smollm2_folder), "--held-out", "3", "--out", str(tmp_path))
+    recipe(server, "export_and_chat", state, "--sdk", "tinker", *quick)
+    found = figures(tmp_path, "export_and_chat")
+    assert found["num_same"] == 3
+    base, checkpoint, _ = found["answers"].values()
+    assert base != checkpoint
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").stat().st_size > 100_000
+    assert is_picture(tmp_path / "export_and_chat.png")
+
+
+def test_what_becomes_of_drafts_is_told_by_step(server: Server, tmp_path: Path):
+    quick = ("--steps", "3", "--batch-size", "4", "--questions", "3", "--learning-rate", "2e-3")
+    recipe(server, "drafter_loop", "--sdk", "tinker", *quick, "--out", str(tmp_path))
+    steps = steps_of(tmp_path, "drafter_loop")
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    assert all(0 <= step["accepted"] <= 1 and step["tokens"] >= 3 for step in steps)
+    assert any(step["accepted"] > 0 for step in steps)
+    assert is_picture(tmp_path / "drafter_loop.png")
+
+
 def test_learning_rates_are_trained_side_by_side(server: Server, tmp_path: Path):
     rates = ("1e-5", "1e-3", "2e-2")
     quick = ("--steps", "4", "--batch-size", "4", "--rates", *rates, "--out", str(tmp_path))

@@ -1,0 +1,144 @@
+"""Speculation follows the policy: how many drafted tokens are accepted while the weights change.
+
+The model learns to count in words, a list that it never wrote before. After every step its new
+weights are sampled, and the server is asked what came of its drafts (`/health`). The default
+drafter looks into what was sampled so far, that of older weights too; with `tinkercloud draft
+train` and `tinkercloud serve --speculate head` a head drafts that learns from the training passes
+themselves. Tokens and log-probabilities are the same bits with any drafts.
+"""
+
+# B sequences in a batch, T tokens of one sequence
+
+import argparse
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import httpx
+from lib import chat, options, plot
+from lib.metrics import Metrics
+from lib.progress import Progress
+from lib.run import write_figures
+from sft import make_data
+
+WORDS = [
+    *("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
+    *("eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen"),
+    *("eighteen", "nineteen", "twenty"),
+]
+MAX_LENGTH = 14  # of a list
+MAX_TOKENS = 48
+COUNTED = ("verified", "accepted")
+NUM_JUDGED = 3  # steps at the beginning and at the end
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Since the server's start: drafted tokens that the model judged, and those it accepted."""
+
+    verified: int
+    accepted: int
+
+    def share_since(self, before: "Drafts") -> float | None:
+        """None: nothing was drafted."""
+        judged = self.verified - before.verified
+        return (self.accepted - before.accepted) / judged if judged else None
+
+
+def parser() -> argparse.ArgumentParser:
+    arguments = options.parser("Watch speculation follow a model that is trained.")
+    options.add_model(arguments)
+    arguments.add_argument("--steps", type=int, default=12)
+    arguments.add_argument("--batch-size", type=int, default=8)
+    arguments.add_argument("--questions", type=int, default=6, help="asked after each step")
+    arguments.add_argument("--learning-rate", type=float, default=5e-4)
+    arguments.add_argument("--rank", type=int, default=16, help="of the LoRA adapter")
+    arguments.add_argument("--save-every", type=int, default=4, help="steps, to go on from")
+    return arguments
+
+
+def run(args: argparse.Namespace) -> None:
+    tinker = args.sdk  # the same as `import tinker_gmi as tinker`, or `import tinker`
+    metrics = Metrics(args.out, "drafter_loop")
+    with (
+        tinker.ServiceClient(base_url=args.base_url, api_key=args.api_key) as service,
+        httpx.Client(base_url=args.base_url, headers={"X-API-Key": args.api_key}) as http,
+    ):
+        training = options.begin(service, args, metrics)
+        tokenizer = training.get_tokenizer()
+        progress = Progress("drafts", args.steps)
+        for step, pairs_B in metrics.left(batches(args.batch_size, args.seed), args.steps):
+            examples_B_T = [chat.example(tokenizer, *pair) for pair in pairs_B]
+            backward = training.forward_backward(make_data(tinker, examples_B_T), "cross_entropy")
+            update = training.optim_step(tinker.AdamParams(learning_rate=args.learning_rate))
+            publication = training.save_weights_and_get_sampling_client()
+            loss = backward.result().metrics["loss:sum"]
+            update.result()
+            before = drafts_of(http)
+            num_tokens = count(args, publication.result(), tokenizer, step)
+            share = drafts_of(http).share_since(before)
+            figures = {"loss": loss, "tokens": num_tokens, "accepted": share or 0.0}
+            metrics.add(step, **figures)
+            progress.step(step, **figures)
+            if step % args.save_every == 0:
+                metrics.saved(step, training.save_state(f"drafts-{step}").result().path)
+    report(args, metrics)
+
+
+def batches(size: int, seed: int) -> Iterator[list[tuple[str, str]]]:
+    """Questions with their answers, without end."""
+    rng = random.Random(seed)
+    while True:
+        yield [counting(rng) for _ in range(size)]
+
+
+def counting(rng: random.Random) -> tuple[str, str]:
+    first = rng.randrange(len(WORDS) - 4)
+    last = min(first + rng.randint(4, MAX_LENGTH), len(WORDS)) - 1
+    return f"Count from {first + 1} to {last + 1}.", ", ".join(WORDS[first : last + 1])
+
+
+def count(args: argparse.Namespace, sampler: Any, tokenizer: Any, step: int) -> int:
+    """How many tokens are said to the same questions after every step."""
+    rng = random.Random(f"asked {args.seed}")
+    futures = [
+        sampler.sample(
+            prompt=args.sdk.ModelInput.from_ints(chat.prompt_tokens(tokenizer, counting(rng)[0])),
+            num_samples=1,
+            sampling_params=args.sdk.SamplingParams(
+                max_tokens=MAX_TOKENS, seed=step * args.questions + i
+            ),
+        )
+        for i in range(args.questions)
+    ]
+    return sum(len(future.result().sequences[0].tokens) for future in futures)
+
+
+def drafts_of(http: httpx.Client) -> Drafts:
+    """Raises RecipeError where the server tells nothing of drafts."""
+    speculation = http.get("/health").raise_for_status().json().get("speculation")
+    if not speculation:
+        raise options.RecipeError("this server drafts nothing, or does not tell this key of it")
+    depths = [
+        depth
+        for model in speculation.values()
+        for drafter in model["drafters"].values()
+        for depth in drafter["depths"]
+    ]
+    return Drafts(*(sum(depth[name] for depth in depths) for name in COUNTED))
+
+
+def report(args: argparse.Namespace, metrics: Metrics) -> None:
+    shares, losses = metrics.values("accepted"), metrics.values("loss")
+    first, last = (fmean(part) for part in (shares[:NUM_JUDGED], shares[-NUM_JUDGED:]))
+    print(f"drafted tokens accepted: {first:.0%} -> {last:.0%}", flush=True)
+    if args.out is not None:
+        write_figures(args.out, "drafter_loop", {"accepted": shares, "losses": losses})
+        picture = plot.draw_drafts(args.out / "drafter_loop.png", shares, losses)
+        print(f"picture: {picture}", flush=True)
+
+
+if __name__ == "__main__":
+    options.main(run, parser())
