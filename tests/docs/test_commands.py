@@ -50,6 +50,7 @@ class Elsewhere:
 DRAFT_WORKER = "tests/e2e/test_draft_worker.py"
 POOL = "tests/commands/test_pool.py"
 POOL_RUNS = "tests/pool/test_running.py::test_a_pool_starts_answers_swaps_and_stops"
+POOL_TUNED = "tests/pool/test_measured.py::test_a_pool_is_measured_and_tuned"
 POOL_REAL = "tests/pool/test_llamacpp.py"
 PIPELINE = "tests/e2e/test_pipeline.py::test_three_processes_say_what_the_server_says"
 COVERED = {
@@ -125,6 +126,16 @@ COVERED = {
     "tinkercloud pool swap ": Elsewhere(POOL_RUNS, "it needs a pool that runs"),
     "tinkercloud pool logs ": Elsewhere(POOL_RUNS, "it needs a pool that runs"),
     "tinkercloud pool stop": Elsewhere(POOL_RUNS, "it needs a pool that runs"),
+    "tinkercloud pool doctor": Elsewhere(
+        "tests/pool/test_measured.py::test_doctor_finds_nothing_missing_in_a_pool_that_can_run",
+        "it needs llama.cpp",
+    ),
+    "tinkercloud pool benchmark": Elsewhere(POOL_TUNED, "it needs a pool that runs"),
+    "tinkercloud pool tune ": Elsewhere(POOL_TUNED, "it needs a pool that runs"),
+    "tinkercloud pool reclaim": Elsewhere(
+        f"{POOL_REAL}::test_pages_of_the_models_file_are_freed_and_the_text_stays",
+        "it needs a pool that runs",
+    ),
     "tinkercloud pool worker ": Elsewhere(
         "tests/pool/test_running.py::test_a_worker_by_hand_with_a_key_answers_only_to_it",
         "it needs a GPU, and ends by Ctrl-C",

@@ -13,6 +13,8 @@ import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
+from tinkercloud.pool.llama_server import FLAGS
+
 
 def say(text: str) -> None:
     sys.stdout.write(f"{text}\n")
@@ -46,6 +48,12 @@ def server(arguments: list[str]) -> int:
     if arguments == ["--version"]:
         say("version: 0.0.0-fake")
         return 0
+    if arguments == ["--help"]:
+        say(" ".join(FLAGS))
+        return 0
+    if arguments[-1] == "--list-devices":
+        say(arguments[1])
+        return 0
     given = dict(zip(arguments[::2], arguments[1::2], strict=False))
     places = [place.rsplit(":", 1) for place in given.get("--rpc", "").split(",") if place]
     sockets = [socket.create_connection((host, int(port))) for host, port in places]
@@ -67,7 +75,18 @@ class _Handler(BaseHTTPRequestHandler):
     alias = ""
 
     def do_GET(self) -> None:
-        body = json.dumps({"data": [{"id": self.alias}]}).encode()
+        self.answer({"data": [{"id": self.alias}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if body["max_tokens"] == 13:
+            self.send_error(500)
+            return
+        rates = {"prompt_per_second": 100.0, "predicted_per_second": 10.0}
+        self.answer({"timings": rates | {"predicted_n": body["max_tokens"]}})
+
+    def answer(self, value: object) -> None:
+        body = json.dumps(value).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

@@ -12,6 +12,7 @@ from tests.pool.pools import Pool, end, write_pool
 from tests.serving import ROOT
 from tinkercloud.errors import ConfigError
 from tinkercloud.pool.binaries import LLAMA_SERVER, RPC_SERVER, find_program, knows_rpc
+from tinkercloud.pool.sizes import parse_size
 
 pytestmark = pytest.mark.llamacpp
 MIB = 2**20
@@ -82,6 +83,16 @@ def test_a_worker_takes_no_more_memory_than_was_planned(pool: Pool) -> None:
         planned = float(line.partition(" MiB of")[0].split()[-1]) * MIB
         taken = resident_bytes(pool.worker_pid(name, "rpc"))
         assert 0.3 * planned < taken < planned, line
+
+
+def test_pages_of_the_models_file_are_freed_and_the_text_stays(pool: Pool) -> None:
+    before = greedy(pool)
+    done = pool.command("reclaim")
+    assert done.returncode == 0, done.stderr
+    first, last = (line.split(": ")[1].split(", ") for line in done.stdout.splitlines())
+    assert parse_size(first[1].removesuffix(" now")) < parse_size(first[0].removesuffix(" before"))
+    assert last[0].endswith(" before")
+    assert greedy(pool) == before
 
 
 def test_a_client_of_openai_lists_and_streams(pool: Pool) -> None:

@@ -6,31 +6,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.pool.pools import LIMIT_S, Pool, end, fake_programs, ports, write_pool
+from tests.pool.pools import LIMIT_S, Pool, end, fake_programs, ports
 from tests.serving import QUIET, ROOT
-
-
-@pytest.fixture
-def pool(smollm2_gguf: Path, tmp_path: Path) -> Iterator[Pool]:
-    """Two workers: either can hold `small`, only both `large`, and nothing holds `huge`."""
-    programs = fake_programs(tmp_path)
-    common = {"path": str(smollm2_gguf), "ubatch": 64}
-    models = [
-        common | {"name": "small", "context": 1024},
-        common | {"name": "large", "context": 16384},
-        common | {"name": "huge", "context": 10**7},
-    ]
-    lent = {"gpus": [{"device": "CPU", "memory": "360MiB"}], "rpc_server": programs["rpc"]}
-    workers = [lent | {"name": "a"}, lent | {"name": "b"}]
-    pool = write_pool(tmp_path, models, workers, llama_server=programs["server"], reserve="8MiB")
-    yield pool
-    pool.command("stop")
 
 
 def started(pool: Pool, *arguments: str) -> str:

@@ -39,6 +39,10 @@ def version(program: Path) -> str:
     return "" if match is None else match[1].strip()
 
 
+def help_text(program: Path) -> str:
+    return _output(program, "--help")
+
+
 def knows_rpc(llama_server: Path) -> bool:
     """A build without RPC refuses the option before it looks at its value."""
     return "not supported" not in _output(llama_server, "--rpc", "")

@@ -8,6 +8,13 @@ from tinkercloud.pool.child_process import ChildProcess
 from tinkercloud.pool.layer_plan import Device, LayerPlan
 from tinkercloud.pool.pool_file import Coordinator
 
+FLAGS = (
+    *("--alias", "--ctx-size", "--parallel", "--kv-unified", "--ubatch-size", "--fit"),
+    *("--cache-type-k", "--cache-type-v", "--flash-attn", "--n-gpu-layers", "--rpc", "--device"),
+    *("--split-mode", "--tensor-split", "--threads", "--api-key-file"),
+)
+"""Of `server_command`, all of which a build has to know."""
+
 
 def server_command(program: Path, coordinator: Coordinator, plan: LayerPlan) -> list[str]:
     """The coordinator's CPU holds the first layers, which is where llama.cpp leaves them; devices

@@ -224,6 +224,18 @@ def pool_text(pool: PoolFile) -> str:
     )
 
 
+def write_tensor_split(path: Path, name: str, split: tuple[float, ...] | None) -> None:
+    """Into the file's model of that name; None: out of it. What else the file says stays, but for
+    comments."""
+    values: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    for model in values["models"]:
+        if model["name"] == name:
+            model.pop("tensor_split", None)
+            if split is not None:
+                model["tensor_split"] = list(split)
+    path.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+
 def _rooted(part: Any, name: str, folder: Path) -> Any:
     path = getattr(part, name)
     if path is None:

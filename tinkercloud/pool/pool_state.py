@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from tinkercloud.errors import ConfigError
+from tinkercloud.pool.pool_file import Model
 
 Phase = Literal["starting", "loading", "ready", "refused", "failed", "stopped"]
 SETTLED: tuple[Phase, ...] = ("ready", "refused", "failed", "stopped")
@@ -20,7 +21,8 @@ SETTLED: tuple[Phase, ...] = ("ready", "refused", "failed", "stopped")
 @dataclass(slots=True)
 class PoolState:
     """text: of a phase in which the model does not run, why, and what to do. plan: a line for each
-    device. workers: name -> "up" or why not. wish: number of the last wish that was taken up."""
+    device that holds something. devices: label and memory of all, in the order of a
+    `tensor_split`. workers: name -> "up" or why not. wish: number of the last one taken up."""
 
     pid: int
     phase: Phase = "starting"
@@ -28,6 +30,7 @@ class PoolState:
     url: str = ""
     text: str = ""
     plan: list[str] = field(default_factory=list)
+    devices: list[tuple[str, int]] = field(default_factory=list)
     workers: dict[str, str] = field(default_factory=dict)
     llama_server_pid: int | None = None
     llama_server: str = ""
@@ -78,18 +81,18 @@ class PoolFolder:
     def write(self, state: PoolState) -> None:
         self._replace("state.json", asdict(state))
 
-    def wish(self, model: str) -> int:
+    def wish(self, model: Model) -> int:
         """For the pool to serve this model; the number that its state has when it was taken up."""
         number = self.wished()[0] + 1
-        self._replace("wish.json", [number, model])
+        self._replace("wish.json", [number, model.model_dump(mode="json")])
         return number
 
-    def wished(self) -> tuple[int, str | None]:
+    def wished(self) -> tuple[int, Model | None]:
         try:
             number, model = json.loads((self.path / "wish.json").read_text())
         except FileNotFoundError:
             return 0, None
-        return number, model
+        return number, Model.model_validate(model)
 
     def _replace(self, name: str, value: object) -> None:
         self.path.mkdir(parents=True, exist_ok=True)

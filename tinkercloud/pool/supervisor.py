@@ -98,24 +98,15 @@ class Supervisor:
         number, model = self._folder.wished()
         if number > self.state.wish and model is not None:
             self.state.wish = number
-            self._swap(model)
+            logger.info("swapping to %s", model.name)
+            self._model = model
+            self._start_model()
         if time.monotonic() >= self._checked + CHECK_S:
             self._checked = time.monotonic()
             self._check_workers()
             self._revive_workers()
         if self._server is not None:
             self._check_server(self._server)
-
-    def _swap(self, name: str) -> None:
-        try:
-            self._model = self._pool.model(name)
-        except ConfigError as error:
-            logger.error("%s", error)
-            self.state.text = str(error)
-            self._folder.write(self.state)
-            return
-        logger.info("swapping to %s", name)
-        self._start_model()
 
     def _check_workers(self) -> None:
         lost = list[WorkerLost]()
@@ -175,6 +166,7 @@ class Supervisor:
         try:
             file = read_model_file(self._model.path)
             devices = self._devices()
+            self.state.devices = [(device.label, device.memory_bytes) for device in devices]
             self._plan = plan_layers(file, self._model, devices, self._pool.coordinator.reserve)
         except ConfigError as error:
             self._plan = None

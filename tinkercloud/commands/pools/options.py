@@ -50,6 +50,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         elif name == "logs":
             added.add_argument("name", nargs="?", help="pool, llama-server, worker-NAME ... [all]")
             added.add_argument("--lines", type=int, default=20, help="of each [20]")
+    _add_measured(command)
+
+
+def _add_measured(command: Callable[..., argparse.ArgumentParser]) -> None:
+    doctor = command("doctor", _doctor, "versions, ports, flags, workers, memory; what to do")
+    benchmark = command("benchmark", _benchmark, "measure the pool that runs")
+    benchmark.add_argument("--json", type=Path, help="write the figures here too")
+    tune = command("tune", _tune, "measure other splits of the model, and serve with the fastest")
+    tune.add_argument("--write", action="store_true", help="put it into the YAML")
+    reclaim = command("reclaim", _reclaim, "free the RAM that a model's file takes after loading")
+    for each in (doctor, benchmark, tune, reclaim):
+        add_settings(each, SETTINGS)
+    for each, requests in ((benchmark, 16), (tune, 4)):
+        each.add_argument("--requests", type=int, default=requests, help=f"[{requests}]")
+        each.add_argument("--concurrency", type=int, default=4, help="requests at a time [4]")
+        each.add_argument("--prompt-tokens", type=int, default=128, help="of each [128]")
+        each.add_argument("--tokens", type=int, default=64, help="of each output [64]")
 
 
 def _add_worker(parser: argparse.ArgumentParser) -> None:
@@ -161,3 +178,27 @@ def _logs(arguments: Arguments) -> int:
     from tinkercloud.commands.pools.running import show_logs
 
     return show_logs(arguments)
+
+
+def _doctor(arguments: Arguments) -> int:
+    from tinkercloud.commands.pools.measured import doctor
+
+    return doctor(arguments)
+
+
+def _benchmark(arguments: Arguments) -> int:
+    from tinkercloud.commands.pools.measured import benchmark
+
+    return benchmark(arguments)
+
+
+def _tune(arguments: Arguments) -> int:
+    from tinkercloud.commands.pools.measured import tune
+
+    return tune(arguments)
+
+
+def _reclaim(arguments: Arguments) -> int:
+    from tinkercloud.commands.pools.measured import reclaim_memory
+
+    return reclaim_memory(arguments)

@@ -14,7 +14,7 @@ from tinkercloud import logs
 from tinkercloud.commands.options import Arguments, config_of, say
 from tinkercloud.errors import ConfigError
 from tinkercloud.pool.child_process import log_end
-from tinkercloud.pool.pool_file import load_pool
+from tinkercloud.pool.pool_file import Model, load_pool
 from tinkercloud.pool.pool_state import SETTLED, PoolFolder, PoolState
 from tinkercloud.pool.supervisor import Supervisor
 
@@ -49,7 +49,7 @@ def start(arguments: Arguments) -> int:
     (folder.path / "state.json").unlink(missing_ok=True)
     process = _detached(arguments, model.name, folder)
     say(f"starting {model.name}; log: {folder.log}")
-    state = _followed(folder, lambda state: True, lambda: process.poll() is not None)
+    state = _followed(folder, lambda state: True, lambda: process.poll() is not None, say)
     if state is None or (process.poll() is not None and state.phase != "stopped"):
         raise ConfigError(f"the pool ended: {log_end(folder.log, 3)}")
     return _told(state)
@@ -89,11 +89,18 @@ def swap(arguments: Arguments) -> int:
     folder = folder_of(arguments)
     if not folder.is_running:
         raise ConfigError(f"the pool does not run; `tinkercloud pool start {model.name}` starts it")
-    number = folder.wish(model.name)
-    state = _followed(folder, lambda state: state.wish >= number, lambda: not folder.is_running)
+    return _told(swapped(folder, model, say))
+
+
+def swapped(folder: PoolFolder, model: Model, report: Callable[[str], None]) -> PoolState:
+    """The settled state. report: gets lines of the log meanwhile. Raises ConfigError."""
+    number = folder.wish(model)
+    state = _followed(
+        folder, lambda state: state.wish >= number, lambda: not folder.is_running, report
+    )
     if state is None or state.wish < number:
         raise ConfigError(f"the pool ended: {log_end(folder.log, 3)}")
-    return _told(state)
+    return state
 
 
 def show_logs(arguments: Arguments) -> int:
@@ -127,27 +134,30 @@ def _detached(arguments: Arguments, model: str, folder: PoolFolder) -> "subproce
 
 
 def _followed(
-    folder: PoolFolder, is_meant: Callable[[PoolState], bool], has_ended: Callable[[], bool]
+    folder: PoolFolder,
+    is_meant: Callable[[PoolState], bool],
+    has_ended: Callable[[], bool],
+    report: Callable[[str], None],
 ) -> PoolState | None:
     """The state once it is settled, or the last one where the pool has ended; what its log says
-    meanwhile is shown."""
+    meanwhile is reported."""
     position = folder.log.stat().st_size if folder.log.is_file() else 0
     while True:
         over = has_ended()
-        position = _show_log(folder.log, position)
+        position = _show_log(folder.log, position, report)
         state = folder.read()
         if over or (state is not None and is_meant(state) and state.phase in SETTLED):
             return state
         time.sleep(_POLL_S)
 
 
-def _show_log(log: Path, position: int) -> int:
+def _show_log(log: Path, position: int, report: Callable[[str], None]) -> int:
     if not log.is_file():
         return 0
     with log.open("rb") as file:
         file.seek(position)
         while (line := file.readline()).endswith(b"\n"):
-            say(line.decode("utf-8", errors="replace").rstrip())
+            report(line.decode("utf-8", errors="replace").rstrip())
             position = file.tell()
     return position
 

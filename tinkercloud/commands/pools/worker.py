@@ -1,7 +1,7 @@
 """`tinkercloud pool worker`: lends the devices of this machine."""
 
+import os
 import signal
-import sys
 import threading
 from pathlib import Path
 
@@ -66,6 +66,6 @@ def worker_settings(arguments: Arguments) -> WorkerSettings:
 
 
 def _await_end_of_stdin(ended: threading.Event) -> None:
-    while sys.stdin.buffer.read(1):
+    while os.read(0, 1):  # sys.stdin would be locked when the interpreter ends
         pass
     ended.set()
