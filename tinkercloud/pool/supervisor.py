@@ -126,13 +126,14 @@ class Supervisor:
         for name, due in list(self._lost.items()):
             link = self._links[name]
             if time.monotonic() >= due:
-                self._lost[name] = time.monotonic() + RETRY_S
+                self._lost[name] = time.monotonic() + START_S
                 link.start()
             try:
                 if link.worker.start == "by_hand":
                     link.restart_servers()  # nobody knows what they hold, or whether they live
                 revived |= link.is_up() and self._came_up(name)
             except WorkerLost as error:
+                self._lost[name] = min(self._lost[name], time.monotonic() + RETRY_S)
                 self.state.workers[name] = error.reason
             except ConfigError as error:
                 self.state.workers[name] = str(error)
@@ -210,6 +211,7 @@ class Supervisor:
     def _lose(self, error: WorkerLost) -> None:
         logger.error("%s", error)
         self._up.discard(error.worker)
+        self._links[error.worker].end()
         self._lost[error.worker] = time.monotonic() + RETRY_S
         self.state.workers[error.worker] = error.reason
         self._folder.write(self.state)
