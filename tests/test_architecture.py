@@ -71,6 +71,7 @@ RULES = {
     "services.models storage tinker_gmi tinker_gmi.bodies",
     "pool": "config errors weights",
     "proxy": "chat core.types errors event_stream openai_api speculative.drafters",
+    "pool.distribution": "errors",
     # speculative decoding, without an engine
     "speculative": "",
     "speculative.drafters": "core.types errors speculative",

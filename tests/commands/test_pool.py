@@ -1,5 +1,6 @@
 """`tinkercloud pool`: what needs no processes."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,22 @@ def test_inspect_shows_layers_and_tensors(
     assert main(["pool", "inspect", str(smollm2_gguf), "--tensors"]) == 0
     text = capsys.readouterr().out
     assert "30 of" in text and "token_embd.weight" in text and "trained for" in text
+
+
+def test_distribute_hands_the_files_to_rsync(
+    smollm2_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rsync, asked = tmp_path / "rsync", tmp_path / "asked"
+    rsync.write_text(f'#!/bin/sh\necho "$@" >> {asked}\n')
+    rsync.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    place = ["--file", str(tmp_path / "p")]
+    made = ["pool", "init", *place, "--model", f"m={smollm2_gguf}", "--worker", "ada@laptop"]
+    assert main(made) == 0
+    assert main(["pool", "distribute", *place, "--to", "weights"]) == 0
+    assert asked.read_text().split()[-2:] == [str(smollm2_gguf), "ada@laptop:weights/"]
+    rsync.write_text("#!/bin/sh\nexit 3\n")
+    assert main(["pool", "distribute", *place]) == 2
 
 
 def test_a_plan_without_memory_in_the_file_says_what_to_write(

@@ -51,6 +51,10 @@ DRAFT_WORKER = "tests/e2e/test_draft_worker.py"
 POOL = "tests/commands/test_pool.py"
 POOL_RUNS = "tests/pool/test_running.py::test_a_pool_starts_answers_swaps_and_stops"
 POOL_TUNED = "tests/pool/test_measured.py::test_a_pool_is_measured_and_tuned"
+PEERS = (
+    "tests/pool/distribution/test_peers.py::"
+    "test_two_peers_end_with_the_whole_file_though_its_only_seeder_is_killed"
+)
 POOL_REAL = "tests/pool/test_llamacpp.py"
 PIPELINE = "tests/e2e/test_pipeline.py::test_three_processes_say_what_the_server_says"
 COVERED = {
@@ -136,6 +140,11 @@ COVERED = {
         f"{POOL_REAL}::test_pages_of_the_models_file_are_freed_and_the_text_stays",
         "it needs a pool that runs",
     ),
+    "tinkercloud pool distribute": Elsewhere(
+        f"{POOL}::test_distribute_hands_the_files_to_rsync", "it needs another machine"
+    ),
+    "tinkercloud pool seed ": Elsewhere(PEERS, "it needs a model, and ends by Ctrl-C"),
+    "tinkercloud pool fetch ": Elsewhere(PEERS, "it needs a seeder"),
     "tinkercloud pool worker ": Elsewhere(
         "tests/pool/test_running.py::test_a_worker_by_hand_with_a_key_answers_only_to_it",
         "it needs a GPU, and ends by Ctrl-C",

@@ -33,7 +33,6 @@ class PoolState:
     devices: list[tuple[str, int]] = field(default_factory=list)
     workers: dict[str, str] = field(default_factory=dict)
     llama_server_pid: int | None = None
-    llama_server: str = ""
     wish: int = 0
 
 

@@ -51,6 +51,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             added.add_argument("name", nargs="?", help="pool, llama-server, worker-NAME ... [all]")
             added.add_argument("--lines", type=int, default=20, help="of each [20]")
     _add_measured(command)
+    _add_distributing(command)
+
+
+def _add_distributing(command: Callable[..., argparse.ArgumentParser]) -> None:
+    seed = command("seed", _seed, "offer a file to other machines, in pieces", reads_file=False)
+    seed.add_argument("path", type=Path)
+    fetch = command("fetch", _fetch, "a file from those who have pieces of it", reads_file=False)
+    fetch.add_argument("peer", nargs="+", metavar="HOST:PORT", help="who seeds or fetches it too")
+    fetch.add_argument("--to", type=Path, default=Path("."), help="the folder [this one]")
+    fetch.add_argument("--digest", help="that `pool seed` shows: nothing else is taken")
+    fetch.add_argument("--stay", action="store_true", help="serve it on when it is whole")
+    for each in (seed, fetch):
+        each.add_argument(
+            "--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="[127.0.0.1, a free port]"
+        )
+        each.add_argument("--key-file", type=Path, help="holds the key that peers send each other")
+    distribute = command("distribute", _distribute, "the model's files to workers, by rsync")
+    distribute.add_argument("model", nargs="?", help="of the YAML [its first]")
+    distribute.add_argument("--to", default="models", help="the folder there [models]")
 
 
 def _add_measured(command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -202,3 +221,21 @@ def _reclaim(arguments: Arguments) -> int:
     from tinkercloud.commands.pools.measured import reclaim_memory
 
     return reclaim_memory(arguments)
+
+
+def _seed(arguments: Arguments) -> int:
+    from tinkercloud.commands.pools.distributing import seed
+
+    return seed(arguments)
+
+
+def _fetch(arguments: Arguments) -> int:
+    from tinkercloud.commands.pools.distributing import fetch
+
+    return fetch(arguments)
+
+
+def _distribute(arguments: Arguments) -> int:
+    from tinkercloud.commands.pools.distributing import distribute
+
+    return distribute(arguments)
