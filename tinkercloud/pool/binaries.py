@@ -1,6 +1,6 @@
 """Where llama.cpp's programs are, and what they can do."""
 
-import importlib.util
+import importlib
 import re
 import shutil
 import subprocess
@@ -63,6 +63,9 @@ def _output(program: Path, *arguments: str) -> str:
 
 
 def _package_folder() -> Path | None:
-    spec = importlib.util.find_spec(_PACKAGE)
-    locations = [] if spec is None else spec.submodule_search_locations or []
-    return next((Path(folder) / "bin" for folder in locations), None)
+    """Imported, as that makes the links by which its programs find their libraries."""
+    try:
+        package = importlib.import_module(_PACKAGE)
+    except ModuleNotFoundError:
+        return None
+    return next((Path(folder) / "bin" for folder in package.__path__), None)
