@@ -6,6 +6,7 @@ import { Live } from "./live.js";
 import * as captures from "./views/captures.js";
 import * as chat from "./views/chat.js";
 import * as checkpoints from "./views/checkpoints.js";
+import * as keys from "./views/keys.js";
 import * as queue from "./views/queue.js";
 import * as runs from "./views/runs.js";
 import * as samples from "./views/samples.js";
@@ -13,7 +14,8 @@ import * as server from "./views/server.js";
 import * as sessions from "./views/sessions.js";
 import * as speculation from "./views/speculation.js";
 
-const VIEWS = { runs, sessions, samples, checkpoints, chat, captures, queue, server, speculation };
+const MENU = { runs, sessions, samples, checkpoints, chat, captures, queue, server, speculation };
+const VIEWS = { ...MENU, keys };
 const content = document.getElementById("content");
 const trouble = document.getElementById("trouble");
 
@@ -36,8 +38,8 @@ function openView() {
   close();
   close = () => {};
   showTrouble("");
-  const [path, query = ""] = decodeURI(location.hash.slice(1)).split("?");
-  const [name, ...rest] = path.split("/");
+  const [path, query = ""] = location.hash.slice(1).split("?");
+  const [name, ...rest] = decodeURIComponent(path).split("/");
   const view = VIEWS[name] ?? runs;
   for (const link of document.querySelectorAll("#views a")) {
     if (link.getAttribute("href") === `#${view.name}`) link.setAttribute("aria-current", "page");
@@ -95,7 +97,7 @@ async function start() {
   page?.live.stop();
   page = { who, live: new Live(() => get("console/session").then(restart, failed)) };
   replace(document.getElementById("views"),
-    Object.values(VIEWS).map((view) => h("a", { href: `#${view.name}` }, view.title)));
+    Object.values(MENU).map((view) => h("a", { href: `#${view.name}` }, view.title)));
   replace(document.getElementById("account"), who.auth
     ? [h("span", { class: "who" }, who.user), h("button", { type: "button", click: signOut }, "Sign out")]
     : h("span", { class: "who" }, "no keys are asked for"));

@@ -6,8 +6,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tinkercloud.logs import about
-from tinkercloud.routers.console import CHALLENGE, PATHS, basic_password
 from tinkercloud.routers.console_cookie import cookie_token
+from tinkercloud.routers.console_links import PATHS
 from tinkercloud.routers.deps import (
     CONSOLE_PATH,
     CONSOLE_PREFIX,
@@ -62,6 +62,7 @@ def _is_open(scope: Scope) -> bool:
         or f"{path}/".startswith(f"{DOCS_PATH}/")
         or path == CONSOLE_PATH
         or path in OPEN_PATHS
+        or PATHS.fullmatch(path) is not None
     )
 
 
@@ -75,8 +76,8 @@ def _unknown_text(credential: str) -> str:
 
 class AuthMiddleware:
     """Answers 401 before a route is looked up or a byte of the body is read. Signed links pass:
-    their route checks them; so do what supervisors ask (`OPEN_PATHS`), the documentation and the
-    files of the console, which hold nothing of anybody."""
+    their route checks them; so do what supervisors ask (`OPEN_PATHS`), the documentation, the files
+    of the console and links to it, which hold nothing of anybody."""
 
     def __init__(self, app: ASGIApp, authenticator: Authenticator):
         self._app = app
@@ -96,17 +97,11 @@ class AuthMiddleware:
         key = self._authenticator.key_of(headers)
         if key is None and not credential_of(headers):
             key = self._authenticator.identify(cookie_token(scope, headers), CONSOLE_USE)
-        console = scope["method"] == "GET" and PATHS.fullmatch(scope["path"]) is not None
-        if key is None and console:
-            # For pages that change nothing only: browsers send it with links of other sites too.
-            password = basic_password(headers.get("authorization", ""))
-            key = self._authenticator.identify(password)
         if key is None:
             text = _unknown_text(credential_of(headers))
             # a client with a token of an hour gets another one and repeats the request (RFC 6750)
             token = credential_of(headers).startswith(TOKEN_PREFIX)
             challenge = {"www-authenticate": 'Bearer error="invalid_token"'} if token else {}
-            challenge = CHALLENGE if console and not token else challenge
             await refuse(send, scope["path"], 401, text, challenge)
             return
         scope[USER_KEY], scope[ROLE_KEY], scope[KEY_ID_KEY] = key.user, key.role, key.key_id

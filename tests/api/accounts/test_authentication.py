@@ -16,6 +16,15 @@ SIGNED = [
     ("GET", "/api/v1/signed/{run_id}/{segment}/{name}/{generation}/{file}"),
 ]
 """The routes that ask for a signature in place of a key (test_downloads.py, test_traces.py)."""
+CONSOLE_LINKS = [
+    ("GET", "/checkpoints/{run_id}/{segment}/{name}"),
+    ("GET", "/keys"),
+    ("GET", "/keys/{key_id}"),
+    ("GET", "/playground"),
+    ("GET", "/sessions"),
+    ("GET", "/sessions/{session_id}"),
+    ("GET", "/training_runs/{run_id}"),
+]
 CONSOLE_FILES = ("GET", "/console/static/{path:path}")
 OPEN = [("GET", "/console"), ("GET", "/healthz"), ("GET", "/readyz")]
 UNKNOWN_PATHS = ["/", "/docs", "/redoc", "/api/v1/nothing", "/health/x"]
@@ -52,6 +61,9 @@ async def test_every_route_refuses_a_request_without_a_valid_key(
         if (method, path) in OPEN:
             assert response.status_code == 200, (method, path)
             continue
+        if (method, path) in CONSOLE_LINKS:
+            assert response.status_code == 303, (method, path)
+            continue
         if (method, path) in (*SIGNED, CONSOLE_FILES):
             assert response.status_code == 404, (method, path)
             continue
@@ -66,7 +78,7 @@ async def test_only_signed_links_probes_and_the_consoles_files_pass_without_a_ke
     pairs = [*routes(api), *(("GET", path) for path in UNKNOWN_PATHS)]
     answers = [(await stranger.request(*pair), pair) for pair in pairs]
     passed = sorted(pair for response, pair in answers if response.status_code != 401)
-    assert passed == sorted([*SIGNED, *OPEN, CONSOLE_FILES])
+    assert passed == sorted([*SIGNED, *OPEN, *CONSOLE_LINKS, CONSOLE_FILES])
 
 
 @pytest.mark.parametrize(

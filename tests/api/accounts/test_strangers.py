@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api.accounts.test_authentication import routes
+from tests.api.accounts.test_authentication import CONSOLE_LINKS, routes
 from tests.api.checkpoints.calls import saved
 from tests.api.harness import PROTOBUF, Api, body_of
 from tests.api.models.test_custom_losses import body as loss_body
@@ -161,12 +161,8 @@ NOT_FOUND: dict[tuple[str, str], list[tuple[str, Any]]] = {
         ("/anthropic/api/v1/messages/count_tokens", COUNT)
     ],
     ("GET", "/anthropic/api/v1/models/{name:path}"): [("/anthropic/api/v1/models/{path}", None)],
-    ("GET", "/sessions/{session_id}"): [("/sessions/{session}", None)],
-    ("GET", "/training_runs/{run_id}"): [("/training_runs/{run}", None)],
-    ("GET", "/checkpoints/{run_id}/{segment}/{name}"): [("/checkpoints/{run}/weights/ck1", None)],
     ("GET", "/console/runs/{run_id}/events"): [("/console/runs/{run}/events", None)],
     ("POST", "/console/chat"): [("/console/chat", CHAT)],
-    ("GET", "/playground"): [("/playground?checkpoint={path}", None)],
 }
 GONE = 410
 """What a poll for an unknown sample is told, whosever it is: its client then samples again."""
@@ -178,7 +174,6 @@ LISTS = {
     V + "/audit": "entries",
     V + "/billing/usage/checkpoints/current": "data",
     V + "/billing/usage/events": "data",
-    "/sessions": None,
     "/console/samples": "samples",
     "/oai/api/v1/models": None,
     "/anthropic/api/v1/models": None,
@@ -206,8 +201,7 @@ NAMES_NOTHING = {
     ("POST", "/console/session"),
     ("DELETE", "/console/session"),
     ("GET", "/console/static/{path:path}"),
-    ("GET", "/keys"),
-    ("GET", "/keys/{key_id}"),
+    *CONSOLE_LINKS,
     ("GET", "/oai/api/v1/{path:path}"),
     ("POST", "/oai/api/v1/{path:path}"),
     ("GET", "/anthropic/api/v1/{path:path}"),

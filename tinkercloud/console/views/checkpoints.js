@@ -33,6 +33,6 @@ function actions(checkpoint) {
   const archive = `api/v1/training_runs/${encodeURIComponent(run)}/checkpoints/${checkpoint.checkpoint_id}/archive`;
   return h("span", { class: "actions" },
     checkpoint.checkpoint_type === "sampler"
-      ? h("a", { href: `#chat?model=${path}`, "aria-label": `Chat with ${path}` }, "Chat") : null,
+      ? h("a", { href: `#chat?model=${encodeURIComponent(path)}`, "aria-label": `Chat with ${path}` }, "Chat") : null,
     h("a", { href: url(archive), download: true, "aria-label": `Download ${path}` }, "Download"));
 }

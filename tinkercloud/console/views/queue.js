@@ -28,9 +28,14 @@ export function open(root, { live }) {
 function queueTable({ queues }) {
   return table("Queue", ["user", "model or sampler", "operation", "#waiting", "#running", "#longest wait"],
     queues.map((queue) => [
-      queue.user, queue.owner, queue.kind,
+      queue.user, owner(queue.owner), queue.kind,
       number(queue.waiting), number(queue.running), number(queue.oldest_s, duration),
     ]), "Nothing waits and nothing runs.");
+}
+
+/** A run is a link. */
+function owner(id) {
+  return id.includes(":train:") ? h("a", { href: `#runs/${id}` }, id) : id;
 }
 
 function operationTable(before, after) {
