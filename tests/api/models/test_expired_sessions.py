@@ -59,8 +59,6 @@ async def test_a_session_without_heartbeats_expires_and_goes_on_by_the_next_one(
             assert (session, "expired") in [
                 (s["session_id"], s["state"]) for s in found["sessions"]
             ]
-        page = await api.http.get("/sessions")
-        assert f"<th>{session}<td>expired" in page.text
         assert (
             "tinkercloud_sessions_expired_total 1.0"
             in (await api.as_user("eve").http.get("/metrics")).text
