@@ -21,6 +21,7 @@ COLOURS = {
     "prompt_distillation": "#0891b2",
     "custom_loss": "#be185d",
     "rl_multiturn": "#0f766e",
+    "distill_on_policy": "#b45309",
 }
 HEADINGS = {
     "sft": "SFT: one-digit sums, by examples",
@@ -28,6 +29,7 @@ HEADINGS = {
     "agent": "An agent on the openai package, by reward",
     "dpo": "DPO: JSON preferred to a sentence",
     "prompt_distillation": "A prompt with examples, learned",
+    "distill_on_policy": "A student corrected by its teacher",
     "rl_multiturn": "Guess a number by hints, by reward",
     "custom_loss": "The right sum likely, the one beside it unlikely",
 }

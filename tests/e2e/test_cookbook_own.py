@@ -175,6 +175,19 @@ def test_games_of_several_turns_are_learned_from_and_gone_on_with(server: Server
     assert is_picture(folders["1", "2"] / "rl_multiturn.png")
 
 
+def test_a_student_comes_nearer_to_its_teacher(
+    server: Server, outputs: dict[str, Path], tmp_path: Path
+):
+    student, teacher = (figures(outputs["tinker"], name)["state_path"] for name in ("sft", "rl"))
+    quick = ("--steps", "2", *QUICK_RL, "--out", str(tmp_path))
+    recipe(server, "distill_on_policy", student, teacher, *quick)
+    steps = steps_of(tmp_path, "distill_on_policy")
+    assert [step["step"] for step in steps] == [1, 2]
+    run = figures(tmp_path, "distill_on_policy")
+    assert run["before"] == figures(outputs["tinker"], "rl")["before"]
+    assert is_picture(tmp_path / "distill_on_policy.png")
+
+
 def test_an_exported_adapter_answers_as_the_door_does(
     server: Server, outputs: dict[str, Path], smollm2_folder: Path, tmp_path: Path
 ):
