@@ -25,7 +25,7 @@ SETTINGS = (
     *("data_dir", "dtype", "engine.threads", "engine.max_batch", "engine.kv_cache_bytes"),
     *("log_level", "log_format"),
 )
-LISTEN = "127.0.0.1:8720"
+LISTEN = "127.0.0.1:8730"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -111,7 +111,7 @@ class Coordinator(_Part):
     the keys that clients have to send, one on each line."""
 
     host: Host = "127.0.0.1"
-    port: Port = 8720
+    port: Port = 8740
     memory: Size = 0
     gpus: tuple[Gpu, ...] = ()
     reserve: Size = 64 * 2**20

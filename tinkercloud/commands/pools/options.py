@@ -130,7 +130,7 @@ def _add_init(parser: argparse.ArgumentParser) -> None:
         "and what they lend: laptop,CUDA0=8GiB,CPU=4GiB; may be repeated",
     )
     parser.add_argument("--memory", help="of this machine's own RAM for layers, as 4GiB [none]")
-    parser.add_argument("--port", type=int, help="of the endpoint [8720]")
+    parser.add_argument("--port", type=int, help="of the endpoint [8740]")
     parser.add_argument(
         "--unencrypted-network",
         action="store_true",
