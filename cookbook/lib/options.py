@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Callable
@@ -81,6 +82,8 @@ def main(
     args = parser.parse_args()
     if args.api_key is None:
         parser.error("give --api-key or set TINKER_API_KEY; `tinkercloud serve` prints both")
+    if args.out is not None and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--out draws a picture: pip install 'tinkercloud[plot]', or leave it out")
     try:
         run = recipe(args)
     except (args.sdk.TinkerError, OSError, RecipeError) as error:
