@@ -300,6 +300,14 @@ CLAIMS = (
         "samples a second by HTTP",
     ),
     Claim(
+        "pipeline",
+        "drafts from another machine, a round trip of 0.3 passes away",
+        Best("overlapped times", "times plain", {"passes": 0.3}),
+        Best("serial times", "times plain", {"passes": 0.3}, "(serial)"),
+        "round trip of 0.3 passes: overlapped / serial",
+        times=Best("overlapped / serial", "times", {"passes": 0.3}),
+    ),
+    Claim(
         "cookbook_recipes-0.5.8",
         "recipes of the official cookbook 0.5.8, unmodified, that ended well",
         Count({"ended": "well"}),

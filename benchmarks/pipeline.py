@@ -57,7 +57,7 @@ def draw(points: Sequence[Point], path: Path) -> None:
     ordered = sorted(points, key=lambda point: point.round_trip_ms)
     places = [point.round_trip_ms for point in ordered]
     axes.axhline(1, color="#6b7280", linewidth=1)
-    axes.text(places[-1], 1.01, "plain", color="#6b7280", ha="right", va="bottom")
+    axes.text(places[0], 1.01, "plain", color="#6b7280", ha="left", va="bottom")
     for name, colour in COLOURS.items():
         values = [point.times(name) for point in ordered]
         axes.plot(places, values, color=colour, marker="o", markersize=4, label=name)
@@ -68,7 +68,7 @@ def draw(points: Sequence[Point], path: Path) -> None:
                 color=colour,
             )  # fmt: skip
     axes.set_xscale("symlog", linthresh=5)
-    axes.set_xticks(places[1:], [f"{place:.0f}" for place in places[1:]])
+    axes.set_xticks(places, [f"{round(place, 1):g}" for place in places])
     axes.minorticks_off()
     axes.set(xlabel="round trip to the draft worker, ms", ylabel="times the speed without drafts")
     axes.set_ylim(bottom=0)

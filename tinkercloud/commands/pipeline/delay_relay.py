@@ -39,13 +39,13 @@ class DelayRelay:
         onward, back = await asyncio.open_connection("127.0.0.1", self._target)
         try:
             await asyncio.gather(self._way(reader, back), self._way(onward, writer))
-        except (ConnectionError, asyncio.CancelledError):
+        except (OSError, asyncio.CancelledError):
             pass  # one end has gone, or the relay ends
         finally:
             for each in (writer, back):
                 each.close()
             for each in (writer, back):
-                with suppress(ConnectionError):
+                with suppress(OSError):
                     await each.wait_closed()
 
     async def _way(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
