@@ -4,6 +4,7 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tinkercloud.commands.pipeline.measure import (
     COLUMNS,
     CONTENDERS,
     PipelineBench,
+    Point,
     Scale,
     write_spans,
 )
@@ -85,6 +87,11 @@ def test_a_scripted_drafter_takes_its_time_and_stops_when_it_is_told_to() -> Non
     assert after == drafter.propose([(stream(KNOWN[:4]), 3)])
 
 
+def _num_prepared(points: Sequence[Point], kind: str) -> int:
+    spans = [span for point in points for span in point.kept[kind].lanes["draft worker"]]
+    return sum(span.name == "prepare" for span in spans)
+
+
 @pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
 def test_all_contenders_sample_the_same_and_a_trace_shows_both_sides(tmp_path: Path) -> None:
     base = open_store(write_tiny_model(tmp_path / "tiny")).base("tiny")
@@ -99,8 +106,8 @@ def test_all_contenders_sample_the_same_and_a_trace_shows_both_sides(tmp_path: P
         assert len(point.cells()) == len(COLUMNS)
         assert point.kept[SERIAL].prepared == 0
         assert 0 < point.kept[SERIAL].bytes_a_round < 200
-    # Of a round trip of 4 ms a pass of this model is a small part: few answers can be in time.
-    assert points[1].kept[OVERLAPPED].seconds < 1.2 * points[1].kept[SERIAL].seconds
+    prepared = {kind: _num_prepared(points, kind) for kind in (SERIAL, OVERLAPPED)}
+    assert prepared[OVERLAPPED] > prepared[SERIAL] == 0
     write_spans(points[1], tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     lanes = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
