@@ -1,5 +1,6 @@
 """Fixtures that every folder of tests may use."""
 
+import ast
 import gc
 import os
 import sys
@@ -18,20 +19,28 @@ from tinkercloud.storage.keys import DEFAULT_USER
 os.environ.update(serving.QUIET)
 
 
+def _parse_without_collecting(*arguments: Any, **keywords: Any) -> ast.AST:
+    """pytest parses each module that is imported, amid tests too. CPython 3.11 fails there ("AST
+    constructor recursion depth mismatch") where a garbage collection runs a finalizer that waits
+    for another thread, as those of the SDK's clients do."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return PARSE(*arguments, **keywords)
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+PARSE, ast.parse = ast.parse, _parse_without_collecting
+
+
 def pytest_collection_finish() -> None:
     """References are computed in this process; see `math_kernels` for what may go wrong."""
     if "torch" in sys.modules:
         from tinkercloud.decoding.math_kernels import resolve_math_kernels
 
         resolve_math_kernels()
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_sessionfinish() -> None:
-    """Clients of the SDK that are garbage by now end here. Plugins compile modules at the end of
-    a session, and CPython 3.11 fails ("AST constructor recursion depth mismatch") where a
-    collection amid that runs a finalizer that waits for another thread, as theirs do."""
-    gc.collect()
 
 
 @pytest.fixture(scope="session")
