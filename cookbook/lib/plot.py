@@ -21,6 +21,7 @@ COLOURS = {
     "prompt_distillation": "#0891b2",
     "custom_loss": "#be185d",
     "rl_multiturn": "#0f766e",
+    "rl_async": "#4d7c0f",
     "distill_on_policy": "#b45309",
 }
 HEADINGS = {
@@ -30,6 +31,7 @@ HEADINGS = {
     "dpo": "DPO: JSON preferred to a sentence",
     "prompt_distillation": "A prompt with examples, learned",
     "distill_on_policy": "A student corrected by its teacher",
+    "rl_async": "RL on samples of older weights",
     "rl_multiturn": "Guess a number by hints, by reward",
     "custom_loss": "The right sum likely, the one beside it unlikely",
 }

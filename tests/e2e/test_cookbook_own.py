@@ -188,6 +188,19 @@ def test_a_student_comes_nearer_to_its_teacher(
     assert is_picture(tmp_path / "distill_on_policy.png")
 
 
+def test_rl_goes_on_while_samples_are_underway(
+    server: Server, outputs: dict[str, Path], tmp_path: Path
+):
+    student = figures(outputs["tinker"], "sft")["state_path"]
+    quick = ("--steps", "3", "--lag", "1", *QUICK_RL, "--sdk", "tinker", "--out", str(tmp_path))
+    recipe(server, "rl_async", student, *quick)
+    steps = steps_of(tmp_path, "rl_async")
+    assert [step["age"] for step in steps] == [0, 1, 1]
+    trained = [step["ratio"] for step in steps if "ratio" in step]
+    assert trained, "no group had anything to teach"
+    assert is_picture(tmp_path / "rl_async.png")
+
+
 def test_an_exported_adapter_answers_as_the_door_does(
     server: Server, outputs: dict[str, Path], smollm2_folder: Path, tmp_path: Path
 ):
