@@ -3,7 +3,6 @@
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from tinkercloud.commands.options import Arguments, say
@@ -36,12 +35,7 @@ class WorkerTalk:
     def __enter__(self) -> "WorkerTalk":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.session.end()
         if self.telemetry is not None:
             self.pipeline.export_telemetry(self.telemetry)

@@ -1,7 +1,6 @@
 """A conversation whose turns reuse what target and drafters computed for those before."""
 
 import threading
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from tinkercloud.chat.text_model import Conversation
@@ -46,12 +45,7 @@ class ConversationSession:
     def __enter__(self) -> "ConversationSession":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end()
 
     def _answer(self, text: str, on_text: OnText | None, stop: threading.Event) -> str:

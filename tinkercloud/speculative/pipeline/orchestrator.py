@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 
 from tinkercloud.chat.text_model import TextModel
 from tinkercloud.errors import InvalidRequest
@@ -90,23 +89,13 @@ class Orchestrator:
     def __enter__(self) -> "Orchestrator":
         return self.connect_sync()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close_sync()
 
     async def __aenter__(self) -> "Orchestrator":
         return await self.connect()
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     @property

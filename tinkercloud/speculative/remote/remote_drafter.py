@@ -142,7 +142,7 @@ class RemoteDrafter(Drafter):
                     break
                 self._lock.wait(left_s)
             self._count_late(deadline_s)
-            fitting = self._fitting(stream, most)
+            fitting = [tokens for _, tokens in self._fitting(stream, most)]
         chains: list[tuple[int, ...]] = []
         for chain in sorted(fitting, key=len, reverse=True):
             if not any(kept[: len(chain)] == chain for kept in chains):
@@ -264,32 +264,27 @@ class RemoteDrafter(Drafter):
         branches.append(_Branch(worker, message.base, tokens, confidences))
 
     def _found(self, stream: Stream, most: int) -> Draft:
-        """The longest that fits, of equally long ones the first that came; those that do not fit
-        any more are dropped."""
-        branches, best, best_part = self._branches[stream.id], None, slice(0, 0)
+        """The longest that fits, of equally long ones the first that came."""
+        fitting = self._fitting(stream, most)
+        if not fitting:
+            return NO_DRAFT
+        best, tokens = max(fitting, key=lambda pair: len(pair[1]))
+        self._workers[best.worker].num_taken += 1
+        first = len(stream.tokens) - best.base
+        confidences = best.confidences[first : first + len(tokens)]
+        return Draft(tokens, tuple(value / STEPS for value in confidences))
+
+    def _fitting(self, stream: Stream, most: int) -> list[tuple[_Branch, tuple[int, ...]]]:
+        """With the tokens that they add, the first that came first; those that do not fit any more
+        are dropped."""
+        branches, fitting = self._branches[stream.id], []
         for each in list(branches):
             new = tuple(stream.tokens[each.base :])
             if len(stream.tokens) < each.base or each.tokens[: len(new)] != new:
                 branches.remove(each)
-                continue
-            part = slice(len(new), min(len(new) + most, len(each.tokens)))
-            if part.stop - part.start > best_part.stop - best_part.start:
-                best, best_part = each, part
-        if best is None:
-            return NO_DRAFT
-        self._workers[best.worker].num_taken += 1
-        confidences = tuple(value / STEPS for value in best.confidences[best_part])
-        return Draft(best.tokens[best_part], confidences)
-
-    def _fitting(self, stream: Stream, most: int) -> list[tuple[int, ...]]:
-        """All that are there, the first that came first."""
-        length = len(stream.tokens)
-        found = []
-        for each in self._branches[stream.id]:
-            known, rest = each.tokens[: length - each.base], each.tokens[length - each.base :]
-            if each.base <= length and rest and known == tuple(stream.tokens[each.base :]):
-                found.append(rest[:most])
-        return found
+            elif rest := each.tokens[len(new) :][:most]:
+                fitting.append((each, rest))
+        return fitting
 
     def _count_late(self, deadline_s: float) -> None:
         if time.monotonic() < deadline_s:
