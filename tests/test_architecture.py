@@ -24,6 +24,7 @@ TOP = {"__init__", "__main__", "app", "cli", "commands", "server"}  # they wire 
 # that has rooms inside stands for the files that lie in none of them.
 RULES = {
     "errors": "",
+    "addresses": "errors",
     "config": "errors",
     "fetch": "config errors",
     "event_stream": "errors",
@@ -69,7 +70,7 @@ RULES = {
     "routers": "anthropic_api captures chat errors event_stream logs openai_api services "
     "services.accounts services.captures services.chats services.checkpoints services.common "
     "services.models storage tinker_gmi tinker_gmi.bodies",
-    "pool": "config errors weights",
+    "pool": "addresses config errors weights",
     "proxy": "chat core.types errors event_stream openai_api speculative.drafters",
     "pool.distribution": "errors",
     # speculative decoding, without an engine
@@ -79,8 +80,9 @@ RULES = {
     "speculative.draft_length": "errors speculative",
     "speculative.learning": "errors speculative.drafters speculative.head",
     "speculative.observability": "errors speculative.draft_length",
-    "speculative.remote": "core.types errors speculative.drafters",
-    "speculative.pipeline": "chat core.types errors speculative.drafters speculative.remote",
+    "speculative.remote": "addresses core.types errors speculative.drafters",
+    "speculative.pipeline": "addresses chat core.types errors speculative.drafters "
+    "speculative.remote",
     # the embedded backend
     "embedded.model": "architectures config decoding embedded.native errors weights",
     "embedded.native": "architectures config decoding errors weights",
@@ -97,7 +99,8 @@ RULES = {
     "embedded.draft_training": "core.types embedded.drafting embedded.model embedded.training "
     "errors speculative.drafters speculative.head speculative.learning speculative.observability "
     "weights",
-    "embedded.process": "architectures config core.types embedded.draft_training embedded.drafting "
+    "embedded.process": "addresses architectures config core.types embedded.draft_training "
+    "embedded.drafting "
     "embedded.forward embedded.model embedded.native embedded.sampling embedded.training errors "
     "logs speculative.draft_length speculative.drafters speculative.learning speculative.remote "
     "weights",

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from tinkercloud.commands.options import Arguments, say
 
 if TYPE_CHECKING:
-    from tinkercloud.speculative.remote.connection import Address, ServerSecurity
+    from tinkercloud.addresses import Address
+    from tinkercloud.speculative.remote.connection import ServerSecurity
     from tinkercloud.speculative.remote.methods import StreamMethod
     from tinkercloud.speculative.remote.stream_worker import StreamWorker
 
@@ -35,11 +36,8 @@ class Listening:
     @classmethod
     def of(cls, arguments: Arguments) -> "Listening":
         """Raises ConfigError, before a model is read for nothing."""
-        from tinkercloud.speculative.remote.connection import (
-            ServerSecurity,
-            parse_address,
-            read_key,
-        )
+        from tinkercloud.addresses import parse_address, read_key
+        from tinkercloud.speculative.remote.connection import ServerSecurity
 
         key_file: Path | None = arguments["key_file"]
         address = parse_address(arguments["listen"])

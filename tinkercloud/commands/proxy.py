@@ -65,9 +65,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: Arguments) -> int:
     from tinkercloud import server
+    from tinkercloud.addresses import parse_address, read_key
     from tinkercloud.proxy.app import create_proxy_app
     from tinkercloud.proxy.opening import opened
-    from tinkercloud.speculative.remote.connection import ServerSecurity, parse_address, read_key
+    from tinkercloud.speculative.remote.connection import ServerSecurity
 
     config = config_of(arguments)
     logs.configure(config.log_level, config.log_format)
@@ -94,10 +95,10 @@ def run(arguments: Arguments) -> int:
 
 def _options(arguments: Arguments) -> "ProxyOptions":
     """Raises ConfigError."""
+    from tinkercloud.addresses import read_key
     from tinkercloud.proxy.opening import ProxyOptions
     from tinkercloud.proxy.service import ProxyLimits
     from tinkercloud.proxy.upstream import UpstreamAddress
-    from tinkercloud.speculative.remote.connection import read_key
 
     def key(name: str) -> str | None:
         return None if arguments[name] is None else read_key(arguments[name])

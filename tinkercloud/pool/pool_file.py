@@ -1,6 +1,5 @@
 """The YAML of a pool: which machines it has, and which models it may serve."""
 
-import ipaddress
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -16,6 +15,7 @@ from pydantic import (
     model_validator,
 )
 
+from tinkercloud.addresses import is_loopback
 from tinkercloud.errors import ConfigError
 from tinkercloud.pool.sizes import parse_size
 
@@ -38,15 +38,6 @@ def _size(value: object) -> int:
 Size = Annotated[
     int, BeforeValidator(_size), Field(ge=0), PlainSerializer(lambda num_bytes: num_bytes)
 ]
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class _Part(BaseModel):

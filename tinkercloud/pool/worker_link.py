@@ -10,10 +10,11 @@ from pathlib import Path
 
 import httpx
 
+from tinkercloud.addresses import is_loopback, read_key
 from tinkercloud.errors import ConfigError
 from tinkercloud.pool.child_process import ChildProcess, free_port
 from tinkercloud.pool.layer_plan import Device
-from tinkercloud.pool.pool_file import Worker, is_loopback
+from tinkercloud.pool.pool_file import Worker
 from tinkercloud.pool.worker import DeviceHealth
 
 HEALTH_TIMEOUT_S = 2.0
@@ -185,7 +186,7 @@ class WorkerLink:
         url = f"http://{self._address()}:{self._ports[self.worker.port]}"
         headers = {}
         if self.worker.key_file is not None:
-            headers["Authorization"] = f"Bearer {read_worker_key(self.worker.key_file)}"
+            headers["Authorization"] = f"Bearer {read_key(self.worker.key_file)}"
         return httpx.Client(
             base_url=url, headers=headers, timeout=HEALTH_TIMEOUT_S, trust_env=False
         )
@@ -212,14 +213,3 @@ class WorkerLink:
         if worker.key_file is not None and worker.start == "local":
             words += ["--key-file", str(worker.key_file)]
         return words + (["--cache"] if worker.cache else [])
-
-
-def read_worker_key(path: Path) -> str:
-    """Raises ConfigError."""
-    try:
-        key = path.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the key in {path}: {error}") from None
-    if not key or not key.isprintable():
-        raise ConfigError(f"{path} holds no key: one line of printable ASCII characters is wanted")
-    return key

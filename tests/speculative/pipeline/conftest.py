@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from tests.speculative.pipeline.scripted import MODEL, ScriptedEngine
+from tinkercloud.addresses import Address
 from tinkercloud.speculative.drafters.drafter import Drafter
-from tinkercloud.speculative.remote.connection import Address, ServerSecurity
+from tinkercloud.speculative.remote.connection import ServerSecurity
 from tinkercloud.speculative.remote.methods import DRAFT, VERIFY
 from tinkercloud.speculative.remote.service import WorkerServer
 from tinkercloud.speculative.remote.target_messages import TargetModel

@@ -12,16 +12,10 @@ import pytest
 from tests.speculative.remote.test_remote_drafter import begun, tokens_of
 from tests.speculative.remote.test_worker import Counting
 from tests.speculative.remote.workers import TARGET, worker_of
+from tinkercloud.addresses import Address, parse_address, parse_addresses, read_key
 from tinkercloud.errors import ConfigError
 from tinkercloud.speculative.remote import link as link_module
-from tinkercloud.speculative.remote.connection import (
-    Address,
-    ClientSecurity,
-    ServerSecurity,
-    parse_address,
-    parse_addresses,
-    read_key,
-)
+from tinkercloud.speculative.remote.connection import ClientSecurity, ServerSecurity
 from tinkercloud.speculative.remote.link import GrpcLink
 from tinkercloud.speculative.remote.methods import DRAFT
 from tinkercloud.speculative.remote.remote_drafter import RemoteDrafter

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tinkercloud.addresses import Address
 from tinkercloud.commands.bench import (
     PROSE,
     EngineFactory,
@@ -47,7 +48,7 @@ from tinkercloud.errors import ConfigError
 from tinkercloud.speculative.draft_length.fixed_length import FixedLength
 from tinkercloud.speculative.drafters.drafter import Draft, Drafter, Stream
 from tinkercloud.speculative.drafters.guarded_drafter import GuardedDrafter
-from tinkercloud.speculative.remote.connection import Address, ClientSecurity
+from tinkercloud.speculative.remote.connection import ClientSecurity
 from tinkercloud.speculative.remote.link import GrpcLink
 from tinkercloud.speculative.remote.messages import Target
 from tinkercloud.speculative.remote.remote_drafter import RemoteDrafter

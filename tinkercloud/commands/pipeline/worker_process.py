@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from tinkercloud.addresses import Address, read_key
 from tinkercloud.commands.pipeline import namespace
 from tinkercloud.commands.pipeline.delay_relay import DelayRelay
 from tinkercloud.commands.pipeline.scripted_drafter import Script, ScriptedDrafter
 from tinkercloud.commands.pipeline.spans import Span
 from tinkercloud.errors import ConfigError
-from tinkercloud.speculative.remote.connection import Address, ServerSecurity, read_key
+from tinkercloud.speculative.remote.connection import ServerSecurity
 from tinkercloud.speculative.remote.methods import DRAFT
 from tinkercloud.speculative.remote.service import WorkerServer
 from tinkercloud.speculative.remote.worker import DraftWorker, WorkerLimits

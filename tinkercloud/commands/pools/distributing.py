@@ -6,6 +6,7 @@ import subprocess
 import threading
 from pathlib import Path
 
+from tinkercloud.addresses import is_loopback, read_key
 from tinkercloud.commands.options import Arguments, say, say_progress
 from tinkercloud.errors import ConfigError
 from tinkercloud.pool.distribution.download import Download, fetch_manifest
@@ -13,8 +14,7 @@ from tinkercloud.pool.distribution.manifest import make_manifest
 from tinkercloud.pool.distribution.peer import Peer
 from tinkercloud.pool.distribution.piece_store import PieceStore
 from tinkercloud.pool.model_file import model_parts
-from tinkercloud.pool.pool_file import is_loopback, load_pool
-from tinkercloud.pool.worker_link import read_worker_key
+from tinkercloud.pool.pool_file import load_pool
 
 
 def seed(arguments: Arguments) -> int:
@@ -86,7 +86,7 @@ def _listening(arguments: Arguments) -> tuple[str, int, str | None]:
             f"listening on {host} needs a key: write one into a file, and give its --key-file to "
             "every peer"
         )
-    return host, int(port), None if key_file is None else read_worker_key(key_file)
+    return host, int(port), None if key_file is None else read_key(key_file)
 
 
 def _await_signal() -> None:

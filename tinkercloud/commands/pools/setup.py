@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tinkercloud.addresses import is_loopback
 from tinkercloud.commands.options import Arguments
 from tinkercloud.errors import ConfigError
-from tinkercloud.pool.pool_file import PoolFile, is_loopback, parse_pool, pool_text
+from tinkercloud.pool.pool_file import PoolFile, parse_pool, pool_text
 
 FIRST_PORT = 50050
 PORTS_EACH = 20

@@ -6,12 +6,11 @@ import threading
 from pathlib import Path
 
 from tinkercloud import logs
+from tinkercloud.addresses import is_loopback, read_key
 from tinkercloud.commands.options import Arguments, complain, config_of, say
 from tinkercloud.errors import ConfigError
 from tinkercloud.pool.binaries import RPC_SERVER, find_program
-from tinkercloud.pool.pool_file import is_loopback
 from tinkercloud.pool.worker import PoolWorker, WorkerSettings
-from tinkercloud.pool.worker_link import read_worker_key
 
 OPEN_NETWORK = (
     "llama.cpp's RPC has no authentication and no encryption: whoever reaches {host} can use this "
@@ -59,7 +58,7 @@ def worker_settings(arguments: Arguments) -> WorkerSettings:
         int(port),
         tuple(arguments["device"] or ("CPU",)),
         find_program(RPC_SERVER, arguments["rpc_server"]),
-        None if key_file is None else read_worker_key(key_file),
+        None if key_file is None else read_key(key_file),
         arguments["threads"],
         arguments["cache"],
     )

@@ -179,7 +179,7 @@ def speculate(
 def remote_drafter(addresses: str, base: BaseModel, settings: DrafterSettings) -> Drafter:
     """addresses: "HOST:PORT,HOST:PORT". Raises ConfigError."""
     # Here: gRPC is loaded for those who use it, not at every start.
-    from tinkercloud.speculative.remote.connection import parse_addresses
+    from tinkercloud.addresses import parse_addresses
     from tinkercloud.speculative.remote.link import GrpcLink
     from tinkercloud.speculative.remote.messages import Target
     from tinkercloud.speculative.remote.remote_drafter import RemoteDrafter
@@ -202,7 +202,7 @@ def _remote_security(settings: DrafterSettings) -> "ClientSecurity":
 
 def _check_remote(addresses: str, settings: DrafterSettings) -> None:
     """Raises ConfigError."""
-    from tinkercloud.speculative.remote.connection import parse_addresses
+    from tinkercloud.addresses import parse_addresses
 
     parse_addresses(addresses)
     _remote_security(settings).check()

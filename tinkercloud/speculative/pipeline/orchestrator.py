@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
+from tinkercloud.addresses import parse_address
 from tinkercloud.chat.text_model import TextModel
 from tinkercloud.errors import InvalidRequest
 from tinkercloud.speculative.drafters.drafter import Stream
@@ -17,7 +18,7 @@ from tinkercloud.speculative.pipeline.options import PipelineOptions
 from tinkercloud.speculative.pipeline.result import PipelineResult, write_telemetry
 from tinkercloud.speculative.pipeline.target_session import TargetSession
 from tinkercloud.speculative.pipeline.text_sink import OnText, TextSink
-from tinkercloud.speculative.remote.connection import ClientSecurity, parse_address
+from tinkercloud.speculative.remote.connection import ClientSecurity
 from tinkercloud.speculative.remote.link import GrpcLink
 from tinkercloud.speculative.remote.messages import Target
 from tinkercloud.speculative.remote.remote_drafter import RemoteDrafter

@@ -1,7 +1,6 @@
-"""gRPC connections to workers: addresses, keys and certificates, for both ends."""
+"""gRPC connections to workers: keys and certificates, for both ends."""
 
 import hmac
-import ipaddress
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 
 import grpc
 
+from tinkercloud.addresses import Address, read_key
 from tinkercloud.errors import ConfigError
 
 MAX_MESSAGE_BYTES = 32 * 1024**2
@@ -25,38 +25,6 @@ SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),
 )
 KEY_HEADER = "authorization"
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-    @property
-    def is_loopback(self) -> bool:
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
-
-
-def parse_address(text: str) -> Address:
-    """Of "HOST:PORT", IPv6 in brackets. Raises ConfigError."""
-    host, _, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdecimal() or not 0 <= int(port) < 2**16:
-        raise ConfigError(f"{text!r} is no address of a worker; write HOST:PORT")
-    return Address(host, int(port))
-
-
-def parse_addresses(text: str) -> tuple[Address, ...]:
-    """Of "HOST:PORT,HOST:PORT". Raises ConfigError."""
-    return tuple(parse_address(part.strip()) for part in text.split(","))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,14 +106,6 @@ def grpc_server(security: ServerSecurity, max_connections: int) -> grpc.Server:
         options=SERVER_OPTIONS,
         maximum_concurrent_rpcs=max_connections,
     )
-
-
-def read_key(path: Path) -> str:
-    """Raises ConfigError."""
-    key = _read(path, "key").decode("utf-8", errors="replace").strip()
-    if not key or not key.isprintable() or not key.isascii():
-        raise ConfigError(f"{path} holds no key: one line of printable ASCII characters is wanted")
-    return key
 
 
 def _read(path: Path, what: str) -> bytes:

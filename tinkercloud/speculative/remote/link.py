@@ -8,8 +8,9 @@ from typing import Protocol
 
 import grpc
 
+from tinkercloud.addresses import Address
 from tinkercloud.speculative.remote import draft_pb2 as pb
-from tinkercloud.speculative.remote.connection import Address, ClientSecurity
+from tinkercloud.speculative.remote.connection import ClientSecurity
 from tinkercloud.speculative.remote.messages import Target
 from tinkercloud.speculative.remote.methods import DRAFT
 

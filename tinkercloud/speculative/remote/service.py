@@ -8,7 +8,8 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 
-from tinkercloud.speculative.remote.connection import Address, ServerSecurity, grpc_server
+from tinkercloud.addresses import Address
+from tinkercloud.speculative.remote.connection import ServerSecurity, grpc_server
 from tinkercloud.speculative.remote.methods import StreamMethod
 from tinkercloud.speculative.remote.stream_worker import Connection, StreamWorker
 

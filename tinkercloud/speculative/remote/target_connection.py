@@ -8,10 +8,11 @@ from typing import Any
 
 import grpc
 
+from tinkercloud.addresses import Address
 from tinkercloud.core.types import SamplingParams
 from tinkercloud.errors import UserError
 from tinkercloud.speculative.remote import target_pb2 as pb
-from tinkercloud.speculative.remote.connection import Address, ClientSecurity
+from tinkercloud.speculative.remote.connection import ClientSecurity
 from tinkercloud.speculative.remote.link import reason_of
 from tinkercloud.speculative.remote.messages import BadMessage, wire_params
 from tinkercloud.speculative.remote.methods import VERIFY
