@@ -50,7 +50,7 @@ def start(arguments: Arguments) -> int:
     process = _detached(arguments, model.name, folder)
     say(f"starting {model.name}; log: {folder.log}")
     state = _followed(folder, lambda state: True, lambda: process.poll() is not None, say)
-    if state is None or (process.poll() is not None and state.phase != "stopped"):
+    if state is None or (process.poll() is not None and state.phase not in ("stopped", "failed")):
         raise ConfigError(f"the pool ended: {log_end(folder.log, 3)}")
     return _told(state)
 
