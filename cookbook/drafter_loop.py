@@ -41,10 +41,13 @@ class Drafts:
     verified: int
     accepted: int
 
-    def share_since(self, before: "Drafts") -> float | None:
-        """None: nothing was drafted."""
-        judged = self.verified - before.verified
-        return (self.accepted - before.accepted) / judged if judged else None
+    def since(self, before: "Drafts") -> "Drafts":
+        return Drafts(self.verified - before.verified, self.accepted - before.accepted)
+
+    @property
+    def share(self) -> float:
+        """Of the judged tokens that were accepted; 0 where nothing was drafted."""
+        return self.accepted / self.verified if self.verified else 0.0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -76,10 +79,18 @@ def run(args: argparse.Namespace) -> None:
             publication = training.save_weights_and_get_sampling_client()
             loss = backward.result().metrics["loss:sum"]
             update.result()
-            before = drafts_of(http)
+            before = drafts_of(http) or Drafts(0, 0)  # a server tells of them once it has sampled
             num_tokens = count(args, publication.result(), tokenizer, step)
-            share = drafts_of(http).share_since(before)
-            figures = {"loss": loss, "tokens": num_tokens, "accepted": share or 0.0}
+            now = drafts_of(http)
+            if now is None:
+                raise options.RecipeError(
+                    "this server drafts nothing, or does not tell this key of it"
+                )
+            drafts = now.since(before)
+            figures = {
+                "loss": loss, "tokens": num_tokens,
+                "drafted": drafts.verified, "accepted": drafts.share,
+            }  # fmt: skip
             metrics.add(step, **figures)
             progress.step(step, **figures)
             if step % args.save_every == 0:
@@ -116,11 +127,11 @@ def count(args: argparse.Namespace, sampler: Any, tokenizer: Any, step: int) -> 
     return sum(len(future.result().sequences[0].tokens) for future in futures)
 
 
-def drafts_of(http: httpx.Client) -> Drafts:
-    """Raises RecipeError where the server tells nothing of drafts."""
+def drafts_of(http: httpx.Client) -> Drafts | None:
+    """None: the server tells nothing of drafts."""
     speculation = http.get("/health").raise_for_status().json().get("speculation")
     if not speculation:
-        raise options.RecipeError("this server drafts nothing, or does not tell this key of it")
+        return None
     depths = [
         depth
         for model in speculation.values()

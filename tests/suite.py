@@ -1,7 +1,8 @@
 """Runs the tests within their time budgets: `python -m tests.suite fast | cluster | slow | all`.
 
-fast: what is neither slow nor a cluster's; folders that `budget.toml` calls parallel run on two
-processes, then the others one after another, because they measure time or compute on all cores.
+fast: what is neither slow nor a cluster's; folders and files that `budget.toml` calls parallel run
+on two processes, then the others one after another, because they measure time or compute on all
+cores.
 slow: a slice of the slow tests that fits into `--seconds`, another one for each commit, so that in
 a few runs all of them had their turn. Each mode prints the 20 slowest tests and what each folder
 took of its budget. Where CI is set, a folder beyond twice its budget fails the run: less

@@ -108,8 +108,9 @@ class Worker:
         while True:
             idle = self._is_idle
             drafts = self._drafts.are_due(idle=idle)
+            if idle and (not drafts or self._last_stats_s < self._last_work_s):
+                self._report(force=True)  # before anybody who waited for that work asks
             if idle and not drafts:
-                self._report(force=True)
                 if not self._rest():
                     return
             elif not self._take_messages():
