@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from tests.pool.pool_guard import guard
 from tests.serving import QUIET, ROOT
 from tinkercloud.pool.child_process import free_port
 from tinkercloud.pool.pool_state import PoolFolder, PoolState
@@ -101,6 +102,7 @@ def write_pool(
     }
     path = folder / "pool.yaml"
     path.write_text(json.dumps(values))  # which is YAML
+    guard(path)
     return Pool(path, folder / "data")
 
 

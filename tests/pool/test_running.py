@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.pool.pool_guard import processes_of
 from tests.pool.pools import LIMIT_S, Pool, end, fake_programs, ports
 from tests.serving import QUIET, ROOT
 
@@ -112,6 +113,34 @@ def test_a_pool_that_is_killed_leaves_no_process(pool: Pool) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     started(pool)
+
+
+def test_tests_that_are_killed_leave_no_pool(smollm2_gguf: Path, tmp_path: Path) -> None:
+    script = tmp_path / "killed_tests.py"
+    script.write_text(
+        "import os, signal, sys\n"
+        "from pathlib import Path\n"
+        "from tests.pool.pools import fake_programs, write_pool\n"
+        "gguf, folder = sys.argv[1:]\n"
+        "programs = fake_programs(Path(folder))\n"
+        "model = {'name': 'small', 'path': gguf, 'context': 1024, 'ubatch': 64}\n"
+        "pool = write_pool(Path(folder), [model], [], llama_server=programs['server'],\n"
+        "    memory='360MiB')\n"
+        "assert pool.command('start').returncode == 0\n"
+        "print(pool.file, pool.state.pid, pool.state.llama_server_pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script), str(smollm2_gguf), str(tmp_path)],
+        cwd=ROOT, env=os.environ | QUIET | {"PYTHONPATH": str(ROOT)}, capture_output=True,
+        text=True, timeout=LIMIT_S,
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    file, *pids = done.stdout.split()
+    deadline = time.monotonic() + LIMIT_S
+    while processes_of({file}) or not all(has_ended(int(pid)) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_worker_behind_ssh_is_started_and_reached_through_its_tunnel(

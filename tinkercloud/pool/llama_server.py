@@ -49,6 +49,7 @@ class LlamaServer:
         self._coordinator = coordinator
         log.unlink(missing_ok=True)  # what it says is of this start
         self._process = ChildProcess(command, log)
+        self._http = httpx.Client(timeout=2.0, trust_env=False)
 
     @property
     def url(self) -> str:
@@ -67,8 +68,7 @@ class LlamaServer:
     def is_ready(self) -> bool:
         """Whether the model is loaded."""
         try:
-            with httpx.Client(timeout=2.0, trust_env=False) as client:
-                return client.get(f"{self.url}/health").status_code == 200
+            return self._http.get(f"{self.url}/health").status_code == 200
         except httpx.HTTPError:
             return False
 
@@ -77,6 +77,7 @@ class LlamaServer:
         return self._process.log_end().replace("\n", " | ")
 
     def end(self) -> None:
+        self._http.close()
         self._process.end()
 
 

@@ -43,6 +43,7 @@ class WorkerLink:
         self.log = folder / f"worker-{worker.name}.log"
         self._folder = folder
         self._process: ChildProcess | None = None
+        self._http: httpx.Client | None = None
         self._ports: Mapping[int, int] = {}
         self._misses = 0
         self._started: dict[str, int] = {}
@@ -70,6 +71,9 @@ class WorkerLink:
             self._process = ChildProcess(command, self.log, has_stdin=True)
 
     def end(self) -> None:
+        if self._http is not None:
+            self._http.close()
+            self._http = None
         if self._process is not None:
             self._process.end()
             self._process = None
@@ -119,8 +123,7 @@ class WorkerLink:
     def restart_servers(self) -> None:
         """Asks for new RPC servers, and waits until they are up. Raises WorkerLost."""
         before = {health.device: health.started for health in self._ask_or_lose()}
-        with self._client() as client:
-            client.post("/restart").raise_for_status()
+        self._client().post("/restart").raise_for_status()
         deadline = time.monotonic() + 30.0
         while time.monotonic() < deadline:
             health = {each.device: each for each in self._ask_or_lose()}
@@ -160,8 +163,7 @@ class WorkerLink:
         return {health.device: health.protocol for health in self._health}
 
     def _ask(self) -> list[DeviceHealth]:
-        with self._client() as client:
-            answer = client.get("/health")
+        answer = self._client().get("/health")
         if answer.status_code == 401:
             raise ConfigError(
                 f"worker {self.worker.name} wants its key: name the file that holds it as key_file"
@@ -183,13 +185,17 @@ class WorkerLink:
             raise WorkerLost(self.worker.name, f"no answer ({type(error).__name__})") from None
 
     def _client(self) -> httpx.Client:
+        """One from start to end: making one takes milliseconds, and it is asked every second."""
+        if self._http is not None:
+            return self._http
         url = f"http://{self._address()}:{self._ports[self.worker.port]}"
         headers = {}
         if self.worker.key_file is not None:
             headers["Authorization"] = f"Bearer {read_key(self.worker.key_file)}"
-        return httpx.Client(
+        self._http = httpx.Client(
             base_url=url, headers=headers, timeout=HEALTH_TIMEOUT_S, trust_env=False
         )
+        return self._http
 
     def _address(self) -> str:
         if self.worker.start == "ssh" or is_loopback(self.worker.host):
