@@ -3,6 +3,7 @@
 import math
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,11 +22,17 @@ GREEDY = SamplingOptions(temperature=0.0)
 PROMPT, NUM_TOKENS = (3, 1), 60
 
 
-def speculator(target: ScriptedServer, *drafts: ScriptedServer, most: int = 8) -> Speculator:
+def speculator(
+    target: ScriptedServer,
+    *drafts: ScriptedServer,
+    most: int = 8,
+    clock: Callable[[], float] | None = None,
+) -> Speculator:
+    """clock: by default one that stands still, so that no round depends on this machine's speed."""
     kind = SERVER_KINDS[target.kind]
     sources = [TokenDrafter(each.upstream(), SERVER_KINDS[each.kind]) for each in drafts]
     asked = Target(target.upstream(), kind, lambda token: token != END)
-    return Speculator(asked, DraftPool(sources, "race", 1.0), most)
+    return Speculator(asked, DraftPool(sources, "race", 1.0), most, clock or (lambda: 0.0))
 
 
 async def sampled(

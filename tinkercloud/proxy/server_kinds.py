@@ -54,12 +54,14 @@ class VerifyForm:
 @dataclass(frozen=True, slots=True)
 class ServerKind:
     """verify: how a target is asked. is_seeded: its sample is a function of its seed and of
-    positions, so that rounds of one seed are one sample."""
+    positions, so that rounds of one seed are one sample. computes_prompt: a verification reads the
+    prompt again, whatever of it is cached."""
 
     name: str
     sample: SampleForm
     verify: ScoreForm | VerifyForm
     is_seeded: bool = False
+    computes_prompt: bool = False
 
 
 # ---- vLLM
@@ -236,6 +238,7 @@ SERVER_KINDS: Mapping[str, ServerKind] = {
         "vllm",
         SampleForm("completions", _vllm_sample, _chosen_tokens),
         ScoreForm("completions", _vllm_score, _vllm_scores),
+        computes_prompt=True,
     ),
     "sglang": ServerKind(
         "sglang",

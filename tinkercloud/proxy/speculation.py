@@ -1,18 +1,19 @@
 """Rounds of drafts and verifications until a sample is complete."""
 
 import random
-from collections.abc import AsyncGenerator
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 
 from tinkercloud.chat.requests import SamplingOptions
-from tinkercloud.proxy.drafters import GREEDY, DraftPool
+from tinkercloud.proxy.drafters import GREEDY, DraftPool, DraftSessions
+from tinkercloud.proxy.round_costs import RoundCosts
+from tinkercloud.proxy.round_length import RoundLength
 from tinkercloud.proxy.target import MAX_SEED, Target
 from tinkercloud.proxy.verification import Round, Sampled
 
-FIRST_DRAFTED = 8
-MOST_PLAIN = 16
-MISSES = 3
+Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,43 +34,22 @@ class SpeculationCounts:
     plain: int = 0
 
 
-class RoundLength:
-    """How many tokens the next round drafts: twice as many where all were accepted, else one more
-    than were. After MISSES rounds in which none was, or without a draft, the target samples some
-    tokens by itself, more and more as long as that goes on."""
-
-    def __init__(self, most: int):
-        self._most = most
-        self._num_misses = 0
-        self.drafted = min(most, FIRST_DRAFTED)
-        self.plain = 1
-
-    @property
-    def is_plain(self) -> bool:
-        return self._num_misses >= MISSES
-
-    def was_plain(self) -> None:
-        """A single miss is enough to go on so."""
-        self._num_misses = min(self._num_misses, MISSES - 1)
-        self.plain = min(2 * self.plain, MOST_PLAIN)
-
-    def was_verified(self, num_drafted: int, num_accepted: int) -> None:
-        all_accepted = num_accepted == num_drafted
-        self.drafted = min(self._most, 2 * self.drafted if all_accepted else num_accepted + 1)
-        if num_accepted:
-            self._num_misses, self.plain = 0, 1
-        else:
-            self._num_misses += 1
-
-
 class Speculator:
-    """most_drafted: tokens of a round."""
+    """most_drafted: tokens of a round. clock: in seconds."""
 
-    def __init__(self, target: Target, drafters: DraftPool, most_drafted: int):
+    def __init__(
+        self,
+        target: Target,
+        drafters: DraftPool,
+        most_drafted: int,
+        clock: Clock = time.perf_counter,
+    ):
         self.target = target
         self.drafters = drafters
         self.counts = SpeculationCounts()
+        self.costs = RoundCosts()
         self._most_drafted = most_drafted
+        self._clock = clock
 
     async def pieces(self, task: SampleTask) -> AsyncGenerator[Sampled]:
         """The sample's tokens as they are verified. Closing it ends what is asked of servers.
@@ -81,26 +61,34 @@ class Speculator:
         # Noise that is not keyed by the place tells a drafter nothing.
         draft_sampling = sampling if self.target.kind.is_seeded else GREEDY
         prompt, left = task.prompt, task.max_tokens
-        length = RoundLength(self._most_drafted)
+        length = RoundLength(
+            self._most_drafted, self.costs, computes_prompt=self.target.kind.computes_prompt
+        )
         with closing(self.drafters.open()) as sessions:
             while left > 0:
-                asked = Round(prompt, (), sampling, min(length.drafted, left - 1))
+                num = min(length.drafted(len(prompt)), left - 1)
+                asked = Round(prompt, (), draft_sampling, num)
                 drafted: tuple[int, ...] = ()
-                if asked.num_tokens > 0 and not length.is_plain:
-                    drafted = self._usable(
-                        await sessions.draft(replace(asked, sampling=draft_sampling))
-                    )
-                if drafted:
-                    piece = await self._verified(replace(asked, drafted=drafted), length, coins)
+                if num > 0 and not length.is_plain:
+                    drafted = await self._drafted(asked, sessions)
+                asked = Round(prompt, drafted, sampling)
+                if drafted and length.pays(len(prompt), len(drafted)):
+                    piece = await self._verified(asked, length, coins)
                 else:
-                    piece = await self._plain(
-                        replace(asked, num_tokens=min(length.plain, left)), coins
-                    )
-                    length.was_plain()
+                    asked = Round(prompt, (), sampling, min(length.plain, left))
+                    piece = await self._plain(asked, coins)
+                    num_compared = min(len(drafted), len(piece.tokens))
+                    length.was_plain(num_compared, _num_equal(drafted, piece.tokens))
                 yield piece
                 if piece.has_ended:
                     return
                 prompt, left = (*prompt, *piece.tokens), left - len(piece.tokens)
+
+    async def _drafted(self, asked: Round, sessions: DraftSessions) -> tuple[int, ...]:
+        began = self._clock()
+        draft = await sessions.draft(asked)
+        self.costs.drafted.add(asked.num_tokens, self._clock() - began)
+        return self._usable(draft)
 
     def _usable(self, draft: tuple[int, ...]) -> tuple[int, ...]:
         """Up to a token that may end the sample: whether one does, the target says of its own."""
@@ -108,8 +96,10 @@ class Speculator:
         return draft[:num]
 
     async def _verified(self, asked: Round, length: RoundLength, coins: random.Random) -> Sampled:
-        verified = await self.target.verify(replace(asked, num_tokens=1), coins)
-        num_drafted, counts = len(asked.drafted), self.counts
+        began, num_drafted, counts = self._clock(), len(asked.drafted), self.counts
+        verified = await self.target.verify(asked, coins)
+        rows = length.rows(len(asked.prompt), num_drafted)
+        self.costs.verified.add(rows, self._clock() - began)
         length.was_verified(num_drafted, verified.num_accepted)
         counts.rounds += 1
         counts.drafted += num_drafted
@@ -118,6 +108,15 @@ class Speculator:
         return Sampled(verified.tokens, verified.has_ended)
 
     async def _plain(self, asked: Round, coins: random.Random) -> Sampled:
+        began = self._clock()
         sampled = await self.target.sample(asked, coins)
+        self.costs.plain.add(len(sampled.tokens), self._clock() - began)
         self.counts.plain += len(sampled.tokens)
         return sampled
+
+
+def _num_equal(drafted: Sequence[int], tokens: Sequence[int]) -> int:
+    """How many they begin with in common."""
+    pairs = enumerate(zip(drafted, tokens, strict=False))
+    shorter = min(len(drafted), len(tokens))
+    return next((place for place, (one, other) in pairs if one != other), shorter)
