@@ -1,5 +1,6 @@
 """Products by the tiles of AMX: their plain C is what the manual specifies, and the instructions
-in the compiled library compute the same, also on a processor without AMX."""
+compute the same: those of the processor where it has them, else those of the compiled library under
+an emulator."""
 
 import ctypes as c
 import subprocess
@@ -73,11 +74,29 @@ def bits(x: Floats) -> NDArray[np.uint16]:
     return torch.from_numpy(x).bfloat16().view(torch.uint16).numpy().copy()
 
 
-@pytest.fixture(scope="module")
-def emulated() -> Iterator[Products]:
-    products = Products(c.CDLL(str(compiled(AMX_EMULATED))))
+def products_by(chosen: InstructionSet) -> Iterator[Products]:
+    """Skips where they cannot be computed so."""
+    if chosen is AMX and AMX not in compiler.usable_sets():  # which asks the system for the tiles
+        pytest.skip("this processor has no AMX")
+    products = Products(c.CDLL(str(compiled(chosen))))
     yield products
     products.end()
+
+
+@pytest.fixture(scope="module", params=(AMX_EMULATED, AMX), ids=lambda chosen: chosen.name)
+def tiles(request: pytest.FixtureRequest) -> Iterator[Products]:
+    """In plain C, and by the instructions."""
+    yield from products_by(request.param)
+
+
+@pytest.fixture(scope="module")
+def emulated() -> Iterator[Products]:
+    yield from products_by(AMX_EMULATED)
+
+
+@pytest.fixture(scope="module")
+def processor() -> Iterator[Products]:
+    yield from products_by(AMX)
 
 
 def numbers(rows: int, columns: int, scale: float = 1.0) -> Floats:
@@ -139,39 +158,39 @@ SIZES = ((1, 1, 1), (2, 17, 33), (17, 16, 64), (33, 5, 40), (3, 10, 300), (4, 83
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_the_plain_c_is_the_specification_to_the_last_bit(emulated: Products, size) -> None:
+def test_products_are_the_specification_to_the_last_bit(tiles: Products, size) -> None:
     rows, outputs, inputs = size
     x, weight = numbers(rows, inputs), numbers(outputs, inputs)
-    assert np.array_equal(emulated(x, weight), specified(x, weight))
+    assert np.array_equal(tiles(x, weight), specified(x, weight))
 
 
 @pytest.mark.parametrize("scale", [2.0**-63, 2.0**-64])
-def test_denormals_are_zero_in_sums_and_inputs(emulated: Products, scale: float) -> None:
+def test_denormals_are_zero_in_sums_and_inputs(tiles: Products, scale: float) -> None:
     x, weight = numbers(5, 70, scale), numbers(9, 70, 2.0**-62)
     x[:, ::3] = 2.0**-130
     weight[:, ::3] = 2.0**100
     expected = specified(x, weight)
-    assert np.array_equal(emulated(x, weight), expected)
+    assert np.array_equal(tiles(x, weight), expected)
     assert expected.any()
 
 
-def test_sums_of_mixed_magnitudes_are_rounded_as_specified(emulated: Products) -> None:
+def test_sums_of_mixed_magnitudes_are_rounded_as_specified(tiles: Products) -> None:
     x, weight = numbers(4, 200), numbers(6, 200)
     x *= np.float32(2.0) ** np.random.default_rng(0).integers(-40, 40, x.shape)
-    assert np.array_equal(emulated(x, weight), specified(x, weight))
+    assert np.array_equal(tiles(x, weight), specified(x, weight))
 
 
 @pytest.mark.parametrize("outputs", [1, 40, 83])
 @pytest.mark.parametrize("inputs", [32, 300, 1100])
 def test_a_row_has_the_same_bits_beside_any_number_of_others(
-    emulated: Products, outputs: int, inputs: int
+    tiles: Products, outputs: int, inputs: int
 ) -> None:
     x, weight = numbers(130, inputs), numbers(outputs, inputs)
-    expected = emulated(x, weight)
+    expected = tiles(x, weight)
     exact = x.astype(np.float64) @ weight.astype(np.float64).T
     assert np.abs(expected - exact).max() < 1e-4
     for rows in (*range(1, 34), 48, 49, 65, 128, 129):
-        assert np.array_equal(emulated(x[-rows:], weight), expected[-rows:]), f"{rows} rows"
+        assert np.array_equal(tiles(x[-rows:], weight), expected[-rows:]), f"{rows} rows"
 
 
 # ---- the instructions
@@ -201,3 +220,29 @@ def test_the_compiled_instructions_compute_what_the_plain_c_does(tmp_path: Path)
 def test_the_processor_computes_what_the_plain_c_does() -> None:
     assert AMX in compiler.usable_sets()  # which asks the system for the tiles
     assert c.CDLL(str(compiled(AMX))).check_amx() == 2
+
+
+def magnitudes(generator: np.random.Generator, size: tuple[int, int], name: str) -> Floats:
+    """Bfloat16 numbers: of exponents that are near each other, far apart, at both ends, or any bits
+    that are a number."""
+    if name == "any bits":
+        wide = (generator.integers(0, 2**16, size, np.uint32) << 16).view(np.float32)
+        return np.where(np.isfinite(wide), wide, np.float32(1))
+    first, end = EXPONENTS[name]
+    wide = generator.standard_normal(size) * 2.0 ** generator.integers(first, end, size)
+    return torch.from_numpy(wide).bfloat16().float().numpy()
+
+
+EXPONENTS = {"near": (0, 1), "far": (-30, 30), "denormal": (-75, -55), "overflowing": (55, 64)}
+
+
+@pytest.mark.parametrize("name", [*EXPONENTS, "any bits"])
+def test_the_processor_has_the_bits_of_the_plain_c_whatever_the_numbers(
+    processor: Products, emulated: Products, name: str
+) -> None:
+    generator = np.random.default_rng(7)
+    for rows, outputs, inputs in generator.integers(1, (70, 120, 700), (10, 3)).tolist():
+        x = magnitudes(generator, (rows, inputs), name)
+        weight = magnitudes(generator, (outputs, inputs), name)
+        found, expected = processor(x, weight), emulated(x, weight)
+        assert np.array_equal(found.view(np.uint32), expected.view(np.uint32))
