@@ -7,12 +7,13 @@ is reported. `--picture` draws acceptance and tokens/s over the steps.
 """
 
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import numpy as np
 
 from benchmarks.lib.arguments import BenchmarkParser
 from benchmarks.lib.machine import ROOT, versions
+from benchmarks.lib.processes import awake, prepare_process, signal_family
 from benchmarks.lib.report import Cell, Report, Target, about
 from benchmarks.lib.server import MODEL, embedded_flags, sdk_datum, sdk_for
 from benchmarks.lib.smollm2 import weights
@@ -86,6 +88,11 @@ class Policy:
         self._tokenizer = self._model.get_tokenizer()
         self._before = (0, 0)
         self.curve = Curve()
+
+    @property
+    def pid(self) -> int:
+        assert self._server.process is not None
+        return self._server.process.pid
 
     def step(self, number: int) -> None:
         tinker, scale, curve = self._tinker, self._scale, self.curve
@@ -154,6 +161,7 @@ def serving(name: str, drafts: Path, scratch: Path) -> Iterator[Server]:
     try:
         yield server
     finally:
+        signal_family(server.process.pid if server.process else None, signal.SIGCONT)
         server.kill()  # what it would keep is in the way
 
 
@@ -166,20 +174,28 @@ def distil(data_dir: Path) -> Path:
 
 
 def curves(drafts: Path, scale: Scale) -> dict[str, Curve]:
-    """One server after the other: two would share the cores. Raises AssertionError where samples
-    differ."""
-    found: dict[str, Curve] = {}
-    with tempfile.TemporaryDirectory() as scratch:
+    """Each step on one server after the other, another one first each time, while the others are
+    stopped: they would share the cores. Raises AssertionError where samples differ."""
+    policies: dict[str, Policy] = {}
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         for name in FLAGS:
-            with serving(name, drafts, Path(scratch)) as server:
-                policy = Policy(sdk_for(server), server, scale)
-                for number in range(scale.steps):
-                    policy.step(number)
-                    rate = policy.curve.per_s(slice(number, number + 1))
-                    print(f"{name}, step {number + 1}: {rate:.1f} tokens/s", file=sys.stderr)
-                found[name] = policy.curve
-                assert policy.curve.tokens == found[FOLLOWING].tokens, f"{name}: other samples"
-    return found
+            server = stack.enter_context(serving(name, drafts, Path(scratch)))
+            policies[name] = Policy(sdk_for(server), server, scale)
+            signal_family(policies[name].pid, signal.SIGSTOP)
+        for number in range(scale.steps):
+            for name in rotated(list(FLAGS), number):
+                with awake(policies[name]):
+                    policies[name].step(number)
+                rate = policies[name].curve.per_s(slice(number, number + 1))
+                print(f"{name}, step {number + 1}: {rate:.1f} tokens/s", file=sys.stderr)
+            tokens = [policy.curve.tokens[number] for policy in policies.values()]
+            assert all(each == tokens[0] for each in tokens), f"step {number + 1}: other samples"
+    return {name: policy.curve for name, policy in policies.items()}
+
+
+def rotated(names: Sequence[str], by: int) -> list[str]:
+    first = by % len(names)
+    return [*names[first:], *names[:first]]
 
 
 def rows(found: dict[str, Curve], scale: Scale) -> list[tuple[Cell, ...]]:
@@ -245,6 +261,7 @@ def main() -> None:
     )
     parser.add_argument("--picture", action="store_true", help=f"draw {PICTURE.name} anew")
     options = parser.parse_args()
+    prepare_process()
     scale = QUICK if options.quick else Scale()
     with tempfile.TemporaryDirectory() as scratch:
         found = curves(options.drafts or distil(Path(scratch)), scale)
@@ -266,10 +283,10 @@ ABOUT = """\
 SmolLM2-135M-Instruct, a LoRA adapter of rank 16 and {scale.steps} steps of supervised learning, of
 {scale.data} examples each, towards a style that the model does not know. After each step
 {scale.samples} samples of {scale.tokens} tokens at temperature 1, together, then a second in which
-nobody asks for anything. The draft head was made
-for the base model; all settings but the one that is named are the defaults. Servers run one after
-the other; their samples are equal, token by token. *accepted*: of the drafted tokens that were
-verified; where drafting does not pay, few are, as probes.
+nobody asks for anything. The draft head was made for the base model; all settings but the one that
+is named are the defaults. Each step is made on one server after the other, another one first each
+time, while the others are stopped; their samples are equal, token by token. *accepted*: of the
+drafted tokens that were verified; where drafting does not pay, few are, as probes.
 """
 
 if __name__ == "__main__":

@@ -25,6 +25,10 @@ class Watched(FixedLength):
         super().__init__(most)
         self.rounds: list[Round] = []
         self.stops: list[Reason] = []
+        self.skipped_ms: list[float] = []
+
+    def skipped(self, ms: float) -> None:
+        self.skipped_ms.append(ms)
 
     def observe(self, last_round: Round) -> None:
         self.rounds.append(last_round)

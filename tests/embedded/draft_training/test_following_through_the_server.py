@@ -23,6 +23,7 @@ from tinkercloud.embedded.model.version import Version
 
 pytestmark = pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
 STEPS, LONGEST_S = 14, 300.0
+WARM_UP_STEPS, WARM_UP_ROUNDS = 3, 4  # after these the first draft has been met
 PLAN = Plan(num_steps=40, warmup_steps=5, peak_rate=3e-3)
 
 
@@ -70,8 +71,20 @@ class Run:
         sampler.sample(prompt=prompt, num_samples=4, sampling_params=params).result()
 
     def following(self) -> dict[str, Any]:
-        health = self._server.http().get("/health").json()
-        return health["speculation"]["tiny"]["following"]
+        return self._speculation()["following"]
+
+    def counts(self) -> dict[str, int]:
+        """Rounds in which drafts were met, drafted tokens accepted, trained drafts in use."""
+        counters = self._speculation()
+        depths = counters["drafters"]["head"]["depths"]
+        return {
+            "first": counters["rounds"]["first"],
+            "accepted": sum(depth["accepted"] for depth in depths),
+            "used": counters["following"]["trainings"]["used"],
+        }
+
+    def _speculation(self) -> dict[str, Any]:
+        return self._server.http().get("/health").json()["speculation"]["tiny"]
 
 
 def datum(seed: int) -> tinker.Datum:
@@ -83,14 +96,23 @@ def datum(seed: int) -> tinker.Datum:
     return tinker.Datum(model_input=tinker.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
 
 
-def test_a_head_follows_a_new_style_with_default_settings(server: Server) -> None:
+def test_a_head_follows_a_new_style_and_is_drafted_with_again_by_default_settings(
+    server: Server,
+) -> None:
+    """Whether the new draft pays is for the machine to say; that it is met as a new one is, so that
+    times and acceptance of the one before keep nothing from being drafted, is not."""
     run = Run(server)
-    deadline, number, used = time.monotonic() + LONGEST_S, 0, 0
-    while number < STEPS or not used:
-        assert time.monotonic() < deadline, str(run.following())
+    deadline, number = time.monotonic() + LONGEST_S, 0
+    before = now = {"first": WARM_UP_ROUNDS, "accepted": 0, "used": 0}
+    while number < STEPS or not (
+        now["used"] and now["first"] > before["first"] and now["accepted"] > before["accepted"]
+    ):
+        assert time.monotonic() < deadline, f"{before} {now} {run.following()}"
         run.step(number)
         number += 1
-        used = run.following()["trainings"]["used"]
+        now = run.counts()
+        if number > WARM_UP_STEPS and not now["used"]:
+            before = now
     following = run.following()
     assert not following["is_over"]
     assert following["draft"] != "draft-000001", "a better draft is drafted with"

@@ -205,6 +205,41 @@ def test_a_better_draft_is_used_soon_though_its_drafter_has_much_to_read_first()
     assert sum(run.outcome.drafted[-40:]) > 40 * 4
 
 
+def test_a_better_draft_is_met_anew_though_drafts_were_dear_before():
+    """As of a network that had to be read from memory first: no later round corrected that."""
+    drafter = Drafter((0.05,), step_ms=8.0)
+    run = ran(started(few_cores, drafter, seed=2), 4, 200)
+    assert not run.controller.is_on
+    assert run.controller._estimates.drafting.ms(4, 1) > 4.0
+    drafter.rates, drafter.step_ms = (0.7,), 0.5
+    run.controller.renew([0.3])  # less than it will be
+    begin = len(run.outcome.kinds)
+    ran(run, 4, 60)
+    assert run.outcome.kinds[begin : begin + 4] == [Kind.WARM_UP] * 4
+    assert run.controller._estimates.drafting.ms(4, 1) < 1.0
+    assert run.controller.is_on
+
+
+def test_rounds_in_which_it_is_not_asked_count_for_probes_and_bars():
+    """Of eight rounds it decides one, as in an engine where nothing is drafted."""
+    probes: list[int] = []
+    for num_skipped in (0, 7):
+        run = started(memory_bound, Drafter((0.0,), step_ms=1.0), seed=6)
+        ran(run, 4, 40)
+        for _ in range(3000 // (1 + num_skipped)):
+            run.round(loads(4))
+            for _ in range(num_skipped):
+                run.controller.skipped(memory_bound(4))
+        probes.append(run.outcome.kinds.count(Kind.PROBE))
+    assert probes[1] >= probes[0] > 3
+    controller = quiet_controller()
+    controller._profit.barred_rounds = 2
+    controller.skipped(10.0)
+    assert controller._profit.is_barred
+    controller.skipped(10.0)
+    assert not controller._profit.is_barred
+
+
 def test_a_drafter_that_becomes_bad_is_switched_off_soon():
     drafter = Drafter((0.9,), step_ms=2.0)
     run = ran(started(memory_bound, drafter, seed=3), 8, 300)

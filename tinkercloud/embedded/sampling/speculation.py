@@ -101,6 +101,7 @@ class Speculation:
         self._round: dict[Sample, _SampleRound] = {}
         self._catch_up_ms = self._draft_ms = self._host_ms = 0.0
         self._num_to_skip = self._num_idle = 0  # rounds
+        self._is_skipping = False  # this round
         self._unread: Counter[Sample] = Counter()  # tokens that the drafter has not observed
 
     # ---- samples begin, grow and end
@@ -177,7 +178,8 @@ class Speculation:
 
     def propose(self, samples: Sequence[Sample]) -> list[tuple[int, ...]]:
         """Drafted tokens for each sample, to be verified."""
-        if self._num_to_skip:
+        self._is_skipping = self._num_to_skip > 0
+        if self._is_skipping:
             self._num_to_skip -= 1
             return [()] * len(samples)
         start = time.perf_counter()
@@ -272,6 +274,9 @@ class Speculation:
     def end_round(self, all_ms: float, *, usable: bool) -> None:
         """all_ms: the round's time, drafting included. usable: nothing else was computed in it."""
         entries, self._round = list(self._round.values()), {}
+        if self._is_skipping:
+            self._is_skipping = False
+            self._controller.skipped(all_ms)
         if not entries:
             return
         own_ms = self._catch_up_ms + self._draft_ms + self._host_ms

@@ -78,7 +78,7 @@ class DraftLengthController(DraftLength):
         if expected:
             self._estimates.acceptance.expect(expected)
             self._estimates.costs.doubt()
-            self._estimates.drafting.doubt()
+            self._estimates.drafting.forget()  # it is met anew
         else:
             self._estimates.acceptance.age(AGED)
         self._probing.hasten()
@@ -213,6 +213,10 @@ class DraftLengthController(DraftLength):
             self._since_compared += 1
             if times.usable and (last_round.num_verified or not self._free):
                 self._profit.add(worth_ms, times.all_ms)
+
+    def skipped(self, ms: float) -> None:
+        self._probing.advance(ms)
+        self._profit.advance()
 
     def _learn(self, last_round: Round) -> None:
         estimates, times = self._estimates, last_round.times

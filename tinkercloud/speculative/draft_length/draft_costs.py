@@ -9,7 +9,6 @@ look like a deep draft.
 import numpy as np
 
 MEMORY = 0.995  # of what was learned, per round
-DOUBTED = 0.1  # of what was learned, in doubt
 OUTLIER = 3.0  # times what was expected: a time counts at most so much
 SETTLED = 8  # rounds after which outliers are known
 SOLVE_EVERY = 8  # rounds, once settled: it takes as long as the rest of a round's bookkeeping
@@ -48,10 +47,12 @@ class DraftCosts:
         if self.num_rounds <= SETTLED or self.num_rounds % SOLVE_EVERY == 0:
             self._solve()
 
-    def doubt(self) -> None:
-        """What was learned weighs less than the next rounds."""
-        self._squares *= DOUBTED
-        self._products *= DOUBTED
+    def forget(self) -> None:
+        """As nothing was learned: times of a slow minute, or of a network that had to be read from
+        memory, would be corrected by no round where they keep drafts from being asked for."""
+        self.coefficients[:] = self._products[:] = 0.0
+        self._squares[:] = 0.0
+        self.num_rounds = 0
 
     def _solve(self) -> None:
         """Least squares by coordinate descent, no coefficient below 0, from where they were."""

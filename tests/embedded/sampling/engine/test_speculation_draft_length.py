@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.embedded.speculative_engine import named
+from tests.embedded.speculative_engine import Drafting, named
 from tests.embedded.tiny import Sampler, ask, random_prompt, same
 from tinkercloud.core.types import SampleOutput
 from tinkercloud.embedded.forward import runners
@@ -76,6 +76,16 @@ def test_a_request_may_turn_drafts_off(store: ModelStore, base: str) -> None:
     snapshot = sampler.engine.speculation()[0]["tiny"]
     assert snapshot["off"]["not wanted by the sessions"] >= 3  # asked now and then
     assert snapshot["drafters"]["random"]["depths"][0]["verified"] > 0
+
+
+def test_rounds_without_a_decision_are_told_with_their_time(store: ModelStore, base: str) -> None:
+    request = ask(random_prompt(10, 1), max_tokens=30, seed=1, use_eos=False)
+    drafting = Drafting(named("random"), 0)
+    Sampler(store, speculate=drafting).one(base, request)
+    rounds, skipped_ms = drafting.policy.rounds, drafting.policy.skipped_ms
+    assert len(rounds) + len(skipped_ms) == 29  # the first token is the prompt's
+    assert len(skipped_ms) > len(rounds) > 0
+    assert min(skipped_ms) > 0
 
 
 def test_nothing_is_drafted_for_many_samples_where_each_row_costs_its_full_price(
