@@ -128,7 +128,7 @@ class DraftConfig:
         8, "that a head or a draft model drafts at once, at most", at_least=1, at_most=64
     )
     in_quiet_time: bool = _setting(
-        True, "train drafts, and let heads read samples, while nobody asks for anything"
+        True, "train drafts, and read samples for them once more, while nobody asks for anything"
     )
     acceptance: float = _setting(
         0.8,
@@ -138,7 +138,7 @@ class DraftConfig:
     )
     least_cases: int = _setting(
         512,
-        "new ones before it does: sampled tokens for a head, disagreements for a draft model",
+        "new ones before it does: sampled tokens, or disagreements of a draft model",
         at_least=1,
     )
     replay_share: float = _setting(

@@ -30,6 +30,7 @@ from tinkercloud.embedded.draft_training.model_trainer import (
     DraftModelTrainer,
     ModelObjective,
 )
+from tinkercloud.embedded.draft_training.read_cases import read_cases
 from tinkercloud.embedded.drafting.draft_model import open_draft, tokenizer_pair
 from tinkercloud.embedded.drafting.head_drafter import head_drafter
 from tinkercloud.embedded.forward.runners import Runner
@@ -39,7 +40,6 @@ from tinkercloud.embedded.process.drafter_setup import draft_lora, model_drafter
 from tinkercloud.errors import ConfigError, NotFound, UserError
 from tinkercloud.speculative.drafters.drafter import Drafter
 from tinkercloud.speculative.head.head import Head, initial_params
-from tinkercloud.speculative.learning.cases import Case, digest
 from tinkercloud.speculative.learning.draft_folder import DraftFolder
 from tinkercloud.weights.adapter_folders import open_adapter
 from tinkercloud.weights.adapters import flat_params, fresh_adapter
@@ -49,7 +49,6 @@ HeadWeights = tuple[Head, dict[str, Tensor]]
 """A head and its parameters."""
 Weights = TypeVar("Weights")
 MODEL = "model"
-UNDRAFTED = -1  # a case's drafted token, where no draft was made
 
 
 class DraftKind(ABC, Generic[Weights]):
@@ -180,19 +179,8 @@ def captured(version: Version, text: Text, layers: Sequence[int]) -> CapturedSeq
 @torch.no_grad()
 def cases_of(version: Version, text: Text) -> list[CaseExample]:
     """One for each token that the target wrote, with its distribution; nothing was drafted."""
-    sequence = captured(version, text, (version.base.config.num_layers,))
-    context = digest(text.tokens)
-    return [
-        CaseExample(
-            text.tokens[:position],
-            Case(
-                context, position, UNDRAFTED, int(text.tokens[position]),
-                sequence.top_ids[position - 1], sequence.top_probs[position - 1],
-                text.temperature, version.id, 0,
-            ),
-        )
-        for position in range(text.num_prompt, len(text.tokens))
-    ]  # fmt: skip
+    cases = read_cases(captured(version, text, (1,)), version.id)
+    return [CaseExample(text.tokens[: case.position], case) for case in cases]
 
 
 def _is_read(text: Text) -> bool:

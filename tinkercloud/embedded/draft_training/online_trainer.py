@@ -5,7 +5,8 @@ draft models from disagreements in rollouts (`speculative.learning.collecting`).
 when the policy has made a step, acceptance has fallen or enough was collected, one step at a time,
 within a share of the time of the policy's own steps; the next round uses it if it passes the gate.
 Capture has its own part of that share, so that none of the two can starve the other. Quiet time, in
-which nobody asks for anything, is free: there heads learn from samples too, by passes of their own.
+which nobody asks for anything, is free: there both learn from samples too, which the target reads
+once more, so that a draft learns that is not drafted with because it does not pay yet.
 """
 
 import functools
@@ -48,6 +49,7 @@ CASES = "cases.jsonl"
 LINE_S = 60.0  # between two lines of the acceptance log where the policy makes no step
 WRITE_S = 30.0  # between two writes of the cases while the engine is idle
 ONLINE_PLAN = Plan(num_steps=12, peak_rate=5e-4, warmup_steps=2)
+ANY_LAYER = (1,)  # where nobody reads hidden states
 QUIET_S = 0.5  # without work, after which time counts as quiet
 
 
@@ -71,7 +73,8 @@ class OnlineSettings:
 @dataclass(frozen=True, slots=True)
 class DraftTrainee:
     """A draft that is trained online. use: draft with these parameters from the next round on.
-    layers: of the target, whose hidden states `add` takes; () where cases are enough."""
+    layers: of the target, whose hidden states `add` takes; () where cases are enough, and `add`
+    gets only what is read in quiet time."""
 
     trainer: Trainer[Any]
     dataset: Dataset[Any]
@@ -173,10 +176,10 @@ class OnlineTrainer:
         self._collector.ended(stream)
         if self._trainee is None or self._driver is None:
             return
-        if not self._trainee.layers:
-            self._driver.trigger.collected(self._collector.store.num_added - num_before)
-        elif self._settings.in_quiet_time:
-            self._driver.trigger.collected(self._texts.add(stream, version))
+        num_new = 0 if self._trainee.layers else self._collector.store.num_added - num_before
+        if self._settings.in_quiet_time:
+            num_new = max(num_new, self._texts.add(stream, version))
+        self._driver.trigger.collected(num_new)
 
     @isolates_errors
     def forget(self, version_id: str) -> None:
@@ -257,7 +260,10 @@ class OnlineTrainer:
         trainee = self._trainee
         assert trainee is not None
         with self._capture_budget.spending(quiet=True):
-            trainee.add(self._texts.capture_next(trainee.layers, self._step))
+            if trainee.layers:
+                trainee.add(self._texts.capture_next(trainee.layers, self._step))
+            else:
+                trainee.add(self._texts.capture_next(ANY_LAYER))
 
     def _ended(self, result: TrainingResult) -> None:
         self._last_result = result

@@ -1,5 +1,5 @@
-"""Samples that a head may learn from where no training pass shows the model's states: they wait for
-a pass of their own, in quiet time."""
+"""Samples that a draft may learn from where no training pass shows the model's states and no drafts
+are verified: they wait for a pass of their own, in quiet time."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -27,6 +27,7 @@ class _Text:
     tokens: Tokens
     num_prompt: int
     temperature: float
+    epoch: int
 
 
 class SampledTexts:
@@ -45,7 +46,8 @@ class SampledTexts:
         num_own = len(tokens) - stream.num_prompt
         if num_own < MIN_TOKENS:
             return 0
-        self._texts.append(_Text(version, tokens, stream.num_prompt, stream.params.temperature))
+        temperature, epoch = stream.params.temperature, stream.epoch
+        self._texts.append(_Text(version, tokens, stream.num_prompt, temperature, epoch))
         return num_own
 
     def forget(self, version_id: str) -> None:
@@ -55,8 +57,9 @@ class SampledTexts:
     def clear(self) -> None:
         self._texts.clear()
 
-    def capture_next(self, layers: Sequence[int], epoch: int) -> CapturedSequence:
-        """Of the oldest one, by a pass over it."""
+    def capture_next(self, layers: Sequence[int], epoch: int | None = None) -> CapturedSequence:
+        """Of the oldest one, by a pass over it. epoch: None for that of its stream."""
         text = self._texts.popleft()
+        epoch = text.epoch if epoch is None else epoch
         meta = SequenceMetadata(text.temperature, epoch, category=text.version.origin)
         return capture_sequence(text.version, text.tokens, layers, text.num_prompt, meta)

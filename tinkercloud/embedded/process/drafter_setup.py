@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
@@ -23,6 +24,7 @@ from tinkercloud.embedded.draft_training.online_trainer import (
     OnlineTrainer,
     OnlineTrainers,
 )
+from tinkercloud.embedded.draft_training.read_cases import add_read
 from tinkercloud.embedded.drafting.draft_model import draft_pool, open_draft, tokenizer_pair
 from tinkercloud.embedded.drafting.head_drafter import HeadDrafter, head_drafter
 from tinkercloud.embedded.drafting.model_drafter import ModelDrafter
@@ -280,7 +282,9 @@ def model_trainee(
         logger.warning("%s; the draft model begins without what it had learned", error)
     else:
         use(copied(trainer.params))
-    return DraftTrainee(trainer, CaseDataset(store, settings.mix), use)
+    return DraftTrainee(
+        trainer, CaseDataset(store, settings.mix), use, add=partial(add_read, store)
+    )
 
 
 def model_drafter(draft: BaseModel, base: BaseModel, runner: Runner) -> NetworkDrafter:
