@@ -13,6 +13,7 @@ import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
+from tinkercloud.pool.drafting import DRAFT_FLAGS
 from tinkercloud.pool.llama_server import FLAGS
 
 
@@ -49,7 +50,7 @@ def server(arguments: list[str]) -> int:
         say("version: 0.0.0-fake")
         return 0
     if arguments == ["--help"]:
-        say(" ".join(FLAGS))
+        say(" ".join((*FLAGS, *DRAFT_FLAGS)))
         return 0
     if arguments[-1] == "--list-devices":
         say(arguments[1])

@@ -35,8 +35,12 @@ def test_what_is_written_is_read_to_the_same_pool(tmp_path: Path) -> None:
     pool = parsed(
         coordinator={"port": 9000, "memory": "4GB"},
         workers=[WORKER | {"gpus": gpus}],
-        models=[MODEL | {"tensor_split": [3, 1]}],
+        models=[
+            MODEL | {"tensor_split": [3, 1], "draft": "suffix"},
+            MODEL | {"name": "b", "draft": "small.gguf", "drafted_tokens": 32},
+        ],
     )
+    assert [model.draft for model in pool.models] == ["suffix", Path("/pool/small.gguf")]
     path = tmp_path / "pool.yaml"
     path.write_text(pool_text(pool))
     assert load_pool(path) == pool

@@ -17,6 +17,7 @@ from tinkercloud.pool.binaries import (
     knows_rpc,
     version,
 )
+from tinkercloud.pool.drafting import DRAFT_FLAGS, draft_text
 from tinkercloud.pool.layer_plan import Device, plan_layers
 from tinkercloud.pool.llama_server import FLAGS
 from tinkercloud.pool.model_file import read_model_file
@@ -74,7 +75,9 @@ def _programs(pool: PoolFile) -> Iterator[tuple[Finding, Path | None]]:
         yield Finding("llama-server", "not found", str(error)), None
         return
     known = help_text(program)
-    unknown = [flag for flag in FLAGS if flag not in known]
+    drafts = any(model.draft is not None for model in pool.models)
+    flags = (*FLAGS, *DRAFT_FLAGS) if drafts else FLAGS
+    unknown = [flag for flag in flags if flag not in known]
     if not version(program):
         yield Finding("llama-server", f"{program} does not run", "build it for this machine"), None
     elif unknown:
@@ -146,6 +149,7 @@ def _models(pool: PoolFile, devices: list[Device]) -> Iterator[Finding]:
         try:
             file = read_model_file(model.path)
             plan = plan_layers(file, model, [*own, *devices, *gpus], coordinator.reserve)
+            draft_text(model)
         except ConfigError as error:
             yield Finding(model.name, "cannot be served", str(error))
             continue

@@ -5,6 +5,7 @@ from pathlib import Path
 import httpx
 
 from tinkercloud.pool.child_process import ChildProcess
+from tinkercloud.pool.drafting import draft_arguments
 from tinkercloud.pool.layer_plan import Device, LayerPlan
 from tinkercloud.pool.pool_file import Coordinator
 
@@ -41,7 +42,7 @@ def server_command(program: Path, coordinator: Coordinator, plan: LayerPlan) -> 
         command += ["--threads", str(coordinator.threads)]
     if coordinator.key_file is not None:
         command += ["--api-key-file", str(coordinator.key_file)]
-    return command
+    return command + draft_arguments(model)
 
 
 class LlamaServer:

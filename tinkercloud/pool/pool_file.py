@@ -25,6 +25,7 @@ Host = Annotated[
     str, StringConstraints(pattern=r"^([A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9:][A-Za-z0-9.:-]*$")
 ]
 DeviceName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z]*[0-9]{0,3}$")]
+SUFFIX = "suffix"
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 
@@ -122,7 +123,8 @@ class Coordinator(_Part):
 
 class Model(_Part):
     """context: tokens that the cache of keys and values holds, of all requests together.
-    tensor_split: layers of each device in the order of `tinkercloud pool plan`, in proportion."""
+    tensor_split: layers of each device in the order of `tinkercloud pool plan`, in proportion.
+    draft: the GGUF file of a smaller model that drafts, or SUFFIX: a sample's own text does."""
 
     name: Name
     path: Path
@@ -131,6 +133,8 @@ class Model(_Part):
     ubatch: Annotated[int, Field(ge=32, le=4096)] = 512
     cache_type: Literal["f16", "q8_0", "q4_0"] = "f16"
     tensor_split: tuple[Annotated[float, Field(ge=0)], ...] | None = None
+    draft: Literal["suffix"] | Path | None = None
+    drafted_tokens: Annotated[int, Field(ge=1, le=64)] = 16
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -188,7 +192,9 @@ def parse_pool(values: Any, folder: Path) -> PoolFile:
         update={
             "coordinator": _rooted(pool.coordinator, "key_file", folder),
             "workers": tuple(_rooted(worker, "key_file", folder) for worker in pool.workers),
-            "models": tuple(_rooted(model, "path", folder) for model in pool.models),
+            "models": tuple(
+                _rooted(_rooted(model, "path", folder), "draft", folder) for model in pool.models
+            ),
         }
     )
 
@@ -229,7 +235,7 @@ def write_tensor_split(path: Path, name: str, split: tuple[float, ...] | None) -
 
 def _rooted(part: Any, name: str, folder: Path) -> Any:
     path = getattr(part, name)
-    if path is None:
+    if not isinstance(path, Path):
         return part
     return part.model_copy(update={name: folder / path.expanduser()})
 

@@ -21,8 +21,8 @@ SETTLED: tuple[Phase, ...] = ("ready", "refused", "failed", "stopped")
 @dataclass(slots=True)
 class PoolState:
     """text: of a phase in which the model does not run, why, and what to do. plan: a line for each
-    device that holds something. devices: label and memory of all, in the order of a
-    `tensor_split`. workers: name -> "up" or why not. wish: number of the last one taken up."""
+    device that holds something. drafts: what drafts for the model; "": nothing. devices: label and
+    memory of all, in the order of a `tensor_split`. workers: name -> "up" or why not. wish: number of the last one taken up."""
 
     pid: int
     phase: Phase = "starting"
@@ -30,6 +30,7 @@ class PoolState:
     url: str = ""
     text: str = ""
     plan: list[str] = field(default_factory=list)
+    drafts: str = ""
     devices: list[tuple[str, int]] = field(default_factory=list)
     workers: dict[str, str] = field(default_factory=dict)
     llama_server_pid: int | None = None

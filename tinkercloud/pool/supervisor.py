@@ -11,6 +11,7 @@ import time
 
 from tinkercloud.errors import ConfigError
 from tinkercloud.pool.binaries import INSTALL, LLAMA_SERVER, find_program, knows_rpc
+from tinkercloud.pool.drafting import draft_text
 from tinkercloud.pool.layer_plan import Device, LayerPlan, plan_layers
 from tinkercloud.pool.llama_server import LlamaServer, server_command
 from tinkercloud.pool.model_file import read_model_file
@@ -169,15 +170,18 @@ class Supervisor:
             devices = self._devices()
             self.state.devices = [(device.label, device.memory_bytes) for device in devices]
             self._plan = plan_layers(file, self._model, devices, self._pool.coordinator.reserve)
+            self.state.drafts = draft_text(self._model)
         except ConfigError as error:
             self._plan = None
-            self.state.plan = []
+            self.state.plan, self.state.drafts = [], ""
             self._say("refused", str(error))
             logger.error("%s is refused: %s", self._model.name, error)
             return
         self.state.plan = self._plan.lines()
         for line in self.state.plan:
             logger.info("%s", line)
+        if self.state.drafts:
+            logger.info("drafts: %s, verified by the pool (llama.cpp's own)", self.state.drafts)
         self._start_server(self._plan)
 
     def _start_server(self, plan: LayerPlan) -> None:

@@ -51,6 +51,15 @@ async def listed(upstream: Upstream) -> Listed:
     )
 
 
+async def drafts_itself(upstream: Upstream) -> bool:
+    """Whether it is a llama-server that drafts, and verifies its drafts."""
+    try:
+        slots = await upstream.get_list("/slots")
+    except TinkercloudError:
+        return False
+    return any(isinstance(slot, Mapping) and slot.get("speculative") is True for slot in slots)
+
+
 async def has_vocabulary(upstream: Upstream, kind: ServerKind, codec: TextCodec) -> bool:
     """Whether a text has the same tokens there as here. Raises TinkercloudError."""
     if kind.name == "sglang":

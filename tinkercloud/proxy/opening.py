@@ -11,7 +11,13 @@ import httpx
 from tinkercloud.chat.text_model import TextModel
 from tinkercloud.core.types import ServedModel
 from tinkercloud.errors import ConfigError, TinkercloudError
-from tinkercloud.proxy.discovery import FoundDrafter, Listed, listed, why_not_verified
+from tinkercloud.proxy.discovery import (
+    FoundDrafter,
+    Listed,
+    drafts_itself,
+    listed,
+    why_not_verified,
+)
 from tinkercloud.proxy.drafters import DraftPool, DraftSource, Together
 from tinkercloud.proxy.eligibility import ServerDefaults
 from tinkercloud.proxy.service import ProxyLimits, ProxyService, Speculation
@@ -93,6 +99,8 @@ async def _speculation(
 ) -> tuple[Speculation | None, str]:
     """None with the reason. Raises ConfigError."""
     if target.kind is None:
+        if await drafts_itself(upstream):
+            return None, "llama-server drafts by itself, and verifies each draft in one pass"
         return None, "its API gives no scores of drafted tokens"
     if options.tokenizer is None:
         return None, "--tokenizer names no folder with its tokenizer"

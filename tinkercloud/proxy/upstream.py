@@ -102,7 +102,14 @@ class Upstream:
         return base + path
 
     async def get(self, path: str) -> Json:
-        return await self._exchange("GET", path, None)
+        return json_object(await self._exchange("GET", path, None), "the answer")
+
+    async def get_list(self, path: str) -> list[Any]:
+        """Raises as `post`."""
+        answer = await self._exchange("GET", path, None)
+        if not isinstance(answer, list):
+            raise UpstreamAnswerInvalid(f"the answer of {self.name} is no list")
+        return answer
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Json:
         """Requests of OpenAI's API get the model's name. Cancelling the call closes the connection,
@@ -110,13 +117,13 @@ class Upstream:
 
         Raises UpstreamUnreachable, UpstreamRefused, UpstreamAnswerInvalid."""
         named = body if path.startswith("/") else {**body, "model": self.model}
-        return await self._exchange("POST", path, named)
+        return json_object(await self._exchange("POST", path, named), "the answer")
 
-    async def _exchange(self, method: str, path: str, body: Mapping[str, Any] | None) -> Json:
+    async def _exchange(self, method: str, path: str, body: Mapping[str, Any] | None) -> object:
         async with self._opened(method, path, body) as response:
             content = await self._content(response)
         try:
-            return json_object(json.loads(content), "the answer")
+            return json.loads(content)
         except (ValueError, RecursionError):
             raise UpstreamAnswerInvalid(f"the answer of {self.name} is no JSON") from None
 

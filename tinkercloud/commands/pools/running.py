@@ -168,6 +168,8 @@ def _told(state: PoolState) -> int:
         say(state.text)
     for line in state.plan:
         say(f"  {line}")
+    if state.drafts:
+        say(f"  drafts: {state.drafts}")
     for name, health in state.workers.items():
         say(f"  worker {name}: {health}")
     return 0 if state.phase == "ready" else 1

@@ -1,0 +1,42 @@
+"""llama-server's own drafting, verified by the pool: a pass over a slow network takes hardly longer
+for several tokens than for one."""
+
+from tinkercloud.errors import ConfigError
+from tinkercloud.pool.model_file import read_model_file
+from tinkercloud.pool.pool_file import SUFFIX, Model
+
+MATCHED_TOKENS = 6
+"""Of a sample's end, that have to be in its text before: also the shortest draft."""
+DRAFT_FLAGS = (
+    *("--spec-type", "--spec-ngram-simple-size-n", "--spec-ngram-simple-size-m"),
+    *("--spec-draft-model", "--spec-draft-n-max", "--spec-draft-device", "--spec-draft-ngl"),
+)
+
+
+def draft_arguments(model: Model) -> list[str]:
+    """A draft model stays in the coordinator's RAM: its passes cross no network."""
+    num_tokens = str(model.drafted_tokens)
+    if model.draft is None:
+        return []
+    if model.draft == SUFFIX:
+        arguments = ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n"]
+        return [*arguments, str(MATCHED_TOKENS), "--spec-ngram-simple-size-m", num_tokens]
+    arguments = ["--spec-type", "draft-simple", "--spec-draft-model", str(model.draft)]
+    arguments += ["--spec-draft-device", "none", "--spec-draft-ngl", "0"]
+    return [*arguments, "--spec-draft-n-max", num_tokens]
+
+
+def draft_text(model: Model) -> str:
+    """For people; "" where nothing drafts. Raises ConfigError where the draft model cannot."""
+    if model.draft is None:
+        return ""
+    if model.draft == SUFFIX:
+        return f"up to {model.drafted_tokens} tokens a pass, from each sample's own text"
+    drafting, drafted = read_model_file(model.draft), read_model_file(model.path)
+    if drafting.vocabulary != drafted.vocabulary:
+        raise ConfigError(
+            f"{drafting.name} has {drafting.vocabulary} tokens and {drafted.name} "
+            f"{drafted.vocabulary}: a model drafts for those with its own vocabulary only; name "
+            f"another one as draft, or {SUFFIX}"
+        )
+    return f"up to {model.drafted_tokens} tokens a pass, by {drafting.name} on the coordinator"
