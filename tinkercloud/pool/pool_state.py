@@ -22,7 +22,8 @@ SETTLED: tuple[Phase, ...] = ("ready", "refused", "failed", "stopped")
 class PoolState:
     """text: of a phase in which the model does not run, why, and what to do. plan: a line for each
     device that holds something. drafts: what drafts for the model; "": nothing. devices: label and
-    memory of all, in the order of a `tensor_split`. workers: name -> "up" or why not. wish: number of the last one taken up."""
+    memory of all, in the order of a `tensor_split`. workers: name -> "up" or why not. wish: number
+    of the last one taken up."""
 
     pid: int
     phase: Phase = "starting"

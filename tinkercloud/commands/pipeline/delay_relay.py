@@ -1,4 +1,4 @@
-"""TCP connections through a delay, each way: a network of any round-trip time on one machine."""
+"""TCP connections through a delay and a narrow link, each way: any network on one machine."""
 
 import asyncio
 import threading
@@ -8,11 +8,15 @@ CHUNK_BYTES = 2**16
 
 
 class DelayRelay:
-    """To `port` on this machine, on a port of its own. Bytes leave in order, `delay_s` after they
-    came; as many as come are underway at a time."""
+    """To `port` on this machine, on the port `listen`; 0: a free one. Bytes leave in order,
+    `delay_s` after they came; as many as come are underway at a time. bytes_per_s: that each way of
+    a connection takes, before the delay; None: any number."""
 
-    def __init__(self, port: int, delay_s: float):
+    def __init__(
+        self, port: int, delay_s: float, *, bytes_per_s: float | None = None, listen: int = 0
+    ):
         self._target, self._delay_s = port, delay_s
+        self._bytes_per_s, self._listen = bytes_per_s, listen
         self._ready = threading.Event()
         self._closing: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -30,7 +34,7 @@ class DelayRelay:
 
     async def _run(self) -> None:
         self._loop, self._closing = asyncio.get_running_loop(), asyncio.Event()
-        async with await asyncio.start_server(self._connected, "127.0.0.1", 0) as server:
+        async with await asyncio.start_server(self._connected, "127.0.0.1", self._listen) as server:
             self.port = server.sockets[0].getsockname()[1]
             self._ready.set()
             await self._closing.wait()
@@ -51,10 +55,14 @@ class DelayRelay:
     async def _way(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         underway: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
         leaving = asyncio.ensure_future(self._leave(underway, writer))
+        sent_s = 0.0  # when the link will have taken all that came
         try:
             while data := await reader.read(CHUNK_BYTES):
-                underway.put_nowait((self._now_s() + self._delay_s, data))
-            underway.put_nowait((self._now_s() + self._delay_s, b""))
+                sent_s = max(sent_s, self._now_s())
+                if self._bytes_per_s is not None:
+                    sent_s += len(data) / self._bytes_per_s
+                underway.put_nowait((sent_s + self._delay_s, data))
+            underway.put_nowait((max(sent_s, self._now_s()) + self._delay_s, b""))
             await leaving
         finally:
             leaving.cancel()
