@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from tests.chat.model_folder import write_model_folder
+from tests.open_webui import replay
 from tests.proxy.scripted_server import ScriptedModel, ScriptedServer
 from tinkercloud.chat.text_model import Conversation, TextModel
 from tinkercloud.core.types import ServedModel
@@ -194,6 +195,14 @@ async def test_why_every_request_is_passed_on_is_said(
         await client(http).chat.completions.create(messages=QUESTION, **GREEDY)
         assert reason in (await http.get("/status")).json()["passes_on"]
     assert reason in made.said[0]
+
+
+async def test_open_webui_is_answered(bench: Made) -> None:
+    made = bench("tinkercloud")
+    async with made.proxy() as http:
+        await replay(http, "/v1", "scripted")
+        status = (await http.get("/status")).json()
+    assert status["requests"]["passed_on"] == {} and status["speculation"]["rounds"] > 0
 
 
 async def test_a_llama_server_that_drafts_by_itself_is_said_to(bench: Made) -> None:
