@@ -129,6 +129,21 @@ def _add_init(parser: argparse.ArgumentParser) -> None:
         help="local, [USER@]HOST (started by ssh) or HOST:PORT (started by hand), then its devices "
         "and what they lend: laptop,CUDA0=8GiB,CPU=4GiB; may be repeated",
     )
+    parser.add_argument(
+        "--search",
+        action="append",
+        metavar="NETWORK",
+        help="look for workers that run on this local network, as 192.168.1.0/24, and take them; "
+        "may be repeated",
+    )
+    parser.add_argument(
+        "--search-port", type=int, default=50050, help="the port that is asked [50050]"
+    )
+    parser.add_argument(
+        "--key-file",
+        type=Path,
+        help="of workers HOST:PORT; what is found gets the key only if it asks for one",
+    )
     parser.add_argument("--memory", help="of this machine's own RAM for layers, as 4GiB [none]")
     parser.add_argument("--port", type=int, help="of the endpoint [8740]")
     parser.add_argument(
