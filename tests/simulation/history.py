@@ -68,6 +68,13 @@ class History:
     chats: list[Chat] = field(default_factory=list)
     captures: list[Captured] = field(default_factory=list)
 
+    def samples(self) -> list[tuple[str, int]]:
+        """(sampler, number) of those that clients have."""
+        completed = [each for each in self.requests if each.kind == "sample" and each.results]
+        return [
+            (each.owner, each.seq_id) for each in completed if each.results[0][0] == "completed"
+        ]
+
     def find(self, owner: str, seq_id: int) -> Request | None:
         for request in self.requests:
             if request.owner == owner and request.seq_id == seq_id:

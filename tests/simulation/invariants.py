@@ -20,7 +20,7 @@ from tests.simulation.engine import OUT_OF_MEMORY
 from tests.simulation.history import Request
 from tests.simulation.oracle import Oracle, Row, difference, state_difference
 from tests.simulation.wires import Refused, SdkWire
-from tinkercloud.backends.fake_model import read_state
+from tinkercloud.backends.fake_model import ModelState, read_state
 from tinkercloud.core.lanes import TOO_LATE
 from tinkercloud.errors import ServerFault, TinkercloudError
 from tinkercloud.services.checkpoints import checkpoint_files
@@ -346,11 +346,11 @@ def _states_differ(world: "World", oracle: Oracle) -> Iterator[str]:
     database = apsw.Connection(str(world.disk.folder / "tinkercloud.db"), vfs=sqlite.VFS_NAME)
     rows = database.execute("SELECT model_id, segment, name, directory FROM checkpoints").fetchall()
     archives = "SELECT model_id, user_metadata FROM models WHERE state = 'archive'"
-    copies = {copy: json.loads(metadata)[ORIGIN] for copy, metadata in database.execute(archives)}
+    made = {copy: json.loads(metadata) for copy, metadata in database.execute(archives)}
     database.close()
     for model_id, segment, name, directory in rows:
         path = f"tinker://{model_id}/{segment}/{name}"
-        expected = oracle.states.get(copies.get(model_id, path))
+        expected = _expected(oracle, path, made.get(model_id, {}))
         if expected is None:
             yield f"{path} is there, and was never saved"
             continue
@@ -358,6 +358,15 @@ def _states_differ(world: "World", oracle: Oracle) -> Iterator[str]:
         text = state_difference(state, expected) if segment == "weights" else None
         if text is not None:
             yield f"{path} has {text}"
+
+
+def _expected(oracle: Oracle, path: str, origin: dict[str, str]) -> ModelState | None:
+    """origin: of a copy, or of a branch."""
+    if "branch_of" in origin:
+        steps = oracle.steps.get(origin["branch_of"], [])
+        number = int(origin["step"])
+        return steps[number - 1] if number <= len(steps) else None
+    return oracle.states.get(origin.get(ORIGIN, path))
 
 
 def _named(request: Request) -> str:

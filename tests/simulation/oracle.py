@@ -56,6 +56,8 @@ class Oracle:
     states: dict[str, ModelState] = field(default_factory=dict)
     versions: dict[str, ModelState] = field(default_factory=dict)
     inflight: dict[str, list[str]] = field(default_factory=dict)
+    steps: dict[str, list[ModelState]] = field(default_factory=dict)
+    """By model: its state after each step, in order."""
 
     def __post_init__(self) -> None:
         self.catalog = Catalog(tuple(base.served for base in self.backend._bases.values()))
@@ -86,7 +88,9 @@ class Oracle:
                 converter = self.catalog.converter(self.models[model_id].base_model)
                 return await self.backend.forward_backward(model_id, converter.train_batch(raw))
             case "optim_step":
-                return await self.backend.optim_step(model_id, AdamParams(**body["adam_params"]))
+                result = await self.backend.optim_step(model_id, AdamParams(**body["adam_params"]))
+                self.steps.setdefault(model_id, []).append(self.models[model_id])
+                return result
             case _:
                 return self._save(request)
 

@@ -7,9 +7,7 @@ failure is shrunk) changes no other.
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
-
-from tests.simulation.coverage import all_awaits
+from typing import Literal, get_args
 
 Kind = Literal[
     "forward_backward",
@@ -72,7 +70,9 @@ LOOK_WEIGHT = 4
 USERS = ("ann", "bob")
 BASES = ("sim/small", "sim/large")
 VOCAB_SIZE = 24
-NUM_AT_AWAITS = 6
+AWAIT_RATE = 0.025
+MAX_AT_AWAITS = 8
+"""Crashes of one run, where it ends at awaits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +135,18 @@ class Outage:
     for_s: float
 
 
+CommandKind = Literal["replay", "branch", "receipt of step", "receipt of sample", "diff"]
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """About a run that is kept, beside the server."""
+
+    kind: CommandKind
+    at_s: float
+    seed: int
+
+
 NetworkFate = Literal["fine", "lose request", "lose answer", "duplicate", "slow", "cut"]
 EngineFate = Literal["fine", "die before", "die after", "slow", "out of memory"]
 _NETWORK = (("lose request", 4), ("lose answer", 4), ("duplicate", 3), ("slow", 4), ("cut", 1))
@@ -145,9 +157,9 @@ _ENGINE = (("die before", 2), ("die after", 2), ("slow", 4), ("out of memory", 2
 class Schedule:
     """network_rate, engine_rate: shares of messages with a fault, up to the `last_fault`-th one.
     aimed: crashes beside the others, at moments that chance alone seldom meets. at_awaits: the same
-    at awaits of the service, each by itself. idle_model_s: the
-    setting. archive_bytes, session_ttl_s: these too. without:
-    faults that are left out, as "network 17"."""
+    at awaits of the service, each by itself. await_rate: at this share of the awaits that a run
+    comes to the service ends. idle_model_s: the setting. archive_bytes, session_ttl_s: these too.
+    without: faults that are left out, as "network 17"."""
 
     seed: int
     programs: tuple[tuple[Step, ...], ...]
@@ -165,7 +177,9 @@ class Schedule:
     session_ttl_s: float = 1e6
     aimed: tuple[Crash, ...] = ()
     at_awaits: tuple[Crash, ...] = ()
+    await_rate: float = 0.0
     outage: Outage | None = None
+    commands: tuple[Command, ...] = ()
     last_fault: int = 500
     without: frozenset[str] = field(default_factory=frozenset)
 
@@ -178,6 +192,15 @@ class Schedule:
 
     def engine_fate(self, number: int) -> EngineFate:
         return self._fate("engine", number, self.engine_rate, _ENGINE)
+
+    def crash_at(self, place: str) -> Crash | None:
+        """What comes at an await, where it is one of those. Each that a run meets is as likely as
+        any other, however seldom it is met and however short it is."""
+        choices = random.Random(f"{self.seed} await {place}")
+        if choices.random() >= self.await_rate:
+            return None
+        kinds: tuple[CrashKind, ...] = ("kill", "power")
+        return Crash(choices.choice(kinds), "await", choices.choice((1, 1, 2, 4)), 0.2, place)
 
     def _fate(
         self, stream: str, number: int, rate: float, fates: tuple[tuple[str, int], ...]
@@ -193,7 +216,7 @@ class Schedule:
     def calm(self) -> "Schedule":
         """The same without any fault."""
         calm = replace(self, crashes=(), disk=(), jumps=(), aimed=(), at_awaits=(), outage=None)
-        return replace(calm, network_rate=0.0, engine_rate=0.0)
+        return replace(calm, network_rate=0.0, engine_rate=0.0, await_rate=0.0)
 
 
 def generate(seed: int) -> Schedule:
@@ -218,8 +241,9 @@ def generate(seed: int) -> Schedule:
     schedule = _aimed(schedule, random.Random(f"{seed} aimed"))
     schedule = _with_deletion(schedule, random.Random(f"{seed} deletion"))
     schedule = _with_agents(schedule, random.Random(f"{seed} agents"))
-    at_awaits = _at_awaits(random.Random(f"{seed} awaits"))
-    return replace(schedule, at_awaits=(*schedule.at_awaits, *at_awaits))
+    is_at_awaits = random.Random(f"{seed} awaits").random() < 0.5
+    schedule = replace(schedule, await_rate=AWAIT_RATE if is_at_awaits else 0.0)
+    return replace(schedule, commands=_commands(random.Random(f"{seed} commands")))
 
 
 def _aimed(schedule: Schedule, choices: random.Random) -> Schedule:
@@ -292,15 +316,14 @@ def _with_agents(schedule: Schedule, choices: random.Random) -> Schedule:
     return replace(schedule, at_awaits=(crash,))
 
 
-def _at_awaits(choices: random.Random) -> tuple[Crash, ...]:
-    """Of half of them. Each await of the service is as likely as any other, however seldom it is
-    met and however short it is."""
+def _commands(choices: random.Random) -> tuple[Command, ...]:
+    """Beside half of them."""
     if choices.random() < 0.5:
         return ()
-    kinds: tuple[CrashKind, ...] = ("kill", "power")
+    kinds = get_args(CommandKind)
     return tuple(
-        Crash(choices.choice(kinds), "await", choices.choice((1, 1, 2, 4)), 0.2, f"{place}:")
-        for place in choices.sample(all_awaits(), NUM_AT_AWAITS)
+        Command(choices.choice(kinds), 60.0 * choices.random() ** 2, choices.getrandbits(32))
+        for _ in range(choices.randint(1, 4))
     )
 
 

@@ -18,16 +18,7 @@ def shrunk(schedule: Schedule) -> Schedule:
 
 def _smaller(schedule: Schedule) -> Iterator[Schedule]:
     """Large pieces first."""
-    if schedule.network_rate:
-        yield replace(schedule, network_rate=0.0)
-    if schedule.outage is not None:
-        yield replace(schedule, outage=None)
-    if schedule.engine_rate:
-        yield replace(schedule, engine_rate=0.0)
-    for field in ("disk", "crashes", "aimed", "at_awaits"):
-        faults = getattr(schedule, field)
-        for index in range(len(faults)):
-            yield replace(schedule, **{field: faults[:index] + faults[index + 1 :]})
+    yield from _calmer(schedule)
     for number, program in enumerate(schedule.programs):
         for length in (len(program) // 2, len(program) // 4, 1):
             for start in range(0, len(program), max(length, 1)):
@@ -39,3 +30,18 @@ def _smaller(schedule: Schedule) -> Iterator[Schedule]:
                         *schedule.programs[number + 1 :],
                     )
                     yield replace(schedule, programs=programs)
+
+
+def _calmer(schedule: Schedule) -> Iterator[Schedule]:
+    """With the same programs."""
+    for name in ("network_rate", "engine_rate", "await_rate"):
+        if getattr(schedule, name):
+            yield replace(schedule, **{name: 0.0})
+    if schedule.outage is not None:
+        yield replace(schedule, outage=None)
+    if schedule.await_rate > 0.001:
+        yield replace(schedule, await_rate=schedule.await_rate / 2)  # some of the same ones
+    for field in ("disk", "crashes", "aimed", "at_awaits", "commands"):
+        faults = getattr(schedule, field)
+        for index in range(len(faults)):
+            yield replace(schedule, **{field: faults[:index] + faults[index + 1 :]})

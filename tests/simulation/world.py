@@ -10,7 +10,6 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,52 +17,22 @@ from tests.simulation import image, sqlite
 from tests.simulation.agents import Agent
 from tests.simulation.bodies import draw_late
 from tests.simulation.client import Client
+from tests.simulation.commands import Commands, Surroundings
 from tests.simulation.coverage import Coverage, caller_in_product, suspended_at
+from tests.simulation.crash_plans import AwaitCrashes, CrashPlan
 from tests.simulation.disk import Disk
 from tests.simulation.engine import SimulatedEngine
 from tests.simulation.history import History
 from tests.simulation.loop import EPOCH_S, PROCESS, Process, ProcessEnded, SimulatedLoop, in_process
 from tests.simulation.network import Network
 from tests.simulation.patches import simulated
-from tests.simulation.schedule import USERS, Crash, CrashKind, DiskTrouble, Schedule
+from tests.simulation.schedule import USERS, Command, Crash, CrashKind, DiskTrouble, Schedule
 from tests.simulation.server import Server
 from tests.simulation.wires import GmiWire, SdkWire
 
 MAX_STEPS = 400_000
 REST_S = 900.0  # of virtual time, for everything to come to rest without faults
 RETRY_START_S = 3.0
-
-
-@dataclass(eq=False)
-class _CrashPlan:
-    """Crashes, one after the other. count: events of the next one since the last one. is_after: the
-    next one's `after` has come."""
-
-    crashes: list[Crash]
-    count: int = 0
-    is_after: bool = False
-
-    @property
-    def trigger(self) -> str | None:
-        """What the next crash waits for."""
-        return self.crashes[0].trigger if self.crashes else None
-
-    def next_at(self, trigger: str, label: str, *, is_up: bool) -> Crash | None:
-        """The crash that comes at this event."""
-        if self.trigger != trigger:
-            return None
-        crash = self.crashes[0]
-        if crash.after and not self.is_after:
-            self.is_after = label.startswith(crash.after)
-            return None
-        self.count += label.startswith(crash.at)
-        if self.count < crash.count:
-            return None
-        if not is_up and crash.kind == "stop":
-            return None
-        self.count = 0
-        self.is_after = False
-        return self.crashes.pop(0)
 
 
 class World:
@@ -96,17 +65,26 @@ class World:
         self.connector = sqlite.Connector(self.loop, self._database_delay_s)
         alone = ((crash,) for crash in schedule.at_awaits)
         plans = (schedule.crashes, schedule.aimed, *alone)
-        self._plans = [_CrashPlan(list(each)) for each in plans]
+        self._plans = [CrashPlan(list(each)) for each in plans]
+        self._at_awaits = AwaitCrashes(schedule)
         self._look_for_next()
         self.num_crashes: Counter[str] = Counter()
         self._troubles = list(schedule.disk)
         self._trouble: DiskTrouble | None = None
         self._num_changes = 0
+        self._has_trouble = False
         self.faults_on = True
         self.server: Server | None = None
-        self._place = place
+        self._place, self._scratch = place, place.with_name(f"{place.name}-scratch")
         self._world = Process("world")
         self._clients: list[Process] = []
+        self._commands = Commands(
+            Surroundings(
+                *(self.loop, self._database_delay_s, self._scratch, self.history.samples),
+                lambda text: None if self._has_trouble else self.fail(text),
+            ),
+            self._note_killed,
+        )
         self._restarting: asyncio.Task[None] | None = None
 
     def run(self, check: Callable[["World"], Any]) -> None:
@@ -130,7 +108,8 @@ class World:
         self.loop.unwind()
         self.connector.close_all()
         sqlite.VFS.disk = sqlite.VFS.loop = None
-        shutil.rmtree(self._place, ignore_errors=True)
+        for folder in (self._place, self._scratch):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def wall(self) -> float:
         """Seconds since the epoch, by a clock that is set now and then."""
@@ -159,6 +138,8 @@ class World:
             process = Process(f"client {user}")
             self._clients.append(process)
             in_process(process, self.loop.create_task, client.run())
+        for command in self.schedule.commands:
+            self.loop.call_later(command.at_s, self._begin_command, command)
         await self._until(lambda: not any(self._unfinished_clients()), "the clients have ended")
         await self._end_faults()
         await check(self)
@@ -188,7 +169,17 @@ class World:
         server = self.server
         if server is None or not server.is_up or server.is_stopped:
             return False
-        return self.engine.is_up and server.is_idle
+        return self.engine.is_up and server.is_idle and self._commands.are_done
+
+    def _begin_command(self, command: Command) -> None:
+        if self.faults_on and self.server is not None and self.server.is_up:
+            self._commands.begin(command, self.disk.folder)
+
+    def _note_killed(self, process: Process) -> None:
+        """Of a command."""
+        self.num_crashes["command"] += 1
+        self.note(f"{process.name} is killed")
+        self.coverage.crashed_at_awaits(process)
 
     async def _until(self, condition: Callable[[], bool], text: str) -> None:
         deadline = self.loop.now + (REST_S if not self.faults_on else 24 * 3600.0)
@@ -261,6 +252,7 @@ class World:
         self.note(f"CRASH {kind} at {label}")
         self.coverage.crashed_at_awaits(server.process)
         server.process.alive = False
+        self._commands.end()
         self.engine.end()
         self.network.hang_up()
         self.server = None
@@ -284,6 +276,7 @@ class World:
             return
         self.server = None
         server.process.alive = False
+        self._commands.end()
         self.engine.end()
         self.disk.after_kill()
         await asyncio.sleep(down_s)
@@ -308,13 +301,25 @@ class World:
 
     def _look_for_next(self) -> None:
         self._triggers = {plan.trigger for plan in self._plans}
-        self.loop.after_step = self._after_step if "await" in self._triggers else None
+        is_needed = "await" in self._triggers or self._at_awaits.come
+        self.loop.after_step = self._after_step if is_needed else None
 
     def _after_step(self, process: Process, task: "asyncio.Task[Any]") -> None:
         server = self.server
-        if self.faults_on and server is not None and process is server.process:
-            for place in suspended_at(task):
+        if not self.faults_on or server is None:
+            return
+        is_command = self._commands.has(process)
+        if process is not server.process and not is_command:
+            return
+        for place in suspended_at(task):
+            if not is_command:
                 self._on_event("await", f"{place}: awaited")
+            crash = self._at_awaits.at(place)
+            if crash is not None and is_command and crash.kind == "kill":
+                self._commands.end(process)
+            elif crash is not None and self.server is server:
+                self._look_for_next()
+                self._meet(crash, f"{place}: awaited")
 
     def _on_event(self, trigger: str, label: str) -> None:
         if trigger not in self._triggers:
@@ -380,7 +385,7 @@ class World:
         if self._trouble is None or label.startswith(("after", "unlink", "rmdir")):
             return
         if self.server is not None:
-            self.server.met_trouble = True
+            self.server.met_trouble = self._has_trouble = True
         code = errno.ENOSPC if self._trouble.error == "ENOSPC" else errno.EIO
         if code == errno.ENOSPC and label == "fsync":
             return

@@ -1,0 +1,66 @@
+"""When crashes come: one after the other at counted events, or at awaits."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from tests.simulation.schedule import MAX_AT_AWAITS, Crash, Schedule
+
+
+@dataclass(eq=False)
+class CrashPlan:
+    """Crashes, one after the other. count: events of the next one since the last one. is_after: the
+    next one's `after` has come."""
+
+    crashes: list[Crash]
+    count: int = 0
+    is_after: bool = False
+
+    @property
+    def trigger(self) -> str | None:
+        """What the next crash waits for."""
+        return self.crashes[0].trigger if self.crashes else None
+
+    def next_at(self, trigger: str, label: str, *, is_up: bool) -> Crash | None:
+        """The crash that comes at this event."""
+        if self.trigger != trigger:
+            return None
+        crash = self.crashes[0]
+        if crash.after and not self.is_after:
+            self.is_after = label.startswith(crash.after)
+            return None
+        self.count += label.startswith(crash.at)
+        if self.count < crash.count:
+            return None
+        if not is_up and crash.kind == "stop":
+            return None
+        self.count = 0
+        self.is_after = False
+        return self.crashes.pop(0)
+
+
+class AwaitCrashes:
+    """Those of a schedule's `await_rate`: each comes at the place that it is for, once."""
+
+    def __init__(self, schedule: Schedule):
+        self._schedule = schedule
+        self._left = MAX_AT_AWAITS if schedule.await_rate else 0
+        self._crashes: dict[str, Crash | None] = {}
+        self._met = Counter[str]()
+
+    @property
+    def come(self) -> bool:
+        return self._left > 0
+
+    def at(self, place: str) -> Crash | None:
+        """The one that comes now, as a task waits at that place."""
+        if place not in self._crashes:
+            self._crashes[place] = self._schedule.crash_at(place)
+        crash = self._crashes[place]
+        if crash is None or not self._left:
+            return None
+        self._met[place] += 1
+        if self._met[place] < crash.count:
+            return None
+        self._crashes[place] = None
+        self._left -= 1
+        return crash
