@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from tinker_gmi.connection.transport import JSON
 
 RETRIES_S = (0.5, 1.0, 4.0)
 TIMEOUT_S = 60.0
+FETCH_S = 3.0
 MAX_TOKENS = 3
 WEBHOOK = "http://rewards.example/ask"
 
@@ -51,7 +53,8 @@ class Agent:
     async def do(self, step: Step, known: Known) -> None:
         match step.kind:
             case "chat" if step.size == 3:
-                await self._send("GET", PAGES[step.seed % len(PAGES)])
+                run = known.runs[-1] if known.runs else "none"
+                await self.fetch(PAGES[step.seed % len(PAGES)].format(run=run))
             case "chat":
                 await self._chat(step, known)
             case "capture":
@@ -106,8 +109,8 @@ class Agent:
         body: dict[str, Any] = {"model": known.names[step.seed % len(known.names)]}
         if known.runs and step.overwrite:
             body = {"follow": known.runs[step.seed % len(known.runs)]}
-        if step.seed % 3 == 0:
-            body |= {"webhook": WEBHOOK, "idle_s": 5.0}
+        if step.seed % 2 == 0:
+            body |= {"webhook": WEBHOOK, "idle_s": 1.0}
         answer = await self._send("POST", "/api/v1/captures", body)
         if answer is not None:
             captured = Captured(json.loads(answer.body)["capture_id"], self._user)
@@ -167,6 +170,12 @@ class Agent:
         if answer is not None:
             captured.rewards[json.loads(answer.body)["target"], body["key"]] = body["value"]
 
+    async def fetch(self, path: str) -> None:
+        """Once, and not longer than a few seconds: some answers have no end."""
+        headers = {"x-api-key": self._key, "accept": "*/*"}
+        with suppress(NetworkError):
+            await self._network.request(Sent("GET", path, headers, b""), FETCH_S)
+
     async def _send(self, method: str, path: str, body: object = None) -> Answer | None:
         """None: refused, or given up."""
         content = b"" if body is None else json.dumps(body).encode()
@@ -201,6 +210,10 @@ PAGES = (
     "/oai/api/v1/models",
     f"/oai/api/v1/models/{BASES[0]}",
     "/anthropic/api/v1/models",
+    "/console/samples",
+    "/console/events",
+    "/console/runs/{run}/events",
+    "/console/runs/{run}/events",
 )
 SEEDED = ("openai", "openai stream")
 

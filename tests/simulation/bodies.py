@@ -2,13 +2,15 @@
 
 import json
 import random
+import re
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
 from tests.simulation.history import History, Request
 from tests.simulation.schedule import VOCAB_SIZE, Step
-from tests.simulation.wires import Wire
+from tests.simulation.wires import Refused, Wire
 from tinker_gmi.connection.transport import JSON
 from tinkercloud.wire.codec import (
     ForwardBackwardRequest,
@@ -27,6 +29,20 @@ async def draw_late(history: History, wire: Wire, user: str, sampler_id: str) ->
     acknowledgement = await wire.post(*request.post)
     request.request_ids.append(acknowledgement["request_id"])
     request.results.append(await wire.result(request.request_ids[0]))
+
+
+async def take_number(history: History, wire: Wire, user: str, step: Step) -> None:
+    """By mistake, of a step or a sample that has it: nothing comes of that."""
+    others = {"optim_step": '"learning_rate": 9.5', "sample": '"max_tokens": 4'}
+    known = [each for each in history.requests if each.user == user and each.is_acknowledged]
+    taken = [each for each in known if each.kind in others]
+    if taken:
+        request = taken[step.seed % len(taken)]
+        path, content, kind = request.post
+        name, _, _ = others[request.kind].partition(":")
+        other = re.sub(rf"{name}: [0-9.]+", others[request.kind], content.decode())
+        with suppress(Refused):
+            await wire.post(path, other.encode(), kind)
 
 
 def sample_request(user: str, sampler_id: str, number: int, step: Step) -> Request:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tests.simulation.agents import Agent, Known
-from tests.simulation.bodies import batch, sample_request
+from tests.simulation.bodies import batch, sample_request, take_number
 from tests.simulation.history import History, Request
-from tests.simulation.looks import LOOKS, Named, filled
+from tests.simulation.looks import LOOKS, Named, filled, links_of
 from tests.simulation.schedule import AGENT_WEIGHTS, BASES, Step
 from tests.simulation.wires import PROTOBUF, Refused, Wire
 
@@ -72,6 +72,7 @@ class Client:
         actions: dict[str, Callable[[Step], Awaitable[None]]] = {
             "forward_backward": self._forward_backward,
             "forward": self._forward_backward,
+            "take_number": self._take_number,
             "sample": self._sample,
             "cancel": self._cancel,
             "create_model": self._create_model,
@@ -154,8 +155,14 @@ class Client:
             return
         if step.kind == "save_state" and not step.overwrite:
             model.saved.append((f"tinker://{model.model_id}/weights/{body['path']}", poll, request))
+        if step.kind == "export" and await self._succeeds(poll, request):
+            run = f"training_runs/{model.model_id}/checkpoints/external_weights/{body['path']}"
+            await self._look_at(f"{run}/external_weights_urls")
         if step.kind in ("snapshot", "inflight"):
             self._add_sampler(body["sampling_session_seq_id"], self._succeeds(poll, request))
+
+    async def _take_number(self, step: Step) -> None:
+        await take_number(self._history, self._wire, self._user, step)
 
     def _operation(self, step: Step, model: _Model) -> tuple[str, dict[str, Any]]:
         self._names += 1
@@ -172,6 +179,8 @@ class Client:
                 return "save_weights", body
             case "save_sampler":
                 return "save_weights_for_sampler", {"path": f"w{self._names}"}
+            case "export":
+                return "save_weights_external", {"path": f"e{self._names}"}
             case "load_into":
                 path, _, _ = model.saved[step.seed % len(model.saved)]
                 return "load_weights", {"path": path, "optimizer": step.overwrite}
@@ -335,13 +344,18 @@ class Client:
         path, body = request
         match look.method:
             case "get":
-                await self._leniently(self._wire.get(path))
+                await self._look_at(path)
             case "delete":
                 await self._told(self._wire.delete(path))
             case "put":
                 await self._told(self._wire.put(path, body))
             case _:
                 await self._leniently(self._wire.post(path, body))
+
+    async def _look_at(self, path: str) -> None:
+        answer = await self._leniently(self._wire.get(path))
+        for link in [] if answer is None else links_of(path, answer):
+            await self._agent.fetch(link)
 
     async def _intrude(self, step: Step) -> None:
         """Ask for another user's result, and train another's model."""

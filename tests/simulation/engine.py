@@ -2,6 +2,7 @@
 and the engine may end between any two of them, with all that it holds in memory."""
 
 import asyncio
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -62,7 +63,8 @@ class SmallFakeBackend(FakeBackend):
 
 class SimulatedEngine(Backend):
     """fate: of each message by its number. on_message: called as each is sent and answered.
-    operation_s: how long one takes, on average.
+    operation_s: how long one takes, on average. other_numerics_from: engines from that one on say
+    that they compute otherwise; None: none does.
 
     `inner` is what the engine process has in memory; it is lost with it.
     """
@@ -85,6 +87,7 @@ class SimulatedEngine(Backend):
         self._pending: dict[asyncio.Future[Any], None] = {}
         self._incarnation = -1
         self._operation_s = operation_s
+        self.other_numerics_from: int | None = None
         self.process = Process("engine")
         self.inner = SmallFakeBackend()
 
@@ -248,7 +251,8 @@ class SimulatedEngine(Backend):
         return self._incarnation
 
     def numerics(self) -> str:
-        return self.inner.numerics()
+        is_other = self._incarnation >= (self.other_numerics_from or math.inf)
+        return self.inner.numerics() + ", otherwise" * is_other
 
     async def copy_state(self, model_id: str) -> int:
         return await self._call("copy_state", model_id)

@@ -7,9 +7,11 @@ from functools import cache
 from pathlib import Path
 
 from tests.simulation.schedule import USERS
-from tinkercloud.storage.keys import KeyStore
+from tinkercloud.storage.keys import UNLIMITED, KeyStore, Quota
 
 MEMORY = Path("/dev/shm")
+QUOTAS = (UNLIMITED, Quota(models=10**6, memory_bytes=10**18, checkpoint_bytes=10**18))
+"""Of the users: none, and some that are counted and never met."""
 
 
 def scratch() -> Path:
@@ -25,6 +27,6 @@ def prepared() -> tuple[Path, dict[str, str]]:
     """The folder, and the users' keys."""
     folder = scratch() / "image"
     store = KeyStore(folder)
-    keys = {user: store.add(user) for user in USERS}
+    keys = {user: store.add(user, quota=quota) for user, quota in zip(USERS, QUOTAS, strict=True)}
     store.close()
     return folder, keys

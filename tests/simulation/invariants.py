@@ -354,8 +354,9 @@ def _states_differ(world: "World", oracle: Oracle) -> Iterator[str]:
         if expected is None:
             yield f"{path} is there, and was never saved"
             continue
-        state = read_state(world.disk.folder / directory)
-        text = state_difference(state, expected) if segment == "weights" else None
+        if segment != "weights":
+            continue
+        text = state_difference(read_state(world.disk.folder / directory), expected)
         if text is not None:
             yield f"{path} has {text}"
 

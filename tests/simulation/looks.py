@@ -2,6 +2,8 @@
 answers are not compared; a crash may come in each of them."""
 
 from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,7 @@ LOSS = """{
 }"""
 FINISHED = '{"target": {"sampling_session_id": "{sampler}"}, "timeout": 1}'
 COPY = '{"source_path": "tinker://{run}/weights/{name}", "destination_project_id": "p"}'
+COPY_THERE = COPY.replace('"destination', '"session_id": "{session}", "destination')
 WINDOW = "starting_on=2023-11-14T00:00:00Z&ending_before=2023-11-20T00:00:00Z"
 """Around the beginning of time."""
 LOOKS = (
@@ -68,10 +71,25 @@ LOOKS = (
     Look("put", "sessions/{session}/project", '{"project_id": "p"}'),
     Look("post", "create_sampling_client", '{"base_model": "sim/small"}'),
     Look("post", "copy_weights", COPY),
+    Look("post", "copy_weights", COPY_THERE),
+    Look("post", "weights_info", '{"tinker_path": "{name}"}'),
+    Look("post", "cleanup_futures", '{"request_ids": ["none-of-{session}"]}'),
     Look("post", "sessions/search"),
     Look("post", "create_custom_loss", LOSS),
     Look("post", "retrieve_futures", FINISHED),
 )
+
+
+LINKS = ("trace_export", "archive", "external_weights_urls")
+"""Whose answers name what to read next."""
+
+
+def links_of(path: str, answer: dict[str, Any]) -> list[str]:
+    """From the root of the server."""
+    if not path.endswith(LINKS):
+        return []
+    urls = [answer["url"]] if "url" in answer else list(answer["urls"].values())
+    return [urlsplit(url)._replace(scheme="", netloc="").geturl() for url in urls]
 
 
 def filled(look: Look, named: Named) -> tuple[str, bytes] | None:

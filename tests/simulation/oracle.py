@@ -20,6 +20,12 @@ from tinkercloud.services.common.bodies import protobuf_call
 from tinkercloud.services.common.catalog import Catalog
 from tinkercloud.wire.codec import decode_sample_output, decode_train_output
 
+SEGMENTS = {
+    "save_state": "weights",
+    "export": "external_weights",
+    **dict.fromkeys(("save_sampler", "snapshot", "inflight"), "sampler_weights"),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -36,8 +42,11 @@ class Row:
 
     @property
     def is_refusal(self) -> bool:
-        """Of an operation on a model that does not exist: it belongs to nothing."""
-        return self.owner is None and self.status == "failed" and "does not exist" in str(self.body)
+        """Of an operation on a model that does not exist, or whose number another one has: it
+        belongs to nothing."""
+        texts = ("does not exist", "was taken by another request")
+        is_named = any(text in str(self.body) for text in texts)
+        return self.owner is None and self.status == "failed" and is_named
 
     @property
     def failure(self) -> tuple[str, str] | None:
@@ -103,7 +112,7 @@ class Oracle:
 
     def _save(self, request: Request) -> dict[str, Any]:
         state = replace(self.models[request.owner], gradient=None)
-        segment = "weights" if request.kind == "save_state" else "sampler_weights"
+        segment = SEGMENTS[request.kind]
         if "path" in request.body:
             path = f"tinker://{request.owner}/{segment}/{request.body['path']}"
             self.states[path] = state

@@ -20,8 +20,22 @@ from unittest.mock import patch
 from tests.simulation.disk import Disk
 from tests.simulation.loop import SimulatedLoop
 from tinkercloud.services.captures.webhook_sender import WebhookFailed, WebhookSender
+from tinkercloud.services.models import (
+    result_answer,
+    sampling_service,
+    training_outcomes,
+    training_service,
+)
 
 WRITING = frozenset("wax+")
+INLINE = (
+    (training_service, "INLINE_BYTES"),
+    (sampling_service, "INLINE_BYTES"),
+    (sampling_service, "INLINE_TOKENS"),
+    (training_outcomes, "INLINE_DATUMS"),
+    (result_answer, "INLINE_BYTES"),
+)
+"""Up to which sizes the service computes on the event loop."""
 
 
 class Forbidden(AssertionError):
@@ -30,11 +44,18 @@ class Forbidden(AssertionError):
 
 @contextmanager
 def simulated(
-    loop: SimulatedLoop, wall: Callable[[], float], entropy: random.Random, disk: Disk
+    loop: SimulatedLoop,
+    wall: Callable[[], float],
+    entropy: random.Random,
+    disk: Disk,
+    all_is_large: bool,
 ) -> Iterator[None]:
-    """wall: the clock that may be set. entropy: what the machine's random numbers are made of."""
+    """wall: the clock that may be set. entropy: what the machine's random numbers are made of.
+    all_is_large: the service does in threads what it does so where requests are large."""
     with ExitStack() as stack:
-        values = (*_clocks(loop, wall), *_randomness(entropy), *_refused(), _rewards())
+        values = [*_clocks(loop, wall), *_randomness(entropy), *_refused(), _rewards()]
+        if all_is_large:
+            values += [(module, name, 0) for module, name in INLINE]
         for target, name, value in values:
             stack.enter_context(patch.object(target, name, value))
         for target, name, value in _files(disk):

@@ -13,6 +13,8 @@ Kind = Literal[
     "forward_backward",
     "forward",
     "optim_step",
+    "take_number",
+    "export",
     "save_state",
     "save_sampler",
     "snapshot",
@@ -41,6 +43,8 @@ WEIGHTS: Mapping[Kind, float] = {
     "forward_backward": 30,
     "forward": 3,
     "optim_step": 18,
+    "take_number": 1,
+    "export": 1,
     "save_state": 6,
     "save_sampler": 4,
     "snapshot": 6,
@@ -54,7 +58,7 @@ WEIGHTS: Mapping[Kind, float] = {
     "delete_model": 0.3,
     "delete_checkpoint": 1,
     "list": 2,
-    "look": 4,
+    "look": 6,
     "intrude": 1,
     "wait": 5,
     "pause": 3,
@@ -65,7 +69,7 @@ AGENTS_AT = (
     "tinkercloud/services/captures/",
     "tinkercloud/services/chats/",
 )
-LOOK_WEIGHT = 4
+LOOK_WEIGHT = 6
 """Beside those of agents: there are many things to look at."""
 USERS = ("ann", "bob")
 BASES = ("sim/small", "sim/large")
@@ -159,6 +163,7 @@ class Schedule:
     aimed: crashes beside the others, at moments that chance alone seldom meets. at_awaits: the same
     at awaits of the service, each by itself. await_rate: at this share of the awaits that a run
     comes to the service ends. idle_model_s: the setting. archive_bytes, session_ttl_s: these too.
+    all_is_large: as for `patches.simulated`. other_numerics_from: as for the engine.
     without: faults that are left out, as "network 17"."""
 
     seed: int
@@ -180,6 +185,8 @@ class Schedule:
     await_rate: float = 0.0
     outage: Outage | None = None
     commands: tuple[Command, ...] = ()
+    all_is_large: bool = False
+    other_numerics_from: int | None = None
     last_fault: int = 500
     without: frozenset[str] = field(default_factory=frozenset)
 
@@ -243,7 +250,13 @@ def generate(seed: int) -> Schedule:
     schedule = _with_agents(schedule, random.Random(f"{seed} agents"))
     is_at_awaits = random.Random(f"{seed} awaits").random() < 0.5
     schedule = replace(schedule, await_rate=AWAIT_RATE if is_at_awaits else 0.0)
-    return replace(schedule, commands=_commands(random.Random(f"{seed} commands")))
+    ways = random.Random(f"{seed} ways")
+    return replace(
+        schedule,
+        commands=_commands(random.Random(f"{seed} commands")),
+        all_is_large=ways.random() < 0.3,
+        other_numerics_from=ways.choice((None, None, 1, 2)),
+    )
 
 
 def _aimed(schedule: Schedule, choices: random.Random) -> Schedule:

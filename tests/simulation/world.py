@@ -62,6 +62,7 @@ class World:
             *(self.loop, stream("engine"), schedule.engine_fate, self._on_event),
             operation_s=schedule.operation_s,
         )
+        self.engine.other_numerics_from = schedule.other_numerics_from
         self.connector = sqlite.Connector(self.loop, self._database_delay_s)
         alone = ((crash,) for crash in schedule.at_awaits)
         plans = (schedule.crashes, schedule.aimed, *alone)
@@ -85,13 +86,12 @@ class World:
             ),
             self._note_killed,
         )
-        self._restarting: asyncio.Task[None] | None = None
 
     def run(self, check: Callable[["World"], Any]) -> None:
         """check: called at rest; finds what is wrong and adds it to `failures`."""
         image_folder, self.keys = image.prepared()
         self.disk.begin_from(image_folder)
-        with simulated(self.loop, self.wall, self._entropy, self.disk):
+        with simulated(self.loop, self.wall, self._entropy, self.disk, self.schedule.all_is_large):
             sqlite.VFS.disk, sqlite.VFS.loop = self.disk, self.loop
             try:
                 main = in_process(self._world, lambda: self._main(check))
