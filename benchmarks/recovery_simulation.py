@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 
 from benchmarks.lib.report import Cell, Target
-from tests.simulation.coverage import Coverage, all_awaits
+from tests.simulation.coverage import Coverage, summary
 from tests.simulation.planted import PLANTED, finds
 from tests.simulation.run import run_schedule
 from tests.simulation.schedule import generate
@@ -30,7 +30,7 @@ def simulate(seconds: float, planted_seconds: float) -> tuple[list[Sequence[Cell
         num_run += 1
         coverage.add(outcome.coverage)
     took_s = time.process_time() - began_s
-    result = crash_points(coverage)
+    result = summary(coverage)
     if failed:
         result += f"; failing seeds: {', '.join(map(str, failed))}"
     rows: list[Sequence[Cell]] = [("as it is", num_run, round(took_s, 1), len(failed), result)]
@@ -40,13 +40,6 @@ def simulate(seconds: float, planted_seconds: float) -> tuple[list[Sequence[Cell
         Target.at_most("failed schedules", len(failed), 0),
         Target.at_least("planted bugs found", num_found, len(PLANTED)),
     ]
-
-
-def crash_points(coverage: Coverage) -> str:
-    awaits = all_awaits()
-    hit = sum(coverage.crashed[place] > 0 for place in awaits)
-    others = len(set(coverage.crashed) - set(awaits))
-    return f"crashed at {hit} of {len(awaits)} awaits, {others} writes, flushes and messages"
 
 
 def find(bug: str, seconds: float) -> Sequence[Cell]:

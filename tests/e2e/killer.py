@@ -44,7 +44,7 @@ LONGEST_DELAY_S: dict[Moment, float] = {
     "start": 2.0,
     "replay": 0.4,
 }
-MOMENT_LIMIT_S = STEP_LIMIT_S = 120.0
+MOMENT_LIMIT_S = STEP_LIMIT_S = 300.0
 WAIT_STEPS = 5
 """A snapshot is taken when it is due. After so many steps without one, SIGTERM makes one due."""
 POLL_S = 0.001

@@ -5,12 +5,13 @@ import ast
 import gc
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from types import AsyncGeneratorType, CodeType, FrameType
 from typing import Any
 
+from tests.simulation.beyond import reason
 from tests.simulation.loop import Process
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,13 +102,42 @@ def all_awaits() -> tuple[str, ...]:
     )
 
 
+@cache
+def beyond() -> Mapping[str, str]:
+    """Of the awaits those at which no crash can come, and why."""
+    reasons = {place: _why_beyond(place) for place in all_awaits()}
+    return {place: why for place, why in reasons.items() if why is not None}
+
+
+def _why_beyond(place: str) -> str | None:
+    file, _, number = place.rpartition(":")
+    text = (ROOT / file).read_text(encoding="utf-8")
+    functions = (
+        node
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.AsyncFunctionDef) and node.lineno <= int(number)
+    )
+    innermost = max(functions, key=lambda node: node.lineno)
+    return reason(file, innermost.name, text.splitlines()[int(number) - 1])
+
+
+def summary(coverage: Coverage) -> str:
+    """Places that were crashed at."""
+    every = all_awaits()
+    hit = sum(coverage.crashed[place] > 0 for place in every)
+    others = len(set(coverage.crashed) - set(every))
+    return (
+        f"crashed at {hit} of {len(every)} awaits ({len(beyond())} are beyond the simulation), "
+        f"{others} writes, flushes and messages"
+    )
+
+
 def report(coverage: Coverage) -> str:
     """Awaits that were crashed at with their counts, and those that never were."""
-    every = all_awaits()
-    lines = [f"{coverage.crashed[place]:7d}  {place}" for place in every]
-    hit = sum(coverage.crashed[place] > 0 for place in every)
-    rest = sorted(set(coverage.crashed) - set(every))
+    lines = [
+        f"{coverage.crashed[place]:7d}  {place}  {beyond().get(place, '')}".rstrip()
+        for place in all_awaits()
+    ]
+    rest = sorted(set(coverage.crashed) - set(all_awaits()))
     lines += [f"{coverage.crashed[label]:7d}  {label}" for label in rest]
-    lines.append(f"crashed at {hit} of {len(every)} awaits, and at {len(rest)} changes of the disk "
-                 "and messages of the engine")  # fmt: skip
-    return "\n".join(lines)
+    return "\n".join([*lines, summary(coverage)])

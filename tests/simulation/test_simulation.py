@@ -4,6 +4,8 @@ import time
 
 import pytest
 
+from tests.simulation.beyond import BEYOND
+from tests.simulation.coverage import beyond
 from tests.simulation.run import run_schedule
 from tests.simulation.schedule import generate
 
@@ -34,6 +36,14 @@ def test_a_seed_gives_the_same_run_again() -> None:
     first, second = (run_schedule(generate(7)) for _ in range(2))
     assert first.trace == second.trace
     assert first.num_steps == second.num_steps
+
+
+def test_what_is_beyond_the_simulation_is_there() -> None:
+    """Each row of the table is of an await that the service has."""
+    assert set(beyond().values()) == set(BEYOND.values())
+    for (file, _), why in BEYOND.items():
+        places = [place for place, reason in beyond().items() if reason == why]
+        assert any(place.startswith(f"tinkercloud/{file}:") for place in places)
 
 
 def test_a_schedule_has_thirty_operations_of_two_users_and_a_crash() -> None:
