@@ -13,7 +13,10 @@ from numpy.typing import NDArray
 
 from tinkercloud.config import c_compiler
 from tinkercloud.embedded.native import build
+from tinkercloud.embedded.native.compiler import usable_sets
 from tinkercloud.embedded.native.instruction_sets import (
+    AMX,
+    AMX_EMULATED,
     InstructionSet,
     processor_features,
     processor_sets,
@@ -22,6 +25,10 @@ from tinkercloud.embedded.native.instruction_sets import (
 BLOCK = 16
 PAIRED_INPUTS = 32  # rows that products read in bfloat16 are padded to a multiple of them
 ATTEND, PLACE, BOTH = range(3)
+PARTS = (
+    *("attention", "attention_by_tiles", "pairs", "team"),
+    *("amx/amx_product", "amx/amx_emulated"),
+)
 SHIM = r"""
 #include "pass.h"
 
@@ -69,15 +76,18 @@ int attention(team_t *team, const int64_t *sizes, float cap, const int32_t *posi
 
 
 def variants() -> dict[str, InstructionSet]:
-    """The instruction sets that this processor has, by name."""
-    return {chosen.name: chosen for chosen in processor_sets(processor_features())}
+    """The instruction sets that this processor has, and AMX in plain C, by name."""
+    here = [each for each in processor_sets(processor_features()) if each != AMX]
+    if AMX in usable_sets():  # which asks the system for the tiles
+        here.append(AMX)
+    return {chosen.name: chosen for chosen in (*here, AMX_EMULATED)}
 
 
 def compiled(folder: Path, chosen: InstructionSet) -> c.CDLL:
     command = c_compiler()
     assert command is not None
     (folder / "shim.c").write_text(SHIM)
-    parts = (build.KERNELS / f"{name}.c" for name in ("attention", "pairs", "team"))
+    parts = (build.KERNELS / f"{name}.c" for name in PARTS)
     files = (folder / "shim.c", *parts)
     out = folder / "attention.so"
     flags = (*build.compiler_flags(chosen), *build.LINK_FLAGS, f"-I{build.KERNELS}")

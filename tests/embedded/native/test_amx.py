@@ -28,7 +28,7 @@ from tinkercloud.embedded.native.instruction_sets import (
 pytestmark = pytest.mark.skipif(c_compiler() is None, reason="there is no C compiler")
 
 HERE = processor_sets(processor_features())
-TILE_INPUTS, TILES_OF_BLOCK = 32, 4
+TILE_INPUTS, TILES_OF_CHAIN = 32, 64
 Floats = NDArray[np.float32]
 
 
@@ -137,8 +137,8 @@ def specified_dot(x: list[Fraction], w: list[Fraction], total: Fraction) -> Frac
 
 
 def specified_output(x: list[Fraction], w: list[Fraction]) -> np.float32:
-    """Chains of four tiles, and these one after the other."""
-    total, size = None, TILE_INPUTS * TILES_OF_BLOCK
+    """Chains of 64 tiles, and these one after the other."""
+    total, size = None, TILE_INPUTS * TILES_OF_CHAIN
     for first in range(0, len(x), size):
         chain = Fraction(0)
         for i in range(first, min(first + size, len(x)), TILE_INPUTS):
@@ -154,7 +154,7 @@ def specified(x: Floats, weight: Floats) -> Floats:
     return np.array([[specified_output(row, w) for w in outputs] for row in rows], np.float32)
 
 
-SIZES = ((1, 1, 1), (2, 17, 33), (17, 16, 64), (33, 5, 40), (3, 10, 300), (4, 83, 31))
+SIZES = ((1, 1, 1), (2, 17, 33), (17, 16, 64), (33, 5, 40), (3, 10, 300), (4, 83, 31), (2, 3, 4200))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -181,7 +181,7 @@ def test_sums_of_mixed_magnitudes_are_rounded_as_specified(tiles: Products) -> N
 
 
 @pytest.mark.parametrize("outputs", [1, 40, 83])
-@pytest.mark.parametrize("inputs", [32, 300, 1100])
+@pytest.mark.parametrize("inputs", [32, 300, 2100])
 def test_a_row_has_the_same_bits_beside_any_number_of_others(
     tiles: Products, outputs: int, inputs: int
 ) -> None:

@@ -129,7 +129,8 @@ class PackedWeights:
 def product(team: Team, x: Tensor, matrix: PackedMatrix, bias: Tensor | None = None) -> Tensor:
     """x (M, K) float32, which is rounded to the weights' type, times the weights transposed, plus
     bias (N,) float32: (M, N) float32. An output's terms are summed by blocks of 64 inputs (in
-    bfloat16: pairs), then block by block, in ascending order. Raises MemoryError."""
+    bfloat16: pairs; with AMX 1,024 of these), then block by block, in ascending order. Raises
+    MemoryError."""
     assert x.shape[1] == matrix.shape[1]
     y = torch.empty(len(x), matrix.shape[0])
     arguments = (len(x), _address(x), None if bias is None else _address(bias), y.data_ptr())

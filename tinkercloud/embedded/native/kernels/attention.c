@@ -6,10 +6,9 @@
    and values were written in this pass or an earlier one. A position that it does not see has a
    probability of 0, which changes no sum; so units are cut where the last query of a tile ends. */
 
-#include "activations.h"
-#include "attention_tiles.h"
+#include "amx/amx.h"
+#include "attention.h"
 #include "pairs.h"
-#include "pass.h"
 #include "placing.h"
 
 void place_rows(walk_t *w, const layer_t *layer) {
@@ -20,146 +19,9 @@ void place_rows(walk_t *w, const layer_t *layer) {
   end_stage(w);
 }
 
-/* ---- from scores to probabilities */
+/* ---- a tile */
 
-#define EACH_OF_UNIT(v) _Pragma("GCC unroll 16") for (int v = 0; v < UNIT_VECS; v++)
-
-/* What one query has gathered so far: the largest score, and the sum relative to it. */
-typedef struct {
-  float best, mass;
-} mixture_t;
-
-/* What is done to all scores. cap: 0 for none. */
-typedef struct {
-  float scale, cap;
-  int kind;
-  int64_t error_steps; /* of keys' rounding errors */
-} scoring_t;
-
-INLINE vec vec_max(vec a, vec b) {
-#if defined(__AVX512F__)
-  return (vec)_mm512_max_ps((__m512)a, (__m512)b);
-#else
-  ivec more = a > b;
-  return (vec)(((ivec)a & more) | ((ivec)b & ~more));
-#endif
-}
-
-INLINE float lane_max(vec v) {
-#if defined(__AVX512F__)
-  return _mm512_reduce_max_ps((__m512)v);
-#else
-  float most = v[0];
-  EACH(j, LANES) most = MAX(most, v[j]);
-  return most;
-#endif
-}
-
-/* 2 LANES probabilities, rounded, as narrow words. */
-INLINE vec to_words(vec first, vec second) {
-#if HAS_PAIRS
-  return (vec)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
-#else
-  vec words;
-  vec halves[2] = {first, second};
-  EACH(i, 2) {
-    ivec bits = (ivec)halves[i]; /* not negative, and no infinity */
-    bits = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
-    half_vec rounded = __builtin_convertvector(bits, half_vec);
-    memcpy((char *)&words + i * (int)sizeof rounded, &rounded, sizeof rounded);
-  }
-  return words;
-#endif
-}
-
-/* At `at`, as values are multiplied with them. */
-INLINE void store_words(int kind, vec words, float *at) {
-  if (kind == PAIRED) {
-    store(at, words);
-    return;
-  }
-  narrow numbers[2 * LANES];
-  memcpy(numbers, &words, sizeof words);
-  store(at, widen(numbers));
-  store(at + LANES, widen(numbers + LANES));
-}
-
-static ALONE void cap_unit(float *scores, const scoring_t *scoring) {
-  for (int v = 0; v < UNIT_VECS; v++) {
-    float *at = scores + v * LANES;
-    store(at, capped(load(at) * all(scoring->scale), scoring->cap));
-  }
-}
-
-/* Those from `first` to before `end` are seen; the others may be no numbers. */
-static ALONE void mask_scores(float *scores, int64_t first, int64_t end) {
-  for (int64_t i = 0; i < first; i++) scores[i] = -INFINITY;
-  for (int64_t i = end; i < UNIT; i++) scores[i] = -INFINITY;
-}
-
-/* Scores of a unit, [count][UNIT], become the words of probabilities relative to each query's largest
-   score so far; keep: the factor of what the query has gathered before. Query by query in each of
-   the loops, since each of them waits for its own sums. One function for queries of every tile, so
-   that it is compiled to one order of sums. */
-static ALONE void soften(int64_t count, float *scores, const scoring_t *scoring, mixture_t *mixes,
-                         float *keep) {
-  vec scale = all(scoring->cap == 0.0f ? scoring->scale : 1.0f);
-  float best[TILE_QUERIES];
-  for (int64_t g = 0; g < count; g++) {
-    float *at = scores + g * UNIT;
-    vec most = all(-INFINITY);
-    EACH_OF_UNIT(v) {
-      vec score = load(at + v * LANES) * scale;
-      store(at + v * LANES, score);
-      most = vec_max(most, score);
-    }
-    best[g] = MAX(mixes[g].best, lane_max(most));
-    keep[g] = 1.0f;
-  }
-  for (int64_t g = 0; g < count; g++) {
-    float *at = scores + g * UNIT;
-    if (best[g] == -INFINITY) { /* nothing seen, here or before */
-      memset(at, 0, UNIT * sizeof *at);
-      continue;
-    }
-    vec sum = {};
-    EACH_OF_UNIT(v) {
-      if (v % 2) continue;
-      vec first = exp_vec(load(at + v * LANES) - all(best[g]));
-      vec second = exp_vec(load(at + v * LANES + LANES) - all(best[g]));
-      if (scoring->kind != WIDE) {
-        vec words = to_words(first, second);
-        sum += even_half(words) + odd_half(words);
-        store_words(scoring->kind, words, at + (scoring->kind == PAIRED ? v / 2 : v) * LANES);
-      } else {
-        store(at + v * LANES, first);
-        store(at + v * LANES + LANES, second);
-        sum = sum + first + second;
-      }
-    }
-    if (best[g] != mixes[g].best) keep[g] = exp_vec(all(mixes[g].best - best[g]))[0];
-    mixes[g] = (mixture_t){best[g], mixes[g].mass * keep[g] + sum1(sum)};
-  }
-}
-
-/* ---- a tile: queries of one key/value head and of some rows of one sequence */
-
-#define MAX_QUERIES 24
-#define ALIGNED __attribute__((aligned(LINE_BYTES)))
 #define MAX_PARTS ((MAX_QUERIES + TILE_QUERIES - 1) / TILE_QUERIES)
-
-typedef struct {
-  const pass_t *p;
-  const layer_t *layer;
-  int64_t h, row, first; /* the first query: the `first`th of those of head h from `row` on */
-  int64_t count;
-  int kind; /* of what is multiplied */
-} tile_t;
-
-/* Positions that a query sees. */
-typedef struct {
-  int64_t begin, end;
-} span_t;
 
 /* Queries that go through a unit together. */
 typedef struct {
@@ -177,11 +39,6 @@ typedef narrow half_t __attribute__((may_alias));
 static int64_t query_words(const model_t *model, int kind) {
   int64_t numbers = model->is_narrow ? 2 * model->head_dim + model->key_errors : model->head_dim;
   return kind == PAIRED ? numbers / 2 : numbers;
-}
-
-static int64_t query_at(const tile_t *t, int64_t i) {
-  int64_t group = t->p->model->heads / t->p->model->kv_heads, at = t->first + i;
-  return (t->row + at / group) * t->p->model->heads + t->h * group + at % group;
 }
 
 /* Number d of a narrow query: half of a word, or widened a word of its own. */
@@ -208,14 +65,13 @@ static void round_query(const tile_t *t, const float *q, bits_t *words) {
 
 static span_t read_query(const tile_t *t, int64_t i, bits_t *words) {
   const pass_t *p = t->p;
-  int64_t dh = p->model->head_dim, at = query_at(t, i), row = at / p->model->heads;
+  int64_t dh = p->model->head_dim, at = query_at(t, i);
   const bits_t *q = (const bits_t *)(p->q + at * dh);
   if (p->model->is_narrow)
     round_query(t, p->q + at * dh, words);
   else
     for (int64_t d = 0; d < dh; d++) words[d * TILE_QUERIES] = q[d];
-  int64_t end = p->batch->positions[row] + 1;
-  return (span_t){t->layer->window ? MAX(0, end - t->layer->window) : 0, end};
+  return span_of(t, i);
 }
 
 /* What a tile's queries are and have gathered so far. */
@@ -270,23 +126,6 @@ static void mix_unit(const part_t *part, int64_t start, const word_t *const *key
   tile->add_values(values);
 }
 
-/* 0 is added so that no zero has a sign: where a sum ends would show in it. */
-static void write_results(const tile_t *t, const queries_t *queries, const float *sums,
-                          int64_t width) {
-  const pass_t *p = t->p;
-  int64_t dh = p->model->head_dim;
-  float out[width];
-  for (int64_t i = 0; i < t->count; i++) {
-    for (int64_t d = 0; d < width; d += LANES)
-      store(out + d, load(sums + i * width + d) / all(queries->mixes[i].mass) + all(0.0f));
-    int64_t heads = p->model->heads, at = query_at(t, i);
-    int64_t row = at / heads, in_row = at % heads * dh;
-    if (p->model->is_narrow)
-      round_inputs(&t->layer->linear[O], &p->narrow_rows[MIXED], row, in_row, dh, out);
-    memcpy(p->mixed + at * dh, out, (size_t)dh * sizeof *out);
-  }
-}
-
 /* Blocks past the last that is seen are the last one: read, and not seen. */
 static void attend_tile(const tile_t *t) {
   const model_t *model = t->p->model;
@@ -317,7 +156,7 @@ static void attend_tile(const tile_t *t) {
         mix_unit(part, start, keys, &values, &scoring);
     }
   }
-  write_results(t, &queries, sums, width);
+  write_results(t, queries.mixes, sums, width);
 }
 
 /* ---- the work */
@@ -379,7 +218,10 @@ void attend(walk_t *w, const layer_t *layer) {
       int64_t count = MIN(MAX_QUERIES, rows * group - first);
       tile_t tile = {p, layer, task % heads, row, first, count, kind};
       unsigned control = kind == WIDE ? 0 : begin_pairs();
-      attend_tile(&tile);
+      if (HAS_AMX && kind != WIDE)
+        attend_by_tiles(&tile);
+      else
+        attend_tile(&tile);
       if (kind != WIDE) end_pairs(control);
     }
   }

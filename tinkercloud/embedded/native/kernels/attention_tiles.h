@@ -12,13 +12,12 @@
 #ifndef TINKERCLOUD_ATTENTION_TILES_H
 #define TINKERCLOUD_ATTENTION_TILES_H
 
+#include "amx/amx.h"
 #include "narrow.h"
 #include "network.h"
 #include "pairs.h"
 #include "vectors.h"
 
-#define UNIT 64 /* positions that are scored at once, from position 0 on */
-#define UNIT_BLOCKS (UNIT / KV_BLOCK)
 #define UNIT_VECS (UNIT / LANES)
 #define BLOCK_VECS (KV_BLOCK / LANES)
 
@@ -183,16 +182,20 @@ typedef struct {
   SIX_QUERIES(USE, __VA_ARGS__)
 
 EACH_QUERIES(DEFINE_ATTENTION_TILE, wide, WIDE)
+#if !HAS_AMX
 EACH_QUERIES(DEFINE_ATTENTION_TILE, widened, WIDENED)
 #if HAS_PAIRS
 EACH_QUERIES(DEFINE_ATTENTION_TILE, paired, PAIRED)
 #endif
+#endif
 
 static const attention_tile_t attention_tiles[NUM_KINDS][TILE_QUERIES] = {
     [WIDE] = {EACH_QUERIES(LISTED, wide)},
+#if !HAS_AMX
     [WIDENED] = {EACH_QUERIES(LISTED, widened)},
 #if HAS_PAIRS
     [PAIRED] = {EACH_QUERIES(LISTED, paired)},
+#endif
 #endif
 };
 

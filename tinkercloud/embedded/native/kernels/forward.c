@@ -150,8 +150,9 @@ static void gate(walk_t *w, int64_t index) {
   output_t outputs[] = {output_of(w, index, GATE, p->gate), output_of(w, index, UP, p->up)};
   const kept_t *kept = kept_of(w, index);
   const normed_t *x = &w->normed;
-  multiply_gates(w, &(read_t){x->wide, &x->narrow, p->batch->rows, outputs, 2, NULL},
-                 &layer_of(w, index)->linear[DOWN], kept ? kept->gates : NULL);
+  output_t down = output_of(w, index, DOWN, NULL);
+  multiply_gates(w, &(read_t){x->wide, &x->narrow, p->batch->rows, outputs, 2, NULL}, &down,
+                 kept ? kept->gates : NULL);
 }
 
 static void add_gated(walk_t *w, int64_t index) {
@@ -314,6 +315,8 @@ static int64_t lay_out(pass_t *p, int threads, float *memory) {
     p->narrow_rows[i] = (narrow_rows_t){(narrow *)(memory + floats), in, width};
     floats += width / 2 * count;
   }
+  p->gates = memory + floats;
+  floats += rounded_up(threads * gates_size(p), LINE);
   if (p->batch->scores) {
     int64_t sums = p->batch->scores->num_rows * partitions_of(model->vocab);
     p->tiles = memory + floats;

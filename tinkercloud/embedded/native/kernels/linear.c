@@ -113,11 +113,18 @@ void multiply_modules(walk_t *w, const read_t *read) {
   end_stage(w);
 }
 
+/* Where gate and up of row m and column i are: [m * stride + i]. */
+typedef struct {
+  float *gate, *up;
+  int64_t stride;
+} gates_t;
+
 /* The gated product into gate, on some columns. down: what reads it. kept: see multiply_gates. */
-static void gate_rows(const pass_t *p, const linear_t *down, range_t rows, range_t cols, void *kept) {
+static void gate_rows(const pass_t *p, const linear_t *down, const gates_t *gates, range_t rows,
+                      range_t cols, void *kept) {
   int64_t inner = p->model->inner, activation = p->model->activation;
   for (int64_t m = rows.first; m < rows.end; m++) {
-    float *gate = p->gate + m * inner, *up = p->up + m * inner;
+    float *gate = gates->gate + m * gates->stride, *up = gates->up + m * gates->stride;
     int64_t i = cols.first, is_narrow = p->model->is_narrow;
     if (kept) {
       write_numbers(is_narrow, kept, 2 * m * inner + i, gate + i, cols.end - i);
@@ -133,20 +140,47 @@ static void gate_rows(const pass_t *p, const linear_t *down, range_t rows, range
   }
 }
 
+/* A thread's own memory for a task's gates, with an odd number of cache lines a row: rows that are a
+   power of two apart would share a few places of the cache. */
+static int64_t task_stride(const cut_t *cut) { return (cut->panels | 1) * PANEL; }
+
+int64_t gates_size(const pass_t *p) {
+  if (!p->model->is_narrow) return 0;
+  const linear_t *linear = &p->model->layers[0].linear[GATE];
+  cut_t cut = cut_product(p->batch->rows, 1, linear->width, linear->out);
+  return 2 * cut.rows * task_stride(&cut);
+}
+
+static gates_t gates_of(const walk_t *w, const cut_t *cut, range_t rows, range_t cols) {
+  float *own = w->p->gates + w->rank * gates_size(w->p);
+  int64_t stride = task_stride(cut), start = rows.first * stride + cols.first;
+  return (gates_t){own - start, own + cut->rows * stride - start, stride};
+}
+
 /* Gate and up, and what comes of them, of the same columns by the same thread while they are in its
-   cache. `down` reads whole rows and so has to wait for the stage's end. kept: where both are kept
-   side by side, numbers [rows][2 F], or NULL. */
-void multiply_gates(walk_t *w, const read_t *read, const linear_t *down, void *kept) {
+   cache. `down` reads whole rows and so has to wait for the stage's end. Where it reads narrow ones
+   alone, nobody else sees these numbers. kept: where both are kept side by side, numbers
+   [rows][2 F], or NULL. */
+void multiply_gates(walk_t *w, const read_t *read, const output_t *down, void *kept) {
+  const pass_t *p = w->p;
   int adapted = multiply_low_rank(w, read);
-  int64_t inner = w->p->model->inner;
-  cut_t cut = cut_of(w->p, read, 0);
+  int is_own = p->model->is_narrow && !has_adapter(p, down, 1);
+  int64_t inner = p->model->inner;
+  cut_t cut = cut_of(p, read, 0);
+  output_t outputs[] = {read->outputs[0], read->outputs[1]};
+  read_t own = *read;
+  own.outputs = outputs;
   for (int64_t task; (task = take(w)) < cut.row_tasks * cut.panel_tasks;) {
     range_t rows = part_of(read->rows, cut.rows, task / cut.panel_tasks);
     range_t panels = part_of(panels_of(inner), cut.panels, task % cut.panel_tasks);
-    multiply_part(w->p, read, 0, rows, panels, adapted);
-    multiply_part(w->p, read, 1, rows, panels, adapted);
     range_t cols = {panels.first * PANEL, MIN(panels.end * PANEL, inner)};
-    gate_rows(w->p, down, rows, cols, kept);
+    gates_t gates = is_own ? gates_of(w, &cut, rows, cols) : (gates_t){p->gate, p->up, inner};
+    outputs[0].y = gates.gate;
+    outputs[1].y = gates.up;
+    outputs[0].y_stride = outputs[1].y_stride = gates.stride;
+    multiply_part(p, &own, 0, rows, panels, adapted);
+    multiply_part(p, &own, 1, rows, panels, adapted);
+    gate_rows(p, down->linear, &gates, rows, cols, kept);
   }
   end_stage(w);
 }

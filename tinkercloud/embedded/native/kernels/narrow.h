@@ -7,6 +7,7 @@
 
 typedef uint16_t narrow;
 typedef uint16_t half_vec __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+typedef uint32_t uvec __attribute__((vector_size(LANES * 4)));
 
 INLINE float widen1(narrow x) {
   uint32_t bits = (uint32_t)x << 16;
@@ -32,13 +33,29 @@ INLINE narrow narrowed(float x) {
   return (narrow)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
 
+/* In each lane `narrowed`, in the lower half. */
+INLINE uvec narrowed_vec(vec x) {
+  uvec bits = (uvec)x, is_none = (uvec)(x != x);
+  return (((bits + 0x7FFF + (bits >> 16 & 1)) >> 16) & ~is_none) | ((bits >> 16 | 0x40) & is_none);
+}
+
+INLINE void store_narrow(narrow *p, uvec numbers) {
+  *(half_vec *)p = __builtin_convertvector(numbers, half_vec);
+}
+
 INLINE const char *number_at(const void *start, int64_t index, int64_t bytes) {
   return (const char *)start + index * bytes;
 }
 
 /* `count` of them; x gets what they then are. */
 static inline void round_to_narrow(float *x, int64_t count, narrow *out) {
-  for (int64_t i = 0; i < count; i++) {
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) {
+    uvec rounded = narrowed_vec(load(x + i));
+    store_narrow(out + i, rounded);
+    store(x + i, (vec)(rounded << 16));
+  }
+  for (; i < count; i++) {
     out[i] = narrowed(x[i]);
     x[i] = widen1(out[i]);
   }
@@ -61,7 +78,9 @@ INLINE void write_numbers(int64_t is_narrow, void *to, int64_t at, const float *
                           int64_t count) {
   if (is_narrow) {
     narrow *target = (narrow *)to + at;
-    for (int64_t i = 0; i < count; i++) target[i] = narrowed(from[i]);
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) store_narrow(target + i, narrowed_vec(load(from + i)));
+    for (; i < count; i++) target[i] = narrowed(from[i]);
   } else {
     memcpy((float *)to + at, from, (size_t)count * sizeof *from);
   }

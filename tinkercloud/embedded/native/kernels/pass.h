@@ -34,6 +34,7 @@ typedef struct {
   const batch_t *batch;
   float *x, *normed, *q, *k, *v, *mixed, *gate, *up, *low, *chosen;
   narrow_rows_t narrow_rows[NARROW_ROWS];
+  float *gates;          /* [threads]: of the task underway, linear.c */
   int64_t num_normed;    /* copies of what a norm puts out: one, or one of each thread */
   int tiles_place;       /* attention places the rows of each of its tiles before these attend */
   int64_t low_stride; /* of one row of the low-rank products, 3 modules side by side */
@@ -88,14 +89,29 @@ static inline void rms_norm(const float *x, const float *weight, int64_t size, f
   for (; i < size; i++) y[i] = weight[i] * (x[i] * scale);
 }
 
+/* Of a module's salient inputs, how many are below `input`. */
+static inline int64_t first_salient(const linear_t *linear, int64_t input) {
+  int64_t low = 0, high = linear->num_salient;
+  if (input >= linear->in) return high;
+  while (low < high) {
+    int64_t middle = (low + high) / 2;
+    if (linear->salient[middle] < input)
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  return low;
+}
+
 /* Inputs first..first + count - 1 of row m. reader: of the modules that multiply them, the first. x
    gets what it is when rounded, which adapters read. */
 static inline void round_inputs(const linear_t *reader, const narrow_rows_t *to, int64_t m,
                                 int64_t first, int64_t count, float *x) {
   narrow *inputs = to->inputs + m * to->width, *errors = inputs + row_size(1, to->in);
-  for (int64_t i = 0; i < reader->num_salient; i++) {
-    int64_t at = reader->salient[i] - first;
-    if (at >= 0 && at < count) errors[i] = narrowed(x[at] - widen1(narrowed(x[at])));
+  int64_t end = first_salient(reader, first + count);
+  for (int64_t i = first_salient(reader, first); i < end; i++) {
+    float exact = x[reader->salient[i] - first];
+    errors[i] = narrowed(exact - widen1(narrowed(exact)));
   }
   round_to_narrow(x, count, inputs + first);
 }
@@ -125,7 +141,8 @@ typedef struct {
 } read_t;
 
 INTERNAL void multiply_modules(walk_t *w, const read_t *read);
-INTERNAL void multiply_gates(walk_t *w, const read_t *read, const linear_t *down, void *kept);
+INTERNAL void multiply_gates(walk_t *w, const read_t *read, const output_t *down, void *kept);
+INTERNAL int64_t gates_size(const pass_t *p); /* floats of a thread */
 
 /* What `multiply_modules` is made of: a stage for the low-rank factors, where there are adapters,
    which it returns; then some rows and some panels of module `i` at a time. */

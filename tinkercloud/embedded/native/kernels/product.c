@@ -276,21 +276,26 @@ void multiply(const product_t *p, range_t rows, range_t panels) {
 
 /* Of a task, where there are so many. */
 static int64_t task_rows_of(int64_t rows, int64_t is_narrow) {
-  int64_t count = MAX(parts(rows, MAX(parts(rows, PRODUCT_ROWS), 1)), 1);
-  return HAS_AMX && is_narrow && count > GROUP_ROWS ? rounded_up(count, GROUP_ROWS) : count;
+  int by_tiles = HAS_AMX && is_narrow;
+  int64_t most = by_tiles ? TILE_PRODUCT_ROWS : PRODUCT_ROWS;
+  int64_t count = MAX(parts(rows, MAX(parts(rows, most), 1)), 1);
+  return by_tiles && count > GROUP_ROWS ? rounded_up(count, GROUP_ROWS) : count;
 }
 
 /* Few rows: panels by what is read of memory. Many: by the work, so that threads end together. */
 cut_t cut_product(int64_t rows, int64_t is_narrow, int64_t k, int64_t out) {
   int64_t steps = MAX(steps_of(is_narrow, k), 1), task_rows = task_rows_of(rows, is_narrow);
-  int64_t together =
-      HAS_AMX && is_narrow ? panels_together(task_rows) : tiles_of(task_rows)->panels;
-  int64_t panels = MIN(TASK_BYTES / (steps * STEP_BYTES), TASK_STEPS / (task_rows * steps));
+  int by_tiles = HAS_AMX && is_narrow;
+  int64_t together = by_tiles ? panels_together(task_rows) : tiles_of(task_rows)->panels;
+  int64_t task_steps = by_tiles ? TILE_TASK_STEPS : TASK_STEPS;
+  int64_t panels = MIN(TASK_BYTES / (steps * STEP_BYTES), task_steps / (task_rows * steps));
   panels = MAX(panels / together, 1) * together;
   if (widens(is_narrow) && task_rows >= MANY_ROWS) panels = MAX(panels, SUM_PANELS);
   int64_t panel_tasks = parts(panels_of(out), panels);
-  if (together >= FEW_ROWS_PANELS && panel_tasks > 1) { /* an even number, for two threads */
+  int evens = together >= FEW_ROWS_PANELS || by_tiles;
+  if (evens && panel_tasks > 1) { /* an even number, for two threads */
     panels = parts(panels_of(out), rounded_up(panel_tasks, 2));
+    if (by_tiles) panels = rounded_up(panels, together);
     panel_tasks = parts(panels_of(out), panels);
   }
   return (cut_t){panels, task_rows, panel_tasks, MAX(parts(rows, task_rows), 1)};

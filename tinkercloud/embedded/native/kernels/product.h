@@ -1,7 +1,7 @@
 /* Matrix products with packed weights (packed.h), y = x w^T. The inputs of an output go in ascending
    order, in bfloat16 by pairs: a chain of sums for each block of 64 inputs or pairs from the first
    one on, and the blocks' sums one after the other. One chain over all of them would lose more to
-   rounding than PyTorch does. (AMX adds 16 pairs to a chain at a time: amx/emulated.h.) Nothing of
+   rounding than PyTorch does. (AMX adds 16 pairs to a chain at a time, and so 64 times as many to one: amx/emulated.h.) Nothing of
    that depends on the number of rows, or on which rows and panels a call computes. */
 
 #ifndef TINKERCLOUD_PRODUCT_H
@@ -33,6 +33,9 @@ __attribute__((visibility("hidden"))) rows_times_panels_t multiply;
 #define TASK_BYTES (192 * 1024) /* of w: what a thread takes at once where rows are few */
 #define TASK_STEPS (1 << 18)    /* of a row with a panel: what it takes where they are many */
 #define PRODUCT_ROWS 256
+/* The same with AMX, which takes less time for each. */
+#define TILE_TASK_STEPS (1 << 20)
+#define TILE_PRODUCT_ROWS 512
 
 /* A product cut into tasks: each some panels, of some rows. */
 typedef struct {

@@ -44,7 +44,7 @@ typedef struct {
 static void round_rows(call_t *a) {
   int64_t k = a->k, size = a->product.x_stride;
   for (int64_t r; (r = atomic_fetch_add(&a->next_row, 1)) < a->rows;) {
-    for (int64_t i = 0; i < k; i++) a->rounded[r * size + i] = narrowed(a->x[r * k + i]);
+    write_numbers(1, a->rounded, r * size, a->x + r * k, k);
     memset(a->rounded + r * size + k, 0, (size_t)(size - k) * sizeof(narrow));
   }
 }

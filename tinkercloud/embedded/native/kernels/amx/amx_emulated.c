@@ -14,6 +14,9 @@
 #define TILE_DOT(sums, inputs, weights) emulated_dot(sums, inputs, weights)
 
 #define MULTIPLY multiply_emulated
+#define SCORE score_emulated
+#define ADD_VALUES add_values_emulated
 #include "multiply.h"
+#include "attend.h"
 
 #endif

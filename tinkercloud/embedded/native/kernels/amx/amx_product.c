@@ -25,6 +25,9 @@
   __asm__ volatile("tdpbf16ps %%tmm" #weights ", %%tmm" #inputs ", %%tmm" #sums : :)
 
 #define MULTIPLY multiply_amx
+#define SCORE score_amx
+#define ADD_VALUES add_values_amx
 #include "multiply.h"
+#include "attend.h"
 
 #endif

@@ -3,16 +3,15 @@
 
    A tile of weights is 16 steps of a panel as they lie: 32 inputs of 16 outputs. A tile of inputs is
    these 32 of up to 16 rows, as they lie too. One row takes the same operations as many: how its sums
-   are made follows from the number of inputs alone. */
+   are made follows from the number of inputs alone. Where a chain is interrupted changes no bit. */
 
 #include "amx.h"
 #include "tiles.h"
 
 #define TILE_STEPS 16 /* of a panel */
 #define TILE_BYTES (TILE_STEPS * STEP_BYTES)
-#define BLOCK_TILES (BLOCK_STEPS / TILE_STEPS)
-#define CHUNK_TILES 8 /* of a panel that meet all rows before the next do: first-level cache */
-#define AHEAD 4       /* tiles before which memory is asked for, where weights are read once */
+#define CHUNK_TILES 12 /* of a panel, at most, that meet all rows before the next do: first-level cache */
+#define AHEAD 4        /* tiles before which memory is asked for, where one group reads them */
 #define MOST_SUMS 4
 #define ALONE __attribute__((noinline)) /* the registers are all needed */
 
@@ -26,15 +25,24 @@ typedef struct {
   int64_t w_stride; /* bytes from panel to panel */
   int64_t tiles;    /* of each panel */
   int begins;       /* from zero, not from `sums` */
-  int64_t rows[2];  /* of the tiles of rows; the second may have none */
-  float *sums;      /* [panel][ROW_BLOCK][PANEL] */
+  /* Lines of weights that go into the second-level cache meanwhile: of each tile every
+     `fetch_step`th from `fetch_first` on, `fetch_bytes` behind it; 0: none. */
+  int64_t fetch_bytes, fetch_first, fetch_step;
+  float *sums;      /* so far, [panel][ROW_BLOCK][PANEL] */
+  float *to;        /* where they go then */
+  int64_t panel_step, row_step; /* of `to`, in floats */
 } group_t;
 
 INLINE int is_used(int both, int panels, int sum) { return (both ? sum % 2 : sum) < panels; }
 
-INLINE float *sums_of(const group_t *g, int both, int sum) {
+/* Of a sum: its place among others that are a panel and a row apart. */
+INLINE int64_t place_of(int both, int sum, int64_t panel_step, int64_t row_step) {
   int64_t panel = both ? sum % 2 : sum, row = both ? sum / 2 * MOST_TILE_ROWS : 0;
-  return g->sums + (panel * ROW_BLOCK + row) * PANEL;
+  return panel * panel_step + row * row_step;
+}
+
+INLINE float *sums_of(const group_t *g, int both, int sum) {
+  return g->sums + place_of(both, sum, ROW_BLOCK * PANEL, PANEL);
 }
 
 INLINE void add_tiles(int both, int panels, const group_t *g, const char *x, const char *w) {
@@ -56,46 +64,39 @@ INLINE void add_tiles(int both, int panels, const group_t *g, const char *x, con
   }
 }
 
-/* Into the second-level cache: later tiles of the panels; at their end, of those that follow them. */
 INLINE void fetch_ahead(int panels, const group_t *g, int64_t tile) {
-  int64_t end = tile + AHEAD < g->tiles ? 0 : (panels - 1) * g->w_stride;
-  const char *w = g->w + (tile + AHEAD) * TILE_BYTES + end;
+  const char *w = g->w + tile * TILE_BYTES + g->fetch_bytes;
   for (int c = 0; c < panels; c++, w += g->w_stride)
-    for (int i = 0; i < TILE_BYTES; i += LINE_BYTES) __builtin_prefetch(w + i, 0, 2);
-}
-
-/* One chain of sums from zero, of some tiles of the panels, into `to`. */
-INLINE void chain(int both, int panels, const group_t *g, int64_t first, int64_t end,
-                  float *const *to) {
-  TILE_ZERO(0);
-  TILE_ZERO(1);
-  TILE_ZERO(2);
-  TILE_ZERO(3);
-  for (int64_t i = first; i < end; i++) {
-    if (!both) fetch_ahead(panels, g, i);
-    add_tiles(both, panels, g, g->x + i * TILE_ROW_BYTES, g->w + i * TILE_BYTES);
-  }
-  TILE_STORE(0, to[0], STEP_BYTES);
-  if (is_used(both, panels, 1)) TILE_STORE(1, to[1], STEP_BYTES);
-  if (is_used(both, panels, 2)) TILE_STORE(2, to[2], STEP_BYTES);
-  if (is_used(both, panels, 3)) TILE_STORE(3, to[3], STEP_BYTES);
+    for (int64_t i = g->fetch_first; i < TILE_STEPS; i += g->fetch_step)
+      __builtin_prefetch(w + i * LINE_BYTES, 0, 2);
 }
 
 INLINE void multiply_group(int both, int panels, const group_t *group) {
   const group_t copy = *group, *g = &copy; /* in registers: the operations may write any memory */
-  float later[MOST_SUMS][MOST_TILE_ROWS * PANEL] __attribute__((aligned(LINE_BYTES)));
-  for (int64_t first = 0; first < g->tiles; first += BLOCK_TILES) {
-    int begins = g->begins && first == 0;
-    float *to[MOST_SUMS];
-    EACH(i, MOST_SUMS) to[i] = begins ? sums_of(g, both, i) : later[i];
-    chain(both, panels, g, first, MIN(first + BLOCK_TILES, g->tiles), to);
-    EACH(i, MOST_SUMS) {
-      if (begins || !is_used(both, panels, i)) continue;
-      float *sums = sums_of(g, both, i);
-      for (int64_t j = 0; j < g->rows[both ? i / 2 : 0] * PANEL; j += LANES)
-        store(sums + j, load(sums + j) + load(later[i] + j));
-    }
+  if (g->begins) {
+    TILE_ZERO(0);
+    TILE_ZERO(1);
+    TILE_ZERO(2);
+    TILE_ZERO(3);
+  } else {
+    TILE_LOAD(0, sums_of(g, both, 0), STEP_BYTES);
+    if (is_used(both, panels, 1)) TILE_LOAD(1, sums_of(g, both, 1), STEP_BYTES);
+    if (is_used(both, panels, 2)) TILE_LOAD(2, sums_of(g, both, 2), STEP_BYTES);
+    if (is_used(both, panels, 3)) TILE_LOAD(3, sums_of(g, both, 3), STEP_BYTES);
   }
+  for (int64_t i = 0; i < g->tiles; i++) {
+    if (g->fetch_bytes) fetch_ahead(panels, g, i);
+    add_tiles(both, panels, g, g->x + i * TILE_ROW_BYTES, g->w + i * TILE_BYTES);
+  }
+  int64_t stride = g->row_step * (int64_t)sizeof(float);
+  TILE_STORE(0, g->to, stride);
+#define STORE(sum)                                                                                 \
+  if (is_used(both, panels, sum))                                                                  \
+  TILE_STORE(sum, g->to + place_of(both, sum, g->panel_step, g->row_step), stride)
+  STORE(1);
+  STORE(2);
+  STORE(3);
+#undef STORE
 }
 
 static ALONE void multiply_2_2(const group_t *g) { multiply_group(1, 2, g); }
@@ -107,29 +108,77 @@ static ALONE void multiply_1_1(const group_t *g) { multiply_group(0, 1, g); }
 static void (*const group_kernels[2][2])(const group_t *) = {{multiply_1_1, multiply_1_4},
                                                              {multiply_2_1, multiply_2_2}};
 
+/* Sums of up to ROW_BLOCK rows and the panels that a group has. */
+typedef struct {
+  float of[MOST_TOGETHER * ROW_BLOCK * PANEL] __attribute__((aligned(LINE_BYTES)));
+} sums_t;
+
 /* Up to ROW_BLOCK rows, whole groups or less than one, and the panels that a group has, or one. */
-static void multiply_panels(const product_t *p, range_t rows, const int64_t *tile_rows,
-                            int64_t panel, int64_t panels) {
-  static _Thread_local float sums[MOST_TOGETHER * ROW_BLOCK * PANEL]
-      __attribute__((aligned(LINE_BYTES)));
-  int64_t tiles = steps_of(1, p->k) / TILE_STEPS, x_stride = p->x_stride * (int64_t)sizeof(narrow);
-  int64_t chunk = rows.end - rows.first > GROUP_ROWS ? CHUNK_TILES : tiles;
-  group_t g = {.x_stride = x_stride, .w_stride = tiles * TILE_BYTES,
-               .rows = {tile_rows[0], tile_rows[1]}};
-  for (int64_t first = 0; first < tiles; first += chunk)
-    for (int64_t row = rows.first; row < rows.end; row += GROUP_ROWS) {
-      g.x = (const char *)p->x + row * x_stride + first * TILE_ROW_BYTES;
-      g.w = (const char *)p->w + panel * g.w_stride + first * TILE_BYTES;
-      g.tiles = MIN(chunk, tiles - first);
-      g.begins = first == 0;
-      g.sums = sums + (row - rows.first) * PANEL;
-      group_kernels[tile_rows[1] > 0][panels > 1](&g);
-    }
-  for (int64_t row = rows.first; row < rows.end; row++)
-    for (int64_t c = 0; c < panels; c++) {
-      int64_t col = (panel + c) * PANEL;
+typedef struct {
+  const product_t *p;
+  range_t rows;
+  int both, is_first; /* is_first: of those that these panels meet */
+  int64_t panel, panels;
+} block_t;
+
+/* The tiles first..first + count - 1 of panels, which are one chain or a part of it, into `sums`, or
+   where `is_last` into y. */
+static void add_chunk(const block_t *b, range_t tiles, int begins, sums_t *sums, int is_last) {
+  const product_t *p = b->p;
+  int64_t rows = b->rows.end - b->rows.first, x_stride = p->x_stride * (int64_t)sizeof(narrow);
+  group_t g = {.x_stride = x_stride, .w_stride = steps_of(1, p->k) * STEP_BYTES,
+               .tiles = tiles.end - tiles.first, .begins = begins,
+               .fetch_step = parts(rows, GROUP_ROWS),
+               .panel_step = is_last ? PANEL : ROW_BLOCK * PANEL,
+               .row_step = is_last ? p->y_stride : PANEL};
+  g.w = (const char *)p->w + b->panel * g.w_stride + tiles.first * TILE_BYTES;
+  if (b->is_first) /* the next panels, a part beside each group; one group is soon there */
+    g.fetch_bytes = rows > GROUP_ROWS ? b->panels * g.w_stride : AHEAD * TILE_BYTES;
+  for (int64_t row = 0; row < rows; row += GROUP_ROWS) {
+    g.x = (const char *)p->x + (b->rows.first + row) * x_stride + tiles.first * TILE_ROW_BYTES;
+    g.sums = sums->of + row * PANEL;
+    g.to = g.sums;
+    g.fetch_first = row / GROUP_ROWS;
+    if (is_last) g.to = p->y + (b->rows.first + row) * p->y_stride + b->panel * PANEL;
+    group_kernels[b->both][b->panels > 1](&g);
+  }
+}
+
+/* One chain of sums. */
+static void add_chain(const block_t *b, range_t tiles, sums_t *sums, int into_y) {
+  int64_t all = tiles.end - tiles.first;
+  int64_t chunks = b->rows.end - b->rows.first > GROUP_ROWS ? parts(all, CHUNK_TILES) : 1;
+  for (int64_t i = 0; i < chunks; i++) {
+    range_t some = {tiles.first + all * i / chunks, tiles.first + all * (i + 1) / chunks};
+    add_chunk(b, some, i == 0, sums, into_y && i + 1 == chunks);
+  }
+}
+
+static void add_sums(const block_t *b, sums_t *sums, const sums_t *later) {
+  for (int64_t c = 0; c < b->panels; c++) {
+    int64_t first = c * ROW_BLOCK * PANEL, end = first + (b->rows.end - b->rows.first) * PANEL;
+    for (int64_t j = first; j < end; j += LANES)
+      store(sums->of + j, load(sums->of + j) + load(later->of + j));
+  }
+}
+
+static void multiply_panels(const block_t *b) {
+  static _Thread_local sums_t sums, later;
+  const product_t *p = b->p;
+  int64_t tiles = steps_of(1, p->k) / TILE_STEPS;
+  int into_y = !p->add && !p->bias && tiles <= CHAIN_TILES &&
+               (b->panel + b->panels) * PANEL <= p->out;
+  for (int64_t first = 0; first < tiles; first += CHAIN_TILES) {
+    range_t chain = {first, MIN(first + CHAIN_TILES, tiles)};
+    add_chain(b, chain, first ? &later : &sums, into_y);
+    if (first) add_sums(b, &sums, &later);
+  }
+  if (into_y) return;
+  for (int64_t row = b->rows.first; row < b->rows.end; row++)
+    for (int64_t c = 0; c < b->panels; c++) {
+      int64_t col = (b->panel + c) * PANEL;
       put_sums(p, row, col, MIN(PANEL, p->out - col),
-               sums + (c * ROW_BLOCK + row - rows.first) * PANEL);
+               sums.of + (c * ROW_BLOCK + row - b->rows.first) * PANEL);
     }
 }
 
@@ -153,7 +202,8 @@ static void multiply_groups(const product_t *p, range_t rows, range_t panels) {
   for (int64_t row = rows.first; row < rows.end; row += ROW_BLOCK)
     for (int64_t panel = panels.first, some; panel < panels.end; panel += some) {
       some = panel + together <= panels.end ? together : 1;
-      multiply_panels(p, (range_t){row, MIN(row + ROW_BLOCK, rows.end)}, tile_rows, panel, some);
+      multiply_panels(&(block_t){p, {row, MIN(row + ROW_BLOCK, rows.end)}, tile_rows[1] > 0,
+                                 row == rows.first, panel, some});
     }
 }
 
