@@ -175,6 +175,13 @@ class ArchitectureConfig:
         """Tied embeddings count once."""
         return sum(prod(shape) for shape in self.weight_shapes().values())
 
+    @property
+    def attention_span(self) -> float:
+        """Positions over which a row's attention takes as many multiplications as its products with
+        the matrices of the layers."""
+        products = sum(prod(shape) for shape in self._layer_linears().values())
+        return products / (2 * self.num_heads * self.head_dim)
+
     def _layer_linears(self) -> dict[str, tuple[int, int]]:
         hidden, inner = self.hidden_size, self.intermediate_size
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim

@@ -2,19 +2,81 @@
 
 Rows are cheap on one machine and dear on the next, so the budget is a time. What a row of a prompt
 adds is learned from the steps themselves; every so often a step goes without prompts, so that what
-it takes alone is known under the load of the moment.
+it takes alone is known under the load of the moment. A row behind a long context is dearer, by the
+positions that it reads, so what is counted is work: 1 for a row without a context.
+
+Beside samples the time is lent: what prompts took too much in one step is held back in the next
+ones. So on average they add no more than their share, however far off the guess of a step is and
+however dear a single row.
 """
+
+from dataclasses import dataclass
+from enum import Enum
+from math import inf, sqrt
 
 LEAST_SHARE, SHARE = 1.0, 0.5
 """Of a step's time without prompts: for the user who was given least, and for the others."""
 PLAIN_EVERY = 16
 """Steps of which one goes without prompts, where users share them."""
-STEP_MS, SHORT_STEP_MS = 200.0, 40.0
+STEP_MS, SHORT_STEP_MS = 200.0, 20.0
 """Of a step with prompts alone, about: who comes meanwhile waits for its end. The short one is for
 where somebody else was there a moment ago, and may come back."""
-MOMENT_MS = 2000.0
-MIN_ROWS, MIN_ALONE_ROWS, MIN_SHORT_ROWS = 4, 64, 16
+SHORT_STEPS = 2.0  # as many steps without prompts, where these take longer
+MOMENT_MS = 10_000.0
+MIN_ALONE_ROWS, MIN_SHORT_ROWS, FIRST_ROWS = 64, 4, 4
+"""FIRST_ROWS: in a step of several users while nothing is known of what rows take."""
 MEMORY = 0.8  # of an average, from one step to the next
+
+
+class Place(Enum):
+    """Of the user of a prompt: next, and nobody else's samples run; next; not next."""
+
+    UNDISTURBING = "undisturbing"
+    NEXT = "next"
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class RowWork:
+    """span: positions whose attention takes as long as all else of a row."""
+
+    span: float
+
+    def of(self, start: int, count: int) -> float:
+        """Of `count` rows of which the first has `start` positions before it."""
+        return count * (1 + (start + count / 2) / self.span)
+
+    def rows(self, start: int, work: float) -> int:
+        """As many rows as that is."""
+        if work == inf:
+            return 2**31
+        at_start = 1 + start / self.span
+        root = sqrt(at_start**2 + 2 * max(work, 0.0) / self.span)
+        return int((root - at_start) * self.span + 1e-6)
+
+
+@dataclass(slots=True)
+class _Purse:
+    """Time beside samples, as it is granted and spent."""
+
+    share: float
+    ms: float = 0.0
+
+    def grant(self, plain_ms: float) -> None:
+        """Of another step. What was not used is lost: who comes later takes no longer steps."""
+        granted_ms = self.share * plain_ms
+        self.ms = min(self.ms + granted_ms, granted_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """Of a user's prompts in one step: rows if `work` allows them, but at least so many."""
+
+    work: float
+    least_rows: int
+
+
+_NOTHING, _EVERYTHING = _Limit(0.0, 0), _Limit(inf, 1)
 
 
 class PrefillBudget:
@@ -23,48 +85,83 @@ class PrefillBudget:
     def __init__(self, max_rows: int):
         self._max_rows = max_rows
         self._plain_ms: dict[int, float] = {}  # a step's without prompts, by its samples' magnitude
-        self._prompt_ms = self._prompt_rows = 0.0  # what rows of prompts added, and how many
+        self._prompt_ms = self._prompt_work = 0.0  # what prompts added, and for what
         self._since_plain = 0
         self._alone_ms = MOMENT_MS  # of steps since users shared one
+        self._purses = {Place.NEXT: _Purse(LEAST_SHARE), Place.OTHER: _Purse(SHARE)}
+        self._limits = dict.fromkeys(Place, _NOTHING)
+        self._num_samples = self._num_rows = 0  # of this step
+        self._work = self._own_work = 0.0
 
-    def shared(self) -> None:
-        """The next step is one of several users."""
+    # ---- a step
+
+    def begin(self, num_samples: int, *, is_alone: bool) -> None:
+        """A step in which so many samples get a token. is_alone: of one user."""
+        self._num_samples, self._num_rows, self._work, self._own_work = num_samples, 0, 0.0, 0.0
+        if is_alone:
+            self._limits = dict.fromkeys(Place, self._alone())
+            return
         self._alone_ms = 0.0
-
-    def alone(self) -> int:
-        """For a user whom nobody waits for."""
-        if self._alone_ms < MOMENT_MS:
-            return self._rows_within(SHORT_STEP_MS, MIN_SHORT_ROWS)
-        return self._rows_within(STEP_MS, MIN_ALONE_ROWS)
-
-    def beside(self, num_samples: int, *, is_least: bool) -> int:
-        """In a step in which so many samples get a token. is_least: for the user who was given
-        least. 0: the step is to go without prompts."""
-        if is_least and not num_samples:
-            return self.alone()
-        plain_ms = self._plain_ms.get(max(num_samples, 1).bit_length())
+        plain_ms = self._plain_ms.get(_magnitude(num_samples))
         if num_samples and (plain_ms is None or self._since_plain >= PLAIN_EVERY):
-            return 0
-        if plain_ms is None or not self._prompt_rows:
-            return MIN_ROWS
-        return self._rows_within((LEAST_SHARE if is_least else SHARE) * plain_ms, MIN_ROWS)
+            self._limits = dict.fromkeys(Place, _NOTHING)
+            return
+        self._limits = {place: self._beside(plain_ms, place) for place in self._purses}
+        self._limits[Place.UNDISTURBING] = self._alone()
 
-    def took(self, ms: float, num_prompt_rows: int, num_samples: int) -> None:
-        """A step is over."""
+    def rows(self, work: RowWork, start: int, wanted: int, place: Place) -> int:
+        """How many more rows a prompt may have computed behind its first `start` tokens."""
+        limit = self._limits[place]
+        least = limit.least_rows - self._num_rows
+        within = max(work.rows(start, limit.work - self._work), least)
+        return max(min(wanted, within, self._max_rows - self._num_rows), 0)
+
+    def take(self, work: RowWork, start: int, count: int, place: Place) -> None:
+        """They are in the step."""
+        self._num_rows += count
+        self._work += work.of(start, count)
+        if place is Place.UNDISTURBING:
+            self._own_work += work.of(start, count)
+
+    def took(self, ms: float) -> None:
+        """The step is over."""
         self._alone_ms += ms
-        magnitude = num_samples.bit_length()
-        if num_prompt_rows:
+        if self._num_rows:
             self._since_plain += 1
-            plain_ms = self._plain_ms.get(max(magnitude, 1), 0.0)
-            self._prompt_ms = MEMORY * self._prompt_ms + max(ms - plain_ms, 0.0)
-            self._prompt_rows = MEMORY * self._prompt_rows + num_prompt_rows
-        elif num_samples:
+            plain_ms = self._plain_ms.get(_magnitude(self._num_samples), 0.0)
+            added_ms = max(ms - plain_ms, 0.0)
+            self._prompt_ms = MEMORY * self._prompt_ms + added_ms
+            self._prompt_work = MEMORY * self._prompt_work + self._work
+            if self._num_samples:
+                for purse in self._purses.values():
+                    purse.ms -= added_ms * (1 - self._own_work / self._work)
+        elif self._num_samples:
             self._since_plain = 0
+            magnitude = _magnitude(self._num_samples)
             before = self._plain_ms.get(magnitude, ms)
             self._plain_ms[magnitude] = MEMORY * before + (1 - MEMORY) * ms
 
-    def _rows_within(self, ms: float, least: int) -> int:
+    # ---- limits
+
+    def _alone(self) -> _Limit:
+        """For a user whom nobody waits for."""
+        if self._alone_ms < MOMENT_MS:
+            plain_ms = self._plain_ms.get(_magnitude(1), 0.0)
+            return self._within(max(SHORT_STEP_MS, SHORT_STEPS * plain_ms), MIN_SHORT_ROWS)
+        return self._within(STEP_MS, MIN_ALONE_ROWS)
+
+    def _beside(self, plain_ms: float | None, place: Place) -> _Limit:
+        if plain_ms is None or not self._prompt_work:
+            return _Limit(0.0, FIRST_ROWS)
+        purse = self._purses[place]
+        purse.grant(plain_ms)
+        return self._within(purse.ms, 1) if purse.ms > 0 else _NOTHING
+
+    def _within(self, ms: float, least_rows: int) -> _Limit:
         if not self._prompt_ms:
-            return self._max_rows
-        rows = int(ms * self._prompt_rows / self._prompt_ms)
-        return min(max(rows, least), self._max_rows)
+            return _EVERYTHING
+        return _Limit(ms * self._prompt_work / self._prompt_ms, least_rows)
+
+
+def _magnitude(num_samples: int) -> int:
+    return max(num_samples, 1).bit_length()

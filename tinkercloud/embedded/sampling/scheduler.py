@@ -23,7 +23,7 @@ from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool, Dige
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.sampling.batch_plan import BatchItem
 from tinkercloud.embedded.sampling.job_queues import JobQueues
-from tinkercloud.embedded.sampling.prefill_budget import PrefillBudget
+from tinkercloud.embedded.sampling.prefill_budget import Place, PrefillBudget
 from tinkercloud.embedded.sampling.sequences import Job, Sequence
 from tinkercloud.embedded.sampling.victims import prompt_to_free, sample_to_preempt, without_paused
 from tinkercloud.errors import ServerFault
@@ -74,9 +74,7 @@ class Scheduler:
         self._counters = VirtualCounters()
         self._budget = PrefillBudget(PREFILL_ROWS)
         self._planned: set[Sequence] = set()  # in the next pass
-        self._num_prompt_rows = self._num_samples = 0  # of the next pass
-        self._least_rows = self._other_rows = 0  # for prompts of the user who is next, and others
-        self._saved_rows = 0  # that others did not use
+        self._decoding: Counter[str] = Counter()  # its samples that get a token, by user
         self.num_preempted = 0
         self.num_discarded = 0  # tokens of samples that started over
 
@@ -119,21 +117,14 @@ class Scheduler:
         """What the next pass computes; blocks for it are reserved. Running samples come first,
         prompts get the blocks that these leave."""
         self._planned.clear()
-        self._num_prompt_rows = 0
         batch = without_paused(self._running, self._max_batch)
-        self._num_samples = sum(each.num_pending == 1 and bool(each.blocks) for each in batch)
-        self._least_rows = self._budget.beside(self._num_samples, is_least=True)
-        self._other_rows = self._budget.beside(self._num_samples, is_least=False)
-        if self._counters.num_users == 1:
-            self._least_rows = self._budget.alone()
-        else:
-            self._budget.shared()
-        self._saved_rows = min(self._saved_rows, CHUNK) + self._other_rows
+        self._decoding = Counter(s.job.user for s in batch if s.num_pending == 1 and s.blocks)
+        self._budget.begin(self._decoding.total(), is_alone=self._counters.num_users == 1)
         return [*self._decode_items(batch), *self._prefill_items()]
 
     def took(self, ms: float) -> None:
         """The pass that was scheduled last is over."""
-        self._budget.took(ms, self._num_prompt_rows, self._num_samples)
+        self._budget.took(ms)
 
     def reserve_draft(self, sequence: Sequence, num_drafted: int) -> bool:
         """Blocks for drafted tokens behind the sample's own. False: there are not enough, and no
@@ -236,26 +227,29 @@ class Scheduler:
 
     def _plan(self, sequence: Sequence, count: int) -> BatchItem:
         """The item, on its user's account."""
-        user = sequence.job.user
+        work, start = sequence.job.row_work, sequence.num_computed
         if sequence.is_prompt or sequence.num_pending > 1:
-            self._num_prompt_rows += count
-            if not self._counters.is_least_served(user):
-                self._saved_rows -= count
-        self._counters.charge(user, count)
+            self._budget.take(work, start, count, self._place_of(sequence.job.user))
+        self._counters.charge(sequence.job.user, work.of(start, count))
         self._planned.add(sequence)
         return BatchItem(sequence, count)
 
     def _num_rows(self, sequence: Sequence, chunk: int) -> int:
         """Rows of a prompt, or of a sample that computes its keys and values again, in this step:
         up to the next multiple of `chunk`, within what is left for its user."""
-        wanted = min(sequence.num_pending, chunk - sequence.num_computed % chunk)
-        is_least = self._counters.is_least_served(sequence.job.user)
-        limit = self._least_rows if is_least else self._other_rows
+        start = sequence.num_computed
+        wanted = min(sequence.num_pending, chunk - start % chunk)
+        place = self._place_of(sequence.job.user)
+        rows = self._budget.rows(sequence.job.row_work, start, wanted, place)
         if self._cache_of(sequence.job.version.base).is_reproducible:
-            return max(min(wanted, limit - self._num_prompt_rows), 0)
-        if is_least:
-            return wanted if self._num_prompt_rows < limit else 0
-        return wanted if self._other_rows and self._saved_rows >= wanted else 0
+            return rows
+        return wanted if rows else 0
+
+    def _place_of(self, user: str) -> Place:
+        if not self._counters.is_least_served(user):
+            return Place.OTHER
+        is_only = self._decoding[user] == self._decoding.total()
+        return Place.UNDISTURBING if is_only else Place.NEXT
 
     def _readmit(self, sequence: Sequence) -> bool:
         """Whether a pre-empted sample computes its keys and values again; what others have cached

@@ -27,6 +27,7 @@ from tinkercloud.embedded.forward.kv_blocks import (
     blocks_for,
 )
 from tinkercloud.embedded.model.version import Version
+from tinkercloud.embedded.sampling.prefill_budget import RowWork
 from tinkercloud.embedded.sampling.prompt_logprobs import PromptScores
 from tinkercloud.errors import UserError
 from tinkercloud.grammar.compiler import SampleGrammar
@@ -204,6 +205,7 @@ class Job:
     on_tokens: OnTokens | None = None
     begin_grammar: Callable[[], SampleGrammar] | None = None  # for each sample
     prompt: Sequence = field(init=False)
+    row_work: RowWork = field(init=False)
     is_scoring: bool = field(init=False)  # all rows of the prompt are wanted, and not all computed
     has_failed: bool = False
     error: UserError | None = None  # that it is to fail with once the step is over
@@ -215,6 +217,7 @@ class Job:
 
     def __post_init__(self) -> None:
         self.prompt = Sequence(self, -1, self.request.prompt.tolist())
+        self.row_work = RowWork(self.version.base.config.attention_span)
         self.is_scoring = self.scores is not None
 
     @property
