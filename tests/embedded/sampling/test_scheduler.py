@@ -226,7 +226,7 @@ def num_rows(items: list[Computed], user: str) -> int:
 def busy_with_prompts(count: int, length: int) -> Bench:
     """Of the user `long`, of whom the first steps are over."""
     bench = Bench(num_blocks=4000)
-    bench.step_ms, bench.row_ms = 10.0, 1.0
+    bench.step_ms, bench.row_ms, bench.read_ms = 10.0, 1.0, 1 / 3000
     for seed in range(count):
         bench.submit(random_prompt(length, seed), user="long")
     for _ in range(3):
@@ -260,7 +260,7 @@ def test_prompts_of_one_user_go_in_short_steps_while_another_was_there_a_moment_
         bench.step()
     after = [num_rows(bench.step(), "long") for _ in range(560)]
     assert max(after[:300]) <= alone / 3, "who comes back waits for a short step"
-    assert after[-1] >= 0.9 * alone, "long steps again, which are faster"
+    assert after[-1] >= alone / 2, "long steps again, which are faster"
 
 
 def test_a_short_prompt_is_computed_at_once_beside_anothers_queue_of_long_ones():
