@@ -20,6 +20,7 @@ from tinkercloud.embedded.process.protocol import (
     Publish,
     Request,
     Sample,
+    SaveModel,
 )
 
 
@@ -127,3 +128,34 @@ def test_samples_go_on_during_long_work_on_a_model_and_other_requests_keep_their
     sampled = driver.wait(sample).sequences[0]
     np.testing.assert_array_equal(sampled.tokens, alone.tokens)
     np.testing.assert_array_equal(sampled.logprobs, alone.logprobs)
+
+
+@pytest.mark.parametrize("name", LONG_WORK)
+def test_passes_and_saves_of_other_models_go_on_during_long_work_on_one_and_none_of_its_own(
+    name: str, driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "TRAINING_SLICE_S", 0.0)  # each part of the work is long
+    for model in ("m", "other", "alone"):
+        driver.call(CreateModel(model, "tiny", LoraSpec(rank=4, seed=0)))
+    alone = driver.call(ForwardBackward("alone", batch(8)))
+    sent, are_sent = list[int](), threading.Event()
+
+    def all_at_once(number: int) -> None:
+        """In the worker's thread: it finds all of them."""
+        driver.whenever = lambda _: None
+        passes = (ForwardBackward("m", batch(8)), ForwardBackward("other", batch(8)))
+        later = (*passes, SaveModel("alone", tmp_path, True))
+        sent.extend(driver.send(each) for each in (LONG_WORK[name], *later))
+        are_sent.set()
+
+    driver.whenever = all_at_once
+    driver.call(Ping())
+    assert are_sent.wait(LIMIT_S)
+    for number in sent:
+        driver.wait(number)
+    work, own, other, save = sent
+    assert driver.order.index(save) < driver.order.index(work)
+    order = [number for number in driver.order if number in (work, own, other)]
+    assert order == ([other, work, own] if name != "create" else [own, other, work])
+    for ours, theirs in zip(driver.wait(other).outputs, alone.outputs, strict=True):
+        np.testing.assert_array_equal(ours["logprobs"], theirs["logprobs"])

@@ -22,6 +22,7 @@ from typing import Any
 
 from tinkercloud import logs
 from tinkercloud.config import force_instruction_set
+from tinkercloud.core.types import FromModel
 from tinkercloud.embedded.draft_training.driver import TrainingSettings
 from tinkercloud.embedded.draft_training.online_trainer import (
     ONLINE_PLAN,
@@ -44,10 +45,13 @@ from tinkercloud.embedded.process.protocol import (
     Call,
     Cancel,
     EngineSettings,
+    ForwardBackward,
     Ping,
+    Publish,
     Ready,
     Reply,
     Sample,
+    SaveModel,
     Serves,
     StartFailed,
     Stats,
@@ -96,7 +100,8 @@ class Worker:
         self._inbox: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._held: deque[Call | None] = deque()  # that came during long work on a model
         self._part_began_s = time.monotonic()
-        models.yield_to(self._serve_samples)
+        self._in_work: str | None = None  # the model that the call underway works on
+        models.yield_to(self._serve_others)
         self._scheduler = FairShareScheduler()
         self._instruction_set = instruction_set_in_use(choose_device())
         self._last_stats_s = 0.0
@@ -136,6 +141,7 @@ class Worker:
             if call is None:
                 return False
             self._part_began_s = time.monotonic()
+            self._in_work = _model_of(call)
             self._handlers.handle(call, self._send)
             wait_s = 0.0
 
@@ -145,30 +151,42 @@ class Worker:
             return self._held.popleft()
         return self._inbox.get(block=wait_s != 0.0, timeout=wait_s or None)
 
-    def _serve_samples(self) -> None:
-        """Long work on a model calls this between its parts: samples go on meanwhile, after each
-        slice of that work for as long as it took. Other requests wait, since they may change
-        models; none of the samples can need one of these: their weights were published before."""
+    def _serve_others(self) -> None:
+        """Long work on a model calls this between its parts: samples, and passes and saves of other
+        models, go on meanwhile, after each slice of that work for as long as it took. Other
+        requests wait, since they may make or change models; none of the samples can need one of
+        these: their weights were published before."""
         part_s = time.monotonic() - self._part_began_s
         if part_s < TRAINING_SLICE_S:
             return
         until = time.monotonic() + part_s
-        self._take_samples()
-        while self._engine.busy:
-            self._sample_once()
+        self._take_harmless()
+        may_train = self._in_work not in self._training.model_ids
+        while self._engine.busy or (may_train and self._training):
+            if may_train:
+                self._work()
+            else:
+                self._sample_once()
             if time.monotonic() >= until:
                 break
-            self._take_samples()
+            self._take_harmless()
         self._part_began_s = time.monotonic()
 
-    def _take_samples(self) -> None:
-        """And what else changes no model."""
+    def _take_harmless(self) -> None:
+        """Samples, and passes and saves of models that neither the call underway nor one that waits
+        is about."""
         while not self._inbox.empty():
             call = self._inbox.get()
-            if call is not None and isinstance(call.request, Sample | Cancel | Ping):
+            if call is not None and self._is_harmless(call):
                 self._handlers.handle(call, self._send)
             else:
                 self._held.append(call)
+
+    def _is_harmless(self, call: Call) -> bool:
+        if isinstance(call.request, ForwardBackward | SaveModel):
+            taken = {self._in_work, *(_model_of(each) for each in self._held if each is not None)}
+            return call.request.model_id not in taken
+        return isinstance(call.request, Sample | Cancel | Ping)
 
     @property
     def _is_idle(self) -> bool:
@@ -255,6 +273,14 @@ class Worker:
         for name, snapshot in self._drafts.snapshot().items():
             snapshots[name]["following"] = snapshot
         return snapshots, lines + self._drafts.lines() if lines else lines
+
+
+def _model_of(call: Call) -> str | None:
+    """That it changes or reads; None: it is about none."""
+    request = call.request
+    if isinstance(request, Publish):
+        return request.source.model_id if isinstance(request.source, FromModel) else None
+    return getattr(request, "model_id", None)
 
 
 def _resident_bytes() -> int:

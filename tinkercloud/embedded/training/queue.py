@@ -102,6 +102,11 @@ class TrainingQueue:
         """Calls that are not finished."""
         return len(self._jobs)
 
+    @property
+    def model_ids(self) -> frozenset[str]:
+        """With calls that are not finished."""
+        return frozenset(job.model.id for job in self._jobs)
+
     def add(self, call_id: int, model: TrainableModel, batch: TrainBatch) -> None:
         shares = model.base.is_llama_family
         waiting = list(micro_batches(batch.data, self._limits, model.kept_bytes(), shares=shares))
