@@ -12,7 +12,7 @@ from tests.simulation.engine import SimulatedEngine
 from tests.simulation.loop import Process, SimulatedLoop, in_process
 from tests.simulation.schedule import Command
 from tests.simulation.sqlite import Connector
-from tinkercloud.errors import UserError
+from tinkercloud.errors import TinkercloudError
 from tinkercloud.services.common.catalog import Catalog
 from tinkercloud.services.runs.branches import put_branch
 from tinkercloud.services.runs.differences import compare
@@ -98,7 +98,8 @@ class CommandRun:
         connector = Connector(self._around.loop, self._around.delay_s)
         database = await Database.open(self._data_dir, connector=connector)
         try:
-            with suppress(UserError):  # what it is for is not kept, or not kept any more
+            # By name: what it is for is not kept, or goes while it is read.
+            with suppress(TinkercloudError):
                 await self._do(database)
         except Exception as error:  # noqa: BLE001 - a command that ends so has failed
             self._around.fail(f"{self.process.name}: {error!r}")
