@@ -138,15 +138,17 @@ class WorkerLink:
     def devices(self, num_sharing: int = 1) -> list[Device]:
         """As the pool's file has them, else as the worker says. num_sharing: workers that say the
         same RAM is theirs."""
-        answered = {health.device: health for health in self._health}
+        first = self.worker.port + 1  # not what the worker says: a tunnel may have other numbers
+        answered = {each.device: (first + i, each) for i, each in enumerate(self._health)}
         devices = []
         for gpu in self.worker.gpus:
-            health, memory = answered.get(gpu.device), gpu.memory
-            if health is None:
+            if gpu.device not in answered:
                 continue
+            port, health = answered[gpu.device]
+            memory = gpu.memory
             if memory is None:
                 memory = health.free_bytes // (num_sharing if gpu.device == "CPU" else 1)
-            endpoint = f"{self._address()}:{self._ports[health.port]}"
+            endpoint = f"{self._address()}:{self._ports.get(port, port)}"
             devices.append(Device(self.worker.name, gpu.device, memory, endpoint))
         return devices
 
