@@ -10,6 +10,7 @@ it how a call is written; what to do with the tool's answer it learns by reward 
 # P questions in a batch, G episodes of each (a group), T tokens of one sequence
 
 import argparse
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,6 +20,7 @@ from lib import options
 from lib.evaluation import Evaluation
 from lib.progress import Progress, show
 from lib.run import Run
+from lib.start import path_of, started
 from openai import OpenAI
 
 from tinker_gmi.captures import Captures, datum_of
@@ -29,15 +31,13 @@ SEEN = 0.3  # of a reward: the tool was asked for the right item
 
 def parser() -> argparse.ArgumentParser:
     arguments = options.parser("Train a tool-using agent by a reward.")
-    options.add_model(arguments)
+    options.add_adapter(arguments)
+    options.add_steps(arguments, 12, learning_rate=3e-4, save_every=4)
     arguments.add_argument(
         "--warm-up", type=int, default=7, help="steps that show how a call looks"
     )
-    arguments.add_argument("--steps", type=int, default=12)
     arguments.add_argument("--questions", type=int, default=4, help="per step")
     arguments.add_argument("--group-size", type=int, default=6, help="episodes of each question")
-    arguments.add_argument("--learning-rate", type=float, default=3e-4)
-    arguments.add_argument("--rank", type=int, default=16, help="of the LoRA adapter")
     return arguments
 
 
@@ -45,21 +45,18 @@ def run(args: argparse.Namespace) -> Run:
     tinker = args.sdk  # the same as `import tinker_gmi as tinker`, or `import tinker`
     items = sorted(shop.PRICES)
     held_out, train = items[::3][: args.held_out], [i for n, i in enumerate(items) if n % 3]
-    rng = np.random.default_rng(args.seed)
-    with (
-        tinker.ServiceClient(base_url=args.base_url, api_key=args.api_key) as service,
-        Captures(args.base_url, args.api_key) as captures,
-    ):
-        training = service.create_lora_training_client(args.model, rank=args.rank).result()
-        warm_up(args, captures, training, train)
+    with started(args, "agent") as start, Captures(args.base_url, args.api_key) as captures:
+        training, metrics = start.training, start.metrics
+        if metrics.is_new:
+            warm_up(args, captures, training, train)
         weights = publish(training, "start")
-        before = evaluate(args, captures, weights, held_out)
-        show("before RL", before)
+        if metrics.is_new:
+            metrics.begun(evaluate(args, captures, weights, held_out))
+            start.save_to_go_on(0)
+        show("before RL", metrics.before)
 
-        means, errors = [], []
         progress = Progress("agent ", args.steps)
-        for step in range(args.steps):
-            items_P = [str(item) for item in rng.choice(train, args.questions, replace=False)]
+        for step, items_P in metrics.left(batches(args, train), args.steps):
             capture_id, rewards_P_G = rollout(args, captures, weights, items_P)
             trajectories = captures.datums(capture_id, loss="importance_sampling")["data"]
             data = [
@@ -76,16 +73,25 @@ def run(args: argparse.Namespace) -> Run:
                 update.result()
                 weights = publish(training, f"step-{step}")
             captures.delete(capture_id)
-            means.append(float(rewards_P_G.mean()))
-            errors.append(float(rewards_P_G.mean(axis=1).std() / len(items_P) ** 0.5))
-            progress.step(step + 1, reward=means[-1])
+            reward = float(rewards_P_G.mean())
+            error = float(rewards_P_G.mean(axis=1).std() / len(items_P) ** 0.5)
+            metrics.add(step, reward=reward, error=error)
+            progress.step(step, reward=reward)
+            start.save_to_go_on(step)
 
-        saving = training.save_state("agent")
+        saving = start.save()
         after = evaluate(args, captures, weights, held_out)
         show("after RL", after)
-        path = saving.result().path
-        print(f"weights: {path}", flush=True)
-        return Run("agent", "mean reward", means, errors, before, after, path)
+        path = path_of(saving)
+        means, errors = metrics.values("reward"), metrics.values("error")
+        return Run("agent", "mean reward", means, errors, metrics.before, after, path)
+
+
+def batches(args: argparse.Namespace, items: list[str]) -> Iterator[list[str]]:
+    """What the questions of each step are about, without end."""
+    rng = np.random.default_rng(args.seed)
+    while True:
+        yield [str(item) for item in rng.choice(items, args.questions, replace=False)]
 
 
 def publish(training: Any, name: str) -> str:

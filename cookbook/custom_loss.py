@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from lib import options, tasks
-from lib.evaluation import evaluate
-from lib.metrics import Metrics
-from lib.progress import Progress, show
+from lib.progress import Progress
 from lib.run import Run
+from lib.start import path_of, started
 from sft import tokenize
 
 INPUT_RANKS = {"logprobs": 1, "wanted": 1, "unwanted": 1}
@@ -27,28 +26,20 @@ CERTAIN = 0.999  # of p, so that the loss of a wrong token is finite where the m
 
 def parser() -> argparse.ArgumentParser:
     arguments = options.parser("Teach a model by a loss of one's own.")
-    options.add_model(arguments)
-    arguments.add_argument("--steps", type=int, default=8)
+    options.add_adapter(arguments)
+    options.add_steps(arguments, 8, learning_rate=5e-4, save_every=4)
     arguments.add_argument("--batch-size", type=int, default=12, help="sums, each twice")
-    arguments.add_argument("--learning-rate", type=float, default=5e-4)
-    arguments.add_argument("--rank", type=int, default=16, help="of the LoRA adapter")
-    arguments.add_argument("--save-every", type=int, default=4, help="steps, to go on from")
     return arguments
 
 
 def run(args: argparse.Namespace) -> Run:
     tinker = args.sdk  # the same as `import tinker_gmi as tinker`, or `import tinker`
-    metrics = Metrics(args.out, "custom_loss")
-    with tinker.ServiceClient(base_url=args.base_url, api_key=args.api_key) as service:
-        training = options.begin(service, args, metrics)
-        tokenizer = training.get_tokenizer()
-        base = options.sampling_client(service, base_model=args.model)
+    with started(args, "custom_loss") as start:
+        training, tokenizer, metrics = start.training, start.tokenizer, start.metrics
+        base = options.sampling_client(start.service, base_model=args.model)
         split = tasks.sums()
-        held_out = split.held_out[: args.held_out]
-        loss_fn = service.create_custom_loss(likely_and_unlikely, INPUT_RANKS).result()
-
-        before = evaluate(tinker, base, tokenizer, held_out)
-        show("before", before)
+        loss_fn = start.service.create_custom_loss(likely_and_unlikely, INPUT_RANKS).result()
+        before = start.judge_before("before", base, split.held_out)
 
         progress = Progress("custom", args.steps)
         batches = tasks.batches(split.train, args.batch_size, args.seed)
@@ -63,18 +54,14 @@ def run(args: argparse.Namespace) -> Run:
             }
             metrics.add(step, loss=found["loss:sum"], **figures)
             progress.step(step, loss=found["loss:sum"], **figures)
-            if step % args.save_every == 0:
-                saved = training.save_state(f"custom-loss-{step}").result()
-                metrics.saved(step, saved.path)
+            start.save_to_go_on(step)
 
-        saving = training.save_state("custom-loss")
+        saving = start.save()
         sampler = training.save_weights_and_get_sampling_client().result()
-        after = evaluate(tinker, sampler, tokenizer, held_out)
-        show("after", after)
+        after = start.judge("after", sampler, split.held_out)
         chances = metrics.values("p_beside")
         print(f"chance of the sum beside: {chances[0]:.3f} -> {chances[-1]:.3f}", flush=True)
-        path = saving.result().path
-        print(f"weights: {path}", flush=True)
+        path = path_of(saving)
         losses = metrics.values("loss")
         return Run("custom_loss", "loss of both answers (nats)", losses, None, before, after, path)
 

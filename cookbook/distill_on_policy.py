@@ -13,40 +13,31 @@ from typing import Any
 
 from eval_checkpoint import sampler_of
 from lib import options, tasks
-from lib.evaluation import evaluate
-from lib.metrics import Metrics
-from lib.progress import Progress, show
+from lib.progress import Progress
 from lib.run import Run
+from lib.start import path_of, started
 from rl import ask, make_datum
 
 
 def parser() -> argparse.ArgumentParser:
     arguments = options.parser("Teach a model by another one's opinion of its answers.")
-    arguments.add_argument("state", help="the student's weights, tinker://..., printed by sft.py")
+    options.add_state(arguments)
     arguments.add_argument("teacher", help="tinker://..., printed by rl.py")
-    arguments.add_argument("--steps", type=int, default=8)
+    options.add_steps(arguments, 8, learning_rate=3e-4, save_every=4)
     arguments.add_argument("--problems", type=int, default=24, help="per step")
     arguments.add_argument("--group-size", type=int, default=4, help="samples of each problem")
-    arguments.add_argument("--learning-rate", type=float, default=3e-4)
-    arguments.add_argument("--save-every", type=int, default=4, help="steps, to go on from")
     return arguments
 
 
 def run(args: argparse.Namespace) -> Run:
     tinker = args.sdk  # the same as `import tinker_gmi as tinker`, or `import tinker`
-    metrics = Metrics(args.out, "distill_on_policy")
-    with tinker.ServiceClient(base_url=args.base_url, api_key=args.api_key) as service:
-        training = options.begin(service, args, metrics)
-        tokenizer = training.get_tokenizer()
-        teacher = sampler_of(service, args.teacher)
+    with started(args, "distill_on_policy") as start:
+        training, tokenizer, metrics = start.training, start.tokenizer, start.metrics
+        teacher = sampler_of(start.service, args.teacher)
         split = tasks.comparisons()
-        held_out = split.held_out[: args.held_out]
-
         sampler = training.save_weights_and_get_sampling_client().result()
-        if metrics.state is None:
-            metrics.begun(evaluate(tinker, sampler, tokenizer, held_out))
-        show("the student before", metrics.before)
-        show("the teacher", evaluate(tinker, teacher, tokenizer, held_out))
+        start.judge_before("the student before", sampler, split.held_out)
+        start.judge("the teacher", teacher, split.held_out)
 
         progress = Progress("distilling", args.steps)
         batches = tasks.batches(split.train, args.problems, args.seed)
@@ -67,15 +58,11 @@ def run(args: argparse.Namespace) -> Run:
             sampler = publication.result()
             metrics.add(step, divergence=divergence)
             progress.step(step, divergence=divergence)
-            if step % args.save_every == 0:
-                saved = training.save_state(f"distilled-on-policy-{step}").result()
-                metrics.saved(step, saved.path)
+            start.save_to_go_on(step)
 
-        saving = training.save_state("distilled-on-policy")
-        after = evaluate(tinker, sampler, tokenizer, held_out)
-        show("the student afterwards", after)
-        path = saving.result().path
-        print(f"weights: {path}", flush=True)
+        saving = start.save()
+        after = start.judge("the student afterwards", sampler, split.held_out)
+        path = path_of(saving)
         values, measure = metrics.values("divergence"), "divergence from the teacher (nats a token)"
         return Run("distill_on_policy", measure, values, None, metrics.before, after, path)
 

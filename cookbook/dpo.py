@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from lib import chat, options, tasks
-from lib.evaluation import evaluate
-from lib.metrics import Metrics
-from lib.progress import Progress, show
+from lib.progress import Progress
 from lib.run import Run
+from lib.start import path_of, started
 from torch.nn.functional import logsigmoid
 
 
@@ -38,32 +37,24 @@ Pair = tuple[Answered, Answered]
 
 def parser() -> argparse.ArgumentParser:
     arguments = options.parser("Teach a model by preferences.")
-    options.add_model(arguments)
-    arguments.add_argument("--steps", type=int, default=12)
+    options.add_adapter(arguments)
+    options.add_steps(arguments, 12, learning_rate=5e-4, save_every=4)
     arguments.add_argument("--pairs", type=int, default=8, help="per step")
-    arguments.add_argument("--learning-rate", type=float, default=5e-4)
-    arguments.add_argument("--rank", type=int, default=16, help="of the LoRA adapter")
     arguments.add_argument("--beta", type=float, default=0.1, help="weight of a log-ratio")
     arguments.add_argument(
         "--nll-weight", type=float, default=1.0, help="of the preferred answer's loss per token"
     )
-    arguments.add_argument("--save-every", type=int, default=4, help="steps, to go on from")
     return arguments
 
 
 def run(args: argparse.Namespace) -> Run:
     tinker = args.sdk  # the same as `import tinker_gmi as tinker`, or `import tinker`
-    metrics = Metrics(args.out, "dpo")
-    with tinker.ServiceClient(base_url=args.base_url, api_key=args.api_key) as service:
-        training = options.begin(service, args, metrics)
-        tokenizer = training.get_tokenizer()
-        base = options.sampling_client(service, base_model=args.model)
+    with started(args, "dpo") as start:
+        training, tokenizer, metrics = start.training, start.tokenizer, start.metrics
+        base = options.sampling_client(start.service, base_model=args.model)
         split = tasks.sums()
-        held_out = split.held_out[: args.held_out]
-
-        held_out_pairs = make_pairs(tinker, base, tokenizer, held_out)
-        before = evaluate(tinker, base, tokenizer, held_out)
-        show("before DPO", before)
+        held_out_pairs = make_pairs(tinker, base, tokenizer, split.held_out[: args.held_out])
+        before = start.judge_before("before DPO", base, split.held_out)
 
         progress = Progress("DPO", args.steps)
         batches = tasks.batches(split.train, args.pairs, args.seed)
@@ -76,18 +67,14 @@ def run(args: argparse.Namespace) -> Run:
             update.result()
             metrics.add(step, loss=found["loss"], margin=found["margin"], nll=found["nll"])
             progress.step(step, loss=found["loss"], margin=found["margin"], nll=found["nll"])
-            if step % args.save_every == 0:
-                saved = training.save_state(f"dpo-{step}").result()
-                metrics.saved(step, saved.path)
+            start.save_to_go_on(step)
 
-        saving = training.save_state("dpo")
+        saving = start.save()
         preferred = share_preferred(tinker, training, held_out_pairs)
         sampler = training.save_weights_and_get_sampling_client().result()
-        after = evaluate(tinker, sampler, tokenizer, held_out)
-        show("after DPO", after)
+        after = start.judge("after DPO", sampler, split.held_out)
         print(f"{preferred:.0%} of the held-out pairs are further apart than they were", flush=True)
-        path = saving.result().path
-        print(f"weights: {path}", flush=True)
+        path = path_of(saving)
         losses = metrics.values("loss")
         return Run("dpo", "preference loss per pair (nats)", losses, None, before, after, path)
 

@@ -21,6 +21,7 @@ from lib import chat, options, plot
 from lib.metrics import Metrics
 from lib.progress import Progress
 from lib.run import write_figures
+from lib.start import started
 from sft import make_data
 
 WORDS = [
@@ -52,25 +53,20 @@ class Drafts:
 
 def parser() -> argparse.ArgumentParser:
     arguments = options.parser("Watch speculation follow a model that is trained.")
-    options.add_model(arguments)
-    arguments.add_argument("--steps", type=int, default=12)
+    options.add_adapter(arguments)
+    options.add_steps(arguments, 12, learning_rate=5e-4, save_every=4)
     arguments.add_argument("--batch-size", type=int, default=8)
     arguments.add_argument("--questions", type=int, default=6, help="asked after each step")
-    arguments.add_argument("--learning-rate", type=float, default=5e-4)
-    arguments.add_argument("--rank", type=int, default=16, help="of the LoRA adapter")
-    arguments.add_argument("--save-every", type=int, default=4, help="steps, to go on from")
     return arguments
 
 
 def run(args: argparse.Namespace) -> None:
     tinker = args.sdk  # the same as `import tinker_gmi as tinker`, or `import tinker`
-    metrics = Metrics(args.out, "drafter_loop")
     with (
-        tinker.ServiceClient(base_url=args.base_url, api_key=args.api_key) as service,
+        started(args, "drafter_loop") as start,
         httpx.Client(base_url=args.base_url, headers={"X-API-Key": args.api_key}) as http,
     ):
-        training = options.begin(service, args, metrics)
-        tokenizer = training.get_tokenizer()
+        training, tokenizer, metrics = start.training, start.tokenizer, start.metrics
         progress = Progress("drafts", args.steps)
         for step, pairs_B in metrics.left(batches(args.batch_size, args.seed), args.steps):
             examples_B_T = [chat.example(tokenizer, *pair) for pair in pairs_B]
@@ -93,8 +89,7 @@ def run(args: argparse.Namespace) -> None:
             }  # fmt: skip
             metrics.add(step, **figures)
             progress.step(step, **figures)
-            if step % args.save_every == 0:
-                metrics.saved(step, training.save_state(f"drafts-{step}").result().path)
+            start.save_to_go_on(step)
     report(args, metrics)
 
 

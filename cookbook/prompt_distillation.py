@@ -11,10 +11,10 @@ import argparse
 from typing import Any
 
 from lib import chat, options, tasks
-from lib.evaluation import MAX_TOKENS, Evaluation, evaluate
-from lib.metrics import Metrics
+from lib.evaluation import MAX_TOKENS, Evaluation
 from lib.progress import Progress, show
 from lib.run import Run
+from lib.start import path_of, started
 from sft import make_data
 
 NUM_EXAMPLES = 12  # in the teacher's prompt
@@ -22,27 +22,22 @@ NUM_EXAMPLES = 12  # in the teacher's prompt
 
 def parser() -> argparse.ArgumentParser:
     arguments = options.parser("Move what a prompt does into the weights.")
-    options.add_model(arguments)
-    arguments.add_argument("--steps", type=int, default=10)
+    options.add_adapter(arguments)
+    options.add_steps(arguments, 10, learning_rate=5e-4, save_every=5)
     arguments.add_argument("--batch-size", type=int, default=16)
-    arguments.add_argument("--learning-rate", type=float, default=5e-4)
-    arguments.add_argument("--rank", type=int, default=16, help="of the LoRA adapter")
-    arguments.add_argument("--save-every", type=int, default=5, help="steps, to go on from")
     return arguments
 
 
 def run(args: argparse.Namespace) -> Run:
     tinker = args.sdk  # the same as `import tinker_gmi as tinker`, or `import tinker`
-    metrics = Metrics(args.out, "prompt_distillation")
-    with tinker.ServiceClient(base_url=args.base_url, api_key=args.api_key) as service:
-        training = options.begin(service, args, metrics)
-        tokenizer = training.get_tokenizer()
-        base = options.sampling_client(service, base_model=args.model)
+    with started(args, "prompt_distillation") as start:
+        training, tokenizer, metrics = start.training, start.tokenizer, start.metrics
+        base = options.sampling_client(start.service, base_model=args.model)
         split = tasks.sums()
         held_out = split.held_out[: args.held_out]
         shown = conversation(split.train[:NUM_EXAMPLES])
 
-        show("the base model", before := evaluate(tinker, base, tokenizer, held_out))
+        before = start.judge_before("the base model", base, split.held_out)
         taught = answers(tinker, base, tokenizer, shown, held_out)
         show("with the prompt", graded(held_out, taught))
 
@@ -60,16 +55,12 @@ def run(args: argparse.Namespace) -> Run:
             update.result()
             metrics.add(step, loss=loss, teacher=graded(problems_B, answers_B).accuracy)
             progress.step(step, loss=loss)
-            if step % args.save_every == 0:
-                saved = training.save_state(f"distilled-{step}").result()
-                metrics.saved(step, saved.path)
+            start.save_to_go_on(step)
 
-        saving = training.save_state("distilled")
+        saving = start.save()
         student = training.save_weights_and_get_sampling_client().result()
-        after = evaluate(tinker, student, tokenizer, held_out)
-        show("without the prompt, afterwards", after)
-        path = saving.result().path
-        print(f"weights: {path}", flush=True)
+        after = start.judge("without the prompt, afterwards", student, split.held_out)
+        path = path_of(saving)
         losses = metrics.values("loss")
         return Run(
             "prompt_distillation", "loss per answer token (nats)", losses, None, before, after, path

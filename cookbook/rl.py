@@ -13,40 +13,30 @@ from typing import Any
 
 import numpy as np
 from lib import chat, options, tasks
-from lib.evaluation import MAX_TOKENS, evaluate
-from lib.metrics import Metrics
-from lib.progress import Progress, show
+from lib.evaluation import MAX_TOKENS
+from lib.progress import Progress
 from lib.run import Run
+from lib.start import path_of, started
 
 MAX_STEPS = 2**20  # seeds of runs with other --seed begin there
 
 
 def parser() -> argparse.ArgumentParser:
     arguments = options.parser("Improve a model by a reward.")
-    arguments.add_argument(
-        "state", help="the weights to start from, tinker://..., printed by sft.py"
-    )
-    arguments.add_argument("--steps", type=int, default=10)
+    options.add_state(arguments)
+    options.add_steps(arguments, 10, learning_rate=3e-4, save_every=5)
     arguments.add_argument("--problems", type=int, default=12, help="per step")
     arguments.add_argument("--group-size", type=int, default=8, help="samples of each problem")
-    arguments.add_argument("--learning-rate", type=float, default=3e-4)
-    arguments.add_argument("--save-every", type=int, default=5, help="steps, to go on from")
     return arguments
 
 
 def run(args: argparse.Namespace) -> Run:
     tinker = args.sdk  # the same as `import tinker_gmi as tinker`, or `import tinker`
-    metrics = Metrics(args.out, "rl")
-    with tinker.ServiceClient(base_url=args.base_url, api_key=args.api_key) as service:
-        training = options.begin(service, args, metrics)
-        tokenizer = training.get_tokenizer()
+    with started(args, "rl") as start:
+        training, tokenizer, metrics = start.training, start.tokenizer, start.metrics
         split = tasks.comparisons()
-        held_out = split.held_out[: args.held_out]
-
         sampler = training.save_weights_and_get_sampling_client().result()
-        if metrics.state is None:
-            metrics.begun(evaluate(tinker, sampler, tokenizer, held_out))
-        show("before RL", metrics.before)
+        start.judge_before("before RL", sampler, split.held_out)
 
         progress = Progress("RL ", args.steps)
         batches = tasks.batches(split.train, args.problems, args.seed)
@@ -69,14 +59,11 @@ def run(args: argparse.Namespace) -> Run:
             error = float(rewards_P_G.mean(axis=1).std() / len(problems_P) ** 0.5)
             metrics.add(step, reward=reward, error=error, loss=loss)
             progress.step(step, reward=reward, loss=loss)
-            if step % args.save_every == 0:
-                metrics.saved(step, training.save_state(f"rl-{step}").result().path)
+            start.save_to_go_on(step)
 
-        saving = training.save_state("rl")
-        after = evaluate(tinker, sampler, tokenizer, held_out)
-        show("after RL", after)
-        path = saving.result().path
-        print(f"weights: {path}", flush=True)
+        saving = start.save()
+        after = start.judge("after RL", sampler, split.held_out)
+        path = path_of(saving)
         means, errors = metrics.values("reward"), metrics.values("error")
         return Run("rl", "mean reward", means, errors, metrics.before, after, path)
 

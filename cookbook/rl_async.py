@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 from lib import options, tasks
-from lib.evaluation import evaluate
-from lib.metrics import Metrics
-from lib.progress import Progress, show
+from lib.progress import Progress
 from lib.run import Run
+from lib.start import path_of, started
 from rl import ask, make_datum, rewards
 
 REPORTED = ("ratio:max", "pg_clipfrac:mean")
@@ -37,31 +36,21 @@ class Batch:
 
 def parser() -> argparse.ArgumentParser:
     arguments = options.parser("Improve a model by a reward, without waiting for samples.")
-    arguments.add_argument(
-        "state", help="the weights to start from, tinker://..., printed by sft.py"
-    )
-    arguments.add_argument("--steps", type=int, default=16)
+    options.add_state(arguments)
+    options.add_steps(arguments, 16, learning_rate=1e-4, save_every=4)
     arguments.add_argument("--lag", type=int, default=2, help="steps that samples are old")
     arguments.add_argument("--problems", type=int, default=12, help="per step")
     arguments.add_argument("--group-size", type=int, default=8, help="samples of each problem")
-    arguments.add_argument("--learning-rate", type=float, default=1e-4)
-    arguments.add_argument("--save-every", type=int, default=4, help="steps, to go on from")
     return arguments
 
 
 def run(args: argparse.Namespace) -> Run:
     tinker = args.sdk  # the same as `import tinker_gmi as tinker`, or `import tinker`
-    metrics = Metrics(args.out, "rl_async")
-    with tinker.ServiceClient(base_url=args.base_url, api_key=args.api_key) as service:
-        training = options.begin(service, args, metrics)
-        tokenizer = training.get_tokenizer()
+    with started(args, "rl_async") as start:
+        training, tokenizer, metrics = start.training, start.tokenizer, start.metrics
         split = tasks.comparisons()
-        held_out = split.held_out[: args.held_out]
-
         sampler = publish(training).result()
-        if metrics.state is None:
-            metrics.begun(evaluate(tinker, sampler, tokenizer, held_out))
-        show("before RL", metrics.before)
+        start.judge_before("before RL", sampler, split.held_out)
 
         progress = Progress("RL ", args.steps)
         left = metrics.left(tasks.batches(split.train, args.problems, args.seed), args.steps)
@@ -87,14 +76,11 @@ def run(args: argparse.Namespace) -> Run:
                 figures |= {name.partition(":")[0]: found[name] for name in REPORTED}
             metrics.add(step, error=error, **figures)
             progress.step(step, **figures)
-            if step % args.save_every == 0:
-                metrics.saved(step, training.save_state(f"async-{step}").result().path)
+            start.save_to_go_on(step)
 
-        saving = training.save_state("async")
-        after = evaluate(tinker, sampler, tokenizer, held_out)
-        show("after RL", after)
-        path = saving.result().path
-        print(f"weights: {path}", flush=True)
+        saving = start.save()
+        after = start.judge("after RL", sampler, split.held_out)
+        path = path_of(saving)
         means, errors = metrics.values("reward"), metrics.values("error")
         return Run("rl_async", "mean reward", means, errors, metrics.before, after, path)
 

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from lib import chat, options
 from lib.evaluation import SEED, Evaluation
-from lib.metrics import Metrics
 from lib.progress import Progress, show
 from lib.run import Run
+from lib.start import path_of, started
 
 MAX_TOKENS = 4
 
@@ -67,30 +67,25 @@ class Game:
 
 def parser() -> argparse.ArgumentParser:
     arguments = options.parser("Improve a model by a reward for whole conversations.")
-    options.add_model(arguments)
+    options.add_adapter(arguments)
+    options.add_steps(arguments, 15, learning_rate=3e-4, save_every=5)
     arguments.add_argument("--warm-up", type=int, default=6, help="steps of guesses at random")
     arguments.add_argument("--largest", type=int, default=3, help="number to guess")
     arguments.add_argument("--turns", type=int, default=2, help="guesses in a game, at most")
-    arguments.add_argument("--steps", type=int, default=15)
     arguments.add_argument("--group-size", type=int, default=16, help="games with each number")
-    arguments.add_argument("--learning-rate", type=float, default=3e-4)
-    arguments.add_argument("--rank", type=int, default=16, help="of the LoRA adapter")
-    arguments.add_argument("--save-every", type=int, default=5, help="steps, to go on from")
     return arguments
 
 
 def run(args: argparse.Namespace) -> Run:
     tinker = args.sdk  # the same as `import tinker_gmi as tinker`, or `import tinker`
-    metrics = Metrics(args.out, "rl_multiturn")
-    with tinker.ServiceClient(base_url=args.base_url, api_key=args.api_key) as service:
-        training = options.begin(service, args, metrics)
-        tokenizer = training.get_tokenizer()
-        if metrics.state is None:
+    with started(args, "rl_multiturn") as start:
+        training, tokenizer, metrics = start.training, start.tokenizer, start.metrics
+        if metrics.is_new:
             warm_up(args, tokenizer, training)
         sampler = training.save_weights_and_get_sampling_client().result()
-        if metrics.state is None:
+        if metrics.is_new:
             metrics.begun(judge(args, tokenizer, sampler))
-            metrics.saved(0, training.save_state("multiturn-0").result().path)
+            start.save_to_go_on(0)
         show("before RL", metrics.before)
 
         progress = Progress("RL ", args.steps)
@@ -112,14 +107,12 @@ def run(args: argparse.Namespace) -> Run:
             error = float(rewards_P_G.mean(axis=1).std() / args.largest**0.5)
             metrics.add(step, reward=reward, error=error)
             progress.step(step, reward=reward)
-            if step % args.save_every == 0:
-                metrics.saved(step, training.save_state(f"multiturn-{step}").result().path)
+            start.save_to_go_on(step)
 
-        saving = training.save_state("multiturn")
+        saving = start.save()
         after = judge(args, tokenizer, sampler)
         show("after RL", after)
-        path = saving.result().path
-        print(f"weights: {path}", flush=True)
+        path = path_of(saving)
         means, errors = metrics.values("reward"), metrics.values("error")
         return Run("rl_multiturn", "games won", means, errors, metrics.before, after, path)
 

@@ -9,35 +9,26 @@ it was never shown. The weights are saved; rl.py goes on from them.
 import argparse
 
 from lib import chat, options, tasks
-from lib.evaluation import evaluate
-from lib.metrics import Metrics
-from lib.progress import Progress, show
+from lib.progress import Progress
 from lib.run import Run
+from lib.start import path_of, started
 
 
 def parser() -> argparse.ArgumentParser:
     arguments = options.parser("Teach a model by examples.")
-    options.add_model(arguments)
-    arguments.add_argument("--steps", type=int, default=8)
+    options.add_adapter(arguments)
+    options.add_steps(arguments, 8, learning_rate=5e-4, save_every=4)
     arguments.add_argument("--batch-size", type=int, default=16)
-    arguments.add_argument("--learning-rate", type=float, default=5e-4)
-    arguments.add_argument("--rank", type=int, default=16, help="of the LoRA adapter")
-    arguments.add_argument("--save-every", type=int, default=4, help="steps, to go on from")
     return arguments
 
 
 def run(args: argparse.Namespace) -> Run:
     tinker = args.sdk  # the same as `import tinker_gmi as tinker`, or `import tinker`
-    metrics = Metrics(args.out, "sft")
-    with tinker.ServiceClient(base_url=args.base_url, api_key=args.api_key) as service:
-        training = options.begin(service, args, metrics)
-        tokenizer = training.get_tokenizer()
-        base = options.sampling_client(service, base_model=args.model)
+    with started(args, "sft") as start:
+        training, tokenizer, metrics = start.training, start.tokenizer, start.metrics
+        base = options.sampling_client(start.service, base_model=args.model)
         split = tasks.sums()
-        held_out = split.held_out[: args.held_out]
-
-        before = evaluate(tinker, base, tokenizer, held_out)
-        show("before SFT", before)
+        before = start.judge_before("before SFT", base, split.held_out)
 
         progress = Progress("SFT", args.steps)
         batches = tasks.batches(split.train, args.batch_size, args.seed)
@@ -51,17 +42,15 @@ def run(args: argparse.Namespace) -> Run:
             update.result()
             metrics.add(step, loss=loss)
             progress.step(step, loss=loss)
-            if step % args.save_every == 0:
-                metrics.saved(step, training.save_state(f"sft-{step}").result().path)
+            start.save_to_go_on(step)
 
-        saving = training.save_state("sft")
+        saving = start.save()
         sampler = training.save_weights_and_get_sampling_client().result()
-        after = evaluate(tinker, sampler, tokenizer, held_out)
-        show("after SFT", after)
-        path = saving.result().path
-        print(f"weights: {path}", flush=True)
+        after = start.judge("after SFT", sampler, split.held_out)
         losses = metrics.values("loss")
-        return Run("sft", "loss per answer token (nats)", losses, None, before, after, path)
+        return Run(
+            "sft", "loss per answer token (nats)", losses, None, before, after, path_of(saving)
+        )
 
 
 def tokenize(tokenizer: object, problem: tasks.Problem) -> tuple[list[int], list[float]]:

@@ -15,10 +15,11 @@ class Metrics:
     """NAME.jsonl in a folder (None: nothing is written). A run that was stopped goes on behind the
     last step whose weights were saved when it is started again with the same folder.
 
-    first_step: the number of steps that are done. state: what to load, None at the beginning.
+    first_step: the number of steps that are done. state: what to load, None where `is_new`.
     """
 
     def __init__(self, folder: Path | None, name: str):
+        self.name = name
         self._path = None if folder is None else folder / f"{name}.jsonl"
         self.lines: list[dict[str, Any]] = []
         self.first_step, self.state = 0, None
@@ -31,6 +32,11 @@ class Metrics:
             self.first_step, self.state = self.lines[-1]["step"], self.lines[-1]["state"]
             print(f"going on behind step {self.first_step} of {self._path}", flush=True)
         self._write("w", self.lines)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no earlier run goes on."""
+        return self.state is None
 
     def left(self, batches: Iterator[T], num_steps: int) -> Iterator[tuple[int, T]]:
         """(step, its batch), step from 1 on, of those that are not done; each step has the batch

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lib.metrics import Metrics
 from lib.run import Run
 
 
@@ -56,16 +55,27 @@ def add_model(arguments: argparse.ArgumentParser) -> None:
     arguments.add_argument("--model", default=MODEL, help="base model, as the server names it")
 
 
-def begin(service: Any, args: argparse.Namespace, metrics: Metrics) -> Any:
-    """A training client: a new adapter of --model, or the weights of the recipe's `state`; where an
-    earlier run goes on, weights and moments of its last saved step."""
-    if metrics.state is None and "state" in args:
-        return service.create_training_client_from_state(args.state).result()
-    if metrics.state is None:
-        return service.create_lora_training_client(
-            args.model, rank=args.rank, seed=args.seed
-        ).result()
-    return service.create_training_client_from_state_with_optimizer(metrics.state).result()
+def add_adapter(arguments: argparse.ArgumentParser, rank: int = 16) -> None:
+    """For recipes that begin with a new one."""
+    add_model(arguments)
+    arguments.add_argument("--rank", type=int, default=rank, help="of the LoRA adapter")
+
+
+def add_state(arguments: argparse.ArgumentParser) -> None:
+    """For recipes that go on from what another one left."""
+    arguments.add_argument(
+        "state", help="the weights to start from, tinker://..., printed by sft.py"
+    )
+
+
+def add_steps(
+    arguments: argparse.ArgumentParser, steps: int, learning_rate: float, save_every: int
+) -> None:
+    arguments.add_argument("--steps", type=int, default=steps)
+    arguments.add_argument("--learning-rate", type=float, default=learning_rate)
+    arguments.add_argument(
+        "--save-every", type=int, default=save_every, help="steps, to go on from"
+    )
 
 
 def sampling_client(service: Any, **of: str) -> Any:

@@ -100,15 +100,30 @@ def test_the_log_probabilities_are_those_of_the_whole_sequence(
         assert gain == 0 or score == pytest.approx(drawn, abs=1e-3)
 
 
-def test_the_recipe_trains_the_agent_and_leaves_its_curve(server: Server, tmp_path: Path) -> None:
-    quick = ("--steps", "1", "--warm-up", "7", "--questions", "2", "--group-size", "4")
+def recipe(server: Server, steps: int, out: Path) -> str:
+    """What it printed."""
+    quick = ("--warm-up", "7", "--questions", "2", "--group-size", "4", "--held-out", "1")
+    goes = ("--steps", str(steps), "--save-every", "1", "--out", str(out))
     done = subprocess.run(
-        [sys.executable, "cookbook/agent_rl.py", *quick, "--held-out", "1", "--out", str(tmp_path)],
+        [sys.executable, "cookbook/agent_rl.py", *quick, *goes],
         env={**os.environ, **server.sdk_environment, "PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, timeout=LIMIT_S, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_recipe_trains_the_agent_goes_on_and_leaves_its_curve(
+    server: Server, tmp_path: Path
+) -> None:
+    assert "warm-up loss" in recipe(server, 1, tmp_path)
+    first = json.loads((tmp_path / "agent.json").read_text())
+    said = recipe(server, 2, tmp_path)
+    assert "going on behind step 1" in said
+    assert "warm-up loss" not in said
     run = json.loads((tmp_path / "agent.json").read_text())
-    assert len(run["values"]) == 1
+    assert len(run["values"]) == 2
+    assert run["values"][0] == first["values"][0]
+    assert run["before"] == first["before"]
     assert run["state_path"].startswith("tinker://")
     assert (tmp_path / "agent.png").read_bytes().startswith(b"\x89PNG")
