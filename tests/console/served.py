@@ -13,6 +13,13 @@ from tinkercloud.speculative.observability.telemetry import RoundReport, Telemet
 
 ENDLESS = 0.125
 """The learning rate of a step that does not end."""
+ENGINE = {
+    "engine_memory_bytes": 3 * 2**30,
+    "sampling_memory_bytes": 2 * 2**30,
+    "training_memory_bytes": 4 * 2**30,
+    "kv_blocks": 400,
+    "kv_blocks_held": 100,
+}
 PLAIN_MS, DRAFT_MS = 20.0, 4.0
 
 
@@ -32,8 +39,7 @@ class Drafting(FakeBackend):
     _telemetry = drafting()
 
     def stats(self) -> dict[str, float | int | str]:
-        memory = {"engine_memory_bytes": 3 * 2**30, "kv_blocks": 400, "kv_blocks_held": 100}
-        return {**super().stats(), **memory, "engine_restarts": 1}
+        return {**super().stats(), **ENGINE, "engine_restarts": 1}
 
     def speculation(self) -> dict[str, Any]:
         return {"chatty": self._telemetry.snapshot()}

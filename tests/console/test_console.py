@@ -203,9 +203,14 @@ def test_the_queue_is_that_of_the_metrics(console: Console, scene: Scene) -> Non
 
 def test_the_servers_numbers_are_those_of_health(console: Console, scene: Scene) -> None:
     page = console.open("server")
-    fact = page.locator("dl div", has_text="memory, engine").locator("data")
     health = api(scene, "/health")["backend"]
-    assert fact.get_attribute("value") == str(health["engine_memory_bytes"])
+    for name, text in {
+        "engine_memory_bytes": "memory, engine",
+        "sampling_memory_bytes": "engine, highest while sampling",
+        "training_memory_bytes": "engine, highest while training",
+    }.items():
+        fact = page.locator("dl div", has_text=text).locator("data")
+        assert fact.get_attribute("value") == str(health[name])
     page.get_by_role("img", name="Memory: API process").locator("canvas").wait_for()
 
 

@@ -87,6 +87,8 @@ def _engine(interval: Interval) -> Table:
             ),
             "memory, API process": _size(after.value("process_resident_memory_bytes")),
             "memory, engine": _size(after.value("tinkercloud_engine_memory_bytes")),
+            "highest, sampling": _size(after.value("tinkercloud_sampling_memory_bytes")),
+            "highest, training": _size(after.value("tinkercloud_training_memory_bytes")),
             "tokens per forward pass": f"{tokens / forwards:.2f}"
             if tokens and forwards
             else UNKNOWN,

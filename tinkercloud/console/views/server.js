@@ -68,6 +68,8 @@ function engine(snapshot) {
   return [
     ...Object.entries(MEMORY).map(([key, text]) =>
       [`memory, ${text}`, metric(snapshot, key) === null ? null : number(metric(snapshot, key), bytes)]),
+    ["engine, highest while sampling", value(snapshot, "sampling_memory_bytes", bytes)],
+    ["engine, highest while training", value(snapshot, "training_memory_bytes", bytes)],
     ["keys and values in use", blocks ? number(held / blocks, percent) : null],
     ["sequences decoded", value(snapshot, "sampling_running")],
     ["samples waiting", value(snapshot, "sampling_waiting")],

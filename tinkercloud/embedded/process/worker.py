@@ -8,7 +8,6 @@ worker.
 import logging
 import os
 import queue
-import resource
 import signal
 import socket
 import sys
@@ -17,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from tinkercloud import logs
@@ -41,6 +39,7 @@ from tinkercloud.embedded.process.drafter_setup import DrafterSettings, require_
 from tinkercloud.embedded.process.fair_share import FairShareScheduler
 from tinkercloud.embedded.process.model_store import ModelStore
 from tinkercloud.embedded.process.numerics import numerics
+from tinkercloud.embedded.process.phase_memory import SAMPLING, TRAINING, PhaseMemory
 from tinkercloud.embedded.process.protocol import (
     Call,
     Cancel,
@@ -103,6 +102,7 @@ class Worker:
         self._in_work: str | None = None  # the model that the call underway works on
         models.yield_to(self._serve_others)
         self._scheduler = FairShareScheduler()
+        self._memory = PhaseMemory()
         self._instruction_set = instruction_set_in_use(choose_device())
         self._last_stats_s = 0.0
         self._worked_s = 0.0  # since a model's optimizer step
@@ -222,8 +222,10 @@ class Worker:
         )
         if samples:
             self._sample_once()
+            self._memory.worked(SAMPLING)
         elif has_training:
             self._train_slice()
+            self._memory.worked(TRAINING)
         both = has_samples and has_training and self._engine.busy and bool(self._training)
         now = time.monotonic()
         took_s = now - began
@@ -259,7 +261,7 @@ class Worker:
                     "training_waiting": len(self._training),
                     "kv_blocks": self._engine.num_kv_blocks,
                     "kv_blocks_held": self._engine.num_kv_blocks_held,
-                    "engine_memory_bytes": _resident_bytes(),
+                    **self._memory.stats(),
                     "tokens_sampled": self._engine.num_tokens_sampled,
                     "instruction_set": self._instruction_set,
                     **self._models.counts(),
@@ -281,11 +283,6 @@ def _model_of(call: Call) -> str | None:
     if isinstance(request, Publish):
         return request.source.model_id if isinstance(request.source, FromModel) else None
     return getattr(request, "model_id", None)
-
-
-def _resident_bytes() -> int:
-    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-    return int(pages) * resource.getpagesize()
 
 
 def _drafter_settings(settings: EngineSettings) -> DrafterSettings:

@@ -31,6 +31,8 @@ HELP = {
     "engine_alive": "1 where the engine process lives.",
     "engine_restarts": "Times that the engine process was started again.",
     "engine_memory_bytes": "Resident memory of the engine process.",
+    "sampling_memory_bytes": "The engine's resident memory at its highest while it sampled.",
+    "training_memory_bytes": "The engine's resident memory at its highest while it trained.",
     "device_memory_bytes": "Memory that tensors take on the accelerator.",
     "sampling_running": "Sequences that are decoded together.",
     "sampling_waiting": "Samples that wait for a place.",
