@@ -99,10 +99,12 @@ def test_a_checkpoint_talks_beside_its_base(
 
 
 def test_a_talk_counts_its_answers_compares_them_and_forgets(server: serving.Server) -> None:
-    typed = "/stats\n/eval\nHello\n/stats\n/eval\n/nonsense\n/model no/such\nHello\n/quit\nunread\n"
+    typed = "/stats\n/eval\n/train\nHello\n/stats\n/eval\n/nonsense\n"
+    typed += "/model no/such\nHello\n/quit\nunread\n"
     run = tinkercloud(server, "chat", "--system", "Be brief.", *SHORT, typed=typed)
     assert run.returncode == 0, run.stderr
     lines = run.stdout.splitlines()
+    assert "this backend trains no drafts" in lines[3]
     assert lines[:3] == [
         f"[{MODEL}; /help]",
         "[no answer yet]",

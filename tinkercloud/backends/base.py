@@ -27,6 +27,7 @@ from tinkercloud.core.types import (
     TrainOutput,
     WeightsSource,
 )
+from tinkercloud.errors import UserError
 
 MakeRoom = Callable[[], Awaitable[bool]]
 
@@ -161,6 +162,11 @@ class Backend(ABC):
     def speculation(self) -> dict[str, Any]:
         """What drafts do, by base model, for JSON; empty where the backend has none of its own."""
         return {}
+
+    async def train_draft(self, base_model: str) -> None:
+        """Train this model's draft on what was sampled, once nobody asks for anything else; what
+        comes of it is in `speculation`. Raises UserError where no draft learns."""
+        raise UserError("this backend trains no drafts")
 
     def metrics(self) -> list[str]:
         """Lines in Prometheus' text format, in addition to those of `stats`."""

@@ -34,6 +34,7 @@ from tinkercloud.embedded.process.protocol import (
     RestoreState,
     Sample,
     SaveModel,
+    TrainDraft,
     WriteState,
     WriteVersion,
 )
@@ -151,6 +152,9 @@ class EmbeddedBackend(Backend):
 
     def speculation(self) -> dict[str, Any]:
         return self._host.stats.speculation
+
+    async def train_draft(self, base_model: str) -> None:
+        await self._host.call(TrainDraft(base_model))
 
     def metrics(self) -> list[str]:
         return self._host.stats.metrics

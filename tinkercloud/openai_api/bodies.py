@@ -88,6 +88,10 @@ class CompletionBody(SampledBody):
     best_of: int | None = None
 
 
+class TrainDraftBody(Body):
+    model: str = Field(max_length=4096)
+
+
 class VerifyBody(Body):
     """OpenAI's API has no such request; fields that it shares with completions mean the same."""
 

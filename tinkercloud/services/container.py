@@ -27,6 +27,7 @@ from tinkercloud.services.captures.reward_webhooks import RewardWebhooks
 from tinkercloud.services.captures.webhook_hosts import WebhookHosts
 from tinkercloud.services.captures.webhook_sender import WebhookSender
 from tinkercloud.services.chats.chat_service import ChatService
+from tinkercloud.services.chats.draft_service import DraftService
 from tinkercloud.services.chats.model_names import ModelNames
 from tinkercloud.services.chats.request_slots import RequestSlots
 from tinkercloud.services.chats.sample_texts import SampleTexts
@@ -130,6 +131,7 @@ class Services:
     reward_webhooks: RewardWebhooks
     text_completions: TextCompletionService
     verifications: VerifyService
+    drafts: DraftService
     readiness: ReadinessService
     bodies: BodyParser
     metrics: MetricsService
@@ -324,6 +326,7 @@ def build_services(
         chat=ChatService(names, texts, sampling, slots),
         text_completions=TextCompletionService(names, texts, sampling, slots),
         verifications=VerifyService(names, texts, sampling, slots),
+        drafts=DraftService(names, catalog, backend),
         bodies=BodyParser(),
         readiness=ReadinessService(backend, database, config.data_dir),
         spans=_span_export(config, tasks),

@@ -155,6 +155,7 @@ NOT_FOUND: dict[tuple[str, str], list[tuple[str, Any]]] = {
     ("POST", "/oai/api/v1/verify"): [
         ("/oai/api/v1/verify", {"prompt": "x", "drafted": [1], "model": "{path}"})
     ],
+    ("POST", "/oai/api/v1/train_draft"): [("/oai/api/v1/train_draft", {"model": "{path}"})],
     ("GET", "/oai/api/v1/models/{name:path}"): [("/oai/api/v1/models/{path}", None)],
     ("POST", "/anthropic/api/v1/messages"): [("/anthropic/api/v1/messages", CHAT)],
     ("POST", "/anthropic/api/v1/messages/count_tokens"): [

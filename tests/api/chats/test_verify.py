@@ -86,3 +86,17 @@ async def test_what_cannot_be_verified_is_refused_by_its_name(
 ) -> None:
     asked = {"drafted": [1]} | fields
     assert (await verify(api, status=400, **asked))["error"]["param"] == named
+
+
+async def test_a_draft_is_trained_for_those_who_see_the_whole_server(tmp_path: Path) -> None:
+    source = ModelSource("chatty", write_model_folder(tmp_path / "chatty"))
+    answers = {}
+    for users in ("", "ann"):
+        data_dir = tmp_path / f"data-{users}"
+        async with serving(data_dir, models=(source,), metrics_users=users) as api:
+            await api.as_user("bob").session()  # where there is one user, it sees everything
+            answer = await api.http.post("/oai/api/v1/train_draft", json={"model": "chatty"})
+            answers[users] = (answer.status_code, answer.json()["error"]["message"])
+    assert answers[""][0] == 403
+    assert "metrics_users" in answers[""][1]
+    assert answers["ann"] == (400, "this backend trains no drafts")

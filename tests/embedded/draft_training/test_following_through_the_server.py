@@ -1,6 +1,7 @@
 """A planted shift through a server with default settings and the official client: the head falls
 behind the policy's new style, and follows by itself."""
 
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ from tests.serving import Server, start_server
 from tinkercloud.commands.drafts.collect import sample_texts
 from tinkercloud.commands.drafts.target import Target
 from tinkercloud.commands.drafts.train import DistillConfig, distilled
+from tinkercloud.commands.talks.door_client import Door
+from tinkercloud.commands.talks.draft_trainer import DraftTrainer
 from tinkercloud.embedded.draft_training.driver import Plan
 from tinkercloud.embedded.draft_training.files import drafts_of
 from tinkercloud.embedded.forward import runners
@@ -96,11 +99,11 @@ def datum(seed: int) -> tinker.Datum:
     return tinker.Datum(model_input=tinker.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
 
 
-def test_a_head_follows_a_new_style_and_is_drafted_with_again_by_default_settings(
-    server: Server,
-) -> None:
-    """Whether the new draft pays is for the machine to say; that it is met as a new one is, so that
-    times and acceptance of the one before keep nothing from being drafted, is not."""
+@pytest.fixture(scope="module")
+def run(server: Server) -> Run:
+    """With steps until a draft that learned from them is drafted with. Whether it pays is for the
+    machine to say; that it is met as a new one is, so that times and acceptance of the one before
+    keep nothing from being drafted, is not."""
     run = Run(server)
     deadline, number = time.monotonic() + LONGEST_S, 0
     before = now = {"first": WARM_UP_ROUNDS, "accepted": 0, "used": 0}
@@ -113,7 +116,23 @@ def test_a_head_follows_a_new_style_and_is_drafted_with_again_by_default_setting
         now = run.counts()
         if number > WARM_UP_STEPS and not now["used"]:
             before = now
+    return run
+
+
+def test_a_head_follows_a_new_style_and_is_drafted_with_again_by_default_settings(run: Run) -> None:
     following = run.following()
     assert not following["is_over"]
     assert following["draft"] != "draft-000001", "a better draft is drafted with"
     assert following["seconds"]["training"] + following["seconds"]["training in quiet time"] > 0
+
+
+def test_a_training_that_is_asked_for_is_waited_for(server: Server, run: Run) -> None:
+    before = sum(run.following()["trainings"].values())
+    with Door(server.base_url, server.api_key) as door:
+        outcome = DraftTrainer.ask(door, "tiny").outcome()
+    assert re.fullmatch(
+        r"\d+ steps: \d\.\d\d tokens of a draft are expected to be accepted, before \d\.\d\d; "
+        r"(it is drafted with|not used)",
+        outcome,
+    )
+    assert sum(run.following()["trainings"].values()) > before

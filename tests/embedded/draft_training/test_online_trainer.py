@@ -51,6 +51,7 @@ from tinkercloud.embedded.process.protocol import (
     Publish,
     Sample,
     SaveModel,
+    TrainDraft,
 )
 from tinkercloud.embedded.training.layout import Layout
 from tinkercloud.embedded.training.micro_batches import Limits
@@ -345,9 +346,12 @@ class Sampled:
 
 
 @contextmanager
-def only_samples(folder: Path, drafts: Path, rate: float) -> Iterator[Sampled]:
+def only_samples(
+    folder: Path, drafts: Path, rate: float, least_cases: int = 400
+) -> Iterator[Sampled]:
     publish_untrained(folder, drafts)
-    driver = Driver(folder, drafts, "head", draft=DraftConfig(least_cases=400, rate=rate))
+    draft = DraftConfig(least_cases=least_cases, rate=rate)
+    driver = Driver(folder, drafts, "head", draft=draft)
     try:
         yield Sampled(driver, drafts)
     finally:
@@ -386,6 +390,40 @@ def test_a_head_that_training_has_made_worse_is_refused_and_waits_for_more_cases
     assert found["last_training"]["after"]["mean"] < found["last_training"]["before"]["mean"]
     assert later["trainings"] == found["trainings"]
     assert later["draft"] == names[0] == sampled.before != names[1]
+
+
+def test_a_head_learns_when_somebody_asks_though_it_is_not_due(
+    folder: Path, tmp_path: Path
+) -> None:
+    with only_samples(folder, tmp_path, rate=3e-3, least_cases=10**9) as sampled:
+        early = sampled.driver.result(sampled.driver.send(TrainDraft("tiny")))
+        other = sampled.driver.result(sampled.driver.send(TrainDraft("other")))
+        sampled.sample(0)
+        sampled.driver.call(TrainDraft("tiny"))
+        is_asked = sampled.driver.stats.speculation["tiny"]["following"]["is_asked"]
+        found = sampled.outcome()
+    assert early.error == ("UserError", "too little was sampled yet for a draft to learn from")
+    assert other.error is not None
+    assert "no draft of other learns" in other.error[1]
+    assert is_asked
+    assert found["last_training"]["reason"] == "asked for"
+    assert not found["is_asked"]
+
+
+def test_who_asks_is_not_kept_waiting_where_the_samples_are_too_few(
+    folder: Path, tmp_path: Path
+) -> None:
+    """One text is either learned from or held out, and both are needed."""
+    with only_samples(folder, tmp_path, rate=3e-3, least_cases=10**9) as sampled:
+        version = sampled.driver.call(Publish(FromBase("tiny")))
+        request = ask(random_prompt(8, 0), max_tokens=24, seed=0, use_eos=False)
+        sampled.driver.call(Sample(version, request))
+        sampled.driver.call(TrainDraft("tiny"))
+        until = time.monotonic() + 60.0
+        while (found := sampled.following())["is_asked"]:
+            assert time.monotonic() < until, str(found)
+            time.sleep(0.05)
+    assert found["trainings"] == {"used": 0, "refused": 0}
 
 
 def lines_of(folder: Path) -> list[Line]:

@@ -10,7 +10,7 @@ from tests.embedded.process.worker_driver import Driver
 from tests.embedded.tiny import open_store
 from tinkercloud.embedded.process import protocol
 from tinkercloud.embedded.process.protocol import Release, Request
-from tinkercloud.embedded.process.request_handlers import RequestHandlers
+from tinkercloud.embedded.process.request_handlers import DraftHooks, RequestHandlers
 from tinkercloud.embedded.process.token_outbox import TokenOutbox
 from tinkercloud.embedded.sampling.engine import SamplingEngine
 from tinkercloud.embedded.training.micro_batches import Limits
@@ -34,7 +34,8 @@ REQUEST_TYPES = {
 def handlers(folder: Path) -> RequestHandlers:
     engine = SamplingEngine(max_batch=1, kv_cache_bytes=2**20)
     training, tokens = TrainingQueue(Limits(64)), TokenOutbox(lambda message: None)
-    return RequestHandlers(open_store(folder), engine, training, lambda base: None, tokens)
+    drafts = DraftHooks(lambda base: None, lambda name: None)
+    return RequestHandlers(open_store(folder), engine, training, tokens, drafts)
 
 
 @pytest.fixture

@@ -13,6 +13,15 @@ def test_every_so_many_policy_steps_it_is_time():
     assert [bool(trigger.due(step)) for step in range(4, 8)] == [False] * 3 + [True]
 
 
+def test_it_is_time_when_somebody_asks_until_a_training_has_ended():
+    trigger = Trigger(TriggerSettings(every_steps=0))
+    assert trigger.due(0) is None
+    trigger.is_asked = True
+    assert trigger.due(0) == trigger.due(5) == "asked for"
+    trigger.updated(5)
+    assert trigger.due(6) is None
+
+
 def test_a_fall_of_acceptance_under_its_peak_is_seen_and_noise_is_not():
     trigger = Trigger(TriggerSettings(every_steps=0, fall=0.03, decay=0.8))
     noise = np.random.default_rng(0).uniform(-0.02, 0.02, 200)

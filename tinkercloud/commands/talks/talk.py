@@ -8,10 +8,12 @@ from typing import Any
 from tinkercloud.commands.options import say
 from tinkercloud.commands.talks.door_client import Answer, Door, shown
 from tinkercloud.commands.talks.draft_counts import DraftCounts, read_counts
+from tinkercloud.commands.talks.draft_trainer import DraftTrainer
 from tinkercloud.errors import UserError
 
 HELP = """/stats          tokens, speed and drafts of the last answer, and of all
 /eval           the last answer again, with drafts and without: speeds, acceptance, same tokens
+/train          train the draft on what was sampled, and wait for that
 /model [NAME]   what answers; another base model, tinker:// path or sampling session
 /models         what can be named
 /clear          forget the conversation
@@ -61,6 +63,7 @@ class Talk:
         commands: dict[str, Callable[[], None]] = {
             "/stats": self._stats,
             "/eval": self._evaluate,
+            "/train": self._train,
             "/models": lambda: say("\n".join(self.door.models())),
             "/clear": self._clear,
             "/help": lambda: say(HELP),
@@ -119,6 +122,14 @@ class Talk:
         same = "the same" if drafted.text == plain.text else "other"
         speed_up = drafted.tokens_per_s / plain.tokens_per_s if plain.tokens_per_s else 0.0
         say(f"[{same} text; {speed_up:.2f} times as fast]")
+
+    def _train(self) -> None:
+        trainer = DraftTrainer.ask(self.door, self.model)
+        say("[the draft is trained once the server has nothing else to do]")
+        try:
+            say(f"[{trainer.outcome()}]")
+        except KeyboardInterrupt:  # ends the waiting, not the training
+            say("[it is not waited for]")
 
     def _sampler(self, *, speculate: bool) -> str:
         """A sampling session of the model's weights."""

@@ -180,7 +180,12 @@ class TrainingDriver(Generic[Batch]):
             return False
         if self._fit is not None:
             return True
-        return self.trigger.due(self._step) is not None and bool(self._dataset.held_out())
+        return self.trigger.due(self._step) is not None and self.can_learn
+
+    @property
+    def can_learn(self) -> bool:
+        """Whether there is something to train on, and to judge that by."""
+        return bool(self._dataset.held_out())
 
     @property
     def reason(self) -> str | None:
@@ -251,7 +256,7 @@ class TrainingDriver(Generic[Batch]):
     def _begin(self, reason: str | None, *, quiet: bool) -> None:
         if reason is None or not (quiet or self.budget.left_s > 0):
             return
-        if not self._dataset.held_out():
+        if not self.can_learn:
             return
         assign(self._trainer, self.served)
         self._fit = Fit(self._trainer, self._dataset.batch, self._settings.plan, reason)

@@ -212,6 +212,15 @@ class OnlineTrainer:
             self._driver.policy_stepped(self._step, took_s, self._acceptance.unwritten_rate)
         self._write_line()
 
+    def ask(self) -> None:
+        """Train in the next quiet time, whether or not it is due. Raises UserError."""
+        driver = self._driver
+        if driver is None or self.is_over:
+            raise UserError("no draft learns here: see `--speculate` and `engine.draft_share`")
+        if not self._texts and not driver.can_learn:
+            raise UserError("too little was sampled yet for a draft to learn from")
+        driver.trigger.is_asked = True
+
     # ---- work
 
     @property
@@ -231,9 +240,10 @@ class OnlineTrainer:
     @isolates_errors
     def is_due_in_quiet(self) -> bool:
         """Whatever is left of the budget."""
-        if self._driver is None or not self._settings.in_quiet_time:
+        driver = self._driver
+        if driver is None or not (self._settings.in_quiet_time or driver.trigger.is_asked):
             return False
-        return self._waits_for_texts or self._driver.is_due(quiet=True)
+        return self._waits_for_texts or driver.is_due(quiet=True)
 
     @property
     def _waits_for_texts(self) -> bool:
@@ -247,6 +257,8 @@ class OnlineTrainer:
         assert self._driver is not None
         if quiet and self._waits_for_texts:
             self._read_text()
+            if not self._texts and not self._driver.can_learn:
+                self._driver.trigger.is_asked = False
             return
         try:
             result = self._driver.work(max_steps=1, quiet=quiet)
@@ -335,6 +347,7 @@ class OnlineTrainer:
             snapshot["seconds"] = self._seconds(driver)
             snapshot["allowed_s"] = driver.budget.earned_s
             snapshot["trainings"] = {"used": self._num_promoted, "refused": self._num_refused}
+            snapshot["is_asked"] = driver.trigger.is_asked
             snapshot["last_training"] = last.as_json() if last is not None else None
         return snapshot
 
@@ -386,6 +399,14 @@ class OnlineTrainers:
     def poll(self, now_s: float, *, idle: bool) -> None:
         for trainer in self._trainers.values():
             trainer.poll(now_s, idle=idle)
+
+    def ask(self, base_model: str) -> None:
+        """For a training of that model's draft. Raises UserError."""
+        for key, name in self._names.items():
+            if name == base_model:
+                self._trainers[key].ask()
+                return
+        raise UserError(f"no draft of {base_model} learns: see `--speculate`")
 
     def lines(self) -> list[str]:
         """Of the first one, as with the counters of speculation, in Prometheus' text format."""

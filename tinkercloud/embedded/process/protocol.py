@@ -181,6 +181,11 @@ class Cancel(Request[None]):
 
 
 @dataclass(frozen=True, slots=True)
+class TrainDraft(Request[None]):
+    base_model: str
+
+
+@dataclass(frozen=True, slots=True)
 class Ping(Request[None]):
     """Answered between two steps, by the thread that computes."""
 

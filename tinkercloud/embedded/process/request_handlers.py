@@ -1,6 +1,7 @@
 """The engine process's handler of each request type of `protocol`. Runs in the worker thread."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TypeVar
 
 from tinkercloud.core.types import LoraSpec, SampleOutput, StateCost, TrainOutput
@@ -25,6 +26,7 @@ from tinkercloud.embedded.process.protocol import (
     Sample,
     SaveModel,
     TableRow,
+    TrainDraft,
     WriteState,
     WriteVersion,
 )
@@ -38,6 +40,15 @@ from tinkercloud.errors import UnknownRequest
 R = TypeVar("R")
 
 
+@dataclass(frozen=True, slots=True)
+class DraftHooks:
+    """after_optim_step: of a model of that base. train: the draft of the base model of that name;
+    raises UserError."""
+
+    after_optim_step: Callable[[BaseModel], None]
+    train: Callable[[str], None]
+
+
 class RequestHandlers:
     """`sample` and `forward_backward` queue their work, `write_state` and `write_version` leave it
     to a thread; the others are done when they return."""
@@ -47,14 +58,14 @@ class RequestHandlers:
         models: ModelStore,
         engine: SamplingEngine,
         training: TrainingQueue,
-        after_optim_step: Callable[[BaseModel], None],
         tokens: TokenOutbox,
+        drafts: DraftHooks,
     ):
         self._models = models
         self._engine = engine
         self._training = training
-        self._after_optim_step = after_optim_step
         self._tokens = tokens
+        self._drafts = drafts
         self._samples: dict[int, Job] = {}  # by call
         self._writer = FileWriter()
         self._table = _table(
@@ -72,6 +83,7 @@ class RequestHandlers:
             WriteVersion.queued_by(self.write_version),
             Sample.queued_by(self.sample),
             Cancel.answered_by(self.cancel),
+            TrainDraft.answered_by(self.train_draft),
             Ping.answered_by(self.ping),
         )
 
@@ -109,7 +121,7 @@ class RequestHandlers:
 
     def optim_step(self, request: OptimStep) -> dict[str, float]:
         metrics = self._models.optim_step(request.model_id, request.params)
-        self._after_optim_step(self._models.model(request.model_id).base)
+        self._drafts.after_optim_step(self._models.model(request.model_id).base)
         return metrics
 
     def save_model(self, request: SaveModel) -> None:
@@ -155,6 +167,9 @@ class RequestHandlers:
         job = self._samples.get(request.call_id)
         if job is not None:
             self._engine.cancel(job)
+
+    def train_draft(self, request: TrainDraft) -> None:
+        self._drafts.train(request.base_model)
 
     def ping(self, request: Ping) -> None:
         """Answered between two steps: the answer alone is what is asked for."""

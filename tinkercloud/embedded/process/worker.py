@@ -57,7 +57,7 @@ from tinkercloud.embedded.process.protocol import (
     pack,
     receive,
 )
-from tinkercloud.embedded.process.request_handlers import RequestHandlers
+from tinkercloud.embedded.process.request_handlers import DraftHooks, RequestHandlers
 from tinkercloud.embedded.process.served_models import load_default, open_models
 from tinkercloud.embedded.process.token_outbox import TokenOutbox
 from tinkercloud.embedded.sampling.engine import SamplingEngine
@@ -94,7 +94,8 @@ class Worker:
         self._training = TrainingQueue(limits, self._drafts.observer, models.require_pass)
         self._tokens = TokenOutbox(send)
         self._handlers = RequestHandlers(
-            models, self._engine, self._training, self._after_optim_step, self._tokens
+            *(models, self._engine, self._training, self._tokens),
+            DraftHooks(self._after_optim_step, self._train_draft),
         )
         self._inbox: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._held: deque[Call | None] = deque()  # that came during long work on a model
@@ -212,6 +213,11 @@ class Worker:
         """Draft training may take a share of the time since the step before this one."""
         self._drafts.stepped(base, self._worked_s)
         self._worked_s = 0.0
+
+    def _train_draft(self, base_model: str) -> None:
+        """The caller finds in the numbers that it is asked for."""
+        self._drafts.ask(base_model)
+        self._report(force=True)
 
     def _work(self) -> None:
         """One step of sampling, or a slice of training."""

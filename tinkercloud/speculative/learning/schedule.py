@@ -23,9 +23,13 @@ LEAST_JUDGED = 64  # tokens, of which a share accepted is taken for the draft's
 MOST_PATIENCE = 64  # times as many cases after trainings that made nothing better
 
 
+ASKED = "asked for"
+
+
 class Trigger:
-    """Says when a training is due: after so many policy steps, when acceptance has fallen, or when
-    enough was collected of what a draft with room for more can learn from."""
+    """Says when a training is due: when somebody asked for one, after so many policy steps, when
+    acceptance has fallen, or when enough was collected of what a draft with room for more can learn
+    from. is_asked: until a training has ended since."""
 
     def __init__(self, settings: TriggerSettings):
         self._settings = settings
@@ -34,6 +38,7 @@ class Trigger:
         self.peak = 0.0
         self.num_cases = self._num_judged = self._num_accepted = 0
         self._patience = 1
+        self.is_asked = False
 
     def collected(self, num_cases: int) -> None:
         self.num_cases += num_cases
@@ -51,6 +56,8 @@ class Trigger:
 
     def due(self, step: int) -> str | None:
         """The reason, or None."""
+        if self.is_asked:
+            return ASKED
         every = self._settings.every_steps
         if every and step - self._updated_at >= every:
             return f"{step - self._updated_at} policy steps"
@@ -63,6 +70,7 @@ class Trigger:
         """A draft was trained: from here on the peak is that of the new draft. One that is no
         `better` has the next wait for twice as many cases."""
         self._updated_at = step
+        self.is_asked = False
         self.smoothed, self.peak = None, 0.0
         self.num_cases = self._num_judged = self._num_accepted = 0
         self._patience = 1 if better else min(2 * self._patience, MOST_PATIENCE)
