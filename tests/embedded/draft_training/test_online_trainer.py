@@ -397,14 +397,12 @@ def test_a_head_learns_when_somebody_asks_though_it_is_not_due(
 ) -> None:
     with only_samples(folder, tmp_path, rate=3e-3, least_cases=10**9) as sampled:
         early = sampled.driver.result(sampled.driver.send(TrainDraft("tiny")))
-        other = sampled.driver.result(sampled.driver.send(TrainDraft("other")))
         sampled.sample(0)
         sampled.driver.call(TrainDraft("tiny"))
         is_asked = sampled.driver.stats.speculation["tiny"]["following"]["is_asked"]
         found = sampled.outcome()
-    assert early.error == ("UserError", "too little was sampled yet for a draft to learn from")
-    assert other.error is not None
-    assert "no draft of other learns" in other.error[1]
+    assert early.error is not None
+    assert early.error[1].endswith("or nothing was sampled yet")
     assert is_asked
     assert found["last_training"]["reason"] == "asked for"
     assert not found["is_asked"]

@@ -11,6 +11,7 @@ from tests.chat.model_folder import write_model_folder
 from tests.speculative.pipeline.conftest import Workers, at, until
 from tests.speculative.pipeline.scripted import Knowing, ScriptedEngine, plain
 from tinkercloud.chat.text_model import Conversation, TextModel
+from tinkercloud.commands.talks.worker_talk import WorkerTalk
 from tinkercloud.errors import UserError
 from tinkercloud.speculative.pipeline import ConversationSession, Orchestrator, PipelineOptions
 from tinkercloud.speculative.remote.target_messages import TargetModel, tokenizer_files
@@ -125,3 +126,23 @@ def test_a_template_that_writes_answers_otherwise_begins_a_new_session(
         for result in session.results:
             assert result.tokens == plain(list(result.prompt), SEED, 9)[0]
         assert target.worker.stats()["sessions"] == 1
+
+
+def test_a_talk_writes_its_last_answer_again_with_drafts_and_without(
+    workers: Workers, model: TargetModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, draft = workers.target(ScriptedEngine(), model=model), workers.draft(Knowing(7))
+    with Orchestrator(at(target), at(draft), replace(OPTIONS, seed=None)) as pipeline:
+        talk = WorkerTalk(pipeline, pipeline.chat_session(), None, None)
+        with talk:
+            for line in ("/eval\n", "hello\n", "/eval\n", "/train\n"):
+                assert talk.heard(line)
+        answer, drafted, plain = pipeline.results
+    said = capsys.readouterr().out
+    assert "[there is no answer yet to evaluate drafts by]" in said
+    assert answer.tokens == drafted.tokens == plain.tokens
+    assert drafted.acceptance > 0
+    assert [each.nodes for each in plain.rounds] == [0] * len(plain.rounds)
+    assert "[with drafts: 24 tokens" in said
+    assert "[the same text; " in said
+    assert "--draft-remote-model" in said

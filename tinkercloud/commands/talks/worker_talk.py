@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tinkercloud.speculative.pipeline.orchestrator import Orchestrator
 
 HELP = """/stats   tokens, speed and drafts of the last answer, and of all
+/eval    the last answer again, with drafts and without: speeds, acceptance, same tokens
 /clear   forget the conversation
 /quit    end (or Ctrl-D)"""
 
@@ -48,6 +49,10 @@ class WorkerTalk:
                 return False
             if text == "/stats":
                 self._stats()
+            elif text == "/eval":
+                self._evaluate()
+            elif text == "/train":
+                say("[workers learn from a server: `tinkercloud serve --draft-remote-model PATH`]")
             elif text == "/clear":
                 self.session.end()
                 self.session = self.pipeline.chat_session(self.system)
@@ -76,6 +81,19 @@ class WorkerTalk:
         tokens = sum(len(each.tokens) for each in results)
         seconds = sum(each.wall_s for each in results)
         say(f"[{len(results)} answers, {tokens} tokens in {seconds:.2f} s]")
+
+    def _evaluate(self) -> None:
+        """One seed, twice: drafts change the time, and not the tokens."""
+        if not self.session.results:
+            raise UserError("there is no answer yet to evaluate drafts by")
+        last = self.session.results[-1]
+        drafted = self.pipeline.run_again(last, drafts=True)
+        plain = self.pipeline.run_again(last, drafts=False)
+        say(f"[with drafts: {drafted.summary}]")
+        say(f"[without: {plain.summary}]")
+        same = "the same" if drafted.tokens == plain.tokens else "other"
+        speed_up = drafted.tokens_per_s / plain.tokens_per_s if plain.tokens_per_s else 0.0
+        say(f"[{same} text; {speed_up:.2f} times as fast]")
 
 
 def _write(piece: str) -> None:

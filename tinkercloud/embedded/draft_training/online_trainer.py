@@ -406,7 +406,9 @@ class OnlineTrainers:
             if name == base_model:
                 self._trainers[key].ask()
                 return
-        raise UserError(f"no draft of {base_model} learns: see `--speculate`")
+        raise UserError(
+            f"no draft of {base_model} learns: see `--speculate`; or nothing was sampled yet"
+        )
 
     def lines(self) -> list[str]:
         """Of the first one, as with the counters of speculation, in Prometheus' text format."""

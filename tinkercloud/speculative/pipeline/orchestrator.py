@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tinkercloud.addresses import parse_address
 from tinkercloud.chat.text_model import TextModel
+from tinkercloud.core.types import SamplingParams
 from tinkercloud.errors import InvalidRequest
 from tinkercloud.speculative.drafters.drafter import Stream
 from tinkercloud.speculative.pipeline.conversation import ConversationSession
@@ -129,6 +130,13 @@ class Orchestrator:
         """As `run_with_result`; an interrupt (Ctrl-C) ends the session at the workers too."""
         return self._run(prompt, on_text, threading.Event())
 
+    def run_again(self, result: PipelineResult, *, drafts: bool) -> PipelineResult:
+        """The same prompt and seed once more, with drafts or without. Raises as
+        `run_with_result_sync`."""
+        self.connect_sync()
+        writer = self.new_writer(list(result.prompt), result.params, drafts=drafts)
+        return self._written(writer, list(result.prompt), None, threading.Event())
+
     def chat_session(self, system: str | None = None) -> ConversationSession:
         """system: what the model is told before the conversation."""
         return ConversationSession(self, system)
@@ -140,12 +148,14 @@ class Orchestrator:
 
     # ---- texts that are written
 
-    def new_writer(self, prompt: list[int]) -> Writer:
-        """Of a text that begins with those tokens; to be ended."""
-        params = self.options.params()
+    def new_writer(
+        self, prompt: list[int], params: SamplingParams | None = None, *, drafts: bool = True
+    ) -> Writer:
+        """Of a text that begins with those tokens; to be ended. params: None: by the options."""
+        params = params or self.options.params()
         session = TargetSession(self._target, params, self.options.reconnect_s)
         session.tokens.extend(prompt)
-        if self._drafter is None:
+        if self._drafter is None or not drafts:
             return Writer(session, None, None)
         number = next(self._ids)
         stream = Stream(number, number, "", 0, session.tokens, len(prompt), params, sample_index=0)
@@ -162,7 +172,11 @@ class Orchestrator:
     ) -> PipelineResult:
         self.connect_sync()
         tokens = self._tokens(prompt)
-        writer = self.new_writer(tokens)
+        return self._written(self.new_writer(tokens), tokens, on_text, stop)
+
+    def _written(
+        self, writer: Writer, tokens: list[int], on_text: OnText | None, stop: threading.Event
+    ) -> PipelineResult:
         result = self.new_result(tokens, writer)
         sink = TextSink(self.text, result, on_text)
         try:
