@@ -156,11 +156,18 @@ def milliseconds(seconds: Sequence[float], share: float) -> str:
     return f"{1e3 * quantile(seconds, share):.0f}" if seconds else "-"
 
 
+def foreseen_s(case: Case, measured: Sequence[Measured]) -> float:
+    """Of one run, by the best speed so far: too long where more sequences run at once than did."""
+    return case.work / max(row.case.work / row.wall_s for row in measured)
+
+
 @dataclass
 class _Trial:
-    """One contender in one case. best: its fastest repeat. gone: it could not go on."""
+    """One contender in one case, with as many repeats as it has time for. best: its fastest.
+    gone: it could not go on."""
 
     contender: Contender
+    repeats: int
     best: Outcome | None = None
     timed: Outcome | None = None
     fault: str | None = None
@@ -200,14 +207,14 @@ class Bench:
                     right.append(contender)
         for case in self.cases:
             trials = [
-                _Trial(contender)
+                _Trial(contender, repeats)
                 for contender in right
-                if self._affordable(f"{contender.name}, {dtype}", case)
+                if (repeats := self._repeats(f"{contender.name}, {dtype}", case))
             ]
             for trial in trials:
                 await self._unless_unavailable(trial, self._prepare(trial, case))
-            for _, trial in alternating(trials, case.repeats):
-                if not trial.ended:
+            for repeat, trial in alternating(trials, case.repeats):
+                if repeat < trial.repeats and not trial.ended:
                     await self._unless_unavailable(trial, self._once(trial, reference, case))
             for trial in trials:
                 await self._conclude(trial, case, dtype)
@@ -294,15 +301,17 @@ class Bench:
         prompts = [prompt for prompt in load.prompts for _ in range(load.num_samples)]
         return reference.fault(prompts[-CHECKED:], outcome.samples[-CHECKED:])
 
-    def _affordable(self, key: str, case: Case) -> bool:
+    def _repeats(self, key: str, case: Case) -> int:
+        """Of the contender in what is left of its time."""
         mine = [row for row in self.rows if f"{row.contender}, {row.dtype}" == key]
         if not mine:
-            return True
-        estimate_s = case.repeats * case.work / max(row.case.work / row.wall_s for row in mine)
-        if self.spent_s[key] + estimate_s <= self.budget_s:
-            return True
-        self.notes.append(
-            f"{key}: {case.prompt_tokens} tokens, {case.shown} at once was not run: about "
-            f"{estimate_s:.0f} s, over the {self.budget_s:.0f} s given to each."
-        )
-        return False
+            return case.repeats
+        run_s = foreseen_s(case, mine)
+        repeats = max(min(int((self.budget_s - self.spent_s[key]) / run_s), case.repeats), 0)
+        if repeats < case.repeats:
+            done = f"was run {repeats} of {case.repeats} times" if repeats else "was not run"
+            self.notes.append(
+                f"{key}: {case.prompt_tokens} tokens, {case.shown} at once {done}: about "
+                f"{run_s:.0f} s each, over the {self.budget_s:.0f} s given to each contender."
+            )
+        return repeats

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.peers.sampling_bench import Bench, Case, Prompts, greedy_table
+from benchmarks.peers.sampling_bench import Bench, Case, Measured, Prompts, greedy_table
 from benchmarks.peers.sampling_check import NOT_ROUNDING_NATS, GreedyCheck, Reference
 from benchmarks.peers.sampling_common import Load, Outcome, outcome
 
@@ -30,12 +30,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 class Decoder:
     """Draws from the model, or takes the likeliest token. rank: of the token that it takes as its
-    third greedy one, 0 the likeliest."""
+    third greedy one, 0 the likeliest. num_drawn: sequences that were not greedy."""
 
     name, version, pid = "decoder", "1", None
 
     def __init__(self, model: Any, rank: int):
         self._model, self._rank = model, rank
+        self.num_drawn = 0
 
     async def prepare(self, load: Load) -> None:
         """Nothing is to be made ready."""
@@ -43,6 +44,7 @@ class Decoder:
     @torch.inference_mode()
     async def generate(self, load: Load) -> Outcome:
         samples = [self._sample(prompt, load) for prompt in load.prompts]
+        self.num_drawn += 0 if load.greedy else len(samples)
         return outcome(load, 0.0, samples)
 
     async def latency(self, load: Load) -> None:
@@ -95,6 +97,24 @@ async def test_a_contender_that_computes_something_else_is_not_timed(model: Any)
     bench = await compete(model, rank=VOCABULARY - 1)
     assert bench.rows == []
     assert "decoder is wrong, and not timed: a greedy token is" in bench.notes[0]
+
+
+async def test_a_contender_runs_as_often_as_its_time_allows(model: Any):
+    tiny, folder = model
+    prompts = Prompts(np.random.default_rng(0).integers(0, VOCABULARY, 500).tolist())
+    case = Case(8, 2, max_tokens=4)
+    row = Measured("decoder", "float32", case, 10.0, 8, 0)  # so is this load again: ten seconds
+    for left_s, runs, note in (
+        (25.0, 2, "2 at once was run 2 of 3 times"),
+        (9.0, 0, "was not run"),
+    ):
+        bench = Bench([case], prompts, latencies=False, budget_s=100.0, between=lambda: None)
+        bench.rows, bench.spent_s = [row], {"decoder, float32": 100.0 - left_s}
+        decoder = Decoder(tiny, 0)
+        await bench.compete([decoder], Reference(Path(folder)), "float32")
+        assert len(bench.rows) == 1 + (runs > 0)
+        assert decoder.num_drawn == runs * case.at_once
+        assert note in bench.notes[0]
 
 
 def test_the_gap_is_that_of_the_token_after_those_that_were_chosen_before(model: Any):
