@@ -130,6 +130,11 @@ class DraftConfig:
     in_quiet_time: bool = _setting(
         True, "train drafts, and read samples for them once more, while nobody asks for anything"
     )
+    make_head: bool = _setting(
+        False,
+        "auto: make a draft head for each served model while nobody asks for anything, and draft "
+        "with it where text that was seen before says nothing",
+    )
     acceptance: float = _setting(
         0.8,
         "of drafted tokens, below which a draft learns from what was sampled without any training",

@@ -34,6 +34,7 @@ from tinkercloud.commands.drafts.train import (
 )
 from tinkercloud.config import Config
 from tinkercloud.embedded.draft_training.driver import Evaluation, TrainingResult
+from tinkercloud.embedded.draft_training.files import has_trained
 from tinkercloud.embedded.draft_training.online_trainer import CASES
 from tinkercloud.errors import UserError
 from tinkercloud.speculative.learning.cases import CaseStore
@@ -143,7 +144,10 @@ def train(config: Config, options: TrainOptions, say: Say) -> str | None:
     target = open_draft_target(config, options.target)
     kind = kind_of(config, target.version.base)
     store, least = store_of(kind.folder), config.draft.least_cases
-    if options.anew or kind.folder.find("best") is None or not len(store):
+    is_new = kind.folder.find("best") is None
+    if isinstance(kind, HeadKind):
+        is_new = not has_trained(kind.folder)  # a server has one that it has not trained yet
+    if options.anew or is_new or not len(store):
         result = _distilled(kind, target, options.distill, say)
     elif len(store) < least:
         raise UserError(

@@ -24,6 +24,7 @@ from tinkercloud.commands.drafts.kinds import (
 from tinkercloud.config import DraftConfig
 from tinkercloud.embedded.draft_training.dataset import CaseDataset, Mix, SequenceDataset
 from tinkercloud.embedded.draft_training.driver import (
+    NEW_RATE,
     Dataset,
     Gate,
     Plan,
@@ -33,7 +34,7 @@ from tinkercloud.embedded.draft_training.driver import (
     TrainingSettings,
     joined,
 )
-from tinkercloud.embedded.draft_training.files import frozen_rows
+from tinkercloud.embedded.draft_training.files import UNTRAINED, VOCABULARY, frozen_rows
 from tinkercloud.embedded.draft_training.head_trainer import HeadObjective, HeadTrainer
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.errors import UserError
@@ -48,7 +49,6 @@ MAX_BYTES = 2 * 1024**3  # of captured sequences
 CASE_BYTES, MAX_AGE = 64 * 1024**2, 10**6
 MIN_TOKENS, MIN_FINETUNE_TOKENS = 3, 8  # of a text that is learned from
 SECTION_S = 20.0  # between two lines of progress
-NEW_RATE = 3.0  # times the rate of a draft that has learned already
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class DistillConfig(CollectConfig):
     samples: int = 16
     tokens: int = 96
     seed: int = 0
-    vocabulary: int = 8192
+    vocabulary: int = VOCABULARY
     minutes: float = 15.0
     replay_share: float = 0.2
     plan: Plan = field(default_factory=lambda: Plan(num_steps=600, warmup_steps=30))
@@ -132,7 +132,7 @@ def distilled_model(
     settings = TrainingSettings(config.plan, gate=None, notes={"num_tokens": len(store)})
     driver = _driver(trainer, CaseDataset(store, config.mix), kind.folder, settings)
     if kind.folder.find("best") is None:  # a rollback needs a version to return to
-        driver.publish({"reason": "as it was before any training"})
+        driver.publish({"reason": UNTRAINED})
     return _trained(driver, "distilled from the model's own samples", config.minutes, say)
 
 

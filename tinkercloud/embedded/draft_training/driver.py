@@ -23,6 +23,7 @@ from tinkercloud.errors import UserError
 from tinkercloud.speculative.learning.draft_folder import DraftFolder
 from tinkercloud.speculative.learning.schedule import TimeBudget, Trigger, TriggerSettings
 
+NEW_RATE = 3.0  # times the rate of a draft that has learned already
 Batch = TypeVar("Batch")
 BatchIn = TypeVar("BatchIn", contravariant=True)
 BatchOut = TypeVar("BatchOut", covariant=True)

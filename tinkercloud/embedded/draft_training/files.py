@@ -10,12 +10,14 @@ from torch import Tensor
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.packed_tensors import PackedTensors
 from tinkercloud.errors import ConfigError, NotFound
-from tinkercloud.speculative.head.head import FrozenRows, Head, HeadConfig
+from tinkercloud.speculative.head.head import FrozenRows, Head, HeadConfig, initial_params
 from tinkercloud.speculative.head.vocabulary import DraftVocabulary
 from tinkercloud.speculative.learning.draft_folder import DraftFolder
 from tinkercloud.weights.checkpoints import read_tensors
 
 HEAD_FILE = "head.safetensors"
+UNTRAINED = "as it was before any training"  # the reason in such a version's notes
+VOCABULARY = 8192  # tokens that a head can draft
 
 
 def drafts_of(drafts_dir: Path, model: str) -> DraftFolder:
@@ -50,6 +52,22 @@ def open_head(folder: DraftFolder, name: str, base: BaseModel) -> tuple[Head, di
     if not fits:
         raise ConfigError(f"the draft head in {path} is not one of {base.name}: other sizes")
     return Head(config, frozen_rows(base, vocabulary)), params
+
+
+def untrained_head(base: BaseModel) -> tuple[Head, dict[str, Tensor]]:
+    """For a start without any text: it can draft the lowest ids, which are the shortest and most
+    frequent merges of a tokenizer, and what ends a text."""
+    size = base.config.vocab_size
+    counts = torch.zeros(size, dtype=torch.int64)
+    ends = base.config.eos_token_ids
+    vocabulary = DraftVocabulary.most_frequent(counts, min(VOCABULARY, size), ends)
+    config = HeadConfig.of(base.config)
+    return Head(config, frozen_rows(base, vocabulary)), initial_params(config, 0)
+
+
+def has_trained(folder: DraftFolder) -> bool:
+    """Whether the best draft has learned something."""
+    return folder.find("best") is not None and folder.notes("best").get("reason") != UNTRAINED
 
 
 def frozen_rows(base: BaseModel, vocabulary: DraftVocabulary) -> FrozenRows:

@@ -31,6 +31,7 @@ from tinkercloud.embedded.draft_training.driver import (
     TrainingResult,
     TrainingSettings,
 )
+from tinkercloud.embedded.draft_training.files import UNTRAINED
 from tinkercloud.embedded.draft_training.sampled_texts import SampledTexts
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
@@ -149,7 +150,7 @@ class OnlineTrainer:
             trainee.trainer, trainee.dataset, self._folder, budget, settings.training
         )
         if self._folder.find("best") is None:  # a rollback needs a version to return to
-            driver.publish({"reason": "as it was before any training"})
+            driver.publish({"reason": UNTRAINED})
         return driver
 
     # ---- events: of speculation, of training passes
@@ -157,6 +158,10 @@ class OnlineTrainer:
     @property
     def version_lag(self) -> int:
         return self._step - self._served_step if self._trainee is not None else 0
+
+    @property
+    def has_promoted(self) -> bool:
+        return self._num_promoted > 0
 
     @isolates_errors
     def drafted(self, category: str, num_judged: int, num_accepted: int) -> None:

@@ -14,8 +14,14 @@ from torch import Tensor
 from tinkercloud.config import ModelSource
 from tinkercloud.core.types import LoraSpec
 from tinkercloud.embedded.draft_training.dataset import CaseDataset, Mix, SequenceDataset
-from tinkercloud.embedded.draft_training.driver import assign, copied
-from tinkercloud.embedded.draft_training.files import drafts_of, model_drafts_of, open_head
+from tinkercloud.embedded.draft_training.driver import NEW_RATE, assign, copied
+from tinkercloud.embedded.draft_training.files import (
+    drafts_of,
+    has_trained,
+    model_drafts_of,
+    open_head,
+    untrained_head,
+)
 from tinkercloud.embedded.draft_training.head_trainer import HeadObjective, HeadTrainer
 from tinkercloud.embedded.draft_training.model_trainer import DraftModelTrainer, ModelObjective
 from tinkercloud.embedded.draft_training.online_trainer import (
@@ -38,6 +44,7 @@ from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.sampling.base_states import Speculate
 from tinkercloud.embedded.sampling.detailed_log import DetailedLog
 from tinkercloud.embedded.sampling.speculation import Speculation
+from tinkercloud.embedded.sampling.speculation_pair import SpeculationPair
 from tinkercloud.embedded.sampling.trace import Trace
 from tinkercloud.errors import ConfigError, NotFound, UserError
 from tinkercloud.speculative.draft_length.acceptance import Acceptance
@@ -45,6 +52,7 @@ from tinkercloud.speculative.draft_length.controller import (
     ControllerSettings,
     DraftLengthController,
 )
+from tinkercloud.speculative.draft_length.costs import CostTable
 from tinkercloud.speculative.draft_length.planning import Estimates, PlannerSettings
 from tinkercloud.speculative.drafters.drafter import Drafter
 from tinkercloud.speculative.drafters.drafter_table import DrafterFactory, DrafterTable
@@ -66,6 +74,8 @@ HEAD_BATCH, HEAD_WINDOW = 4, 48
 """Sequences of a step of training, and tokens of each: a step of half a second on two cores, so
 that a tenth of the time is enough for a training every few steps of a small policy."""
 DRAFT_POOL_BYTES = 512 * 1024**2
+NEW_STEPS, NEW_CASES = 60, 8
+"""Of a head that is made: steps of a training, and times as many tokens before one."""
 MAX_LOOKED_UP = 16  # tokens of a draft that cost nothing
 MAX_ROWS = 64
 """Of a pass, drafted ones included. Beyond, a CPU is bound by arithmetic: a drafted row costs as
@@ -77,7 +87,7 @@ class DrafterSettings:
     """name: as `--speculate` has it. trace_file: for `Trace`, if any; details_file: for
     `DetailedLog`, None for the one in the drafts' folder. cache_dir: for files derived
     from a draft model's. drafts_dir: the folder of draft heads. online: how drafts are trained;
-    max_computed, replay_share, rank, remote_*: as `DraftConfig` has them."""
+    make_head, max_computed, replay_share, rank, remote_*: as `DraftConfig` has them."""
 
     name: str
     trace_file: Path | None
@@ -85,6 +95,7 @@ class DrafterSettings:
     cache_dir: Path
     drafts_dir: Path
     online: OnlineSettings = field(default_factory=OnlineSettings)
+    make_head: bool = False
     max_computed: int = 8
     replay_share: float = 0.2
     rank: int = 8
@@ -122,7 +133,7 @@ def require_drafts(settings: DrafterSettings, models: Sequence[ModelSource]) -> 
         return
     for model in models:
         folder = drafts_of(settings.drafts_dir, model.name)
-        if folder.find(name or "best") is not None:
+        if folder.find(name) is not None if name else has_trained(folder):
             continue
         missing = f"draft head {name}" if name else "draft head"
         raise ConfigError(
@@ -142,7 +153,9 @@ def speculate(
     trace = Trace(settings.trace_file) if settings.trace_file is not None else None
     details = DetailedLog(settings.details_file or settings.drafts_dir / DETAILS)
 
-    def make(base: BaseModel, runner: Runner, pool: BlockPool) -> Speculation | None:
+    def make(
+        base: BaseModel, runner: Runner, pool: BlockPool
+    ) -> Speculation | SpeculationPair | None:
         if not runner.is_exact and settings.name == "auto":
             return None  # several rows of a sample may differ from one in their last bits
         if not runner.is_exact:
@@ -162,14 +175,20 @@ def speculate(
         drafter = DrafterTable(factories).make(name)
         costs = round_costs(base, runner, pool, settings.num_threads)
         max_draft = MAX_LOOKED_UP if isinstance(drafter, SuffixDrafter) else settings.max_computed
-        estimates = Estimates(costs, acceptance=Acceptance(max_draft))
-        planner = PlannerSettings(max_draft, MAX_ROWS)
-        controller = DraftLengthController(estimates, ControllerSettings(planner))
+        controller = _controller(costs, max_draft)
+        guard = GuardedDrafter(drafter, vocab_size)
+        if settings.name == "auto" and settings.make_head and trainers is not None:
+            first = Speculation(guard, controller, trace, None, details)
+            head, maker, was_trained = _made_head(base, runner, settings)
+            trainers.add(base, maker)
+            own = _controller(CostTable.from_json(costs.to_json()), settings.max_computed)
+            second = Speculation(GuardedDrafter(head, vocab_size), own, trace, maker, details)
+            maker.speculation = second
+            return SpeculationPair(first, second, lambda: was_trained or maker.has_promoted)
         trainer = None
         if trainers is not None:
             trainer = _online_trainer(drafter, base, settings)
             trainers.add(base, trainer)
-        guard = GuardedDrafter(drafter, vocab_size)
         speculation = Speculation(guard, controller, trace, trainer, details)
         if trainer is not None:
             trainer.speculation = speculation
@@ -227,6 +246,32 @@ def _online_trainer(drafter: Drafter, base: BaseModel, settings: DrafterSettings
         pushed = pushed_draft(drafter, settings.remote_model, base, settings.cache_dir)
         trainee = model_trainee(pushed, settings, store, folder)
     return OnlineTrainer(folder, store, trainee, online)
+
+
+def _made_head(
+    base: BaseModel, runner: Runner, settings: DrafterSettings
+) -> tuple[HeadDrafter, OnlineTrainer, bool]:
+    """The best head, or one that knows nothing yet, with its trainer; whether it was trained. The
+    first training is a longer one, of more text."""
+    folder, online = drafts_of(settings.drafts_dir, base.name), settings.online
+    was_trained = has_trained(folder)
+    if not was_trained:
+        training, plan = online.training, online.training.plan
+        plan = replace(plan, num_steps=NEW_STEPS, peak_rate=NEW_RATE * plan.peak_rate)
+        trigger = replace(training.trigger, least_cases=NEW_CASES * training.trigger.least_cases)
+        online = replace(online, training=replace(training, plan=plan, trigger=trigger))
+    weights = untrained_head(base) if not was_trained else open_head(folder, "best", base)
+    drafter = head_drafter(weights, base, runner)
+    store = CaseStore(int(online.case_share * online.memory_bytes), online.max_age)
+    trainee = head_trainee(drafter, settings)
+    return drafter, OnlineTrainer(folder, store, trainee, online), was_trained
+
+
+def _controller(costs: CostTable, max_draft: int) -> DraftLengthController:
+    estimates = Estimates(costs, acceptance=Acceptance(max_draft))
+    return DraftLengthController(
+        estimates, ControllerSettings(PlannerSettings(max_draft, MAX_ROWS))
+    )
 
 
 def head_trainee(drafter: HeadDrafter, settings: DrafterSettings) -> DraftTrainee:

@@ -307,6 +307,7 @@ def _drafter_settings(settings: EngineSettings) -> DrafterSettings:
             memory_bytes=config.draft_memory_bytes,
             training=TrainingSettings(plan, trigger),
         ),
+        make_head=draft.make_head,
         max_computed=draft.tokens,
         replay_share=draft.replay_share,
         rank=draft.rank,

@@ -12,8 +12,9 @@ from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.sampling.scheduler import KVCache
 from tinkercloud.embedded.sampling.sequences import Sequence
 from tinkercloud.embedded.sampling.speculation import Speculation
+from tinkercloud.embedded.sampling.speculation_pair import SpeculationPair
 
-Speculate = Callable[[BaseModel, Runner, BlockPool], Speculation | None]
+Speculate = Callable[[BaseModel, Runner, BlockPool], Speculation | SpeculationPair | None]
 """Makes what drafts for the samples of a base; None: nothing does."""
 
 
@@ -24,7 +25,7 @@ class BaseState:
     base: BaseModel
     cache: KVCache
     runner: Runner
-    speculation: Speculation | None
+    speculation: Speculation | SpeculationPair | None
 
 
 class BaseStates:

@@ -101,7 +101,7 @@ class Speculation:
         self._round: dict[Sample, _SampleRound] = {}
         self._catch_up_ms = self._draft_ms = self._host_ms = 0.0
         self._num_to_skip = self._num_idle = 0  # rounds
-        self._is_skipping = False  # this round
+        self.is_skipping = False  # this round
         self._unread: Counter[Sample] = Counter()  # tokens that the drafter has not observed
 
     # ---- samples begin, grow and end
@@ -165,6 +165,9 @@ class Speculation:
         takes its place, acceptance by depth."""
         self._controller.renew(expected)
 
+    def report_with(self, other: "Speculation") -> None:
+        self._telemetry = other._telemetry  # their rounds are counted together
+
     def end_all(self) -> None:
         for sample in list(self._streams):
             self.end(sample)
@@ -178,8 +181,8 @@ class Speculation:
 
     def propose(self, samples: Sequence[Sample]) -> list[tuple[int, ...]]:
         """Drafted tokens for each sample, to be verified."""
-        self._is_skipping = self._num_to_skip > 0
-        if self._is_skipping:
+        self.is_skipping = self._num_to_skip > 0
+        if self.is_skipping:
             self._num_to_skip -= 1
             return [()] * len(samples)
         start = time.perf_counter()
@@ -274,9 +277,9 @@ class Speculation:
     def end_round(self, all_ms: float, *, usable: bool) -> None:
         """all_ms: the round's time, drafting included. usable: nothing else was computed in it."""
         entries, self._round = list(self._round.values()), {}
-        if self._is_skipping:
-            self._is_skipping = False
+        if self.is_skipping:
             self._controller.skipped(all_ms)
+        self.is_skipping = False
         if not entries:
             return
         own_ms = self._catch_up_ms + self._draft_ms + self._host_ms
