@@ -1,5 +1,5 @@
-"""Drafts through servers with the official client that only samples: samples are those without
-drafts, bit for bit, while a draft learns in quiet time, and comes into use if it is better."""
+"""Draft models through servers with the official client: samples are those without drafts, bit for
+bit, while a draft learns in quiet time from samples alone, and comes into use if it is better."""
 
 import time
 from collections.abc import Iterator
@@ -137,17 +137,3 @@ def test_a_draft_model_that_has_become_worse_is_refused(
     last = following["last_training"]
     assert following["trainings"]["used"] == 0 and following["draft"] == "draft-000001"
     assert not last["promoted"] and last["after"]["mean"] < last["before"]["mean"]
-
-
-def test_auto_makes_a_head_from_samples_alone_and_drafts_with_it(
-    start: Any, plain: list[Samples]
-) -> None:
-    server = start("--speculate", "auto", "--draft-make-head", "--draft-least-cases", "32")
-    following = trained_in_quiet(server, plain, "used")
-    assert following["draft"] != "draft-000001" and following["seconds"]["training"] == 0
-    sampler, deadline = sampler_of(server), time.monotonic() + LONGEST_S
-    while "head" not in figures(server)["drafters"]:
-        assert time.monotonic() < deadline, figures(server)
-        assert sampled(sampler, 0) == plain[0]
-        time.sleep(0.2)
-    assert set(figures(server)["drafters"]) == {"suffix", "head"}
