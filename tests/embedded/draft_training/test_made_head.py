@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -45,12 +46,16 @@ def settings_of(folder: Path) -> DrafterSettings:
     return DrafterSettings("auto", None, 1, folder, folder / "drafts", online, make_head=True)
 
 
-def requests() -> list[SampleRequest]:
-    return [ask(random_prompt(6, i), n=4, max_tokens=40, seed=i, use_eos=False) for i in range(6)]
+def requests(epoch: int) -> list[SampleRequest]:
+    """Other prompts in each, of which no earlier text says anything."""
+    return [
+        ask(random_prompt(6, 10 * epoch + i), n=4, max_tokens=40, seed=epoch, use_eos=False)
+        for i in range(6)
+    ]
 
 
-def sampled(sampler: Sampler, version: str) -> list[SampleOutput]:
-    return [sampler.one(version, request) for request in requests()]
+def sampled(sampler: Sampler, version: str, epoch: int) -> list[SampleOutput]:
+    return [sampler.one(version, request) for request in requests(epoch)]
 
 
 def test_a_head_is_made_out_of_samples_and_drafts_from_its_promotion_on(
@@ -58,27 +63,29 @@ def test_a_head_is_made_out_of_samples_and_drafts_from_its_promotion_on(
 ) -> None:
     store = open_store(folder)
     version = store.publish(FromBase("tiny"))
-    plain = sampled(Sampler(store, num_threads=1), version)
+    without = Sampler(store, num_threads=1)
     trainers, settings = OnlineTrainers(), settings_of(tmp_path)
     sampler = Sampler(store, num_threads=1, speculate=speculate(settings, trainers))
-    drafts = drafts_of(settings.drafts_dir, "tiny")
+    drafts, epochs = drafts_of(settings.drafts_dir, "tiny"), count()
 
-    def sample_again() -> set[str]:
+    def sample_more() -> set[str]:
         """The drafters that have been asked by now."""
-        for output, expected in zip(sampled(sampler, version), plain, strict=True):
+        epoch = next(epochs)
+        plain = sampled(without, version, epoch)
+        for output, expected in zip(sampled(sampler, version, epoch), plain, strict=True):
             same(output, expected)
+        assert sum(len(s.tokens) for o in plain for s in o.sequences) > NEW_CASES * LEAST_CASES
         return set(sampler.engine.speculation()[0]["tiny"]["drafters"])
 
-    assert sample_again() == {"suffix"} and not has_trained(drafts)
-    assert sum(len(s.tokens) for o in plain for s in o.sequences) > NEW_CASES * LEAST_CASES
+    assert sample_more() == {"suffix"} and not has_trained(drafts)
     for _ in range(MOST_WORK):
         if trainers.snapshot()["tiny"]["trainings"]["used"]:
             break
         if not trainers.are_due_in_quiet:
-            sample_again()
+            sample_more()
         trainers.work(quiet=True)
     assert has_trained(drafts)
-    assert sample_again() == {"suffix", "head"}
+    assert sample_more() == {"suffix", "head"}
     assert not trainers.snapshot()["tiny"]["is_over"]
 
 
@@ -88,7 +95,7 @@ def test_a_head_that_has_learned_nothing_is_none_to_start_with(
     settings = settings_of(tmp_path)
     store = open_store(folder)
     sampler = Sampler(store, num_threads=1, speculate=speculate(settings, OnlineTrainers()))
-    sampler.one(store.publish(FromBase("tiny")), requests()[0])
+    sampler.one(store.publish(FromBase("tiny")), requests(0)[0])
     assert drafts_of(settings.drafts_dir, "tiny").find("best") is not None
     with pytest.raises(ConfigError, match="has no draft head"):
         require_drafts(replace(settings, name="head"), [ModelSource("tiny", folder)])
