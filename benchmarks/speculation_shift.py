@@ -253,7 +253,7 @@ def draw(found: dict[str, Curve], path: Path) -> None:
 
 
 def main() -> None:
-    parser = BenchmarkParser("speculation-shift", __doc__, quick="two steps, short samples")
+    parser = BenchmarkParser("speculation_shift", __doc__, quick="two steps, short samples")
     parser.add_argument(
         "--drafts",
         type=Path,
