@@ -57,8 +57,8 @@ RULES = {
     "storage tinker_gmi",
     "services.models": "backends.base core core.types errors losses services.accounts "
     "services.checkpoints services.common storage tinker_gmi wire",
-    "services.chats": "chat core.types errors services.accounts services.checkpoints "
-    "services.common services.models storage tinker_gmi",
+    "services.chats": "backends.base chat core.types errors services.accounts "
+    "services.checkpoints services.common services.models storage tinker_gmi",
     "services.captures": "captures chat config errors services.chats storage tinker_gmi "
     "tinker_gmi.bodies",
     "services.runs": "backends.base core core.types errors services.checkpoints services.common "

@@ -181,7 +181,7 @@ COVERED = {
         "it needs a server with turns in a session",
     ),
     "python cookbook/agent_rl.py": Elsewhere(
-        "tests/e2e/test_captured_agent.py::test_the_recipe_trains_the_agent_and_leaves_its_curve",
+        "tests/e2e/test_captured_agent.py::test_the_recipe_trains_the_agent_goes_on_and_leaves_its_curve",
         "it takes minutes on real weights",
     ),
     "docker logs CONTAINER": Elsewhere(IMAGE, "it needs the image"),

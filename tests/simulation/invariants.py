@@ -160,7 +160,8 @@ def nothing_of_another_user(world: "World") -> Iterator[str]:
 
 
 def files_are_whole(world: "World") -> Iterator[str]:
-    """Every checkpoint on record verifies, and no others lie there."""
+    """Every checkpoint on record verifies, and no others lie there. What a killed command left half
+    written goes when the server begins anew."""
     database = apsw.Connection(str(world.disk.folder / "tinkercloud.db"), vfs=sqlite.VFS_NAME)
     directories = {row[0] for row in database.execute("SELECT directory FROM checkpoints")}
     database.close()
@@ -169,7 +170,10 @@ def files_are_whole(world: "World") -> Iterator[str]:
             checkpoint_files.verify(world.disk.folder / directory)
         except ServerFault as error:
             yield f"checkpoint {directory}: {error}"
+    may_be_left = world.num_crashes["command"] > 0 and not world.is_begun_anew
     for path in world.disk.folder.glob("checkpoints/*/*/*/*"):
+        if may_be_left and path.name.startswith(checkpoint_files.TEMPORARY_PREFIX):
+            continue
         if str(path.relative_to(world.disk.folder)) not in directories:
             yield f"{path.relative_to(world.disk.folder)} belongs to nothing"
 

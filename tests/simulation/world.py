@@ -51,6 +51,7 @@ class World:
         self.coverage = Coverage()
         self.history = History()
         self.failures: list[str] = []
+        self.is_begun_anew = False  # the server, after everything was at rest
         self.moments: dict[float, float] = {}
         """When it was what by the wall clock: no row can say, for that clock is set."""
         self.disk = Disk(place, self._on_disk)
@@ -146,6 +147,7 @@ class World:
         if not self.failures:
             self._crash("power", "at rest")
             await self._end_faults()
+            self.is_begun_anew = True
             await self._sample_what_was_published()
             await check(self)
         if not self.failures:
