@@ -11,6 +11,7 @@ themselves. Tokens and log-probabilities are the same bits with any drafts.
 
 import argparse
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import fmean
@@ -32,18 +33,25 @@ WORDS = [
 MAX_LENGTH = 14  # of a list
 MAX_TOKENS = 48
 COUNTED = ("verified", "accepted")
+FRESH_S = 10.0  # until the server's numbers have what came, at most
 NUM_JUDGED = 3  # steps at the beginning and at the end
 
 
 @dataclass(frozen=True)
 class Drafts:
-    """Since the server's start: drafted tokens that the model judged, and those it accepted."""
+    """Since the server's start: drafted tokens that the model judged, those it accepted, and all
+    tokens that were sampled."""
 
     verified: int
     accepted: int
+    sampled: int
 
     def since(self, before: "Drafts") -> "Drafts":
-        return Drafts(self.verified - before.verified, self.accepted - before.accepted)
+        return Drafts(
+            self.verified - before.verified,
+            self.accepted - before.accepted,
+            self.sampled - before.sampled,
+        )
 
     @property
     def share(self) -> float:
@@ -75,14 +83,11 @@ def run(args: argparse.Namespace) -> None:
             publication = training.save_weights_and_get_sampling_client()
             loss = backward.result().metrics["loss:sum"]
             update.result()
-            before = drafts_of(http) or Drafts(0, 0)  # a server tells of them once it has sampled
+            before = drafts_of(http) or Drafts(
+                0, 0, 0
+            )  # told once it has sampled
             num_tokens = count(args, publication.result(), tokenizer, step)
-            now = drafts_of(http)
-            if now is None:
-                raise options.RecipeError(
-                    "this server drafts nothing, or does not tell this key of it"
-                )
-            drafts = now.since(before)
+            drafts = drafts_since(http, before, num_tokens)
             figures = {
                 "loss": loss, "tokens": num_tokens,
                 "drafted": drafts.verified, "accepted": drafts.share,
@@ -122,9 +127,23 @@ def count(args: argparse.Namespace, sampler: Any, tokenizer: Any, step: int) -> 
     return sum(len(future.result().sequences[0].tokens) for future in futures)
 
 
+def drafts_since(http: httpx.Client, before: Drafts, num_tokens: int) -> Drafts:
+    """With so many tokens, which have come: the server's numbers may be a second old. Raises
+    RecipeError where it tells nothing."""
+    deadline = time.monotonic() + FRESH_S
+    while True:
+        now = drafts_of(http)
+        if now is not None and now.since(before).sampled >= num_tokens:
+            return now.since(before)
+        if time.monotonic() > deadline:
+            raise options.RecipeError("this server drafts nothing, or does not tell this key of it")
+        time.sleep(0.05)
+
+
 def drafts_of(http: httpx.Client) -> Drafts | None:
     """None: the server tells nothing of drafts."""
-    speculation = http.get("/health").raise_for_status().json().get("speculation")
+    health = http.get("/health").raise_for_status().json()
+    speculation = health.get("speculation")
     if not speculation:
         return None
     depths = [
@@ -133,7 +152,8 @@ def drafts_of(http: httpx.Client) -> Drafts | None:
         for drafter in model["drafters"].values()
         for depth in drafter["depths"]
     ]
-    return Drafts(*(sum(depth[name] for depth in depths) for name in COUNTED))
+    verified, accepted = (sum(depth[name] for depth in depths) for name in COUNTED)
+    return Drafts(verified, accepted, health["backend"]["tokens_sampled"])
 
 
 def report(args: argparse.Namespace, metrics: Metrics) -> None:

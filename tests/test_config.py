@@ -73,6 +73,7 @@ def test_every_setting_can_be_given_by_its_variable(setting):
         "engine.draft_share": "0.5",
         "draft.tokens": "7",
         "draft.in_quiet_time": "no",
+        "draft.make_head": "yes",
         "draft.acceptance": "0.5",
         "draft.replay_share": "0.5",
         "cluster.strategy": "SPREAD",
