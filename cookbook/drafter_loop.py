@@ -83,9 +83,7 @@ def run(args: argparse.Namespace) -> None:
             publication = training.save_weights_and_get_sampling_client()
             loss = backward.result().metrics["loss:sum"]
             update.result()
-            before = drafts_of(http) or Drafts(
-                0, 0, 0
-            )  # told once it has sampled
+            before = drafts_of(http) or Drafts(0, 0, 0)  # told once it has sampled
             num_tokens = count(args, publication.result(), tokenizer, step)
             drafts = drafts_since(http, before, num_tokens)
             figures = {
