@@ -25,9 +25,9 @@ def test_every_file_with_slow_tests_has_its_time_for_a_slice():
     assert slow == set(BUDGET.slow)
 
 
-def test_parallel_folders_exist():
+def test_parallel_folders_and_files_exist():
     names = [name for folders in BUDGET.parallel.values() for name in folders]
-    assert [name for name in names if not (suite.ROOT / "tests" / name).is_dir()] == []
+    assert [name for name in names if not (suite.ROOT / "tests" / name).exists()] == []
 
 
 def test_a_folder_beyond_its_tolerance_is_named(capsys):
