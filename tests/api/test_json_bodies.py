@@ -96,7 +96,8 @@ def end_process(body: bytes) -> None:
 
 async def test_a_parser_that_ends_is_replaced() -> None:
     parser = BodyParser()
-    with pytest.raises(PayloadTooLarge, match="a body of 3 bytes"):
-        await parser.run(end_process, b"abc")
-    assert await parser.run(parse_json, b"[1]") == [1]
+    for _ in range(5):
+        with pytest.raises(PayloadTooLarge, match="a body of 3 bytes"):
+            await parser.run(end_process, b"abc")
+        assert await parser.run(parse_json, b"[1]") == [1]
     parser.close()

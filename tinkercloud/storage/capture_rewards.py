@@ -17,8 +17,12 @@ class Delivery:
     error: str | None
 
 
+_OF_A_SESSION = " WHERE EXISTS (SELECT 1 FROM captures WHERE capture_id = ?1)"
+
+
 class CaptureRewardStorage:
-    """Takes ids of sessions whose owner the caller has checked."""
+    """Takes ids of sessions whose owner the caller has checked. Nothing is kept of one that was
+    deleted since."""
 
     def __init__(self, database: Database):
         self._database = database
@@ -26,7 +30,7 @@ class CaptureRewardStorage:
     async def put(self, capture_id: str, target: str, key: str, value: float) -> None:
         """The same target and key again: replaced."""
         await self._database.write(
-            "INSERT INTO capture_rewards VALUES (?, ?, ?, ?, ?)"
+            f"INSERT INTO capture_rewards SELECT ?1, ?2, ?3, ?4, ?5{_OF_A_SESSION}"
             " ON CONFLICT DO UPDATE SET value = excluded.value, created_at = excluded.created_at",
             *(capture_id, target, key, value, time.time()),
         )
@@ -48,7 +52,7 @@ class CaptureRewardStorage:
 
     async def close(self, capture_id: str, episode: str) -> None:
         await self._database.write(
-            "INSERT OR IGNORE INTO capture_closings VALUES (?, ?, ?)",
+            f"INSERT OR IGNORE INTO capture_closings SELECT ?1, ?2, ?3{_OF_A_SESSION}",
             *(capture_id, episode, time.time()),
         )
 
@@ -61,7 +65,7 @@ class CaptureRewardStorage:
 
     async def put_delivery(self, capture_id: str, delivery: Delivery) -> None:
         await self._database.write(
-            "INSERT OR REPLACE INTO capture_deliveries VALUES (?, ?, ?, ?, ?)",
+            f"INSERT OR REPLACE INTO capture_deliveries SELECT ?1, ?2, ?3, ?4, ?5{_OF_A_SESSION}",
             *(capture_id, delivery.trajectory_id, delivery.attempts, delivery.next_at),
             delivery.error,
         )

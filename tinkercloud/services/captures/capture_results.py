@@ -50,7 +50,8 @@ class CaptureResults:
         self._rewards = rewards
 
     async def reward(self, user: str, capture_id: str, body: CaptureRewardRequest) -> str:
-        """The target. Raises InvalidField for a turn or a trajectory that is not there."""
+        """The target. Raises InvalidField for a turn or a trajectory that is not there, and
+        CaptureNotFound where the session was deleted meanwhile."""
         capture = await self._service.require(user, capture_id)
         named = [n for n in ("trajectory", "turn", "episode") if getattr(body, n) is not None]
         if len(named) > 1:
@@ -67,6 +68,7 @@ class CaptureResults:
         if await self._rewards.number(capture_id) >= MAX_REWARDS:
             raise CaptureFull(f"this session has {MAX_REWARDS} rewards; start another one")
         await self._rewards.put(capture_id, target, body.key, body.value)
+        await self._service.require(user, capture_id)
         return target
 
     async def trajectories(

@@ -65,6 +65,7 @@ class _ParserProcess:
             write_message(process.stdin, (parse, body))
             result, is_last = read_message(process.stdout)
         except (EOFError, OSError):  # it was ended, as by a system that is short of memory
+            self._end()  # here: for a moment it is still one that runs
             return PayloadTooLarge(
                 f"the process that parses JSON ended over a body of {len(body)} bytes; send less "
                 "in one request"
