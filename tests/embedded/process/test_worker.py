@@ -1,13 +1,12 @@
 """Sampling for one model and training for another share the device: neither starves."""
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.embedded.process.worker_driver import LIMIT_S, Driver
+from tests.embedded.process.worker_driver import Driver
 from tests.embedded.tiny import ask, random_prompt, supervised
 from tinkercloud.core.types import AdamParams, FromBase, FromModel, LoraSpec, TrainBatch
 from tinkercloud.embedded.process import worker
@@ -16,7 +15,6 @@ from tinkercloud.embedded.process.protocol import (
     CreateModel,
     ForwardBackward,
     OptimStep,
-    Ping,
     Publish,
     Request,
     Sample,
@@ -108,21 +106,8 @@ def test_samples_go_on_during_long_work_on_a_model_and_other_requests_keep_their
     driver.call(CreateModel("m", "tiny", LoraSpec(rank=4, seed=0)))
     request = ask(random_prompt(20, 1), max_tokens=4, use_eos=False)
     alone = driver.call(Sample(version, request)).sequences[0]
-    sent, are_sent = list[int](), threading.Event()
-
-    def all_at_once(number: int) -> None:
-        """In the worker's thread: it finds all of them."""
-        driver.whenever = lambda _: None
-        later = (Sample(version, request), ForwardBackward("m", batch(8)), Publish(FromModel("m")))
-        sent.extend(driver.send(each) for each in (LONG_WORK[name], *later))
-        are_sent.set()
-
-    driver.whenever = all_at_once
-    driver.call(Ping())
-    assert are_sent.wait(LIMIT_S)
-    for number in sent:
-        driver.wait(number)
-    work, sample, _, publish = sent
+    later = (Sample(version, request), ForwardBackward("m", batch(8)), Publish(FromModel("m")))
+    work, sample, _, publish = driver.send_at_once(LONG_WORK[name], *later)
     order = [number for number in driver.order if number in (work, sample, publish)]
     assert order == [sample, work, publish]
     sampled = driver.wait(sample).sequences[0]
@@ -138,22 +123,9 @@ def test_passes_and_saves_of_other_models_go_on_during_long_work_on_one_and_none
     for model in ("m", "other", "alone"):
         driver.call(CreateModel(model, "tiny", LoraSpec(rank=4, seed=0)))
     alone = driver.call(ForwardBackward("alone", batch(8)))
-    sent, are_sent = list[int](), threading.Event()
-
-    def all_at_once(number: int) -> None:
-        """In the worker's thread: it finds all of them."""
-        driver.whenever = lambda _: None
-        passes = (ForwardBackward("m", batch(8)), ForwardBackward("other", batch(8)))
-        later = (*passes, SaveModel("alone", tmp_path, True))
-        sent.extend(driver.send(each) for each in (LONG_WORK[name], *later))
-        are_sent.set()
-
-    driver.whenever = all_at_once
-    driver.call(Ping())
-    assert are_sent.wait(LIMIT_S)
-    for number in sent:
-        driver.wait(number)
-    work, own, other, save = sent
+    passes = (ForwardBackward("m", batch(8)), ForwardBackward("other", batch(8)))
+    later = (*passes, SaveModel("alone", tmp_path, True))
+    work, own, other, save = driver.send_at_once(LONG_WORK[name], *later)
     assert driver.order.index(save) < driver.order.index(work)
     order = [number for number in driver.order if number in (work, own, other)]
     assert order == ([other, work, own] if name != "create" else [own, other, work])

@@ -9,7 +9,14 @@ from typing import TypeVar
 import torch
 
 from tinkercloud.config import DraftConfig, EngineConfig, ModelSource
-from tinkercloud.embedded.process.protocol import Call, EngineSettings, Request, Result, Stats
+from tinkercloud.embedded.process.protocol import (
+    Call,
+    EngineSettings,
+    Ping,
+    Request,
+    Result,
+    Stats,
+)
 from tinkercloud.embedded.process.served_models import open_models
 from tinkercloud.embedded.process.worker import Worker
 
@@ -89,6 +96,23 @@ class Driver:
 
     def call(self, request: Request[R]) -> R:
         return self.wait(self.send(request))
+
+    def send_at_once(self, *requests: Request[object]) -> list[int]:
+        """The worker finds all of them when it looks for the next one; all are answered."""
+        sent, are_sent = list[int](), threading.Event()
+
+        def send_all(number: int) -> None:
+            """In the worker's thread."""
+            self.whenever = lambda _: None
+            sent.extend(self.send(each) for each in requests)
+            are_sent.set()
+
+        self.whenever = send_all
+        self.call(Ping())
+        assert are_sent.wait(LIMIT_S)
+        for number in sent:
+            self.wait(number)
+        return sent
 
     def end(self) -> None:
         self.whenever = lambda _: None
