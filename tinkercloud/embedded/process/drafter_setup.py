@@ -232,7 +232,7 @@ def _check_remote(addresses: str, settings: DrafterSettings) -> None:
 def _online_trainer(drafter: Drafter, base: BaseModel, settings: DrafterSettings) -> OnlineTrainer:
     """Trains the drafter only where `best` is served, not a head that was chosen by name."""
     online = settings.online
-    store = CaseStore(int(online.case_share * online.memory_bytes), online.max_age)
+    store = _case_store(online)
     folder = drafts_of(settings.drafts_dir, base.name)
     trainee = None
     if isinstance(drafter, HeadDrafter) and settings.name in ("head", "head:best"):
@@ -255,16 +255,21 @@ def _made_head(
     first training is a longer one, of more text."""
     folder, online = drafts_of(settings.drafts_dir, base.name), settings.online
     was_trained = has_trained(folder)
-    if not was_trained:
+    if was_trained:
+        weights = open_head(folder, "best", base)
+    else:
+        weights = untrained_head(base)
         training, plan = online.training, online.training.plan
         plan = replace(plan, num_steps=NEW_STEPS, peak_rate=NEW_RATE * plan.peak_rate)
         trigger = replace(training.trigger, least_cases=NEW_CASES * training.trigger.least_cases)
         online = replace(online, training=replace(training, plan=plan, trigger=trigger))
-    weights = untrained_head(base) if not was_trained else open_head(folder, "best", base)
     drafter = head_drafter(weights, base, runner)
-    store = CaseStore(int(online.case_share * online.memory_bytes), online.max_age)
     trainee = head_trainee(drafter, settings)
-    return drafter, OnlineTrainer(folder, store, trainee, online), was_trained
+    return drafter, OnlineTrainer(folder, _case_store(online), trainee, online), was_trained
+
+
+def _case_store(online: OnlineSettings) -> CaseStore:
+    return CaseStore(int(online.case_share * online.memory_bytes), online.max_age)
 
 
 def _controller(costs: CostTable, max_draft: int) -> DraftLengthController:
