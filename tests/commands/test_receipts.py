@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.api.harness import Api, serving
+from tests.api.harness import Api, serving, wire_datum
 from tests.api.models.test_recovery import train
 from tinkercloud.backends.fake import FakeBackend
 from tinkercloud.cli import main
@@ -128,6 +128,32 @@ async def test_a_step_is_verified_elsewhere(tmp_path: Path, capsys: Output, step
     assert await command("verify", path, *given) == 0
     number = 4 - (step > 1)
     assert f"verified: {number} of {number} operations" in capsys.readouterr().out
+
+
+async def test_a_step_whose_first_passes_are_not_kept_has_no_receipt(
+    tmp_path: Path, capsys: Output
+) -> None:
+    """A checkpoint has no gradient: what the snapshot has of them could not be checked."""
+    data, path = tmp_path / "data", tmp_path / "receipt.json"
+    async with serving(data) as api:
+        model_id = await api.model()
+        number = await train(api, model_id, 1, steps=1)
+        await api.result(await api.forward_backward(model_id, number, [wire_datum((5, 6, 7))]))
+        await api.services.snapshots.take(("ann", model_id), 5)
+        await api.services.snapshots.settled()
+        await train(api, model_id, number + 1, steps=2)
+        await api.services.database.write("UPDATE operations SET ran_at = 0 WHERE position <= 5")
+        await api.services.archive.expire()
+        asked = ["receipt", model_id, "--data-dir", data, "--step"]
+        assert await command(*asked, 2) == 1
+        error = capsys.readouterr().err
+        assert "step 2 gets no receipt" in error
+        assert "steps from 3 on are kept whole" in error
+        assert await command("replay", model_id, "--step", 2, "--data-dir", data) == 0
+        capsys.readouterr()
+        assert await command(*asked, 3, "--weights", tmp_path / "weights") == 0
+    path.write_text(capsys.readouterr().out)
+    assert await command("verify", path, "--weights", tmp_path / "weights") == 0
 
 
 async def a_receipt(folder: Path, capsys: Output) -> dict[str, Any]:

@@ -240,6 +240,9 @@ async def receipt_of_step(
     async for repeated in replay.go_on(kept, after, until, step - 1):
         require_agreement(repeated)
         operations.append(_operation(repeated))
+    after_sha256 = tensors_sha256(await workshop.state(model_id, "after"))
+    if kept.beginning is not None and after == kept.beginning.position:
+        await _require_whole(workshop, kept, step, until, after_sha256)
     return sealed(
         {
             "of": STEP,
@@ -249,9 +252,29 @@ async def receipt_of_step(
             "before": before,
             "numerics": workshop.backend.numerics(),
             "operations": operations,
-            "after": {"sha256": tensors_sha256(await workshop.state(model_id, "after"))},
+            "after": {"sha256": after_sha256},
         }
     )
+
+
+async def _require_whole(
+    workshop: Workshop, kept: KeptRun, step: int, until: int, after_sha256: str
+) -> None:
+    """Of a step that follows the snapshot with which what is kept begins. The snapshot has the
+    gradient of passes that are not kept, if there were any; the checkpoint made of it has not.
+    Raises UserError where the step comes out otherwise from the checkpoint."""
+    assert kept.beginning is not None
+    model_id, base_model = kept.run.model_id, workshop.catalog.backend_name(kept.model.base_model)
+    before = workshop.scratch / "before"
+    await workshop.backend.load_model(model_id, base_model, before, with_optimizer=True)
+    replay = RunReplay(workshop.backend, workshop.catalog, workshop.runs)
+    repeats = replay.go_on(kept, kept.beginning.position, until, step - 1)
+    agree = [repeated.agrees async for repeated in repeats]
+    if not all(agree) or tensors_sha256(await workshop.state(model_id, "again")) != after_sha256:
+        raise UserError(
+            f"step {step} gets no receipt: what is kept of the run begins within it, and its first "
+            f"passes are not kept any more; steps from {step + 1} on are kept whole"
+        )
 
 
 def _operation(repeated: Repeated) -> dict[str, Any]:
