@@ -89,9 +89,10 @@ def clients(server: Server, offer: Served, options: Namespace) -> Measured:
 def attacks(server: Server, offer: Served, options: Namespace) -> Measured:
     names = options.attacks.split(",")
     phase_s, scale = (1.0, 0.01) if options.quick else (options.phase_s, 1.0)
-    results = asyncio.run(load_attacks.measure(server, offer, names, phase_s, scale))
+    attacked = load_attacks.measure(server, offer, names, phase_s, scale)
+    results, period_s = asyncio.run(attacked)
     rows = [each.cells() for each in results]
-    text = load_attacks.ABOUT.format(phase=phase_s)
+    text = load_attacks.ABOUT.format(phase=phase_s, period=period_s)
     return text, load_attacks.COLUMNS, rows, load_attacks.targets(results)
 
 

@@ -278,11 +278,12 @@ async def endless_sessions(attack: Attack) -> None:
     await attack.hold()
 
 
+LONG_PROMPTS = "prompts of 8000 tokens"
 ATTACKS: dict[str, Callable[[Attack], Awaitable[None]]] = {
     "large top-k answers": large_topk,
     "zstd bombs": zstd_bombs,
     "half-open connections": half_open,
-    "prompts of 8000 tokens": long_prompts,
+    LONG_PROMPTS: long_prompts,
     "10000 queued samples": queued_samples,
     "a model of rank 1024": large_rank,
     "learning rates NaN and 1e308": bad_learning_rates,

@@ -13,6 +13,9 @@ from benchmarks.lib.tinker_http import PROTO, SDK_VERSION, text_prompt
 from benchmarks.lib.wire_client import Refused, WireClient
 
 PERIOD_S = 0.1
+LITTLE = 0.2
+"""Of the server's time at most, as long as nobody else is there: a bystander who asks for more than
+half of it waits for its own samples."""
 LIMIT_S = 120.0
 PROMPT = (1, 2, 3, 4, 5, 6, 7, 8)
 
@@ -38,6 +41,7 @@ class Bystander:
         self._api = api
         self._sampler_id = sampler_id
         self._numbers = count()
+        self.period_s = PERIOD_S
 
     @classmethod
     async def connect(cls, url: str, api_key: str, base_model: str) -> "Bystander":
@@ -67,6 +71,15 @@ class Bystander:
         await self._api.retrieve(submitted["request_id"], PROTO)
         return submitted["request_id"]
 
+    async def settle(self, num_samples: int) -> None:
+        """Ask for so many one after another, and from then on so seldom that it is little."""
+        took_s: list[float] = []
+        for _ in range(num_samples):
+            began = time.perf_counter()
+            await self.sample()
+            took_s.append(time.perf_counter() - began)
+        self.period_s = max(PERIOD_S, quantile(took_s[num_samples // 2 :], 0.5) / LITTLE)
+
     @asynccontextmanager
     async def watching(self) -> AsyncGenerator[Seen]:
         """What it sees until the block ends, and of what it had asked for by then."""
@@ -77,7 +90,7 @@ class Bystander:
             due = time.perf_counter()
             while True:
                 asked.append(asyncio.create_task(self._ask(due, seen)))
-                due += PERIOD_S
+                due += self.period_s
                 await asyncio.sleep(max(0.0, due - time.perf_counter()))
 
         asking = asyncio.create_task(ask())
