@@ -21,13 +21,15 @@ PLAIN_EVERY = 16
 STEP_MS, SHORT_STEP_MS = 200.0, 20.0
 """Of a step with prompts alone, about: who comes meanwhile waits for its end. The short one is for
 where somebody else was there a moment ago, and may come back."""
-SHORT_STEPS = 2.0  # as many steps without prompts, where these take longer
+SHORT_STEPS = 1.0  # as many steps without prompts, where these take longer
 MOMENT_MS = 10_000.0
 MIN_ALONE_ROWS, MIN_SHORT_ROWS, FIRST_ROWS = 64, 4, 4
 """FIRST_ROWS: in a step of several users while nothing is known of what rows take."""
 MEMORY = 0.8  # of an average, from one step to the next
 
 
+WHOLE_WORK = 16.0
+"""So little is not cut further: another step costs more than these rows."""
 OPENING_ROWS = 4.0
 """Rows whose attention takes as long as to read their positions in the first place: 3.6 to 5 on two
 cores with AVX2, by the times of 1 to 512 rows behind 1,024 to 7,600 positions."""
@@ -123,6 +125,8 @@ class PrefillBudget:
         limit = self._limits[place]
         least = limit.least_rows - self._num_rows
         within = max(work.rows(start, limit.work - self._work), least)
+        if 0 < within < wanted and work.of(start, wanted) <= WHOLE_WORK:
+            within = wanted
         return max(min(wanted, within, self._max_rows - self._num_rows), 0)
 
     def take(self, work: RowWork, start: int, count: int, place: Place) -> None:
