@@ -142,7 +142,7 @@ bench: install $(SGLANG)/installed $(COOKBOOK)/installed ## all benchmarks, peer
 	for dtype in float32 bfloat16; do \
 		$(BIN)/python -m benchmarks.sampling --dtype $$dtype \
 			--json benchmarks/results/sampling-$$dtype.json; done
-	for part in restart steps simulation kills runs; do \
+	for part in restart steps simulation planted kills runs; do \
 		$(BIN)/python -m benchmarks.recovery --part $$part \
 			--json benchmarks/results/recovery-$$part.json; done
 	for part in clients latency attacks day; do \

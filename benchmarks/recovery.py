@@ -1,7 +1,7 @@
 """Recovery: how soon a server serves again, what its journal and snapshots cost, what proves it.
 
 One part a run, each with a result of its own: `restart`, `steps`, `kills` and `runs` measure real
-servers with real weights; `simulation` runs schedules.
+servers with real weights; `simulation` runs schedules, and `planted` those of a service with bugs.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from benchmarks.lib.processes import prepare_process
 from benchmarks.lib.report import Cell, Report, Target
 from benchmarks.lib.smollm2 import weights
 
-PARTS = ("restart", "steps", "simulation", "kills", "runs")
+PARTS = ("restart", "steps", "simulation", "planted", "kills", "runs")
 BUSY_LOAD = 0.5
 """Of the machine's last minute before a measurement, in cores."""
 Table = tuple[Sequence[str], list[Sequence[Cell]], list[Target]]
@@ -57,9 +57,13 @@ def measured(options: Namespace) -> tuple[str, Table]:
             rows = asyncio.run(recovery_steps.measure(weights(), dtypes[0], steps, seconds))
             return recovery_steps.ABOUT, (recovery_steps.COLUMNS, *rows)
         case "simulation":
-            planted_s = 1.0 if options.quick else options.planted_seconds
-            rows = recovery_simulation.simulate(seconds, planted_s)
+            rows = recovery_simulation.simulate(seconds)
             return recovery_simulation.ABOUT, (recovery_simulation.COLUMNS, *rows)
+        case "planted":
+            planted_s = 1.0 if options.quick else options.planted_seconds
+            rows = recovery_simulation.find_planted(planted_s)
+            about, columns = recovery_simulation.ABOUT_PLANTED, recovery_simulation.PLANTED_COLUMNS
+            return about, (columns, *rows)
         case "kills":
             rows = recovery_kills.measure(weights(), 4 if options.quick else options.kills)
             return recovery_kills.ABOUT, (recovery_kills.COLUMNS, *rows)

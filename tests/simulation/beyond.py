@@ -1,4 +1,4 @@
-"""Awaits of services, core and storage at which no schedule can crash, and why."""
+"""Awaits of services, core and storage, and flushes, at which no schedule can crash, and why."""
 
 from collections.abc import Mapping
 
@@ -27,6 +27,14 @@ BEYOND: Mapping[tuple[str, str], str] = {
     ("services/runs/replay.py", "self._deviation("): SAME_BITS,
 }
 """By (file, "def" of a function or a part of the awaiting line); "": all of the file."""
+
+BACKUPS = "`backup` and `restore` are run by no schedule; tests/commands/test_backup.py ends them"
+KEYS = "by commands on keys: their connection is real"
+FLUSHES_BEYOND: Mapping[str, str] = {
+    "tinkercloud/services/checkpoints/backups.py": BACKUPS,
+    "key_labels": KEYS,
+}
+"""By a part of the flush's name."""
 
 
 def reason(file: str, function: str, line: str) -> str | None:

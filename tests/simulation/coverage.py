@@ -1,5 +1,5 @@
-"""Where crashes met the service: every await that was suspended, every flush and write of the disk,
-every message of the engine, with how often."""
+"""Where crashes met the service, and how often: every await that was suspended, every flush, writes
+of the disk and messages of the engine."""
 
 import ast
 import gc
@@ -11,7 +11,8 @@ from pathlib import Path
 from types import AsyncGeneratorType, CodeType, FrameType
 from typing import Any
 
-from tests.simulation.beyond import reason
+from tests.simulation.beyond import FLUSHES_BEYOND, reason
+from tests.simulation.flushes import all_flushes, flush_site
 from tests.simulation.loop import Process
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,7 +21,8 @@ _PREFIXES = tuple(f"{ROOT}/tinkercloud/{room}/" for room in ROOMS)
 
 
 class Coverage:
-    """crashed: "tinkercloud/core/lane.py:12" or "fsync of tinkercloud.db-wal in ..." -> times."""
+    """crashed: "tinkercloud/core/lane.py:12", one of `all_flushes` or "write of files in ..." ->
+    times."""
 
     def __init__(self) -> None:
         self.crashed: Counter[str] = Counter()
@@ -56,6 +58,17 @@ def _awaited_by(outer: Any) -> Any:
         return inner
     generators = (each for each in gc.get_referents(inner) if isinstance(each, AsyncGeneratorType))
     return next(generators, None)
+
+
+def places_on_disk(label: str, name: str, changes: Iterable[str]) -> list[str]:
+    """Where a change of a file comes from. changes: of the database's last transaction."""
+    if name == "tinkercloud.db-wal" and "fsync" in label and changes:
+        return [f"{label} of a commit: {change}" for change in sorted(changes)]
+    site = flush_site(sys._getframe(1)) if "fsync" in label else None
+    if site is not None:
+        return [f"{label} at {site}"]
+    kind = name if name.startswith("tinkercloud.db") else "files"
+    return [f"{label} of {kind} in {caller_in_product()}"]
 
 
 def caller_in_product(frame: FrameType | None = None) -> str:
@@ -109,6 +122,11 @@ def beyond() -> Mapping[str, str]:
     return {place: why for place, why in reasons.items() if why is not None}
 
 
+def flush_beyond(place: str) -> str | None:
+    """Why no crash can come at a flush; None: one can."""
+    return next((why for part, why in FLUSHES_BEYOND.items() if part in place), None)
+
+
 def _why_beyond(place: str) -> str | None:
     file, _, number = place.rpartition(":")
     text = (ROOT / file).read_text(encoding="utf-8")
@@ -123,21 +141,24 @@ def _why_beyond(place: str) -> str | None:
 
 def summary(coverage: Coverage) -> str:
     """Places that were crashed at."""
-    every = all_awaits()
-    hit = sum(coverage.crashed[place] > 0 for place in every)
-    others = len(set(coverage.crashed) - set(every))
+    hit = {place for place, num in coverage.crashed.items() if num}
+    num_awaits, num_flushes = (len(hit & set(each)) for each in (all_awaits(), all_flushes()))
+    flushes_beyond = [place for place in all_flushes() if flush_beyond(place)]
+    others = hit - {*all_awaits(), *all_flushes()}
     return (
-        f"crashed at {hit} of {len(every)} awaits ({len(beyond())} are beyond the simulation), "
-        f"{others} writes, flushes and messages"
+        f"crashed at {num_awaits} of {len(all_awaits())} awaits ({len(beyond())} are beyond the "
+        f"simulation), before or after {num_flushes} of {len(all_flushes())} flushes "
+        f"({len(flushes_beyond)}), at {len(others)} other writes and messages"
     )
 
 
 def report(coverage: Coverage) -> str:
-    """Awaits that were crashed at with their counts, and those that never were."""
+    """Awaits and flushes with how often a crash came there, also if none did."""
+    places = [(place, beyond().get(place)) for place in all_awaits()]
+    places += [(place, flush_beyond(place)) for place in all_flushes()]
+    rest = sorted(set(coverage.crashed) - {place for place, _ in places})
+    places += [(label, None) for label in rest]
     lines = [
-        f"{coverage.crashed[place]:7d}  {place}  {beyond().get(place, '')}".rstrip()
-        for place in all_awaits()
+        f"{coverage.crashed[place]:7d}  {place}  {why or ''}".rstrip() for place, why in places
     ]
-    rest = sorted(set(coverage.crashed) - set(all_awaits()))
-    lines += [f"{coverage.crashed[label]:7d}  {label}" for label in rest]
     return "\n".join([*lines, summary(coverage)])

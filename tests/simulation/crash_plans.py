@@ -38,8 +38,15 @@ class CrashPlan:
         return self.crashes.pop(0)
 
 
+def plans_of(schedule: Schedule) -> list[CrashPlan]:
+    """Those at awaits come each by itself."""
+    alone = ([crash] for crash in schedule.at_awaits)
+    return [CrashPlan(list(each)) for each in (schedule.crashes, schedule.aimed, *alone)]
+
+
 class AwaitCrashes:
-    """Those of a schedule's `await_rate`: each comes at the place that it is for, once."""
+    """Those of a schedule's `await_rate`: each comes at the await or the flush that it is for,
+    once."""
 
     def __init__(self, schedule: Schedule):
         self._schedule = schedule
@@ -52,7 +59,7 @@ class AwaitCrashes:
         return self._left > 0
 
     def at(self, place: str) -> Crash | None:
-        """The one that comes now, as a task waits at that place."""
+        """The one that comes now, as a task waits at that place, or something is flushed there."""
         if place not in self._crashes:
             self._crashes[place] = self._schedule.crash_at(place)
         crash = self._crashes[place]

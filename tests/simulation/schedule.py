@@ -161,8 +161,8 @@ _ENGINE = (("die before", 2), ("die after", 2), ("slow", 4), ("out of memory", 2
 class Schedule:
     """network_rate, engine_rate: shares of messages with a fault, up to the `last_fault`-th one.
     aimed: crashes beside the others, at moments that chance alone seldom meets. at_awaits: the same
-    at awaits of the service, each by itself. await_rate: at this share of the awaits that a run
-    comes to the service ends. idle_model_s: the setting. archive_bytes, session_ttl_s: these too.
+    at awaits of the service, each by itself. await_rate: at this share of the awaits and flushes
+    that a run comes to the service ends. idle_model_s, archive_bytes, session_ttl_s: the settings.
     all_is_large: as for `patches.simulated`. other_numerics_from: as for the engine.
     without: faults that are left out, as "network 17"."""
 
@@ -201,8 +201,8 @@ class Schedule:
         return self._fate("engine", number, self.engine_rate, _ENGINE)
 
     def crash_at(self, place: str) -> Crash | None:
-        """What comes at an await, where it is one of those. Each that a run meets is as likely as
-        any other, however seldom it is met and however short it is."""
+        """What comes at an await or a flush, where it is one of those. Each that a run meets is as
+        likely as any other, however seldom it is met and however short it is."""
         choices = random.Random(f"{self.seed} await {place}")
         if choices.random() >= self.await_rate:
             return None

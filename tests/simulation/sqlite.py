@@ -16,6 +16,7 @@ from typing import Any
 import apsw
 
 from tests.simulation.disk import Disk, File
+from tests.simulation.flushes import change_of
 from tests.simulation.loop import EPOCH_S, SimulatedLoop
 from tinkercloud.storage.connections import transact
 
@@ -24,12 +25,14 @@ JULIAN_DAY_OF_EPOCH = 2440587.5
 
 
 class Vfs(apsw.VFS):
-    """disk, loop: of the run; None between runs."""
+    """disk, loop: of the run; None between runs. changes: of the transaction that something was
+    done for last, as `change_of` names them."""
 
     def __init__(self) -> None:
         super().__init__(VFS_NAME, "unix")
         self.disk: Disk | None = None
         self.loop: SimulatedLoop | None = None
+        self.changes: set[str] = set()
 
     def xOpen(self, name: Any, flags: list[int]) -> apsw.VFSFile:
         return VfsFile(self.disk, name, flags)
@@ -144,6 +147,7 @@ class Connection:
         self.is_open = True
         self._autocommit = autocommit
         self._named = named
+        self._changes: set[str] = set()
 
     def execute(self, sql: str, values: Iterable[Any] = ()) -> Rows:
         try:
@@ -169,6 +173,12 @@ class Connection:
             raise as_sqlite3(error) from error
 
     def _begin_before(self, sql: str) -> None:
+        if not self._plain.in_transaction:
+            self._changes.clear()
+        change = change_of(sql)
+        if change is not None:
+            self._changes.add(change)
+        VFS.changes = self._changes
         changes = sql.lstrip()[:6].upper() in ("INSERT", "UPDATE", "DELETE", "REPLAC")
         if not self._autocommit and changes and not self._plain.in_transaction:
             self._plain.cursor().execute("BEGIN")
@@ -259,6 +269,11 @@ class AsyncConnection:
             self._loop.call_at(self._settles_at, _settle, *result)
         else:
             self._loop.call_soon(_settle, *result)
+
+
+def delay_s(choices: random.Random) -> float:
+    """How late the thread of a connection does the next thing."""
+    return 0.0 if choices.random() < 0.7 else choices.expovariate(500.0)
 
 
 def _settle(future: Any, result: Any, error: Exception | None) -> None:

@@ -1,11 +1,14 @@
 """The service keeps its promises whatever ends, is lost, or comes twice."""
 
 import time
+from collections.abc import Iterable
 
 import pytest
 
-from tests.simulation.beyond import BEYOND
-from tests.simulation.coverage import beyond
+from tests.simulation import world
+from tests.simulation.beyond import BEYOND, FLUSHES_BEYOND
+from tests.simulation.coverage import beyond, places_on_disk
+from tests.simulation.flushes import all_flushes
 from tests.simulation.run import run_schedule
 from tests.simulation.schedule import generate
 
@@ -39,11 +42,30 @@ def test_a_seed_gives_the_same_run_again() -> None:
 
 
 def test_what_is_beyond_the_simulation_is_there() -> None:
-    """Each row of the table is of an await that the service has."""
+    """Each row of the tables is of an await or a flush that the service has."""
     assert set(beyond().values()) == set(BEYOND.values())
     for (file, _), why in BEYOND.items():
         places = [place for place, reason in beyond().items() if reason == why]
         assert any(place.startswith(f"tinkercloud/{file}:") for place in places)
+    for part in FLUSHES_BEYOND:
+        assert any(part in place for place in all_flushes())
+
+
+def test_what_a_run_flushes_is_on_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But what SQLite does with its log as a server starts."""
+    met: set[str] = set()
+
+    def noted(label: str, name: str, changes: Iterable[str]) -> list[str]:
+        places = places_on_disk(label, name, changes)
+        met.update(place for place in places if "fsync" in place)
+        return places
+
+    monkeypatch.setattr(world, "places_on_disk", noted)
+    for schedule in filter(lambda each: each.await_rate, map(generate, range(6))):
+        assert not run_schedule(schedule).failures
+    others = met - set(all_flushes())
+    assert all(place.endswith(":prepare_database_file") for place in others)
+    assert len(met - others) > 40
 
 
 def test_a_schedule_has_thirty_operations_of_two_users_and_a_crash() -> None:

@@ -5,11 +5,11 @@ the invariants are checked when everything is at rest, and once more after a las
 """
 
 import asyncio
-import errno
 import random
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,16 @@ from tests.simulation.agents import Agent
 from tests.simulation.bodies import draw_late
 from tests.simulation.client import Client
 from tests.simulation.commands import Commands, Surroundings
-from tests.simulation.coverage import Coverage, caller_in_product, suspended_at
-from tests.simulation.crash_plans import AwaitCrashes, CrashPlan
+from tests.simulation.coverage import Coverage, places_on_disk, suspended_at
+from tests.simulation.crash_plans import AwaitCrashes, plans_of
 from tests.simulation.disk import Disk
+from tests.simulation.disk_troubles import DiskTroubles
 from tests.simulation.engine import SimulatedEngine
 from tests.simulation.history import History
 from tests.simulation.loop import EPOCH_S, PROCESS, Process, ProcessEnded, SimulatedLoop, in_process
 from tests.simulation.network import Network
 from tests.simulation.patches import simulated
-from tests.simulation.schedule import USERS, Command, Crash, CrashKind, DiskTrouble, Schedule
+from tests.simulation.schedule import USERS, Command, Crash, CrashKind, Schedule
 from tests.simulation.server import Server
 from tests.simulation.wires import GmiWire, SdkWire
 
@@ -64,26 +65,22 @@ class World:
             operation_s=schedule.operation_s,
         )
         self.engine.other_numerics_from = schedule.other_numerics_from
-        self.connector = sqlite.Connector(self.loop, self._database_delay_s)
-        alone = ((crash,) for crash in schedule.at_awaits)
-        plans = (schedule.crashes, schedule.aimed, *alone)
-        self._plans = [CrashPlan(list(each)) for each in plans]
+        delay_s = partial(sqlite.delay_s, self._choices)
+        self.connector = sqlite.Connector(self.loop, delay_s)
+        self._plans = plans_of(schedule)
         self._at_awaits = AwaitCrashes(schedule)
         self._look_for_next()
         self.num_crashes: Counter[str] = Counter()
-        self._troubles = list(schedule.disk)
-        self._trouble: DiskTrouble | None = None
-        self._num_changes = 0
-        self._has_trouble = False
         self.faults_on = True
         self.server: Server | None = None
         self._place, self._scratch = place, place.with_name(f"{place.name}-scratch")
         self._world = Process("world")
+        self._troubles = DiskTroubles(schedule.disk, self._later, self.note)
         self._clients: list[Process] = []
         self._commands = Commands(
             Surroundings(
-                *(self.loop, self._database_delay_s, self._scratch, self.history.samples),
-                lambda text: None if self._has_trouble else self.fail(text),
+                *(self.loop, delay_s, self._scratch, self.history.samples),
+                lambda text: None if self._troubles.has_come else self.fail(text),
             ),
             self._note_killed,
         )
@@ -162,7 +159,7 @@ class World:
 
     async def _end_faults(self) -> None:
         self.faults_on = False
-        self._trouble = None
+        self._troubles.end()
         self.network.calm()
         self.engine.calm()
         await self._until(self._at_rest, "everything is at rest")
@@ -239,7 +236,7 @@ class World:
                 server.process.alive = False
                 self.engine.end()
                 self.disk.after_kill()
-                if self._trouble is None and not server.met_trouble:
+                if not self._troubles.is_now and not server.met_trouble:
                     self.fail(f"the server does not start: {server.failure!r}")
                 self.note(f"it does not start: {server.failure!r}")
                 await asyncio.sleep(RETRY_START_S)
@@ -367,36 +364,36 @@ class World:
             raise ProcessEnded
         if not self.faults_on or process is self._world:
             return
-        self._num_changes += 1
-        for trigger in ("disk", *(("fsync",) if "fsync" in label else ())):
-            before = sum(self.num_crashes.values())
+        self._troubles.count()
+        before = self.num_crashes.total()
+        is_flush = "fsync" in label
+        for trigger in ("disk", *(("fsync",) if is_flush else ())):
             self._on_event(trigger, f"{label} of {path.name}")
-            if sum(self.num_crashes.values()) > before:
-                kind = path.name if path.name.startswith("tinkercloud.db") else "files"
-                self.coverage.crashed_at(f"{label} of {kind} in {caller_in_product()}")
+        is_crash = self.num_crashes.total() > before
+        if is_crash or (is_flush and self._at_awaits.come):
+            places = places_on_disk(label, path.name, sqlite.VFS.changes)
+            if is_crash or self._crash_at_flush(process, places):
+                for place in places:
+                    self.coverage.crashed_at(place)
         if not process.alive:
             raise ProcessEnded
-        self._maybe_trouble(label)
+        error = self._troubles.refused(label)
+        if error is not None:
+            if self.server is not None:
+                self.server.met_trouble = True
+            raise error
 
-    def _maybe_trouble(self, label: str) -> None:
-        if self._troubles and self._num_changes >= self._troubles[0].count:
-            self._trouble = self._troubles.pop(0)
-            self.note(f"the disk: {self._trouble.error} for {self._trouble.for_s} s")
-            end = self.loop.now + self._trouble.for_s
-            in_process(self._world, self.loop.call_at, end, self._end_trouble)
-        if self._trouble is None or label.startswith(("after", "unlink", "rmdir")):
-            return
-        if self.server is not None:
-            self.server.met_trouble = self._has_trouble = True
-        code = errno.ENOSPC if self._trouble.error == "ENOSPC" else errno.EIO
-        if code == errno.ENOSPC and label == "fsync":
-            return
-        raise OSError(code, self._trouble.error)
+    def _crash_at_flush(self, process: Process, places: list[str]) -> bool:
+        """Whether one of the schedule came. places: of one flush."""
+        crashes = [crash for place in places if (crash := self._at_awaits.at(place)) is not None]
+        if not crashes or self.server is None:
+            return False
+        self._look_for_next()
+        if crashes[0].kind == "kill" and self._commands.has(process):
+            self._commands.end(process)
+        else:
+            self._meet(crashes[0], places[0])
+        return True
 
-    def _end_trouble(self) -> None:
-        self._trouble = None
-
-    def _database_delay_s(self) -> float:
-        """How late the thread of a connection does the next thing."""
-        chance = self._choices.random()
-        return 0.0 if chance < 0.7 else self._choices.expovariate(500.0)
+    def _later(self, seconds: float, function: Callable[[], None]) -> None:
+        in_process(self._world, self.loop.call_later, seconds, function)
