@@ -28,7 +28,7 @@ BEYOND: Mapping[tuple[str, str], str] = {
 }
 """By (file, "def" of a function or a part of the awaiting line); "": all of the file."""
 
-BACKUPS = "`backup` and `restore` are run by no schedule; tests/commands/test_backup.py ends them"
+BACKUPS = "run by no schedule; `test_backup_ends` ends `backup` and `restore` at each flush"
 KEYS = "by commands on keys: their connection is real"
 FLUSHES_BEYOND: Mapping[str, str] = {
     "tinkercloud/services/checkpoints/backups.py": BACKUPS,

@@ -53,7 +53,8 @@ def back_up(data_dir: Path, folder: Path, report: Report) -> Copied:
         raise UserError(f"{folder} is there already; name a folder that is not")
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a backup that was interrupted
-    partial.mkdir(mode=0o700, parents=True)
+    checkpoint_files.make_folder(partial.parent)
+    partial.mkdir(mode=0o700)
     directories = _copy_with_runs(data_dir, partial)
     gone: list[str] = []
     for directory in directories:
@@ -91,7 +92,9 @@ def restore(folder: Path, data_dir: Path, report: Report) -> Copied:
         except ServerFault as error:
             raise UserError(f"{folder / directory}: {error}") from error
         report(f"verified {directory}")
-    data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    checkpoint_files.make_folder(data_dir.parent)
+    data_dir.mkdir(mode=0o700, exist_ok=True)
+    checkpoint_files.flush(data_dir.parent)
     for path in folder.iterdir():
         if path.is_dir():
             shutil.copytree(path, data_dir / path.name, symlinks=True)
