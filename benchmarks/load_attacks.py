@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 
-from benchmarks.lib.attacks import ATTACKS, LONG_PROMPTS, Victim
-from benchmarks.lib.bystander import Bystander, Seen
+from benchmarks.lib.attacks import ATTACKS, LONG_PROMPTS, QUEUED_SAMPLES, Victim
+from benchmarks.lib.bystander import Bystander, SamplingBystander, Seen, TrainingBystander
 from benchmarks.lib.footprint import History, watched
 from benchmarks.lib.machine import ROOT
 from benchmarks.lib.report import Cell, Target
@@ -21,6 +21,7 @@ from tinkercloud.storage.keys import KeyStore
 CALM_S = 3.0  # between attacks
 END_S = 20.0  # that an attacker may take over its time, with its start
 STALL_MS = 1000.0
+WHO_TRAINS = ", who trains"
 COLUMNS = (
     *("attack", "answers", "bystander failed", "p50 before ms", "p50 during", "p50 after"),
     *("p99 before ms", "p99 during", "p99 after", "memory most MB"),
@@ -60,19 +61,31 @@ async def measure(
         seconds=phase_s,
         scale=scale,
     )
-    bystander = await Bystander.connect(server.base_url, key, served.base_model)
-    await bystander.settle(20)
-    results = []
+    address = (server.base_url, key, served.base_model)
+    sampling = await SamplingBystander.connect(*address)
+    training = await TrainingBystander.connect(*address)
+    bystanders: dict[str, Bystander] = {"": sampling, WHO_TRAINS: training}
+    for each in bystanders.values():
+        await each.settle(20)
+    period_s = max(each.period_s for each in bystanders.values())
+    results: list[Attacked] = []
     for name in names:
-        results.append(await _attacked(server, bystander, name, victim))
-        # At once: the server may not live to the end of all.
-        print(*results[-1].cells(), sep=" | ", file=sys.stderr)
-        await asyncio.sleep(min(CALM_S, phase_s))
-    bystander.close()
-    return results, bystander.period_s
+        for who, bystander in bystanders.items():
+            bystander.period_s = period_s
+            if who and name != QUEUED_SAMPLES:
+                continue
+            results.append(await _attacked(server, bystander, name, who, victim))
+            # At once: the server may not live to the end of all.
+            print(*results[-1].cells(), sep=" | ", file=sys.stderr)
+            await asyncio.sleep(min(CALM_S, phase_s))
+    for each in bystanders.values():
+        each.close()
+    return results, period_s
 
 
-async def _attacked(server: Server, bystander: Bystander, name: str, victim: Victim) -> Attacked:
+async def _attacked(
+    server: Server, bystander: Bystander, name: str, who: str, victim: Victim
+) -> Attacked:
     assert server.process is not None
     async with watched(server.process.pid) as points:
         async with bystander.watching() as before:
@@ -81,7 +94,7 @@ async def _attacked(server: Server, bystander: Bystander, name: str, victim: Vic
             answers = await _attack(name, victim)
         async with bystander.watching() as after:
             await asyncio.sleep(victim.seconds)
-    return Attacked(name, answers, before, during, after, History(points))
+    return Attacked(name + who, answers, before, during, after, History(points))
 
 
 async def _attack(name: str, victim: Victim) -> str:
@@ -118,10 +131,11 @@ def targets(results: Sequence[Attacked]) -> list[Target]:
 ALL = tuple(ATTACKS)
 ABOUT = """\
 *attacks*: one key holder, or nobody's key, against a server, from a process of its own on the same
-cores; meanwhile a bystander with another key asks for a sample of 4 tokens every {period:.2g} s, at
-fixed times, and the table has the time from then until the result is there: for {phase:g} s before
-the attack, while it goes on ({phase:g} s and until the attacker has its answers), and {phase:g} s
-after. That is ten times a second, or for a fifth of the server's time where this is more seldom.
-The attacker runs at a lower priority, since it would be on another machine; its work is on the same
-cores all the same. *answers*: what the attacker got, by status; "failed": a result that says why it
-was refused; "cut off": some of its requests had no answer 5 s after its time was up."""
+cores; meanwhile a bystander with another key asks for a sample of 4 tokens ("who trains": for a
+forward_backward of 8) every {period:.2g} s, at fixed times, and the table has the time from then
+until the result is there: for {phase:g} s before the attack, while it goes on ({phase:g} s and
+until the attacker has its answers), and {phase:g} s after. That is ten times a second, or for a
+fifth of the server's time where this is more seldom. The attacker runs at a lower priority, since
+it would be on another machine; its work is on the same cores all the same. *answers*: what the
+attacker got, by status; "failed": a result that says why it was refused; "cut off": some of its
+requests had no answer 5 s after its time was up."""

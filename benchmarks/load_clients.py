@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 
-from benchmarks.lib.bystander import Bystander, Seen
+from benchmarks.lib.bystander import SamplingBystander, Seen
 from benchmarks.lib.footprint import Footprint, History, footprint, processor_s, watched
 from benchmarks.lib.machine import ROOT
 from benchmarks.lib.report import Cell, Target
@@ -125,8 +125,8 @@ async def measure(server: Server, served: Served, load: Load) -> Loaded:
     pid, base_model = server.process.pid, served.base_model
     prompts = [[(31 * i + 7 * j) % 900 + 3 for j in range(PROMPT_TOKENS)] for i in PLACES]
     expected = await _expected(server, base_model, prompts)
-    bystander = await Bystander.connect(server.base_url, server.api_key, base_model)
-    await bystander.sample()
+    bystander = await SamplingBystander.connect(server.base_url, server.api_key, base_model)
+    await bystander.ask()
     before, counted = footprint(pid), _on_record(server)
     crowds = [
         Crowd(*share, load.seconds, load.pace_s, base_model, prompts, expected, number)

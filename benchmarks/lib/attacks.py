@@ -104,9 +104,10 @@ class Attack:
         }
 
     async def retrieve(self, request_id: object) -> None:
-        while self.goes_on and request_id:
+        answer: dict[str, object] = {}
+        while request_id and not answer:
             answer = await self.post("retrieve_future", {"request_id": request_id})
-            if answer:
+            if not self.goes_on:
                 return
 
     async def model(self, rank: int) -> str:
@@ -278,13 +279,13 @@ async def endless_sessions(attack: Attack) -> None:
     await attack.hold()
 
 
-LONG_PROMPTS = "prompts of 8000 tokens"
+LONG_PROMPTS, QUEUED_SAMPLES = "prompts of 8000 tokens", "10000 queued samples"
 ATTACKS: dict[str, Callable[[Attack], Awaitable[None]]] = {
     "large top-k answers": large_topk,
     "zstd bombs": zstd_bombs,
     "half-open connections": half_open,
     LONG_PROMPTS: long_prompts,
-    "10000 queued samples": queued_samples,
+    QUEUED_SAMPLES: queued_samples,
     "a model of rank 1024": large_rank,
     "learning rates NaN and 1e308": bad_learning_rates,
     "JSON bodies of 60 MB": large_json,

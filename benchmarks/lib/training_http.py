@@ -47,15 +47,7 @@ class TrainedModel:
 
     async def forward_backward(self, batch: int, tokens: int) -> str:
         """The request id, once it is acknowledged. batch datums of as many tokens."""
-        data = tuple(_datum(row, tokens) for row in range(batch))
-        body = codec.encode_forward_backward_request(
-            codec.ForwardBackwardRequest(
-                model_id=self._model_id,
-                seq_id=next(self._seq_ids),
-                data=data,
-                loss_fn="cross_entropy",
-            )
-        )
+        body = forward_backward_body(self._model_id, next(self._seq_ids), batch, tokens)
         while True:
             try:
                 answer = await self._api.http.post(
@@ -97,6 +89,17 @@ class TrainedModel:
 
     async def close(self) -> None:
         await self._api.close()
+
+
+def forward_backward_body(model_id: str, seq_id: int, batch: int, tokens: int) -> bytes:
+    """Of batch datums of as many tokens."""
+    request = codec.ForwardBackwardRequest(
+        model_id=model_id,
+        seq_id=seq_id,
+        data=tuple(_datum(row, tokens) for row in range(batch)),
+        loss_fn="cross_entropy",
+    )
+    return codec.encode_forward_backward_request(request)
 
 
 def _datum(row: int, tokens: int) -> codec.WireDatum:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import load_attacks, load_clients, load_day, load_latency
-from benchmarks.lib.bystander import Bystander, Seen
+from benchmarks.lib.bystander import SamplingBystander, Seen
 from benchmarks.lib.footprint import Footprint, History, footprint
 from benchmarks.lib.report import Target
 from benchmarks.lib.sdk_clients import SAMPLING, TRAINING, Work
@@ -73,7 +73,8 @@ def test_models_that_are_trained_alike_have_the_same_losses():
 
 
 async def test_a_bystander_s_times_begin_when_its_samples_are_due(fake_server: Server):
-    bystander = await Bystander.connect(fake_server.base_url, fake_server.api_key, TINY.name)
+    address = (fake_server.base_url, fake_server.api_key, TINY.name)
+    bystander = await SamplingBystander.connect(*address)
     async with bystander.watching() as seen:
         await asyncio.sleep(0.25)
     bystander.close()
@@ -90,16 +91,17 @@ async def test_the_client_over_sockets_says_what_was_refused(fake_server: Server
 
 
 async def test_an_attack_is_answered_and_its_bystander_is_too(fake_server: Server):
-    names = ["half-open connections", "learning rates NaN and 1e308"]
+    names = ["half-open connections", "learning rates NaN and 1e308", "10000 queued samples"]
     results, period_s = await load_attacks.measure(fake_server, SERVED, names, 1.5, scale=0.01)
     assert period_s >= 0.1
-    assert [each.failed for each in results] == [0, 0]
+    assert [each.name for each in results] == [*names, "10000 queued samples, who trains"]
+    assert [each.failed for each in results] == [0, 0, 0, 0]
     assert results[0].answers == "opened: 15"
     assert "200 failed" in results[1].answers
     for each in results:
         cells = dict(zip(load_attacks.COLUMNS, each.cells(), strict=True))
         assert cells["p99 during"] > 0
-    assert len(load_attacks.targets(results)) == 3
+    assert len(load_attacks.targets(results)) == 5
 
 
 async def test_a_day_of_scripts_has_the_server_before_and_after(fake_server: Server):
