@@ -206,6 +206,10 @@ class CaptureFull(UserError):
     """status 400: clients of the OpenAI and Anthropic routes repeat a 429."""
 
 
+class TooManyMetrics(UserError):
+    """Training scripts have reported more of their runs than is kept."""
+
+
 class UnknownModelName(NotFound):
     """The `model` of a request to the OpenAI or Anthropic routes."""
 

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lib.evaluation import Evaluation
+from tinker_gmi.connection.errors import TinkerError
+from tinker_gmi.run_metrics import RunMetrics
 
 T = TypeVar("T")
 
@@ -21,6 +23,7 @@ class Metrics:
     def __init__(self, folder: Path | None, name: str):
         self.name = name
         self._path = None if folder is None else folder / f"{name}.jsonl"
+        self._shown: tuple[RunMetrics, str] | None = None
         self.lines: list[dict[str, Any]] = []
         self.first_step, self.state = 0, None
         if self._path is None or not self._path.is_file():
@@ -46,10 +49,16 @@ class Metrics:
             if step > self.first_step:
                 yield step, batch
 
+    def show(self, console: RunMetrics, run_id: str) -> None:
+        """In the server's console, of this run: what is added, and what an earlier run has left."""
+        self._shown = console, run_id
+        self._show(self.lines)
+
     def add(self, step: int, **figures: Any) -> None:
         """step: from 1 on."""
         self.lines.append({"step": step, **figures})
         self._write("a", self.lines[-1:])
+        self._show(self.lines[-1:])
 
     def saved(self, step: int, path: str) -> None:
         """All steps up to this one are in the saved weights at path."""
@@ -68,8 +77,22 @@ class Metrics:
         """Of all steps, those before a stop included."""
         return [line[name] for line in self.lines if name in line]
 
+    def _show(self, lines: list[dict[str, Any]]) -> None:
+        if self._shown is None:
+            return
+        console, run_id = self._shown
+        try:
+            console.report_many(run_id, [(line["step"], _numbers(line)) for line in lines])
+        except TinkerError as error:  # another server than ours: the run goes on without
+            print(f"the console does not show the figures: {error}", flush=True)
+            self._shown = None
+
     def _write(self, mode: str, lines: list[dict[str, Any]]) -> None:
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open(mode, encoding="utf-8") as file:
                 file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def _numbers(line: dict[str, Any]) -> dict[str, float]:
+    return {n: v for n, v in line.items() if n != "step" and isinstance(v, int | float)}

@@ -10,6 +10,7 @@ from lib.evaluation import Evaluation, evaluate
 from lib.metrics import Metrics
 from lib.progress import show
 from lib.tasks import Problem
+from tinker_gmi.run_metrics import RunMetrics
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,10 @@ class Start:
 def started(args: argparse.Namespace, name: str) -> Iterator[Start]:
     """name: of the recipe's metrics and of what it saves."""
     metrics = Metrics(args.out, name)
-    with args.sdk.ServiceClient(base_url=args.base_url, api_key=args.api_key) as service:
+    server = {"base_url": args.base_url, "api_key": args.api_key}
+    with args.sdk.ServiceClient(**server) as service, RunMetrics(**server) as console:
         training = _training_client(service, args, metrics)
+        metrics.show(console, training.model_id)
         yield Start(args, service, training, training.get_tokenizer(), metrics)
 
 

@@ -12,6 +12,7 @@ import tinker_gmi as tinker
 from tests.chat.model_folder import write_model_folder
 from tests.console.served import ENDLESS
 from tests.serving import Server, running
+from tinker_gmi.run_metrics import RunMetrics
 
 HOSTILE = "<img src=x onerror='document.title=1'><script>document.title=1</script>"
 """A token of the model; it learns to say this."""
@@ -65,6 +66,7 @@ def _play(server: Server, hostile: int) -> Scene:
         rl = service.create_lora_training_client(base_model=MODEL, rank=4).result()
         checkpoint = _teach(sft, hostile)
         _reinforce(rl)
+        _report(server, rl.model_id)
         rl.optim_step(tinker.AdamParams(learning_rate=ENDLESS))
         rl.optim_step(tinker.AdamParams(learning_rate=ENDLESS))
         session = sft.model_id.split(":")[0]
@@ -113,6 +115,15 @@ def _reinforce(training: tinker.TrainingClient) -> None:
         data = [_rl_datum(sequence) for sequence in sequences]
         training.forward_backward(data, "ppo").result()
         training.optim_step(tinker.AdamParams(learning_rate=0.05)).result()
+
+
+def _report(server: Server, run_id: str) -> None:
+    """What a script that trains the run would: more than is drawn at once."""
+    with RunMetrics(server.base_url, server.api_key) as metrics:
+        for step in range(6):
+            others = {f"time/part_{i}": 0.1 * i + step for i in range(12)}
+            points = [(step, {"reward": step / 5, HOSTILE[:128]: 1.0, **others})]
+            metrics.report_many(run_id, points)
 
 
 def _rl_datum(sequence: tinker.SampledSequence) -> tinker.Datum:

@@ -10,6 +10,7 @@ from playwright.sync_api import Browser, Page, expect
 import tinker_gmi as tinker
 from tests.console.browser import DESK, PHONE, Console, chromium, needs_chromium
 from tests.console.scene import HOSTILE, Scene, serving_scene, tensors
+from tinker_gmi.run_metrics import RunMetrics
 
 pytestmark = needs_chromium
 
@@ -82,7 +83,7 @@ def test_runs_are_those_of_the_api(console: Console, scene: Scene) -> None:
 
 def test_the_metrics_of_the_newest_step_are_the_results(console: Console, scene: Scene) -> None:
     page = console.open(f"runs/{scene.rl}")
-    page.get_by_role("heading", name="Step").wait_for()
+    page.get_by_role("heading", name="Step 6").wait_for()
     shown = {name: float(value) for name, value in cells(page, "Metrics of the newest step")}
     with (
         scene.server.http() as http,
@@ -95,6 +96,36 @@ def test_the_metrics_of_the_newest_step_are_the_results(console: Console, scene:
     chart = page.get_by_role("img", name="KL of sampler and policy")
     assert "at step 6" in (chart.get_attribute("aria-label") or "")
     assert chart.locator("canvas").count() == 1
+
+
+def test_what_the_script_reported_is_shown_rewards_first(console: Console, scene: Scene) -> None:
+    page = console.open(f"runs/{scene.rl}")
+    section = page.get_by_role("region", name="Reported by the script", exact=True)
+    section.get_by_role("heading", name="Step 5").wait_for()
+    with RunMetrics(scene.server.base_url, scene.server.api_key) as metrics:
+        newest = metrics.reported(scene.rl)[-1]
+    shown = {name: float(value) for name, value in cells(page, "Reported of the newest step")}
+    assert shown == newest["metrics"]
+    assert next(iter(shown)) == "reward"
+    assert section.get_by_role("img").count() == 1
+    section.get_by_text("13 more metrics").click()
+    others = section.get_by_role("img")
+    expect(others).to_have_count(14)
+    expect(others.locator("canvas")).to_have_count(14)
+    assert "1 at step 5" in (others.first.get_attribute("aria-label") or "")
+
+
+def test_rewards_come_as_they_are_reported(console: Console, scene: Scene) -> None:
+    page = console.open(f"runs/{scene.sft}")
+    section = page.get_by_role("region", name="Reported by the script", exact=True)
+    page.get_by_role("heading", name="Computed by the server").wait_for()
+    expect(section).to_be_hidden()
+    with RunMetrics(scene.server.base_url, scene.server.api_key) as metrics:
+        metrics.report(scene.sft, 7, reward=0.25)
+        expect(section.get_by_role("heading", name="Step 7")).to_be_visible()
+        metrics.report(scene.sft, 7, reward=0.5)
+    value = section.locator("tbody data")
+    expect(value).to_have_attribute("value", "0.5")
 
 
 def httpx_events(stream: httpx.Response) -> Iterator[Any]:

@@ -78,6 +78,10 @@ COVERED = {
         "tests/commands/test_top.py::test_once_shows_what_ended_in_the_interval",
         "it needs a server, and ends by Ctrl-C",
     ),
+    "tinkercloud report ": Elsewhere(
+        "tests/commands/test_report.py::test_a_file_is_followed_as_it_grows",
+        "it needs a run and the file of a script, and ends by Ctrl-C",
+    ),
     "tinkercloud generate ": Elsewhere(
         "tests/commands/test_chat.py::test_a_text_is_continued_and_its_numbers_are_beside_it",
         "it needs a server whose model has a tokenizer",

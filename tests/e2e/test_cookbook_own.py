@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests.serving import QUIET, ROOT, Server
+from tinker_gmi.run_metrics import RunMetrics
 
 STATE = re.compile(r"^weights: (tinker://\S+)$", re.M)
 LIMIT_S = 300.0
@@ -83,6 +84,19 @@ def test_rl_changes_the_weights_that_sft_left_with_either_client(
     assert any(0 < reward < 1 for reward in run["values"]), "no group had anything to teach"
     # The seeds of both are the same, so unchanged weights would give the same answers.
     assert run["after"] != run["before"]
+
+
+@pytest.mark.parametrize("sdk", SDKS)
+def test_the_server_is_told_the_rewards_of_every_step(
+    server: Server, outputs: dict[str, Path], sdk: str
+):
+    """Also of those before a stop, which an earlier run of the server's took."""
+    run_id = figures(outputs[sdk], "rl")["state_path"].removeprefix("tinker://").split("/")[0]
+    with RunMetrics(server.base_url, server.api_key) as metrics:
+        shown = {point["step"]: point["metrics"] for point in metrics.reported(run_id)}
+    steps = steps_of(outputs[sdk], "rl")
+    assert shown == {step.pop("step"): step for step in steps}
+    assert {"reward", "loss"} <= shown[1].keys()
 
 
 @pytest.mark.parametrize("name", ["sft", "rl"])

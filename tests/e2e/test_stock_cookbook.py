@@ -20,6 +20,8 @@ from tests.e2e.hub import MODEL, build_hub, chat, wikitext_lines
 from tests.e2e.page_reading import write_start
 from tests.e2e.recipes import NEWEST, RECIPES, Run, cookbooks, run_recipe
 from tests.serving import Server, start_server
+from tinker_gmi.run_metrics import RunMetrics
+from tinkercloud.cli import main
 from tinkercloud.embedded.native.compiler import library
 from tinkercloud.weights.tokenizer import ensure_tokenizer_folder
 
@@ -149,6 +151,18 @@ def test_a_warning_counts_as_a_complaint_whatever_its_colour() -> None:
     assert run.complaints == ["tinker.lib:13 [WARNING] slow"]
 
 
+def assert_reported(kitchen: Kitchen, run: Run, name: str) -> None:
+    """`tinkercloud report` takes the file that the recipe has written, to the last step."""
+    run_id = run.checkpoints[-1]["state_path"].removeprefix("tinker://").split("/")[0]
+    path = str(run.recipe.log_dir(kitchen.hub) / "metrics.jsonl")
+    server = kitchen.server
+    where = ("--base-url", server.base_url, "--api-key", server.api_key)
+    assert main(["report", run_id, path, *where]) == 0
+    with RunMetrics(server.base_url, server.api_key) as metrics:
+        shown = {point["step"]: point["metrics"] for point in metrics.reported(run_id)}
+    assert [shown[row["step"]][name] for row in run.metrics] == [row[name] for row in run.metrics]
+
+
 def test_arithmetic_rl_runs_and_its_sampler_agrees_with_its_trainer(each: Kitchen) -> None:
     run = each.cook("arithmetic_rl")
     assert_default_loss(each, run)
@@ -158,6 +172,7 @@ def test_arithmetic_rl_runs_and_its_sampler_agrees_with_its_trainer(each: Kitche
     )
     assert all(-0.1 <= reward <= 1.0 for reward in rewards)
     assert episodes == [8.0, 8.0, 8.0]
+    assert_reported(each, run, "env/all/reward/total")
     assert all(8 <= count <= 40 for count in tokens)
     assert_saved(each, run, "final")
 

@@ -23,12 +23,15 @@ from tinkercloud.routers.deps import (
 from tinkercloud.routers.json_route import JsonRoute
 from tinkercloud.routers.openai import answer_chat
 from tinkercloud.services.container import Services
+from tinkercloud.services.models.reported_curves import described
+from tinkercloud.storage.reported_metrics import ReportedPoint
 
 router = APIRouter(route_class=JsonRoute, include_in_schema=False)
 
 INTERVAL_S = 2.0
 NUM_EVENTS = 300  # then the page asks again, and its key is checked again
 MAX_SAMPLES = 100
+MAX_REPORTED = 500  # points of one event
 RETRY = b"retry: 2000\n\n"
 
 SamplesQuery = Annotated[int, Query(ge=1, le=MAX_SAMPLES)]
@@ -56,7 +59,8 @@ async def _live(services: Services, observed: str | None) -> AsyncGenerator[byte
 async def run_events(
     run_id: str, user: OwnerDep, services: ServicesDep, after_step: int = 0
 ) -> Response:
-    """The points of a run's curves: those that there are, then new ones."""
+    """The points of a run's curves, and what its script reported: those that there are, then new
+    ones."""
     await services.rest.training_run(user, run_id)  # refuses another user's
     return EventStream(_curve(services, user, run_id, after_step), _failed)
 
@@ -65,13 +69,26 @@ async def _curve(
     services: Services, user: str, run_id: str, after_step: int
 ) -> AsyncGenerator[bytes, None]:
     yield RETRY
+    after_change = 0
     for number in range(NUM_EVENTS):
         points = await services.curves.points(user, run_id, after_step)
         if points or number == 0:
             yield server_sent([point.described() for point in points], "points")
         after_step = points[-1].step if points else after_step
+        async for reported in _reported(services, user, run_id, after_change):
+            yield server_sent([described(point) for point in reported], "reported")
+            after_change = reported[-1].number
         if not await _pause(services):
             return
+
+
+async def _reported(
+    services: Services, user: str, run_id: str, after: int
+) -> AsyncGenerator[list[ReportedPoint], None]:
+    """Those with a higher number than `after`, some at a time."""
+    while points := await services.reported_curves.points(user, run_id, after, MAX_REPORTED):
+        yield points
+        after = points[-1].number
 
 
 def _failed(error: TinkercloudError) -> bytes:

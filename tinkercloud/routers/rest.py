@@ -4,6 +4,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Response
 
+from tinker_gmi.bodies.reported import ReportMetricsRequest
 from tinker_gmi.types import GetServerCapabilitiesResponse, SetTtlRequest, SupportedModel
 from tinkercloud.routers.deps import (
     AudienceDep,
@@ -18,7 +19,8 @@ from tinkercloud.routers.deps import (
 )
 from tinkercloud.routers.json_route import JsonRoute
 from tinkercloud.services.accounts.session_search import metadata_of, state_of
-from tinkercloud.services.models.rest_service import AccessScope, RunQuery
+from tinkercloud.services.models.reported_curves import described
+from tinkercloud.services.models.rest_service import MAX_LIMIT, AccessScope, RunQuery
 
 router = APIRouter(prefix="/api/v1", route_class=JsonRoute)
 
@@ -66,6 +68,29 @@ async def training_run(
 @router.get("/training_runs/{run_id}/checkpoints")
 async def checkpoints_of_run(run_id: str, user: OwnerDep, services: ServicesDep) -> Response:
     return answer(await services.rest.checkpoints_of_run(user, run_id))
+
+
+@router.post("/training_runs/{run_id}/metrics")
+async def report_metrics(
+    run_id: str, body: ReportMetricsRequest, user: OwnerDep, services: ServicesDep
+) -> Response:
+    """Our own: no official client has it."""
+    points = [(point.step, point.metrics) for point in body.points]
+    await services.reported_curves.report(user, run_id, points)
+    return Response(status_code=204)
+
+
+@router.get("/training_runs/{run_id}/metrics")
+async def reported_metrics(
+    run_id: str,
+    user: OwnerDep,
+    services: ServicesDep,
+    after: OffsetDep = 0,
+    limit: LimitDep = MAX_LIMIT,
+) -> Response:
+    """after: the highest number that the caller has."""
+    points = await services.reported_curves.points(user, run_id, after, limit)
+    return json_answer({"points": [described(point) for point in points]})
 
 
 @router.get("/checkpoints")

@@ -49,6 +49,7 @@ from tinkercloud.services.models.model_service import ModelService
 from tinkercloud.services.models.published_weights import PublishedWeights
 from tinkercloud.services.models.recovery import Recovery
 from tinkercloud.services.models.recovery_files import RecoveryFiles
+from tinkercloud.services.models.reported_curves import ReportedCurves
 from tinkercloud.services.models.rest_service import RestService
 from tinkercloud.services.models.run_archive import RunArchive
 from tinkercloud.services.models.run_curves import RunCurves
@@ -73,6 +74,7 @@ from tinkercloud.storage.loss_storage import LossStorage
 from tinkercloud.storage.metadata import MetadataStorage
 from tinkercloud.storage.owners import Owners
 from tinkercloud.storage.publications import PublicationStorage
+from tinkercloud.storage.reported_metrics import ReportedMetricsStorage
 from tinkercloud.storage.sample_records import SampleRecordStorage
 from tinkercloud.storage.session_storage import SessionStorage
 from tinkercloud.storage.usage_storage import UsageStorage
@@ -137,6 +139,8 @@ class Services:
     metrics: MetricsService
     live: LiveView
     curves: RunCurves
+    reported_metrics: ReportedMetricsStorage
+    reported_curves: ReportedCurves
     sample_texts: SampleTexts
     observers: Observers
     spans: "SpanExport | None"
@@ -169,6 +173,7 @@ class Services:
         await self.checkpoints.remove_unrecorded()
         await self.sample_records.expire()
         await self.captures.expire()
+        await self.reported_metrics.expire(self.config.result_ttl_s)
         await self.sessions.expire()
         await self.unused_sessions.finish()
         await self.archive.expire()
@@ -280,7 +285,7 @@ def build_services(
     sources = MetricSources(backend, tasks, stats, usage.totals)
     captures = CaptureService(config, stored, names, texts)
     metrics = MetricsService(sources)
-    results = FinishedResults(database)
+    results, reported = FinishedResults(database), ReportedMetricsStorage(database)
     return Services(
         config=config,
         client_config=client_config,
@@ -334,5 +339,7 @@ def build_services(
         metrics=metrics,
         live=LiveView(metrics, tasks, backend),
         curves=RunCurves(results),
+        reported_metrics=reported,
+        reported_curves=ReportedCurves(reported, metadata),
         sample_texts=SampleTexts(FinishedSamples(results, metadata), texts),
     )

@@ -141,6 +141,10 @@ def _add_roles(connection: sqlite3.Connection) -> None:
     _add_columns(connection, "keys", role=role, quota=quota)
 
 
+def _add_tables(connection: sqlite3.Connection) -> None:
+    """Of metrics that scripts report: schema.sql makes it where it is missing."""
+
+
 def _add_columns(connection: sqlite3.Connection, table: str, **columns: str) -> None:
     there = {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
     for name, kind in columns.items():
@@ -153,4 +157,5 @@ MIGRATIONS: tuple[Callable[[sqlite3.Connection], None], ...] = (
     _add_requests,
     _add_digests,
     _add_roles,
+    _add_tables,
 )

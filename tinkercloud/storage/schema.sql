@@ -160,6 +160,20 @@ CREATE TABLE IF NOT EXISTS numerics (     -- what computed the operations of a r
     PRIMARY KEY (model_id, position)
 ) WITHOUT ROWID;
 
+-- What training scripts say of their runs: rewards above all, which the server cannot know.
+CREATE TABLE IF NOT EXISTS reported_metrics (
+    model_id     TEXT NOT NULL,
+    step         INTEGER NOT NULL,        -- as the script counts
+    user         TEXT NOT NULL,
+    number       INTEGER NOT NULL,        -- of its last change, among those of the run
+    metrics      TEXT NOT NULL,           -- string -> number
+    reported_at  REAL NOT NULL,
+    PRIMARY KEY (model_id, step)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS reported_metrics_by_number ON reported_metrics (model_id, number);
+CREATE INDEX IF NOT EXISTS reported_metrics_by_user ON reported_metrics (user);
+CREATE INDEX IF NOT EXISTS reported_metrics_by_time ON reported_metrics (reported_at);
+
 CREATE TABLE IF NOT EXISTS sampler_clients (
     sampler_id   TEXT PRIMARY KEY,
     user         TEXT NOT NULL,

@@ -128,6 +128,10 @@ NOT_FOUND: dict[tuple[str, str], list[tuple[str, Any]]] = {
     ],
     ("GET", V + "/training_runs/{run_id}"): [(RUN, None), (RUN + "?access_scope=accessible", None)],
     ("GET", V + "/training_runs/{run_id}/checkpoints"): [(RUN + "/checkpoints", None)],
+    ("GET", V + "/training_runs/{run_id}/metrics"): [(RUN + "/metrics", None)],
+    ("POST", V + "/training_runs/{run_id}/metrics"): [
+        (RUN + "/metrics", {"points": [{"step": 1, "metrics": {"reward": 1.0}}]})
+    ],
     **{
         (method, V + "/training_runs/{run_id}/checkpoints/{segment}/{name}" + verb): [
             (CHECKPOINT + verb, body)

@@ -20,6 +20,9 @@ const NAMES = new Map([
   ["unclipped_grad_l2:mean", "Gradient norm"],
   ["trained_tokens:sum", "Trained tokens"],
 ]);
+const MAX_CHARTS = 12; // where a run has more metrics, those that lead are seen at once
+const isReward = (key) => /reward/i.test(key);
+const leads = (key) => NAMES.has(key) || /reward|loss|kl\b|entropy|accuracy|correct/i.test(key);
 
 export function open(root, { item, failed, who }) {
   return item ? one(root, item, failed) : all(root, failed, who);
@@ -47,15 +50,19 @@ function all(root, failed, who) {
 function one(root, id, failed) {
   const head = h("div", {});
   const saved = h("div", {});
-  const curves = new Curves(id);
-  replace(root, h("h1", {}, "Run"), head, curves.element, h("h2", {}, "Checkpoints"), saved);
+  const reported = new Curves("Reported by the script", "Reported of the newest step");
+  const computed = new Curves("Computed by the server", "Metrics of the newest step",
+    "No step of the optimizer yet.");
+  replace(root, h("h1", {}, "Run"), head, reported.element, computed.element, h("h2", {}, "Checkpoints"), saved);
   const stops = [
     refreshed(() => get(`api/v1/training_runs/${encodeURIComponent(id)}`), (run) => replace(head, runFacts(run)), failed),
     refreshed(() => get(`api/v1/training_runs/${encodeURIComponent(id)}/checkpoints`),
       (answer) => replace(saved, checkpointTable(answer.checkpoints)), failed),
-    events(`console/runs/${encodeURIComponent(id)}/events`, { points: (points) => curves.add(points) },
+    events(`console/runs/${encodeURIComponent(id)}/events`,
+      { points: (points) => computed.add(points), reported: (points) => reported.add(points) },
       () => failed(new Error("The curves are not followed any more: load the page again."))),
-    () => curves.close(),
+    () => reported.close(),
+    () => computed.close(),
   ];
   return () => stops.forEach((stop) => stop());
 }
@@ -73,55 +80,70 @@ function runFacts(run) {
   ]);
 }
 
+/** Charts of metrics by step, and a table of the newest step. note: shown as long as there is no
+ * point; without one nothing is. */
 class Curves {
-  constructor(id) {
-    this.id = id;
-    this.points = [];
+  constructor(title, caption, note = null) {
+    this.caption = caption;
+    this.points = new Map();
     this.charts = new Map();
-    this.note = h("p", { class: "empty" }, "No step of the optimizer yet.");
+    this.note = h("p", { class: "empty" }, note);
     this.grid = h("div", { class: "charts" });
+    this.others = h("div", { class: "charts" });
+    this.summary = h("summary", {});
+    this.more = h("details", { hidden: true }, this.summary, this.others);
     this.latest = h("div", {});
-    this.element = h("section", { "aria-label": "Curves" }, this.note, this.grid, this.latest);
+    this.element = h("section", { "aria-label": title, hidden: note === null },
+      h("h2", {}, title), this.note, this.grid, this.more, this.latest);
   }
 
-  /** After a lost connection the stream begins where it began: what is there is not added again. */
+  /** What is there already, which comes again after a lost connection, is replaced. */
   add(points) {
-    const last = this.points.at(-1)?.step ?? 0;
-    this.points.push(...points.filter((point) => point.step > last));
-    if (!this.points.length) return;
+    for (const point of points) this.points.set(point.step, point);
+    if (!this.points.size) return;
+    this.element.hidden = false;
     this.note.hidden = true;
-    const xs = this.points.map((point) => point.step);
-    for (const key of this.names()) {
-      if (!this.charts.has(key)) this.addChart(key);
-      this.charts.get(key).update(xs, this.points.map((point) => point.metrics[key] ?? null));
+    const sorted = [...this.points.values()].sort((a, b) => a.step - b.step);
+    const xs = sorted.map((point) => point.step);
+    const names = metricNames(sorted);
+    this.place(names);
+    for (const key of names) {
+      this.charts.get(key).update(xs, sorted.map((point) => point.metrics[key] ?? null));
     }
-    replace(this.latest, this.lastStep());
+    replace(this.latest, lastStep(sorted.at(-1), names, this.caption));
   }
 
-  names() {
-    const all = new Set(this.points.flatMap((point) => Object.keys(point.metrics)));
-    const known = [...NAMES.keys()].filter((key) => all.has(key));
-    return [...known, ...[...all].filter((key) => !NAMES.has(key)).sort()];
-  }
-
-  addChart(key) {
-    const chart = new LineChart(NAMES.get(key) ?? key, [key]);
-    this.charts.set(key, chart);
-    replace(this.grid, this.names().filter((name) => this.charts.has(name))
-      .map((name) => this.charts.get(name).element));
-  }
-
-  lastStep() {
-    const { step, finished_at, metrics } = this.points.at(-1);
-    return [
-      h("h2", {}, "Step ", number(step), ", ", time(finished_at)),
-      table("Metrics of the newest step", ["metric", "#value"],
-        this.names().filter((key) => key in metrics)
-          .map((key) => [key, number(metrics[key], significant)])),
-    ];
+  /** A chart for each name, where it belongs. */
+  place(names) {
+    if (names.every((key) => this.charts.has(key))) return;
+    for (const key of names) {
+      if (!this.charts.has(key)) this.charts.set(key, new LineChart(NAMES.get(key) ?? key, [key]));
+    }
+    const elements = (keys) => keys.map((key) => this.charts.get(key).element);
+    const others = names.length <= MAX_CHARTS ? [] : names.filter((key) => !leads(key));
+    replace(this.grid, elements(names.filter((key) => !others.includes(key))));
+    replace(this.others, elements(others));
+    this.more.hidden = !others.length;
+    replace(this.summary, `${others.length} more metrics`);
   }
 
   close() {
     for (const chart of this.charts.values()) chart.close();
   }
+}
+
+/** Rewards first, then those of NAMES, then others. */
+function metricNames(points) {
+  const all = [...new Set(points.flatMap((point) => Object.keys(point.metrics)))].sort();
+  const known = [...NAMES.keys()];
+  const rank = (key) => (isReward(key) ? -1 : known.includes(key) ? known.indexOf(key) : known.length);
+  return all.sort((a, b) => rank(a) - rank(b)); // a stable sort: others stay in their order
+}
+
+function lastStep({ step, finished_at: finishedAt, metrics }, names, caption) {
+  return [
+    h("h3", {}, "Step ", number(step), ...(finishedAt === undefined ? [] : [", ", time(finishedAt)])),
+    table(caption, ["metric", "#value"],
+      names.filter((key) => key in metrics).map((key) => [key, number(metrics[key], significant)])),
+  ];
 }
