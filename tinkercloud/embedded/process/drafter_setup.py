@@ -45,6 +45,7 @@ from tinkercloud.embedded.sampling.base_states import Speculate
 from tinkercloud.embedded.sampling.detailed_log import DetailedLog
 from tinkercloud.embedded.sampling.speculation import Speculation
 from tinkercloud.embedded.sampling.speculation_pair import SpeculationPair
+from tinkercloud.embedded.sampling.speculator import Speculator
 from tinkercloud.embedded.sampling.trace import Trace
 from tinkercloud.errors import ConfigError, NotFound, UserError
 from tinkercloud.speculative.draft_length.acceptance import Acceptance
@@ -153,9 +154,7 @@ def speculate(
     trace = Trace(settings.trace_file) if settings.trace_file is not None else None
     details = DetailedLog(settings.details_file or settings.drafts_dir / DETAILS)
 
-    def make(
-        base: BaseModel, runner: Runner, pool: BlockPool
-    ) -> Speculation | SpeculationPair | None:
+    def make(base: BaseModel, runner: Runner, pool: BlockPool) -> Speculator | None:
         if not runner.is_exact and settings.name == "auto":
             return None  # several rows of a sample may differ from one in their last bits
         if not runner.is_exact:

@@ -11,10 +11,9 @@ from tinkercloud.embedded.forward.runners import Runner, runner_for
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.sampling.scheduler import KVCache
 from tinkercloud.embedded.sampling.sequences import Sequence
-from tinkercloud.embedded.sampling.speculation import Speculation
-from tinkercloud.embedded.sampling.speculation_pair import SpeculationPair
+from tinkercloud.embedded.sampling.speculator import Speculator
 
-Speculate = Callable[[BaseModel, Runner, BlockPool], Speculation | SpeculationPair | None]
+Speculate = Callable[[BaseModel, Runner, BlockPool], Speculator | None]
 """Makes what drafts for the samples of a base; None: nothing does."""
 
 
@@ -25,7 +24,7 @@ class BaseState:
     base: BaseModel
     cache: KVCache
     runner: Runner
-    speculation: Speculation | SpeculationPair | None
+    speculation: Speculator | None
 
 
 class BaseStates:

@@ -1,8 +1,7 @@
 """Speculative decoding for the samples of one base model: drafts, verdicts, and who learns of them.
 
-The engine calls, for each round: `propose` with the samples that wait for a token, `record_verdict`
-for each of them once the target's tokens are drawn, `end_round` with the time that it took. Nothing
-here can change a token: a drafted token is accepted where the target draws the same token anyway.
+Nothing here can change a token: a drafted token is accepted where the target draws the same token
+anyway.
 """
 
 import time
@@ -19,6 +18,7 @@ from tinkercloud.decoding.sampler import Drawn
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.sampling.detailed_log import DetailedLog, Verdict
 from tinkercloud.embedded.sampling.sequences import Sequence as Sample
+from tinkercloud.embedded.sampling.speculator import Speculator
 from tinkercloud.embedded.sampling.trace import Trace, TracedDraft
 from tinkercloud.speculative.draft_length.fixed_length import DraftLength
 from tinkercloud.speculative.draft_length.rounds import Kind, Load, Reason, Round, Times
@@ -76,8 +76,8 @@ class _SampleRound:
     is_judged: bool = False
 
 
-class Speculation:
-    """Owns the drafter's view of every sample. One round at a time."""
+class Speculation(Speculator):
+    """By one drafter, whose view of every sample it owns. One round at a time."""
 
     def __init__(
         self,
@@ -107,7 +107,6 @@ class Speculation:
     # ---- samples begin, grow and end
 
     def begin(self, sample: Sample) -> None:
-        """With its first token, or with all its tokens where it was pre-empted."""
         job, group = sample.job, _group(sample)
         stream = Stream(
             self._num_streams, group, job.version.id, self._epoch(job.version), sample.tokens,
@@ -122,16 +121,12 @@ class Speculation:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Of the target, whose outputs the drafter reads."""
         return self._drafter.layers
 
     def observe_hidden(self, sample: Sample, first: int, hidden: Tensor) -> None:
-        """hidden (n, L, D) of the tokens from place `first` on; comes before `observe` of the token
-        after the last of them."""
         self._drafter.observe_hidden(self._streams[sample], first, hidden)
 
     def observe(self, sample: Sample, num_new: int) -> None:
-        """The last `num_new` of the sample's tokens are new."""
         self._unread[sample] += num_new
         # While rounds are skipped the drafter is not called: that costs as much as a short draft.
         if not self._num_to_skip:
@@ -143,7 +138,6 @@ class Speculation:
             self._drafter.observe(self._streams[sample], num_new)
 
     def end(self, sample: Sample) -> None:
-        """It is finished, was dropped, or starts over."""
         if sample not in self._streams:
             return
         self._pass_on(sample)
@@ -180,7 +174,6 @@ class Speculation:
     # ---- a round
 
     def propose(self, samples: Sequence[Sample]) -> list[tuple[int, ...]]:
-        """Drafted tokens for each sample, to be verified."""
         self.is_skipping = self._num_to_skip > 0
         if self.is_skipping:
             self._num_to_skip -= 1
@@ -228,15 +221,12 @@ class Speculation:
         return drafts
 
     def drop_draft(self, sample: Sample) -> None:
-        """There are no blocks for its draft, which is not verified."""
         if sample in self._round:
             self._round[sample].num_verified = 0
 
     def record_verdict(
         self, sample: Sample, num_new: int, drawn: Drawn, rows: Sequence[int]
     ) -> None:
-        """num_new: the sample's tokens of this round. rows: those of `drawn` that its draft was
-        verified with, and the one after."""
         entry = self._round.get(sample)
         if entry is None:
             return
@@ -275,7 +265,6 @@ class Speculation:
         )
 
     def end_round(self, all_ms: float, *, usable: bool) -> None:
-        """all_ms: the round's time, drafting included. usable: nothing else was computed in it."""
         entries, self._round = list(self._round.values()), {}
         if self.is_skipping:
             self._controller.skipped(all_ms)
@@ -333,7 +322,6 @@ class Speculation:
         }
 
     def lines(self) -> list[str]:
-        """In Prometheus' text format."""
         return self._telemetry.lines() + remote_lines(self._drafter.snapshot())
 
     # ----

@@ -13,11 +13,12 @@ from torch import Tensor
 from tinkercloud.decoding.sampler import Drawn
 from tinkercloud.embedded.sampling.sequences import Sequence as Sample
 from tinkercloud.embedded.sampling.speculation import Speculation
+from tinkercloud.embedded.sampling.speculator import Speculator
 
 
-class SpeculationPair:
-    """As the engine calls `Speculation`. is_ready: whether the second has something to draft with;
-    until then rounds that pass are plain."""
+class SpeculationPair(Speculator):
+    """is_ready: whether the second has something to draft with; until then rounds that pass are
+    plain."""
 
     def __init__(self, first: Speculation, second: Speculation, is_ready: Callable[[], bool]):
         self._first, self._second, self._is_ready = first, second, is_ready
