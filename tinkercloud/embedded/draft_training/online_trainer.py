@@ -237,7 +237,7 @@ class OnlineTrainer:
     @property
     @isolates_errors
     def is_overdue(self) -> bool:
-        """Due, and the device has not been idle for long."""
+        """Due, and much of the budget is unspent."""
         driver = self._driver
         return driver is not None and driver.budget.is_overdue and driver.is_due()
 
@@ -385,10 +385,11 @@ class OnlineTrainers:
         if id(base) in self._trainers:
             self._trainers[id(base)].stepped(took_s)
 
-    def are_due(self, *, idle: bool) -> bool:
-        """Whether a training should run now: while the engine is idle, or although it is not."""
+    def are_due(self, *, samples_wait: bool) -> bool:
+        """Whether a training should run now, between slices of the policy's; or although samples
+        wait, where these leave no other time."""
         trainers = self._trainers.values()
-        return any(trainer.is_due if idle else trainer.is_overdue for trainer in trainers)
+        return any(trainer.is_overdue if samples_wait else trainer.is_due for trainer in trainers)
 
     @property
     def are_due_in_quiet(self) -> bool:

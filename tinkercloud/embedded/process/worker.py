@@ -112,16 +112,15 @@ class Worker:
     def run(self) -> None:
         """Serve until the API process is gone (None in the inbox)."""
         while True:
-            idle = self._is_idle
-            drafts = self._drafts.are_due(idle=idle)
-            if idle and (not drafts or self._last_stats_s < self._last_work_s):
+            if self._is_idle:
                 self._report(force=True)  # before anybody who waited for that work asks
-            if idle and not drafts:
                 if not self._rest():
                     return
             elif not self._take_messages():
                 return
-            if drafts:
+            # Not while idle: what a client asks for next, a sample for one, would wait for that.
+            samples_wait = self._engine.busy
+            if (samples_wait or self._training) and self._drafts.are_due(samples_wait=samples_wait):
                 self._drafts.work()
             self._work()
             self._report()

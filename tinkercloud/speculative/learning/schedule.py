@@ -115,7 +115,7 @@ class TimeBudget:
 
     @property
     def is_overdue(self) -> bool:
-        """More than two steps' time is unused: there is no idle moment to wait for."""
+        """More than two steps' time is unused: there is no better moment to wait for."""
         return self.left_s > 2 * self._last_earned_s
 
     @contextmanager
