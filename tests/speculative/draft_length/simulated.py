@@ -115,10 +115,10 @@ class Run:
         """How many drafted tokens of each were accepted."""
         coins, drafter = self.machine.coins, self.drafter
         limits = self.controller.limits(loads)
-        hard = coins.random(len(loads)) < drafter.hard
+        hard = self.is_hard(len(loads))
         lengths = [n if coins.random() >= drafter.empty else 0 for n in limits]
         confidences = tuple(
-            tuple(0.5 if hard[i] else 0.99 for _ in range(n)) for i, n in enumerate(lengths)
+            (self.confidence(hard=bool(hard[i])),) * n for i, n in enumerate(lengths)
         )
         verified = self.controller.choose(confidences) if any(limits) else [0] * len(loads)
         accepted = [
@@ -144,6 +144,14 @@ class Run:
         self.outcome.reasons.append(self.controller.reason)
         self.outcome.kinds.append(self.controller.kind)
         return accepted
+
+    def is_hard(self, num_loads: int) -> np.ndarray:
+        """Whose draft is dull in this round."""
+        return self.machine.coins.random(num_loads) < self.drafter.hard
+
+    @staticmethod
+    def confidence(*, hard: bool) -> float:
+        return 0.5 if hard else 0.99
 
     def _expected(self, most: int, dull: float) -> float:
         rates = [self.drafter.rate(depth) * dull for depth in range(most)]
