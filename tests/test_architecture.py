@@ -41,7 +41,7 @@ RULES = {
     "storage": "config core.types errors",
     "core": "config core.types errors logs losses storage tinker_gmi wire",
     "backends.base": "core.types errors",
-    "backends": "backends.base config core.types errors grammar losses",
+    "backends": "backends.base config core.types decoding errors grammar losses",
     "weights": "architectures core.types errors",
     "decoding": "core.types",
     "grammar": "core.types errors",
@@ -73,6 +73,7 @@ RULES = {
     "pool": "addresses config errors weights",
     "proxy": "chat core.types errors event_stream openai_api speculative.drafters",
     "pool.distribution": "errors",
+    "pool.sampling": "backends.base chat core.types decoding errors pool weights",
     # speculative decoding, without an engine
     "speculative": "",
     "speculative.drafters": "core.types errors speculative",

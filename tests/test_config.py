@@ -59,6 +59,7 @@ def test_every_setting_can_be_given_by_its_variable(setting):
         "port": "1234",
         "data_dir": "/some/where",
         "models": "a/b=/models/b",
+        "pool": "/some/pool.yaml",
         "aliases": "c/d=a/b",
         "dtype": "bfloat16",
         "engine.instruction_set": "avx2",

@@ -99,7 +99,11 @@ def load_backend(config: Config) -> Backend:
     module, _, name = BACKENDS[config.backend].partition(":")
     backend = getattr(importlib.import_module(module), name)(config)
     assert isinstance(backend, Backend)
-    return backend
+    if config.pool is None:
+        return backend
+    from tinkercloud.pool.sampling.backend import PooledBackend  # few servers have a pool
+
+    return PooledBackend(backend, config.pool, config.data_dir / "pools" / "tokenizers")
 
 
 async def _named_error(request: Request, error: Exception) -> Response:

@@ -309,7 +309,7 @@ class UnknownRequest(TinkercloudError):
 
 
 class UpstreamUnreachable(ServerFault):
-    """An upstream of the proxy does not answer, or may not be asked."""
+    """An upstream of the proxy, or a pool, does not answer, or may not be asked."""
 
 
 class UpstreamRefused(TinkercloudError):
@@ -325,7 +325,8 @@ class UpstreamRefused(TinkercloudError):
 
 
 class UpstreamAnswerInvalid(TinkercloudError):
-    """An upstream of the proxy answered in another form than its kind has, or of other tokens."""
+    """An upstream of the proxy, or a pool, answered in another form than its kind has, or of other
+    tokens."""
 
     status = 502
 

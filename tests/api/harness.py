@@ -13,7 +13,7 @@ import numpy as np
 from fastapi import FastAPI
 
 from tinkercloud.app import create_app
-from tinkercloud.backends.fake import FakeBackend
+from tinkercloud.backends.base import Backend
 from tinkercloud.config import Config
 from tinkercloud.services.container import Services
 from tinkercloud.storage.keys import KeyStore
@@ -178,7 +178,7 @@ class Api:
 async def serving(
     data_dir: Path,
     *,
-    backend: FakeBackend | None = None,
+    backend: Backend | None = None,
     client_config: Mapping[str, object] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Api]:

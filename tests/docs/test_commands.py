@@ -134,6 +134,10 @@ COVERED = {
     "tinkercloud pool swap ": Elsewhere(POOL_RUNS, "it needs a pool that runs"),
     "tinkercloud pool logs ": Elsewhere(POOL_RUNS, "it needs a pool that runs"),
     "tinkercloud pool stop": Elsewhere(POOL_RUNS, "it needs a pool that runs"),
+    "tinkercloud serve --pool pool.yaml": Elsewhere(
+        f"{POOL_REAL}::test_a_served_pool_s_model_chats_and_is_not_trained",
+        "it needs a pool's file",
+    ),
     "tinkercloud pool doctor": Elsewhere(
         "tests/pool/test_measured.py::test_doctor_finds_nothing_missing_in_a_pool_that_can_run",
         "it needs llama.cpp",

@@ -1,18 +1,34 @@
 """Pools on the real llama.cpp: llama-server over two RPC servers on loopback, with SmolLM2."""
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import numpy as np
 import openai
 import pytest
+import torch
+from numpy.typing import NDArray
 
+from tests.architectures.loaded_model import load_model
+from tests.architectures.networks import our_logits
+from tests.open_webui import replay
 from tests.pool.pools import Pool, end, write_pool
-from tests.serving import ROOT
+from tests.serving import ROOT, Server
+from tinkercloud.backends.fake import FakeBackend
+from tinkercloud.chat.text_model import TextModel
+from tinkercloud.config import Config
+from tinkercloud.core.types import FromBase, SampleRequest, SamplingParams
 from tinkercloud.errors import ConfigError
 from tinkercloud.pool.binaries import LLAMA_SERVER, RPC_SERVER, find_program, knows_rpc
+from tinkercloud.pool.pool_file import load_pool
+from tinkercloud.pool.sampling.backend import PooledBackend
 from tinkercloud.pool.sizes import parse_size
+from tinkercloud.proxy.app import create_proxy_app
+from tinkercloud.proxy.opening import ProxyOptions, opened
+from tinkercloud.proxy.upstream import UpstreamAddress
 
 pytestmark = pytest.mark.llamacpp
 MIB = 2**20
@@ -106,6 +122,125 @@ def test_a_client_of_openai_lists_and_streams(pool: Pool) -> None:
         )
         pieces = [chunk.choices[0].delta.content for chunk in stream if chunk.choices]
     assert any(pieces)
+
+
+async def test_requests_of_open_webui_are_answered_by_the_pool_alone(pool: Pool) -> None:
+    async with httpx.AsyncClient(timeout=60.0, trust_env=False) as http:
+        await replay(http, pool.state.url, "split")
+
+
+async def test_the_proxy_answers_as_the_pool_does(pool: Pool) -> None:
+    """Greedy, character by character; it says why it passes requests on."""
+    said = list[str]()
+    options = ProxyOptions(UpstreamAddress.parse(f"{pool.state.url}#split"), allow_private=True)
+    app = create_proxy_app(lambda: opened(options, said.append))
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://proxy") as inside,
+        httpx.AsyncClient(base_url=pool.state.url, timeout=60.0, trust_env=False) as alone,
+    ):
+        bases = ((alone, pool.state.url), (inside, "/v1"))
+        texts = [[await _text(*base, prompt) for prompt in PROMPTS] for base in bases]
+        chats = [await _text(*base, None) for base in bases]
+        await replay(inside, "/v1", "split")
+    assert texts[0] == texts[1] and all(texts[0])
+    assert chats[0] == chats[1] != ""
+    assert said == [
+        f"every request is passed on to {pool.state.url}: its API gives no scores of drafted tokens"
+    ]
+
+
+async def _text(http: httpx.AsyncClient, base: str, prompt: str | None) -> str:
+    """A greedy completion of the prompt; None: a streamed chat."""
+    greedy = {"model": "split", "max_tokens": 24, "temperature": 0, "cache_prompt": False}
+    if prompt is None:
+        messages = [{"role": "user", "content": "Count to five."}]
+        body = greedy | {"messages": messages, "stream": True}
+        answer = await http.post(f"{base}/chat/completions", json=body)
+        lines = [line for line in answer.text.splitlines() if line.startswith("data: {")]
+        choices = [json.loads(line[6:])["choices"] for line in lines]
+        return "".join(one[0]["delta"].get("content") or "" for one in choices if one)
+    answer = await http.post(f"{base}/completions", json=greedy | {"prompt": prompt})
+    return answer.json()["choices"][0]["text"]
+
+
+async def test_the_server_samples_the_pool_s_model(pool: Pool, tmp_path: Path) -> None:
+    """Greedy tokens are the pool's own. At a temperature the log-probabilities are those that the
+    plain network gives the same tokens: it computes the same weights without rounding activations
+    to eight bits."""
+    backend = PooledBackend(_quiet_backend(tmp_path), pool.file, tmp_path / "cache")
+    served = {model.name: model for model in await backend.start()}
+    codec = TextModel.of(served["split"]).codec
+    try:
+        version = await backend.publish(FromBase("split"))
+        for prompt, own in zip(PROMPTS, greedy(pool), strict=True):
+            tokens = np.array(codec.encode(prompt, bos=True), np.int32)
+            asked = SampleRequest(tokens, 1, SamplingParams(16, 0, temperature=0.0))
+            sequence = (await backend.sample(version, asked)).sequences[0]
+            text = b"".join(map(codec.bytes_of, sequence.tokens.tolist())).decode()
+            assert text == own
+        prompt = np.array(codec.encode(PROMPTS[0], bos=True), np.int32)
+        params = SamplingParams(24, 5, temperature=0.8)
+        drawn = await backend.sample(version, SampleRequest(prompt, 3, params))
+        again = await backend.sample(version, SampleRequest(prompt, 3, params))
+    finally:
+        await backend.stop()
+    assert [s.tokens.tolist() for s in drawn.sequences] == [
+        s.tokens.tolist() for s in again.sequences
+    ]
+    gguf = load_pool(pool.file).models[0].path
+    differences = [
+        s.logprobs - _ours(gguf, prompt, s.tokens, params.temperature) for s in drawn.sequences
+    ]
+    deviations = np.concatenate(differences)
+    assert np.abs(deviations).mean() < 0.15
+
+
+def test_a_served_pool_s_model_chats_and_is_not_trained(pool: Pool, tmp_path: Path) -> None:
+    flags = ("--backend", "fake", "--pool", str(pool.file))
+    server = Server(flags, tmp_path / "data")
+    server.start()
+    try:
+        base_url = f"{server.base_url}/oai/api/v1"
+        with openai.OpenAI(base_url=base_url, api_key=server.api_key) as client:
+            chat = client.chat.completions.create(
+                model="split",
+                messages=[{"role": "user", "content": "Count to five."}],
+                max_tokens=12,
+                logprobs=True,
+                top_logprobs=2,
+            )
+            logprobs = chat.choices[0].logprobs
+            assert logprobs is not None and logprobs.content is not None
+            assert len(logprobs.content) == chat.usage.completion_tokens
+            assert all(-20 < each.logprob <= 0 for each in logprobs.content)
+            with pytest.raises(openai.BadRequestError, match=r"serves split now; .* swap alone"):
+                client.completions.create(model="alone", prompt="One", max_tokens=4)
+        with server.http() as http:
+            session = http.post("/api/v1/create_session", json={"tags": []}).json()["session_id"]
+            body = {"session_id": session, "model_seq_id": 0, "base_model": "split"}
+            accepted = http.post("/api/v1/create_model", json=body).json()
+            outcome = http.post(
+                "/api/v1/retrieve_future", json={"request_id": accepted["request_id"]}
+            ).json()
+        assert "split is a pool's model and samples only" in outcome["error"]
+    finally:
+        server.stop()
+
+
+def _ours(
+    gguf: Path, prompt: NDArray[np.int32], tokens: NDArray[np.int32], temperature: float
+) -> NDArray[np.float64]:
+    """Log-probabilities of the tokens after a prompt, by this project's plain network."""
+    network = load_model(gguf, torch.float32, "cpu")
+    sequence = torch.from_numpy(np.concatenate([prompt, tokens])).long()
+    logits = our_logits(network, [sequence])[len(prompt) - 1 : -1].double()
+    scores = (logits / temperature).log_softmax(-1).numpy()
+    return scores[np.arange(len(tokens)), tokens]
+
+
+def _quiet_backend(folder: Path) -> FakeBackend:
+    return FakeBackend(Config(data_dir=folder / "data", backend="fake"))
 
 
 def test_a_killed_worker_is_named_and_the_rest_goes_on_with_the_same_text(pool: Pool) -> None:

@@ -22,13 +22,12 @@ from tinkercloud.core.types import (
     TrainBatch,
     TrainOutput,
 )
+from tinkercloud.decoding.distribution import Floats, log_softmax
 from tinkercloud.errors import UserError
 
 NUM_BUCKETS = 16
 BASE_RANK = 8
 STATE_FILE = "fake_model.npz"
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,11 +74,6 @@ class Published:
 
 
 # training
-
-
-def log_softmax(logits: Floats) -> Floats:
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
 def train(base: BaseWeights, table: Floats, batch: TrainBatch) -> tuple[TrainOutput, Floats]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from tinkercloud.backends.fake_model import Floats, Published, log_softmax
+from tinkercloud.backends.fake_model import Published
 from tinkercloud.core.types import (
     Grammar,
     OnTokens,
@@ -23,6 +23,7 @@ from tinkercloud.core.types import (
     TokenChunk,
     Topk,
 )
+from tinkercloud.decoding.distribution import Floats, distribution, log_softmax
 from tinkercloud.errors import UserError
 from tinkercloud.grammar.compiler import CompiledGrammar, GrammarCompiler, SampleGrammar
 
@@ -117,9 +118,9 @@ class _Sample:
         while self.stop_reason is None:
             after = version.base.logprobs(version.table, np.array([token]))[0]
             place = self.index, len(request.prompt) + len(self.tokens)
-            token, distribution = _draw(self._penalized(self._masked(after)), params, place)
+            token, drawn_from = _draw(self._penalized(self._masked(after)), params, place)
             self.tokens.append(token)
-            self.distributions.append(distribution)
+            self.distributions.append(drawn_from)
             text += f"{token} "
             if self.grammar is not None:
                 self.grammar.accept(token)
@@ -195,26 +196,11 @@ def _topk(logprobs: Floats, k: int) -> Topk:
     return Topk(ids.astype(np.int32), np.take_along_axis(logprobs, ids, 1).astype(np.float32))
 
 
-def _distribution(logprobs: Floats, params: SamplingParams) -> Floats:
-    """(V,) log-probabilities after temperature, top_k, top_p, min_p; -inf where excluded."""
-    scaled = log_softmax(logprobs / params.temperature)
-    if params.top_k == -1 and params.top_p == 1.0 and params.min_p == 0.0:
-        return scaled
-    order = np.argsort(-scaled, kind="stable")
-    keep = len(order) if params.top_k == -1 else params.top_k
-    if params.top_p < 1.0:
-        before = np.cumsum(np.exp(scaled[order])) - np.exp(scaled[order])
-        keep = min(keep, int((before < params.top_p).sum()))
-    scaled[order[max(keep, 1) :]] = -np.inf
-    scaled[np.exp(scaled) < params.min_p * np.exp(scaled.max())] = -np.inf
-    return log_softmax(scaled)
-
-
 def _draw(logprobs: Floats, params: SamplingParams, place: tuple[int, int]) -> tuple[int, Floats]:
     """A token and the distribution that it was drawn from; noise is keyed by (sample, position)."""
     if params.temperature == 0:
         return int(np.argmax(logprobs)), logprobs
-    distribution = _distribution(logprobs, params)
+    drawn_from = distribution(logprobs, params)
     key = np.array([params.seed, (place[0] << 32) | place[1]], dtype=np.uint64)
-    noise = np.random.Generator(np.random.Philox(key=key)).gumbel(size=len(distribution))
-    return int(np.argmax(distribution + noise)), distribution
+    noise = np.random.Generator(np.random.Philox(key=key)).gumbel(size=len(drawn_from))
+    return int(np.argmax(drawn_from + noise)), drawn_from

@@ -15,7 +15,8 @@ MAX_NAMED_TOOLS = 16
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
     """num_samples: answers to one prompt. max_tokens None: up to the context's end. seed None: a
-    drawn one. top_logprobs: how many of the likeliest tokens are reported at each place."""
+    drawn one. logprobs: whether those of the samples are reported. top_logprobs: how many of the
+    likeliest tokens are, at each place."""
 
     num_samples: int = 1
     max_tokens: int | None = None
@@ -27,6 +28,7 @@ class SamplingOptions:
     frequency_penalty: float = 0.0
     seed: int | None = None
     stops: tuple[str, ...] = ()
+    logprobs: bool = False
     top_logprobs: int = 0
 
 

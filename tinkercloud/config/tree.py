@@ -245,6 +245,9 @@ class Config:
     aliases: tuple[ModelAlias, ...] = _setting(
         (), "NAME=SERVED, a second name for a served model; repeatable"
     )
+    pool: Path | None = _setting(  # noqa: RUF009 - a field of its own each time
+        None, "file of a pool of machines, whose models are served for sampling alone; auto: none"
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = _setting(
         "auto",
         "number type of the base weights: float32, bfloat16; auto: bfloat16 where it is native",

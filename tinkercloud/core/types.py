@@ -220,7 +220,9 @@ class SampleRequest:
     same one share what is kept of prompts and samples (keys and values, text for drafts). user: who
     asks; the engine shares its time between users. details_for: the session whose samples tell
     where their drafts were wrong; "" for none. drafted: how the caller expects the one sample to
-    go on; a backend may verify it in one pass, and end the sample with its first other token."""
+    go on; a backend may verify it in one pass, and end the sample with its first other token.
+    needs_logprobs: False where nobody reads those of the samples: a backend that would have to do
+    more for them may leave them NaN."""
 
     prompt: NDArray[np.int32]
     num_samples: int
@@ -237,6 +239,7 @@ class SampleRequest:
     cache_salt: str = ""
     user: str = ""
     drafted: tuple[int, ...] = ()
+    needs_logprobs: bool = True
 
     @property
     def scores_prompt(self) -> bool:

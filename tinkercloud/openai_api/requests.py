@@ -1,7 +1,7 @@
 """From OpenAI's bodies to our requests; every refusal names its field."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tinkercloud.chat.requests import (
@@ -61,7 +61,7 @@ def chat_request(body: ChatBody) -> ChatRequest:
     )
     max_tokens = body.max_completion_tokens or body.max_tokens
     top_logprobs = (body.top_logprobs or 0) if body.logprobs else 0
-    sampling = _sampling(body, max_tokens, top_logprobs)
+    sampling = replace(_sampling(body, max_tokens, top_logprobs), logprobs=bool(body.logprobs))
     return ChatRequest(
         *(body.model, conversation, sampling),
         one_call=body.parallel_tool_calls is False,
@@ -90,6 +90,7 @@ def completion_request(body: CompletionBody) -> CompletionRequest:
     if len(prompts) * (body.n or 1) > MAX_CHOICES:
         raise InvalidField("prompt", f"prompts times n may be {MAX_CHOICES} at most; send fewer")
     sampling = _sampling(body, max_tokens, body.logprobs or 0)
+    sampling = replace(sampling, logprobs=body.logprobs is not None)
     return CompletionRequest(body.model, prompts, sampling, echo=bool(body.echo))
 
 

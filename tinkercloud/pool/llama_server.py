@@ -54,9 +54,7 @@ class LlamaServer:
 
     @property
     def url(self) -> str:
-        host = self._coordinator.host
-        host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-        return f"http://{host}:{self._coordinator.port}"
+        return self._coordinator.url
 
     @property
     def pid(self) -> int:

@@ -111,6 +111,21 @@ class Coordinator(_Part):
     llama_server: str | None = Field(default=None, pattern=r"^[^-]")
     threads: Annotated[int, Field(ge=1)] | None = None
 
+    @property
+    def url(self) -> str:
+        """Of llama-server, as this machine reaches it."""
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
+        return f"http://{host}:{self.port}"
+
+    def key(self) -> str | None:
+        """The first that llama-server takes; None: it asks for none. Raises ConfigError."""
+        if self.key_file is None:
+            return None
+        try:
+            return self.key_file.read_text(encoding="ascii").split()[0]
+        except (OSError, UnicodeDecodeError, IndexError):
+            raise ConfigError(f"{self.key_file} holds no key: one on each line is wanted") from None
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if not is_loopback(self.host) and self.key_file is None:

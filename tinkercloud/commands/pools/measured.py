@@ -9,7 +9,7 @@ from tinkercloud.errors import ConfigError
 from tinkercloud.pool.checks import diagnose
 from tinkercloud.pool.measuring import Load, measure
 from tinkercloud.pool.model_file import model_parts
-from tinkercloud.pool.pool_file import PoolFile, load_pool, write_tensor_split
+from tinkercloud.pool.pool_file import load_pool, write_tensor_split
 from tinkercloud.pool.pool_state import PoolFolder, PoolState
 from tinkercloud.pool.reclaiming import reclaim
 from tinkercloud.pool.sizes import size_text
@@ -38,7 +38,7 @@ def benchmark(arguments: Arguments) -> int:
     pool = load_pool(arguments["file"])
     state = _ready_state(folder_of(arguments))
     load = load_of(arguments)
-    figures = measure(state.url, load, _key(pool), say_progress)
+    figures = measure(state.url, load, pool.coordinator.key(), say_progress)
     say(f"{state.model} on {len(state.plan)} devices: {figures.line()}")
     if arguments["json"] is not None:
         result = {"model": state.model, "plan": state.plan, "load": asdict(load)}
@@ -62,7 +62,7 @@ def tune(arguments: Arguments) -> int:
             say(f"{text}: not measured: {reason}")
             continue
         tried.append(state.plan)
-        figures = measure(state.url, load_of(arguments), _key(pool))
+        figures = measure(state.url, load_of(arguments), pool.coordinator.key())
         say(f"{text}: {figures.line()}")
         if not figures.failures and (best is None or figures.tokens_per_s > best[0]):
             best = figures.tokens_per_s, text, split
@@ -107,13 +107,3 @@ def _ready_state(folder: PoolFolder) -> PoolState:
     if state.phase != "ready":
         raise ConfigError(f"{state.model} is not ready but {state.phase}: {state.text}")
     return state
-
-
-def _key(pool: PoolFile) -> str | None:
-    path = pool.coordinator.key_file
-    if path is None:
-        return None
-    try:
-        return path.read_text(encoding="ascii").split()[0]
-    except (OSError, UnicodeDecodeError, IndexError):
-        raise ConfigError(f"{path} holds no key: one on each line is wanted") from None

@@ -142,7 +142,9 @@ class ChatService:
         if request.forced_tools:
             prompt += text.codec.encode(text.require_tools().opening, bos=False)
         sample = await self._sampling.checked(sampler, sample_body(prompt, request.sampling))
-        sample = replace(sample, grammar=_grammar(request, text))
+        needs_logprobs = request.sampling.logprobs or hooks.listener is not None
+        grammar = _grammar(request, text)
+        sample = replace(sample, grammar=grammar, needs_logprobs=needs_logprobs)
         options = parser_options(request, text, self._texts.served(sampler.base_model), prompt)
         prepared = PreparedChat(user, request, sampler, sample, text, options)
         return ChatRun(prepared, hooks, self._sampling, self._slots)

@@ -117,7 +117,8 @@ class TextCompletionService:
                         "topk_prompt_logprobs": options.top_logprobs,
                     }
                 )
-            samples.append(await self._sampling.checked(sampler, body))
+            checked = await self._sampling.checked(sampler, body)
+            samples.append(replace(checked, needs_logprobs=options.logprobs))
         end_tokens = frozenset(self._texts.served(sampler.base_model).eos_token_ids)
         parser = ParserOptions(stops=options.stops, end_tokens=end_tokens, reasoning=False)
         prepared = PreparedCompletion(user, request, sampler, tuple(samples), text, parser)

@@ -1,0 +1,1 @@
+"""A pool's models as models of the server that sample only."""
