@@ -182,12 +182,12 @@ async def test_the_server_samples_the_pool_s_model(pool: Pool, tmp_path: Path) -
         prompt = np.array(codec.encode(PROMPTS[0], bos=True), np.int32)
         params = SamplingParams(24, 5, temperature=0.8)
         drawn = await backend.sample(version, SampleRequest(prompt, 3, params))
-        again = await backend.sample(version, SampleRequest(prompt, 3, params))
+        alone = SampleRequest(prompt, 1, params, cache_salt="ada")
+        repeated = [await backend.sample(version, alone) for _ in range(2)]
     finally:
         await backend.stop()
-    assert [s.tokens.tolist() for s in drawn.sequences] == [
-        s.tokens.tolist() for s in again.sequences
-    ]
+    first, again = (output.sequences[0].tokens.tolist() for output in repeated)
+    assert first == again
     gguf = load_pool(pool.file).models[0].path
     differences = [
         s.logprobs - _ours(gguf, prompt, s.tokens, params.temperature) for s in drawn.sequences
