@@ -5,8 +5,9 @@ from tinkercloud.errors import ConfigError
 from tinkercloud.pool.model_file import read_model_file
 from tinkercloud.pool.pool_file import SUFFIX, Model
 
-MATCHED_TOKENS = 6
-"""Of a sample's end, that have to be in its text before: also the shortest draft."""
+MATCHED_TOKENS = 3
+"""Of a sample's end, that have to be in its text before: also the shortest draft. With six, greedy
+JSON, code and arithmetic take 1.4 to 1.6 times the passes; with two, drafts are wrong oftener."""
 DRAFT_FLAGS = (
     *("--spec-type", "--spec-ngram-simple-size-n", "--spec-ngram-simple-size-m"),
     *("--spec-draft-model", "--spec-draft-n-max", "--spec-draft-device", "--spec-draft-ngl"),
