@@ -61,10 +61,16 @@ def listen(config: Config) -> socket.socket:
 
 @contextmanager
 def sole_owner(data_dir: Path) -> Generator[None]:
-    """ConfigError while another server has the folder: it would empty that one's cache of versions.
-    The lock ends with the process, however that ends."""
-    data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    descriptor = os.open(data_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
+    """ConfigError while another server has the folder: it would empty that one's cache of versions;
+    and for one that cannot be written. The lock ends with the process, however that ends."""
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor = os.open(data_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"the data folder {data_dir} cannot be written ({error.strerror}); name another one "
+            "with --data-dir, or give this user the right to write there"
+        ) from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -109,6 +109,15 @@ def test_a_port_in_use_is_refused_before_anything_is_made(run, tmp_path):
     assert not (tmp_path / "data").exists()
 
 
+def test_a_data_folder_that_cannot_be_made_is_refused_in_a_sentence(run, tmp_path):
+    (tmp_path / "file").write_text("")
+    data = str(tmp_path / "file" / "data")
+    status, out, err = run("serve", "--backend", "fake", "--port", "0", "--data-dir", data)
+    assert (status, out) == (2, "")
+    assert f"the data folder {data} cannot be written (Not a directory)" in err
+    assert "--data-dir" in err
+
+
 def test_a_data_folder_of_another_server_is_refused(run, tmp_path):
     """And all that is in it stays as it is: the first one's weights in the cache too."""
     data, cached = tmp_path / "data", tmp_path / "data/cache/versions/1"

@@ -29,11 +29,11 @@ class TrainingScene:
     @property
     def views(self) -> list[str]:
         """The addresses of all, with the newest checkpoint and the newest capture with rewards."""
-        session = self.rl.split(":")[0]
+        session, capture = self.rl.split(":")[0], self._capture()  # which samples what was saved
         saved = self._newest("/api/v1/checkpoints?limit=100", "checkpoints")
         path = next(c["tinker_path"] for c in saved if c["checkpoint_type"] == "sampler")
         return [
-            *("captures", f"captures/{self._capture()}", "runs", f"runs/{self.rl}", "sessions"),
+            *("captures", f"captures/{capture}", "runs", f"runs/{self.rl}", "sessions"),
             *(f"sessions/{session}", "samples", "checkpoints", f"chat?model={path}", "queue"),
             *("server", "speculation"),
         ]

@@ -134,7 +134,8 @@ class Curves {
 
 /** Rewards first, then those of NAMES, then others. */
 function metricNames(points) {
-  const all = [...new Set(points.flatMap((point) => Object.keys(point.metrics)))].sort();
+  const all = [...new Set(points.flatMap((point) => Object.keys(point.metrics)))]
+    .sort(new Intl.Collator("en", { numeric: true }).compare);
   const known = [...NAMES.keys()];
   const rank = (key) => (isReward(key) ? -1 : known.includes(key) ? known.indexOf(key) : known.length);
   return all.sort((a, b) => rank(a) - rank(b)); // a stable sort: others stay in their order
@@ -143,7 +144,7 @@ function metricNames(points) {
 function lastStep({ step, finished_at: finishedAt, metrics }, names, caption) {
   return [
     h("h3", {}, "Step ", number(step), ...(finishedAt === undefined ? [] : [", ", time(finishedAt)])),
-    table(caption, ["metric", "#value"],
-      names.filter((key) => key in metrics).map((key) => [key, number(metrics[key], significant)])),
+    h("div", { class: "metrics" }, table(caption, ["metric", "#value"],
+      names.filter((key) => key in metrics).map((key) => [key, number(metrics[key], significant)]))),
   ];
 }
