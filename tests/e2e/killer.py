@@ -134,6 +134,11 @@ class Killer:
         self.killed: list[Killed] = []
         self.log = ""
 
+    @property
+    def step(self) -> int:
+        """The loop's last one that began."""
+        return self._step
+
     def begins(self, step: int) -> None:
         with self._changed:
             self._step = step

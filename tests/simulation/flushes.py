@@ -63,7 +63,10 @@ def _sources() -> Iterator[Path]:
 
 def _flushes_in(path: Path) -> Iterable[int]:
     """Lines of calls, but of those by which a function called `flush` is made."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8")
+    if not any(name in text for name in FLUSHING):
+        return
+    tree = ast.parse(text)
     helpers = [node for node in ast.walk(tree) if getattr(node, "name", None) == "flush"]
     within = {id(node) for helper in helpers for node in ast.walk(helper)}
     for node in ast.walk(tree):
