@@ -22,10 +22,11 @@ _PREFIXES = tuple(f"{ROOT}/tinkercloud/{room}/" for room in ROOMS)
 
 class Coverage:
     """crashed: "tinkercloud/core/lane.py:12", one of `all_flushes` or "write of files in ..." ->
-    times."""
+    times. met: awaits and flushes that runs came to while crashes at such were still to come."""
 
     def __init__(self) -> None:
         self.crashed: Counter[str] = Counter()
+        self.met: set[str] = set()
 
     def crashed_at_awaits(self, process: Process) -> None:
         places = {place for task in process.unfinished() for place in suspended_at(task)}
@@ -37,6 +38,7 @@ class Coverage:
 
     def add(self, other: "Coverage") -> None:
         self.crashed += other.crashed
+        self.met |= other.met
 
 
 def suspended_at(task: Any) -> Iterable[str]:
@@ -153,12 +155,17 @@ def summary(coverage: Coverage) -> str:
 
 
 def report(coverage: Coverage) -> str:
-    """Awaits and flushes with how often a crash came there, also if none did."""
+    """Awaits and flushes with how often a crash came there, and where none did, why."""
     places = [(place, beyond().get(place)) for place in all_awaits()]
     places += [(place, flush_beyond(place)) for place in all_flushes()]
+    reasons = {
+        place: why or ("no crash was drawn" if place in coverage.met else "no run came here")
+        for place, why in places
+        if not coverage.crashed[place]
+    }
     rest = sorted(set(coverage.crashed) - {place for place, _ in places})
-    places += [(label, None) for label in rest]
     lines = [
-        f"{coverage.crashed[place]:7d}  {place}  {why or ''}".rstrip() for place, why in places
+        f"{coverage.crashed[place]:7d}  {place}  {reasons.get(place, '')}".rstrip()
+        for place in [*(place for place, _ in places), *rest]
     ]
     return "\n".join([*lines, summary(coverage)])

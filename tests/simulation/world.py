@@ -75,7 +75,8 @@ class World:
         self.server: Server | None = None
         self._place, self._scratch = place, place.with_name(f"{place.name}-scratch")
         self._world = Process("world")
-        self._troubles = DiskTroubles(schedule.disk, self._later, self.note)
+        later = partial(in_process, self._world, self.loop.call_later)
+        self._troubles = DiskTroubles(schedule.disk, later, self.note)
         self._clients: list[Process] = []
         self._commands = Commands(
             Surroundings(
@@ -314,6 +315,7 @@ class World:
             if not is_command:
                 self._on_event("await", f"{place}: awaited")
             crash = self._at_awaits.at(place)
+            self.coverage.met.add(place)
             if crash is not None and is_command and crash.kind == "kill":
                 self._commands.end(process)
             elif crash is not None and self.server is server:
@@ -372,6 +374,7 @@ class World:
         is_crash = self.num_crashes.total() > before
         if is_crash or (is_flush and self._at_awaits.come):
             places = places_on_disk(label, path.name, sqlite.VFS.changes)
+            self.coverage.met.update(places)
             if is_crash or self._crash_at_flush(process, places):
                 for place in places:
                     self.coverage.crashed_at(place)
@@ -394,6 +397,3 @@ class World:
         else:
             self._meet(crashes[0], places[0])
         return True
-
-    def _later(self, seconds: float, function: Callable[[], None]) -> None:
-        in_process(self._world, self.loop.call_later, seconds, function)
