@@ -3,6 +3,7 @@ of the disk and messages of the engine."""
 
 import ast
 import gc
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -12,11 +13,12 @@ from types import AsyncGeneratorType, CodeType, FrameType
 from typing import Any
 
 from tests.simulation.beyond import FLUSHES_BEYOND, reason
-from tests.simulation.flushes import all_flushes, flush_site
+from tests.simulation.flushes import all_flushes, flush_site, flushes_in
 from tests.simulation.loop import Process
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("services", "core", "storage")
+_LINE = re.compile(r"(tinkercloud/\S+\.py):(\d+)$")
 _PREFIXES = tuple(f"{ROOT}/tinkercloud/{room}/" for room in ROOMS)
 
 
@@ -104,6 +106,48 @@ def await_of(code: CodeType, line: int) -> str | None:
         if first <= line <= last:
             return f"{Path(code.co_filename).relative_to(ROOT)}:{first}"
     return None
+
+
+@cache
+def name_of(place: str) -> str:
+    """The same by its function instead of its line, so that it stays when other lines change."""
+    found = _LINE.search(place)
+    if found is None:
+        return place
+    path = ROOT / found[1]
+    return f"{place[: found.start()]}{found[1]}, {named(path, int(found[2]))}"
+
+
+def named(path: Path, line: int) -> str:
+    """An await or a flush by its function and its number in there, from 1 on."""
+    functions, lines = _outline(path)
+    name = _innermost(functions, line)
+    before = [each for each in lines if each <= line and _innermost(functions, each) == name]
+    return f"{name} {len(before)}"
+
+
+@cache
+def _outline(path: Path) -> tuple[list[tuple[int, int, str]], frozenset[int]]:
+    """Functions, and lines of awaits and flushes."""
+    lines = {first for first, _ in awaits_of(str(path))} | set(flushes_in(path))
+    return _functions(ast.parse(path.read_text(encoding="utf-8"))), frozenset(lines)
+
+
+def _functions(node: ast.AST, prefix: str = "") -> list[tuple[int, int, str]]:
+    """(first line, last line, name with those around it), outer ones first."""
+    found: list[tuple[int, int, str]] = []
+    for child in ast.iter_child_nodes(node):
+        inner = prefix
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            inner = f"{prefix}.{child.name}".lstrip(".")
+            found.append((child.lineno, child.end_lineno or child.lineno, inner))
+        found += _functions(child, inner)
+    return found
+
+
+def _innermost(functions: list[tuple[int, int, str]], line: int) -> str:
+    around = [name for first, last, name in functions if first <= line <= last]
+    return around[-1] if around else ""
 
 
 @cache

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 
+from tests.simulation.coverage import name_of
 from tests.simulation.schedule import MAX_AT_AWAITS, Crash, Schedule
 
 
@@ -61,7 +62,7 @@ class AwaitCrashes:
     def at(self, place: str) -> Crash | None:
         """The one that comes now, as a task waits at that place, or something is flushed there."""
         if place not in self._crashes:
-            self._crashes[place] = self._schedule.crash_at(place)
+            self._crashes[place] = self._schedule.crash_at(name_of(place))
         crash = self._crashes[place]
         if crash is None or not self._left:
             return None

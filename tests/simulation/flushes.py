@@ -51,7 +51,7 @@ def change_of(sql: str) -> str | None:
 @cache
 def _sites() -> frozenset[str]:
     return frozenset(
-        f"{path.relative_to(ROOT)}:{line}" for path in _sources() for line in _flushes_in(path)
+        f"{path.relative_to(ROOT)}:{line}" for path in _sources() for line in flushes_in(path)
     )
 
 
@@ -61,7 +61,7 @@ def _sources() -> Iterator[Path]:
         yield from [place] if place.is_file() else sorted(place.rglob("*.py"))
 
 
-def _flushes_in(path: Path) -> Iterable[int]:
+def flushes_in(path: Path) -> Iterable[int]:
     """Lines of calls, but of those by which a function called `flush` is made."""
     text = path.read_text(encoding="utf-8")
     if not any(name in text for name in FLUSHING):

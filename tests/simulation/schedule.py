@@ -202,7 +202,8 @@ class Schedule:
 
     def crash_at(self, place: str) -> Crash | None:
         """What comes at an await or a flush, where it is one of those. Each that a run meets is as
-        likely as any other, however seldom it is met and however short it is."""
+        likely as any other, however seldom it is met and however short it is. place: without
+        lines, so that a seed stays what it is when others change."""
         choices = random.Random(f"{self.seed} await {place}")
         if choices.random() >= self.await_rate:
             return None

@@ -11,6 +11,7 @@ FOUND_LATE = (
     "snapshot is not waited for",
     "snapshot without lost versions",
     "turn in pieces",
+    "turn told before it is kept",
 )
 
 
