@@ -20,6 +20,7 @@ from tinkercloud.core.types import SamplingParams
 from tinkercloud.decoding.adjustment import Adjustment
 
 _UINT32_SCALE = 2.0**-32
+_NO_LOGITS = torch.empty(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,11 @@ class RowParams:
         """Whether top-k, top-p or min-p leave something out."""
         params = self.params
         return not self.is_greedy and (params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing but temperature and noise stands between logits and token."""
+        return self.is_plain and not self.is_cut
 
     @property
     def is_plain(self) -> bool:
@@ -141,7 +147,8 @@ def warp(logits: Tensor, rows: Sequence[RowParams]) -> Tensor:
 @dataclass(frozen=True, slots=True)
 class Drawn:
     """tokens int64 (B,), their log-probabilities float32 (B,) under the distribution that was
-    sampled from: `warp` of the logits (B, V) less `norms` float64 (B,)."""
+    sampled from: `warp` of the logits (B, V) less `norms` float64 (B,). Of tokens that a pass drew
+    there are no logits, and nothing else is known of their distributions."""
 
     tokens: Tensor
     logprobs: Tensor
@@ -188,6 +195,19 @@ class Scanned:
     words: NDArray[np.uint32]
 
 
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The same of rows that a pass draws from without keeping logits, with the weights float32
+    (B, limit) of the tokens that may have the largest score. count: 0, none is a number, or -1,
+    more than fit: then logits have to tell."""
+
+    norm: NDArray[np.float64]
+    count: NDArray[np.int64]
+    ids: NDArray[np.int64]
+    words: NDArray[np.uint32]
+    weights: NDArray[np.float32]
+
+
 Scan = Callable[[Tensor, Sequence[RowParams]], Scanned]
 
 Norms = Callable[[Tensor], Tensor]
@@ -230,6 +250,29 @@ def sample(logits: Tensor, rows: Sequence[RowParams], scan: Scan | None = None) 
     return Drawn(tokens, logprobs, norms, logits, rows)
 
 
+def drawn_by_pass(found: Candidates, rows: Sequence[RowParams]) -> Drawn:
+    """The token of each row that has candidates; those of the others mean nothing."""
+    places = np.zeros(len(rows), np.int64)
+    several = np.flatnonzero(found.count > 1)
+    if len(several):
+        row_of, place = np.nonzero(np.arange(found.ids.shape[1]) < found.count[several, None])
+        row_of = several[row_of]
+        scores = found.weights[row_of, place] + noise_of(found.words[row_of, place]).numpy()
+        places[several] = place[_first_of_each(row_of, found.ids[row_of, place], scores)]
+    at = np.arange(len(rows)), places
+    tokens, weights = torch.from_numpy(found.ids[at]), torch.from_numpy(found.weights[at])
+    norms = torch.from_numpy(found.norm)
+    return Drawn(tokens, logprobs_of(weights, norms), norms, _NO_LOGITS, rows)
+
+
+def _first_of_each(
+    row_of: NDArray[np.int64], ids: NDArray[np.int64], scores: NDArray[np.float32]
+) -> NDArray[np.int64]:
+    """Where the largest score of each row is, the lowest id among equals."""
+    order = np.lexsort((ids, -scores, row_of))
+    return order[np.unique(row_of[order], return_index=True)[1]]
+
+
 def _temperatures(rows: Sequence[RowParams], device: torch.device) -> Tensor:
     """What logits are divided by: 1 instead of 0."""
     temperatures = [r.params.temperature or 1.0 for r in rows]
@@ -258,9 +301,7 @@ def _winners(
     row_of = np.repeat(several, scanned.count[several])
     weights = _entries(logits, row_of, ids) / temperatures[row_of]
     scores = weights + noise_of(words).numpy()
-    order = np.lexsort((ids, -scores, row_of))
-    firsts = np.unique(row_of[order], return_index=True)[1]
-    tokens[several] = ids[order][firsts]
+    tokens[several] = ids[_first_of_each(row_of, ids, scores)]
     return tokens
 
 

@@ -10,8 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tinkercloud.decoding.sampler import RowParams
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
+from tinkercloud.embedded.native.drawing import DrawnFrom
 from tinkercloud.embedded.native.scores import Targets
 
 
@@ -22,8 +24,8 @@ class Batch:
     tokens, positions, sequence (M,): each row's id, its place in its sequence, and its sequence's
     row in tables (S, blocks); a sequence's rows are neighbours, in order. versions: with how many
     rows each. logit_rows (W,): the rows whose logits are computed, ascending: a prompt of a
-    thousand rows needs those of its last one. targets: of rows that are scored, by a runner that
-    does so without their logits.
+    thousand rows needs those of its last one. targets: of rows that are scored, drawn_from: rows
+    that tokens are drawn from, by a runner that does so without their logits.
     """
 
     tokens: NDArray[np.int64]
@@ -33,6 +35,7 @@ class Batch:
     versions: Sequence[tuple[Version, int]]
     logit_rows: NDArray[np.int64]
     targets: Targets | None = None
+    drawn_from: DrawnFrom | None = None
 
     @property
     def base(self) -> BaseModel:
@@ -57,7 +60,7 @@ class RowScores:
 class SequenceRows:
     """Rows of one sequence: start: the place of the first in it; blocks: all of the sequence's;
     num_logit_rows: of the last ones. targets (n, K): of the n rows from `first_scored` on, 0 being
-    the first."""
+    the first. drawn_with: by the pass, from the last row."""
 
     version: Version
     tokens: Sequence[int]
@@ -66,6 +69,7 @@ class SequenceRows:
     num_logit_rows: int
     first_scored: int = 0
     targets: NDArray[np.int64] | None = None
+    drawn_with: RowParams | None = None
 
 
 def ragged(sequences: Sequence[SequenceRows]) -> Batch:
@@ -77,6 +81,7 @@ def ragged(sequences: Sequence[SequenceRows]) -> Batch:
     sequence_of: list[int] = []
     logit_rows: list[int] = []
     versions: list[tuple[Version, int]] = []
+    drawn: list[tuple[int, RowParams]] = []
     for i, sequence in enumerate(sequences):
         tables[i, : len(sequence.blocks)] = sequence.blocks
         count, start = len(sequence.tokens), sequence.start
@@ -84,6 +89,8 @@ def ragged(sequences: Sequence[SequenceRows]) -> Batch:
         positions += range(start, start + count)
         sequence_of += [i] * count
         logit_rows += range(len(tokens) - sequence.num_logit_rows, len(tokens))
+        if sequence.drawn_with is not None:
+            drawn.append((len(tokens) - 1, sequence.drawn_with))
         if versions and versions[-1][0] is sequence.version:
             versions[-1] = (sequence.version, versions[-1][1] + count)
         else:
@@ -96,7 +103,15 @@ def ragged(sequences: Sequence[SequenceRows]) -> Batch:
         versions,
         np.array(logit_rows, np.int64),
         _targets(sequences),
+        _drawn_from(drawn),
     )
+
+
+def _drawn_from(drawn: Sequence[tuple[int, RowParams]]) -> DrawnFrom | None:
+    if not drawn:
+        return None
+    rows, params = zip(*drawn, strict=True)
+    return DrawnFrom(np.array(rows, np.int64), params)
 
 
 def _targets(sequences: Sequence[SequenceRows]) -> Targets | None:

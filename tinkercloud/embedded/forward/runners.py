@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinkercloud.decoding.sampler import Norms, Scan, row_norms
+from tinkercloud.decoding.sampler import Candidates, Norms, Scan, row_norms
 from tinkercloud.embedded.forward.adapter_bank import AdapterBank
 from tinkercloud.embedded.forward.batch import Batch, RowScores
 from tinkercloud.embedded.forward.decode_graphs import (
@@ -47,7 +47,8 @@ class Runner(Protocol):
     """is_exact: a row's bits depend on its own sequence's tokens alone, not on how they are cut
     into batches; so keys and values may be used wherever the same tokens stand, and several rows
     of a sample in one pass, as drafts need them, are each what one would be. scores_targets: it
-    computes `scores` of a batch's targets, without logits; the bits are those of logits."""
+    computes `scores` of a batch's targets and `candidates` of rows that tokens are drawn from,
+    without logits; the bits are those of logits."""
 
     is_exact: bool
     scores_targets: bool
@@ -79,6 +80,11 @@ class Runner(Protocol):
         """Of the last pass's targets."""
         ...
 
+    @property
+    def candidates(self) -> Candidates | None:
+        """Of the last pass's rows that tokens are drawn from."""
+        ...
+
     def forward(self, batch: Batch, pool: BlockPool) -> Tensor:
         """Logits (W, V); writes the rows' keys and values into their blocks. On a device with
         parallel streams the logits are the caller's to keep; else until the next call."""
@@ -96,6 +102,7 @@ class NativeRunner:
 
     def __init__(self, num_threads: int):
         self.scores: RowScores | None = None
+        self.candidates: Candidates | None = None
         self._team = Team(num_threads)
         self.scan: Scan | None = partial(scan, self._team)
         self.norms: Norms = partial(log_sum_exp, self._team)
@@ -124,9 +131,10 @@ class NativeRunner:
         model = self._model(batch.versions[0][0], pool)
         rotary = self._rotary(batch.base, int(batch.positions.max()) + 1)
         layers = self._layers.get(batch.base.name, ())
-        logits, scores, self.captured = model.forward(self._team, batch, rotary, segments, layers)
+        result = model.forward(self._team, batch, rotary, segments, layers)
+        scores, self.captured, self.candidates = result.scores, result.captured, result.candidates
         self.scores = None if scores is None else RowScores(scores.logits, scores.norms)
-        return logits
+        return result.logits
 
     def rest(self) -> None:
         self._models = {n: m for n, m in self._models.items() if n.startswith(_BASE)}
@@ -166,7 +174,7 @@ class TorchRunner:
     """
 
     is_exact = False  # PyTorch's attention sums in another order where a sequence is cut elsewhere
-    scores_targets, scores = False, None
+    scores_targets, scores, candidates = False, None, None
     scan: Scan | None = None
 
     def __init__(self, product: Product = F.linear):
@@ -208,7 +216,7 @@ class GraphRunner:
     """
 
     is_exact = scores_targets = False
-    scores = None
+    scores = candidates = None
 
     def __init__(self, capture: Capture | None, scan: Scan | None = None):
         self._plain = TorchRunner()

@@ -7,6 +7,7 @@ a C compiler and other devices take the path through torch (paged_context.py).
 
 import ctypes as c
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from tinkercloud.architectures.config import ArchitectureConfig
 from tinkercloud.architectures.layers import norm_scale
-from tinkercloud.decoding.sampler import RowParams, Scanned
+from tinkercloud.decoding.sampler import Candidates, RowParams, Scanned
+from tinkercloud.embedded.native.drawing import Drawing, DrawnFrom, draws_of
 from tinkercloud.embedded.native.packed import (
     KEYS,
     PackedMatrix,
@@ -29,7 +31,6 @@ from tinkercloud.embedded.native.structures import (
     ACTIVATIONS,
     MODULES,
     Batch,
-    Draw,
     Layer,
     Linear,
     Lora,
@@ -67,6 +68,8 @@ class Rows(Protocol):
     def logit_rows(self) -> NDArray[np.int64]: ...
     @property
     def targets(self) -> Targets | None: ...
+    @property
+    def drawn_from(self) -> DrawnFrom | None: ...
 
 
 CANDIDATES = 1024  # of one row; with more, the row is drawn the plain way
@@ -75,18 +78,11 @@ CANDIDATES = 1024  # of one row; with more, the row is drawn the plain way
 def scan(team: Team, logits: Tensor, rows: Sequence[RowParams]) -> Scanned:
     """logits float32 (B, V). See `Scanned`."""
     num, size = logits.shape
-    draws = (Draw * num)(
-        *[
-            (p.temperature, p.top_k, p.top_p, p.seed, row.sample_index, row.position)
-            for row in rows
-            for p in (row.params,)
-        ]
-    )
     best, count = np.empty(num, np.int64), np.empty(num, np.int64)
     norm = np.empty(num, np.float64)
     ids, words = np.empty((num, CANDIDATES), np.int64), np.empty((num, CANDIDATES), np.uint32)
     out = (array.ctypes.data for array in (best, norm, count, ids, words))
-    request = Scan(_address(logits), num, size, CANDIDATES, draws, *out)
+    request = Scan(_address(logits), num, size, CANDIDATES, draws_of(rows), *out)
     if team.library.scan(team.handle, c.byref(request)):
         raise MemoryError(f"no memory for {num} rows of {size} logits")
     return Scanned(best, norm, count, ids, words)
@@ -129,6 +125,17 @@ def _module_names(num_layers: int) -> list[str]:
         for layer in range(num_layers)
         for leaf in MODULES
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class PassResult:
+    """logits (W, V) of the logit rows, good until the next call; captured (M, L, D), what some
+    layers put out; what was asked of targets, and of rows that tokens are drawn from."""
+
+    logits: Tensor
+    captured: Tensor
+    scores: Scores | None
+    candidates: Candidates | None
 
 
 class NativeModel:
@@ -235,11 +242,9 @@ class NativeModel:
         rotary: tuple[Tensor, Tensor],
         segments: Sequence[tuple[int, int, float, AdapterTable]],
         layers: Sequence[int] = (),
-    ) -> tuple[Tensor, Scores | None, Tensor]:
-        """Logits (W, V) of the logit rows, good until the next call, what is asked of targets, and
-        what `layers` put out
-        (M, L, D), 1 being the first and the last one's after the final norm; keys and values of all
-        rows go to their blocks.
+    ) -> PassResult:
+        """Keys and values of all rows go to their blocks. layers: 1 the first; the last one's
+        output is after the final norm.
 
         rotary: cosines and sines of all positions up to the last (P, K R / 2). segments: (first
         row, number of rows, scale, factors), disjoint.
@@ -264,8 +269,11 @@ class NativeModel:
         scores = None if rows.targets is None else Scores(rows.targets)
         if scores is not None:
             batch.scores = c.pointer(scores.request)
+        drawing = None if rows.drawn_from is None else Drawing(rows.drawn_from)
+        if drawing is not None:
+            batch.drawing = c.pointer(drawing.request)
         self.run(team, batch)
-        return logits, scores, captured
+        return PassResult(logits, captured, scores, None if drawing is None else drawing.found)
 
     def run(self, team: Team, batch: Batch) -> None:
         """A pass, or a part of it. Raises MemoryError."""

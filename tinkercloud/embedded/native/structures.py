@@ -78,6 +78,25 @@ class Scores(c.Structure):
     )
 
 
+class Draw(c.Structure):
+    _fields_ = (
+        ("temperature", c.c_float),
+        ("top_k", c.c_int64),
+        ("top_p", c.c_double),
+        *((name, c.c_uint64) for name in ("seed", "sample", "position")),
+    )
+
+
+class Drawing(c.Structure):
+    _fields_ = (
+        ("num_rows", c.c_int64),
+        ("limit", c.c_int64),
+        ("rows", c.c_void_p),
+        ("draws", c.POINTER(Draw)),
+        *((name, c.c_void_p) for name in ("norms", "count", "ids", "words", "weights")),
+    )
+
+
 class Batch(c.Structure):
     _fields_ = (
         *((name, c.c_int64) for name in ("rows", "embeds", "first_layer", "end_layer")),
@@ -93,16 +112,8 @@ class Batch(c.Structure):
         ("num_captured", c.c_int64),
         *((name, c.c_void_p) for name in ("captured_layers", "captured", "hidden", "logits")),
         ("scores", c.POINTER(Scores)),
+        ("drawing", c.POINTER(Drawing)),
         ("times", c.c_void_p),
-    )
-
-
-class Draw(c.Structure):
-    _fields_ = (
-        ("temperature", c.c_float),
-        ("top_k", c.c_int64),
-        ("top_p", c.c_double),
-        *((name, c.c_uint64) for name in ("seed", "sample", "position")),
     )
 
 
@@ -175,6 +186,7 @@ MIRRORS: dict[str, type[c.Structure]] = {
     "kept": Kept,
     "batch": Batch,
     "scores": Scores,
+    "drawing": Drawing,
     "draw": Draw,
     "scan": Scan,
     "attention_gradient": AttentionGradient,

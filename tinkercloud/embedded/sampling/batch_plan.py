@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from tinkercloud.decoding.sampler import Candidates, RowParams
 from tinkercloud.embedded.forward.batch import RowScores, SequenceRows
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
@@ -18,11 +19,13 @@ from tinkercloud.embedded.sampling.sequences import Sequence
 @dataclass(frozen=True, slots=True)
 class BatchItem:
     """`count` more tokens of a sequence. drafted: proposals for what comes after its last token;
-    logits are computed after that token and after each drafted one."""
+    logits are computed after that token and after each drafted one. drawn_with: the pass draws
+    what comes after its last token, without logits."""
 
     sequence: Sequence
     count: int
     drafted: tuple[int, ...] = ()
+    drawn_with: RowParams | None = None
 
     @property
     def version(self) -> Version:
@@ -69,6 +72,8 @@ class BatchItem:
     def num_logit_rows(self) -> int:
         if self.all_rows:
             return self.count
+        if self.drawn_with is not None:
+            return 0
         return 1 + len(self.drafted) if self.ends else 0
 
     @property
@@ -76,7 +81,10 @@ class BatchItem:
         sequence = self.sequence
         start = sequence.num_computed
         tokens = [*sequence.tokens[start : start + self.count], *self.drafted]
-        rows = SequenceRows(self.version, tokens, start, sequence.blocks, self.num_logit_rows)
+        rows = SequenceRows(
+            *(self.version, tokens, start, sequence.blocks, self.num_logit_rows),
+            drawn_with=self.drawn_with,
+        )
         targets = self.targets
         if targets is None:
             return rows
@@ -86,12 +94,14 @@ class BatchItem:
 @dataclass(frozen=True, slots=True)
 class LaunchedPass:
     """A pass over items that share weights and a runner. It may still be running on the device.
-    logits (W, V); hidden (M, L, D), where a drafter reads them; scores of all items' targets."""
+    logits (W, V); hidden (M, L, D), where a drafter reads them; scores of all items' targets;
+    candidates of items that the pass drew from."""
 
     items: list[BatchItem]
     logits: Tensor
     hidden: Tensor | None
     scores: RowScores | None = None
+    candidates: Candidates | None = None
 
 
 @dataclass(frozen=True, slots=True)

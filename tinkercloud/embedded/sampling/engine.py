@@ -203,8 +203,12 @@ class SamplingEngine:
 
     def _launch(self, batch: list[BatchItem]) -> LaunchedPass:
         state = self.states[batch[0].base]
-        logits = state.runner.forward(ragged([item.rows for item in batch]), state.cache.pool)
-        return LaunchedPass(batch, logits, _hidden_states(state), state.runner.scores)
+        runner = state.runner
+        if runner.scores_targets:
+            batch = [_drawn_by_pass(item) for item in batch]
+        logits = runner.forward(ragged([item.rows for item in batch]), state.cache.pool)
+        hidden = _hidden_states(state)
+        return LaunchedPass(batch, logits, hidden, runner.scores, runner.candidates)
 
     # ---- drafts
 
@@ -244,6 +248,14 @@ class SamplingEngine:
         for state in self.states:
             if state.speculation is not None:
                 state.speculation.end_round(ms, usable=usable)
+
+
+def _drawn_by_pass(item: BatchItem) -> BatchItem:
+    """Its next token comes without logits, where nothing else asks for them."""
+    sequence = item.sequence
+    if not item.is_decode or item.drafted or not sequence.job.draws_whole or sequence.needs_logits:
+        return item
+    return replace(item, drawn_with=sequence.row_params())
 
 
 def _hidden_states(state: BaseState) -> Tensor | None:

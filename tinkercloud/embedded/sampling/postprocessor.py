@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tinkercloud.decoding.sampler import Drawn, sample, topk_rows
+from tinkercloud.decoding.sampler import Drawn, RowParams, drawn_by_pass, sample, topk_rows
 from tinkercloud.embedded.forward.batch import RowScores
 from tinkercloud.embedded.sampling.base_states import BaseState, BaseStates
 from tinkercloud.embedded.sampling.batch_plan import BatchItem, DrawnRows, LaunchedPass
@@ -42,6 +42,31 @@ class _ScoreReader:
         item.sequence.job.scores.record(rows, logits, self._scores.norms[norms])
 
 
+class _DrawnByPass:
+    """What a pass drew without logits, sample by sample."""
+
+    def __init__(self, launched: LaunchedPass):
+        self._found = launched.candidates
+        self._params: list[RowParams] = []
+        self.draws: list[DrawnRows] = []
+
+    def add(self, item: BatchItem, hidden: Tensor | None) -> bool:
+        """Whether the item has its token; else the next step computes it again, with logits."""
+        assert self._found is not None
+        assert item.drawn_with is not None
+        row = len(self._params)
+        self._params.append(item.drawn_with)
+        if self._found.count[row] <= 0:
+            item.sequence.needs_logits = True
+            return False
+        self.draws.append(DrawnRows(item.sequence, row, (), hidden))
+        return True
+
+    def tokens(self) -> Drawn:
+        assert self._found is not None
+        return drawn_by_pass(self._found, self._params)
+
+
 class Postprocessor:
     """Appends tokens to sequences; tells the scheduler what is computed, accepted and finished."""
 
@@ -62,10 +87,15 @@ class Postprocessor:
         draws: list[DrawnRows] = []
         rows: list[int] = []  # of the pass's logits, in the order of `draws`
         end = num_rows = 0
+        drawn = _DrawnByPass(launched)
         scores = _ScoreReader(launched.scores)
         for item in launched.items:
             start, end = end, end + item.num_logit_rows
             num_rows += item.num_rows
+            if item.drawn_with is not None:
+                if drawn.add(item, None if hidden is None else hidden[num_rows - 1 : num_rows]):
+                    self._scheduler.computed(item)
+                continue
             seen = None if hidden is None else hidden[num_rows - item.num_logit_rows : num_rows]
             if hidden is not None and item.ends and item.sequence.is_prompt:
                 last = num_rows - len(item.drafted)
@@ -80,6 +110,8 @@ class Postprocessor:
                 rows += range(end - len(draw.rows), end)
         if draws:
             self._draw(draws, logits if len(rows) == len(logits) else logits[rows], state)
+        if drawn.draws:
+            self._keep(drawn.draws, drawn.tokens(), state)
 
     def begin(self, samples: list[Sequence]) -> None:
         """Draw the first tokens of new samples from their prompts' logits."""
@@ -115,10 +147,12 @@ class Postprocessor:
         return False
 
     def _draw(self, draws: list[DrawnRows], logits: Tensor, state: BaseState) -> None:
-        """Draw the target's tokens and keep those that follow accepted ones; finish samples that
-        ended."""
+        """Draw the target's tokens, and keep them."""
         params = [draw.sequence.row_params(i) for draw in draws for i in range(len(draw.rows))]
-        drawn = sample(logits, params, self._states.scan)
+        self._keep(draws, sample(logits, params, self._states.scan), state)
+
+    def _keep(self, draws: list[DrawnRows], drawn: Drawn, state: BaseState) -> None:
+        """Of the target's tokens those that follow accepted ones; finish samples that ended."""
         tokens, logprobs = drawn.tokens.tolist(), drawn.logprobs.tolist()
         complete: list[tuple[Sequence, bool]] = []
         for draw in draws:

@@ -56,6 +56,7 @@ class Sequence:
     num_streamed: int = 0  # of its sampled tokens: the request's stream has these
     committed: list[tuple[int, float, TopkRow | None]] = field(default_factory=list)
     grammar: SampleGrammar | None = None
+    needs_logits: bool = False  # a pass could not draw its token without them
 
     @property
     def is_prompt(self) -> bool:
@@ -206,6 +207,9 @@ class Job:
     begin_grammar: Callable[[], SampleGrammar] | None = None  # for each sample
     prompt: Sequence = field(init=False)
     row_work: RowWork = field(init=False)
+    draws_whole: bool = field(
+        init=False
+    )  # a token's distribution is as the logits are, and unasked
     is_scoring: bool = field(init=False)  # all rows of the prompt are wanted, and not all computed
     has_failed: bool = False
     error: UserError | None = None  # that it is to fail with once the step is over
@@ -219,6 +223,10 @@ class Job:
         self.prompt = Sequence(self, -1, self.request.prompt.tolist())
         self.row_work = RowWork(self.version.base.config.attention_span)
         self.is_scoring = self.scores is not None
+        request, params = self.request, self.request.params
+        is_adjusted = request.grammar is not None or params.has_penalties
+        asks_more = is_adjusted or request.topk_sample_logprobs > 0
+        self.draws_whole = not asks_more and RowParams(params, 0, 0).is_whole
 
     @property
     def user(self) -> str:

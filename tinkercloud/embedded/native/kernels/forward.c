@@ -16,7 +16,6 @@
 
 #include "pass.h"
 
-#define COUNT(array) ((int)(sizeof(array) / sizeof *(array)))
 
 /* Floats of rows up to which each thread computes every norm for itself: that takes less time than
    waiting for each other. */
@@ -193,6 +192,7 @@ enum {
   NORM_FINAL,
   CHOOSE, UNEMBED, CAP_LOGITS,
   CHOOSE_SCORED, SCORE,
+  CHOOSE_DRAWN, DRAW,
   NUM_STEPS
 };
 
@@ -216,6 +216,8 @@ static const step_t steps[NUM_STEPS] = {
     [CAP_LOGITS] = {"cap of logits", cap_logits, 1},
     [CHOOSE_SCORED] = {"rows of scores", choose_scored, 1},
     [SCORE] = {"score", score_targets, SCORE_STAGES},
+    [CHOOSE_DRAWN] = {"rows to draw from", choose_drawn, 2},
+    [DRAW] = {"draw", draw_tokens, SCORE_STAGES},
 };
 
 /* For whoever reads the times of a pass (network.h). */
@@ -230,7 +232,7 @@ static int64_t stages_of(int first, int last) {
 
 static int64_t stages_of_pass(const pass_t *p) {
   return stages_of(BEGIN, BEGIN) + p->model->num_layers * stages_of(NORM_INPUT, ADD_NORMED_FED) +
-         stages_of(NORM_FINAL, SCORE) + p->batch->num_captured;
+         stages_of(NORM_FINAL, DRAW) + p->batch->num_captured;
 }
 
 static void take_steps(walk_t *w, step_time_t *times, int first, int last, int64_t index) {
@@ -281,6 +283,7 @@ static void run(team_t *team, int rank, void *argument) {
   }
   if (batch->num_logit_rows) take_steps(w, times, CHOOSE, CAP_LOGITS, 0);
   if (batch->scores) take_steps(w, times, CHOOSE_SCORED, SCORE, 0);
+  if (batch->drawing) take_steps(w, times, CHOOSE_DRAWN, DRAW, 0);
 }
 
 static int64_t largest_rank(const pass_t *p) {
@@ -317,11 +320,21 @@ static int64_t lay_out(pass_t *p, int threads, float *memory) {
   }
   p->gates = memory + floats;
   floats += rounded_up(threads * gates_size(p), LINE);
-  if (p->batch->scores) {
-    int64_t sums = p->batch->scores->num_rows * partitions_of(model->vocab);
+  int64_t scored = p->batch->scores ? p->batch->scores->num_rows : 0;
+  int64_t drawn = p->batch->drawing ? p->batch->drawing->num_rows : 0;
+  if (scored || drawn) {
+    int64_t sums = MAX(scored, drawn) * partitions_of(model->vocab);
     p->tiles = memory + floats;
-    p->partitions = (partition_t *)(p->tiles + threads * SCORE_ROWS * PARTITION);
-    floats += threads * SCORE_ROWS * PARTITION + 2 * sums; /* of two floats */
+    floats += threads * SCORE_ROWS * PARTITION;
+    p->partitions = (partition_t *)(memory + floats);
+    floats += rounded_up(sums * (int64_t)(sizeof *p->partitions / sizeof *memory), LINE);
+  }
+  if (drawn) {
+    p->bounds = (_Atomic double *)(memory + floats);
+    floats += rounded_up(drawn * (int64_t)(sizeof *p->bounds / sizeof *memory), LINE);
+    p->offers = (offers_t *)(memory + floats);
+    int64_t offers = drawn * partitions_of(model->vocab);
+    floats += rounded_up(offers * (int64_t)(sizeof *p->offers / sizeof *memory), LINE);
   }
   return floats;
 }

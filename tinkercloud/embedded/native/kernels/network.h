@@ -6,6 +6,8 @@
 
 #include <stdint.h>
 
+#include "scan.h"
+
 #define KV_BLOCK 16 /* tokens of a block of keys and values */
 
 typedef struct {
@@ -97,9 +99,22 @@ typedef struct {
   double *norms; /* out: [num_rows], the log of the sum of exp of all logits of a row */
 } scores_t;
 
+/* Rows from which a token each is drawn, and nothing else of their logits is wanted: all of the
+   vocabulary can be drawn. What may win is as of a `scan_t`, with its weights. */
+typedef struct {
+  int64_t num_rows, limit;
+  const int64_t *rows; /* of the batch, ascending */
+  const draw_t *draws; /* [num_rows]: top_k and top_p are not read */
+  double *norms;       /* out: [num_rows], the log of the sum of exp(weight) */
+  int64_t *count;      /* out: [num_rows], how many may win; -1: more than `limit` */
+  int64_t *ids;        /* out: [num_rows][limit] */
+  uint32_t *words;     /* out: [num_rows][limit], the noise's random numbers */
+  float *weights;      /* out: [num_rows][limit] */
+} drawing_t;
+
 /* A pass may be cut between layers, and before the logits: a part of it computes the embeddings
    where `embeds`, the layers first_layer..end_layer - 1, after the model's last layer the final
-   norm where `hidden` is given, and from that the logits of `logit_rows`, and `scores`. */
+   norm where `hidden` is given, and from that the logits of `logit_rows`, `scores` and `drawing`. */
 typedef struct {
   int64_t rows, embeds, first_layer, end_layer;
   float *x;           /* in and out: [rows][D], between layers; NULL where nobody cuts */
@@ -120,6 +135,7 @@ typedef struct {
   float *hidden;         /* out: [rows][D], after the final norm */
   float *logits;         /* out: [num_logit_rows][V] */
   const scores_t *scores; /* or NULL */
+  const drawing_t *drawing; /* or NULL */
   step_time_t *times;    /* out: [num_steps], added to what is there; or NULL */
 } batch_t;
 

@@ -29,6 +29,14 @@ typedef struct {
   narrow_rows_t narrow;
 } normed_t;
 
+/* Tokens of a partition that may be drawn; count -1: more than fit. */
+#define MOST_OFFERS 6
+typedef struct {
+  int32_t count, ids[MOST_OFFERS];
+  uint32_t words[MOST_OFFERS];
+  float weights[MOST_OFFERS];
+} offers_t;
+
 typedef struct {
   const model_t *model;
   const batch_t *batch;
@@ -39,8 +47,10 @@ typedef struct {
   int tiles_place;       /* attention places the rows of each of its tiles before these attend */
   int64_t low_stride; /* of one row of the low-rank products, 3 modules side by side */
   int64_t max_rank;
-  partition_t *partitions; /* [scored rows][partitions of the vocabulary] */
-  float *tiles;            /* [threads][SCORE_ROWS][PARTITION]: logits that are scored */
+  partition_t *partitions; /* [scored or drawn rows][partitions of the vocabulary] */
+  float *tiles;            /* [threads][SCORE_ROWS][PARTITION]: logits that are scored or drawn */
+  offers_t *offers;        /* [drawn rows][partitions of the vocabulary] */
+  _Atomic double *bounds;  /* [drawn rows]: a score that the winner has at least */
   atomic_long *next_task; /* of each stage */
 } pass_t;
 
@@ -152,6 +162,9 @@ INTERNAL void multiply_part(const pass_t *p, const read_t *read, int i, range_t 
 
 /* ---- unembed.c, steps of a pass */
 
+/* What is done with the logits of a row of `read` over a partition, which it may change. */
+typedef void visit_t(const walk_t *w, int64_t row, int64_t part, float *logits);
+
 #define SCORE_ROWS 128 /* of a tile: its logits of a partition lie in the second-level cache */
 #define SCORE_STAGES (PRODUCT_STAGES + 1)
 
@@ -160,6 +173,13 @@ INTERNAL void unembed(walk_t *w, int64_t index);
 INTERNAL void cap_logits(walk_t *w, int64_t index);
 INTERNAL void choose_scored(walk_t *w, int64_t index);
 INTERNAL void score_targets(walk_t *w, int64_t index);
+INTERNAL void choose_rows(walk_t *w, const int64_t *rows, int64_t count);
+INTERNAL void visit_partitions(walk_t *w, const int64_t *rows, int64_t count, visit_t *visit);
+
+/* ---- draw.c, steps of a pass */
+
+INTERNAL void choose_drawn(walk_t *w, int64_t index);
+INTERNAL void draw_tokens(walk_t *w, int64_t index);
 
 /* ---- norm_rows.c, a stage each, but for few rows norm_rows none: then each thread has all */
 

@@ -6,27 +6,11 @@
 #include <string.h>
 
 #include "log_sum_exp.h"
+#include "noise.h"
 #include "packed.h"
-#include "philox.h"
 #include "scan.h"
 #include "team.h"
 #include "vectors.h"
-
-/* A token's score is its weight (logit / temperature) plus noise, -log(-log1p(-u)) with u uniform
-   (decoding/sampler.py). Noise above LUCK is rare, and a token without it needs a weight close to
-   the best score known: only those few are scored, exactly, by the caller. */
-
-#define LUCK 8.0
-#define LUCKY_WORD 1440786u /* u below it: noise above LUCK */
-#define SLACK 1e-3          /* for the rounding of what is compared here */
-
-static noise_key_t key_of(const draw_t *draw) {
-  return (noise_key_t){draw->seed, draw->sample, draw->position};
-}
-
-static double score_of(float weight, uint32_t word) {
-  return weight - log(-log1p(-(word + 0.5) * 0x1p-32));
-}
 
 /* Notes a token that may win; 0 when there are too many. */
 static int offer(scan_t *s, int64_t row, int64_t id, uint32_t word) {
@@ -155,10 +139,7 @@ typedef struct {
   item_t *items;           /* [size], for top-k and top-p */
 } room_t;
 
-static uint32_t word_of(const room_t *room, int64_t token) {
-  int64_t inside = token % GROUP;
-  return room->words[token - inside + word_at(inside / BLOCK_WORDS, token)];
-}
+static uint32_t word_of(const room_t *room, int64_t token) { return word_in(room->words, token); }
 
 static double score_in(const room_t *room, const float *weights, int64_t token) {
   return score_of(weights[token], word_of(room, token));
@@ -175,16 +156,9 @@ static int64_t best_of(const float *logits, int64_t size, const float *tops) {
   return i;
 }
 
-/* Notes those of a group that are lucky: few groups have one. */
+/* Notes those of a group that are lucky. */
 INLINE void note_lucky(room_t *room, int64_t first, int64_t size) {
-  const uint32_t *words = room->words + first;
-#if defined(__AVX512F__)
-  __mmask16 any = 0;
-  for (int i = 0; i < GROUP; i += 16)
-    any |= _mm512_cmplt_epu32_mask(_mm512_loadu_si512(words + i), _mm512_set1_epi32(LUCKY_WORD));
-  if (!any) return;
-#endif
-  (void)words;
+  if (!any_lucky(room->words + first)) return;
   for (int64_t i = first; i < MIN(first + GROUP, size); i++)
     if (word_of(room, i) < LUCKY_WORD && room->num_lucky++ < room->most_lucky)
       room->lucky[room->num_lucky - 1] = (int32_t)i;
@@ -195,18 +169,6 @@ static void find_noise(room_t *room, const noise_key_t *key, range_t tokens) {
     philox_group(first, key, room->words + first);
     note_lucky(room, first, tokens.end);
   }
-}
-
-INLINE int any_reaches(const float *weights, int64_t count, float limit) {
-  int any = 0;
-  for (int64_t i = 0; i < count; i++) any |= weights[i] >= limit;
-  return any;
-}
-
-/* Whether the score is `least` or more. Of a small u the noise is at most -log u, so that most tokens
-   need no logarithms of their own. */
-static int may_win(float weight, uint32_t word, double least) {
-  return (word + 0.5) * 0x1p-32 <= exp(weight - least) && score_of(weight, word) >= least;
 }
 
 /* Offers the tokens that may win: none of the others scores as much as the best of these. */

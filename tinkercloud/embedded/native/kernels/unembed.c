@@ -6,7 +6,7 @@
 #include "product.h"
 
 /* Some rows after the final norm, side by side. */
-static void choose_rows(walk_t *w, const int64_t *rows, int64_t count) {
+void choose_rows(walk_t *w, const int64_t *rows, int64_t count) {
   const pass_t *p = w->p;
   int64_t d = p->model->hidden;
   EACH_ROW(w, i, count) {
@@ -46,25 +46,14 @@ void cap_logits(walk_t *w, int64_t index) {
   end_stage(w);
 }
 
-/* ---- targets without the logits of a row: of some rows and a partition of the vocabulary logits
-   are computed, summed and read while they are in a cache. The sums are those of `log_sum_exp` over
+/* ---- without the logits of a row: of some rows and a partition of the vocabulary logits are
+   computed, summed and read while they are in a cache. The sums are those of `log_sum_exp` over
    whole rows, to the bit: partitions lie at the same places, and are added up in one order. */
 
 #define GROUP_TILES 2 /* that meet a partition's weights before the next one does */
 
-static void keep_sums(const walk_t *w, int64_t row, int64_t part, const float *logits) {
-  const scores_t *scores = w->p->batch->scores;
-  int64_t size = w->p->model->vocab;
-  range_t tokens = partition_at(size, part);
-  w->p->partitions[row * partitions_of(size) + part] =
-      sum_partition(logits, tokens.end - tokens.first);
-  for (int64_t t = scores->starts[row]; t < scores->starts[row + 1]; t++)
-    if (scores->ids[t] >= tokens.first && scores->ids[t] < tokens.end)
-      scores->logits[t] = logits[scores->ids[t] - tokens.first];
-}
-
-static void score_tile(const walk_t *w, const read_t *read, range_t rows, int64_t part,
-                       int adapted) {
+static void visit_tile(const walk_t *w, const read_t *read, range_t rows, int64_t part,
+                       int adapted, visit_t *visit) {
   range_t tokens = partition_at(w->p->model->vocab, part);
   float *tile = w->p->tiles + w->rank * SCORE_ROWS * PARTITION;
   output_t output = read->outputs[0];
@@ -77,24 +66,38 @@ static void score_tile(const walk_t *w, const read_t *read, range_t rows, int64_
   for (int64_t m = rows.first; m < rows.end; m++) {
     float *logits = tile + (m - rows.first) * PARTITION, cap = w->p->model->logit_cap;
     if (cap != 0.0f) cap_numbers(logits, tokens.end - tokens.first, cap);
-    keep_sums(w, m, part, logits);
+    visit(w, m, part, logits);
   }
 }
 
-static void score_rows(walk_t *w, const read_t *read) {
-  const scores_t *scores = w->p->batch->scores;
-  int64_t count = partitions_of(w->p->model->vocab), group = GROUP_TILES * SCORE_ROWS;
+/* Of rows that were chosen. A stage more than a product has. */
+void visit_partitions(walk_t *w, const int64_t *chosen, int64_t num_rows, visit_t *visit) {
+  const pass_t *p = w->p;
+  output_t outputs[] = {head_output(p, NULL)};
+  const read_t *read =
+      &(read_t){p->chosen, &p->narrow_rows[CHOSEN], num_rows, outputs, 1, chosen};
+  int64_t count = partitions_of(p->model->vocab), group = GROUP_TILES * SCORE_ROWS;
   int adapted = multiply_low_rank(w, read);
-  for (int64_t task; (task = take(w)) < parts(read->rows, group) * count;) {
-    range_t rows = part_of(read->rows, group, task / count);
+  for (int64_t task; (task = take(w)) < parts(num_rows, group) * count;) {
+    range_t rows = part_of(num_rows, group, task / count);
     for (int64_t first = rows.first; first < rows.end; first += SCORE_ROWS)
-      score_tile(w, read, (range_t){first, MIN(first + SCORE_ROWS, rows.end)}, task % count,
-                 adapted);
+      visit_tile(w, read, (range_t){first, MIN(first + SCORE_ROWS, rows.end)}, task % count,
+                 adapted, visit);
   }
   end_stage(w);
-  EACH_ROW(w, m, read->rows)
-    scores->norms[m] = combine_partitions(w->p->partitions + m * count, count);
-  end_stage(w);
+}
+
+/* ---- targets */
+
+static void keep_sums(const walk_t *w, int64_t row, int64_t part, float *logits) {
+  const scores_t *scores = w->p->batch->scores;
+  int64_t size = w->p->model->vocab;
+  range_t tokens = partition_at(size, part);
+  w->p->partitions[row * partitions_of(size) + part] =
+      sum_partition(logits, tokens.end - tokens.first);
+  for (int64_t t = scores->starts[row]; t < scores->starts[row + 1]; t++)
+    if (scores->ids[t] >= tokens.first && scores->ids[t] < tokens.end)
+      scores->logits[t] = logits[scores->ids[t] - tokens.first];
 }
 
 void choose_scored(walk_t *w, int64_t index) {
@@ -104,9 +107,10 @@ void choose_scored(walk_t *w, int64_t index) {
 
 void score_targets(walk_t *w, int64_t index) {
   (void)index;
-  const pass_t *p = w->p;
-  const scores_t *scores = p->batch->scores;
-  output_t outputs[] = {head_output(p, NULL)};
-  score_rows(w, &(read_t){p->chosen, &p->narrow_rows[CHOSEN], scores->num_rows, outputs, 1,
-                          scores->rows});
+  const scores_t *scores = w->p->batch->scores;
+  int64_t count = partitions_of(w->p->model->vocab);
+  visit_partitions(w, scores->rows, scores->num_rows, keep_sums);
+  EACH_ROW(w, m, scores->num_rows)
+    scores->norms[m] = combine_partitions(w->p->partitions + m * count, count);
+  end_stage(w);
 }

@@ -29,6 +29,7 @@ typedef float loose_vec __attribute__((vector_size(LANES * 4), aligned(4), may_a
 #define LINE_BYTES 64 /* of a cache line */
 #define LINE 16       /* floats of one */
 
+#define COUNT(array) ((int)(sizeof(array) / sizeof *(array)))
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
 
