@@ -54,15 +54,16 @@ def test_the_limit_is_the_longer_of_reading_and_multiplying() -> None:
 async def test_our_streams_have_a_time_for_each_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the fake backend, which serves a folder with a tokenizer under the benchmark's name."""
+    """On the fake backend, which serves a folder with a tokenizer under the benchmark's name. Greedy:
+    where tokens are drawn, one may end the stream."""
     folder = serving_folder(tmp_path / "model")
     with serving.start_server(
         *("--backend", "fake", "--model", f"smollm2={folder}"), data_dir=tmp_path / "data"
     ) as server:
         headers = {"Authorization": f"Bearer {server.api_key}"}
         client = Completions(int(server.base_url.rpartition(":")[2]), OpenAiDialect(), headers)
-        outcome = await client.latency(Load(((1, 2, 3), (4, 5)), 64))
-        whole = await client.generate(Load(((1, 2, 3),), 4))
+        outcome = await client.latency(Load(((1, 2, 3), (4, 5)), 64, greedy=True))
+        whole = await client.generate(Load(((1, 2, 3),), 4, greedy=True))
         await client.close()
     assert len(outcome.first_s) == 2
     assert len(outcome.gaps_s) == 2 * (STREAMED_TOKENS - 1)
