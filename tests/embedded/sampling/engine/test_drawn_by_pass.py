@@ -1,0 +1,84 @@
+"""Samples whose tokens the compiled pass draws without logits, beside those that need logits."""
+
+from itertools import count
+
+import numpy as np
+import pytest
+import torch
+
+from tests.embedded.tiny import Sampler, ask, random_prompt, same
+from tinkercloud.core.types import SampleRequest
+from tinkercloud.embedded.forward import runners
+from tinkercloud.embedded.forward.batch import Batch
+from tinkercloud.embedded.forward.kv_blocks import BlockPool
+from tinkercloud.embedded.process.model_store import ModelStore
+from tinkercloud.embedded.sampling import engine
+
+pytestmark = [
+    pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here"),
+    pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16]),
+]
+
+
+def requests(base: str) -> dict[str, tuple[str, SampleRequest]]:
+    """Those after the first three need logits."""
+    prompt = random_prompt(40, 0)
+    asked = {
+        "plain": ask(prompt, n=3, max_tokens=20),
+        "hot": ask(prompt, max_tokens=20, temperature=3.0, seed=2**63),
+        "greedy": ask(prompt, max_tokens=20, temperature=0.0),
+        "cut": ask(prompt, max_tokens=20, top_k=5, top_p=0.9),
+        "penalised": ask(prompt, max_tokens=20, presence_penalty=1.0),
+        "with top-k": ask(prompt, max_tokens=20, topk_sample_logprobs=3),
+    }
+    return {name: (base, request) for name, request in asked.items()}
+
+
+def rows_drawn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """In how many rows of each pass a token was drawn by it."""
+    seen: list[int] = []
+    forward = runners.NativeRunner.forward
+
+    def watched(runner: runners.NativeRunner, batch: Batch, pool: BlockPool) -> torch.Tensor:
+        seen.append(0 if batch.drawn_from is None else len(batch.drawn_from.rows))
+        return forward(runner, batch, pool)
+
+    monkeypatch.setattr(runners.NativeRunner, "forward", watched)
+    return seen
+
+
+def test_the_tokens_are_those_that_logits_give(
+    store: ModelStore, base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = rows_drawn(monkeypatch)
+    drawn = Sampler(store).run(requests(base))
+    assert max(seen) == 5, "all samples of the first three requests"
+    monkeypatch.setattr(engine, "_drawn_by_pass", lambda item: item)
+    del seen[:]
+    expected = Sampler(store).run(requests(base))
+    assert not any(seen)
+    for name, output in expected.items():
+        same(drawn[name], output)
+
+
+def test_a_token_that_no_pass_can_draw_comes_with_logits_in_the_next_one(
+    store: ModelStore, base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = Sampler(store).run(requests(base))
+    seen, calls = rows_drawn(monkeypatch), count()
+    watched = runners.NativeRunner.forward
+
+    def too_many(runner: runners.NativeRunner, batch: Batch, pool: BlockPool) -> torch.Tensor:
+        logits = watched(runner, batch, pool)
+        found = runner.candidates
+        if found is not None and next(calls) == 4:
+            found.count[::2] = -1
+            found.ids[::2], found.weights[::2] = 0, np.nan
+        return logits
+
+    monkeypatch.setattr(runners.NativeRunner, "forward", too_many)
+    outputs = Sampler(store).run(requests(base))
+    assert max(seen) == 5
+    assert 2 in seen, "three of five are not tried again"
+    for name, output in expected.items():
+        same(outputs[name], output)
