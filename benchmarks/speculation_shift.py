@@ -12,9 +12,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,8 @@ NOUNS = ("captain", "parrot", "anchor", "harbour", "cannon", "compass", "sailor"
 VERBS = ("watches", "steals", "guards", "follows", "buries", "carries")
 COLUMNS = (
     *("steps", "server", "tokens/s", "times plain", "drafted tokens accepted"),
-    *("drafted tokens", "drafts used", "drafts refused"),
+    *("drafted tokens", "drafts used", "drafts refused", "step s"),
+    *("capture s", "training s", "in quiet time s", "drafting s"),
 )
 
 
@@ -59,15 +60,45 @@ class Scale:
 QUICK = Scale(steps=2, samples=2, tokens=16, data=2)
 
 
+@dataclass(frozen=True)
+class Costs:
+    """Seconds. capture: of hidden states in the policy's passes; training: beside the policy's;
+    quiet: of both while nobody asks for anything; drafting: in rounds of samples."""
+
+    capture: float = 0.0
+    training: float = 0.0
+    quiet: float = 0.0
+    drafting: float = 0.0
+
+    @classmethod
+    def of(cls, speculation: Mapping[str, Any]) -> "Costs":
+        """speculation: as `/health` shows it."""
+        seconds = speculation.get("following", {}).get("seconds", {})
+        quiet = ("capture in quiet time", "training in quiet time")
+        return cls(
+            *(seconds.get(name, 0.0) for name in ("capture", "training")),
+            sum(seconds.get(name, 0.0) for name in quiet),
+            1e-3 * speculation.get("ms", {}).get("draft", 0.0),
+        )
+
+    def since(self, before: "Costs") -> tuple[float, ...]:
+        later, earlier = astuple(self), astuple(before)
+        return tuple(round(now - then, 1) for now, then in zip(later, earlier, strict=True))
+
+
 @dataclass
 class Curve:
-    """By step. judged, accepted: drafted tokens. used, refused: trained drafts, up to then."""
+    """By step. seconds: of its samples; step_s: of all that a client waits for. judged, accepted:
+    drafted tokens. trainings: drafts used and refused, costs_s: what drafts have taken, up to
+    then."""
 
     tokens: list[list[list[int]]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    step_s: list[float] = field(default_factory=list)
     judged: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     trainings: list[dict[str, int]] = field(default_factory=list)
+    costs_s: list[Costs] = field(default_factory=list)
 
     def per_s(self, steps: slice) -> float:
         num = sum(len(sample) for step in self.tokens[steps] for sample in step)
@@ -98,6 +129,7 @@ class Policy:
         tinker, scale, curve = self._tinker, self._scale, self.curve
         generator = np.random.default_rng(number)
         data = [self._datum(styled(generator)) for _ in range(scale.data)]
+        step_began = time.perf_counter()
         training = self._model.forward_backward(data, "cross_entropy")
         self._model.optim_step(tinker.AdamParams(learning_rate=scale.rate)).result()
         training.result()
@@ -114,7 +146,9 @@ class Policy:
             sampler.sample(prompt=prompt, num_samples=1, sampling_params=each) for each in params
         ]
         curve.tokens.append([list(future.result().sequences[0].tokens) for future in futures])
-        curve.seconds.append(time.perf_counter() - began)
+        ended = time.perf_counter()
+        curve.seconds.append(ended - began)
+        curve.step_s.append(ended - step_began)
         self._count()
 
     def _count(self) -> None:
@@ -129,6 +163,7 @@ class Policy:
         self._before = (counts[0], counts[1])
         following = speculation.get("following", {})
         self.curve.trainings.append(following.get("trainings", {"used": 0, "refused": 0}))
+        self.curve.costs_s.append(Costs.of(speculation))
 
     def _datum(self, text: str) -> Any:
         tokens = np.array(self._tokenizer.encode(text), np.int64)
@@ -206,12 +241,15 @@ def rows(found: dict[str, Curve], scale: Scale) -> list[tuple[Cell, ...]]:
         plain = found[PLAIN].per_s(part)
         for name, curve in found.items():
             rate, trainings = curve.acceptance(part), curve.trainings[part][-1]
+            before = curve.costs_s[part.start - 1] if part.start else Costs()
             lines.append(
                 (
                     f"{part.start + 1} to {min(part.stop, scale.steps)}", name,
                     round(curve.per_s(part), 1), round(curve.per_s(part) / plain, 2),
                     "-" if rate is None else f"{rate:.0%}", sum(curve.judged[part]),
                     trainings["used"], trainings["refused"],
+                    round(float(np.mean(curve.step_s[part])), 1),
+                    *curve.costs_s[part][-1].since(before),
                 )
             )  # fmt: skip
     return lines
@@ -286,7 +324,10 @@ SmolLM2-135M-Instruct, a LoRA adapter of rank 16 and {scale.steps} steps of supe
 nobody asks for anything. The draft head was made for the base model; all settings but the one that
 is named are the defaults. Each step is made on one server after the other, another one first each
 time, while the others are stopped; their samples are equal, token by token. *accepted*: of the
-drafted tokens that were verified; where drafting does not pay, few are, as probes.
+drafted tokens that were verified; where drafting does not pay, few are, as probes. *step*: all that
+a client waits for, training, publication and samples. The last four columns are the seconds that
+drafts took in these steps: hidden states copied out of the policy's passes, training beside the
+policy's, both in quiet time, and drafting in rounds of samples.
 """
 
 if __name__ == "__main__":

@@ -349,15 +349,6 @@ def test_a_new_drafter_is_met_where_there_is_little_room():
     assert sum(seen) == 2
 
 
-def test_now_and_then_another_length_is_tried():
-    run = ran(started(memory_bound, Drafter((0.8,), step_ms=3.0), seed=1), 1, 600)
-    usual, others = (
-        Counter(run.outcome.drafted[300:]).most_common(1)[0][0],
-        set(run.outcome.drafted[300:]),
-    )
-    assert {usual - 1, usual + 1} & others
-
-
 def test_no_draft_is_longer_than_the_cap_and_no_forward_wider_than_its_rows():
     assert quiet_controller().limits(loads(2)) == [8, 8]
     controller = quiet_controller(max_rows=10)

@@ -8,7 +8,7 @@ may be wrong, so:
 - hysteresis: it switches on at one gain and off at a smaller one, and does not flap between;
 - warm-up: a new drafter has a few rounds with few drafts, to measure its times;
 - probing: while off it seldom drafts for a few sequences (`probing`); while on it makes a plain
-  round now and then, and one with drafts of another length than seems best;
+  round now and then;
 - a profit tracker compares what speculative rounds brought with what plain ones would have. Where
   that falls behind, whatever the expectation says, it is off for a while (`profit_tracker`).
 """
@@ -33,14 +33,13 @@ AGED = 0.25  # what counts of acceptance weigh after a change of weights or draf
 @dataclass(frozen=True, slots=True)
 class ControllerSettings:
     """switch_off: the gain over plain below which it stops; it starts at planner.worthwhile.
-    compare_every, vary_every: rounds from one plain round to the next while on, less at first, and
-    from one with other lengths. warm_up: sequences and tokens of a new drafter's rounds, such that
-    costs by round, by step and by token can be told apart (`draft_costs`)."""
+    compare_every: rounds from one plain round to the next while on, less at first. warm_up:
+    sequences and tokens of a new drafter's rounds, such that costs by round, by step and by token
+    can be told apart (`draft_costs`)."""
 
     planner: PlannerSettings = field(default_factory=PlannerSettings)
     switch_off: float = 0.02
     compare_every: int = 128
-    vary_every: int = 32
     warm_up: tuple[tuple[int, int], ...] = ((1, 1), (8, 2), (1, 8), (8, 1))
     probe: ProbeSchedule = field(default_factory=ProbeSchedule)
     probe_tokens: int = 2
@@ -154,22 +153,10 @@ class DraftLengthController(DraftLength):
             return lengths
         allocation = self._planner.allocate_drafts(confidences, lengths)
         if allocation.gain > self._margin:
-            return self._varied(allocation.counts, lengths)
+            return list(allocation.counts)
         too_many = self._planner.reason is Reason.TOO_MANY
         self.reason = Reason.TOO_MANY if too_many else Reason.ACCEPTANCE
         return [0] * len(lengths)
-
-    def _varied(self, counts: Sequence[int], lengths: Sequence[int]) -> list[int]:
-        """Now and then a token more of each, or one less: a length once measured too slow would
-        never be measured again."""
-        period, place = divmod(self._since_compared, self._settings.vary_every)
-        if place != self._settings.vary_every - 1:
-            return list(counts)
-        more = 1 if period % 2 else -1
-        varied = [
-            min(max(n + more, 1), most) if n else 0 for n, most in zip(counts, lengths, strict=True)
-        ]
-        return varied if sum(varied) <= self._planner.rows_left else list(counts)
 
     # ---- while off, or new
 
