@@ -130,7 +130,7 @@ serve: install ## the server on 127.0.0.1:8700
 
 bench: install $(SGLANG)/installed $(COOKBOOK)/installed ## all benchmarks, peers where they are installed, and docs/benchmarks/
 	for name in deviation cluster_overhead concurrency sharing training \
-			rl_step speculation speculation_shift streaming proxy; do \
+			rl_step speculation speculation_shift draft_length streaming proxy; do \
 		$(BIN)/python -m benchmarks.$$name --json benchmarks/results/$$name.json; done
 	$(BIN)/python -m benchmarks.stable_reinforce --json benchmarks/results/stable_reinforce.json \
 		--plot docs/stable_reinforce.png
