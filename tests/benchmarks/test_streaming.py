@@ -54,8 +54,8 @@ def test_the_limit_is_the_longer_of_reading_and_multiplying() -> None:
 async def test_our_streams_have_a_time_for_each_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the fake backend, which serves a folder with a tokenizer under the benchmark's name. Greedy:
-    where tokens are drawn, one may end the stream."""
+    """On the fake backend, which serves a folder with a tokenizer under the benchmark's name;
+    greedy, since a token that is drawn may end the stream."""
     folder = serving_folder(tmp_path / "model")
     with serving.start_server(
         *("--backend", "fake", "--model", f"smollm2={folder}"), data_dir=tmp_path / "data"
