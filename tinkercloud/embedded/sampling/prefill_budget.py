@@ -26,8 +26,6 @@ MOMENT_MS = 10_000.0
 MIN_ALONE_ROWS, MIN_SHORT_ROWS, FIRST_ROWS = 64, 4, 4
 """FIRST_ROWS: in a step of several users while nothing is known of what rows take."""
 MEMORY = 0.8  # of an average, from one step to the next
-
-
 WHOLE_WORK = 16.0
 """So little is not cut further: another step costs more than these rows."""
 OPENING_ROWS = 4.0

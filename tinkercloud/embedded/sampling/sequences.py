@@ -207,9 +207,7 @@ class Job:
     begin_grammar: Callable[[], SampleGrammar] | None = None  # for each sample
     prompt: Sequence = field(init=False)
     row_work: RowWork = field(init=False)
-    draws_whole: bool = field(
-        init=False
-    )  # a token's distribution is as the logits are, and unasked
+    draws_whole: bool = field(init=False)  # tokens follow from logits alone, which nobody asks for
     is_scoring: bool = field(init=False)  # all rows of the prompt are wanted, and not all computed
     has_failed: bool = False
     error: UserError | None = None  # that it is to fail with once the step is over

@@ -16,7 +16,6 @@
 
 #include "pass.h"
 
-
 /* Floats of rows up to which each thread computes every norm for itself: that takes less time than
    waiting for each other. */
 #define OWN_NORMS 8192
