@@ -20,7 +20,7 @@ from tinkercloud.embedded.forward import runners
 pytestmark = pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
 LONGEST_S, LEAST_CASES, NUMBERS = 300.0, 64, 6
 STYLE_STEPS, STYLE_RATE = 60, 3e-3
-RATE, WORSE_RATE = 3e-3, 3.0  # one at which a draft learns, and one at which it forgets
+RATE, WORSE_RATE = 3e-3, 0.1  # one at which a draft learns, and one at which it forgets
 Samples = list[tuple[list[int], list[float] | None]]
 
 
@@ -105,6 +105,7 @@ def trained_in_quiet(server: Server, plain: list[Samples], outcome: str) -> dict
         counters = figures(server)
         if counters["following"]["trainings"][outcome]:
             break
+        assert not counters["following"]["trainings"]["failed"], counters
         assert time.monotonic() < deadline, counters
         time.sleep(1.0)
     for again, samples in enumerate(plain):

@@ -366,7 +366,8 @@ def test_where_nobody_trains_a_head_learns_from_samples_in_quiet_time(
         found = sampled.outcome()
         best = drafts_of(tmp_path, "tiny").resolve("best")
     assert not found["is_over"]
-    assert (found["trainings"], found["policy_steps"]) == ({"used": 1, "refused": 0}, 0)
+    assert found["trainings"] == {"used": 1, "refused": 0, "failed": 0}
+    assert found["policy_steps"] == 0
     assert found["draft"] == best != sampled.before
     assert found["last_training"]["reason"].endswith("new cases")
     assert found["last_training"]["after"]["mean"] > found["last_training"]["before"]["mean"]
@@ -386,10 +387,24 @@ def test_a_head_that_training_has_made_worse_is_refused_and_waits_for_more_cases
         time.sleep(2 * QUIET_S)
         later = sampled.following()
         names = [drafts_of(tmp_path, "tiny").resolve(name) for name in ("best", "latest")]
-    assert found["trainings"] == {"used": 0, "refused": 1}
+    assert found["trainings"] == {"used": 0, "refused": 1, "failed": 0}
     assert found["last_training"]["after"]["mean"] < found["last_training"]["before"]["mean"]
     assert later["trainings"] == found["trainings"]
     assert later["draft"] == names[0] == sampled.before != names[1]
+
+
+def test_a_training_that_breaks_off_is_counted_and_the_draft_stays(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Weights of this size overflow in the second step at the latest."""
+    with only_samples(folder, tmp_path, rate=1e30) as sampled:
+        sampled.sample(0)
+        until = time.monotonic() + 60.0
+        while not (found := sampled.following())["trainings"]["failed"]:
+            assert time.monotonic() < until, str(found)
+            time.sleep(0.05)
+    assert (found["trainings"]["used"], found["trainings"]["refused"]) == (0, 0)
+    assert found["draft"] == sampled.before and found["last_training"] is None
 
 
 def test_a_head_learns_when_somebody_asks_though_it_is_not_due(
@@ -421,7 +436,7 @@ def test_who_asks_is_not_kept_waiting_where_the_samples_are_too_few(
         while (found := sampled.following())["is_asked"]:
             assert time.monotonic() < until, str(found)
             time.sleep(0.05)
-    assert found["trainings"] == {"used": 0, "refused": 0}
+    assert found["trainings"] == {"used": 0, "refused": 0, "failed": 0}
 
 
 def lines_of(folder: Path) -> list[Line]:

@@ -12,32 +12,33 @@ PAUSE_S = 0.5  # between two looks
 
 @dataclass
 class DraftTrainer:
-    """base_model: whose draft it is. num_before: trainings of it that had ended."""
+    """base_model: whose draft it is. before: trainings of it that had ended, by how they did."""
 
     door: Door
     base_model: str
-    num_before: int
+    before: Mapping[str, int]
 
     @classmethod
     def ask(cls, door: Door, model: str) -> "DraftTrainer":
         """For the draft of a model, as the door names it. Raises UserError where it does not
         learn."""
         asked = door.post("/oai/api/v1/train_draft", {"model": model})
-        return cls(door, asked["base_model"], _num_ended(asked["following"]))
+        return cls(door, asked["base_model"], asked["following"]["trainings"])
 
     def outcome(self) -> str:
         """Once it has ended."""
         while True:
             following = self.door.get("/health")["speculation"][self.base_model]["following"]
-            if _num_ended(following) > self.num_before:
+            trainings = following["trainings"]
+            if trainings["failed"] > self.before["failed"]:
+                return (
+                    "the training broke off, and the draft is as before; the server's log says why"
+                )
+            if sum(trainings.values()) > sum(self.before.values()):
                 return told(following["last_training"])
             if not following["is_asked"]:
                 return "too little was sampled yet for it to learn from; talk on, and ask again"
             time.sleep(PAUSE_S)
-
-
-def _num_ended(following: Mapping[str, Any]) -> int:
-    return sum(following["trainings"].values())
 
 
 def told(training: Mapping[str, Any]) -> str:

@@ -136,7 +136,7 @@ class OnlineTrainer:
         self._temperature = 1.0
         self._step = self._num_passes = self._num_written = self._served_step = 0
         self._last_result: TrainingResult | None = None
-        self._num_promoted = self._num_refused = 0
+        self._num_promoted = self._num_refused = self._num_failed = 0
         self._written_s = self._line_s = 0.0
         self.speculation: Renewable | None = None
         self.is_over = False
@@ -268,6 +268,7 @@ class OnlineTrainer:
         try:
             result = self._driver.work(max_steps=1, quiet=quiet)
         except UserError as error:
+            self._num_failed += 1
             logger.warning("training of the draft was given up: %s", error)
             return
         if result is not None:
@@ -351,7 +352,11 @@ class OnlineTrainer:
             snapshot["draft"] = self._served
             snapshot["seconds"] = self._seconds(driver)
             snapshot["allowed_s"] = driver.budget.earned_s
-            snapshot["trainings"] = {"used": self._num_promoted, "refused": self._num_refused}
+            snapshot["trainings"] = {
+                "used": self._num_promoted,
+                "refused": self._num_refused,
+                "failed": self._num_failed,
+            }
             snapshot["is_asked"] = driver.trigger.is_asked
             snapshot["last_training"] = last.as_json() if last is not None else None
         return snapshot
