@@ -15,7 +15,7 @@ from benchmarks.lib.report import Cell, Target
 from benchmarks.lib.script import ENDS
 from benchmarks.lib.server import Served
 from tests.serving import Server
-from tinkercloud.config.tree import settings
+from tinkercloud.config import settings
 
 PERIOD_S = 1.0
 SCRIPT_LIMIT_S = 120.0

@@ -25,20 +25,17 @@ from tinkercloud.config.ray_environment import (
     use_own_ray_token,
     use_ray_auth,
 )
+from tinkercloud.config.setting import ENV_PREFIX, REPEATABLE, Setting, settings
 from tinkercloud.config.sources import load_config, parse_integer, parse_model
 from tinkercloud.config.tree import (
     DEFAULT_MODEL_NAME,
-    ENV_PREFIX,
     MAX_TOPK_LOGPROBS,
-    REPEATABLE,
     ClusterConfig,
     Config,
     DraftConfig,
     EngineConfig,
     ModelAlias,
     ModelSource,
-    Setting,
-    settings,
 )
 
 __all__ = [

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from tinkercloud.config.tree import ENV_PREFIX, Config
+from tinkercloud.config.setting import ENV_PREFIX
+from tinkercloud.config.tree import Config
 
 _INSTRUCTION_SET = ENV_PREFIX + "ENGINE_INSTRUCTION_SET"
 _ENGINE_KEY = ENV_PREFIX + "SGLANG_KEY"

@@ -10,14 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from tinkercloud.config.tree import (
-    ENV_PREFIX,
-    Config,
-    ModelAlias,
-    ModelSource,
-    Setting,
-    settings,
-)
+from tinkercloud.config.setting import ENV_PREFIX, Setting, settings
+from tinkercloud.config.tree import Config, ModelAlias, ModelSource
 from tinkercloud.errors import ConfigError
 
 logger = logging.getLogger(__name__)
