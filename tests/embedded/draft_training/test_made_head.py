@@ -12,11 +12,8 @@ from tinkercloud.config import ModelSource
 from tinkercloud.core.types import FromBase, SampleOutput, SampleRequest
 from tinkercloud.embedded.draft_training.driver import TrainingSettings
 from tinkercloud.embedded.draft_training.files import drafts_of, has_trained
-from tinkercloud.embedded.draft_training.online_trainer import (
-    ONLINE_PLAN,
-    OnlineSettings,
-    OnlineTrainers,
-)
+from tinkercloud.embedded.draft_training.online_trainer import ONLINE_PLAN, OnlineSettings
+from tinkercloud.embedded.draft_training.online_trainers import OnlineTrainers
 from tinkercloud.embedded.forward import runners
 from tinkercloud.embedded.process.drafter_setup import (
     NEW_CASES,

@@ -28,8 +28,8 @@ from tinkercloud.embedded.draft_training.online_trainer import (
     DraftTrainee,
     OnlineSettings,
     OnlineTrainer,
-    OnlineTrainers,
 )
+from tinkercloud.embedded.draft_training.online_trainers import OnlineTrainers
 from tinkercloud.embedded.draft_training.read_cases import add_read
 from tinkercloud.embedded.drafting.draft_model import draft_pool, open_draft, tokenizer_pair
 from tinkercloud.embedded.drafting.head_drafter import HeadDrafter, head_drafter

@@ -26,8 +26,8 @@ from tinkercloud.embedded.draft_training.online_trainer import (
     ONLINE_PLAN,
     QUIET_S,
     OnlineSettings,
-    OnlineTrainers,
 )
+from tinkercloud.embedded.draft_training.online_trainers import OnlineTrainers
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.device import (
     choose_device,
