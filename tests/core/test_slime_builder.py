@@ -8,9 +8,11 @@ import pytest
 
 from tests.core.public_configs import TRAINABLE, public_config
 from tinkercloud.core import memory_estimate as memory
+from tinkercloud.core.engine_arguments import serves_adapter
 from tinkercloud.core.model_table import read_shape
 from tinkercloud.core.plan import GIB, ClusterShape, Layout, Plan, PlanConstraints
 from tinkercloud.core.slime_builder import SlimeArgumentBuilder
+from tinkercloud.core.types import LoraSpec
 from tinkercloud.errors import PlanRefused
 
 TINY_MOE = {
@@ -299,6 +301,18 @@ def test_engines_without_experts_take_adapters_others_merged_weights():
     assert build("Llama-3.1-8B", 8).sglang.max_lora_rank == 32
     assert not build("Qwen3-30B-A3B", 8).sglang.enable_lora
     assert not build("Llama-3.1-8B", 8, lora_rank=None).sglang.enable_lora
+
+
+def test_an_engine_serves_the_adapters_that_its_options_have_room_for():
+    engine = build("Llama-3.1-8B", 8, lora_rank=16).sglang
+    attention = LoraSpec(rank=4, seed=0, train_mlp=False, train_unembed=False)
+    assert serves_adapter(engine, LoraSpec(rank=16, seed=0))
+    assert not serves_adapter(engine, LoraSpec(rank=17, seed=0))
+    assert not serves_adapter(engine, LoraSpec(rank=0, seed=0))
+    fewer = replace(engine, lora_target_modules=("q_proj", "k_proj", "v_proj", "o_proj"))
+    assert serves_adapter(fewer, attention)
+    assert not serves_adapter(fewer, LoraSpec(rank=4, seed=0))
+    assert not serves_adapter(build("Llama-3.1-8B", 8, lora_rank=None).sglang, attention)
 
 
 def test_llama3_scaling_and_latent_attention_reach_megatron():

@@ -23,12 +23,12 @@ from tinkercloud.cluster.gpus.ray_link import RayLink
 from tinkercloud.cluster.gpus.ray_session import RaySession
 from tinkercloud.cluster.pool.model_pool import ModelPool
 from tinkercloud.cluster.pool.versions import Version, VersionFolders, new_id, remove
-from tinkercloud.cluster.rollout.manager import RolloutManager
 from tinkercloud.cluster.rollout.token_streams import TokenStreams
 from tinkercloud.cluster.training.restore_points import STATE_FILE, link_files
 from tinkercloud.cluster.training.train_group import RayTrainGroup
 from tinkercloud.cluster.weights import worker_jobs
 from tinkercloud.config import Config
+from tinkercloud.core.engine_arguments import serves_adapter
 from tinkercloud.core.types import (
     AdamParams,
     FromBase,
@@ -260,7 +260,7 @@ class ClusterBackend(Backend):
 
     async def _export(self, version_id: str, model_id: str) -> Version:
         model = self._model(model_id)
-        is_adapter = _serves_as_adapter(model.base, model.spec)
+        is_adapter = serves_adapter(model.base.plan.sglang, model.spec)
         folder = await asyncio.to_thread(self._folders.make, version_id)
         form = "adapter" if is_adapter else "merged"
         live = model.pool.live
@@ -277,7 +277,7 @@ class ClusterBackend(Backend):
     async def _unpack(self, version_id: str, base: BaseModel, directory: Path) -> Version:
         """A version with files of its own: the checkpoint may be deleted while it is sampled."""
         spec = await asyncio.to_thread(_spec_of, directory)
-        is_adapter = _serves_as_adapter(base, spec)
+        is_adapter = serves_adapter(base.plan.sglang, spec)
         place = self._folders.place(version_id)
         if is_adapter:
             # Without the optimizer's file: SGLang's LoRA loader reads every safetensors file of
@@ -369,10 +369,6 @@ def _check_rank(spec: LoraSpec, base: BaseModel) -> None:
             f"rank {spec.rank} is more than this server planned memory for: {largest} at most "
             "(the setting cluster.lora_rank)"
         )
-
-
-def _serves_as_adapter(base: BaseModel, spec: LoraSpec) -> bool:
-    return spec.rank > 0 and RolloutManager.supports_adapter(spec, base.plan.sglang)
 
 
 def _spec_of(directory: Path) -> LoraSpec:

@@ -13,11 +13,14 @@ from tinkercloud.core.plan import (
     RolloutLayout,
     SglangArguments,
 )
+from tinkercloud.core.types import LoraSpec
 
 ADAPTER_SLOTS = 8  # adapters an engine holds on the GPU; others wait in host memory
 CONCURRENCY = 4  # requests admitted for each that would fit at full length
 MAX_REQUESTS = 256
-_LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP_MODULES = ("gate_proj", "up_proj", "down_proj")
+_LORA_MODULES = (*_ATTENTION_MODULES, *_MLP_MODULES, "lm_head")
 
 
 def megatron_arguments(
@@ -139,5 +142,18 @@ def sglang_arguments(
         max_lora_rank=constraints.lora_rank if adapters else None,
         max_loras_per_batch=ADAPTER_SLOTS if adapters else None,
         dtype=constraints.dtype,
-        lora_target_modules=(*_LORA_MODULES, "lm_head") if adapters else (),
+        lora_target_modules=_LORA_MODULES if adapters else (),
+    )
+
+
+def serves_adapter(engine: SglangArguments, spec: LoraSpec) -> bool:
+    """Whether such an engine can serve the adapter alongside others; else it gets its weights
+    merged."""
+    modules = {"lm_head"} if spec.train_unembed else set[str]()
+    modules |= set(_ATTENTION_MODULES) if spec.train_attn else set()
+    modules |= set(_MLP_MODULES) if spec.train_mlp else set()
+    return (
+        engine.enable_lora
+        and 0 < spec.rank <= (engine.max_lora_rank or 0)
+        and modules <= set(engine.lora_target_modules)
     )

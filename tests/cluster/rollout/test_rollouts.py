@@ -19,7 +19,6 @@ import pytest_asyncio
 from tests.cluster.cpu import recorder
 from tests.cluster.cpu.engines import (
     CONTEXT,
-    arguments,
     gone,
     logprobs,
     processes,
@@ -557,16 +556,6 @@ async def test_an_adapter_that_fails_to_load_is_on_no_engine(bench, tmp_path):
         await bench.manager.load_adapter("broken", tmp_path)
     with pytest.raises(VersionLost):
         await bench.manager.generate("broken", ask(PROMPT, max_tokens=1))
-
-
-async def test_adapters_beyond_the_engines_options_are_not_supported():
-    served = arguments()
-    assert RolloutManager.supports_adapter(SPECS["all"], served)
-    assert not RolloutManager.supports_adapter(LoraSpec(rank=17, seed=0), served)
-    assert not RolloutManager.supports_adapter(LoraSpec(rank=0, seed=0), served)
-    fewer = arguments(lora_target_modules=("q_proj", "k_proj", "v_proj", "o_proj"))
-    assert RolloutManager.supports_adapter(SPECS["attention"], fewer)
-    assert not RolloutManager.supports_adapter(SPECS["all"], fewer)
 
 
 # ---- the gate

@@ -26,8 +26,7 @@ from tinkercloud.cluster.rollout.generate import Aborted
 from tinkercloud.cluster.rollout.router import RolloutRouter
 from tinkercloud.cluster.rollout.settings import RolloutSettings
 from tinkercloud.cluster.rollout.token_streams import TokenStreams
-from tinkercloud.core.plan import SglangArguments
-from tinkercloud.core.types import LoraSpec, SampleOutput, SampleRequest
+from tinkercloud.core.types import SampleOutput, SampleRequest
 from tinkercloud.errors import EngineDied, VersionLost
 
 logger = logging.getLogger(__name__)
@@ -198,19 +197,6 @@ class RolloutManager:
         await self._gate.drain()
 
     # ---- adapters
-
-    @staticmethod
-    def supports_adapter(spec: LoraSpec, arguments: SglangArguments) -> bool:
-        """Whether the engines can serve such an adapter beside others; else serve its weights
-        merged."""
-        modules = {"lm_head"} if spec.train_unembed else set[str]()
-        modules |= {"q_proj", "k_proj", "v_proj", "o_proj"} if spec.train_attn else set()
-        modules |= {"gate_proj", "up_proj", "down_proj"} if spec.train_mlp else set()
-        return (
-            arguments.enable_lora
-            and 0 < spec.rank <= (arguments.max_lora_rank or 0)
-            and modules <= set(arguments.lora_target_modules)
-        )
 
     async def load_adapter(self, name: str, folder: Path) -> None:
         """On every engine. folder: in PEFT's format; it must stay, since engines that are restarted
