@@ -108,7 +108,7 @@ class WatchedRunner:
         self._runner, self._streams = runner, streams
         self.places = Places(streams)
         self.is_exact, self.scan, self.norms = runner.is_exact, runner.scan, runner.norms
-        self.scores_targets, self.scores, self.candidates = False, None, None
+        self.fuses_lm_head, self.scores, self.candidates = False, None, None
         self.fails_on: str | None = None  # the stream's name
         self.rows: dict[str, list[int]] = defaultdict(list)  # of each pass, by stream
 

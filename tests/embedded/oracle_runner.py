@@ -22,7 +22,7 @@ class KnowingRunner:
     """
 
     is_exact = True
-    scores_targets, scores, candidates = False, None, None
+    fuses_lm_head, scores, candidates = False, None, None
     scan: Scan | None = None
 
     def __init__(self, tokenizer: TokenBytes, texts: Sequence[bytes], vocab_size: int):

@@ -236,13 +236,22 @@ def sample(logits: Tensor, rows: Sequence[RowParams], scan: Scan | None = None) 
     is_plain = np.array([row.is_plain for row in rows])
     temperatures = np.array([row.params.temperature or 1.0 for row in rows], np.float32)
     scanned = scan(logits, rows)
-    tokens = torch.from_numpy(_winners(logits, temperatures, scanned))
+    row_ids = np.arange(len(rows))
+    places = _best_places(
+        scanned,
+        lambda row_of, place: (
+            _entries(logits, row_of, scanned.ids[row_of, place]) / temperatures[row_of]
+        ),
+    )
+    tokens = torch.from_numpy(
+        np.where(scanned.count > 0, scanned.ids[row_ids, places], scanned.best)
+    )
     norms = torch.from_numpy(scanned.norm)
     unscanned: dict[int, Drawn] = {}
     for i in np.flatnonzero((scanned.count < 0) | ~is_plain).tolist():
         unscanned[i] = _sample(logits[i : i + 1], rows[i : i + 1])
         tokens[i] = unscanned[i].tokens[0]
-    weights = _entries(logits, np.arange(len(rows)), tokens.numpy()) / temperatures
+    weights = _entries(logits, row_ids, tokens.numpy()) / temperatures
     logprobs = logprobs_of(torch.from_numpy(weights), norms)
     for i, plain in unscanned.items():
         if not is_plain[i]:
@@ -250,27 +259,32 @@ def sample(logits: Tensor, rows: Sequence[RowParams], scan: Scan | None = None) 
     return Drawn(tokens, logprobs, norms, logits, rows)
 
 
-def drawn_by_pass(found: Candidates, rows: Sequence[RowParams]) -> Drawn:
+def sample_candidates(candidates: Candidates, rows: Sequence[RowParams]) -> Drawn:
     """The token of each row that has candidates; those of the others mean nothing."""
-    places = np.zeros(len(rows), np.int64)
-    several = np.flatnonzero(found.count > 1)
-    if len(several):
-        row_of, place = np.nonzero(np.arange(found.ids.shape[1]) < found.count[several, None])
-        row_of = several[row_of]
-        scores = found.weights[row_of, place] + noise_of(found.words[row_of, place]).numpy()
-        places[several] = place[_first_of_each(row_of, found.ids[row_of, place], scores)]
-    at = np.arange(len(rows)), places
-    tokens, weights = torch.from_numpy(found.ids[at]), torch.from_numpy(found.weights[at])
-    norms = torch.from_numpy(found.norm)
+    best = _best_places(candidates, lambda row_of, place: candidates.weights[row_of, place])
+    entries = np.arange(len(rows)), best
+    tokens = torch.from_numpy(candidates.ids[entries])
+    weights = torch.from_numpy(candidates.weights[entries])
+    norms = torch.from_numpy(candidates.norm)
     return Drawn(tokens, logprobs_of(weights, norms), norms, _NO_LOGITS, rows)
 
 
-def _first_of_each(
-    row_of: NDArray[np.int64], ids: NDArray[np.int64], scores: NDArray[np.float32]
+def _best_places(
+    found: Scanned | Candidates,
+    weights_of: Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]],
 ) -> NDArray[np.int64]:
-    """Where the largest score of each row is, the lowest id among equals."""
-    order = np.lexsort((ids, -scores, row_of))
-    return order[np.unique(row_of[order], return_index=True)[1]]
+    """Among each row's candidates the place of the one with the largest score, the lowest id among
+    equals; 0 where there are not several. weights_of: rows and places (n,) -> weights (n,)."""
+    best = np.zeros(len(found.count), np.int64)
+    several = np.flatnonzero(found.count > 1)
+    if not len(several):
+        return best
+    row_of, place = np.nonzero(np.arange(found.ids.shape[1]) < found.count[several, None])
+    row_of = several[row_of]
+    scores = weights_of(row_of, place) + noise_of(found.words[row_of, place]).numpy()
+    order = np.lexsort((found.ids[row_of, place], -scores, row_of))
+    best[several] = place[order[np.unique(row_of[order], return_index=True)[1]]]
+    return best
 
 
 def _temperatures(rows: Sequence[RowParams], device: torch.device) -> Tensor:
@@ -286,23 +300,6 @@ def _entries(
     if logits.device.type == "cpu" and logits.dtype == torch.float32:
         return logits.numpy()[rows, ids]
     return logits[torch.from_numpy(rows), torch.from_numpy(ids)].float().cpu().numpy()
-
-
-def _winners(
-    logits: Tensor, temperatures: NDArray[np.float32], scanned: Scanned
-) -> NDArray[np.int64]:
-    """The candidate with the largest score of each row, the lowest id among equals."""
-    tokens = np.where(scanned.count == 1, scanned.ids[:, 0], scanned.best)
-    several = np.flatnonzero(scanned.count > 1)
-    if not len(several):
-        return tokens
-    there = np.arange(scanned.ids.shape[1]) < scanned.count[several, None]
-    ids, words = scanned.ids[several][there], scanned.words[several][there]
-    row_of = np.repeat(several, scanned.count[several])
-    weights = _entries(logits, row_of, ids) / temperatures[row_of]
-    scores = weights + noise_of(words).numpy()
-    tokens[several] = ids[_first_of_each(row_of, ids, scores)]
-    return tokens
 
 
 def _sample(logits: Tensor, rows: Sequence[RowParams]) -> Drawn:

@@ -11,7 +11,7 @@ import torch
 
 from tests.embedded.native.test_scores import HIDDEN, NUM_ROWS, SIZES, Unembedding
 from tinkercloud.core.types import SamplingParams
-from tinkercloud.decoding.sampler import Candidates, Drawn, RowParams, drawn_by_pass, sample
+from tinkercloud.decoding.sampler import Candidates, Drawn, RowParams, sample, sample_candidates
 from tinkercloud.embedded.native import compiler
 from tinkercloud.embedded.native.bindings import scan
 from tinkercloud.embedded.native.drawing import Drawing, DrawnFrom
@@ -45,7 +45,7 @@ def found_by_pass(
         hidden=unembedding.hidden.data_ptr(),
         drawing=c.pointer(drawing.request),
     )
-    return drawing.found
+    return drawing.candidates
 
 
 def drawn_from_logits(
@@ -67,7 +67,7 @@ def test_a_pass_draws_what_is_drawn_from_the_logits(vocab_size: int, dtype: torc
         wanted = params(len(rows), seed=vocab_size)
         found = found_by_pass(unembedding, rows, wanted)
         assert (found.count > 0).all()
-        drawn = drawn_by_pass(found, wanted)
+        drawn = sample_candidates(found, wanted)
         expected = drawn_from_logits(unembedding, rows, wanted)
         assert torch.equal(drawn.tokens, expected.tokens)
         assert torch.equal(drawn.norms, expected.norms)
@@ -77,7 +77,7 @@ def test_a_pass_draws_what_is_drawn_from_the_logits(vocab_size: int, dtype: torc
 def test_of_capped_logits_too() -> None:
     unembedding = Unembedding(3003, torch.float32, [(5, 17)], logit_cap=3.0)
     wanted = params(NUM_ROWS)
-    drawn = drawn_by_pass(found_by_pass(unembedding, range(NUM_ROWS), wanted), wanted)
+    drawn = sample_candidates(found_by_pass(unembedding, range(NUM_ROWS), wanted), wanted)
     expected = drawn_from_logits(unembedding, range(NUM_ROWS), wanted)
     assert torch.equal(drawn.tokens, expected.tokens)
     assert torch.equal(drawn.logprobs, expected.logprobs)
@@ -87,7 +87,7 @@ def test_where_all_tokens_weigh_the_same_the_noise_decides() -> None:
     unembedding = Unembedding(3003, torch.float32, [])
     unembedding.hidden = torch.zeros(NUM_ROWS, HIDDEN)
     wanted = params(NUM_ROWS)
-    drawn = drawn_by_pass(found_by_pass(unembedding, range(NUM_ROWS), wanted), wanted)
+    drawn = sample_candidates(found_by_pass(unembedding, range(NUM_ROWS), wanted), wanted)
     expected = drawn_from_logits(unembedding, range(NUM_ROWS), wanted)
     assert torch.equal(drawn.tokens, expected.tokens)
     assert drawn.tokens[1] == 0, "the lowest id among equals, at temperature 0"

@@ -46,12 +46,12 @@ _NO_STATES = torch.empty(0, 0, 0)
 class Runner(Protocol):
     """is_exact: a row's bits depend on its own sequence's tokens alone, not on how they are cut
     into batches; so keys and values may be used wherever the same tokens stand, and several rows
-    of a sample in one pass, as drafts need them, are each what one would be. scores_targets: it
-    computes `scores` of a batch's targets and `candidates` of rows that tokens are drawn from,
-    without logits; the bits are those of logits."""
+    of a sample in one pass, as drafts need them, are each what one would be. fuses_lm_head: in
+    one kernel with the LM head it computes `scores` of a batch's targets and `candidates` of rows
+    that tokens are drawn from, without writing logits; the bits are those of logits."""
 
     is_exact: bool
-    scores_targets: bool
+    fuses_lm_head: bool
     scan: Scan | None  # for `decoding.sampler.sample`
     norms: Norms  # for the scores of prompts; where `is_exact`, the bits of `scan`'s
 
@@ -98,7 +98,7 @@ class Runner(Protocol):
 class NativeRunner:
     """The compiled pass on a CPU, in float32 or bfloat16 (see forward.c for what is rounded)."""
 
-    is_exact = scores_targets = True
+    is_exact = fuses_lm_head = True
 
     def __init__(self, num_threads: int):
         self.scores: RowScores | None = None
@@ -174,7 +174,7 @@ class TorchRunner:
     """
 
     is_exact = False  # PyTorch's attention sums in another order where a sequence is cut elsewhere
-    scores_targets, scores, candidates = False, None, None
+    fuses_lm_head, scores, candidates = False, None, None
     scan: Scan | None = None
 
     def __init__(self, product: Product = F.linear):
@@ -215,7 +215,7 @@ class GraphRunner:
     from bucket to bucket.
     """
 
-    is_exact = scores_targets = False
+    is_exact = fuses_lm_head = False
     scores = candidates = None
 
     def __init__(self, capture: Capture | None, scan: Scan | None = None):

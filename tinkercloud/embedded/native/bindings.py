@@ -273,7 +273,7 @@ class NativeModel:
         if drawing is not None:
             batch.drawing = c.pointer(drawing.request)
         self.run(team, batch)
-        return PassResult(logits, captured, scores, None if drawing is None else drawing.found)
+        return PassResult(logits, captured, scores, None if drawing is None else drawing.candidates)
 
     def run(self, team: Team, batch: Batch) -> None:
         """A pass, or a part of it. Raises MemoryError."""

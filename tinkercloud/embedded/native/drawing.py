@@ -30,21 +30,21 @@ class DrawnFrom:
 
 
 class Drawing:
-    """`found`, once a pass has run with `request`."""
+    """`candidates`, once a pass has run with `request`."""
 
-    def __init__(self, wanted: DrawnFrom):
-        num = len(wanted.rows)
-        self.found = Candidates(
+    def __init__(self, drawn_from: DrawnFrom):
+        num = len(drawn_from.rows)
+        self.candidates = Candidates(
             norm=np.empty(num, np.float64),
             count=np.empty(num, np.int64),
             ids=np.empty((num, LIMIT), np.int64),
             words=np.empty((num, LIMIT), np.uint32),
             weights=np.empty((num, LIMIT), np.float32),
         )
-        self._kept = (np.ascontiguousarray(wanted.rows), draws_of(wanted.params))
+        self._kept = (np.ascontiguousarray(drawn_from.rows), draws_of(drawn_from.params))
         rows, draws = self._kept
-        found = self.found
-        out = (found.norm, found.count, found.ids, found.words, found.weights)
+        each = self.candidates
+        out = (each.norm, each.count, each.ids, each.words, each.weights)
         self.request = mirror.Drawing(
             num, LIMIT, rows.ctypes.data, draws, *(array.ctypes.data for array in out)
         )

@@ -114,7 +114,7 @@ class SamplingEngine:
         scores = None
         if request.scores_prompt:
             runner = self.states[version.base].runner
-            scores = PromptScores(request, runner.norms, fuses=runner.scores_targets)
+            scores = PromptScores(request, runner.norms, fuses=runner.fuses_lm_head)
         rule = StopRule(request.params, version.base.config.eos_token_ids, version.base.decoder)
         job = Job(version, request, reply, scores, rule, on_tokens)
         (self.scheduler if request.grammar is None else self._grammars).add(job)
@@ -204,8 +204,8 @@ class SamplingEngine:
     def _launch(self, batch: list[BatchItem]) -> LaunchedPass:
         state = self.states[batch[0].base]
         runner = state.runner
-        if runner.scores_targets:
-            batch = [_drawn_by_pass(item) for item in batch]
+        if runner.fuses_lm_head:
+            batch = [_with_fused_draw(item) for item in batch]
         logits = runner.forward(ragged([item.rows for item in batch]), state.cache.pool)
         hidden = _hidden_states(state)
         return LaunchedPass(batch, logits, hidden, runner.scores, runner.candidates)
@@ -250,7 +250,7 @@ class SamplingEngine:
                 state.speculation.end_round(ms, usable=usable)
 
 
-def _drawn_by_pass(item: BatchItem) -> BatchItem:
+def _with_fused_draw(item: BatchItem) -> BatchItem:
     """Its next token comes without logits, where nothing else asks for them."""
     sequence = item.sequence
     if not item.is_decode or item.drafted or not sequence.job.draws_whole or sequence.needs_logits:

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tinkercloud.decoding.sampler import Drawn, RowParams, drawn_by_pass, sample, topk_rows
+from tinkercloud.decoding.sampler import Drawn, RowParams, sample, sample_candidates, topk_rows
 from tinkercloud.embedded.forward.batch import RowScores
 from tinkercloud.embedded.sampling.base_states import BaseState, BaseStates
 from tinkercloud.embedded.sampling.batch_plan import BatchItem, DrawnRows, LaunchedPass
@@ -42,29 +42,29 @@ class _ScoreReader:
         item.sequence.job.scores.record(rows, logits, self._scores.norms[norms])
 
 
-class _DrawnByPass:
+class _FusedDraws:
     """What a pass drew without logits, sample by sample."""
 
     def __init__(self, launched: LaunchedPass):
-        self._found = launched.candidates
+        self._candidates = launched.candidates
         self._params: list[RowParams] = []
         self.draws: list[DrawnRows] = []
 
     def add(self, item: BatchItem, hidden: Tensor | None) -> bool:
         """Whether the item has its token; else the next step computes it again, with logits."""
-        assert self._found is not None
+        assert self._candidates is not None
         assert item.drawn_with is not None
         row = len(self._params)
         self._params.append(item.drawn_with)
-        if self._found.count[row] <= 0:
+        if self._candidates.count[row] <= 0:
             item.sequence.needs_logits = True
             return False
         self.draws.append(DrawnRows(item.sequence, row, (), hidden))
         return True
 
     def tokens(self) -> Drawn:
-        assert self._found is not None
-        return drawn_by_pass(self._found, self._params)
+        assert self._candidates is not None
+        return sample_candidates(self._candidates, self._params)
 
 
 class Postprocessor:
@@ -87,7 +87,7 @@ class Postprocessor:
         draws: list[DrawnRows] = []
         rows: list[int] = []  # of the pass's logits, in the order of `draws`
         end = num_rows = 0
-        drawn = _DrawnByPass(launched)
+        drawn = _FusedDraws(launched)
         scores = _ScoreReader(launched.scores)
         for item in launched.items:
             start, end = end, end + item.num_logit_rows
