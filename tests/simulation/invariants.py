@@ -217,7 +217,7 @@ def _left_over(world: "World") -> set[str]:
     folder = world.disk.folder
     temporaries = folder.glob(f"recovery/*/{checkpoint_files.TEMPORARY_PREFIX}*")
     assert world.server is not None
-    versions = world.server.services.sampling._versions
+    versions = world.server.services.sampling._versions._versions
     sampled = {each.version for each in versions.unused_for(0.0)}
     return {
         *(str(path.relative_to(folder)) for path in temporaries),

@@ -1,13 +1,9 @@
-"""Sampling sessions, the weights versions behind them, and samples.
-
-A sampler names one immutable version. Samplers of one checkpoint, or of one base model, share it;
-such versions can be published again after a restart. What an ephemeral save published lives in the
-backend's memory only.
+"""Sampling sessions and samples. A sampler names one immutable version of weights
+(`sampler_versions.py`).
 """
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from hashlib import sha256
 
@@ -20,14 +16,7 @@ from tinker_gmi.types import (
 )
 from tinkercloud.core.data_converter import MAX_SAMPLES, seeded
 from tinkercloud.core.task_manager import Work
-from tinkercloud.core.types import (
-    FromBase,
-    FromCheckpoint,
-    FromModel,
-    OnTokens,
-    SampleOutput,
-    TokenChunk,
-)
+from tinkercloud.core.types import FromModel, OnTokens, SampleOutput, TokenChunk
 from tinkercloud.core.types import SampleRequest as CoreSampleRequest
 from tinkercloud.errors import (
     ContextLengthExceeded,
@@ -35,16 +24,15 @@ from tinkercloud.errors import (
     InvalidRequest,
     NumberTaken,
     SamplerNotFound,
-    TinkercloudError,
     VersionLost,
 )
 from tinkercloud.services.common.numbers import checked, sample_key
 from tinkercloud.services.models.dependencies import Dependencies
 from tinkercloud.services.models.lane_operations import Submitted, as_json
 from tinkercloud.services.models.sample_size import most_tokens, num_prompt_tokens
+from tinkercloud.services.models.sampler_versions import SamplerVersions
 from tinkercloud.services.models.version_store import version_key
 from tinkercloud.storage.futures import SAMPLING_KIND, Outcome, Ticket, completed_protobuf
-from tinkercloud.storage.journal import RanOperation
 from tinkercloud.storage.metadata import Model, Sampler, SamplerKind
 from tinkercloud.storage.sample_records import SampleOwner, sequence_id
 from tinkercloud.wire.codec import encode_sample_output
@@ -73,9 +61,7 @@ class SamplingService:
         self._records = dependencies.sample_records
         self._usage = dependencies.usage
         self._on_policy = dependencies.on_policy
-        self._versions = dependencies.versions
-        self._recovery = dependencies.recovery
-        self._published = dependencies.published_weights
+        self._versions = SamplerVersions(dependencies)
         self._shares_prefixes = dependencies.shares_prefixes
         self._samplers: dict[tuple[str, str], Sampler] = {}
         self._foreign: set[str] = set()  # samplers of other users' checkpoints
@@ -85,7 +71,6 @@ class SamplingService:
         self._detailed: set[str] = set()
         self._sessions.when_finished(self._release_session)
         self._tasks.resume(SAMPLING_KIND, self._resumed)
-        self._recovery.publish_again = self._publish_again
 
     async def close(self) -> None:
         await self._versions.close()
@@ -166,15 +151,15 @@ class SamplingService:
         if there is not None and there != sampler:  # the same: this operation, tried before
             raise InvalidRequest(f"sampling session {sampler_id!r} exists already; count on")
         version = await self._backend.publish(FromModel(model.model_id))
-        key = version_key(sampler)
-        for source in (version, key):  # by its key what is published again is known
+        # By its key what is published again is known.
+        for source in (version, version_key(sampler)):
             self._on_policy.published(model.model_id, source)
         try:
             await self._record(sampler)
         except Exception:  # the disk is full, say: nobody would release the version
             await self._backend.release(version)
             raise
-        await self._versions.put(key, version, (model.user, model.model_id))
+        await self._versions.put(sampler, version)
         return sampler_id
 
     async def info(self, user: str, sampler_id: str, *, local: bool) -> GetSamplerResponse:
@@ -335,7 +320,7 @@ class SamplingService:
 
     async def release(self, sampler: Sampler) -> None:
         """Its weights are not kept for it any more; a later sample publishes them again."""
-        await self._versions.leave(version_key(sampler), sampler.sampler_id)
+        await self._versions.leave(sampler)
 
     async def _drawn(
         self, sampler: Sampler, request: CoreSampleRequest, on_tokens: OnTokens | None
@@ -363,68 +348,15 @@ class SamplingService:
     async def _attempt(
         self, sampler: Sampler, request: CoreSampleRequest, on_tokens: OnTokens | None
     ) -> DrawnSample:
-        key = version_key(sampler)
-        version = await self._versions.get(key, sampler.sampler_id, self._publisher(sampler))
+        version = await self._versions.get(sampler)
         self._tasks.works_on(version)
         try:
             output = await self._backend.sample(version, request, on_tokens)
         except VersionLost:
-            await self._versions.drop(key, version)
+            await self._versions.drop(sampler, version)
             raise
         self._on_policy.drawn(version, request, output)
         return DrawnSample(version, output)
-
-    def _publisher(self, sampler: Sampler) -> Callable[[], Awaitable[str]]:
-        async def publish() -> str:
-            name = self._catalog.backend_name(sampler.base_model)
-            if sampler.kind == "base":
-                return await self._backend.publish(FromBase(name))
-            if sampler.directory is None:
-                return await self._published_again(sampler, name)
-            try:
-                directory = await self._checkpoints.verified_directory(sampler.directory)
-                version = await self._backend.publish(FromCheckpoint(name, directory))
-            except (OSError, TinkercloudError):
-                # Where it was deleted meanwhile, that is what is said.
-                path = sampler.model_path or sampler.directory
-                await self._checkpoints.require_readable(sampler.user, sampler.directory, path)
-                raise
-            self._on_policy.loaded(sampler.directory, version)
-            return version
-
-        return publish
-
-    async def _publish_again(self, operation: RanOperation) -> None:
-        """What `publish_model` did, by a model that was brought back to the same point."""
-        sampler = await self._metadata.sampler_of_request(operation.request_id, operation.user)
-        if sampler is not None:  # else its session was finished
-            version = await self._backend.publish(FromModel(operation.model_id))
-            model = (operation.user, operation.model_id)
-            await self._versions.put(version_key(sampler), version, model)
-
-    async def _published_again(self, sampler: Sampler, base_model: str) -> str:
-        """A model's weights as they were when the sampler was made, from the files of a snapshot or
-        by doing the model's operations again. Raises VersionLost."""
-        assert sampler.model_id is not None
-        key = version_key(sampler)
-        if sampler.kind == "inflight":  # the files may be of an earlier save than the last one
-            await self._recovery.ensure(self._tasks.lanes, sampler.user, sampler.model_id)
-        directory = await self._published.find(sampler.user, key)
-        if directory is None or self._versions.current(key) is not None:
-            await self._recovery.ensure(self._tasks.lanes, sampler.user, sampler.model_id)
-            version = self._versions.current(key)
-            if version is not None:
-                return version
-            # While the model's lane was waited for, it may have gone to the disk as unused.
-            directory = await self._published.find(sampler.user, key)
-            if directory is None:
-                raise VersionLost(sampler.sampler_id)
-        version = await self._published.read(
-            *(sampler.user, key, directory),
-            lambda place: self._backend.publish(FromCheckpoint(base_model, place)),
-        )
-        self._on_policy.loaded(key, version)
-        return version
 
     async def _release_session(self, user: str, session_id: str) -> None:
         samplers = await self._metadata.samplers_of_session(session_id, user)
@@ -434,4 +366,4 @@ class SamplingService:
             self._undrafted.discard(sampler.sampler_id)
             self._detailed.discard(sampler.sampler_id)
             self._foreign.discard(sampler.sampler_id)
-            await self._versions.leave(version_key(sampler), sampler.sampler_id)
+            await self._versions.leave(sampler)
