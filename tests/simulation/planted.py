@@ -81,7 +81,7 @@ def _result_given_before_record() -> list[Replacement]:
         return await plain_put(self, pending)
 
     async def wait(self: Any, request_id: str, user: str, hold_s: float) -> Any:
-        pending = self._pending.get(request_id)
+        pending = self._requests.find(request_id)
         if pending is None or pending.ticket.user != user:
             return await plain_wait(self, request_id, user, hold_s)
         await wait_for_event(pending.finished, hold_s)
@@ -97,7 +97,7 @@ def _refused_after_acknowledged() -> Replacement:
         async def work() -> Any:
             raise error
 
-        pending, is_new = await self._accept(ticket, None)
+        pending, is_new = await self._requests.accept(ticket, None)
         if is_new:
             self._start(pending, work)
         return pending.request_id
@@ -172,12 +172,11 @@ def _sampler_follows_its_model() -> Replacement:
 
     async def publish_model(self: Any, model: Any, number: int, kind: Any) -> str:
         sampler_id = await plain(self, model, number, kind)
-        for key in [each for each in self._versions._entries if each.startswith("snapshot|")]:
-            newest = (
-                self._versions._entries[f"snapshot|{sampler_id}"] if kind == "snapshot" else None
-            )
+        entries = self._versions._versions._entries
+        for key in [each for each in entries if each.startswith("snapshot|")]:
+            newest = entries[f"snapshot|{sampler_id}"] if kind == "snapshot" else None
             if newest is not None and key.startswith(f"snapshot|{model.session_id}"):
-                self._versions._entries[key] = newest
+                entries[key] = newest
         return sampler_id
 
     return SamplingService, "publish_model", publish_model
@@ -194,7 +193,7 @@ def _results_of_others() -> Replacement:
     plain = TaskManager.wait
 
     async def wait(self: Any, request_id: str, user: str, hold_s: float) -> Any:
-        pending = self._pending.get(request_id)
+        pending = self._requests.find(request_id)
         return await plain(self, request_id, pending.ticket.user if pending else user, hold_s)
 
     return TaskManager, "wait", wait

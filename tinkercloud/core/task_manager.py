@@ -1,4 +1,4 @@
-"""Accepts requests, runs them, records their outcomes.
+"""Runs the requests that it accepts, and records their outcomes.
 
 A request is acknowledged when its row is on disk, then runs, then its outcome is on disk, then
 waiting polls are woken. Training requests of one model share a lane and run one at a time in
@@ -9,18 +9,16 @@ import asyncio
 import errno
 import logging
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Collection
 from contextvars import ContextVar
 from dataclasses import replace
 
 from tinkercloud.core.lanes import LaneCalls, Lanes, wait_for_event
 from tinkercloud.core.outcome_recorder import Changes, OutcomeRecorder
-from tinkercloud.core.pending import Admission, EverybodyAdmitted, Pending, Resume, Work
+from tinkercloud.core.pending import Admission, Pending, Resume, Work
+from tinkercloud.core.pending_requests import PendingRequests, is_sampling
 from tinkercloud.errors import (
     FutureUnknown,
-    NumberTaken,
-    ServerFault,
     StorageFailed,
     TinkercloudError,
     UserError,
@@ -39,7 +37,6 @@ from tinkercloud.storage.futures import (
 logger = logging.getLogger(__name__)
 
 OnFinish = Callable[[Pending], None]
-_TRAIN_PREFIX, _SAMPLE_PREFIX = "train-", "sample-"
 
 STOPPED = failed("the server was stopped before this operation finished", "server")
 CANCELLED = failed("this sample was cancelled by its client; send it again to have it", "user")
@@ -52,18 +49,6 @@ NO_ROOM = (
     "when the operator has made room"
 )
 DEFECT = "the server failed on this operation in a way that it should not; see the server's log"
-
-
-def is_sampling(request_id: str) -> bool:
-    """By the request id alone: a poll for a forgotten one is answered 410 for a sample, else 404
-    (wire specification, section 4.4)."""
-    return request_id.startswith(_SAMPLE_PREFIX)
-
-
-def _require_same(ticket: Ticket, digest: bytes | None) -> None:
-    """digest: of the first request with the ticket's key; None: from before digests were kept."""
-    if None not in (ticket.digest, digest) and ticket.digest != digest:
-        raise NumberTaken(ticket.kind, ticket.model_id or ticket.sampler_id or "", ticket.seq_id)
 
 
 def _log_about(pending: Pending) -> None:
@@ -87,16 +72,17 @@ class TaskManager:
 
     def __init__(self, futures: FuturesStorage, *, gap_grace_s: float):
         self._futures = futures
-        self._pending: dict[str, Pending] = {}
-        self._by_key: dict[str, Pending] = {}
+        self._requests = PendingRequests(futures)
         self._tasks: set[asyncio.Task[None]] = set()
         self._on_finish: list[OnFinish] = []
         self._resume: dict[str, Resume] = {}  # by kind
-        self._closing = False
-        self.admission: Admission = EverybodyAdmitted()
         self.outcomes = OutcomeRecorder(futures, self._settle, self.spawn)
         calls = LaneCalls(self._outcome_of, self._finish, self.spawn)
         self.lanes = Lanes(futures, calls, gap_grace_s=gap_grace_s)
+
+    def use_admission(self, admission: Admission) -> None:
+        """From now on it says who may have how much underway."""
+        self._requests.admission = admission
 
     def when_finished(self, listener: OnFinish) -> None:
         """The listener gets each request once its outcome is on record."""
@@ -122,30 +108,30 @@ class TaskManager:
     async def close(self) -> None:
         """Stop all work. What has not finished begins again at the next start where its request
         was kept, and fails with category "server" where not."""
-        self._closing = True
+        self._requests.is_closed = True
         self.outcomes.stop()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for pending in self._pending.values():
+        for pending in self._requests:
             pending.finished.set()  # polls are answered: "try again"
         await self.outcomes.record_late()
-        left = [p for p in self._pending.values() if p.outcome is None and p.request is None]
+        left = [p for p in self._requests if p.outcome is None and p.request is None]
         await asyncio.gather(*(self._finish(pending, STOPPED) for pending in left))
 
     @property
     def is_closing(self) -> bool:
         """What is spawned now would outlive the manager."""
-        return self._closing
+        return self._requests.is_closed
 
     @property
     def num_pending(self) -> int:
-        return len(self._pending)
+        return len(self._requests)
 
     def pending(self) -> list[Pending]:
         """What was acknowledged and has no outcome on record."""
-        return list(self._pending.values())
+        return list(self._requests)
 
     # accepting
 
@@ -155,7 +141,7 @@ class TaskManager:
         request: kept until the work has ended, for `resume`.
         """
         assert request is None or ticket.kind in self._resume
-        pending, is_new = await self._accept(ticket, request)
+        pending, is_new = await self._requests.accept(ticket, request)
         if is_new:
             self._start(pending, work)
         return pending.request_id
@@ -164,7 +150,7 @@ class TaskManager:
         """Acknowledge a request that fails: in one write with its failure, so that no end of the
         process can give it another. Returns the request id."""
         outcome = failed(str(error), error.category)
-        pending, is_new = await self._accept(ticket, None, outcome=outcome)
+        pending, is_new = await self._requests.accept(ticket, None, outcome=outcome)
         if is_new:
             self._settle(pending)
         return pending.request_id
@@ -179,13 +165,13 @@ class TaskManager:
         assert request is None or self.outcomes.is_journalled(ticket.kind)
         lane = await self.lanes.lane(ticket.user, ticket.model_id)
         if ticket.seq_id is None:  # refused later, its number would be missing
-            self.admission.require(ticket.user)
+            self._requests.admission.require(ticket.user)
         ticket = replace(ticket, seq_id=lane.order.number(ticket.seq_id))
         assert ticket.seq_id is not None
         # No await between test and add: a repeated POST of this number would count as new too.
         certainly_new = ticket.seq_id >= lane.first_seq_id and ticket.seq_id not in lane.seen
         lane.seen.add(ticket.seq_id)
-        pending, is_new = await self._accept(
+        pending, is_new = await self._requests.accept(
             ticket, request, in_lane=True, check_database=not certainly_new
         )
         if is_new:
@@ -197,14 +183,7 @@ class TaskManager:
         pending.task = self.spawn(self._run(pending, work), f"run {pending.request_id}")
 
     async def _begin_again(self, kept: Kept) -> None:
-        ticket = kept.ticket
-        pending = Pending(kept.request_id, ticket, asyncio.get_running_loop().create_future())
-        pending.acknowledged.set_result(kept.request_id)
-        pending.subject, pending.request = ticket.model_id, kept.request
-        self._pending[kept.request_id] = pending
-        self.admission.enter(ticket)
-        if ticket.dedup_key is not None:
-            self._by_key[ticket.dedup_key] = pending
+        ticket, pending = kept.ticket, self._requests.restore(kept)
 
         async def work() -> Outcome:
             remade = await self._resume[ticket.kind](ticket, kept.request)
@@ -215,89 +194,6 @@ class TaskManager:
             return
         assert ticket.model_id is not None
         self.lanes.push(await self.lanes.lane(ticket.user, ticket.model_id), pending, work)
-
-    async def _accept(
-        self,
-        ticket: Ticket,
-        request: bytes | None,
-        *,
-        in_lane: bool = False,
-        check_database: bool = True,
-        outcome: Outcome | None = None,
-    ) -> tuple[Pending, bool]:
-        """The request's record, and whether it is new. On record when this returns.
-
-        check_database False: no earlier request can have the key. outcome: where it is known.
-        """
-        if self._closing:
-            raise ServerFault("the server is shutting down")
-        key = ticket.dedup_key
-        original = self._by_key.get(key) if key is not None else None
-        if original is not None:
-            # shielded: a repeat whose client goes away must not cancel the original's future
-            await asyncio.shield(original.acknowledged)
-            _require_same(ticket, original.ticket.digest)
-            return original, False
-        prefix = _SAMPLE_PREFIX if ticket.kind == SAMPLING_KIND else _TRAIN_PREFIX
-        loop = asyncio.get_running_loop()
-        pending = Pending(prefix + uuid.uuid4().hex, ticket, loop.create_future())
-        pending.subject, pending.request = ticket.model_id, request
-        if outcome is not None:
-            pending.outcome, pending.ended_at = outcome, time.time()
-        if key is not None:
-            self._by_key[key] = pending  # before the first await, so that a repeat finds it
-        try:
-            is_new = await self._record(pending, in_lane=in_lane, check_database=check_database)
-        except BaseException as error:
-            self._forget(pending)
-            if not isinstance(error, Exception):
-                pending.acknowledged.cancel()
-                raise
-            pending.acknowledged.set_exception(error)
-            pending.acknowledged.exception()  # retrieved: perhaps no repeat waits for it
-            raise
-        pending.acknowledged.set_result(pending.request_id)
-        if not is_new:
-            self._forget(pending)
-        return pending, is_new
-
-    async def _record(self, pending: Pending, *, in_lane: bool, check_database: bool) -> bool:
-        """Write the row; False where an earlier request has the key (its id is taken over)."""
-        key = pending.ticket.dedup_key
-        earlier = None
-        if check_database and key is not None:
-            earlier = await self._futures.find(key)
-        if earlier is not None:
-            pending.request_id, digest = earlier
-            _require_same(pending.ticket, digest)
-            return False
-        if pending.outcome is not None:
-            await self._futures.add_ended(pending.request_id, pending.ticket, pending.outcome)
-            return True
-        await self._add(pending, in_lane=in_lane)
-        if in_lane and pending.request is not None:
-            pending.request = b""  # it is on record, and may be large
-        self._pending[pending.request_id] = pending
-        return True
-
-    async def _add(self, pending: Pending, *, in_lane: bool) -> None:
-        ticket = pending.ticket
-        if not ticket.creates_model:  # of these the number of models is limited
-            self.admission.require(ticket.user)
-        self.admission.enter(ticket)  # no await since: others are being admitted
-        try:
-            await self._futures.add(pending.request_id, ticket, pending.request, in_lane=in_lane)
-        except BaseException:
-            self.admission.leave(ticket)
-            raise
-
-    def _forget(self, pending: Pending) -> None:
-        known = self._pending.pop(pending.request_id, None)
-        if known is not None:
-            self.admission.leave(known.ticket)
-        key = pending.ticket.dedup_key
-        if key is not None and self._by_key.get(key) is pending:
-            del self._by_key[key]
 
     def works_on(self, subject: str) -> None:
         """Called by work: the model or version that its request is for."""
@@ -311,12 +207,12 @@ class TaskManager:
 
     def delay_of(self, request_id: str) -> str | None:
         """Why a request that has ended has no outcome yet."""
-        pending = self._pending.get(request_id)
+        pending = self._requests.find(request_id)
         return NO_ROOM if pending is not None and self.outcomes.is_late(pending) else None
 
     def subject_of(self, request_id: str) -> str | None:
         """The model or version that a pending request is for; None where it is not known."""
-        pending = self._pending.get(request_id)
+        pending = self._requests.find(request_id)
         return None if pending is None else pending.subject
 
     # running
@@ -339,7 +235,7 @@ class TaskManager:
         try:
             return await work()
         except asyncio.CancelledError:
-            if pending.request is None or not self._closing:
+            if pending.request is None or not self._requests.is_closed:
                 # recorded even now: a row left pending would have no outcome until the next start
                 await asyncio.shield(self._finish(pending, STOPPED))
             raise
@@ -366,7 +262,7 @@ class TaskManager:
     def _settle(self, pending: Pending) -> None:
         """Answer waiting polls; later ones read the database."""
         assert pending.outcome is not None
-        self._forget(pending)
+        self._requests.forget(pending)
         pending.finished.set()
         for listener in self._on_finish:
             listener(pending)
@@ -383,8 +279,8 @@ class TaskManager:
         Raises FutureUnknown, and UserError for a training operation: those are ordered, and a
         client that lost one would go on with weights that it does not know.
         """
-        pending = self._pending.get(request_id)
-        if pending is None or pending.ticket.user != user:
+        pending = self._requests.find_of(user, request_id)
+        if pending is None:
             if await self._futures.outcome(request_id, user) is None:
                 raise FutureUnknown(request_id, sampling=is_sampling(request_id))
             return
@@ -399,7 +295,7 @@ class TaskManager:
         """End all pending samples of these samplers: nobody reads them any more."""
         pending = [
             each
-            for each in self._pending.values()
+            for each in self._requests
             if each.ticket.sampler_id in sampler_ids and each.ticket.user == user
         ]
         await asyncio.gather(*(self._end_sample(each, SESSION_ENDED) for each in pending))
@@ -417,10 +313,10 @@ class TaskManager:
 
         Raises FutureUnknown. The database is not read while the request is pending.
         """
-        pending = self._pending.get(request_id)
-        if pending is not None and pending.ticket.user == user:
+        pending = self._requests.find_of(user, request_id)
+        if pending is not None:
             await wait_for_event(pending.finished, hold_s)
-            return None if request_id in self._pending else pending.outcome
+            return None if request_id in self._requests else pending.outcome
         outcome = await self._futures.outcome(request_id, user)
         if outcome is None:
             status = await self._futures.on_record(request_id)

@@ -239,7 +239,8 @@ def build_services(
     sessions = SessionService(stored_sessions, audit, config.session_ttl_s)
     usage_storage = UsageStorage(database)
     usage = UsageRecorder(usage_storage)
-    quotas = tasks.admission = Quotas(metadata, usage)
+    quotas = Quotas(metadata, usage)
+    tasks.use_admission(quotas)
     publications = PublicationStorage(database)
     checkpoints = CheckpointService(
         backend, CheckpointStores(metadata, publications, stores.keys, audit), config.data_dir

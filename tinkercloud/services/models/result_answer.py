@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from dataclasses import dataclass
 
-from tinkercloud.core.task_manager import is_sampling
+from tinkercloud.core.pending_requests import is_sampling
 from tinkercloud.storage.futures import JSON_TYPE, PROTOBUF_TYPE, Outcome, failed
 from tinkercloud.wire.codec import decode_sample_output, decode_train_output
 from tinkercloud.wire.json_view import is_finite, sample_output_json, train_output_json
