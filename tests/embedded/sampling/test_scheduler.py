@@ -16,12 +16,12 @@ from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool, bloc
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.sampling.batch_plan import BatchItem
+from tinkercloud.embedded.sampling.block_reservation import KVCache
 from tinkercloud.embedded.sampling.prompt_logprobs import PromptScores
 from tinkercloud.embedded.sampling.scheduler import (
     CHUNK,
     PREFILL_ROWS,
     SCORED_CHUNK,
-    KVCache,
     Scheduler,
 )
 from tinkercloud.embedded.sampling.sequences import Job, Sequence

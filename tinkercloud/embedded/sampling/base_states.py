@@ -9,7 +9,7 @@ from tinkercloud.decoding.sampler import Scan
 from tinkercloud.embedded.forward.kv_blocks import BlockPool, KVLayout, blocks_for
 from tinkercloud.embedded.forward.runners import Runner, runner_for
 from tinkercloud.embedded.model.base_model import BaseModel
-from tinkercloud.embedded.sampling.scheduler import KVCache
+from tinkercloud.embedded.sampling.block_reservation import KVCache
 from tinkercloud.embedded.sampling.sequences import Sequence
 from tinkercloud.embedded.sampling.speculator import Speculator
 

@@ -1,4 +1,5 @@
-"""Admission, reservation of blocks, and pre-emption: which tokens the next step computes.
+"""Admission and planning: which tokens the next step computes, in which blocks
+(`block_reservation.py`).
 
 A job waits until its prompt is computed; then it is ready, and its samples begin as far as the
 batch and the blocks allow; running samples get their next token in every step. A sequence is tokens
@@ -15,17 +16,16 @@ Needs no model: what it knows of a base is its `KVCache`.
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from itertools import islice
 
-from tinkercloud.embedded.fairness.virtual_counters import VirtualCounters
-from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool, Digest, blocks_for
+from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, Digest
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.sampling.batch_plan import BatchItem
-from tinkercloud.embedded.sampling.job_queues import JobQueues
+from tinkercloud.embedded.sampling.block_reservation import BlockReservation, KVCache
 from tinkercloud.embedded.sampling.prefill_budget import Place, PrefillBudget
+from tinkercloud.embedded.sampling.queues import Queues
 from tinkercloud.embedded.sampling.sequences import Job, Sequence
-from tinkercloud.embedded.sampling.victims import prompt_to_free, sample_to_preempt, without_paused
+from tinkercloud.embedded.sampling.victims import without_paused
 from tinkercloud.errors import ServerFault
 
 CHUNK = 512
@@ -37,16 +37,6 @@ PREFILL_ROWS = 1024
 """Of all prompts in one step, at most: samples that are decoded wait as long as these take."""
 LOOKAHEAD = 128
 """Jobs of one user that a step considers: each may wait for a prefix that another computes."""
-
-
-@dataclass(frozen=True, slots=True)
-class KVCache:
-    """The blocks of one base's sequences. is_reproducible: keys and values that are computed again
-    have the same bits. Only then sequences share blocks, and a pre-empted sample keeps its tokens:
-    else the tokens behind it would not follow from the keys and values before them."""
-
-    pool: BlockPool
-    is_reproducible: bool
 
 
 class Scheduler:
@@ -68,47 +58,52 @@ class Scheduler:
         self._max_batch, self._max_begun = max_batch, max_begun
         self._cache_of, self._on_discard = cache_of, on_discard
         self._jobs: dict[Job, None] = {}  # that are unfinished
-        self._waiting = JobQueues()  # their prompts are not computed
-        self._ready = JobQueues()  # with samples to begin
-        self._running: list[Sequence] = []  # in the order of admission
-        self._counters = VirtualCounters()
+        self._queues = Queues()
+        self._counters = self._queues.counters
+        self._blocks = BlockReservation(self._queues, cache_of, on_discard, self._fail)
         self._budget = PrefillBudget(PREFILL_ROWS)
-        self._planned: set[Sequence] = set()  # in the next pass
         self._decoding: Counter[str] = Counter()  # its samples that get a token, by user
-        self.num_preempted = 0
-        self.num_discarded = 0  # tokens of samples that started over
 
     @property
     def is_busy(self) -> bool:
         return bool(self._jobs)
 
     @property
+    def num_preempted(self) -> int:
+        return self._blocks.num_preempted
+
+    @property
+    def num_discarded(self) -> int:
+        """Tokens of samples that started over."""
+        return self._blocks.num_discarded
+
+    @property
     def num_waiting(self) -> int:
         """Requests whose samples have not all begun."""
-        return len(self._waiting) + len(self._ready)
+        return len(self._queues.waiting) + len(self._queues.ready)
 
     @property
     def waiting(self) -> tuple[Job, ...]:
-        return tuple(self._waiting)
+        return tuple(self._queues.waiting)
 
     @property
     def ready(self) -> tuple[Job, ...]:
-        return tuple(self._ready)
+        return tuple(self._queues.ready)
 
     @property
     def running(self) -> tuple[Sequence, ...]:
-        return tuple(self._running)
+        return tuple(self._queues.running)
 
     def add(self, job: Job) -> None:
         self._jobs[job] = None
         self._counters.enter(job.user)
-        self._waiting.append(job)
+        self._queues.waiting.append(job)
 
     def clear(self) -> list[Job]:
         """Forget all jobs, without freeing their blocks; returns them."""
         jobs = list(self._jobs)
-        for each in (self._jobs, self._waiting, self._ready, self._running, self._counters):
-            each.clear()
+        self._jobs.clear()
+        self._queues.clear()
         return jobs
 
     # ---- a step
@@ -116,8 +111,8 @@ class Scheduler:
     def schedule(self) -> list[BatchItem]:
         """What the next pass computes; blocks for it are reserved. Running samples come first,
         prompts get the blocks that these leave."""
-        self._planned.clear()
-        batch = without_paused(self._running, self._max_batch)
+        self._queues.planned.clear()
+        batch = without_paused(self._queues.running, self._max_batch)
         self._decoding = Counter(s.job.user for s in batch if s.num_pending == 1 and s.blocks)
         self._budget.begin(self._decoding.total(), is_alone=self._counters.num_users == 1)
         return [*self._decode_items(batch), *self._prefill_items()]
@@ -145,40 +140,40 @@ class Scheduler:
 
     def prompt_computed(self, job: Job) -> None:
         """Its samples can begin."""
-        self._waiting.remove(job)
-        self._ready.append(job)
+        self._queues.waiting.remove(job)
+        self._queues.ready.append(job)
 
     def begin_samples(self) -> list[Sequence]:
         """Samples of ready jobs, as far as the batch and the blocks allow. They run from now on;
         their first token is drawn from their job's logits."""
-        self._planned.clear()
+        self._queues.planned.clear()
         begun: list[Sequence] = []
         while (user := self._next_to_begin()) is not None:
-            job = self._ready.first(user)
-            if not self._make_room(job, job.num_prompt):
+            job = self._queues.ready.first(user)
+            if not self._blocks.make_room(job, job.num_prompt, CHUNK):
                 break
             sample = self._next_sample(job)
             if sample is not None:
                 job.next_sample += 1
                 if not job.num_left:
-                    self._ready.remove(job)
+                    self._queues.ready.remove(job)
                 begun.append(sample)
-                self._running.append(sample)
+                self._queues.running.append(sample)
                 self._counters.charge(user, 1)
-            elif self._running:
+            elif self._queues.running:
                 break
-            elif not self._take_blocks(job.version.base, job.prompt):
+            elif not self._blocks.take_blocks(job.version.base, job.prompt):
                 self._fail(job, len(job.prompt.blocks) + 1)
         return begun
 
     def _next_to_begin(self) -> str | None:
         """The user whose sample begins next: where the batch is full, one who has less than an
         equal share of it, and others' youngest samples pause."""
-        if len(self._running) < self._max_batch:
-            return self._counters.next_of(self._ready.users)
+        if len(self._queues.running) < self._max_batch:
+            return self._counters.next_of(self._queues.ready.users)
         share = self._max_batch // max(self._counters.num_users, 1)
-        running = Counter(sample.job.user for sample in self._running)
-        return self._counters.next_of(u for u in self._ready.users if running[u] < share)
+        running = Counter(sample.job.user for sample in self._queues.running)
+        return self._counters.next_of(u for u in self._queues.ready.users if running[u] < share)
 
     def finish(self, samples: Iterable[Sequence]) -> None:
         """They are complete: free their blocks."""
@@ -187,8 +182,8 @@ class Scheduler:
             return
         for sample in complete:
             sample.free_blocks(self._cache_of(sample.job.version.base).pool)
-        self._running = [each for each in self._running if each not in complete]
-        running = {each.job for each in self._running}
+        self._queues.running = [each for each in self._queues.running if each not in complete]
+        running = {each.job for each in self._queues.running}
         for job in {sample.job for sample in complete} - running:
             if not job.num_left:
                 self._forget(job)
@@ -196,14 +191,14 @@ class Scheduler:
     def drop(self, job: Job) -> None:
         """Forget it, and free the blocks of its sequences."""
         pool = self._cache_of(job.version.base).pool
-        for queue in (self._waiting, self._ready):
+        for queue in (self._queues.waiting, self._queues.ready):
             if job in queue:
                 queue.remove(job)
         self._forget(job)
-        for sequence in [s for s in (job.prompt, *self._running) if s.job is job]:
+        for sequence in [s for s in (job.prompt, *self._queues.running) if s.job is job]:
             sequence.free_blocks(pool)
             self._on_discard(sequence)
-        self._running = [s for s in self._running if s.job is not job]
+        self._queues.running = [s for s in self._queues.running if s.job is not job]
 
     def _forget(self, job: Job) -> None:
         if job in self._jobs:
@@ -221,7 +216,7 @@ class Scheduler:
                 continue
             # More than one: a sample that computes its keys and values again.
             count = self._num_rows(sequence, CHUNK) if sequence.num_pending > 1 else 1
-            if count and self._reserve(sequence, sequence.num_computed + count):
+            if count and self._blocks.reserve(sequence, sequence.num_computed + count):
                 items.append(self._plan(sequence, count))
         return items
 
@@ -231,7 +226,7 @@ class Scheduler:
         if sequence.is_prompt or sequence.num_pending > 1:
             self._budget.take(work, start, count, self._place_of(sequence.job.user))
         self._counters.charge(sequence.job.user, work.of(start, count))
-        self._planned.add(sequence)
+        self._queues.planned.add(sequence)
         return BatchItem(sequence, count)
 
     def _num_rows(self, sequence: Sequence, chunk: int) -> int:
@@ -254,7 +249,7 @@ class Scheduler:
     def _readmit(self, sequence: Sequence) -> bool:
         """Whether a pre-empted sample computes its keys and values again; what others have cached
         of them is shared."""
-        if not self._make_room(sequence.job, len(sequence.tokens)):
+        if not self._blocks.make_room(sequence.job, len(sequence.tokens), CHUNK):
             return False
         cache = self._cache_of(sequence.job.version.base)
         if cache.is_reproducible:
@@ -263,11 +258,14 @@ class Scheduler:
 
     def _prefill_items(self) -> list[BatchItem]:
         items: list[BatchItem] = []
-        begun = Counter(sample.job.user for sample in self._running)
-        for job in self._ready:
+        begun = Counter(sample.job.user for sample in self._queues.running)
+        for job in self._queues.ready:
             begun[job.user] += job.num_left
         computing: set[Digest] = set()  # of blocks that this step computes
-        waiting = {u: deque(islice(self._waiting.of(u), LOOKAHEAD)) for u in self._waiting.users}
+        waiting = {
+            u: deque(islice(self._queues.waiting.of(u), LOOKAHEAD))
+            for u in self._queues.waiting.users
+        }
         while (user := self._counters.next_of(waiting)) is not None:
             if not waiting[user] or not self._may_begin(user, begun):
                 del waiting[user]
@@ -280,7 +278,9 @@ class Scheduler:
             count = self._num_rows(
                 sequence, SCORED_CHUNK if has_logits and job.is_scoring else CHUNK
             )
-            if not count or not self._reserve_prompt(sequence, sequence.num_computed + count):
+            if not count or not self._blocks.reserve_prompt(
+                sequence, sequence.num_computed + count
+            ):
                 del waiting[user]
                 continue
             computing.update(sequence.digests[sequence.num_computed // BLOCK_TOKENS :])
@@ -306,106 +306,6 @@ class Scheduler:
             prompt.free_blocks(cache.pool)
             return False
         return True
-
-    # ---- blocks
-
-    def _reserve_prompt(self, prompt: Sequence, num_tokens: int) -> bool:
-        """Blocks for that many tokens. Only where no sequence would go on without it a prompt
-        takes blocks from samples: else these become free without that. The user who is next takes
-        them from others' prompts."""
-        base = prompt.job.version.base
-        while not prompt.reserve(self._cache_of(base).pool, num_tokens):
-            if not self._take_prompt_of_others(base, prompt.job.user):
-                alone = not (self._planned or self._running or self._ready)
-                return alone and self._reserve(prompt, num_tokens)
-        return True
-
-    def _make_room(self, job: Job, num_tokens: int) -> bool:
-        """`_has_room`, after others' prompts gave way."""
-        while not self._has_room(job, num_tokens):
-            if not self._take_prompt_of_others(job.version.base, job.user):
-                return False
-        return True
-
-    def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Blocks for that many tokens, taken from others if need be. False: not in this step; or
-        never, and the job has failed."""
-        base = sequence.job.version.base
-        pool = self._cache_of(base).pool
-        while not sequence.reserve(pool, num_tokens):
-            if self._take_blocks(base, sequence):
-                continue
-            if any(s.blocks for s in self._sequences(base) if s is not sequence):
-                if sequence.blocks:
-                    self._preempt(sequence)
-            else:
-                self._fail(sequence.job, blocks_for(num_tokens))
-            return False
-        return True
-
-    def _has_room(self, job: Job, num_tokens: int) -> bool:
-        """Whether a sample of so many tokens can hope to reach its end. To begin one that cannot
-        would take blocks from others, who would then take them back."""
-        base = job.version.base
-        pool = self._cache_of(base).pool
-        num_others = sum(bool(s.blocks) for s in self._running if s.job.version.base is base)
-        num_new = min(job.num_prompt + job.max_tokens - num_tokens, CHUNK)
-        num_held = 0 if job.prompt.blocks else num_tokens
-        return not num_others or pool.num_available >= num_others + blocks_for(num_held + num_new)
-
-    def _take_blocks(self, base: BaseModel, needed_by: Sequence) -> bool:
-        """Free the blocks of one that has any: a prompt, of the users first who were given most;
-        else a sample."""
-        users = self._counters.most_first({*self._waiting.users, *self._ready.users})
-        if self._take_prompt(base, users, needed_by):
-            return True
-        sample = sample_to_preempt(self._running, needed_by, self._has_blocks(base))
-        if sample is not None:
-            self._preempt(sample)
-        return sample is not None
-
-    def _take_prompt_of_others(self, base: BaseModel, user: str) -> bool:
-        """Only for the user who is next."""
-        if not self._counters.is_least_served(user):
-            return False
-        users = self._counters.most_first({*self._waiting.users, *self._ready.users} - {user})
-        return self._take_prompt(base, users, None)
-
-    def _take_prompt(self, base: BaseModel, users: list[str], needed_by: Sequence | None) -> bool:
-        for queue in (self._waiting, self._ready):
-            youngest_first = (job for user in users for job in queue.youngest_first(user))
-            job = prompt_to_free(youngest_first, needed_by, self._has_blocks(base))
-            if job is None:
-                continue
-            job.prompt.free_blocks(self._cache_of(base).pool)
-            if queue is self._ready:
-                self._ready.remove(job)
-                self._waiting.append_first(job)
-            return True
-        return False
-
-    def _has_blocks(self, base: BaseModel) -> Callable[[Sequence], bool]:
-        """Whether a sequence has blocks that can be taken: none of what the next pass computes."""
-
-        def has_blocks(sequence: Sequence) -> bool:
-            is_here = sequence.job.version.base is base and sequence not in self._planned
-            return is_here and bool(sequence.blocks)
-
-        return has_blocks
-
-    def _sequences(self, base: BaseModel) -> list[Sequence]:
-        prompts = [job.prompt for job in (*self._waiting, *self._ready)]
-        return [s for s in (*prompts, *self._running) if s.job.version.base is base]
-
-    def _preempt(self, sequence: Sequence) -> None:
-        """Free its blocks: it keeps its place in the queue, and computes keys and values again."""
-        cache = self._cache_of(sequence.job.version.base)
-        self.num_preempted += 1
-        sequence.free_blocks(cache.pool)
-        if not cache.is_reproducible:
-            self.num_discarded += len(sequence.logprobs)
-            self._on_discard(sequence)
-            sequence.restart()
 
     def _next_sample(self, job: Job) -> Sequence | None:
         """None: there is no block for the copy of the prompt's last one."""

@@ -113,7 +113,7 @@ def test_a_sample_that_starts_over_begins_its_grammar_anew(
     sampler.engine.submit(store.version(base), request, outputs.append)
     while not (running := sampler.engine.scheduler.running) or len(running[0].logprobs) < 20:
         sampler.engine.step()
-    sampler.engine.scheduler._preempt(running[0])
+    sampler.engine.scheduler._blocks.preempt(running[0])
     assert sampler.engine.scheduler.num_discarded == 20
     while sampler.engine.busy:
         sampler.engine.step()
