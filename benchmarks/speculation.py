@@ -7,7 +7,7 @@ is compared, token by token and bit by bit, before a speed is reported.
 
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,24 +15,38 @@ import numpy as np
 
 from benchmarks.lib.arguments import BenchmarkParser
 from benchmarks.lib.candidates import times_chain
-from benchmarks.lib.machine import versions
+from benchmarks.lib.fixed_lengths import Hindsight, fixed
+from benchmarks.lib.machine import machine, versions
 from benchmarks.lib.report import Cell, Report, Target, about
 from benchmarks.lib.smollm2 import weights
 from benchmarks.speculation_rl import Epochs, LocalModel, PolicyLoop, RlScale
-from tinkercloud.commands.bench import PROSE, STRUCTURED, Comparison, Workload, compare
+from tinkercloud.commands.bench import (
+    PROSE,
+    STRUCTURED,
+    Comparison,
+    Fastest,
+    Workload,
+    compared,
+    fastest,
+)
 from tinkercloud.core.types import FromBase, SampleRequest, SamplingParams
 from tinkercloud.embedded.drafting.step_costs import round_costs
 from tinkercloud.embedded.forward.kv_blocks import BlockPool
 from tinkercloud.embedded.forward.runners import runner_for
 from tinkercloud.embedded.model.device import freeze_garbage_collector
+from tinkercloud.speculative.draft_length.costs import CostTable
 
-STRUCTURED_TIMES, LATER_TIMES, RUN_TIMES = 2.5, 1.5, 1.4
-EVEN = (0.95, 1.05)
+STRUCTURED_TIMES, PROSE_TIMES, LEAST_TIMES = 2.5, 0.98, 0.95
+LATER_TIMES = {4: 2.0}  # RL, epochs 2 and later, by samples at once
+LATER_TIMES_AMX = {8: 2.0, 32: 1.4}  # elsewhere LEAST_TIMES of the bound
+OF_BEST_FIXED = 0.98
+PLAIN, DRAFTS = "plain", "with drafts"
 STREAM, STREAM_BATCH, STREAM_LEVEL = "as they come", 32, 8
 CONTEXT = 100.0  # tokens, of the table of round times
 SECOND = 0.3  # of tokens that a first candidate missed, those that a second one is taken to have
 COLUMNS = (
     *("load", "temperature", "at once", "plain tokens/s", "with drafts tokens/s", "times"),
+    *("best fixed length", "its times", "bound"),
     *("tokens a pass", "drafting ms a pass", "verifying ms a pass"),
     *("plain p99 answer ms", "with drafts p99 answer ms"),
 )
@@ -40,21 +54,23 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Scale:
-    """tokens: of a structured sample. even_repeats: of prose, where a twentieth counts, which is
-    what a machine's speed varies by; single_repeats of one sample, where a run is half a second.
-    most: samples at once. come: requests that come as they come, of up to twice `many_tokens`."""
+    """tokens: of a structured sample. even_repeats: of prose, where a fiftieth counts, which is
+    less than a machine's speed varies by; single_repeats of one sample, where a run is a second at
+    most. most: samples at once; most_fixed: likewise, where fixed lengths run too. come: requests
+    that come as they come, of up to twice `many_tokens`."""
 
     tokens: int = 256
     repeats: int = 3
     even_repeats: int = 5
     single_repeats: int = 15
     most: int = 128
+    most_fixed: int = 32
     many_tokens: int = 48
     come: int = 64
     rl: RlScale = field(default_factory=RlScale)
 
     def repeats_of(self, workload: Workload) -> int:
-        if workload.name in STRUCTURED:
+        if workload.name in STRUCTURED or workload.at_once > self.most_fixed:
             return self.repeats
         return self.single_repeats if workload.at_once == 1 else self.even_repeats
 
@@ -81,6 +97,10 @@ class Loads:
         pool = BlockPool(base.config, model.dtype, base.device, 2048, layout)
         self._table = round_costs(base, runner, pool, threads)
         freeze_garbage_collector()  # as the engine's process does
+
+    @property
+    def table(self) -> CostTable:
+        return self._table
 
     def costs(self) -> str:
         """How many times as long as a plain round one with so many drafted tokens each takes."""
@@ -145,61 +165,104 @@ class Loads:
 # ---- rows and targets
 
 
-def measured(
-    workload: Workload, model: LocalModel, scale: Scale
-) -> tuple[tuple[Cell, ...], Target]:
+Measured = tuple[list[tuple[Cell, ...]], list[Target]]
+
+
+def measured(workload: Workload, model: LocalModel, scale: Scale, table: CostTable) -> Measured:
     at_once = min(workload.at_once, STREAM_BATCH) if workload.arrivals_s else workload.at_once
-    comparison = compare(workload, model.engines(at_once), scale.repeats_of(workload))
-    target = load_target(workload, comparison.times)
-    print(f"{target.name}: {comparison.times:.2f}", file=sys.stderr, flush=True)
-    return load_row(workload, comparison, at_once), target
+    engines = model.engines(at_once)
+    contenders = {PLAIN: engines.plain(), DRAFTS: engines}
+    lengths = fixed(engines) if at_once <= scale.most_fixed else {}
+    contenders |= {f"{length} drafted": factory for length, factory in lengths.items()}
+    found = fastest(workload, contenders, scale.repeats_of(workload))
+    comparison = compared(workload, found[PLAIN], found[DRAFTS])
+    hindsight = hindsight_of(found, lengths)
+    row = load_row(comparison, at_once, hindsight, hindsight.bound(table, at_once, CONTEXT)[1])
+    targets = load_targets(comparison, hindsight)
+    for target in targets:
+        print(target.line(), file=sys.stderr, flush=True)
+    return [row], targets
 
 
-def load_row(workload: Workload, comparison: Comparison, at_once: int) -> tuple[Cell, ...]:
-    cells = comparison.cells()
+def hindsight_of(found: Mapping[str, Fastest], lengths: Iterable[int]) -> Hindsight:
+    plain_s, times, acceptance = found[PLAIN].run.seconds, {}, {}
+    for length in lengths:
+        seen = found[f"{length} drafted"]
+        assert seen.acceptance is not None
+        times[length] = plain_s / seen.run.seconds
+        acceptance[length] = seen.acceptance
+    return Hindsight(times, acceptance)
+
+
+def hindsight_cells(hindsight: Hindsight, bound: float) -> tuple[Cell, ...]:
+    if not hindsight.times:
+        return ("-", "-", "-")
+    length, times = hindsight.best
+    return (length, round(times, 2), round(bound, 2))
+
+
+def load_row(
+    comparison: Comparison, at_once: int, hindsight: Hindsight, bound: float
+) -> tuple[Cell, ...]:
+    workload, cells = comparison.workload, comparison.cells()
     tails = (round(comparison.plain.p99_ms), round(comparison.drafted.p99_ms))
     load = (*cells[:2], f"<= {at_once}" if workload.arrivals_s else at_once)
-    return (*load, *cells[3:7], *cells[8:10], *tails)
+    fixed_cells = hindsight_cells(hindsight, bound)
+    return (*load, *cells[3:6], *fixed_cells, cells[6], *cells[8:10], *tails)
 
 
-def load_target(workload: Workload, times: float) -> Target:
+def load_targets(comparison: Comparison, hindsight: Hindsight) -> list[Target]:
+    workload, times = comparison.workload, comparison.times
     name = f"{workload.name}, {workload.at_once} at once"
     if workload.arrivals_s:
         name = f"{workload.at_once} requests {workload.name}"
+    goal = PROSE_TIMES if workload.name == "prose" else LEAST_TIMES
     if workload.name in STRUCTURED:
-        return Target.at_least(f"{name}, greedy: times plain", times, STRUCTURED_TIMES)
-    if workload.at_once < 128:
-        return Target.at_least(f"{name}: times plain", times, EVEN[0])
-    return Target.between(f"{name}: times plain", times, *EVEN)
+        name, goal = f"{name}, greedy", STRUCTURED_TIMES
+    return [Target.at_least(f"{name}: times plain", times, goal), *of_fixed(name, times, hindsight)]
 
 
-def epoch_rows(epochs: Epochs) -> list[tuple[Cell, ...]]:
-    telemetry = epochs.telemetry
-    forwards = max(1, telemetry["forwards"])
-    passes = (
-        round(float(telemetry["tokens_per_sequence_forward"]), 2),
-        *(round(telemetry["ms"][phase] / forwards, 2) for phase in ("draft", "verify")),
-    )
+def of_fixed(name: str, times: float, hindsight: Hindsight) -> list[Target]:
+    if not hindsight.times:
+        return []
+    length, best = hindsight.best
+    return [Target.at_least(f"{name}: of the best fixed length ({length})", times / best,
+                            OF_BEST_FIXED)]  # fmt: skip
+
+
+def epoch_rows(epochs: Epochs, table: CostTable) -> list[tuple[Cell, ...]]:
+    seen = epochs.acceptance
+    assert seen is not None
+    passes = tuple(round(value, 2) for value in (seen.per_pass, seen.draft_ms, seen.verify_ms))
     rows = []
-    for name, some in (("RL, epoch 1", slice(0, 1)), ("RL, later epochs", slice(1, None))):
+    for name, first, last in (("RL, epoch 1", 0, 1), ("RL, later epochs", 1, len(epochs.tokens))):
+        some = slice(first, last)
         tokens, plain_s, drafted_s = (
             sum(values[some]) for values in (epochs.tokens, epochs.plain_s, epochs.drafted_s)
         )
         if plain_s:
             speeds = (round(tokens / plain_s, 1), round(tokens / drafted_s, 1))
             times = round(plain_s / drafted_s, 2)
-            rows.append((name, 1.0, epochs.at_once, *speeds, times, *passes, "-", "-"))
+            hindsight = epochs.hindsight(first, last)
+            bound = hindsight.bound(table, epochs.at_once, CONTEXT)[1]
+            cells = hindsight_cells(hindsight, bound)
+            rows.append((name, 1.0, epochs.at_once, *speeds, times, *cells, *passes, "-", "-"))
     return rows
 
 
-def epoch_targets(epochs: Epochs) -> list[Target]:
-    targets, num_epochs = [], len(epochs.tokens)
-    name = f"RL, {epochs.at_once} at once"
-    if num_epochs > 1:
-        later = f"{name}, epochs 2 and later: times plain"
-        targets.append(Target.at_least(later, epochs.times(1), LATER_TIMES))
-    whole = f"{name}, {num_epochs} epochs: times plain"
-    return [*targets, Target.at_least(whole, epochs.times(), RUN_TIMES)]
+def epoch_targets(epochs: Epochs, table: CostTable, *, on_amx: bool) -> list[Target]:
+    at_once, num_epochs = epochs.at_once, len(epochs.tokens)
+    if num_epochs < 2:
+        return []
+    name, times = f"RL, {at_once} at once, epochs 2 and later", epochs.times(1)
+    hindsight = epochs.hindsight(1, num_epochs)
+    goals = LATER_TIMES | (LATER_TIMES_AMX if on_amx else {})
+    if at_once in goals:
+        target = Target.at_least(f"{name}: times plain", times, goals[at_once])
+    else:
+        bound = hindsight.bound(table, at_once, CONTEXT)[1]
+        target = Target.at_least(f"{name}: of the bound {bound:.2f}", times / bound, LEAST_TIMES)
+    return [target, *of_fixed(name, times, hindsight)]
 
 
 def main() -> None:
@@ -209,19 +272,23 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         model = LocalModel(weights(), Path(scratch))
         loads = Loads(model, scale)
-        pairs = [measured(workload, model, scale) for workload in loads.workloads()]
+        table = loads.table
+        pairs = [measured(workload, model, scale, table) for workload in loads.workloads()]
         runs = PolicyLoop(model, scale.rl).run()
+    on_amx = machine()["instruction_set"] == "amx"
+    pairs += [
+        (epoch_rows(epochs, table), epoch_targets(epochs, table, on_amx=on_amx)) for epochs in runs
+    ]
     report = Report(
         title="Speculation",
         about=description(model, scale, loads, runs),
         command=parser.command(options),
         columns=COLUMNS,
-        rows=[row for row, _ in pairs] + [row for epochs in runs for row in epoch_rows(epochs)],
+        rows=[row for rows, _ in pairs for row in rows],
         versions=versions("tinkercloud", "torch"),
-        targets=[target for _, target in pairs]
-        + [target for epochs in runs for target in epoch_targets(epochs)],
+        targets=[target for _, targets in pairs for target in targets],
     )
-    report.publish(options.json)
+    report.publish(options.json, by_instruction_set=True)
 
 
 def description(model: LocalModel, scale: Scale, loads: Loads, runs: Sequence[Epochs]) -> str:
@@ -253,6 +320,11 @@ answer's time from its request. Each of these runs begins with an empty drafter.
 learned the form of an answer in {scale.rl.lessons} steps, and is updated after every epoch, so that
 drafts come from text of its earlier versions; mean rewards {rewards}. *tokens a pass*: of each
 sample, and of all epochs together.
+
+*best fixed length*: the suffix drafter with so many tokens asked for in every round, in
+the same alternating runs, chosen when all is known; 0: none. *bound*: what the best of them would
+come to if a round took what the table below says, as if drafting took no time. In these runs a
+length drafts only where earlier text says something.
 
 The time of a round, as a multiple of a plain one (100 tokens of context): the most that drafts can
 gain is their tokens a pass over this.

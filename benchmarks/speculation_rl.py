@@ -8,12 +8,18 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-from tinkercloud.commands.bench import EngineFactory, Workload, require_equal, run_timed
+from benchmarks.lib.fixed_lengths import Hindsight, fixed
+from tinkercloud.commands.bench import (
+    AcceptanceSummary,
+    EngineFactory,
+    Workload,
+    require_equal,
+    run_timed,
+)
 from tinkercloud.core.types import (
     AdamParams,
     Datum,
@@ -73,45 +79,61 @@ class RlScale:
     """samples: of each prompt. at_once: how many are decoded together, each number in a run of its
     own. lessons: steps in which the policy learns the form of an answer."""
 
-    epochs: int = 10
+    epochs: int = 6
     prompts: int = 4
     samples: int = 8
     answer_tokens: int = 48
-    at_once: tuple[int, ...] = (4, 8)
+    at_once: tuple[int, ...] = (4, 8, 32)
     lessons: int = 6
 
 
 @dataclass
 class Epochs:
-    """Seconds of each epoch's rollouts with so many at once, and their tokens. telemetry: the
-    drafter's, of all epochs together."""
+    """Seconds of each epoch's rollouts with so many at once, plain, with drafts and with drafts of
+    fixed lengths, and their tokens. acceptance, fixed_acceptance: of all epochs together."""
 
     at_once: int
     plain_s: list[float] = field(default_factory=list)
     drafted_s: list[float] = field(default_factory=list)
+    fixed_s: dict[int, list[float]] = field(default_factory=dict)
     tokens: list[int] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
-    telemetry: dict[str, Any] = field(default_factory=dict)
+    acceptance: AcceptanceSummary | None = None
+    fixed_acceptance: dict[int, AcceptanceSummary] = field(default_factory=dict)
 
     def times(self, first: int = 0) -> float:
         return sum(self.plain_s[first:]) / sum(self.drafted_s[first:])
 
+    def hindsight(self, first: int, last: int) -> Hindsight:
+        """Of the epochs from `first` to before `last`."""
+        plain_s = sum(self.plain_s[first:last])
+        times = {length: plain_s / sum(s[first:last]) for length, s in self.fixed_s.items()}
+        return Hindsight(times, self.fixed_acceptance)
+
 
 @dataclass
 class Rollouts:
-    """An engine without drafts and one with; both remember what they wrote."""
+    """An engine without drafts, one with, and those of fixed lengths; all remember what they
+    wrote."""
 
     plain: SamplingEngine
     drafted: SamplingEngine
+    fixed: dict[int, SamplingEngine]
     epochs: Epochs
 
     @classmethod
     def of(cls, engines: EngineFactory, at_once: int) -> "Rollouts":
-        return cls(engines.make(drafts=False), engines.make(drafts=True), Epochs(at_once))
+        lengths = {length: factory.make() for length, factory in fixed(engines).items()}
+        epochs = Epochs(at_once, fixed_s={length: [] for length in lengths})
+        return cls(engines.plain().make(), engines.make(), lengths, epochs)
 
     def run(self, workload: Workload, epoch: int) -> list[list[SampleOutput]]:
-        """Both engines' outputs; which one is first alternates."""
-        order = [(self.plain, self.epochs.plain_s), (self.drafted, self.epochs.drafted_s)]
+        """All engines' outputs; in every second epoch the last one is first."""
+        order = [
+            (self.plain, self.epochs.plain_s),
+            (self.drafted, self.epochs.drafted_s),
+            *((engine, self.epochs.fixed_s[length]) for length, engine in self.fixed.items()),
+        ]
         outputs = []
         for engine, seconds in order if epoch % 2 else order[::-1]:
             rollout = run_timed(engine, workload)
@@ -121,8 +143,13 @@ class Rollouts:
         return outputs
 
     def finish(self) -> Epochs:
-        self.epochs.telemetry = self.drafted.speculation()[0][BASE]
+        self.epochs.acceptance = _acceptance(self.drafted)
+        self.epochs.fixed_acceptance = {k: _acceptance(each) for k, each in self.fixed.items()}
         return self.epochs
+
+
+def _acceptance(engine: SamplingEngine) -> AcceptanceSummary:
+    return AcceptanceSummary.of(engine.speculation()[0][BASE])
 
 
 class PolicyLoop:

@@ -5,8 +5,8 @@ own, so that a drafter has seen nothing but the samples of that run.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import isnan, nan
 from pathlib import Path
 from typing import Any
@@ -95,10 +95,12 @@ class TimedRun:
 @dataclass(frozen=True, slots=True)
 class AcceptanceSummary:
     """Of one drafter in an engine. by_depth: the share of verified tokens that were accepted, nan
-    where none was verified. per_pass: tokens that a pass adds to a sample. *_ms: of a pass."""
+    where none was verified. per_pass: tokens that a pass adds to a sample. rows: of a pass, with
+    drafted ones. *_ms: of a pass."""
 
     by_depth: tuple[float, ...]
     per_pass: float
+    rows: float
     num_tokens: int
     draft_ms: float
     verify_ms: float
@@ -113,10 +115,19 @@ class AcceptanceSummary:
                 for depth in record["depths"]
             ),
             telemetry["tokens_per_sequence_forward"],
+            sum(telemetry["rows"].values()) / num_passes,
             telemetry["tokens"],
             ms["draft"] / num_passes,
             ms["verify"] / num_passes,
         )
+
+
+@dataclass(slots=True)
+class Fastest:
+    """Of several runs of one engine. acceptance: in the last run, None where it does not draft."""
+
+    run: TimedRun
+    acceptance: AcceptanceSummary | None
 
 
 @dataclass(slots=True)
@@ -153,12 +164,16 @@ class EngineFactory:
     num_threads: int
     speculate: Speculate | None
 
-    def make(self, *, drafts: bool) -> SamplingEngine:
+    def plain(self) -> "EngineFactory":
+        """Without drafts."""
+        return replace(self, speculate=None)
+
+    def make(self) -> SamplingEngine:
         return SamplingEngine(
             max_batch=self.max_batch,
             kv_cache_bytes=self.kv_cache_bytes,
             num_threads=self.num_threads,
-            speculate=self.speculate if drafts else None,
+            speculate=self.speculate,
         )
 
 
@@ -220,21 +235,35 @@ def load_base(name: str, path: Path, config: Config) -> BaseModel:
 
 def compare(workload: Workload, engines: EngineFactory, repeats: int) -> Comparison:
     """Raises UnequalError."""
-    best: dict[bool, TimedRun] = {}
+    found = fastest(workload, {"plain": engines.plain(), "drafts": engines}, repeats)
+    return compared(workload, found["plain"], found["drafts"])
+
+
+def compared(workload: Workload, plain: Fastest, drafted: Fastest) -> Comparison:
+    assert drafted.acceptance is not None
+    num_tokens = sum(len(s.tokens) for output in plain.run.outputs for s in output.sequences)
+    return Comparison(workload, num_tokens, plain.run, drafted.run, drafted.acceptance)
+
+
+def fastest(
+    workload: Workload, engines: Mapping[str, EngineFactory], repeats: int
+) -> dict[str, Fastest]:
+    """Of each, by its name, in alternating runs, so that a slow minute slows all. Raises
+    UnequalError."""
+    found: dict[str, Fastest] = {}
     expected: list[SampleOutput] = []
-    acceptance: AcceptanceSummary | None = None
-    for number in range(2 * repeats):
-        drafts = number % 2 == 1  # alternating, so that a slow minute slows both
-        engine = engines.make(drafts=drafts)
-        run = run_timed(engine, workload)
-        best[drafts] = min(best.get(drafts, run), run, key=lambda run: run.seconds)
-        expected = expected or run.outputs
-        require_equal(workload.name, run.outputs, expected)
-        if drafts:
-            acceptance = AcceptanceSummary.of(next(iter(engine.speculation()[0].values())))
-    assert acceptance is not None
-    num_tokens = sum(len(s.tokens) for output in expected for s in output.sequences)
-    return Comparison(workload, num_tokens, best[False], best[True], acceptance)
+    for _ in range(repeats):
+        for name, factory in engines.items():
+            engine = factory.make()
+            run = run_timed(engine, workload)
+            expected = expected or run.outputs
+            require_equal(f"{workload.name}, {name}", run.outputs, expected)
+            counters = next(iter(engine.speculation()[0].values()), None)
+            acceptance = AcceptanceSummary.of(counters) if counters is not None else None
+            if name in found:
+                run = min(found[name].run, run, key=lambda run: run.seconds)
+            found[name] = Fastest(run, acceptance)
+    return found
 
 
 def run_timed(engine: SamplingEngine, workload: Workload) -> TimedRun:

@@ -142,4 +142,4 @@ def _sampled(
     ]
     engines = EngineFactory(max_batch, KV_CACHE_BYTES, target.num_threads, speculate)
     workload = Workload("prompts", target.version, tuple(requests))
-    return run_timed(engines.make(drafts=speculate is not None), workload)
+    return run_timed(engines.make(), workload)

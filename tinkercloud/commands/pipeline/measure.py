@@ -236,9 +236,8 @@ class PipelineBench:
             guarded = GuardedDrafter(timed, base.config.vocab_size)
             return Speculation(guarded, FixedLength(DRAFTED))
 
-        engine = EngineFactory(1, KV_CACHE_BYTES, self._num_threads, speculate).make(
-            drafts=timed is not None
-        )
+        engines = EngineFactory(1, KV_CACHE_BYTES, self._num_threads, speculate)
+        engine = (engines.plain() if timed is None else engines).make()
         run_timed(engine, self._sample(1))
         start_s = time.monotonic()
         run = run_timed(engine, self._workload)

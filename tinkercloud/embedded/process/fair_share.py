@@ -1,10 +1,14 @@
 """How sampling and training share a device: the next step is of the one that had less time."""
 
+CREDIT_S = 0.5
+"""Of time that one may be behind when it comes: a short request is done at once where the other had
+the device before, and nobody waits longer than that for one who was away."""
+
 
 class FairShareScheduler:
     """Each step takes some time of one of the two; steps differ in length and cannot be cut.
 
-    Only time while both had work counts: being alone earns nobody a credit.
+    While one is alone the other falls behind, by CREDIT_S at most.
     """
 
     def __init__(self) -> None:
@@ -17,7 +21,6 @@ class FairShareScheduler:
 
     def took(self, seconds: float, *, samples: bool, both_wait: bool) -> None:
         """A step is over. both_wait: before it and after it."""
-        if both_wait:
-            self._samples_lead_s += seconds if samples else -seconds
-        else:
-            self._samples_lead_s = 0.0
+        self._samples_lead_s += seconds if samples else -seconds
+        if not both_wait:
+            self._samples_lead_s = min(max(self._samples_lead_s, -CREDIT_S), CREDIT_S)

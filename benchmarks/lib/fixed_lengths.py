@@ -1,0 +1,55 @@
+"""Drafts of one length in every round: what a controller of the length is compared with."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tinkercloud.commands.bench import AcceptanceSummary, EngineFactory
+from tinkercloud.embedded.forward.kv_blocks import BlockPool
+from tinkercloud.embedded.forward.runners import Runner
+from tinkercloud.embedded.model.base_model import BaseModel
+from tinkercloud.embedded.sampling.base_states import Speculate
+from tinkercloud.embedded.sampling.speculation import Speculation
+from tinkercloud.speculative.draft_length.costs import CostTable
+from tinkercloud.speculative.draft_length.fixed_length import FixedLength
+from tinkercloud.speculative.drafters.guarded_drafter import GuardedDrafter
+from tinkercloud.speculative.drafters.suffix_drafter import SuffixDrafter
+
+LENGTHS = (1, 2, 4, 8)
+
+
+def fixed(engines: EngineFactory) -> dict[int, EngineFactory]:
+    """With the suffix drafter, each with one of LENGTHS."""
+    return {length: replace(engines, speculate=_speculate(length)) for length in LENGTHS}
+
+
+def _speculate(length: int) -> Speculate:
+    def make(base: BaseModel, runner: Runner, pool: BlockPool) -> Speculation:
+        guard = GuardedDrafter(SuffixDrafter(), base.config.vocab_size)
+        return Speculation(guard, FixedLength(length))
+
+    return make
+
+
+@dataclass(frozen=True)
+class Hindsight:
+    """What the lengths came to, each in every round of a load. times: tokens/s over plain's, by
+    length. acceptance: likewise."""
+
+    times: Mapping[int, float]
+    acceptance: Mapping[int, AcceptanceSummary]
+
+    @property
+    def best(self) -> tuple[int, float]:
+        """The length, 0 for none, and its times plain."""
+        return max([(0, 1.0), *self.times.items()], key=lambda pair: pair[1])
+
+    def bound(self, costs: CostTable, sequences: int, context: float) -> tuple[int, float]:
+        """As `best`, if a round took what the table says: as if drafting and the rest of a round
+        took no time."""
+        plain_ms, found = costs.plain_ms(sequences, context), (0, 1.0)
+        for length, seen in self.acceptance.items():
+            verify_ms = float(costs.verify_ms(np.array([seen.rows]), sequences, context)[0])
+            found = max(found, (length, seen.per_pass * plain_ms / verify_ms), key=lambda p: p[1])
+        return found
