@@ -27,7 +27,7 @@ from tinkercloud.routers.middleware import Authenticator, AuthMiddleware
 from tinkercloud.routers.request_body import BodyMiddleware
 from tinkercloud.services.common.bodies import fault_text
 from tinkercloud.services.common.catalog import Catalog
-from tinkercloud.services.container import Stores, build_services
+from tinkercloud.services.wiring import Stores, build_services
 from tinkercloud.storage.connections import SQLITE, Connector
 from tinkercloud.storage.database import Database
 from tinkercloud.storage.keys import DEFAULT_USER, KeyStore

@@ -96,7 +96,7 @@ async def captures_can_be_read(world: "World") -> None:
     assert world.server is not None
     for captured in world.history.captures:
         if not captured.may_be_gone:
-            results = world.server.services.capture_results
+            results = world.server.services.captures.results
             await results.trajectories(captured.user, captured.capture_id, TrajectoryQuery())
 
 

@@ -43,7 +43,7 @@ async def answer_message(
     hooks: TurnHooks | None = None,
 ) -> Response:
     """hooks: who gives the prompt's tokens and is told of the finished turn."""
-    run = await services.chat.begin(user, chat_request(body), hooks)
+    run = await services.chats.conversations.begin(user, chat_request(body), hooks)
     if body.stream:
         return EventStream(_events(run), _failed, heartbeat=PING)
     return await while_connected(request, _whole(run))
@@ -51,13 +51,13 @@ async def answer_message(
 
 @router.post("/messages/count_tokens")
 async def count_tokens(body: CountBody, user: ReaderDep, services: ServicesDep) -> Response:
-    num_tokens = await services.chat.num_prompt_tokens(user, count_request(body))
+    num_tokens = await services.chats.conversations.num_prompt_tokens(user, count_request(body))
     return json_answer({"input_tokens": num_tokens})
 
 
 @router.get("/models")
 async def models(user: UserDep, services: ServicesDep) -> Response:
-    served, checkpoints = await services.names.listed(user)
+    served, checkpoints = await services.chats.names.listed(user)
     dated = [(model.name, 0.0) for model in served]
     dated += [(checkpoint.tinker_path, checkpoint.created_at) for checkpoint in checkpoints]
     data = [_model(name, created) for name, created in dated]
@@ -67,7 +67,7 @@ async def models(user: UserDep, services: ServicesDep) -> Response:
 
 @router.get("/models/{name:path}")
 async def model(name: str, user: UserDep, services: ServicesDep) -> Response:
-    await services.names.resolve(user, name)
+    await services.chats.names.resolve(user, name)
     return json_answer(_model(name, 0.0))
 
 

@@ -24,12 +24,14 @@ async def hooks_by_header(
     capture_id = request.headers.get(CAPTURE_HEADER)
     if capture_id is None:
         return None
-    return await services.captures.hooks(user, capture_id, _place(request))
+    return await services.captures.sessions.hooks(user, capture_id, _place(request))
 
 
 async def hooks_by_path(request: Request, user: UserDep, services: ServicesDep) -> TurnHooks:
     """Of the session that the URL names. Its labels win over those of headers."""
-    return await services.captures.hooks(user, request.path_params["capture_id"], _place(request))
+    return await services.captures.sessions.hooks(
+        user, request.path_params["capture_id"], _place(request)
+    )
 
 
 def _place(request: Request) -> TurnPlace:

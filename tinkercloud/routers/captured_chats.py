@@ -46,7 +46,9 @@ async def messages(
 async def count_tokens(
     body: CountBody, user: UserDep, services: ServicesDep, hooks: PathHooksDep
 ) -> Response:
-    num_tokens = await services.chat.num_prompt_tokens(user, count_request(body), hooks)
+    num_tokens = await services.chats.conversations.num_prompt_tokens(
+        user, count_request(body), hooks
+    )
     return json_answer({"input_tokens": num_tokens})
 
 

@@ -66,7 +66,7 @@ def _answer(capture: Capture, url: str, **more: Any) -> Response:
 async def create(
     body: CreateCaptureRequest, user: UserDep, services: ServicesDep, url: UrlDep
 ) -> Response:
-    capture = await services.captures.create(user, body)
+    capture = await services.captures.sessions.create(user, body)
     secret = capture.details.get("webhook_secret")  # shown this once
     return _answer(capture, url, **({} if secret is None else {"webhook_secret": secret}))
 
@@ -79,13 +79,13 @@ async def listing(
     limit: LimitDep = 100,
     offset: OffsetDep = 0,
 ) -> Response:
-    captures = await services.captures.page(user, limit, offset)
+    captures = await services.captures.sessions.page(user, limit, offset)
     return json_answer({"captures": [capture_json(capture, url) for capture in captures]})
 
 
 @router.get("/{capture_id}")
 async def get(capture_id: str, user: OwnerDep, services: ServicesDep, url: UrlDep) -> Response:
-    return _answer(await services.captures.require(user, capture_id), url)
+    return _answer(await services.captures.sessions.require(user, capture_id), url)
 
 
 @router.patch("/{capture_id}")
@@ -96,12 +96,12 @@ async def change(
     services: ServicesDep,
     url: UrlDep,
 ) -> Response:
-    return _answer(await services.captures.change(user, capture_id, body), url)
+    return _answer(await services.captures.sessions.change(user, capture_id, body), url)
 
 
 @router.delete("/{capture_id}")
 async def delete(capture_id: str, user: OwnerDep, services: ServicesDep) -> Response:
-    await services.captures.delete(user, capture_id)
+    await services.captures.sessions.delete(user, capture_id)
     return Response(status_code=204)
 
 
@@ -114,14 +114,14 @@ async def close(
     url: UrlDep,
 ) -> Response:
     place = TurnPlace(body.group, body.episode)
-    return _answer(await services.captures.close(user, capture_id, place), url)
+    return _answer(await services.captures.sessions.close(user, capture_id, place), url)
 
 
 @router.post("/{capture_id}/rewards")
 async def reward(
     capture_id: str, body: CaptureRewardRequest, user: UserDep, services: ServicesDep
 ) -> Response:
-    target = await services.capture_results.reward(user, capture_id, body)
+    target = await services.captures.results.reward(user, capture_id, body)
     return json_answer({"target": target, "value": body.value})
 
 
@@ -129,7 +129,7 @@ async def reward(
 async def trajectories(
     capture_id: str, query: TrajectoryQueryDep, user: UserDep, services: ServicesDep
 ) -> Response:
-    trajectories = await services.capture_results.trajectories(user, capture_id, query)
+    trajectories = await services.captures.results.trajectories(user, capture_id, query)
     return json_answer({"trajectories": trajectories})
 
 
@@ -141,4 +141,4 @@ async def datums(
     user: UserDep,
     services: ServicesDep,
 ) -> Response:
-    return json_answer(await services.capture_results.datums(user, capture_id, query, form))
+    return json_answer(await services.captures.results.datums(user, capture_id, query, form))

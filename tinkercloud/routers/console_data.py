@@ -106,7 +106,7 @@ async def _pause(services: Services) -> bool:
 
 @router.get(CONSOLE_PATH + "/samples")
 async def samples(user: ReaderDep, services: ServicesDep, limit: SamplesQuery = 20) -> Response:
-    return json_answer({"samples": await services.sample_texts.newest(user, limit)})
+    return json_answer({"samples": await services.chats.sample_texts.newest(user, limit)})
 
 
 @router.post(CHAT_PATH)

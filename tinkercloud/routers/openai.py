@@ -27,14 +27,14 @@ DONE = b"data: [DONE]\n\n"
 
 @router.get("/models")
 async def models(user: UserDep, services: ServicesDep) -> Response:
-    served, checkpoints = await services.names.listed(user)
+    served, checkpoints = await services.chats.names.listed(user)
     dated = [(checkpoint.tinker_path, checkpoint.created_at) for checkpoint in checkpoints]
     return json_answer(models_json(served, dated, user))
 
 
 @router.get("/models/{name:path}")
 async def model(name: str, user: UserDep, services: ServicesDep) -> Response:
-    await services.names.resolve(user, name)
+    await services.chats.names.resolve(user, name)
     return json_answer(model_json(name))
 
 
@@ -49,7 +49,7 @@ async def answer_chat(
     services: Services, user: str, body: ChatBody, request: Request, hooks: TurnHooks | None = None
 ) -> Response:
     """hooks: who gives the prompt's tokens and is told of the finished turn."""
-    run = await services.chat.begin(user, chat_request(body), hooks)
+    run = await services.chats.conversations.begin(user, chat_request(body), hooks)
     form = chat_form(body)
     if form.stream:
         return EventStream(_chat_events(run, form), failed)

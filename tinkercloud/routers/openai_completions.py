@@ -35,7 +35,7 @@ async def completions(
     if form.stream and scored:
         text = "echo with logprobs is not streamed; leave stream out"
         raise InvalidField("echo", text)
-    run = await services.text_completions.begin(user, completion, prompt_logprobs=scored)
+    run = await services.chats.completions.begin(user, completion, prompt_logprobs=scored)
     if form.stream:
         return EventStream(_events(run, form), failed)
     return await while_connected(request, _whole(run, form))

@@ -16,7 +16,7 @@ async def verify(
     body: VerifyBody, request: Request, user: UserDep, services: ServicesDep
 ) -> Response:
     async def work() -> Response:
-        verification = await services.verifications.verify(user, drafted_prompt(body))
+        verification = await services.chats.verifications.verify(user, drafted_prompt(body))
         return json_answer(verification_json(body.model, verification))
 
     return await while_connected(request, work())
@@ -28,4 +28,4 @@ async def train_draft(
 ) -> Response:
     """For those who see the whole server's numbers: a draft is everybody's."""
     sees_all = observed is None
-    return json_answer(await services.drafts.train(user, body.model, sees_all=sees_all))
+    return json_answer(await services.chats.drafts.train(user, body.model, sees_all=sees_all))

@@ -345,7 +345,7 @@ async def test_a_session_goes_after_its_time_with_all_that_it_holds(api: Api) ->
     long_ago = "UPDATE captures SET used_at = used_at - 61"
     await api.services.database.write(long_ago)
     assert (await api.get(f"captures/{capture_id}")).status_code == 404
-    await api.services.captures.expire()
+    await api.services.captures.sessions.expire()
     for table in ("captures", "capture_turns", "capture_samples"):
         assert await api.services.database.all(f"SELECT * FROM {table}") == []
 

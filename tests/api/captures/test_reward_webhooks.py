@@ -95,11 +95,11 @@ async def test_a_closed_episode_gets_its_reward_from_a_signed_question(
     capture_id, secret = made["capture_id"], made["webhook_secret"]
     await ask(api, f"{capture_id}/episodes/1")
     await ask(api, f"{capture_id}/episodes/2")
-    await api.services.reward_webhooks.sweep()
+    await api.services.captures.webhooks.sweep()
     assert grader.requests == []
     await api.ok(f"captures/{capture_id}/close", episode="1")
     for _ in range(3):
-        await api.services.reward_webhooks.sweep()
+        await api.services.captures.webhooks.sweep()
     ((headers, body),) = grader.requests
     found = {t["episode"]: t["reward"] for t in await trajectories(api, capture_id)}
     assert found == {"1": 0.75, "2": None}
@@ -115,7 +115,7 @@ async def test_an_idle_episode_is_closed_and_asked_about(api: Api, grader: Grade
     capture_id = (await session(api, grader, idle_s=0.01))["capture_id"]
     await ask(api, f"{capture_id}/episodes/1")
     await asyncio.sleep(0.05)
-    await api.services.reward_webhooks.sweep()
+    await api.services.captures.webhooks.sweep()
     (only,) = await trajectories(api, capture_id)
     assert only["reward"] == 0.75
     assert only["webhook"] == {"attempts": 1, "error": None}
@@ -129,7 +129,7 @@ async def test_what_was_rewarded_by_call_is_not_asked_about(api: Api, grader: Gr
     await ask(api, capture_id)
     await api.ok(f"captures/{capture_id}/rewards", value=1.0)
     await api.ok(f"captures/{capture_id}/close")
-    await api.services.reward_webhooks.sweep()
+    await api.services.captures.webhooks.sweep()
     assert grader.requests == []
 
 
@@ -153,7 +153,7 @@ async def test_an_attempt_that_fails_is_repeated_and_given_up_in_the_end(
     await ask(api, capture_id)
     await api.ok(f"captures/{capture_id}/close")
     for _ in range(reward_webhooks.MAX_ATTEMPTS + 2):
-        await api.services.reward_webhooks.sweep()
+        await api.services.captures.webhooks.sweep()
     assert len(grader.requests) == reward_webhooks.MAX_ATTEMPTS
     (only,) = await trajectories(api, capture_id)
     assert only["reward"] is None
@@ -166,7 +166,7 @@ async def test_a_later_answer_counts(api: Api, grader: Grader) -> None:
     await ask(api, capture_id)
     await api.ok(f"captures/{capture_id}/close")
     for _ in range(3):
-        await api.services.reward_webhooks.sweep()
+        await api.services.captures.webhooks.sweep()
     (only,) = await trajectories(api, capture_id)
     assert (only["reward"], len(grader.requests)) == (-2, 2)
 

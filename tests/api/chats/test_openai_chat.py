@@ -208,7 +208,7 @@ async def test_a_turn_has_the_exact_tokens_of_its_prompt_and_answer(api: Api) ->
     recorded = RecordedTurns([5, 6, 7])
     request = ChatRequest("chatty", Conversation(tuple(MESSAGES)), SamplingOptions(2, 9, seed=3))
     hooks = TurnHooks(recorded, recorded)
-    run = await api.services.chat.begin("ann", request, hooks)
+    run = await api.services.chats.conversations.begin("ann", request, hooks)
     assert [event async for event in run.events()]
     (turn,) = recorded.turns
     assert (turn.user, turn.base_model, turn.model_path) == ("ann", "chatty", None)
@@ -224,7 +224,9 @@ async def test_a_turn_ends_with_the_stop_string_of_its_answer(api: Api) -> None:
     recorded = RecordedTurns([5, 6, 7])
     options = SamplingOptions(2, 200, seed=3, stops=("e",), top_logprobs=2)
     request = ChatRequest("chatty", Conversation(tuple(MESSAGES)), options)
-    run = await api.services.chat.begin("ann", request, TurnHooks(recorded, recorded))
+    run = await api.services.chats.conversations.begin(
+        "ann", request, TurnHooks(recorded, recorded)
+    )
     assert [event async for event in run.events()]
     (turn,) = recorded.turns
     for answer, sequence in zip(turn.answers, turn.output.sequences, strict=True):

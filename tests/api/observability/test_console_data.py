@@ -172,7 +172,7 @@ async def test_samples_are_shown_as_their_clients_got_them(chatty: Api) -> None:
 
 
 async def test_the_text_of_tokens_adds_up_to_the_text(chatty: Api) -> None:
-    text = (await chatty.services.sample_texts._texts.get("chatty")).codec
+    text = (await chatty.services.chats.sample_texts._texts.get("chatty")).codec
     tokens = list(range(200, 300))
     from tinkercloud.services.chats.sample_texts import token_texts
 
