@@ -120,11 +120,11 @@ class AdapterTable:
 
 
 def _module_names(num_layers: int) -> list[str]:
-    return [
-        f"model.layers.{layer}.{'self_attn' if leaf[0] in 'qkvo' else 'mlp'}.{leaf}"
-        for layer in range(num_layers)
-        for leaf in MODULES
-    ]
+    return [_module_name(layer, leaf) for layer in range(num_layers) for leaf in MODULES]
+
+
+def _module_name(layer: int, leaf: str) -> str:
+    return f"model.layers.{layer}.{'self_attn' if leaf[0] in 'qkvo' else 'mlp'}.{leaf}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +136,97 @@ class PassResult:
     captured: Tensor
     scores: Scores | None
     candidates: Candidates | None
+
+
+class _Structures:
+    """What C reads of a model. It keeps the tensors that its addresses lead to."""
+
+    def __init__(
+        self,
+        config: ArchitectureConfig,
+        weights: PackedWeights,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+    ):
+        self._config, self._weights = config, weights
+        self._keys, self._values = list(keys), list(values)
+        self._scales: list[Tensor] = []  # of norms
+        self._key_dims: list[Tensor] = []
+        self._num_key_errors = num_key_errors(config.head_dim, weights.dtype)
+        self._layers = (Layer * config.num_layers)()
+        for index, layer in enumerate(self._layers):
+            self._fill(layer, index)
+
+    def _fill(self, layer: Layer, index: int) -> None:
+        config, dtype = self._config, self._weights.dtype
+        path, norms = f"model.layers.{index}", config.norms
+        layer.input_norm = self._norm_at(path, norms.before_attention)
+        layer.mixed_norm = self._norm_at(path, norms.after_attention)
+        layer.mlp_norm = self._norm_at(path, norms.before_mlp)
+        layer.fed_norm = self._norm_at(path, norms.after_mlp)
+        layer.q_norm = self._norm(f"{path}.self_attn.q_norm")
+        layer.k_norm = self._norm(f"{path}.self_attn.k_norm")
+        for place, leaf in enumerate(MODULES):
+            layer.linear[place] = self._linear(_module_name(index, leaf))
+        layer.keys = _address(self._keys[index], dtype)
+        layer.values = _address(self._values[index], dtype)
+        if self._num_key_errors:
+            dims = self._weights.salient.get(f"{path}.{KEYS}")
+            if dims is None:  # none is known to do more harm than another
+                dims = torch.arange(self._num_key_errors).repeat(config.num_kv_heads, 1)
+            assert dims.shape == (config.num_kv_heads, self._num_key_errors)
+            self._key_dims.append(dims)
+            layer.key_dims = _address(dims, torch.int64)
+        layer.window, layer.rotary = config.scoring(index).window, config.rotary_table(index)
+
+    def _linear(self, name: str) -> Linear:
+        weight, salient = self._weights.matrices[name], self._weights.salient.get(name)
+        bias = self._weights.vectors.get(f"{name}.bias")
+        read = (weight.address, _address(bias), *weight.shape, weight.width)
+        if salient is None:
+            return Linear(*read)
+        return Linear(*read, _address(salient, torch.int64), len(salient))
+
+    def _norm(self, name: str) -> int | None:
+        weight = self._weights.vectors.get(name)
+        if weight is None:
+            return None
+        self._scales.append(norm_scale(self._config, name, weight))
+        return _address(self._scales[-1])
+
+    def _norm_at(self, path: str, leaf: str | None) -> int | None:
+        return None if leaf is None else self._norm(f"{path}.{leaf}")
+
+    def model(self) -> Model:
+        config, embedding = self._config, self._weights.matrices["model.embed_tokens"]
+        scoring = config.scoring(0)
+        return Model(
+            config.num_layers,
+            config.hidden_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            self._layers[0].linear[MODULES.index("gate_proj")].out,
+            config.vocab_size,
+            self._weights.dtype == torch.bfloat16,
+            config.qk_norm_spans_heads,
+            ACTIVATIONS.index(config.activation),
+            config.num_rotated,
+            config.rotary_interleaved,
+            config.num_rotary_tables,
+            self._num_key_errors,
+            config.rms_norm_eps,
+            scoring.scale,
+            scoring.cap,
+            config.embedding_scale,
+            config.residual_scale,
+            config.logit_cap,
+            embedding.address,
+            embedding.width,
+            self._norm("model.norm"),
+            self._linear("lm_head"),
+            self._layers,
+        )
 
 
 class NativeModel:
@@ -154,86 +245,12 @@ class NativeModel:
         keys: Sequence[Tensor],
         values: Sequence[Tensor],
     ):
-        self.config = config
+        self.config, self.dtype = config, weights.dtype
         self.times: NDArray[np.int64] | None = None
-        self._logits = torch.empty(
-            0, config.vocab_size
-        )  # fresh memory would be cleared page by page
-        self.dtype = dtype = weights.dtype
-        key_errors = num_key_errors(config.head_dim, dtype)
-        self._kept_dims: list[Tensor] = []
-        matrices, vectors = weights.matrices, weights.vectors
-        self._kept = (weights, list(keys), list(values))
-        self._scales: list[Tensor] = []  # of norms; C reads them
-        self._layers = (Layer * config.num_layers)()
-        names = iter(_module_names(config.num_layers))
-
-        def linear(name: str) -> Linear:
-            weight = matrices[name]
-            bias = vectors.get(f"{name}.bias")
-            read = (weight.address, _address(bias), *weight.shape, weight.width)
-            salient = weights.salient.get(name)
-            if salient is None:
-                return Linear(*read)
-            return Linear(*read, _address(salient, torch.int64), len(salient))
-
-        def norm(name: str) -> int | None:
-            weight = vectors.get(name)
-            if weight is None:
-                return None
-            self._scales.append(norm_scale(config, name, weight))
-            return _address(self._scales[-1])
-
-        def norm_at(path: str, leaf: str | None) -> int | None:
-            return None if leaf is None else norm(f"{path}.{leaf}")
-
-        for i, layer in enumerate(self._layers):
-            path, norms = f"model.layers.{i}", config.norms
-            layer.input_norm = norm_at(path, norms.before_attention)
-            layer.mixed_norm = norm_at(path, norms.after_attention)
-            layer.mlp_norm = norm_at(path, norms.before_mlp)
-            layer.fed_norm = norm_at(path, norms.after_mlp)
-            layer.q_norm = norm(f"{path}.self_attn.q_norm")
-            layer.k_norm = norm(f"{path}.self_attn.k_norm")
-            for j in range(len(MODULES)):
-                layer.linear[j] = linear(next(names))
-            layer.keys, layer.values = _address(keys[i], dtype), _address(values[i], dtype)
-            if key_errors:
-                dims = weights.salient.get(f"{path}.{KEYS}")
-                if dims is None:  # none is known to do more harm than another
-                    dims = torch.arange(key_errors).repeat(config.num_kv_heads, 1)
-                assert dims.shape == (config.num_kv_heads, key_errors)
-                self._kept_dims.append(dims)
-                layer.key_dims = _address(dims, torch.int64)
-            layer.window, layer.rotary = config.scoring(i).window, config.rotary_table(i)
-        scoring = config.scoring(0)
-        self._model = Model(
-            config.num_layers,
-            config.hidden_size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            self._layers[0].linear[MODULES.index("gate_proj")].out,
-            config.vocab_size,
-            dtype == torch.bfloat16,
-            config.qk_norm_spans_heads,
-            ACTIVATIONS.index(config.activation),
-            config.num_rotated,
-            config.rotary_interleaved,
-            config.num_rotary_tables,
-            key_errors,
-            config.rms_norm_eps,
-            scoring.scale,
-            scoring.cap,
-            config.embedding_scale,
-            config.residual_scale,
-            config.logit_cap,
-            matrices["model.embed_tokens"].address,
-            matrices["model.embed_tokens"].width,
-            norm("model.norm"),
-            linear("lm_head"),
-            self._layers,
-        )
+        # Kept from pass to pass: fresh memory would be cleared page by page.
+        self._logits = torch.empty(0, config.vocab_size)
+        self._structures = _Structures(config, weights, keys, values)
+        self._model = self._structures.model()
 
     def forward(
         self,
