@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tinkercloud.commands.talks.door_client import Door
+from tinkercloud.speculative.learning.schedule import TRAINING_IS_OVER
 
 PAUSE_S = 0.5  # between two looks
 
@@ -30,6 +31,8 @@ class DraftTrainer:
         while True:
             following = self.door.get("/health")["speculation"][self.base_model]["following"]
             trainings = following["trainings"]
+            if following["is_over"]:
+                return TRAINING_IS_OVER
             if trainings["failed"] > self.before["failed"]:
                 return (
                     "the training broke off, and the draft is as before; the server's log says why"

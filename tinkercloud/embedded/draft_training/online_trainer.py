@@ -39,7 +39,7 @@ from tinkercloud.speculative.drafters.drafter import Stream
 from tinkercloud.speculative.learning.cases import CaseStore
 from tinkercloud.speculative.learning.collecting import CaseCollector, JudgedToken
 from tinkercloud.speculative.learning.draft_folder import DraftFolder
-from tinkercloud.speculative.learning.schedule import TimeBudget
+from tinkercloud.speculative.learning.schedule import TRAINING_IS_OVER, TimeBudget
 from tinkercloud.speculative.observability.acceptance_log import AcceptanceLog
 
 logger = logging.getLogger(__name__)
@@ -218,7 +218,9 @@ class OnlineTrainer:
     def ask(self) -> None:
         """Train in the next quiet time, whether or not it is due. Raises UserError."""
         driver = self._driver
-        if driver is None or self.is_over:
+        if self.is_over:
+            raise UserError(TRAINING_IS_OVER)
+        if driver is None:
             raise UserError("no draft learns here: see `--speculate` and `engine.draft_share`")
         if not self._texts and not driver.can_learn:
             raise UserError("too little was sampled yet for a draft to learn from")

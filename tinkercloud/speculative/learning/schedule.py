@@ -24,6 +24,9 @@ MOST_PATIENCE = 64  # times as many cases after trainings that made nothing bett
 
 
 ASKED = "asked for"
+TRAINING_IS_OVER = (
+    "training of drafts has failed, and is off until the server starts again; its log says why"
+)
 
 
 class Trigger:
