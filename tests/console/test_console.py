@@ -1,6 +1,9 @@
 """The console in a browser: its numbers are the API's, and what models wrote is text."""
 
+import os
+import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -10,9 +13,17 @@ from playwright.sync_api import Browser, Page, expect
 import tinker_gmi as tinker
 from tests.console.browser import DESK, PHONE, Console, chromium, needs_chromium
 from tests.console.scene import HOSTILE, Scene, serving_scene, tensors
+from tests.serving import Server, running
 from tinker_gmi.run_metrics import RunMetrics
 
 pytestmark = needs_chromium
+RECOVERY = {
+    "recoveries_total": "models brought back",
+    "engine_restarts": "engine restarts",
+    "replay_deviation_nats": "largest deviation of a replay, nats",
+    "snapshots": "snapshots taken",
+    "snapshot_bytes": "written by snapshots",
+}
 
 
 @pytest.fixture(scope="module")
@@ -172,12 +183,7 @@ def test_curves_go_on_while_a_run_trains(console: Console, scene: Scene) -> None
         training = service.create_lora_training_client(base_model="chatty", rank=2).result()
         page = console.open(f"runs/{training.model_id}")
         expect(page.get_by_text("No step of the optimizer yet.")).to_be_visible()
-        datum = tinker.Datum(
-            model_input=tinker.ModelInput.from_ints([1, 2, 3]),
-            loss_fn_inputs=tensors(target_tokens=[2, 3, 4], weights=[1.0] * 3),
-        )
-        training.forward_backward([datum], "cross_entropy").result()
-        training.optim_step(tinker.AdamParams(learning_rate=0.1)).result()
+        train_once(training)
         expect(page.get_by_role("heading", name="Step 1")).to_be_visible()
 
 
@@ -243,6 +249,46 @@ def test_the_servers_numbers_are_those_of_health(console: Console, scene: Scene)
         fact = page.locator("dl div", has_text=text).locator("data")
         assert fact.get_attribute("value") == str(health[name])
     page.get_by_role("img", name="Memory: API process").locator("canvas").wait_for()
+
+
+def test_what_a_killed_engine_cost_is_seen_as_it_comes_back(
+    browser: Browser, folder: Path, tmp_path: Path
+) -> None:
+    """On the real engine: nothing that was acknowledged is lost, and the page says what it took."""
+    arguments = ("--backend", "embedded", "--model", f"tiny={folder}", "--engine-threads", "1")
+    with running(Server(arguments, tmp_path / "data")) as server:
+        console = Console(browser, server)
+        console.sign_in()
+        page = console.open("server")
+        restarts, brought_back = (
+            page.locator("dl div", has_text=text).locator("data")
+            for text in ("engine restarts", "models brought back")
+        )
+        expect(brought_back).to_have_attribute("value", "0")
+        with tinker.ServiceClient(base_url=server.base_url, api_key=server.api_key) as service:
+            training = service.create_lora_training_client(base_model="tiny", rank=2).result()
+            train_once(training)
+            os.kill(server.engine_pid(), signal.SIGKILL)
+            train_once(training)
+            expect(restarts).to_have_attribute("value", "1")
+            expect(brought_back).to_have_attribute("value", "1")
+        with server.http() as http:
+            metrics = http.get("/metrics").text.splitlines()
+        for name, text in RECOVERY.items():
+            shown = page.locator("dl div", has_text=text).locator("data").get_attribute("value")
+            (line,) = [line for line in metrics if line.startswith(f"tinkercloud_{name} ")]
+            assert float(line.split()[1]) == float(shown or "nan"), text
+        assert console.faults == []
+        console.context.close()
+
+
+def train_once(training: tinker.TrainingClient) -> None:
+    datum = tinker.Datum(
+        model_input=tinker.ModelInput.from_ints([1, 2, 3]),
+        loss_fn_inputs=tensors(target_tokens=[2, 3, 4], weights=[1.0] * 3),
+    )
+    training.forward_backward([datum], "cross_entropy").result()
+    training.optim_step(tinker.AdamParams(learning_rate=0.1)).result()
 
 
 def test_speculation_is_that_of_health(console: Console, scene: Scene) -> None:
