@@ -243,7 +243,8 @@ CLAIMS = (
     speculation("arithmetic", 1, "arithmetic, 1 at once, greedy: times plain"),
     speculation("prose", 1, "prose, 1 at once: times plain"),
     speculation("RL, later epochs", 4, "RL, 4 at once, epochs 2 and later: times plain"),
-    speculation("RL, later epochs", 8, "RL, 8 at once, epochs 2 and later: times plain"),
+    speculation("RL, later epochs", 8, "RL, 8 at once, epochs 2 and later: of the bound"),
+    speculation("RL, later epochs", 32, "RL, 32 at once, epochs 2 and later: of the bound"),
     Claim(
         "recovery-restart",
         "seconds from a kill of the server to accepted work, the longest",

@@ -225,9 +225,8 @@ def load_targets(comparison: Comparison, hindsight: Hindsight) -> list[Target]:
 def of_fixed(name: str, times: float, hindsight: Hindsight) -> list[Target]:
     if not hindsight.times:
         return []
-    length, best = hindsight.best
-    return [Target.at_least(f"{name}: of the best fixed length ({length})", times / best,
-                            OF_BEST_FIXED)]  # fmt: skip
+    of_best = times / hindsight.best[1]
+    return [Target.at_least(f"{name}: of the best fixed length", of_best, OF_BEST_FIXED)]
 
 
 def epoch_rows(epochs: Epochs, table: CostTable) -> list[tuple[Cell, ...]]:
@@ -261,7 +260,7 @@ def epoch_targets(epochs: Epochs, table: CostTable, *, on_amx: bool) -> list[Tar
         target = Target.at_least(f"{name}: times plain", times, goals[at_once])
     else:
         bound = hindsight.bound(table, at_once, CONTEXT)[1]
-        target = Target.at_least(f"{name}: of the bound {bound:.2f}", times / bound, LEAST_TIMES)
+        target = Target.at_least(f"{name}: of the bound", times / bound, LEAST_TIMES)
     return [target, *of_fixed(name, times, hindsight)]
 
 
