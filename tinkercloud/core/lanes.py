@@ -26,7 +26,7 @@ TOO_LATE = failed(
 )
 
 
-class Keeper(Protocol):
+class RecoveryHooks(Protocol):
     """Keeps models over the end of the process that computes them."""
 
     async def run(self, ticket: Ticket, work: Work) -> Outcome:
@@ -42,7 +42,7 @@ class Keeper(Protocol):
         ...
 
 
-class NoKeeper:
+class NoRecovery:
     """Models end with the process that computes them."""
 
     async def run(self, ticket: Ticket, work: Work) -> Outcome:
@@ -90,7 +90,7 @@ class Lanes:
         self._gap_grace_s = gap_grace_s
         self._lanes: dict[tuple[str, str], Lane] = {}
         self._stopping = False
-        self.keeper: Keeper = NoKeeper()
+        self.recovery: RecoveryHooks = NoRecovery()
 
     async def lane(self, user: str, model_id: str) -> Lane:
         lane = self._lanes.get((user, model_id))
@@ -167,7 +167,7 @@ class Lanes:
     async def _run(self, lane: Lane, pending: Pending, work: Work) -> None:
         began = time.monotonic()
         kept = pending.request is not None
-        guarded = (lambda: self.keeper.run(pending.ticket, work)) if kept else work
+        guarded = (lambda: self.recovery.run(pending.ticket, work)) if kept else work
         outcome = await self._calls.run(pending, guarded)
         if kept:
             lane.position += 1
@@ -175,9 +175,9 @@ class Lanes:
         on_record = await self._calls.finish(pending, outcome)
         if kept and on_record:
             took_s = time.monotonic() - began
-            await self.keeper.ended(pending.ticket, lane.position, took_s)
+            await self.recovery.ended(pending.ticket, lane.position, took_s)
         elif kept:
-            self.keeper.ended_unrecorded(pending.ticket)
+            self.recovery.ended_unrecorded(pending.ticket)
 
 
 def _lane_after(past: LanePast) -> Lane:

@@ -236,9 +236,9 @@ def _models(base: _Foundation) -> tuple[Dependencies, _Persistence]:
     )
     snapshots = Snapshots(backend, storages.journal, versions, files, archive)
     recovery = Recovery(backend, base.catalog, storages.metadata, storages.journal, snapshots)
-    tasks.lanes.keeper, recovery.recorded = recovery, tasks.outcomes.recorded
+    tasks.lanes.recovery, recovery.recorded = recovery, tasks.outcomes.recorded
     idle = IdleModels(tasks.lanes, storages.metadata, recovery, versions, config.idle_model_s)
-    base.sessions.when_expired(idle.put_session_away)
+    base.sessions.when_expired(idle.offload_session)
     backend.use_for_room(idle.make_room)
     dependencies = Dependencies(
         *(backend, base.catalog, storages.metadata, tasks, base.sessions, base.checkpoints),

@@ -150,7 +150,7 @@ async def test_weights_that_go_to_the_disk_before_their_samples_find_them_are_sa
 
         async def slowly(*args: Any) -> None:
             await ensure(*args)
-            await api.services.idle.put_unused_away(0.0)
+            await api.services.idle.offload_unused(0.0)
 
         monkeypatch.setattr(api.services.recovery, "ensure", slowly)
         assert await drawn(api, sampler, 1) == expected
@@ -182,7 +182,7 @@ async def test_weights_that_are_written_anew_while_they_are_read_are_sampled(
         model_id = await api.model()
         sampler = await published(api, model_id, await train(api, model_id, 1))
         expected = await drawn(api, sampler, 0)
-        await api.services.idle.put_unused_away(0.0)
+        await api.services.idle.offload_unused(0.0)
         backend.api = api
         assert await drawn(api, sampler, 1) == expected
     assert backend.api is None

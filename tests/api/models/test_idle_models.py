@@ -48,17 +48,17 @@ async def test_a_model_that_was_put_away_goes_on_to_the_bit(tmp_path: Path) -> N
             number = await train(api, model_id, 1)
             await api.result(await api.forward_backward(model_id, number, [wire_datum((7, 8, 9))]))
         away = ("ann", ids[0])
-        assert await api.services.idle.put_away(away)
+        assert await api.services.idle.offload(away)
         assert memory(api) == (1, 0)
-        assert not await api.services.idle.put_away(away)
+        assert not await api.services.idle.offload(away)
         first = await goes_on(api, ids[0], number + 1)
         assert first == await goes_on(api, ids[1], number + 1)
         assert memory(api) == (2, 0)
         # again, with nothing that changed it meanwhile: its snapshot will do
-        assert await api.services.idle.put_away(away)
+        assert await api.services.idle.offload(away)
         taken = api.services.snapshots.stats()["snapshots"]
         assert await api.result(await api.forward_backward(ids[0], number + 3, forward_only=True))
-        assert await api.services.idle.put_away(away)
+        assert await api.services.idle.offload(away)
         assert api.services.snapshots.stats()["snapshots"] == taken
         assert await goes_on(api, ids[0], number + 4) == await goes_on(api, ids[1], number + 3)
 
@@ -77,7 +77,7 @@ async def test_published_weights_go_to_the_disk_and_sample_the_same(
         base = await api.sampler(await api.session())
         await drawn(api, base, 0)
         assert memory(api) == (1, 2)
-        await api.services.idle.put_unused_away(NOW)
+        await api.services.idle.offload_unused(NOW)
         assert memory(api) == (0, 0)
         assert await drawn(api, sampler, 1) == expected
         if kind == "snapshot":
@@ -129,10 +129,10 @@ async def test_a_model_stays_while_the_disk_has_no_room(tmp_path: Path) -> None:
     async with serving(tmp_path, backend=backend) as api:
         model_id = await api.model()
         await train(api, model_id, 1)
-        assert not await api.services.idle.put_away(("ann", model_id))
+        assert not await api.services.idle.offload(("ann", model_id))
         assert memory(api) == (1, 0)
         backend.is_full = False
-        assert await api.services.idle.put_away(("ann", model_id))
+        assert await api.services.idle.offload(("ann", model_id))
         assert memory(api) == (0, 0)
 
 
@@ -142,7 +142,7 @@ async def test_tokens_of_weights_that_were_put_away_are_known_as_on_policy(
     async with serving(tmp_path) as api:
         model_id = await api.model()
         sampler = await published(api, model_id, 1)
-        await api.services.idle.put_unused_away(NOW)
+        await api.services.idle.offload_unused(NOW)
         tokens, logprobs = await drawn(api, sampler, 0)
         sequence = [1, 2, 3, *tokens]
         is_sampled = [False] * 2 + [True] * len(tokens)
@@ -166,7 +166,7 @@ async def test_published_weights_have_a_bound_on_the_disk(
     async with serving(tmp_path, published_bytes=1) as api:
         model_id = await api.model()
         first, second = [await published(api, model_id, number) for number in (1, 2)]
-        await api.services.idle.put_unused_away(NOW)
+        await api.services.idle.offload_unused(NOW)
         folder = tmp_path / "recovery" / model_id
         assert len(list(folder.glob("version-*"))) == 2
         expected = await drawn(api, second, 0)
@@ -175,7 +175,7 @@ async def test_published_weights_have_a_bound_on_the_disk(
         assert "published_bytes" in await api.failure(await api.sample(first), "server")
         assert await drawn(api, second, 1) == expected
         monkeypatch.setattr(published_weights, "SPARED_S", 600.0)
-        await api.services.idle.put_unused_away(NOW)
+        await api.services.idle.offload_unused(NOW)
         await api.services.published_weights.keep_within()
         assert await drawn(api, second, 2) == expected, "it was used just now"
         assert await drawn(api, await published(api, model_id, 3), 0) == expected
@@ -233,7 +233,7 @@ async def test_models_take_turns_in_memory_and_what_is_in_use_is_not_pushed_out(
         # the step that found no room did not run
         step = await api.result(await api.optim_step(ids[1], 10, learning_rate=0.1))
         assert step["metrics"]["unclipped_grad_l2:mean"] == 0.0
-        assert await api.services.idle.put_away(("ann", ids[1]))
+        assert await api.services.idle.offload(("ann", ids[1]))
         assert await api.loss(ids[1], 11) == await api.loss(ids[1], 12)
 
 

@@ -137,7 +137,7 @@ async def test_a_model_that_was_put_away_goes_on_to_the_bit(
             await api.result(await api.forward_backward(model_id, 1, [datum]))
             await api.result(await api.optim_step(model_id, 2, learning_rate=0.01))
             await api.result(await api.forward_backward(model_id, 3, [datum]))
-        assert await api.services.idle.put_away(("ann", twins[0]))
+        assert await api.services.idle.offload(("ann", twins[0]))
         with pytest.raises(ModelStateLost):
             await backend.copy_state(twins[0])
         results = []

@@ -51,7 +51,7 @@ class VirtualCounters:
         """The user among these who was given least; the first of equals."""
         return min(users, key=self._tokens.__getitem__, default=None)
 
-    def most_first(self, users: Iterable[str]) -> list[str]:
+    def most_served_first(self, users: Iterable[str]) -> list[str]:
         return sorted(users, key=self._tokens.__getitem__, reverse=True)
 
     def is_least_served(self, user: str) -> bool:

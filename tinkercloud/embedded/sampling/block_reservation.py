@@ -77,7 +77,7 @@ class BlockReservation:
     def take_blocks(self, base: BaseModel, needed_by: Sequence) -> bool:
         """Free the blocks of one that has any: a prompt, of the users first who were given most;
         else a sample."""
-        users = self._queues.counters.most_first(self._queues.users_of_prompts)
+        users = self._queues.counters.most_served_first(self._queues.users_of_prompts)
         if self._take_prompt(base, users, needed_by):
             return True
         sample = sample_to_preempt(self._queues.running, needed_by, self._has_blocks(base))
@@ -109,7 +109,7 @@ class BlockReservation:
         """Only for the user who is next."""
         if not self._queues.counters.is_least_served(user):
             return False
-        users = self._queues.counters.most_first(self._queues.users_of_prompts - {user})
+        users = self._queues.counters.most_served_first(self._queues.users_of_prompts - {user})
         return self._take_prompt(base, users, None)
 
     def _take_prompt(self, base: BaseModel, users: list[str], needed_by: Sequence | None) -> bool:

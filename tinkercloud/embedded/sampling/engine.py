@@ -155,7 +155,7 @@ class SamplingEngine:
         self.scheduler.took(ms)
         self._end_round(ms, batches)
         self._postprocessor.begin(self.scheduler.begin_samples())
-        for job in self._postprocessor.take_doomed():
+        for job in self._postprocessor.take_failed():
             assert job.error is not None
             self._end(job, job.error)
         if not self.busy:

@@ -73,12 +73,12 @@ class Postprocessor:
     def __init__(self, states: BaseStates, scheduler: Scheduler):
         self._states, self._scheduler = states, scheduler
         self.num_drawn = 0  # tokens, those of samples that started over included
-        self._doomed: list[Job] = []
+        self._failed: list[Job] = []
 
-    def take_doomed(self) -> list[Job]:
+    def take_failed(self) -> list[Job]:
         """Jobs that have an error since the last call; they are unfinished still."""
-        doomed, self._doomed = {id(job): job for job in self._doomed}, []
-        return [job for job in doomed.values() if not job.has_failed]
+        failed, self._failed = {id(job): job for job in self._failed}, []
+        return [job for job in failed.values() if not job.has_failed]
 
     def process(self, launched: LaunchedPass) -> None:
         """Take the results of a pass."""
@@ -158,7 +158,7 @@ class Postprocessor:
         for draw in draws:
             sequence, rows = draw.sequence, draw.rows
             if sequence.job.error is not None:
-                self._doomed.append(sequence.job)
+                self._failed.append(sequence.job)
                 continue
             if sequence.committed:
                 sequence.overwrite(tokens, logprobs, rows)

@@ -54,7 +54,7 @@ class CannotComeBack(ServerFault):
 
 
 class Recovery:
-    """The keeper of lanes (`core.lanes.Keeper`)."""
+    """What lanes call to keep models recoverable (`core.lanes.RecoveryHooks`)."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Recovery:
         now = self._backend.incarnation()
         return {key: p for key, p in self._positions.items() if self._there.get(key) == now}
 
-    # the keeper of lanes
+    # called by lanes
 
     async def run(self, ticket: Ticket, work: Work) -> Outcome:
         """Over again where the engine ended underway. From then on alone with others that were
@@ -162,7 +162,7 @@ class Recovery:
         used_at = {key: self._used_at.get(key, 0.0) for key in self.positions}
         return sorted((k for k, at in used_at.items() if at <= before), key=used_at.__getitem__)
 
-    async def put_away(self, lanes: Lanes, key: Key) -> bool:
+    async def offload(self, lanes: Lanes, key: Key) -> bool:
         """Free what a model has in memory once all of it is on disk: its next use brings it back,
         the same to the bit. False: it is not there, or cannot be kept just now."""
         async with lanes.between_operations(*key):

@@ -125,7 +125,7 @@ class VersionStore:
             return None
         return Published(key, entry.version.result(), entry.model)
 
-    async def let_go(self, published: Published) -> None:
+    async def evict(self, published: Published) -> None:
         """Release it, whoever has used it, unless it was replaced meanwhile. Samples underway end
         as they would have; the next one publishes it again."""
         entry = self._entries.get(published.key)
