@@ -1,4 +1,4 @@
-"""Take the weights home: the same answers by PEFT on this machine and through the OpenAI door.
+"""Take the weights home: the same answers by PEFT on this machine and through the OpenAI API.
 
 A checkpoint is exported as PEFT's two files and fetched into --out. Then held-out sums are asked
 three times, by the likeliest tokens: of the base model and of the checkpoint through the server's
@@ -30,7 +30,7 @@ Answer = Callable[[str], str]
 
 
 def parser() -> argparse.ArgumentParser:
-    arguments = options.parser("Export an adapter, and ask it by PEFT and by the OpenAI door.")
+    arguments = options.parser("Export an adapter, and ask it by PEFT and by the OpenAI API.")
     arguments.add_argument("state", help="the weights, tinker://..., as the other recipes print")
     options.add_model(arguments)
     arguments.add_argument(
@@ -53,8 +53,8 @@ def run(args: argparse.Namespace) -> None:
 
     with OpenAI(base_url=f"{args.base_url}/oai/api/v1", api_key=args.api_key) as client:
         answering: dict[str, Answer] = {
-            "base, by the door": lambda question: by_door(client, args.model, question),
-            "checkpoint, by the door": lambda question: by_door(client, args.state, question),
+            "base, by the API": lambda question: by_api(client, args.model, question),
+            "checkpoint, by the API": lambda question: by_api(client, args.state, question),
             "checkpoint, by PEFT": lambda question: by_peft(model, tokenizer, question),
         }
         problems = tasks.sums().held_out[: args.held_out]
@@ -87,7 +87,7 @@ def ask(name: str, answer: Answer, questions: list[str]) -> list[str]:
     return given
 
 
-def by_door(client: OpenAI, model: str, question: str) -> str:
+def by_api(client: OpenAI, model: str, question: str) -> str:
     """Its system message is empty, as in training."""
     messages: list[Any] = [
         {"role": "system", "content": ""},
@@ -118,9 +118,9 @@ def report(
     }
     for name, given in answers.items():
         print(f"{name}: {table[name]:.0%} right; {problems[0].question} -> {given[0]}", flush=True)
-    _, door, peft = answers.values()
-    num_same = sum(a == b for a, b in zip(door, peft, strict=True))
-    print(f"the same by door and by PEFT: {num_same} of {len(door)}", flush=True)
+    _, api, peft = answers.values()
+    num_same = sum(a == b for a, b in zip(api, peft, strict=True))
+    print(f"the same by the API and by PEFT: {num_same} of {len(api)}", flush=True)
     if args.out is not None:
         figures = {"right": table, "num_same": num_same, "answers": answers}
         write_figures(args.out, "export_and_chat", figures)

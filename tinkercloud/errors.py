@@ -12,7 +12,7 @@
     |   +-- SessionFinished, CaptureClosed  status 410
     |   +-- CaptureFull         status 400: no room for another turn
     |   +-- FutureUnknown       status 404 (training) or 410 (sampling)
-    |   +-- InvalidRequest      status 422 at the door, category "user" inside a future
+    |   +-- InvalidRequest      status 422 at once, category "user" inside a future
     |   |   +-- InvalidField, ContextLengthExceeded
     |   +-- NumberTaken         status 400
     |   +-- GradientNotFinite, WeightsNotFinite  status 400: of an optim_step

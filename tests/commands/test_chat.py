@@ -10,7 +10,7 @@ import tinker
 from tests import serving
 from tests.chat.model_folder import write_model_folder
 from tinkercloud.cli import main
-from tinkercloud.commands.talks.door_client import Answer, shown
+from tinkercloud.commands.talks.api_client import Answer, shown
 from tinkercloud.commands.talks.draft_counts import DraftCounts
 
 MODEL = "chatty"

@@ -17,7 +17,7 @@ from tests.serving import Server, start_server
 from tinkercloud.commands.drafts.collect import sample_texts
 from tinkercloud.commands.drafts.target import Target
 from tinkercloud.commands.drafts.train import DistillConfig, distilled
-from tinkercloud.commands.talks.door_client import Door
+from tinkercloud.commands.talks.api_client import ApiClient
 from tinkercloud.commands.talks.draft_trainer import DraftTrainer
 from tinkercloud.embedded.draft_training.driver import Plan
 from tinkercloud.embedded.draft_training.files import drafts_of
@@ -128,8 +128,8 @@ def test_a_head_follows_a_new_style_and_is_drafted_with_again_by_default_setting
 
 def test_a_training_that_is_asked_for_is_waited_for(server: Server, run: Run) -> None:
     before = sum(run.following()["trainings"].values())
-    with Door(server.base_url, server.api_key) as door:
-        outcome = DraftTrainer.ask(door, "tiny").outcome()
+    with ApiClient(server.base_url, server.api_key) as client:
+        outcome = DraftTrainer.ask(client, "tiny").outcome()
     assert re.fullmatch(
         r"\d+ steps: \d\.\d\d tokens of a draft are expected to be accepted, before \d\.\d\d; "
         r"(it is drafted with|not used)",

@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from tinkercloud.commands.options import Arguments, say
-from tinkercloud.commands.talks.door_client import (
+from tinkercloud.commands.talks.api_client import (
     add_sampling_options,
     chosen_model,
     opened,
@@ -29,9 +29,9 @@ def run(arguments: Arguments) -> int:
             while (line := _line()) and talk.heard(line):
                 pass
         return 0
-    with opened(arguments) as door:
-        model = chosen_model(door, arguments["model"])
-        talk = Talk(door, model, sampling_fields(arguments), arguments["system"])
+    with opened(arguments) as client:
+        model = chosen_model(client, arguments["model"])
+        talk = Talk(client, model, sampling_fields(arguments), arguments["system"])
         say(f"[{model}; /help]")
         while (line := _line()) and talk.heard(line):
             pass

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tinkercloud.commands.talks.door_client import Door
+from tinkercloud.commands.talks.api_client import ApiClient
 from tinkercloud.errors import UserError
 
 
@@ -26,11 +26,11 @@ class DraftCounts:
         return f"{share:.0%} of {self.judged} drafted tokens accepted"
 
 
-def read_counts(door: Door) -> DraftCounts | None:
+def read_counts(client: ApiClient) -> DraftCounts | None:
     """Since the server's start, over all drafters and users; None: this key may not see them, or
     the server does not draft."""
     try:
-        speculation = door.get("/health").get("speculation")
+        speculation = client.get("/health").get("speculation")
     except UserError:
         return None
     if not speculation:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tinkercloud.commands.talks.door_client import Door
+from tinkercloud.commands.talks.api_client import ApiClient
 from tinkercloud.speculative.learning.schedule import TRAINING_IS_OVER
 
 PAUSE_S = 0.5  # between two looks
@@ -15,21 +15,21 @@ PAUSE_S = 0.5  # between two looks
 class DraftTrainer:
     """base_model: whose draft it is. before: trainings of it that had ended, by how they did."""
 
-    door: Door
+    client: ApiClient
     base_model: str
     before: Mapping[str, int]
 
     @classmethod
-    def ask(cls, door: Door, model: str) -> "DraftTrainer":
-        """For the draft of a model, as the door names it. Raises UserError where it does not
+    def ask(cls, client: ApiClient, model: str) -> "DraftTrainer":
+        """For the draft of a model, as the OpenAI API names it. Raises UserError where it does not
         learn."""
-        asked = door.post("/oai/api/v1/train_draft", {"model": model})
-        return cls(door, asked["base_model"], asked["following"]["trainings"])
+        asked = client.post("/oai/api/v1/train_draft", {"model": model})
+        return cls(client, asked["base_model"], asked["following"]["trainings"])
 
     def outcome(self) -> str:
         """Once it has ended."""
         while True:
-            following = self.door.get("/health")["speculation"][self.base_model]["following"]
+            following = self.client.get("/health")["speculation"][self.base_model]["following"]
             trainings = following["trainings"]
             if following["is_over"]:
                 return TRAINING_IS_OVER

@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from tinkercloud.commands.options import Arguments, say_progress
-from tinkercloud.commands.talks.door_client import (
+from tinkercloud.commands.talks.api_client import (
     Answer,
     add_sampling_options,
     chosen_model,
@@ -31,21 +31,21 @@ def run(arguments: Arguments) -> int:
     if arguments["target"] is not None:
         _over_workers(arguments, prompt)
         return 0
-    with opened(arguments) as door:
+    with opened(arguments) as client:
         fields = sampling_fields(arguments)
-        fields["model"] = chosen_model(door, arguments["model"])
+        fields["model"] = chosen_model(client, arguments["model"])
         if arguments["chat"]:
             path = "chat/completions"
             fields["messages"] = [{"role": "user", "content": prompt}]
         else:
             path, fields["prompt"] = "completions", prompt
-        before = read_counts(door) if arguments["stats"] else None
+        before = read_counts(client) if arguments["stats"] else None
         answer = Answer()
-        for piece in door.stream(path, fields, answer):
+        for piece in client.stream(path, fields, answer):
             _write(piece)
         _write("\n")
         if arguments["stats"]:
-            say_progress(stats_line(answer, before, read_counts(door)))
+            say_progress(stats_line(answer, before, read_counts(client)))
     return 0
 
 

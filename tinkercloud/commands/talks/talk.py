@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tinkercloud.commands.options import say
-from tinkercloud.commands.talks.door_client import Answer, Door, shown
+from tinkercloud.commands.talks.api_client import Answer, ApiClient, shown
 from tinkercloud.commands.talks.draft_counts import DraftCounts, read_counts
 from tinkercloud.commands.talks.draft_trainer import DraftTrainer
 from tinkercloud.errors import UserError
@@ -35,7 +35,7 @@ def stats_line(answer: Answer, before: DraftCounts | None, after: DraftCounts | 
 class Talk:
     """messages: the conversation so far. fields: of every request."""
 
-    door: Door
+    client: ApiClient
     model: str
     fields: dict[str, Any]
     system: str | None = None
@@ -64,7 +64,7 @@ class Talk:
             "/stats": self._stats,
             "/eval": self._evaluate,
             "/train": self._train,
-            "/models": lambda: say("\n".join(self.door.models())),
+            "/models": lambda: say("\n".join(self.client.models())),
             "/clear": self._clear,
             "/help": lambda: say(HELP),
         }
@@ -78,7 +78,7 @@ class Talk:
 
     def _answer(self, text: str) -> None:
         messages = [*self.messages, {"role": "user", "content": text}]
-        before = read_counts(self.door)
+        before = read_counts(self.client)
         answer = Answer()
         try:
             for piece in self._pieces(self.model, messages, answer):
@@ -90,12 +90,12 @@ class Talk:
         sys.stdout.flush()
         self.messages = [*messages, {"role": "assistant", "content": answer.text}]
         self.answers.append(answer)
-        self.last_stats = stats_line(answer, before, read_counts(self.door))
+        self.last_stats = stats_line(answer, before, read_counts(self.client))
 
     def _pieces(self, model: str, messages: list[dict[str, str]], answer: Answer) -> Any:
         first = [] if self.system is None else [{"role": "system", "content": self.system}]
         body = {**self.fields, "model": model, "messages": [*first, *messages]}
-        return self.door.stream("chat/completions", body, answer)
+        return self.client.stream("chat/completions", body, answer)
 
     def _stats(self) -> None:
         say(f"[{self.last_stats}]")
@@ -110,11 +110,11 @@ class Talk:
             raise UserError("there is no answer yet to evaluate drafts by")
         messages = self.messages[:-1]
         self.fields.setdefault("seed", 0)
-        before = read_counts(self.door)
+        before = read_counts(self.client)
         drafted, plain = Answer(), Answer()
         for _ in self._pieces(self._sampler(speculate=True), messages, drafted):
             pass
-        after = read_counts(self.door)
+        after = read_counts(self.client)
         for _ in self._pieces(self._sampler(speculate=False), messages, plain):
             pass
         say(f"[with drafts: {stats_line(drafted, before, after)}]")
@@ -124,7 +124,7 @@ class Talk:
         say(f"[{same} text; {speed_up:.2f} times as fast]")
 
     def _train(self) -> None:
-        trainer = DraftTrainer.ask(self.door, self.model)
+        trainer = DraftTrainer.ask(self.client, self.model)
         say("[the draft is trained once the server has nothing else to do]")
         try:
             say(f"[{trainer.outcome()}]")
@@ -137,7 +137,7 @@ class Talk:
             kind = "model_path" if "tinker://" in self.model else "base_model"
             name = self.model.rpartition(";")[2]
             body = {kind: name, "speculate": speculate}
-            session = self.door.post("/api/v1/create_sampling_client", body)
+            session = self.client.post("/api/v1/create_sampling_client", body)
             return str(session["sampling_session_id"])
         raise UserError("a sampling session drafts or not, as it was made; name its weights")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tinkercloud.commands.options import Arguments, say
-from tinkercloud.commands.talks.door_client import shown
+from tinkercloud.commands.talks.api_client import shown
 from tinkercloud.errors import UserError
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ class DraftService:
         self._names, self._catalog, self._backend = names, catalog, backend
 
     async def train(self, user: str, model: str, *, sees_all: bool) -> dict[str, Any]:
-        """The draft of a model, as doors name them, will be trained. Its name at `/health`, and
-        what is said there of its training so far. sees_all: whether the user sees the whole
+        """The draft of a model, as the OpenAI API names it, will be trained. Its name at `/health`,
+        and what is said there of its training so far. sees_all: whether the user sees the whole
         server's numbers. Raises Forbidden, and UserError where the draft does not learn."""
         sampler = await self._names.resolve(user, model)
         if not sees_all:

@@ -58,7 +58,7 @@ class Answer:
 
 
 @dataclass
-class Door:
+class ApiClient:
     """A server, by its address and a key. Use it as a context manager."""
 
     url: str
@@ -76,7 +76,7 @@ class Door:
             timeout=httpx.Timeout(30.0, read=None),
         )
 
-    def __enter__(self) -> "Door":
+    def __enter__(self) -> "ApiClient":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -130,18 +130,18 @@ class Door:
             raise UserError(f"{self.url}: {error or type(error).__name__}") from error
 
 
-def opened(arguments: Arguments) -> Door:
+def opened(arguments: Arguments) -> ApiClient:
     url = arguments["url"] or os.environ.get("TINKER_BASE_URL") or HERE
-    return Door(url.rstrip("/"), arguments["key"] or os.environ.get("TINKER_API_KEY") or "")
+    return ApiClient(url.rstrip("/"), arguments["key"] or os.environ.get("TINKER_API_KEY") or "")
 
 
-def chosen_model(door: Door, named: str | None) -> str:
+def chosen_model(client: ApiClient, named: str | None) -> str:
     """Raises UserError where none is named and the server has none."""
     if named is not None:
         return named
-    models = door.models()
+    models = client.models()
     if not models:
-        raise UserError(f"{door.url} serves no model")
+        raise UserError(f"{client.url} serves no model")
     return models[0]
 
 
