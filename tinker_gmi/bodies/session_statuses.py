@@ -1,4 +1,4 @@
-"""How a session stands, as the official client names it, and queries for it."""
+"""The status of a session, as the official client names it, and queries for it."""
 
 from typing import Annotated, Literal
 

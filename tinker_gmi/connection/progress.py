@@ -1,4 +1,4 @@
-"""What becomes of a client's requests, told to whoever wants to know."""
+"""The progress of a client's requests, reported to a callback and the log."""
 
 import logging
 import time
@@ -37,7 +37,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How one request stands.
+    """The progress of one request.
 
     state: "accepted" by the server; "waiting" at each long poll that ends without its result;
     "paused": the same, while the server has no room for it, for `reason`; "done"; "failed", for

@@ -33,7 +33,7 @@ logger = logging.getLogger("tinker_gmi")
 PROTOBUF = "application/x-protobuf"
 JSON = "application/json"
 IDEMPOTENCY_KEY = "X-Idempotency-Key"
-# What these raise is told at once: there is no job yet that could be paused.
+# What these raise is raised at once: there is no job yet that could be paused.
 UNPAUSED = ("auth/token", "create_session", "create_sampling_session", "create_model")
 
 

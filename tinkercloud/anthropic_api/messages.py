@@ -7,7 +7,7 @@ from tinkercloud.chat.template import Message
 from tinkercloud.errors import InvalidField
 
 INVALID_JSON = "INVALID_JSON"
-"""Under this name stands what a model wrote as a tool's input where that is no JSON object, as
+"""The key of what a model wrote as a tool's input where that is no JSON object, as
 Anthropic's documentation of streamed tools proposes."""
 MAX_NAME_CHARACTERS = 256
 _KINDS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")

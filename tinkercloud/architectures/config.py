@@ -44,7 +44,7 @@ class ArchitectureConfig:
     qk_norm: q and k have norms of each head, or with qk_norm_spans_heads of all heads together.
     norm_offset: is added to the weights of norms, but not to a bias. activation: of the gate,
     "silu" or "gelu_tanh". rotary_dim: how many dimensions of a head are rotated, None for all;
-    rotary_interleaved: neighbours are turned with each other, not halves. windows: of each layer, 0
+    rotary_interleaved: adjacent dimensions are paired, not halves. windows: of each layer, 0
     for all positions; empty: no layer has one. window_rope_theta: the plain rotary base of layers
     with a window, None for that of the others. score_scale: of attention, None for Dh ** -0.5.
     Caps are those of cap * tanh(x / cap), 0 for none. residual_scale: of what attention and MLP

@@ -114,8 +114,8 @@ def attend_many(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Rotate the first R dimensions of x (T, H, Dh) by cos and sin (T, R / 2): halves with each
-    other, as Hugging Face pairs them, or neighbours.
+    """Rotate the first R dimensions of x (T, H, Dh) by cos and sin (T, R / 2): the two
+    halves are paired, as by Hugging Face, or adjacent dimensions.
 
     In x's own number type, as Hugging Face does it: in bfloat16 the rounding of this product is
     part of what other implementations of the same weights compute.

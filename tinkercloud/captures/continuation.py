@@ -24,7 +24,7 @@ def following_tokens(
 ) -> list[int] | None:
     """What the template writes after the answer messages[num_answered - 1]: the end of its turn,
     the later messages, the opening of the next answer. None: the template does not let the two be
-    told apart.
+    separated.
 
     Raises InvalidRequest where the template refuses the conversation as it is."""
     answer: Message = {"role": "assistant"}

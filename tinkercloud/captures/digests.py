@@ -17,7 +17,7 @@ Message = Mapping[str, Any]
 
 
 def prefix_digests(conversation: Conversation, place: Sequence[str | None]) -> list[str]:
-    """[i] stands for the first i messages. place: what conversations must share besides: the base
+    """[i] is that of the first i messages. place: what conversations must share besides: the base
     model, whose tokens they are, and the labels that the agent's requests carry."""
     beginning = [list(place), list(conversation.tools), dict(conversation.options)]
     digests = [_sha256(json.dumps(beginning, sort_keys=True))]

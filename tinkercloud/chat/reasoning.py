@@ -1,4 +1,4 @@
-"""Reasoning in a sample's text: what stands between <think> and </think>."""
+"""Reasoning in a sample's text: the text between <think> and </think>."""
 
 from dataclasses import dataclass
 

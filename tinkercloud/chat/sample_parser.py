@@ -1,4 +1,4 @@
-"""One sample of a chat: from chunks of tokens to the events that a client is told of.
+"""One sample of a chat: from chunks of tokens to the events that a client gets.
 
 The same events make the stream and the whole answer, so both have the same text.
 """

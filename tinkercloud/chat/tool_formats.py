@@ -72,7 +72,7 @@ class _SteppingParser(ABC):
 
 
 class HermesParser(_SteppingParser):
-    """Calls between tags. What stands between the tags and is no call stays content."""
+    """Calls between tags. Text between the tags that is no call stays content."""
 
     def __init__(self, names: Collection[str] = ()):
         super().__init__()

@@ -25,7 +25,7 @@ class Turn:
     stop token, and the log-probabilities under the distribution it was drawn from. answers: one
     for each sequence; `Answer.message` is what a client repeats in its next request.
 
-    model: the name in the request. base_model, model_path, sampler_id: what it stands for; a path
+    model: the name in the request. base_model, model_path, sampler_id: what it resolves to; a path
     for a checkpoint, an id for a live sampler, neither for a base model. version: the backend's
     name of the weights."""
 
@@ -54,7 +54,7 @@ class PromptSource(Protocol):
 
 class TurnListener(Protocol):
     async def finished(self, turn: Turn) -> None:
-        """Called once, when all samples of a turn have ended, before its client is told so. What
+        """Called once, when all samples of a turn have ended, before its client sees the end. What
         is raised here ends the client's request. Turns whose client went away, or whose samples
         failed, are not reported."""
         ...

@@ -69,15 +69,15 @@ class Supervisor:
         for link in self._links.values():
             link.start()
         deadline = time.monotonic() + START_S
-        waiting, told = set(self._links), 0.0
+        waiting, next_report_s = set(self._links), 0.0
         while waiting and time.monotonic() < deadline and not ended.is_set():
             for name in sorted(waiting):
                 if self._came_up(name) or name in self._lost:
                     waiting.discard(name)
-            if waiting and time.monotonic() > told:
+            if waiting and time.monotonic() > next_report_s:
                 left = deadline - time.monotonic()
                 logger.info("waiting for %s, %.0f s more", ", ".join(sorted(waiting)), left)
-                told = time.monotonic() + 10.0
+                next_report_s = time.monotonic() + 10.0
             ended.wait(TICK_S)
         for name in waiting:
             self._lose(WorkerLost(name, f"not up within {START_S:.0f} s"))

@@ -42,7 +42,7 @@ async def answer_message(
     request: Request,
     hooks: TurnHooks | None = None,
 ) -> Response:
-    """hooks: who gives the prompt's tokens and is told of the finished turn."""
+    """hooks: who gives the prompt's tokens and gets the finished turn."""
     run = await services.chats.conversations.begin(user, chat_request(body), hooks)
     if body.stream:
         return EventStream(_events(run), _failed, heartbeat=PING)

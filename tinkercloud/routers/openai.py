@@ -48,7 +48,7 @@ async def chat_completions(
 async def answer_chat(
     services: Services, user: str, body: ChatBody, request: Request, hooks: TurnHooks | None = None
 ) -> Response:
-    """hooks: who gives the prompt's tokens and is told of the finished turn."""
+    """hooks: who gives the prompt's tokens and gets the finished turn."""
     run = await services.chats.conversations.begin(user, chat_request(body), hooks)
     form = chat_form(body)
     if form.stream:

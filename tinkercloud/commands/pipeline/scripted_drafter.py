@@ -1,4 +1,4 @@
-"""A drafter that is right as often as it is told to be, and takes as long as it is told to."""
+"""A drafter with a given rate of accepted tokens and a given time for each draft."""
 
 import random
 import time

@@ -38,13 +38,13 @@ class DraftTrainer:
                     "the training broke off, and the draft is as before; the server's log says why"
                 )
             if sum(trainings.values()) > sum(self.before.values()):
-                return told(following["last_training"])
+                return training_summary(following["last_training"])
             if not following["is_asked"]:
                 return "too little was sampled yet for it to learn from; talk on, and ask again"
             time.sleep(PAUSE_S)
 
 
-def told(training: Mapping[str, Any]) -> str:
+def training_summary(training: Mapping[str, Any]) -> str:
     before, after = training["before"]["mean"], training["after"]["mean"]
     verdict = "it is drafted with" if training["promoted"] else "not used"
     return (

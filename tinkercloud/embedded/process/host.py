@@ -294,7 +294,7 @@ class EngineHost:
 
 
 def restart_wait_s(num_starts: int) -> float:
-    """Before another start, after so many of late."""
+    """Before another start, after so many recent ones."""
     return 0.0 if num_starts == 0 else min(2.0 ** (num_starts - 2), LONGEST_WAIT_S)
 
 

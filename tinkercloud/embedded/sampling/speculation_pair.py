@@ -1,5 +1,5 @@
 """Two drafters for the samples of one base model: the second drafts in rounds that the first lets
-pass, because what it would draft has not paid of late.
+pass, because what it would draft has not paid recently.
 
 Both have a draft-length controller of their own, and see every token. A round has drafts of one of
 them, so that its time is that of one.

@@ -79,7 +79,7 @@ class Download:
         chance = random.Random()
         for address in self.addresses:
             self._sources[address] = Source(address)
-        refreshed, progressed, told = 0.0, time.monotonic(), 0.0
+        refreshed, progressed, reported = 0.0, time.monotonic(), 0.0
         with _client(self.key) as client, ThreadPoolExecutor(CONNECTIONS) as executor:
             while not self.store.is_whole:
                 if time.monotonic() >= refreshed + REFRESH_S:
@@ -90,9 +90,9 @@ class Download:
                     progressed = time.monotonic()
                 elif time.monotonic() > progressed + ALONE_S:
                     raise ConfigError(self._stuck())
-                if time.monotonic() >= told + REPORT_S:
+                if time.monotonic() >= reported + REPORT_S:
                     self.report(self._progress())
-                    told = time.monotonic()
+                    reported = time.monotonic()
             for future in self._flights:
                 future.cancel()
         self.report(self._progress())
@@ -104,10 +104,10 @@ class Download:
             headers = {} if self.own_port is None else {PORT_HEADER: str(self.own_port)}
             try:
                 answer = client.get(f"http://{source.address}/have", headers=headers, timeout=2.0)
-                told = answer.raise_for_status().json()
-                source.have = frozenset(map(int, told["have"]))
+                listing = answer.raise_for_status().json()
+                source.have = frozenset(map(int, listing["have"]))
                 source.is_there = True
-                for address in map(str, told["peers"]):
+                for address in map(str, listing["peers"]):
                     if address.rpartition(":")[2] != str(self.own_port) and len(self._sources) < 64:
                         self._sources.setdefault(address, Source(address))
             except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError):

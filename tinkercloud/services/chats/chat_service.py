@@ -134,7 +134,7 @@ class ChatService:
     ) -> ChatRun:
         """A chat that is checked whole and samples when its events are read.
 
-        hooks: who gives the prompt's tokens, and who is told of the finished turn; by default the
+        hooks: who gives the prompt's tokens, and who gets the finished turn; by default the
         chat template and nobody. Raises UnknownModelName, InvalidRequest, TooManyRequests."""
         self._slots.check(user)
         hooks = hooks or TurnHooks()

@@ -62,8 +62,8 @@ class RecoveryFiles:
         return target
 
     async def remove_others(self, model_id: str, needed: Set[str], *, versions: bool) -> None:
-        """Snapshots and loaded checkpoints, and versions too if told, whose folders' names are not
-        in `needed`."""
+        """Snapshots and loaded checkpoints, and with `versions` these too, whose folders' names are
+        not in `needed`."""
         patterns = ("snapshot-*", "loaded-*", *(("version-*",) if versions else ()))
         await asyncio.to_thread(_remove_others, self.folder(model_id), patterns, needed)
 

@@ -52,7 +52,7 @@ class JsonWriter:
         return self._answer(outcome, _plain_text(request_id, outcome.body))
 
     def status(self, request_id: str, outcome: Outcome) -> ResultAnswer:
-        """The result as a part of what is told of its request, whatever its own form."""
+        """The result as a part of its request's status, whatever its own form."""
         return self._answer(outcome, _status_text(request_id, outcome))
 
     def _answer(self, outcome: Outcome, text: Iterable[str]) -> ResultAnswer:

@@ -206,7 +206,7 @@ def _text_model(model: TargetModel) -> TextModel:
 
 
 def _drafted_for(model: TargetModel) -> Target:
-    """The target, as draft workers are told of it."""
+    """The target, as draft workers get to know it."""
     tokenizer = model.tokenizer.get("tokenizer.json")
     return Target(
         model.name, model.digest, model.vocab_size, model.vocabulary_digest,
