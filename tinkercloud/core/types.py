@@ -336,15 +336,6 @@ OnTokens = Callable[[TokenChunk], None]
 event loop, must not block and must not raise."""
 
 
-def hand_over(output: SampleOutput, on_tokens: OnTokens | None) -> SampleOutput:
-    """A finished output as one chunk for each sample, of a backend that cannot give them earlier.
-    Returns the output."""
-    if on_tokens is not None:
-        for index, s in enumerate(output.sequences):
-            on_tokens(TokenChunk(index, s.tokens, s.logprobs, s.stop_reason, s.topk))
-    return output
-
-
 @dataclass(frozen=True, slots=True)
 class FromBase:
     """Publish the untouched base model."""
