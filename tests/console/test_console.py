@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -272,14 +273,30 @@ def test_what_a_killed_engine_cost_is_seen_as_it_comes_back(
             train_once(training)
             expect(restarts).to_have_attribute("value", "1")
             expect(brought_back).to_have_attribute("value", "1")
-        with server.http() as http:
-            metrics = http.get("/metrics").text.splitlines()
-        for name, text in RECOVERY.items():
-            shown = page.locator("dl div", has_text=text).locator("data").get_attribute("value")
-            (line,) = [line for line in metrics if line.startswith(f"tinkercloud_{name} ")]
-            assert float(line.split()[1]) == float(shown or "nan"), text
+        until = time.monotonic() + 60.0
+        while (seen := recovery_seen(page)) != (counted := recovery_counted(server)):
+            assert time.monotonic() < until, (seen, counted)  # the page shows it a moment later
+            page.wait_for_timeout(200)
         assert console.faults == []
         console.context.close()
+
+
+def recovery_seen(page: Page) -> dict[str, float]:
+    return {
+        name: float(
+            page.locator("dl div", has_text=text).locator("data").get_attribute("value") or "nan"
+        )
+        for name, text in RECOVERY.items()
+    }
+
+
+def recovery_counted(server: Server) -> dict[str, float]:
+    with server.http() as http:
+        lines = [line.split() for line in http.get("/metrics").text.splitlines()]
+    values = {
+        line[0].removeprefix("tinkercloud_"): float(line[1]) for line in lines if line[0][0] != "#"
+    }
+    return {name: values[name] for name in RECOVERY}
 
 
 def train_once(training: tinker.TrainingClient) -> None:
