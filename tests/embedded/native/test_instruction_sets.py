@@ -50,8 +50,16 @@ def in_process(name: str, *command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(program, env=environment, cwd=ROOT, capture_output=True, text=True)
 
 
-# Sets that the tests of this process use already are not tried again.
-@pytest.mark.parametrize("name", [n for n in ALL_NAMES if n != compiler.usable_sets()[0].name])
+def others() -> Iterator[object]:
+    """Sets that the tests of this process do not use already; of many, those are slow that are
+    neither the next fastest one nor the emulation."""
+    names = [name for name in NAMES if name != compiler.usable_sets()[0].name]
+    yield from names[:1]
+    yield from (pytest.param(name, marks=pytest.mark.slow) for name in names[1:])
+    yield AMX_EMULATED.name
+
+
+@pytest.mark.parametrize("name", list(others()))
 def test_the_kernels_pass_their_tests_with_every_instruction_set_that_is_here(name: str) -> None:
     files = [str(Path(__file__).with_name(file)) for file in KERNEL_TESTS]
     done = in_process(name, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files)
