@@ -95,16 +95,12 @@ class Loads:
         runner = runner_for(base, threads)
         layout = runner.kv_layout(base)
         pool = BlockPool(base.config, model.dtype, base.device, 2048, layout)
-        self._table = round_costs(base, runner, pool, threads)
+        self.table = round_costs(base, runner, pool, threads)
         freeze_garbage_collector()  # as the engine's process does
-
-    @property
-    def table(self) -> CostTable:
-        return self._table
 
     def costs(self) -> str:
         """How many times as long as a plain round one with so many drafted tokens each takes."""
-        table, drafted = self._table, (1, 2, 4, 8)
+        table, drafted = self.table, (1, 2, 4, 8)
         lines = [
             "| at once | plain round ms | " + " | ".join(f"{k} drafted" for k in drafted) + " |",
             "|---:|---:|" + "---:|" * len(drafted),
@@ -126,7 +122,7 @@ class Loads:
         ]
         for at_once in (1, 2, 4, 8, 16, 32):
             rows = np.array([at_once * (1 + k) for k in range(9)], np.float64)
-            costs = self._table.verify_ms(rows, at_once, CONTEXT).tolist()
+            costs = self.table.verify_ms(rows, at_once, CONTEXT).tolist()
             gains = [times_chain(first, SECOND, costs) for first in accepted]
             lines.append(f"| {at_once} | " + " | ".join(f"{gain:.2f}" for gain in gains) + " |")
         return "\n".join(lines)
@@ -153,7 +149,7 @@ class Loads:
             self._request(texts[i % len(texts)], int(tokens), i, 1.0)
             for i, tokens in enumerate(lengths)
         )
-        token_s = 1e-3 * self._table.plain_ms(STREAM_LEVEL, CONTEXT) / STREAM_LEVEL
+        token_s = 1e-3 * self.table.plain_ms(STREAM_LEVEL, CONTEXT) / STREAM_LEVEL
         gaps = generator.exponential(float(lengths.mean()) * token_s, scale.come)
         return Workload(STREAM, self._version, requests, tuple(np.cumsum(gaps).tolist()))
 
@@ -177,7 +173,7 @@ def measured(workload: Workload, model: LocalModel, scale: Scale, table: CostTab
     found = fastest(workload, contenders, scale.repeats_of(workload))
     comparison = compared(workload, found[PLAIN], found[DRAFTS])
     hindsight = hindsight_of(found, lengths)
-    row = load_row(comparison, at_once, hindsight, hindsight.bound(table, at_once, CONTEXT)[1])
+    row = load_row(comparison, at_once, hindsight, hindsight.bound(table, at_once, CONTEXT))
     targets = load_targets(comparison, hindsight)
     for target in targets:
         print(target.line(), file=sys.stderr, flush=True)
@@ -243,7 +239,7 @@ def epoch_rows(epochs: Epochs, table: CostTable) -> list[tuple[Cell, ...]]:
             speeds = (round(tokens / plain_s, 1), round(tokens / drafted_s, 1))
             times = round(plain_s / drafted_s, 2)
             hindsight = epochs.hindsight(first, last)
-            bound = hindsight.bound(table, epochs.at_once, CONTEXT)[1]
+            bound = hindsight.bound(table, epochs.at_once, CONTEXT)
             cells = hindsight_cells(hindsight, bound)
             rows.append((name, 1.0, epochs.at_once, *speeds, times, *cells, *passes, "-", "-"))
     return rows
@@ -259,7 +255,7 @@ def epoch_targets(epochs: Epochs, table: CostTable, *, on_amx: bool) -> list[Tar
     if at_once in goals:
         target = Target.at_least(f"{name}: times plain", times, goals[at_once])
     else:
-        bound = hindsight.bound(table, at_once, CONTEXT)[1]
+        bound = hindsight.bound(table, at_once, CONTEXT)
         target = Target.at_least(f"{name}: of the bound", times / bound, LEAST_TIMES)
     return [target, *of_fixed(name, times, hindsight)]
 
