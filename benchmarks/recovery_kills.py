@@ -1,5 +1,6 @@
 """What kills of a server and its engine leave of training runs."""
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,10 @@ the files of its checkpoints are compared, bit for bit, with the same run withou
 
 
 def measure(weights: Path, num_kills: int) -> tuple[list[Sequence[Cell]], list[Target]]:
-    results = list(run_all(SEED, num_kills, weights))
+    results: list[Result] = []
+    for result in run_all(SEED, num_kills, weights):
+        sys.stderr.write(f"{result}\n")
+        results.append(result)
     return rows(results), targets(results)
 
 

@@ -12,6 +12,7 @@ import sqlite3
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing
@@ -67,8 +68,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Result:
-    """differences: places where the run's bits are not those of the undisturbed one, and what a
-    log says of other bits."""
+    """differences: places where the run's bits are not those of the undisturbed one, what a log
+    says of other bits, and what ended the run, if anything did."""
 
     sdk: str
     loop: LoopName
@@ -76,6 +77,12 @@ class Result:
     killed: Sequence[Killed]
     missing: int
     differences: Sequence[str]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.sdk} {self.loop}: {len(self.killed)} kills ({self.missing} missing) in "
+            f"{self.seconds:.0f} s, {len(self.differences)} differences"
+        )
 
 
 def parts(seed: int, num_kills: int) -> list[Part]:
@@ -163,7 +170,8 @@ def tensor_digests(folder: Path) -> dict[str, str]:
 
 
 def run_all(seed: int, num_kills: int, weights: Path) -> Iterator[Result]:
-    """Part by part, each on a server and a data folder of its own."""
+    """Part by part, each on a server and a data folder of its own. One that ends early is said, and
+    the others go on."""
     all_parts = parts(seed, num_kills)
     expected: dict[LoopName, Seen] = {}
     for part in all_parts:
@@ -173,8 +181,14 @@ def run_all(seed: int, num_kills: int, weights: Path) -> Iterator[Result]:
                 with served(weights, Path(folder, "undisturbed")) as server:
                     expected[part.loop] = undisturbed(server, loop)
             with served(weights, Path(folder, "data")) as server:
-                sdk = sdk_named(part.sdk)
-                yield disturbed(sdk, server, loop, part.kills, expected[part.loop])
+                try:
+                    sdk = sdk_named(part.sdk)
+                    result = disturbed(sdk, server, loop, part.kills, expected[part.loop])
+                except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to the table
+                    traceback.print_exception(error)
+                    why = [f"it ended: {error!r}"]
+                    result = Result(part.sdk, part.loop, 0.0, [], len(part.kills), why)
+        yield result
 
 
 def sdk_named(name: str) -> ModuleType:
@@ -207,10 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results: list[Result] = []
     for result in run_all(options.seed, options.kills, weights):
         results.append(result)
-        say(
-            f"{result.sdk} {result.loop}: {len(result.killed)} kills ({result.missing} missing) in "
-            f"{result.seconds:.0f} s, {len(result.differences)} differences"
-        )
+        say(str(result))
         for difference in result.differences[:10]:
             say(f"  {difference}")
         if options.json:
