@@ -2,9 +2,12 @@
 service for the length of a run."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import wraps
+from inspect import iscoroutinefunction
 from typing import Any
 from unittest.mock import patch
 
@@ -258,12 +261,44 @@ PLANTED: dict[str, Callable[[], Bug]] = {
 
 
 @contextmanager
-def planted(name: str) -> Iterator[None]:
-    bug = PLANTED[name]()
+def planted(*names: str) -> Iterator[Counter[str]]:
+    """How often what the bugs replace was called. Raises AssertionError where a bug does not fit
+    the service any more: a schedule that fails for that shows nothing."""
+    num_calls, misfits = Counter[str](), list[str]()
     with ExitStack() as stack:
-        for replacement in bug if isinstance(bug, list) else [bug]:
-            stack.enter_context(patch.object(*replacement))
-        yield
+        for name in names:
+            bug = PLANTED[name]()
+            for owner, attribute, new in bug if isinstance(bug, list) else [bug]:
+                watched = _watched(f"{name}: {attribute}", new, num_calls, misfits)
+                num_calls[f"{name}: {attribute}"] = 0
+                stack.enter_context(patch.object(owner, attribute, watched))
+        yield num_calls
+    assert not misfits, misfits[0]
+
+
+def _watched(
+    name: str, function: Callable[..., Any], num_calls: Counter[str], misfits: list[str]
+) -> Callable[..., Any]:
+    @contextmanager
+    def call() -> Iterator[None]:
+        num_calls[name] += 1
+        try:
+            yield
+        except (AttributeError, NameError, TypeError) as error:
+            misfits.append(f"{name}: {error!r}")
+            raise
+
+    @wraps(function)
+    def plain(*args: Any, **options: Any) -> Any:
+        with call():
+            return function(*args, **options)
+
+    @wraps(function)
+    async def waiting(*args: Any, **options: Any) -> Any:
+        with call():
+            return await function(*args, **options)
+
+    return waiting if iscoroutinefunction(function) else plain
 
 
 def finds(name: str, seed: int) -> bool:
