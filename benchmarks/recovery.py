@@ -9,6 +9,7 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from math import inf
 
 from benchmarks import (
     recovery_kills,
@@ -40,6 +41,9 @@ def parser() -> BenchmarkParser:
         *("--planted-seconds",), type=float, default=120.0, help="for a planted bug, at most"
     )
     made.add_argument("--kills", type=int, default=100, help="how many")
+    made.add_argument(
+        *("--kills-seconds",), type=float, default=inf, help="no other run begins after so many"
+    )
     return made
 
 
@@ -65,7 +69,8 @@ def measured(options: Namespace) -> tuple[str, Table]:
             about, columns = recovery_simulation.ABOUT_PLANTED, recovery_simulation.PLANTED_COLUMNS
             return about, (columns, *rows)
         case "kills":
-            rows = recovery_kills.measure(weights(), 4 if options.quick else options.kills)
+            num_kills = 4 if options.quick else options.kills
+            rows = recovery_kills.measure(weights(), num_kills, options.kills_seconds)
             return recovery_kills.ABOUT, (recovery_kills.COLUMNS, *rows)
         case _:
             num_steps = 4 if options.quick else recovery_runs.NUM_STEPS

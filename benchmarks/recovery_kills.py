@@ -1,8 +1,10 @@
 """What kills of a server and its engine leave of training runs."""
 
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
+from math import inf
 from pathlib import Path
 
 from benchmarks.lib.report import Cell, Target
@@ -19,12 +21,18 @@ server, from its end. What the client saw (every log-probability, loss, gradient
 the files of its checkpoints are compared, bit for bit, with the same run without kills."""
 
 
-def measure(weights: Path, num_kills: int) -> tuple[list[Sequence[Cell]], list[Target]]:
+def measure(
+    weights: Path, num_kills: int, seconds: float = inf
+) -> tuple[list[Sequence[Cell]], list[Target]]:
+    """seconds: after which no other part of the schedule begins."""
     results: list[Result] = []
+    began = time.monotonic()
     for result in run_all(SEED, num_kills, weights):
         sys.stderr.write(f"{result}\n")
         results.append(result)
-    return rows(results), targets(results)
+        if time.monotonic() - began > seconds:
+            break
+    return rows(results), targets(results, num_kills)
 
 
 def rows(results: Sequence[Result]) -> list[Sequence[Cell]]:
@@ -46,9 +54,10 @@ def rows(results: Sequence[Result]) -> list[Sequence[Cell]]:
     ]
 
 
-def targets(results: Sequence[Result]) -> list[Target]:
+def targets(results: Sequence[Result], num_kills: int) -> list[Target]:
     num_differences = sum(len(result.differences) for result in results)
     return [
         Target.at_most("numbers and files with other bits", num_differences, 0),
         Target.at_most("kills that did not come", sum(r.missing for r in results), 0),
+        Target.at_least("kills", sum(len(r.killed) for r in results), num_kills),
     ]

@@ -81,8 +81,10 @@ def test_kills_of_one_kind_are_a_row() -> None:
         ("tinker, sft", "server, SIGKILL", "snapshot", 2, 6, 4.0),
     ]
     worse = replace(result, differences=["step 3, loss"], missing=1)
-    assert [each.met for each in recovery_kills.targets([result])] == [True, True]
-    assert [each.met for each in recovery_kills.targets([result, worse])] == [False, False]
+    assert [each.met for each in recovery_kills.targets([result], 3)] == [True, True, True]
+    assert [each.met for each in recovery_kills.targets([result], 4)] == [True, True, False]
+    missed = recovery_kills.targets([result, worse], 6)
+    assert [each.met for each in missed[:2]] == [False, False]
 
 
 def test_a_flush_costs_something_or_nothing(tmp_path: Path) -> None:
