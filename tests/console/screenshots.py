@@ -30,8 +30,8 @@ def main(folder: Path, *, trains: bool) -> None:
             console.sign_in()
             consoles[look] = console
         time.sleep(WATCHED_S if trains else 0.0)
-        for look, console in consoles.items():
-            for view in scene.views:
+        for view in scene.views:
+            for look, console in consoles.items():
                 _picture(console, view, folder, look)
 
 

@@ -380,6 +380,10 @@ def test_every_view_fits_its_window(
         console.settle()
         width = page.evaluate("document.documentElement.scrollWidth")
         assert width <= viewport["width"], view
+        tables = page.locator(".scroll").evaluate_all(
+            "places => places.map(place => place.scrollWidth - place.clientWidth)"
+        )
+        assert max(tables, default=0) <= 0, view  # nothing lies beside what is seen
     assert console.faults == []
     console.context.close()
 

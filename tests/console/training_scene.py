@@ -2,14 +2,15 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tests.serving import ROOT, Server, running
 from tinkercloud.config import default_data_dir
@@ -17,39 +18,62 @@ from tinkercloud.fetch import locate, packaged
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 STATE = re.compile(r"^weights: (tinker://\S+)$", re.M)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingScene:
-    """rl: a run that has ended, of rl_async.py; agent_rl.py is training another."""
+    """rl: a run that has ended, of rl_async.py. agent: agent_rl.py, which trains another."""
 
     server: Server
     rl: str
+    agent: "subprocess.Popen[bytes]"
 
     @property
-    def views(self) -> list[str]:
-        """The addresses of all, with the newest checkpoint and the newest capture with rewards."""
-        session, capture = self.rl.split(":")[0], self._capture()  # which samples what was saved
-        saved = self._newest("/api/v1/checkpoints?limit=100", "checkpoints")
-        path = next(c["tinker_path"] for c in saved if c["checkpoint_type"] == "sampler")
-        return [
-            *("captures", f"captures/{capture}", "runs", f"runs/{self.rl}", "sessions"),
-            *(f"sessions/{session}", "samples", "checkpoints", f"chat?model={path}", "queue"),
-            *("server", "speculation"),
-        ]
+    def views(self) -> Iterator[str]:
+        """The addresses of all. The agent waits from the first view of captures on: each of its
+        steps deletes its capture."""
+        path = self._await(self._sampler)
+        session = self.rl.split(":")[0]
+        yield from ("queue", "server", "speculation", "runs", f"runs/{self.rl}", "sessions")
+        yield from (f"sessions/{session}", "samples", "checkpoints", f"chat?model={path}")
+        capture = self._await(self._stopped_at_capture)
+        yield from ("captures", f"captures/{capture}")
 
-    def _newest(self, path: str, name: str) -> list[dict[str, Any]]:
+    def _await(self, find: Callable[[], T | None]) -> T:
+        while (found := find()) is None:
+            assert self.agent.poll() is None, "the agent has ended before it was pictured"
+            time.sleep(0.2)
+        return found
+
+    def _sampler(self) -> str | None:
+        """The newest."""
+        saved = self._listed("/api/v1/checkpoints?limit=100", "checkpoints")
+        paths = (c["tinker_path"] for c in saved if c["checkpoint_type"] == "sampler")
+        return next(paths, None)
+
+    def _stopped_at_capture(self) -> str | None:
+        """One with rewards."""
+        if (capture := self._capture()) is None:
+            return None
+        self.agent.send_signal(signal.SIGSTOP)
+        if self._capture() == capture:  # not deleted meanwhile
+            return capture
+        self.agent.send_signal(signal.SIGCONT)
+        return None
+
+    def _capture(self) -> str | None:
+        for capture in self._listed("/api/v1/captures", "captures"):
+            path = f"/api/v1/captures/{capture['capture_id']}/trajectories"
+            if any(each["reward"] for each in self._listed(path, "trajectories")):
+                return capture["capture_id"]
+        return None
+
+    def _listed(self, path: str, name: str) -> list[dict[str, Any]]:
+        """Nothing of what is not there any more."""
         with self.server.http() as http:
-            return http.get(path).raise_for_status().json()[name]
-
-    def _capture(self) -> str:
-        """Waits for it: each step of the agent has one of its own."""
-        while True:
-            for capture in self._newest("/api/v1/captures", "captures"):
-                path = f"/api/v1/captures/{capture['capture_id']}/trajectories"
-                if any(each["reward"] for each in self._newest(path, "trajectories")):
-                    return capture["capture_id"]
-            time.sleep(1.0)
+            answer = http.get(path)
+        return [] if answer.status_code == 404 else answer.raise_for_status().json()[name]
 
 
 @contextmanager
@@ -64,9 +88,9 @@ def serving_training(folder: Path) -> Iterator[TrainingScene]:
         run = reached.removeprefix("tinker://").split("/")[0]
         agent = subprocess.Popen(_command("agent_rl"), env=_environment(server), cwd=ROOT)
         try:
-            yield TrainingScene(server, run)
+            yield TrainingScene(server, run, agent)
         finally:
-            agent.terminate()
+            agent.kill()
             agent.wait()
 
 

@@ -76,7 +76,14 @@ export function table(caption, columns, rows, empty = "none") {
       h("thead", {}, h("tr", {}, names.map((name, i) =>
         h("th", { scope: "col", class: kinds[i] }, name)))),
       h("tbody", {}, rows.map((cells) => h("tr", {}, cells.map((cell, i) =>
-        h("td", { class: kinds[i] }, cell ?? "–")))))));
+        h("td", { class: kinds[i], "data-label": names[i] }, cell ?? "–")))))));
+}
+
+/** A table whose rows are cards on a phone: for columns that are too many or too long for its width. */
+export function records(caption, columns, rows, empty) {
+  const element = table(caption, columns, rows, empty);
+  element.classList.add("records");
+  return element;
 }
 
 /** Names and values. */

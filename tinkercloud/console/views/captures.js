@@ -2,7 +2,7 @@
 
 import { get } from "../api.js";
 import { LineChart } from "../charts.js";
-import { bytes, copyable, facts, h, number, replace, significant, table, time } from "../dom.js";
+import { bytes, copyable, facts, h, number, records, replace, significant, table, time } from "../dom.js";
 import { listing, refreshed } from "./listing.js";
 
 export const name = "captures";
@@ -17,7 +17,7 @@ export function open(root, { item, failed }) {
 function all(root, failed) {
   return listing(root, {
     title, failed, path: "api/v1/captures", size: (answer) => answer.captures.length,
-    draw: ({ captures }) => table("Captures",
+    draw: ({ captures }) => records("Captures",
       ["capture", "samples from", "created", "#turns", "#size", "closed"],
       captures.map((capture) => [
         h("a", { href: `#captures/${capture.capture_id}` }, capture.capture_id),

@@ -1,7 +1,7 @@
 // Checkpoints: paths to copy, files to download.
 
 import { url } from "../api.js";
-import { bytes, copyable, h, number, table, time } from "../dom.js";
+import { bytes, copyable, h, number, records, time } from "../dom.js";
 import { listing } from "./listing.js";
 
 export const name = "checkpoints";
@@ -16,7 +16,7 @@ export function open(root, { failed }) {
 
 export function checkpointTable(checkpoints) {
   const columns = ["path", "type", "saved", "#size", "expires", "published", "actions"];
-  return table("Checkpoints", columns, checkpoints.map((checkpoint) => [
+  return records("Checkpoints", columns, checkpoints.map((checkpoint) => [
     copyable(checkpoint.tinker_path),
     checkpoint.checkpoint_type,
     time(checkpoint.time),

@@ -1,6 +1,6 @@
 // What is acknowledged and has not ended, by user and model; rates by kind of operation.
 
-import { duration, h, number, replace, table } from "../dom.js";
+import { duration, h, number, records, replace, table } from "../dom.js";
 import { labelsOf, rate } from "../live.js";
 
 export const name = "queue";
@@ -26,7 +26,7 @@ export function open(root, { live }) {
 }
 
 function queueTable({ queues }) {
-  return table("Queue", ["user", "model or sampler", "operation", "#waiting", "#running", "#longest wait"],
+  return records("Queue", ["user", "model or sampler", "operation", "#waiting", "#running", "#longest wait"],
     queues.map((queue) => [
       queue.user, owner(queue.owner), queue.kind,
       number(queue.waiting), number(queue.running), number(queue.oldest_s, duration),

@@ -2,7 +2,7 @@
 
 import { events, get } from "../api.js";
 import { LineChart } from "../charts.js";
-import { copyable, facts, h, number, replace, significant, table, time } from "../dom.js";
+import { copyable, facts, h, number, records, replace, significant, table, time } from "../dom.js";
 import { checkpointTable } from "./checkpoints.js";
 import { listing, refreshed } from "./listing.js";
 
@@ -33,7 +33,7 @@ function all(root, failed, who) {
   return listing(root, {
     title, failed, path: `api/v1/training_runs${scope}`,
     size: (answer) => answer.training_runs.length,
-    draw: ({ training_runs: runs }) => table("Training runs",
+    draw: ({ training_runs: runs }) => records("Training runs",
       ["run", "base model", "owner", "#LoRA rank", "last request", "last checkpoint"],
       runs.map((run) => [
         h("a", { href: `#runs/${run.training_run_id}` }, run.training_run_id),
