@@ -1,8 +1,9 @@
 """`tinkercloud chat` and `tinkercloud generate` against a real server on the backend `fake`."""
 
+import io
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import tinker
@@ -14,6 +15,7 @@ from tinkercloud.commands.talks.api_client import Answer, shown
 from tinkercloud.commands.talks.draft_counts import DraftCounts
 
 MODEL = "chatty"
+Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture(scope="module")
@@ -26,27 +28,38 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[serving.Server]
         yield server
 
 
+@pytest.fixture
 def tinkercloud(
-    server: serving.Server, *arguments: str, typed: str = ""
-) -> subprocess.CompletedProcess[str]:
-    address = {"TINKER_BASE_URL": server.base_url, "TINKER_API_KEY": server.api_key}
-    return subprocess.run(
-        [sys.executable, "-m", "tinkercloud", *arguments],
-        cwd=serving.ROOT,
-        env={**serving.QUIET, **address},
-        input=typed,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    server: serving.Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Command:
+    """The command in this process, which saves the start of another."""
+    for name, value in server.sdk_environment.items():
+        monkeypatch.setenv(name, value)
+
+    def run(*arguments: str, typed: str = "") -> "subprocess.CompletedProcess[str]":
+        monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+        status = main(arguments)
+        return subprocess.CompletedProcess(arguments, status, *capsys.readouterr())
+
+    return run
 
 
 SHORT = ("--model", MODEL, "--max-tokens", "12", "--seed", "3")
 
 
-def test_a_text_is_continued_and_its_numbers_are_beside_it(server: serving.Server) -> None:
-    run = tinkercloud(server, "generate", "Count the owners", "--stats", *SHORT)
-    again = tinkercloud(server, "generate", "-", *SHORT, typed="Count the owners")
+def test_a_text_is_continued_and_its_numbers_are_beside_it(
+    server: serving.Server, tinkercloud: Command
+) -> None:
+    run = subprocess.run(  # as it is typed
+        [sys.executable, "-m", "tinkercloud", "generate", "-", "--stats", *SHORT],
+        cwd=serving.ROOT,
+        env=server.sdk_environment,
+        input="Count the owners",
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    again = tinkercloud("generate", "Count the owners", *SHORT)
     assert run.returncode == again.returncode == 0, run.stderr
     assert run.stdout == again.stdout
     assert len(run.stdout) > 1
@@ -64,18 +77,14 @@ def test_who_gives_no_key_is_told_how(
         assert error.strip().endswith("give an API key by TINKER_API_KEY or --key")
 
 
-def test_a_message_is_answered_where_a_text_would_be_continued(server: serving.Server) -> None:
-    answered = tinkercloud(server, "generate", "Hello", "--chat", *SHORT)
-    continued = tinkercloud(server, "generate", "Hello", *SHORT)
+def test_a_message_is_answered_where_a_text_would_be_continued(tinkercloud: Command) -> None:
+    answered = tinkercloud("generate", "Hello", "--chat", *SHORT)
+    continued = tinkercloud("generate", "Hello", *SHORT)
     assert answered.returncode == 0, answered.stderr
     assert answered.stdout != continued.stdout
 
 
-def test_a_checkpoint_talks_beside_its_base(
-    server: serving.Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in server.sdk_environment.items():
-        monkeypatch.setenv(name, value)
+def test_a_checkpoint_talks_beside_its_base(tinkercloud: Command) -> None:
     service = tinker.ServiceClient()
     training = service.create_lora_training_client(MODEL, rank=4).result()
     every = list(range(256))  # whatever came before, the same token follows
@@ -88,7 +97,7 @@ def test_a_checkpoint_talks_beside_its_base(
     path = training.save_weights_for_sampler("talks").result().path
     service.close("success").result()
     typed = f"Hello\n/model {path}\n/clear\nHello\n/models\n"
-    run = tinkercloud(server, "chat", *SHORT, typed=typed)
+    run = tinkercloud("chat", *SHORT, typed=typed)
     assert run.returncode == 0, run.stderr
     base, after = run.stdout.split(f"[{path}]", 1)
     assert base.startswith(f"[{MODEL}; /help]\n")
@@ -98,10 +107,10 @@ def test_a_checkpoint_talks_beside_its_base(
     assert answer not in after
 
 
-def test_a_talk_counts_its_answers_compares_them_and_forgets(server: serving.Server) -> None:
+def test_a_talk_counts_its_answers_compares_them_and_forgets(tinkercloud: Command) -> None:
     typed = "/stats\n/eval\n/train\nHello\n/stats\n/eval\n/nonsense\n"
     typed += "/model no/such\nHello\n/quit\nunread\n"
-    run = tinkercloud(server, "chat", "--system", "Be brief.", *SHORT, typed=typed)
+    run = tinkercloud("chat", "--system", "Be brief.", *SHORT, typed=typed)
     assert run.returncode == 0, run.stderr
     lines = run.stdout.splitlines()
     assert "this backend trains no drafts" in lines[3]
@@ -120,9 +129,9 @@ def test_a_talk_counts_its_answers_compares_them_and_forgets(server: serving.Ser
 
 
 def test_a_server_that_is_not_there_and_a_key_that_is_refused_are_sentences(
-    server: serving.Server, capsys: pytest.CaptureFixture[str]
+    server: serving.Server, tinkercloud: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    unnamed = tinkercloud(server, "generate", "x", "--max-tokens", "1")
+    unnamed = tinkercloud("generate", "x", "--max-tokens", "1")
     assert "this model has no tokenizer" in unnamed.stderr  # the first that is served
     assert main(["generate", "x", "--url", server.base_url, "--key", "tml-no"]) == 1
     assert "key" in capsys.readouterr().err
