@@ -108,6 +108,9 @@ def test_the_metrics_of_the_newest_step_are_the_results(console: Console, scene:
     chart = page.get_by_role("img", name="KL of sampler and policy")
     assert "at step 6" in (chart.get_attribute("aria-label") or "")
     assert chart.locator("canvas").count() == 1
+    legend = chart.locator(".u-legend .u-value").all_text_contents()
+    assert legend[0] == "6"  # the newest step, as nobody points at another
+    assert float(legend[1]) == pytest.approx(shown["ppo_kl:mean"], rel=1e-3)
 
 
 def test_what_the_script_reported_is_shown_rewards_first(console: Console, scene: Scene) -> None:

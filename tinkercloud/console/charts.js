@@ -7,6 +7,8 @@ const HEIGHT = 180;
 const COLORS = ["--line-1", "--line-2", "--line-3", "--line-4", "--line-5"];
 const dark = matchMedia("(prefers-color-scheme: dark)");
 
+const newest = (column) => column.findLast((value) => value !== null && value !== undefined);
+
 /** names: of the series. by: what x counts, or "time". `update` takes the x values and one array of y values
  * for each series. */
 export class LineChart {
@@ -37,7 +39,7 @@ export class LineChart {
     const [xs, ...ys] = this.columns;
     if (!xs.length) return "no values yet";
     const values = ys.map((column, i) => {
-      const last = column.findLast((value) => value !== null && value !== undefined);
+      const last = newest(column);
       const name = this.names.length > 1 ? `${this.names[i]} ` : "";
       return name + (last === undefined ? "none" : this.format(last));
     });
@@ -61,7 +63,10 @@ export class LineChart {
       ticks: { stroke: color("--grid"), width: 1, size: 4 },
       font: "12px system-ui, sans-serif",
     };
-    const format = (_, value) => (value === null || value === undefined ? "–" : this.format(value));
+    const legend = (text) => (plot, value, i, place) => {
+      const shown = (place ?? null) === null ? newest(plot.data[i]) : value; // null: nobody points at one
+      return shown === null || shown === undefined ? "–" : text(shown);
+    };
     const isTime = this.by === "time";
     const whole = { space: 50, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000] };
     const clock = (moment) => new Date(1000 * moment).toLocaleTimeString("en-GB");
@@ -86,12 +91,12 @@ export class LineChart {
         },
       ],
       series: [
-        { label: this.by, value: (_, x) => (x === null ? "–" : isTime ? clock(x) : x) },
+        { label: this.by, value: legend(isTime ? clock : String) },
         ...this.names.map((name, i) => ({
           label: name,
           stroke: color(COLORS[i % COLORS.length]),
           width: 1.5,
-          value: format,
+          value: legend(this.format),
           spanGaps: true,
           points: { show: (plot) => plot.data[0].length < 30, size: 4 },
         })),

@@ -99,7 +99,8 @@ export function copyable(text) {
     button.textContent = "Copied";
     setTimeout(() => { button.textContent = "Copy"; }, 1500);
   }
-  return h("span", { class: "copyable" }, h("code", {}, text), button);
+  const kind = text.length > 50 ? "copyable long" : "copyable";
+  return h("span", { class: kind }, h("code", {}, text), button);
 }
 
 async function copyText(text) {
