@@ -16,6 +16,7 @@
     |   |   +-- InvalidField, ContextLengthExceeded
     |   +-- NumberTaken         status 400
     |   +-- GradientNotFinite, WeightsNotFinite  status 400: of an optim_step
+    |   +-- RecoveryNotOffered  status 400: this backend's models do not come back
     +-- ServerFault             status 503: ours; the request may be right
     |   +-- ModelStateLost, VersionLost, EngineDied, CapacityTimeout, TrainingRewound,
     |       StorageFailed, StateCopyLost, StateDamaged, UpstreamUnreachable
@@ -108,6 +109,14 @@ class InvalidField(InvalidRequest):
 
 class ContextLengthExceeded(InvalidRequest):
     """A prompt that leaves no room for a token."""
+
+
+class RecoveryNotOffered(UserError):
+    def __init__(self) -> None:
+        super().__init__(
+            "this backend keeps no copies of its models' states: they end with its process, and "
+            "runs can be neither restored nor computed again on it"
+        )
 
 
 class TooManyRequests(UserError):

@@ -229,7 +229,7 @@ class _StartupWatch:
         except ConfigError as refusal:
             self.refusal = refusal
             await send({"type": "lifespan.startup.failed", "message": ""})
-        except BaseException:
+        except BaseException:  # only a ConfigError is shown without its stack
             for message in held:
                 await send(message)
             raise

@@ -116,7 +116,7 @@ class WireClient:
         connection = await self._connection()
         try:
             answer = await connection.request(head.encode() + body)
-        except BaseException:
+        except BaseException:  # cancelled too: an answer half read is nobody's
             connection.close()
             raise
         self._idle.append(connection)

@@ -70,7 +70,7 @@ class Report:
         if self._on_queue is not None:
             try:
                 self._on_queue(answer.queue_state, answer.queue_state_reason)
-            except Exception:
+            except Exception:  # the user's function; the result must come all the same
                 logger.exception("on_queue_state_change raised")
         paused = answer.queue_state != "active"
         self._tell("paused" if paused else "waiting", answer.queue_state_reason)
@@ -88,7 +88,7 @@ class Report:
         elapsed_s = time.monotonic() - self._accepted_at
         try:
             self._on_progress(Progress(self.work, state, elapsed_s, reason))
-        except Exception:
+        except Exception:  # the user's function; the result must come all the same
             logger.exception("on_progress raised")
 
 

@@ -120,7 +120,7 @@ class SampleRetries:
         while True:
             try:
                 return await self._unless_stuck(submit())
-            except Exception as error:
+            except Exception as error:  # judged below; a cancellation is not an Exception
                 if not self._worth_a_retry(error, attempt):
                     raise
             await asyncio.sleep(self._delay_s(attempt))

@@ -130,7 +130,7 @@ class Session:
         poll = Poll(work.request_id, protobuf, work.type, report.pending)
         try:
             result = await retrieve(self.transport, poll, decode)
-        except Exception as error:
+        except Exception as error:  # only reported
             report.ended(error)
             raise
         report.ended(None)

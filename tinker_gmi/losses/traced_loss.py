@@ -58,7 +58,7 @@ def trace_loss(
     fx = importlib.import_module("torch.fx")
     try:
         graph = fx.symbolic_trace(function)
-    except Exception as error:
+    except Exception as error:  # tracing runs the user's function
         raise ValueError(
             f"custom loss {name!r} cannot be traced: {error}. It may not branch on the values of "
             "tensors, and calls torch and math alone"

@@ -27,7 +27,7 @@ from tinkercloud.core.types import (
     TrainOutput,
     WeightsSource,
 )
-from tinkercloud.errors import UserError
+from tinkercloud.errors import RecoveryNotOffered, UserError
 
 MakeRoom = Callable[[], Awaitable[bool]]
 
@@ -114,7 +114,8 @@ class Backend(ABC):
 
     def incarnation(self) -> int | None:
         """Which beginning of its memory this is: models and versions of an earlier one are gone.
-        None: nothing of this backend comes back (`copy_state` is not offered). Cheap."""
+        None: nothing of this backend comes back, and the four calls for copies of states raise
+        RecoveryNotOffered. Cheap."""
         return None
 
     def numerics(self) -> str:
@@ -126,23 +127,23 @@ class Backend(ABC):
         """Copy all that training has made of a model (weights, moments, number of steps,
         accumulated gradient), as it is after the operations so far. The number is for
         `write_state`, once; a newer copy of the model replaces one that is not written."""
-        raise NotImplementedError
+        raise RecoveryNotOffered
 
     async def write_state(self, copy: int, directory: Path) -> StateCost:
         """Write a copy into an existing, empty folder, flushed to the disk (files and folder);
         operations go on meanwhile. The copy is gone then, also where this fails. Raises
         StateCopyLost."""
-        raise NotImplementedError
+        raise RecoveryNotOffered
 
     async def write_version(self, version: str, directory: Path) -> None:
         """Write a published version into an existing, empty folder, flushed to the disk, as a
         checkpoint from which `publish` makes the same version, bit for bit."""
-        raise NotImplementedError
+        raise RecoveryNotOffered
 
     async def restore_state(self, model_id: str, base_model: str, directory: Path) -> None:
         """A model from a folder of `write_state`, replacing a model of that id: every later
         operation gives the same bits as if nothing had happened. Raises StateDamaged."""
-        raise NotImplementedError
+        raise RecoveryNotOffered
 
     def queue_state(self, subject: str) -> str | None:
         """Why an operation of this model, or a sample from this version, waits for capacity, in

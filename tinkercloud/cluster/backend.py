@@ -107,7 +107,7 @@ class ClusterBackend(Backend):
             self._planner = BaseModels(self._config, shape, self._link)
             for source in self._config.models:
                 self._bases[source.name] = await self._planner.read(source)
-        except BaseException:
+        except BaseException:  # cancelled too: Ray must not outlive this process
             await self._ray.stop()
             raise
         return tuple(base.served for base in self._bases.values())
@@ -184,7 +184,7 @@ class ClusterBackend(Backend):
         self._creating[model_id], was_open = pool, pool.is_open
         try:
             yield pool
-        except BaseException:
+        except BaseException:  # cancelled too: a pool without a model would keep its GPUs
             if pool.is_idle and not was_open:
                 await asyncio.shield(self._close(pool))
             raise
@@ -229,7 +229,7 @@ class ClusterBackend(Backend):
                     version = await self._export(version_id, model_id)
                 case FromCheckpoint(base_model, directory):
                     version = await self._unpack(version_id, self._base(base_model), directory)
-        except BaseException:
+        except BaseException:  # cancelled too: nobody would remove the half-written folder
             await asyncio.to_thread(remove, self._folders.place(version_id))
             raise
         self._versions[version_id] = _Published(version)

@@ -93,7 +93,7 @@ class CompletionLog:
         log.num_polls += 1
         try:
             earlier = await self._recover(target, cursor / 1e6 - OVERLAP_S)
-        except BaseException:
+        except BaseException:  # cancelled too: the next poll must read the database again
             self._logs.pop(target, None)
             raise
         finally:

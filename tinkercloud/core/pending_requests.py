@@ -98,7 +98,7 @@ class PendingRequests:
             self._by_key[key] = pending  # before the first await, so that a repeat finds it
         try:
             is_new = await self._record(pending, in_lane=in_lane, check_database=check_database)
-        except BaseException as error:
+        except BaseException as error:  # cancelled too: a repeat must not wait for this one
             self.forget(pending)
             if not isinstance(error, Exception):
                 pending.acknowledged.cancel()
@@ -137,7 +137,7 @@ class PendingRequests:
         self.admission.enter(ticket)  # no await since: others are being admitted
         try:
             await self._futures.add(pending.request_id, ticket, pending.request, in_lane=in_lane)
-        except BaseException:
+        except BaseException:  # cancelled too: its place among the admitted is free again
             self.admission.leave(ticket)
             raise
 

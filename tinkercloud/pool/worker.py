@@ -135,7 +135,7 @@ class PoolWorker:
             for index, device in enumerate(settings.devices):
                 log = folder / f"rpc-{settings.port}-{device}.log"
                 self._servers.append(RpcServer(settings, index, log))
-        except BaseException:
+        except BaseException:  # Ctrl-C too: the servers are processes of their own
             self.close()
             raise
 

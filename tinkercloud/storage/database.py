@@ -135,7 +135,7 @@ class Database:
     async def _commit(self, group: Sequence[_Write]) -> None:
         try:
             await self._execute(group)
-        except Exception as error:
+        except Exception as error:  # a value that SQLite cannot bind is no sqlite3.Error
             if len(group) > 1:  # only the faulty write may fail, not the others
                 for write in group:
                     await self._commit([write])

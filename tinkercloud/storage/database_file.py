@@ -76,7 +76,7 @@ def migrate(connection: sqlite3.Connection) -> None:
             connection.execute(statement)
         connection.execute(f"PRAGMA user_version = {len(MIGRATIONS)}")
         connection.execute("COMMIT")
-    except BaseException:
+    except BaseException:  # Ctrl-C too: all migrations or none
         connection.execute("ROLLBACK")
         raise
 

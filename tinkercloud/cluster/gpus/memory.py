@@ -177,7 +177,7 @@ class Memory:
         begun = time.perf_counter()
         try:
             num_bytes = await action()
-        except BaseException as error:
+        except BaseException as error:  # cancelled too: half moved, the memory's state is unknown
             self._record(Transition(move, 0, _ms_since(begun), failed=True))
             logger.warning("%s: %s failed: %s", self._gpus, move.value, error)
             is_trainers = move in _TRAIN_MOVES

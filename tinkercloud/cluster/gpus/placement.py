@@ -195,7 +195,7 @@ class Placer:
         try:
             await _until_created(group, self._free_idle, self.link)
             bundles = await _probe(group, request, self.link)
-        except BaseException:
+        except BaseException:  # cancelled too: the group would keep its GPUs
             if self.link.lost is None:
                 await asyncio.shield(_remove(group))
             raise

@@ -61,7 +61,7 @@ class RaySession:
             shape = await asyncio.to_thread(self._shape, ray)
             if self._is_ours:
                 self._watch = asyncio.create_task(self._keep(await _raylet()), name="raylet")
-        except BaseException:
+        except BaseException:  # cancelled too: Ray is up already
             await self.stop()
             raise
         return shape
@@ -160,7 +160,7 @@ async def _raylet() -> socket.socket:
     connection.setblocking(False)
     try:
         await asyncio.get_running_loop().sock_connect(connection, path)
-    except BaseException:
+    except BaseException:  # cancelled too: nobody else holds the socket
         connection.close()
         raise
     return connection

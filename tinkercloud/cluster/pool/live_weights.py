@@ -82,7 +82,7 @@ class LiveWeights:
 
         try:
             return await send_weights(manager, weights, self._route(), send)
-        except BaseException:
+        except BaseException:  # cancelled too: engines may have part of these weights
             self.forget(weights)
             raise
 

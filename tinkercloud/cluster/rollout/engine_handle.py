@@ -106,7 +106,7 @@ class EngineStarter:
             ]
             starts = [actor.start.remote() for actor in engine.actors]
             urls = await asyncio.gather(*map(self._ask, starts))
-        except BaseException:
+        except BaseException:  # cancelled too: its actors would keep their GPUs
             await asyncio.shield(self.end(engine))
             raise
         engine.client = EngineClient(urls[0], self._settings.served, self._settings.key)

@@ -81,7 +81,7 @@ class RolloutManager:
             if self._router is not None:
                 await self._router.start()
             await settle(self._start(engine) for engine in self._engines)
-        except BaseException:
+        except BaseException:  # cancelled too: all engines or none
             await asyncio.shield(self.stop())
             raise
         self._background(self._watch(), "watch")
@@ -208,7 +208,7 @@ class RolloutManager:
             self._adapters[name] = folder
             try:
                 await settle(engine.load_adapter(name, folder) for engine in self._up())
-            except BaseException:
+            except BaseException:  # cancelled too: on all engines or on none
                 del self._adapters[name]
                 await asyncio.shield(settle(engine.unload_adapter(name) for engine in self._up()))
                 raise
@@ -277,7 +277,7 @@ class RolloutManager:
                 await self._set_weights(self._up(), weights)
                 await everywhere(clients, "/continue_generation", {"torch_empty_cache": False})
                 self._weights = weights
-            except BaseException:
+            except BaseException:  # cancelled too: paused, perhaps with mixed weights
                 for engine in self._up():
                     self._drop(engine)
                 # One iteration of the event loop, in which the replacements queue for the lock:
@@ -317,7 +317,7 @@ class RolloutManager:
                 await self._set_weights([engine], self._weights)
             if self._router is not None:
                 await self._router.add(engine.up.url)
-        except BaseException:
+        except BaseException:  # cancelled too: the replacement would keep its GPUs
             await asyncio.shield(self._starter.end(engine))
             raise
         engine.serving = True

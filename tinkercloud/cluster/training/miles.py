@@ -216,7 +216,7 @@ class MilesRank:
         """Miles' answer. Raises EngineDied when it failed: its ranks may be in any state then."""
         try:
             answer = self._loop.run(call)
-        except Exception as error:
+        except Exception as error:  # what it raises, it does not document
             if type(error).__name__ == "UserInputError":
                 raise UserError(str(error)) from error
             raise EngineDied(f"Miles failed: {type(error).__name__}: {error}") from error

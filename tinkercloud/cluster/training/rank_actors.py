@@ -108,7 +108,7 @@ class RankActors:
             await asyncio.shield(ranks.end())
             limit = f"within {settings.start_timeout_s:g} s"
             raise EngineDied(f"the ranks of {settings.name} did not start {limit}") from None
-        except BaseException:
+        except BaseException:  # cancelled too: actors would keep their GPUs
             await asyncio.shield(ranks.end())
             raise
         return ranks

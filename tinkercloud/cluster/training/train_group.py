@@ -99,7 +99,7 @@ class RayTrainGroup:
             for model_id, model in self._models.items():
                 await self._restore(model_id, model)
             stats = await self._call(Stats())
-        except BaseException:
+        except BaseException:  # cancelled too: some models are not there yet
             await asyncio.shield(self.discard())
             raise
         return sum(size for rank in stats for name, size in rank.items() if name.endswith("_bytes"))

@@ -123,7 +123,7 @@ class MegatronRank:
         try:
             with self._models.active(model):
                 output = self._runner.run(batch, backward=True)
-        except BaseException:
+        except BaseException:  # whatever it is, part of the gradient may be added
             model.optimizer.undo()
             raise
         model.optimizer.commit()

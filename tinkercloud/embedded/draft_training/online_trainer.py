@@ -104,7 +104,7 @@ def isolates_errors(
             return None
         try:
             return method(self, *args, **kwargs)
-        except Exception:
+        except Exception:  # drafts only make samples faster: these go on
             logger.exception("online training of the draft has failed and is off from here on")
             self.is_over = True
             return None

@@ -243,7 +243,7 @@ class Worker:
         try:
             self._engine.step()
             self._tokens.flush()
-        except Exception as error:
+        except Exception as error:  # each waiting sample gets it; training goes on
             logger.exception("a sampling step failed")
             self._engine.fail_all(error)
 

@@ -68,6 +68,6 @@ class ErrorIsolatingObserver:
             return
         try:
             event(self._observer)
-        except Exception:
+        except Exception:  # the pass must not fail with who watches it
             logger.exception("the observer of a training pass failed; the pass goes on without it")
             self._observer = None

@@ -70,7 +70,7 @@ class PooledBackend(Backend):
                         f"{self._pool_file} has a model {model.name!r}, and this server another one"
                     )
                 self._models[model.name] = await asyncio.to_thread(self._opened, model, self._http)
-        except BaseException:
+        except BaseException:  # cancelled too: clients and the inner backend are open
             await self.stop()
             raise
         return (*served, *(model.served for model in self._models.values()))

@@ -26,6 +26,6 @@ class TextModels:
         try:
             # shielded: a client that goes away must not cancel what others wait for
             return await asyncio.shield(future)
-        except Exception:
-            self._models.pop(base_model, None)  # the folder may be mended
+        except Exception:  # whatever it is: the folder may be mended
+            self._models.pop(base_model, None)
             raise

@@ -49,7 +49,7 @@ class RecoveryFiles:
         try:
             yield temporary
             await asyncio.to_thread(_replace, temporary, target)
-        except BaseException:
+        except BaseException:  # cancelled too: nothing half written stays
             shutil.rmtree(temporary, ignore_errors=True)
             raise
 

@@ -85,7 +85,7 @@ class VersionStore:
         try:
             # shielded: one user who is cancelled must not cancel what others wait for
             return await asyncio.shield(entry.version)
-        except Exception:
+        except Exception:  # whatever it is: the next one who asks publishes anew
             self._forget(key, entry)
             raise
 

@@ -58,7 +58,7 @@ class ConversationSession:
             self.messages = [*messages, {"role": "assistant", "content": result.text}]
             self.results.append(result)
             return result.text
-        except BaseException:
+        except BaseException:  # Ctrl-C too: the target's session has part of a turn
             self.end()
             raise
         finally:

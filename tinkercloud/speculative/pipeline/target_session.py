@@ -56,7 +56,7 @@ class TargetSession:
                     raise
                 self._target.connect(self._reconnect_s)
                 has_been_retried = True
-            except BaseException:
+            except BaseException:  # Ctrl-C too: what the target verified is unknown
                 self.end()
                 raise
         self.tokens.extend(verdict.tokens)

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -42,7 +43,7 @@ class Connection:
 C = TypeVar("C", bound=Connection)
 
 
-class StreamWorker(Generic[C]):
+class StreamWorker(ABC, Generic[C]):
     """new: a connection with that number. Subclasses compute in `step`, and clean up in `close`."""
 
     def __init__(self, new: Callable[[int], C]):
@@ -88,14 +89,14 @@ class StreamWorker(Generic[C]):
         while not self._is_stopped:
             try:
                 self.step(wait_s=1.0)
-            except Exception:
+            except Exception:  # a defect: clients lose their state, not their worker
                 logger.exception("a step failed; all clients begin anew")
                 self._close_all()
         self._close_all()
 
+    @abstractmethod
     def step(self, wait_s: float = 0.0) -> bool:
         """Something that is to be done, if there is or comes within that time; whether it was."""
-        raise NotImplementedError
 
     def close(self, connection: C) -> None:
         """What it kept is dropped, and its stream ends."""

@@ -225,7 +225,7 @@ class TargetWorker(StreamWorker[ClientConnection]):
     def _compute(self) -> None:
         try:
             self._engine.step()
-        except Exception as error:
+        except Exception as error:  # each waiting sample gets it; the worker goes on
             logger.exception("a pass failed")
             self._engine.fail_all(error)
         while self._returned:
