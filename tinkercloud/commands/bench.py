@@ -235,8 +235,8 @@ def load_base(name: str, path: Path, config: Config) -> BaseModel:
 
 def compare(workload: Workload, engines: EngineFactory, repeats: int) -> Comparison:
     """Raises UnequalError."""
-    found = fastest(workload, {"plain": engines.plain(), "drafts": engines}, repeats)
-    return compared(workload, found["plain"], found["drafts"])
+    runs = fastest(workload, {"plain": engines.plain(), "drafts": engines}, repeats)
+    return compared(workload, runs["plain"], runs["drafts"])
 
 
 def compared(workload: Workload, plain: Fastest, drafted: Fastest) -> Comparison:
@@ -250,7 +250,7 @@ def fastest(
 ) -> dict[str, Fastest]:
     """Of each, by its name, in alternating runs, so that a slow minute slows all. Raises
     UnequalError."""
-    found: dict[str, Fastest] = {}
+    best: dict[str, Fastest] = {}
     expected: list[SampleOutput] = []
     for _ in range(repeats):
         for name, factory in engines.items():
@@ -260,10 +260,10 @@ def fastest(
             require_equal(f"{workload.name}, {name}", run.outputs, expected)
             counters = next(iter(engine.speculation()[0].values()), None)
             acceptance = AcceptanceSummary.of(counters) if counters is not None else None
-            if name in found:
-                run = min(found[name].run, run, key=lambda run: run.seconds)
-            found[name] = Fastest(run, acceptance)
-    return found
+            if name in best:
+                run = min(best[name].run, run, key=lambda run: run.seconds)
+            best[name] = Fastest(run, acceptance)
+    return best
 
 
 def run_timed(engine: SamplingEngine, workload: Workload) -> TimedRun:

@@ -60,7 +60,7 @@ def _reporting(run: Any) -> Any:
 
 
 def _create(captures: Any, arguments: Arguments) -> None:
-    session = captures.create(**_given(arguments, "model", "follow", "group", "webhook"))
+    session = captures.create(**_not_empty(arguments, "model", "follow", "group", "webhook"))
     say(f"# {session['capture_id']}")
     say(f"export OPENAI_BASE_URL={session['openai_base_url']}")
     say(f"export ANTHROPIC_BASE_URL={session['anthropic_base_url']}")
@@ -85,18 +85,18 @@ def _get(captures: Any, arguments: Arguments) -> None:
 
 
 def _reward(captures: Any, arguments: Arguments) -> None:
-    target = _given(arguments, "trajectory", "turn", "episode", "group", "key")
+    target = _not_empty(arguments, "trajectory", "turn", "episode", "group", "key")
     done = captures.reward(arguments["capture"], arguments["value"], **target)
     say(f"{done['target']}  {done['value']:g}")
 
 
 def _close(captures: Any, arguments: Arguments) -> None:
-    captures.close_turns(arguments["capture"], **_given(arguments, "episode", "group"))
+    captures.close_turns(arguments["capture"], **_not_empty(arguments, "episode", "group"))
 
 
 def _delete(captures: Any, arguments: Arguments) -> None:
     captures.delete(arguments["capture"])
 
 
-def _given(arguments: Arguments, *names: str) -> dict[str, str]:
+def _not_empty(arguments: Arguments, *names: str) -> dict[str, str]:
     return {name: arguments[name] for name in names if arguments[name]}

@@ -67,8 +67,8 @@ def _worker(config: "Config", arguments: Arguments) -> "DraftWorker":
         arguments["samples"], arguments["idle_s"], num_outcomes=arguments["outcomes"]
     )
     if arguments["model"] != SUFFIX:
-        made = _model_drafters(config, arguments)
-        return DraftWorker(made, limits, made.learned)
+        model_drafters = _model_drafters(config, arguments)
+        return DraftWorker(model_drafters, limits, model_drafters.learned)
     drafters: dict[bytes, Drafter] = {}
 
     def make(target: "Target") -> "Drafter":

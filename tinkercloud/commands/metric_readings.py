@@ -33,9 +33,9 @@ class Reading:
     def by(self, name: str, *labels: str, **where: str) -> dict[tuple[str, ...], float]:
         """Sums by these labels, of the samples that have others as `where` says."""
         sums: defaultdict[tuple[str, ...], float] = defaultdict(float)
-        for own, value in self.samples.get(name, ()):
-            if all(own.get(label) == text for label, text in where.items()):
-                sums[tuple(own.get(label, "") for label in labels)] += value
+        for sample_labels, value in self.samples.get(name, ()):
+            if all(sample_labels.get(label) == text for label, text in where.items()):
+                sums[tuple(sample_labels.get(label, "") for label in labels)] += value
         return dict(sums)
 
 

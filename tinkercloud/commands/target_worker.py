@@ -75,9 +75,9 @@ class TargetEngine:
     ) -> "Job":
         """Raises ContextLengthExceeded."""
         longest = self.version.base.config.max_position_embeddings
-        wanted = len(request.prompt) + (request.params.max_tokens or 0)
-        if wanted > longest:
-            raise ContextLengthExceeded(f"{wanted} tokens; the model reads {longest}")
+        num_tokens = len(request.prompt) + (request.params.max_tokens or 0)
+        if num_tokens > longest:
+            raise ContextLengthExceeded(f"{num_tokens} tokens; the model reads {longest}")
         return self.engine.submit(self.version, request, reply)
 
     def cancel(self, job: "Job") -> None:

@@ -143,9 +143,9 @@ class PendingRequests:
 
     def forget(self, pending: Pending) -> None:
         """Its outcome is on record, or it was not accepted."""
-        known = self._by_id.pop(pending.request_id, None)
-        if known is not None:
-            self.admission.leave(known.ticket)
+        entry = self._by_id.pop(pending.request_id, None)
+        if entry is not None:
+            self.admission.leave(entry.ticket)
         key = pending.ticket.dedup_key
         if key is not None and self._by_key.get(key) is pending:
             del self._by_key[key]

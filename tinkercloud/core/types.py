@@ -283,8 +283,8 @@ class SampledSequence:
     def num_equal(self, drafted: Sequence[int]) -> int:
         """How many of the drafted tokens it begins with."""
         num = 0
-        for token, own in zip(drafted, self.tokens.tolist(), strict=False):
-            if token != own:
+        for token, sampled in zip(drafted, self.tokens.tolist(), strict=False):
+            if token != sampled:
                 break
             num += 1
         return num

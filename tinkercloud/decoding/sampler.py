@@ -270,19 +270,19 @@ def sample_candidates(candidates: Candidates, rows: Sequence[RowParams]) -> Draw
 
 
 def _best_places(
-    found: Scanned | Candidates,
+    candidates: Scanned | Candidates,
     weights_of: Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]],
 ) -> NDArray[np.int64]:
     """Among each row's candidates the place of the one with the largest score, the lowest id among
     equals; 0 where there are not several. weights_of: rows and places (n,) -> weights (n,)."""
-    best = np.zeros(len(found.count), np.int64)
-    several = np.flatnonzero(found.count > 1)
+    best = np.zeros(len(candidates.count), np.int64)
+    several = np.flatnonzero(candidates.count > 1)
     if not len(several):
         return best
-    row_of, place = np.nonzero(np.arange(found.ids.shape[1]) < found.count[several, None])
+    row_of, place = np.nonzero(np.arange(candidates.ids.shape[1]) < candidates.count[several, None])
     row_of = several[row_of]
-    scores = weights_of(row_of, place) + noise_of(found.words[row_of, place]).numpy()
-    order = np.lexsort((found.ids[row_of, place], -scores, row_of))
+    scores = weights_of(row_of, place) + noise_of(candidates.words[row_of, place]).numpy()
+    order = np.lexsort((candidates.ids[row_of, place], -scores, row_of))
     best[several] = place[order[np.unique(row_of[order], return_index=True)[1]]]
     return best
 

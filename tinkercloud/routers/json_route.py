@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 class InvalidBody(RequestValidationError):
     def __init__(self, faults: Faults):
-        super().__init__([{**one, "loc": ("body", *one["loc"])} for one in faults.first])
+        super().__init__([{**fault, "loc": ("body", *fault["loc"])} for fault in faults.first])
         self.num_errors = faults.num_errors
 
 

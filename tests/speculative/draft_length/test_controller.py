@@ -369,7 +369,7 @@ def test_the_last_of_a_group_and_the_longest_are_served_first():
     assert urgency(loads(5), 1.0) is None
     controller = quiet_controller(max_rows=7)
     controller.limits(waiting)
-    controller._asked = (8, 8, 8)
+    controller._limits = (8, 8, 8)
     chosen = controller.choose([(0.9,) * 8] * 3)
     assert chosen[0] <= min(chosen[1:]) and sum(chosen) == 4
 

@@ -135,7 +135,7 @@ class RayTrainGroup:
 
     async def save(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
         model = self._record(model_id)
-        with _told(model_id, model):
+        with _naming_lost_training(model_id, model):
             await self._call(Save(model_id, folder, with_optimizer))
         if with_optimizer:
             old, model.unsaved = model.point, model.gradient
@@ -173,7 +173,7 @@ class RayTrainGroup:
     async def forward_backward_only(self, model_id: str, batch: TrainBatch) -> TrainOutput:
         """Adds the gradient to the model's accumulator, or changes nothing."""
         model = self._record(model_id)
-        with _told(model_id, model):
+        with _naming_lost_training(model_id, model):
             async with _Training(model):
                 parts = await self._call(ForwardBackwardOnly(model_id, batch))
                 model.gradient = True
@@ -181,7 +181,7 @@ class RayTrainGroup:
 
     async def forward_only(self, model_id: str, batch: TrainBatch) -> TrainOutput:
         model = self._record(model_id)
-        with _told(model_id, model):
+        with _naming_lost_training(model_id, model):
             return merge_outputs(await self._call(ForwardOnly(model_id, batch)))
 
     async def apply_optimizer_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
@@ -190,7 +190,7 @@ class RayTrainGroup:
             # Before the call: should it be cancelled, the ranks take the step all the same.
             model.weights = object()
             try:
-                with _told(model_id, model):
+                with _naming_lost_training(model_id, model):
                     metrics = (await self._call(ApplyOptimizerStep(model_id, params)))[0]
             finally:
                 model.gradient = False  # the ranks clear a refused gradient too
@@ -269,7 +269,7 @@ class RayTrainGroup:
 
 
 @contextmanager
-def _told(model_id: str, model: ModelRecord) -> Iterator[None]:
+def _naming_lost_training(model_id: str, model: ModelRecord) -> Iterator[None]:
     """The error of ranks that ended says what of the model is lost: some clients read no other."""
     try:
         yield

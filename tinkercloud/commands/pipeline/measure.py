@@ -248,9 +248,9 @@ class PipelineBench:
         kept.lanes["target"] = _with_passes(waits, start_s, start_s + run.seconds)
         if isinstance(drafter, RemoteDrafter):
             drafter.close()
-            asked = max(1, drafter.counts["asked"])
-            kept.prepared = drafter.counts["prepared"] / asked
-            kept.bytes_a_round = drafter.counts["sent_bytes"] / asked
+            num_rounds = max(1, drafter.counts["asked"])
+            kept.prepared = drafter.counts["prepared"] / num_rounds
+            kept.bytes_a_round = drafter.counts["sent_bytes"] / num_rounds
         return kept
 
     def _sample(self, tokens: int) -> Workload:

@@ -11,11 +11,11 @@ from tinkercloud.speculative.drafters.drafter import NO_DRAFT, Draft, Drafter, S
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """known: a prompt with its sample. accepted: the share of places where it drafts the sample's
+    """tokens: a prompt with its sample. accepted: the share of places where it drafts the sample's
     token; second: of the other places, where that is its second candidate. token_s: of a step,
     whatever the number of drafts."""
 
-    known: Sequence[int]
+    tokens: Sequence[int]
     accepted: float
     second: float
     token_s: float
@@ -59,9 +59,9 @@ class ScriptedDrafter(Drafter):
 
     def _draft(self, tokens: Sequence[int], most: int) -> Draft:
         script, first = self._script, len(tokens)
-        if list(script.known[:first]) != list(tokens):
+        if list(script.tokens[:first]) != list(tokens):
             return Draft((0,) * most, (script.accepted,) * most, seconds=(1,) * most)
-        going = script.known[first : first + most]
+        going = script.tokens[first : first + most]
         if not going:
             return NO_DRAFT
         drafted, seconds = [], []

@@ -62,8 +62,8 @@ def worker_process(job: Job) -> Iterator[WorkerProcess]:
         worker = WorkerProcess(**json.loads(line))
         yield worker
         process.stdin.close()
-        said = json.loads(process.stdout.readline())
-    worker.spans = {kind: [Span(*each) for each in spans] for kind, spans in said.items()}
+        report = json.loads(process.stdout.readline())
+    worker.spans = {kind: [Span(*each) for each in spans] for kind, spans in report.items()}
 
 
 def main() -> None:

@@ -52,7 +52,7 @@ def start(arguments: Arguments) -> int:
     state = _followed(folder, lambda state: True, lambda: process.poll() is not None, say)
     if state is None or (process.poll() is not None and state.phase not in ("stopped", "failed")):
         raise ConfigError(f"the pool ended: {log_end(folder.log, 3)}")
-    return _told(state)
+    return _show(state)
 
 
 def stop(arguments: Arguments) -> int:
@@ -80,7 +80,7 @@ def status(arguments: Arguments) -> int:
     if state is None or not folder.is_running:
         say("the pool does not run; `tinkercloud pool start` starts it")
         return 1
-    return _told(state)
+    return _show(state)
 
 
 def swap(arguments: Arguments) -> int:
@@ -89,7 +89,7 @@ def swap(arguments: Arguments) -> int:
     folder = folder_of(arguments)
     if not folder.is_running:
         raise ConfigError(f"the pool does not run; `tinkercloud pool start {model.name}` starts it")
-    return _told(swapped(folder, model, say))
+    return _show(swapped(folder, model, say))
 
 
 def swapped(folder: PoolFolder, model: Model, report: Callable[[str], None]) -> PoolState:
@@ -162,7 +162,7 @@ def _show_log(log: Path, position: int, report: Callable[[str], None]) -> int:
     return position
 
 
-def _told(state: PoolState) -> int:
+def _show(state: PoolState) -> int:
     say(f"{state.model}: {state.phase}" + (f" at {state.url}" if state.phase == "ready" else ""))
     if state.text:
         say(state.text)

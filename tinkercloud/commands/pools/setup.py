@@ -32,9 +32,9 @@ def write_pool(arguments: Arguments, ask: Callable[[str], str] | None = None) ->
         models = list(_answers(question, "a model, as NAME=PATH of its GGUF file"))
         networks += _answers(question, "a network to look for workers in, as 192.168.1.0/24")
     for network in networks:
-        found = search(network, arguments["search_port"], _key(arguments))
-        yield f"{network}: {len(found)} workers"
-        for worker in found:
+        candidates = search(network, arguments["search_port"], _key(arguments))
+        yield f"{network}: {len(candidates)} workers"
+        for worker in candidates:
             yield from _taken(worker, question, workers)
     if question is not None:
         workers += _answers(question, "a worker: local, [USER@]HOST or HOST:PORT, then ,CUDA0=8GiB")

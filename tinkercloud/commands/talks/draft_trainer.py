@@ -23,8 +23,8 @@ class DraftTrainer:
     def ask(cls, client: ApiClient, model: str) -> "DraftTrainer":
         """For the draft of a model, as the OpenAI API names it. Raises UserError where it does not
         learn."""
-        asked = client.post("/oai/api/v1/train_draft", {"model": model})
-        return cls(client, asked["base_model"], asked["following"]["trainings"])
+        answer = client.post("/oai/api/v1/train_draft", {"model": model})
+        return cls(client, answer["base_model"], answer["following"]["trainings"])
 
     def outcome(self) -> str:
         """Once it has ended."""

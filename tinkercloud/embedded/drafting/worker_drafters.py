@@ -61,9 +61,9 @@ class WorkerDrafters:
         if isinstance(drafter, NetworkDrafter) and drafter in self._learned:
             drafter.use(version)
             return drafter
-        own = self._new(target, version)
-        self._learned.add(own)
-        return own
+        learned = self._new(target, version)
+        self._learned.add(learned)
+        return learned
 
     def _new(self, target: Target, version: Version) -> Drafter:
         draft, digest = self._draft, target.vocabulary_digest

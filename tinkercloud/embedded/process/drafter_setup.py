@@ -180,8 +180,12 @@ def speculate(
             first = Speculation(guard, controller, trace, None, details)
             head, maker, was_trained = _made_head(base, runner, settings)
             trainers.add(base, maker)
-            own = _controller(CostTable.from_json(costs.to_json()), settings.max_computed)
-            second = Speculation(GuardedDrafter(head, vocab_size), own, trace, maker, details)
+            head_controller = _controller(
+                CostTable.from_json(costs.to_json()), settings.max_computed
+            )
+            second = Speculation(
+                GuardedDrafter(head, vocab_size), head_controller, trace, maker, details
+            )
             maker.speculation = second
             return SpeculationPair(first, second, lambda: was_trained or maker.has_promoted)
         trainer = None

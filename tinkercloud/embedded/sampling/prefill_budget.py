@@ -115,17 +115,17 @@ class PrefillBudget:
         if num_samples and (plain_ms is None or self._since_plain >= PLAIN_EVERY):
             self._limits = dict.fromkeys(Place, _NOTHING)
             return
-        self._limits = {place: self._beside(plain_ms, place) for place in self._purses}
+        self._limits = {place: self._with_samples(plain_ms, place) for place in self._purses}
         self._limits[Place.UNDISTURBING] = self._alone()
 
-    def rows(self, work: RowWork, start: int, wanted: int, place: Place) -> int:
+    def rows(self, work: RowWork, start: int, most: int, place: Place) -> int:
         """How many more rows a prompt may have computed behind its first `start` tokens."""
         limit = self._limits[place]
         least = limit.least_rows - self._num_rows
         within = max(work.rows(start, limit.work - self._work), least)
-        if 0 < within < wanted and work.of(start, wanted) <= WHOLE_WORK:
-            within = wanted
-        return max(min(wanted, within, self._max_rows - self._num_rows), 0)
+        if 0 < within < most and work.of(start, most) <= WHOLE_WORK:
+            within = most
+        return max(min(most, within, self._max_rows - self._num_rows), 0)
 
     def take(self, work: RowWork, start: int, count: int, place: Place) -> None:
         """They are in the step."""
@@ -161,7 +161,7 @@ class PrefillBudget:
             return self._within(max(SHORT_STEP_MS, SHORT_STEPS * plain_ms), MIN_SHORT_ROWS)
         return self._within(STEP_MS, MIN_ALONE_ROWS)
 
-    def _beside(self, plain_ms: float | None, place: Place) -> _Limit:
+    def _with_samples(self, plain_ms: float | None, place: Place) -> _Limit:
         if plain_ms is None or not self._prompt_work:
             return _Limit(0.0, FIRST_ROWS)
         purse = self._purses[place]

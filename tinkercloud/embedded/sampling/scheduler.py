@@ -233,12 +233,12 @@ class Scheduler:
         """Rows of a prompt, or of a sample that computes its keys and values again, in this step:
         up to the next multiple of `chunk`, within what is left for its user."""
         start = sequence.num_computed
-        wanted = min(sequence.num_pending, chunk - start % chunk)
+        most = min(sequence.num_pending, chunk - start % chunk)
         place = self._place_of(sequence.job.user)
-        rows = self._budget.rows(sequence.job.row_work, start, wanted, place)
+        rows = self._budget.rows(sequence.job.row_work, start, most, place)
         if self._cache_of(sequence.job.version.base).is_reproducible:
             return rows
-        return wanted if rows else 0
+        return most if rows else 0
 
     def _place_of(self, user: str) -> Place:
         if not self._counters.is_least_served(user):

@@ -75,8 +75,8 @@ class SpeculationPair(Speculator):
     def snapshot(self) -> dict[str, Any]:
         """Counters of both together; what the second decided by itself is under its name."""
         second = self._second.snapshot()
-        own = {name: second[name] for name in ("on", "reason", "refused", "drafter_off")}
-        return {**self._first.snapshot(), "second": own}
+        decisions = {name: second[name] for name in ("on", "reason", "refused", "drafter_off")}
+        return {**self._first.snapshot(), "second": decisions}
 
     def lines(self) -> list[str]:
         return self._first.lines()

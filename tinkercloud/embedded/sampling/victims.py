@@ -28,11 +28,11 @@ def sample_to_preempt(
     held: Counter[str] = Counter()
     for sample in running:
         held[sample.job.user] += len(sample.blocks)
-    own, is_older = needed_by.job.user, False
+    owner, is_older = needed_by.job.user, False
     for sample in reversed(running):
         is_older = is_older or sample is needed_by
         user = sample.job.user
-        may_take = held[user] > held[own] if user != own else not is_older
+        may_take = held[user] > held[owner] if user != owner else not is_older
         if may_take and has_blocks(sample):
             return sample
     return None

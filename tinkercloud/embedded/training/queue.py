@@ -173,10 +173,10 @@ class TrainingQueue:
         for job in self._jobs:
             oldest.setdefault(job.model.id, job)
 
-        def given(job: _Job) -> tuple[float, int]:
+        def priority(job: _Job) -> tuple[float, int]:
             return self._counters.tokens_of(job.batch.user), self._last_pass[job.model.id]
 
-        return sorted(oldest.values(), key=given)
+        return sorted(oldest.values(), key=priority)
 
     def _together(self, candidates: Sequence[_Job]) -> list[_Job]:
         """The first candidate, and those that share its pass."""

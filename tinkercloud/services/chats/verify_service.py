@@ -30,9 +30,9 @@ class VerifyService:
         prompt = await prompt_tokens(text, request.prompt)
         options = replace(request.sampling, max_tokens=len(request.drafted) + 1)
         checked = await self._sampling.checked(sampler, sample_body(prompt, options))
-        asked = replace(checked, drafted=request.drafted, speculate=False)
+        drafted_request = replace(checked, drafted=request.drafted, speculate=False)
         with self._slots.held(user):
-            drawn = await self._sampling.draw(sampler, asked)
+            drawn = await self._sampling.draw(sampler, drafted_request)
         sequence = drawn.output.sequences[0]
         num_accepted = sequence.num_equal(request.drafted)
         # A backend may sample on where the draft was wrong.

@@ -71,7 +71,7 @@ def validated(model: type[M], body: bytes) -> M | Faults:
         return model.model_validate(value)
     except ValidationError as error:
         errors = error.errors(include_url=False, include_context=False, include_input=False)
-        return Faults([dict(one) for one in errors[:MAX_FAULTS]], len(errors))
+        return Faults([dict(error) for error in errors[:MAX_FAULTS]], len(errors))
 
 
 def protobuf_call(body: bytes) -> TrainingCall:

@@ -27,10 +27,12 @@ def computed_by_step(metrics: Mapping[str, float]) -> bytes:
     return json.dumps(dict(metrics), sort_keys=True).encode()
 
 
-def deviation(one: bytes, other: bytes) -> float:
+def deviation(first: bytes, second: bytes) -> float:
     """The largest difference of a log-probability between what two passes of the same data
     computed, in nats."""
-    pairs = zip(decode_train_output(one).outputs, decode_train_output(other).outputs, strict=True)
+    pairs = zip(
+        decode_train_output(first).outputs, decode_train_output(second).outputs, strict=True
+    )
     differences = [np.abs(a["logprobs"] - b["logprobs"]).max(initial=0.0) for a, b in pairs]
     return float(max(differences, default=0.0))
 

@@ -164,9 +164,9 @@ class TrainingService:
             except UserError as error:  # a gradient that is not finite: it is dropped
                 dropped = failed(str(error), error.category)
                 return replace(dropped, computed=dropped.body)
-            known = self._on_policy.stepped(model.model_id)
+            policy_metrics = self._on_policy.stepped(model.model_id)
             # NaN in a JSON result is a decode error in the client (wire specification, section 0)
-            finite = {n: v for n, v in {**metrics, **known}.items() if math.isfinite(v)}
+            finite = {n: v for n, v in {**metrics, **policy_metrics}.items() if math.isfinite(v)}
             outcome = completed_json({"metrics": finite, "type": "optim_step"})
             return replace(outcome, computed=computed_by_step(metrics))
 

@@ -78,10 +78,10 @@ class Verifier:
         if mine == theirs:
             return Checked(True, same_class, f"{num_tokens} tokens and their log-probabilities")
         num_equal, largest = 0, 0.0
-        for one, other in zip(mine, theirs, strict=False):
-            common = _common(one["tokens"], other["tokens"])
+        for ours, expected in zip(mine, theirs, strict=False):
+            common = _common(ours["tokens"], expected["tokens"])
             num_equal += common
-            there = np.array(one["logprobs"][:common]) - np.array(other["logprobs"][:common])
+            there = np.array(ours["logprobs"][:common]) - np.array(expected["logprobs"][:common])
             largest = max(largest, float(np.abs(there).max(initial=0.0)))
         what = f"{num_equal} of {num_tokens} tokens are the same"
         return Checked(False, same_class, what, largest)
@@ -132,10 +132,10 @@ def _checked_weights(
     return weights
 
 
-def _common(one: list[int], other: list[int]) -> int:
+def _common(first: list[int], second: list[int]) -> int:
     """Tokens before the first that differs."""
-    pairs = zip(one, other, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+    pairs = zip(first, second, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
 def _operation(model_id: str, described_operation: dict[str, Any]) -> RanOperation:

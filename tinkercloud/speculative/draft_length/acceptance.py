@@ -45,7 +45,7 @@ class Acceptance:
         self._prior = prior or Prior()
         self._judged = np.zeros((max_depth, BUCKETS))
         self._accepted = np.zeros((max_depth, BUCKETS))
-        self._asked = np.zeros(max_depth)  # sequences asked for this depth, verified up to it
+        self._requested = np.zeros(max_depth)  # sequences asked for this depth, verified up to it
         self._verified = np.zeros(max_depth)
         self._groups: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()
         self._rates = self._fitted()
@@ -73,7 +73,7 @@ class Acceptance:
         will be accepted. Drafts come shorter than asked, and those that do not pay are not
         verified."""
         lean = self._prior.leaning
-        shares = (self._verified + lean) / (self._asked + lean)
+        shares = (self._verified + lean) / (self._requested + lean)
         by_depth = self._judged.sum(1), self._accepted.sum(1)
         rates = (by_depth[1] + lean * self.overall) / (by_depth[0] + lean)
         rows = np.tile(np.cumprod(shares, dtype=np.float64), (num_sequences, 1))
@@ -82,7 +82,7 @@ class Acceptance:
 
     def learn(self, last_round: Round) -> None:
         if not last_round.num_verified:
-            self._asked[0] += sum(limit > 0 for limit in last_round.limits)
+            self._requested[0] += sum(limit > 0 for limit in last_round.limits)
             return
         padded, _ = self._padded(last_round.confidences)
         depths = np.arange(len(self._judged))
@@ -99,13 +99,13 @@ class Acceptance:
         np.add.at(self._judged, (columns[judged], buckets[judged]), 1.0)
         np.add.at(self._accepted, (columns[accepted], buckets[accepted]), 1.0)
         within = reaches([num + 1 for num in last_round.verified])
-        self._asked += (reaches(last_round.limits) & within).sum(0)
+        self._requested += (reaches(last_round.limits) & within).sum(0)
         self._verified += reaches(last_round.verified).sum(0)
         self._rates = self._fitted()
 
     def age(self, factor: float) -> None:
         """What was counted so far weighs `factor` of what it did."""
-        for counts in (self._judged, self._accepted, self._asked, self._verified):
+        for counts in (self._judged, self._accepted, self._requested, self._verified):
             counts *= factor
         self._rates = self._fitted()
 
@@ -116,7 +116,7 @@ class Acceptance:
         num = self._prior.expected / BUCKETS
         self._judged[:] = num
         self._accepted[:] = num * np.array(rates, np.float64)[depths, None]
-        self._asked[:] = self._verified[:] = self._prior.expected
+        self._requested[:] = self._verified[:] = self._prior.expected
         self._groups.clear()
         self._rates = self._fitted()
 

@@ -56,7 +56,7 @@ class DraftLengthController(DraftLength):
         self._probing = Probing(self._settings.probe)
         self._profit = ProfitTracker()
         self._loads: tuple[Load, ...] = ()
-        self._asked: tuple[int, ...] = ()
+        self._limits: tuple[int, ...] = ()
         self._stopped = Reason.NONE
         self._since_compared = 0
         self._next_comparison = FIRST_COMPARISON
@@ -93,14 +93,14 @@ class DraftLengthController(DraftLength):
         if self.kind is Kind.SPECULATIVE:
             # Where asking is free, the drafter's confidence decides later, not its mean rate.
             self._free = self._planner.is_free
-            self._asked = self._planner.longest() if self._free else self._planner.plan.counts
+            self._limits = self._planner.longest() if self._free else self._planner.plan.counts
         elif self.kind is Kind.PROBE:
-            self._asked = self._for_few(settings.probe_sequences, settings.probe_tokens)
+            self._limits = self._for_few(settings.probe_sequences, settings.probe_tokens)
         elif self.kind is Kind.WARM_UP:
-            self._asked = self._for_few(*settings.warm_up[self._estimates.drafting.num_rounds])
+            self._limits = self._for_few(*settings.warm_up[self._estimates.drafting.num_rounds])
         else:
-            self._asked = (0,) * len(loads)
-        return list(self._asked)
+            self._limits = (0,) * len(loads)
+        return list(self._limits)
 
     def _decide(self) -> tuple[Kind, Reason]:
         if self._stopped:
@@ -145,7 +145,7 @@ class DraftLengthController(DraftLength):
 
     def choose(self, confidences: Sequence[Sequence[float]]) -> list[int]:
         assert len(confidences) == len(self._loads), "drafts of other sequences"
-        lengths = [min(len(c), n) for c, n in zip(confidences, self._asked, strict=True)]
+        lengths = [min(len(c), n) for c, n in zip(confidences, self._limits, strict=True)]
         if not any(lengths):
             self.reason = self.reason or Reason.EMPTY
             return lengths

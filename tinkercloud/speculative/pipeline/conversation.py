@@ -54,7 +54,7 @@ class ConversationSession:
         try:
             self._orchestrator.connect_sync()
             messages = [*self.messages, {"role": "user", "content": text}]
-            result = self._said(messages, on_text, stop)
+            result = self._generated(messages, on_text, stop)
             self.messages = [*messages, {"role": "assistant", "content": result.text}]
             self.results.append(result)
             return result.text
@@ -64,7 +64,7 @@ class ConversationSession:
         finally:
             self._turn.release()
 
-    def _said(
+    def _generated(
         self, messages: list[dict[str, str]], on_text: OnText | None, stop: threading.Event
     ) -> PipelineResult:
         model = self._orchestrator.text

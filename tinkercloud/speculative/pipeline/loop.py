@@ -4,7 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from tinkercloud.speculative.drafters.drafter import Stream
@@ -48,11 +48,11 @@ class Writer:
         self._observe(len(verdict.tokens))
         depth = max(map(len, chains), default=0)
         nodes = len({chain[:place] for chain in chains for place in range(1, len(chain) + 1)})
-        found = Round(
+        verified = Round(
             nodes, depth, verdict.num_accepted, tuple(verdict.tokens), tuple(verdict.logprobs),
             verdict.num_cached, False, 0.0, 0.0, 0.0,
         )  # fmt: skip
-        return found, verdict.has_stopped
+        return verified, verdict.has_stopped
 
     def end(self) -> None:
         """At the target and at the drafters; can be called again."""
@@ -122,17 +122,19 @@ def _rounds(
             before = _num_prepared(writer)
             chains = writer.chains(min(options.drafted, num_left - 1), options.branches)
             drafted_s = time.monotonic()
-            found, has_stopped = writer.verify(chains, min(options.undrafted, num_left), stop)
-            num_left -= len(found.tokens)
+            verified, has_stopped = writer.verify(chains, min(options.undrafted, num_left), stop)
+            num_left -= len(verified.tokens)
             if has_stopped:
                 result.finish_reason = "stop"
             elif num_left <= 0:
                 result.finish_reason = "length"
-            yield Round(
-                found.nodes, found.depth, found.accepted, found.tokens, found.logprobs,
-                found.cached, _num_prepared(writer) > before, asked_s - began_s,
-                drafted_s - asked_s, time.monotonic() - drafted_s,
-            )  # fmt: skip
+            yield replace(
+                verified,
+                prepared=_num_prepared(writer) > before,
+                began_s=asked_s - began_s,
+                draft_s=drafted_s - asked_s,
+                verify_s=time.monotonic() - drafted_s,
+            )
     finally:
         result.wall_s = time.monotonic() - began_s
 

@@ -86,12 +86,12 @@ class PipelineResult:
         target."""
         events: list[dict[str, Any]] = []
         for number, each in enumerate(self.rounds):
-            asked = 1e6 * each.began_s
-            verified = asked + 1e6 * each.draft_s
+            began_us = 1e6 * each.began_s
+            drafted_us = began_us + 1e6 * each.draft_s
             draft = {"nodes": each.nodes, "depth": each.depth, "prepared": each.prepared}
             verdict = {"accepted": each.accepted, "tokens": len(each.tokens)}
-            events.append(_event(f"draft {number}", 1, asked, 1e6 * each.draft_s, draft))
-            events.append(_event(f"verify {number}", 2, verified, 1e6 * each.verify_s, verdict))
+            events.append(_event(f"draft {number}", 1, began_us, 1e6 * each.draft_s, draft))
+            events.append(_event(f"verify {number}", 2, drafted_us, 1e6 * each.verify_s, verdict))
         return events
 
     def record(self) -> dict[str, Any]:

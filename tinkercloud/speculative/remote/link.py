@@ -60,7 +60,7 @@ class GrpcLink:
         self._outgoing: Queue[pb.ToWorker | None] = Queue(MAX_UNSENT)
         self._call: grpc.Call | None = None
         self._ending = threading.Event()
-        self._said = ""  # the last reason that was logged
+        self._logged_reason = ""  # the last one
 
     def start(self, user: LinkUser) -> None:
         threading.Thread(
@@ -119,7 +119,7 @@ class GrpcLink:
                     elif message.welcome.needs_tokenizer and not was_open:
                         outgoing.put(self._target.hello(with_tokenizer=True))
                     elif not was_open:
-                        was_open, self._said = True, ""
+                        was_open, self._logged_reason = True, ""
                         logger.info("drafts come from %s", self.name)
                         user.opened(self)
             except grpc.RpcError as error:
@@ -137,8 +137,8 @@ class GrpcLink:
 
     def _complain(self, reason: str) -> None:
         """Once, not at every try."""
-        if reason and reason != self._said and not self._ending.is_set():
-            self._said = reason
+        if reason and reason != self._logged_reason and not self._ending.is_set():
+            self._logged_reason = reason
             logger.warning("no drafts from %s: %s; it is tried again", self.name, reason)
 
 

@@ -92,8 +92,8 @@ class Outlook:
     def likeliest(self, count: int) -> list[tuple[float, Outcome]]:
         """The next to prepare for, with what `prepared` wants to know; each once."""
         count = min(count, MAX_GUESSES - len(self.guesses), len(self._open))
-        found = [heapq.heappop(self._open) for _ in range(count)]
-        return [(-negative, outcome) for negative, _, outcome in found]
+        likeliest = [heapq.heappop(self._open) for _ in range(count)]
+        return [(-negative, outcome) for negative, _, outcome in likeliest]
 
     def put_back(self, chance: float, outcome: Outcome) -> None:
         self._num_open += 1

@@ -34,13 +34,13 @@ class _Branch:
 
 @dataclass(eq=False, slots=True)
 class _Worker:
-    """known: of each sample, how many of its tokens were sent. sent_s: of the last rounds.
+    """num_sent: of each sample, how many of its tokens were sent. sent_s: of the last rounds.
     num_late: answers in a row; num_unasked: messages since the last question; num_taken: drafts.
     weights: digest of those that were sent."""
 
     link: Link
     is_open: bool = False
-    known: dict[int, int] = field(default_factory=dict)
+    num_sent: dict[int, int] = field(default_factory=dict)
     ended: list[int] = field(default_factory=list)
     round: int = 0
     answered: int = 0
@@ -55,7 +55,7 @@ class _Worker:
         return self.is_open and self.num_late < MAX_LATE and self.answered < self.round
 
     def reset(self) -> None:
-        self.known.clear()
+        self.num_sent.clear()
         self.ended.clear()
         self.sent_s.clear()
         self.weights = ""
@@ -90,19 +90,19 @@ class RemoteDrafter(Drafter):
         with self._lock:
             del self._branches[stream.id]
             for worker in self._workers.values():
-                if worker.known.pop(stream.id, None) is not None:
+                if worker.num_sent.pop(stream.id, None) is not None:
                     worker.ended.append(stream.id)
 
     def propose(self, requests: Sequence[tuple[Stream, int]]) -> list[Draft]:
         with self._lock:
             self.counts["asked"] += len(requests)
-            drafts = {stream.id: self._found(stream, most) for stream, most in requests}
+            drafts = {stream.id: self._longest_fitting(stream, most) for stream, most in requests}
             self.counts["prepared"] += sum(map(bool, (d.tokens for d in drafts.values())))
             deadline_s = self._ask_all(requests)
             while True:
                 for stream, most in requests:
                     if not drafts[stream.id].tokens:
-                        drafts[stream.id] = self._found(stream, most)
+                        drafts[stream.id] = self._longest_fitting(stream, most)
                 left_s = deadline_s - time.monotonic()
                 if all(d.tokens for d in drafts.values()) or left_s <= 0:
                     break
@@ -177,7 +177,7 @@ class RemoteDrafter(Drafter):
                 link.drop("it sends more than it is asked for")
                 return
             for number in drafts.forgotten:
-                worker.known.pop(number, None)
+                worker.num_sent.pop(number, None)
             for message in drafts.branches:
                 self._keep(link.name, message)
             if worker.answered < drafts.round <= worker.round:
@@ -227,14 +227,16 @@ class RemoteDrafter(Drafter):
         message = pb.Round(number=worker.round, ended=worker.ended)
         worker.ended = []
         for stream, most in requests:
-            length, known = len(stream.tokens), worker.known.get(stream.id)
-            if known is None:
+            length, num_sent = len(stream.tokens), worker.num_sent.get(stream.id)
+            if num_sent is None:
                 message.begun.append(begin(stream, length))
-                known = length
+                num_sent = length
             message.deltas.append(
-                pb.Delta(id=stream.id, length=length, tokens=stream.tokens[known:], max_tokens=most)
+                pb.Delta(
+                    id=stream.id, length=length, tokens=stream.tokens[num_sent:], max_tokens=most
+                )
             )
-            worker.known[stream.id] = length
+            worker.num_sent[stream.id] = length
         if message.begun:
             worker.num_late = max(0, worker.num_late - 1)  # it has to read prompts first
         worker.sent_s[worker.round] = time.monotonic()
@@ -263,7 +265,7 @@ class RemoteDrafter(Drafter):
             return
         branches.append(_Branch(worker, message.base, tokens, confidences))
 
-    def _found(self, stream: Stream, most: int) -> Draft:
+    def _longest_fitting(self, stream: Stream, most: int) -> Draft:
         """The longest that fits, of equally long ones the first that came."""
         fitting = self._fitting(stream, most)
         if not fitting:

@@ -240,25 +240,29 @@ class TargetWorker(StreamWorker[ClientConnection]):
             self._fail(current, str(output) if is_ours else "the pass failed")
             self._end(current.session)
             return
-        found = output.sequences[0]
+        sequence = output.sequences[0]
         current.num_cached = max(current.num_cached, output.prompt_cache_hit_tokens)
-        if current.longest is None or len(found.tokens) > len(current.longest.tokens):
-            current.longest = found
+        if current.longest is None or len(sequence.tokens) > len(current.longest.tokens):
+            current.longest = sequence
         if not current.jobs:
             self._answer(current, current.longest)
 
-    def _answer(self, current: _Round, found: SampledSequence) -> None:
+    def _answer(self, current: _Round, sequence: SampledSequence) -> None:
         session = current.session
         session.round = None
-        tokens = found.tokens.tolist()
+        tokens = sequence.tokens.tolist()
         session.tokens.extend(tokens)
-        accepted = max(found.num_equal(path) for path in current.paths)
+        accepted = max(sequence.num_equal(path) for path in current.paths)
         self.counts["accepted"] += accepted
         verdict = pb.Verdict(
-            id=session.id, number=current.number, tokens=tokens, logprobs=found.logprobs.tolist(),
-            num_accepted=accepted, has_stopped=found.stop_reason == "stop",
+            id=session.id,
+            number=current.number,
+            tokens=tokens,
+            logprobs=sequence.logprobs.tolist(),
+            num_accepted=accepted,
+            has_stopped=sequence.stop_reason == "stop",
             num_cached=current.num_cached,
-        )  # fmt: skip
+        )
         self._send(session.connection, pb.FromTarget(verdict=verdict))
 
     # ---- ends

@@ -105,7 +105,7 @@ class DraftWorker(StreamWorker[EngineConnection]):
         return True
 
     def _answer(self, messages: Sequence[tuple[EngineConnection, pb.ToWorker | None]]) -> None:
-        asked: dict[Sample, int] = {}  # tokens that the newest question of each is for
+        requests: dict[Sample, int] = {}  # tokens that the newest question of each is for
         forgotten: dict[tuple[EngineConnection, int], list[int]] = {}
         for connection, message in messages:
             if connection not in self._open:
@@ -117,15 +117,15 @@ class DraftWorker(StreamWorker[EngineConnection]):
                     self._greet(connection, message.hello)
                 elif message.HasField("round"):
                     key = (connection, message.round.number)
-                    forgotten[key] = self._read(connection, message.round, asked)
+                    forgotten[key] = self._read(connection, message.round, requests)
                 elif message.HasField("weights"):
                     self._take_weights(connection, message.weights)
                 else:
                     raise BadMessage("a message of no known kind")
             except BadMessage as error:
                 self._refuse(connection, str(error))
-        asked = {s: most for s, most in asked.items() if s.stream.id in self._samples}
-        drafts = self._draft(asked)
+        requests = {s: most for s, most in requests.items() if s.stream.id in self._samples}
+        drafts = self._draft(requests)
         for (connection, number), gone in forgotten.items():
             if connection not in self._open:
                 continue
@@ -185,9 +185,9 @@ class DraftWorker(StreamWorker[EngineConnection]):
         logger.info("engine %d: drafts with weights %s", connection.number, weights.short_digest)
 
     def _read(
-        self, connection: EngineConnection, message: pb.Round, asked: dict[Sample, int]
+        self, connection: EngineConnection, message: pb.Round, requests: dict[Sample, int]
     ) -> list[int]:
-        """Adds to `asked`; returns the engine's ids of samples that are not here. Raises
+        """Adds to `requests`; returns the engine's ids of samples that are not here. Raises
         BadMessage."""
         if connection.drafter is None:
             raise BadMessage("a round before the engine was welcome")
@@ -207,7 +207,7 @@ class DraftWorker(StreamWorker[EngineConnection]):
             self._extend(sample, delta)
             if delta.max_tokens:
                 sample.round = message.number
-                asked[sample] = min(delta.max_tokens, self._limits.num_drafted)
+                requests[sample] = min(delta.max_tokens, self._limits.num_drafted)
         return gone
 
     def _begin(self, connection: EngineConnection, message: pb.Begin) -> None:
@@ -238,10 +238,10 @@ class DraftWorker(StreamWorker[EngineConnection]):
             sample.stream.tokens.extend(delta.tokens)
             drafter.observe(sample.stream, len(delta.tokens))
 
-    def _draft(self, asked: Mapping[Sample, int]) -> dict[Sample, Draft]:
+    def _draft(self, requests: Mapping[Sample, int]) -> dict[Sample, Draft]:
         """What was prepared, and of each drafter one batch for the others."""
         drafts: dict[Sample, Draft] = {}
-        for sample, most in asked.items():
+        for sample, most in requests.items():
             outlook, tokens = sample.outlook, sample.stream.tokens
             drafts[sample] = NO_DRAFT
             if outlook is not None:
@@ -251,7 +251,7 @@ class DraftWorker(StreamWorker[EngineConnection]):
         self.counts["foreseen"] += len(drafts) - len(missing)
         for drafter, samples in _by_drafter(missing, lambda sample: sample):
             drafter.catch_up([sample.stream for sample in samples])
-            drawn = drafter.propose([(sample.stream, asked[sample]) for sample in samples])
+            drawn = drafter.propose([(sample.stream, requests[sample]) for sample in samples])
             drafts.update(zip(samples, drawn, strict=True))
             self.counts["drafts"] += len(drawn)
             self.counts["tokens"] += sum(len(draft.tokens) for draft in drawn)
@@ -260,7 +260,7 @@ class DraftWorker(StreamWorker[EngineConnection]):
             sample.outlook = None
             if draft.tokens and self._limits.num_outcomes:
                 length, calibration = len(sample.stream.tokens), sample.connection.calibration
-                outlook = Outlook(length, asked[sample], draft, calibration)
+                outlook = Outlook(length, requests[sample], draft, calibration)
                 sample.outlook = self._ahead[sample] = outlook
         return drafts
 
@@ -272,10 +272,10 @@ class DraftWorker(StreamWorker[EngineConnection]):
         batch: list[_Next] = []
         for sample, outlook in list(self._ahead.items()):
             left = self._limits.num_outcomes + 1 - len(outlook.guesses)
-            found = outlook.likeliest(min(share, left))
-            if not found:
+            outcomes = outlook.likeliest(min(share, left))
+            if not outcomes:
                 del self._ahead[sample]
-            batch += [_Next(sample, outlook, *each) for each in found]
+            batch += [_Next(sample, outlook, *each) for each in outcomes]
         for drafter, items in _by_drafter(batch, lambda each: each.sample):
             drafts = drafter.propose_after(
                 [(e.sample.stream, e.outcome.after, e.outcome.num_tokens) for e in items],
