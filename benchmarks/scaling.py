@@ -13,16 +13,16 @@ from math import ceil
 from pathlib import Path
 
 from benchmarks.lib.machine import ROOT
-from tinkercloud.core import memory_estimate as memory
-from tinkercloud.core.model_shape import ModelShape
-from tinkercloud.core.model_table import read_shape
-from tinkercloud.core.plan import GIB, ClusterShape, Plan, PlanConstraints
-from tinkercloud.core.slime_builder import SlimeArgumentBuilder
 from tinkercloud.errors import PlanRefused
+from tinkercloud.planning import memory_estimate as memory
+from tinkercloud.planning.model_shape import ModelShape
+from tinkercloud.planning.model_table import read_shape
+from tinkercloud.planning.plan import GIB, ClusterShape, Plan, PlanConstraints
+from tinkercloud.planning.slime_builder import SlimeArgumentBuilder
 
 TARGET = ROOT / "docs" / "scaling.md"
 PICTURE = ROOT / "docs" / "scaling.png"
-CONFIGS = ROOT / "tests" / "core" / "configs"
+CONFIGS = ROOT / "tests" / "planning" / "configs"
 
 MODELS = {"8B": "Llama-3.1-8B", "70B": "Llama-3.1-70B", "235B-MoE": "Qwen3-235B-A22B"}
 GPUS = (8, 64, 512)

@@ -39,6 +39,7 @@ RULES = {
     "losses": "errors",
     "architectures": "errors",
     "storage": "config core.types errors",
+    "planning": "core.types errors",
     "core": "config core.types errors logs losses storage tinker_gmi wire",
     "backends.base": "core.types errors",
     "backends": "backends.base config core.types decoding errors grammar losses",
@@ -107,17 +108,17 @@ RULES = {
     "weights",
     "embedded": "backends.base config core.types embedded.process errors",
     # the cluster backend
-    "cluster.gpus": "config core core.types errors",
-    "cluster.lora": "core core.types errors",
-    "cluster.rollout": "cluster.gpus config core core.types decoding errors grammar",
-    "cluster.weights": "cluster.gpus cluster.rollout core core.types errors weights",
+    "cluster.gpus": "config errors planning",
+    "cluster.lora": "errors planning",
+    "cluster.rollout": "cluster.gpus config core.types decoding errors grammar planning",
+    "cluster.weights": "cluster.gpus cluster.rollout errors planning weights",
     "cluster.cpu": "cluster.training config errors",
     "cluster.sglang": "cluster.cpu cluster.rollout cluster.weights config core.types decoding",
-    "cluster.training": "cluster.gpus cluster.lora cluster.rollout cluster.weights config core "
-    "core.types decoding errors losses weights",
-    "cluster.pool": "cluster.gpus cluster.rollout cluster.training core core.types errors",
+    "cluster.training": "cluster.gpus cluster.lora cluster.rollout cluster.weights config "
+    "core.types decoding errors losses planning weights",
+    "cluster.pool": "cluster.gpus cluster.rollout cluster.training core.types errors planning",
     "cluster": "backends.base cluster.cpu cluster.gpus cluster.pool cluster.rollout "
-    "cluster.training cluster.weights config core core.types errors",
+    "cluster.training cluster.weights config core.types errors planning",
 }
 # Third-party package -> the rooms that may import it, with all that lie inside them (tinker_gmi
 # takes torch by name, at need).

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tinkercloud.core.plan import GIB, ClusterShape, Plan, PlanConstraints
-from tinkercloud.core.slime_builder import SlimeArgumentBuilder
+from tinkercloud.planning.plan import GIB, ClusterShape, Plan, PlanConstraints
+from tinkercloud.planning.slime_builder import SlimeArgumentBuilder
 
 MAX_TOKENS = 256
 

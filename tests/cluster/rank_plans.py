@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tinkercloud.core.plan import (
+from tinkercloud.planning.plan import (
     ClusterShape,
     Layout,
     MegatronArguments,

@@ -19,12 +19,12 @@ from safetensors.torch import load_file
 from tests.embedded.tiny import TinyStore, train
 from tinkercloud.cluster.base_models import CPU_PREPARE
 from tinkercloud.cluster.training.rank_types import RankSettings, merge_outputs
-from tinkercloud.core.plan import Plan
 from tinkercloud.core.types import AdamParams, Datum, LoraSpec, TrainBatch, TrainOutput
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.process.version_cache import VersionCache
 from tinkercloud.embedded.training.micro_batches import Limits
 from tinkercloud.errors import TinkercloudError
+from tinkercloud.planning.plan import Plan
 
 Op = tuple[Any, ...]
 """("create", id, LoraSpec), ("fb" | "forward", id, TrainBatch), ("step", id, AdamParams),

@@ -369,7 +369,7 @@ def test_ctrl_c_ends_it_within_seconds_while_a_poll_is_held(tmp_path):
 
 
 def test_plan_prints_sizes_memory_and_reasons(run):
-    config_file = str(ROOT / "tests/core/configs/Llama-3.1-8B.json")
+    config_file = str(ROOT / "tests/planning/configs/Llama-3.1-8B.json")
     status, out, err = run("plan", config_file, "--gpus", "8", "--tp", "2")
     assert (status, err) == (0, "")
     for part in ("8.03B parameters", "tp 2, pp 1", "training", "sync", "sampling", "as asked for"):
@@ -377,7 +377,7 @@ def test_plan_prints_sizes_memory_and_reasons(run):
 
 
 def test_plan_speaks_json_to_programs(run, tmp_path):
-    source = ROOT / "tests/core/configs/Qwen3-0.6B.json"
+    source = ROOT / "tests/planning/configs/Qwen3-0.6B.json"
     (tmp_path / "config.json").write_bytes(source.read_bytes())
     status, out, _ = run("plan", str(tmp_path), "--gpus", "1", "--full", "--json")
     assert status == 0
@@ -386,7 +386,7 @@ def test_plan_speaks_json_to_programs(run, tmp_path):
 
 
 def test_plan_tells_every_reason_of_a_refusal(run):
-    config_file = str(ROOT / "tests/core/configs/gpt-oss-20b.json")
+    config_file = str(ROOT / "tests/planning/configs/gpt-oss-20b.json")
     status, out, err = run("plan", config_file, "--gpus", "8")
     assert (status, out) == (2, "")
     assert [line[:30] for line in err.splitlines()] == ["tinkercloud: GptOssForCausalLM"] * 2

@@ -208,7 +208,7 @@ COVERED = {
 """By the beginning of a command."""
 
 AS_RUN = {
-    "tinkercloud plan MODEL --gpus N": "tinkercloud plan tests/core/configs/Qwen3-0.6B.json "
+    "tinkercloud plan MODEL --gpus N": "tinkercloud plan tests/planning/configs/Qwen3-0.6B.json "
     "--gpus 8",
     "tinkercloud keys add [USER]": "tinkercloud keys add ada",
     "tinkercloud keys set KEY_ID": "tinkercloud keys set "

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from tests.core.public_configs import public_config
-from tinkercloud.core.model_table import read_shape
-from tinkercloud.core.plan import ClusterShape, PlanConstraints
-from tinkercloud.core.slime_builder import SlimeArgumentBuilder
+from tests.planning.public_configs import public_config
+from tinkercloud.planning.model_table import read_shape
+from tinkercloud.planning.plan import ClusterShape, PlanConstraints
+from tinkercloud.planning.slime_builder import SlimeArgumentBuilder
 
 
 @pytest.fixture(scope="module")

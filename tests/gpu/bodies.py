@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from tinkercloud.core.plan import Plan
 from tinkercloud.core.types import (
     AdamParams,
     Datum,
@@ -20,6 +19,7 @@ from tinkercloud.core.types import (
     SampleRequest,
     TrainBatch,
 )
+from tinkercloud.planning.plan import Plan
 
 SPEC = LoraSpec(rank=4, seed=3)
 STEP = AdamParams(learning_rate=1e-2, eps=1e-3)

@@ -28,7 +28,6 @@ from tinkercloud.cluster.training.restore_points import STATE_FILE, link_files
 from tinkercloud.cluster.training.train_group import RayTrainGroup
 from tinkercloud.cluster.weights import worker_jobs
 from tinkercloud.config import Config
-from tinkercloud.core.engine_arguments import serves_adapter
 from tinkercloud.core.types import (
     AdamParams,
     FromBase,
@@ -50,6 +49,7 @@ from tinkercloud.errors import (
     UserError,
     VersionLost,
 )
+from tinkercloud.planning.engine_arguments import serves_adapter
 
 logger = logging.getLogger(__name__)
 

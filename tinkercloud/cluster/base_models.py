@@ -16,12 +16,12 @@ from tinkercloud.cluster.training.miles_start import check_miles
 from tinkercloud.cluster.training.rank_actors import MEGATRON_RANK, MILES_RANK, GroupSettings
 from tinkercloud.cluster.weights import worker_jobs
 from tinkercloud.config import ClusterConfig, Config, ModelSource, stand_ins_variables
-from tinkercloud.core.memory_estimate import adapter_sizes
-from tinkercloud.core.model_table import read_shape
-from tinkercloud.core.plan import ClusterShape, Plan, PlanConstraints, SglangArguments
-from tinkercloud.core.slime_builder import SlimeArgumentBuilder
 from tinkercloud.core.types import ServedModel
 from tinkercloud.errors import ConfigError, PlanRefused
+from tinkercloud.planning.memory_estimate import adapter_sizes
+from tinkercloud.planning.model_table import read_shape
+from tinkercloud.planning.plan import ClusterShape, Plan, PlanConstraints, SglangArguments
+from tinkercloud.planning.slime_builder import SlimeArgumentBuilder
 
 Dtype = Literal["bfloat16", "float32"]
 MODELS_FOLDER = Path("cluster", "models")  # restore points; a later server cannot use them

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from tinkercloud.commands.options import Arguments, complain, say
-from tinkercloud.core.plan import GIB, ClusterShape, MemoryPhase, Plan, PlanConstraints
-from tinkercloud.core.slime_builder import SlimeArgumentBuilder
 from tinkercloud.errors import ConfigError, PlanRefused
+from tinkercloud.planning.plan import GIB, ClusterShape, MemoryPhase, Plan, PlanConstraints
+from tinkercloud.planning.slime_builder import SlimeArgumentBuilder
 
 LARGEST_CONFIG_BYTES = 8 * 1024**2
 SIZES = {

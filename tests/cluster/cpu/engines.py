@@ -19,7 +19,7 @@ from tinkercloud.cluster.base_models import CPU_OPTIONS, ENGINE_ENTRY
 from tinkercloud.cluster.rollout.manager import RolloutManager
 from tinkercloud.cluster.rollout.settings import RolloutSettings
 from tinkercloud.config import stand_ins_variables
-from tinkercloud.core.plan import SglangArguments
+from tinkercloud.planning.plan import SglangArguments
 
 ROOT = Path(__file__).resolve().parents[3]
 CONTEXT = 1024

@@ -9,9 +9,9 @@ from tests.cluster.cpu.spawn import run
 from tests.cluster.cpu.tiny import write_model
 from tests.cluster.plans import tiny_plan
 from tests.cluster.rank_scripts import data_for
-from tinkercloud.core.memory_estimate import RESIDENT_ADAPTERS
-from tinkercloud.core.plan import Plan
 from tinkercloud.core.types import AdamParams, LoraSpec
+from tinkercloud.planning.memory_estimate import RESIDENT_ADAPTERS
+from tinkercloud.planning.plan import Plan
 
 
 def held(rank: int, world_size: int, init_method: str, plan: Plan, folder: Path) -> dict[str, int]:

@@ -19,10 +19,10 @@ from tinkercloud.cluster.training.miles import MilesRank, miles_datum
 from tinkercloud.cluster.training.rank_actors import MILES_RANK
 from tinkercloud.cluster.training.rank_types import RankSettings
 from tinkercloud.config import ClusterConfig, Config
-from tinkercloud.core.plan import GIB, ClusterShape, PlanConstraints
-from tinkercloud.core.slime_builder import SlimeArgumentBuilder
 from tinkercloud.core.types import AdamParams, Datum, LoraSpec, ServedModel, TrainBatch
 from tinkercloud.errors import ConfigError, EngineDied, ModelStateLost, UserError
+from tinkercloud.planning.plan import GIB, ClusterShape, PlanConstraints
+from tinkercloud.planning.slime_builder import SlimeArgumentBuilder
 
 SPEC = LoraSpec(rank=4, seed=1)
 ADAM = AdamParams(learning_rate=0.1)

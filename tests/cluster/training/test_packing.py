@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from tinkercloud.cluster.training import packing
-from tinkercloud.core.plan import Layout
 from tinkercloud.core.types import Datum
 from tinkercloud.errors import UserError
+from tinkercloud.planning.plan import Layout
 
 LENGTHS = [5, 1, 17, 2, 40, 8, 3]
 

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from tests.core.public_configs import TRAINABLE, public_config
+from tests.planning.public_configs import TRAINABLE, public_config
 from tinkercloud.cluster.training.megatron_model import RankHooks, transformer_config
-from tinkercloud.core.plan import ClusterShape, Plan, PlanConstraints
-from tinkercloud.core.slime_builder import SlimeArgumentBuilder
 from tinkercloud.errors import PlanRefused
+from tinkercloud.planning.plan import ClusterShape, Plan, PlanConstraints
+from tinkercloud.planning.slime_builder import SlimeArgumentBuilder
 
 # Megatron-core's own imports speak of torch.jit and of engines that are not installed here.
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -22,10 +22,10 @@ from tests.cluster.ray_cluster import (
 from tinkercloud.cluster.gpus.placement import Placement, Placer, Request, release, train_indices
 from tinkercloud.cluster.training.rank_actors import GroupSettings
 from tinkercloud.cluster.training.train_group import RayTrainGroup
-from tinkercloud.core.plan import GIB, ClusterShape, Plan, PlanConstraints
-from tinkercloud.core.slime_builder import SlimeArgumentBuilder
 from tinkercloud.core.types import AdamParams, Datum, LoraSpec, TrainBatch
 from tinkercloud.errors import EngineDied, ModelStateLost, TrainingRewound, UserError
+from tinkercloud.planning.plan import GIB, ClusterShape, Plan, PlanConstraints
+from tinkercloud.planning.slime_builder import SlimeArgumentBuilder
 
 SPEC = LoraSpec(rank=4, seed=1)
 ADAM = AdamParams(learning_rate=0.1)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from tests.cluster.cpu import spawn
 from tests.cluster.cpu.tiny import KINDS, write_model
 from tests.cluster.plans import tiny_plan
-from tinkercloud.core.plan import Plan
+from tinkercloud.planning.plan import Plan
 from tinkercloud.weights.huggingface import ensure_hf_folder
 
 EXPERTS = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3")

@@ -14,8 +14,8 @@ from tinkercloud.cluster.weights.mapping import (
     Vocabulary,
     WeightMap,
 )
-from tinkercloud.core.plan import MegatronArguments
 from tinkercloud.errors import ConfigError
+from tinkercloud.planning.plan import MegatronArguments
 
 DENSE = MegatronArguments(
     num_layers=4, hidden_size=8, ffn_hidden_size=12, num_attention_heads=4, num_query_groups=2,

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from tinkercloud.cluster.gpus.ray_link import RayLink
-from tinkercloud.core.plan import Plan
 from tinkercloud.errors import CapacityTimeout
+from tinkercloud.planning.plan import Plan
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup

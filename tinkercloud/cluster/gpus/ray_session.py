@@ -21,8 +21,8 @@ from tinkercloud.cluster.gpus import ray_access
 from tinkercloud.cluster.gpus.placement import CPUS_PER_BUNDLE
 from tinkercloud.cluster.gpus.ray_link import RayLink
 from tinkercloud.config import ClusterConfig, quiet_ray
-from tinkercloud.core.plan import ClusterShape
 from tinkercloud.errors import ConfigError
+from tinkercloud.planning.plan import ClusterShape
 
 logger = logging.getLogger(__name__)
 

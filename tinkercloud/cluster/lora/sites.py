@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from tinkercloud.core.plan import MegatronArguments
+from tinkercloud.planning.plan import MegatronArguments
 
 Kind = Literal["column", "row"]
 Shape = tuple[int, int]

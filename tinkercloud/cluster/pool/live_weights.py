@@ -14,7 +14,7 @@ from tinkercloud.cluster.gpus.placement import rollout_indices
 from tinkercloud.cluster.rollout.manager import RolloutManager
 from tinkercloud.cluster.rollout.weight_sync import How, Route, Sent, Transfer, send_weights
 from tinkercloud.cluster.training.train_group import RayTrainGroup
-from tinkercloud.core.plan import Plan
+from tinkercloud.planning.plan import Plan
 
 logger = logging.getLogger(__name__)
 

@@ -28,9 +28,9 @@ from tinkercloud.cluster.rollout.manager import RolloutSettings
 from tinkercloud.cluster.rollout.token_streams import TokenStreams
 from tinkercloud.cluster.training.rank_actors import MILES_RANK, GroupSettings
 from tinkercloud.cluster.training.train_group import RayTrainGroup
-from tinkercloud.core.plan import Plan
 from tinkercloud.core.types import SampleOutput, SampleRequest
 from tinkercloud.errors import EngineDied
+from tinkercloud.planning.plan import Plan
 
 logger = logging.getLogger(__name__)
 

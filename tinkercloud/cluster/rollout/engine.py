@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tinkercloud.config import engine_environment, with_engine_key
-from tinkercloud.core.plan import SglangArguments
 from tinkercloud.errors import EngineDied
+from tinkercloud.planning.plan import SglangArguments
 
 LOG_LINES = 40
 # SGLang keeps a few tokens of the context to itself; with these added, requests can use all of the

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tinkercloud.cluster.rollout.generate import Served
-from tinkercloud.core.plan import SglangArguments
+from tinkercloud.planning.plan import SglangArguments
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from torch.distributed import ProcessGroup
 
 from tinkercloud.cluster.lora.layers import Factor, Pair, factors
 from tinkercloud.cluster.lora.sites import Shape, Site, dense_shapes, expert_shapes
-from tinkercloud.core.plan import Plan
 from tinkercloud.core.types import LoraSpec
+from tinkercloud.planning.plan import Plan
 from tinkercloud.weights.adapters import adapted_modules, fresh_adapter
 
 FullTensors = dict[str, Tensor]

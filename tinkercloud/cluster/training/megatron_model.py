@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import torch
 
-from tinkercloud.core.plan import MegatronArguments
 from tinkercloud.errors import ConfigError
+from tinkercloud.planning.plan import MegatronArguments
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from tinkercloud.cluster.training.rank_types import RankSettings
 from tinkercloud.config import ClusterConfig
-from tinkercloud.core.plan import MegatronArguments, Plan
 from tinkercloud.core.types import LORA_ALPHA
 from tinkercloud.errors import ConfigError
+from tinkercloud.planning.plan import MegatronArguments, Plan
 
 INSTALL = (
     "cluster.trainer is miles, but Miles is not installed: it is not on the package index; follow "

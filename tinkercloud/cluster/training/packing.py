@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tinkercloud.core.plan import Layout
 from tinkercloud.core.types import Datum
 from tinkercloud.errors import UserError
+from tinkercloud.planning.plan import Layout
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,9 @@ from tinkercloud.cluster.training.train_actor import (
     decoded,
     packed_request,
 )
-from tinkercloud.core.plan import Plan
 from tinkercloud.core.types import TrainBatch
 from tinkercloud.errors import EngineDied, UserError
+from tinkercloud.planning.plan import Plan
 
 logger = logging.getLogger(__name__)
 

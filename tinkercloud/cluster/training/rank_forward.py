@@ -23,12 +23,12 @@ from tinkercloud.cluster.training import packing
 from tinkercloud.cluster.training.logprobs import chunked_logprobs, gather_rows, target_logprobs
 from tinkercloud.cluster.training.packing import MicroBatch
 from tinkercloud.cluster.training.rank_types import RankOutput
-from tinkercloud.core.plan import Plan
 from tinkercloud.core.types import TrainBatch
 from tinkercloud.errors import UserError
 from tinkercloud.losses import load_loss
 from tinkercloud.losses.custom.evaluation import run
 from tinkercloud.losses.custom.graph import CUSTOM
+from tinkercloud.planning.plan import Plan
 
 
 @dataclass(slots=True)

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from tinkercloud.core.plan import Plan
 from tinkercloud.core.types import Datum, TrainBatch, TrainOutput
+from tinkercloud.planning.plan import Plan
 
 Form = Literal["adapter", "merged"]
 """Of exported weights: a PEFT folder, or a Hugging Face folder with adapters merged in."""

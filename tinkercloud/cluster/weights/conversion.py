@@ -23,8 +23,8 @@ from tinkercloud.cluster.weights.mapping import (
     full_shapes,
     named_tensors,
 )
-from tinkercloud.core.plan import MegatronArguments
 from tinkercloud.errors import ConfigError
+from tinkercloud.planning.plan import MegatronArguments
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _NAMED_AT_MOST = 8  # tensors listed in an error

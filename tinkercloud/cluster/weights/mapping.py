@@ -17,8 +17,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from tinkercloud.core.plan import MegatronArguments
 from tinkercloud.errors import ConfigError
+from tinkercloud.planning.plan import MegatronArguments
 
 Split = Literal["replicated", "tp", "etp"]
 """The ranks that a parameter is sharded over: none, tensor-parallel ones, those of experts."""

@@ -9,15 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tinkercloud.core import memory_estimate as memory
-from tinkercloud.core.engine_arguments import megatron_arguments, sglang_arguments
-from tinkercloud.core.layouts import candidates, cost, faults
-from tinkercloud.core.model_shape import ModelShape
-from tinkercloud.core.model_table import read_shape, untrainable
-from tinkercloud.core.plan import GIB, ClusterShape, Layout, Plan, PlanConstraints
-from tinkercloud.core.plan_reasons import Search, explain
-from tinkercloud.core.rollout_plan import Rollout, rollout_choices
 from tinkercloud.errors import PlanRefused
+from tinkercloud.planning import memory_estimate as memory
+from tinkercloud.planning.engine_arguments import megatron_arguments, sglang_arguments
+from tinkercloud.planning.layouts import candidates, cost, faults
+from tinkercloud.planning.model_shape import ModelShape
+from tinkercloud.planning.model_table import read_shape, untrainable
+from tinkercloud.planning.plan import GIB, ClusterShape, Layout, Plan, PlanConstraints
+from tinkercloud.planning.plan_reasons import Search, explain
+from tinkercloud.planning.rollout_plan import Rollout, rollout_choices
 
 DEFAULT_SEQ_LEN = 8192
 MAX_GPUS = 4096  # in the search for how many would do

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from itertools import product
 from math import log2
 
-from tinkercloud.core.memory_estimate import last_stage_layers
-from tinkercloud.core.model_shape import ModelShape
-from tinkercloud.core.plan import ClusterShape, Layout, PlanConstraints, Recompute
+from tinkercloud.planning.memory_estimate import last_stage_layers
+from tinkercloud.planning.model_shape import ModelShape
+from tinkercloud.planning.plan import ClusterShape, Layout, PlanConstraints, Recompute
 
 TP_COST = 0.05  # for each doubling of tp: all-reduces that nothing hides
 CP_COST = 0.06  # for each doubling of cp: keys and values on a ring

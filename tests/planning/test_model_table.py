@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.core.public_configs import NAMES, REFUSED, TRAINABLE, public_config
-from tinkercloud.core.model_table import ROWS, read_shape, untrainable
+from tests.planning.public_configs import NAMES, REFUSED, TRAINABLE, public_config
 from tinkercloud.errors import PlanRefused
+from tinkercloud.planning.model_table import ROWS, read_shape, untrainable
 
 # As the hubs' safetensors indices count them; of DeepSeek-V3 and GLM-4.5 without the draft layer.
 PUBLISHED = {

@@ -8,9 +8,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tinkercloud.core.config_figures import Figures, read_quantization, read_rope, read_window
-from tinkercloud.core.model_shape import Experts, Latent, ModelShape
 from tinkercloud.errors import PlanRefused
+from tinkercloud.planning.config_figures import (
+    Figures,
+    read_quantization,
+    read_rope,
+    read_window,
+)
+from tinkercloud.planning.model_shape import Experts, Latent, ModelShape
 
 LOADED_QUANTIZATIONS = ("fp8",)  # by blocks, with their scales: unpacked while loading
 

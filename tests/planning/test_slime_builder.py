@@ -6,14 +6,14 @@ from itertools import product
 
 import pytest
 
-from tests.core.public_configs import TRAINABLE, public_config
-from tinkercloud.core import memory_estimate as memory
-from tinkercloud.core.engine_arguments import serves_adapter
-from tinkercloud.core.model_table import read_shape
-from tinkercloud.core.plan import GIB, ClusterShape, Layout, Plan, PlanConstraints
-from tinkercloud.core.slime_builder import SlimeArgumentBuilder
+from tests.planning.public_configs import TRAINABLE, public_config
 from tinkercloud.core.types import LoraSpec
 from tinkercloud.errors import PlanRefused
+from tinkercloud.planning import memory_estimate as memory
+from tinkercloud.planning.engine_arguments import serves_adapter
+from tinkercloud.planning.model_table import read_shape
+from tinkercloud.planning.plan import GIB, ClusterShape, Layout, Plan, PlanConstraints
+from tinkercloud.planning.slime_builder import SlimeArgumentBuilder
 
 TINY_MOE = {
     "architectures": ["Qwen3MoeForCausalLM"],

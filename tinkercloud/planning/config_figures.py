@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any, cast
 
-from tinkercloud.core.model_shape import Rope
 from tinkercloud.errors import PlanRefused
+from tinkercloud.planning.model_shape import Rope
 
 MAX = 2**40  # a damaged file must not make anyone count for ever
 MAX_LAYERS = 4096

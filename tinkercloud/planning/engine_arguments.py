@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from tinkercloud.core.memory_estimate import last_stage_layers, padded_vocab
-from tinkercloud.core.model_shape import Experts, ModelShape
-from tinkercloud.core.plan import (
+from tinkercloud.core.types import LoraSpec
+from tinkercloud.planning.memory_estimate import last_stage_layers, padded_vocab
+from tinkercloud.planning.model_shape import Experts, ModelShape
+from tinkercloud.planning.plan import (
     ClusterShape,
     Dtype,
     Layout,
@@ -13,7 +14,6 @@ from tinkercloud.core.plan import (
     RolloutLayout,
     SglangArguments,
 )
-from tinkercloud.core.types import LoraSpec
 
 ADAPTER_SLOTS = 8  # adapters an engine holds on the GPU; others wait in host memory
 CONCURRENCY = 4  # requests admitted for each that would fit at full length

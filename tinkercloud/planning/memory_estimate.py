@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from tinkercloud.core.model_shape import Linear, ModelShape
-from tinkercloud.core.plan import GIB, ClusterShape, Layout, MemoryPhase
 from tinkercloud.core.types import DTYPE_BYTES, AdapterSizes
+from tinkercloud.planning.model_shape import Linear, ModelShape
+from tinkercloud.planning.plan import GIB, ClusterShape, Layout, MemoryPhase
 
 MIB = 1024**2
 MARGIN = 0.06  # of a GPU: fragmentation, NCCL's buffers, what the driver keeps

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from tinkercloud.core import memory_estimate as memory
-from tinkercloud.core.engine_arguments import ADAPTER_SLOTS, serves_adapters
-from tinkercloud.core.layouts import divisors
-from tinkercloud.core.model_shape import ModelShape
-from tinkercloud.core.plan import GIB, ClusterShape, PlanConstraints, RolloutLayout
+from tinkercloud.planning import memory_estimate as memory
+from tinkercloud.planning.engine_arguments import ADAPTER_SLOTS, serves_adapters
+from tinkercloud.planning.layouts import divisors
+from tinkercloud.planning.model_shape import ModelShape
+from tinkercloud.planning.plan import GIB, ClusterShape, PlanConstraints, RolloutLayout
 
 AMPLE_SEQUENCES = 8  # of full length, in an engine's cache, before tp is enough
 

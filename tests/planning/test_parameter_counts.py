@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.core.public_configs import NAMES, public_config
-from tinkercloud.core.model_table import read_shape
+from tests.planning.public_configs import NAMES, public_config
+from tinkercloud.planning.model_table import read_shape
 
 
 def _known_to_transformers(name: str) -> int:

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from tests.core.public_configs import TRAINABLE, public_config
-from tinkercloud.core import memory_estimate as memory
-from tinkercloud.core.model_shape import ModelShape
-from tinkercloud.core.model_table import read_shape
-from tinkercloud.core.plan import GIB, ClusterShape, Layout
+from tests.planning.public_configs import TRAINABLE, public_config
 from tinkercloud.core.types import LoraSpec, num_trained
+from tinkercloud.planning import memory_estimate as memory
+from tinkercloud.planning.model_shape import ModelShape
+from tinkercloud.planning.model_table import read_shape
+from tinkercloud.planning.plan import GIB, ClusterShape, Layout
 
 ONE = Layout(1, 1, 1, 1, 1, 1, False, "none", 4096)
 

@@ -3,11 +3,17 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from tinkercloud.core.engine_arguments import CONCURRENCY
-from tinkercloud.core.memory_estimate import Training, expert_rank, padded_vocab, stages
-from tinkercloud.core.model_shape import ModelShape
-from tinkercloud.core.model_table import ROWS
-from tinkercloud.core.plan import GIB, ClusterShape, Layout, PlanConstraints, SglangArguments
+from tinkercloud.planning.engine_arguments import CONCURRENCY
+from tinkercloud.planning.memory_estimate import Training, expert_rank, padded_vocab, stages
+from tinkercloud.planning.model_shape import ModelShape
+from tinkercloud.planning.model_table import ROWS
+from tinkercloud.planning.plan import (
+    GIB,
+    ClusterShape,
+    Layout,
+    PlanConstraints,
+    SglangArguments,
+)
 
 
 @dataclass(frozen=True, slots=True)
