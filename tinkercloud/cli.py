@@ -29,10 +29,10 @@ from tinkercloud.commands import (
     top,
 )
 from tinkercloud.commands.drafts import options as draft_options
+from tinkercloud.commands.generation import chat, generate
 from tinkercloud.commands.options import Arguments, complain, missing_extra, say
 from tinkercloud.commands.pools import options as pool_options
 from tinkercloud.commands.runs import branch, diff, receipt, replay, verify
-from tinkercloud.commands.talks import chat, generate
 from tinkercloud.errors import ConfigError, UserError
 
 COMMANDS = {

@@ -11,8 +11,8 @@ import tinker
 from tests import serving
 from tests.chat.model_folder import write_model_folder
 from tinkercloud.cli import main
-from tinkercloud.commands.talks.api_client import Answer, shown
-from tinkercloud.commands.talks.draft_counts import DraftCounts
+from tinkercloud.commands.generation.api_client import Answer, shown
+from tinkercloud.commands.generation.draft_counts import DraftCounts
 
 MODEL = "chatty"
 Command = Callable[..., "subprocess.CompletedProcess[str]"]

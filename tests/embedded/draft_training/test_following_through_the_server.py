@@ -17,8 +17,8 @@ from tests.serving import Server, start_server
 from tinkercloud.commands.drafts.collect import sample_texts
 from tinkercloud.commands.drafts.target import Target
 from tinkercloud.commands.drafts.train import DistillConfig, distilled
-from tinkercloud.commands.talks.api_client import ApiClient
-from tinkercloud.commands.talks.draft_trainer import DraftTrainer
+from tinkercloud.commands.generation.api_client import ApiClient
+from tinkercloud.commands.generation.draft_trainer import DraftTrainer
 from tinkercloud.embedded.draft_training.driver import Plan
 from tinkercloud.embedded.draft_training.files import drafts_of
 from tinkercloud.embedded.forward import runners

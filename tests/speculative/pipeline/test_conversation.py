@@ -11,7 +11,7 @@ from tests.chat.model_folder import write_model_folder
 from tests.speculative.pipeline.conftest import Workers, at, until
 from tests.speculative.pipeline.scripted import Knowing, ScriptedEngine, plain
 from tinkercloud.chat.text_model import Conversation, TextModel
-from tinkercloud.commands.talks.worker_talk import WorkerTalk
+from tinkercloud.commands.generation.worker_chat import WorkerChat
 from tinkercloud.errors import UserError
 from tinkercloud.speculative.pipeline import ConversationSession, Orchestrator, PipelineOptions
 from tinkercloud.speculative.remote.target_messages import TargetModel, tokenizer_files
@@ -133,10 +133,10 @@ def test_a_talk_writes_its_last_answer_again_with_drafts_and_without(
 ) -> None:
     target, draft = workers.target(ScriptedEngine(), model=model), workers.draft(Knowing(7))
     with Orchestrator(at(target), at(draft), replace(OPTIONS, seed=None)) as pipeline:
-        talk = WorkerTalk(pipeline, pipeline.chat_session(), None, None)
-        with talk:
+        chat = WorkerChat(pipeline, pipeline.chat_session(), None, None)
+        with chat:
             for line in ("/eval\n", "hello\n", "/eval\n", "/train\n"):
-                assert talk.heard(line)
+                assert chat.handle(line)
         answer, drafted, plain = pipeline.results
     said = capsys.readouterr().out
     assert "[there is no answer yet to evaluate drafts by]" in said

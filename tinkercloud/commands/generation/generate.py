@@ -3,8 +3,7 @@
 import argparse
 import sys
 
-from tinkercloud.commands.options import Arguments, say_progress
-from tinkercloud.commands.talks.api_client import (
+from tinkercloud.commands.generation.api_client import (
     Answer,
     add_sampling_options,
     chosen_model,
@@ -12,9 +11,10 @@ from tinkercloud.commands.talks.api_client import (
     sampling_fields,
     shown,
 )
-from tinkercloud.commands.talks.draft_counts import read_counts
-from tinkercloud.commands.talks.pipeline_options import add_pipeline_options, orchestrator_of
-from tinkercloud.commands.talks.talk import stats_line
+from tinkercloud.commands.generation.draft_counts import read_counts
+from tinkercloud.commands.generation.pipeline_options import add_pipeline_options, orchestrator_of
+from tinkercloud.commands.generation.server_chat import stats_line
+from tinkercloud.commands.options import Arguments, say_progress
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

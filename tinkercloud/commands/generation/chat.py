@@ -3,16 +3,16 @@
 import argparse
 import sys
 
-from tinkercloud.commands.options import Arguments, say
-from tinkercloud.commands.talks.api_client import (
+from tinkercloud.commands.generation.api_client import (
     add_sampling_options,
     chosen_model,
     opened,
     sampling_fields,
 )
-from tinkercloud.commands.talks.pipeline_options import add_pipeline_options, orchestrator_of
-from tinkercloud.commands.talks.talk import Talk
-from tinkercloud.commands.talks.worker_talk import WorkerTalk
+from tinkercloud.commands.generation.pipeline_options import add_pipeline_options, orchestrator_of
+from tinkercloud.commands.generation.server_chat import ServerChat
+from tinkercloud.commands.generation.worker_chat import WorkerChat
+from tinkercloud.commands.options import Arguments, say
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -24,16 +24,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: Arguments) -> int:
     if arguments["target"] is not None:
-        with orchestrator_of(arguments) as pipeline, WorkerTalk.of(pipeline, arguments) as talk:
+        with orchestrator_of(arguments) as pipeline, WorkerChat.of(pipeline, arguments) as chat:
             say(f"[{pipeline.model}; /help]")
-            while (line := _line()) and talk.heard(line):
+            while (line := _line()) and chat.handle(line):
                 pass
         return 0
     with opened(arguments) as client:
         model = chosen_model(client, arguments["model"])
-        talk = Talk(client, model, sampling_fields(arguments), arguments["system"])
+        chat = ServerChat(client, model, sampling_fields(arguments), arguments["system"])
         say(f"[{model}; /help]")
-        while (line := _line()) and talk.heard(line):
+        while (line := _line()) and chat.handle(line):
             pass
     return 0
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tinkercloud.commands.talks.api_client import ApiClient
+from tinkercloud.commands.generation.api_client import ApiClient
 from tinkercloud.errors import UserError
 
 

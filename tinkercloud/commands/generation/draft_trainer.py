@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tinkercloud.commands.talks.api_client import ApiClient
+from tinkercloud.commands.generation.api_client import ApiClient
 from tinkercloud.speculative.learning.schedule import TRAINING_IS_OVER
 
 PAUSE_S = 0.5  # between two looks

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tinkercloud.commands.generation.api_client import shown
 from tinkercloud.commands.options import Arguments, say
-from tinkercloud.commands.talks.api_client import shown
 from tinkercloud.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ HELP = """/stats   tokens, speed and drafts of the last answer, and of all
 
 
 @dataclass(slots=True)
-class WorkerTalk:
+class WorkerChat:
     """telemetry: where the rounds of all answers are written at the end, if anywhere."""
 
     pipeline: "Orchestrator"
@@ -29,11 +29,11 @@ class WorkerTalk:
     telemetry: Path | None
 
     @classmethod
-    def of(cls, pipeline: "Orchestrator", arguments: Arguments) -> "WorkerTalk":
+    def of(cls, pipeline: "Orchestrator", arguments: Arguments) -> "WorkerChat":
         system = arguments["system"]
         return cls(pipeline, pipeline.chat_session(system), system, arguments["telemetry"])
 
-    def __enter__(self) -> "WorkerTalk":
+    def __enter__(self) -> "WorkerChat":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -41,8 +41,8 @@ class WorkerTalk:
         if self.telemetry is not None:
             self.pipeline.export_telemetry(self.telemetry)
 
-    def heard(self, line: str) -> bool:
-        """One line of the user; False ends the talk. What fails is said, and the talk goes on."""
+    def handle(self, line: str) -> bool:
+        """One line of the user; False ends the chat. What fails is said, and the chat goes on."""
         text = line.strip()
         try:
             if text in ("/quit", "/exit"):
@@ -63,7 +63,7 @@ class WorkerTalk:
                 self._answer(text)
         except UserError as error:
             say(f"[{error}]")
-        except KeyboardInterrupt:  # ends this answer, not the talk
+        except KeyboardInterrupt:  # ends this answer, not the chat
             say(" [interrupted]")
         return True
 

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from tinkercloud.commands.generation.api_client import Answer, ApiClient, shown
+from tinkercloud.commands.generation.draft_counts import DraftCounts, read_counts
+from tinkercloud.commands.generation.draft_trainer import DraftTrainer
 from tinkercloud.commands.options import say
-from tinkercloud.commands.talks.api_client import Answer, ApiClient, shown
-from tinkercloud.commands.talks.draft_counts import DraftCounts, read_counts
-from tinkercloud.commands.talks.draft_trainer import DraftTrainer
 from tinkercloud.errors import UserError
 
 HELP = """/stats          tokens, speed and drafts of the last answer, and of all
@@ -32,7 +32,7 @@ def stats_line(answer: Answer, before: DraftCounts | None, after: DraftCounts | 
 
 
 @dataclass
-class Talk:
+class ServerChat:
     """messages: the conversation so far. fields: of every request."""
 
     client: ApiClient
@@ -43,8 +43,8 @@ class Talk:
     answers: list[Answer] = field(default_factory=list[Answer])
     last_stats: str = "no answer yet"
 
-    def heard(self, line: str) -> bool:
-        """One line of the user; False ends the talk. What the server refuses is said, and the talk
+    def handle(self, line: str) -> bool:
+        """One line of the user; False ends the chat. What the server refuses is said, and the chat
         goes on."""
         text = line.strip()
         try:
@@ -84,7 +84,7 @@ class Talk:
             for piece in self._pieces(self.model, messages, answer):
                 sys.stdout.write(shown(piece))
                 sys.stdout.flush()
-        except KeyboardInterrupt:  # ends this answer, not the talk
+        except KeyboardInterrupt:  # ends this answer, not the chat
             answer.finish_reason = "interrupted"
         sys.stdout.write("\n" if answer.finish_reason == "stop" else f" [{answer.finish_reason}]\n")
         sys.stdout.flush()
