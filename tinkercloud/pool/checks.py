@@ -45,8 +45,8 @@ def diagnose(pool: PoolFile, folder: Path) -> Iterator[Finding]:
     """Starts the workers that the pool would start, asks all of them, and ends those again. For a
     pool that does not run."""
     program = None
-    for finding, found in _programs(pool):
-        program = found or program
+    for finding, usable in _programs(pool):
+        program = usable or program
         yield finding
     yield _port(pool)
     links = [WorkerLink(worker, folder) for worker in pool.workers]
@@ -74,10 +74,10 @@ def _programs(pool: PoolFile) -> Iterator[tuple[Finding, Path | None]]:
     except ConfigError as error:
         yield Finding("llama-server", "not found", str(error)), None
         return
-    known = help_text(program)
+    options = help_text(program)
     drafts = any(model.draft is not None for model in pool.models)
     flags = (*FLAGS, *DRAFT_FLAGS) if drafts else FLAGS
-    unknown = [flag for flag in flags if flag not in known]
+    unknown = [flag for flag in flags if flag not in options]
     if not version(program):
         yield Finding("llama-server", f"{program} does not run", "build it for this machine"), None
     elif unknown:
@@ -143,12 +143,12 @@ def _handshake(program: Path, devices: list[Device]) -> Finding:
 
 def _models(pool: PoolFile, devices: list[Device]) -> Iterator[Finding]:
     coordinator = pool.coordinator
-    own = [Device("coordinator", "CPU", coordinator.memory)] if coordinator.memory else []
+    cpus = [Device("coordinator", "CPU", coordinator.memory)] if coordinator.memory else []
     gpus = [Device("coordinator", gpu.device, gpu.memory or 0) for gpu in coordinator.gpus]
     for model in pool.models:
         try:
             file = read_model_file(model.path)
-            plan = plan_layers(file, model, [*own, *devices, *gpus], coordinator.reserve)
+            plan = plan_layers(file, model, [*cpus, *devices, *gpus], coordinator.reserve)
             draft_text(model)
         except ConfigError as error:
             yield Finding(model.name, "cannot be served", str(error))

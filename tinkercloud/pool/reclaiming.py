@@ -55,11 +55,11 @@ def _available() -> int:
 
 def _spans(pid: int, files: list[Path]) -> list[tuple[int, int]]:
     """Addresses at which the process has them mapped."""
-    wanted = {str(path.resolve()) for path in files}
+    paths = {str(path.resolve()) for path in files}
     spans = []
     for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
         span, *_, path = line.split(maxsplit=5)
-        if path in wanted:
+        if path in paths:
             start, end = (int(number, 16) for number in span.split("-"))
             spans.append((start, end - start))
     return spans

@@ -46,8 +46,8 @@ def search(network: str, port: int, key: str | None = None) -> list[FoundWorker]
         httpx.Client(timeout=TIMEOUT_S, trust_env=False, limits=limits) as client,
         ThreadPoolExecutor(AT_ONCE) as executor,
     ):
-        found = executor.map(lambda host: _ask(client, host, port, key), addresses)
-        return [worker for worker in found if worker is not None]
+        answers = executor.map(lambda host: _ask(client, host, port, key), addresses)
+        return [worker for worker in answers if worker is not None]
 
 
 def _addresses(network: str) -> list[str]:
@@ -71,13 +71,13 @@ def _ask(client: httpx.Client, host: str, port: int, key: str | None) -> FoundWo
     try:
         status, answer = _get(client, url)
         if status != 401:
-            return _found(host, port, answer) if status == 200 else None
+            return _worker_of(host, port, answer) if status == 200 else None
         if "worker wants its key" not in str(answer.get("error")):
             return None
         if key is not None:
             status, answer = _get(client, url, {"Authorization": f"Bearer {key}"})
             if status == 200:
-                return _found(host, port, answer)
+                return _worker_of(host, port, answer)
         return FoundWorker(host, port, key_wanted=True)
     except (httpx.HTTPError, ValueError):
         return None
@@ -99,7 +99,7 @@ def _get(
     return response.status_code, answer
 
 
-def _found(host: str, port: int, answer: dict[str, object]) -> FoundWorker | None:
+def _worker_of(host: str, port: int, answer: dict[str, object]) -> FoundWorker | None:
     devices = answer.get("devices")
     if not isinstance(devices, list) or not devices:
         return None

@@ -54,8 +54,8 @@ class WorkerLink:
         self.end()
         self._misses, self._started, self._health = 0, {}, []
         worker = self.worker
-        own = range(worker.port, worker.port + worker.num_ports)
-        self._ports = {port: free_port() if worker.start == "ssh" else port for port in own}
+        ports = range(worker.port, worker.port + worker.num_ports)
+        self._ports = {port: free_port() if worker.start == "ssh" else port for port in ports}
         if worker.start == "local":
             command = [sys.executable, "-m", "tinkercloud", *self._worker_arguments()]
             command += ["--log-dir", str(self._folder)]

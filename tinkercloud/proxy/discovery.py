@@ -13,7 +13,7 @@ from tinkercloud.proxy.server_kinds import SERVER_KINDS, ServerKind
 from tinkercloud.proxy.target import Target
 from tinkercloud.proxy.text_drafter import TextDrafter
 from tinkercloud.proxy.upstream import Upstream
-from tinkercloud.proxy.verification import Round
+from tinkercloud.proxy.verification import RoundRequest
 
 PROBE = "def area(radius):\n    return 3.14 * radius ** 2  # 圆 números"
 
@@ -32,16 +32,16 @@ async def listed(upstream: Upstream) -> Listed:
     """The model that the upstream's address names, or the first. Raises UpstreamUnreachable,
     UpstreamRefused, UpstreamAnswerInvalid."""
     entries = json_list(await upstream.get("models"), "data")
-    wanted = upstream.address.model
+    named = upstream.address.model
     models = {
         entry["id"]: entry
-        for entry in (json_object(one, "a model") for one in entries)
+        for entry in (json_object(each, "a model") for each in entries)
         if isinstance(entry.get("id"), str)
     }
-    if not models or (wanted is not None and wanted not in models):
+    if not models or (named is not None and named not in models):
         names = ", ".join(list(models)[:16]) or "none"
-        raise UpstreamAnswerInvalid(f"{upstream.name} has no model {wanted or ''}; it has: {names}")
-    entry = models[wanted] if wanted is not None else next(iter(models.values()))
+        raise UpstreamAnswerInvalid(f"{upstream.name} has no model {named or ''}; it has: {names}")
+    entry = models[named] if named is not None else next(iter(models.values()))
     longest = entry.get("max_model_len")
     return Listed(
         entry["id"],
@@ -84,7 +84,7 @@ async def why_not_verified(target: Target, codec: TextCodec) -> str | None:
         if not await has_vocabulary(target.upstream, target.kind, codec):
             return "its tokens are not those of --tokenizer"
         prompt = tuple(codec.encode(PROBE, bos=True))
-        await target.verify(Round(prompt[:-2], prompt[-2:], GREEDY), random.Random(0))
+        await target.verify(RoundRequest(prompt[:-2], prompt[-2:], GREEDY), random.Random(0))
     except TinkercloudError as error:
         return str(error)
     return None
@@ -97,29 +97,29 @@ class FoundDrafter:
         self.name = upstream.name
         self._upstream = upstream
         self._codec = codec
-        self._found: DraftSource | None = None
+        self._source: DraftSource | None = None
 
-    async def found(self) -> DraftSource:
+    async def source(self) -> DraftSource:
         """Raises TinkercloudError."""
-        if self._found is None:
+        if self._source is None:
             model = await listed(self._upstream)
             self._upstream.model = model.model
             kind = model.kind
             if kind is not None and await has_vocabulary(self._upstream, kind, self._codec):
-                self._found = TokenDrafter(self._upstream, kind)
+                self._source = TokenDrafter(self._upstream, kind)
             else:
-                self._found = TextDrafter(self._upstream, self._codec)
-        return self._found
+                self._source = TextDrafter(self._upstream, self._codec)
+        return self._source
 
     async def form(self) -> str:
         """How it is asked. Raises TinkercloudError."""
-        return "tokens" if isinstance(await self.found(), TokenDrafter) else "text"
+        return "tokens" if isinstance(await self.source(), TokenDrafter) else "text"
 
     def open(self) -> DraftSession:
         return self
 
-    async def draft(self, asked: Round) -> tuple[int, ...]:
-        return await (await self.found()).open().draft(asked)
+    async def draft(self, request: RoundRequest) -> tuple[int, ...]:
+        return await (await self.source()).open().draft(request)
 
     def close(self) -> None:
         """A server keeps nothing of a sample but what it caches."""

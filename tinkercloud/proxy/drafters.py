@@ -12,7 +12,7 @@ from tinkercloud.chat.requests import SamplingOptions
 from tinkercloud.errors import TinkercloudError
 from tinkercloud.proxy.server_kinds import ServerKind
 from tinkercloud.proxy.upstream import Upstream
-from tinkercloud.proxy.verification import Round
+from tinkercloud.proxy.verification import RoundRequest
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +24,8 @@ Together = Literal["race", "consensus"]
 class DraftSession(Protocol):
     """Drafts of one sample."""
 
-    async def draft(self, asked: Round) -> tuple[int, ...]:
-        """At most asked.num_tokens that may come after its prompt. Raises TinkercloudError."""
+    async def draft(self, request: RoundRequest) -> tuple[int, ...]:
+        """At most request.num_tokens that may come after its prompt. Raises TinkercloudError."""
         ...
 
     def close(self) -> None: ...
@@ -49,11 +49,11 @@ class TokenDrafter:
     def open(self) -> DraftSession:
         return self
 
-    async def draft(self, asked: Round) -> tuple[int, ...]:
+    async def draft(self, request: RoundRequest) -> tuple[int, ...]:
         if not self._is_seeded:  # its noise is not the target's, and the likeliest is right oftener
-            asked = replace(asked, sampling=GREEDY)
-        answer = await self._upstream.post(self._form.path, self._form.request(asked))
-        return self._form.read(asked, answer).tokens
+            request = replace(request, sampling=GREEDY)
+        answer = await self._upstream.post(self._form.path, self._form.request(request))
+        return self._form.read(request, answer).tokens
 
     def close(self) -> None:
         """A server keeps nothing of a sample but what it caches."""
@@ -116,10 +116,10 @@ class DraftSessions:
     def close(self) -> None:
         self._stack.close()
 
-    async def draft(self, asked: Round) -> tuple[int, ...]:
+    async def draft(self, request: RoundRequest) -> tuple[int, ...]:
         """Empty where there is none: every drafter is down, or has nothing to say."""
         tasks: _Tasks = {
-            asyncio.ensure_future(self._ask(entry, session, asked)): entry
+            asyncio.ensure_future(self._ask(entry, session, request)): entry
             for entry, session in self._sessions
             if entry.is_due
         }
@@ -132,10 +132,12 @@ class DraftSessions:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _ask(self, entry: DraftEntry, session: DraftSession, asked: Round) -> tuple[int, ...]:
+    async def _ask(
+        self, entry: DraftEntry, session: DraftSession, request: RoundRequest
+    ) -> tuple[int, ...]:
         try:
             async with asyncio.timeout(self._pool.timeout_s):
-                draft = await session.draft(asked)
+                draft = await session.draft(request)
         except TimeoutError:
             entry.failed(f"no answer within {self._pool.timeout_s:g} s")
             return ()
@@ -143,7 +145,7 @@ class DraftSessions:
             entry.failed(str(error))
             return ()
         entry.answered()
-        return draft[: asked.num_tokens]
+        return draft[: request.num_tokens]
 
 
 _Tasks = dict[asyncio.Future[tuple[int, ...]], DraftEntry]
@@ -162,9 +164,9 @@ async def _first(tasks: _Tasks) -> tuple[int, ...]:
 
 async def _agreed(tasks: _Tasks) -> tuple[int, ...]:
     drafts = await asyncio.gather(*tasks)
-    draft = agreed([one for one in drafts if one])
-    for entry, one in zip(tasks.values(), drafts, strict=True):
-        entry.num_taken += bool(draft) and one[: len(draft)] == draft
+    draft = agreed([each for each in drafts if each])
+    for entry, each in zip(tasks.values(), drafts, strict=True):
+        entry.num_taken += bool(draft) and each[: len(draft)] == draft
     return draft
 
 

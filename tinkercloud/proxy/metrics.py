@@ -68,16 +68,16 @@ def status_json(service: ProxyService) -> dict[str, Any]:
     if service.speculation is None:
         return status | {"speculation": None, "passes_on": service.passes_on}
     speculator = service.speculation.speculator
-    made = speculator.counts
+    totals = speculator.counts
     return status | {
         "speculation": {
             "verified_by": speculator.target.kind.name,
-            "rounds": made.rounds,
-            "drafted": made.drafted,
-            "accepted": made.accepted,
-            "acceptance": made.accepted / made.drafted if made.drafted else None,
-            "tokens_a_round": made.verified / made.rounds if made.rounds else None,
-            "plain": made.plain,
+            "rounds": totals.rounds,
+            "drafted": totals.drafted,
+            "accepted": totals.accepted,
+            "acceptance": totals.accepted / totals.drafted if totals.drafted else None,
+            "tokens_a_round": totals.verified / totals.rounds if totals.rounds else None,
+            "plain": totals.plain,
         },
         "drafters": [
             {

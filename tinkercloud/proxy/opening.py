@@ -117,13 +117,13 @@ async def _speculation(
     def is_text(token: int) -> bool:
         return token not in end_tokens and bool(text.codec.bytes_of(token))
 
-    asked = Target(upstream, target.kind, is_text)
-    reason = await why_not_verified(asked, text.codec)
+    verifier = Target(upstream, target.kind, is_text)
+    reason = await why_not_verified(verifier, text.codec)
     if reason is not None:
         return None, reason
     sources = [*options.local, *(FoundDrafter(each, text.codec) for each in drafts)]
     pool = DraftPool(sources, options.together, options.draft_timeout_s)
-    speculator = Speculator(asked, pool, options.most_drafted)
+    speculator = Speculator(verifier, pool, options.most_drafted)
     return Speculation(speculator, text, defaults), ""
 
 

@@ -22,7 +22,7 @@ from tinkercloud.proxy.answers import (
     token_id,
     token_ids,
 )
-from tinkercloud.proxy.verification import Round, Sampled, ScoredToken, Scores, Verified
+from tinkercloud.proxy.verification import RoundRequest, Sampled, ScoredToken, Scores, Verified
 
 TOP = 2
 """With one alone a tie for the likeliest token would not be seen."""
@@ -33,22 +33,22 @@ class SampleForm:
     """path: below the upstream's OpenAI base URL, or, with a slash, below its root."""
 
     path: str
-    request: Callable[[Round], dict[str, Any]]
-    read: Callable[[Round, Json], Sampled]
+    request: Callable[[RoundRequest], dict[str, Any]]
+    read: Callable[[RoundRequest, Json], Sampled]
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreForm:
     path: str
-    request: Callable[[Round], dict[str, Any]]
-    read: Callable[[Round, Json], Scores]
+    request: Callable[[RoundRequest], dict[str, Any]]
+    read: Callable[[RoundRequest, Json], Scores]
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyForm:
     path: str
-    request: Callable[[Round], dict[str, Any]]
-    read: Callable[[Round, Json], Verified]
+    request: Callable[[RoundRequest], dict[str, Any]]
+    read: Callable[[RoundRequest, Json], Verified]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,42 +78,44 @@ def _vllm_sampling(sampling: SamplingOptions) -> dict[str, Any]:
     }
 
 
-def _vllm_sample(asked: Round) -> dict[str, Any]:
+def _vllm_sample(request: RoundRequest) -> dict[str, Any]:
     return {
-        "prompt": asked.tokens,
-        "max_tokens": asked.num_tokens,
+        "prompt": request.tokens,
+        "max_tokens": request.num_tokens,
         "return_token_ids": True,
-        **_vllm_sampling(asked.sampling),
-        **_bias(asked),
+        **_vllm_sampling(request.sampling),
+        **_bias(request),
     }
 
 
-def _bias(asked: Round) -> dict[str, Any]:
+def _bias(request: RoundRequest) -> dict[str, Any]:
     """Of an excluded token: its probability times exp(-100), the least that both servers take."""
-    return {} if asked.excluded is None else {"logit_bias": {str(asked.excluded): -100}}
+    return {} if request.excluded is None else {"logit_bias": {str(request.excluded): -100}}
 
 
-def _vllm_score(asked: Round) -> dict[str, Any]:
-    return {**_vllm_sample(asked), "prompt_logprobs": TOP}
+def _vllm_score(request: RoundRequest) -> dict[str, Any]:
+    return {**_vllm_sample(request), "prompt_logprobs": TOP}
 
 
 def _choice(answer: Json) -> Json:
     return json_object(only(json_list(answer, "choices"), "choices"), "a choice")
 
 
-def _chosen_tokens(asked: Round, answer: Json) -> Sampled:
+def _chosen_tokens(request: RoundRequest, answer: Json) -> Sampled:
     choice = _choice(answer)
-    tokens = token_ids(choice, "token_ids", asked.num_tokens)
+    tokens = token_ids(choice, "token_ids", request.num_tokens)
     return Sampled(tokens, choice.get("finish_reason") == "stop")
 
 
-def _vllm_scores(asked: Round, answer: Json) -> Scores:
+def _vllm_scores(request: RoundRequest, answer: Json) -> Scores:
     rows = json_list(_choice(answer), "prompt_logprobs")
-    if len(rows) != len(asked.tokens):
-        raise UpstreamAnswerInvalid(f"{len(rows)} prompt_logprobs for {len(asked.tokens)} tokens")
-    drafted_rows = rows[len(asked.prompt) :]
-    scored = [_vllm_row(token, row) for token, row in zip(asked.drafted, drafted_rows, strict=True)]
-    return Scores(tuple(scored), _chosen_tokens(asked, answer))
+    if len(rows) != len(request.tokens):
+        raise UpstreamAnswerInvalid(f"{len(rows)} prompt_logprobs for {len(request.tokens)} tokens")
+    drafted_rows = rows[len(request.prompt) :]
+    scored = [
+        _vllm_row(token, row) for token, row in zip(request.drafted, drafted_rows, strict=True)
+    ]
+    return Scores(tuple(scored), _chosen_tokens(request, answer))
 
 
 def _vllm_row(drafted: int, row: object) -> ScoredToken:
@@ -131,50 +133,50 @@ def _vllm_row(drafted: int, row: object) -> ScoredToken:
 # ---- SGLang: /generate, which takes and gives tokens
 
 
-def _sglang_sample(asked: Round) -> dict[str, Any]:
-    sampling = asked.sampling
+def _sglang_sample(request: RoundRequest) -> dict[str, Any]:
+    sampling = request.sampling
     return {
-        "input_ids": asked.tokens,
+        "input_ids": request.tokens,
         "sampling_params": {
             "temperature": sampling.temperature,
-            "max_new_tokens": asked.num_tokens,
+            "max_new_tokens": request.num_tokens,
             "top_p": 1.0,
             "top_k": -1,
             "min_p": 0.0,
             "repetition_penalty": 1.0,
             **({} if sampling.seed is None else {"sampling_seed": sampling.seed}),
-            **_bias(asked),
+            **_bias(request),
         },
     }
 
 
-def _sglang_score(asked: Round) -> dict[str, Any]:
+def _sglang_score(request: RoundRequest) -> dict[str, Any]:
     return {
-        **_sglang_sample(asked),
+        **_sglang_sample(request),
         "return_logprob": True,
         # Places before it may come from its cache; the one before the draft predicts its first.
-        "logprob_start_len": len(asked.prompt) - 1,
+        "logprob_start_len": len(request.prompt) - 1,
         "top_logprobs_num": TOP,
     }
 
 
-def _sglang_tokens(asked: Round, answer: Json) -> Sampled:
+def _sglang_tokens(request: RoundRequest, answer: Json) -> Sampled:
     reason = json_object(answer.get("meta_info"), "meta_info").get("finish_reason")
-    tokens = token_ids(answer, "output_ids", asked.num_tokens)
+    tokens = token_ids(answer, "output_ids", request.num_tokens)
     return Sampled(tokens, isinstance(reason, Mapping) and reason.get("type") == "stop")
 
 
-def _sglang_scores(asked: Round, answer: Json) -> Scores:
+def _sglang_scores(request: RoundRequest, answer: Json) -> Scores:
     meta = json_object(answer.get("meta_info"), "meta_info")
-    num_drafted = len(asked.drafted)
+    num_drafted = len(request.drafted)
     own, top = json_list(meta, "input_token_logprobs"), json_list(meta, "input_top_logprobs")
     if min(len(own), len(top)) < num_drafted:
         raise UpstreamAnswerInvalid(
             f"{min(len(own), len(top))} scored places for {num_drafted} tokens"
         )
     own, top = own[len(own) - num_drafted :], top[len(top) - num_drafted :]
-    scored = [_sglang_place(*place) for place in zip(asked.drafted, own, top, strict=True)]
-    return Scores(tuple(scored), _sglang_tokens(asked, answer))
+    scored = [_sglang_place(*place) for place in zip(request.drafted, own, top, strict=True)]
+    return Scores(tuple(scored), _sglang_tokens(request, answer))
 
 
 def _sglang_place(drafted: int, own: object, top: object) -> ScoredToken:
@@ -195,8 +197,8 @@ def _sglang_pair(entry: object) -> tuple[int, float]:
 # ---- our own server
 
 
-def _own_fields(asked: Round) -> dict[str, Any]:
-    sampling = asked.sampling
+def _own_fields(request: RoundRequest) -> dict[str, Any]:
+    sampling = request.sampling
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -206,23 +208,23 @@ def _own_fields(asked: Round) -> dict[str, Any]:
     }
 
 
-def _own_sample(asked: Round) -> dict[str, Any]:
-    fields = {"prompt": asked.tokens, "max_tokens": asked.num_tokens, "return_token_ids": True}
-    return _own_fields(asked) | fields
+def _own_sample(request: RoundRequest) -> dict[str, Any]:
+    fields = {"prompt": request.tokens, "max_tokens": request.num_tokens, "return_token_ids": True}
+    return _own_fields(request) | fields
 
 
-def _own_verify(asked: Round) -> dict[str, Any]:
-    return _own_fields(asked) | {"prompt": [*asked.prompt], "drafted": [*asked.drafted]}
+def _own_verify(request: RoundRequest) -> dict[str, Any]:
+    return _own_fields(request) | {"prompt": [*request.prompt], "drafted": [*request.drafted]}
 
 
-def _own_verified(asked: Round, answer: Json) -> Verified:
-    tokens = token_ids(answer, "tokens", len(asked.drafted) + 1)
-    if tokens[:-1] != asked.drafted[: len(tokens) - 1]:
+def _own_verified(request: RoundRequest, answer: Json) -> Verified:
+    tokens = token_ids(answer, "tokens", len(request.drafted) + 1)
+    if tokens[:-1] != request.drafted[: len(tokens) - 1]:
         raise UpstreamAnswerInvalid("the verified tokens do not begin with drafted ones")
     logprobs = tuple(map(log_probability, json_list(answer, "logprobs")))
     if len(logprobs) != len(tokens):
         raise UpstreamAnswerInvalid(f"{len(logprobs)} log-probabilities for {len(tokens)} tokens")
-    is_drafted = tokens == asked.drafted[: len(tokens)]
+    is_drafted = tokens == request.drafted[: len(tokens)]
     num_accepted = len(tokens) if is_drafted else len(tokens) - 1
     return Verified(tokens, num_accepted, answer.get("finish_reason") == "stop")
 

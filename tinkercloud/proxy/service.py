@@ -143,12 +143,12 @@ class ProxyService:
 
     def _max_tokens(self, body: ChatBody | CompletionBody, num_prompt: int) -> int:
         room = (self.target.max_context or num_prompt + self.limits.max_output_tokens) - num_prompt
-        asked = _asked_tokens(body)
-        if asked is None and isinstance(body, CompletionBody):
-            asked = completion_request(body).sampling.max_tokens
-        if room < 1 or (asked is not None and not 1 <= asked <= room):
+        max_tokens = _asked_tokens(body)
+        if max_tokens is None and isinstance(body, CompletionBody):
+            max_tokens = completion_request(body).sampling.max_tokens
+        if room < 1 or (max_tokens is not None and not 1 <= max_tokens <= room):
             raise _PassOn("max_tokens")
-        return min(room, self.limits.max_output_tokens) if asked is None else asked
+        return min(room, self.limits.max_output_tokens) if max_tokens is None else max_tokens
 
     @contextmanager
     def running(self) -> Generator[None]:

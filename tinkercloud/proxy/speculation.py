@@ -11,7 +11,7 @@ from tinkercloud.proxy.drafters import GREEDY, DraftPool, DraftSessions
 from tinkercloud.proxy.round_costs import RoundCosts
 from tinkercloud.proxy.round_length import RoundLength
 from tinkercloud.proxy.target import MAX_SEED, Target
-from tinkercloud.proxy.verification import Round, Sampled
+from tinkercloud.proxy.verification import RoundRequest, Sampled
 
 Clock = Callable[[], float]
 
@@ -67,16 +67,16 @@ class Speculator:
         with closing(self.drafters.open()) as sessions:
             while left > 0:
                 num = min(length.drafted(len(prompt)), left - 1)
-                asked = Round(prompt, (), draft_sampling, num)
+                request = RoundRequest(prompt, (), draft_sampling, num)
                 drafted: tuple[int, ...] = ()
                 if num > 0 and not length.is_plain:
-                    drafted = await self._drafted(asked, sessions)
-                asked = Round(prompt, drafted, sampling)
+                    drafted = await self._drafted(request, sessions)
+                request = RoundRequest(prompt, drafted, sampling)
                 if drafted and length.pays(len(prompt), len(drafted)):
-                    piece = await self._verified(asked, length, coins)
+                    piece = await self._verified(request, length, coins)
                 else:
-                    asked = Round(prompt, (), sampling, min(length.plain, left))
-                    piece = await self._plain(asked, coins)
+                    request = RoundRequest(prompt, (), sampling, min(length.plain, left))
+                    piece = await self._plain(request, coins)
                     num_compared = min(len(drafted), len(piece.tokens))
                     length.was_plain(num_compared, _num_equal(drafted, piece.tokens))
                 yield piece
@@ -84,10 +84,10 @@ class Speculator:
                     return
                 prompt, left = (*prompt, *piece.tokens), left - len(piece.tokens)
 
-    async def _drafted(self, asked: Round, sessions: DraftSessions) -> tuple[int, ...]:
+    async def _drafted(self, request: RoundRequest, sessions: DraftSessions) -> tuple[int, ...]:
         began = self._clock()
-        draft = await sessions.draft(asked)
-        self.costs.drafted.add(asked.num_tokens, self._clock() - began)
+        draft = await sessions.draft(request)
+        self.costs.drafted.add(request.num_tokens, self._clock() - began)
         return self._usable(draft)
 
     def _usable(self, draft: tuple[int, ...]) -> tuple[int, ...]:
@@ -95,10 +95,12 @@ class Speculator:
         num = next((i for i, token in enumerate(draft) if not self.target.is_text(token)), None)
         return draft[:num]
 
-    async def _verified(self, asked: Round, length: RoundLength, coins: random.Random) -> Sampled:
-        began, num_drafted, counts = self._clock(), len(asked.drafted), self.counts
-        verified = await self.target.verify(asked, coins)
-        rows = length.rows(len(asked.prompt), num_drafted)
+    async def _verified(
+        self, request: RoundRequest, length: RoundLength, coins: random.Random
+    ) -> Sampled:
+        began, num_drafted, counts = self._clock(), len(request.drafted), self.counts
+        verified = await self.target.verify(request, coins)
+        rows = length.rows(len(request.prompt), num_drafted)
         self.costs.verified.add(rows, self._clock() - began)
         length.was_verified(num_drafted, verified.num_accepted)
         counts.rounds += 1
@@ -107,9 +109,9 @@ class Speculator:
         counts.verified += len(verified.tokens)
         return Sampled(verified.tokens, verified.has_ended)
 
-    async def _plain(self, asked: Round, coins: random.Random) -> Sampled:
+    async def _plain(self, request: RoundRequest, coins: random.Random) -> Sampled:
         began = self._clock()
-        sampled = await self.target.sample(asked, coins)
+        sampled = await self.target.sample(request, coins)
         self.costs.plain.add(len(sampled.tokens), self._clock() - began)
         self.counts.plain += len(sampled.tokens)
         return sampled
@@ -119,4 +121,4 @@ def _num_equal(drafted: Sequence[int], tokens: Sequence[int]) -> int:
     """How many they begin with in common."""
     pairs = enumerate(zip(drafted, tokens, strict=False))
     shorter = min(len(drafted), len(tokens))
-    return next((place for place, (one, other) in pairs if one != other), shorter)
+    return next((place for place, (first, second) in pairs if first != second), shorter)

@@ -4,7 +4,7 @@ import itertools
 
 from tinkercloud.core.types import SamplingParams
 from tinkercloud.proxy.drafters import DraftSession
-from tinkercloud.proxy.verification import Round
+from tinkercloud.proxy.verification import RoundRequest
 from tinkercloud.speculative.drafters.drafter import Stream
 from tinkercloud.speculative.drafters.suffix_drafter import SuffixDrafter
 
@@ -27,18 +27,18 @@ class _SuffixSession:
         self._source = source
         self._stream: Stream | None = None
 
-    async def draft(self, asked: Round) -> tuple[int, ...]:
+    async def draft(self, request: RoundRequest) -> tuple[int, ...]:
         drafter, stream = self._source.drafter, self._stream
         if stream is None:
-            number, tokens = next(self._source.numbers), [*asked.prompt]
-            params = SamplingParams(1, 0, asked.sampling.temperature)
+            number, tokens = next(self._source.numbers), [*request.prompt]
+            params = SamplingParams(1, 0, request.sampling.temperature)
             stream = Stream(number, number, "", 0, tokens, len(tokens), params, 0)
             self._stream = stream
             drafter.begin(stream)
-        elif new := asked.prompt[len(stream.tokens) :]:
+        elif new := request.prompt[len(stream.tokens) :]:
             stream.tokens.extend(new)
             drafter.observe(stream, len(new))
-        return drafter.propose([(stream, asked.num_tokens)])[0].tokens
+        return drafter.propose([(stream, request.num_tokens)])[0].tokens
 
     def close(self) -> None:
         if self._stream is not None:

@@ -9,7 +9,7 @@ from tinkercloud.errors import UpstreamAnswerInvalid
 from tinkercloud.proxy.server_kinds import ServerKind, VerifyForm
 from tinkercloud.proxy.upstream import Upstream
 from tinkercloud.proxy.verification import (
-    Round,
+    RoundRequest,
     Sampled,
     Verified,
     verify_by_chance,
@@ -36,36 +36,40 @@ class Target:
         whole = sampling.top_p == 1 and sampling.top_k <= 0 and sampling.min_p == 0
         return whole and sampling.temperature == 1
 
-    async def sample(self, asked: Round, coins: random.Random) -> Sampled:
+    async def sample(self, request: RoundRequest, coins: random.Random) -> Sampled:
         form = self.kind.sample
-        asked = replace(asked, sampling=self._seeded(asked.sampling, coins))
-        return form.read(asked, await self.upstream.post(form.path, form.request(asked)))
+        request = replace(request, sampling=self._seeded(request.sampling, coins))
+        return form.read(request, await self.upstream.post(form.path, form.request(request)))
 
-    async def verify(self, asked: Round, coins: random.Random) -> Verified:
+    async def verify(self, request: RoundRequest, coins: random.Random) -> Verified:
         """The accepted tokens, and one of the target's own."""
-        verified = await self._verify(asked, coins)
+        verified = await self._verify(request, coins)
         if verified.has_ended or len(verified.tokens) > verified.num_accepted:
             return verified
-        own = await self._own(asked, verified, coins)
-        return replace(verified, tokens=(*verified.tokens, *own.tokens), has_ended=own.has_ended)
+        redrawn = await self._redrawn(request, verified, coins)
+        return replace(
+            verified, tokens=(*verified.tokens, *redrawn.tokens), has_ended=redrawn.has_ended
+        )
 
-    async def _verify(self, asked: Round, coins: random.Random) -> Verified:
-        form, sampling = self.kind.verify, asked.sampling
+    async def _verify(self, request: RoundRequest, coins: random.Random) -> Verified:
+        form, sampling = self.kind.verify, request.sampling
         if isinstance(form, VerifyForm):
-            return form.read(asked, await self.upstream.post(form.path, form.request(asked)))
-        asked = replace(asked, sampling=self._seeded(sampling, coins))
-        scores = form.read(asked, await self.upstream.post(form.path, form.request(asked)))
+            return form.read(request, await self.upstream.post(form.path, form.request(request)))
+        request = replace(request, sampling=self._seeded(sampling, coins))
+        scores = form.read(request, await self.upstream.post(form.path, form.request(request)))
         if sampling.temperature == 0:
-            return verify_greedily(asked.drafted, scores, self.is_text)
-        return verify_by_chance(asked.drafted, scores, coins)
+            return verify_greedily(request.drafted, scores, self.is_text)
+        return verify_by_chance(request.drafted, scores, coins)
 
-    async def _own(self, asked: Round, verified: Verified, coins: random.Random) -> Sampled:
-        prompt = (*asked.prompt, *verified.tokens)
-        asked = Round(prompt, (), asked.sampling, excluded=verified.rejected)
+    async def _redrawn(
+        self, request: RoundRequest, verified: Verified, coins: random.Random
+    ) -> Sampled:
+        prompt = (*request.prompt, *verified.tokens)
+        request = RoundRequest(prompt, (), request.sampling, excluded=verified.rejected)
         for _ in range(MAX_REDRAWS):
-            own = await self.sample(asked, coins)
-            if own.tokens[0] != verified.rejected:
-                return own
+            redrawn = await self.sample(request, coins)
+            if redrawn.tokens[0] != verified.rejected:
+                return redrawn
         raise UpstreamAnswerInvalid(
             f"{self.upstream.name} drew token {verified.rejected} {MAX_REDRAWS} times, which was "
             "to be left out"

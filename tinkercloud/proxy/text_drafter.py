@@ -7,7 +7,7 @@ from tinkercloud.errors import UpstreamAnswerInvalid
 from tinkercloud.proxy.answers import json_list, json_object, only
 from tinkercloud.proxy.drafters import DraftSession
 from tinkercloud.proxy.upstream import Upstream
-from tinkercloud.proxy.verification import Round
+from tinkercloud.proxy.verification import RoundRequest
 
 LOOK_BACK = 4
 """Tokens that are encoded again with a draft: it then begins with tokens that may follow them."""
@@ -25,15 +25,15 @@ class TextDrafter:
     def open(self) -> DraftSession:
         return self
 
-    async def draft(self, asked: Round) -> tuple[int, ...]:
-        body = {"prompt": self._text(asked.prompt), "max_tokens": asked.num_tokens}
+    async def draft(self, request: RoundRequest) -> tuple[int, ...]:
+        body = {"prompt": self._text(request.prompt), "max_tokens": request.num_tokens}
         answer = await self._upstream.post("completions", body | {"temperature": 0})
         choice = json_object(only(json_list(answer, "choices"), "choices"), "a choice")
         text = choice.get("text")
         if not isinstance(text, str):
             raise UpstreamAnswerInvalid("a choice has no text")
-        text = text[: MAX_CHARACTERS_A_TOKEN * asked.num_tokens]
-        return self._tokens(asked.prompt[-LOOK_BACK:], text)[: asked.num_tokens]
+        text = text[: MAX_CHARACTERS_A_TOKEN * request.num_tokens]
+        return self._tokens(request.prompt[-LOOK_BACK:], text)[: request.num_tokens]
 
     def close(self) -> None:
         """A server keeps nothing of a sample but what it caches."""

@@ -74,11 +74,11 @@ async def public_address(host: str, port: int) -> str:
     """Raises UpstreamUnreachable."""
     try:
         loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        answers = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise UpstreamUnreachable(f"{host} has no address: {error.strerror}") from None
-    addresses = [str(address[4][0]) for address in found]
-    if not addresses or not all(ipaddress.ip_address(one).is_global for one in addresses):
+    addresses = [str(address[4][0]) for address in answers]
+    if not addresses or not all(ipaddress.ip_address(address).is_global for address in addresses):
         raise UpstreamUnreachable(
             f"{host} has a private address; start the proxy with --allow-private to allow it"
         )

@@ -17,7 +17,7 @@ from tinkercloud.chat.requests import SamplingOptions
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class RoundRequest:
     """prompt, of at least one token, and drafted (K,): ids of the target's own vocabulary.
     num_tokens: to be sampled after all of them, the first of them another one than `excluded`."""
 

@@ -38,7 +38,7 @@ class Peer:
         expected = f"Bearer {self._key}".encode()
         return self._key is None or hmac.compare_digest(authorization.encode(), expected)
 
-    def known(self, host: str, port: str | None) -> list[str]:
+    def register(self, host: str, port: str | None) -> list[str]:
         """Peers that have asked, with the port that this one serves on, if it does, among them."""
         if (
             port is not None
@@ -69,7 +69,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path == "/manifest":
             self._answer(200, peer.store.manifest.to_json().encode())
         elif self.path == "/have":
-            peers = peer.known(self.client_address[0], self.headers.get(PORT_HEADER))
+            peers = peer.register(self.client_address[0], self.headers.get(PORT_HEADER))
             have = sorted(peer.store.have)
             self._answer(200, json.dumps({"have": have, "peers": peers}).encode())
         elif (match := re.fullmatch(r"/piece/(\d{1,7})", self.path)) is not None:

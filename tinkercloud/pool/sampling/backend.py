@@ -65,7 +65,7 @@ class PooledBackend(Backend):
         try:
             self._http = _client(pool.coordinator, self._transport)
             for model in pool.models:
-                if model.name in (one.name for one in served):
+                if model.name in (each.name for each in served):
                     raise ConfigError(
                         f"{self._pool_file} has a model {model.name!r}, and this server another one"
                     )

@@ -174,8 +174,8 @@ class _Sample:
     def _num_left(self) -> int:
         num_prompt = len(self.request.prompt)
         room = self.model.served.max_context_length - num_prompt
-        asked = self.request.params.max_tokens
-        limit = room if asked is None else min(asked, room)
+        max_tokens = self.request.params.max_tokens
+        limit = room if max_tokens is None else min(max_tokens, room)
         return limit - len(self.logprobs)
 
     async def grow(self) -> None:
