@@ -1,9 +1,6 @@
 """An agent in a capture session on SmolLM2: what it sampled, to the token; and its recipe."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +8,10 @@ import pytest
 from openai import OpenAI
 
 from tests.e2e.clients import MODEL
-from tests.serving import ROOT, Server
+from tests.e2e.own_recipes import recipe
+from tests.serving import Server
 from tinker_gmi import ModelInput, ServiceClient
 from tinker_gmi.captures import Captures
-
-LIMIT_S = 300.0
 
 
 @pytest.fixture(scope="module")
@@ -100,25 +96,19 @@ def test_the_log_probabilities_are_those_of_the_whole_sequence(
         assert gain == 0 or score == pytest.approx(drawn, abs=1e-3)
 
 
-def recipe(server: Server, steps: int, out: Path) -> str:
+def agent_rl(server: Server, steps: int, out: Path) -> str:
     """What it printed."""
-    quick = ("--warm-up", "7", "--questions", "2", "--group-size", "4", "--held-out", "1")
+    quick = ("--warm-up", "4", "--questions", "2", "--group-size", "3", "--held-out", "1")
     goes = ("--steps", str(steps), "--save-every", "1", "--out", str(out))
-    done = subprocess.run(
-        [sys.executable, "cookbook/agent_rl.py", *quick, *goes],
-        env={**os.environ, **server.sdk_environment, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=LIMIT_S, cwd=ROOT,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return recipe(server, "agent_rl", *quick, *goes)
 
 
 def test_the_recipe_trains_the_agent_goes_on_and_leaves_its_curve(
     server: Server, tmp_path: Path
 ) -> None:
-    assert "warm-up loss" in recipe(server, 1, tmp_path)
+    assert "warm-up loss" in agent_rl(server, 1, tmp_path)
     first = json.loads((tmp_path / "agent.json").read_text())
-    said = recipe(server, 2, tmp_path)
+    said = agent_rl(server, 2, tmp_path)
     assert "going on behind step 1" in said
     assert "warm-up loss" not in said
     run = json.loads((tmp_path / "agent.json").read_text())

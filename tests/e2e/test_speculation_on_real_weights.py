@@ -118,7 +118,7 @@ def require_same(found: Outputs, expected: Outputs) -> None:
 def test_samples_with_drafts_equal_those_without(
     version: Version, batch: int, law: Mapping[str, object]
 ) -> None:
-    requests = requests_of(version, batch, law)
+    requests = requests_of(version, batch, law, FEW_TOKENS if batch == 8 else TOKENS)
     plain = sampled(version, requests, None)
     for name in DRAFTERS:
         drafting = Drafting(lambda _, name=name: drafter_of(version, name), 5)
@@ -246,10 +246,10 @@ def test_each_draft_of_a_server_can_be_read(server: Server) -> None:
 
 
 def _told(http: httpx.Client) -> dict[str, object]:
-    """Figures come about once a second."""
+    """Figures come about once a second, on a busy machine later."""
     import time
 
-    for _ in range(40):
+    for _ in range(300):
         told = http.get("/health").json().get("speculation", {}).get("m")
         if told and told["tokens"] >= 300:
             return told
