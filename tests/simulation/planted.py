@@ -14,7 +14,7 @@ from unittest.mock import patch
 from tests.simulation import sqlite
 from tests.simulation.engine import SimulatedEngine, SmallFakeBackend
 from tests.simulation.run import run_schedule
-from tests.simulation.schedule import generate
+from tests.simulation.schedule import Schedule, generate
 from tinkercloud.core.lane import LaneOrder
 from tinkercloud.core.lanes import wait_for_event
 from tinkercloud.core.outcome_recorder import OutcomeRecorder
@@ -258,6 +258,37 @@ PLANTED: dict[str, Callable[[], Bug]] = {
     "turn in pieces": _turn_in_pieces,
     "turn told before it is kept": _turn_told_before_it_is_kept,
 }
+
+
+def _ends_as_a_state_is_written(schedule: Schedule) -> bool:
+    return any(crash.trigger == "answered" and crash.kind == "engine" for crash in schedule.aimed)
+
+
+def _deletes_what_is_new(schedule: Schedule) -> bool:
+    steps = (step for program in schedule.programs for step in program)
+    return any(step.kind == "delete_model" and step.target == -1 for step in steps)
+
+
+def _ends_within_captures(schedule: Schedule) -> bool:
+    return bool(schedule.at_awaits)
+
+
+CAN_SHOW: dict[str, Callable[[Schedule], bool]] = {
+    "order of arrival": lambda schedule: schedule.outage is not None,
+    "refused after acknowledged": _deletes_what_is_new,
+    "snapshot without lost versions": _ends_as_a_state_is_written,
+    "snapshot is not waited for": _ends_as_a_state_is_written,
+    "deleted model is found": _deletes_what_is_new,
+    "turn in pieces": _ends_within_captures,
+    "turn told before it is kept": _ends_within_captures,
+}
+"""The schedules that are tried with a bug which few show; of others all are."""
+
+
+def seeds_for(name: str, num_schedules: int) -> Iterator[int]:
+    """Of schedules that are worth a try with the bug, among so many."""
+    can_show = CAN_SHOW.get(name)
+    return (n for n in range(num_schedules) if can_show is None or can_show(generate(n)))
 
 
 @contextmanager
