@@ -19,16 +19,13 @@ brought in. A side that fails to leave does not keep the other one out.
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
 logger = logging.getLogger(__name__)
 
 WEIGHTS, CUDA_GRAPH, KV_CACHE = "weights", "cuda_graph", "kv_cache"
-HISTORY_LENGTH = 256
 
 
 class TrainSide(Protocol):
@@ -97,14 +94,6 @@ _TRAIN_MOVES = (Move.ONLOAD_TRAIN, Move.OFFLOAD_TRAIN)
 _LEAVING = (Move.OFFLOAD_TRAIN, Move.OFFLOAD_ROLLOUT)
 
 
-@dataclass(frozen=True, slots=True)
-class Transition:
-    move: Move
-    num_bytes: int
-    ms: float
-    failed: bool = False
-
-
 class Memory:
     """One set of GPUs. One caller at a time may move it (the phase lock sees to that); `gpus` names
     it in the log."""
@@ -115,7 +104,6 @@ class Memory:
         self._rollout = rollout
         self._weights: str | None = None
         self.state = State.EMPTY
-        self.history: deque[Transition] = deque(maxlen=HISTORY_LENGTH)
         self.num_moves = 0
         self.num_failures = 0
         self.moved_bytes = 0
@@ -178,7 +166,7 @@ class Memory:
         try:
             num_bytes = await action()
         except BaseException as error:  # cancelled too: half moved, the memory's state is unknown
-            self._record(Transition(move, 0, _ms_since(begun), failed=True))
+            self._record(move, 0, begun, failed=True)
             logger.warning("%s: %s failed: %s", self._gpus, move.value, error)
             is_trainers = move in _TRAIN_MOVES
             await self._discard(Move.DISCARD_TRAIN if is_trainers else Move.DISCARD_ROLLOUT)
@@ -187,7 +175,7 @@ class Memory:
                 return
             raise
         self.state = after
-        self._record(Transition(move, num_bytes, _ms_since(begun)))
+        self._record(move, num_bytes, begun)
 
     async def _discard(self, move: Move) -> None:
         """Empty the GPUs, even where the caller is cancelled meanwhile."""
@@ -197,20 +185,16 @@ class Memory:
         try:
             await asyncio.shield(side.discard())
         finally:
-            self._record(Transition(move, 0, _ms_since(begun)))
+            self._record(move, 0, begun)
 
-    def _record(self, transition: Transition) -> None:
+    def _record(self, move: Move, num_bytes: int, begun: float, *, failed: bool = False) -> None:
+        ms = (time.perf_counter() - begun) * 1000
         self.num_moves += 1
-        self.num_failures += transition.failed
-        self.moved_bytes += transition.num_bytes
-        self.moving_ms += transition.ms
-        self.history.append(transition)
+        self.num_failures += failed
+        self.moved_bytes += num_bytes
+        self.moving_ms += ms
         logger.info(
             "%s: %s, %d bytes, %.1f ms%s",
-            *(self._gpus, transition.move.value, transition.num_bytes, transition.ms),
-            " (failed)" if transition.failed else "",
+            *(self._gpus, move.value, num_bytes, ms),
+            " (failed)" if failed else "",
         )
-
-
-def _ms_since(begun: float) -> float:
-    return (time.perf_counter() - begun) * 1000

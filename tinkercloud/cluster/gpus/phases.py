@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from tinkercloud.cluster.gpus.memory import Memory, RolloutSide, TrainSide, Transition
+from tinkercloud.cluster.gpus.memory import Memory, RolloutSide, TrainSide
 from tinkercloud.errors import EngineDied
 
 STAY_S = 0.2
@@ -208,10 +208,6 @@ class Phases:
     async def close(self) -> None:
         for lock in {self._train_lock, self._rollout_lock}:
             await lock.close()
-
-    def transitions(self) -> list[Transition]:
-        """The latest ones; of separate GPUs, training's first."""
-        return [transition for memory in self._memories() for transition in memory.history]
 
     def stats(self) -> dict[str, float | int | str]:
         memories = self._memories()
