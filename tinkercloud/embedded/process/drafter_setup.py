@@ -148,18 +148,43 @@ def speculate(
     settings: DrafterSettings, trainers: OnlineTrainers | None = None
 ) -> Speculate | None:
     """None where it is off. trainers: these train the drafts; None: they are not trained."""
-    if settings.name == "off":
-        return None
-    name = AUTO if settings.name == "auto" else settings.name
-    trace = Trace(settings.trace_file) if settings.trace_file is not None else None
-    details = DetailedLog(settings.details_file or settings.drafts_dir / DETAILS)
+    return None if settings.name == "off" else _SpeculatorFactory(settings, trainers)
 
-    def make(base: BaseModel, runner: Runner, pool: BlockPool) -> Speculator | None:
-        if not runner.is_exact and settings.name == "auto":
-            return None  # several rows of a sample may differ from one in their last bits
+
+class _SpeculatorFactory:
+    """Called once for each base model. All of them share trace and log."""
+
+    def __init__(self, settings: DrafterSettings, trainers: OnlineTrainers | None):
+        self._settings = settings
+        self._trainers = trainers
+        self._trace = Trace(settings.trace_file) if settings.trace_file is not None else None
+        self._details = DetailedLog(settings.details_file or settings.drafts_dir / DETAILS)
+
+    def __call__(self, base: BaseModel, runner: Runner, pool: BlockPool) -> Speculator | None:
+        settings, trainers = self._settings, self._trainers
+        is_auto = settings.name == "auto"
         if not runner.is_exact:
+            if is_auto:
+                return None  # several rows of a sample may differ from one in their last bits
             logger.warning("on this device drafts may change the last bits of log-probabilities")
-        vocab_size = base.config.vocab_size
+        drafter = self._drafter(base, runner)
+        costs = round_costs(base, runner, pool, settings.num_threads)
+        if is_auto and settings.make_head and trainers is not None:
+            head, head_trainer, was_trained = _made_head(base, runner, settings)
+            trainers.add(base, head_trainer)
+            first = self._speculation(base, drafter, costs, None)
+            # Each draft's controller corrects costs of its own.
+            head_costs = CostTable.from_json(costs.to_json())
+            second = self._speculation(base, head, head_costs, head_trainer)
+            return SpeculationPair(first, second, lambda: was_trained or head_trainer.has_promoted)
+        trainer = None
+        if trainers is not None:
+            trainer = _online_trainer(drafter, base, settings)
+            trainers.add(base, trainer)
+        return self._speculation(base, drafter, costs, trainer)
+
+    def _drafter(self, base: BaseModel, runner: Runner) -> Drafter:
+        settings = self._settings
         factories: dict[str, DrafterFactory] = {
             "model": lambda path: model_drafter(
                 open_draft(Path(path), base, settings.cache_dir), base, runner
@@ -171,33 +196,20 @@ def speculate(
             ),
             "remote": lambda addresses: remote_drafter(addresses, base, settings),
         }
-        drafter = DrafterTable(factories).make(name)
-        costs = round_costs(base, runner, pool, settings.num_threads)
-        max_draft = MAX_LOOKED_UP if isinstance(drafter, SuffixDrafter) else settings.max_computed
+        return DrafterTable(factories).make(AUTO if settings.name == "auto" else settings.name)
+
+    def _speculation(
+        self, base: BaseModel, drafter: Drafter, costs: CostTable, trainer: OnlineTrainer | None
+    ) -> Speculation:
+        max_draft = self._settings.max_computed
+        if isinstance(drafter, SuffixDrafter):
+            max_draft = MAX_LOOKED_UP
+        guard = GuardedDrafter(drafter, base.config.vocab_size)
         controller = _controller(costs, max_draft)
-        guard = GuardedDrafter(drafter, vocab_size)
-        if settings.name == "auto" and settings.make_head and trainers is not None:
-            first = Speculation(guard, controller, trace, None, details)
-            head, maker, was_trained = _made_head(base, runner, settings)
-            trainers.add(base, maker)
-            head_controller = _controller(
-                CostTable.from_json(costs.to_json()), settings.max_computed
-            )
-            second = Speculation(
-                GuardedDrafter(head, vocab_size), head_controller, trace, maker, details
-            )
-            maker.speculation = second
-            return SpeculationPair(first, second, lambda: was_trained or maker.has_promoted)
-        trainer = None
-        if trainers is not None:
-            trainer = _online_trainer(drafter, base, settings)
-            trainers.add(base, trainer)
-        speculation = Speculation(guard, controller, trace, trainer, details)
+        speculation = Speculation(guard, controller, self._trace, trainer, self._details)
         if trainer is not None:
             trainer.speculation = speculation
         return speculation
-
-    return make
 
 
 def remote_drafter(addresses: str, base: BaseModel, settings: DrafterSettings) -> Drafter:
