@@ -19,7 +19,7 @@ from tests.serving import QUIET, ROOT
 from tinkercloud.pool.child_process import free_port
 from tinkercloud.pool.pool_state import PoolFolder, PoolState
 
-LIMIT_S = 60.0
+LIMIT_S = 180.0
 
 
 @dataclass(frozen=True)
