@@ -29,7 +29,7 @@ def model(**settings: object) -> Model:
 
 def file(num_layers: int = 8) -> ModelFile:
     return ModelFile(
-        "M", "llama", (10 * MIB,) * num_layers, 4 * MIB, 20 * MIB, (256,) * num_layers,
+        "M", "llama", (10 * MIB,) * num_layers, 4 * MIB, 20 * MIB, 18 * MIB, (256,) * num_layers,
         vocabulary=1000, hidden=64, feed_forward=128, trained_context=2048, quantizations={},
     )  # fmt: skip
 
@@ -106,6 +106,17 @@ def test_a_tensor_split_overrides_memory_within_it() -> None:
         plan_layers(file(), model(tensor_split=[1]), devices(300, 300), 0)
     with pytest.raises(PoolTooSmall, match="give it a smaller share"):
         plan_layers(file(), model(tensor_split=[1, 0]), devices(60, 300), 0)
+
+
+def test_logits_on_the_coordinator_are_on_no_device() -> None:
+    matrix, of_a_batch = 18 * MIB, 4 * 512 * 1000
+    on_last, on_coordinator = model(), model(output="coordinator")
+    freed = sum(unit_bytes(file(), on_last)) - sum(unit_bytes(file(), on_coordinator))
+    assert freed == matrix + of_a_batch
+    plan = plan_layers(file(), on_coordinator, devices(300, 100), 0)
+    assert plan.lines()[-1].split()[:4] == ["coordinator/CPU", "logits", "20.0", "MiB"]
+    lines = plan_layers(file(), on_last, devices(300, 100), 0).lines()
+    assert not any(line.startswith("coordinator") for line in lines)
 
 
 def test_a_smaller_cache_leaves_room() -> None:

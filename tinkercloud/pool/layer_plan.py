@@ -46,11 +46,14 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """shares: of the devices that hold something, in order."""
+    """shares: of the devices that hold something, in order. logits_bytes: of the coordinator's RAM
+    that the matrix of logits takes there, with the logits of a batch; 0: it lies with the output.
+    """
 
     model: Model
     num_layers: int
     shares: tuple[Share, ...]
+    logits_bytes: int = 0
 
     def layers_text(self, share: Share) -> str:
         last = share.first + share.num_units - 1
@@ -60,12 +63,16 @@ class LayerPlan:
         return layers + " and output" if last == self.num_layers else layers
 
     def lines(self) -> list[str]:
-        """A line for each device."""
-        return [
+        """A line for each device, and one for logits on the coordinator."""
+        lines = [
             f"{share.device.label:24} {self.layers_text(share):24} "
             f"{size_text(share.num_bytes):>10} of {size_text(share.device.memory_bytes)}"
             for share in self.shares
         ]
+        if self.logits_bytes:
+            size = size_text(self.logits_bytes)
+            lines.append(f"{'coordinator/CPU':24} {'logits':24} {size:>10} besides its memory")
+        return lines
 
 
 class PoolTooSmall(ConfigError):
@@ -77,12 +84,20 @@ class PoolTooSmall(ConfigError):
 
 
 def unit_bytes(file: ModelFile, model: Model) -> list[int]:
-    """Weights and cache of each layer, then of the output, with the logits of a batch."""
+    """Weights and cache of each layer, then of the output, with the logits of a batch where they
+    are not on the coordinator."""
     layers = [
         weights + file.cache_bytes(layer, model.context, model.cache_type)
         for layer, weights in enumerate(file.layer_bytes)
     ]
-    return [*layers, file.output_bytes + file.logits_bytes(model.ubatch)]
+    output = file.output_bytes + file.logits_bytes(model.ubatch)
+    return [*layers, output - coordinator_logits_bytes(file, model)]
+
+
+def coordinator_logits_bytes(file: ModelFile, model: Model) -> int:
+    if model.output is None:
+        return 0
+    return file.logits_matrix_bytes + file.logits_bytes(model.ubatch)
 
 
 def plan_layers(
@@ -113,7 +128,8 @@ def plan_layers(
         if count:
             shares.append(Share(device, first, count, num_bytes + fixed_bytes))
         first += count
-    return LayerPlan(model, file.num_layers, tuple(shares))
+    logits_bytes = coordinator_logits_bytes(file, model)
+    return LayerPlan(model, file.num_layers, tuple(shares), logits_bytes)
 
 
 def balanced_counts(units: Sequence[int], rooms: Sequence[int]) -> list[int] | None:

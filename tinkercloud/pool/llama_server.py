@@ -12,9 +12,12 @@ from tinkercloud.pool.pool_file import Coordinator
 FLAGS = (
     *("--alias", "--ctx-size", "--parallel", "--kv-unified", "--ubatch-size", "--fit"),
     *("--cache-type-k", "--cache-type-v", "--flash-attn", "--n-gpu-layers", "--rpc", "--device"),
-    *("--split-mode", "--tensor-split", "--threads", "--api-key-file"),
+    *("--split-mode", "--tensor-split", "--threads", "--api-key-file", "--override-tensor"),
+    "--cache-ram",
 )
 """Of `server_command`, all of which a build has to know."""
+LOGITS_ON_COORDINATOR = r"^(output|token_embd)\.weight$=CPU"
+"""Tied weights have the embedding's name."""
 
 
 def server_command(program: Path, coordinator: Coordinator, plan: LayerPlan) -> list[str]:
@@ -29,6 +32,8 @@ def server_command(program: Path, coordinator: Coordinator, plan: LayerPlan) -> 
     command += ["--host", coordinator.host, "--port", str(coordinator.port)]
     command += ["--ctx-size", str(model.context), "--parallel", str(model.parallel)]
     command += ["--kv-unified", "--ubatch-size", str(model.ubatch), "--fit", "off"]
+    # Else keys and values of the prompt before, megabytes, come back over the network.
+    command += ["--cache-ram", "0"]
     command += ["--cache-type-k", model.cache_type, "--cache-type-v", model.cache_type]
     command += ["--flash-attn", "on" if model.cache_type != "f16" else "auto"]
     command += ["--n-gpu-layers", str(sum(each.num_units for each in offloaded))]
@@ -38,6 +43,8 @@ def server_command(program: Path, coordinator: Coordinator, plan: LayerPlan) -> 
     if names:
         split = ",".join(str(each.num_units) for each in offloaded)
         command += ["--split-mode", "layer", "--tensor-split", split]
+    if model.output is not None:
+        command += ["--override-tensor", LOGITS_ON_COORDINATOR]
     if coordinator.threads is not None:
         command += ["--threads", str(coordinator.threads)]
     if coordinator.key_file is not None:

@@ -17,8 +17,9 @@ CACHE_BITS = {"f16": 16.0, "q8_0": 8.5, "q4_0": 4.5}  # with the scales of quant
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """layer_bytes: of the weights of each layer; output_bytes: of what follows the last one;
-    input_bytes: of the embedding, which stays on the coordinator. cache_width: numbers of keys and
+    """layer_bytes: of the weights of each layer; output_bytes: of what follows the last one,
+    logits_matrix_bytes of them of the matrix of logits; input_bytes: of the embedding, which stays
+    on the coordinator. cache_width: numbers of keys and
     values that each layer keeps for a token."""
 
     name: str
@@ -26,6 +27,7 @@ class ModelFile:
     layer_bytes: tuple[int, ...]
     input_bytes: int
     output_bytes: int
+    logits_matrix_bytes: int
     cache_width: tuple[int, ...]
     vocabulary: int
     hidden: int
@@ -71,8 +73,9 @@ def read_model_file(path: Path) -> ModelFile:
         )
     embedding = others.get("token_embd", 0)
     output = sum(others.values()) - embedding
+    matrix = others.get("output", embedding)
     if "output" not in others:  # tied: llama.cpp keeps a second copy where the output is
-        output += embedding
+        output += matrix
     vocabulary = metadata.get("tokenizer.ggml.tokens")
     return ModelFile(
         name=str(metadata.get("general.name", path.stem)),
@@ -80,6 +83,7 @@ def read_model_file(path: Path) -> ModelFile:
         layer_bytes=tuple(layers[layer] for layer in range(num_layers)),
         input_bytes=embedding,
         output_bytes=output,
+        logits_matrix_bytes=matrix,
         cache_width=tuple(_cache_widths(metadata, architecture, hidden, num_layers, path)),
         vocabulary=len(vocabulary) if isinstance(vocabulary, list) else 0,
         hidden=hidden,

@@ -139,6 +139,7 @@ class Coordinator(_Part):
 class Model(_Part):
     """context: tokens that the cache of keys and values holds, of all requests together.
     tensor_split: layers of each device in the order of `tinkercloud pool plan`, in proportion.
+    output "coordinator": the matrix of logits stays there, so that no logits cross the network.
     draft: the GGUF file of a smaller model that drafts, or SUFFIX: a sample's own text does."""
 
     name: Name
@@ -148,6 +149,7 @@ class Model(_Part):
     ubatch: Annotated[int, Field(ge=32, le=4096)] = 512
     cache_type: Literal["f16", "q8_0", "q4_0"] = "f16"
     tensor_split: tuple[Annotated[float, Field(ge=0)], ...] | None = None
+    output: Literal["coordinator"] | None = None
     draft: Literal["suffix"] | Path | None = None
     drafted_tokens: Annotated[int, Field(ge=1, le=64)] = 16
 
