@@ -60,7 +60,9 @@ def test_delay_loss_death_and_lies_change_no_token_and_no_logprob(
 @pytest.mark.parametrize("hundred", range(10))
 def test_a_thousand_schedules_change_nothing(store: ModelStore, base: str, hundred: int) -> None:
     first = 1000 + 100 * hundred
-    num_faults, num_accepted = schedules(store, base, range(first, first + 100))
+    seeds = range(first, first + 100)
+    num_faults, num_accepted = schedules(store, base, seeds)
+    print(f"{len(seeds)} schedules: {num_faults} faults, {num_accepted} drafted tokens accepted")
     assert num_faults > 600
     assert num_accepted > 1200
 
