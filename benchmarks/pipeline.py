@@ -6,6 +6,7 @@ What is measured is `tinkercloud bench pipeline`, on SmolLM2.
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -81,8 +82,13 @@ def draw(points: Sequence[Point], path: Path) -> None:
 def main() -> None:
     parser = BenchmarkParser("pipeline", __doc__, quick="short samples, two round trips")
     parser.add_argument("--plot", type=Path, help="draw the break-even curve here")
+    parser.add_argument(
+        "--farthest-ms", type=float, default=200.0, help="of the round trips that are measured"
+    )
     options = parser.parse_args()
     scale = QUICK if options.quick else Scale()
+    near = tuple(each for each in scale.round_trips_ms if each <= options.farthest_ms)
+    scale = replace(scale, round_trips_ms=near)
     num_threads = threads_beside_worker()
     set_up_torch(num_threads)
     with tempfile.TemporaryDirectory() as scratch:

@@ -38,7 +38,7 @@ from tinkercloud.weights.huggingface import ensure_hf_folder
 
 DTYPE = "bfloat16"
 TOKENS, REPEATS, MOST_DRAFTED = 192, 3, 128
-POOL_DRAFTED, POOL_REPEATS = 32, 2
+POOL_DRAFTED, POOL_REPEATS = 5, 2
 LINK = Link(delay_s=0.01, bytes_per_s=12.5e6)
 POOL_AHEAD = 1.5
 QUICK_TOKENS, QUICK_REPEATS = 32, 1
@@ -245,9 +245,9 @@ default it drafts like this itself, and needs no proxy. *tokens a round*: accept
 target's own.
 
 *llama.cpp pool*: two workers of one thread each on this machine, in Q4_1, every link of them with
-10 ms each way and 100 Mbit/s; *alone* without a draft, and *proxy* before the same pool with
-`draft: suffix` and
-`drafted_tokens: {pool}`, which llama-server verifies itself. {left}
+10 ms each way and 100 Mbit/s, logits on the coordinator (`output: coordinator`); *alone* without a
+draft, and *proxy* before the same pool with `draft: suffix` and `drafted_tokens: {pool}`, which
+llama-server verifies itself. That number has the fewest passes for its rows on these texts. {left}
 """
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def throttled_pool(
             gpus = [{"device": "CPU", "memory": LENT}]
             workers.append({"name": f"w{number}", "start": "by_hand", "port": near, "gpus": gpus})
         model = {"name": ALONE, "path": str(gguf.absolute()), "context": 2048, "parallel": 1}
-        model["tensor_split"] = [1.0] * NUM_WORKERS
+        model |= {"tensor_split": [1.0] * NUM_WORKERS, "output": "coordinator"}
         drafted = {"name": DRAFTED, "draft": "suffix", "drafted_tokens": drafted_tokens}
         coordinator = {"port": free_port(), "llama_server": str(server)}
         file = folder / "pool.yaml"

@@ -48,10 +48,10 @@ def test_a_pool_says_what_drafts(smollm2_gguf: Path, tmp_path: Path) -> None:
     models = [model | {"draft": "suffix"}, model | {"name": "b", "draft": "absent.gguf"}]
     pool = write_pool(tmp_path, models, [], llama_server=programs["server"], memory="360MiB")
     try:
-        assert "drafts: up to 16 tokens a pass, from each sample's own text" in started(pool)
+        assert "drafts: up to 8 tokens a pass, from each sample's own text" in started(pool)
         arguments = server_arguments(pool)
         assert arguments[arguments.index("--spec-type") + 1] == "ngram-simple"
-        assert "drafts: up to 16" in pool.command("status").stdout
+        assert "drafts: up to 8 " in pool.command("status").stdout
         refused = pool.command("swap", "b")
         assert refused.returncode == 1 and "no GGUF file at" in refused.stdout
         assert f"{tmp_path}/absent.gguf" in refused.stdout

@@ -54,10 +54,11 @@ def pool(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     split = {"name": "split", "path": str(smollm2_gguf), "context": 2048, "tensor_split": [0, 1, 1]}
     alone = split | {"name": "alone", "tensor_split": [1, 0, 0]}
     free = {key: value for key, value in split.items() if key != "tensor_split"} | {"name": "free"}
+    drafted = split | {"name": "drafted", "output": "coordinator", "draft": "suffix"}
     lent = {"gpus": [{"device": "CPU", "memory": "500MiB"}], "rpc_server": rpc, "threads": 1}
     pool = write_pool(
         tmp_path_factory.mktemp("pool"),
-        [split, alone, free],
+        [split, alone, free, drafted],
         [lent | {"name": "a"}, lent | {"name": "b"}],
         llama_server=server,
         memory="500MiB",
@@ -227,6 +228,27 @@ def test_a_served_pool_s_model_chats_and_is_not_trained(pool: Pool, tmp_path: Pa
         assert "split is a pool's model and samples only" in outcome["error"]
     finally:
         server.stop()
+
+
+async def test_drafts_and_logits_on_the_coordinator_change_no_text(pool: Pool) -> None:
+    """The proxy before it says who drafts."""
+    before, held = greedy(pool), resident_bytes(pool.worker_pid("b", "rpc"))
+    assert pool.command("swap", "drafted").returncode == 0
+    try:
+        assert pool.state.plan[-1].split()[:2] == ["coordinator/CPU", "logits"]
+        assert greedy(pool) == before
+        assert resident_bytes(pool.worker_pid("b", "rpc")) < held
+        body = {"prompt": "1, 2, 3, 1, 2, 3, 1, 2,", "n_predict": 32, "temperature": 0}
+        root = pool.state.url.removesuffix("/v1")
+        async with httpx.AsyncClient(timeout=60.0, trust_env=False) as http:
+            timings = (await http.post(f"{root}/completion", json=body)).json()["timings"]
+        assert timings["draft_n_accepted"] > 0
+        said = list[str]()
+        address = UpstreamAddress.parse(f"{pool.state.url}#drafted")
+        async with opened(ProxyOptions(address, allow_private=True), said.append):
+            assert "llama-server drafts by itself" in said[0]
+    finally:
+        assert pool.command("swap", "split").returncode == 0
 
 
 def _ours(

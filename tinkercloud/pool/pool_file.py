@@ -151,7 +151,7 @@ class Model(_Part):
     tensor_split: tuple[Annotated[float, Field(ge=0)], ...] | None = None
     output: Literal["coordinator"] | None = None
     draft: Literal["suffix"] | Path | None = None
-    drafted_tokens: Annotated[int, Field(ge=1, le=64)] = 16
+    drafted_tokens: Annotated[int, Field(ge=1, le=64)] = 8
 
     @model_validator(mode="after")
     def _check(self) -> Self:
